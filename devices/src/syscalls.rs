@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 /// Turns a return value of -1 into the error of the last system call.
 pub(crate) fn check(value: libc::c_int) -> io::Result<libc::c_int> {
@@ -62,6 +63,13 @@ pub(crate) fn connect_now(path: &std::path::Path) -> io::Result<OwnedFd> {
     // SAFETY: `address` is an initialised sockaddr_un of `len` bytes that outlives the call.
     check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), len) })?;
     Ok(fd)
+}
+
+/// Looks at what can be read from a stream, and leaves it there.
+pub(crate) fn peek(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
+    let (at, len_bytes) = (to.as_mut_ptr().cast(), to.len());
+    // SAFETY: the kernel writes at most `len_bytes` bytes into `to`, which outlives the call.
+    check_len(unsafe { libc::recv(stream.as_raw_fd(), at, len_bytes, libc::MSG_PEEK) })
 }
 
 /// Makes reads and writes of the open file description not wait.

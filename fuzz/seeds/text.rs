@@ -33,6 +33,7 @@ const OPTION_STRINGS: [(&str, &str); 33] = [
     ("net", "ip=192.168.4.1,mask=255.255.255.0,num_queues=4,queue_size=256,offload_tso=off"),
     ("net", "fd=[3,4],num_queues=4,offload_ufo=on,offload_csum=on,host_mac=02:00:00:00:00:01"),
     ("rng", "src=/dev/urandom"),
+    ("vsock", "cid=3,socket=/run/vm.vsock,id=sock"),
     ("balloon", "size=256M,deflate_on_oom=on,free_page_reporting=on,statistics_interval_s=5"),
     ("console", "tty"),
     ("console", "file=/tmp/out"),
@@ -106,6 +107,7 @@ const STATES: [(&str, &str); 5] = [
     ),
     ("console", r#"{"kind":"virtio-console","version":1,"data":{"columns":80,"rows":25}}"#),
     ("rng", r#"{"kind":"virtio-rng","version":1,"data":{}}"#),
+    ("vsock", r#"{"kind":"virtio-vsock","version":1,"data":{}}"#),
     (
         "block",
         r#"{"kind":"virtio-block","version":1,"data":{"writeback":true,"capacity_sectors":128,"readonly":false}}"#,

@@ -247,6 +247,37 @@ fn mem() -> Vec<Seed> {
     memory.seeds("virtio_mem", "requests", &[0, 1])
 }
 
+/// Receive buffers on queue 0, packets on 1, buffers for events on 2: a connection is asked for, has data in
+/// pieces, and ends; others are out of place.
+fn vsock() -> Vec<Seed> {
+    const HEADER: u32 = 44;
+    const PACKETS: usize = QUEUE_STRIDE + BUFFERS;
+    let mut memory = Memory::new(3);
+    for number in 0..8 {
+        memory.chain(0, &[(0x4000 + 0x400 * number, 44, true), (0x6000 + 0x400 * number, 256, true)]);
+    }
+    let packets: [(u16, u32, u32, u32); 7] =
+        [(1, 1, 0, 0), (5, 1, 8, 0), (6, 1, 0, 0), (4, 1, 0, 2), (1, 2, 0, 0), (7, 1, 0, 0), (3, 1, 0, 0)];
+    for (number, (op, port, len, flags)) in packets.into_iter().enumerate() {
+        let at = PACKETS + 64 * number;
+        put(&mut memory.bytes, at, &3_u64.to_le_bytes());
+        put(&mut memory.bytes, at + 8, &2_u64.to_le_bytes());
+        put(&mut memory.bytes, at + 16, &1024_u32.to_le_bytes());
+        put(&mut memory.bytes, at + 20, &port.to_le_bytes());
+        put(&mut memory.bytes, at + 24, &len.to_le_bytes());
+        put(&mut memory.bytes, at + 28, &1_u16.to_le_bytes());
+        put(&mut memory.bytes, at + 30, &op.to_le_bytes());
+        put(&mut memory.bytes, at + 32, &flags.to_le_bytes());
+        put(&mut memory.bytes, at + 36, &0x1_0000_u32.to_le_bytes());
+        match len {
+            0 => memory.chain(1, &[(at, HEADER, false)]),
+            _ => memory.chain(1, &[(at, 20, false), (at + 20, 24, false), (0x7ffc, len, false)]),
+        }
+    }
+    memory.chain(2, &[(0x5000, 8, true)]);
+    memory.seeds("virtio_vsock", "packets", &[0, 1, 2, 3])
+}
+
 pub fn seeds() -> Vec<Seed> {
-    [balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
 }

@@ -41,6 +41,7 @@ fn option_strings_parse() {
             "platform" => parses::<config::PlatformConfig>(text),
             "disk" => parses::<config::DiskConfig>(text),
             "net" => parses::<config::NetConfig>(text),
+            "vsock" => parses::<config::VsockConfig>(text),
             "rng" => parses::<config::RngConfig>(text),
             "balloon" => parses::<config::BalloonConfig>(text),
             "console" => parses::<config::ConsoleConfig>(text),

@@ -25,9 +25,11 @@ use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::unsupported::{
     FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
-    UserDeviceConfig, VdpaConfig, VsockConfig,
+    UserDeviceConfig, VdpaConfig,
 };
-use vmm::config::{ConfigError, DeviceConfig, DiskConfig, NetConfig, RngConfig, VmParams};
+use vmm::config::{
+    ConfigError, DeviceConfig, DiskConfig, NetConfig, RngConfig, VmParams, VsockConfig,
+};
 use vmm::events::{EventError, EventTarget};
 use vmm::options::{ChildLogging, SeccompMode, VmmOptions};
 

@@ -113,7 +113,7 @@ const ROWS: &[Row] = &[
     of_guest("unknown_key", &["--cpus", "boots=2"], USAGE, "boots"),
     of_guest("not_a_number", &["--cpus", "boot=two"], USAGE, "two"),
     of_guest("not_a_toggle", &["--memory", "size=64M,shared=perhaps"], USAGE, "perhaps"),
-    of_guest("unsupported_device", &["--vsock", "cid=3,socket=/s"], USAGE, "vsock"),
+    of_guest("unsupported_device", &["--vdpa", "path=/s"], USAGE, "vdpa"),
     of_guest("unsupported_key", &["--memory", "size=64M,hotplug_size=64M"], USAGE, "hotplug_size"),
     of_guest("firmware_beside_a_kernel", &["--firmware", "{}/guest"], USAGE, "not both"),
     row("firmware_missing", &["--firmware", "{}/none"], FAILED, "firmware {}/none"),

@@ -59,6 +59,7 @@ mod strangers;
 mod turning;
 mod unfit;
 mod unread;
+mod vsock;
 mod watch;
 
 use std::process::ExitCode;
@@ -115,6 +116,7 @@ fn main() -> ExitCode {
     hostile::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
+    vsock::add(&mut suite);
     clients::add(&mut suite);
     soak::add(&mut suite);
     file_zones::add(&mut suite);

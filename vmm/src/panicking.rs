@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use devices::endpoint::ConsoleEndpoint;
+use devices::virtio::vsock::VsockSocket;
 
 use crate::events;
 
@@ -34,13 +35,14 @@ const END_TIME: Duration = Duration::from_secs(2);
 /// What this process has changed outside of itself.
 struct PanicCleanup {
     consoles: Vec<Weak<ConsoleEndpoint>>,
+    vsocks: Vec<Weak<VsockSocket>>,
     /// A socket file that was made here: path, device, inode.
     socket: Option<(PathBuf, u64, u64)>,
 }
 
 /// Locked for an instant, by each open and at the end.
 static OUTSIDE: Mutex<PanicCleanup> =
-    Mutex::new(PanicCleanup { consoles: Vec::new(), socket: None });
+    Mutex::new(PanicCleanup { consoles: Vec::new(), vsocks: Vec::new(), socket: None });
 
 fn outside() -> MutexGuard<'static, PanicCleanup> {
     OUTSIDE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -51,6 +53,13 @@ pub fn note_console(endpoint: &Arc<ConsoleEndpoint>) {
     let mut outside = outside();
     outside.consoles.retain(|console| console.strong_count() > 0);
     outside.consoles.push(Arc::downgrade(endpoint));
+}
+
+/// Has the socket of a socket device removed in the end.
+pub fn note_vsock(socket: &Arc<VsockSocket>) {
+    let mut outside = outside();
+    outside.vsocks.retain(|socket| socket.strong_count() > 0);
+    outside.vsocks.push(Arc::downgrade(socket));
 }
 
 /// Has the API's socket file removed in the end.
@@ -75,6 +84,10 @@ fn put_back() {
     {
         // No client is left to be told.
         let _ = std::fs::remove_file(path);
+    }
+    let vsocks: Vec<_> = outside().vsocks.iter().filter_map(Weak::upgrade).collect();
+    for socket in vsocks {
+        socket.remove_path();
     }
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
     for console in consoles {

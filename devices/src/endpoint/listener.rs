@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The socket of a console and its path.
+//! A listening Unix socket and its path: that of a console or of a socket device.
 //!
 //! Owns the path from binding to removal: a socket that a process has left behind is replaced, one that
 //! another process listens at is not, and only what was made here is removed.
@@ -22,7 +22,7 @@ const LOCK_TRIES: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// A socket that listens at a path; the path is removed when it is dropped.
-pub(super) struct PathListener {
+pub(crate) struct PathListener {
     listener: UnixListener,
     path: PathBuf,
     /// Device and inode of the socket file that was made here.
@@ -35,7 +35,7 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 
 impl PathListener {
     /// Listens at `path`, also if a process that is gone did before.
-    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         // Between the look at a stale socket and its removal no other process may put another one there.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         // One that cannot be read can be bound in all the same, without the lock.
@@ -53,11 +53,21 @@ impl PathListener {
         Ok(Self { listener, path: path.to_owned(), made: file_at(path)? })
     }
 
-    pub(super) fn accept(&self) -> io::Result<UnixStream> {
+    pub(crate) fn accept(&self) -> io::Result<UnixStream> {
         self.listener.accept().map(|(peer, _)| peer)
     }
 
-    pub(super) fn path(&self) -> &Path {
+    /// Removes the path, if what is there was made here.
+    pub(crate) fn remove(&self) {
+        // Another process may have put its own there meanwhile.
+        if file_at(&self.path).is_ok_and(|there| there == self.made)
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            warn!("the socket {} cannot be removed: {error}", self.path.display());
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
@@ -70,12 +80,7 @@ impl AsRawFd for PathListener {
 
 impl Drop for PathListener {
     fn drop(&mut self) {
-        // Another process may have put its own there meanwhile.
-        if file_at(&self.path).is_ok_and(|there| there == self.made)
-            && let Err(error) = fs::remove_file(&self.path)
-        {
-            warn!("the console socket {} cannot be removed: {error}", self.path.display());
-        }
+        self.remove();
     }
 }
 
@@ -98,7 +103,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
     match syscalls::connect_now(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            info!("replacing the stale console socket {}", path.display());
+            info!("replacing the stale socket {}", path.display());
             fs::remove_file(path)
         }
         _ => Ok(()),

@@ -11,7 +11,7 @@
 //! it is readable, [`ConsoleEndpoint::service`].
 
 mod backend;
-mod listener;
+pub(crate) mod listener;
 mod output;
 mod standard;
 #[cfg(test)]

@@ -17,6 +17,7 @@ use super::mem::{Mem, MemConfig};
 use super::net::Net;
 use super::rng::{Rng, RngConfig};
 use super::test_driver::Driver;
+use super::vsock::{Vsock, VsockConfig};
 use super::{ActivateError, Activation, StateError, VirtioDevice};
 use crate::endpoint::ConsoleEndpoint;
 
@@ -80,6 +81,14 @@ fn net() -> Subject {
     near.set_nonblocking(true).unwrap();
     let device = Box::new(Net::for_test(OwnedFd::from(near).into()));
     Subject { device, kind: "virtio-net", _keep: Box::new(far) }
+}
+
+fn vsock() -> Subject {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vsock");
+    let device = Box::new(Vsock::new(VsockConfig { id: "vsock".to_owned(), cid: 3, path }));
+    device.socket().attach().unwrap();
+    Subject { device, kind: "virtio-vsock", _keep: Box::new(dir) }
 }
 
 fn driver_for(device: &dyn VirtioDevice) -> Driver {
@@ -257,4 +266,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, mem, rng, net);
+conformance_of!(balloon, block, console, mem, rng, net, vsock);

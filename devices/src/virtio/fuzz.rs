@@ -28,6 +28,9 @@ use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
 use super::queue::WorkQueue;
 use super::rng::worker::RngWorker;
+use super::vsock::VsockSocket;
+use super::vsock::muxer::Muxer;
+use super::vsock::worker::VsockWorker;
 use super::worker::{Watch, Work};
 use crate::endpoint::ConsoleEndpoint;
 use crate::syscalls;
@@ -98,7 +101,7 @@ fn features_of(data: &[u8]) -> u64 {
 fn run(mut work: impl Work) -> Setup<()> {
     let mut watch = Watch::new()?;
     let mut result = work.start(&mut watch);
-    for token in 0..3 {
+    for token in 0..5 {
         if result.is_ok() {
             result = work.ready(token, &mut watch);
         }
@@ -264,6 +267,36 @@ fn run_net_control(data: &[u8]) -> Setup<()> {
     run(ControlWorker::new(guest.queue(0)?, link, u64::MAX))
 }
 
+/// Serves the queues of a socket device. Ports 1 and 2 of the host are listened to.
+#[doc(hidden)]
+pub fn fuzz_vsock(data: &[u8]) {
+    report(run_vsock(data));
+}
+
+fn run_vsock(data: &[u8]) -> Setup<()> {
+    use std::io::Write as _;
+    use std::os::unix::net::{UnixListener, UnixStream};
+    let folder = std::env::temp_dir().join(format!("godwit-fuzz-vsock-{}", std::process::id()));
+    std::fs::create_dir_all(&folder)?;
+    let path = folder.join("s");
+    let listen = |port: u32| {
+        let path = folder.join(format!("s_{port}"));
+        // Left by an input before, whose listener is gone.
+        let _ = std::fs::remove_file(&path);
+        UnixListener::bind(path)
+    };
+    let _listeners = [listen(1)?, listen(2)?];
+    let guest = Guest::new(data, features_of(data))?;
+    let socket = Arc::new(VsockSocket::new(path.clone()));
+    socket.attach()?;
+    let mut client = UnixStream::connect(&path)?;
+    client.write_all(b"CONNECT 1024\ndata")?;
+    let muxer = Muxer::new(3, socket, Arc::default(), Arc::default())?;
+    let is_restored = data.last().is_some_and(|last| last & 2 != 0);
+    let (receive, transmit, event) = (guest.queue(0)?, guest.queue(1)?, guest.queue(2)?);
+    run(VsockWorker::new(receive, transmit, event, muxer, is_restored)?)
+}
+
 /// Reads bytes as the saved state of every device.
 #[doc(hidden)]
 pub fn fuzz_state(data: &[u8]) {
@@ -285,6 +318,8 @@ fn run_state(data: &[u8]) -> Setup<()> {
         ..super::net::NetConfig::default()
     })?;
     let _ = net.restore(&snapshot);
+    let config = super::vsock::VsockConfig { id: String::new(), cid: 3, path: "/".into() };
+    let _ = super::vsock::Vsock::new(config).restore(&snapshot);
     let zone = memory::ZoneSpec::new("ram", MEMORY_BYTES);
     let config = memory::RamConfig { zones: vec![zone] };
     let ram = memory::GuestRam::new(&config, memory::RamLayout::default())?;

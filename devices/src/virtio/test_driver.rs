@@ -193,6 +193,16 @@ impl DriverQueue {
         head
     }
 
+    /// The head of the chain that is added next.
+    pub(crate) fn next_head(&self) -> u16 {
+        self.next_descriptor
+    }
+
+    /// Whether there is a used chain that was not taken.
+    pub(crate) fn has_used(&self) -> bool {
+        self.used != self.used_index()
+    }
+
     /// Puts a head on the available ring.
     pub(crate) fn publish(&mut self, head: u16) {
         let slot = u64::from(self.available % self.size);

@@ -13,11 +13,11 @@ use vmm::api::endpoints::Method;
 use vmm::config::codec::{Bytes, ValueCodec as _};
 use vmm::config::migration::RestoreConfig;
 use vmm::config::unsupported::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
 };
 use vmm::config::{
     ConfigFd, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig,
-    ReceiveMigrationData, SendMigrationData,
+    ReceiveMigrationData, SendMigrationData, VsockConfig,
 };
 
 use super::RemoteError;

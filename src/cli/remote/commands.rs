@@ -9,11 +9,11 @@ use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::config::migration::RestoreConfig;
 use vmm::config::unsupported::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
 };
 use vmm::config::{
     DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig, ReceiveMigrationData,
-    SendMigrationData,
+    SendMigrationData, VsockConfig,
 };
 
 use crate::cli::manual;

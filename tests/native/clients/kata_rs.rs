@@ -13,7 +13,7 @@ use super::typed::{
     Member, Type, read,
 };
 use super::upstream::{Connection, Outcome};
-use super::{Place, ends, kata_slot, kata_vcpus, reasons, start, wait_for_socket, without};
+use super::{Place, ends, kata_slot, kata_vcpus, reasons, start, wait_for_socket};
 use crate::harness::taps::{Tap, taps_of};
 use crate::harness::vmm::RAM_FILE;
 use crate::harness::{Suite, Vmm, image};
@@ -219,10 +219,7 @@ fn sandbox() {
     let place = Place::new();
     let (vmm, mut runtime) = launch(&place);
     let whole = config(&place, &memory());
-    let (status, body) = runtime.create(&whole).expect_err("there is no vsock");
-    let text = reasons(&body);
-    assert!(status == 400 && text.contains("'vsock' is not supported"), "{text}");
-    assert_eq!(runtime.create(&without(&whole, &["vsock"])), Ok(None));
+    assert_eq!(runtime.create(&whole), Ok(None));
     let tap = Tap::open();
     // The numbers of its descriptors stand in the body, too.
     let net = json!({
@@ -271,7 +268,7 @@ fn template() {
         "size": 0, "mergeable": false, "hotplug_method": "Acpi", "shared": true,
         "hugepages": false, "prefault": false, "zones": [zone],
     });
-    let config = without(&config(&place, &memory), &["vsock"]);
+    let config = config(&place, &memory);
     assert_eq!(runtime.create(&config), Ok(None));
     runtime.put("vm.boot", None);
     vmm.wait_for_heartbeat();

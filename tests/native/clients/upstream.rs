@@ -309,7 +309,6 @@ fn refusals() {
         ("vm.add-pmem", Some(json!({"file": "/f"}))),
         ("vm.add-user-device", Some(socket.clone())),
         ("vm.add-vdpa", Some(json!({"path": "/p", "num_queues": 1}))),
-        ("vm.add-vsock", Some(json!({"cid": 3, "socket": "/s"}))),
         ("vm.add-generic-vhost-user", Some(socket.clone())),
     ];
     for (name, body) in cases {

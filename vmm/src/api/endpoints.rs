@@ -239,9 +239,19 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(add(NewDevice::Net(json("NetConfig", body)?))),
     },
     Endpoint {
+        path: "vm.add-vsock",
+        method: Put,
+        summary: "Adds a vsock device to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema("VsockConfig"),
+        gives: Body::Optional("PciDeviceInfo"),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Vsock(json("VsockConfig", body)?))),
+    },
+    Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Removes a disk, network device or passed-through device. If the VM is running, the \
+        summary: "Removes a disk, network, vsock or passed-through device. If the VM is running, the \
                   guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema("VmRemoveDevice"),
@@ -378,13 +388,12 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 8] = [
+pub const UNSUPPORTED: [&str; 7] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
     "vm.add-pmem",
     "vm.add-user-device",
     "vm.add-vdpa",
-    "vm.add-vsock",
     "vm.coredump",
     "vm.resize-disk",
 ];

@@ -104,6 +104,7 @@ impl VmmRequest {
                 NewDevice::Host(_) => "vm.add-device",
                 NewDevice::Disk(_) => "vm.add-disk",
                 NewDevice::Net(_) => "vm.add-net",
+                NewDevice::Vsock(_) => "vm.add-vsock",
             },
             Self::RemoveDevice(_) => "vm.remove-device",
             Self::Resize(_) => "vm.resize",

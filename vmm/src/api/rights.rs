@@ -134,7 +134,9 @@ pub fn attach(request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result<(), ApiErro
             NewDevice::Net(net) if count > 0 => net.fds = Some(ConfigFds(fds.collect())),
             NewDevice::Host(_) if count > 1 => return refuse("one descriptor"),
             NewDevice::Host(host) if count == 1 => host.fd = fds.next(),
-            NewDevice::Disk(_) if count > 0 => return refuse("no descriptors"),
+            NewDevice::Disk(_) | NewDevice::Vsock(_) if count > 0 => {
+                return refuse("no descriptors");
+            }
             _ => {}
         },
         VmmRequest::Restore(config) => {

@@ -148,6 +148,12 @@ pub enum ConfigError {
         /// The other one.
         second: String,
     },
+    /// A second socket device.
+    #[error("the VM already has the vsock device '{id}', and can have only one")]
+    SecondVsock {
+        /// The device that it has.
+        id: String,
+    },
     /// One terminal for two consoles.
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,

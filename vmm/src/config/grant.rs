@@ -26,7 +26,7 @@ pub enum GrantKind {
     Memory,
     /// Sockets of pools of memory.
     Pool,
-    /// Files of consoles; the terminal of this process.
+    /// Files and sockets of consoles, the socket of a vsock device; the terminal of this process.
     Console,
     /// Kernel, initramfs and firmware, which are read when the guest reboots.
     Payload,

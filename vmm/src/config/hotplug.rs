@@ -9,7 +9,7 @@ use super::codec::JsonOnly;
 use super::error::ConfigError;
 use super::exclusive::check_mac;
 use super::family::option_family;
-use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig};
+use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig, VsockConfig};
 
 option_family! {
     /// The device to remove.
@@ -28,6 +28,8 @@ pub enum NewDevice {
     Disk(DiskConfig),
     /// A network device.
     Net(NetConfig),
+    /// The socket device.
+    Vsock(VsockConfig),
 }
 
 impl NewDevice {
@@ -37,6 +39,7 @@ impl NewDevice {
             Self::Host(device) => &device.id,
             Self::Disk(disk) => &disk.id,
             Self::Net(net) => &net.id,
+            Self::Vsock(vsock) => &vsock.id,
         };
         id.as_deref().unwrap_or_default()
     }
@@ -52,15 +55,23 @@ impl NewDevice {
             Self::Host(device) => config.devices.get_or_insert_default().push(device.clone()),
             Self::Disk(disk) => config.disks.get_or_insert_default().push(disk.clone()),
             Self::Net(net) => config.net.get_or_insert_default().push(net.clone()),
+            Self::Vsock(vsock) => {
+                if let Some(VsockConfig { id, .. }) = &config.vsock {
+                    let id = id.clone().unwrap_or_default();
+                    return Err(ConfigError::SecondVsock { id });
+                }
+                config.vsock = Some(vsock.clone());
+            }
         }
         let config = config.complete_with(|config| match &self {
             Self::Net(_) => config.net.iter().flatten().last().map_or(Ok(()), check_mac),
-            Self::Host(_) | Self::Disk(_) => Ok(()),
+            Self::Host(_) | Self::Disk(_) | Self::Vsock(_) => Ok(()),
         })?;
         let last = match &self {
             Self::Host(_) => config.devices.iter().flatten().last().cloned().map(Self::Host),
             Self::Disk(_) => config.disks.iter().flatten().last().cloned().map(Self::Disk),
             Self::Net(_) => config.net.iter().flatten().last().cloned().map(Self::Net),
+            Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
         };
         Ok((config, last.unwrap_or(self)))
     }
@@ -86,7 +97,8 @@ impl VmConfig {
         let is = |other: &Option<String>| other.as_deref() == Some(id);
         let found = take_out(&mut config.devices, |device| is(&device.id))
             | take_out(&mut config.disks, |disk| is(&disk.id))
-            | take_out(&mut config.net, |net| is(&net.id));
+            | take_out(&mut config.net, |net| is(&net.id))
+            | config.vsock.take_if(|vsock| is(&vsock.id)).is_some();
         found.then_some(config)
     }
 
@@ -97,7 +109,8 @@ impl VmConfig {
             let disks = config.disks.iter().flatten().filter_map(|disk| disk.id.clone());
             let nets = config.net.iter().flatten().filter_map(|net| net.id.clone());
             let devices = config.devices.iter().flatten().filter_map(|device| device.id.clone());
-            disks.chain(nets).chain(devices).collect()
+            let vsock = config.vsock.iter().filter_map(|vsock| vsock.id.clone());
+            disks.chain(nets).chain(devices).chain(vsock).collect()
         };
         let others = ids(other);
         ids(self).into_iter().filter(|id| !others.contains(id)).collect()
@@ -110,11 +123,13 @@ impl VmConfig {
         let devices = self.devices.iter_mut().flatten();
         let devices = devices.map(|device| (&device.id, &mut device.pci_device_id));
         let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
+        let vsock = self.vsock.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
+        let single = balloon.chain(vsock);
         let others = [
             (&self.console.id, &mut self.console.pci_device_id),
             (&self.rng.id, &mut self.rng.pci_device_id),
         ];
-        for (other, wish) in disks.chain(nets).chain(devices).chain(balloon).chain(others) {
+        for (other, wish) in disks.chain(nets).chain(devices).chain(single).chain(others) {
             if other.as_deref() == Some(id) {
                 *wish = Some(number);
             }
@@ -156,6 +171,27 @@ mod tests {
         let (config, added) = device.add_to(&before).unwrap();
         assert_eq!(added.id(), "gpu");
         assert_eq!(config.without("gpu").unwrap(), before, "no empty list stays");
+    }
+
+    #[test]
+    fn there_is_one_socket_device_and_it_can_go() {
+        let before = config();
+        let vsock = |cid: u64| {
+            let json = serde_json::json!({"cid": cid, "socket": "/s", "pci_device_id": 9});
+            NewDevice::Vsock(serde_json::from_value(json).unwrap())
+        };
+        let (config, added) = vsock(3).add_to(&before).unwrap();
+        let id = added.id();
+        assert!(id.starts_with("_vsock"), "{id}");
+        assert_eq!(config.ids_not_in(&before), [id]);
+        let error = vsock(4).add_to(&config).unwrap_err();
+        assert_eq!(error, ConfigError::SecondVsock { id: id.to_owned() });
+        let error = disk(serde_json::json!({"path": "/c", "pci_device_id": 9})).add_to(&config);
+        assert_eq!(error.unwrap_err(), ConfigError::DuplicateSlot { slot: 9 });
+        let mut settled = config.clone();
+        settled.set_pci_device_id(id, 12);
+        assert_eq!(settled.vsock.unwrap().pci_device_id, Some(12));
+        assert_eq!(config.without(id).unwrap(), before);
     }
 
     #[test]

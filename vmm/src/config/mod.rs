@@ -40,6 +40,7 @@ pub mod rng;
 pub mod unsupported;
 pub mod value;
 pub mod vm;
+pub mod vsock;
 
 #[cfg(test)]
 mod listed_tests;
@@ -71,6 +72,7 @@ pub use resize::{VmResize, VmResizeZone};
 pub use rng::RngConfig;
 pub use value::MacAddr;
 pub use vm::{VmConfig, random_bytes};
+pub use vsock::VsockConfig;
 
 use value::FieldValue;
 
@@ -112,6 +114,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "debug-console" => check::<DebugConsoleConfig>(text),
         "numa" => check::<numa::NumaConfig>(text),
         "device" => check::<DeviceConfig>(text),
+        "vsock" => check::<VsockConfig>(text),
         "send-migration" => {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());
             check::<SendMigrationData>(text);
@@ -142,6 +145,7 @@ pub fn fuzz_api_json(data: &[u8]) {
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Host(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Disk(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Vsock(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<RestoreConfig>(data)

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
     console, cpus, disk, memory, migration, net, numa, payload, platform, rate_limiter, rng,
-    unsupported,
+    unsupported, vsock,
 };
 
 /// The families, in the order of the reference page.
@@ -25,6 +25,7 @@ pub fn families() -> Vec<FamilyInfo> {
         disk::DiskConfig::info(),
         net::NetConfig::info(),
         super::DeviceConfig::info(),
+        vsock::VsockConfig::info(),
         rng::RngConfig::info(),
         unsupported::RtcConfig::info(),
         console::ConsoleConfig::info(),
@@ -42,7 +43,6 @@ pub fn families() -> Vec<FamilyInfo> {
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
         unsupported::VdpaConfig::info(),
-        unsupported::VsockConfig::info(),
         unsupported::FsConfig::info(),
         unsupported::GenericVhostUserConfig::info(),
         unsupported::PmemConfig::info(),
@@ -50,7 +50,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 12] = [
+pub const UNSUPPORTED_FAMILIES: [&str; 11] = [
     "rate-limit-group",
     "numa",
     "tpm",
@@ -58,7 +58,6 @@ pub const UNSUPPORTED_FAMILIES: [&str; 12] = [
     "pci-segment",
     "user-device",
     "vdpa",
-    "vsock",
     "fs",
     "generic-vhost-user",
     "pmem",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Option families that are recognised but not supported: file systems, persistent memory, vsock, vDPA and
+//! Option families that are recognised but not supported: file systems, persistent memory, vDPA and
 //! other vhost-user devices, the virtio real-time clock, the TPM and Landlock rules.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
@@ -60,24 +60,6 @@ option_family! {
         iommu: bool = false, "iommu" as One<Toggle>;
         /// Discard guest writes when the VM ends.
         discard_writes: bool = false, "discard_writes" as One<Toggle>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-    }
-}
-
-option_family! {
-    /// A socket device (virtio-vsock).
-    VsockConfig "vsock" {
-        /// Context ID of the guest.
-        cid: u64 = 3, "cid" as One<Int>, required(), range(3, 0xffff_ffff);
-        /// Unix socket that backs it.
-        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-        /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.

@@ -28,9 +28,10 @@ use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
 use super::unsupported::{
     FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
-    UserDeviceConfig, VdpaConfig, VsockConfig,
+    UserDeviceConfig, VdpaConfig,
 };
 use super::value::MacAddr;
+use super::vsock::VsockConfig;
 
 /// Name of the console device.
 pub const CONSOLE_ID: &str = "__console";
@@ -78,7 +79,7 @@ option_family! {
         /// vDPA devices.
         vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly, unsupported();
         /// Socket device (virtio-vsock).
-        vsock: Option<VsockConfig> = None, "" as JsonOnly, unsupported();
+        vsock: Option<VsockConfig> = None, "" as JsonOnly;
         /// NUMA nodes of the guest.
         numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly, unsupported();
         /// Virtual IOMMU.
@@ -165,6 +166,9 @@ impl VmConfig {
         if let Some(balloon) = &self.balloon {
             balloon.validate(self.memory.most_bytes().unwrap_or(0))?;
         }
+        if let Some(vsock) = &self.vsock {
+            vsock.validate()?;
+        }
         self.console.validate()?;
         self.serial.validate()?;
         self.debug_console.validate()?;
@@ -206,11 +210,15 @@ impl VmConfig {
         for id in self.devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
             take("device", id, "")?;
         }
+        if let Some(id) = self.vsock.as_ref().and_then(|vsock| vsock.id.as_deref()) {
+            take("vsock", id, "")?;
+        }
         let disks = self.disks.iter_mut().flatten().map(|disk| ("_disk", &mut disk.id));
         let nets = self.net.iter_mut().flatten().map(|net| ("_net", &mut net.id));
         let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
+        let vsock = self.vsock.iter_mut().map(|vsock| ("_vsock", &mut vsock.id));
         let mut count = 0_u32;
-        for (prefix, id) in disks.chain(nets).chain(devices) {
+        for (prefix, id) in disks.chain(nets).chain(devices).chain(vsock) {
             while id.is_none() {
                 let name = format!("{prefix}{count}");
                 count += 1;
@@ -243,7 +251,8 @@ impl VmConfig {
         let nets = self.net.iter().flatten().map(|net| net.pci_device_id);
         let devices = self.devices.iter().flatten().map(|device| device.pci_device_id);
         let balloon = self.balloon.as_ref().and_then(|balloon| balloon.pci_device_id);
-        let others = [self.rng.pci_device_id, self.console.pci_device_id, balloon];
+        let vsock = self.vsock.as_ref().and_then(|vsock| vsock.pci_device_id);
+        let others = [self.rng.pci_device_id, self.console.pci_device_id, balloon, vsock];
         let mut slots = BTreeSet::new();
         for slot in disks.chain(nets).chain(devices).chain(others).flatten() {
             if !slots.insert(slot) {

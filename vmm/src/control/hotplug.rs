@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `vm.add-device`, `vm.add-disk`, `vm.add-net` and `vm.remove-device`.
+//! `vm.add-device`, `vm.add-disk`, `vm.add-net`, `vm.add-vsock` and `vm.remove-device`.
 //!
 //! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
 
@@ -16,6 +16,7 @@ fn refused(error: &ConfigError) -> ApiError {
         ConfigError::DuplicateId { .. }
         | ConfigError::DuplicateSlot { .. }
         | ConfigError::DuplicatePath { .. }
+        | ConfigError::SecondVsock { .. }
         | ConfigError::InUse { .. } => ApiErrorKind::Conflict,
         _ => ApiErrorKind::BadConfig,
     };

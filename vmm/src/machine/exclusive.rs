@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
+use devices::virtio::vsock::VsockSocketError;
 use memory::LockedFile;
 use thiserror::Error;
 
@@ -76,6 +77,15 @@ pub enum ExclusiveError {
         /// Why.
         #[source]
         source: TapError,
+    },
+    /// A socket.
+    #[error("the socket of '{id}' is not ours")]
+    Socket {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: VsockSocketError,
     },
 }
 
@@ -163,8 +173,13 @@ impl VirtioDevices {
     pub fn take_exclusive(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         let free_locks: Vec<_> = self.locks.iter().filter(|(_, lock)| !lock.is_held()).collect();
         let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
+        let free_sockets: Vec<_> =
+            self.sockets.iter().filter(|(_, socket)| !socket.is_attached()).collect();
         let taken = self.take_all(are_stale);
         if taken.is_err() {
+            for (_, socket) in free_sockets {
+                socket.detach();
+            }
             for (_, net) in free_nets {
                 net.detach();
             }
@@ -184,6 +199,10 @@ impl VirtioDevices {
         for (id, net) in &self.nets {
             net.check().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
         }
+        for (id, socket) in &self.sockets {
+            let refused = |source| ExclusiveError::Socket { id: id.clone(), source };
+            socket.check().map_err(refused)?;
+        }
         Ok(())
     }
 
@@ -197,6 +216,10 @@ impl VirtioDevices {
         for (id, net) in &self.nets {
             net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
         }
+        for (id, socket) in &self.sockets {
+            let refused = |source| ExclusiveError::Socket { id: id.clone(), source };
+            socket.attach().map_err(refused)?;
+        }
         Ok(())
     }
 
@@ -208,6 +231,10 @@ impl VirtioDevices {
         for (id, net) in &self.nets {
             log::debug!("{id}: giving back its tap");
             net.detach();
+        }
+        for (id, socket) in &self.sockets {
+            log::debug!("{id}: giving back its socket");
+            socket.detach();
         }
         let mut result = Ok(());
         for (id, lock) in &self.locks {
@@ -313,6 +340,7 @@ impl Machine {
         self.disks_are_stale
             || self.devices.locks.iter().any(|(_, lock)| !lock.is_held())
             || self.devices.nets.iter().any(|(_, net)| !net.is_attached())
+            || self.devices.sockets.iter().any(|(_, socket)| !socket.is_attached())
     }
 
     /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its

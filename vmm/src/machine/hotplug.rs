@@ -33,7 +33,7 @@ pub enum RemoveError {
     #[error("the VM has no device '{0}'")]
     Unknown(String),
     /// It belongs to the machine.
-    #[error("'{0}' cannot be removed: disks, network devices and passed-through devices can")]
+    #[error("'{0}' cannot be removed: disks, network, vsock and passed-through devices can")]
     Fixed(String),
 }
 
@@ -123,6 +123,10 @@ impl Machine {
             Opened::Net(net, made) => self
                 .devices
                 .add_net(&net, made, &context, self.paused)
+                .map_err(HotAddError::from)?,
+            Opened::Vsock(vsock, made) => self
+                .devices
+                .add_vsock(&vsock, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
         };
         self.config = config;

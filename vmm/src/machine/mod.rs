@@ -22,7 +22,7 @@
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `virtio` | virtio devices on the PCI bus |
-//! | `disks`, `nets`, `consoles`, `balloons`, `mems`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `consoles`, `balloons`, `mems`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -61,6 +61,7 @@ mod space;
 mod stage2;
 mod state;
 mod virtio;
+mod vsocks;
 mod write_back;
 
 use std::fs::File;

@@ -11,13 +11,15 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 
 use devices::virtio::block::{Block, DiskLock};
 use devices::virtio::net::Net;
+use devices::virtio::vsock::Vsock;
 
 use super::exclusive::ExclusiveError;
 use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::virtio::{HotAddError, VirtioError};
+use super::vsocks::{self, VsockHandle};
 use super::{LockedImages, MachineError, disks};
-use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig};
+use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig, VsockConfig};
 
 /// A device that can be plugged into a machine.
 pub enum Opened {
@@ -27,6 +29,8 @@ pub enum Opened {
     Disk(DiskConfig, (Block, DiskLock)),
     /// A network device, whose tap is open.
     Net(NetConfig, (Net, NetHandle)),
+    /// A socket device, whose socket listens.
+    Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
 
 /// Opens what is behind a device; `config` is the machine's with it, and comes back with what was found out.
@@ -83,6 +87,13 @@ fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig
             let id = || net.id.clone().unwrap_or_default();
             made.1.attach().map_err(|source| ExclusiveError::Tap { id: id(), source })?;
             Opened::Net(net, made)
+        }
+        NewDevice::Vsock(vsock) => {
+            let made = vsocks::make(&vsock);
+            let id = || vsock.id.clone().unwrap_or_default();
+            let attached = made.1.socket.attach();
+            attached.map_err(|source| ExclusiveError::Socket { id: id(), source })?;
+            Opened::Vsock(vsock, made)
         }
     };
     Ok((opened, config))

@@ -18,6 +18,7 @@ use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
+use devices::virtio::vsock::{Vsock, VsockSocket};
 use devices::virtio::{Counters, VirtioDevice};
 use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
@@ -36,7 +37,8 @@ use super::exclusive::{self, ExclusiveError, LockedImages};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
-use crate::config::{DiskConfig, NetConfig, VmConfig};
+use super::vsocks::{self, VsockHandle};
+use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
 
 /// Why a machine lacks a virtio device.
 #[derive(Debug, Error)]
@@ -104,6 +106,7 @@ pub struct VirtioDevices {
     /// Those that keep what the host has no room for.
     pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
+    pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
     balloon: Option<BalloonHandle>,
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
@@ -163,6 +166,9 @@ impl VirtioDevices {
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         devices.plug(context, &id, Box::new(rng), config.rng.pci_device_id)?;
+        if let Some(vsock) = &config.vsock {
+            devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
+        }
         // Before the balloon, here and when they come back: how large it may be follows from them.
         for Wired { id, device, handle } in mems::make(&config.memory, context.ram)? {
             devices.mems.push((id.clone(), handle));
@@ -218,6 +224,19 @@ impl VirtioDevices {
         let bdf = self.plug(context, &id, Box::new(device), net.pci_device_id)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
+        Ok(bdf)
+    }
+
+    fn plug_vsock(
+        &mut self,
+        vsock: &VsockConfig,
+        (device, handle): (Vsock, VsockHandle),
+        context: &PciContext<'_>,
+    ) -> Result<Bdf, VirtioError> {
+        let id = vsock.id.clone().unwrap_or_default();
+        let bdf = self.plug(context, &id, Box::new(device), vsock.pci_device_id)?;
+        self.counters.push((id.clone(), handle.counters));
+        self.sockets.push((id, handle.socket));
         Ok(bdf)
     }
 
@@ -294,7 +313,8 @@ impl VirtioDevices {
         let id = self.functions.get(at)?.1.id().to_owned();
         let lock = self.locks.iter().position(|(other, _)| *other == id);
         let net = self.nets.iter().position(|(other, _)| *other == id);
-        if lock.is_none() && net.is_none() {
+        let socket = self.sockets.iter().position(|(other, _)| *other == id);
+        if lock.is_none() && net.is_none() && socket.is_none() {
             return None;
         }
         let (_, function) = self.functions.remove(at);
@@ -310,6 +330,9 @@ impl VirtioDevices {
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();
+        }
+        if let Some((_, socket)) = socket.map(|at| self.sockets.remove(at)) {
+            socket.detach();
         }
         Some(id)
     }
@@ -366,6 +389,22 @@ impl VirtioDevices {
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
         let bdf = self.plug_net(net, made, context)?;
+        self.pause_if_machine_is(is_paused);
+        Ok(bdf)
+    }
+
+    /// Adds a socket device to a machine that is there; its socket listens.
+    ///
+    /// # Errors
+    /// Naming the device; everything is as before.
+    pub fn add_vsock(
+        &mut self,
+        vsock: &VsockConfig,
+        made: (Vsock, VsockHandle),
+        context: &PciContext<'_>,
+        is_paused: bool,
+    ) -> Result<Bdf, VirtioError> {
+        let bdf = self.plug_vsock(vsock, made, context)?;
         self.pause_if_machine_is(is_paused);
         Ok(bdf)
     }
@@ -451,6 +490,7 @@ fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
     let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
     let devices = config.devices.iter().flatten().map(|device| (&device.id, device.pci_device_id));
     let balloon = config.balloon.as_ref().map(|balloon| (&balloon.id, balloon.pci_device_id));
+    let vsock = config.vsock.as_ref().map(|vsock| (&vsock.id, vsock.pci_device_id));
     let others = [
         (&config.console.id, config.console.pci_device_id),
         (&config.rng.id, config.rng.pci_device_id),
@@ -460,6 +500,7 @@ fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
         .chain(devices)
         .chain(others)
         .chain(balloon)
+        .chain(vsock)
         .filter_map(|(id, requested)| {
             let number = DeviceNumber::new(requested?).ok()?;
             Some((id.clone().unwrap_or_default(), number))

@@ -99,6 +99,9 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("device {:?}", device.id.as_deref().unwrap_or_default());
         all.extend(device.path.iter().map(|dir| path(what.clone(), GrantKind::Device, dir)));
     }
+    // Its neighbours, with a port behind the name, are the guest's by that.
+    let vsock = config.vsock.iter();
+    all.extend(vsock.map(|vsock| path("vsock socket", GrantKind::Console, &vsock.socket)));
     let VmConfig { serial, console, debug_console, .. } = config;
     for (what, mode, file, socket) in [
         ("serial console", serial.mode, &serial.file, &serial.socket),

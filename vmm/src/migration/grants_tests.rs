@@ -69,6 +69,7 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
         ("console", json!({"serial": {"mode": "File", "file": at("x")}})),
         ("console", json!({"console": {"mode": "File", "file": at("x")}})),
         ("console", json!({"debug_console": {"mode": "File", "file": at("x")}})),
+        ("console", json!({"vsock": {"cid": 3, "socket": at("x")}})),
         ("payload", json!({"payload": {"kernel": "/k", "initramfs": at("x")}})),
         ("rng", json!({"rng": {"src": at("x")}})),
         ("device", json!({"devices": [{"id": "v", "path": at("x")}]})),
@@ -181,6 +182,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("payload", "kernel"),
         ("rng", "src"),
         ("serial", "file"),
+        ("vsock", "socket"),
     ]);
     assert_eq!(found, known, "a name of the host's: see names()");
 }

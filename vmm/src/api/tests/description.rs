@@ -63,7 +63,7 @@ fn every_path_is_offered_or_refused_by_name() {
             assert!(!ours["responses"][status.as_str().unwrap()].is_null(), "{path} {status}");
         }
     }
-    assert_eq!(endpoints::ENDPOINTS.len(), 29);
+    assert_eq!(endpoints::ENDPOINTS.len(), 30);
 }
 
 /// Schemas of requests and answers that this version does not have.

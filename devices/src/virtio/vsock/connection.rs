@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! One connection between a port of the guest and a stream of the host.
+//!
+//! Owns its state, what the guest has sent and the host has not taken yet, and the credit of both
+//! directions (virtio 1.3, 5.10.6.3). Data for the guest are never kept: they are read when there is a buffer
+//! of the guest for them, and credit. Must never wait for the host.
+//!
+//! ```text
+//!   host's client > Requested -- RESPONSE --> Open -- both of one side's ends --> RST is sent
+//!   guest's REQUEST > Open --------------------^                                    |
+//!                                    what the host has not taken > Lingering, else the end
+//! ```
+
+use std::collections::VecDeque;
+use std::io::{self, Read as _, Write as _};
+use std::net::Shutdown;
+use std::num::Wrapping;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::epoll::EventSet;
+
+use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
+
+/// Most that is kept of what one guest's connection sends and the host does not take. The guest is told
+/// it as its credit; it is what cloud-hypervisor tells.
+pub(crate) const BUFFER_BYTES: u32 = 64 << 10;
+/// The guest is told that the host has taken its data when it is this much more than it knows of.
+const TELL_CREDIT_BYTES: u32 = BUFFER_BYTES / 4;
+/// Time in which the guest has to answer a client that connects.
+const ANSWER_TIME: Duration = Duration::from_secs(2);
+/// Time in which the guest has to end a connection whose client has gone.
+const END_TIME: Duration = Duration::from_secs(2);
+/// Time in which a client has to take what the guest sent before it closed the connection.
+const LINGER_TIME: Duration = Duration::from_mins(1);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// The guest has not answered the host's client yet.
+    Requested,
+    /// Data may flow.
+    Open,
+    /// For the guest it is closed, and the host has still to take data.
+    Lingering,
+    /// Nothing is left of it.
+    Over,
+}
+
+/// What the guest is to be told, beside data.
+#[derive(Clone, Copy, Debug, Default)]
+struct Due {
+    request: bool,
+    response: bool,
+    rst: bool,
+    credit: bool,
+}
+
+/// A packet for the guest; the data are where they were asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Packet {
+    pub(super) op: u16,
+    pub(super) flags: u32,
+    pub(super) len_bytes: usize,
+    pub(super) fwd_cnt: u32,
+}
+
+/// A connection. See the module.
+pub(super) struct Connection {
+    stream: UnixStream,
+    phase: Phase,
+    due: Due,
+    /// Sent by the guest, and not taken by the host yet.
+    to_host: VecDeque<u8>,
+    /// Bytes that the host took, and of how many of them the guest knows.
+    fwd_cnt: Wrapping<u32>,
+    fwd_cnt_told: Wrapping<u32>,
+    /// Bytes sent to the guest, and what it says of its room for them.
+    sent_cnt: Wrapping<u32>,
+    peer_fwd_cnt: Wrapping<u32>,
+    peer_buf_alloc: u32,
+    /// The guest was asked for credit and has given none since.
+    has_asked: bool,
+    guest_receives: bool,
+    guest_sends: bool,
+    host_receives: bool,
+    host_sends: bool,
+    /// Flags of the last SHUTDOWN that the guest got.
+    shutdown_told: u32,
+    /// There may be data of the host, or its end.
+    is_readable: bool,
+    /// Both directions of the stream have ended; what is left can be read.
+    has_hung_up: bool,
+    deadline: Option<(Duration, Instant)>,
+}
+
+impl Connection {
+    fn new(stream: UnixStream, phase: Phase) -> Self {
+        Self {
+            stream,
+            phase,
+            due: Due::default(),
+            to_host: VecDeque::new(),
+            fwd_cnt: Wrapping(0),
+            fwd_cnt_told: Wrapping(0),
+            sent_cnt: Wrapping(0),
+            peer_fwd_cnt: Wrapping(0),
+            peer_buf_alloc: 0,
+            has_asked: false,
+            guest_receives: true,
+            guest_sends: true,
+            host_receives: true,
+            host_sends: true,
+            shutdown_told: 0,
+            is_readable: false,
+            has_hung_up: false,
+            deadline: None,
+        }
+    }
+
+    /// For a client of the host; the guest is asked. `stream` must not wait.
+    pub(super) fn of_host(stream: UnixStream) -> Self {
+        let mut connection = Self::new(stream, Phase::Requested);
+        connection.due.request = true;
+        connection.wait_for(ANSWER_TIME);
+        connection
+    }
+
+    /// For a guest's request, which is granted. `stream` must not wait.
+    pub(super) fn of_guest(stream: UnixStream, request: &Header) -> Self {
+        let mut connection = Self::new(stream, Phase::Open);
+        connection.due.response = true;
+        connection.take_credit(request);
+        connection
+    }
+
+    pub(super) fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    /// Whether the guest knows it.
+    pub(super) fn is_known(&self) -> bool {
+        matches!(self.phase, Phase::Requested | Phase::Open)
+    }
+
+    /// Whether nothing is left of it.
+    pub(super) fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// When it has waited long enough for the other side.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.deadline.map(|(_, deadline)| deadline)
+    }
+
+    fn wait_for(&mut self, time: Duration) {
+        self.deadline = Some((time, Instant::now() + time));
+    }
+
+    /// Begins to wait anew, after time in which neither side could do anything.
+    pub(super) fn wait_anew(&mut self) {
+        if let Some((time, _)) = self.deadline {
+            self.wait_for(time);
+        }
+    }
+
+    /// It has waited long enough.
+    pub(super) fn end_overdue(&mut self) {
+        if self.phase == Phase::Lingering { self.phase = Phase::Over } else { self.fail() }
+    }
+
+    /// The guest closed it at once, or broke a rule: what the host has not taken is lost.
+    pub(super) fn drop_data(&mut self) {
+        self.to_host.clear();
+    }
+
+    /// Ends it by RST.
+    pub(super) fn fail(&mut self) {
+        self.drop_data();
+        self.due = Due { rst: true, ..Due::default() };
+    }
+
+    fn take_credit(&mut self, header: &Header) {
+        self.peer_buf_alloc = header.buf_alloc;
+        self.peer_fwd_cnt = Wrapping(header.fwd_cnt);
+        // A guest that has none tells when its program reads, and would answer each time until then.
+        self.has_asked &= self.credit_bytes() == 0;
+    }
+
+    /// What the guest has room for. One that says that it took more than was sent has none.
+    fn credit_bytes(&self) -> u32 {
+        let Wrapping(in_flight) = self.sent_cnt - self.peer_fwd_cnt;
+        self.peer_buf_alloc.saturating_sub(in_flight)
+    }
+
+    /// Takes a packet of the guest, RST apart; `host_port` is what the client is told.
+    pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>, host_port: u32) {
+        if self.due.rst {
+            return;
+        }
+        self.take_credit(header);
+        match (self.phase, header.op) {
+            (Phase::Requested, op::RESPONSE) => self.answer_client(host_port),
+            (Phase::Open, op::RW) => match data {
+                Some(data) if self.guest_sends => self.send(data),
+                _ => self.fail(),
+            },
+            (Phase::Open, op::SHUTDOWN) => self.shut_down(header.flags),
+            (Phase::Open, op::CREDIT_REQUEST) => self.due.credit = true,
+            (Phase::Open, op::CREDIT_UPDATE) => {}
+            _ => self.fail(),
+        }
+    }
+
+    fn answer_client(&mut self, host_port: u32) {
+        self.phase = Phase::Open;
+        self.deadline = None;
+        let answer = format!("OK {host_port}\n");
+        // Nothing was written before, so there is room unless the client has gone.
+        match self.stream.write(answer.as_bytes()) {
+            Ok(written) if written == answer.len() => {}
+            _ => self.fail(),
+        }
+    }
+
+    fn send(&mut self, data: &[u8]) {
+        let held_bytes = u32::try_from(self.to_host.len()).unwrap_or(u32::MAX);
+        let free_bytes = BUFFER_BYTES.saturating_sub(held_bytes);
+        if u32::try_from(data.len()).map_or(true, |len_bytes| len_bytes > free_bytes) {
+            return self.fail();
+        }
+        self.to_host.extend(data);
+        self.flush();
+    }
+
+    /// Gives the host what it takes now.
+    fn flush(&mut self) {
+        while self.host_receives && !self.to_host.is_empty() {
+            let (front, _) = self.to_host.as_slices();
+            match self.stream.write(front) {
+                Ok(0) => break,
+                Ok(written) => self.forwarded(written),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => self.host_receives = false,
+            }
+        }
+        if !self.host_receives {
+            // No reader is left. What was sent so far may still be read from the other side.
+            self.forwarded(self.to_host.len());
+        }
+        if !self.to_host.is_empty() {
+            return;
+        }
+        if !self.guest_sends {
+            // Fails only if the client has gone.
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
+        if self.phase == Phase::Lingering {
+            self.phase = Phase::Over;
+        }
+    }
+
+    fn forwarded(&mut self, len_bytes: usize) {
+        self.to_host.drain(..len_bytes.min(self.to_host.len()));
+        self.fwd_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+    }
+
+    fn shut_down(&mut self, flags: u32) {
+        if flags & SHUTDOWN_RECEIVE != 0 && std::mem::take(&mut self.guest_receives) {
+            // Fails only if the client has gone.
+            let _ = self.stream.shutdown(Shutdown::Read);
+        }
+        if flags & SHUTDOWN_SEND != 0 {
+            self.guest_sends = false;
+            self.flush();
+        }
+        if !self.guest_receives && !self.guest_sends {
+            self.due = Due { rst: true, ..Due::default() };
+        }
+    }
+
+    /// The stream is ready.
+    pub(super) fn stream_ready(&mut self, events: EventSet) {
+        if events.intersects(EventSet::HANG_UP | EventSet::ERROR) {
+            self.has_hung_up = true;
+        }
+        if events.intersects(EventSet::IN | EventSet::HANG_UP | EventSet::ERROR) {
+            self.is_readable = true;
+        }
+        if events.intersects(EventSet::OUT | EventSet::HANG_UP | EventSet::ERROR) {
+            self.flush();
+        }
+    }
+
+    /// What the stream is to be watched for; without an answer it is not watched at all.
+    pub(super) fn interest(&self) -> Option<EventSet> {
+        if self.has_hung_up || self.is_over() {
+            return None;
+        }
+        let mut events = EventSet::empty();
+        if self.may_read() && !self.is_readable {
+            events |= EventSet::IN;
+        }
+        if self.host_receives && !self.to_host.is_empty() {
+            events |= EventSet::OUT;
+        }
+        Some(events)
+    }
+
+    fn may_read(&self) -> bool {
+        self.phase == Phase::Open && self.host_sends && self.guest_receives && !self.due.rst
+    }
+
+    /// Flags of a SHUTDOWN that the guest has not got yet.
+    fn shutdown_due(&self) -> Option<u32> {
+        let mut flags = 0;
+        if !self.host_sends {
+            flags |= SHUTDOWN_SEND;
+        }
+        // A client that has gone receives no more, but its last data come first.
+        if !self.host_receives || self.has_hung_up && !self.host_sends {
+            flags |= SHUTDOWN_RECEIVE;
+        }
+        (self.phase == Phase::Open && flags & !self.shutdown_told != 0).then_some(flags)
+    }
+
+    fn credit_update_is_due(&self) -> bool {
+        let Wrapping(untold) = self.fwd_cnt - self.fwd_cnt_told;
+        self.due.credit || self.phase == Phase::Open && untold >= TELL_CREDIT_BYTES
+    }
+
+    /// Whether [`Self::next_packet`] may have one.
+    pub(super) fn has_packets(&self) -> bool {
+        let Due { request, response, rst, credit: _ } = self.due;
+        let reads = self.may_read() && self.is_readable;
+        request
+            || response
+            || rst
+            || reads && (self.credit_bytes() > 0 || !self.has_asked)
+            || self.shutdown_due().is_some()
+            || self.credit_update_is_due()
+    }
+
+    /// The next packet for the guest, with data in the front of `room`.
+    pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Packet> {
+        let (op, flags, len_bytes) = self.next_op(room)?;
+        self.due.credit = false;
+        self.fwd_cnt_told = self.fwd_cnt;
+        Some(Packet { op, flags, len_bytes, fwd_cnt: self.fwd_cnt.0 })
+    }
+
+    fn next_op(&mut self, room: &mut [u8]) -> Option<(u16, u32, usize)> {
+        if std::mem::take(&mut self.due.rst) {
+            self.close_for_guest();
+            return Some((op::RST, 0, 0));
+        }
+        if std::mem::take(&mut self.due.request) {
+            return Some((op::REQUEST, 0, 0));
+        }
+        if std::mem::take(&mut self.due.response) {
+            return Some((op::RESPONSE, 0, 0));
+        }
+        if self.may_read() && self.is_readable {
+            if self.credit_bytes() > 0 {
+                if let Some(len_bytes) = self.read(room) {
+                    return Some((op::RW, 0, len_bytes));
+                }
+            } else if !std::mem::replace(&mut self.has_asked, true) {
+                return Some((op::CREDIT_REQUEST, 0, 0));
+            }
+        }
+        if let Some(flags) = self.shutdown_due() {
+            self.shutdown_told = flags;
+            if flags == SHUTDOWN_RECEIVE | SHUTDOWN_SEND {
+                self.wait_for(END_TIME);
+            }
+            return Some((op::SHUTDOWN, flags, 0));
+        }
+        self.credit_update_is_due().then_some((op::CREDIT_UPDATE, 0, 0))
+    }
+
+    /// Data of the host, within the guest's credit; `None` if there are none now, or no more.
+    fn read(&mut self, room: &mut [u8]) -> Option<usize> {
+        let credit = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
+        let room_bytes = room.len().min(credit);
+        loop {
+            match self.stream.read(room.get_mut(..room_bytes).unwrap_or_default()) {
+                Ok(len_bytes) if len_bytes > 0 => {
+                    self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+                    return Some(len_bytes);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.is_readable = false;
+                    return None;
+                }
+                Ok(_) | Err(_) => {
+                    self.is_readable = false;
+                    self.host_sends = false;
+                    return None;
+                }
+            }
+        }
+    }
+
+    fn close_for_guest(&mut self) {
+        self.due = Due::default();
+        if self.to_host.is_empty() {
+            self.phase = Phase::Over;
+        } else {
+            self.phase = Phase::Lingering;
+            self.wait_for(LINGER_TIME);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The socket device.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use virtio_queue::QueueState;
+
+use super::counters::VsockCounters;
+use super::muxer::Muxer;
+use super::socket::VsockSocket;
+use super::state;
+use super::worker::VsockWorker;
+use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::queue::WorkQueue;
+use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::{RING_FEATURES, read_config_bytes};
+
+/// Virtio device ID of socket devices.
+const DEVICE_ID: u16 = 19;
+const QUEUE_SIZE: u16 = 256;
+const QUEUES: usize = 3;
+
+/// What a socket device is made from.
+#[derive(Clone, Debug)]
+pub struct VsockConfig {
+    /// Name of the device, for its thread.
+    pub id: String,
+    /// Context ID of the guest.
+    pub cid: u64,
+    /// Path of the device's own socket.
+    pub path: PathBuf,
+}
+
+/// A socket device.
+pub struct Vsock {
+    config: VsockConfig,
+    socket: Arc<VsockSocket>,
+    counters: Arc<VsockCounters>,
+    /// The driver believes in connections of another process.
+    reset_is_due: bool,
+    workers: Workers,
+}
+
+impl Vsock {
+    /// A device that does not listen yet.
+    pub fn new(config: VsockConfig) -> Self {
+        let socket = Arc::new(VsockSocket::new(config.path.clone()));
+        Self {
+            config,
+            socket,
+            counters: Arc::default(),
+            reset_is_due: false,
+            workers: Workers::default(),
+        }
+    }
+
+    /// Its socket, which is to listen before the guest runs.
+    pub fn socket(&self) -> Arc<VsockSocket> {
+        Arc::clone(&self.socket)
+    }
+
+    /// Its counters.
+    pub fn counters(&self) -> Arc<VsockCounters> {
+        Arc::clone(&self.counters)
+    }
+}
+
+impl VirtioDevice for Vsock {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        &[QUEUE_SIZE; QUEUES]
+    }
+
+    fn features(&self) -> u64 {
+        RING_FEATURES
+    }
+
+    fn acknowledge_features(&mut self, _features: u64) {}
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.config.cid.to_le_bytes(), offset, data);
+    }
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { memory, interrupt, queues, features } = activation;
+        let mut slots: [Option<WorkQueue>; QUEUES] = Default::default();
+        for queue in queues {
+            if let Some(slot) = slots.get_mut(usize::from(queue.index)) {
+                *slot = Some(WorkQueue::new(queue, &memory, &interrupt, features));
+            }
+        }
+        let [receive, transmit, event] = slots;
+        let queue =
+            |queue: Option<WorkQueue>, index| queue.ok_or(ActivateError::MissingQueue { index });
+        let (receive, transmit, event) =
+            (queue(receive, 0)?, queue(transmit, 1)?, queue(event, 2)?);
+        let resource = |source| ActivateError::Resource {
+            what: "watch the clients of the socket device",
+            source,
+        };
+        let muxer = Muxer::new(
+            self.config.cid,
+            Arc::clone(&self.socket),
+            Arc::clone(&self.counters),
+            self.workers.log_limit(),
+        );
+        let muxer = muxer.map_err(resource)?;
+        let worker = VsockWorker::new(receive, transmit, event, muxer, self.reset_is_due);
+        let worker = worker.map_err(resource)?;
+        self.workers.spawn(&self.config.id, &[], worker)
+    }
+
+    fn reset(&mut self) {
+        self.workers.stop();
+        self.reset_is_due = false;
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> PendingPause {
+        self.workers.begin_pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save()
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        state::check(state)?;
+        self.reset_is_due = true;
+        Ok(())
+    }
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! virtio socket device (virtio 1.3, 5.10), with Unix sockets of the host as its other side.
+//!
+//! Owns the connections between ports of the guest and streams of the host. The way to the host is
+//! Firecracker's and cloud-hypervisor's: a client of the device's own socket names a port of the guest
+//! (`CONNECT <port>`, answered by `OK <host port>`), and a guest that connects to port P of the host
+//! gets the socket at the same path with `_P` behind it.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `packet` | headers |
+//! | `connection` | one connection: its state, credit and buffer |
+//! | `greeting` | a client that has not named its port yet |
+//! | `muxer` | all connections, and what is to be told to the guest |
+//! | `socket` | the device's own path, which one VM has at a time |
+//! | `worker` | the queues |
+//!
+//! Connections belong to the process: a guest that goes elsewhere, or comes back from a snapshot, is told
+//! that all of them are closed. A client never makes the device wait, nor keep more than
+//! [`connection::BUFFER_BYTES`] of it.
+
+pub(super) mod connection;
+mod counters;
+mod device;
+mod greeting;
+pub(super) mod muxer;
+pub(super) mod packet;
+mod socket;
+mod state;
+#[cfg(test)]
+mod tests;
+pub(super) mod worker;
+
+pub use counters::VsockCounters;
+pub use device::{Vsock, VsockConfig};
+pub use socket::{VsockSocket, VsockSocketError};

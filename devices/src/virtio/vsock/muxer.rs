@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! All connections of one guest.
+//!
+//! Owns which packet belongs to which connection, the ports of the host's clients, and the order in which
+//! the guest is told things: each connection in its turn. Every count is bounded, whatever guest and clients
+//! do. Must never touch guest memory.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsRawFd as _, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+
+use super::connection::{BUFFER_BYTES, Connection, Packet};
+use super::counters::VsockCounters;
+use super::greeting::{Greeted, Greeting};
+use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
+use super::socket::VsockSocket;
+use crate::endpoint::listener::PathListener;
+use crate::{LogLimit, log_limited};
+
+/// Most connections at a time, those of which only data for the host are left included. Each may keep
+/// [`BUFFER_BYTES`], so all together 64 MiB; as many as cloud-hypervisor has.
+const CONNECTIONS_MAX: usize = 1023;
+/// Most clients that have not named their port; beyond that the oldest has to go.
+const GREETINGS_MAX: usize = 64;
+/// Answers to packets of no connection that wait for buffers of the guest; as many as a queue has.
+const ANSWERS_MAX: usize = 256;
+/// Clients that are accepted before other events are looked at.
+const ACCEPTED_MAX: usize = 16;
+/// Events taken from the kernel at a time; the rest comes with the next call.
+const EVENTS_MAX: usize = 32;
+/// First port of the host's clients; those above belong to them up to the last that is a positive
+/// number to programs that take ports for one.
+const FIRST_CLIENT_PORT: u32 = 1 << 30;
+const LAST_CLIENT_PORT: u32 = (1 << 31) - 1;
+/// After a client could not be accepted for want of descriptors or memory.
+const ACCEPT_AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+const LISTENER_TOKEN: u64 = 0;
+
+/// Ports of host and guest.
+type Ports = (u32, u32);
+
+/// A packet for the guest; the data are where they were asked for.
+pub(super) struct Outgoing {
+    pub(super) header: Header,
+    pub(super) len_bytes: usize,
+}
+
+/// An RST for a packet of no connection.
+struct Answer {
+    ports: Ports,
+    kind: u16,
+}
+
+struct Entry {
+    connection: Connection,
+    token: u64,
+    watched: Option<EventSet>,
+    /// It is among those that have packets.
+    is_ready: bool,
+}
+
+/// All connections. See the module.
+pub(crate) struct Muxer {
+    cid: u64,
+    socket: Arc<VsockSocket>,
+    counters: Arc<VsockCounters>,
+    log: Arc<LogLimit>,
+    epoll: Epoll,
+    /// Held while the device works.
+    listener: Option<Arc<PathListener>>,
+    accept_again: Option<Instant>,
+    greetings: BTreeMap<u64, Greeting>,
+    connections: BTreeMap<Ports, Entry>,
+    /// Connections by the tokens of their streams.
+    tokens: BTreeMap<u64, Ports>,
+    deadlines: BTreeMap<Ports, Instant>,
+    ready: VecDeque<Ports>,
+    answers: VecDeque<Answer>,
+    last_token: u64,
+    last_port: u32,
+}
+
+impl Muxer {
+    pub(crate) fn new(
+        cid: u64,
+        socket: Arc<VsockSocket>,
+        counters: Arc<VsockCounters>,
+        log: Arc<LogLimit>,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            cid,
+            socket,
+            counters,
+            log,
+            epoll: Epoll::new()?,
+            listener: None,
+            accept_again: None,
+            greetings: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            deadlines: BTreeMap::new(),
+            ready: VecDeque::new(),
+            answers: VecDeque::new(),
+            last_token: LISTENER_TOKEN,
+            last_port: LAST_CLIENT_PORT,
+        })
+    }
+
+    /// Readable when [`Self::serve_streams`] has something to do.
+    pub(super) fn poll_fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+
+    /// Begins to accept clients; what waits for an answer does so from now on.
+    pub(super) fn start(&mut self) {
+        self.listen();
+        let waiting: Vec<Ports> = self.deadlines.keys().copied().collect();
+        for ports in waiting {
+            self.with(ports, Connection::wait_anew);
+        }
+    }
+
+    /// Accepts no more clients, and gives up its part in the listening socket.
+    pub(super) fn stop(&mut self) {
+        self.accept_again = None;
+        self.unlisten();
+        self.listener = None;
+    }
+
+    fn listen(&mut self) {
+        self.unlisten();
+        self.listener = self.socket.listener();
+        let Some(listener) = &self.listener else { return };
+        let event = EpollEvent::new(EventSet::IN, LISTENER_TOKEN);
+        if let Err(error) = self.epoll.ctl(ControlOperation::Add, listener.as_raw_fd(), event) {
+            log_limited!(self.log, Warn, "cannot watch a socket device's path: {error}");
+        }
+    }
+
+    fn unlisten(&self) {
+        if let Some(listener) = &self.listener {
+            // Fails if it is not watched now.
+            let fd = listener.as_raw_fd();
+            let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
+        }
+    }
+
+    /// Whether a packet of the guest may be taken, whatever it is.
+    pub(super) fn has_room_for_answers(&self) -> bool {
+        self.answers.len() < ANSWERS_MAX
+    }
+
+    /// Takes a packet of the guest; without `data` it does not have what its header says.
+    pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>) {
+        self.counters.tx_packets.add(1);
+        if header.src_cid != self.cid || header.dst_cid != HOST_CID {
+            let Header { src_cid, dst_cid, .. } = header;
+            log_limited!(self.log, Debug, "a packet from CID {src_cid} to {dst_cid} is dropped");
+            return;
+        }
+        let ports = (header.dst_port, header.src_port);
+        let known = self.connections.get(&ports);
+        let is_known = known.is_some_and(|entry| entry.connection.is_known());
+        if header.op == op::RST {
+            if is_known && header.kind == TYPE_STREAM {
+                self.remove(ports);
+            }
+        } else if header.kind != TYPE_STREAM {
+            self.answer(ports, header.kind);
+        } else if is_known {
+            if header.op == op::RW {
+                self.counters.tx_bytes.add(header.len_bytes.into());
+            }
+            self.with(ports, |connection| connection.take_packet(header, data, ports.0));
+        } else if header.op != op::REQUEST || known.is_some() || !self.connect(ports, header) {
+            self.answer(ports, header.kind);
+        }
+    }
+
+    fn answer(&mut self, ports: Ports, kind: u16) {
+        if self.has_room_for_answers() {
+            self.answers.push_back(Answer { ports, kind });
+        }
+    }
+
+    /// Connects the guest to what listens for it; whether that could be done.
+    fn connect(&mut self, ports: Ports, request: &Header) -> bool {
+        if self.connections.len() >= CONNECTIONS_MAX {
+            log_limited!(self.log, Warn, "the guest has {CONNECTIONS_MAX} connections already");
+            return false;
+        }
+        match self.socket.connect_to_port(ports.0) {
+            Ok(stream) => {
+                let connection = Connection::of_guest(UnixStream::from(stream), request);
+                let token = self.next_token();
+                self.insert(ports, connection, token);
+                true
+            }
+            Err(error) => {
+                log_limited!(self.log, Debug, "port {} of the host: {error}", ports.0);
+                false
+            }
+        }
+    }
+
+    fn next_token(&mut self) -> u64 {
+        self.last_token += 1;
+        self.last_token
+    }
+
+    fn insert(&mut self, ports: Ports, connection: Connection, token: u64) {
+        self.counters.connections.add(1);
+        self.tokens.insert(token, ports);
+        let entry = Entry { connection, token, watched: None, is_ready: false };
+        self.connections.insert(ports, entry);
+        self.with(ports, |_| ());
+    }
+
+    fn remove(&mut self, ports: Ports) {
+        // The stream is closed, and with that no longer watched.
+        if let Some(entry) = self.connections.remove(&ports) {
+            self.tokens.remove(&entry.token);
+        }
+        self.deadlines.remove(&ports);
+    }
+
+    /// Changes a connection, and draws the conclusions.
+    fn with(&mut self, ports: Ports, change: impl FnOnce(&mut Connection)) {
+        let Some(entry) = self.connections.get_mut(&ports) else { return };
+        change(&mut entry.connection);
+        if entry.connection.is_over() {
+            return self.remove(ports);
+        }
+        if let Err(error) = entry.watch(&self.epoll) {
+            log_limited!(self.log, Warn, "cannot watch a client of the guest: {error}");
+            entry.connection.fail();
+        }
+        match entry.connection.deadline() {
+            Some(deadline) => self.deadlines.insert(ports, deadline),
+            None => self.deadlines.remove(&ports),
+        };
+        if entry.connection.has_packets() && !std::mem::replace(&mut entry.is_ready, true) {
+            self.ready.push_back(ports);
+        }
+    }
+
+    /// Whether [`Self::next_packet`] may have one.
+    pub(super) fn has_packets(&self) -> bool {
+        !self.answers.is_empty() || !self.ready.is_empty()
+    }
+
+    /// The next packet for the guest, with data in the front of `room`.
+    pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Outgoing> {
+        if let Some(Answer { ports, kind }) = self.answers.pop_front() {
+            let header = Header { kind, op: op::RST, ..self.header(ports) };
+            return Some(self.count(header, 0));
+        }
+        while let Some(ports) = self.ready.pop_front() {
+            // It may be gone, and its ports may be another's by now, which is in its turn then.
+            let Some(entry) = self.connections.get_mut(&ports).filter(|it| it.is_ready) else {
+                continue;
+            };
+            entry.is_ready = false;
+            let mut packet = None;
+            self.with(ports, |connection| packet = connection.next_packet(room));
+            if let Some(Packet { op, flags, len_bytes, fwd_cnt }) = packet {
+                let header = Header {
+                    op,
+                    flags,
+                    len_bytes: u32::try_from(len_bytes).unwrap_or(0),
+                    buf_alloc: BUFFER_BYTES,
+                    fwd_cnt,
+                    ..self.header(ports)
+                };
+                return Some(self.count(header, len_bytes));
+            }
+        }
+        None
+    }
+
+    fn header(&self, (src_port, dst_port): Ports) -> Header {
+        let (src_cid, dst_cid) = (HOST_CID, self.cid);
+        Header { src_cid, dst_cid, src_port, dst_port, kind: TYPE_STREAM, ..Header::default() }
+    }
+
+    fn count(&self, header: Header, len_bytes: usize) -> Outgoing {
+        self.counters.rx_packets.add(1);
+        self.counters.rx_bytes.add(header.len_bytes.into());
+        Outgoing { header, len_bytes }
+    }
+
+    /// Looks at the streams that are ready.
+    pub(super) fn serve_streams(&mut self) {
+        let mut events = [EpollEvent::default(); EVENTS_MAX];
+        // An error is an interruption; what is ready stays so.
+        let count = self.epoll.wait(0, &mut events).unwrap_or(0);
+        for event in events.iter().take(count) {
+            let token = event.data();
+            // What was closed meanwhile has a token that is not known any more.
+            if token == LISTENER_TOKEN {
+                self.accept();
+            } else if let Some(ports) = self.tokens.get(&token).copied() {
+                let ready = EventSet::from_bits_truncate(event.events());
+                self.with(ports, |connection| connection.stream_ready(ready));
+            } else {
+                self.greet(token);
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..ACCEPTED_MAX {
+            let Some(listener) = &self.listener else { return };
+            let accepted = listener.accept().and_then(|client| {
+                client.set_nonblocking(true)?;
+                Ok(client)
+            });
+            match accepted {
+                Ok(client) => self.add_greeting(client),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted
+                    ) => {}
+                Err(error) => {
+                    log_limited!(self.log, Warn, "a client of the guest cannot be let in: {error}");
+                    // It would be told again at once, for as long as the host lacks something.
+                    self.unlisten();
+                    self.accept_again = Some(Instant::now() + ACCEPT_AGAIN_AFTER);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn add_greeting(&mut self, client: UnixStream) {
+        if self.greetings.len() >= GREETINGS_MAX {
+            self.greetings.pop_first();
+        }
+        let token = self.next_token();
+        let event = EpollEvent::new(EventSet::IN, token);
+        if let Err(error) = self.epoll.ctl(ControlOperation::Add, client.as_raw_fd(), event) {
+            log_limited!(self.log, Warn, "cannot watch a client of the guest: {error}");
+            return;
+        }
+        self.greetings.insert(token, Greeting::new(client));
+        self.greet(token);
+    }
+
+    fn greet(&mut self, token: u64) {
+        let Some(greeting) = self.greetings.get_mut(&token) else { return };
+        let guest_port = match greeting.read() {
+            Greeted::NotYet => return,
+            Greeted::Port(port) => Some(port),
+            Greeted::Nonsense => None,
+        };
+        let Some(greeting) = self.greetings.remove(&token) else { return };
+        // Which closes it, and with that it is no longer watched.
+        let Some(guest_port) = guest_port else { return };
+        if self.connections.len() >= CONNECTIONS_MAX {
+            log_limited!(self.log, Warn, "the guest has {CONNECTIONS_MAX} connections already");
+            return;
+        }
+        let fd = greeting.stream().as_raw_fd();
+        // Watched anew as a connection; cannot fail.
+        let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
+        let ports = (self.next_client_port(guest_port), guest_port);
+        self.insert(ports, Connection::of_host(greeting.into_stream()), token);
+    }
+
+    /// A port that no connection to `guest_port` has; there are more of them than connections.
+    fn next_client_port(&mut self, guest_port: u32) -> u32 {
+        loop {
+            self.last_port = match self.last_port {
+                LAST_CLIENT_PORT => FIRST_CLIENT_PORT,
+                last => last + 1,
+            };
+            if !self.connections.contains_key(&(self.last_port, guest_port)) {
+                return self.last_port;
+            }
+        }
+    }
+
+    /// When [`Self::end_overdue`] has something to do.
+    pub(super) fn first_deadline(&self) -> Option<Instant> {
+        self.deadlines.values().copied().chain(self.accept_again).min()
+    }
+
+    /// Ends what has waited long enough.
+    pub(super) fn end_overdue(&mut self, now: Instant) {
+        if self.accept_again.is_some_and(|again| again <= now) {
+            self.accept_again = None;
+            self.listen();
+        }
+        let overdue = self.deadlines.iter().filter(|(_, deadline)| **deadline <= now);
+        let overdue: Vec<Ports> = overdue.map(|(ports, _)| *ports).collect();
+        for ports in overdue {
+            self.with(ports, Connection::end_overdue);
+        }
+    }
+
+    /// Connections, and clients that are none yet.
+    #[cfg(test)]
+    pub(super) fn sizes(&self) -> (usize, usize) {
+        (self.connections.len(), self.greetings.len())
+    }
+}
+
+impl Entry {
+    /// Has the stream watched for what the connection waits for.
+    fn watch(&mut self, epoll: &Epoll) -> io::Result<()> {
+        let wanted = self.connection.interest();
+        if self.watched == wanted {
+            return Ok(());
+        }
+        let fd = self.connection.stream().as_raw_fd();
+        let operation = match (self.watched, wanted) {
+            (None, _) => ControlOperation::Add,
+            (_, None) => ControlOperation::Delete,
+            _ => ControlOperation::Modify,
+        };
+        epoll.ctl(
+            operation,
+            fd,
+            EpollEvent::new(wanted.unwrap_or(EventSet::empty()), self.token),
+        )?;
+        self.watched = wanted;
+        Ok(())
+    }
+}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Headers of packets between guest and host (virtio 1.3, 5.10.6).
+//!
+//! Owns their layout. A header may lie across any number of buffers, as may what follows it, so it is
+//! copied out of guest memory before it is read.
+
+/// Length of a header.
+pub(crate) const HEADER_BYTES: usize = 44;
+/// Context ID of the host.
+pub(crate) const HOST_CID: u64 = 2;
+/// Type of packets of streams, the only one there is.
+pub(crate) const TYPE_STREAM: u16 = 1;
+/// Most data of one packet, in either direction: what Linux sends at most.
+pub(crate) const DATA_BYTES_MAX: usize = 64 << 10;
+
+/// The sender will receive no more.
+pub(crate) const SHUTDOWN_RECEIVE: u32 = 1;
+/// The sender will send no more.
+pub(crate) const SHUTDOWN_SEND: u32 = 2;
+
+/// What a packet is for. Values that are not here are answered as any packet out of place is.
+pub(crate) mod op {
+    /// A connection is asked for.
+    pub(crate) const REQUEST: u16 = 1;
+    /// It is granted.
+    pub(crate) const RESPONSE: u16 = 2;
+    /// There is no such connection, or no more.
+    pub(crate) const RST: u16 = 3;
+    /// One or both directions end.
+    pub(crate) const SHUTDOWN: u16 = 4;
+    /// Data.
+    pub(crate) const RW: u16 = 5;
+    /// The fields for credit have changed.
+    pub(crate) const CREDIT_UPDATE: u16 = 6;
+    /// They are asked for.
+    pub(crate) const CREDIT_REQUEST: u16 = 7;
+}
+
+/// A header, believed in nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) src_cid: u64,
+    pub(crate) dst_cid: u64,
+    pub(crate) src_port: u32,
+    pub(crate) dst_port: u32,
+    pub(crate) len_bytes: u32,
+    pub(crate) kind: u16,
+    pub(crate) op: u16,
+    pub(crate) flags: u32,
+    pub(crate) buf_alloc: u32,
+    pub(crate) fwd_cnt: u32,
+}
+
+impl Header {
+    pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let u64_at = |at: usize| u64::from_le_bytes(take(bytes, at));
+        let u32_at = |at: usize| u32::from_le_bytes(take(bytes, at));
+        let u16_at = |at: usize| u16::from_le_bytes(take(bytes, at));
+        Self {
+            src_cid: u64_at(0),
+            dst_cid: u64_at(8),
+            src_port: u32_at(16),
+            dst_port: u32_at(20),
+            len_bytes: u32_at(24),
+            kind: u16_at(28),
+            op: u16_at(30),
+            flags: u32_at(32),
+            buf_alloc: u32_at(36),
+            fwd_cnt: u32_at(40),
+        }
+    }
+
+    pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..8].copy_from_slice(&self.src_cid.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.dst_cid.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.src_port.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.dst_port.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.len_bytes.to_le_bytes());
+        bytes[28..30].copy_from_slice(&self.kind.to_le_bytes());
+        bytes[30..32].copy_from_slice(&self.op.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.flags.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.buf_alloc.to_le_bytes());
+        bytes[40..44].copy_from_slice(&self.fwd_cnt.to_le_bytes());
+        bytes
+    }
+}
+
+fn take<const LEN: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; LEN] {
+    let mut field = [0; LEN];
+    for (to, from) in field.iter_mut().zip(bytes.iter().skip(at)) {
+        *to = *from;
+    }
+    field
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_where_the_standard_has_them() {
+        let mut bytes = [0; HEADER_BYTES];
+        for (byte, value) in bytes.iter_mut().zip(0..) {
+            *byte = value;
+        }
+        let header = Header::parse(&bytes);
+        assert_eq!(header.src_cid, 0x0706_0504_0302_0100);
+        assert_eq!(header.dst_cid, 0x0f0e_0d0c_0b0a_0908);
+        assert_eq!((header.src_port, header.dst_port), (0x1312_1110, 0x1716_1514));
+        assert_eq!((header.len_bytes, header.kind, header.op), (0x1b1a_1918, 0x1d1c, 0x1f1e));
+        assert_eq!(header.flags, 0x2322_2120);
+        assert_eq!((header.buf_alloc, header.fwd_cnt), (0x2726_2524, 0x2b2a_2928));
+        assert_eq!(header.to_bytes(), bytes);
+    }
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The path at which clients of the host reach a guest.
+//!
+//! Owns the listening socket for as long as a VM has the path: it is taken before the guest runs, and given
+//! back before the guest runs elsewhere, as an image's lock is. Sockets of other processes beside it, to
+//! which the guest connects, are only ever connected to.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use thiserror::Error;
+
+use crate::endpoint::listener::PathListener;
+use crate::syscalls;
+
+/// Why the path is not ours.
+#[derive(Debug, Error)]
+pub enum VsockSocketError {
+    /// It cannot be listened at.
+    #[error("cannot listen at {path}")]
+    Listen {
+        /// The path.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no directory for it.
+    #[error("cannot look at the directory of {path}")]
+    Directory {
+        /// The path.
+        path: PathBuf,
+        /// The host's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The socket of one device. See the module.
+pub struct VsockSocket {
+    path: PathBuf,
+    /// Held only to look and to set.
+    listener: Mutex<Option<Arc<PathListener>>>,
+}
+
+impl VsockSocket {
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self { path, listener: Mutex::new(None) }
+    }
+
+    /// Listens, if it does not yet. A socket that a process left behind is replaced.
+    ///
+    /// # Errors
+    /// Naming the path: another process listens there, or it cannot be made.
+    pub fn attach(&self) -> Result<(), VsockSocketError> {
+        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if listener.is_none() {
+            let bound = PathListener::bind(&self.path);
+            let failed = |source| VsockSocketError::Listen { path: self.path.clone(), source };
+            *listener = Some(Arc::new(bound.map_err(failed)?));
+        }
+        Ok(())
+    }
+
+    /// Whether it listens.
+    pub fn is_attached(&self) -> bool {
+        self.listener().is_some()
+    }
+
+    /// Whether it could listen, if no other process did: its directory is there.
+    ///
+    /// # Errors
+    /// Naming the path.
+    pub fn check(&self) -> Result<(), VsockSocketError> {
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        match std::fs::metadata(parent.unwrap_or(Path::new("."))) {
+            Ok(_) => Ok(()),
+            Err(source) => Err(VsockSocketError::Directory { path: self.path.clone(), source }),
+        }
+    }
+
+    /// Gives the path back. The device must be paused or gone; its connections stay as they are.
+    pub fn detach(&self) {
+        *self.listener.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Removes the path, for a process that ends without the rest: a stale one is replaced, but says that
+    /// a guest is there.
+    pub fn remove_path(&self) {
+        if let Some(listener) = self.listener() {
+            listener.remove();
+        }
+    }
+
+    pub(super) fn listener(&self) -> Option<Arc<PathListener>> {
+        self.listener.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Connects to what listens for connections of the guest to `port`, without waiting for it.
+    pub(super) fn connect_to_port(&self, port: u32) -> io::Result<OwnedFd> {
+        let mut path = OsString::from(self.path.as_os_str());
+        path.push(format!("_{port}"));
+        syscalls::connect_now(Path::new(&path))
+    }
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Drivers that keep to no rule.
+
+use std::collections::HashMap;
+use std::num::Wrapping;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::super::muxer::Muxer;
+use super::super::socket::VsockSocket;
+use super::*;
+
+fn breaks(attack: impl FnOnce(&mut Fixture)) {
+    let mut fixture = Fixture::new();
+    let _client = fixture.connected();
+    attack(&mut fixture);
+    fixture.driver.interrupt.wait_broken();
+}
+
+#[test]
+fn buffers_that_are_none_need_a_reset() {
+    breaks(|fixture| {
+        fixture.driver.queues[TRANSMIT].add(&[readable(1 << 40, 44)]);
+        fixture.driver.queues[TRANSMIT].kick();
+    });
+    breaks(|fixture| {
+        let packet = Header { len_bytes: 16, ..header(op::RW) };
+        fixture.driver.write(DATA, &packet.to_bytes());
+        fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 44), readable(2 * BORDER - 8, 16)]);
+        fixture.driver.queues[TRANSMIT].kick();
+    });
+    breaks(|fixture| {
+        fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 43)]);
+        fixture.driver.queues[TRANSMIT].kick();
+    });
+    breaks(|fixture| {
+        fixture.driver.queues[TRANSMIT].add(&[writable(DATA, 64)]);
+        fixture.driver.queues[TRANSMIT].kick();
+    });
+}
+
+#[test]
+fn receive_buffers_that_hold_no_packet_need_a_reset() {
+    for buffer in
+        [writable(DATA, 43), writable(DATA, 44), readable(DATA, 64), writable(1 << 40, 64)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let mut device = device(&dir);
+        let driver = Driver::new(3, 64);
+        driver.activate_all(&mut device);
+        let mut fixture = Fixture { driver, device, dir };
+        fixture.driver.queues[RECEIVE].add(&[buffer]);
+        fixture.send(op::RW);
+        fixture.driver.interrupt.wait_broken();
+    }
+}
+
+#[test]
+fn packets_that_do_not_have_what_they_say_end_their_connection() {
+    for len_bytes in [1, 64 << 10, (64 << 10) + 1, u32::MAX] {
+        let mut fixture = Fixture::new();
+        let mut client = fixture.connected();
+        fixture.put(Header { len_bytes, ..header(op::RW) }, &[]);
+        fixture.driver.wait_used(TRANSMIT);
+        fixture.receive_op(op::RST);
+        assert_eq!(client.read(&mut [0; 8]).unwrap(), 0);
+    }
+    for second in [op::REQUEST, op::RESPONSE, 0, 77] {
+        let mut fixture = Fixture::new();
+        let _client = fixture.connected();
+        fixture.send(second);
+        fixture.receive_op(op::RST);
+    }
+}
+
+/// What a driver may say of itself in a packet.
+fn packets() -> impl Strategy<Value = (Header, Vec<u8>, bool)> {
+    let ports = (0_u32..4, 0_u32..4);
+    let credit = (prop_oneof![Just(0), Just(ROOM), any::<u32>()], any::<u32>());
+    let rest = (0_u16..9, 0_u32..8, 0_usize..20_000, any::<bool>());
+    (ports, credit, rest).prop_map(|((src_port, dst_port), credit, rest)| {
+        let (op, flags, len_bytes, has_data) = rest;
+        let (buf_alloc, fwd_cnt) = credit;
+        let header = Header {
+            src_port,
+            dst_port,
+            flags,
+            buf_alloc,
+            fwd_cnt,
+            len_bytes: u32::try_from(len_bytes).unwrap(),
+            ..header(op)
+        };
+        (header, vec![7; len_bytes], has_data)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever comes, what is kept is bounded, and no guest is sent more than it says it has room for.
+    #[test]
+    fn any_packets_in_any_order(packets in proptest::collection::vec(packets(), 1..60)) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v");
+        let socket = Arc::new(VsockSocket::new(path.clone()));
+        let mut muxer = Muxer::new(CID, socket, Arc::default(), Arc::default()).unwrap();
+        let listeners: Vec<_> = (0..3)
+            .map(|port| UnixListener::bind(dir.path().join(format!("v_{port}"))).unwrap())
+            .collect();
+        for listener in &listeners {
+            listener.set_nonblocking(true).unwrap();
+        }
+        let mut clients = Vec::new();
+        let mut credit: HashMap<(u32, u32), (u32, u32, u32)> = HashMap::new();
+        for (header, data, has_data) in &packets {
+            if muxer.has_room_for_answers() {
+                let ports = (header.dst_port, header.src_port);
+                if header.op == op::REQUEST {
+                    credit.entry(ports).or_default();
+                }
+                if let Some((room, taken, _)) = credit.get_mut(&ports) {
+                    (*room, *taken) = (header.buf_alloc, header.fwd_cnt);
+                }
+                muxer.take_packet(header, has_data.then_some(data));
+            }
+            for listener in &listeners {
+                if let Ok((mut client, _)) = listener.accept() {
+                    client.write_all(&[9; 3000]).unwrap();
+                    clients.push(client);
+                }
+            }
+            muxer.serve_streams();
+            let mut room = [0; 700];
+            for _ in 0..3 {
+                let Some(packet) = muxer.next_packet(&mut room) else { break };
+                let ports = (packet.header.src_port, packet.header.dst_port);
+                prop_assert!(packet.len_bytes <= room.len());
+                match packet.header.op {
+                    op::RW => {
+                        let (room, taken, sent) = credit.get_mut(&ports).unwrap();
+                        let Wrapping(in_flight) = Wrapping(*sent) - Wrapping(*taken);
+                        let free = room.saturating_sub(in_flight);
+                        prop_assert!(packet.header.len_bytes <= free);
+                        *sent += packet.header.len_bytes;
+                    }
+                    op::RESPONSE => credit.get_mut(&ports).unwrap().2 = 0,
+                    _ => {}
+                }
+            }
+            let (connections, greetings) = muxer.sizes();
+            prop_assert!(connections <= 16 && greetings == 0);
+        }
+    }
+}
