@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use devices::bus::BusDevice;
 use memory::{GuestMemory, GuestMemoryHandle};
+use pci_address::DeviceNumber;
 use vm_memory::GuestAddress;
 
-use crate::address::DeviceNumber;
 use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciConfigIo, PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;

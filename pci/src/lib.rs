@@ -16,7 +16,6 @@
 //!   KVM  ── ioeventfd ──────────────────────────────────────> queue kick <─────┘
 //! ```
 
-mod address;
 mod bar;
 mod bus;
 mod config_space;
@@ -29,7 +28,6 @@ mod locks;
 mod msix;
 mod virtio;
 
-pub use address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
 pub use bar::{
     BarDecode, BarDescription, BarKind, BarMapper, BarWindow, MapError, MmioRange, MmioWindows,
     PlacementError, PortWindow,
@@ -46,6 +44,7 @@ pub use device::{PciDevice, PciDeviceState, PciStateError};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzzing::{fuzz_config_space, fuzz_state, fuzz_transport};
 pub use msix::{ENTRY_LEN_BYTES, Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
+pub use pci_address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
 pub use virtio::{
     BarWidth, CommonState, NARROW_BAR_VERSION, QueueError, QueueProgressState, QueueRegisterState,
     VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT, VirtioPciDevice, VirtioPciError, VirtioPciState,

@@ -23,10 +23,10 @@ use std::sync::Arc;
 use devices::bus::BusDevice;
 use devices::{LogLimit, log_limited};
 use log::warn;
+use pci_address::DeviceNumber;
 use thiserror::Error;
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
-use crate::address::DeviceNumber;
 use crate::device::PciDevice;
 
 /// A range of guest physical addresses; for an I/O BAR a range of ports.

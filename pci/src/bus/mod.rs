@@ -15,9 +15,9 @@ mod tests;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
+use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
-use crate::address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;

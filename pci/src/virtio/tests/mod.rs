@@ -14,10 +14,10 @@ use devices::bus::BusDevice;
 use devices::virtio::VirtioInterrupt;
 use hypervisor::irq::MsiMessage;
 use memory::{GuestMemory, GuestMemoryHandle};
+use pci_address::DeviceNumber;
 use vm_memory::GuestAddress;
 
 use super::{BarWidth, VirtioPciDevice};
-use crate::address::DeviceNumber;
 use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The address of a PCI function.
+//! The address of a PCI function: segment, bus, device and function number.
 //!
-//! Owns the notation `0000:00:05.0` and the ranges of its parts. Never guesses a missing part.
+//! Owns the notation `0000:00:05.0`, which is that of sysfs, the ranges of the parts, and the 16-bit routing ID. For
+//! functions of the guest and of the host alike. Must never guess a missing part or a missing digit.
 
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// Device numbers on one bus (PCI 3.0, 3.2.2.3.4).
@@ -72,8 +72,7 @@ impl fmt::Display for DeviceNumber {
 }
 
 /// Segment, bus, device and function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(into = "String", try_from = "String")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Bdf {
     segment: u16,
     bus: u8,
@@ -94,6 +93,12 @@ impl Bdf {
     /// The first function of a device on bus 0 of a segment.
     pub fn on_root_bus(segment: u16, device: DeviceNumber) -> Self {
         Self { segment, bus: 0, device: device.get(), function: 0 }
+    }
+
+    /// The function with this routing ID in a segment: every number is one.
+    pub fn from_routing_id(segment: u16, routing_id: u16) -> Self {
+        let [bus, devfn] = routing_id.to_be_bytes();
+        Self { segment, bus, device: devfn >> 3, function: devfn & 7 }
     }
 
     /// PCI segment (ACPI `_SEG`).
@@ -131,39 +136,24 @@ impl fmt::Display for Bdf {
 impl FromStr for Bdf {
     type Err = BdfError;
 
+    /// Reads what [`fmt::Display`] writes, with digits of either case; a part with fewer digits is refused.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let syntax = || BdfError::Syntax { text: text.to_owned() };
         let (segment, rest) = text.split_once(':').ok_or_else(syntax)?;
         let (bus, rest) = rest.split_once(':').ok_or_else(syntax)?;
         let (device, function) = rest.split_once('.').ok_or_else(syntax)?;
-        let byte = |digits, digits_max| {
-            hex(digits, digits_max).and_then(|value| u8::try_from(value).ok()).ok_or_else(syntax)
+        let byte = |text, digits_count| {
+            hex(text, digits_count).and_then(|value| u8::try_from(value).ok()).ok_or_else(syntax)
         };
         let segment = hex(segment, 4).ok_or_else(syntax)?;
         Self::new(segment, byte(bus, 2)?, byte(device, 2)?, byte(function, 1)?)
     }
 }
 
-/// One to `digits_max` hexadecimal digits and nothing else (`from_str_radix` would take a sign).
-fn hex(digits: &str, digits_max: usize) -> Option<u16> {
-    let plain = !digits.is_empty()
-        && digits.len() <= digits_max
-        && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
-    if plain { u16::from_str_radix(digits, 16).ok() } else { None }
-}
-
-impl From<Bdf> for String {
-    fn from(bdf: Bdf) -> Self {
-        bdf.to_string()
-    }
-}
-
-impl TryFrom<String> for Bdf {
-    type Error = BdfError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
+/// So many hexadecimal digits and nothing else (`from_str_radix` would take a sign).
+fn hex(text: &str, digits_count: usize) -> Option<u16> {
+    let is_hex = text.len() == digits_count && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if is_hex { u16::from_str_radix(text, 16).ok() } else { None }
 }
 
 #[cfg(test)]
@@ -185,13 +175,18 @@ mod tests {
             "",
             "00:05.0",
             "0000:00:05",
-            "0000:00:+5.0",
+            "0:00:05.0",
+            "0000:0:05.0",
+            "0000:00:5.0",
             "00000:00:05.0",
+            "0000:065:00.0",
+            "0000:00:+5.0",
             "0000:00:05.10",
             "0000:00:05.0 ",
         ] {
             assert!(matches!(text.parse::<Bdf>(), Err(BdfError::Syntax { .. })), "{text}");
         }
+        assert_eq!("0000:00:1F.0".parse(), Bdf::new(0, 0, 31, 0), "digits of either case");
         assert_eq!("0000:00:20.0".parse::<Bdf>(), Err(BdfError::Device { device: 32 }));
         assert_eq!("0000:00:1f.8".parse::<Bdf>(), Err(BdfError::Function { function: 8 }));
     }
@@ -206,6 +201,22 @@ mod tests {
         fn round_trips(segment: u16, bus: u8, device in 0u8..32, function in 0u8..8) {
             let bdf = Bdf::new(segment, bus, device, function).unwrap();
             prop_assert_eq!(bdf.to_string().parse::<Bdf>().unwrap(), bdf);
+            prop_assert_eq!(Bdf::from_routing_id(segment, bdf.routing_id()), bdf);
+        }
+
+        #[test]
+        fn every_routing_id_is_a_function(segment: u16, routing_id: u16) {
+            let bdf = Bdf::from_routing_id(segment, routing_id);
+            prop_assert_eq!(bdf.routing_id(), routing_id);
+            let parts = Bdf::new(bdf.segment(), bdf.bus(), bdf.device(), bdf.function());
+            prop_assert_eq!(parts, Ok(bdf));
+        }
+
+        #[test]
+        fn what_is_read_is_what_would_be_written(text in "[0-9a-fA-F:.+]{12}|[0-9a-f]{3,5}:[0-9a-f]{1,3}:[0-9a-f]{1,3}[.][0-9a-f]{1,2}") {
+            if let Ok(bdf) = text.parse::<Bdf>() {
+                prop_assert_eq!(bdf.to_string(), text.to_ascii_lowercase());
+            }
         }
 
         #[test]
