@@ -8,7 +8,7 @@ use std::io::{Seek, Write};
 
 use arch::{BootError, BootSpec};
 use memory::GuestMemory;
-use memory::pool::{Reply, Request};
+use prezero_pool_client::{Reply, Request};
 use vm_memory::GuestAddress;
 use vm_migration::page_server::{TakeoverRequest, ServedMemory};
 use vm_migration::protocol::message::{Answer, Message, Role};

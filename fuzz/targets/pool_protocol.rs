@@ -4,4 +4,4 @@
 
 #![no_main]
 
-godwit_fuzz::target!(memory::pool::fuzz_protocol);
+godwit_fuzz::target!(prezero_pool_client::fuzz_protocol);

@@ -45,9 +45,10 @@
 //!
 //! # Memory of a pool
 //!
-//! A zone may consist of a memfd that a pool has populated and zeroed before ([`pool`]): one memfd
-//! a zone, whose regions are parts of it as those of any other zone are, so that the hole below
-//! 4 GiB cuts it without the pool knowing of it. It may be longer than the zone.
+//! A zone may consist of a memfd that a pool has populated and zeroed before
+//! ([`ProvidedFile::prezeroed`]): one memfd a zone, whose regions are parts of it as those of any
+//! other zone are, so that the hole below 4 GiB cuts it without the pool knowing of it. It may be
+//! longer than the zone. How a pool is asked is not known here: the zone keeps a [`Lease`].
 //!
 //! # What costs nothing
 //!
@@ -68,11 +69,11 @@ mod file_lock;
 mod holds;
 mod host;
 mod layout;
+mod lease;
 mod mapping;
 mod maps;
 mod pins;
 pub mod plugging;
-pub mod pool;
 mod populate;
 mod populated;
 mod prefault;
@@ -92,6 +93,7 @@ pub use dirty::DeviceDirtyLog;
 pub use discards::DiscardBan;
 pub use holds::PageHold;
 pub use layout::{LayoutError, RamLayout};
+pub use lease::Lease;
 pub use maps::{ResidentMap, ZeroMap};
 pub use pins::Pins;
 pub use populate::PopulateError;

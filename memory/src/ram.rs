@@ -18,7 +18,7 @@ use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
-use crate::pool::PoolConnection;
+use crate::lease::Lease;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::region::{AccessError, RamRegion, Zone, ZoneKind};
@@ -116,7 +116,7 @@ pub struct ProvidedFile {
     zone: String,
     file: Arc<File>,
     /// For memory of a pool: it is populated and zero, and goes back when this is dropped.
-    lease: Option<Arc<PoolConnection>>,
+    lease: Option<Lease>,
 }
 
 impl ProvidedFile {
@@ -125,9 +125,8 @@ impl ProvidedFile {
         Self { zone: zone.to_owned(), file, lease: None }
     }
 
-    /// Populated and zeroed memory of a pool; the connection stays open for as long as the zone
-    /// exists.
-    pub fn prezeroed(zone: &str, file: Arc<File>, lease: Arc<PoolConnection>) -> Self {
+    /// Populated and zeroed memory of a pool; the lease is kept for as long as the zone exists.
+    pub fn prezeroed(zone: &str, file: Arc<File>, lease: Lease) -> Self {
         Self { zone: zone.to_owned(), file, lease: Some(lease) }
     }
 

@@ -360,3 +360,19 @@ fn what_is_not_quite_as_wished_is_said() {
         "{skewed:?}"
     );
 }
+
+#[test]
+fn a_lease_is_kept_as_long_as_the_memory() {
+    let config = RamConfig { zones: vec![zone("mem0", 2 * MIB, |zone| zone.shared = true)] };
+    let own = GuestRam::new(&config, RamLayout::default()).unwrap();
+    let file = Arc::clone(own.regions()[0].file().unwrap());
+    let connection = Arc::new("the connection to a pool");
+    let lent = Arc::downgrade(&connection);
+    let provided = ProvidedFile::prezeroed("mem0", file, Lease::new(connection));
+    let ram = GuestRam::with_provided(&config, RamLayout::default(), &[provided]).unwrap();
+    let region = Arc::clone(&ram.regions()[0]);
+    drop(ram);
+    assert!(lent.upgrade().is_some(), "a region of it is left");
+    drop(region);
+    assert!(lent.upgrade().is_none(), "nothing uses it any more");
+}

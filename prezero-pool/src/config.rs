@@ -10,7 +10,8 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use memory::pool::{DeviceAddress, SlotPages};
+use pci_address::Bdf;
+use prezero_pool_client::SlotPages;
 use serde::Deserialize;
 use thiserror::Error;
 
@@ -71,7 +72,7 @@ pub struct Class {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotDevice {
     /// Which.
-    pub address: DeviceAddress,
+    pub address: Bdf,
     /// Who may have it, beside root and the pool's own user.
     pub users: Vec<u32>,
 }

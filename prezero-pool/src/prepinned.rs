@@ -14,8 +14,9 @@ use std::sync::Arc;
 
 use ioas::{Ioas, MapFileError, Mapped};
 use iommufd_ioctls::{IommuFd, IommufdError};
-use memory::pool::{DeviceAddress, PinnedGrant, PinnedRegion, pieces};
 use memory::{GuestRam, ProvidedFile, RamConfig, RamError, RamLayout};
+use pci_address::Bdf;
+use prezero_pool_client::{PinnedGrant, PinnedRegion, pieces};
 use thiserror::Error;
 use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
 
@@ -39,13 +40,13 @@ pub enum PinError {
         "cannot open device {0} (is it bound to vfio-pci, has the kernel CONFIG_VFIO_DEVICE_CDEV, may \
          the pool open what is in /dev/vfio/devices?)"
     )]
-    Open(DeviceAddress, #[source] VfioError),
+    Open(Bdf, #[source] VfioError),
     /// Another process has it.
     #[error("cannot have device {0}: a VM or another process has it")]
-    Bind(DeviceAddress, #[source] VfioError),
+    Bind(Bdf, #[source] VfioError),
     /// An object of iommufd.
     #[error("cannot make what device {0} needs in iommufd")]
-    Object(DeviceAddress, #[source] IommufdError),
+    Object(Bdf, #[source] IommufdError),
     /// Pinning.
     #[error(
         "cannot map {len_bytes} bytes at {gpa:#x} for device {device} (ENOMEM: raise LimitMEMLOCK, or \
@@ -53,7 +54,7 @@ pub enum PinError {
     )]
     Map {
         /// For which.
-        device: DeviceAddress,
+        device: Bdf,
         /// Where.
         gpa: u64,
         /// How much.
@@ -155,7 +156,7 @@ impl Prepinned {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
-    use memory::pool::SlotPages;
+    use prezero_pool_client::SlotPages;
 
     use super::*;
     use crate::config::SlotDevice;

@@ -14,7 +14,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memory::pool::{HEADER_BYTES, MESSAGE_BYTES_MAX, Request, Take, TakePinned};
+use prezero_pool_client::{HEADER_BYTES, MESSAGE_BYTES_MAX, Request, Take, TakePinned};
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};

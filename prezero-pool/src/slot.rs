@@ -12,11 +12,11 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 
 use memory::available::InsufficientMemory;
-use memory::pool::SlotPages;
 use memory::{
     AccessError, Backing, GuestRam, HugePageSize, PrefaultError, ProvidedFile, RamConfig, RamError,
     RamLayout, RamRegion, ZoneSpec,
 };
+use prezero_pool_client::SlotPages;
 use thiserror::Error;
 
 use crate::config::Class;

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use memory::pool::Refusal;
+use prezero_pool_client::Refusal;
 
 use crate::config::Class;
 
@@ -114,7 +114,7 @@ pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 mod tests {
-    use memory::pool::SlotPages;
+    use prezero_pool_client::SlotPages;
 
     use super::*;
     use crate::config::SlotDevice;

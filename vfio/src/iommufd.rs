@@ -24,8 +24,8 @@ use std::time::Instant;
 use hypervisor::{AttachedFile, VfioFiles, Vm};
 use ioas::{Ioas, MapFileError, Mapped, knows_device};
 use iommufd_ioctls::IommuFd;
-use memory::pool::PinnedGrant;
 use memory::{GuestRam, RamRegion};
+use prezero_pool_client::PinnedGrant;
 use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 
 use super::dma::DmaTarget;

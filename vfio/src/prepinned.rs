@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use memory::GuestRam;
-use memory::pool::{PinnedGrant, PinnedRegion, pieces};
+use prezero_pool_client::{PinnedGrant, PinnedRegion, pieces};
 
 use super::error::VfioError;
 
@@ -46,11 +46,10 @@ pub fn mapped_pieces(ram: &GuestRam, grant: &PinnedGrant) -> Result<BTreeMap<u64
 mod tests {
     #![expect(clippy::unwrap_used, reason = "tests")]
 
-    use std::os::unix::net::UnixListener;
     use std::sync::Arc;
 
-    use memory::pool::{PoolConnection, SlotPages};
-    use memory::{ProvidedFile, RamConfig, RamLayout, ZoneSpec};
+    use memory::{Lease, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
+    use prezero_pool_client::SlotPages;
 
     use super::*;
     use crate::fakes::FakeTarget;
@@ -67,12 +66,8 @@ mod tests {
         if !is_pools {
             return Arc::new(own);
         }
-        let dir = vmm_sys_util::tempdir::TempDir::new().unwrap();
-        let path = dir.as_path().join("pool");
-        let _pool = UnixListener::bind(&path).unwrap();
-        let lease = Arc::new(PoolConnection::open(&path).unwrap());
         let file = Arc::clone(own.regions()[0].file().unwrap());
-        let given = [ProvidedFile::prezeroed("mem0", file, lease)];
+        let given = [ProvidedFile::prezeroed("mem0", file, Lease::new(Arc::new(())))];
         Arc::new(GuestRam::with_provided(&config, LAYOUT, &given).unwrap())
     }
 

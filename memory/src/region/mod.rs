@@ -27,10 +27,10 @@ use crate::config::{Backing, ZoneSpec};
 use crate::dirty::DeviceDirtyLog;
 use crate::holds::Holds;
 use crate::layout::Placement;
+use crate::lease::Lease;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
 use crate::plugging::Plugged;
-use crate::pool::PoolConnection;
 use crate::populate::THP_BYTES;
 use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
@@ -150,16 +150,11 @@ pub(crate) struct Zone {
     /// for a push or a copy, never while asking the kernel.
     views: Mutex<Vec<(Weak<Mapping>, u64)>>,
     /// What its owner lent the memory for as long as the zone exists.
-    _lease: Option<Arc<PoolConnection>>,
+    _lease: Option<Lease>,
 }
 
 impl Zone {
-    pub fn new(
-        spec: ZoneSpec,
-        backing: ZoneBacking,
-        collapse: bool,
-        lease: Option<Arc<PoolConnection>>,
-    ) -> Self {
+    pub fn new(spec: ZoneSpec, backing: ZoneBacking, collapse: bool, lease: Option<Lease>) -> Self {
         Self { spec, backing, collapse, views: Mutex::default(), _lease: lease }
     }
 

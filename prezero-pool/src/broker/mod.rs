@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use memory::pool::{Refusal, Reply, Take};
+use prezero_pool_client::{Refusal, Reply, Take};
 
 use crate::config::{Class, Config};
 use crate::prepinned::Prepinned;

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::time::{Duration, Instant};
 
 use memory::RamLayout;
-use memory::pool::{Refusal, Reply, TakePinned};
+use prezero_pool_client::{Refusal, Reply, TakePinned};
 
 use super::{Broker, Lessee, RETRY_MIN, State};
 use crate::config::Class;

@@ -10,7 +10,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 
-use memory::pool::{DeviceAddress, PagesWanted, PinnedGrant, SlotPages};
+use pci_address::Bdf;
+use prezero_pool_client::{PagesWanted, PinnedGrant, SlotPages};
 
 use super::*;
 use crate::config::{Config, SlotDevice};
@@ -23,7 +24,7 @@ const ALICE: u32 = 1000;
 const BOB: u32 = 1001;
 const EVE: u32 = 1002;
 
-fn address() -> DeviceAddress {
+fn address() -> Bdf {
     "0000:65:00.0".parse().unwrap()
 }
 
@@ -190,7 +191,8 @@ fn a_user_that_is_not_named_gets_nothing_and_disturbs_no_other() {
     assert_eq!(refusal(&pool.ask(ALICE, &elsewhere)), Some(Refusal::NoSuchSlot));
     assert_eq!(pool.state(), "ready");
     // Nor does anybody get its memory alone.
-    let memory = memory::pool::Take { size_bytes: 4 * MIB, pages: PagesWanted::Small, node: None };
+    let memory =
+        prezero_pool_client::Take { size_bytes: 4 * MIB, pages: PagesWanted::Small, node: None };
     assert!(pool.broker.take(1, ALICE, &memory).1.is_none());
     assert_eq!(refusal(&pool.take(7)), None, "the pool's own user");
 }

@@ -7,7 +7,7 @@
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use memory::pool::{PagesWanted, SlotPages};
+use prezero_pool_client::{PagesWanted, SlotPages};
 
 use super::*;
 use crate::rate_limit::RateLimit;

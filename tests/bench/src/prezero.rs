@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memory::pool::{PagesWanted, PoolConnection, PoolMemory, Take};
-use memory::{GuestRam, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
+use memory::{GuestRam, Lease, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
+use prezero_pool_client::{PagesWanted, PoolConnection, PoolMemory, Take};
 use tempfile::TempDir;
 
 use crate::child::Killed;
@@ -174,7 +174,8 @@ fn hand_over(pool: &Pool) -> Result<Samples, Box<dyn Error>> {
         let (connection, memory) = pool.take(mib)?;
         let handed = ms(start);
         let zone = ZoneSpec { shared: true, ..ZoneSpec::new("bench", mib << 20) };
-        let given = [ProvidedFile::prezeroed("bench", Arc::new(memory.file), connection)];
+        let given =
+            [ProvidedFile::prezeroed("bench", Arc::new(memory.file), Lease::new(connection))];
         let config = RamConfig { zones: vec![zone] };
         let ram = GuestRam::with_provided(&config, RamLayout::default(), &given)?;
         let mapped = ms(start);

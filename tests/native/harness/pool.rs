@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use memory::pool::{PagesWanted, PoolConnection, PoolError, PoolMemory, Take};
+use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, PoolMemory, Take};
 use tempfile::TempDir;
 
 use super::programs::POOL;

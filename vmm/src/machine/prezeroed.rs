@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use memory::pool::{PagesWanted, PoolConnection, PoolError, Take};
-use memory::{Backing, HugePageSize, ProvidedFile, ZoneSpec};
+use memory::{Backing, HugePageSize, Lease, ProvidedFile, ZoneSpec};
+use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, Take};
 
 use crate::events;
 
@@ -70,7 +70,11 @@ pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
                 let properties =
                     [("zone", zone.id.as_str()), ("bytes", &size), ("pages", memory.pages.name())];
                 events::emit("vm", "prezeroed-taken", &properties);
-                all.push(ProvidedFile::prezeroed(&zone.id, Arc::new(memory.file), pool));
+                all.push(ProvidedFile::prezeroed(
+                    &zone.id,
+                    Arc::new(memory.file),
+                    Lease::new(pool),
+                ));
             }
             // Said for the zone before.
             Ok(None) => {}

@@ -10,8 +10,9 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use memory::ProvidedFile;
-use memory::pool::{DeviceAddress, PinnedGrant, PoolConnection, TakePinned};
+use memory::{Lease, ProvidedFile};
+use pci::Bdf;
+use prezero_pool_client::{PinnedGrant, PoolConnection, TakePinned};
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, VfioError, mapped_pieces,
 };
@@ -29,7 +30,7 @@ pub struct PrepinnedSlot {
     given: ProvidedFile,
     iommufd: Option<OwnedFd>,
     /// Of the device.
-    address: DeviceAddress,
+    address: Bdf,
     /// The device, and where it is.
     device: Option<(PathBuf, OwnedFd)>,
     grant: PinnedGrant,
@@ -38,11 +39,11 @@ pub struct PrepinnedSlot {
 }
 
 /// The address of the device at a path in sysfs.
-fn address_of(path: &std::path::Path) -> Option<DeviceAddress> {
+fn address_of(path: &std::path::Path) -> Option<Bdf> {
     path.canonicalize().ok()?.file_name()?.to_str()?.parse().ok()
 }
 
-fn warn(device: DeviceAddress, error: &dyn std::error::Error) {
+fn warn(device: Bdf, error: &dyn std::error::Error) {
     let why = error_text::chain(error);
     log::warn!(
         "the pool has no memory that is mapped for device {device}; it is mapped while the guest starts: \
@@ -89,7 +90,11 @@ impl PrepinnedSlot {
         let properties = [("zone", zone.id.as_str()), ("bytes", &bytes), ("device", &name)];
         events::emit("vm", "prepinned-taken", &properties);
         Ok(Some(Self {
-            given: ProvidedFile::prezeroed(&zone.id, Arc::new(memory.file), Arc::new(pool)),
+            given: ProvidedFile::prezeroed(
+                &zone.id,
+                Arc::new(memory.file),
+                Lease::new(Arc::new(pool)),
+            ),
             iommufd: Some(memory.iommufd.into()),
             address: device,
             device: Some((path, memory.device.into())),

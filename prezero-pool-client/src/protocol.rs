@@ -16,7 +16,7 @@
 
 use thiserror::Error;
 
-use super::pinned::{PinnedGrant, TakePinned};
+use crate::pinned::{PinnedGrant, TakePinned};
 
 const MAGIC: [u8; 4] = *b"GPZ1";
 /// What every message begins with.
@@ -26,13 +26,13 @@ const BODY_BYTES_FIXED: usize = 16;
 const TEXT_BYTES_MAX: usize = 512;
 /// Longest message.
 pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + 4 + TEXT_BYTES_MAX;
-pub(super) const ANY_NODE: u32 = u32::MAX;
+pub(crate) const ANY_NODE: u32 = u32::MAX;
 
 const KIND_TAKE: u16 = 1;
 const KIND_GRANTED: u16 = 2;
 const KIND_REFUSED: u16 = 3;
-pub(super) const KIND_TAKE_PINNED: u16 = 4;
-pub(super) const KIND_GRANTED_PINNED: u16 = 5;
+pub(crate) const KIND_TAKE_PINNED: u16 = 4;
+pub(crate) const KIND_GRANTED_PINNED: u16 = 5;
 
 /// The pages that a zone wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -149,7 +149,7 @@ pub enum ProtocolError {
 }
 
 /// A part of a message at a fixed place.
-pub(super) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+pub(crate) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut out = [0; N];
     if let Some(part) = bytes.get(at..at + N) {
         out.copy_from_slice(part);
@@ -158,10 +158,10 @@ pub(super) fn field<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 /// Kind and body of a message, and how long all of it is.
-pub(super) type Parts<'a> = (u16, &'a [u8], usize);
+pub(crate) type Parts<'a> = (u16, &'a [u8], usize);
 
 /// The message at the start of `bytes`; `None` if there is not enough yet.
-pub(super) fn split<'a>(
+pub(crate) fn split<'a>(
     bytes: &'a [u8],
     allowed: &[u16],
 ) -> Result<Option<Parts<'a>>, ProtocolError> {
@@ -196,7 +196,7 @@ pub(super) fn split<'a>(
     Ok(bytes.get(HEADER_BYTES..whole).map(|body| (kind, body, whole)))
 }
 
-pub(super) fn message(kind: u16, body: &[u8]) -> Vec<u8> {
+pub(crate) fn message(kind: u16, body: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEADER_BYTES + body.len());
     out.extend(MAGIC);
     out.extend(kind.to_le_bytes());
@@ -209,12 +209,12 @@ pub(super) fn message(kind: u16, body: &[u8]) -> Vec<u8> {
 }
 
 impl PagesWanted {
-    pub(super) const ALL: [Self; 4] =
+    pub(crate) const ALL: [Self; 4] =
         [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
 }
 
 impl SlotPages {
-    pub(super) const ALL: [Self; 4] =
+    pub(crate) const ALL: [Self; 4] =
         [Self::Small, Self::Transparent, Self::Huge2Mib, Self::Huge1Gib];
 
     /// Whether a zone that wants `pages` can live on these.
@@ -244,13 +244,13 @@ impl SlotPages {
     }
 }
 
-pub(super) fn known<T: Copy>(all: &[T], kind: u16, code: u8) -> Result<T, ProtocolError> {
+pub(crate) fn known<T: Copy>(all: &[T], kind: u16, code: u8) -> Result<T, ProtocolError> {
     let value = u64::from(code);
     let found = all.get(usize::from(code)).copied();
     found.ok_or(ProtocolError::Value { kind, what: "page kind", value })
 }
 
-pub(super) fn check_zero(kind: u16, bytes: &[u8]) -> Result<(), ProtocolError> {
+pub(crate) fn check_zero(kind: u16, bytes: &[u8]) -> Result<(), ProtocolError> {
     match bytes.iter().find(|byte| **byte != 0) {
         None => Ok(()),
         Some(byte) => {
@@ -379,7 +379,7 @@ impl Reply {
 }
 
 /// Feeds bytes to both decoders; what they understand must be written as it was read.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_protocol(data: &[u8]) {
     let mut rest = data;
     while let Ok(Some((request, len))) = Request::decode(rest) {
@@ -392,7 +392,7 @@ pub fn fuzz_protocol(data: &[u8]) {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

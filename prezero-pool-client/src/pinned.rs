@@ -2,8 +2,7 @@
 
 //! Messages about memory that a passed-through device is ready to reach: their form on the wire.
 //!
-//! Owns encoding and decoding, the name of a device, and the rule by which regions are cut into the
-//! pieces that are mapped. Must never know what an IOMMU is: the numbers of its objects are passed on.
+//! Owns encoding and decoding, and the rule by which regions are cut into the pieces that are mapped. Must never know what an IOMMU is: the numbers of its objects are passed on.
 //!
 //! ```text
 //!   TakePinned     size u64 | pages u8 | 0 x 3 | node u32 | start of the hole u64 | its end u64
@@ -15,10 +14,9 @@
 //! Three descriptors come with the answer, one each with its header, its next bytes and its rest: the
 //! memfd, the iommufd, the device.
 
-use std::fmt;
-use std::str::FromStr;
+use pci_address::Bdf;
 
-use super::protocol::{
+use crate::protocol::{
     ANY_NODE, KIND_GRANTED_PINNED, KIND_TAKE_PINNED, PagesWanted, ProtocolError, SlotPages,
     check_zero, field, known, message, split,
 };
@@ -26,53 +24,9 @@ use super::protocol::{
 /// Regions of a VM's memory: below the hole for devices and above it, and a few to spare.
 const REGIONS_MAX: usize = 8;
 const REGION_BYTES: usize = 24;
+/// The smallest page of the host, and so the smallest piece.
+const PAGE_BYTES: u64 = 4096;
 const GRANT_BYTES_FIXED: usize = 40;
-
-/// Where a PCI function is on the host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct DeviceAddress {
-    segment: u16,
-    bus: u8,
-    /// Number of the device, then three bits for the function.
-    devfn: u8,
-}
-
-impl fmt::Display for DeviceAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (device, function) = (self.devfn >> 3, self.devfn & 7);
-        write!(f, "{:04x}:{:02x}:{device:02x}.{function}", self.segment, self.bus)
-    }
-}
-
-/// Not of the form `0000:65:00.0`.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("expected the address of a PCI device such as 0000:65:00.0")]
-pub struct InvalidDeviceAddress;
-
-impl FromStr for DeviceAddress {
-    type Err = InvalidDeviceAddress;
-
-    fn from_str(text: &str) -> Result<Self, InvalidDeviceAddress> {
-        let parts = || {
-            let (segment, rest) = text.split_once(':')?;
-            let (bus, rest) = rest.split_once(':')?;
-            let (device, function) = rest.split_once('.')?;
-            let number = |text: &str, digits: usize, end: u16| {
-                let is_hex = text.len() == digits && text.bytes().all(|b| b.is_ascii_hexdigit());
-                let value = u16::from_str_radix(text, 16).ok().filter(|_| is_hex)?;
-                (value <= end).then_some(value)
-            };
-            let byte = |value: u16| u8::try_from(value).ok();
-            let devfn = number(device, 2, 31)? << 3 | number(function, 1, 7)?;
-            Some(Self {
-                segment: number(segment, 4, u16::MAX)?,
-                bus: byte(number(bus, 2, 255)?)?,
-                devfn: byte(devfn)?,
-            })
-        };
-        parts().ok_or(InvalidDeviceAddress)
-    }
-}
 
 /// Asks for the memory of a VM, ready for a device, and for the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +42,7 @@ pub struct TakePinned {
     /// Where memory goes on.
     pub hole_end: u64,
     /// Which device.
-    pub device: DeviceAddress,
+    pub device: Bdf,
 }
 
 /// A part of the memory, and where the device finds it.
@@ -138,7 +92,7 @@ pub fn pieces(
 }
 
 impl TakePinned {
-    pub(super) const BODY_BYTES: usize = 40;
+    pub(crate) const BODY_BYTES: usize = 40;
 
     /// As it goes over the wire.
     pub fn encode(&self) -> Vec<u8> {
@@ -147,8 +101,10 @@ impl TakePinned {
         body.extend(self.node.unwrap_or(ANY_NODE).to_le_bytes());
         body.extend(self.hole_start.to_le_bytes());
         body.extend(self.hole_end.to_le_bytes());
-        body.extend(self.device.segment.to_le_bytes());
-        body.extend([self.device.bus, self.device.devfn, 0, 0, 0, 0]);
+        body.extend(self.device.segment().to_le_bytes());
+        // The bus, then the device and the function in one byte.
+        body.extend(self.device.routing_id().to_be_bytes());
+        body.extend([0; 4]);
         message(KIND_TAKE_PINNED, &body)
     }
 
@@ -168,7 +124,7 @@ impl TakePinned {
         let (hole_start, hole_end) =
             (u64::from_le_bytes(field(body, 16)), u64::from_le_bytes(field(body, 24)));
         let segment = u16::from_le_bytes(field(body, 32));
-        let [bus, devfn] = field::<2>(body, 34);
+        let device = Bdf::from_routing_id(segment, u16::from_be_bytes(field(body, 34)));
         check_zero(kind, &field::<4>(body, 36))?;
         for (what, value, is_good) in [
             ("size", size_bytes, size_bytes > 0),
@@ -179,19 +135,18 @@ impl TakePinned {
             }
         }
         let node = (node != ANY_NODE).then_some(node);
-        let device = DeviceAddress { segment, bus, devfn };
         Ok(Some((Self { size_bytes, pages, node, hole_start, hole_end, device }, whole)))
     }
 }
 
 impl PinnedGrant {
-    pub(super) fn is_body_length(len: usize) -> bool {
+    pub(crate) fn is_body_length(len: usize) -> bool {
         len.checked_sub(GRANT_BYTES_FIXED).is_some_and(|regions| {
             regions.is_multiple_of(REGION_BYTES) && regions <= REGIONS_MAX * REGION_BYTES
         })
     }
 
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = self.size_bytes.to_le_bytes().to_vec();
         body.extend([self.pages as u8, 0, 0, 0, 0, 0, 0, 0]);
         body.extend(self.piece_bytes.to_le_bytes());
@@ -207,7 +162,7 @@ impl PinnedGrant {
         message(KIND_GRANTED_PINNED, &body)
     }
 
-    pub(super) fn of_body(kind: u16, body: &[u8]) -> Result<Self, ProtocolError> {
+    pub(crate) fn of_body(kind: u16, body: &[u8]) -> Result<Self, ProtocolError> {
         let size_bytes = u64::from_le_bytes(field(body, 0));
         let [pages, rest @ ..] = field::<8>(body, 8);
         check_zero(kind, &rest)?;
@@ -216,7 +171,7 @@ impl PinnedGrant {
         let [device_id, space_id, table_id, count] =
             [24, 28, 32, 36].map(|at| u32::from_le_bytes(field(body, at)));
         let wrong = |what, value| Err(ProtocolError::Value { kind, what, value });
-        if !piece_bytes.is_power_of_two() || piece_bytes < crate::PAGE_BYTES {
+        if !piece_bytes.is_power_of_two() || piece_bytes < PAGE_BYTES {
             return wrong("piece", piece_bytes);
         }
         let rest = body.get(GRANT_BYTES_FIXED..).unwrap_or_default();
@@ -250,14 +205,14 @@ impl PinnedGrant {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use proptest::prelude::*;
 
-    use super::super::protocol::{MESSAGE_BYTES_MAX, Reply, Request};
     use super::*;
+    use crate::protocol::{MESSAGE_BYTES_MAX, Reply, Request};
 
     const GIB: u64 = 1 << 30;
 
@@ -286,13 +241,11 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_that_of_sysfs_and_nothing_else() {
-        for text in ["0000:00:00.0", "0000:65:1f.7", "10af:ff:02.1"] {
-            assert_eq!(text.parse::<DeviceAddress>().unwrap().to_string(), text);
-        }
-        for text in ["", "65:00.0", "0000:65:20.0", "0000:65:00.8", "0000:065:00.0", "0:+5:00.0"] {
-            assert_eq!(text.parse::<DeviceAddress>(), Err(InvalidDeviceAddress), "{text}");
-        }
+    fn the_device_is_segment_bus_and_devfn_on_the_wire() {
+        let device = "10af:65:1f.7".parse().unwrap();
+        let bytes = TakePinned { device, ..take() }.encode();
+        let at = crate::HEADER_BYTES + 32;
+        assert_eq!(bytes[at..at + 8], [0xaf, 0x10, 0x65, 0xff, 0, 0, 0, 0]);
     }
 
     #[test]

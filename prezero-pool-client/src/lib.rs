@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that a pool on this host has populated and zeroed in advance.
+//! The pool of prezeroed memory on this host: its wire protocol, and the VMM's end of a connection to it.
 //!
-//! Owns the language between a VMM and the pool (`protocol`) and the VMM's end of it (`client`).
-//! Must never know how a pool keeps its memory, and must never wait for one for long.
+//! Owns the form of the messages between a VMM and the pool (`protocol`, `pinned`) and the client (`client`). Must
+//! never know how a pool keeps its memory, nor what a VMM does with it, and must never wait for a pool for long.
 //!
 //! ```text
 //!   VMM  --- take: size, pages, node --->  pool
@@ -20,8 +20,10 @@ mod pinned;
 mod protocol;
 
 pub use client::{PinnedMemory, PoolConnection, PoolError, PoolMemory};
-pub use pinned::{DeviceAddress, PinnedGrant, PinnedRegion, TakePinned, pieces};
+pub use pinned::{PinnedGrant, PinnedRegion, TakePinned, pieces};
+#[cfg(any(test, feature = "testing"))]
+pub use protocol::fuzz_protocol;
 pub use protocol::{
     HEADER_BYTES, MESSAGE_BYTES_MAX, PagesWanted, ProtocolError, Refusal, Reply, Request,
-    SlotPages, Take, fuzz_protocol,
+    SlotPages, Take,
 };

@@ -19,8 +19,8 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use super::pinned::{PinnedGrant, TakePinned};
-use super::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPages, Take};
+use crate::pinned::{PinnedGrant, TakePinned};
+use crate::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPages, Take};
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -242,7 +242,7 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(UnixStream::from(std::os::fd::OwnedFd::from(socket)))
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -250,9 +250,9 @@ mod tests {
     use std::os::fd::AsRawFd as _;
     use std::os::unix::net::UnixListener;
 
-    use super::super::pinned::PinnedRegion;
-    use super::super::protocol::PagesWanted;
     use super::*;
+    use crate::pinned::PinnedRegion;
+    use crate::protocol::PagesWanted;
 
     const REQUEST: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
 
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn memory_comes_with_its_message_even_in_pieces() {
         let memory = answered(|stream| {
-            let file = crate::backing::memfd("m", 0).unwrap();
+            let file = tempfile::tempfile().unwrap();
             file.set_len(8192).unwrap();
             let reply = granted(8192, SlotPages::Transparent);
             stream.send_with_fd(&reply[..5], file.as_raw_fd()).unwrap();
@@ -305,7 +305,7 @@ mod tests {
     fn what_a_pool_must_not_do_is_an_error() {
         let with_file = |reply: Vec<u8>| {
             answered(move |stream| {
-                let file = crate::backing::memfd("m", 0).unwrap();
+                let file = tempfile::tempfile().unwrap();
                 stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
             })
         };
@@ -348,7 +348,7 @@ mod tests {
             stream.read_exact(&mut request).unwrap();
             assert_eq!(TakePinned::decode(&request), Ok(Some((wanted, 56))));
             for (at, byte) in answer.iter().enumerate() {
-                let file = crate::backing::memfd("m", 0).unwrap();
+                let file = tempfile::tempfile().unwrap();
                 file.set_len(4096 * (at as u64 + 1)).unwrap();
                 let sent = if at < descriptors {
                     stream.send_with_fd(&[*byte][..], file.as_raw_fd()).is_ok()

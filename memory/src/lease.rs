@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A lease: an opaque value for as long as which lent memory is lent.
+//!
+//! Owns a reference to what the lender wants kept, such as the connection to a pool, whose closing ends the loan. Must
+//! never look at it, so that this crate depends on no lender.
+
+use std::any::Any;
+use std::sync::Arc;
+
+/// What has to exist for as long as memory that was lent is used. Dropping the last copy ends the loan.
+#[derive(Debug, Clone)]
+pub struct Lease {
+    _kept: Arc<dyn Any + Send + Sync>,
+}
+
+impl Lease {
+    /// Of what the lender wants kept; several zones may share it.
+    pub fn new(kept: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { _kept: kept }
+    }
+}
