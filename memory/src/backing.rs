@@ -9,14 +9,16 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use crate::config::{Backing, ConfigError, HugePageSize, ZoneSpec};
+use crate::PAGE_BYTES;
+use crate::backing_error::BackingError;
+use crate::config::{Backing, HugePageSize, ZoneSpec};
 use crate::file_lock::FileUse;
 use crate::host::{Host, HugePagePolicy};
 use crate::zone_file::{self, LockedFile, ZoneFile, holds_data, hugetlbfs_page_bytes};
-use crate::{PAGE_BYTES, ZoneKind};
+use crate::zone_kind::ZoneKind;
 
 /// The pages of a zone, not yet mapped.
 #[derive(Debug)]
@@ -61,118 +63,6 @@ pub enum ProvidedContent {
     Unknown,
     /// Every page is there, and zero.
     PopulatedZeroes,
-}
-
-/// A backing that could not be had.
-#[expect(missing_docs, reason = "each variant's message says what it is")]
-#[derive(Debug, thiserror::Error)]
-pub enum BackingError {
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    #[error(
-        "memory zone '{zone}': the host has no huge pages of {} KiB: start the host with \
-         hugepagesz= and hugepages= for this size",
-        page_bytes >> 10
-    )]
-    NoSuchHugePages { zone: String, page_bytes: u64 },
-    #[error("memory zone '{zone}': could not make a memfd of {size_bytes} bytes")]
-    Memfd {
-        zone: String,
-        size_bytes: u64,
-        #[source]
-        source: io::Error,
-    },
-    #[error("memory zone '{zone}': could not open or create the backing file {}", path.display())]
-    OpenFile {
-        zone: String,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error(
-        "memory zone '{zone}': {} is neither a regular file nor a directory",
-        path.display()
-    )]
-    NotAFile { zone: String, path: PathBuf },
-    #[error(
-        "memory zone '{zone}': {} is locked by {holder}; a file is the memory of one VM, page server, \
-         migration or restore at a time: wait until that has ended, or use another file",
-        path.display()
-    )]
-    InUse {
-        zone: String,
-        path: PathBuf,
-        holder: String,
-        /// Device and inode number.
-        identity: (u64, u64),
-    },
-    #[error(
-        "memory zone '{zone}': the file system of {} has no locks, so nothing would keep another VM \
-         from using the same file: use a file system that has them, or name a directory",
-        path.display()
-    )]
-    NoLocks { zone: String, path: PathBuf },
-    #[error("memory zone '{zone}': could not lock {}", path.display())]
-    LockFile {
-        zone: String,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error(
-        "memory zone '{zone}': another file takes the place of {} again and again while it is opened",
-        path.display()
-    )]
-    Replaced { zone: String, path: PathBuf },
-    #[error(
-        "memory zone '{zone}': {} holds data, which memory that arrives would replace, and only the arriving \
-         configuration names it: allow it (receive-migration allow=[{}:memory,...], with all else that \
-         may be named), remove the file, or use another",
-        path.display(), path.display()
-    )]
-    HoldsData { zone: String, path: PathBuf },
-    #[error(
-        "memory zone '{zone}': could not throw away what {} holds, which is to be replaced by the \
-         memory that arrives",
-        path.display()
-    )]
-    EmptyFile {
-        zone: String,
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-    #[error(
-        "memory zone '{zone}': could not set the size of {} to {size_bytes} bytes",
-        path.display()
-    )]
-    SizeFile {
-        zone: String,
-        path: PathBuf,
-        size_bytes: u64,
-        #[source]
-        source: io::Error,
-    },
-    #[error(
-        "memory zone '{zone}': {} holds data but only {len_bytes} of {size_bytes} bytes, and \
-         shared=off forbids to extend it: use shared=on or a file of the right size",
-        path.display()
-    )]
-    ShortPrivateFile { zone: String, path: PathBuf, len_bytes: u64, size_bytes: u64 },
-    #[error(
-        "memory zone '{zone}': with reserve=on, {} needs {missing_bytes} bytes more, and its file \
-         system has {free_bytes} free",
-        path.display()
-    )]
-    FileSystemFull { zone: String, path: PathBuf, missing_bytes: u64, free_bytes: u64 },
-    #[error("memory zone '{zone}': the file handed over for it is not usable: {what}")]
-    ProvidedFile { zone: String, what: &'static str },
-    #[error("memory zone '{zone}': the file handed over for it could not be examined")]
-    ExamineProvidedFile {
-        zone: String,
-        #[source]
-        source: io::Error,
-    },
 }
 
 impl ZoneBacking {

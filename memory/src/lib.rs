@@ -61,6 +61,7 @@ compile_error!("guest RAM needs a 64-bit host");
 
 pub mod available;
 mod backing;
+mod backing_error;
 mod collapse;
 mod config;
 mod dirty;
@@ -83,10 +84,12 @@ mod region;
 
 mod zero;
 mod zone_file;
+mod zone_kind;
 
 pub use page_bitmap::PageBitmap;
 
-pub use backing::{BackingError, InitialContents};
+pub use backing::InitialContents;
+pub use backing_error::BackingError;
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
@@ -103,9 +106,10 @@ pub use prefault::{
 };
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
 pub use ram_discard::Discarded;
-pub use region::{AccessError, RamRegion, ZoneKind};
+pub use region::{AccessError, RamRegion};
 pub use zero::is_zero;
 pub use zone_file::LockedFile;
+pub use zone_kind::ZoneKind;
 
 /// The grain of every per-page map, and the smallest guest page, in bytes.
 pub const PAGE_BYTES: u64 = 4096;

@@ -10,9 +10,6 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::PAGE_BYTES;
-use crate::ram::GuestRam;
-use crate::ram_discard::Discarded;
 use crate::region::RamRegion;
 
 /// Who keeps guest memory pinned for devices. Ranges are bytes of a region.
@@ -44,39 +41,6 @@ impl fmt::Debug for dyn Pins {
     }
 }
 
-impl GuestRam {
-    /// As [`discard`](Self::discard), but unpins what is pinned first: for a guest that promises to ask
-    /// with [`repin`](Self::repin) before it uses the memory again. What is pinned goes in
-    /// units of [`discard_unit_bytes`](Self::discard_unit_bytes); the rest is left to be tried again.
-    pub fn discard_unpinned(&self, range: Range<u64>) -> Discarded {
-        self.discard_range(range, true)
-    }
-
-    /// Whether memory is pinned for devices and may be discarded all the same.
-    pub fn can_unpin(&self) -> bool {
-        self.pins().is_some()
-    }
-
-    /// The unit in which memory of the region is discarded, in bytes from the region's begin.
-    pub fn discard_unit_bytes(&self, region: &RamRegion) -> u64 {
-        let grain = self.pins().map_or(PAGE_BYTES, |pins| pins.grain_bytes(region));
-        grain.max(region.page_bytes())
-    }
-
-    /// The guest is about to use memory of the guest physical `range` again. Devices reach it when
-    /// this returns.
-    pub fn repin(&self, range: &Range<u64>) {
-        let Some(pins) = self.pins() else { return };
-        for region in self.regions() {
-            let start = range.start.max(region.gpa());
-            let end = range.end.min(region.gpa().saturating_add(region.len_bytes()));
-            if start < end {
-                pins.repin(region, &(start - region.gpa()..end - region.gpa()));
-            }
-        }
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -84,7 +48,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
-    use crate::{RamConfig, RamLayout, ZoneSpec};
+    use crate::{GuestRam, PAGE_BYTES, RamConfig, RamLayout, ZoneSpec};
 
     const MIB: u64 = 1 << 20;
 

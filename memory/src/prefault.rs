@@ -576,6 +576,18 @@ pub fn run_on_node(node: u32) {
     }
 }
 
+impl RamRegion {
+    /// Populates `range` on the calling thread, holes included.
+    ///
+    /// # Errors
+    /// The range lies outside, or the host has no memory.
+    pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
+        self.check_pages(range).map_err(PrefaultError::Range)?;
+        self.populate::<PopulateError>(range, |_| Ok(()))?;
+        Ok(())
+    }
+}
+
 #[cfg(all(test, not(loom)))]
 #[path = "prefault_tests.rs"]
 mod tests;

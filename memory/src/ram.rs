@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
-use crate::backing::{BackingError, InitialContents, ProvidedContent, ZoneBacking};
+use crate::backing::{InitialContents, ProvidedContent, ZoneBacking};
+use crate::backing_error::BackingError;
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
@@ -21,8 +22,9 @@ use crate::layout::{LayoutError, RamLayout, ZoneExtent};
 use crate::lease::Lease;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
-use crate::region::{AccessError, RamRegion, Zone, ZoneKind};
+use crate::region::{AccessError, RamRegion, Zone};
 use crate::zone_file::LockedFile;
+use crate::zone_kind::ZoneKind;
 use crate::{GuestMemory, GuestMemoryHandle, to_usize};
 
 /// Guest RAM that could not be made. Nothing is left behind.

@@ -16,7 +16,8 @@ use crate::PAGE_BYTES;
 use crate::discards::DiscardBan;
 use crate::pins::Pins;
 use crate::ram::GuestRam;
-use crate::region::{AccessError, RamRegion, ZoneKind};
+use crate::region::{AccessError, RamRegion};
+use crate::zone_kind::ZoneKind;
 
 /// Discarded with one lock held and one system call: a pause or a ban waits no longer than this
 /// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
@@ -208,6 +209,40 @@ impl GuestRam {
                 }
             }
         });
+    }
+}
+
+// Memory that is pinned for devices.
+impl GuestRam {
+    /// As [`discard`](Self::discard), but unpins what is pinned first: for a guest that promises to ask
+    /// with [`repin`](Self::repin) before it uses the memory again. What is pinned goes in
+    /// units of [`discard_unit_bytes`](Self::discard_unit_bytes); the rest is left to be tried again.
+    pub fn discard_unpinned(&self, range: Range<u64>) -> Discarded {
+        self.discard_range(range, true)
+    }
+
+    /// Whether memory is pinned for devices and may be discarded all the same.
+    pub fn can_unpin(&self) -> bool {
+        self.pins().is_some()
+    }
+
+    /// The unit in which memory of the region is discarded, in bytes from the region's begin.
+    pub fn discard_unit_bytes(&self, region: &RamRegion) -> u64 {
+        let grain = self.pins().map_or(PAGE_BYTES, |pins| pins.grain_bytes(region));
+        grain.max(region.page_bytes())
+    }
+
+    /// The guest is about to use memory of the guest physical `range` again. Devices reach it when
+    /// this returns.
+    pub fn repin(&self, range: &Range<u64>) {
+        let Some(pins) = self.pins() else { return };
+        for region in self.regions() {
+            let start = range.start.max(region.gpa());
+            let end = range.end.min(region.gpa().saturating_add(region.len_bytes()));
+            if start < end {
+                pins.repin(region, &(start - region.gpa()..end - region.gpa()));
+            }
+        }
     }
 }
 

@@ -13,11 +13,12 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::backing::BackingError;
+use crate::PAGE_BYTES;
+use crate::backing_error::BackingError;
 use crate::config::ZoneSpec;
 use crate::file_lock::{self, FileUse, LockError};
 use crate::populated::file_data_runs;
-use crate::{PAGE_BYTES, ZoneKind};
+use crate::zone_kind::ZoneKind;
 
 /// `f_type` of hugetlbfs.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;

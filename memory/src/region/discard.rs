@@ -12,9 +12,10 @@ use std::os::fd::AsRawFd;
 
 use vm_memory::bitmap::Bitmap as _;
 
-use super::{AccessError, RamRegion, ZoneKind};
+use super::{AccessError, RamRegion};
 use crate::discards::Permit;
 use crate::mapping::Advice;
+use crate::zone_kind::ZoneKind;
 use crate::{PAGE_BYTES, to_usize};
 
 impl RamRegion {

@@ -7,7 +7,8 @@
 
 use std::sync::Arc;
 
-use super::{AccessError, RamRegion, ZoneKind, map};
+use super::{AccessError, RamRegion, map};
+use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
     /// Gives vCPUs a mapping of their own. To be done before [`slot_addr`](Self::slot_addr) is

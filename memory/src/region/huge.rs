@@ -7,10 +7,11 @@
 
 use std::ops::Range;
 
-use super::{AccessError, RamRegion, ZoneKind};
+use super::{AccessError, RamRegion};
 use crate::mapping::Advice;
 use crate::populate::{THP_BYTES, aligned_inside};
 use crate::to_usize;
+use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
     /// Whether huge pages are wanted here that the host's settings do not give by themselves.

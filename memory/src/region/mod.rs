@@ -35,18 +35,8 @@ use crate::populate::THP_BYTES;
 use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
 use crate::zone_file::LockedFile;
+use crate::zone_kind::ZoneKind;
 use crate::{PAGE_BYTES, to_usize};
-
-/// What kind of memory a zone is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ZoneKind {
-    /// A memfd, hugetlb memfd or file, mapped `MAP_SHARED`: has a file to share and an alias.
-    Shared,
-    /// Private anonymous memory: neither.
-    PrivateAnonymous,
-    /// A file that held data before, mapped `MAP_PRIVATE`: the guest's writes stay in memory.
-    PrivateFile,
-}
 
 /// An access that could not be made.
 #[derive(Debug, thiserror::Error)]

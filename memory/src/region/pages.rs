@@ -8,11 +8,12 @@
 use std::io;
 use std::ops::Range;
 
-use super::{AccessError, RamRegion, ZoneKind};
+use super::{AccessError, RamRegion};
 use crate::PAGE_BYTES;
 use crate::holds::{DiscardGuard, PageHold};
 use crate::mapping::{Advice, Mapping};
 use crate::populate::{PopulateError, PopulateTarget};
+use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
     /// Gets pages from the host for a `range` that is about to be filled through

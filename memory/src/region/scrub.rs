@@ -8,21 +8,9 @@
 use std::ops::Range;
 
 use super::{AccessError, RamRegion};
-use crate::populate::PopulateError;
-use crate::prefault::PrefaultError;
 use crate::zero::{is_zero_volatile, zero_streaming};
 
 impl RamRegion {
-    /// Populates `range` on the calling thread, holes included.
-    ///
-    /// # Errors
-    /// The range lies outside, or the host has no memory.
-    pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
-        self.check_pages(range).map_err(PrefaultError::Range)?;
-        self.populate::<PopulateError>(range, |_| Ok(()))?;
-        Ok(())
-    }
-
     /// Clears `range` in place with non-temporal stores. Populate it first: a hole would be filled
     /// by a fault, which ends the process where there is no memory.
     ///
