@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvm_bindings as kvm;
-use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_msr_entry};
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, Msrs};
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 use thiserror::Error;
@@ -256,7 +256,8 @@ impl Hypervisor {
     }
 
     /// The same KVM as if it had no manual dirty log: reading the log of a VM that is made from this
-    /// clears it. For tests of what such a host does.
+    /// clears it.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn without_manual_dirty_log(mut self) -> Self {
         self.capabilities.manual_dirty_log = ManualDirtyLog::None;
@@ -310,11 +311,6 @@ impl Hypervisor {
 /// Names of the required capabilities that `ask` does not have.
 fn missing(ask: impl Fn(u32) -> i32) -> Vec<&'static str> {
     REQUIRED.iter().filter(|(cap, _)| ask(*cap) <= 0).map(|(_, name)| *name).collect()
-}
-
-/// An entry that asks for the register `index`.
-pub(crate) fn msr_entry(index: u32, data: u64) -> kvm_msr_entry {
-    kvm_msr_entry { index, reserved: 0, data }
 }
 
 #[cfg(test)]

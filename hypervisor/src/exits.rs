@@ -15,6 +15,7 @@ use kvm_ioctls::VcpuExit;
 
 use crate::fault_trace::FaultedAt;
 use crate::stage2::MapStage2;
+use crate::userfault::FaultedAccess;
 use crate::vcpu::Vcpu;
 
 /// What a guest misses at a time.
@@ -40,17 +41,6 @@ pub enum FaultAction {
     Map,
     /// Gives up, with [`StopReason::MemoryFault`].
     Stop,
-}
-
-/// A guest access that the host could not resolve.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FaultedAccess {
-    /// Where, if the kernel says so: stock kernels often do not.
-    pub gpa: Option<u64>,
-    /// How much the kernel wants resolved; 0 if it does not say.
-    pub len_bytes: u64,
-    /// The kernel's flags (KVM_MEMORY_EXIT_FLAG_*).
-    pub flags: u64,
 }
 
 /// Why a vCPU has stopped for good.

@@ -1,9 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! KVM behind traits that are small enough to fake.
+//! KVM hypervisor interface: a VM, its vCPUs and their threads, memory slots, interrupts and state.
 //!
 //! Owns the VM and vCPU file descriptors, memory slots, interrupt routes, dirty logs and the vCPU
-//! threads. Knows nothing of devices, of guest memory contents or of migration.
+//! threads. Knows nothing of devices, of guest memory contents or of migration. What devices need of
+//! interrupts is behind traits ([`irq`]) that tests implement without KVM.
+//!
+//! # The modules
+//!
+//! | floor | modules | what is there |
+//! | --- | --- | --- |
+//! | threads | `threads`, `exits`, `throttle`, `stage2` | vCPUs on threads: run, pause, answer exits, slow down, fill page tables |
+//! | vCPU | `vcpu`, `vcpu_save`, `run_page`, `kick` | one vCPU: registers, its state saved and set, the shared page, the signal that ends `KVM_RUN` |
+//! | parts of VM | `memslots`, `dirty`, `clock`, `irqchip`, `msi`, `vfio` | each an `impl Vm` with its own state: memory, dirty log, time, interrupt controllers, messages, files of VFIO devices |
+//! | VM | `vm` | the descriptor and what its parts share |
+//! | host | `caps`, `fault_trace` | what this KVM can do; faults that another process takes |
+//! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
+//! | ground | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
+//!
+//! Modules import from their own floor and those below; `vm` is the one exception, as it holds what
+//! its parts own.
 //!
 //! # Making a VM
 //!
@@ -37,7 +53,6 @@ mod clock;
 mod dirty;
 mod error;
 mod exits;
-pub mod fake;
 mod fault_trace;
 mod ioctl;
 pub mod irq;
@@ -55,6 +70,7 @@ mod throttle;
 mod tsc;
 mod userfault;
 mod vcpu;
+mod vcpu_save;
 mod vcpu_state;
 mod vfio;
 mod vm;
@@ -63,9 +79,8 @@ pub use amx::AmxError;
 pub use blob::{Blob, BlobError};
 pub use caps::{Capabilities, Hypervisor, ManualDirtyLog, OpenError};
 pub use clock::{ClockPolicy, ClockState, TimeBase};
-pub use dirty::DirtyLogSource;
 pub use error::KvmError;
-pub use exits::{AfterExit, ExitHandler, FaultAction, FaultedAccess, StopReason};
+pub use exits::{AfterExit, ExitHandler, FaultAction, StopReason};
 pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use memslots::{MemslotConfig, MemslotError};
@@ -75,7 +90,7 @@ pub use stage2::{Stage2Fill, Stage2Filled};
 pub use threads::{ThreadsConfig, ThreadsError, VcpuThreads};
 pub use throttle::{THROTTLE_PERCENT_MAX, VcpuThrottle};
 pub use tsc::TscState;
-pub use userfault::{FaultCause, UserfaultBitmap, UserfaultSupport};
+pub use userfault::{FaultCause, FaultedAccess, UserfaultBitmap, UserfaultSupport};
 pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
 pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};
 pub use vfio::{AttachedFile, LevelLine, VfioFiles};

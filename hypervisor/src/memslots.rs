@@ -17,8 +17,6 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 use thiserror::Error;
 
-use crate::caps::ManualDirtyLog;
-use crate::dirty::DirtyLogSource;
 use crate::ioctl;
 use crate::userfault::UserfaultBitmap;
 use crate::vm::Vm;
@@ -123,8 +121,8 @@ pub enum MemslotError {
     },
 }
 
-struct Memslot {
-    config: MemslotConfig,
+pub(crate) struct Memslot {
+    pub(crate) config: MemslotConfig,
     /// The bitmap that the kernel reads; dropped only after the kernel has been told.
     userfault: Option<Arc<UserfaultBitmap>>,
     /// Keeps the mapping at `config.hva` alive; never looked at.
@@ -132,7 +130,7 @@ struct Memslot {
 }
 
 impl Memslot {
-    fn pages(&self) -> u64 {
+    pub(crate) fn pages(&self) -> u64 {
         self.config.len_bytes / PAGE_LEN_BYTES
     }
 }
@@ -143,7 +141,7 @@ pub(crate) struct Memslots(Mutex<BTreeMap<u32, Memslot>>);
 
 impl Memslots {
     /// The lock is held across the kernel's call, so that the table and the kernel agree.
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Memslot>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Memslot>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -188,26 +186,6 @@ unsafe fn tell_kernel(
     };
     // SAFETY: the caller promises that the mapping stays.
     unsafe { fd.set_user_memory_region(region) }.map_err(io::Error::from)
-}
-
-/// Checks what `KVM_CLEAR_DIRTY_LOG` would refuse, and that the bitmap covers the range.
-pub(crate) fn check_clear(
-    slot: u32,
-    slot_pages: u64,
-    first_page: u64,
-    pages: u32,
-    bitmap_words: usize,
-) -> Result<(), MemslotError> {
-    let count = u64::from(pages);
-    let words = u64::try_from(bitmap_words).unwrap_or(u64::MAX);
-    let fits = first_page
-        .checked_add(count)
-        .is_some_and(|end| end <= slot_pages && (count.is_multiple_of(64) || end == slot_pages));
-    if fits && first_page.is_multiple_of(64) && words >= count.div_ceil(64) {
-        Ok(())
-    } else {
-        Err(MemslotError::BadRange { slot, slot_pages, first_page, pages })
-    }
 }
 
 fn check(config: &MemslotConfig) -> Result<(), MemslotError> {
@@ -327,40 +305,6 @@ impl Vm {
     /// All slots, in order of their numbers.
     pub fn memory_slots(&self) -> Vec<MemslotConfig> {
         self.shared().slots.lock().values().map(|slot| slot.config).collect()
-    }
-}
-
-impl DirtyLogSource for Vm {
-    fn dirty_log(&self, slot: u32, bitmap: &mut Vec<u64>) -> Result<(), MemslotError> {
-        let slots = self.shared().slots.lock();
-        let entry = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?;
-        if !entry.config.log_dirty {
-            return Err(MemslotError::NotLogged { slot });
-        }
-        let pages = usize::try_from(entry.pages()).unwrap_or(usize::MAX);
-        // SAFETY: `pages` is what the kernel was told for this slot, and the lock keeps it so.
-        unsafe { ioctl::get_dirty_log(&self.shared().fd, slot, pages, bitmap) }
-            .map_err(|source| MemslotError::Kernel { what: "read the dirty log of", slot, source })
-    }
-
-    fn clear_dirty_log(
-        &self,
-        slot: u32,
-        first_page: u64,
-        pages: u32,
-        bitmap: &[u64],
-    ) -> Result<(), MemslotError> {
-        let slots = self.shared().slots.lock();
-        let entry = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?;
-        if !entry.config.log_dirty {
-            return Err(MemslotError::NotLogged { slot });
-        }
-        check_clear(slot, entry.pages(), first_page, pages, bitmap.len())?;
-        if pages == 0 || self.shared().capabilities.manual_dirty_log == ManualDirtyLog::None {
-            return Ok(());
-        }
-        ioctl::clear_dirty_log(&self.shared().fd, slot, first_page, pages, bitmap)
-            .map_err(|source| MemslotError::Kernel { what: "clear the dirty log of", slot, source })
     }
 }
 

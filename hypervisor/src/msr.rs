@@ -11,8 +11,6 @@ use kvm_bindings::{KVM_MAX_MSR_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::Error;
 use serde::{Deserialize, Serialize};
 
-use crate::caps::msr_entry;
-
 /// The time-stamp counter: saved and restored apart, with the clock.
 pub const IA32_TSC: u32 = 0x10;
 
@@ -96,6 +94,11 @@ pub fn write_all(
         at += if done == now.len() { done } else { done + 1 };
     }
     Ok(refused)
+}
+
+/// An entry that asks for the register `index`.
+fn msr_entry(index: u32, data: u64) -> kvm_msr_entry {
+    kvm_msr_entry { index, reserved: 0, data }
 }
 
 #[cfg(test)]

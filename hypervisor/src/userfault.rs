@@ -16,8 +16,6 @@ use serde::Serialize;
 use vmm_sys_util::ioctl::ioctl_with_mut_ref;
 use vmm_sys_util::ioctl_iowr_nr;
 
-use crate::exits::FaultedAccess;
-
 const MAGIC_ASK: u64 = 0x4b56_4d55_4661_5331;
 const MAGIC_ANSWER: u64 = 0x3141_6e53_5546_4d6b;
 /// The only version of the interface that this program speaks.
@@ -54,6 +52,17 @@ pub struct UserfaultSupport {
     pub slot_flag: Option<u32>,
     /// Flag of a memory fault exit that says that the page's bit was set.
     exit_flag: u64,
+}
+
+/// A guest access that the host could not resolve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultedAccess {
+    /// Where, if the kernel says so: stock kernels often do not.
+    pub gpa: Option<u64>,
+    /// How much the kernel wants resolved; 0 if it does not say.
+    pub len_bytes: u64,
+    /// The kernel's flags (KVM_MEMORY_EXIT_FLAG_*).
+    pub flags: u64,
 }
 
 /// Why a vCPU left the guest at a page.

@@ -19,7 +19,7 @@ use crate::ioctl;
 use crate::msr::{self, MsrValue};
 use crate::run_page::RunPage;
 use crate::vcpu_state::VcpuStateError;
-use crate::vm::VmShared;
+use crate::vm::{Vm, VmShared};
 
 /// Offsets of the local vector table entries of the two local interrupt pins.
 const APIC_LVT_LINT0: usize = 0x350;
@@ -87,8 +87,10 @@ pub struct Vcpu {
     vm: Arc<VmShared>,
 }
 
-impl Vcpu {
-    pub(crate) fn create(vm: Arc<VmShared>, index: u32) -> Result<Self, KvmError> {
+impl Vm {
+    /// Makes the vCPU whose number, and APIC number, is `index`.
+    pub fn create_vcpu(&self, index: u32) -> Result<Vcpu, KvmError> {
+        let vm = Arc::clone(self.shared());
         let fd = vm.fd.create_vcpu(u64::from(index)).context("create a vCPU")?;
         let run_page = Arc::new(RunPage::map(&fd).context("map a vCPU's run page")?);
         if let Ok(khz) = fd.get_tsc_khz() {
@@ -97,9 +99,11 @@ impl Vcpu {
         // After the vCPU exists, as that is when the kernel fixes the answer.
         let xsave_len_bytes = vm.xsave_len_bytes();
         let lost_deliveries = LostDeliveries::default();
-        Ok(Self { fd, run_page, index, xsave_len_bytes, lost_deliveries, vm })
+        Ok(Vcpu { fd, run_page, index, xsave_len_bytes, lost_deliveries, vm })
     }
+}
 
+impl Vcpu {
     /// Number of the vCPU, which is its APIC number.
     pub fn index(&self) -> u32 {
         self.index

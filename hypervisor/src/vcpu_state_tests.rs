@@ -11,7 +11,8 @@ use kvm_bindings::{kvm_cpuid_entry2, kvm_segment};
 use proptest::prelude::*;
 
 use super::*;
-use crate::shadow_stack::OneRegs;
+use crate::shadow_stack::{self, OneRegs};
+use crate::vcpu_save::{is_diagnostic, plain_events};
 
 fn sample() -> VcpuState {
     VcpuState {
@@ -113,15 +114,6 @@ fn a_nested_state_that_lies_about_its_size_is_refused() {
     assert!(matches!(with_size(u32::MAX, 128), Err(VcpuStateError::Nested)));
     assert!(matches!(with_size(127, 128), Err(VcpuStateError::Nested)));
     assert!(matches!(with_size(128, 8321), Err(VcpuStateError::Blob { .. })));
-}
-
-#[test]
-fn special_registers_survive_both_forms() {
-    let state = sample();
-    let (sregs, pdptrs) = split_sregs(&join_sregs(&state.sregs, state.pdptrs));
-    assert_eq!((sregs, pdptrs), (state.sregs, state.pdptrs));
-    let (_, none) = split_sregs(&join_sregs(&state.sregs, None));
-    assert_eq!(none, None);
 }
 
 #[test]

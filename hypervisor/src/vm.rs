@@ -3,7 +3,7 @@
 //! A virtual machine: memory slots, interrupt controllers, vCPUs.
 //!
 //! Owns the VM's file descriptor and what must live as long as the VM. The parts are in modules of
-//! their own: `slots`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
+//! their own: `memslots`, `dirty`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -16,7 +16,6 @@ use crate::caps::{Capabilities, Hypervisor, ManualDirtyLog};
 use crate::error::{KvmContext, KvmError};
 use crate::memslots::Memslots;
 use crate::msi::Routes;
-use crate::vcpu::Vcpu;
 
 /// Addresses that a VM needs below 4 GiB on processors that cannot run real mode directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,11 +113,6 @@ impl Vm {
     /// What the kernel can do beyond what is required.
     pub fn capabilities(&self) -> &Capabilities {
         &self.0.capabilities
-    }
-
-    /// Makes the vCPU whose number, and APIC number, is `index`.
-    pub fn create_vcpu(&self, index: u32) -> Result<Vcpu, KvmError> {
-        Vcpu::create(Arc::clone(&self.0), index)
     }
 
     /// Lets vCPUs that halt occupy their processor instead of leaving the guest; only before there

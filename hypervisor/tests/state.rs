@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use common::{CODE, Event, Guest, MEMORY_LEN_BYTES, Memory, Recorder, boot, kvm, start, vm};
 use hypervisor::{
-    ClockPolicy, ClockState, DirtyLogSource, Hypervisor, IrqchipState, ManualDirtyLog,
-    MemslotConfig, MemslotError, TimeBase, VcpuState, VcpuStateError, Vm, VmConfig,
+    ClockPolicy, ClockState, Hypervisor, IrqchipState, ManualDirtyLog, MemslotConfig, MemslotError,
+    TimeBase, VcpuState, VcpuStateError, Vm, VmConfig,
 };
 
 /// Counts in EBX and in memory at 0x2000, for ever, and says when it has begun.

@@ -9,7 +9,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use hypervisor::{DirtyLogSource, ManualDirtyLog, MemslotError, Vm};
+use hypervisor::{ManualDirtyLog, MemslotError, Vm};
 use memory::GuestRam;
 use vfio::migration::DmaLog;
 use vm_migration::VmError;
