@@ -23,7 +23,7 @@ pub mod smbios;
 pub use boot::{BootEntry, BootError, BootSpec, load_kernel};
 
 /// Feeds arbitrary bytes to the kernel loader, for fuzzing: whatever they are, it must return.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_kernel_image(bytes: &[u8]) {
     boot::fuzz_kernel_image(bytes);
 }

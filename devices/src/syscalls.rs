@@ -259,6 +259,7 @@ pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
 }
 
 /// A file without a name that lives in memory.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn memory_file(len_bytes: u64) -> io::Result<std::fs::File> {
     // SAFETY: the name is a C string; the result is checked before use.
     let fd = check(unsafe { libc::memfd_create(c"devices".as_ptr(), libc::MFD_CLOEXEC) })?;

@@ -108,7 +108,7 @@ pub use steering::Steering;
 pub use transport::Address;
 pub use vm::VmError;
 
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub use page_server::fuzz_orders;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub use protocol::message::fuzz_stream;

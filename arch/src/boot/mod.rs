@@ -24,7 +24,6 @@ mod reset;
 mod tests;
 
 use std::fs::File;
-use std::io::Cursor;
 
 use memory::GuestMemory;
 use vm_memory::{Bytes, GuestAddress};
@@ -224,7 +223,10 @@ fn write(mem: &GuestMemory, bytes: &[u8], gpa: u64, what: &'static str) -> Resul
 }
 
 /// Boots arbitrary bytes as kernel and, in part, as initramfs, in a small guest.
+#[cfg(any(test, feature = "testing"))]
 pub(crate) fn fuzz_kernel_image(bytes: &[u8]) {
+    use std::io::Cursor;
+
     const RAM_BYTES: usize = 32 << 20;
     let Ok(mem) = GuestMemory::from_ranges(&[(GuestAddress(0), RAM_BYTES)]) else { return };
     let spec = BootSpec {

@@ -3,6 +3,7 @@
 //! Tests of the boot protocols on images made here, and on a real bzImage where one is given.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+use std::io::Cursor;
 use std::io::Write;
 
 use linux_loader::loader::bootparam::boot_params;

@@ -128,7 +128,6 @@ fn guest_over(ram: &memory::GuestRam, data: &[u8]) -> Setup<Guest> {
 }
 
 /// Serves all queues of a balloon, a hint being wanted.
-#[doc(hidden)]
 pub fn fuzz_balloon(data: &[u8]) {
     report(run_balloon(data));
 }
@@ -151,7 +150,6 @@ fn run_balloon(data: &[u8]) -> Setup<()> {
 }
 
 /// Serves the queue of a block device.
-#[doc(hidden)]
 pub fn fuzz_block(data: &[u8]) {
     report(run_block(data));
 }
@@ -179,7 +177,6 @@ fn run_block(data: &[u8]) -> Setup<()> {
 }
 
 /// Serves the queues of a console.
-#[doc(hidden)]
 pub fn fuzz_console(data: &[u8]) {
     report(run_console(data));
 }
@@ -192,7 +189,6 @@ fn run_console(data: &[u8]) -> Setup<()> {
 
 /// Serves the queue of a memory device. Its region begins at 4 GiB and has eight blocks of 2 MiB, of which
 /// the guest may have six.
-#[doc(hidden)]
 pub fn fuzz_mem(data: &[u8]) {
     report(run_mem(data));
 }
@@ -216,7 +212,6 @@ fn run_mem(data: &[u8]) -> Setup<()> {
 }
 
 /// Serves the queue of an entropy device.
-#[doc(hidden)]
 pub fn fuzz_rng(data: &[u8]) {
     report(run_rng(data));
 }
@@ -237,7 +232,6 @@ fn link() -> Setup<(Arc<Link>, UnixDatagram)> {
 }
 
 /// Serves a queue pair of a network device.
-#[doc(hidden)]
 pub fn fuzz_net(data: &[u8]) {
     report(run_net(data));
 }
@@ -256,7 +250,6 @@ fn run_net(data: &[u8]) -> Setup<()> {
 }
 
 /// Serves the control queue of a network device.
-#[doc(hidden)]
 pub fn fuzz_net_control(data: &[u8]) {
     report(run_net_control(data));
 }
@@ -298,7 +291,6 @@ fn run_vsock(data: &[u8]) -> Setup<()> {
 }
 
 /// Reads bytes as the saved state of every device.
-#[doc(hidden)]
 pub fn fuzz_state(data: &[u8]) {
     report(run_state(data));
 }

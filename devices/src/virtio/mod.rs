@@ -28,7 +28,7 @@ pub mod rng;
 pub mod vsock;
 mod worker;
 
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub mod fuzz;
 
 #[cfg(test)]

@@ -247,7 +247,7 @@ impl PageServerEnd {
 }
 
 /// Reads orders from bytes until they end or make no sense, and checks what they say: for fuzzing.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_orders(data: &[u8]) {
     let mut from = data;
     let mut layout = None;

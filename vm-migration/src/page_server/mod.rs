@@ -35,7 +35,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-pub use link::{PageServerEnd, SourceEnd, fuzz_orders};
+#[cfg(any(test, feature = "testing"))]
+pub use link::fuzz_orders;
+pub use link::{PageServerEnd, SourceEnd};
 pub(crate) use takeover::Terms;
 pub use takeover::{ServedMemory, ServedRegion, TakeoverRequest};
 

@@ -499,7 +499,7 @@ impl Role {
 
 /// Reads messages and answers from bytes until they end or make no sense, and checks every table
 /// against a small machine: the whole of what is read from a peer, for fuzzing.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_stream(data: &[u8]) {
     use page_bitmap::PageBitmap;
 

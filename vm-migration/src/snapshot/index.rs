@@ -156,7 +156,7 @@ impl Index {
 
 /// Entry point of the fuzz target: whatever the bytes are, decoding answers, and what it accepts
 /// is what it writes.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_index(bytes: &[u8]) {
     use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};
     let region = |gpa, pages| RegionInfo {

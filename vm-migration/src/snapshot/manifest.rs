@@ -173,7 +173,7 @@ impl Manifest {
 
 /// Entry point of the fuzz target: whatever the bytes are, decoding answers, and what it accepts
 /// it can write and read again.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_manifest(bytes: &[u8]) {
     let path = Path::new("manifest.json");
     if let Ok(manifest) = Manifest::decode(bytes, path)

@@ -44,9 +44,9 @@ pub use ondemand::{FillEnd, FillReport, Filling, Stuck};
 pub use open::Opened;
 pub use save::{SaveReport, Saved, save};
 
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub use index::fuzz_index;
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub use manifest::fuzz_manifest;
 
 /// Configuration of the machine.

@@ -87,7 +87,7 @@ pub fn refuse_unsupported<T: FieldValue>(value: &T) -> Result<(), ConfigError> {
 }
 
 /// Feeds bytes to every option string parser: the first line chooses the family.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_option_string(data: &[u8]) {
     fn check<T: Family + std::fmt::Debug>(text: &str) {
         if let Ok(value) = T::parse(text) {
@@ -130,7 +130,7 @@ pub fn fuzz_option_string(data: &[u8]) {
 }
 
 /// Feeds bytes to the JSON parsers of the API.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_api_json(data: &[u8]) {
     if let Ok(config) = serde_json::from_slice::<VmConfig>(data)
         && let Ok(config) = config.complete()

@@ -110,7 +110,7 @@ impl MachineDocument {
 }
 
 /// Feeds bytes of a peer to the reader; what it takes, it takes again in its own words.
-#[doc(hidden)]
+#[cfg(any(test, feature = "testing"))]
 pub fn fuzz_document(data: &[u8]) {
     if let Ok(document) = MachineDocument::read(data) {
         let json = document.to_json().unwrap_or_default();

@@ -35,7 +35,9 @@ pub use device::{Balloon, BalloonConfig, BalloonError, BalloonHandle};
 pub use hinting::FreePageHints;
 pub use statistics::Statistics;
 
+#[cfg(any(test, feature = "testing"))]
 pub(super) use queues::Queues;
+#[cfg(any(test, feature = "testing"))]
 pub(super) use shared::Shared;
 
 /// Pages of the balloon are counted in these, whatever the guest's own are (virtio 1.3, 5.5.6).

@@ -146,6 +146,7 @@ impl Shared {
     }
 
     /// As if a migration had asked, for callers without a driver.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn want_hints(&self) {
         self.hinting.ask(super::hinting::maps(&self.ram).unwrap_or_default());
     }

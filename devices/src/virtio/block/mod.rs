@@ -36,6 +36,7 @@ pub(super) mod worker;
 pub use counters::BlockCounters;
 pub use device::{Block, BlockConfig};
 pub use format::ImageFormat;
+#[cfg(any(test, feature = "testing"))]
 pub(super) use image::Disk;
 pub use image::DiskError;
 pub use lock::{DiskLock, LockGranularity};

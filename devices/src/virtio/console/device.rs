@@ -54,6 +54,7 @@ impl ConsoleResizer {
     }
 
     /// The resizer of a console that has no size yet.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn new(endpoint: Arc<ConsoleEndpoint>) -> Self {
         Self { endpoint, shared: Arc::default() }
     }

@@ -24,10 +24,13 @@ mod tests;
 pub(super) mod worker;
 
 pub use announce::Announcer;
+#[cfg(any(test, feature = "testing"))]
 pub(super) use config::Link;
+#[cfg(any(test, feature = "testing"))]
 pub(super) use control::ControlWorker;
 pub use counters::NetCounters;
 pub use device::{Net, NetConfig, NetError};
 pub use slot::{TapConfig, TapSlot};
+#[cfg(any(test, feature = "testing"))]
 pub(super) use tap::Tap;
 pub use tap::{BadMacAddress, MacAddress, TapError};

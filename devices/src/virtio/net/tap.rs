@@ -252,6 +252,7 @@ impl Tap {
     }
 
     /// Anything that keeps the borders between frames, in the place of a tap.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn from_file(file: File) -> Self {
         Self { file, name: "none".to_owned(), plain: Some(Plain::default()) }
     }
