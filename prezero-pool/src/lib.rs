@@ -44,7 +44,6 @@
 mod broker;
 mod config;
 mod prepinned;
-mod rate_limit;
 mod server;
 mod slot;
 mod stats;

@@ -157,10 +157,10 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
     use prezero_pool_client::SlotPages;
+    use rate_limit::RateLimit;
 
     use super::*;
     use crate::config::SlotDevice;
-    use crate::rate_limit::RateLimit;
     use crate::slot::ZeroingOptions;
     use crate::sys::Users;
 
@@ -172,11 +172,8 @@ mod tests {
         let device = Some(SlotDevice { address, users: Vec::new() });
         let (pages, node) = (SlotPages::Small, None);
         let class = Class { size_bytes: 4 * MIB, pages, node, count: 1, device };
-        let options = ZeroingOptions {
-            rate_limit: RateLimit::new(None),
-            keep_free_bytes: 0,
-            idle_only: false,
-        };
+        let options =
+            ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
         let memory = SlotMemory::build(&class, &options).unwrap();
         let (file, regions, page_bytes) = regions(&class, &memory).unwrap();
         assert_eq!(regions, [PinnedRegion { gpa: 0, len_bytes: 4 * MIB, offset: 0 }]);

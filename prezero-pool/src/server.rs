@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use prezero_pool_client::{HEADER_BYTES, MESSAGE_BYTES_MAX, Request, Take, TakePinned};
+use rate_limit::RateLimit;
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -22,7 +23,6 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::broker::{Broker, PinnedAnswer};
 use crate::config::Config;
-use crate::rate_limit::RateLimit;
 use crate::slot::ZeroingOptions;
 use crate::stats;
 use crate::sys;
@@ -122,7 +122,7 @@ pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
     let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
     let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;
     let options = ZeroingOptions {
-        rate_limit: RateLimit::new(config.bandwidth),
+        rate_limit: RateLimit::new(config.bandwidth.unwrap_or(0)),
         keep_free_bytes: config.keep_free_bytes,
         idle_only: config.idle_only,
     };

@@ -17,10 +17,10 @@ use memory::{
     RamLayout, RamRegion, ZoneSpec,
 };
 use prezero_pool_client::SlotPages;
+use rate_limit::RateLimit;
 use thiserror::Error;
 
 use crate::config::Class;
-use crate::rate_limit::RateLimit;
 use crate::sys::{self, Users};
 
 /// The unit in which memory is touched: small enough that the rate is even.
@@ -236,7 +236,7 @@ mod tests {
     }
 
     fn options() -> ZeroingOptions {
-        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false }
+        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false }
     }
 
     #[test]
@@ -287,7 +287,7 @@ mod tests {
     #[test]
     fn a_full_host_is_left_alone() {
         let options = ZeroingOptions {
-            rate_limit: RateLimit::new(None),
+            rate_limit: RateLimit::new(0),
             keep_free_bytes: u64::MAX,
             idle_only: false,
         };

@@ -56,7 +56,6 @@
 //! }
 //! ```
 
-mod bandwidth_limit;
 pub mod cancel;
 mod channel;
 pub mod commit;

@@ -12,10 +12,10 @@ use std::os::unix::net::UnixStream;
 
 use pci_address::Bdf;
 use prezero_pool_client::{PagesWanted, PinnedGrant, SlotPages};
+use rate_limit::RateLimit;
 
 use super::*;
 use crate::config::{Config, SlotDevice};
-use crate::rate_limit::RateLimit;
 use crate::slot::ZeroingOptions;
 use crate::worker::{JobOutcome, JobResult};
 
@@ -77,11 +77,8 @@ impl Pool {
 
     /// One job, as a worker would do it.
     fn work(&mut self) -> bool {
-        let options = ZeroingOptions {
-            rate_limit: RateLimit::new(None),
-            keep_free_bytes: 0,
-            idle_only: false,
-        };
+        let options =
+            ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
         let memory = |scrubbed, result| JobOutcome::Memory { scrubbed, result };
         let (slot, outcome) = match self.broker.next_job() {
             None => return false,

@@ -8,9 +8,9 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prezero_pool_client::{PagesWanted, SlotPages};
+use rate_limit::RateLimit;
 
 use super::*;
-use crate::rate_limit::RateLimit;
 use crate::slot::ZeroingOptions;
 
 const MIB: u64 = 1 << 20;
@@ -46,7 +46,7 @@ fn settle(broker: &mut Broker) {
     let hour = HOUR.fetch_add(1, Ordering::Relaxed);
     let later = Instant::now() + Duration::from_secs(3600 * hour);
     let options =
-        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false };
+        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
     for _ in 0..100 {
         broker.tick(later);
         let mut idle = true;
@@ -174,7 +174,7 @@ fn memory_that_another_process_still_maps_is_not_touched() {
 fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     let mut broker = Broker::new(config(&[(1 << 45, SlotPages::Huge2Mib, 1)], 0), OWN);
     let options =
-        ZeroingOptions { rate_limit: RateLimit::new(None), keep_free_bytes: 0, idle_only: false };
+        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
     let mut waits = Vec::new();
     let mut now = Instant::now();
     for _ in 0..3 {

@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::send_stream::UNIT_PAGES;
+use super::unit_space::UNIT_PAGES;
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 

@@ -8,6 +8,9 @@
 //! | `negotiate` | Connect and Negotiate: what both sides can do, all connections |
 //! | `precopy` | Precopy: the loop around the rounds, and its end |
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
+//! | `content` | what goes in one message of memory |
+//! | `page_maps` | sets of pages of all regions: populated, dirty, in the destination's units |
+//! | `switch` | what ends precopy early, for postcopy |
 //! | `unit_space` | all memory as one index space of which connections claim slices |
 //! | `send_stream` | a connection in a round: how much it may claim |
 //! | `compression` | compression of bulk memory, and whether it pays |
@@ -23,14 +26,17 @@
 
 mod announce;
 mod compression;
+mod content;
 mod convergence;
 mod handover;
 mod negotiate;
+mod page_maps;
 mod precopy;
 mod round;
 mod send_stream;
 mod serve;
 mod stop;
+mod switch;
 mod unit_space;
 mod verdict;
 

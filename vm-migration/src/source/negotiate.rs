@@ -17,7 +17,7 @@ use crate::channel::Channel;
 use crate::commit::usable;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::Layout;
+use crate::layout::{Backing, Layout, PAGE_BYTES};
 use crate::opening::Opening;
 use crate::options::{Compression, MemoryMode};
 use crate::page_server::PageServerHandle;
@@ -65,6 +65,30 @@ impl Links {
     pub(super) fn teller(&self, context: Context<'_>) -> Option<VerdictSender> {
         let id = self.token.filter(|_| self.terms.hears_verdicts());
         id.map(|id| VerdictSender::new(context, id))
+    }
+
+    /// The unit in which the destination knows pages of a region, in pages of 4 KiB: its host page,
+    /// because it can only show whole ones.
+    pub(crate) fn unit_pages(&self, region: usize) -> u64 {
+        match &self.terms {
+            Terms::Plain => 1,
+            Terms::Negotiated { layout, .. } => {
+                layout.regions()[region].host_page_bytes / PAGE_BYTES
+            }
+        }
+    }
+
+    /// What is sent together at least in postcopy, in pages of 4 KiB: one where the destination
+    /// puts the pieces of a unit together, else a unit.
+    pub(crate) fn piece_pages(&self, region: usize) -> u64 {
+        match &self.terms {
+            Terms::Negotiated { pieces: true, layout, .. }
+                if layout.regions()[region].backing == Backing::Shared =>
+            {
+                1
+            }
+            _ => self.unit_pages(region),
+        }
     }
 }
 

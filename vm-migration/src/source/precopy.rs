@@ -12,20 +12,19 @@ use std::time::{Duration, Instant};
 use page_bitmap::PageBitmap;
 
 use super::convergence::{Decision, Forecast, Measure, Policy, rate};
-use super::negotiate::{Links, Terms};
+use super::negotiate::Links;
+use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::round::{Pass, RoundKind, clear_all, send_round};
-use super::stop::{add_dirty, in_units};
-use super::unit_space::{Slice, UnitSpace};
+use super::switch::Switch;
 use super::{Context, PhaseFailure, check_cancel};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{Backing, Layout, PAGE_BYTES, to_usize};
+use crate::layout::PAGE_BYTES;
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;
 use crate::protocol::message::Message;
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::steering::Steering;
 use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 
 /// How long the first round waits for the guest to name more free pages. Linux names some GiB in a
@@ -302,34 +301,6 @@ impl<V: SourceVm> Negotiated<V> {
     }
 }
 
-/// When the operator, or the clock, ends precopy in favour of postcopy; polled between slices.
-pub(crate) struct Switch<'a> {
-    /// `None` where memory may not follow the guest.
-    after: Option<(Option<Instant>, &'a Steering)>,
-}
-
-impl<'a> Switch<'a> {
-    fn new(context: Context<'a>) -> Self {
-        let options = context.options;
-        let after = || {
-            let at = options.postcopy_after.and_then(|after| Instant::now().checked_add(after));
-            (at, &options.steering)
-        };
-        Self { after: options.mode().may_postcopy().then(after) }
-    }
-
-    /// Never.
-    pub(crate) fn never() -> Self {
-        Self { after: None }
-    }
-
-    pub(crate) fn is_due(&self) -> bool {
-        self.after.is_some_and(|(at, steering)| {
-            steering.wants_postcopy() || at.is_some_and(|at| Instant::now() >= at)
-        })
-    }
-}
-
 /// Who decides after each round, and carries out what is decided.
 struct ConvergenceController<'a> {
     policy: Policy,
@@ -444,57 +415,4 @@ impl<'a> ConvergenceController<'a> {
 
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
-
-pub(super) fn empty_maps(layout: &Layout) -> Vec<PageBitmap> {
-    layout.regions().iter().map(|info| PageBitmap::new(info.pages())).collect()
-}
-
-/// Notes which pages there are, for postcopy. The dirty bits are cleared first, so that a page
-/// that the scan misses because it is populated only later is found dirty at the stop.
-fn scan<M: GuestMemoryMap>(memory: &M, log: &impl DirtyLog) -> Result<Vec<PageBitmap>, Failure> {
-    log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
-    let layout = memory.layout();
-    let maps = empty_maps(layout);
-    let mut words = Vec::new();
-    for Slice { region, first, pages } in UnitSpace::new(layout).slices() {
-        words.resize(to_usize(pages.div_ceil(64)), 0);
-        log.collect_and_clear(region, first..first + pages, &mut words)
-            .map_err(Cause::Vm)
-            .step("reading the dirty log")?;
-        let runs = memory
-            .populated_runs(region, first..first + pages)
-            .map_err(Cause::Memory)
-            .step("finding populated memory")?;
-        for run in runs {
-            maps[region].set_range(run);
-        }
-    }
-    Ok(maps)
-}
-
-impl Links {
-    /// The unit in which the destination knows pages of a region, in pages of 4 KiB: its host page,
-    /// because it can only show whole ones.
-    pub(crate) fn unit_pages(&self, region: usize) -> u64 {
-        match &self.terms {
-            Terms::Plain => 1,
-            Terms::Negotiated { layout, .. } => {
-                layout.regions()[region].host_page_bytes / PAGE_BYTES
-            }
-        }
-    }
-
-    /// What is sent together at least in postcopy, in pages of 4 KiB: one where the destination
-    /// puts the pieces of a unit together, else a unit.
-    pub(crate) fn piece_pages(&self, region: usize) -> u64 {
-        match &self.terms {
-            Terms::Negotiated { pieces: true, layout, .. }
-                if layout.regions()[region].backing == Backing::Shared =>
-            {
-                1
-            }
-            _ => self.unit_pages(region),
-        }
-    }
 }

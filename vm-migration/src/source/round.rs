@@ -9,23 +9,24 @@
 //! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
 //! read, so they stay holes: what is found to be populated is held until it has been sent.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use page_bitmap::{PageBitmap, runs_in_words};
+use rate_limit::RateLimit;
 
 use super::announce::{Announcer, full_blocks};
+use super::content::{Content, Run, divide, mask_tail, push, ranges};
 use super::negotiate::Links;
-use super::precopy::{Switch, empty_maps};
-use super::send_stream::{Record, SendStream, UNIT_BYTES, UNIT_PAGES, UNITS_MAX};
-use super::unit_space::{Slice, UnitSpace};
+use super::page_maps::empty_maps;
+use super::send_stream::{Record, SendStream};
+use super::switch::Switch;
+use super::unit_space::{Slice, UNIT_BYTES, UNIT_PAGES, UNITS_MAX, UnitSpace};
 use super::{Context, check_cancel};
-use crate::bandwidth_limit::BandwidthLimit;
 use crate::channel::Channel;
 use crate::cursor::Cursor;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 use crate::options::DirtyClear;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap, Hold};
@@ -36,13 +37,6 @@ const PACED_TIME: Duration = Duration::from_millis(50);
 
 /// How often a wait for the limit looks whether the round is to end.
 const PACED_LOOK: Duration = Duration::from_millis(20);
-
-/// Most runs of pages in one message.
-const MESSAGE_RUNS_MAX: usize = 512;
-
-/// So much that became zero goes in one message, and up to a slice more: the peer throws it away before it
-/// answers or reads on, which takes it about a tenth of a second.
-const MESSAGE_ZERO_BYTES: u64 = 1 << 30;
 
 /// Which pages of a slice go out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +97,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         failed: AtomicBool::new(false),
         switch,
         hints,
-        bandwidth_limit: BandwidthLimit::new(context.options.bandwidth_bytes_per_s),
+        bandwidth_limit: RateLimit::new(context.options.bandwidth_bytes_per_s),
         context,
     };
     let streams = 1 + links.memory.len();
@@ -169,7 +163,7 @@ struct Round<'a, M, L> {
     /// Ends the round early.
     switch: &'a Switch<'a>,
     /// What all connections together may send.
-    bandwidth_limit: BandwidthLimit,
+    bandwidth_limit: RateLimit,
     context: Context<'a>,
 }
 
@@ -482,122 +476,5 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         self.context.progress.sent_down(content.done_pages * PAGE_BYTES);
         self.context.progress.note_sample(false);
         Ok(data_bytes)
-    }
-}
-
-/// Pages of a region.
-type Run = Range<u64>;
-
-/// The parts of `runs` that lie in `populated`, and those that do not; all of them ascending.
-fn divide(runs: &[Run], populated: &[Run]) -> (Vec<Run>, Vec<Run>) {
-    let (mut inside, mut outside) = (Vec::new(), Vec::new());
-    let mut rest = populated.iter().peekable();
-    for Run { start, end } in runs {
-        let (mut at, end) = (*start, *end);
-        while at < end {
-            while rest.next_if(|run| run.end <= at).is_some() {}
-            let next = rest.peek().map_or(end..end, |run| run.start.min(end)..run.end.min(end));
-            if at < next.start {
-                outside.push(at..next.start);
-                at = next.start;
-            }
-            if at < next.end {
-                inside.push(at..next.end);
-                at = next.end;
-            }
-        }
-    }
-    (inside, outside)
-}
-
-/// Clears bits of the last word that are beyond the slice.
-fn mask_tail(words: &mut [u64], pages: u64) {
-    let tail = pages % 64;
-    if let (1.., Some(last)) = (tail, words.last_mut()) {
-        *last &= (1 << tail) - 1;
-    }
-}
-
-/// Appends a page or run, joined with the one before where they touch.
-pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
-    match runs.last_mut() {
-        Some(last) if last.region == run.region && last.end() == run.first => {
-            last.count += run.count;
-        }
-        _ => runs.push(run),
-    }
-}
-
-/// What some slices have to say.
-#[derive(Default)]
-struct Content<'m> {
-    data: Vec<PageRun>,
-    zero: Vec<PageRun>,
-    /// Zeros for a peer that has to be sent them as contents.
-    blank: Vec<PageRun>,
-    /// What `data` is part of stays populated.
-    held: Vec<Hold<'m>>,
-    skipped_zero_pages: u64,
-    /// Pages that the round need not look at again.
-    done_pages: u64,
-}
-
-impl Content<'_> {
-    /// Bytes that travel as contents.
-    fn data_bytes(&self) -> u64 {
-        self.data.iter().chain(&self.blank).map(PageRun::len_bytes).sum()
-    }
-
-    fn runs(&self) -> usize {
-        self.data.len() + self.zero.len() + self.blank.len()
-    }
-
-    /// More would keep the peer busy for long, whatever it weighs on the way.
-    fn is_full(&self) -> bool {
-        let zero_bytes: u64 = self.zero.iter().map(PageRun::len_bytes).sum();
-        self.runs() >= MESSAGE_RUNS_MAX || zero_bytes >= MESSAGE_ZERO_BYTES
-    }
-
-    /// Adds pages that have to become zero at the peer; nothing of them is read again.
-    fn add_zero(&mut self, run: PageRun, has_flags: bool) {
-        push(if has_flags { &mut self.zero } else { &mut self.blank }, run);
-    }
-}
-
-/// Runs as they travel.
-pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
-    runs.iter().map(|run| memory.layout().range_of(*run)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    #[test]
-    fn zeros_of_one_message_are_thrown_away_in_a_moment() {
-        let slice_pages = UNITS_MAX * UNIT_PAGES;
-        let mut content = Content::default();
-        let mut slices = 0;
-        while !content.is_full() {
-            assert!(slices * slice_pages * PAGE_BYTES <= MESSAGE_ZERO_BYTES, "it goes on and on");
-            let run = PageRun { region: 0, first: slices * slice_pages, count: slice_pages };
-            content.add_zero(run, true);
-            slices += 1;
-        }
-        assert_eq!(content.zero.len(), 1, "a run however long");
-    }
-
-    proptest! {
-        #[test]
-        fn each_dirty_page_is_populated_or_not(dirty: [u64; 2], present: [u64; 2]) {
-            let runs = |words: &[u64]| runs_in_words(words, 7).collect::<Vec<Run>>();
-            let listed = |runs: Vec<Run>| runs.into_iter().flatten().collect::<Vec<_>>();
-            let pages = |words: &[u64]| listed(runs(words));
-            let (inside, outside) = divide(&runs(&dirty), &runs(&present));
-            prop_assert_eq!(listed(inside), pages(&[dirty[0] & present[0], dirty[1] & present[1]]));
-            prop_assert_eq!(listed(outside), pages(&[dirty[0] & !present[0], dirty[1] & !present[1]]));
-        }
     }
 }

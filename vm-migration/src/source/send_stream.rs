@@ -10,25 +10,16 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::compression::{self, Encoding, PageCompressor};
-use super::round::ranges;
+use super::content::ranges;
+use super::unit_space::{UNIT_BYTES, UNITS_MAX};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{PageRun, to_usize};
 use crate::options::Compression;
 use crate::progress::Progress;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::Part;
-
-/// Least that is claimed at once: 64 pages, the grain of the kernel's dirty logs.
-pub(crate) const UNIT_PAGES: u64 = 64;
-
-/// Most units that are claimed at once. Their dirty bits are cleared by one call and their
-/// contents are one message: at a gigabyte a second a page waits 4 ms between the two.
-pub(crate) const UNITS_MAX: u64 = 16;
-
-/// Bytes of a unit.
-pub(crate) const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
 
 /// Pages of several slices go in one message until they are this many bytes: a guest that dirties
 /// a page here and there costs no message for each.

@@ -8,22 +8,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use page_bitmap::{PageBitmap, runs_in_words};
+use page_bitmap::PageBitmap;
 
 use super::negotiate::Links;
-use super::precopy::{Copied, RemainingMemory, Switch};
+use super::page_maps::{add_dirty, in_units};
+use super::precopy::{Copied, RemainingMemory};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
+use super::switch::Switch;
 use super::{Context, PhaseFailure};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
-use crate::layout::{PAGE_BYTES, to_usize};
-use crate::ram::GuestMemoryMap;
+use crate::layout::PAGE_BYTES;
 use crate::vm::{DirtyLog, SourceVm, Throttle};
-
-/// Pages whose dirty bits are read at once: 2 MiB of guest memory is 8 words, this is 4 KiB of
-/// bitmap.
-const COLLECT_PAGES: u64 = 32 * 1024;
 
 /// The guest does not run, and nothing but state is left to send before it can run over there.
 pub(crate) struct Stopped<V: SourceVm> {
@@ -117,42 +114,4 @@ enum StopTransfer {
     BeforeHandover(Option<Box<dyn Throttle>>),
     /// These pages and what is dirty, after the guest; the destination knows of some.
     AfterHandover(Vec<PageBitmap>, Option<Vec<PageBitmap>>),
-}
-
-/// Adds the pages that were dirtied since the scan.
-pub(super) fn add_dirty<M: GuestMemoryMap>(
-    memory: &M,
-    log: &impl DirtyLog,
-    maps: &[PageBitmap],
-) -> Result<(), Failure> {
-    let mut words = vec![0; to_usize(COLLECT_PAGES / 64)];
-    for (region, info) in memory.layout().regions().iter().enumerate() {
-        for first in (0..info.pages()).step_by(to_usize(COLLECT_PAGES)) {
-            let count = COLLECT_PAGES.min(info.pages() - first);
-            let words = &mut words[..to_usize(count.div_ceil(64))];
-            log.collect_and_clear(region, first..first + count, words)
-                .map_err(Cause::Vm)
-                .step("reading the dirty log")?;
-            for run in runs_in_words(words, first) {
-                maps[region].set_range(run);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The same pages in the units that the destination knows.
-pub(super) fn in_units(pages: &[PageBitmap], links: &Links) -> Vec<PageBitmap> {
-    let convert = |(region, map): (usize, &PageBitmap)| {
-        let unit = links.unit_pages(region);
-        if unit == 1 {
-            return map.copy();
-        }
-        let units = PageBitmap::new(map.len() / unit);
-        for run in map.runs() {
-            units.set_range(run.start / unit..run.end.div_ceil(unit));
-        }
-        units
-    };
-    pages.iter().enumerate().map(convert).collect()
 }

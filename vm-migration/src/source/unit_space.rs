@@ -6,9 +6,18 @@
 
 use std::ops::Range;
 
-use super::send_stream::{UNIT_PAGES, UNITS_MAX};
 use crate::cursor::Cursor;
-use crate::layout::Layout;
+use crate::layout::{Layout, PAGE_BYTES};
+
+/// Least that is claimed at once: 64 pages, the grain of the kernel's dirty logs.
+pub(crate) const UNIT_PAGES: u64 = 64;
+
+/// Most units that are claimed at once. Their dirty bits are cleared by one call and their
+/// contents are one message: at a gigabyte a second a page waits 4 ms between the two.
+pub(crate) const UNITS_MAX: u64 = 16;
+
+/// Bytes of a unit.
+pub(crate) const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
 
 /// Some pages of one region, the first one a multiple of [`UNIT_PAGES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +95,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::layout::{Backing, PAGE_BYTES, RegionInfo};
+    use crate::layout::{Backing, RegionInfo};
 
     proptest! {
         #[test]

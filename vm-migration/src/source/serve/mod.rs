@@ -33,16 +33,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use page_bitmap::PageBitmap;
-use pages::HINT_NONE;
-use reconnect::Connections;
-pub(crate) use reconnect::Reconnect;
-use relay::Relay;
-pub use relay::serve_for_another;
-pub(crate) use threads::{serve_bulk, serve_urgent};
+use rate_limit::RateLimit;
 
 use super::handover::{HandedOver, Pages};
 use super::{Context, PhaseFailure, Remains};
-use crate::bandwidth_limit::BandwidthLimit;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
@@ -55,6 +49,14 @@ use crate::session::{Rates, Session};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::vm::SourceVm;
+
+pub(crate) use reconnect::Reconnect;
+pub use relay::serve_for_another;
+pub(crate) use threads::{serve_bulk, serve_urgent};
+
+use pages::HINT_NONE;
+use reconnect::Connections;
+use relay::Relay;
 
 /// How pages of a region go out.
 #[derive(Clone, Copy, Debug)]
@@ -116,7 +118,7 @@ pub(crate) struct Server<M> {
     /// The destination has said that it has every page.
     is_done: AtomicBool,
     /// Limit of the pushers.
-    bandwidth_limit: BandwidthLimit,
+    bandwidth_limit: RateLimit,
     /// With a limit: one pusher at a time looks whether it is free and claims, or all would find it free at the
     /// same moment.
     turn: Mutex<()>,
@@ -149,7 +151,7 @@ impl<M: GuestMemoryMap> Server<M> {
             pieces
         });
         let largest = grains.iter().map(|grain| grain.piece_pages).max().unwrap_or(1);
-        let bandwidth_limit = BandwidthLimit::new(background_pace(options, largest * PAGE_BYTES));
+        let bandwidth_limit = RateLimit::new(background_pace(options, largest * PAGE_BYTES));
         let server = Self {
             memory,
             pending: pending.collect(),

@@ -16,7 +16,7 @@ use crate::layout::{GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
-use crate::source::round::{push, ranges};
+use crate::source::content::{push, ranges};
 use crate::transport::{Connection, Part};
 
 /// Bytes that a pusher, or an answer, claims at once: 50 us at 10 Gbit/s, so little waits behind it.

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Contents of a message of memory: runs of pages, gathered from slices until there are enough.
+//!
+//! Owns when a message is full, and how dirty pages are divided into those that the host holds and
+//! holes. Must never read guest memory.
+
+use std::ops::Range;
+
+use crate::layout::{GpaRange, PageRun};
+use crate::ram::{GuestMemoryMap, Hold};
+
+/// Most runs of pages in one message.
+const MESSAGE_RUNS_MAX: usize = 512;
+
+/// So much that became zero goes in one message, and up to a slice more: the peer throws it away before it
+/// answers or reads on, which takes it about a tenth of a second.
+const MESSAGE_ZERO_BYTES: u64 = 1 << 30;
+
+/// Pages of a region.
+pub(super) type Run = Range<u64>;
+
+/// The parts of `runs` that lie in `populated`, and those that do not; all of them ascending.
+pub(super) fn divide(runs: &[Run], populated: &[Run]) -> (Vec<Run>, Vec<Run>) {
+    let (mut inside, mut outside) = (Vec::new(), Vec::new());
+    let mut rest = populated.iter().peekable();
+    for Run { start, end } in runs {
+        let (mut at, end) = (*start, *end);
+        while at < end {
+            while rest.next_if(|run| run.end <= at).is_some() {}
+            let next = rest.peek().map_or(end..end, |run| run.start.min(end)..run.end.min(end));
+            if at < next.start {
+                outside.push(at..next.start);
+                at = next.start;
+            }
+            if at < next.end {
+                inside.push(at..next.end);
+                at = next.end;
+            }
+        }
+    }
+    (inside, outside)
+}
+
+/// Clears bits of the last word that are beyond the slice.
+pub(super) fn mask_tail(words: &mut [u64], pages: u64) {
+    let tail = pages % 64;
+    if let (1.., Some(last)) = (tail, words.last_mut()) {
+        *last &= (1 << tail) - 1;
+    }
+}
+
+/// Appends a page or run, joined with the one before where they touch.
+pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
+    match runs.last_mut() {
+        Some(last) if last.region == run.region && last.end() == run.first => {
+            last.count += run.count;
+        }
+        _ => runs.push(run),
+    }
+}
+
+/// What some slices have to say.
+#[derive(Default)]
+pub(super) struct Content<'m> {
+    pub(super) data: Vec<PageRun>,
+    pub(super) zero: Vec<PageRun>,
+    /// Zeros for a peer that has to be sent them as contents.
+    pub(super) blank: Vec<PageRun>,
+    /// What `data` is part of stays populated.
+    pub(super) held: Vec<Hold<'m>>,
+    pub(super) skipped_zero_pages: u64,
+    /// Pages that the round need not look at again.
+    pub(super) done_pages: u64,
+}
+
+impl Content<'_> {
+    /// Bytes that travel as contents.
+    pub(super) fn data_bytes(&self) -> u64 {
+        self.data.iter().chain(&self.blank).map(PageRun::len_bytes).sum()
+    }
+
+    fn runs(&self) -> usize {
+        self.data.len() + self.zero.len() + self.blank.len()
+    }
+
+    /// More would keep the peer busy for long, whatever it weighs on the way.
+    pub(super) fn is_full(&self) -> bool {
+        let zero_bytes: u64 = self.zero.iter().map(PageRun::len_bytes).sum();
+        self.runs() >= MESSAGE_RUNS_MAX || zero_bytes >= MESSAGE_ZERO_BYTES
+    }
+
+    /// Adds pages that have to become zero at the peer; nothing of them is read again.
+    pub(super) fn add_zero(&mut self, run: PageRun, has_flags: bool) {
+        push(if has_flags { &mut self.zero } else { &mut self.blank }, run);
+    }
+}
+
+/// Runs as they travel.
+pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
+    runs.iter().map(|run| memory.layout().range_of(*run)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use page_bitmap::runs_in_words;
+    use proptest::prelude::*;
+
+    use super::super::unit_space::{UNIT_PAGES, UNITS_MAX};
+    use super::*;
+    use crate::layout::PAGE_BYTES;
+
+    #[test]
+    fn zeros_of_one_message_are_thrown_away_in_a_moment() {
+        let slice_pages = UNITS_MAX * UNIT_PAGES;
+        let mut content = Content::default();
+        let mut slices = 0;
+        while !content.is_full() {
+            assert!(slices * slice_pages * PAGE_BYTES <= MESSAGE_ZERO_BYTES, "it goes on and on");
+            let run = PageRun { region: 0, first: slices * slice_pages, count: slice_pages };
+            content.add_zero(run, true);
+            slices += 1;
+        }
+        assert_eq!(content.zero.len(), 1, "a run however long");
+    }
+
+    proptest! {
+        #[test]
+        fn each_dirty_page_is_populated_or_not(dirty: [u64; 2], present: [u64; 2]) {
+            let runs = |words: &[u64]| runs_in_words(words, 7).collect::<Vec<Run>>();
+            let listed = |runs: Vec<Run>| runs.into_iter().flatten().collect::<Vec<_>>();
+            let pages = |words: &[u64]| listed(runs(words));
+            let (inside, outside) = divide(&runs(&dirty), &runs(&present));
+            prop_assert_eq!(listed(inside), pages(&[dirty[0] & present[0], dirty[1] & present[1]]));
+            prop_assert_eq!(listed(outside), pages(&[dirty[0] & !present[0], dirty[1] & !present[1]]));
+        }
+    }
+}
