@@ -195,7 +195,6 @@ mod tests {
             "{entry}"
         );
         assert!(text.contains("[default precopy]") && text.contains("[required]"), "{text}");
-        assert!(text.contains("Not supported by this version: tls_dir"), "{text}");
     }
 
     #[test]

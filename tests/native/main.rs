@@ -56,6 +56,7 @@ mod soak;
 mod starting;
 mod states;
 mod strangers;
+mod tls;
 mod turning;
 mod unfit;
 mod unread;
@@ -76,6 +77,7 @@ fn main() -> ExitCode {
     pause::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);
+    tls::add(&mut suite);
     events::add(&mut suite);
     figures::add(&mut suite);
     remote::add(&mut suite);

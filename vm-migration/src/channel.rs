@@ -77,6 +77,11 @@ impl Channel {
         Ok(channel)
     }
 
+    /// True when there is something to read now, or the connection has ended.
+    pub(crate) fn has_data(&self) -> std::io::Result<bool> {
+        Ok(self.reader.has_buffered() || self.connection.has_data_now()?)
+    }
+
     /// The connection alone, if nothing else uses it.
     pub(crate) fn into_connection(self) -> Option<Connection> {
         let Self { connection, reader } = self;

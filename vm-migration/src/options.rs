@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::destination::LateReconnects;
 use crate::steering::Steering;
-use crate::transport::Address;
+use crate::transport::{Address, ClientTls, TlsError};
 
 /// Most connections for memory, as upstream has it.
 pub const CONNECTIONS_MAX: u16 = 128;
@@ -162,6 +162,10 @@ impl Default for Limits {
 pub struct SendOptions {
     /// Where the destination listens.
     pub to: Address,
+    /// Directory with certificates, where all connections use TLS.
+    pub tls_dir: Option<PathBuf>,
+    /// What was read of it, by [`load_tls`](Self::load_tls).
+    pub tls: Option<ClientTls>,
     /// How memory travels.
     pub memory_mode: MemoryMode,
     /// Memory as file descriptors on one host; nothing is copied.
@@ -212,6 +216,9 @@ pub enum OptionsError {
     /// local=on over a network.
     #[error("local=on hands memory over on one host: it needs a unix: address, not {0}")]
     Local(Address),
+    /// TLS without a network.
+    #[error("tls_dir needs a tcp: address, not {0}")]
+    TlsUnix(Address),
     /// local=on with something that it makes meaningless.
     #[error("local=on hands memory over without copying it: leave {0} out")]
     LocalAnd(&'static str),
@@ -270,6 +277,8 @@ impl SendOptions {
     pub fn new(to: Address) -> Self {
         Self {
             to,
+            tls_dir: None,
+            tls: None,
             memory_mode: MemoryMode::Precopy,
             local: false,
             connections: 1,
@@ -308,6 +317,9 @@ impl SendOptions {
             return Err(OptionsError::Bandwidth(self.bandwidth_bytes_per_s));
         }
         self.check_local()?;
+        if self.uses_tls() && matches!(self.to, Address::Unix(_)) {
+            return Err(OptionsError::TlsUnix(self.to.clone()));
+        }
         self.check_postcopy()?;
         match self.downtime_max {
             Some(_) if self.convergence != Convergence::RaiseDowntime => {
@@ -319,6 +331,19 @@ impl SendOptions {
             }),
             _ => Ok(()),
         }
+    }
+
+    fn uses_tls(&self) -> bool {
+        self.tls_dir.is_some() || self.tls.is_some()
+    }
+
+    /// Reads the certificates.
+    ///
+    /// # Errors
+    /// Names the file that is missing or cannot be used.
+    pub fn load_tls(&mut self) -> Result<(), TlsError> {
+        self.tls = self.tls_dir.as_deref().map(ClientTls::load).transpose()?;
+        Ok(())
     }
 
     /// What local=on excludes.
@@ -336,6 +361,7 @@ impl SendOptions {
             (self.compression != Compression::None, "compression"),
             (self.bandwidth_bytes_per_s > 0, "bandwidth"),
             (self.connections > 1, "connections"),
+            (self.uses_tls(), "tls_dir"),
         ];
         match excluded.into_iter().find(|(is_set, _)| *is_set) {
             Some((_, name)) => Err(OptionsError::LocalAnd(name)),

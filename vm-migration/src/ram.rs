@@ -169,6 +169,12 @@ impl GuestSlice<'_> {
         Self { start, len_bytes: self.len_bytes - len_bytes, memory: PhantomData }
     }
 
+    /// Its first `len_bytes` bytes.
+    pub(crate) fn first(self, len_bytes: usize) -> Self {
+        assert!(len_bytes <= self.len_bytes);
+        Self { len_bytes, ..self }
+    }
+
     /// Copies bytes to the start of the slice.
     pub(crate) fn write(&self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len_bytes);
@@ -191,8 +197,8 @@ impl GuestSlice<'_> {
     pub(crate) fn append_to(&self, bytes: &mut Vec<u8>) {
         bytes.reserve(self.len_bytes);
         for offset in (0..self.len_bytes).step_by(size_of::<u64>()) {
-            // SAFETY: pages are aligned and whole, so an aligned word lies inside the slice;
-            // atomic loads may race with any writer.
+            // SAFETY: pages are aligned and whole, and so are the words that a slice is cut into, so an
+            // aligned word lies inside the slice; atomic loads may race with any writer.
             let word = unsafe { &*self.start.add(offset).cast::<AtomicU64>() };
             bytes.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
         }

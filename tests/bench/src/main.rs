@@ -22,6 +22,7 @@ mod report;
 mod reuse;
 mod slots;
 mod snapshot;
+mod tls;
 mod trace;
 
 use std::path::PathBuf;
@@ -32,54 +33,58 @@ use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use report::Report;
 
 fn main() -> ExitCode {
-    let matches =
-        Command::new("bench")
-            .about("Measures the VMM beside others in one run")
-            .subcommand_required(true)
-            .arg_required_else_help(true)
-            .subcommand(
-                common("boot", "7")
-                    .about("Time to the first instruction and MMIO, memory beside guest RAM"),
-            )
-            .subcommand(
-                common("precopy", "3")
-                    .about("Live migration while the guest writes, beside a raw copy and QEMU")
-                    .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
-                    .arg(path("baseline", BASELINE_HELP)),
-            )
-            .subcommand(common("snapshot", "5").about(
-                "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
-            ))
-            .subcommand(common("prefault", "5").about(
-                "Populating memory of every kind, beside plain touching and zeroing of warm memory",
-            ))
-            .subcommand(common("prezero-pool", "5").about(
+    let matches = Command::new("bench")
+        .about("Measures the VMM beside others in one run")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(
+            common("boot", "7")
+                .about("Time to the first instruction and MMIO, memory beside guest RAM"),
+        )
+        .subcommand(
+            common("precopy", "3")
+                .about("Live migration while the guest writes, beside a raw copy and QEMU")
+                .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
+                .arg(path("baseline", BASELINE_HELP)),
+        )
+        .subcommand(common("snapshot", "5").about(
+            "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
+        ))
+        .subcommand(common("prefault", "5").about(
+            "Populating memory of every kind, beside plain touching and zeroing of warm memory",
+        ))
+        .subcommand(
+            common("prezero-pool", "5").about(
                 "Handing memory over, clearing it, and what a busy neighbour loses meanwhile",
-            ))
-            .subcommand(common("prezero-hints", "3").about(
-                "Giving memory up and taking it again, told that it is zero and not, beside QEMU",
-            ))
-            .subcommand(
-                Command::new("passthrough-boot")
-                    .about("VMs with a passed-through disk, from the log of the lab's machine")
-                    .arg(flag("json", "Print one JSON object"))
-                    .arg(path("log", "The log").required(true)),
-            )
-            .subcommand(
-                common("postcopy-latency", "3")
-                    .about(
-                        "A guest's accesses that wait for a page, beside the raw socket and QEMU",
-                    )
-                    .arg(path("baseline", BASELINE_HELP)),
-            )
-            .subcommand(common("postcopy-throughput", "3").about(
+            ),
+        )
+        .subcommand(common("prezero-hints", "3").about(
+            "Giving memory up and taking it again, told that it is zero and not, beside QEMU",
+        ))
+        .subcommand(
+            Command::new("passthrough-boot")
+                .about("VMs with a passed-through disk, from the log of the lab's machine")
+                .arg(flag("json", "Print one JSON object"))
+                .arg(path("log", "The log").required(true)),
+        )
+        .subcommand(
+            common("postcopy-latency", "3")
+                .about("A guest's accesses that wait for a page, beside the raw socket and QEMU")
+                .arg(path("baseline", BASELINE_HELP)),
+        )
+        .subcommand(
+            common("postcopy-throughput", "3").about(
                 "The time until the last page beside a raw copy, the guest's speed meanwhile",
-            ))
-            .subcommand(
-                common("postcopy-scaling", "3")
-                    .about("Faults per second for 1 to 160 threads, without KVM"),
-            )
-            .get_matches();
+            ),
+        )
+        .subcommand(
+            common("postcopy-scaling", "3")
+                .about("Faults per second for 1 to 160 threads, without KVM"),
+        )
+        .subcommand(common("tls", "3").about(
+            "What TLS costs: the rate of precopy, and accesses that wait for a page in postcopy",
+        ))
+        .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
         Ok(report) => {
@@ -118,6 +123,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "prezero-hints" => reuse::run(&programs, runs),
         "postcopy-latency" => postcopy::latency::run(&programs, baseline.as_ref(), runs),
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
+        "tls" => tls::run(&programs, runs),
         "postcopy-scaling" => postcopy::scaling::run(runs),
         _ => {
             let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);

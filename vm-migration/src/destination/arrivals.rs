@@ -4,8 +4,9 @@
 //!
 //! Owns these connections, the bytes that each has sent so far, and a deadline for each. Nothing here
 //! blocks: it reads what has arrived, and the caller polls. A peer that connects and sends nothing, or one
-//! byte now and then, delays neither the other connections nor the caller. It reads no byte beyond a hello
-//! and trusts none. Log lines about refused connections are rate-limited.
+//! byte now and then, delays neither the other connections nor the caller. The TLS handshake is a part of
+//! that, where the listener has certificates. It reads no byte beyond a hello and trusts none. Log lines about
+//! refused connections are rate-limited.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
@@ -17,7 +18,8 @@ use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::codec::{HEADER_BYTES, Header};
 use crate::protocol::message::{Answer, Command, Message, Role};
 use crate::steering::LOOK_EVERY;
-use crate::transport::{Connection, Listener};
+use crate::transport::tls::{self, Handshake};
+use crate::transport::{Connection, Listener, TlsError};
 
 /// Connections that may have said too little at a time: a full set, and some strangers. When there
 /// are more, the oldest one goes.
@@ -37,6 +39,14 @@ pub(super) const FIRST_PAYLOAD_BYTES_MAX: usize = 64;
 
 /// Longest hello.
 const HELLO_BYTES_MAX: usize = HEADER_BYTES + FIRST_PAYLOAD_BYTES_MAX;
+
+/// What a connection without TLS is told where TLS is used. It is told so without TLS.
+const NEEDS_TLS: &str =
+    "connections to this destination use TLS: give tls_dir to send-migration as well";
+
+/// What a connection with TLS is told where TLS is not used. It sees that the answer is none of TLS's.
+const HAS_NO_TLS: &str =
+    "the source uses TLS, and this destination does not: give tls_dir to receive-migration as well";
 
 /// How often the log says that connections are turned away.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
@@ -89,6 +99,8 @@ impl RejectLog {
 
 struct Pending {
     connection: Connection,
+    /// The TLS handshake, as long as it lasts.
+    handshake: Option<Handshake>,
     said: Vec<u8>,
     deadline: Instant,
     /// It was told why it is of no use; what it still sends is thrown away.
@@ -148,7 +160,18 @@ impl Arrivals {
                 continue;
             }
             match pending.read(self.expect) {
+                HelloState::Complete if pending.said.starts_with(&tls::FIRST_BYTES) => {
+                    self.refuse(Channel::new(pending.connection), HAS_NO_TLS);
+                }
                 HelloState::Complete => hellos.push(pending.hello(self.expect)),
+                HelloState::Failed(TlsError::NotTls) => {
+                    self.refuse(Channel::new(pending.connection), NEEDS_TLS);
+                }
+                HelloState::Failed(error) => {
+                    self.complaints.about(&error_text::chain(&error));
+                    // It has been told by an alert, and is to have time to read that.
+                    self.leave(pending.connection);
+                }
                 HelloState::Partial if now < pending.deadline => self.pending.push(pending),
                 HelloState::Partial => self.complaints.about("it did not say what it is for"),
                 HelloState::Closed => {
@@ -173,10 +196,19 @@ impl Arrivals {
                         self.complaints.about("it is the oldest of too many that say nothing");
                         self.pending.remove(0);
                     }
+                    let handshake = match listener.handshake() {
+                        Ok(handshake) => handshake,
+                        Err(error) => {
+                            self.complaints.about(&error_text::chain(&error));
+                            continue;
+                        }
+                    };
                     let deadline = now + self.limit;
                     let said = Vec::with_capacity(HELLO_BYTES_MAX);
                     let (refused, begins) = (false, false);
-                    self.pending.push(Pending { connection, said, deadline, refused, begins });
+                    let pending =
+                        Pending { connection, handshake, said, deadline, refused, begins };
+                    self.pending.push(pending);
                 }
                 Ok(None) => return,
                 Err(error) => {
@@ -201,11 +233,16 @@ impl Arrivals {
         // It has sent little and been sent nothing: this does not block.
         connection.set_stall_timeout(Duration::ZERO);
         if connection.send(&answer.encode()).is_ok() {
-            connection.shut_down_sending();
-            let deadline = Instant::now() + REFUSED_TIME;
-            let (said, refused, begins) = (Vec::new(), true, false);
-            self.pending.push(Pending { connection, said, deadline, refused, begins });
+            self.leave(connection);
         }
+    }
+
+    /// Ends a connection that has been sent its last bytes, as soon as it has had time to read them.
+    fn leave(&mut self, connection: Connection) {
+        connection.shut_down_sending();
+        let deadline = Instant::now() + REFUSED_TIME;
+        let (handshake, said, refused, begins) = (None, Vec::new(), true, false);
+        self.pending.push(Pending { connection, handshake, said, deadline, refused, begins });
     }
 }
 
@@ -217,6 +254,8 @@ fn begins(said: &[u8]) -> bool {
 }
 
 enum HelloState {
+    /// There will be no TLS connection.
+    Failed(TlsError),
     Complete,
     Partial,
     Closed,
@@ -251,6 +290,15 @@ impl Pending {
     }
 
     fn read(&mut self, expect: Expect) -> HelloState {
+        if let Some(handshake) = &mut self.handshake {
+            match self.connection.advance(handshake) {
+                Ok(true) => self.handshake = None,
+                Ok(false) => return HelloState::Partial,
+                // Port scanners and the like.
+                Err(TlsError::Ended) => return HelloState::Closed,
+                Err(error) => return HelloState::Failed(error),
+            }
+        }
         if expect == Expect::Role && self.said.is_empty() {
             // Without a token only what follows tells: contents of memory, or nothing yet.
             let mut ahead = [0; HEADER_BYTES];

@@ -99,7 +99,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
     fn listen_at(&mut self, address: &crate::Address, listener: &mut Arc<Listener>) {
         match Listener::bind(address) {
             Ok(other) => {
-                *listener = Arc::new(other);
+                *listener = Arc::new(other.with_tls(listener.tls().cloned()));
                 if let Some(faults) = &mut self.faults {
                     faults.rejoin.listener = Arc::clone(listener);
                 }

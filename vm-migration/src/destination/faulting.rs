@@ -181,6 +181,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                     let lost = || Failure::new(STEP, TransportError::Closed);
                     Some((fate.take_failure().unwrap_or_else(lost), None))
                 }
+                WaitEnd::Ready(2) if matches!(self.control.has_data(), Ok(false)) => None,
                 WaitEnd::Ready(2) => self.take_answer().err().map(|failure| (failure, None)),
                 WaitEnd::Ready(_) | WaitEnd::TimedOut => {
                     let returned = self.threads.rejoin.meet(&mut arrivals, engine.failed());

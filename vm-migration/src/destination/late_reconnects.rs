@@ -70,18 +70,20 @@ impl LateReconnects {
             // It waits for nothing that the cancel does not end.
             let _ = thread.join();
             if there.address() == address {
-                listener = Some(there);
+                // What its connections are to use is the new migration's choice.
+                listener = Some(Arc::new(there.with_tls(None)));
             } else {
-                elsewhere.push((there.address().clone(), more.clone()));
+                let (address, tls) = (there.address().clone(), there.tls().cloned());
+                elsewhere.push((address, tls, more.clone()));
             }
             ended.extend(more.into_iter().filter(EndedMigration::lasts));
         }
         let bind = || Listener::bind_unless(address, cancel).map(Arc::new);
         let bound = listener.map_or_else(bind, Ok);
         if bound.is_err() {
-            for (address, ended) in elsewhere {
+            for (address, tls, ended) in elsewhere {
                 match Listener::bind(&address) {
-                    Ok(listener) => self.answer_for(&Arc::new(listener), ended),
+                    Ok(listener) => self.answer_for(&Arc::new(listener.with_tls(tls)), ended),
                     Err(error) => warn_of_silence(&error),
                 }
             }
@@ -216,9 +218,11 @@ impl Rejoin {
 #[cfg(test)]
 pub(crate) fn late_reconnects_for_tests(
     at: &Address,
+    tls: Option<crate::transport::ServerTls>,
     late_reconnects: &LateReconnects,
 ) -> (Address, [u8; TOKEN_BYTES]) {
-    let rejoin = rejoin_for_tests(at, late_reconnects);
+    let mut rejoin = rejoin_for_tests(at, late_reconnects);
+    rejoin.listener = Arc::new(rejoin.listener.with_tls(tls));
     rejoin.answer_late_reconnects(false);
     (rejoin.listener.address().clone(), rejoin.id)
 }

@@ -57,7 +57,7 @@ use crate::error::{Failure, GuestLocation, MigrationError, Side};
 use crate::options::ReceiveOptions;
 use crate::progress::{Phase, Progress};
 use crate::report::FailureReport;
-use crate::transport::{self, Address, TransportError};
+use crate::transport::{self, Address, ServerTls, TransportError};
 use crate::vm::{DestinationBuilder, DestinationVm};
 
 pub(crate) use engine::{Engine, Via};
@@ -164,6 +164,18 @@ impl Listener {
     ) -> Result<Self, TransportError> {
         let (socket, ended) = late_reconnects.bind(address, cancel)?;
         Ok(Self { socket, ended, late_reconnects: late_reconnects.clone() })
+    }
+
+    /// Connections use TLS, with these certificates, or they do not.
+    #[must_use]
+    pub fn with_tls(mut self, tls: Option<ServerTls>) -> Self {
+        self.socket = Arc::new(self.socket.with_tls(tls));
+        self
+    }
+
+    /// Connections use TLS: both sides know each other by their certificates.
+    pub fn is_authenticated(&self) -> bool {
+        self.socket.tls().is_some()
     }
 
     /// Where it listens.

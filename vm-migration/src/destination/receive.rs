@@ -294,7 +294,7 @@ impl<V: DestinationVm> Mapped<V> {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
                 WaitEnd::Ready(0) => return Err(helpers.failure()),
                 WaitEnd::Ready(1) => return Err(self.failure_to_build()),
-                WaitEnd::Ready(2) => {}
+                WaitEnd::Ready(2) if matches!(self.control.has_data(), Ok(true) | Err(_)) => {}
                 WaitEnd::TimedOut | WaitEnd::Ready(_) if since.elapsed() >= limit => {
                     let what = "waiting for memory or state";
                     return Err(TransportError::Timeout { what, after: limit }).step(STEP);

@@ -153,7 +153,10 @@ impl Rejoin {
             }
             if let Some(steering::Recover::At(address)) = self.steering.take_recover() {
                 match Listener::bind_unless(&address, ended) {
-                    Ok(listener) => self.listener = Arc::new(listener),
+                    Ok(listener) => {
+                        let tls = self.listener.tls().cloned();
+                        self.listener = Arc::new(listener.with_tls(tls));
+                    }
                     Err(error) => log::error!("{}", error_text::chain(&error)),
                 }
             }
@@ -211,6 +214,7 @@ impl Rejoin {
                 .step(STEP)?
             {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
+                WaitEnd::Ready(0) if matches!(control.has_data(), Ok(false)) => {}
                 // Nothing is due on the first connection: it has ended.
                 WaitEnd::Ready(0) => return Err(TransportError::Closed).step(STEP),
                 WaitEnd::Ready(_) | WaitEnd::TimedOut => {}

@@ -30,8 +30,8 @@ const TAKEOVER: u16 = 3;
 /// Longest description of memory: 4096 regions with names of 128 bytes, doubled.
 const MEMORY_BYTES_MAX: u64 = 4 << 20;
 
-/// Longest takeover request: 4096 pairs of numbers, doubled.
-const CHARGE_BYTES_MAX: u64 = 512 << 10;
+/// Longest takeover request: 4096 pairs of numbers, doubled, and three files of 64 KiB with certificates.
+const CHARGE_BYTES_MAX: u64 = 1 << 20;
 
 /// How long a page server may take to start and to map what it is given: a busy host, many regions.
 const START_LIMIT: Duration = Duration::from_secs(20);

@@ -18,7 +18,8 @@ use crate::options::{CONNECTIONS_MAX, Limits, SendOptions};
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::ram::GuestMemoryMap;
-use crate::transport::Address;
+use crate::transport::tls::PemFiles;
+use crate::transport::{Address, ClientTls};
 
 /// Of both documents. A program that was replaced meanwhile does not matter: the page server is the
 /// program that its VMM is.
@@ -66,6 +67,9 @@ pub struct TakeoverRequest {
     recover_timeout_ms: u64,
     connect_timeout_ms: u64,
     stall_timeout_ms: u64,
+    /// Certificates and key of the source, where its connections use TLS. Never to be logged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tls: Option<PemFiles>,
     /// Per region: pages of 4 KiB that go out together, and that the destination shows together.
     pub(crate) units: Vec<(u64, u64)>,
 }
@@ -187,7 +191,7 @@ fn millis(time: Duration) -> u64 {
 
 impl TakeoverRequest {
     pub(crate) fn new(
-        to: &Address,
+        (to, tls): (&Address, Option<&ClientTls>),
         limits: &Limits,
         recover_timeout: Duration,
         bandwidth_bytes_per_s: u64,
@@ -205,6 +209,7 @@ impl TakeoverRequest {
             recover_timeout_ms: millis(recover_timeout),
             connect_timeout_ms: millis(limits.connect),
             stall_timeout_ms: millis(limits.stall),
+            tls: tls.map(|tls| tls.files().clone()),
             units,
         }
     }
@@ -228,9 +233,15 @@ impl TakeoverRequest {
         self.to.parse().map_err(|_| wrong(TAKEOVER, "its address is none"))
     }
 
+    fn tls(&self) -> Result<Option<ClientTls>, ProtocolError> {
+        let tls = self.tls.clone().map(ClientTls::new).transpose();
+        tls.map_err(|_| wrong(TAKEOVER, "its certificates cannot be used"))
+    }
+
     fn check(&self, layout: &Layout) -> Result<(), ProtocolError> {
         same_version(TAKEOVER, self.version)?;
         self.address()?;
+        self.tls()?;
         if self.bulk == 0 || self.bulk.max(self.urgent) > CONNECTIONS_MAX {
             return Err(wrong(TAKEOVER, "its numbers of connections make no sense"));
         }
@@ -276,6 +287,7 @@ impl TakeoverRequest {
             bandwidth_bytes_per_s: self.bandwidth_bytes_per_s,
             recover_timeout: Duration::from_millis(self.recover_timeout_ms),
             limits,
+            tls: self.tls()?,
             ..SendOptions::new(self.address()?)
         })
     }

@@ -28,7 +28,7 @@ fn layout() -> Layout {
 fn takeover(units: [(u64, u64); 2]) -> TakeoverRequest {
     let terms = Terms { id: [7; 16], attempt: 3, bulk: 2, urgent: 0, units: units.into() };
     let to = "tcp:host-b:6000".parse().unwrap();
-    TakeoverRequest::new(&to, &Limits::default(), Duration::from_mins(1), 1 << 20, terms)
+    TakeoverRequest::new((&to, None), &Limits::default(), Duration::from_mins(1), 1 << 20, terms)
 }
 
 fn description() -> Vec<u8> {

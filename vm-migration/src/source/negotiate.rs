@@ -169,8 +169,14 @@ pub(crate) fn connect<V: SourceVm>(
     let limits = &options.limits;
     let connect = || {
         options.check().step("checking the options")?;
-        Connection::connect(&options.to, context.cancel, limits.connect, limits.answer)
-            .step("connecting")
+        Connection::connect_secured(
+            &options.to,
+            options.tls.as_ref(),
+            context.cancel,
+            limits.connect,
+            limits.answer,
+        )
+        .step("connecting")
     };
     match connect() {
         Ok(connection) => Ok(Connected { vm, control: Channel::new(connection) }),

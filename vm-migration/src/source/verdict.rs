@@ -19,7 +19,7 @@ use crate::options::Limits;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::Message;
 use crate::steering::{self, LOOK_EVERY, Steering};
-use crate::transport::{Address, Connection, TransportError};
+use crate::transport::{Address, ClientTls, Connection, TransportError};
 
 /// Pause before the first attempt: the destination may not have noticed the loss yet.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -37,6 +37,7 @@ const STEP: &str = "telling the destination which side has the guest";
 #[derive(Clone, Debug)]
 pub(crate) struct VerdictSender {
     to: Address,
+    tls: Option<ClientTls>,
     id: [u8; TOKEN_BYTES],
     limits: Limits,
     timeout: Duration,
@@ -128,6 +129,7 @@ impl VerdictSender {
         let options = context.options;
         Self {
             to: options.to.clone(),
+            tls: options.tls.clone(),
             id,
             limits: options.limits,
             timeout: options.recover_timeout,
@@ -229,7 +231,14 @@ impl VerdictSender {
 
     fn attempt(&self, verdict: Verdict, never: &Cancel) -> Attempt {
         let limits = &self.limits;
-        let connection = match Connection::connect(&self.to, never, limits.connect, limits.answer) {
+        let connected = Connection::connect_secured(
+            &self.to,
+            self.tls.as_ref(),
+            never,
+            limits.connect,
+            limits.answer,
+        );
+        let connection = match connected {
             Ok(connection) => connection,
             Err(error) if nothing_listens(&error) => return Attempt::NotThere(error.into()),
             Err(error) => return Attempt::Unreachable(error.into()),

@@ -6,12 +6,14 @@
 //! that only its one writer raises, and a shadow table outside guest memory knows each counter, so
 //! a stale, torn or misplaced page shows at the next visit.
 
+mod certificates;
 mod guest;
 mod leaving;
 mod machine;
 mod memory;
 mod page_server;
 
+pub use certificates::TestCa;
 pub use guest::{Guest, Pace, Writers};
 pub use machine::{
     Builder, Calls, FakeDestination, FakeMapped, FakePaused, FakeVm, Inject, Throttled,

@@ -127,9 +127,10 @@ fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
 
 /// Asks to go on, and ends with the answer.
 fn half_way(takeover: &TakeoverRequest, limits: &Limits) -> Result<(), Cause> {
-    let to = takeover.options()?.to;
+    let options = takeover.options()?;
     let never = Cancel::new().map_err(Cause::Resource)?;
-    let connection = Connection::connect(&to, &never, limits.connect, limits.answer)?;
+    let (to, tls) = (&options.to, options.tls.as_ref());
+    let connection = Connection::connect_secured(to, tls, &never, limits.connect, limits.answer)?;
     let TakeoverRequest { id, attempt, bulk, urgent, .. } = *takeover;
     let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: false });
     Channel::new(connection).ask(&recover, limits.answer).map(drop)

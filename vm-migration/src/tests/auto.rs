@@ -64,7 +64,7 @@ fn a_guest_that_does_not_converge_is_moved_twenty_times() {
 }
 
 #[test]
-fn anonymous_memory_is_discarded_where_it_is_stale() {
+pub(super) fn anonymous_memory_is_discarded_where_it_is_stale() {
     if !have_uffd() {
         return;
     }
@@ -75,7 +75,7 @@ fn anonymous_memory_is_discarded_where_it_is_stale() {
 }
 
 #[test]
-fn the_clock_and_the_operator_end_a_round_in_its_middle() {
+pub(super) fn the_clock_and_the_operator_end_a_round_in_its_middle() {
     if !have_uffd() {
         return;
     }

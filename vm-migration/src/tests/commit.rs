@@ -444,7 +444,7 @@ fn a_precopy_that_is_told_to_stop_telling_says_where_the_guest_is() {
 fn ended_without_a_word() -> (Address, LateReconnects, [u8; 16]) {
     let late_reconnects = LateReconnects::default();
     let (address, id) =
-        crate::destination::late_reconnects_for_tests(&loopback(), &late_reconnects);
+        crate::destination::late_reconnects_for_tests(&loopback(), None, &late_reconnects);
     (address, late_reconnects, id)
 }
 

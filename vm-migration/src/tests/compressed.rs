@@ -30,7 +30,7 @@ fn compressed(from: &Arc<FakeMemory>, to: &Arc<FakeMemory>, connections: u16) ->
 }
 
 #[test]
-fn frames_arrive_page_by_page_as_they_were() {
+pub(super) fn frames_arrive_page_by_page_as_they_were() {
     let new = || FakeMemory::new(&[(0, 12288)], Backing::Shared, PAGE_BYTES).unwrap();
     for connections in [1, 3] {
         let report = compressed(&new(), &new(), connections);

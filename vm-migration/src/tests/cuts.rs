@@ -33,6 +33,8 @@ const SHORT: Limits =
 enum Kind {
     Plain,
     Compressed,
+    /// Over TLS.
+    Secured,
     /// As descriptors, over a Unix socket.
     Local,
 }
@@ -64,6 +66,13 @@ fn run(mode: MemoryMode, kind: Kind, cut: Cut) -> Run {
 }
 
 fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
+    match kind {
+        Kind::Secured => super::tls::secured(|| run_here(limits, mode, kind, rule)),
+        _ => run_here(limits, mode, kind, rule),
+    }
+}
+
+fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 41);
     guest.fill(&from, 30);
@@ -72,7 +81,7 @@ fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let at = match kind {
         Kind::Local => Address::Unix(dir.path().join("mig")),
-        Kind::Plain | Kind::Compressed => loopback(),
+        Kind::Plain | Kind::Compressed | Kind::Secured => loopback(),
     };
     let target = Target::start(&at, Builder::new(&to, &guest), limits);
     let relay = Relay::start(&target.address, rule);
@@ -205,6 +214,18 @@ fn a_cut_at_any_message_of_precopy() {
 #[test]
 fn a_cut_at_any_message_of_compressed_precopy() {
     table(MemoryMode::Precopy, Kind::Compressed, &[Command::MemoryZstd]);
+}
+
+#[test]
+fn a_cut_at_any_message_of_precopy_over_tls() {
+    table(MemoryMode::Precopy, Kind::Secured, &[Command::Coming, Command::Memory]);
+}
+
+#[test]
+fn a_cut_at_any_message_of_postcopy_over_tls() {
+    if have_uffd() {
+        table(MemoryMode::Postcopy, Kind::Secured, &[Command::Pending, Command::PostcopyDone]);
+    }
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub(super) fn wait_for(what: &str, condition: impl Fn() -> bool) {
 }
 
 #[test]
-fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until_it_is() {
+pub(super) fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until_it_is() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 51);
     guest.fill(&from, 60);
@@ -65,7 +65,7 @@ fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until_it_is() {
 }
 
 #[test]
-fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
+pub(super) fn a_machine_that_cannot_be_built_ends_precopy_with_the_reason() {
     for connections in [1, 3] {
         let (from, to) = (memory(), memory());
         let guest = Guest::new(&from, 52);

@@ -33,7 +33,7 @@ fn state(snapshot: &Snapshot) -> Option<PageServerState> {
 }
 
 #[test]
-fn the_source_is_done_when_the_page_server_serves() {
+pub(super) fn the_source_is_done_when_the_page_server_serves() {
     if !have_uffd() {
         return;
     }
@@ -52,7 +52,7 @@ fn the_source_is_done_when_the_page_server_serves() {
 }
 
 #[test]
-fn what_a_page_server_loses_heals() {
+pub(super) fn what_a_page_server_loses_heals() {
     if !have_uffd() {
         return;
     }
@@ -95,7 +95,7 @@ fn without_connections_of_their_own_requests_are_served_too() {
 }
 
 #[test]
-fn a_source_whose_page_server_vanishes_serves_by_itself() {
+pub(super) fn a_source_whose_page_server_vanishes_serves_by_itself() {
     if !have_uffd() {
         return;
     }
@@ -136,7 +136,7 @@ fn a_page_server_that_comes_after_the_last_page_has_not_failed() {
 }
 
 #[test]
-fn a_page_server_that_ends_half_way_leaves_the_source_serving() {
+pub(super) fn a_page_server_that_ends_half_way_leaves_the_source_serving() {
     if !have_uffd() {
         return;
     }

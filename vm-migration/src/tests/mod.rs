@@ -25,6 +25,7 @@
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends a doubt at the commit, and what does not |
 //! | `hostile` | a source that sends what it must not |
+//! | `tls` | all of that over TLS |
 //! | `strangers` | connections that are not the source's |
 //! | `scale` | what a recovery computes for a large guest |
 //! | `waits` | faults and arrivals of their pages at the same moment |
@@ -55,6 +56,7 @@ mod relay;
 mod scale;
 mod sharing;
 mod strangers;
+mod tls;
 mod waits;
 
 use std::sync::Arc;
@@ -128,7 +130,8 @@ impl Target {
         limits: Limits,
         steering: crate::Steering,
     ) -> Self {
-        let listener = Listener::bind(at).unwrap();
+        let tls = tls::of_this_thread(at).map(|(_, destination)| destination);
+        let listener = Listener::bind(at).unwrap().with_tls(tls);
         let address = listener.address().clone();
         let cancel = Cancel::new().unwrap();
         let progress = Arc::new(Progress::new(Side::Destination));
@@ -162,6 +165,7 @@ pub(super) fn options(to: &Address) -> SendOptions {
         limits: LIMITS,
         convergence: Convergence::RaiseDowntime,
         downtime_max: Some(Duration::from_secs(10)),
+        tls: tls::of_this_thread(to).map(|(source, _)| source),
         ..SendOptions::new(to.clone())
     }
 }

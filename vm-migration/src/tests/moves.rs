@@ -90,7 +90,7 @@ fn precopy_over_tcp_twenty_times() {
 }
 
 #[test]
-fn a_limit_on_bytes_per_second_holds_in_precopy() {
+pub(super) fn a_limit_on_bytes_per_second_holds_in_precopy() {
     const LIMIT: u64 = 16 << 20;
     /// What a connection may send ahead of its time.
     const AHEAD_BYTES: u64 = 1 << 20;
@@ -131,7 +131,7 @@ fn precopy_over_a_unix_socket() {
 }
 
 #[test]
-fn precopy_over_four_connections() {
+pub(super) fn precopy_over_four_connections() {
     for seed in 1..=5 {
         let case = Case::new(memory(), memory(), seed);
         case.go(&loopback(), |o| {
@@ -142,7 +142,7 @@ fn precopy_over_four_connections() {
 }
 
 #[test]
-fn precopy_of_anonymous_memory() {
+pub(super) fn precopy_of_anonymous_memory() {
     let anonymous = || FakeMemory::new(super::REGIONS, Backing::Anonymous, PAGE_BYTES).unwrap();
     Case::new(anonymous(), anonymous(), 3).go(&loopback(), |_| ());
 }
@@ -195,7 +195,7 @@ fn postcopy_over_a_unix_socket() {
 }
 
 #[test]
-fn postcopy_with_several_channels_of_each_kind() {
+pub(super) fn postcopy_with_several_channels_of_each_kind() {
     if !have_uffd() {
         return;
     }
@@ -208,7 +208,7 @@ fn postcopy_with_several_channels_of_each_kind() {
 }
 
 #[test]
-fn postcopy_of_anonymous_memory() {
+pub(super) fn postcopy_of_anonymous_memory() {
     if !have_uffd() {
         return;
     }
@@ -239,7 +239,7 @@ fn postcopy_discards_what_the_destination_had_populated() {
 }
 
 #[test]
-fn restoring_state_may_touch_memory_that_has_not_arrived() {
+pub(super) fn restoring_state_may_touch_memory_that_has_not_arrived() {
     if !have_uffd() {
         return;
     }

@@ -20,7 +20,7 @@ fn postcopy(case: &Case, urgent_connections: u16) -> Snapshot {
 }
 
 #[test]
-fn a_guest_is_whole_that_brings_its_own_pages() {
+pub(super) fn a_guest_is_whole_that_brings_its_own_pages() {
     if !have_uffd() {
         return;
     }

@@ -229,7 +229,7 @@ pub(super) fn onto_large_pages() -> Option<(Arc<FakeMemory>, Arc<FakeMemory>, Hu
 }
 
 #[test]
-fn postcopy_onto_large_pages_puts_them_together() {
+pub(super) fn postcopy_onto_large_pages_puts_them_together() {
     for seed in 1..=8 {
         let Some((from, to, _pool)) = onto_large_pages() else { return };
         let mut case = Case::new(from, to, seed);

@@ -250,7 +250,7 @@ impl Run {
 const SET: usize = 4;
 
 #[test]
-fn a_cut_of_any_connection_heals_without_help() {
+pub(super) fn a_cut_of_any_connection_heals_without_help() {
     if !have_uffd() {
         return;
     }
@@ -312,7 +312,7 @@ fn a_hundred_cuts_heal() {
 }
 
 #[test]
-fn a_stall_of_any_connection_is_found_and_heals() {
+pub(super) fn a_stall_of_any_connection_is_found_and_heals() {
     if !have_uffd() {
         return;
     }
@@ -325,7 +325,7 @@ fn a_stall_of_any_connection_is_found_and_heals() {
 }
 
 #[test]
-fn requests_that_share_the_bulk_connection_heal_too() {
+pub(super) fn requests_that_share_the_bulk_connection_heal_too() {
     if !have_uffd() {
         return;
     }
@@ -337,7 +337,7 @@ fn requests_that_share_the_bulk_connection_heal_too() {
 
 /// One after another they would take 2 round trips each: more than the destination waits.
 #[test]
-fn many_connections_over_a_long_link_are_made_at_once() {
+pub(super) fn many_connections_over_a_long_link_are_made_at_once() {
     if !have_uffd() {
         return;
     }

@@ -131,7 +131,10 @@ impl Relay {
             Address::Tcp { .. } => loopback(),
             Address::Unix(path) => Address::Unix(path.with_extension("relay")),
         };
-        let listener = Listener::bind(&at).unwrap();
+        let tls = super::tls::of_this_thread(&at);
+        let (ours, theirs) =
+            tls.map_or((None, None), |(source, destination)| (Some(source), Some(destination)));
+        let listener = Listener::bind(&at).unwrap().with_tls(theirs);
         let address = listener.address().clone();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let (end, ended) = channel();
@@ -143,7 +146,10 @@ impl Relay {
         std::thread::spawn(move || {
             // What is passed on ends with its connections.
             let never = Cancel::new().unwrap();
-            let connect = || Connection::connect(&to, &never, FOR_EVER, FOR_EVER).map(Arc::new);
+            let connect = || {
+                let tls = ours.as_ref();
+                Connection::connect_secured(&to, tls, &never, FOR_EVER, FOR_EVER).map(Arc::new)
+            };
             let accept = || {
                 let connection = listener.accept(&until, None, FOR_EVER)?;
                 connection.set_cancel(&never);

@@ -2,18 +2,21 @@
 
 //! Listening sockets.
 //!
-//! Owns the file of a Unix socket, and removes it. Must never read a byte of a connection.
+//! Owns the file of a Unix socket, and removes it, and whether connections are to use TLS. Must never read a
+//! byte of a connection.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use super::reach::resolve;
 use super::socket::{Connection, is_tcp};
+use super::tls::{Handshake, ServerTls};
 use super::wait::{WaitEnd, wait};
 use super::{Address, TransportError};
 use crate::cancel::Cancel;
@@ -21,9 +24,16 @@ use crate::cancel::Cancel;
 /// Connections that wait in a listener: a migration opens up to 257 at once.
 const BACKLOG: i32 = 257;
 
-/// A listening socket. A Unix socket's file is removed when the listener is dropped.
+/// A listening socket. A Unix socket's file is removed when the last listener on it is dropped.
 #[derive(Debug)]
 pub struct Listener {
+    bound: Arc<Bound>,
+    /// Connections are to use TLS, with these certificates.
+    tls: Option<ServerTls>,
+}
+
+#[derive(Debug)]
+struct Bound {
     socket: Socket,
     address: Address,
     /// A socket file that was made here: path, device, inode.
@@ -83,22 +93,41 @@ impl Listener {
             }
             Address::Tcp { .. } => None,
         };
-        let mut listener = Self { socket, address: address.clone(), made };
-        listener.socket.listen(BACKLOG)?;
-        if let (Address::Tcp { port, .. }, Some(bound)) =
-            (&mut listener.address, listener.socket.local_addr()?.as_socket())
+        let mut bound = Bound { socket, address: address.clone(), made };
+        bound.socket.listen(BACKLOG)?;
+        if let (Address::Tcp { port, .. }, Some(local)) =
+            (&mut bound.address, bound.socket.local_addr()?.as_socket())
         {
-            *port = bound.port();
+            *port = local.port();
         }
-        Ok(listener)
+        Ok(Self { bound: Arc::new(bound), tls: None })
+    }
+
+    /// The same socket; connections that are accepted here use TLS, or do not.
+    pub(crate) fn with_tls(&self, tls: Option<ServerTls>) -> Self {
+        Self { bound: Arc::clone(&self.bound), tls }
+    }
+
+    /// What connections are to use.
+    pub(crate) fn tls(&self) -> Option<&ServerTls> {
+        self.tls.as_ref()
+    }
+
+    /// The handshake of a connection that was accepted here, if it is to have one.
+    ///
+    /// # Errors
+    /// The certificates are of no use.
+    pub(crate) fn handshake(&self) -> Result<Option<Handshake>, TransportError> {
+        Ok(self.tls.as_ref().map(Handshake::server).transpose()?)
     }
 
     /// Where it listens, with the port that was chosen.
     pub fn address(&self) -> &Address {
-        &self.address
+        &self.bound.address
     }
 
-    /// Takes a connection that waits to be accepted; `None` when there is none.
+    /// Takes a connection that waits to be accepted; `None` when there is none. Its
+    /// [`handshake`](Self::handshake) is still to come.
     ///
     /// # Errors
     /// What the system lacks for it.
@@ -108,7 +137,7 @@ impl Listener {
         stall_timeout: Duration,
     ) -> Result<Option<Connection>, TransportError> {
         loop {
-            match self.socket.accept() {
+            match self.bound.socket.accept() {
                 Ok((socket, _)) => {
                     return Connection::new(socket, cancel, stall_timeout).map(Some);
                 }
@@ -121,10 +150,10 @@ impl Listener {
         }
     }
 
-    /// Waits for a connection.
+    /// Waits for a connection, and for its handshake.
     ///
     /// # Errors
-    /// When none comes in time, or the wait is cancelled.
+    /// When none comes in time, the wait is cancelled, or the handshake fails.
     pub fn accept(
         &self,
         cancel: &Cancel,
@@ -133,15 +162,21 @@ impl Listener {
     ) -> Result<Connection, TransportError> {
         const WHAT: &str = "waiting for a connection";
         loop {
-            match self.socket.accept() {
-                Ok((socket, _)) => return Connection::new(socket, cancel, stall_timeout),
+            match self.bound.socket.accept() {
+                Ok((socket, _)) => {
+                    let connection = Connection::new(socket, cancel, stall_timeout)?;
+                    return match self.handshake()? {
+                        Some(handshake) => connection.shake_hands(handshake),
+                        None => Ok(connection),
+                    };
+                }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => {}
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
                     _ => return Err(TransportError::Io { what: WHAT, source: error }),
                 },
             }
-            match wait(&[self.socket.as_raw_fd()], libc::POLLIN, cancel, timeout) {
+            match wait(&[self.bound.socket.as_raw_fd()], libc::POLLIN, cancel, timeout) {
                 Ok(WaitEnd::Ready(_)) => {}
                 Ok(WaitEnd::Cancelled) => return Err(TransportError::Cancelled),
                 Ok(WaitEnd::TimedOut) => {
@@ -156,11 +191,11 @@ impl Listener {
 
 impl AsRawFd for Listener {
     fn as_raw_fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+        self.bound.socket.as_raw_fd()
     }
 }
 
-impl Drop for Listener {
+impl Drop for Bound {
     fn drop(&mut self) {
         let Some((path, device, inode)) = &self.made else { return };
         // Another listener may have its own there by now.

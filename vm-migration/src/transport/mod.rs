@@ -11,6 +11,8 @@
 //! | `rights` | descriptors that travel with bytes |
 //! | `listener` | listening sockets |
 //! | `socket` | connections, vectored transfer to and from guest memory |
+//! | `secured` | what they do with TLS |
+//! | `tls` | TLS: certificates, handshake, records |
 //!
 //! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its
 //! caller asks for that, and each ends at once when the migration is cancelled.
@@ -20,7 +22,9 @@ mod listener;
 mod reach;
 mod reader;
 mod rights;
+mod secured;
 mod socket;
+pub(crate) mod tls;
 mod wait;
 
 #[cfg(test)]
@@ -30,6 +34,7 @@ pub use address::{Address, AddressError};
 pub use listener::Listener;
 pub use reader::Reader;
 pub use socket::{Connection, Part};
+pub use tls::{ClientTls, ServerTls, TlsError};
 pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
 
 use std::io;
@@ -126,6 +131,9 @@ pub enum TransportError {
         /// What was being done.
         what: &'static str,
     },
+    /// TLS.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The system's own error.
     #[error("the connection failed while {what}")]
     Io {

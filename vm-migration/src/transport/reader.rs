@@ -72,7 +72,7 @@ impl Reader {
 
     /// True when bytes are here that a poll of the socket does not see.
     pub(crate) fn has_buffered(&self) -> bool {
-        self.start < self.end
+        self.start < self.end || self.connection.has_buffered()
     }
 
     fn take(&mut self, len_max: usize) -> &[u8] {
@@ -86,7 +86,7 @@ impl ByteSource for Reader {
     fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
         let mut at = 0;
         while at < buf.len() {
-            if !self.has_buffered() {
+            if self.start == self.end {
                 if buf.len() - at >= AHEAD_BYTES {
                     at += self.receive_some(Some(&mut buf[at..]))?;
                     continue;

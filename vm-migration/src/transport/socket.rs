@@ -4,7 +4,7 @@
 //!
 //! May contain `unsafe`: vectored send and receive on raw slices of guest memory. All sockets are
 //! non-blocking, and every call that would block polls together with the cancel. A connection has
-//! at most one reading and one sending thread at a time.
+//! at most one reading and one sending thread at a time. What TLS does differently is in `secured`.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Socket, TcpKeepalive};
 
 use super::reach::{ConnectEnd, connect_one, resolve};
+use super::tls::{ClientTls, Stream};
 use super::wait::{WaitEnd, wait};
 use super::{
     Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
@@ -40,7 +41,9 @@ pub enum Part<'a> {
 /// A connected socket.
 #[derive(Debug)]
 pub struct Connection {
-    socket: Socket,
+    pub(super) socket: Socket,
+    /// With TLS.
+    pub(super) tls: Option<Box<Stream>>,
     /// What interrupts waits now; exchanged at the handover, after which a cancel comes too late.
     cancel: Mutex<Cancel>,
     /// Longest time without progress, in microseconds.
@@ -64,12 +67,29 @@ impl Connection {
         timeout: Duration,
         stall_timeout: Duration,
     ) -> Result<Self, TransportError> {
+        Self::connect_secured(to, None, cancel, timeout, stall_timeout)
+    }
+
+    /// Connects, with TLS where it is given.
+    ///
+    /// # Errors
+    /// When there is no listener, in time or at all, or the two sides do not agree on TLS within
+    /// `stall_timeout`.
+    pub fn connect_secured(
+        to: &Address,
+        tls: Option<&ClientTls>,
+        cancel: &Cancel,
+        timeout: Duration,
+        stall_timeout: Duration,
+    ) -> Result<Self, TransportError> {
         let deadline = Instant::now() + timeout;
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for address in resolve(to, cancel, timeout)? {
             let left = deadline.saturating_duration_since(Instant::now());
             match connect_one(&address, cancel, left) {
-                Ok(socket) => return Self::new(socket, cancel, stall_timeout),
+                Ok(socket) => {
+                    return Self::new(socket, cancel, stall_timeout)?.secure(tls, to);
+                }
                 Err(ConnectEnd::Cancelled) => return Err(TransportError::Cancelled),
                 Err(ConnectEnd::Failed(error)) => last = error,
             }
@@ -77,8 +97,8 @@ impl Connection {
         Err(TransportError::Connect { address: to.clone(), source: last })
     }
 
-    /// Connects to where this connection goes: of a TCP address to the same host, whatever the name
-    /// resolves to now.
+    /// Connects to where this connection goes, with TLS if this one has it: of a TCP address to the same
+    /// host, whatever the name resolves to now.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -95,7 +115,10 @@ impl Connection {
         }
         let address = self.socket.peer_addr().map_err(failed)?;
         match connect_one(&address, cancel, timeout) {
-            Ok(socket) => Self::new(socket, cancel, stall_timeout),
+            Ok(socket) => {
+                let tls = self.tls.as_ref().and_then(|tls| tls.client());
+                Self::new(socket, cancel, stall_timeout)?.secure(tls, to)
+            }
             Err(ConnectEnd::Cancelled) => Err(TransportError::Cancelled),
             Err(ConnectEnd::Failed(error)) => Err(failed(error)),
         }
@@ -135,6 +158,7 @@ impl Connection {
         set_up().map_err(TransportError::io("setting socket options"))?;
         Ok(Self {
             socket,
+            tls: None,
             cancel: Mutex::new(cancel.clone()),
             stall_timeout_us: AtomicU64::new(micros(stall_timeout)),
             reading_since: Mutex::new(None),
@@ -179,11 +203,11 @@ impl Connection {
             begins.then(Instant::now);
     }
 
-    fn has_read(&self, bytes: usize) {
+    pub(super) fn has_read(&self, bytes: usize) {
         self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    fn cancel(&self) -> Cancel {
+    pub(super) fn cancel(&self) -> Cancel {
         self.cancel.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -219,9 +243,27 @@ impl Connection {
     }
 
     fn send_pieces(&self, parts: &[Part<'_>], sent_bytes: &mut u64) -> Result<(), TransportError> {
-        let mut pieces: Vec<libc::iovec> = parts.iter().map(part_iovec).collect();
-        let mut at = 0;
         let mut total = None;
+        if let Some(tls) = &self.tls {
+            return self.send_sealed(tls, parts, sent_bytes, &mut total);
+        }
+        let mut pieces: Vec<libc::iovec> = parts.iter().map(part_iovec).collect();
+        // SAFETY: the pieces point to bytes or guest memory that `parts` borrows; the kernel only
+        // reads them.
+        unsafe { self.send_all(&mut pieces, sent_bytes, &mut total) }
+    }
+
+    /// Sends pieces until all are gone. `total` is when the message had to wait first.
+    ///
+    /// # Safety
+    /// Each piece must be readable for its length.
+    pub(super) unsafe fn send_all(
+        &self,
+        pieces: &mut [libc::iovec],
+        sent_bytes: &mut u64,
+        total: &mut Option<Instant>,
+    ) -> Result<(), TransportError> {
+        let mut at = 0;
         loop {
             while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
                 at += 1;
@@ -231,8 +273,7 @@ impl Connection {
             }
             let now = &mut pieces[at..];
             let now_len = now.len().min(PIECES_MAX);
-            // SAFETY: the pieces point to bytes or guest memory that `parts` borrows; the kernel
-            // only reads them.
+            // SAFETY: readable, as the caller promises.
             match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], true) } {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(sent) => {
@@ -253,6 +294,10 @@ impl Connection {
     /// Each piece must be writable for its length, by this thread alone or by anyone if nothing
     /// but the kernel and racing guests looks at it.
     pub(super) unsafe fn receive(&self, pieces: &mut [libc::iovec]) -> Result<(), TransportError> {
+        if let Some(tls) = &self.tls {
+            // SAFETY: as the caller promises.
+            return unsafe { self.receive_opened(tls, pieces) };
+        }
         let mut at = 0;
         loop {
             while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
@@ -277,7 +322,7 @@ impl Connection {
 
     /// True for a socket that can carry descriptors.
     pub(crate) fn is_unix(&self) -> bool {
-        is_tcp(&self.socket).is_ok_and(|tcp| !tcp)
+        self.tls.is_none() && is_tcp(&self.socket).is_ok_and(|tcp| !tcp)
     }
 
     /// Sends bytes, and a descriptor with the first of them.
@@ -286,6 +331,10 @@ impl Connection {
         bytes: &[u8],
         descriptor: BorrowedFd<'_>,
     ) -> Result<(), TransportError> {
+        if self.tls.is_some() {
+            let source = io::Error::other("descriptors do not travel over TLS");
+            return Err(TransportError::Io { what: "sending", source });
+        }
         loop {
             match super::rights::send(self.socket.as_raw_fd(), bytes, descriptor) {
                 Ok(sent) => return self.send(&bytes[sent..]),
@@ -299,6 +348,9 @@ impl Connection {
         &self,
         buf: &mut [u8],
     ) -> Result<(usize, Option<OwnedFd>), TransportError> {
+        if let Some(tls) = &self.tls {
+            return Ok((self.receive_some_opened(tls, buf)?, None));
+        }
         loop {
             match super::rights::receive(self.socket.as_raw_fd(), buf) {
                 Ok((0, _)) => return Err(TransportError::Closed),
@@ -313,11 +365,11 @@ impl Connection {
 
     /// Receives what is there, at least one byte. Descriptors that come with it are closed.
     pub(crate) fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
+        if let Some(tls) = &self.tls {
+            return self.receive_some_opened(tls, buf);
+        }
         loop {
-            // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
-            // ever writes initialised bytes into them.
-            let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
-            match self.socket.recv(uninit) {
+            match receive_into(&self.socket, buf) {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(received) => {
                     self.has_read(received);
@@ -328,7 +380,7 @@ impl Connection {
         }
     }
 
-    fn wait_to_read(&self, error: io::Error) -> Result<(), TransportError> {
+    pub(super) fn wait_to_read(&self, error: io::Error) -> Result<(), TransportError> {
         let since = *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner);
         let total = since.map(|since| (since, self.read_bytes.load(Ordering::Relaxed)));
         self.wait_after(error, libc::POLLIN, "receiving", total)
@@ -368,7 +420,7 @@ impl Connection {
         }
     }
 
-    fn wait(
+    pub(super) fn wait(
         &self,
         events: i16,
         timeout: Option<Duration>,
@@ -390,12 +442,20 @@ impl Connection {
     /// # Errors
     /// As for reading.
     pub(crate) fn wait_for_data(&self, timeout: Option<Duration>) -> Result<(), TransportError> {
-        self.wait(libc::POLLIN, timeout, "waiting for an answer")
+        const WHAT: &str = "waiting for an answer";
+        match &self.tls {
+            Some(tls) => self.wait_for_plain(tls, timeout, WHAT),
+            None => self.wait(libc::POLLIN, timeout, WHAT),
+        }
     }
 
     /// What is there now, up to the length of `buf`, which stays there.
     pub(crate) fn peek_now(&self, buf: &mut [u8]) -> usize {
-        // SAFETY: as in `receive_now`.
+        if let Some(tls) = &self.tls {
+            return self.peek_opened(tls, buf);
+        }
+        // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only ever
+        // writes initialised bytes into them.
         let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
         self.socket.peek(uninit).unwrap_or(0)
     }
@@ -405,11 +465,11 @@ impl Connection {
     /// # Errors
     /// When the connection has ended or failed.
     pub(crate) fn receive_now(&self, buf: &mut [u8]) -> Result<Option<usize>, TransportError> {
+        if let Some(tls) = &self.tls {
+            return self.receive_now_opened(tls, buf);
+        }
         loop {
-            // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only
-            // ever writes initialised bytes into them.
-            let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
-            match self.socket.recv(uninit) {
+            match receive_into(&self.socket, buf) {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(received) => return Ok(Some(received)),
                 Err(error) => match error.kind() {
@@ -423,6 +483,7 @@ impl Connection {
 
     /// Ends our direction.
     pub(crate) fn shut_down_sending(&self) {
+        self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
     }
 
@@ -434,6 +495,7 @@ impl Connection {
     /// Ends our direction and reads what the peer still sends, for up to `limit`: closing with
     /// unread bytes would make the peer's system throw our last words away.
     pub(crate) fn finish_sending(&self, limit: Duration) {
+        self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
         let deadline = Instant::now() + limit;
         let mut sink = vec![MaybeUninit::uninit(); 64 << 10];
@@ -501,8 +563,21 @@ unsafe fn transfer(fd: RawFd, pieces: &mut [libc::iovec], send: bool) -> io::Res
     usize::try_from(moved).map_err(|_| io::Error::last_os_error())
 }
 
+/// Sends what the socket takes now.
+pub(super) fn send_now(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
+    socket.send_with_flags(bytes, libc::MSG_NOSIGNAL)
+}
+
+/// Receives what is there now, up to the length of `buf`.
+pub(super) fn receive_into(socket: &Socket, buf: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only ever writes
+    // initialised bytes into them.
+    let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
+    socket.recv(uninit)
+}
+
 /// Takes `len` transferred bytes off the front of the pieces.
-fn advance(pieces: &mut [libc::iovec], mut len: usize) {
+pub(super) fn advance(pieces: &mut [libc::iovec], mut len: usize) {
     for piece in pieces {
         let taken = len.min(piece.iov_len);
         // SAFETY: within the piece, or one past its end.

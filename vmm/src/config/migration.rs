@@ -139,8 +139,9 @@ option_family! {
         compression: MigrationCompression = MigrationCompression::default(), "compression" as One<Choice>;
         /// Number of parallel connections.
         connections: u64 = 1, "connections" as One<Int>, range(1, CONNECTIONS_MAX);
-        /// Directory with certificates and key.
-        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
+        /// All connections use TLS: directory with ca-cert.pem, client-cert.pem and client-key.pem; needs a
+        /// tcp address, the host of which the certificate of the destination has to name.
+        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>;
         /// When memory is sent.
         memory_mode: MigrationMode = MigrationMode::default(), "memory_mode" as One<Choice>;
         /// Seconds of precopy after which memory_mode=auto switches to postcopy at the latest.
@@ -186,8 +187,9 @@ option_family! {
     ReceiveMigrationData "receive-migration" {
         /// `tcp:<address>:<port>` or `unix:<path>`.
         receiver_url: String = String::new(), "receiver_url" as One<Text>, required();
-        /// Directory with certificates and key.
-        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>, unsupported();
+        /// Connections have to use TLS, with certificates of one CA on both sides: directory with
+        /// ca-cert.pem, server-cert.pem and server-key.pem; needs a tcp address.
+        tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>;
         /// When memory is expected; a hint, the source decides.
         memory_mode: MigrationMode = MigrationMode::default(), "memory_mode" as One<Choice>;
         /// How accesses of vCPUs to pages that have not arrived are caught in postcopy.
@@ -367,6 +369,7 @@ impl SendMigrationData {
             compression: self.compression.0,
             page_server: self.page_server,
             page_server_socket: self.page_server_socket.clone(),
+            tls_dir: self.tls_dir.clone(),
             ..SendOptions::new(address(&self.destination_url)?)
         };
         options.check()?;
@@ -422,7 +425,12 @@ impl ReceiveMigrationData {
     /// The text is not an address, or what this version does not support.
     pub fn validate(&self) -> Result<(), ConfigError> {
         super::refuse_unsupported(self)?;
-        address(&self.receiver_url).map(drop)
+        match address(&self.receiver_url)? {
+            to @ Address::Unix(_) if self.tls_dir.is_some() => {
+                Err(options::OptionsError::TlsUnix(to).into())
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -490,10 +498,15 @@ mod tests {
         assert!(parse("destination_url=tcp:h:1,convergence=postcopy,page_server=on").is_ok());
         assert!(parse("destination_url=unix:/s,local=on,convergence=postcopy").is_err());
         assert!(parse("destination_url=tcp:h:1,page_server=on").is_err());
-        assert!(matches!(
-            parse("destination_url=tcp:h:1,tls_dir=/x"),
-            Err(ConfigError::Unsupported { .. })
-        ));
+        assert!(parse("destination_url=tcp:h:1,tls_dir=/x").is_ok());
+        for keys in ["tls_dir=/x", "local=on,tls_dir=/x"] {
+            let refused = parse(&format!("destination_url=unix:/s,{keys}")).unwrap_err();
+            assert!(refused.to_string().contains("tls_dir"), "{keys}: {refused}");
+        }
+        let receive = |text: &str| ReceiveMigrationData::parse_or_url(text).unwrap().validate();
+        assert!(receive("receiver_url=tcp:h:1,tls_dir=/x").is_ok());
+        let refused = receive("receiver_url=unix:/s,tls_dir=/x").unwrap_err();
+        assert!(refused.to_string().contains("tls_dir needs a tcp: address"), "{refused}");
         assert!(
             SendMigrationData::parse_or_url("destination_url=tcp:h:1,connections=129").is_err()
         );

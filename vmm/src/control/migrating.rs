@@ -120,6 +120,9 @@ impl Vmm {
             .options()
             .map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
         options.vcpus = Some(vcpus);
+        options
+            .load_tls()
+            .map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
         self.refuse_unmovable()?;
         if self.machine_mut()?.has_passthrough() {
             sending::without_postcopy(&mut options)?;
@@ -206,7 +209,12 @@ impl Vmm {
         let bound = Cancel::new()
             .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
             .and_then(|cancel| {
-                let target = receiving::bind(&data.receiver_url, &self.late_reconnects, &cancel)?;
+                let target = receiving::bind(
+                    &data.receiver_url,
+                    data.tls_dir.as_deref(),
+                    &self.late_reconnects,
+                    &cancel,
+                )?;
                 Ok((target, cancel))
             });
         let (target, cancel) = match bound {

@@ -5,10 +5,11 @@
 //! Owns the listening end while it waits. In postcopy the thread stays until the last page is here,
 //! or the source is lost.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vm_migration::destination::{Faulting, LateReconnects, Listener, ReceiveFailure};
-use vm_migration::transport::TransportError;
+use vm_migration::transport::{ServerTls, TransportError};
 use vm_migration::{
     Address, Cancel, Cause, FailureReport, GuestLocation, Phase, Progress, ReceiveOptions, Side,
     Steering,
@@ -103,34 +104,44 @@ pub struct ReceiveContext {
 pub enum ListenTarget {
     /// There it is listened already.
     Bound(Listener),
-    /// A resolver has to be asked where that is, which may take long.
-    Unresolved(Address),
+    /// A resolver has to be asked where that is, which may take long; with these certificates.
+    Unresolved(Address, Option<ServerTls>),
 }
 
 /// Binds the address, so that a wrong one is told at once, unless a resolver has to be asked.
 ///
 /// # Errors
-/// When it is taken, not ours, or not an address.
+/// When it is taken, not ours, or not an address, or the certificates cannot be used.
 pub fn bind(
     url: &str,
+    tls_dir: Option<&Path>,
     late_reconnects: &LateReconnects,
     cancel: &Cancel,
 ) -> Result<ListenTarget, ApiError> {
     let address: Address =
         url.parse().map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
+    let tls = tls_dir.map(ServerTls::load).transpose();
+    let tls = tls.map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
     if address.has_name() {
-        return Ok(ListenTarget::Unresolved(address));
+        return Ok(ListenTarget::Unresolved(address, tls));
     }
     Listener::bind_over(&address, late_reconnects, cancel)
-        .map(ListenTarget::Bound)
+        .map(|listener| ListenTarget::Bound(listener.with_tls(tls)))
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
-/// Says that a source can come.
+/// Says that a source can come, and whether it has to show who it is.
 fn tell_ready(listener: &Listener) {
     let address = listener.address().to_string();
+    let tls = if listener.is_authenticated() { "on" } else { "off" };
     log::info!("waiting for a migration at {address}");
-    events::emit("vm", "migration-receive-ready", &[("address", &address)]);
+    if !listener.is_authenticated() && matches!(listener.address(), Address::Tcp { .. }) {
+        log::warn!(
+            "{address} takes one source from any host that reaches it, unauthenticated and unencrypted: \
+             give tls_dir to both sides, or use a trusted network"
+        );
+    }
+    events::emit("vm", "migration-receive-ready", &[("address", &address), ("tls", tls)]);
 }
 
 impl ListenTarget {
@@ -141,15 +152,17 @@ impl ListenTarget {
         progress: &Progress,
         cancel: &Cancel,
     ) -> Result<Listener, ReceiveOutcome> {
-        let address = match self {
+        let (address, tls) = match self {
             Self::Bound(listener) => {
                 tell_ready(&listener);
                 return Ok(listener);
             }
-            Self::Unresolved(address) => address,
+            Self::Unresolved(address, tls) => (address, tls),
         };
         log::info!("asking where {address} is");
-        let bound = Listener::bind_over(&address, late_reconnects, cancel).inspect(tell_ready);
+        let bound = Listener::bind_over(&address, late_reconnects, cancel)
+            .map(|listener| listener.with_tls(tls))
+            .inspect(tell_ready);
         bound.map_err(|error| {
             let is_cancelled = matches!(error, TransportError::Cancelled);
             let report = FailureReport::before_the_begin(Side::Destination, "listening", &error);

@@ -124,7 +124,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "disk-has-room",
         "a disk that was full has taken what it kept, and the VM goes on (id, path)",
     ),
-    ("vm", "migration-receive-ready", "the destination listens"),
+    (
+        "vm",
+        "migration-receive-ready",
+        "the destination listens (address, tls: on, or off where no source has to show who it is)",
+    ),
     ("vm", "migration-receive-started", "the source was accepted"),
     ("vm", "migration-receive-finished", "the VM runs here (figures, in precopy the final ones)"),
     ("vm", "migration-receive-failed", "the VM could not be received (error: why)"),

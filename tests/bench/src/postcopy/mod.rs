@@ -14,7 +14,7 @@
 //! Nothing here asks a VMM how well it did.
 
 mod floor;
-mod guest;
+pub mod guest;
 pub mod latency;
 pub mod scaling;
 mod stream;

@@ -391,6 +391,7 @@ impl<M: GuestMemoryMap> Server<M> {
                     return Err(TransportError::Timeout { what, after: stall }).step(STEP);
                 }
                 WaitEnd::TimedOut => {}
+                WaitEnd::Ready(_) if !control.has_data().map_err(Cause::Resource).step(STEP)? => {}
                 WaitEnd::Ready(_) => {
                     heard = Instant::now();
                     match control.timed(Message::read).step(STEP)? {

@@ -22,7 +22,7 @@ use crate::protocol::message::{Message, Recover, Role};
 use crate::ram::GuestMemoryMap;
 use crate::session::Session;
 use crate::steering::{self, LOOK_EVERY, Steering};
-use crate::transport::{Address, Connection};
+use crate::transport::{Address, ClientTls, Connection};
 
 /// Pause before the first attempt: the destination may not have noticed the loss yet.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -34,6 +34,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 pub(crate) struct Reconnect {
     /// Where the destination listens.
     pub to: Address,
+    /// With these certificates, if it does.
+    pub tls: Option<ClientTls>,
     /// The migration.
     pub id: [u8; TOKEN_BYTES],
     pub bulk: u16,
@@ -64,6 +66,7 @@ impl Reconnect {
         let count = |count| u16::try_from(count).unwrap_or(u16::MAX);
         Self {
             to: options.to.clone(),
+            tls: options.tls.clone(),
             id,
             bulk: count(bulk),
             urgent: count(urgent),
@@ -174,9 +177,10 @@ impl Reconnect {
         server: &Arc<Server<M>>,
     ) -> Result<Option<Connections>, Failure> {
         const STEP: &str = "connecting again";
-        let limits = &self.limits;
+        let (limits, tls) = (&self.limits, self.tls.as_ref());
         let connection =
-            Connection::connect(&self.to, abandoned, limits.connect, limits.answer).step(STEP)?;
+            Connection::connect_secured(&self.to, tls, abandoned, limits.connect, limits.answer)
+                .step(STEP)?;
         let mut control = Channel::new(connection);
         self.attempt += 1;
         let Self { id, attempt, bulk, urgent, .. } = *self;

@@ -99,10 +99,16 @@ impl<M: GuestMemoryMap> Server<M> {
     /// What a page server has to know; it has the next attempt.
     fn takeover(&self, reconnect: &mut Reconnect) -> TakeoverRequest {
         let attempt = reconnect.give_attempt();
-        let Reconnect { to, id, bulk, urgent, timeout, limits, .. } = reconnect;
+        let Reconnect { to, tls, id, bulk, urgent, timeout, limits, .. } = reconnect;
         let units = self.grains.iter().map(Grain::pages).collect();
         let terms = Terms { id: *id, attempt, bulk: *bulk, urgent: *urgent, units };
-        TakeoverRequest::new(to, limits, *timeout, self.bandwidth_limit.bytes_per_s(), terms)
+        TakeoverRequest::new(
+            (to, tls.as_ref()),
+            limits,
+            *timeout,
+            self.bandwidth_limit.bytes_per_s(),
+            terms,
+        )
     }
 }
 

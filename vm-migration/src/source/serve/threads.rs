@@ -21,7 +21,7 @@ use crate::protocol::ProtocolError;
 use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::session::{Session, Urgency};
-use crate::transport::{Connection, WaitEnd, wait_readable};
+use crate::transport::{Connection, wait_readable};
 
 /// How long a pusher gives way at most, several answers long: requests that never end must not stop
 /// the background. It does not sleep meanwhile: waking takes longer than an answer.
@@ -113,12 +113,10 @@ fn push_bulk<M: GuestMemoryMap>(
 
 /// True when there is something to read, or the connection has ended.
 fn has_data(connection: &Connection, stop: &Cancel) -> Result<bool, Cause> {
-    let end = wait_readable(&[connection.as_raw_fd()], stop, Some(Duration::ZERO));
-    match end.map_err(Cause::Resource)? {
-        WaitEnd::Ready(_) => Ok(true),
-        WaitEnd::TimedOut => Ok(false),
-        WaitEnd::Cancelled => Err(Cause::Cancelled),
+    if stop.is_cancelled() {
+        return Err(Cause::Cancelled);
     }
+    connection.has_data_now().map_err(Cause::Resource)
 }
 
 fn yield_to_requests<M>(server: &Server<M>) {

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Handshake messages after the handshake: new keys of the peer's, and tickets, which are not used.
+//!
+//! Owns their framing. They may be cut anywhere by records, except that nothing follows a key update in its
+//! record. They come from a peer that has shown its certificate, and are checked all the same.
+
+use rustls::{Error, InvalidMessage, PeerMisbehaved};
+
+/// Type of the message with a ticket, of a server.
+const NEW_SESSION_TICKET: u8 = 4;
+
+/// Type of the message after which the peer sends with other keys.
+const KEY_UPDATE: u8 = 24;
+
+/// Longest message: a ticket has some hundred bytes.
+const MESSAGE_BYTES_MAX: usize = 16 << 10;
+
+/// Type, and length in three bytes.
+const HEADER_BYTES: usize = 4;
+
+/// What a peer wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Control {
+    /// Its next record has other keys; with `true` ours are to change as well.
+    KeyUpdate(bool),
+}
+
+/// What has come of a message.
+#[derive(Debug, Default)]
+pub(super) struct Messages(Vec<u8>);
+
+impl Messages {
+    /// Takes the contents of a record; gives what follows from it.
+    ///
+    /// # Errors
+    /// The peer breaks the rules.
+    pub(super) fn take(
+        &mut self,
+        contents: &[u8],
+        is_client: bool,
+    ) -> Result<Option<Control>, Error> {
+        self.0.extend_from_slice(contents);
+        let mut at = 0;
+        let mut control = None;
+        while let Some(([kind, length @ ..], rest)) =
+            self.0[at..].split_first_chunk::<HEADER_BYTES>()
+        {
+            let [high, mid, low] = length.map(usize::from);
+            let len = (high << 16) | (mid << 8) | low;
+            if len > MESSAGE_BYTES_MAX {
+                return Err(InvalidMessage::HandshakePayloadTooLarge.into());
+            }
+            let Some(body) = rest.get(..len) else { break };
+            match (*kind, body) {
+                (NEW_SESSION_TICKET, _) if is_client => {}
+                (KEY_UPDATE, [requested @ 0..=1]) => {
+                    control = Some(Control::KeyUpdate(*requested == 1));
+                }
+                (KEY_UPDATE, _) => return Err(InvalidMessage::InvalidKeyUpdate.into()),
+                _ => return Err(InvalidMessage::UnexpectedMessage("after the handshake").into()),
+            }
+            at += HEADER_BYTES + len;
+            if control.is_some() && at < self.0.len() {
+                return Err(PeerMisbehaved::KeyEpochWithPendingFragment.into());
+            }
+        }
+        self.0.drain(..at);
+        Ok(control)
+    }
+
+    /// True in the middle of a message, where nothing else may come.
+    pub(super) fn is_partial(&self) -> bool {
+        !self.0.is_empty()
+    }
+}
+
+/// The message that says that the next record has other keys.
+pub(super) const OUR_KEY_UPDATE: [u8; 5] = [KEY_UPDATE, 0, 0, 1, 0];
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn messages_may_be_cut_anywhere() {
+        let ticket = [&[NEW_SESSION_TICKET, 0, 1, 0][..], &[7; 256]].concat();
+        let asked = [KEY_UPDATE, 0, 0, 1, 1];
+        let all = [&ticket[..], &asked].concat();
+        for cut in 0..=all.len() {
+            let mut messages = Messages::default();
+            let first = messages.take(&all[..cut], true).unwrap();
+            let second = messages.take(&all[cut..], true).unwrap();
+            let heard: Vec<_> = first.into_iter().chain(second).collect();
+            assert_eq!(heard, [Control::KeyUpdate(true)], "{cut}");
+            assert!(!messages.is_partial());
+        }
+        let ours = Messages::default().take(&OUR_KEY_UPDATE, false).unwrap();
+        assert_eq!(ours, Some(Control::KeyUpdate(false)));
+    }
+
+    #[test]
+    fn what_does_not_belong_there_is_refused() {
+        for (bytes, is_client) in [
+            (&[NEW_SESSION_TICKET, 0, 0, 0][..], false),
+            (&[13, 0, 0, 0], true),
+            (&[KEY_UPDATE, 0, 0, 1, 2], true),
+            (&[KEY_UPDATE, 0, 0, 2, 0, 0], true),
+            (&[KEY_UPDATE, 0, 0, 1, 0, NEW_SESSION_TICKET], true),
+            (&[NEW_SESSION_TICKET, 1, 0, 0], true),
+        ] {
+            assert!(Messages::default().take(bytes, is_client).is_err(), "{bytes:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_taken_or_refused(
+            records in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..20),
+            is_client: bool,
+        ) {
+            let mut messages = Messages::default();
+            let whole = Messages::default().take(&records.concat(), is_client);
+            let in_parts = records.iter().try_fold(None, |last, record| {
+                messages.take(record, is_client).map(|control| control.or(last))
+            });
+            if whole.is_ok() {
+                // What is fine in one record is fine in several.
+                prop_assert!(in_parts.is_ok());
+                prop_assert_eq!(in_parts.unwrap(), whole.unwrap());
+            }
+        }
+    }
+}
