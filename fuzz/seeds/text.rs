@@ -108,6 +108,7 @@ const STATES: [(&str, &str); 5] = [
     ("console", r#"{"kind":"virtio-console","version":1,"data":{"columns":80,"rows":25}}"#),
     ("rng", r#"{"kind":"virtio-rng","version":1,"data":{}}"#),
     ("vsock", r#"{"kind":"virtio-vsock","version":1,"data":{}}"#),
+    ("watchdog", r#"{"kind":"virtio-watchdog","version":1,"data":{"is_armed":true}}"#),
     (
         "block",
         r#"{"kind":"virtio-block","version":1,"data":{"writeback":true,"capacity_sectors":128,"readonly":false}}"#,

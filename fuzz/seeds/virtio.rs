@@ -192,6 +192,7 @@ fn console_and_rng() -> Vec<Seed> {
     rng.chain(0, &[(0x7f00, 0x200, true), (0x5000, 16, true)]);
     let mut seeds = console.seeds("virtio_console", "text", &[0, 1]);
     seeds.extend(rng.seeds("virtio_rng", "buffers", &[0, 1]));
+    seeds.extend(rng.seeds("virtio_watchdog", "buffers", &[0, 1]));
     seeds
 }
 

@@ -412,7 +412,7 @@ pub fn command(with_help: bool) -> Command {
             manual::list::<VdpaConfig>("vdpa", with_help),
             flag("version", "Print the version").short('V'),
             manual::option::<VsockConfig>("vsock", with_help),
-            flag("watchdog", "Watchdog device (not supported by this version)"),
+            flag("watchdog", "Watchdog device, which resets a guest that is stuck"),
         ])
         .args(ELSEWHERE.map(elsewhere))
 }

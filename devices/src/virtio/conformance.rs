@@ -18,6 +18,7 @@ use super::net::Net;
 use super::rng::{Rng, RngConfig};
 use super::test_driver::Driver;
 use super::vsock::{Vsock, VsockConfig};
+use super::watchdog::{Watchdog, WatchdogConfig};
 use super::{ActivateError, Activation, StateError, VirtioDevice};
 use crate::endpoint::ConsoleEndpoint;
 
@@ -89,6 +90,12 @@ fn vsock() -> Subject {
     let device = Box::new(Vsock::new(VsockConfig { id: "vsock".to_owned(), cid: 3, path }));
     device.socket().attach().unwrap();
     Subject { device, kind: "virtio-vsock", _keep: Box::new(dir) }
+}
+
+fn watchdog() -> Subject {
+    let config = WatchdogConfig::new("watchdog".to_owned(), Arc::new(|| ()));
+    let device = Box::new(Watchdog::new(config));
+    Subject { device, kind: "virtio-watchdog", _keep: Box::new(()) }
 }
 
 fn driver_for(device: &dyn VirtioDevice) -> Driver {
@@ -266,4 +273,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, mem, rng, net, vsock);
+conformance_of!(balloon, block, console, mem, rng, net, vsock, watchdog);

@@ -31,6 +31,7 @@ use super::rng::worker::RngWorker;
 use super::vsock::VsockSocket;
 use super::vsock::muxer::Muxer;
 use super::vsock::worker::VsockWorker;
+use super::watchdog::worker::WatchdogWorker;
 use super::worker::{Watch, Work};
 use crate::endpoint::ConsoleEndpoint;
 use crate::syscalls;
@@ -290,6 +291,18 @@ fn run_vsock(data: &[u8]) -> Setup<()> {
     run(VsockWorker::new(receive, transmit, event, muxer, is_restored)?)
 }
 
+/// Serves the queue of a watchdog.
+#[doc(hidden)]
+pub fn fuzz_watchdog(data: &[u8]) {
+    report(run_watchdog(data));
+}
+
+fn run_watchdog(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let timeout = std::time::Duration::from_hours(1);
+    run(WatchdogWorker::new(guest.queue(0)?, timeout, Arc::default(), Arc::new(|| ()))?)
+}
+
 /// Reads bytes as the saved state of every device.
 pub fn fuzz_state(data: &[u8]) {
     report(run_state(data));
@@ -312,6 +325,8 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let _ = net.restore(&snapshot);
     let config = super::vsock::VsockConfig { id: String::new(), cid: 3, path: "/".into() };
     let _ = super::vsock::Vsock::new(config).restore(&snapshot);
+    let config = super::watchdog::WatchdogConfig::new(String::new(), Arc::new(|| ()));
+    let _ = super::watchdog::Watchdog::new(config).restore(&snapshot);
     let zone = memory::ZoneSpec::new("ram", MEMORY_BYTES);
     let config = memory::RamConfig { zones: vec![zone] };
     let ram = memory::GuestRam::new(&config, memory::RamLayout::default())?;

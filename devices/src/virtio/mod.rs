@@ -8,7 +8,7 @@
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
-//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vsock`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vsock`], [`watchdog`] | the devices |
 //!
 //! A driver that breaks the rules of a queue gets its device stopped with DEVICE_NEEDS_RESET; one
 //! that asks for something impossible in a request gets an error in its answer. Neither ever makes
@@ -26,6 +26,7 @@ mod one_queue;
 mod queue;
 pub mod rng;
 pub mod vsock;
+pub mod watchdog;
 mod worker;
 
 #[cfg(any(test, feature = "testing"))]

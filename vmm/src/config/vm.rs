@@ -39,6 +39,8 @@ pub const CONSOLE_ID: &str = "__console";
 pub const RNG_ID: &str = "__rng";
 /// Name of the balloon.
 pub const BALLOON_ID: &str = "__balloon";
+/// Name of the watchdog.
+pub const WATCHDOG_ID: &str = "__watchdog";
 
 option_family! {
     /// The configuration of a virtual machine.
@@ -85,7 +87,7 @@ option_family! {
         /// Virtual IOMMU.
         iommu: bool = false, "" as JsonOnly, unsupported();
         /// Watchdog device.
-        watchdog: bool = false, "" as JsonOnly, unsupported();
+        watchdog: bool = false, "" as JsonOnly;
         /// Real-time clock device.
         rtc: Option<RtcConfig> = None, "" as JsonOnly, unsupported();
         /// Device through which the guest reports a panic.

@@ -12,6 +12,7 @@
 //!                not started yet
 //!  Reset         waits               waits             waits              reboots it
 //!  TripleFault   waits               waits             waits              reboots it
+//!  Watchdog      waits               waits             waits              reboots it
 //!  Shutdown      waits               waits             waits              ends it
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
@@ -59,6 +60,7 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
     match event {
         GuestEvent::Reset
         | GuestEvent::TripleFault { .. }
+        | GuestEvent::WatchdogExpired
         | GuestEvent::Shutdown
         | GuestEvent::VcpuStopped { .. } => true,
         GuestEvent::Ejected | GuestEvent::DeviceWanted { .. } | GuestEvent::DiskFull { .. } => {
@@ -220,6 +222,11 @@ impl Vmm {
                 self.tell_of_triple_fault(index, told);
                 self.reboot_for(None)
             }
+            GuestEvent::WatchdogExpired => {
+                log::warn!("the guest has not set its watchdog back in time, and is reset");
+                events::emit("guest", "watchdog-expired", &[]);
+                self.reboot_for(None)
+            }
             GuestEvent::Shutdown => {
                 log::info!("the guest has shut down");
                 self.shutdown_for(None)
@@ -300,7 +307,8 @@ mod tests {
     #[test]
     fn a_paused_vm_neither_ends_nor_reboots_until_it_is_resumed() {
         let triple_fault = GuestEvent::TripleFault { index: 1 };
-        for ending in [GuestEvent::Reset, triple_fault, GuestEvent::Shutdown, stopped()] {
+        let watchdog = GuestEvent::WatchdogExpired;
+        for ending in [GuestEvent::Reset, triple_fault, watchdog, GuestEvent::Shutdown, stopped()] {
             let name = format!("{ending:?}");
             let mut events = of_seven([ending, GuestEvent::Ejected]);
             assert_eq!(all(&mut events, MachineStatus::Paused), ["Ejected"], "{name}");

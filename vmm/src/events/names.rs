@@ -144,6 +144,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "a triple fault resets the guest (vcpu, in_a_row: starts that ended so, ran_ms: if it was \
          started here)",
     ),
+    ("guest", "watchdog-expired", "the guest has not set its watchdog back in time, and is reset"),
     ("guest", "panic", "a vCPU cannot go on, and the VM ends (vcpu: which)"),
 ];
 

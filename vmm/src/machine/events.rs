@@ -21,6 +21,8 @@ pub enum GuestEvent {
         /// Number of the vCPU.
         index: u32,
     },
+    /// It has not set its watchdog back in time, so it is taken for stuck.
+    WatchdogExpired,
     /// It switched itself off.
     Shutdown,
     /// It has let go of devices that it was asked to let go of.

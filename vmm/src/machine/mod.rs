@@ -340,7 +340,8 @@ impl MachineParts {
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
         let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
         let ban = Passthrough::ban_discards(config, &ram);
-        let mut devices = VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink))?;
+        let mut devices =
+            VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
         if !passthrough.is_opening() {
             devices.place_later(&segment)?;

@@ -19,6 +19,7 @@ use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::vsock::{Vsock, VsockSocket};
+use devices::virtio::watchdog::{Watchdog, WatchdogConfig};
 use devices::virtio::{Counters, VirtioDevice};
 use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
@@ -32,12 +33,13 @@ use thiserror::Error;
 use super::balloons;
 use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
-use super::events::{EventSink, GuestEvent};
+use super::events::{EventSink, GuestEvent, Power};
 use super::exclusive::{self, ExclusiveError, LockedImages};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
 use super::vsocks::{self, VsockHandle};
+use crate::config::vm::WATCHDOG_ID;
 use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
 
 /// Why a machine lacks a virtio device.
@@ -139,6 +141,7 @@ impl VirtioDevices {
         context: &PciContext<'_>,
         images: &mut LockedImages,
         sink: EventSink,
+        power: &Arc<Power>,
     ) -> Result<Self, VirtioError> {
         let mut devices = Self { sink: Some(sink), ..Self::default() };
         let width = disk_width(config);
@@ -176,6 +179,15 @@ impl VirtioDevices {
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
             devices.plug(context, &id, Box::new(device), number)?;
+        }
+        if config.watchdog {
+            let power = Arc::clone(power);
+            let expired = Arc::new(move || power.signal(GuestEvent::WatchdogExpired));
+            let watchdog = Watchdog::new(WatchdogConfig::new(WATCHDOG_ID.to_owned(), expired));
+            // For the same reason as above: no option keeps its number.
+            let free = |number: &u8| taken.insert(*number);
+            let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
+            devices.plug(context, WATCHDOG_ID, Box::new(watchdog), number)?;
         }
         if let Some(balloon) = &config.balloon {
             let id = balloon.id.clone().unwrap_or_default();

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The watchdog device.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use virtio_queue::QueueState;
+
+use super::state;
+use super::worker::WatchdogWorker;
+use crate::virtio::RING_FEATURES;
+use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::one_queue::only_queue;
+use crate::virtio::worker::{PendingPause, Workers};
+
+/// Virtio device ID of watchdogs.
+const DEVICE_ID: u16 = 35;
+const QUEUE_SIZE: u16 = 8;
+/// The driver of cloud-hypervisor's guests gives a buffer every 15 s at the latest, and may be 5 s late.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Called once when a guest is taken for stuck; must not wait.
+pub type Expired = Arc<dyn Fn() + Send + Sync>;
+
+/// What a watchdog is made from.
+pub struct WatchdogConfig {
+    /// Name of the device, for its thread.
+    pub id: String,
+    /// Time after which a guest that gives no buffer is taken for stuck.
+    pub timeout: Duration,
+    /// Hears of it.
+    pub expired: Expired,
+}
+
+impl WatchdogConfig {
+    /// A watchdog as cloud-hypervisor's.
+    pub fn new(id: String, expired: Expired) -> Self {
+        Self { id, timeout: TIMEOUT, expired }
+    }
+}
+
+/// A watchdog device.
+pub struct Watchdog {
+    config: WatchdogConfig,
+    /// The driver has given a buffer. Set by the thread as well.
+    is_armed: Arc<AtomicBool>,
+    workers: Workers,
+}
+
+impl Watchdog {
+    /// A watchdog whose clock stands.
+    pub fn new(config: WatchdogConfig) -> Self {
+        Self { config, is_armed: Arc::default(), workers: Workers::default() }
+    }
+}
+
+impl VirtioDevice for Watchdog {
+    fn device_id(&self) -> u16 {
+        DEVICE_ID
+    }
+
+    fn queue_sizes_max(&self) -> &[u16] {
+        &[QUEUE_SIZE]
+    }
+
+    fn features(&self) -> u64 {
+        RING_FEATURES
+    }
+
+    fn acknowledge_features(&mut self, _features: u64) {}
+
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let queue = only_queue(activation)?;
+        let (is_armed, expired) = (Arc::clone(&self.is_armed), Arc::clone(&self.config.expired));
+        let worker = WatchdogWorker::new(queue, self.config.timeout, is_armed, expired);
+        let resource = |source| ActivateError::Resource { what: "make a timer", source };
+        self.workers.spawn(&self.config.id, &[], worker.map_err(resource)?)
+    }
+
+    fn reset(&mut self) {
+        self.workers.stop();
+        self.is_armed.store(false, Ordering::Release);
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.workers.pause()
+    }
+
+    fn begin_pause(&mut self) -> PendingPause {
+        self.workers.begin_pause()
+    }
+
+    fn resume(&mut self) {
+        self.workers.resume();
+    }
+
+    fn save(&self) -> DeviceSnapshot {
+        state::save(self.is_armed.load(Ordering::Acquire))
+    }
+
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        self.is_armed.store(state::check(state)?, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The saved state of a watchdog: whether its clock runs. How far it is does not matter, as it begins anew.
+
+use serde::{Deserialize, Serialize};
+
+use crate::state::StateFormat;
+use crate::virtio::{DeviceSnapshot, StateError};
+
+const FORMAT: StateFormat = StateFormat { kind: "virtio-watchdog", newest: 1 };
+
+/// Plain and untrusted; every value is possible.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WatchdogState {
+    is_armed: bool,
+}
+
+pub(super) fn save(is_armed: bool) -> DeviceSnapshot {
+    FORMAT.encode(&WatchdogState { is_armed })
+}
+
+pub(super) fn check(snapshot: &DeviceSnapshot) -> Result<bool, StateError> {
+    FORMAT.decode::<WatchdogState>(snapshot).map(|state| state.is_armed)
+}

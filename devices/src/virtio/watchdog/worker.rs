@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The thread of a watchdog: its queue and its clock.
+
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use virtio_queue::QueueState;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::device::Expired;
+use crate::virtio::queue::{Broken, NOT_RAM, WorkQueue};
+use crate::virtio::worker::{Watch, Work};
+
+const QUEUE_TOKEN: u64 = 0;
+const TIMER_TOKEN: u64 = 1;
+/// Buffers served before the clock is looked at.
+const BUDGET: u32 = 64;
+/// What a driver finds in a buffer that the device has seen.
+const SEEN: [u8; 1] = [1];
+
+/// Serves a watchdog.
+pub(crate) struct WatchdogWorker {
+    queue: WorkQueue,
+    timeout: Duration,
+    timer: TimerFd,
+    is_armed: Arc<AtomicBool>,
+    expired: Expired,
+}
+
+impl WatchdogWorker {
+    /// `expired` is called when there was no buffer for `timeout`.
+    pub(crate) fn new(
+        queue: WorkQueue,
+        timeout: Duration,
+        is_armed: Arc<AtomicBool>,
+        expired: Expired,
+    ) -> io::Result<Self> {
+        let timer = TimerFd::new().map_err(io::Error::from)?;
+        Ok(Self { queue, timeout, timer, is_armed, expired })
+    }
+
+    fn serve(&mut self) -> Result<(), Broken> {
+        let mut was_seen = false;
+        let served = self.queue.serve(BUDGET, |memory, chain| {
+            was_seen = true;
+            match chain.writable.copy_in(memory, &SEEN) {
+                Ok(0) => Err("has no room for an answer"),
+                Ok(_) => Ok(1),
+                Err(_) => Err(NOT_RAM),
+            }
+        });
+        if was_seen {
+            self.is_armed.store(true, Ordering::Release);
+            self.begin_anew()?;
+        }
+        served
+    }
+
+    fn begin_anew(&mut self) -> Result<(), Broken> {
+        self.timer.reset(self.timeout, None).map_err(|error| {
+            log::error!("cannot set the clock of a watchdog: {error}");
+            Broken::Device("the host refused to set a timer")
+        })
+    }
+
+    fn stop_clock(&mut self) {
+        // Fails for no timer that is there.
+        let _ = self.timer.clear();
+    }
+}
+
+impl Work for WatchdogWorker {
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        watch.on(QUEUE_TOKEN, self.queue.kick().as_raw_fd())?;
+        watch.on(TIMER_TOKEN, self.timer.as_raw_fd())?;
+        if self.is_armed.load(Ordering::Acquire) {
+            self.begin_anew()?;
+        }
+        self.serve()
+    }
+
+    fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        if token == QUEUE_TOKEN {
+            self.queue.take_kick();
+            return self.serve();
+        }
+        // The machine is about to be another: it is told once.
+        self.stop_clock();
+        self.is_armed.store(false, Ordering::Release);
+        (self.expired)();
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        self.stop_clock();
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        vec![self.queue.state()]
+    }
+
+    fn report_broken(&self) {
+        self.queue.interrupt().needs_reset();
+    }
+}
