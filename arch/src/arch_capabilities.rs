@@ -41,7 +41,7 @@ const RFDS_NO: u64 = bit(27);
 const BITS: [(u32, &str, Meaning); 33] = [
     // Without them Linux separates page tables, flushes caches and buffers, and forbids speculation.
     (0, "RDCL_NO", Promise),
-    // Set once, IBRS protects for ever; elsewhere it would have to be set on each entry to the kernel.
+    // Set once, IBRS protects forever; elsewhere it would have to be set on each entry to the kernel.
     (1, "IBRS_ALL", Promise),
     // Return predictions may come from elsewhere when the return buffer is empty.
     (2, "RSBA", Weakness),

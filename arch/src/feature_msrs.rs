@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Registers that describe the processor to its guest, beside CPUID.
+//! Registers that describe the processor to its guest, besides CPUID.
 //!
 //! Owns which ones they are and what each may lose on the way to another host: the rules are those by which
 //! KVM takes or refuses a value for a vCPU, so that a refusal comes before a guest has stopped for it. A
@@ -124,7 +124,7 @@ fn value(list: &[(u32, u64)], wanted: u32) -> u64 {
     list.iter().find(|(index, _)| *index == wanted).map_or(0, |(_, value)| *value)
 }
 
-/// What this host suffers from and the guest was not told of, in words: it goes on all the same, and
+/// What this host suffers from and the guest was not told of, in words: it continues all the same, and
 /// the log should tell. `None` where there is nothing of the kind.
 pub fn untold_weaknesses(guest: &[(u32, u64)], host: &[(u32, u64)]) -> Option<String> {
     let pair = (value(guest, ARCH_CAPABILITIES), value(host, ARCH_CAPABILITIES));

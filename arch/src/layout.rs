@@ -92,7 +92,7 @@ pub const KVM_IDENTITY_MAP_GPA: u64 = 0xfffb_c000;
 pub const KVM_TSS_GPA: u64 = 0xfffb_d000;
 /// Size of the KVM task state area.
 pub const KVM_TSS_BYTES: u64 = 3 * PAGE_BYTES;
-/// RAM goes on here.
+/// RAM continues here.
 pub const HIGH_RAM_64_GPA: u64 = 4 * GIB;
 
 // ---- Above 4 GiB.
@@ -225,7 +225,7 @@ pub fn ram_ranges(len_bytes: u64, hole: HighHole) -> Result<Vec<GpaRange>, RamTo
 /// The 64-bit device window: from the first GiB boundary after `ram_end_gpa` (all memory that may
 /// be added later included) to the end of what `phys_bits` can address, but for the last 64 KiB.
 ///
-/// With a `hole` it is the larger of the two sides, since one window is simpler for everyone:
+/// With a `hole` it is the larger of the two sides, since one window is simpler for all devices:
 /// peers of a passed-through device could not reach BARs in the hole. `None` when RAM leaves no
 /// room.
 pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<GpaRange> {

@@ -119,7 +119,7 @@ pub fn boot_msrs() -> Vec<kvm_msr_entry> {
         .collect()
 }
 
-/// Bits that every vCPU has set in an MSR beside those that KVM has set, which say what its processor
+/// Bits that every vCPU has set in an MSR besides those that KVM has set, which say what its processor
 /// lacks (branch trace store, precise event-based sampling).
 pub const BOOT_MSR_BITS: (u32, u64) = (MSR_IA32_MISC_ENABLE, MISC_ENABLE_FAST_STRING);
 

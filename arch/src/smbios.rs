@@ -13,7 +13,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::layout;
 
-/// What guests see who look for this kind of machine; cloud-hypervisor's names, as images and
+/// Identification for guests that look for this kind of machine: cloud-hypervisor's names, as images and
 /// inventories know them.
 const DEFAULT_MANUFACTURER: &str = "Cloud Hypervisor";
 const DEFAULT_PRODUCT: &str = "cloud-hypervisor";

@@ -197,7 +197,7 @@ fn console_and_rng() -> Vec<Seed> {
 }
 
 /// Page numbers on queues 0 and 1, statistics on 2, a command and hints on 3, reports on 4. Both
-/// regions of memory are given up in part, the border between them included.
+/// regions of memory are released in part, the border between them included.
 fn balloon() -> Vec<Seed> {
     const PFNS: usize = BUFFERS;
     const STATISTICS: usize = 2 * QUEUE_STRIDE + BUFFERS;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a page server is told by the VMM that has started it: the guest's memory, and how to go on.
+//! What a page server is told by the VMM that has started it: the guest's memory, and how to continue.
 
 #![no_main]
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The guest's paravirtual clock, and how guest time goes on after a move.
+//! The guest's paravirtual clock, and how guest time continues after a move.
 //!
 //! Owns the clock's saved form and the one decision about time: does the guest see the time that
 //! passed between save and restore, or not. Must never be restored after a vCPU: the TSC of every
@@ -72,13 +72,13 @@ impl Vm {
         })
     }
 
-    /// Sets the guest's clock to `clock_ns`, from which it goes on at once.
+    /// Sets the guest's clock to `clock_ns`, from which it continues at once.
     pub fn set_clock(&self, clock_ns: u64) -> Result<(), KvmError> {
         let data = kvm_clock_data { clock: clock_ns, ..Default::default() };
         self.shared().fd.set_clock(&data).context("set the guest's clock")
     }
 
-    /// Lets guest time go on from `state`. All vCPUs must exist, and none may have its state yet.
+    /// Lets guest time continue from `state`. All vCPUs must exist, and none may have its state yet.
     pub fn restore_clock(
         &self,
         state: &ClockState,

@@ -3,7 +3,7 @@
 //! What a vCPU leaves the guest for.
 //!
 //! Owns one pass through KVM_RUN and the translation of its exit into calls of an
-//! [`ExitHandler`]. Must never decide what becomes of the VM: it reports, the handler decides.
+//! [`ExitHandler`]. Must never decide what happens to the VM: it reports, the handler decides.
 
 use std::fmt::Write as _;
 
@@ -109,7 +109,7 @@ pub trait ExitHandler: Send + Sync {
         let _ = (vcpu_index, access);
         FaultAction::Stop
     }
-    /// A vCPU has stopped for good; its state can still be read. The others go on.
+    /// A vCPU has stopped for good; its state can still be read. The others continue.
     fn stopped(&self, vcpu_index: u32, reason: StopReason);
 }
 
@@ -122,7 +122,7 @@ pub(crate) enum RunOutcome {
     Leave,
     /// A signal or `immediate_exit`: nothing is unfinished.
     Interrupted,
-    /// The vCPU cannot go on.
+    /// The vCPU cannot continue.
     Stopped(StopReason),
 }
 
@@ -299,7 +299,7 @@ mod tests {
         let after = |action| fault(&Faults(action), &tables, 3, access);
         assert!(matches!(after(FaultAction::Retry), RunOutcome::Handled));
         let RunOutcome::Stopped(reason) = after(FaultAction::Stop) else {
-            panic!("the vCPU goes on without its memory");
+            panic!("the vCPU continues without its memory");
         };
         assert_eq!(reason, StopReason::MemoryFault(access));
         assert!(tables.0.lock().unwrap().is_empty());

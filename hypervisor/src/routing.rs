@@ -65,7 +65,7 @@ impl RouteTable {
         Some(gsi)
     }
 
-    /// Gives a number back. Numbers that were not handed out are ignored.
+    /// Returns a number. Numbers that were not handed out are ignored.
     pub fn free(&mut self, gsi: u32) {
         self.vectors.remove(&gsi);
     }

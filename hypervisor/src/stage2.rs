@@ -102,7 +102,7 @@ impl Drop for Stage2Fill {
     }
 }
 
-/// What is to be done, and what became of it.
+/// What is to be done, and what happened to it.
 #[derive(Debug, Default)]
 struct Work {
     /// Locked for an instant.
@@ -190,7 +190,7 @@ impl Work {
         match error.errno() {
             // The vCPU is wanted elsewhere.
             libc::EINTR | libc::EAGAIN => self.lock().push_front(left),
-            // The guest's memory has gone meanwhile: it gave it back.
+            // The guest's memory has gone meanwhile: it returned it.
             libc::ENOENT | libc::EFAULT => {}
             _ => {
                 self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

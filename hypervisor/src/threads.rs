@@ -19,7 +19,7 @@
 //! check and the entry a signal alone would be lost, therefore `immediate_exit`, which the kernel
 //! checks after the entry:
 //!
-//! | who | does, in this order, all sequentially consistent |
+//! | thread | does, in this order, all sequentially consistent |
 //! | --- | --- |
 //! | kicker | `leave` = 1; `immediate_exit` = 1; signal |
 //! | vCPU | `immediate_exit` = 0; if `leave`: `immediate_exit` = 1; KVM_RUN |
@@ -440,7 +440,7 @@ impl VcpuThreads {
     /// A throttle on all vCPUs. It does not stop them from being paused or ended.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn throttle(&self) -> io::Result<VcpuThrottle> {
         let throttled = |thread: &Thread| -> Arc<dyn Throttled> { thread.shared.clone() };
         VcpuThrottle::start(self.threads.iter().map(throttled).collect())

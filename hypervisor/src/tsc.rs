@@ -2,7 +2,7 @@
 
 //! The time-stamp counter of a vCPU across a move.
 //!
-//! May contain `unsafe`: reading the counter. Owns the arithmetic that makes a vCPU's TSC go on with the clock (see `clock`). Must never set a
+//! May contain `unsafe`: reading the counter. Owns the arithmetic that makes a vCPU's TSC continue with the clock (see `clock`). Must never set a
 //! frequency that the host can only pretend: KVM then trails the guest's TSC by hand or lets it run
 //! at the wrong speed.
 
@@ -38,7 +38,7 @@ pub enum TscTarget {
     Value(u64),
 }
 
-/// What becomes of the frequency of a vCPU.
+/// Outcome for the frequency of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frequency {
     /// It is the host's.

@@ -143,7 +143,7 @@ impl UserfaultBitmap {
     }
 
     /// The page's contents have arrived; a vCPU that sees the bit clear sees them too. Says whether
-    /// the bit was set: of several who bring a page, one gets `true`. Pages out of range are clear.
+    /// the bit was set: of several threads that resolve a page, one gets `true`. Pages out of range are clear.
     pub fn clear(&self, page: u64) -> bool {
         self.word(page).is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::AcqRel) & bit != 0)
     }

@@ -48,13 +48,13 @@ pub struct VcpuInit {
     pub registers: Option<BootRegisters>,
     /// Model-specific registers, of each vCPU.
     pub msrs: Vec<kvm_msr_entry>,
-    /// Numbers of model-specific registers, and bits that are set in them beside those that are.
+    /// Numbers of model-specific registers, and bits that are set in them besides those that are.
     pub msr_bits: Vec<(u32, u64)>,
 }
 
 /// How often in a row a vCPU left the guest because an event could not be delivered.
 ///
-/// KVM keeps the event and delivers it with the next entry, and has gone on by itself until Linux 6.14,
+/// KVM keeps the event and delivers it with the next entry, and has continued by itself until Linux 6.14,
 /// which leaves it to us. A processor that says falsely that it was delivering something (QEMU's
 /// emulation of SVM does now and then) is right the next time; a guest whose interrupt stack is no
 /// memory never is.

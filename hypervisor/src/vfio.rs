@@ -79,7 +79,7 @@ pub struct AttachedFile {
 impl Drop for AttachedFile {
     fn drop(&mut self) {
         if let Err(error) = self.files.set(KVM_DEV_VFIO_FILE_DEL, &self.file) {
-            log::warn!("KVM does not let go of a passed-through device: {error}");
+            log::warn!("KVM does not release a passed-through device: {error}");
         }
     }
 }

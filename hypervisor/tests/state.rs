@@ -14,7 +14,7 @@ use hypervisor::{
     TimeBase, VcpuState, VcpuStateError, Vm, VmConfig,
 };
 
-/// Counts in EBX and in memory at 0x2000, for ever, and says when it has begun.
+/// Counts in EBX and in memory at 0x2000, forever, and says when it has begun.
 #[rustfmt::skip]
 const COUNTER: [u8; 16] = [
     0xe6, 0x70,                     // out 0x70, al

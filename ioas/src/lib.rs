@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! An I/O address space of iommufd by its number, as those use it who did not make it, or who hand it on.
+//! An I/O address space (IOAS) of iommufd by its number, for code that shares or passes on an IOAS.
 //!
 //! Owns the kernel's structures (Linux, `include/uapi/linux/iommufd.h`). Must never destroy anything: an
 //! address space ends with its iommufd, or with the process that made it.

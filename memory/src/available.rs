@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use crate::host::Host;
 
-/// Of the host's memory this part is left alone, within bounds: the kernel and everybody else go on
+/// Of the host's memory this part is left alone, within bounds: the kernel and other processes continue
 /// needing some, and begin to wait for it before the last page is gone.
 const HOST_MARGIN_DIVISOR: u64 = 32;
 const HOST_MARGIN_MAX_BYTES: u64 = 2 << 30;

@@ -160,7 +160,7 @@ fn files_handed_over_are_examined() {
     // One that can still be made shorter is not measured.
     let cut = super::memfd("given", 0).unwrap();
     refused(&zone(|_| {}), cut, "shrinking");
-    // A zone that is to be a memfd takes nothing that somebody could make shorter.
+    // A zone that is to be a memfd takes no file that another process could truncate.
     refused(&zone(|_| {}), file.try_clone().unwrap(), "shrinking");
     refused(&zone(|z| z.backing = Backing::Anonymous), file.try_clone().unwrap(), "private");
     let huge = Backing::Hugetlb { page_size: HugePageSize::HostDefault };

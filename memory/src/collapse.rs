@@ -48,7 +48,7 @@ impl Stop {
     }
 }
 
-/// What has become of the blocks.
+/// Outcome for the blocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Collapsed {
     /// Huge pages, by now.
@@ -70,7 +70,7 @@ impl Collapse {
     /// Begins with those of `regions` that want it; `None` if none does.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn start(regions: &[Arc<RamRegion>]) -> io::Result<Option<Self>> {
         let wanting = |region: &&Arc<RamRegion>| region.wants_collapse();
         let regions: Vec<_> = regions.iter().filter(wanting).cloned().collect();
@@ -90,7 +90,7 @@ impl Collapse {
         self.stop.tell();
     }
 
-    /// Waits for its end; what has become of the blocks, or `None` after a panic.
+    /// Waits for its end; the state of the blocks, or `None` after a panic.
     pub fn wait(mut self) -> Option<Collapsed> {
         self.thread.take().and_then(|thread| thread.join().ok())
     }

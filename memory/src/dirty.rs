@@ -103,7 +103,7 @@ impl Bitmap for DeviceDirtyLog {
     fn mark_dirty(&self, offset: usize, len: usize) {
         let Some(log) = &self.log else { return };
         // The write came first, then this. The fence pairs with the one in `set_tracking`: either
-        // this sees tracking switched on, or the one who switched it on sees the write.
+        // this sees tracking switched on, or the thread that switched it on sees the write.
         fence(Ordering::SeqCst);
         if len == 0 || !log.tracking.load(Ordering::Relaxed) {
             return;

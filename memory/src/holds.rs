@@ -108,7 +108,7 @@ impl Holds {
             while ranges.is_held(&range) {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    log::debug!("memory is given back while a migration still reads it");
+                    log::debug!("memory is returned while a migration still reads it");
                     break;
                 }
                 let waited = self.changed.wait_timeout(ranges, left);

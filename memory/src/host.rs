@@ -105,7 +105,7 @@ impl Host {
         Self::number(&self.node(node).join(dir).join("free_hugepages"))
     }
 
-    /// The size of a hugetlb page for who does not name one, in bytes.
+    /// The default size of a hugetlb page, in bytes.
     pub fn default_huge_page_bytes(&self) -> Option<u64> {
         let text = Self::read(&self.proc.join("meminfo"))?;
         meminfo_bytes(&text, "Hugepagesize").filter(|size| size.is_power_of_two())

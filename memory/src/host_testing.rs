@@ -68,7 +68,7 @@ pub fn smaps_bytes(address: *const u8, field: &str) -> u64 {
     panic!("no {field} for {address:?}");
 }
 
-/// Extra pages in the host's 2 MiB hugetlb pool; given back on drop. One test at a time has them.
+/// Extra pages in the host's 2 MiB hugetlb pool; returned on drop. One test at a time has them.
 pub struct BorrowedHugePages {
     pool: PathBuf,
     before: u64,

@@ -16,7 +16,7 @@ const LATER_ALIGN_BYTES: u64 = 2 << 30;
 pub struct RamLayout {
     /// First guest physical address that is kept free for devices.
     pub hole_start: u64,
-    /// First guest physical address at which RAM goes on.
+    /// First guest physical address at which RAM continues.
     pub hole_end: u64,
     /// No RAM at or above this guest physical address.
     pub end: u64,

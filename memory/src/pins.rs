@@ -2,7 +2,7 @@
 
 //! Memory that is pinned for passed-through devices, and how it can be discarded all the same.
 //!
-//! Owns the contract between who gives memory back and who has pinned it. A device knows nothing of
+//! Owns the contract between code that discards memory and code that has pinned it. A device knows nothing of
 //! what the guest does with its pages, so pinned memory may go only if the guest promises to ask
 //! before it uses it again: that question is the one moment at which it can be pinned anew. Must
 //! never let memory go for a guest that promises nothing, as one that reports free pages.
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::region::RamRegion;
 
-/// Who keeps guest memory pinned for devices. Ranges are bytes of a region.
+/// An owner of pinned guest memory, for devices. Ranges are bytes of a region.
 pub trait Pins: Send + Sync {
     /// The least of a region that it unpins: what it has pinned as a whole stays so or goes as a
     /// whole, and begins at multiples of this.

@@ -36,7 +36,7 @@ pub enum PlugError {
     /// Memory must stay as it is for a while; try again.
     #[error("memory cannot come or go now: {reason}")]
     Busy {
-        /// Who forbids it.
+        /// The holders of the bans.
         reason: &'static str,
     },
     /// The host has no pages.
@@ -225,7 +225,7 @@ impl GuestRam {
 
     /// Tries again to give the host what is still there of unplugged blocks of `region`, beginning with
     /// block `from`: when contents that were to arrive are here, or pinned memory may go again. At most
-    /// `budget_bytes` or one block at a time; returns the block to go on with, if there are more.
+    /// `budget_bytes` or one block at a time; returns the block to continue with, if there are more.
     pub fn retry_unplugged(&self, region: &RamRegion, from: u64, budget_bytes: u64) -> Option<u64> {
         let plugged = region.plugged()?;
         let all = plugged.unreturned.len();
@@ -237,7 +237,7 @@ impl GuestRam {
         (end < all).then_some(end)
     }
 
-    /// Who has memory pinned and lets go of it; an error where memory must stay as it is.
+    /// Unpins memory that is to be discarded; an error where memory must stay as it is.
     fn pins_or_busy(&self) -> Result<Option<Arc<dyn Pins>>, PlugError> {
         match (self.discards_banned(), self.pins()) {
             (Some(reason), None) => Err(PlugError::Busy { reason }),

@@ -61,7 +61,7 @@ const RESIDENCE_PAGES_FIRST: usize = 32;
 /// full memfd takes quadratic time. Here the kernel is asked which pages are in its cache, in one
 /// call for many. It looks at each of them, there or not, so it is asked only where the file has data,
 /// found with `SEEK_DATA`, which reaches over holes of any size at once; and about more pages at a time
-/// the longer the data goes on. What is not in the cache may still be in swap: the file knows.
+/// the longer the data continues. What is not in the cache may still be in swap: the file knows.
 ///
 /// # Safety
 ///

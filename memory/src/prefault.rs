@@ -324,7 +324,7 @@ impl PrefaultHelper {
     }
 }
 
-/// One of those who work, until it is dropped, in whatever way that comes.
+/// Registration of a worker, until it is dropped, however its thread ends.
 struct WorkerGuard<'a>(&'a Engine);
 
 impl Drop for WorkerGuard<'_> {
@@ -468,7 +468,7 @@ impl Populate for RamRegion {
 /// decides: it takes time on a large guest.
 ///
 /// # Errors
-/// Who has too little, and how much that is.
+/// The limit that is too low, and how low.
 pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMemory> {
     let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<MemoryDemand> {
         let counted = regions.iter().filter(|region| region.takes_host_memory());

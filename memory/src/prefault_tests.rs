@@ -281,7 +281,7 @@ fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
 fn a_pipeline_gets_populated_pieces_in_order() {
     let ram = ram("c", 16 * MIB, Backing::Memfd, false);
     let region = &ram.regions()[0];
-    // Pages that are still to arrive are nobody's to populate.
+    // Pages that are still to arrive must not be populated.
     region.resident().set_absent(1024..1025);
     let mut pieces = Vec::new();
     region
@@ -336,7 +336,7 @@ fn who_waits_does_what_is_left() {
     let on_chunk: ChunkHook = Arc::new(move |_, _| {
         if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
-            // Not for ever: who fails releases nobody.
+            // With a limit: a failed assertion would not release the other thread.
             released.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
         } else {
             assert_eq!(niceness(), own, "a helper gives way, too");

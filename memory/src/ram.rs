@@ -151,7 +151,7 @@ impl ProvidedFile {
     }
 }
 
-/// What guest RAM is made from, beside its configuration.
+/// What guest RAM is made from, besides its configuration.
 #[derive(Debug, Clone, Default)]
 pub struct RamSources {
     /// Files that zones are to consist of, in place of their own.

@@ -3,8 +3,8 @@
 //! Discarding memory that the guest does not use.
 //!
 //! Owns what of a range is discarded: whole pages of the backing whose content is here. Whether they
-//! may be discarded is decided in [`crate::discards`]; what becomes of pinned memory that is let
-//! go of in time is in [`crate::pins`]. The map of resident pages keeps
+//! may be discarded is decided in [`crate::discards`]; what happens to pinned memory that is unpinned
+//! in time is in [`crate::pins`]. The map of resident pages keeps
 //! pages alone that are still to arrive: their content would come back after they were discarded.
 //!
 //! Guest addresses come from a guest and are believed in nothing; what is not RAM is left out.
@@ -23,7 +23,7 @@ use crate::zone_kind::ZoneKind;
 /// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// What became of a range that was to be discarded.
+/// Outcome for a range that was to be discarded.
 #[derive(Debug, Default)]
 pub struct Discarded {
     /// Guest physical ranges that were discarded and read as zero, in order.
@@ -127,7 +127,7 @@ impl GuestRam {
     }
 
     /// Discards the memory of the guest physical `range`, unless there is a ban, in both mappings and for
-    /// all who share it; it reads as zero from then on, and counts as written for migrations. The maps
+    /// all processes that share it; it reads as zero from then on, and counts as written for migrations. The maps
     /// are up to date when this returns. For memory that may be pinned for devices see
     /// [`discard_unpinned`](Self::discard_unpinned).
     ///
@@ -414,7 +414,7 @@ mod tests {
         let error = ram.discard_in_region(0, &(0..MIB)).unwrap_err();
         assert!(matches!(error, AccessError::Banned { reason: "a test", .. }), "{error}");
         assert_eq!(byte(&ram, 0), 7);
-        // Pages are given up for guests that ask, and this one does not.
+        // Pages are released for guests that ask, and this one does not.
         ban.except_unpinned(Arc::new(UnpinsAll));
         assert!(ram.discard_in_region(0, &(0..MIB)).is_err());
         drop(ban);

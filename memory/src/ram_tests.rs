@@ -318,7 +318,7 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let config = RamConfig { zones: vec![reserving] };
     let sources = RamSources { provided, ..RamSources::default() };
     GuestRam::on_host(&config, RamLayout::default(), &sources, &host).unwrap();
-    // Huge pages that nobody has touched yet are promised to their file already.
+    // Huge pages that have not been touched yet are promised to their file already.
     let huge =
         || zone("a", 4 * MIB, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 });
     let Some(_borrowed) = BorrowedHugePages::new(2) else { return };

@@ -88,7 +88,7 @@ impl ZoneFile {
             let kind = match lock_as_needed(zone, path, &file, may_write) {
                 Ok(kind) => kind,
                 Err(error) => {
-                    // Another process that has the lock of a file created here may go on using it.
+                    // Another process that has the lock of a file created here may keep using it.
                     if created && !matches!(error, BackingError::InUse { .. }) {
                         let _ = fs::remove_file(path);
                     }
@@ -201,7 +201,7 @@ fn lock_as_needed(
     if may_write {
         return lock(FileUse::Written).map(|()| ZoneKind::Shared);
     }
-    // Looked at with a lock that others who only read can have at the same time.
+    // Looked at with a lock that other readers can hold at the same time.
     lock(FileUse::Read)?;
     if is_data()? {
         return Ok(ZoneKind::PrivateFile);
@@ -302,7 +302,7 @@ fn is_at(path: &Path, file: &File) -> bool {
 
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
-    // Without O_NONBLOCK, opening a pipe with nothing at the other end would wait for ever.
+    // Without O_NONBLOCK, opening a pipe with nothing at the other end would wait forever.
     options.read(true).write(true).mode(0o600).custom_flags(libc::O_NONBLOCK);
     options
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Who gets a file, and what becomes of what it holds.
+//! Locks of memory files, and what happens to the contents of a file.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -124,7 +124,7 @@ fn what_arrives_finds_nothing() {
     assert_eq!(bytes.len() as u64, 6 * MIB);
     let (mine, behind) = bytes.split_at(4 << 20);
     assert!(mine.iter().all(|byte| *byte == 0) && behind.iter().all(|byte| *byte == 0xA5));
-    assert!(fs::metadata(&path).unwrap().blocks() * 512 < 3 * MIB, "its room was given back");
+    assert!(fs::metadata(&path).unwrap().blocks() * 512 < 3 * MIB, "its room was returned");
 }
 
 #[test]

@@ -123,7 +123,7 @@ pub struct FakeIoEvents {
 }
 
 impl FakeIoEvents {
-    /// What the kernel does with a guest's write; false if it goes on to the VMM.
+    /// What the kernel does with a guest's write; false if it continues to the VMM.
     pub fn signal(&self, gpa: u64) -> bool {
         let registered = lock(&self.registered);
         registered.get(&gpa).is_some_and(|event| event.write(1).is_ok())

@@ -231,7 +231,7 @@ impl PoolConnection {
 }
 
 fn connect(path: &Path) -> io::Result<UnixStream> {
-    // A connect to a socket whose queue is full would wait for ever but for the time set here.
+    // A connect to a socket whose queue is full would wait forever but for the time set here.
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_write_timeout(Some(PATIENCE))?;
     socket.set_read_timeout(Some(PATIENCE))?;

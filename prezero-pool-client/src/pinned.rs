@@ -39,7 +39,7 @@ pub struct TakePinned {
     pub node: Option<u32>,
     /// First guest physical address that has no memory, below 4 GiB.
     pub hole_start: u64,
-    /// Where memory goes on.
+    /// Where memory continues.
     pub hole_end: u64,
     /// Which device.
     pub device: Bdf,

@@ -21,7 +21,7 @@ const SLOTS_MAX: u64 = 256;
 const THREADS_MAX: u32 = 64;
 /// Bytes per second that zeroing may use if nothing is said: a tenth of what one processor does.
 const BANDWIDTH_DEFAULT: u64 = 2 << 30;
-/// What the host keeps for everybody else if nothing is said.
+/// Default for the memory that is left to the rest of the host.
 const KEEP_FREE_DEFAULT: u64 = 1 << 30;
 /// How much larger than asked for a slot may be.
 const WASTE_PERCENT_DEFAULT: u32 = 25;
@@ -73,7 +73,7 @@ pub struct Class {
 pub struct SlotDevice {
     /// Which.
     pub address: Bdf,
-    /// Who may have it, beside root and the pool's own user.
+    /// Users that may have it, besides root and the pool's own user.
     pub users: Vec<u32>,
 }
 
@@ -115,7 +115,7 @@ pub struct Config {
     pub keep_free_bytes: u64,
     /// How much larger than asked for a slot may be, in hundredths.
     pub max_waste_percent: u32,
-    /// Who may have how much.
+    /// Limits per user.
     pub limits: UserLimits,
     /// What is kept.
     pub classes: Vec<Class>,

@@ -2,7 +2,7 @@
 
 //! Keeps populated and zeroed memory ready for virtual machines, and takes it back when they end.
 //!
-//! Owns the slots: which are ready, who has which, and what becomes of those that come back. Knows
+//! Owns the slots: which are ready or leased, and what happens to returned ones. Knows
 //! nothing of virtual machines but where their memory begins and ends: a slot is a memfd, perhaps mapped
 //! for a device, and its user is the holder of the connection over which it was taken. Must never hand
 //! out a byte that was written.
@@ -34,7 +34,7 @@
 //! ```
 //!
 //! The memory is mapped by its file, so the iommufd has an open file of it until it is gone itself, and
-//! it cannot go before the device was let go of. The lease is refused for as long as any process has one of
+//! it cannot go before the device was released. The lease is refused for as long as any process has one of
 //! the three, whichever it is: what the first user passed on is found in the same way.
 //!
 //! Pages can be held without a file, in a pipe for instance, by a process that means to. So what

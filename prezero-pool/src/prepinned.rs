@@ -3,7 +3,7 @@
 //! Memory that is mapped for a device in advance.
 //!
 //! Owns the iommufd and the device until they are handed over with the memory, and then nothing of them:
-//! who has an iommufd controls every address space in it, so there is one for each slot. Must never
+//! the holder of an iommufd controls every address space in it, so there is one for each slot. Must never
 //! attach the device: it reaches nothing before its user says so.
 
 use std::fs::File;
@@ -26,7 +26,7 @@ use crate::slot::{PoolSlotError, SlotMemory, ZONE, zone_of};
 const IOMMUFD: &str = "/dev/iommu";
 const DEVICES: &str = "/sys/bus/pci/devices";
 /// What is mapped by one call: not larger than needed for the kernel to pin large runs at once, and the
-/// smallest thing that a VM can give back.
+/// smallest thing that a VM can return.
 const PIECE_BYTES: u64 = 64 << 20;
 
 /// Memory that could not be mapped for its device.
@@ -119,7 +119,7 @@ impl Prepinned {
             VfioDevice::open_cdev(&path).map_err(|source| PinError::Open(address, source))?;
         let object = |source| PinError::Object(address, source);
 
-        // The crate's values are for who keeps them: these have duplicates, and what they undo when
+        // The crate's values are for an owner that keeps them: these have duplicates, and what they undo when
         // they are dropped is an address space of their own and no attachment.
         let copy = iommufd.try_clone().map_err(PinError::Duplicate)?;
         let control = Arc::new(IommuFd::new_from_fd(copy));

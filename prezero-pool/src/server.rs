@@ -278,7 +278,7 @@ impl Server {
             return;
         };
         let text = stats::render(&self.broker.counters, &self.broker.slot_counts());
-        // The text fits into the socket's buffer; who connects and does not read gets a part.
+        // The text fits into the socket's buffer; a client that connects and does not read gets a part.
         let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(text.as_bytes()));
     }
 }

@@ -126,7 +126,7 @@ impl SlotMemory {
         let config = RamConfig { zones: vec![zone_of(class)] };
         let ram = GuestRam::new(&config, LAYOUT)
             .map_err(|source| PoolSlotError::Make { size_bytes, source })?;
-        // Before the first page, so that no memory is reclaimed for a slot that is given up again.
+        // Before the first page, so that no memory is reclaimed for a slot that is abandoned again.
         memory::check_available(ram.regions())?;
         let own = ram.regions().first().and_then(|region| region.file());
         let own = own.ok_or_else(|| PoolSlotError::Open(io::Error::other("it has no file")))?;
@@ -147,7 +147,7 @@ impl SlotMemory {
         open_anew(&self.file).map_err(PoolSlotError::Open)
     }
 
-    /// Who can reach the memory.
+    /// Processes that can reach the memory.
     pub fn users(&self) -> Users {
         sys::users_of(&self.file)
     }

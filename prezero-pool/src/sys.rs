@@ -21,7 +21,7 @@ pub enum Users {
     Unknown,
 }
 
-/// Who has `file`, which must have been opened by path (the kernel counts those only).
+/// Whether other processes have `file`, which must have been opened by path (the kernel counts those only).
 pub fn users_of(file: &File) -> Users {
     let fd = file.as_raw_fd();
     // SAFETY: takes and returns numbers; the descriptor is open.
@@ -53,7 +53,7 @@ pub struct Peer {
     pub pid: i32,
 }
 
-/// Who connected, as the kernel noted at that moment.
+/// Credentials of the peer, as the kernel recorded them at connect.
 pub fn peer_of(stream: &UnixStream) -> io::Result<Peer> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).map_err(io::Error::other)?;

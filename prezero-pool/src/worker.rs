@@ -66,7 +66,7 @@ impl Workers {
     /// is done.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn start(
         classes: &[Class],
         threads: NonZeroUsize,

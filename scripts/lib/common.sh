@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# Shared by the scripts beside this folder: where things are, what is built, how they speak and end.
+# Shared by the scripts alongside this folder: where things are, what is built, how they speak and end.
 # Sourced, never run.
 
 set -euo pipefail

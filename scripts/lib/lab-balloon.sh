@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups that compare with QEMU need beside the usual machine. Sourced by
+# What the lab's groups that compare with QEMU need besides the usual machine. Sourced by
 # scripts/lab.
 
 # add_qemu TREE: QEMU and its firmware.

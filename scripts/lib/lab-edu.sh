@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the group vfio-dma needs beside the usual machine: the module of tests/lab/modules/edu-vfio-pci, built
+# What the group vfio-dma needs besides the usual machine: the module of tests/lab/modules/edu-vfio-pci, built
 # for the lab's kernel from Debian's headers of it, and the program that drives the device from within the
 # guest. Sourced by scripts/lab.
 

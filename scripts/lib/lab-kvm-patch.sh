@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups kvm-patch, faults-* and bench-* need beside the usual machine: KVM modules built from
+# What the lab's groups kvm-patch, faults-* and bench-* need besides the usual machine: KVM modules built from
 # the patches of kernel/patches for the lab's own kernel, KVM selftests of the same source, and the cost
 # probe. They are an initramfs of their own that is laid over the machine's. Sourced by scripts/lab.
 

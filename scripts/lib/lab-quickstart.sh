@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's group `quickstart` needs beside the usual machine: the commands of the README, and the guest
+# What the lab's group `quickstart` needs besides the usual machine: the commands of the README, and the guest
 # that they make. Sourced by scripts/lab.
 
 # readme_commands NAME: the block of commands that stands after that mark.

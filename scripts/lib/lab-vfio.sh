@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the groups with passed-through devices need beside the usual machine: a disk to pass through, and
+# What the groups with passed-through devices need besides the usual machine: a disk to pass through, and
 # programs that change limits of a process. Sourced by scripts/lab.
 
 # build_extra_vfio FILE: writes the disk, and an initramfs with the programs.
@@ -80,7 +80,7 @@ build_extra_vfio_memory() {
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"
   pack "$LAB/vfio" "$1"
 }
-# Beside the pool a program that keeps a descriptor of a VMM.
+# Alongside the pool a program that keeps a descriptor of a VMM.
 build_extra_pool_device() {
   build_extra_vfio "$1"
   add_slow_open "$LAB/vfio"

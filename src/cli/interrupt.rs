@@ -62,7 +62,7 @@ mod tests {
         let action = if disposition == IGNORED { libc::SIG_IGN } else { libc::SIG_DFL };
         // SAFETY: sets one of the two dispositions that call nothing.
         unsafe { libc::signal(libc::SIGINT, action) };
-        explain("it goes on".to_owned());
+        explain("it continues".to_owned());
         let mut pending = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
         // SAFETY: the signal goes to this thread alone, where it does nothing or stays; the set is written
         // to and then looked at.
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn a_full_pipe_keeps_no_signal_from_ending_the_process() {
         if std::env::var_os(FULL_PIPE).is_some() {
-            explain("it goes on".to_owned());
+            explain("it continues".to_owned());
             // From here on the signal may come.
             println!("ready");
             loop {

@@ -168,7 +168,7 @@ struct Latency {
 }
 
 impl Document {
-    /// Nothing more will happen. A postcopy that has lost its connections goes on when it has them
+    /// Nothing more will happen. A postcopy that has lost its connections continues when it has them
     /// again, by itself or on request; it is over only when it has failed.
     fn is_over(&self) -> bool {
         match self.phase.as_str() {
@@ -394,7 +394,7 @@ pub fn announce(client: &Client) {
     let _ = client.ask(Method::Get, "vm.migration-progress", None);
 }
 
-/// Follows the migration that goes on, or the last one, to its end, at its page server too.
+/// Follows the current migration, or the last one, to its end, at its page server too.
 ///
 /// # Errors
 /// It did not end well, or its end was not seen.
@@ -550,7 +550,7 @@ mod tests {
         assert_eq!(with_time(0), "waiting for migration-recover (no route)");
         assert!(!document(json!({"phase": "postcopy-recover"})).is_over());
         let failed = json!({"phase": "postcopy-paused", "error": {"guest": "postcopy-paused"}});
-        assert!(document(failed).is_over(), "the pages were given away");
+        assert!(document(failed).is_over(), "the pages were handed over");
     }
 
     #[test]

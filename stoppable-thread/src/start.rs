@@ -66,7 +66,7 @@ impl Builder {
     /// Starts it.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn spawn<T: Send + 'static>(
         self,
         body: impl FnOnce() -> T + Send + 'static,
@@ -80,7 +80,7 @@ impl Builder {
     /// Starts it in a scope, which waits for its end.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn spawn_scoped<'scope, T: Send + 'scope>(
         self,
         scope: &'scope Scope<'scope, '_>,
@@ -96,7 +96,7 @@ impl Builder {
 /// Starts a thread of this name.
 ///
 /// # Errors
-/// The host gives no thread.
+/// The thread cannot be started.
 pub fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     body: impl FnOnce() -> T + Send + 'static,
@@ -107,7 +107,7 @@ pub fn spawn<T: Send + 'static>(
 /// Starts a thread of this name in a scope, which waits for its end.
 ///
 /// # Errors
-/// The host gives no thread.
+/// The thread cannot be started.
 pub fn spawn_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: impl Into<String>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Turns an ordinary host-target link into a freestanding one: no C start files, no libraries,
 //! fixed addresses from `guest.ld`. Lives here rather than in `.cargo/config.toml` because cargo
-//! reads that file from the working directory, not from beside the manifest.
+//! reads that file from the working directory, not from alongside the manifest.
 
 fn main() {
     let dir = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");

@@ -199,7 +199,7 @@ fn expect_end(code: i32, output: &str, wanted: i32, text: &str) {
 
 fn unreadable_kernel() {
     if !is_root() {
-        skip("only root can start a process as somebody else");
+        skip("only root can start a process as another user");
     }
     let folder = folder();
     let kernel = folder.path().join("guest");
@@ -244,14 +244,14 @@ fn no_kvm() {
 
 fn kvm_not_permitted() {
     if !is_root() {
-        skip("only root can start a process as somebody else");
+        skip("only root can start a process as another user");
     }
     let mode = fs::metadata("/dev/kvm").map(|data| {
         use std::os::unix::fs::PermissionsExt as _;
         data.permissions().mode()
     });
     if mode.is_ok_and(|mode| mode & 0o006 == 0o006) {
-        skip("/dev/kvm is open to everybody here");
+        skip("/dev/kvm is open to all users here");
     }
     let folder = folder();
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);

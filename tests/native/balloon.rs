@@ -92,7 +92,7 @@ fn told_nothing() {
     }
 }
 
-/// What a VM gave back of memory from the pool is still accounted to it, and in the next VM's hands it
+/// What a VM returned of memory from the pool is still accounted to it, and in the next VM's hands it
 /// is there and zero.
 fn of_the_pool() {
     const LEN: u64 = 192 << 20;
@@ -157,7 +157,7 @@ fn size_is_kept() {
     let api = vmm.api();
     let before = info(&vmm);
     assert_eq!(before["balloon"]["target_bytes"], 16 << 20);
-    // Nobody has given anything up.
+    // No page has been released.
     assert_eq!(before["memory_actual_size"], 128 << 20);
     assert!(before["device_tree"]["_virtio-pci-__balloon"]["pci_bdf"].is_string(), "{before}");
     api.put("vm.resize", r#"{"desired_balloon":33554432,"desired_vcpus":2}"#).ok();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Guest time goes on with real time: over a pause, and from one VMM to another.
+//! Guest time continues with real time: over a pause, and from one VMM to another.
 //!
 //! What the test guest can see is its TSC; the wall clock of a Linux guest follows the same
 //! reading of the host. Where KVM gives a guest the host's own counter and no offset, this finds an

@@ -90,7 +90,7 @@ fn names_and_files() {
     vmm.wait_for_work(100);
     let (_folder, url) = place();
     save(&vmm, &url);
-    // The first VM goes on with its disk; the copy would not get it.
+    // The first VM continues with its disk; the copy would not get it.
     let copy = Vmm::empty();
     let restore = |updates: Value| {
         copy.api()

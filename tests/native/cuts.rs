@@ -35,7 +35,7 @@ pub enum Act {
     KillDestination,
     /// All connections end.
     Cut,
-    /// The message does not get on; somebody cancels, or it does after all.
+    /// The message is not delivered until the migration is cancelled, or it is after all.
     Stall,
 }
 
@@ -59,7 +59,7 @@ enum Stage {
     Before,
     /// It has, and the source does not know.
     Acknowledged,
-    /// The source has given the guest away, and the destination does not know.
+    /// The source has handed the guest over, and the destination does not know.
     Given,
     /// The guest runs at the destination.
     After,
@@ -210,8 +210,8 @@ fn begin(row: Row, prepare: &mut impl FnMut(&Vmm)) -> Stopped {
     Stopped { source, destination, relay, reception }
 }
 
-/// The relay holds the first message, so that the destination has heard nothing of the source: it goes on
-/// waiting for one, whatever becomes of this one.
+/// The relay holds the first message, so that the destination has heard nothing of the source: it continues
+/// waiting for one, whatever happens to this one.
 pub fn is_unheard(row: Row) -> bool {
     row.command == Command::Start && row.point == Point::Message
 }
@@ -446,12 +446,12 @@ fn settle(row: Row, mut source: Vmm, mut destination: Vmm, place: Place, act: Ac
     }
 }
 
-/// A source that has given its guest away is free once it is told that nobody needs it any more.
+/// A source that has given its guest away is free once it is told that it is not needed any more.
 fn free(source: Vmm, is_killed: bool) -> Vmm {
     if is_killed {
         return Vmm::empty();
     }
-    // What has given it away is a thread, which may be ahead of the one that answers.
+    // What has handed it over is a thread, which may be ahead of the one that answers.
     let shown = wait_for("the source to show the guest no more", || {
         Some(source.api().get("vm.info")).filter(|shown| [404, 409].contains(&shown.status))
     });
@@ -532,7 +532,7 @@ fn table(mode: Mode, act: Act) {
 }
 
 /// Clean migrations, one of each setting, send every message that has a row: none is left out
-/// because nobody sends it any more.
+/// because it is not sent any more.
 fn every_message() {
     for mode in [Mode::Precopy, Mode::Postcopy] {
         for row in relay::rows(mode) {

@@ -214,7 +214,7 @@ fn paused() {
 
 fn ended() {
     let (disk, device) = on_a_loop();
-    // Somebody else has it open: it is not written back by being closed.
+    // Another process has it open: it is not written back by being closed.
     let _reader = File::open(device.path()).expect("the disk");
     let vmm = disk.guest();
     let at_least = written(&vmm);
@@ -384,7 +384,7 @@ fn slow_disk() {
         })
     };
     wait_for("the end of the vCPUs", || (!has_vcpus()).then_some(()));
-    // From here on it would be given back at any time.
+    // From here on it could be released at any time.
     let until = Instant::now() + Duration::from_secs(1);
     while Instant::now() < until {
         assert!(is_locked(&file), "the lock is gone while a write is under way");
@@ -426,7 +426,7 @@ fn vanish_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
     }
 }
 
-/// A hand-over fails when the disk has been given back, and another VM has it by then.
+/// A hand-over fails when the disk has been released, and another VM has it by then.
 fn resumes_locked() {
     let disk = Disk::new();
     disk.name_is(&disk.file);
@@ -546,12 +546,12 @@ fn cannot_be_read_anew_late() {
     let event = text(&held.destination.wait_for_event("migration-receive-failed"));
     assert!(event.contains("cannot be read anew"), "{event}");
     assert_eq!(held.destination.api().state(), "Paused");
-    assert!(!is_locked(held.there.path()), "no VM can go on with the disk");
+    assert!(!is_locked(held.there.path()), "no VM can continue with the disk");
     // The source hears of it on its own connection, and gives up what is left of the guest no earlier.
     failure_of(&held.source);
     held.source.api().put("vm.delete", "").ok();
     held.source.shut_down();
-    // A person who knows what was lost starts it; flushes go on failing.
+    // An operator that knows what was lost starts it; flushes keep failing.
     held.destination.api().put("vm.resume", "").ok();
     assert!(is_locked(held.there.path()));
     write_more(&held.destination, BLOCKS);
@@ -560,7 +560,7 @@ fn cannot_be_read_anew_late() {
     held.destination.shut_down();
 }
 
-/// The lock of a disk cannot be given back at the source: another VM must not count on having it, so the
+/// The lock of a disk cannot be released at the source: another VM must not count on having it, so the
 /// guest stays.
 fn cannot_be_unlocked() {
     let disk = Disk::new();
@@ -573,7 +573,7 @@ fn cannot_be_unlocked() {
     let relay = Relay::start(&reception.url, mode, Some(row));
     source.remote_ok(&["send-migration", &send_option(&relay.url, mode)]);
     assert!(relay.wait(Duration::from_secs(20)), "{}", source.output());
-    // The source has not heard of the acknowledgement, and gives its lock back next.
+    // The source has not heard of the acknowledgement, and releases its lock next.
     let faults = Faults::inject(&source, &disk.file, "fcntl:error=EIO");
     relay.release();
     let reason = failure_of(&source);
@@ -588,7 +588,7 @@ fn cannot_be_unlocked() {
     wait_for("the VM to run on", || (source.api().state() == "Running").then_some(()));
     assert!(is_locked(&disk.file));
     write_more(&source, BLOCKS);
-    // The next migration gives it back.
+    // The next migration releases it.
     migrate(source, &destination, Transport::Tcp, mode);
     write_more(&destination, BLOCKS);
     assert!(is_locked(&disk.file));

@@ -69,7 +69,7 @@ fn moved(mut source: Vmm, destination: &Vmm, fault_source: &str, options: &str) 
     last
 }
 
-/// Both sources in turn, with one guest that goes on from process to process.
+/// Both sources in turn, with one guest that continues from process to process.
 fn rounds(moves: u32) {
     needs_rights();
     let mut vmm = Vmm::boot(2, "size=256M,shared=on", "workload=random-write mem=160M");

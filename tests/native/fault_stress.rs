@@ -58,7 +58,7 @@ fn vcpu_threads(vmm: &Vmm) -> Vec<libc::pid_t> {
         .collect()
 }
 
-/// The signal of a kick, to a vCPU's thread, without what a kick says beside.
+/// The signal of a kick, to a vCPU's thread, without what a kick says alongside.
 fn kick(vmm: &Vmm, dice: &mut Dice) {
     let threads = vcpu_threads(vmm);
     let pid = libc::pid_t::try_from(vmm.pid()).expect("a process id");
@@ -92,7 +92,7 @@ fn snapshot_meanwhile(vmm: &Vmm, resumed: bool) {
     assert!(status != 204 || !resumed, "a guest that runs was saved");
 }
 
-/// Saves what has arrived, kills it, and goes on with what is restored.
+/// Saves what has arrived, kills it, and continues with what is restored.
 fn through_snapshot(mut vmm: Vmm, dice: &mut Dice) -> Vmm {
     let (_folder, url) = place();
     save(&vmm, &url);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! What an operator is told: the figures of a migration at both of its ends, what a VM waits for, and
-//! what is refused while one goes on.
+//! what is refused while one is in progress.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};

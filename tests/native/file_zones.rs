@@ -348,7 +348,7 @@ fn local() {
     destination.shut_down();
 }
 
-/// Takes the lock that a VM takes, and gives it back at once; whether it was to be had.
+/// Takes the lock that a VM takes, and releases it at once; whether it was to be had.
 fn lock_is_free(path: &Path) -> bool {
     let file = File::options().read(true).write(true).open(path).expect("the file");
     let kind = |kind: libc::c_int| libc::c_short::try_from(kind).expect("a small number");

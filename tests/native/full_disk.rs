@@ -159,7 +159,7 @@ fn goes_on(system: System, more: &str) {
     assert!(first < BLOCKS, "{first} blocks had room");
     assert_eq!(told(&vmm, 0), ["disk-full", "pausing", "paused"]);
 
-    // It cannot be told to go on, and says why.
+    // It cannot be told to continue, and says why.
     let refused = vmm.api().put("vm.resume", "");
     assert_eq!(refused.status, 409, "{refused:?}");
     small.is_named(&refused.body);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Devices that come and go, as far as a guest without drivers lets them: the answers, locks and taps,
 //! what stays after a reboot, and that every device is found at its place after a move. A guest that lets
-//! go of a disk is in `disks`, Linux guests that let go of devices are in the lab.
+//! go of a disk is in `disks`, Linux guests that release devices are in the lab.
 
 use std::fs::File;
 
@@ -139,7 +139,7 @@ fn refusals() {
         ),
         ("vm.add-device", device("/sys/bus/pci/devices/none"), 500, "cannot pass"),
         ("vm.add-device", json!({}), 400, "path"),
-        ("vm.remove-device", json!({"id": "nobody"}), 404, "nobody"),
+        ("vm.remove-device", json!({"id": "absent"}), 404, "absent"),
         ("vm.remove-device", json!({"id": "__rng"}), 400, "__rng"),
         ("vm.remove-device", json!({}), 404, "no device"),
     ] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The HTTP server against clients that mean no good, or are just slow: the VM goes on, and so does
-//! everybody else's request.
+//! The HTTP server against clients that mean no good, or are just slow: the VM continues, and so does
+//! the requests of all other clients.
 
 use std::io::{Read, Write};
 

@@ -202,7 +202,7 @@ fn migration() {
     destination.shut_down();
 }
 
-/// `name` waits for the disk, everybody else is answered, and it comes to its end.
+/// `name` waits for the disk, all other requests are answered, and it comes to its end.
 fn waits(hung: &Hung, name: &str) {
     let api = hung.vmm.api();
     let frozen = hung.hang();

@@ -24,7 +24,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("in_doubt::a_guest_that_stands_is_not_ended_while_its_pages_come", standing);
 }
 
-/// The source has given the guest away, and its word is on its way.
+/// The source has handed the guest over, and its word is on its way.
 fn confirm(mode: Mode) -> Row {
     let (link, setting) = (Link::Control, Setting::Usual);
     Row { mode, link, command: Command::Confirm, point: Point::Message, setting }
@@ -60,7 +60,7 @@ fn waits(mode: Mode) {
     }
     refused(&there, "vm.delete", "force");
     there.signal(libc::SIGTERM);
-    wait_for("the log", || there.output().contains("told to end, once more").then_some(()));
+    wait_for("the log", || there.output().contains("told to end; a second request").then_some(()));
     let info = there.api().get("vm.info").ok().json();
     assert_eq!(info["state"], "Paused", "{info}");
     assert!(info["in_doubt"].as_str().is_some_and(|why| !why.is_empty()), "{info}");
@@ -82,7 +82,7 @@ fn waits(mode: Mode) {
     there.shut_down();
 }
 
-/// The acknowledgement does not arrive: the source goes on with the guest, and tells the destination
+/// The acknowledgement does not arrive: the source continues to run the guest, and tells the destination
 /// as soon as there is a way.
 fn goes_on(mode: Mode) {
     let row = Row { command: Command::Complete, point: Point::Answer, ..confirm(mode) };
@@ -91,7 +91,7 @@ fn goes_on(mode: Mode) {
     source.wait_for_event("migration-failed");
     let output = reception.finish();
     assert_eq!(output.status.code(), Some(1), "{output:?}");
-    assert!(text(&output).contains("goes on with the guest"), "{output:?}");
+    assert!(text(&output).contains("continues to run the guest"), "{output:?}");
     assert_eq!(there.api().get("vm.info").status, 404);
     wait_for("the VM to run on", || (source.api().state() == "Running").then_some(()));
     crate::harness::migrate::migrate(source, &there, Transport::Tcp, mode);
@@ -112,13 +112,13 @@ fn insists(mode: Mode) {
     for times in 1..=2 {
         there.signal(libc::SIGTERM);
         if times == 1 {
-            wait_for("the log", || there.output().contains("told to end, once more").then_some(()));
+            wait_for("the log", || there.output().contains("told to end; a second request").then_some(()));
             there.api().get("vmm.ping").ok();
         }
     }
     assert_eq!(there.wait_for_exit(), 0, "{}", there.output());
     assert_eq!(reception.finish().status.code(), Some(1));
-    // What has given it away is a thread, which may be ahead of the one that answers.
+    // What has handed it over is a thread, which may be ahead of the one that answers.
     wait_for("the source to know", || (source.api().get("vm.info").status != 200).then_some(()));
     source.api().put("vm.delete", r#"{"force":true}"#).ok();
     source.shut_down();

@@ -144,7 +144,7 @@ fn pause_stops() {
     let vmm = Vmm::boot(2, "size=128M,shared=on", "workload=random-write mem=32M");
     vmm.api().put("vm.pause", "").ok();
     let first = vmm.guest_status();
-    // Long enough for thousands of visits, had a vCPU gone on.
+    // Long enough for thousands of visits, had a vCPU continued.
     std::thread::sleep(std::time::Duration::from_millis(200));
     let second = vmm.guest_status();
     let beats = |status: &guest_reader::Status| -> Vec<u64> {
@@ -194,7 +194,7 @@ fn triple_fault() {
     let vmm = VmmBuilder::new(&["--serial", "off", "--console", "off", "--kernel", &kernel])
         .with(&["--memory", "size=64M"])
         .start();
-    // A guest that always triple-faults would reboot for ever; the VMM says so and goes on answering.
+    // A guest that always triple-faults would reboot forever; the VMM says so and keeps answering.
     vmm.wait_for_events(&["rebooting", "rebooted", "shutdown"]);
     wait_for("the third of them", || {
         let events = vmm.events();

@@ -53,7 +53,7 @@ fn second_writer() {
     assert_locked(&image);
     let reader = format!("{},readonly=on", image.option);
     let (code, output) = with_disk(&reader).bare().run();
-    assert_eq!(code, 1, "a reader beside a writer: {output}");
+    assert_eq!(code, 1, "a reader alongside a writer: {output}");
     first.wait_for_heartbeat();
     first.shut_down();
 }

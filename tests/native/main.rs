@@ -3,7 +3,11 @@
 //!
 //! One file per feature; `harness/` has what they share. Run them with `scripts/test native`.
 
-#![expect(clippy::expect_used, clippy::indexing_slicing, reason = "a test that cannot go on fails")]
+#![expect(
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    reason = "a test that cannot continue fails"
+)]
 
 mod api_client;
 mod bad_input;

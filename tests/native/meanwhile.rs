@@ -93,7 +93,7 @@ fn requests(row: Row) {
         }
         // Its pages are sent by a thread that may be ahead of the one that answers.
         let given_away = || (source.api().get("vm.info").status == 409).then_some(());
-        wait_for("the source to have given the VM away", given_away);
+        wait_for("the source to have handed the VM over", given_away);
     } else {
         for name in ["vm.pause", "vm.resume", "vm.shutdown", "vm.reboot"] {
             refused(&destination, name, "");
@@ -102,7 +102,7 @@ fn requests(row: Row) {
     }
     relay.release();
     assert!(reception.finish().status.success(), "{}", destination.output());
-    // Whoever has asked for the progress is waited for.
+    // A client that has asked for the progress is waited for.
     ended(&source);
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
     destination.wait_for_work(2_000);
@@ -152,7 +152,7 @@ fn cancel(row: Row) {
         for output in answers {
             assert_eq!(output.status.code(), Some(1), "{output:?}");
             let text = text(&output);
-            let place = ["can no longer be cancelled", "no migration goes on"];
+            let place = ["can no longer be cancelled", "no migration is in progress"];
             assert!(place.iter().any(|place| text.contains(place)), "{text}");
         }
         assert!(reception.finish().status.success(), "{}", destination.output());
@@ -222,13 +222,13 @@ fn reset(row: Row) {
     destination.shut_down();
 }
 
-/// The guest has reset, and the migration stops it before the VMM has heard of that: it goes on at the source
+/// The guest has reset, and the migration stops it before the VMM has heard of that: it continues at the source
 /// all the same, where it resets.
 fn reset_stopped(mode: Mode) {
     let Stopped { source, destination, relay, reception } = stop_at(early(mode));
     let frozen = Frozen::first_thread(&source);
     crash(&source);
-    // Its vCPU waits for what becomes of it, in no system call of KVM.
+    // Its vCPU waits for what happens to it, in no system call of KVM.
     let futex = format!("{} ", libc::SYS_futex);
     wait_for("the end of its vCPU", || {
         let call = std::fs::read_to_string(thread(&source, "vcpu0").join("syscall")).ok()?;
@@ -339,15 +339,15 @@ fn nothing_to_cancel() {
     let vmm = Vmm::empty();
     let none = vmm.remote(&["migration-cancel"]);
     assert_eq!(none.status.code(), Some(1));
-    assert!(text(&none).contains("no migration goes on"), "{none:?}");
+    assert!(text(&none).contains("no migration is in progress"), "{none:?}");
     vmm.shut_down();
     let vmm = Vmm::boot(1, "size=64M,shared=on", "workload=idle prefill=0");
     let none = vmm.remote(&["migration-cancel"]);
-    assert!(text(&none).contains("no migration goes on"), "{none:?}");
+    assert!(text(&none).contains("no migration is in progress"), "{none:?}");
     vmm.shut_down();
 }
 
-/// A destination to which nobody has connected.
+/// A destination without a connection.
 fn awaited() {
     let vmm = Vmm::empty();
     for _ in 0..3 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Migrations that fail before the handover: the guest goes on at the source, whole, and both sides
+//! Migrations that fail before the handover: the guest continues at the source, whole, and both sides
 //! say why.
 
 use std::io::{Read, Write};
@@ -131,7 +131,7 @@ fn killed(mode: Mode) {
     let source = Vmm::boot(2, "size=1280M,shared=on", "workload=random-write mem=1G");
     let mut destination = Vmm::empty();
     let reception = Reception::start(&destination, Transport::Tcp, mode);
-    // Postcopy hands over at once; precopy at a strict downtime goes on copying.
+    // Postcopy hands over at once; precopy at a strict downtime keeps copying.
     let option = match mode {
         Mode::Precopy | Mode::Auto => {
             format!("destination_url={},downtime_ms=1", reception.url)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Memory that is handed over as descriptors: the guest goes on in the very same pages, every page
+//! Memory that is handed over as descriptors: the guest continues in the very same pages, every page
 //! is compared, and private memory is refused by name.
 
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn a_gibibyte() {
     source.wait_for_work(20_000);
     let destination = Vmm::empty();
     hand_over(source, &destination);
-    // Asked here and not in every case: who asked is waited for when that VMM's guest leaves.
+    // Asked here and not in every case: a client that asked is waited for when that VMM's guest leaves.
     let progress = destination.api().get("vm.migration-progress").ok().json();
     assert_eq!(progress["memory_bytes_received"], 0, "{progress}");
     destination.wait_for_work(20_000);

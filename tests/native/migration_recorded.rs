@@ -311,7 +311,7 @@ fn is_sent_to(version: &str) {
         fields(&then[at], "", &mut known);
         fields(&now[at], "", &mut sent);
         let new: Vec<_> = sent.difference(&known).collect();
-        // A program of that version reads nothing from beside the configuration that it does not know.
+        // A program of that version reads nothing from alongside the configuration that it does not know.
         let new: Vec<_> = new.iter().filter(|path| !path.starts_with(".feature_msrs")).collect();
         assert!(new.is_empty(), "{what} that {version} does not know: {new:?}");
     }

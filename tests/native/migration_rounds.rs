@@ -17,7 +17,7 @@ use crate::harness::{Mode, Suite, Transport, Vmm, skip};
 const LIMIT_EACH: Duration = Duration::from_mins(1);
 /// Moves from which on it is worth while to fill 4 GiB.
 const MANY: u32 = 10;
-/// Guest RAM beside the test pages, MiB: the guest's counters, and pages that stay untouched.
+/// Guest RAM alongside the test pages, MiB: the guest's counters, and pages that stay untouched.
 const MORE_MIB: u64 = 256;
 /// Guest RAM of which 90 % are written, MiB, and how much that is.
 const NEARLY_ALL_MIB: (u64, u64) = (2048, 1844);

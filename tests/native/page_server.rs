@@ -147,7 +147,7 @@ impl Middle {
     /// The source has ended well, and pages are still to come.
     fn source_has_ended(&mut self) {
         assert_eq!(self.source.wait_for_exit(), 0, "{}", self.source.output());
-        // It may be about to go on after the loss that was planned.
+        // It may be about to continue after the loss that was planned.
         wait_for_phase(&self.destination, "fault");
         let now = progress(&self.destination);
         assert_eq!(now["phase"], "fault", "{now}");
@@ -166,7 +166,7 @@ impl Middle {
         destination.verify();
         destination.shut_down();
         let finished = source.event_names().iter().any(|name| name == "migration-finished");
-        assert!(finished, "the page server goes on with the events of its VMM");
+        assert!(finished, "the page server continues with the events of its VMM");
         assert!(!source.output().contains("ERROR"), "{}", source.output());
         last
     }
@@ -204,7 +204,7 @@ fn source_ends() {
 
 fn source_is_killed() {
     let source = Vmm::boot(2, "size=192M,shared=on", SPARING);
-    // Somebody who watches makes it stay after its work is done.
+    // A watching client makes it stay after its work is done.
     let _ = source.remote(&["migration-progress"]);
     let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
     run.source.signal(libc::SIGKILL);
@@ -293,7 +293,7 @@ fn force() {
     // SAFETY: a process of this test that has just answered.
     assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
     wait_for("the signal", || run.source.output().contains("told to end").then_some(()));
-    assert!(run.server.lives(), "a signal does not make it give the pages up");
+    assert!(run.server.lives(), "a signal does not make it discard the pages");
     let forced = run.server.remote(&["shutdown-vmm", "--force"]);
     assert!(forced.status.success(), "{}", text(&forced));
     run.server.wait_for_end();

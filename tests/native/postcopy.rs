@@ -204,7 +204,7 @@ fn recover() {
     wait_for_phase(&run.destination, "postcopy-paused");
     run.source.wait_for_event("postcopy-migration-paused");
     let info = run.destination.api().get("vm.info").ok().json();
-    assert_eq!(info["state"], "Running", "vCPUs that need no page go on");
+    assert_eq!(info["state"], "Running", "vCPUs that need no page continue");
     assert!(info["postcopy_paused"].as_str().is_some_and(|why| !why.is_empty()), "{info}");
     assert_eq!(progress(&run.source)["recovery"]["left_ms"], 0, "it waits for a command");
     let there = format!("unix:{}", run.destination.path("again").display());
@@ -259,7 +259,7 @@ fn force() {
     assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
 }
 
-/// The signal waits for the last page; when the pages are given up nothing is left to wait for.
+/// The signal waits for the last page; when the pages are released nothing is left to wait for.
 fn force_after_signal() {
     let run = Middle::start(SLOW);
     run.cutter.set_shut(true);

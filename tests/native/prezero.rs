@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! VMs on memory of the pool: nobody sees what another VM wrote, whatever became of that VM, and
+//! VMs on memory of the pool: no VM sees what another VM wrote, whatever happened to that VM, and
 //! without the pool a VM starts all the same.
 
 use std::fs::File;
@@ -42,7 +42,7 @@ pub fn assert_zero(file: &File, len_bytes: u64) {
         let part = &mut bytes[..len];
         file.read_exact_at(part, at).expect("memory can be read");
         let found = part.iter().position(|byte| *byte != 0);
-        assert!(found.is_none(), "somebody's byte at {at:#x} + {found:?}");
+        assert!(found.is_none(), "a foreign byte at {at:#x} + {found:?}");
         at += len as u64;
     }
 }
@@ -67,7 +67,7 @@ fn after_a_kill() {
     first.verify();
     let inode = inode_of_ram(first.pid());
     assert_eq!((pool.slots("lent"), pool.count("grants_total", "")), (1, 1));
-    // Nobody else gets it meanwhile.
+    // No other VM gets it meanwhile.
     assert!(pool.take(192 << 20).is_err());
     first.signal(libc::SIGKILL);
     assert_eq!(first.wait_for_exit(), -libc::SIGKILL);
@@ -161,7 +161,7 @@ fn moved() {
     let output = reception.finish();
     assert!(output.status.success(), "{output:?}");
     assert_eq!(source.wait_for_exit(), 0);
-    // Whoever took the memory is gone, and the guest still lives in it.
+    // The VMM that took the memory is gone, and the guest still lives in it.
     wait_for("lingering memory", || (pool.slots("lingering") == 1).then_some(()));
     destination.wait_for_work(20_000);
     destination.verify();
@@ -191,7 +191,7 @@ fn without() {
     let nowhere = folder.path().join("nowhere");
     let memory = |path: &std::path::Path| format!("size=128M,prezeroed={}", path.display());
     boots_without(&memory(&nowhere), "cannot be reached");
-    // Somebody who never answers.
+    // A pool that never answers.
     let silent = folder.path().join("silent");
     let _listener = UnixListener::bind(&silent).expect("a socket");
     boots_without(&memory(&silent), "does not answer");

@@ -127,7 +127,7 @@ pub fn wave(api: &Api, requests: &[Request]) -> Vec<(&'static str, Answer)> {
 pub struct Held {
     descriptors: Vec<String>,
     threads: Vec<String>,
-    /// Status, state, what goes on and configuration; not what changes by itself.
+    /// Status, state, operation in progress and configuration; not what changes by itself.
     vm: [Value; 4],
 }
 
@@ -176,7 +176,7 @@ impl Held {
 }
 
 /// Every pair of requests at once, in a VM that is there, runs or is paused: all are answered, and the VMM
-/// is in one state afterwards from which it goes on.
+/// is in one state afterwards from which it continues.
 fn pairs(state: &str) {
     let vmm = VmmBuilder::new(&["--no-shutdown"]).start();
     let api = vmm.api();

@@ -206,7 +206,7 @@ fn names_in(folder: &Path) -> Vec<String> {
     names
 }
 
-/// The snapshot fails, nothing stays behind, and the guest goes on.
+/// The snapshot fails, nothing stays behind, and the guest continues.
 #[track_caller]
 fn assert_unharmed(source: Vmm, url: &str, folder: &Path) {
     let refused = source.remote(&["snapshot", url]);

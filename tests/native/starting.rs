@@ -2,7 +2,7 @@
 //! A path that does not open keeps no request from being answered: a VM that boots, and one that is given a
 //! disk, wait for it, and the VMM is asked for everything meanwhile.
 //!
-//! The disk is a file on which the test holds a lease: an open waits until the lease is given up.
+//! The disk is a file on which the test holds a lease: an open waits until the lease is released.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -85,7 +85,7 @@ impl Slow {
         wait_for("the open", || (held() != libc::F_WRLCK).then_some(()));
     }
 
-    /// Opens that wait go on.
+    /// Waiting opens continue.
     pub fn open(&mut self) {
         self.lease = None;
     }
@@ -102,11 +102,11 @@ impl Slow {
     }
 }
 
-/// Everything is answered while something goes on, and changes nothing.
+/// Every request is answered while an operation is in progress, and changes nothing.
 #[track_caller]
 fn answers(vmm: &Vmm, doing: &str) {
     let held = Held::by(vmm);
-    // Those two give up what goes on.
+    // Those two cancel the operation in progress.
     for (name, answer) in wave(&vmm.api(), &requests_but(&["vm.shutdown", "vm.delete"])) {
         let is_read = ["vmm.ping", "vm.info"].contains(&name);
         assert_eq!(answer.status == 200, is_read, "{name}: {answer:?}");
@@ -117,7 +117,7 @@ fn answers(vmm: &Vmm, doing: &str) {
 
 #[track_caller]
 pub fn wait_until_doing(vmm: &Vmm, doing: &str) {
-    wait_for("what goes on", || {
+    wait_for("the operation in progress", || {
         let answer = vmm.api().get("vm.info");
         (answer.status == 200 && answer.json()["doing"] == doing).then_some(())
     });
@@ -354,7 +354,7 @@ fn add_disk() {
     vmm.shut_down();
 }
 
-/// A disk that does not open is given up by its removal, and the VM has its time back.
+/// The opening of a disk that hangs is cancelled by its removal, and the VM has its time back.
 fn cancel_disk() {
     let mut slow = Slow::new();
     let vmm = Vmm::boot(1, "size=96M,shared=on", "workload=random-write mem=16M");
@@ -367,7 +367,7 @@ fn cancel_disk() {
         let began = Instant::now();
         api.put("vm.remove-device", &remove).ok();
         let added = adding.join().expect("an answer");
-        assert!(added.status == 409 && added.body.contains("'slow' was given up"), "{added:?}");
+        assert!(added.status == 409 && added.body.contains("'slow' was removed"), "{added:?}");
         assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
     });
     assert_eq!(api.put("vm.remove-device", &remove).status, 404);
@@ -376,7 +376,7 @@ fn cancel_disk() {
     api.put("vm.resume", "").ok();
     vmm.wait_for_heartbeat();
     slow.open();
-    held.assert_still(&vmm, "a disk that was given up");
+    held.assert_still(&vmm, "a disk that was removed");
     // Nothing is left of it that would keep another one from being added.
     assert_eq!(api.put("vm.add-disk", &disk).ok().json()["id"], "slow");
     vmm.verify();

@@ -56,7 +56,7 @@ type Make = fn() -> Scene;
 enum Signal {
     /// It ends the process.
     Ends,
-    /// It waits for what goes on, and a second one does not.
+    /// It waits for the operation in progress, and a second one does not.
     Waits,
     /// The same, but the kernel keeps the process until a thread comes back from its system call.
     WaitsInTheKernel,
@@ -65,7 +65,7 @@ enum Signal {
 /// Something that does not come to its end.
 struct Scene {
     vmm: Vmm,
-    /// What goes on, as `vm.info` has it.
+    /// The operation in progress, as `vm.info` has it.
     doing: Option<&'static str>,
     /// Requests that would end it, or begin something else.
     without: &'static [&'static str],
@@ -215,7 +215,7 @@ fn restored() -> Scene {
     }
 }
 
-/// A restore that waits is given up by `vm.delete`, which is answered when what waits has ended.
+/// A restore that waits is cancelled by `vm.delete`, which is answered when what waits has ended.
 fn cancel_restore() {
     let (vmm, mut slow) = (Vmm::empty(), Slow::new());
     let folder = TempDir::with_prefix("godwit-snapshot-").expect("a folder");
@@ -228,14 +228,14 @@ fn cancel_restore() {
     let restored = waiting.join().expect("it ends").expect("an answer");
     assert!(restored.status >= 400, "{restored:?}");
     deleting.join().expect("it ends").expect("an answer").ok();
-    held.assert_still(&vmm, "a restore that was given up");
+    held.assert_still(&vmm, "a restore that was cancelled");
     // And the next one is as if there had been none.
     vmm.api().put("vm.restore", &body).ok();
     assert_eq!(vmm.api().state(), "Paused");
     vmm.shut_down();
 }
 
-/// A VM with a disk that hangs, and what that goes on with when it is dropped.
+/// A VM with a disk that hangs, and the hang ends when it is dropped.
 fn hung() -> (Vmm, Box<dyn Any>) {
     let hung = Hung::new(true);
     let frozen = hung.hang();

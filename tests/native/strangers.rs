@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Who connects to a destination and is not the source; and a source whose configuration names what it
+//! Clients other than the source that connect to a destination; and a source whose configuration names what it
 //! has no business with.
 
 use std::fs;

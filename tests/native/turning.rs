@@ -151,7 +151,7 @@ fn reset_as_it_is_paused() {
         // It still fills its pages after a heartbeat, and would not be done while it is paused.
         let guest = vmm.guest();
         api.put("vm.pause", "").ok();
-        // Resets at its next instruction, and is paused as soon as it goes on.
+        // Resets at its next instruction, and is paused as soon as it continues.
         crash_guest(&guest);
         let mut stream = api.connect().expect("a connection");
         for name in ["vm.resume", "vm.pause"] {

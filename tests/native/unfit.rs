@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A destination that cannot take the guest: without a back end, without memory, with another
-//! processor or another memory layout. It is refused before the guest stops, it goes on,
+//! processor or another memory layout. It is refused before the guest stops, it continues,
 //! and both sides say what is missing and where.
 
 use std::fs;
@@ -27,7 +27,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("unfit::memory_layout_differs", layout);
 }
 
-/// The guest goes on at the source, and both sides name the reason before it has stopped.
+/// The guest continues at the source, and both sides name the reason before it has stopped.
 #[track_caller]
 fn refused(source: Vmm, destination: Vmm, mode: Mode, words: &[&str]) {
     let reception = Reception::start(&destination, Transport::Tcp, mode);
@@ -46,7 +46,7 @@ fn refused(source: Vmm, destination: Vmm, mode: Mode, words: &[&str]) {
             assert!(text.contains(word), "no {word:?} in {text}");
         }
     }
-    assert!(told[1].contains("the guest goes on at the source"), "{}", told[1]);
+    assert!(told[1].contains("the guest continues at the source"), "{}", told[1]);
     let progress = source.api().get("vm.migration-progress").ok().json();
     // The machine is built while the first memory travels; the guest has not stopped yet.
     let phase = progress["error"]["phase"].as_str().unwrap_or_default();

@@ -52,7 +52,7 @@ fn is_lively(vmm: Vmm) {
     ends(vmm);
 }
 
-/// Pauses and goes on in time, and ends at a signal.
+/// Pauses and continues in time, and ends at a signal.
 fn ends(mut vmm: Vmm) {
     let api = vmm.api();
     wait_for("a pause", || (prompt_put(&api, "vm.pause").status == 204).then_some(()));

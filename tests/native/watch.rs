@@ -62,7 +62,7 @@ fn lines(mode: Mode) {
     }
     reception.finish();
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
-    // Whoever asks later gets the report at once.
+    // A later request gets the report at once.
     let (code, out, _) = end(destination.remote_spawn(&["migration-progress", "--watch"]));
     assert_eq!(code, Some(0), "{out}");
     if mode == Mode::Postcopy {
@@ -108,13 +108,13 @@ fn failure() {
         let (code, _, error) = end(source.remote_spawn(&["send-migration", flag, &url]));
         assert_eq!(code, Some(1), "{error}");
         assert!(error.contains("migration failed on the source in phase connect"), "{error}");
-        assert!(error.contains("the guest goes on at the source"), "{error}");
+        assert!(error.contains("the guest continues at the source"), "{error}");
     }
     source.verify();
     source.shut_down();
 }
 
-/// Whoever hears that a migration failed and the guest is here finds it here.
+/// A client that is told that a migration failed and the guest is here finds it here.
 fn paused_at_once() {
     let source = source();
     let api = source.api();
@@ -145,7 +145,7 @@ fn watcher(vmm: &Vmm) -> (Child, String) {
     let out = child.stdout.as_mut().expect("a pipe");
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
-        // Byte by byte: what follows is for whoever waits for its end.
+        // Byte by byte: what follows is for a client that waits for its end.
         let mut byte = [0];
         assert_eq!(out.read(&mut byte).expect("a line"), 1, "it ended without a line");
         line.push(byte[0]);

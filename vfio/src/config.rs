@@ -4,7 +4,7 @@
 //!
 //! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, their
 //! decoding, the interrupt line and pin, MSI and the control word of MSI-X, the link that is not there in the
-//! guest, and what speaks of more than this one function. Has no side effects: a write gives back what has to go to the host.
+//! guest, and what speaks of more than this one function. Has no side effects: a write returns what has to go to the host.
 //!
 //! The host's function decodes memory all the time, whatever the guest's bit says: the guest's
 //! mappings come and go with its bit, and a mapping of a function that does not decode would end the
@@ -147,7 +147,7 @@ impl ShadowConfig {
         if header & !HEADER_MULTI_FUNCTION != 0 {
             return Err(VfioError::Header { found: header });
         }
-        let nobody = Identity {
+        let none = Identity {
             vendor_id: 0,
             device_id: 0,
             revision: 0,
@@ -157,7 +157,7 @@ impl ShadowConfig {
         };
         let len_bytes = u16::try_from(config.len()).unwrap_or(u16::MAX).min(CONFIG_SPACE_LEN_BYTES);
         let mut shadow = Self {
-            space: ConfigSpace::endpoint(&nobody),
+            space: ConfigSpace::endpoint(&none),
             emulated: Box::new([0; LEN]),
             msi,
             msix,
@@ -303,7 +303,7 @@ impl ShadowConfig {
     /// Naming the register.
     pub fn restored(&self, state: &ConfigSpaceState) -> Result<ConfigSpace, ConfigStateError> {
         match self.express {
-            // The guest has been shown the host's registers, and must go on seeing them.
+            // The guest has been shown the host's registers, and must keep seeing them.
             Some(express) if express.is_of_host(state) => {
                 let mut earlier = self.space.clone();
                 express.show_port_of_host(&mut earlier);

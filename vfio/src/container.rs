@@ -88,7 +88,7 @@ impl P2pTarget for Type1Container {
         let len = usize::try_from(memory.len_bytes()).map_err(io::Error::other)?;
         // SAFETY: the address and the length are those of one mapping of device memory, which nothing in
         // this process ever reads or writes, so nothing here can notice what functions do to it. Should
-        // it be unmapped from the process first, the IOMMU goes on translating to the device alone.
+        // it be unmapped from the process first, the IOMMU keeps translating to the device alone.
         unsafe { self.container.vfio_dma_map(gpa, len, memory.as_ptr()) }.map_err(errno_of)
     }
 
@@ -103,7 +103,7 @@ impl P2pTarget for Type1Container {
 }
 
 impl DmaTarget for Type1Container {
-    /// The kernel counts what it pins under the lock of the whole address space, which whoever populates
+    /// The kernel counts what it pins under the lock of the whole address space, which threads that populate
     /// holds for long. Huge pages are pinned in next to no time, and a thread that waits for the lock keeps
     /// all others out of it meanwhile; with small pages there is more to gain than to lose.
     fn maps_last(&self, region: &RamRegion) -> bool {

@@ -116,7 +116,7 @@ pub struct VfioPciDevice {
     log_limit: LogLimit,
     /// What moving it takes.
     pub(super) migration: Migration,
-    /// Last, as it gives its group back when nothing else uses the function.
+    /// Last, as it releases its group when nothing else uses the function.
     pub(super) host: Arc<dyn HostFunction>,
 }
 
@@ -177,7 +177,7 @@ impl VfioPciDevice {
     }
 
     /// Takes the function from the guest for good: configuration space and BARs read as ones, nothing
-    /// interrupts. It may go on reaching memory: see [`disarm`](Self::disarm). Idempotent.
+    /// interrupts. It may keep reaching memory: see [`disarm`](Self::disarm). Idempotent.
     pub fn lose(&self) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;

@@ -2,7 +2,7 @@
 
 //! What the host tells of its functions by itself: that one has failed, or is wanted back.
 //!
-//! Owns a thread that waits for it, and the eventfds by which it comes. Decides nothing: whoever
+//! Owns a thread that waits for it, and the eventfds by which it comes. Decides nothing: the code that
 //! started it is told, on that thread.
 
 use std::collections::BTreeMap;

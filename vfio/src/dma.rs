@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The two ends of the pipeline that makes guest memory ready for DMA: who gives pages, and who maps
+//! The two ends of the pipeline that maps guest memory for DMA: the one that populates pages, and the one that maps
 //! them in the IOMMU.
 //!
 //! Owns the traits, so that pinning is tested without an IOMMU and without an engine of a certain
@@ -69,7 +69,7 @@ pub struct Populating<'a> {
     pub begun: &'a dyn Fn(PopulateHelper),
 }
 
-/// Called by who would only wait; returns when there is nothing left to do but that.
+/// Called by a thread that would otherwise only wait; returns when there is nothing left to do.
 pub type PopulateHelper = Arc<dyn Fn() + Send + Sync>;
 
 /// The engine of the memory room, on all of a guest's RAM.

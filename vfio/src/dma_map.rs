@@ -33,7 +33,7 @@ const LENT_PIECE_BYTES: u64 = 2 << 20;
 /// What a thread populates at once. Larger than a piece, so that the threads do not meet too often.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// Told why when a piece could not be mapped again: devices must not go on. Once.
+/// Told why when a piece could not be mapped again: devices must not continue. Once.
 pub type OnLost = Box<dyn Fn(&Arc<str>) + Send + Sync>;
 
 /// Whether pieces may be mapped and unmapped.
@@ -43,7 +43,7 @@ enum Phase {
     Open,
     /// All of it is about to be unmapped.
     Closed,
-    /// Devices were told that they cannot go on, for this reason.
+    /// Devices were told that they cannot continue, for this reason.
     Lost(Arc<str>),
 }
 
@@ -61,9 +61,9 @@ pub struct DmaMap {
     chunk_bytes: u64,
     /// Held while pieces are mapped and unmapped, as the kernel holds its own lock.
     state: Mutex<State>,
-    /// Locked last, to look and to set: who ends it all does not wait for the kernel.
+    /// Locked last, to read and to set, so that ending the mapping does not wait for the kernel.
     phase: Mutex<Phase>,
-    /// For who asks, who does not wait either.
+    /// For status requests, which do not wait either.
     mapped_bytes: AtomicU64,
     on_lost: OnLost,
 }
@@ -209,7 +209,7 @@ impl DmaMap {
         drop(lock(&self.state));
     }
 
-    /// Nothing more is mapped, and what is unmapped does not come back: devices cannot go on, for this reason
+    /// Nothing more is mapped, and what is unmapped does not come back: devices cannot continue, for this reason
     /// if there is none yet.
     pub(super) fn lose(&self, reason: &Arc<str>) {
         let mut phase = lock(&self.phase);
@@ -226,7 +226,7 @@ impl DmaMap {
         self.mapped_bytes.store(0, Ordering::Relaxed);
     }
 
-    /// Why devices could not go on, if that is so.
+    /// Why devices could not continue, if that is so.
     pub(super) fn lost(&self) -> Option<Arc<str>> {
         match &*lock(&self.phase) {
             Phase::Lost(reason) => Some(Arc::clone(reason)),

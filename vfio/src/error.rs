@@ -45,7 +45,7 @@ pub enum VfioError {
     Driver {
         /// The device.
         path: PathBuf,
-        /// Who has it.
+        /// The process that has it.
         driver: String,
     },
     /// The VFIO container cannot be had.
@@ -250,7 +250,7 @@ fn attach_hint(error: &vfio_ioctls::VfioError) -> &'static str {
             libc::EINVAL => ": another process, or another VM, has it",
             libc::EBUSY => {
                 ": every device of its IOMMU group has to be bound to vfio-pci or to no driver, and \
-                 nobody may have the group in /dev/vfio open"
+                 no process may have the group in /dev/vfio open"
             }
             libc::EPERM => {
                 ": another VM has a device of its IOMMU group, or the host's IOMMU does not keep \

@@ -2,7 +2,7 @@
 
 //! A function of the host, opened through VFIO.
 //!
-//! Owns its descriptors. Nothing of it may be left open when the group is given back, so whoever
+//! Owns its descriptors. Nothing of it may be left open when the group is released, so code that
 //! holds mappings of its BARs drops them first.
 
 use std::fs::File;
@@ -33,7 +33,7 @@ use pci::BARS_COUNT;
 /// A function that belongs to this VM until it is dropped.
 pub struct VfioFunction {
     id: String,
-    /// A duplicate for reading and writing; it goes before the device, which gives the group back.
+    /// A duplicate for reading and writing; it goes before the device, which releases the group.
     file: File,
     device: VfioDevice,
     /// Goes after the device: that leaves the IOMMU's address space first.
@@ -45,7 +45,7 @@ pub struct VfioFunction {
 }
 
 impl VfioFunction {
-    /// Opens the function at `place` and puts it into `space`. `id` is for messages. Whoever had it before
+    /// Opens the function at `place` and puts it into `space`. `id` is for messages. The process that had it before
     /// may have left something in it, so it is to be reset before a guest has it, which takes long.
     ///
     /// # Errors

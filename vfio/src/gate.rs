@@ -2,9 +2,9 @@
 
 //! The gate before a device's first DMA.
 //!
-//! Owns one fact: whether all guest memory is mapped, will never be, or is still on its way. Whoever
+//! Owns one fact: whether all guest memory is mapped, will never be, or is still being mapped. A vCPU that
 //! is about to let a device reach memory waits here, and helps first, if there is something to do. It opens once or fails once; it must never
-//! close again, and nobody waits for ever as long as whoever maps memory ends.
+//! close again, and no vCPU waits forever as long as the thread that maps memory ends.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
@@ -23,7 +23,7 @@ pub struct GateClosed {
 
 #[derive(Clone)]
 enum State {
-    /// What those can do who wait, once that is known.
+    /// Work that waiters can do, once it is known.
     Closed(Option<PopulateHelper>),
     Open,
     Failed(GateClosed),
@@ -42,12 +42,12 @@ impl Default for DmaGate {
 }
 
 impl DmaGate {
-    /// All memory is mapped: lets everybody through, now and for ever. No effect after a failure.
+    /// All memory is mapped: lets every waiter through, from now on. No effect after a failure.
     pub fn open(&self) {
         self.decide(State::Open);
     }
 
-    /// Memory will not be mapped: turns everybody away. No effect once the gate is open.
+    /// Memory will not be mapped: fails every waiter. No effect once the gate is open.
     pub fn fail(&self, reason: &str) {
         self.decide(State::Failed(GateClosed { reason: reason.into() }));
     }
@@ -65,7 +65,7 @@ impl DmaGate {
         matches!(*lock(&self.state), State::Open)
     }
 
-    /// Says what those can do who wait, from now on. No effect once it is settled.
+    /// Sets the work that waiters can do from now on. No effect once it is decided.
     pub fn helped_by(&self, help: PopulateHelper) {
         let mut state = lock(&self.state);
         if matches!(*state, State::Closed(_)) {
@@ -74,7 +74,7 @@ impl DmaGate {
         }
     }
 
-    /// Does what those who wait can do, if that is known and not done.
+    /// Does the waiters' work, if it is known and not done.
     pub fn help(&self) {
         let help = match &*lock(&self.state) {
             State::Closed(help) => help.clone(),

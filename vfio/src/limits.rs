@@ -12,7 +12,7 @@ use super::error::PinError;
 
 const TYPE1_ENTRIES: &str = "/sys/module/vfio_iommu_type1/parameters/dma_entry_limit";
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
-/// Bit of CAP_IPC_LOCK in a capability set: who has it may lock without limit.
+/// Bit of CAP_IPC_LOCK in a capability set, which lifts the limit on locked memory.
 const CAP_IPC_LOCK: u32 = 14;
 
 /// How much memory this process may lock.

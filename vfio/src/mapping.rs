@@ -65,7 +65,7 @@ impl BarMapping {
 
 impl Drop for BarMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made in `new` and is unmapped once; whoever showed it to a guest
+        // SAFETY: the mapping was made in `new` and is unmapped once; the caller that mapped it into a guest
         // held a share in it until that was over.
         unsafe { libc::munmap(self.address, self.len) };
     }

@@ -3,9 +3,9 @@
 //! The pipeline that makes guest memory ready for DMA while the guest runs.
 //!
 //! Owns its thread and the progress, and settles the gate. Memory is mapped as soon as it is
-//! populated, on the thread that populated it, while other memory is being populated; where whoever maps
+//! populated, on the thread that populated it, while other memory is being populated; where the thread that maps
 //! would be in the way of that, and has little to do, when all is populated. A failure is
-//! told to everybody who waits; nothing of it may end in waiting for ever.
+//! reported to every waiter; no waiter may wait forever.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -42,7 +42,7 @@ pub struct PinProgress {
     pub pinned_bytes: u64,
     /// Bytes in all.
     pub total_bytes: u64,
-    /// What becomes of it.
+    /// Its outcome.
     pub state: PinState,
 }
 
@@ -178,7 +178,7 @@ pub struct PinningAbort(Arc<Shared>);
 
 impl PinningAbort {
     /// Nothing more is mapped; the state is failed from here on, for this reason or the one for which mapping
-    /// has failed already, and vCPUs that wait at the gate go on without. Does not wait.
+    /// has failed already, and vCPUs that wait at the gate continue without. Does not wait.
     pub fn begin(&self, reason: &Arc<str>) {
         let failed = match &*lock(&self.0.state) {
             PinState::Failed(first) => Some(Arc::clone(first)),

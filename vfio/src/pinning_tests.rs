@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guest memory that is mapped for DMA, and who waits for it at the gate.
+//! Guest memory that is mapped for DMA, and vCPUs that wait for it at the gate.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io;

@@ -4,7 +4,7 @@
 //!
 //! Owns the comparison of what the pool says is mapped with the memory that this VM has. Must never take
 //! the pool's word for an address or a length: a device that reached other memory than the guest gave it
-//! would write where nobody expects it.
+//! would write to unexpected addresses.
 
 use std::collections::BTreeMap;
 

@@ -27,7 +27,7 @@ pub trait DmaSpace: DmaTarget {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
     /// The memory that may be mapped in it. The holder of a function of the space holds this, too.
     fn memory(&self) -> Arc<GuestRam>;
-    /// The same as what takes device memory beside it, if it does.
+    /// The same as what takes device memory alongside it, if it does.
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;
 }
 

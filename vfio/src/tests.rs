@@ -244,7 +244,7 @@ fn bars_are_slots_without_the_pages_of_msix() {
     assert_eq!(rig.slots.shown()[1], ABOVE + MIB..ABOVE + MIB + 0x2000);
     rig.write(4, &[0, 0]);
     assert_eq!(rig.slots.shown(), []);
-    assert_eq!(rig.host.command(), 2, "the host's function goes on decoding");
+    assert_eq!(rig.host.command(), 2, "the host's function keeps decoding");
     rig.check();
 }
 
@@ -341,7 +341,7 @@ fn bus_mastering_waits_for_the_gate() {
             done.send(rig.host.is_bus_master()).unwrap();
         })
     };
-    // Other vCPUs go on meanwhile.
+    // Other vCPUs continue meanwhile.
     while rig.device.bus_master_times().asked.is_none() {
         assert_eq!(rig.read::<1>(4), [2]);
     }
@@ -409,7 +409,7 @@ fn a_device_is_harmless_before_it_is_released() {
     rig.device.disarm();
     assert!(!rig.host.is_bus_master());
     assert_eq!((rig.host.connected(), *rig.host.resets.lock().unwrap()), (None, 1));
-    assert_eq!(Arc::strong_count(&rig.device), 1, "nobody else holds it");
+    assert_eq!(Arc::strong_count(&rig.device), 1, "no other reference is left");
     rig.check();
 }
 

@@ -3,7 +3,7 @@
 //! Moves a fake guest over loopback TCP and prints both progress documents.
 //!
 //! `move [precopy|postcopy|idle] [MIB] [HOT_PERCENT] [CONNECTIONS]`; two threads write at full
-//! speed, or nobody does (`idle`).
+//! speed, or the guest is idle (`idle`).
 
 use std::sync::Arc;
 

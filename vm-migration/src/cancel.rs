@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// A handle with which anyone may ask the migration to stop; clones are the same request.
+/// A handle to cancel a migration; clones are the same request.
 #[derive(Clone, Debug)]
 pub struct Cancel(Arc<Inner>);
 

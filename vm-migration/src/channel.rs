@@ -265,7 +265,7 @@ mod tests {
 
     use super::*;
 
-    /// Far longer than last words may take, and how long a peer goes on sending at most.
+    /// Far longer than last words may take, and how long a peer keeps sending at most.
     const LONG: Duration = Duration::from_secs(20);
 
     /// Explains a failed send to a peer that says `first` and then `more` again and again. Gives the

@@ -56,7 +56,7 @@ pub enum GuestLocation {
 impl fmt::Display for GuestLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::OnSource => "the guest goes on at the source",
+            Self::OnSource => "the guest continues at the source",
             Self::PausedOnSource => "the guest is paused at the source and could not be resumed",
             Self::NotHere => "the guest stays at the source",
             Self::OnDestination => "the guest belongs to the destination, look there how it is",

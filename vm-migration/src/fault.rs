@@ -60,7 +60,7 @@ pub trait FaultResolver: Send + Sync {
 #[error("a missing page cannot be brought in")]
 pub struct FaultError;
 
-/// What stands before vCPUs beside, or instead of, a watch on their mapping.
+/// What stands before vCPUs alongside, or instead of, a watch on their mapping.
 pub trait VcpuBarrier: Send + Sync {
     /// The run's pages are here and visible.
     fn unblock(&self, run: PageRun);
@@ -80,9 +80,9 @@ pub trait VcpuBarrier: Send + Sync {
 
 /// A registered memory whose missing pages make the accessor wait.
 ///
-/// All methods may be called from several threads. Making a page present wakes who waits for it;
+/// All methods may be called from several threads. Making a page present wakes the threads that wait for it;
 /// doing so twice, or for a page that is present already, is harmless. Dropping the source lets
-/// every waiter go on with whatever its page then holds: drop it only after
+/// every waiter continue with whatever its page then holds: drop it only after
 /// [`release`](Self::release), or when the guest is gone.
 pub trait FaultSource: Send + Sync {
     /// The kind.
@@ -149,7 +149,7 @@ pub trait FaultSource: Send + Sync {
     /// What the host reports.
     fn wake(&self, run: PageRun) -> Result<(), UffdError>;
 
-    /// All memory is complete, or about to go: stop watching it and wake everybody.
+    /// All memory is complete, or about to be dropped: stop watching it and wake every waiter.
     ///
     /// # Errors
     /// What the host reports, of the first part of memory that stays watched. As many of the others as

@@ -78,7 +78,7 @@ pub struct History {
     pub threads: Vec<ThreadLatency>,
 }
 
-/// What is noted while it goes on.
+/// What is noted while it is in progress.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     phases: Vec<PhaseEntry>,

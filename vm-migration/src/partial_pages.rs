@@ -91,7 +91,7 @@ impl PartialPages {
                 self.filled.set(unit);
             }
             let placed = next - page;
-            // Who gets to zero sees what all the others have written before.
+            // The thread that reaches zero sees what all the others have written before.
             if self.open[to_usize(unit)].fetch_sub(placed, Ordering::AcqRel) == placed {
                 complete(unit, self.filled.get(unit))?;
             }
@@ -200,7 +200,7 @@ mod model {
         }
         let mut complete = 0;
         let note = |_: u64, filled: bool| {
-            // Page 0 has contents, so who completes the host page knows of them.
+            // Page 0 has contents, so the thread that completes the host page knows of them.
             assert!(filled);
             complete += 1;
             Ok::<_, Infallible>(())

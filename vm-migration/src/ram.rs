@@ -61,9 +61,9 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// What the host's query reports.
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>>;
 
-    /// Keeps `pages` from being given back to the host until the answer is dropped, so that what
+    /// Keeps `pages` from being returned to the host until the answer is dropped, so that what
     /// [`populated_runs`](Self::populated_runs) finds can be read: a hole of shared memory that is read is
-    /// one no more. Memory that is only read, or of which nothing is given back, needs do nothing.
+    /// one no more. Memory that is only read, or of which nothing is returned, needs do nothing.
     fn hold(&self, region: usize, pages: Range<u64>) -> Hold<'_> {
         let _ = (region, pages);
         Hold::default()
@@ -104,7 +104,7 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         let _ = small;
     }
 
-    /// Gives the pages back to the host; they are missing afterwards, and read as zeros. Whole host pages
+    /// Returns the pages to the host; they are missing afterwards, and read as zeros. Whole host pages
     /// only.
     ///
     /// # Errors
@@ -121,7 +121,7 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     }
 }
 
-/// Pages are not given back to the host until this is dropped.
+/// Pages are not returned to the host until this is dropped.
 #[derive(Default)]
 pub struct Hold<'m>(Option<Box<dyn Send + 'm>>);
 

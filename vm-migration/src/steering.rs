@@ -15,7 +15,7 @@ use crate::transport::Address;
 /// How often waits of postcopy look at the wishes.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A handle with which anyone may ask; clones are the same migration's.
+/// A handle for requests to a running migration; clones belong to the same migration.
 #[derive(Clone, Debug, Default)]
 pub struct Steering(Arc<SteeringRequests>);
 
@@ -74,7 +74,7 @@ impl Steering {
         self.0.recover.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Says of a machine in doubt what becomes of it: [`InDoubt::asked`] has the rule.
+    /// Says of a machine in doubt what happens to it: [`InDoubt::asked`] has the rule.
     ///
     /// [`InDoubt::asked`]: crate::commit::destination::InDoubt::asked
     pub fn decide(&self, decision: Decision) {

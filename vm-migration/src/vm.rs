@@ -105,7 +105,7 @@ pub trait SourceVm: Sized + Send {
     /// before the configuration is asked for; what is written later keeps to them.
     fn meet(&mut self, _newest: Formats) {}
 
-    /// Its memory. It stays mapped as long as anyone holds it, also after the handover.
+    /// Its memory. It stays mapped as long as a reference is held, also after the handover.
     fn memory(&self) -> Arc<Self::Memory>;
 
     /// Starts to record writes. The log stops when it is dropped.
@@ -134,7 +134,7 @@ pub trait SourceVm: Sized + Send {
     /// process is not to do so itself. Called once, before any memory is sent.
     ///
     /// # Errors
-    /// Why there is none; the migration then fails and the guest goes on.
+    /// Why there is none; the migration then fails and the guest continues.
     fn page_server(&mut self) -> Result<Option<Box<dyn PageServerHandle>>, VmError> {
         Ok(None)
     }
@@ -182,7 +182,7 @@ pub trait PausedVm: Sized + Send {
     /// Naming the device or vCPU.
     fn state_json(&mut self) -> Result<Vec<u8>, VmError>;
 
-    /// Lets go of what only one side may hold: disk locks, taps. Called once, right before the
+    /// Releases what only one side may hold: disk locks, taps. Called once, right before the
     /// destination takes them. [`resume`](Self::resume) takes them back.
     ///
     /// # Errors
@@ -239,7 +239,7 @@ pub trait MappedMachine: Send + 'static {
     /// The machine that it becomes.
     type Vm: DestinationVm;
 
-    /// Its memory. It stays mapped as long as anyone holds it.
+    /// Its memory. It stays mapped as long as a reference is held.
     fn memory(&self) -> Arc<<Self::Vm as DestinationVm>::Memory>;
 
     /// Builds the rest: vCPUs created, back ends opened as far as that is possible while the
@@ -281,7 +281,7 @@ pub trait DestinationVm: Sized + Send + 'static {
         let _ = (doubt, lasts);
     }
 
-    /// Takes exclusive resources (disk locks, taps), which the source has let go of, and runs the
+    /// Takes exclusive resources (disk locks, taps), which the source has released, and runs the
     /// guest, or leaves it paused with `resume` false. The source cannot run it any more.
     ///
     /// # Errors

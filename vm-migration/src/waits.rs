@@ -106,7 +106,7 @@ impl Waits {
         ours.then(|| (thread, Duration::from_micros(took)))
     }
 
-    /// How long the longest wait has been going on.
+    /// How long the longest wait has lasted.
     pub(crate) fn longest(&self) -> Duration {
         let now = self.now_us();
         let waits = self.slots.iter().filter(|slot| slot.is_taken());
@@ -114,13 +114,13 @@ impl Waits {
         Duration::from_micros(oldest.map_or(0, |since_us| now.saturating_sub(since_us)))
     }
 
-    /// No wait goes on.
+    /// No wait is in progress.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         !self.slots.iter().any(Slot::is_taken)
     }
 
-    /// Counts all waits that go on as beginning now.
+    /// Counts all waits in progress as beginning now.
     pub(crate) fn restart_clock(&self) {
         let now = self.now_us();
         for slot in self.slots.iter().filter(|slot| slot.is_taken()) {

@@ -59,7 +59,7 @@ impl<T: OutputItem> OutputQueue<T> {
     /// cannot be written to `failed` is called, once until it can; what comes meanwhile is lost.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn start(
         name: &str,
         file: File,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The end of a process in which a thread panics, or that ends beside threads that own something.
+//! The end of a process in which a thread panics, or that ends alongside threads that own something.
 //!
 //! Owns what is put back then, as no destructor runs any more: terminals, and the paths of sockets. After
-//! a panic it must never go on with the VM, whatever else waits: what panicked has left its state half
+//! a panic it must never continue to run the VM, whatever else waits: what panicked has left its state half
 //! changed.
 
 use std::fs::File;
@@ -108,7 +108,7 @@ fn begin_to_put_back() -> Receiver<()> {
     is_done
 }
 
-/// Puts back what has been noted, for a process that ends beside threads that do not: theirs are
+/// Puts back what has been noted, for a process that ends alongside threads that do not: theirs are
 /// terminals and sockets that no destructor puts back. It waits no longer than half a second.
 pub fn put_back_at_end() {
     // An error is what ends the channel.
@@ -123,7 +123,7 @@ fn end_now() -> ! {
 /// Ends the process after a while, whatever the calling thread waits for until then.
 ///
 /// # Errors
-/// The host gives no thread.
+/// The thread cannot be started.
 fn end_soon() -> io::Result<()> {
     let end = || {
         std::thread::sleep(END_TIME);
@@ -162,7 +162,7 @@ pub fn end_with_process() {
         let line = format!("a thread has panicked at {place}, and the process ends: {what}");
         events::emit("vmm", "panic", &[("place", &place), ("error", what)]);
         if ends.is_err() {
-            // Nothing would end a process in which what follows waits for ever: only what has a limit is done.
+            // Nothing would end a process in which what follows waits forever: only what has a limit is done.
             say_at_once(&format!("{line}\n"));
             events::flush();
             end_now();

@@ -4,14 +4,14 @@
 //!
 //! Functions sit on a root bus, where PCI Express has no slots of its own. So each device number is a
 //! slot that ACPI speaks for (ACPI 6.5, section 6.3): the guest is notified of what came and of what
-//! is to go, lets go of it, and says so by `_EJ0`. The registers are three little-endian words of 32
+//! is to go, releases it, and says so by `_EJ0`. The registers are three little-endian words of 32
 //! bits in I/O ports, bit n of which stands for device number n:
 //!
 //! | offset | name | read | written |
 //! | --- | --- | --- | --- |
 //! | 0 | `PCIU` | devices that came; reading clears | ignored |
 //! | 4 | `PCID` | devices that are asked to go; reading clears | ignored |
-//! | 8 | `B0EJ` | 0 | the guest has let go of these |
+//! | 8 | `B0EJ` | 0 | the guest has ejected these |
 //!
 //! - The side that sets a bit of the first two then signals event [`super::ged::EVENT_PCI`].
 //! - Asking again for a device that has not gone sets its bit again.
@@ -34,7 +34,7 @@ use super::to_bytes;
 pub const REGISTERS_LEN_BYTES: u16 = 16;
 /// Device number 0 is the host bridge, which stays.
 const SLOTS: std::ops::RangeInclusive<u32> = 1..=31;
-/// Notifications (section 5.6.6): look whether a device is there, and let go of it.
+/// Notifications (section 5.6.6): look whether a device is there, and release it.
 const NOTIFY_CHECK: u8 = 1;
 const NOTIFY_EJECT: u8 = 3;
 

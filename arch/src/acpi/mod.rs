@@ -24,7 +24,7 @@ pub use inputs::{AcpiCpu, AcpiInputs, AcpiMemory, GedInputs, IntxRoute, PciSegme
 
 use crate::layout;
 
-// Who made the tables, in the fields that guests show.
+// Creator of the tables, in the fields that guests show.
 const OEM_ID: [u8; 6] = *b"GODWIT";
 const OEM_TABLE_ID: [u8; 8] = *b"GODWITVM";
 const OEM_REVISION: u32 = 1;

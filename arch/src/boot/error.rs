@@ -114,9 +114,9 @@ pub enum BootError {
     /// A file of length zero.
     #[error("the initramfs is empty")]
     InitramfsEmpty,
-    /// No room beside the kernel.
+    /// No room alongside the kernel.
     #[error(
-        "the initramfs of {len_bytes} bytes does not fit in guest memory beside the kernel; give \
+        "the initramfs of {len_bytes} bytes does not fit in guest memory alongside the kernel; give \
          the VM more memory"
     )]
     InitramfsTooLarge {

@@ -34,7 +34,7 @@ use image::{ImageReader, ImageSource};
 use crate::layout::{self, GpaRange};
 use crate::regs;
 
-/// What a boot needs beside the files.
+/// What a boot needs besides the files.
 #[derive(Clone, Copy, Debug)]
 pub struct BootSpec<'a> {
     /// Kernel command line.

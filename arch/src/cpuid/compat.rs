@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Can a VM that started with one CPUID go on with another?
+//! Can a VM that started with one CPUID continue with another?
 //!
 //! Owns the comparison. Both sides are tables made by [`super::common_cpuid`] from the same
 //! configuration, so what they differ in is the hosts. Must never be silent about a bit it does
@@ -107,7 +107,7 @@ pub fn cpuid_compat(
     if missing.is_empty() { Ok(()) } else { Err(missing) }
 }
 
-/// Performance monitoring: a guest that was told of counters goes on using them. Intel SDM volume 2,
+/// Performance monitoring: a guest that was told of counters keeps using them. Intel SDM volume 2,
 /// CPUID leaf 0xA; APM volume 3, leaf 0x8000_0022.
 fn compare_counters(
     source: &[kvm_cpuid_entry2],

@@ -4,7 +4,7 @@
 //!
 //! Owns the way from the CPUID that KVM supports on a host to the one a vCPU gets: [`common_cpuid`]
 //! decides once for a VM which features it has, [`VmCpuid::for_vcpu`] adds what differs between
-//! vCPUs, [`cpuid_compat`] says whether a VM can go on elsewhere. Must never ask the host anything:
+//! vCPUs, [`cpuid_compat`] says whether a VM can continue elsewhere. Must never ask the host anything:
 //! what it supports is an argument, so that a migration can compare two hosts.
 
 mod compat;
@@ -256,7 +256,7 @@ fn is_cache(leaf: &kvm_cpuid_entry2) -> bool {
     leaf.eax & TYPE != 0
 }
 
-/// Who shares a cache: the threads of a core up to level 2, the die from level 3.
+/// Which CPUs share a cache: the threads of a core up to level 2, the die from level 3.
 fn set_caches(table: &mut Table, topology: &CpuTopology) {
     let core_ids = 1_u32 << (topology.package_shift() - topology.core_shift());
     let share = |leaf: &mut kvm_cpuid_entry2| {

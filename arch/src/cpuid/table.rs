@@ -105,7 +105,7 @@ impl Table {
     }
 }
 
-/// Who made the CPU, as far as CPUID leaves differ by it.
+/// CPU vendor, as far as CPUID leaves differ by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vendor {
     Intel,

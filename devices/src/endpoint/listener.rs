@@ -84,7 +84,7 @@ impl Drop for PathListener {
     }
 }
 
-/// Until the folder is closed. A stranger can hold this lock for ever: it is not waited for longer than any
+/// Until the folder is closed. A stranger can hold this lock forever: it is not waited for longer than any
 /// VMM has it.
 fn lock(folder: &fs::File) {
     for _ in 0..LOCK_TRIES {

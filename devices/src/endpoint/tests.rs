@@ -95,7 +95,7 @@ fn a_socket_serves_one_peer_after_the_other() {
     let path = directory.path().join("console.sock");
     let endpoint = ConsoleEndpoint::socket(&path).unwrap();
     endpoint.want_input(true);
-    endpoint.write(b"before anybody came");
+    endpoint.write(b"before any peer came");
     for greeting in ["first", "second"] {
         let mut peer = UnixStream::connect(&path).unwrap();
         assert!(is_ready(&endpoint));
@@ -104,7 +104,7 @@ fn a_socket_serves_one_peer_after_the_other() {
         endpoint.write(greeting.as_bytes());
         let len_bytes = peer.read(&mut buffer).unwrap();
         let text = std::str::from_utf8(&buffer[..len_bytes]).unwrap();
-        assert!(text.contains("before anybody") || text == greeting, "{text}");
+        assert!(text.contains("before any peer") || text == greeting, "{text}");
         peer.write_all(b"x").unwrap();
         assert_eq!(endpoint.service(&mut buffer), 1);
         drop(peer);
@@ -160,7 +160,7 @@ fn a_file_gets_everything_and_null_nothing() {
     null.write(&long);
     null.want_input(true);
     assert!(!is_ready(&null));
-    assert_eq!(null.lost_bytes(), 0, "nothing is kept for nobody");
+    assert_eq!(null.lost_bytes(), 0, "nothing is kept without a peer");
 
     let missing = directory.path().join("no/such/directory");
     let error = ConsoleEndpoint::file(&missing).err().unwrap();
@@ -194,7 +194,7 @@ fn an_unread_terminal_blocks_nothing_whatever_its_mode() {
         let endpoint = ConsoleEndpoint::standard(input, terminal.as_fd()).unwrap();
         let endpoint = std::sync::Arc::new(endpoint);
         flood(&endpoint);
-        // The others who have the terminal open wait as before.
+        // Other processes that have the terminal open wait as before.
         // SAFETY: F_GETFL takes no third argument; the descriptor is open.
         let flags = unsafe { libc::fcntl(terminal.as_raw_fd(), libc::F_GETFL) };
         assert_eq!(flags & libc::O_NONBLOCK, 0);

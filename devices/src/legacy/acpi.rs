@@ -218,7 +218,7 @@ impl GedDevice {
     }
 
     /// Raises the interrupt once more if something is pending: what was raised where the state comes
-    /// from may not have become an interrupt before it was saved. To be called when the guest goes on.
+    /// from may not have become an interrupt before it was saved. To be called when the guest continues.
     pub fn resume(&self) {
         if self.pending.load(Ordering::Acquire) != 0 {
             self.interrupt();

@@ -161,7 +161,7 @@ impl Inner {
         }
     }
 
-    /// Lets time stand still, or go on from what it has been set to.
+    /// Lets time stand still, or continue from what it has been set to.
     fn hold(&mut self, on: bool) {
         match (on, self.held.take()) {
             (true, held) => self.held = Some(held.unwrap_or_else(|| self.time())),

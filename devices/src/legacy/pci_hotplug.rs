@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The registers by which a guest learns of PCI devices that come and go, and lets go of them.
+//! The registers by which a guest learns of PCI devices that come and go, and releases them.
 //!
-//! Owns a bit for each device number in each of the registers, and what it was asked to let go of.
-//! Knows no device: whoever owns them is told that there are ejections, and takes them when it can.
+//! Owns a bit for each device number in each of the registers, and what it was asked to eject.
+//! Knows no device: their owner is notified of ejections, and collects them when it can.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -25,7 +25,7 @@ const EJECT_OFFSET: u64 = 8;
 /// Bit 0 would be the host bridge.
 const SLOTS: u32 = !1;
 
-/// Told, on a vCPU's thread, that the guest has let go of these devices, a bit for each number.
+/// Told, on a vCPU's thread, that the guest has ejected these devices, a bit for each number.
 pub type OnEject = Box<dyn Fn(u32) + Send + Sync>;
 
 /// The registers.
@@ -59,12 +59,12 @@ impl PciHotplug {
         self.down.fetch_or(bit(number), Ordering::AcqRel);
     }
 
-    /// Devices that the guest was asked to let go of and has not, a bit for each number.
+    /// Devices that the guest was asked to eject and has not, a bit for each number.
     pub fn leaving(&self) -> u32 {
         self.leaving.load(Ordering::Acquire)
     }
 
-    /// Devices that the guest has let go of and that are still there.
+    /// Devices that the guest has ejected and that are still there.
     pub fn ejected(&self) -> u32 {
         self.ejected.load(Ordering::Acquire)
     }

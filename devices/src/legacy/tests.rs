@@ -118,7 +118,7 @@ fn an_event_with_a_pending_interrupt_is_signalled_again_after_the_move() {
     device.resume();
     assert!(interrupt.read().is_err(), "nothing is pending");
     device.restore(&source.save()).unwrap();
-    assert!(interrupt.read().is_err(), "not before the guest goes on");
+    assert!(interrupt.read().is_err(), "not before the guest continues");
     device.resume();
     assert_eq!(interrupt.read().unwrap(), 1);
     assert_eq!(read(&device, 0), GED_POWER_BUTTON_CHANGED);

@@ -3,7 +3,7 @@
 //! Buffers in guest memory as a driver describes them.
 //!
 //! Owns the step from guest physical ranges to host addresses for system calls that read and write
-//! guest memory by themselves. Those go past the dirty tracking of `vm-memory`: whoever lets the
+//! guest memory by themselves. Those bypass the dirty tracking of `vm-memory`: the caller that lets the
 //! kernel write must call [`Segments::mark_written`] afterwards. Ranges are believed in nothing;
 //! one that is not guest RAM is an error.
 
@@ -234,7 +234,7 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
         let (ranges, count) = self.as_raw_c();
         let offset = offset_of(offset)?;
         // SAFETY: the ranges lie in the mapping that `self` keeps alive or in buffers that
-        // `push_own` vouches for, so the kernel may write there; nobody has Rust references to
+        // `push_own` vouches for, so the kernel may write there; there are no Rust references to
         // guest memory. The descriptor is open.
         check_len(unsafe { libc::preadv(file.as_raw_fd(), ranges, count, offset) })
     }

@@ -120,7 +120,7 @@ pub enum StateError {
 ///
 /// Life: offered features are read, some acknowledged, then `activate` hands over the queues and
 /// starts the device's own threads. `pause` makes those threads stop touching guest memory and
-/// returns when they have; `resume` lets them go on. `reset` ends them and gives everything back.
+/// returns when they have; `resume` lets them continue. `reset` ends them and returns everything.
 /// The transport calls these one at a time.
 pub trait VirtioDevice: Send {
     /// Virtio device ID (virtio 1.3, 5).
@@ -146,7 +146,7 @@ pub trait VirtioDevice: Send {
     /// does not touch guest memory before `resume`: that is how a VM is restored.
     fn pause(&mut self) -> Vec<(u16, QueueState)>;
     /// Begins what `pause` does, and waits for nothing: no new request is taken from now on. `pause`
-    /// waits for the rest. Who begins it may take it back ([`PendingPause::withdraw`]), however far
+    /// waits for the rest. The caller may withdraw it ([`PendingPause::withdraw`]), however far
     /// it is; a driver that resets and activates the device anew has it work again, too.
     fn begin_pause(&mut self) -> PendingPause;
     /// Goes on after `pause`. Idempotent.

@@ -115,7 +115,7 @@ impl WorkQueue {
         let _ = self.kick.read();
     }
 
-    /// Notifies itself, to go on after other events were looked at.
+    /// Notifies itself, to continue after other events were looked at.
     pub(crate) fn kick_self(&self) {
         // Fails only if the counter is full, and then it is readable as well.
         let _ = self.kick.write(1);
@@ -135,7 +135,7 @@ impl WorkQueue {
         parse(chain).map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
     }
 
-    /// Gives the chain back to the available ring that was taken last.
+    /// Returns the chain to the available ring that was taken last.
     pub(crate) fn undo_pop(&mut self) {
         self.queue.go_to_previous_position();
     }
@@ -182,7 +182,7 @@ impl WorkQueue {
         Broken::Chain { index: self.index, head, why }
     }
 
-    /// Gives a chain back to the driver, with `written_bytes` written to its writable part.
+    /// Returns a chain to the driver, with `written_bytes` written to its writable part.
     pub(crate) fn add_used(
         &mut self,
         memory: &GuestMemory,
@@ -194,7 +194,7 @@ impl WorkQueue {
         self.queue.add_used(memory, head, written).map_err(|source| Broken::Ring { index, source })
     }
 
-    /// Gives several chains back in such a way that the driver sees all of them at once.
+    /// Returns several chains in such a way that the driver sees all of them at once.
     pub(crate) fn add_used_together(
         &mut self,
         memory: &GuestMemory,

@@ -6,7 +6,7 @@
 //! whenever it is woken, so a request cannot be lost however the wake-ups fall. A thread that is
 //! paused has nothing in flight, has published the state of its queues and waits on the condition
 //! variable alone. A thread whose driver broke a rule serves nothing any more, and still answers
-//! pause, resume and stop. What is in flight may take for ever (storage that does not answer), so a
+//! pause, resume and stop. What is in flight may take forever (storage that does not answer), so a
 //! pause that has only begun can be waited for in part, and taken back at any time.
 //!
 //! ```text
@@ -38,7 +38,7 @@ const EVENTS_MAX: usize = 16;
 
 /// What a worker's thread runs. All methods are called on that thread.
 pub(crate) trait Work: Send + 'static {
-    /// Begins to work, or goes on after a pause: sets what is to be watched and serves what has
+    /// Begins to work, or continues after a pause: sets what is to be watched and serves what has
     /// come already, as notifications may have been taken by the thread that served the queue before.
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
     /// Something that is watched is ready.
@@ -219,7 +219,7 @@ impl PendingPause {
         self.0.iter().all(|control| control.is_paused_by(until))
     }
 
-    /// Lets them go on, whether they hold still by now or not. Only as long as no thread has had the
+    /// Lets them continue, whether they hold still by now or not. Only as long as no thread has had the
     /// device paused since.
     pub fn withdraw(&self) {
         self.0.iter().for_each(|control| control.withdraw_pause());

@@ -46,7 +46,7 @@ impl VcpuThreads {
     /// thread of their own.
     ///
     /// # Errors
-    /// The host gives no thread.
+    /// The thread cannot be started.
     pub fn fill_stage2(
         &self,
         runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,

@@ -74,7 +74,7 @@ pub enum AccessError {
         source: io::Error,
     },
     /// Memory could not be discarded.
-    #[error("memory zone '{zone}' could not give back bytes {start:#x}..{end:#x}")]
+    #[error("memory zone '{zone}' could not return bytes {start:#x}..{end:#x}")]
     Discard {
         /// The zone.
         zone: String,
@@ -171,7 +171,7 @@ impl Zone {
     }
 }
 
-/// A region of guest RAM. Threads share it without a lock; see each map for who writes it.
+/// A region of guest RAM. Threads share it without a lock; see each map for the threads that write it.
 #[derive(Debug)]
 pub struct RamRegion {
     zone: Arc<Zone>,
@@ -452,7 +452,7 @@ impl RamRegion {
     /// `range` in the `alias` mapping, made on first use: accesses never meet userfaultfd.
     ///
     /// For vectored sends and receives, take [`VolatileSlice::ptr_guard_mut`]: the pointer stays
-    /// valid while the region lives. Who writes through it tells [`zero`](Self::zero) (data), and
+    /// valid while the region lives. Code that writes through it updates [`zero`](Self::zero) (data), and
     /// [`resident`](Self::resident) once the content is complete. Reading a part that was never
     /// populated populates it: ask [`populated_runs`](Self::populated_runs) first.
     ///

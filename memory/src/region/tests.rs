@@ -114,7 +114,7 @@ fn discarded_memory_is_zero_and_the_maps_know() {
         write_main(ram, 0, &vec![7; 8 << 20]);
         region.sync_zero_map(&(0..8 * MIB)).unwrap();
         assert_eq!(region.zero().data_count(), region.len_pages());
-        // Of these the content is still to arrive, whatever becomes of what is there.
+        // Of these the content is still to arrive, whatever happens to what is there.
         region.resident().set_absent(1000..1100);
         // Starts and ends inside huge pages.
         let gone = 3 * MIB..7 * MIB;

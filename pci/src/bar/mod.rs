@@ -456,7 +456,7 @@ impl BarPlacement {
     }
 
     /// Frees what soft holders have of `wanted`, unless a decoding BAR has a part of it: taking
-    /// anything then would have no use, and the holders would take it back for ever.
+    /// anything then would have no use, and the holders would take it back forever.
     fn take_soft_claims(&mut self, wanted: &Claim) -> bool {
         let overlaps = |claim: &Claim| claim.overlaps(wanted);
         if self.bars.iter().any(|bar| bar.decodes && bar.claim.as_ref().is_some_and(overlaps)) {

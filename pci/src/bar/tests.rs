@@ -191,7 +191,7 @@ fn a_small_bar_inside_of_a_large_one_gets_nothing_until_that_goes() {
     rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
     rig.add(&[(BarKind::Memory64, 0x1000)]).unwrap();
     rig.set(1, HIGH + 0x1000, false);
-    // Each gives back what it has, and the allocator has to know it.
+    // Each returns what it has, and the allocator has to know it.
     rig.set(0, HIGH + 0x4_0000, true);
     rig.set(1, HIGH + 0x1000, true);
     assert_eq!(rig.mapper.mapped(), [HIGH + 0x1000, HIGH + 0x4_0000]);

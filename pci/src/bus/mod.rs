@@ -38,7 +38,7 @@ pub enum PciError {
     Taken {
         /// Address asked for.
         bdf: Bdf,
-        /// Who asked.
+        /// The device that asked.
         id: String,
         /// Id of the device that has it.
         holder: String,
@@ -48,7 +48,7 @@ pub enum PciError {
     Full {
         /// The segment.
         segment: u16,
-        /// Who asked.
+        /// The device that asked.
         id: String,
     },
     /// Two functions have one id.
@@ -170,8 +170,8 @@ impl PciSegment {
     }
 
     /// As [`PciSegment::choose`], for a device that the guest has from its first instruction on, but
-    /// that takes time to open: who looks at its configuration space waits until it is added or the
-    /// number given back.
+    /// that takes time to open: an access to its configuration space waits until it is added or the
+    /// number returned.
     ///
     /// # Errors
     /// The number is taken, or none is left.
@@ -182,7 +182,7 @@ impl PciSegment {
         Ok(number)
     }
 
-    /// Gives a number back that was kept for a device.
+    /// Returns a number that was kept for a device.
     pub fn release(&self, number: DeviceNumber) {
         let slot = &mut write(&self.slots)[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
@@ -220,10 +220,10 @@ impl PciSegment {
     }
 
     /// As [`PciSegment::add_device`] with a number that [`PciSegment::expect`] has kept; lets those go
-    /// on who wait for the function.
+    /// accesses continue that wait for the function.
     ///
     /// # Errors
-    /// As there; who waits does so until the number is given back.
+    /// As there; a waiting access does so until the number is returned.
     pub fn deliver(
         &self,
         device: &Arc<dyn PciDevice>,

@@ -106,7 +106,7 @@ fn a_chosen_number_is_kept_and_can_be_released() {
     segment.release(first);
     assert_eq!(segment.add_device(&device("c"), None).unwrap().device(), 1);
     segment.release(first);
-    assert!(segment.choose(number(1), "d").is_err(), "only what is kept is given back");
+    assert!(segment.choose(number(1), "d").is_err(), "only what is kept is returned");
     assert!(segment.choose(number(0), "d").is_err());
 }
 
@@ -132,7 +132,7 @@ fn a_removed_function_leaves_nothing_behind() {
     assert_eq!(mapper.mapped().len(), 1);
     assert!(segment.remove_device(number).is_none());
     assert!(segment.remove_device(DeviceNumber::HOST_BRIDGE).is_none());
-    assert_eq!(Arc::strong_count(&first), 1, "nobody holds it");
+    assert_eq!(Arc::strong_count(&first), 1, "no reference is left");
 
     // The next one there gets its number and its addresses.
     let third = device("c");

@@ -3,7 +3,7 @@
 //! The configuration space of one function.
 //!
 //! Owns the 4 KiB of registers, which of their bits a guest can write, the capability lists and
-//! the BAR registers with their sizing protocol. Has no side effects: whoever owns it looks at the
+//! the BAR registers with their sizing protocol. Has no side effects: its owner looks at the
 //! command register, the BARs and the capabilities after a write and acts. Never lets a guest
 //! change a bit that is not marked writable.
 
@@ -99,7 +99,7 @@ pub enum ConfigError {
     },
 }
 
-/// Who a function says it is.
+/// Identity of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Vendor ID.

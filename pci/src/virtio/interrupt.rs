@@ -39,7 +39,7 @@ impl PciInterrupt {
         }
     }
 
-    /// After a device reset. The generation goes on counting, so that a driver that compares
+    /// After a device reset. The generation keeps counting, so that a driver that compares
     /// across the reset sees a change.
     pub fn reset(&self) {
         self.isr.store(0, Ordering::Release);
@@ -70,7 +70,7 @@ impl PciInterrupt {
         self.needs_reset.load(Ordering::Acquire)
     }
 
-    /// Sets DEVICE_NEEDS_RESET from a saved state, without telling anyone.
+    /// Sets DEVICE_NEEDS_RESET from a saved state, without an interrupt.
     pub fn set_reset_needed(&self, needed: bool) {
         self.needs_reset.store(needed, Ordering::Release);
     }

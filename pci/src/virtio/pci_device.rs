@@ -184,7 +184,7 @@ impl VirtioPciDevice {
         lock(&self.transport).pause();
     }
 
-    /// Lets the device go on after [`VirtioPciDevice::pause`], or start after
+    /// Lets the device continue after [`VirtioPciDevice::pause`], or start after
     /// [`VirtioPciDevice::restore`]. Idempotent.
     ///
     /// Every queue is kicked and every queue interrupt raised once, so that no notification and no
@@ -214,7 +214,7 @@ impl VirtioPciDevice {
     /// Takes a saved state, after checking all of it; a new device only.
     ///
     /// An active device gets its queues back and is activated by [`VirtioPciDevice::resume`], so
-    /// that it cannot write to a guest that may yet go on elsewhere. After an error the
+    /// that it cannot write to a guest that may yet continue elsewhere. After an error the
     /// transport is as after a reset, and another state may be restored. BARs move when the segment
     /// is told ([`crate::PciSegment::refresh_mappings`]).
     pub fn restore(&self, state: &VirtioPciState) -> Result<(), VirtioStateError> {

@@ -19,7 +19,7 @@ use super::transport::{Run, Transport, build_queues};
 use crate::config_space::{ConfigError, ConfigSpaceState, ConfigStateError};
 use crate::msix::{MsixError, MsixState};
 
-/// Kind of function, as it stands beside a saved [`VirtioPciState`].
+/// Kind of function, as it stands alongside a saved [`VirtioPciState`].
 pub const VIRTIO_PCI_KIND: &str = "virtio-pci";
 /// Version of [`VirtioPciState`] that a device with a 32-bit BAR needs; all others have version 1. A
 /// program that knows no such BAR cannot lay the device out as its guest has found it.

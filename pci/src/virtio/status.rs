@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A phase has exactly one set of status bits, so bits that contradict each other cannot be
-//! represented. FAILED and DEVICE_NEEDS_RESET stand beside the phase.
+//! represented. FAILED and DEVICE_NEEDS_RESET stand alongside the phase.
 
 use virtio_bindings::virtio_config as bits;
 
@@ -77,7 +77,7 @@ pub struct DeviceStatus {
 pub enum StatusRequest {
     /// Reset the device.
     Reset,
-    /// Go on to this phase, through those between (to the present one: nothing to do).
+    /// Continue to this phase, through those between (to the present one: nothing to do).
     Advance(Phase),
     /// Note that the driver gave up.
     Fail,

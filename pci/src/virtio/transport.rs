@@ -242,7 +242,7 @@ impl Transport {
     /// Takes Bus Master Enable as the driver has set it; called on the thread of a running vCPU.
     ///
     /// Without it the device must not touch guest memory (PCI 3.0, 6.2.2): it ends its work, waits
-    /// for what is in flight, and needs a reset. It does not go on where it was when the bit is set
+    /// for what is in flight, and needs a reset. It does not continue where it was when the bit is set
     /// again: a guest that started anew in the same memory (kexec) sets the bit before it resets
     /// the device, and its rings are memory of something else by then. A device that became ready
     /// after the bit was cleared has not begun, and does so now.
@@ -276,7 +276,7 @@ impl Transport {
         }
     }
 
-    /// Lets a paused or restored device go on.
+    /// Lets a paused or restored device continue.
     ///
     /// A notification may have reached the eventfd of the machine that was left and no other, an
     /// interrupt may have been under way in an irqfd that is gone. So each queue is signalled and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which slot is where in its life, and who gets one.
+//! States of the slots, and their assignment to clients.
 //!
 //! Owns all slots and every decision about them; one thread has it, so there is no lock. Must never
 //! touch memory or a socket: it says what is to be done.
@@ -56,7 +56,7 @@ impl State {
         Self::Absent { at: Instant::now(), wait: RETRY_MIN }
     }
 
-    /// The user who keeps the memory from others.
+    /// The user that still has the memory.
     fn holder(&self) -> Option<u32> {
         match self {
             Self::Leased { uid, .. } | Self::Lingering { uid, .. } => Some(*uid),

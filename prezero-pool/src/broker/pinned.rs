@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Slots that are mapped for a device: who gets them, and when the pool has the device.
+//! Slots that are mapped for a device: their assignment, and when the pool holds the device.
 //!
-//! Owns the rule that a user who may have a device and does not get its slot finds the device free, for a
-//! VM without the pool opens it itself. Must never give a device to a user who is not named.
+//! Owns the rule that a user that may have a device and does not get its slot finds the device free, for a
+//! VM without the pool opens it itself. Must never give a device to a user that is not named.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -164,7 +164,7 @@ impl Broker {
         Ok(())
     }
 
-    /// Lets go of a device for a while. What is mapped for it goes.
+    /// Releases a device for a while. What is mapped for it goes.
     fn leave_device(&mut self, slot: usize, now: Instant) {
         let Some(entry) = self.slots.get_mut(slot) else { return };
         let until = now + HOLD_OFF;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Who gets a slot with a device, and when the pool has the device. The memory is real and small, the
-//! device and the iommufd are open files that say who has them.
+//! Assignment of slots with a device, and when the pool holds the device. The memory is real and small, the
+//! device and the iommufd are open files that show which process has them.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
@@ -49,7 +49,7 @@ impl Pool {
     }
 
     fn is_device_free(&self) -> bool {
-        // Nobody has the other end any more.
+        // The other end is closed.
         self.device.as_ref().is_none_or(|mut end| matches!(end.read(&mut [0]), Ok(0)))
     }
 
@@ -187,7 +187,7 @@ fn a_user_that_is_not_named_gets_nothing_and_disturbs_no_other() {
     let elsewhere = TakePinned { device: "0000:66:00.0".parse().unwrap(), ..request() };
     assert_eq!(refusal(&pool.ask(ALICE, &elsewhere)), Some(Refusal::NoSuchSlot));
     assert_eq!(pool.state(), "ready");
-    // Nor does anybody get its memory alone.
+    // Nor can its memory be leased alone.
     let memory =
         prezero_pool_client::Take { size_bytes: 4 * MIB, pages: PagesWanted::Small, node: None };
     assert!(pool.broker.take(1, ALICE, &memory).1.is_none());
@@ -254,7 +254,7 @@ fn who_asks_while_the_pool_has_the_device_in_its_hands_waits() {
     assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
     pool.work();
     let answer = pool.broker.take_pinned(1, ALICE, &request(), true, pool.now);
-    assert_eq!(refusal(&answer), Some(Refusal::Empty), "tried for ever");
+    assert_eq!(refusal(&answer), Some(Refusal::Empty), "tried forever");
 }
 
 #[test]

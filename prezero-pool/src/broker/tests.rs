@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Who gets which slot, and what becomes of those that come back. The memory is real and small.
+//! Assignment of slots, and handling of returned ones. The memory is real and small.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
@@ -118,7 +118,7 @@ fn a_user_has_no_more_than_the_limit_even_while_memory_lingers() {
     assert_eq!(refusal(&broker.take(2, ALICE, &request(4)).0), Some(Refusal::OverLimit));
     assert_eq!(refusal(&broker.take(3, BOB, &request(4)).0), None);
     assert_eq!(refusal(&broker.take(4, OWN, &request(4)).0), None);
-    // The connection is gone, and somebody still has the memory.
+    // The connection is gone, and a process still has the memory.
     broker.closed(1, Instant::now());
     settle(&mut broker);
     assert_eq!(count(&broker, "lingering"), 1);

@@ -168,7 +168,7 @@ impl Panel {
         );
     }
 
-    /// A bar from the bottom; who points at it reads `told`.
+    /// A bar from the bottom; its tooltip is `told`.
     pub fn bar(&self, out: &mut String, (from, to): (f64, f64), value: f64, told: &str) {
         let (left, right) = (self.across.across(from), self.across.across(to));
         let y = self.height(value);

@@ -139,7 +139,7 @@ pub fn svg(report: &Report, vm: &str) -> String {
     )
 }
 
-/// Which VM, how, when, and what became of it.
+/// Which VM, how, when, and what happened to it.
 fn title(progress: &Progress, vm: &str) -> String {
     let Progress { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
     let mode = match (mode.as_deref(), postcopy) {

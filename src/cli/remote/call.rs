@@ -33,7 +33,7 @@ pub struct Call {
     pub path: &'static str,
     /// Body as JSON text.
     pub body: Option<String>,
-    /// How the migration that this begins, or that goes on, is followed to its end.
+    /// How the migration that this begins, or that continues, is followed to its end.
     pub follow: Option<View>,
     /// Descriptors of this process that go with it.
     pub fds: Vec<ConfigFd>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench boot`: from exec to the first guest instruction and to the guest's first MMIO, and the
-//! memory that a VMM needs beside guest RAM. Ours and QEMU's `microvm` and `q35` (with the smallest
+//! memory that a VMM needs besides guest RAM. Ours and QEMU's `microvm` and `q35` (with the smallest
 //! firmware there is, qboot), the same guest, the same kind of memory, in turns.
 //!
 //! The first guest instruction is taken as the first `KVM_RUN`. For QEMU it belongs to the
@@ -34,8 +34,8 @@ const SIZES: [(u32, u64); 4] = [(1, 256), (2, 256), (1, 8192), (2, 8192)];
 const FIRST_RUN: &str = "exec to first guest instruction";
 const FIRST_MMIO: &str = "exec to first MMIO";
 const VISIBLE: &str = "exec to control page seen in memory";
-const TOTAL: &str = "resident beside guest RAM";
-const ANONYMOUS: &str = "anonymous beside guest RAM";
+const TOTAL: &str = "resident besides guest RAM";
+const ANONYMOUS: &str = "anonymous besides guest RAM";
 const SLOTS: &str = "the kernel's own time for the memory slots of a bare VM";
 /// The index after the VMMs: the bare kernel.
 const BARE: usize = VMMS.len();
@@ -207,8 +207,8 @@ fn report(samples: &Samples, notes: Vec<String>) -> Report {
     let mut targets = Vec::new();
     let limits = [
         ("first guest instruction, worst median (ms)", FIRST_RUN, 10.0),
-        ("resident beside guest RAM, worst median (MiB)", TOTAL, 12.0),
-        ("anonymous beside guest RAM, worst median (MiB)", ANONYMOUS, 4.0),
+        ("resident besides guest RAM, worst median (MiB)", TOTAL, 12.0),
+        ("anonymous besides guest RAM, worst median (MiB)", ANONYMOUS, 4.0),
     ];
     for (name, what, limit) in limits {
         targets.extend(worst(what).map(|value| Target::at_most(name, value, limit)));

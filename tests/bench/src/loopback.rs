@@ -10,7 +10,7 @@ use std::io;
 /// Where the counter is from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loopback {
-    /// A namespace of our own: nobody else uses it.
+    /// A network namespace of this process alone.
     Own,
     /// That of the machine: whatever else goes over it is counted too.
     Shared,
@@ -59,7 +59,7 @@ fn bring_up() -> io::Result<()> {
     // SAFETY: the socket is open and the structure lives across the call, which reads it only.
     let outcome = unsafe { libc::ioctl(socket, libc::SIOCSIFFLAGS, &raw const request) };
     let error = io::Error::last_os_error();
-    // SAFETY: opened above and used by nobody else.
+    // SAFETY: opened above and used nowhere else.
     unsafe { libc::close(socket) };
     if outcome == 0 { Ok(()) } else { Err(error) }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench NAME`: measures, beside something else in the same run, what the documents state.
+//! `bench NAME`: measures, compared with something else in the same run, what the documents state.
 //!
 //! Owns the choice of the benchmark and how its report is printed. A figure is a median of several
 //! alternating runs. Must never measure only our side of a comparison.
@@ -133,7 +133,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
 }
 
 const BASELINE_HELP: &str =
-    "Another build of cloud-hypervisor, with its ch-remote beside it, that is measured as well";
+    "Another build of cloud-hypervisor, with its ch-remote alongside it, that is measured as well";
 
 /// The programs of the other build, if one is named.
 fn baseline(arguments: &ArgMatches) -> Result<Option<(PathBuf, PathBuf)>, String> {
@@ -151,7 +151,7 @@ fn baseline(arguments: &ArgMatches) -> Result<Option<(PathBuf, PathBuf)>, String
 fn common(name: &'static str, runs: &'static str) -> Command {
     Command::new(name)
         .arg(flag("json", "Print one JSON object"))
-        .arg(path("vmm", "The cloud-hypervisor binary, with ch-remote beside it").required(true))
+        .arg(path("vmm", "The cloud-hypervisor binary, with ch-remote alongside it").required(true))
         .arg(path("guest", "The test guest's image").required(true))
         .arg(number("runs", runs, "Runs of each"))
 }

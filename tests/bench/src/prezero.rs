@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench prezero-pool`: how long the pool takes to hand memory over, whatever its size; how fast it
-//! clears what comes back, beside non-temporal zeroing of warm memory; how much sooner a VM starts
+//! clears what comes back, compared with non-temporal zeroing of warm memory; how much sooner a VM starts
 //! than with `prefault=on`; and what a busy neighbour loses while the pool works.
 //!
 //! Owns the daemon that is measured. The neighbour writes and sums up 256 KiB over and over, which is
@@ -23,7 +23,7 @@ use crate::report::{Figure, Report, Target};
 use crate::snapshot::{Vmm, first_instruction_ms};
 use crate::{machine, prefault};
 
-/// Slots, MiB: what fits a machine of 24 GiB beside everything else.
+/// Slots, MiB: what fits a machine of 24 GiB besides everything else.
 const SIZES_MIB: [u64; 2] = [4096, 8192];
 /// How long a neighbour is watched, with the pool at work and without.
 const WATCH: Duration = Duration::from_secs(2);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A VMM's memory beside guest RAM, and guest RAM as a file, from `/proc`.
+//! A VMM's memory besides guest RAM, and guest RAM as a file, from `/proc`.
 //!
 //! Owns the reading of `smaps`. Must never bring a page into memory.
 
@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
 
-/// What is resident beside guest RAM, KiB.
+/// What is resident besides guest RAM, KiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
     /// All.

@@ -50,7 +50,7 @@ pub fn copy(len_bytes: u64, to: To) -> io::Result<Duration> {
     Ok(took)
 }
 
-/// Has the host find so much memory, and gives it back: a machine that is itself a guest may have
+/// Has the host find so much memory, and returns it: a machine that is itself a guest may have
 /// given its free memory away, and would pay for it in the middle of what is measured.
 pub fn warm(len_bytes: u64) -> io::Result<()> {
     Mapped::populated(usize::try_from(len_bytes).map_err(io::Error::other)?).map(drop)
@@ -96,7 +96,7 @@ impl Mapped {
 
     fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the mapping has this length, is readable and writable, lives as long as `self`,
-        // and nobody else knows of it.
+        // and it is used nowhere else.
         unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.len) }
     }
 }

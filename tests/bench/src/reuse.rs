@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench prezero-hints`: what it saves a guest that its balloon says which pages come back zeroed,
-//! and how fast a balloon takes pages and gives them back, beside QEMU's with the same guest.
+//! and how fast a balloon takes pages and returns them, compared with QEMU's with the same guest.
 //!
 //! The test guest has a driver that knows the proposed feature bits. It gives 256 MiB up, takes them
-//! again, and zeroes those that nobody vouches for; it checks all of them, and fills them, out of the
+//! again, and zeroes those that are not known to be zero; it checks all of them, and fills them, out of the
 //! measured time. Owns the VMMs, one at a time. Must never count a run in which a page was wrong.
 
 use std::error::Error;
@@ -32,16 +32,16 @@ const QEMU_ECAM: u64 = 0xb000_0000;
 
 /// A VMM with a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+enum Candidate {
     /// Ours, whose guest is told.
     Told,
     /// Ours, whose guest is not.
     Untold,
-    /// QEMU, which tells nobody.
+    /// QEMU, which does not tell the guest.
     Qemu,
 }
 
-impl Who {
+impl Candidate {
     const ALL: [Self; 3] = [Self::Told, Self::Untold, Self::Qemu];
 
     fn name(self) -> &'static str {
@@ -100,13 +100,19 @@ fn theirs(programs: &Programs, pages: Pages, cmdline: &str) -> Command {
 }
 
 /// One run: what the guest says of it.
-fn measure(programs: &Programs, who: Who, case: &Case) -> Result<BalloonStatus, Box<dyn Error>> {
+fn measure(
+    programs: &Programs,
+    who: Candidate,
+    case: &Case,
+) -> Result<BalloonStatus, Box<dyn Error>> {
     let workload = case.workload;
     let words = format!("workload={workload} mem={GIVEN_MIB}M iterations={ITERATIONS}");
     let mut command = match who {
-        Who::Told => ours(programs, case.pages, &words),
-        Who::Untold => ours(programs, case.pages, &format!("{words} balloon_features={UNTOLD:#x}")),
-        Who::Qemu => theirs(programs, case.pages, &format!("{words} ecam={QEMU_ECAM:#x}")),
+        Candidate::Told => ours(programs, case.pages, &words),
+        Candidate::Untold => {
+            ours(programs, case.pages, &format!("{words} balloon_features={UNTOLD:#x}"))
+        }
+        Candidate::Qemu => theirs(programs, case.pages, &format!("{words} ecam={QEMU_ECAM:#x}")),
     };
     let child =
         Killed::spawn(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()))?;
@@ -120,11 +126,11 @@ fn measure(programs: &Programs, who: Who, case: &Case) -> Result<BalloonStatus, 
         return Err(format!("{what}: {failure}").into());
     }
     if status.errors() > 0 || balloon.given_pages == 0 {
-        return Err(format!("{what}: pages were wrong, or none was given up: {status:?}").into());
+        return Err(format!("{what}: pages were wrong, or none was released: {status:?}").into());
     }
     // On huge pages the balloon can vouch for a part only.
     let told = balloon.told_pages > 0;
-    if told != (who == Who::Told) {
+    if told != (who == Candidate::Told) {
         return Err(format!("{what}: the guest was told of {} pages", balloon.told_pages).into());
     }
     Ok(balloon)
@@ -154,8 +160,8 @@ pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
     }
     for _ in 0..runs {
         for case in &mut cases {
-            for (index, who) in Who::ALL.into_iter().enumerate() {
-                if who == Who::Qemu && without_qemu.is_some() {
+            for (index, who) in Candidate::ALL.into_iter().enumerate() {
+                if who == Candidate::Qemu && without_qemu.is_some() {
                     continue;
                 }
                 let done = measure(programs, who, case)?;
@@ -177,7 +183,7 @@ fn report(cases: Vec<Case>, notes: Vec<String>) -> Report {
         let kind = if pages == Pages::Small { "4 KiB" } else { "2 MiB" };
         let way = workload.trim_start_matches("balloon-");
         let mut medians = [[None; 3]; 3];
-        for (index, (who, samples)) in Who::ALL.into_iter().zip(samples).enumerate() {
+        for (index, (who, samples)) in Candidate::ALL.into_iter().zip(samples).enumerate() {
             let names = [(way, "GiB/s"), ("deflate", "GiB/s"), ("a GiB taken again, zeroed", "ms")];
             for (part, ((name, unit), values)) in names.into_iter().zip(samples).enumerate() {
                 // A report is over when it is answered.

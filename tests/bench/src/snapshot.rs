@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench snapshot`: how fast a guest's memory goes to the disk and comes back, beside what the disk
+//! `bench snapshot`: how fast a guest's memory goes to the disk and comes back, compared with what the disk
 //! itself does in the same run with as many threads and as large transfers; and the time from exec
 //! of a VMM that restores on demand to the guest's first instruction (the first `KVM_RUN`), which
 //! must not depend on how much memory the guest has.
@@ -244,7 +244,7 @@ struct Samples {
 
 /// Measures.
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
-    // Beside the binaries: /tmp may be memory.
+    // Alongside the binaries: /tmp may be memory.
     let near = vmm.parent().ok_or("the VMM has no directory")?;
     let folder = TempDir::with_prefix_in("bench-snapshot-", near)?;
     let mut samples = Samples::default();

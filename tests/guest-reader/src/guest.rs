@@ -355,7 +355,7 @@ impl Guest {
         self.wait_until("holding still", patience, |status| status.all_in("paused"))
     }
 
-    /// Lets the vCPUs go on after [`Guest::hold`].
+    /// Lets the vCPUs continue after [`Guest::hold`].
     pub fn release(&self) -> Result<(), GuestError> {
         Ok(self.memory.set_word(abi::PARAM_GPA + param::COMMAND, command::RUN)?)
     }

@@ -41,7 +41,7 @@ pub struct Summary {
     pub p999_ns: u64,
     /// The longest.
     pub max_ns: u64,
-    /// Only those that took at least `cut_us`, which leaves out faults that needed nobody else.
+    /// Only those that took at least `cut_us`, which leaves out faults that were resolved locally.
     pub above_cut: AboveCut,
 }
 

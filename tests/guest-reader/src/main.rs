@@ -95,7 +95,7 @@ fn command() -> Command {
                 .arg(Arg::new("words").required(true).num_args(1..).value_name("name=value")),
         )
         .subcommand(Command::new("hold").about("Makes the guest hold still"))
-        .subcommand(Command::new("release").about("Lets it go on"))
+        .subcommand(Command::new("release").about("Lets it continue"))
         .subcommand(
             Command::new("raw-rtt")
                 .about("Needs no guest: 16 bytes out and 4 KiB back over TCP on loopback")

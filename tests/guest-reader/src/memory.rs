@@ -10,7 +10,7 @@ use thiserror::Error;
 use crate::abi::PAGE_BYTES;
 use crate::process::{Backing, ProcessError};
 
-/// Where RAM goes on behind the MMIO hole.
+/// Where RAM continues behind the MMIO hole.
 const HIGH_RAM_GPA: u64 = 4 << 30;
 /// A VM with no more RAM than this has none above the hole in any VMM.
 const ALWAYS_LOW_BYTES: u64 = 2 << 30;

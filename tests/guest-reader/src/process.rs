@@ -251,7 +251,7 @@ pub(crate) fn anonymous_mappings(pid: u32) -> Result<Vec<Backing>, ProcessError>
 /// Where guest RAM may begin and how far it may go, by the text of `/proc/PID/maps`.
 ///
 /// The kernel shows one piece of memory as several mappings where their histories differ: parts
-/// that were filled through different userfaultfds stay apart. So each mapping is taken to go on as
+/// that were filled through different userfaultfds stay apart. So each mapping is taken to continue as
 /// far as others follow without a gap.
 #[doc(hidden)]
 pub fn anonymous_ranges(maps: &str) -> Vec<(u64, u64)> {

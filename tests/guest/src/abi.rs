@@ -50,7 +50,7 @@ pub mod event {
     pub const DONE: u32 = 2;
     /// A vCPU found its first error.
     pub const ERROR: u32 = 3;
-    /// The guest cannot go on; the control page says why.
+    /// The guest cannot continue; the control page says why.
     pub const FAILED: u32 = 4;
 }
 
@@ -128,13 +128,13 @@ pub mod stage {
     pub const FAILED: u64 = 4;
 }
 
-/// Why it cannot go on (`control::FAILURE`).
+/// Why it cannot continue (`control::FAILURE`).
 pub mod failure {
     /// No start-of-day structure, or one without a memory map.
     pub const START_INFO: u64 = 1;
     /// Too little RAM at the addresses that are needed.
     pub const MEMORY: u64 = 2;
-    /// A vCPU did not come up; the others go on.
+    /// A vCPU did not come up; the others continue.
     pub const VCPU: u64 = 3;
     /// A bug in the guest.
     pub const PANIC: u64 = 4;
@@ -187,7 +187,7 @@ pub mod param {
     pub const BALLOON_POISON: u64 = 0xa0;
     /// PCI configuration space, where the balloon driver looks for its device.
     pub const ECAM_GPA: u64 = 0xa8;
-    /// Not 0: the disk driver writes no more, and lets go of the devices of these bits. It clears the
+    /// Not 0: the disk driver writes no more, and releases the devices of these bits. It clears the
     /// field when it has. It needs a vCPU more than were started.
     pub const EJECT: u64 = 0xb0;
 }
@@ -312,7 +312,7 @@ pub mod vcpu {
     pub const GAPS_NOTED: u64 = 0xc0;
     /// Width of a bucket of `LINEAR`, ticks.
     pub const LINEAR_TICKS: u64 = 0xc8;
-    /// Page after which a sequential workload goes on, own index.
+    /// Page after which a sequential workload continues, own index.
     pub const CURSOR: u64 = 0xd0;
     /// Iterations left of the present phase, 0 for endless.
     pub const LEFT: u64 = 0xd8;
@@ -374,7 +374,7 @@ pub mod vcpu {
 pub mod disk {
     /// Blocks of `PAGE_BYTES` that are written, from the disk's first byte.
     pub const BLOCKS: u64 = 256;
-    /// I/O port of cloud-hypervisor where a guest says which devices it has let go of, a bit for each
+    /// I/O port of cloud-hypervisor where a guest says which devices it has released, a bit for each
     /// device number.
     pub const EJECT_PORT: u16 = 0x618;
 }

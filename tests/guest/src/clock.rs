@@ -10,7 +10,7 @@ use core::arch::x86_64::{__cpuid, _mm_lfence, _rdtsc};
 use crate::abi::vcpu;
 use crate::mem::{self, Block};
 
-/// Used until someone knows better, kHz.
+/// Used until the frequency is known, kHz.
 const ASSUMED_KHZ: u64 = 2_000_000;
 
 /// Reads the counter when all earlier instructions, the loads and faults among them, are done.

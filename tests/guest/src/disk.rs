@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A block driver that writes numbered blocks, so that whoever reads the image knows which of them were
+//! A block driver that writes numbered blocks, so that a reader of the image knows which of them were
 //! acknowledged.
 //!
 //! Owns the requests, one at a time. Must never count a block before the device said that it is done.
@@ -23,7 +23,7 @@ const DATA_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const HEADER_GPA: u64 = DATA_GPA + PAGE_BYTES;
 const STATUS_GPA: u64 = HEADER_GPA + 16;
 
-/// Lets go of the devices of these numbers, a bit for each; says whether that was done. The vCPU behind
+/// Releases the devices of these numbers, a bit for each; says whether that was done. The vCPU behind
 /// the last one that works does it.
 #[expect(clippy::cast_possible_truncation, reason = "a bus has 32 device numbers")]
 pub fn eject(devices: u64, vcpus: u64, khz: u64) -> bool {

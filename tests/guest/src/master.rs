@@ -12,7 +12,7 @@ const FUNCTIONS: u64 = 8;
 const DEVICES: u64 = 32;
 const COMMAND: u64 = 0x04;
 const BUS_MASTER: u32 = 4;
-/// The registers beside it are cleared by ones.
+/// The registers alongside it are cleared by ones.
 const COMMAND_BITS: u32 = 0xffff;
 
 /// Sets Bus Master Enable of function 0 of `device`, and notes it in the control page.

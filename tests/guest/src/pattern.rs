@@ -37,7 +37,7 @@ impl Pattern {
         Self { seed }
     }
 
-    /// The line beside the header that the write to `counter` (2 or more) touches, 1 to 63.
+    /// The line alongside the header that the write to `counter` (2 or more) touches, 1 to 63.
     pub const fn line_written(counter: u64) -> u64 {
         1 + counter % ROTATING
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The balloon workloads: a vCPU gives its pages up, takes them again, and has them zeroed as a
+//! The balloon workloads: a vCPU releases its pages, takes them again, and has them zeroed as a
 //! kernel would that allocates them; pages that the device said come back zeroed it leaves alone.
 //!
 //! Owns the times of it. What every page holds is checked before it is used again: a device that
-//! says too much is found out. Must never leave a page given up when it returns.
+//! says too much is found out. Must never leave a page released when it returns.
 
 use crate::abi::{PAGE_BYTES, vcpu, workload};
 use crate::balloon::{Balloon, PAGES_MAX, RANGES_MAX, notes};
@@ -15,7 +15,7 @@ use crate::mem::{self, Block};
 const REPORT_PAGES: u64 = 512;
 const REPORT_BYTES: u32 = 2 << 20;
 
-/// The pages that are given up, of a guest with one vCPU: test pages by number.
+/// The pages that are released, of a guest with one vCPU: test pages by number.
 pub struct Reuse<'a> {
     /// Where pages are.
     pub layout: &'a Layout,

@@ -27,7 +27,7 @@ impl<T> Once<T> {
 
     /// Sets the value. Only vCPU 0 calls this, once, before the others run.
     pub fn set(&self, value: T) -> &T {
-        // SAFETY: nobody reads before `set` is true, and only vCPU 0 writes.
+        // SAFETY: no vCPU reads before `set` is true, and only vCPU 0 writes.
         let stored = unsafe { (*self.value.get()).insert(value) };
         self.set.store(true, Ordering::Release);
         stored

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A virtio device on the first PCI bus, driven without interrupts.
 //!
-//! Owns finding it, its registers and its rings. One request at a time in a queue, and whoever sent
+//! Owns finding it, its registers and its rings. One request at a time in a queue, and the vCPU that sent
 //! it looks until it is answered. Must never know what a request is about.
 
 use core::sync::atomic::{Ordering, fence};

@@ -106,7 +106,7 @@ impl Worker {
         core::hint::spin_loop();
     }
 
-    /// Works for ever.
+    /// Works forever.
     pub fn run(&mut self) -> ! {
         loop {
             self.clock.tick();
@@ -384,7 +384,7 @@ impl Worker {
         );
         for index in own.first..own.first + own.count {
             let (page, gpa, _) = self.locate(index);
-            // Zero, whoever made it so.
+            // Zero, whichever side made it so.
             self.check(page, gpa, 0, verify::FULL);
             self.write(index, verify::NONE, true);
         }

@@ -45,14 +45,14 @@ move() {
   on $host "rm -f $T/$vmm.*"
   host=$other vmm=$there
 }
-# further FILE: the guest has gone on with that count.
+# further FILE: the guest has continued with that count.
 further() {
   guest_on $host $vmm "cat $1" || return 1
   count=$(cat $T/on.out)
   guest_on $host $vmm "for i in \$(seq 300); do [ \$(cat $1) -gt $count ] && break; sleep 0.2; done; [ \$(cat $1) -gt $count ]"
 }
 lines() { [ "$(wc -l <$T/stream)" -gt "$1" ]; }
-# works: its programs go on, and nothing that it had or has written is damaged.
+# works: its programs continue, and nothing that it had or has written is damaged.
 works() {
   lines_then=$(wc -l <$T/stream)
   further /tmp/rounds && further /tmp/copies || return 1

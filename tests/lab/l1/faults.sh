@@ -17,7 +17,7 @@ boot() {
     guest $1 'rm -f /root/bad; head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; head -c 8388608 /dev/urandom >/tmp/known; sha256sum </tmp/known >/tmp/known.sum; echo 0 >/tmp/rounds; (n=0; while :; do head -c 262144 /dev/urandom >/root/w; s=$(sha256sum </root/w); sync; echo 1 >/proc/sys/vm/drop_caches; [ "$s" = "$(sha256sum </root/w)" ] || echo bad >>/root/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done) >/dev/null 2>&1 & :'
 }
 # move FROM TO FAULT_SOURCE USED: in postcopy; the destination says that it used that source. It gets the
-# options in $RECEIVE beside.
+# options in $RECEIVE alongside.
 move() {
   start_vmm $2 -v || return 1
   remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=postcopy,fault_source=$3${RECEIVE:-} >$T/$2.receive.log 2>&1 &
@@ -32,7 +32,7 @@ move() {
   remote $2 migration-progress | grep -q "\"source\": *\"$4\"" || return 1
   state_is $2 Running && open_console $2
 }
-# works NAME: the load goes on, and nothing that it wrote is damaged.
+# works NAME: the load continues, and nothing that it wrote is damaged.
 works() {
   guest $1 'cat /tmp/rounds' || return 1
   rounds=$(cat $T/out)

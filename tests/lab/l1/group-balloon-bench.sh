@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # on_request
 # limit_s: 3600
-# What giving memory back is worth, beside QEMU with the same guest: `scripts/bench balloon` and
+# What returning memory is worth, compared with QEMU with the same guest: `scripts/bench balloon` and
 # `scripts/bench migration-hints` read the lines that begin with FIGURE and TARGET.
 . ./lib.sh
 . ./balloon-lib.sh

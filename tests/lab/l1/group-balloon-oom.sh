@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # A Debian guest with half of its memory in the balloon that really runs out of the other half: its kernel
-# takes pages out, a MiB each time that it would have to kill somebody, and nobody is killed.
+# takes pages out, a MiB each time that it would have to kill a process, and no process is killed.
 # on_request
 # limit_s: 1800
 . ./lib.sh

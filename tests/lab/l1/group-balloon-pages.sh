@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Debian guests that allocate and free most of their memory in a loop, on every kind of memory that
-# gives back in a way of its own: 2 MiB pages of hugetlb, transparent huge pages of a memfd, private
+# returns in a way of its own: 2 MiB pages of hugetlb, transparent huge pages of a memfd, private
 # anonymous memory. The host's memory follows and every page holds what the guest wrote; a paused
 # guest gives nothing.
 . ./lib.sh
@@ -76,7 +76,7 @@ pauses() {
     before=$(host_mib $1) given=$(counter $1 reported_given_back_bytes)
     for look in 1 2 3; do
       sleep 0.1
-      [ "$(host_mib $1) $(counter $1 reported_given_back_bytes)" = "$before $given" ] || { echo "a paused guest gave memory back"; return 1; }
+      [ "$(host_mib $1) $(counter $1 reported_given_back_bytes)" = "$before $given" ] || { echo "a paused guest returned memory"; return 1; }
     done
     levels="$levels $before"
     remote $1 resume || return 1
@@ -97,7 +97,7 @@ inflates() {
   wait_until 60 actual_is $1 192 || { echo "actual $(counter $1 actual_bytes)"; return 1; }
   # A guest's pages do not always make a whole huge page.
   wait_until 20 host_below $1 $((GUEST_MIB - 192 + slack)) || { echo "$(host_mib $1) MiB of $GUEST_MIB"; return 1; }
-  echo "LAB note: $kind: $(($(counter $1 inflated_given_back_bytes) / MIB)) of 192 MiB in the balloon were given back, $(host_mib $1) MiB are left"
+  echo "LAB note: $kind: $(($(counter $1 inflated_given_back_bytes) / MIB)) of 192 MiB in the balloon were returned, $(host_mib $1) MiB are left"
   guest $1 "$kept" && remote $1 resize --balloon 0 && wait_until 60 actual_is $1 0 || return 1
   hold $1 9 && let_go $1 && guest $1 "$kept"
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# A Debian guest with a balloon beside a passed-through disk: free page reporting is not offered, what
-# goes into the balloon is unmapped and given back in whole pieces, and the device's DMA goes to the
+# A Debian guest with a balloon alongside a passed-through disk: free page reporting is not offered, what
+# goes into the balloon is unmapped and returned in whole pieces, and the device's DMA goes to the
 # pages that the guest has, whatever it did with the balloon in between.
 # limit_s: 1500
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
@@ -53,7 +53,7 @@ in_and_out() {
     [ "$(pinned_mib)" = $((pinned - gone)) ] || { echo "$(pinned_mib) MiB are pinned, the host has $(blocks a)"; return 1; }
     # The rest lies in pieces of which the guest kept something.
     [ $gone -ge 60 ] || { echo "the host has $gone MiB back of 120"; return 1; }
-    echo "LAB note: beside a device: the host has $gone MiB back of 120 in the balloon"
+    echo "LAB note: alongside a device: the host has $gone MiB back of 120 in the balloon"
     guest a 'echo 3 >/proc/sys/vm/drop_caches' && reads_what_is_there a || { echo "round $n: wrong with the balloon full"; return 1; }
     # Half of it comes out, and memory is read into at once.
     remote a resize --balloon 60M && wait_until 60 balloon_is 60 || return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# Debian guests give memory back with their own balloon driver: inflate, deflate, free page
+# Debian guests return memory with their own balloon driver: inflate, deflate, free page
 # reporting, out of memory, statistics; and what a migration and a snapshot make of it.
 . ./lib.sh
 
@@ -43,7 +43,7 @@ inflates() {
 check inflated_pages_go_back_to_the_host inflates
 
 # The guest's kernel runs out of memory as far as its drivers can tell: it takes 1 MiB out of the
-# balloon each time that it is about to kill somebody. (Without a process that it may kill, and by
+# balloon each time that it is about to kill a process. (Without a process that it may kill, and by
 # command: an emulated guest that runs into it takes minutes to be sure.)
 smaller() { [ "$(counter a actual_bytes)" -le $(($1 * MIB)) ]; }
 on_oom() {
@@ -63,7 +63,7 @@ check deflated_pages_come_back deflates
 no_balloon_too_large() { ! remote a resize --balloon 1G 2>$T/err && grep -q "does not fit" $T/err; }
 check a_balloon_that_does_not_fit_is_refused no_balloon_too_large
 
-# move FROM TO MODE: with a balloon, and a guest that gives memory up while it goes.
+# move FROM TO MODE: with a balloon, and a guest that releases memory while it goes.
 move() {
   start_vmm $2 || return 1
   remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
@@ -93,7 +93,7 @@ snapshot() {
   below d 160 && remote d resize --balloon 0 && wait_until 60 actual_is d 0 && guest d "$kept"
 }
 check a_snapshot_keeps_the_balloon snapshot
-# Restored on demand: the balloon grows and the guest gives memory up while its memory is still to come.
+# Restored on demand: the balloon grows and the guest releases memory while its memory is still to come.
 on_demand() {
   remote d resize --balloon 64M && wait_until 60 actual_is d 64 || return 1
   remote d pause && mkdir -p $T/snap2 && remote d snapshot file://$T/snap2 || return 1

@@ -37,7 +37,7 @@ move() {
   on $3 "arrived $4" && on $1 "ends $2 60" || return 1
   echo "$5 from $1 to $3 took $(($(cut -d. -f1 /proc/uptime) - begun_s)) s"
 }
-# The guest's time went on as ours did; what the other host's clock is ahead is not the guest's fault.
+# The guest's time continued as ours did; what the other host's clock is ahead is not the guest's fault.
 clock_kept() {
   sleep 1
   ahead && guest_behind || return 1
@@ -64,7 +64,7 @@ must postcopy_to_the_other_host move a a2 b b2 postcopy
 check clock_after_postcopy clock_kept
 check disk_after_postcopy still_right b b2
 
-# The link of this machine goes down in the middle of a postcopy and comes back; nobody gives a
+# The link of this machine goes down in the middle of a postcopy and comes back; no request gives a
 # command. The guest runs here by then, so that its console and its progress are at hand.
 CUT_S=30
 # progress_says NAME KEY VALUE: what the VMM says of its migration.
@@ -96,8 +96,8 @@ move_through_cut() {
   wait_until 120 progress_says $3 phase fault || { echo "the guest did not start here"; return 1; }
   cut_for $3 || return 1
   up_s=$(cut -d. -f1 /proc/uptime)
-  wait_until 60 goes_on $3 || { echo "it does not go on"; remote $3 migration-progress; return 1; }
-  echo "it went on $(($(cut -d. -f1 /proc/uptime) - up_s)) s after the link was back"
+  wait_until 60 goes_on $3 || { echo "it does not continue"; remote $3 migration-progress; return 1; }
+  echo "it continued $(($(cut -d. -f1 /proc/uptime) - up_s)) s after the link was back"
   wait_until 300 progress_says $3 phase done || { echo "it does not end"; remote $3 migration-progress; return 1; }
   progress_says $3 losses 0 && { echo "nothing was lost"; return 1; }
   arrived $3 && on $1 "ends $2 60" || return 1

@@ -81,7 +81,7 @@ check power_button_ends_the_vmm power_button a
 check the_iommu_saw_no_fault no_faults
 unset GUEST_KERNEL GUEST_INITRAMFS
 
-# Opened by somebody else: the VMM has no access to what is in /dev.
+# Opened by another process: the VMM has no access to what is in /dev.
 MEMORY=size=256M,shared=on
 LAUNCH="/bin/setpriv --bounding-set=-dac_override,-dac_read_search"
 exec 7<>/dev/null 8<>/dev/iommu 9<>/dev/vfio/devices/$(ls $disk/vfio-dev)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# A Debian guest that gets more memory while it runs and gives it up again, by its own virtio-mem driver:
-# alone, over a move, and beside a passed-through disk whose DMA goes into what was plugged in.
+# A Debian guest that gets more memory while it runs and returns it, by its own virtio-mem driver:
+# alone, over a move, and alongside a passed-through disk whose DMA goes into what was plugged in.
 # limit_s: 1500
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
@@ -89,7 +89,7 @@ check the_guest_is_fine fine
 off() { remote $1 shutdown-vmm && ends $1 60; }
 check it_ends off b
 
-# Beside a passed-through disk: plugged in means pinned, unplugged means that no device reaches it.
+# Alongside a passed-through disk: plugged in means pinned, unplugged means that no device reaches it.
 check disk_is_bound give_to_vfio $disk
 start_guest c 1 --device path=$disk,id=disk || { failed start_c "the VMM did not start"; exit 1; }
 check boots_with_the_disk wait_until $WAIT_S says c "GUEST-READY 1 vcpus"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Memory of the pool that is mapped for a device before a VM asks (LAB_KERNEL=iommufd): a Debian guest that
-# starts on it, killed VMMs, descriptors that somebody kept, other users, sizes that do not fit, and a second
+# starts on it, killed VMMs, descriptors that another process kept, other users, sizes that do not fit, and a second
 # device.
 # on_request
 # limit_s: 2400
@@ -110,7 +110,7 @@ comes_again() {
 }
 check the_device_comes_again comes_again
 
-# While somebody has the iommufd, nobody gets the memory.
+# While a process has the iommufd, the memory is not leased.
 kept_by_somebody() {
   rm -f $T/held
   hold-fd $(cat $T/b.pid) /dev/iommu >$T/held &
@@ -136,7 +136,7 @@ device_kept() {
 }
 check waits_for_who_kept_the_device device_kept
 
-# A reboot gives the slot back, and maps memory itself.
+# A reboot returns the slot, and maps memory itself.
 restarts() {
   on_slot d && echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/d.pty)" &&
     wait_until $WAIT_S says_times d "GUEST-READY" 2 && reads_what_is_there d

@@ -33,7 +33,7 @@ restore() {
   remote $1 restore source_url=file://$2,memory_restore_mode=$3 || return 1
   state_is $1 Paused && open_console $1 && remote $1 resume && state_is $1 Running
 }
-# goes_on NAME: the same boot, the loop has gone on, no data is lost, the kernel has no complaint.
+# goes_on NAME: the same boot, the loop has continued, no data is lost, the kernel has no complaint.
 goes_on() {
   guest $1 'cat /proc/sys/kernel/random/boot_id' && [ "$(cat $T/out)" = "$boot_id" ] || return 1
   guest $1 'cat /tmp/rounds' || return 1

@@ -60,7 +60,7 @@ check is_of_use_when_added_again recovers
 check power_button_ends_that_vmm power_button b
 LAUNCH=
 
-# A guest that allows DMA as the very first thing goes on when the last piece is mapped, and not later.
+# A guest that allows DMA as the very first thing continues when the last piece is mapped, and not later.
 MEMORY=size=1G,shared=on
 EARLY="workload=idle prefill=0 bus_master=9"
 start_early() {
@@ -75,8 +75,8 @@ waits_exactly() {
   pinned=$(counter e pinned_monotonic_us) asked=$(counter e bus_master_asked_monotonic_us)
   waited=$(counter e bus_master_waited_us)
   early=$((pinned - asked)) late=$((asked + waited - pinned))
-  echo "asked $early us before the last piece was mapped, went on $late us after that"
-  # How fast this machine is does not matter: it maps no faster than it lets a vCPU go on.
+  echo "asked $early us before the last piece was mapped, continued $late us after that"
+  # How fast this machine is does not matter: it maps no faster than it lets a vCPU continue.
   [ $early -gt 0 ] && [ $late -ge 0 ] && [ $late -lt $((early / 2)) ] &&
     [ $(($(said command) & 4)) = 4 ] && [ "$(said waited_ns)" -gt 0 ]
 }
@@ -112,7 +112,7 @@ check opens_the_device_while_the_guest_runs opened_meanwhile o
 check boots_with_a_slow_device wait_until $WAIT_S says o "GUEST-READY 1 vcpus"
 check reads_by_dma_of_a_slow_device reads_what_is_there o
 check power_button_ends_the_vmm_of_a_slow_device power_button o
-# Nobody waits for a device that does not come, neither a vCPU nor the next VMM.
+# Neither a vCPU nor the next VMM waits for a device that does not come.
 LAUNCH=
 cannot_be_opened() {
   $(slow SLOW_OPEN_FAILS=1) cloud-hypervisor $PASS_BY --kernel /lab/vmlinuz --initramfs /lab/initramfs.gz --memory size=256M \
@@ -123,7 +123,7 @@ cannot_be_opened() {
 }
 check says_that_a_device_cannot_be_opened cannot_be_opened
 
-# A device whose opening hangs is given up by removing it; it is closed when it is open at last, and can be added.
+# The opening of a device that hangs is cancelled by removing it; it is closed when it is open at last, and can be added.
 LAUNCH=$(slow SLOW_OPEN_S=20)
 start_guest h 1 || failed start "the VMM did not start"
 check boots_without_the_device wait_until $WAIT_S says h "GUEST-READY 1 vcpus"
@@ -137,7 +137,7 @@ gives_it_up() {
   [ $(($(cut -d. -f1 /proc/uptime) - asked)) -lt 10 ] || { echo "it waited until the device was open"; return 1; }
   wait $added && { cat $T/added.log; return 1; }
   cat $T/added.log
-  grep -q "'disk' was given up" $T/added.log && state_is h Running && ! info h '"id": *"disk"' && ! info h passthrough
+  grep -q "'disk' was removed" $T/added.log && state_is h Running && ! info h '"id": *"disk"' && ! info h passthrough
 }
 check gives_up_a_device_whose_opening_hangs gives_it_up
 adds_it() { remote h add-device path=$disk,id=disk; }

@@ -39,7 +39,7 @@ check writes_by_dma writes_and_reads_back a
 check refuses_an_id_twice refused "used twice" add-disk path=/tmp/none,id=disk
 check refuses_a_device_twice refused "already passed through" add-device path=$disk,id=other
 check refuses_what_is_not_there refused "there is no PCI device" add-device path=$PCI/0000:00:1e.7,id=other
-check refuses_to_remove_a_stranger refused "has no device 'nobody'" remove-device nobody
+check refuses_to_remove_a_stranger refused "has no device 'absent'" remove-device absent
 check refuses_to_remove_the_console refused "cannot be removed" remove-device __console
 check refuses_to_migrate_with_it refused "passed-through devices: 'disk': its driver" send-migration destination_url=unix:$T/none.mig
 
@@ -68,7 +68,7 @@ guest_restarts_itself() {
 check guest_restarts_itself guest_restarts_itself
 check reads_by_dma_after_restart reads_what_is_there a
 
-# The host's driver for passing through lets go of the disk: that waits until the guest has.
+# The host's driver for passing through releases the disk: that waits until the guest has.
 wanted_back() {
   echo >$disk/driver_override
   basename $disk >$disk/driver/unbind

@@ -56,7 +56,7 @@ reads() {
 writes_state() {
   reads $1 "" w2=07 w0=47 w0=4f w0=44 w4=0b w1=08 w3=9b w0=80 w1=01 w7=a5
 }
-# The FIFO is emptied by reading, so whoever wants it again fills it.
+# The FIFO is emptied by reading, so the next reader needs it filled again.
 has_state() {
   reads $1 "9b 0b a5 80 01" r3 r4 r7 r0 r1 && reads $1 "08 47 4f 44 60" w3=1b r1 r0 r0 r0 r5 &&
     reads $1 "" w0=47 w0=4f w0=44 w3=9b w0=80 w1=01
@@ -99,7 +99,7 @@ memory_is_whole() {
 # all_is_well NAME: memory, the first line's state and the second line.
 all_is_well() { has_state $1 && talks $1 && memory_is_whole $1; }
 
-# refused TEXT REQUEST...: the VMM refuses, says so, and the guest goes on.
+# refused TEXT REQUEST...: the VMM refuses, says so, and the guest continues.
 refused() {
   text=$1
   shift

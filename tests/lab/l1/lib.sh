@@ -45,7 +45,7 @@ state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
 start_vmm() {
   vm=$1
   shift
-  # The shell around it keeps the exit code, also when whoever asks is not its parent.
+  # The shell around it keeps the exit code, also when the reader is not its parent.
   {
     ${LAUNCH:-} cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events ${PASS_BY:-} "$@" >$T/$vm.vmm.log 2>&1 &
     echo $! >$T/$vm.pid

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# QEMU beside the VMM, with the same guest, for groups that compare the two. Busybox sh; after lib.sh.
+# QEMU alongside the VMM, with the same guest, for groups that compare the two. Busybox sh; after lib.sh.
 # What it is told, and says, goes over a terminal of its own in JSON (QMP).
 
 NOTHING="{}"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 // hold-fd PID NAME: takes a duplicate of a descriptor of another process, the first whose link is NAME, says
-// so, and holds it until it is killed. What a VMM could pass on to anybody.
+// so, and holds it until it is killed. What a VMM could pass on to any process.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <stdio.h>

@@ -50,7 +50,7 @@ fn read_response(reader: &mut BufReader<UnixStream>) -> Response {
         let Some((name, value)) = line.trim_end().split_once(':') else { break };
         headers.insert(name.to_lowercase(), value.trim().to_owned());
     }
-    // An answer without its length goes on until the end of the connection, and that is the end of it.
+    // An answer without its length continues until the end of the connection, and that is the end of it.
     let length = match headers.get("content-length") {
         Some(length) => length.parse().expect("a length"),
         None if status == 204 => 0,

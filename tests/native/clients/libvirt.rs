@@ -283,7 +283,7 @@ fn domain() {
     let folder = place.at("saved");
     fs::create_dir(&folder).expect("a folder");
     monitor.put("vm.pause");
-    // What libvirt knows of the domain lies beside the snapshot.
+    // What libvirt knows of the domain lies alongside the snapshot.
     fs::write(folder.join("libvirt-save.xml"), "<domain/>").expect("a file");
     let url = format!("file://{}", folder.display());
     monitor.put_json("vm.snapshot", &json!({"destination_url": url}));

@@ -4,7 +4,7 @@
 //! ping to the end of the process.
 //!
 //! Written from what those programs' sources and the bytes on their sockets show; none of their code is
-//! here. What a program asks for and this version does not have is refused by name, and the life goes on
+//! here. What a program asks for and this version does not have is refused by name, and the life continues
 //! without it.
 
 mod kata_go;

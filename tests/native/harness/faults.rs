@@ -2,7 +2,7 @@
 //! Faults of the host that a test cannot make happen otherwise: system calls that fail, threads and
 //! processes that stand still.
 //!
-//! Owns the tracer of a process, which lets go of it when it is dropped. Must never know what a call is for.
+//! Owns the tracer of a process, which releases it when it is dropped. Must never know what a call is for.
 
 use std::io::{BufRead as _, BufReader, Error};
 use std::marker::PhantomData;

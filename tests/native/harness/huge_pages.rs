@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Huge pages of 2 MiB that a test borrows from the host's pool, and gives back.
+//! Huge pages of 2 MiB that a test borrows from the host's pool, and returns.
 //!
 //! Owns the number of pages while it has them: a lock keeps other runs of these tests away, and a
 //! file says what there was before, for the next one if this one is killed.

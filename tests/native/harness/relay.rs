@@ -50,7 +50,7 @@ pub enum Setting {
     Paused,
     /// Several connections.
     Connections,
-    /// The guest has read pages that nobody wrote.
+    /// The guest has read pages that were not written.
     ZeroPages,
     /// Memory is compressed where that pays.
     Compressed,
@@ -124,7 +124,7 @@ fn rows_of(mode: Mode, command: Command) -> Vec<Row> {
             Precopy | Auto => Vec::new(),
             Postcopy => told(Urgent, Setting::BulkHeld),
         },
-        // Sent after something else has failed; whoever misses it learns the same from the end
+        // Sent after something else has failed; a peer that misses it learns the same from the end
         // of the connection, which is what the other rows do. And of local migrations, which have
         // no network.
         // `Coming` depends on the host, `Stale` on what the guest writes; the crate's own tests have

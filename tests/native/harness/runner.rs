@@ -2,7 +2,7 @@
 //! Runs the tests one after the other and prints what came of them, in the words of cargo's own
 //! test harness.
 //!
-//! Owns the order, the time limit of each test and the third outcome beside passed and failed: a
+//! Owns the order, the time limit of each test and the third outcome alongside passed and failed: a
 //! test that cannot run on this machine says why (`SKIPPED name: reason`). The usual harness has no
 //! such outcome, and it would run these tests at the unit level too; here they need
 //! `GODWIT_NATIVE=1`. Must never know what is tested.

@@ -52,7 +52,7 @@ impl Terminal {
             .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(self.path())
             .expect("the terminal");
-        // The kernel goes on moving what it has got, and has room once more then.
+        // The kernel keeps moving what it has got, and has room once more then.
         let mut full_looks = 0;
         while full_looks < 20 {
             match file.write(&[b'.'; 512]) {

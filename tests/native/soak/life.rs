@@ -211,14 +211,14 @@ impl Running {
         }
     }
 
-    /// Compares every page, twice if the guest is to go on: right after the move, and after it has
+    /// Compares every page, twice if the guest is to continue: right after the move, and after it has
     /// written for a while.
     pub fn check(&self, is_paused: bool) {
         let vmm = self.vmm();
         if is_paused {
             let guest = Self::guest(vmm);
             assert_eq!(vmm.api().state(), "Paused", "a paused VM arrives paused");
-            // What a guest that gives pages up holds in the middle of that, its table does not say.
+            // What a guest that releases pages holds in the middle of that, its table does not say.
             if !self.life.has_balloon {
                 Self::compare(&guest);
             }
@@ -235,14 +235,14 @@ impl Running {
         self.use_balloon();
         let more = if self.life.has_balloon { 1 } else { 200 };
         guest
-            .wait_until("the guest to go on", GUEST_PATIENCE, |status| {
+            .wait_until("the guest to continue", GUEST_PATIENCE, |status| {
                 status.iterations() >= before + more
             })
             .unwrap_or_else(|error| panic!("{error}"));
         self.wait_for_balloon(&guest);
     }
 
-    /// Lets it give all its pages up and take them again, a few times; while that goes on its table
+    /// Lets it give all its pages up and take them again, a few times; meanwhile its table
     /// does not say what they hold.
     pub fn use_balloon(&self) {
         if self.life.has_balloon {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Migrations drawn at random, one after the other: a guest boots once and moves many times, while
 //! connections are cut, either side cancels, the destination is killed, and the guest resets. After
-//! each there is one guest, every page of it is right, it goes on, and nothing is left behind.
+//! each there is one guest, every page of it is right, it continues, and nothing is left behind.
 //!
 //! `scripts/soak` runs it for as long as wanted; without it a few dozen are made. Each prints its
 //! seed, by which it is repeated.

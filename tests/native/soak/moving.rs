@@ -37,7 +37,7 @@ pub enum Place {
 /// How a side has come out of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
-    /// Something still goes on.
+    /// An operation is still in progress.
     Busy,
     /// The process has ended, or was killed.
     Ended(i32),
@@ -174,7 +174,7 @@ fn stop_of(trouble: Trouble) -> Option<(u64, Stop)> {
 /// The VMM that the guest has left.
 fn left_by_source(mut old: Vmm, code: Option<i32>, is_helped: bool) {
     let code = code.unwrap_or_else(|| {
-        assert!(is_helped, "the source goes on after its migration");
+        assert!(is_helped, "the source continues after its migration");
         if old.api().get("vm.info").status == 409 {
             old.api().put("vm.delete", r#"{"force":true}"#).ok();
         }
@@ -247,7 +247,7 @@ impl Moving<'_> {
             }
             (Side::Has, Side::InDoubt | Side::Busy) => {
                 let since = *stayed_since.get_or_insert_with(Instant::now);
-                // A destination to which nobody has connected listens for ever.
+                // A destination without a connection listens forever.
                 let listens = since.elapsed() > CONNECT_TIME
                     && phase(self.there()).as_deref() == Some("listen");
                 if destination == Side::InDoubt || listens || since.elapsed() > LEARN_TIME {
@@ -371,7 +371,7 @@ impl Moving<'_> {
         self.cancels.push(std::thread::spawn(ask));
     }
 
-    /// Kills the destination while nothing gets on, if the guest cannot have been given away.
+    /// Kills the destination while nothing gets on, if the guest cannot have been handed over.
     fn kill(&mut self) -> bool {
         let Some(link) = &self.link else { return true };
         if !link.has_reached(Stop::Hold) {

@@ -155,7 +155,7 @@ pub struct Life {
     pub cmdline: String,
     /// It can be reset: it fills its pages first, and its table does not outlive a reset in a file.
     pub can_reset: bool,
-    /// It gives pages up and takes them again, over and over.
+    /// It releases pages and takes them again, over and over.
     pub has_balloon: bool,
 }
 

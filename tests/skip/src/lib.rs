@@ -2,7 +2,7 @@
 //! How a test of the usual harness says that this machine cannot run it, or a part of it.
 //!
 //! The harness keeps back what a test that passes prints with `eprintln!`, so that such a test would be
-//! green with nobody told. `skip!` writes a line that `scripts/test` counts and shows. Must never decide
+//! green without notice. `skip!` writes a line that `scripts/test` counts and shows. Must never decide
 //! what is skipped: a test knows what it needs.
 
 use std::error::Error;

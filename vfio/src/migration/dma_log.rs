@@ -113,7 +113,7 @@ impl DmaLog {
     fn end(&self) {
         if let Err(error) = self.device.port().stop_dma_log() {
             let id = self.device.id();
-            warn!("passed-through device {id} goes on logging its writes: {error}");
+            warn!("passed-through device {id} keeps logging its writes: {error}");
         }
     }
 }

@@ -125,6 +125,6 @@ pub enum MigrationError {
     #[error("the device's interrupts cannot be connected")]
     Interrupts(#[source] Box<VfioError>),
     /// DMA would go wrong.
-    #[error("the device cannot go on here")]
+    #[error("the device cannot continue here")]
     Gate(#[from] GateClosed),
 }

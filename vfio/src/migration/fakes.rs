@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard};
 use super::port::{DeviceState, LOG_PAGE_BYTES, MigrationSupport};
 use crate::locks::lock;
 
-/// What becomes of a step that goes wrong.
+/// Outcome for a step that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepFailure {
     /// It is refused, nothing changes.

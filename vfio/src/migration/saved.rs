@@ -27,7 +27,7 @@ pub const INTEGRATED_ENDPOINT_VERSION: u32 = 2;
 /// The newest version of [`VfioState`] that is read. What is written has the lowest that can say it.
 pub const VFIO_STATE_VERSION: u32 = INTEGRATED_ENDPOINT_VERSION;
 
-/// The bytes that the driver on the host gave. In JSON they are base64, with their number beside them.
+/// The bytes that the driver on the host gave. In JSON they are base64, with their number alongside them.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Encoded", into = "Encoded")]
 pub struct HardwareState(pub Vec<u8>);

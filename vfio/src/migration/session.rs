@@ -39,7 +39,7 @@ pub struct Migration {
 
 impl Migration {
     /// Of a function that was just opened, and works from here on: not every driver on the host sets it to
-    /// work again when whoever had stopped it is gone.
+    /// work again when the process that stopped it is gone.
     pub fn new(id: &str, port: Arc<dyn MigrationPort>) -> Self {
         let support = match port.migration_support() {
             Ok(Some(support)) if support.stop_copy => Ok(support),

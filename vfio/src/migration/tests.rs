@@ -79,7 +79,7 @@ fn a_function_continues_at_the_destination_as_it_was() {
     here.gate.open();
     here.device.restore(&state).unwrap();
     here.segment.refresh_mappings();
-    assert_eq!(state_of(&here), DeviceState::Stop, "until the guest goes on");
+    assert_eq!(state_of(&here), DeviceState::Stop, "until the guest continues");
     assert_eq!(memory_of(&here), FIRMWARE);
     assert_eq!(here.read::<64>(0), source.read::<64>(0));
     assert_eq!(here.read::<16>(0x80), source.read::<16>(0x80));
@@ -365,7 +365,7 @@ fn what_a_function_logs_is_dirty() {
     let log = source.device.watch_dma(&ram);
     source.host.migration.write_memory(5 * 4096 + 7);
     source.host.migration.write_memory(128 * MIB + 4096);
-    assert_eq!(dirty_pages(&ram), [], "nobody has asked");
+    assert_eq!(dirty_pages(&ram), [], "there was no request");
     log.collect(&ram);
     assert_eq!(dirty_pages(&ram), [(0, 5), (1, 1)]);
     log.collect(&ram);

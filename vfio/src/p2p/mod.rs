@@ -4,7 +4,7 @@
 //!
 //! Owns the record of what is to be mapped in the IOMMU and of what is. A BAR that a guest reaches at an
 //! address is mapped there; nothing of it is when the guest does not reach it any more. Guest memory comes
-//! first: where a BAR cannot be mapped the VM goes on without, and BARs take only a part of the mappings
+//! first: where a BAR cannot be mapped the VM continues without, and BARs take only a part of the mappings
 //! that an IOMMU allows.
 //!
 //! ```text
@@ -29,7 +29,7 @@ use log::{debug, error, warn};
 use super::mapping::BarMapping;
 use crate::locks::lock;
 
-/// Of the mappings that the IOMMU allows, BARs get one in so many: half of what is left beside guest memory.
+/// Of the mappings that the IOMMU allows, BARs get one in so many: half of what is left alongside guest memory.
 const ENTRIES_SHARE: u64 = 8;
 
 /// An IOMMU that takes device memory.
@@ -56,7 +56,7 @@ struct Owner {
     was_told: AtomicBool,
 }
 
-/// What became of a part of a BAR.
+/// Outcome for a part of a BAR.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MapState {
     /// It could not be used yet.
@@ -80,7 +80,7 @@ struct State {
     may_dma: bool,
     bars: BTreeMap<u64, Bar>,
     mapped: u64,
-    /// Mapped for ever, as the kernel did not unmap it; so the device stays with the VM.
+    /// Mapped forever, as the kernel did not unmap it; so the device stays with the VM.
     stuck: Vec<Arc<BarMapping>>,
 }
 

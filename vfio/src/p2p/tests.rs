@@ -175,7 +175,7 @@ fn a_device_that_comes_and_goes() {
     let mut rig = Rig::new(1);
     rig.gate.open();
     rig.command(1, 6);
-    assert_eq!(rig.iommu.calls(), 0, "nobody is there who could reach it");
+    assert_eq!(rig.iommu.calls(), 0, "no device is there that could reach it");
     rig.plug(2);
     assert_eq!(rig.iommu.mapped(), bars_of(1));
     rig.command(2, 6);

@@ -3,7 +3,7 @@
 //! The clock by which an acknowledgement ages.
 //!
 //! `Instant` stands still while a host sleeps, and what the other host promised does not wait for
-//! that. This clock goes on, and cannot be set.
+//! that. This clock continues, and cannot be set.
 
 use std::time::Duration;
 

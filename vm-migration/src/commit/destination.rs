@@ -7,7 +7,7 @@
 //!   |  |                  |
 //!   |  +--Abandon--> NotHere +--does not start--> NotStarted --operator: again--> Owned
 //!   | connection lost     ^                          |
-//!   v                     | Withheld                 +--operator: gives it up--> Discarded
+//!   v                     | Withheld                 +--operator: discards it--> Discarded
 //! InDoubt ----------------+
 //!   +--Committed, or operator: it runs here--> Owned
 //!   +--operator: it does not--> Discarded
@@ -44,13 +44,13 @@ pub enum OperatorRequest {
 /// Why a request is refused; the caller has the words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// It comes after the acknowledgement: the source may have given the guest away.
+    /// It comes after the acknowledgement: the source may have handed the guest over.
     TooLate,
     /// The source may still act on the acknowledgement, for as long as this.
     Promised(Duration),
 }
 
-/// What becomes of a machine that was asked for.
+/// Outcome for a machine that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decision {
     /// The operator says that it runs here and nowhere else.
@@ -65,7 +65,7 @@ pub(crate) struct Promised {
     until: Duration,
 }
 
-/// The connection was lost before the source's word: it runs the guest, or has given it away.
+/// The connection was lost before the source's word: it runs the guest, or has handed it over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct InDoubt {
     until: Duration,
@@ -110,7 +110,7 @@ impl Promised {
         Owned
     }
 
-    /// Abandon: the source goes on with the guest.
+    /// Abandon: the source continues to run the guest.
     pub(crate) fn abandoned(self) -> NotHere {
         NotHere
     }
@@ -142,7 +142,7 @@ impl InDoubt {
     /// Whether the operator may decide this now.
     ///
     /// A source that has not committed does so no more when the promise is over; until then what a
-    /// look at it shows may change a moment later, so giving the machine up has to be insisted on.
+    /// look at it shows may change a moment later, so discarding the machine has to be insisted on.
     ///
     /// # Errors
     /// Why it is refused.

@@ -6,19 +6,19 @@
 //! | --- | --- |
 //! | `source` | from the last message before the acknowledgement to the word that ends all doubt |
 //! | `destination` | from the acknowledgement to a guest that runs, stands, or is not here |
-//! | `clock` | a clock that goes on while a host or a process sleeps |
+//! | `clock` | a clock that continues while a host or a process sleeps |
 //! | `model` | every interleaving of both sides, a link that fails, and operators (tests) |
 //!
 //! Owns the decisions and no input or output: an event goes into a phase and the next phase comes
-//! out. The threads of both sides hold these values beside the machine and do what they say, and the
+//! out. The threads of both sides hold these values alongside the machine and do what they say, and the
 //! explorer of `model` steps through the same values. Nothing else may decide where a guest is.
 //!
 //! The rules, in one place:
 //!
-//! - The source gives the guest away by [`source::Acknowledged::commit`], and by nothing else. It
+//! - The source hands the guest over by [`source::Acknowledged::commit`], and by nothing else. It
 //!   does so only with an acknowledgement that is younger than half of the destination's promise.
 //! - From its acknowledgement on the destination keeps the machine. Only the source's word ends
-//!   that, or an operator who says which it is; before the promise is over, only with force.
+//!   that, or an operator that says which it is; before the promise is over, only with force.
 //! - Having committed or withheld the guest, the source says so until the destination has heard it
 //!   or its time is over. A word can be said twice and is never taken back.
 
@@ -38,7 +38,7 @@ pub use clock::now;
 pub enum Verdict {
     /// It can run the guest no more: the destination has it.
     Committed,
-    /// It goes on with the guest: the destination must not run it.
+    /// It continues to run the guest: the destination must not run it.
     Withheld,
 }
 

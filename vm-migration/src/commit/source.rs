@@ -48,7 +48,7 @@ pub(crate) struct Committed;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Unconfirmed;
 
-/// The guest goes on here, and the destination may be in doubt.
+/// The guest continues here, and the destination may be in doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Withheld;
 
@@ -70,7 +70,7 @@ impl Offered {
 }
 
 impl Acknowledged {
-    /// A look at its age: what takes long (letting go of disks and taps) begins with one that can
+    /// A look at its age: what takes long (releasing disks and taps) begins with one that can
     /// still be used.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl Acknowledged {
         if age <= usable { Ok(self) } else { Err(Outdated { age }) }
     }
 
-    /// Gives the guest away.
+    /// Hands the guest over.
     ///
     /// # Errors
     /// It is too old: ask again, or withhold.
@@ -88,7 +88,7 @@ impl Acknowledged {
         self.still_usable(now, usable).map(|_| Committed)
     }
 
-    /// The migration is cancelled, disks and taps could not be let go of, or it is too old and there
+    /// The migration is cancelled, disks and taps could not be released, or it is too old and there
     /// is no way to ask again.
     pub(crate) fn fails(self) -> Withheld {
         Withheld

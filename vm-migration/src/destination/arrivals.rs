@@ -147,7 +147,7 @@ impl Arrivals {
         self.pending.iter().all(|pending| pending.refused)
     }
 
-    /// Accepts who waits and reads what is there; gives those that have said all.
+    /// Accepts waiting connections and reads what is there; returns those whose hello is complete.
     pub(super) fn take(&mut self, listener: &Listener, cancel: &Cancel) -> Vec<Hello> {
         self.accept(listener, cancel);
         let now = Instant::now();

@@ -108,7 +108,7 @@ impl Demand {
         Ok(Arrival { cleared, wanted })
     }
 
-    /// How long the longest wait has been going on.
+    /// How long the longest wait has lasted.
     pub(super) fn longest_wait(&self) -> Duration {
         self.waits.longest()
     }
@@ -118,7 +118,7 @@ impl Demand {
         self.wanted[region].common_runs(&self.missing[region]).flatten()
     }
 
-    /// Orders a change of who may be asked before the look at the wishes, and counts all waits as
+    /// Orders a change of the connections that may be used before the look at the requests, and counts all waits as
     /// beginning now.
     pub(super) fn begin_wishes(&self) {
         change_then_look();
@@ -152,7 +152,7 @@ mod model {
         woken
     }
 
-    /// A page arrives at any moment of its fault: no wait goes on after both, and a thread that waits for
+    /// A page arrives at any moment of its fault: no wait lasts beyond both, and a thread that waits for
     /// the page is woken by one of the two.
     #[test]
     fn no_wait_outlives_the_arrival_of_its_page() {

@@ -27,7 +27,7 @@ use crate::steering::{self, LOOK_EVERY};
 use crate::transport::{Listener, wait_readable};
 use crate::vm::DestinationVm;
 
-/// Who gave the word, and waits for what comes of it.
+/// The client whose request decided it, which waits for the result.
 pub(super) enum Resolution {
     /// A source that said it on a connection for nothing else.
     Verdict(Channel),
@@ -120,7 +120,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
             Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
                 let known = self.state.hears(verdict);
                 if matches!(known, DoubtOutcome::NotHere(_)) {
-                    // It goes on whether it hears this or not.
+                    // It continues whether it hears this or not.
                     let _ = control.yes();
                 }
                 Ok((known, Resolution::Verdict(control)))
@@ -138,7 +138,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                     Ok(returned) => returned,
                     Err((reason, control)) => return refused(reason, control),
                 };
-                // Only a source that has given the guest away comes back.
+                // Only a source that has handed the guest over comes back.
                 let known = self.state.hears(Verdict::Committed);
                 let word = match faults.take_over(returned, self.never) {
                     Ok(control) => Resolution::Returned(control),

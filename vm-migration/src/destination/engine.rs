@@ -179,7 +179,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         &self.failed
     }
 
-    /// A set of connections has failed. It comes back when the engine goes on without them; before
+    /// A set of connections has failed. It comes back when the engine continues without them; before
     /// it is committed it does not, and the failure is noted here.
     pub(crate) fn fails_with_connections(&self, failure: Failure) -> Option<Failure> {
         let committed = self.fate.lock().unwrap_or_else(PoisonError::into_inner).committed;
@@ -191,7 +191,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Notes a failure and stops all threads. Before the engine is committed, a thread that waits for a
-    /// page is released: the machine is about to be dropped, and no thread may wait for ever. Once
+    /// page is released: the machine is about to be dropped, and no thread may wait forever. Once
     /// every page is here nothing can fail any more, and nothing is stopped: the source has still
     /// to hear of it.
     pub(crate) fn fail(&self, failure: Failure) {
@@ -212,7 +212,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.failed.cancel();
     }
 
-    /// From here on the guest may run on this memory: a failure makes it wait, not go on.
+    /// From here on the guest may run on this memory: a failure makes it wait, not continue.
     pub(crate) fn commit(&self) -> Result<(), Failure> {
         let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
         match fate.failure.take() {
@@ -345,7 +345,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.demand.missing()
     }
 
-    /// How long the longest wait for a page has been going on.
+    /// How long the longest wait for a page has lasted.
     pub(crate) fn longest_wait(&self) -> Duration {
         self.demand.longest_wait()
     }
@@ -564,7 +564,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Lets waiters of a unit that is not missing go on: with its contents, or else with zeros.
+    /// Lets waiters of a unit that is not missing continue: with its contents, or else with zeros.
     pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
     }

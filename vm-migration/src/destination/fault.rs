@@ -100,7 +100,7 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
 }
 
 impl<M: GuestMemoryMap> FaultThreads<M> {
-    /// Starts everybody. Without urgent connections requests go over those for bulk memory.
+    /// Starts all threads. Without urgent connections requests go over those for bulk memory.
     pub(crate) fn start(
         engine: Arc<Engine<M>>,
         rejoin: Rejoin,
@@ -165,7 +165,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(())
     }
 
-    /// Ends the set of connections; readers go on. What a receiver has begun to put in it finishes, and
+    /// Ends the set of connections; readers continue. What a receiver has begun to put in it finishes, and
     /// waits while the host has no memory for that: giving up ends that wait, and the engine.
     pub(super) fn disconnect(&mut self) {
         self.askers.set(&[]);

@@ -3,7 +3,7 @@
 //! Fault: the guest runs here and its pages arrive, pushed and on request.
 //!
 //! Owns the phase: it watches the connections, and when they are lost or stall it holds everything
-//! as it is (vCPUs that need a missing page wait, the others go on) until the source comes back,
+//! as it is (vCPUs that need a missing page wait, the others continue) until the source comes back,
 //! as often as it takes.
 
 use std::os::fd::AsRawFd;
@@ -37,7 +37,7 @@ pub struct Faulting<M: GuestMemoryMap> {
     tells_figures: bool,
 }
 
-/// Postcopy that will not go on: vCPUs wait for their pages.
+/// Postcopy that will not continue: vCPUs wait for their pages.
 ///
 /// Dropping this value lets the waiters see zeros where contents are missing, so end the guest
 /// before.
@@ -92,7 +92,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     /// the source: until then the guest waits where it needs a missing page.
     ///
     /// # Errors
-    /// When this host cannot go on, or the operator has given up: both sides keep what they have.
+    /// When this host cannot continue, or the operator has abandoned it: both sides keep what they have.
     pub fn wait(mut self) -> Result<Snapshot, Box<PostcopyPaused<M>>> {
         let engine = Arc::clone(&self.threads.engine);
         let result = self.wait_until_complete();
@@ -139,7 +139,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 
     /// Every page is here: accesses are not caught any more. When the host lacks something for that
-    /// the guest goes on as it did, and it is tried again.
+    /// the guest continues as it did, and it is tried again.
     fn release(&self) -> Result<(), Failure> {
         let engine = &self.threads.engine;
         let steering = &self.threads.rejoin.steering;
@@ -242,13 +242,13 @@ impl<M: GuestMemoryMap> Faulting<M> {
             match joined {
                 Ok(control) => {
                     self.control = control;
-                    log::info!("postcopy goes on");
+                    log::info!("postcopy continues");
                     progress.recovered(Phase::Fault);
                     return Ok(());
                 }
                 Err(failure) => {
                     self.threads.disconnect();
-                    log::warn!("postcopy does not go on yet: {}", failure.for_peer());
+                    log::warn!("postcopy does not continue yet: {}", failure.for_peer());
                     progress.cannot_recover(failure.for_peer());
                     progress.enter(Phase::PostcopyPaused);
                 }

@@ -5,7 +5,7 @@
 //! Owns the listener of an ended migration, and the thread that answers a reconnecting source: every page
 //! is here. It answers each time until a deadline, because any answer may be lost: a source (or page server)
 //! that never receives it keeps all memory of a guest that no longer needs it. A new migration to the same
-//! address takes over the listener and answers these sources beside its own; when it ends, the rest of the
+//! address takes over the listener and answers these sources alongside its own; when it ends, the rest of the
 //! time is served here again. No connection delays the answer to another.
 
 use std::sync::{Arc, Mutex, PoisonError};

@@ -88,7 +88,7 @@ pub struct Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // However it went, those who asked before may ask again.
+        // However it ended, earlier sources may reconnect again.
         self.late_reconnects.answer_for(&self.socket, std::mem::take(&mut self.ended));
     }
 }
@@ -192,7 +192,7 @@ impl Listener {
     ///
     /// # Errors
     /// The source has been told why as best one can. Unless [`ReceiveFailure::error`] says
-    /// otherwise, the guest goes on there and everything built here is gone.
+    /// otherwise, the guest continues there and everything built here is gone.
     pub fn receive<B: DestinationBuilder>(
         mut self,
         builder: B,
@@ -267,7 +267,7 @@ fn fail_phase<V: DestinationVm>(
         context.progress.fail(Phase::Failed, report);
         return ReceiveFailure { error, vm, faults: None };
     };
-    // The migration goes on: pages arrive.
+    // The migration continues: pages arrive.
     context.progress.note_failure(report);
     faults.begin();
     ReceiveFailure { error, vm, faults: Some(*faults) }

@@ -27,7 +27,7 @@ const CHUNKS_MAX: usize = 1 << 16;
 /// Threads at most: four clear memory faster than any link fills it.
 const THREADS_MAX: usize = 4;
 
-/// One thread for so many processors; on fewer there is none to spare beside those that receive.
+/// One thread for so many processors; on fewer there is none to spare besides those that receive.
 const PROCESSORS_PER_THREAD: usize = 4;
 
 /// The way that has cost more is tried again after so many chunks: hosts change.

@@ -67,13 +67,13 @@ pub(crate) struct Connections {
 }
 
 impl Rejoin {
-    /// Who connects while no set of connections is being made.
+    /// Connections that arrive while no set of connections is being made.
     pub(super) fn arrivals(&self) -> Arrivals {
         Arrivals::new(Expect::Message, self.stall)
     }
 
     /// Looks at the connections that were made, without blocking. Of those that say that they are the
-    /// source the last that proves it is taken: it has given up the attempts before.
+    /// source the last that proves it is taken: it has abandoned the attempts before.
     pub(super) fn meet(&mut self, arrivals: &mut Arrivals, cancel: &Cancel) -> Option<Returned> {
         let mut returned = None;
         for hello in arrivals.take(&self.listener, cancel) {
@@ -105,7 +105,7 @@ impl Rejoin {
         returned
     }
 
-    /// A source that has connected and asks to go on.
+    /// A source that has connected and asks to continue.
     ///
     /// # Errors
     /// It is not this migration's; with the connection, to say why.

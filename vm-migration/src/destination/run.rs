@@ -122,7 +122,7 @@ impl<V: DestinationVm> HasState<V> {
 impl<V: DestinationVm> HasState<V> {
     /// Puts state in. That may touch missing pages, and a thread that waits for one, perhaps in the
     /// kernel, looks at nothing: a cancel, or a page that takes too long, ends the engine, which lets it
-    /// go on with a machine that is thrown away.
+    /// continue with a machine that is thrown away.
     fn apply_state(&mut self, context: Context<'_>) -> Result<(), Failure> {
         const STEP: &str = "restoring the guest's state";
         let state = std::mem::take(&mut self.state);
@@ -133,7 +133,7 @@ impl<V: DestinationVm> HasState<V> {
         let mut ended = None;
         let mut lets_go = false;
         let look = || {
-            // Ended here or elsewhere. The host may have refused to let everybody go at the time.
+            // Ended here or elsewhere. The host may have refused to release all waiters at the time.
             if engine.failed().is_cancelled() && !lets_go {
                 lets_go = engine.source().release().is_ok();
             }
@@ -162,7 +162,7 @@ impl<V: DestinationVm> HasState<V> {
         }
     }
 
-    /// From the acknowledgement on the source may give the guest away at any moment, so a cancel
+    /// From the acknowledgement on the source may hand the guest over at any moment, so a cancel
     /// here would lose it: the last one that counts is one that was asked for before.
     fn end_of_cancel(&self, context: Context<'_>) -> Result<Cancel, Failure> {
         const STEP: &str = "acknowledging the handover";
@@ -219,7 +219,7 @@ impl<V: DestinationVm> Ready<V> {
                 }
                 Ok(other) => break unexpected(&other, "Confirm"),
                 Err(failure) if matches!(failure.cause, Cause::Abandoned(_)) => {
-                    // Its own word that it goes on there: nothing is in doubt.
+                    // Its own word that it continues there: nothing is in doubt.
                     let NotHere = promised.abandoned();
                     return Err(failure);
                 }
@@ -245,7 +245,7 @@ impl<V: DestinationVm> Ready<V> {
                 Ok(SoleOwner { owned, teller, lost, wanted, stopped: None })
             }
             DoubtOutcome::NotHere(NotHere) => {
-                let why = "it goes on with the guest, and the connection was lost before it could \
+                let why = "it continues to run the guest, and the connection was lost before it could \
                            say so";
                 Err(Cause::Abandoned(why.to_string())).step(STEP)
             }
@@ -292,7 +292,7 @@ impl<V: DestinationVm> Ready<V> {
                     };
                     return Err(PhaseFailure { peer, failure, guest, vm: Some(vm), faults: None });
                 };
-                // Its pages go on arriving, so to the source this is as if it ran.
+                // Its pages keep arriving, so to the source this is as if it ran.
                 let note = Answer::Ok {
                     offer_taken: false,
                     payload: bounded_reason(&failure.for_peer()).as_bytes().to_vec(),

@@ -114,7 +114,7 @@ impl SourceEnd {
         sent.map_err(|error| self.channel.explain(error))
     }
 
-    /// Gives the memory away, for the page server to map.
+    /// Hands the memory over, for the page server to map.
     ///
     /// # Errors
     /// When some of it has no file, or the page server does not take it.

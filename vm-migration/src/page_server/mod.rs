@@ -4,7 +4,7 @@
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `takeover` | the documents that the page server gets: the memory, and how to go on |
+//! | `takeover` | the documents that the page server gets: the memory, and how to continue |
 //! | `link` | the two ends of the socket between the processes |
 //!
 //! What it does with its connections is in `source::serve`. The process exists, and has mapped the memory,
@@ -20,7 +20,7 @@
 //!   TakeoverRequest (JSON)             ->    connects; Ok when it serves, or Error + reason
 //! ```
 //!
-//! Until that last Ok the source serves, and goes on if it does not come: then it has to end the page server
+//! Until that last Ok the source serves, and continues if it does not come: then it has to end the page server
 //! first, because only one of the two may connect. After it the source is not needed.
 
 mod link;
@@ -66,13 +66,13 @@ pub enum TakeoverOutcome {
 
 /// A page server that is ready. It ends when it is dropped without having been told to take over.
 pub trait PageServerHandle: Send + fmt::Debug {
-    /// Who it is.
+    /// Its identity.
     fn identity(&self) -> Identity;
 
     /// Tells it to take over and waits until it has.
     ///
     /// # Errors
-    /// Why it has not. It has ended by then, or it could disturb the process that goes on in its place.
+    /// Why it has not. It has ended by then, or it could disturb the process that continues in its place.
     fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, VmError>;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The documents that a page server gets: the memory that it serves, and how it goes on with the migration.
+//! The documents that a page server gets: the memory that it serves, and how it continues with the migration.
 //!
 //! Owns the two documents and their checks. The sender is a process of the same program, and its numbers are
 //! checked like a peer's: each becomes an address, a page or a time here, or an error.
@@ -50,7 +50,7 @@ pub struct ServedMemory {
     pub(super) regions: Vec<ServedRegion>,
 }
 
-/// How a page server goes on with the migration.
+/// How a page server continues with the migration.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TakeoverRequest {
@@ -176,7 +176,7 @@ impl ServedMemory {
     }
 }
 
-/// What a takeover request says beside what [`SendOptions`] have.
+/// What a takeover request says besides what [`SendOptions`] have.
 pub(crate) struct Terms {
     pub id: [u8; TOKEN_BYTES],
     pub attempt: u32,

@@ -75,7 +75,7 @@ pub struct Offer {
     pub features: BTreeSet<String>,
     /// How memory shall travel.
     pub memory_mode: MemoryMode,
-    /// Connections for bulk memory beside this one.
+    /// Connections for bulk memory alongside this one.
     pub bulk_connections: u16,
     /// Connections for requested pages.
     pub urgent_connections: u16,

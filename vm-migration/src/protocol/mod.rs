@@ -11,7 +11,7 @@
 //! | `runs` | compressed sets of pages |
 //! | `inflate` | compressed contents of pages, bounded |
 //!
-//! Order of messages (who may say what when) is not known here: that is what the state machines
+//! Order of messages (which side may send what when) is not known here: that is what the state machines
 //! in `source` and `destination` are.
 //!
 //! ```text

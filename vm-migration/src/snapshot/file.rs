@@ -207,7 +207,7 @@ impl MemoryFile {
     }
 
     /// Direct access was opened and is refused all the same (a disk with larger blocks, say):
-    /// goes on without. True when it did.
+    /// continues without. True when it did.
     fn without_direct(&self, error: &io::Error) -> bool {
         if error.raw_os_error() != Some(libc::EINVAL) || !self.direct.swap(false, Ordering::Relaxed)
         {

@@ -83,7 +83,7 @@ pub struct FillReport {
     pub faults: FaultSnapshot,
 }
 
-/// Memory that could not be brought in: who needs what is missing waits. Dropping this would show
+/// Memory that could not be read: threads that need a missing page wait. Dropping this would show
 /// them zeros, so it must be kept until the process ends or the guest has gone.
 pub struct Stuck<M: GuestMemoryMap> {
     /// What happened.
@@ -97,7 +97,7 @@ impl<M: GuestMemoryMap> std::fmt::Debug for Stuck<M> {
     }
 }
 
-/// Memory that is being brought in. Dropping it ends that and lets waiters go on with whatever
+/// Memory that is being brought in. Dropping it ends that and lets waiters continue with whatever
 /// their pages hold: the guest must be gone by then, or never have run.
 pub struct Filling<M: GuestMemoryMap> {
     shared: Arc<Shared<M>>,
@@ -168,7 +168,7 @@ impl<M: GuestMemoryMap> Filling<M> {
         self.stop.clone()
     }
 
-    /// From here on the guest may run: what fails makes it wait, not go on.
+    /// From here on the guest may run: what fails makes it wait, not continue.
     ///
     /// # Errors
     /// What has failed until now.
@@ -271,7 +271,7 @@ const NO_TRAIL: u64 = u64::MAX;
 const TRAIL_UNIT_BITS: u32 = 48;
 
 impl<M: GuestMemoryMap> Shared<M> {
-    /// Notes what failed first, and stops everybody.
+    /// Notes what failed first, and stops all threads.
     fn fail(&self, error: SnapshotError) {
         let text = error_text::chain(&error);
         log::error!("memory cannot be restored: {text}");

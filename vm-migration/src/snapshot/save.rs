@@ -23,7 +23,7 @@ use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
 use crate::ram::GuestMemoryMap;
 
-/// The documents of a machine, beside its memory.
+/// The documents of a machine, alongside its memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a> {
     /// From which the same machine can be built.

@@ -5,7 +5,7 @@
 //! Owns how far ahead of the first round it looks, and which memory is announced: whole blocks of the size
 //! of a huge page that are populated here and hold something. An announcement is advice: what is not
 //! announced arrives as well, and what is announced need not come. It must never announce more than fits
-//! beside what the destination has populated already.
+//! besides what the destination has populated already.
 
 use std::ops::Range;
 

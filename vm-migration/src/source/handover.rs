@@ -53,7 +53,7 @@ pub(crate) struct Doubt {
 /// so many is too slow to be trusted with the clock.
 const RENEWALS_MAX: u32 = 4;
 
-/// Pages that are to be served, and who serves them.
+/// Pages that are to be served, and the process that serves them.
 pub(crate) struct Pages<V: SourceVm> {
     pub server: Arc<Server<V::Memory>>,
     pub session: Session,
@@ -95,7 +95,7 @@ impl<V: SourceVm> HandedOver<V> {
 }
 
 impl<V: SourceVm> Stopped<V> {
-    /// Sends state, and gives the guest away.
+    /// Sends state, and hands the guest over.
     pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, PhaseFailure<V>> {
         let Self { mut vm, mut control, mut links, later, log, since } = self;
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
@@ -170,7 +170,7 @@ impl<V: SourceVm> Stopped<V> {
     }
 }
 
-/// Gives the guest away, if the acknowledgement can still be used; `None` with plain version 0, where
+/// Hands the guest over, if the acknowledgement can still be used; `None` with plain version 0, where
 /// the destination has it already.
 fn commit(acknowledged: Option<Acknowledged>, terms: &Terms) -> Result<Option<Committed>, Failure> {
     let Some(acknowledged) = acknowledged else { return Ok(None) };
@@ -286,7 +286,7 @@ fn make_usable(
 }
 
 fn release(vm: &mut impl PausedVm) -> Result<(), Failure> {
-    vm.release_exclusive().map_err(Cause::Vm).step("letting go of disks and taps")
+    vm.release_exclusive().map_err(Cause::Vm).step("releasing disks and taps")
 }
 
 /// What goes along with the last message, for a destination that takes it.

@@ -78,7 +78,7 @@ pub type Remains<V> = <<V as SourceVm>::Paused as PausedVm>::Remains;
 
 /// A migration that failed; where the guest is decides which form there is.
 pub enum SendFailure<V: SourceVm> {
-    /// The guest goes on here, as before.
+    /// The guest continues here, as before.
     Resumed {
         /// The machine.
         vm: V,
@@ -130,7 +130,7 @@ pub(crate) enum PhaseFailure<V: SourceVm> {
         failure: Failure,
         /// The destination may be in doubt, and is told.
         retraction: Option<Retraction>,
-        /// Ends when the guest goes on.
+        /// Ends when the guest continues.
         log: Option<V::Log>,
     },
     HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),

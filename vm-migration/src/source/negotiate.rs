@@ -50,7 +50,7 @@ pub(crate) struct Links {
     pub records: Vec<Record>,
     /// The fastest that an answer came.
     pub round_trip: Duration,
-    /// Who sends the pages that are left in postcopy, if not this process.
+    /// The page server that sends the pages that are left in postcopy, if not this process.
     pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
@@ -298,7 +298,7 @@ fn give_files<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// How many connections beside the first: precopy uses the first one for memory, too.
+/// How many connections alongside the first: precopy uses the first one for memory, too.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
     match options.mode() {

@@ -31,7 +31,7 @@ use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 /// tenth of a second; what comes later still counts for memory that was not sent by then.
 const HINTS_PAUSE: Duration = Duration::from_secs(2);
 
-/// How long it waits in all. A guest that goes on for so long keeps taking its pages back.
+/// How long it waits in all. A guest that continues for so long keeps taking its pages back.
 const HINTS_TIME_MAX: Duration = Duration::from_secs(20);
 
 /// How often the destination is told what is old at most before the guest stops.

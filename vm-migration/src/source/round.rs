@@ -231,7 +231,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                 self.announce(announcer, stream)?;
             }
             if !content.held.is_empty() && !self.bandwidth_limit.reserve(0).is_zero() {
-                // What it holds is not given back before it is sent.
+                // What it holds is not returned before it is sent.
                 sent += self.flush(stream, &mut content)?;
             }
             // Before the claim: the stream that can send now takes the next slice.

@@ -25,7 +25,7 @@ use crate::transport::Part;
 /// a page here and there costs no message for each.
 const MESSAGE_BYTES: u64 = 1 << 20;
 
-/// How long what one connection has taken on may occupy it, beside the round trip.
+/// How long what one connection has taken on may occupy it, alongside the round trip.
 const HOLD: Duration = Duration::from_millis(20);
 
 /// Messages on one connection that may wait for their answers: enough to never let the link idle,

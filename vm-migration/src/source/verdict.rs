@@ -44,7 +44,7 @@ pub(crate) struct VerdictSender {
     steering: Steering,
 }
 
-/// A guest that goes on here, and a destination that may be in doubt about it.
+/// A guest that continues here, and a destination that may be in doubt about it.
 #[derive(Debug)]
 pub(crate) struct Retraction {
     pub withheld: Withheld,

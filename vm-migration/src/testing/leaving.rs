@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that a guest gives back at the worst moment: right after they were found to be populated.
+//! Pages that a guest discards at the worst moment: right after they were found to be populated.
 //!
 //! Owns which pages those are, and which are held. As in a VMM, what is held leaves when it is not.
 

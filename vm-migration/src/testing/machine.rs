@@ -48,7 +48,7 @@ pub enum Inject {
     NeverPreparesStop,
     /// `Run`, the first time.
     RunOnce,
-    /// No failure: letting go of exclusive resources takes a second.
+    /// No failure: releasing exclusive resources takes a second.
     ReleaseLate,
     /// No failure: when the machine comes into doubt a device touches a page, and the machine does not
     /// end before that device.
@@ -78,7 +78,7 @@ struct Common {
     hint_looks: u64,
     /// vCPUs bring their own pages at the destination.
     own_faults: bool,
-    /// Who sends the pages that are left.
+    /// The page server that sends the pages that are left.
     page_server: Option<Arc<FakePageServer>>,
     /// What its documents need, or what it reads.
     formats: Formats,

@@ -47,7 +47,7 @@ pub struct FakeMemory {
     pinned: AtomicBool,
     /// Only small pages are wanted.
     small: AtomicBool,
-    /// What the guest gives back at a look.
+    /// What the guest discards at a scan.
     leaving: Leaving,
     /// What refuses vCPUs, while it does.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
@@ -153,7 +153,7 @@ impl FakeMemory {
     pub fn word(&self, region: usize, page: u64, word: u64) -> &AtomicU64 {
         assert!(page < self.layout.regions()[region].pages() && word < PAGE_BYTES / 8);
         let offset = to_usize(page * PAGE_BYTES + word * 8);
-        // SAFETY: inside the mapping (asserted) and aligned; everyone uses atomics.
+        // SAFETY: inside the mapping (asserted) and aligned; all threads use atomics.
         unsafe { &*self.regions[region].main.add(offset).cast() }
     }
 
@@ -448,7 +448,7 @@ impl FakeMemory {
             // SAFETY: a call on our own file.
             unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) }
         } else {
-            // SAFETY: a range of our own mapping, given up on purpose.
+            // SAFETY: a range of our own mapping, discarded on purpose.
             unsafe {
                 let start = region.main.add(to_usize(offset));
                 libc::madvise(start.cast(), to_usize(len), libc::MADV_DONTNEED)

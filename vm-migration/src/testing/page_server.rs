@@ -33,13 +33,13 @@ pub enum Behaviour {
     Vanishes,
     /// It connects where there is no listener.
     NoDestination,
-    /// It ends when the destination has let go of the source for it.
+    /// It ends when the destination has released the source for it.
     EndsHalfWay,
     /// It connects when it is asked to recover, and not before.
     ComesLate,
 }
 
-/// A page server to be, and what becomes of it.
+/// A page server to be, and what happens to it.
 #[derive(Debug)]
 pub struct FakePageServer {
     behaviour: Behaviour,
@@ -125,7 +125,7 @@ fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
     serde_json::from_value(document).map_err(text)
 }
 
-/// Asks to go on, and ends with the answer.
+/// Asks to continue, and ends with the answer.
 fn half_way(takeover: &TakeoverRequest, limits: &Limits) -> Result<(), Cause> {
     let options = takeover.options()?;
     let never = Cancel::new().map_err(Cause::Resource)?;

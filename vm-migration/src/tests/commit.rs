@@ -123,7 +123,7 @@ fn cut(at: Command, point: Point) -> Rule {
     Rule::Cut(Cut { at, point, act: Act::Close })
 }
 
-/// The source has given the guest away, and the destination does not hear it.
+/// The source has handed the guest over, and the destination does not hear it.
 const CONFIRM: fn() -> Rule = || cut(Command::Confirm, Point::Message);
 
 /// The destination has acknowledged, and the source does not hear it.

@@ -66,7 +66,7 @@ fn busy(
     let cancel = Cancel::new().unwrap();
     let record = Record { events: Arc::default(), cancel: cancel.clone(), enough };
     let progress = Arc::new(Progress::observed(Side::Source, Box::new(record.clone())));
-    // Beside what the log makes up it writes next to nothing.
+    // Alongside what the log makes up it writes next to nothing.
     let pace = Pace::Paced(1, Duration::from_millis(1));
     let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy);
     let vm = vm_of(vm).running();

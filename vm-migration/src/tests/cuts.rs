@@ -24,11 +24,11 @@ use crate::source::SendFailure;
 use crate::testing::FakeMemory;
 use crate::{Address, Compression, GuestLocation, Limits, MemoryMode};
 
-/// Limits of the cases in which somebody stalls; each costs that much.
+/// Limits of the cases in which a peer stalls; each costs that much.
 const SHORT: Limits =
     Limits { answer: Duration::from_millis(1500), prepare: Duration::from_millis(1500), ..LIMITS };
 
-/// How memory goes, beside the mode.
+/// How memory goes, alongside the mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Plain,
@@ -97,8 +97,8 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
         let well = faults.map(|faults| match faults.wait() {
             Ok(_) => true,
             Err(paused) => {
-                // The guest has to be gone before its missing pages are given up; its writers
-                // would wait for ever, so they are let go and stopped, and nothing is checked.
+                // The guest has to be gone before its missing pages are released; its writers
+                // would wait forever, so they are let go and stopped, and nothing is checked.
                 assert_eq!(paused.error.guest, GuestLocation::PostcopyPaused);
                 false
             }

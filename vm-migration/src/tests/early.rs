@@ -45,7 +45,7 @@ pub(super) fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until
         let (options, progress) = (options(&target.address), Arc::clone(&progress));
         std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
     };
-    // A whole round passes without the machine, and the guest goes on.
+    // A whole round passes without the machine, and the guest continues.
     let received = Arc::clone(&target.progress);
     wait_for("the first round", || {
         let arrived = received.snapshot().memory_bytes_received;
@@ -53,7 +53,7 @@ pub(super) fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until
             && progress.snapshot().remaining_bytes == Some(0)
     });
     let visits = guest.visits();
-    wait_for("the guest to go on", || guest.visits() > visits + 1000);
+    wait_for("the guest to continue", || guest.visits() > visits + 1000);
     assert_eq!(progress.phase(), Phase::Precopy);
     open.send(()).unwrap();
     sender.join().unwrap().unwrap();
@@ -199,7 +199,7 @@ fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
         wait_for("the end at the destination", || target.is_over());
         let error = target.join().unwrap_err().error;
         assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
-        // What is built is let go of when it is built.
+        // What is built is released when it is built.
         assert!(Arc::strong_count(&to) > 1, "{mode:?}");
         open.send(()).unwrap();
         wait_for("the end of the machine", || Arc::strong_count(&to) == 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Machines at the destination that take long to end: the source hears why the migration is over
-//! before they do, as its guest may stand still until then. And a host that does not let go of memory
+//! before they do, as its guest may stand still until then. And a host that does not release memory
 //! at once.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -142,7 +142,7 @@ fn the_source_hears_of_a_failure_before_the_machine_ends() {
     }
 }
 
-/// A host that has no memory for letting go of what it watches, some times.
+/// A host that has no memory for releasing what it watches, some times.
 struct RefusesRelease {
     faults: Uffd<FakeMemory>,
     refusals: AtomicU32,

@@ -45,7 +45,7 @@ impl Rig {
         options
     }
 
-    /// The guest goes on at the source, whole.
+    /// The guest continues at the source, whole.
     fn assert_continues(&self, vm: &mut FakeVm) {
         assert!(vm.runs());
         let before = self.guest.visits();
@@ -222,7 +222,7 @@ fn different_memory_layouts_are_refused_with_both_named() {
 #[test]
 fn no_listener_is_an_error_that_says_so() {
     let rig = Rig::new(MemoryMode::Precopy);
-    // Bound and not listening: nobody else gets the port, and nobody answers on it.
+    // Bound and not listening: no other process gets the port, and nothing answers on it.
     let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     held.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     let port = held.local_addr().unwrap().as_socket().unwrap().port();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What both sides know at the end: the figures of each are those of the other, and what nobody has
+//! What both sides know at the end: the figures of each are those of the other, and what no side has
 //! told is not known.
 
 use std::sync::Arc;

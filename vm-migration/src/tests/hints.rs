@@ -35,7 +35,7 @@ fn free_pages_do_not_travel_and_those_that_are_used_again_do() {
         for (region, (_, pages)) in REGIONS.iter().enumerate() {
             free.extend((FREE_FROM + 1..*pages).step_by(2).map(|page| (region, page)));
         }
-        assert_eq!(guest.wrong_pages(&to), free, "just the pages that nobody used again");
+        assert_eq!(guest.wrong_pages(&to), free, "just the pages that were not used again");
         for (region, page) in free {
             let empty = (0..512).all(|word| {
                 to.word(region, page, word).load(std::sync::atomic::Ordering::Relaxed) == 0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that the guest gives back in the middle of a migration stays given back at the source.
+//! Memory that the guest discards in the middle of a migration stays discarded at the source.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::{Compression, DirtyClear};
 
 const GIVEN: PageRun = PageRun { region: 0, first: 100, count: 24 };
 
-/// The guest's pages are as they were, but for those that it has given back, which are empty.
+/// The guest's pages are as they were, but for those that it has discarded, which are empty.
 fn assert_discarded(guest: &Guest, to: &FakeMemory) {
     let given: Vec<_> = (GIVEN.first..GIVEN.end()).map(|page| (GIVEN.region, page)).collect();
     assert_eq!(guest.wrong_pages(to), given);

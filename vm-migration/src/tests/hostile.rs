@@ -500,7 +500,7 @@ fn pages_that_are_not_missing_are_not_overwritten_in_postcopy() {
     let mut message = memory_of(&[(PAGE_BYTES, PAGE_BYTES)]);
     message.resize(message.len() + 4096, 9);
     links[0].connection.send(&message).unwrap();
-    // The engine closes its doors; whether state still gets a yes depends on who is first, but the
+    // The engine closes its doors; whether state still gets a yes depends on which thread is first, but the
     // handover never does.
     let _ = enemy.control.tell(&Message::State(b"{}".to_vec()));
     links[0].connection.wait_for_data(Some(LIMITS.answer)).unwrap();

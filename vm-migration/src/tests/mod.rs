@@ -14,7 +14,7 @@
 //! | `compressed` | memory that travels compressed |
 //! | `handed_on` | postcopy whose last pages another process sends |
 //! | `hints` | pages that the guest says it does not use |
-//! | `holes` | memory that the guest gives back meanwhile |
+//! | `holes` | memory that the guest discards meanwhile |
 //! | `local` | memory handed over as descriptors |
 //! | `own` | vCPUs that bring their own pages |
 //! | `pieces` | large host pages that come together from pieces |

@@ -277,7 +277,7 @@ fn auto_onto_large_pages_puts_stale_ones_together() {
     }
 }
 
-/// Asks the host for 2 MiB pages, and gives them back; one test at a time does.
+/// Asks the host for 2 MiB pages, and returns them; one test at a time does.
 pub(super) struct HugePool {
     before: u64,
     _alone: MutexGuard<'static, ()>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Postcopy that loses its connections: a proxy between both sides cuts or stalls them, and the
-//! guest comes out whole without anybody's help.
+//! guest's memory is complete without an operator.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -34,7 +34,7 @@ pub(super) struct Proxy {
     address: Address,
     links: Arc<Mutex<Vec<Link>>>,
     accepted: Arc<AtomicU64>,
-    /// Nobody is let through.
+    /// No connection is let through.
     closed: Arc<AtomicBool>,
     /// How long everything takes one way, in milliseconds.
     delay_ms: Arc<AtomicU64>,
@@ -267,7 +267,7 @@ pub(super) fn a_cut_of_any_connection_heals_without_help() {
 #[test]
 fn large_host_pages_that_came_in_part_come_again_after_a_cut() {
     let Some((from, to, _pool)) = super::pieces::onto_large_pages() else { return };
-    // Nobody asks for anything: whole pages would be here before the first cut.
+    // No page is requested: whole pages would be here before the first cut.
     let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
     let run = Run::between(&from, to, 0, LIMITS, slow);
     for cut in 0..4 {
@@ -424,11 +424,11 @@ fn after_the_timeout_it_recovers_on_command_and_at_another_address() {
     run.proxy.cut_all();
     wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
     wait_until("the pause", || run.destination.phase() == Phase::PostcopyPaused);
-    // Nobody tries by himself, and a try that fails leaves all as it is.
+    // No side retries by itself, and an attempt that fails leaves all as it is.
     let accepted = run.proxy.accepted.load(Ordering::SeqCst);
     run.send_steering.recover(steering::Recover::There);
     wait_until("a failure", || {
-        run.source.snapshot().recovery.reason.is_some_and(|why| why.contains("asking to go on"))
+        run.source.snapshot().recovery.reason.is_some_and(|why| why.contains("asking to continue"))
     });
     assert_eq!(run.proxy.accepted.load(Ordering::SeqCst), accepted);
     let dir = tempfile::tempdir().unwrap();
@@ -473,7 +473,7 @@ fn a_recovery_that_goes_to_a_third_host_is_refused_there() {
         Message::Recover(Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1, alive: false });
     let refused = Channel::new(connection).ask(&recover, limit).unwrap_err();
     assert!(matches!(&refused, Cause::Refused(why) if why.contains("recover where the VM runs")));
-    // It goes on waiting for its own source.
+    // It keeps waiting for its own source.
     assert_eq!(target.progress.phase(), Phase::Listen);
     target.cancel.cancel();
     target.join().unwrap_err();

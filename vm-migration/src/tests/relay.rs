@@ -2,7 +2,7 @@
 
 //! A peer between a source and a destination that reads along, and does harm or mischief.
 //!
-//! Owns the frames of the first connection. Of all others it only looks, and only where nobody is cut
+//! Owns the frames of the first connection. Of all others it only looks, and only where no connection is cut
 //! off, at what the source sends.
 
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -46,7 +46,7 @@ pub(super) struct Cut {
     pub act: Act,
 }
 
-/// What a relay does beside passing on.
+/// What a relay does alongside passing on.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Rule {
     Nothing,

@@ -95,5 +95,5 @@ fn every_wait_ends_with_the_arrival_of_its_page() {
         }
     });
     assert!(engine.complete().is_cancelled());
-    assert_eq!(engine.longest_wait(), Duration::ZERO, "a wait goes on for a page that is here");
+    assert_eq!(engine.longest_wait(), Duration::ZERO, "a wait lasts for a page that is here");
 }

@@ -56,7 +56,7 @@ pub const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
 /// for bulk and is then asked for waits for little.
 pub const BULK_UNSENT_BYTES_MAX: u32 = 128 << 10;
 
-/// The slowest that a message may travel over all, beside the time that it may stand still: 512 kbit/s. A
+/// The slowest that a message may travel over all, alongside the time that it may stand still: 512 kbit/s. A
 /// peer that sends or takes a byte now and then would otherwise keep this side for as long as it likes.
 pub const SLOWEST_BYTES_PER_S: u64 = 64 << 10;
 

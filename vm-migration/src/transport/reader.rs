@@ -110,7 +110,7 @@ impl ByteSource for Reader {
             let len = taken.len();
             pieces.push(guest_iovec(&slice.skip(len)));
         }
-        // SAFETY: guest memory is mapped writable while `slices` borrows it, and nobody in this
+        // SAFETY: guest memory is mapped writable while `slices` borrows it, and no code in this
         // process holds references into it.
         unsafe { self.connection.receive(&mut pieces) }
     }

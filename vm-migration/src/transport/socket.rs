@@ -291,7 +291,7 @@ impl Connection {
     /// Receives into pieces until all are full. The pieces point to memory that may be written.
     ///
     /// # Safety
-    /// Each piece must be writable for its length, by this thread alone or by anyone if nothing
+    /// Each piece must be writable for its length, by this thread alone or by any thread if nothing
     /// but the kernel and racing guests looks at it.
     pub(super) unsafe fn receive(&self, pieces: &mut [libc::iovec]) -> Result<(), TransportError> {
         if let Some(tls) = &self.tls {

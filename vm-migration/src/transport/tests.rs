@@ -114,7 +114,7 @@ fn a_port_and_a_socket_file_in_use_are_refused_and_a_stale_file_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let address = Address::Unix(path.clone());
-    // A socket file that nobody listens on: its listener died without removing it.
+    // A socket file without a listener: its listener died without removing it.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let listener = Listener::bind(&address).unwrap();
     let again = Listener::bind(&address);
@@ -159,7 +159,7 @@ fn every_wait_ends_when_it_is_cancelled() {
         assert!(cancelled(wait.join().unwrap()));
         assert!(cancelled(accept.join().unwrap()));
     });
-    // Connecting with nobody to accept and a full backlog: the cancel is looked at first.
+    // Connecting without an accept and with a full backlog: the cancel is checked first.
     let cancel = Cancel::new().unwrap();
     cancel.cancel();
     let unreachable = tcp("name.invalid", 1);

@@ -31,7 +31,7 @@ pub(crate) fn wait_readable(
 }
 
 /// Waits until a descriptor can be read (0), or the peer of a socket has ended its connection, or its
-/// sending half of it (1). What a peer has sent before, and what it goes on to send, ends no wait.
+/// sending half of it (1). What a peer has sent before, and what it keeps sending, ends no wait.
 pub(crate) fn wait_readable_or_left(
     fd: RawFd,
     socket: RawFd,

@@ -158,7 +158,7 @@ pub struct Uffd<M: GuestMemoryMap> {
     descriptors: Vec<Descriptor>,
     /// Sorted by region and page.
     parts: Vec<Part>,
-    /// Those of them that are to be let go of. Held while that is done.
+    /// Those of them that are to be released. Held while that is done.
     watched: Mutex<Vec<Part>>,
     /// Shared memory is received in place.
     in_place: bool,

@@ -3,7 +3,7 @@
 //! Faults that are refused, for threads that bring their own pages.
 //!
 //! Owns two barriers on the same pages. One stands before vCPUs: `KVM_RUN` returns at a missing
-//! page, and the vCPU's thread brings it. The other is userfaultfd on `main`, where everybody else
+//! page, and the vCPU's thread resolves it. The other is userfaultfd on `main`, where all other threads
 //! waits as ever. There are two kinds of the first:
 //!
 //! - a mapping of their own for vCPUs, watched in SIGBUS mode: the host refuses the access;
@@ -24,7 +24,7 @@ use crate::fault::{
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 
-/// What became of an access that was refused.
+/// Outcome for an access that was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// It may be tried again: the page is here, or the thread was unparked.
@@ -35,7 +35,7 @@ pub enum Refused {
     NotRam,
 }
 
-/// userfaultfd that lets everybody wait but vCPUs, which have to see to themselves.
+/// userfaultfd that blocks all threads but vCPUs, which resolve their own faults.
 pub struct OwnFaults<M: GuestMemoryMap> {
     others: Uffd<M>,
     memory: Arc<M>,
@@ -72,7 +72,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         Ok(faults)
     }
 
-    /// Watches `main` for everybody but vCPUs, which leave the guest at pages that `barrier` has
+    /// Watches `main` for all threads but vCPUs, which leave the guest at pages that `barrier` has
     /// marked. Every page is marked now.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)
     }
 
-    /// The run's pages are here, and everybody else sees them: vCPUs do now.
+    /// The run's pages are here and visible to all other threads; now vCPUs see them too.
     fn unblock(&self, run: PageRun) -> Result<(), UffdError> {
         let info = &self.memory.layout().regions()[run.region];
         if let Some(refusing) = &self.refusing

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! userfaultfd on fake memory: who waits, who is woken, what they see.
+//! userfaultfd on fake memory: which threads wait, which are woken, what they see.
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 

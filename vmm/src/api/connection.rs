@@ -93,7 +93,7 @@ async fn answer(
     };
     let request = match understand(endpoint, &body, fds) {
         Ok(request) => request,
-        // They may have been those of a request that followed at once, which must not go on without.
+        // They may have been those of a request that followed at once, which must not continue without.
         Err(error) if with_fds => return closing(failure(&error)),
         Err(error) => return failure(&error),
     };

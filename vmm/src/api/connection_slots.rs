@@ -45,7 +45,7 @@ struct SlotState {
     keep: Option<oneshot::Sender<()>>,
 }
 
-/// A slot; given back when dropped.
+/// A slot; returned when dropped.
 #[derive(Debug)]
 pub struct ConnectionSlot {
     pool: Rc<ConnectionSlots>,

@@ -82,7 +82,7 @@ impl ApiServer {
     /// Starts the server on a listening socket.
     ///
     /// # Errors
-    /// The host gives no thread or no poll descriptor.
+    /// The thread or the poll descriptor cannot be created.
     pub fn start(listener: ApiListener, handle: ApiHandle) -> Result<Self, SocketError> {
         Self::start_with(listener, handle, Limits::default())
     }
@@ -90,7 +90,7 @@ impl ApiServer {
     /// Starts the server with other limits.
     ///
     /// # Errors
-    /// The host gives no thread or no poll descriptor.
+    /// The thread or the poll descriptor cannot be created.
     pub fn start_with(
         listener: ApiListener,
         handle: ApiHandle,

@@ -23,7 +23,7 @@ pub trait ValueCodec<T> {
     /// Reads the raw value; the error says what was expected.
     fn parse(raw: &str) -> Result<T, String>;
 
-    /// Prints the value so that `parse` gives it back.
+    /// Prints the value so that `parse` returns it.
     fn print(value: &T) -> String;
 }
 

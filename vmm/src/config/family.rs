@@ -28,7 +28,7 @@ use super::option_string::{KeySyntax, OptionError};
 /// The first version of this program; every field that does not say otherwise exists since then.
 pub const FIRST_VERSION: &str = "0.1";
 
-/// What is known about a field beside its type and its default.
+/// What is known about a field alongside its type and its default.
 #[derive(Debug, Clone, Copy)]
 pub struct FieldSpec {
     /// Name in JSON.

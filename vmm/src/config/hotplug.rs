@@ -245,6 +245,6 @@ mod tests {
         assert_eq!(config.balloon.as_ref().unwrap().pci_device_id, Some(6));
         assert!(config.clone().complete().is_ok());
         assert_eq!(config.without("__rng"), None);
-        assert_eq!(config.without("nobody"), None);
+        assert_eq!(config.without("absent"), None);
     }
 }

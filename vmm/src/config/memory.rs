@@ -253,7 +253,7 @@ impl MemoryConfig {
             }
             .validate();
         }
-        // What is on here is said of all zones, which Kata's runtimes do beside saying it of each. It
+        // An option that is on here applies to all zones; Kata's runtimes set it here and for each zone. It
         // has no effect of its own, so it must be so.
         let all = |of_memory: bool, of_zone: fn(&MemoryZoneConfig) -> bool| {
             !of_memory || zones.iter().all(of_zone)

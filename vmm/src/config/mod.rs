@@ -8,7 +8,7 @@
 //! ```
 //!
 //! An option is defined once, in its family ([`family`]); option string, JSON, schema, help and
-//! reference page are made from that. Rules within a family live beside it, rules across families
+//! reference page are made from that. Rules within a family live alongside it, rules across families
 //! in [`vm`]. Nothing in here opens a file, a device or a socket.
 
 pub mod balloon;

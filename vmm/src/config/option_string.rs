@@ -230,7 +230,7 @@ pub fn unquote(raw: &str) -> String {
     out
 }
 
-/// Writes `text` so that [`unquote`] after [`split_commas`] gives it back.
+/// Writes `text` so that [`unquote`] after [`split_commas`] returns it.
 pub fn quote(text: &str) -> String {
     let plain = !text.is_empty() && text.trim() == text && !text.contains([',', '[', ']', '"']);
     if plain { text.to_owned() } else { format!("\"{}\"", text.replace('"', "\"\"")) }

@@ -32,10 +32,13 @@ pub fn too_late(where_it_is: &str) -> ApiError {
 }
 
 fn no_migration() -> ApiError {
-    ApiError::new(ApiErrorKind::NotCreated, "no migration goes on here that could be cancelled")
+    ApiError::new(
+        ApiErrorKind::NotCreated,
+        "no migration is in progress here that could be cancelled",
+    )
 }
 
-/// Tells all who wait that it is too late.
+/// Tells all waiting clients that it is too late.
 pub fn refuse_all(cancellers: &mut Vec<Responder>, error: &ApiError) {
     for responder in cancellers.drain(..) {
         responder.answer(Err(error.clone()));
@@ -59,7 +62,7 @@ fn name(guest: GuestLocation) -> &'static str {
     }
 }
 
-/// Tells all who wait where the guest is now; it has not gone.
+/// Tells all waiting clients where the guest is now; it has not left.
 pub fn confirm_all(
     cancellers: &mut Vec<Responder>,
     side: &str,
@@ -76,7 +79,7 @@ pub fn confirm_all(
 }
 
 impl Vmm {
-    /// Stops the migration that goes on.
+    /// Stops the current migration.
     pub(super) fn cancel_migration(&mut self, responder: Responder) {
         let (side, cancel, cancellers) = match &mut self.vm {
             VmLifecycle::Receiving(receiving) if receiving.doubtful().is_some() => {

@@ -34,9 +34,9 @@ pub fn in_doubt() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
         "the VM has arrived, and the connection was lost before its source said which of the two has \
-         it: the source says so when it can be reached again; if it has given the VM away or ended \
-         before it could go on with it, vm.resume starts it here, and if the VM ran on there, vm.delete \
-         gives it up here",
+         it: the source says so when it can be reached again; if it has handed the VM over or ended \
+         before it could continue with it, vm.resume starts it here, and if the VM ran on there, vm.delete \
+         discards it here",
     )
 }
 
@@ -44,7 +44,7 @@ fn words(refusal: Refusal) -> ApiError {
     match refusal {
         Refusal::TooLate => in_doubt(),
         Refusal::Promised(left) => in_doubt().context(format!(
-            "for {} s more the source may still give the VM away to here: vm.delete needs force \
+            "for {} s more the source may still hand the VM over to here: vm.delete needs force \
              until then",
             left.as_secs() + 1
         )),

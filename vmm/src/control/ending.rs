@@ -4,7 +4,7 @@
 //!
 //! Owns the rule: a request is refused while a guest leaves; a signal cannot be
 //! answered, so it is remembered until the migration is over, and a second one cancels it. A guest
-//! that has been given away or has just arrived is never ended by a request that did not know it.
+//! that has been handed over or has just arrived is never ended by a request that did not know it.
 //! A VM that stays ends in order, however long its disks take; with force, or at the second signal,
 //! nothing is waited for.
 
@@ -22,7 +22,7 @@ use crate::options::ExitReason;
 /// What ends in order within this time does so in a process that is to end at once.
 const AT_ONCE: Duration = Duration::from_millis(300);
 
-/// A start or a restore that is given up has this long after a signal, but for a guest that runs already: its
+/// A start or a restore that is cancelled has this long after a signal, but for a guest that runs already: its
 /// passed-through devices are still being opened, and it ends in order.
 const START_END: Duration = Duration::from_secs(2);
 
@@ -102,7 +102,7 @@ impl Vmm {
         self.go_on_ending()
     }
 
-    /// Notes a request for the end beside those that came before, whose reason stands.
+    /// Notes a request for the end besides those that came before, whose reason stands.
     fn ask_for_end(&mut self, reason: ExitReason, responder: Option<Responder>) {
         let ending = self.ending.get_or_insert_with(|| Ending::new(reason));
         ending.responders.extend(responder);
@@ -119,7 +119,7 @@ impl Vmm {
     }
 
     /// It is later than what is still waited for may take. A guest that arrives is waited for all the same
-    /// once its source may have been told that it can be given away: before that nothing is lost, as a
+    /// once its source may have been told that it can be handed over: before that nothing is lost, as a
     /// cancel that came first is seen in the step that tells it.
     pub(super) fn end_if_too_late(&mut self) -> Next {
         let now = Instant::now();
@@ -140,7 +140,7 @@ impl Vmm {
         Next::Exit(self.end_at_once())
     }
 
-    /// Answers those who wait for the end that it is not for now.
+    /// Tells clients that wait for the end that it is postponed.
     pub(super) fn refuse_end(&mut self, error: &ApiError) {
         if let Some(ending) = self.take_ending() {
             ending.answer(&Err(error.clone()));
@@ -249,7 +249,7 @@ impl Vmm {
                     }
                     log::warn!("told to end: what arrives here is cancelled, if it still can be");
                 }
-                Err(error) => log::warn!("told to end, once more gives the VM up: {error}"),
+                Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
             _ if is_second && self.told_by_signal => {
                 log::warn!("told to end again: nothing is waited for");
@@ -299,7 +299,7 @@ impl Vmm {
         Err(ApiError::new(ApiErrorKind::Conflict, why))
     }
 
-    /// Lets go of the VM, whatever it is, right before the process ends. A machine that is still there
+    /// Releases the VM, whatever it is, right before the process ends. A machine that is still there
     /// ends with the process.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
@@ -321,7 +321,7 @@ impl Vmm {
             VmLifecycle::Receiving(receiving) => receiving.cancel.cancel(),
             VmLifecycle::Busy(busy) => busy.cancel(),
             VmLifecycle::Starting(starting) => starting.cancel(),
-            // What it keeps for the machine after it waits for its disks when it is given back.
+            // What it keeps for the machine after it waits for its disks when it is returned.
             VmLifecycle::TearingDown(teardown) => std::mem::forget(teardown),
             VmLifecycle::None
             | VmLifecycle::Created(_)
@@ -338,7 +338,7 @@ impl Vmm {
         if self.take_ending().is_some() {
             log::warn!(
                 "not ending: the VM elsewhere may need pages from here; vm.delete or another \
-                 signal gives them up"
+                 signal discards them"
             );
         }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A VM that is paused because a disk is full, and goes on when there is room.
+//! A VM that is paused because a disk is full, and continues when there is room.
 //!
 //! Owns what has been told of full disks, and when it is looked for room: no storage tells of it. What looks is
 //! a thread of its own ([`TransitionKind::Retry`]), as storage may not answer. Must never let a VM go
@@ -13,7 +13,7 @@
 //!                           +--+
 //!                           |  vm.pause
 //!                           v
-//!                         paused by a client: goes on at vm.resume, if there is room
+//!                         paused by a client: continues at vm.resume, if there is room
 //! ```
 
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub struct FullDisks {
     machine: u64,
     /// Those that clients have been told of, by id.
     told: BTreeMap<String, PathBuf>,
-    /// The VM was paused for them, and is to go on by itself.
+    /// The VM was paused for them, and is to continue by itself.
     is_ours: bool,
     /// When it is looked next.
     next: Instant,
@@ -103,7 +103,7 @@ impl FullDisks {
         self.not_before = Some(self.next);
     }
 
-    /// Whether a paused machine goes on by itself.
+    /// Whether a paused machine continues by itself.
     fn is_waiting(&self, machine: u64) -> bool {
         self.is_ours && self.machine == machine
     }
@@ -193,12 +193,12 @@ impl Vmm {
         self.full.look_later(Instant::now());
     }
 
-    /// It stays as it is until a client has it go on.
+    /// It stays as it is until a client has it continue.
     pub(super) fn look_for_no_room(&mut self) {
         self.full.is_ours = false;
     }
 
-    /// Whether the machine is paused and goes on when there is room.
+    /// Whether the machine is paused and continues when there is room.
     pub(super) fn waits_for_room(&self) -> bool {
         matches!(&self.vm, VmLifecycle::Live(machine) if machine.is_paused())
             && self.full.is_waiting(self.machine_number)

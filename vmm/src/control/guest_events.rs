@@ -22,7 +22,7 @@
 //!
 //! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
 //! answered is therefore carried out after `vm.resume`, not before. A VM that was paused for a full disk, and
-//! goes on by itself, is none of these: its guest ends and reboots as if it ran.
+//! continues by itself, is none of these: its guest ends and reboots as if it ran.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -237,7 +237,7 @@ impl Vmm {
             }
             GuestEvent::DeviceWanted { id } => {
                 if let Err(error) = self.remove_device(&id) {
-                    log::warn!("the guest cannot be asked to let go of '{id}': {error}");
+                    log::warn!("the guest cannot be asked to eject '{id}': {error}");
                 }
                 Next::Continue
             }
@@ -342,6 +342,6 @@ mod tests {
         assert!(matches!(events.next(7, MachineStatus::Running), Some((GuestEvent::Reset, _))));
         let mut events = of_seven([GuestEvent::Ejected, stopped()]);
         let now = all(&mut events, MachineStatus::AwaitingPages);
-        assert_eq!(now.len(), 1, "a vCPU that cannot go on waits for no page: {now:?}");
+        assert_eq!(now.len(), 1, "a vCPU that cannot continue waits for no page: {now:?}");
     }
 }

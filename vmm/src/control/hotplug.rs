@@ -65,7 +65,7 @@ impl Vmm {
         }
     }
 
-    /// Takes a device from the configuration, or asks the guest to let go of it.
+    /// Takes a device from the configuration, or asks the guest to eject it.
     pub(super) fn remove_device(&mut self, id: &str) -> Result<(), ApiError> {
         let refused = |error: &RemoveError| {
             let kind = match error {
@@ -83,7 +83,7 @@ impl Vmm {
         self.machine_mut()?.ask_to_remove(id).map_err(|error| refused(&error))
     }
 
-    /// The guest has let go of devices. Whatever is in flight in them is waited for elsewhere.
+    /// The guest has ejected devices. Whatever is in flight in them is waited for elsewhere.
     pub(super) fn devices_ejected(&mut self) {
         if matches!(self.vm, VmLifecycle::Live(_)) {
             self.begin_transition(TransitionKind::Eject, None);

@@ -36,13 +36,13 @@ impl Vmm {
             return responder.answer(Err(ApiError::not_created()));
         }
         let Some(responder) = self.resume_in_transition(responder) else { return };
-        // A peer that says nothing may take long to be given up, and nothing has been sent to it yet.
+        // A peer that says nothing may take long to time out, and nothing has been sent to it yet.
         if let VmLifecycle::Migrating { info, sending, .. } = &mut self.vm
             && info.state == VmState::Paused
             && sending.has_sent_nothing()
         {
             log::warn!(
-                "the VM is to go on: its migration, which has not begun to send it, is cancelled"
+                "the VM is resumed: its migration, which has not begun to send it, is cancelled"
             );
             sending.cancel.cancel();
             return sending.resumers.push(responder);
@@ -75,7 +75,7 @@ impl Vmm {
     pub(super) fn delete_for(&mut self, force: bool, responder: Responder) -> Next {
         match &mut self.vm {
             VmLifecycle::Serving(sending) if force => {
-                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
+                log::warn!("told to discard pages that a migrated VM needs: it is lost");
                 sending.deleters.push(responder);
                 sending.steering.abandon();
             }
@@ -100,7 +100,7 @@ impl Vmm {
     fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
             VmLifecycle::None => return Err(ApiError::not_created()),
-            // What has arrived and was not started, or is kept for a guest elsewhere, is given up; its
+            // What has arrived and was not started, or is kept for a guest elsewhere, is abandoned; its
             // pages first, as in `not_started_is_gone`.
             VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,
             VmLifecycle::Created(_) | VmLifecycle::HandedOver { .. } => {}
@@ -133,7 +133,7 @@ impl Vmm {
             GuestPages::Resident => Ok(()),
             GuestPages::Arriving { .. } if self.is_stopped() => Err(ApiError::new(
                 ApiErrorKind::Conflict,
-                "the VM waits for pages from a source that cannot be reached; it goes on when the \
+                "the VM waits for pages from a source that cannot be reached; it continues when the \
                  source has connected again (vm.migration-recover names a new address), and \
                  vmm.shutdown with force ends it with its VMM",
             )),
@@ -143,7 +143,7 @@ impl Vmm {
             )),
             GuestPages::Lost(paused) => {
                 Err(ApiError::from_error(ApiErrorKind::Conflict, &paused.error).context(
-                    "the VM waits for pages that are lost, and cannot go on or be taken apart; \
+                    "the VM waits for pages that are lost, and cannot continue or be taken apart; \
                      vmm.shutdown ends it with its VMM",
                 ))
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migrations as the VMM thread sees them: their begin, their end, and who is told.
+//! Migrations on the VMM thread: their start, their end, and answers to waiting clients.
 //!
 //! Owns the transitions of the VM into and out of a migration, and the time for which watchers may
 //! still ask. What happens in between is on threads of its own ([`super::sending`],
@@ -89,12 +89,12 @@ impl Vmm {
     }
 
     fn migration_progress(&mut self) -> ApiResult {
-        // Before there is anything to see, too: who asks now wants to see what comes.
+        // Before there is anything to see, too: a client that asks now wants to see what comes.
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
         if matches!(snapshot.phase, Phase::Done | Phase::HandedOn) {
-            // Who has seen the end, perhaps before this thread has, needs no more time.
+            // A client that has seen the end, perhaps before this thread has, needs no more time.
             self.watched_at = None;
             self.end_seen_at.get_or_insert_with(Instant::now);
         }
@@ -174,7 +174,7 @@ impl Vmm {
         let socket = data.page_server_socket.clone().or(beside).ok_or_else(|| {
             ApiError::new(
                 ApiErrorKind::BadRequest,
-                "this VMM's API socket has no path beside which the page server's could be; name \
+                "this VMM's API socket has no path from which the page server's could be derived; name \
                  one with page_server_socket",
             )
         })?;
@@ -453,7 +453,7 @@ impl Vmm {
             && let Err(error) = machine.restore_held_msrs()
         {
             let reason = ApiError::from_error(ApiErrorKind::Failed, &error);
-            log::error!("the guest goes on without asynchronous page faults: {reason}");
+            log::error!("the guest continues without asynchronous page faults: {reason}");
         }
         self.memory_has_come();
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The VMM thread: what becomes of the VM, one request at a time.
+//! The VMM thread: what happens to the VM, one request at a time.
 //!
 //! Owns the VM in whatever form it has now. Requests and events reach it through queues, so
 //! nothing here needs a lock; what takes long (a migration) runs elsewhere and owns the machine
@@ -135,7 +135,7 @@ enum VmLifecycle {
     Busy(Busy),
     /// Its machine is being made, which may take as long as what it is made from takes.
     Starting(Starting),
-    /// It stops or goes on, which may take as long as its disks take.
+    /// It stops or continues, which may take as long as its disks take.
     Transitioning(Transition),
     /// Its machine ends, which may take as long.
     TearingDown(Teardown),
@@ -492,7 +492,7 @@ impl Vmm {
 }
 
 impl VmLifecycle {
-    /// What goes on that other requests wait for, as `vm.info` has it.
+    /// The operation in progress that other requests wait for, as `vm.info` has it.
     fn doing(&self) -> Option<String> {
         let doing = match self {
             Self::Starting(starting) => starting.doing(),
@@ -531,7 +531,7 @@ impl VmLifecycle {
                     "the VM is being {}; wait until that is over{}",
                     busy.name(),
                     if busy.is_restore {
-                        ", or give it up with vm.delete"
+                        ", or discard it with vm.delete"
                     } else {
                         ", or end it with vm.snapshot-cancel"
                     }
@@ -541,7 +541,7 @@ impl VmLifecycle {
                 ApiErrorKind::Conflict,
                 format!(
                     "the VM is being {}, which waits for what it is made from; wait until that is \
-                     over, or give it up with vm.shutdown",
+                     over, or discard it with vm.shutdown",
                     starting.name()
                 ),
             ),
@@ -571,14 +571,14 @@ impl VmLifecycle {
                 ApiErrorKind::Conflict,
                 format!(
                     "the VM has arrived and was not started: {reason}; vm.resume starts it, \
-                     vm.delete gives it up"
+                     vm.delete discards it"
                 ),
             ),
             Self::HandedOver { reason, .. } => ApiError::new(
                 ApiErrorKind::NotCreated,
                 format!(
                     "the VM belongs to another VMM, which may need pages from here: {reason}; \
-                     vm.delete gives them up"
+                     vm.delete discards them"
                 ),
             ),
         }

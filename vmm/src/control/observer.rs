@@ -9,7 +9,7 @@ use crate::events;
 
 /// Observes a migration: its events go to the log and the event monitor.
 pub struct EventObserver {
-    /// The VMM thread hears when the guest is given away.
+    /// The VMM thread hears when the guest is handed over.
     pub inbox_sender: InboxSender,
 }
 

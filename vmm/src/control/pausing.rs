@@ -3,10 +3,10 @@
 //! `vm.pause` and `vm.resume`, and devices that come and go: what they wait for, and what may be asked
 //! meanwhile.
 //!
-//! Owns the machine while it stops, goes on or changes, on a thread of its own: a device finishes what it
+//! Owns the machine while it stops, continues or changes, on a thread of its own: a device finishes what it
 //! works on, an image is opened, locked and read anew, and each takes as long as the storage behind it takes. The
 //! VMM thread answers other requests meanwhile, and takes a pause back when it is told so. A pause is
-//! answered when what the guest has written is on its disks. A VM that stops for a full disk, and goes on when there
+//! answered when what the guest has written is on its disks. A VM that stops for a full disk, and continues when there
 //! is room ([`super::full_disks`]), does so in the same way.
 
 use std::io;
@@ -28,8 +28,8 @@ use crate::machine::{
 };
 use crate::migration::destination::ArrivingMachine;
 
-/// How long the devices may take to finish what they work on before a pause is given up and the guest
-/// goes on. Its requests are not answered before they are done, but no new ones are taken: more than
+/// How long the devices may take to finish what they work on before a pause is cancelled and the guest
+/// continues. Its requests are not answered before they are done, but no new ones are taken: more than
 /// this looks to a guest as if its disk were broken.
 const PAUSE_TIME_MAX: Duration = Duration::from_mins(1);
 /// The same if no client has asked for the pause, but a disk is full.
@@ -60,7 +60,7 @@ pub enum TransitionKind {
     StartArrived,
     /// A device is opened and added. It runs or not, as before.
     Add,
-    /// Devices that its guest has let go of are taken apart. It runs or not, as before.
+    /// Devices that its guest has ejected are taken apart. It runs or not, as before.
     Eject,
 }
 
@@ -83,7 +83,7 @@ pub struct Transition {
 /// A device that is being opened to be added.
 struct Adding {
     id: String,
-    /// Requests to remove it, which give it up.
+    /// Requests to remove it, which cancel its addition.
     removers: Vec<Responder>,
 }
 
@@ -118,7 +118,7 @@ pub enum TransitionError {
     #[error(transparent)]
     Machine(#[from] MachineError),
     /// There is no thread for it.
-    #[error("the host gives no thread for it")]
+    #[error("its thread cannot be started")]
     Thread(#[source] io::Error),
 }
 
@@ -211,7 +211,7 @@ impl Vmm {
         self.refuse_without_all_pages()
     }
 
-    /// Resumes the live machine, in whatever time it takes to get back what it has given away and to find out
+    /// Resumes the live machine, in whatever time it takes to get back what it has handed over and to find out
     /// that its disks have room.
     pub(super) fn resume_live_for(&mut self, responder: Responder) {
         let may_wait = match self.machine_mut() {
@@ -228,7 +228,7 @@ impl Vmm {
         }
     }
 
-    /// `vm.resume` while the machine is in transition; gives the responder back if it is not.
+    /// `vm.resume` while the machine is in transition; returns the responder if it is not.
     pub(super) fn resume_in_transition(&mut self, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
             VmLifecycle::Transitioning(transition) if transition.kind == TransitionKind::Pause => {
@@ -247,7 +247,7 @@ impl Vmm {
         }
     }
 
-    /// `vm.remove-device` of a device that is being opened; gives the responder back if it is not.
+    /// `vm.remove-device` of a device that is being opened; returns the responder if it is not.
     pub(super) fn cancel_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
             VmLifecycle::Transitioning(Transition { adding: Some(adding), cancel, .. })
@@ -314,7 +314,7 @@ impl Vmm {
         self.go_on_ending()
     }
 
-    /// Has the live machine stop or go on, or what its guest has let go of taken apart.
+    /// Has the live machine stop or continue, or what its guest has ejected taken apart.
     pub(super) fn begin_transition(&mut self, kind: TransitionKind, responder: Option<Responder>) {
         self.begin_transition_with(kind, responder, move |machine, cancel| {
             match kind {
@@ -469,7 +469,7 @@ impl Vmm {
         next.and_then(|| self.go_on_ending())
     }
 
-    /// A device has been added, or given up by requests to remove it, or others have been taken apart.
+    /// A device has been added, or its addition cancelled by requests to remove it, or others have been taken apart.
     fn device_change_over(
         &mut self,
         result: Result<ApiReply, TransitionError>,
@@ -482,7 +482,7 @@ impl Vmm {
         answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
         if let Some(Adding { id, removers }) = adding {
             for remover in removers {
-                // It may have been there before it was given up.
+                // It may have been there before its addition was cancelled.
                 let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
                 remover.answer(gone.map(|()| ApiReply::Empty));
             }
@@ -528,7 +528,7 @@ impl Vmm {
             {
                 transition.info.state == VmState::Paused
             }
-            // It goes on, or has ended.
+            // It continues, or has ended.
             _ => false,
         };
         if is_paused && machine == self.machine_number {
@@ -540,7 +540,7 @@ impl Vmm {
                 report_write_back_failure(&error);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error).context(
                     "the VM is paused, but its disks do not hold all that the guest has written; \
-                     vm.resume lets it go on",
+                     vm.resume resumes it",
                 ))
             }
         });

@@ -33,7 +33,7 @@ impl Vmm {
             VmLifecycle::Serving(_) => Err(conflict("the migration is in postcopy already")),
             _ => Err(ApiError::new(
                 ApiErrorKind::NotCreated,
-                "no VM is being sent from here that could go on in postcopy",
+                "no VM is being sent from here that could continue in postcopy",
             )),
         }
     }

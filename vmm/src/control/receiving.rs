@@ -209,7 +209,7 @@ fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -
 /// Starts to wait for a machine, until the cancel.
 ///
 /// # Errors
-/// The host gives no thread; the responder comes back.
+/// The thread cannot be started; the responder comes back.
 pub fn start(
     target: ListenTarget,
     context: ReceiveContext,

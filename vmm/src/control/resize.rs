@@ -52,7 +52,7 @@ impl Vmm {
         told(|| resize_memory(machine, Some(&wanted.id), wanted_bytes))
     }
 
-    /// All of memory is here: what the guest gave up before may go, the rest gets its huge pages back, and
+    /// All of memory is here: what the guest released before may go, the rest gets its huge pages back, and
     /// vCPUs get their tables filled.
     pub(super) fn memory_has_come(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm {

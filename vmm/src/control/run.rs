@@ -45,8 +45,8 @@ pub enum RunError {
     /// The guest shut down.
     #[error("the VM did not end well")]
     Shutdown(#[source] ApiError),
-    /// The guest cannot go on.
-    #[error("vCPU {index} cannot go on: {reason}")]
+    /// The guest cannot continue.
+    #[error("vCPU {index} cannot continue: {reason}")]
     VcpuStopped {
         /// Its number.
         index: u32,
@@ -188,7 +188,7 @@ fn serve(
     }
 }
 
-/// How long the loop may sleep: for ever, until the last watcher has had its time, until it is looked for
+/// How long the loop may sleep: forever, until the last watcher has had its time, until it is looked for
 /// room on a disk, or until nothing is waited for any more.
 fn timeout_ms(vmm: &Vmm) -> i32 {
     let pending_exit = vmm.pending_exit.map(|(until, _)| until);

@@ -58,7 +58,7 @@ impl Busy {
         Self { info, is_restore, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
 
-    /// What goes on, as text.
+    /// The operation in progress, as text.
     pub fn name(&self) -> &'static str {
         if self.is_restore { "restored" } else { "saved" }
     }

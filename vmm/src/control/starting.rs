@@ -4,7 +4,7 @@
 //!
 //! Owns what is known of the VM while its machine is made, on a thread of its own: a path is opened, a
 //! kernel read, memory populated and a disk locked, and each takes as long as what is behind it takes.
-//! The VMM thread answers other requests meanwhile; the start is given up when the VM or the process is
+//! The VMM thread answers other requests meanwhile; the start is cancelled when the VM or the process is
 //! to end.
 
 use std::sync::Arc;
@@ -61,9 +61,9 @@ pub struct Starting {
 struct GuestBegun(Arc<AtomicBool>);
 
 impl GuestBegun {
-    /// From now on it may; false if the start has been given up, and it must not.
+    /// From now on it may; false if the start has been cancelled, and it must not.
     fn begin(&self, cancel: &CancelToken) -> bool {
-        // In this order: what is given up later is ended as a guest that runs.
+        // In this order: a start that is cancelled later is ended as a guest that runs.
         self.0.store(true, Ordering::SeqCst);
         let is_wanted = !cancel.is_cancelled();
         self.0.store(is_wanted, Ordering::SeqCst);
@@ -103,7 +103,7 @@ pub struct StartEnd {
     responder: Option<Responder>,
 }
 
-/// To a request for a VM that another one has given up.
+/// To a request for a VM whose start another request has cancelled.
 pub(super) fn start_cancelled() -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
 }
@@ -152,7 +152,7 @@ impl Starting {
 }
 
 impl Start {
-    /// Makes the machine and lets it run. What it does not take of what was kept is given back.
+    /// Makes the machine and lets it run. What it does not take of what was kept is returned.
     fn machine(
         self,
         mut config: VmConfig,
@@ -234,7 +234,7 @@ impl Vmm {
         }
     }
 
-    /// `vm.shutdown` or `vm.delete` of a VM that is being started or restored: that is given up. Gives the
+    /// `vm.shutdown` or `vm.delete` of a VM that is being started or restored, which is cancelled. Gives the
     /// responder back if it is not.
     pub(super) fn end_starting(
         &mut self,
@@ -354,7 +354,7 @@ mod tests {
         assert!(starting.until(later).is_some_and(|at| at > later), "the guest runs");
         thread.is_over();
         assert_eq!(starting.until(later), Some(until));
-        // A start that was given up in time has none.
+        // A start that was cancelled in time has none.
         starting.cancel();
         assert!(!thread.begin(&starting.cancel));
         assert_eq!(starting.until(later), Some(until));

@@ -3,8 +3,8 @@
 //! The end of a machine: shut down, rebooted, deleted, or ended with its process.
 //!
 //! Owns the machine while it ends, on a thread of its own: its devices finish what they work on and its
-//! disks are written back before their locks are given back, and that takes as long as the storage
-//! behind them takes. What becomes of the VM is decided before, and happens on the VMM thread after.
+//! disks are written back before their locks are released, and that takes as long as the storage
+//! behind them takes. What happens to the VM is decided before, and happens on the VMM thread after.
 
 use super::inbox::Message;
 use super::snapshot::MemoryFill;
@@ -19,7 +19,7 @@ use crate::events;
 use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
 use crate::options::ExitReason;
 
-/// What becomes of the VM when its machine has ended.
+/// What happens to the VM when its machine has ended.
 pub enum AfterTeardown {
     /// It stays as it was asked to be.
     Created {
@@ -117,7 +117,7 @@ impl Vmm {
         self.refuse_without_all_pages()?;
         let machine = self.machine_mut()?;
         let config = machine.lasting_config();
-        // Devices that the guest was to let go of go with it.
+        // Devices that the guest was to eject go with it.
         for id in machine.config().ids_not_in(&config) {
             events::emit("vm", "device-removed", &[("id", &id)]);
         }
@@ -166,7 +166,7 @@ impl Vmm {
         }
     }
 
-    /// Gives back what was kept for a machine that does not come, and goes on ending then.
+    /// Returns what was kept for a machine that does not come, and then continues to end.
     fn release_locks(
         &mut self,
         locks: RebootLocks,

@@ -2,14 +2,14 @@
 
 //! Threads to which the VMM thread gives what it owns.
 //!
-//! Owns a load on its way to such a thread: on a host that gives no thread it comes back. Must never know
+//! Owns a load on its way to such a thread: if the thread cannot be started, the load is returned. Must never know
 //! what the load is.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// Starts a thread that owns `load`, or gives it back.
+/// Starts a thread that owns `load`, or returns it.
 pub fn spawn_with<T: Send + 'static>(
     name: &str,
     load: T,

@@ -3,7 +3,7 @@
 //! Guests that reset by a triple fault, and payloads that do nothing else.
 //!
 //! Owns the count and the words. A PC resets itself so when all else fails, and so does this one; but a
-//! payload that cannot run on this machine does it at once and for ever, and shows nothing on its console.
+//! payload that cannot run on this machine does it at once and forever, and shows nothing on its console.
 //! Must never end or stop a guest.
 
 use std::time::{Duration, Instant};

@@ -66,7 +66,7 @@ pub enum EventError {
         #[source]
         source: io::Error,
     },
-    /// The host gives no thread.
+    /// The thread cannot be started.
     #[error("the event monitor cannot be started")]
     Thread(#[source] io::Error),
     /// There is one already.
@@ -137,7 +137,7 @@ impl OutputItem for Event {
 #[derive(Debug)]
 pub struct EventMonitor {
     queue: OutputQueue<Event>,
-    /// The file once more, for a process that goes on writing to it.
+    /// The file once more, for a process that keeps writing to it.
     lent: File,
 }
 
@@ -191,7 +191,7 @@ pub fn start_clock() {
 /// What the clock showed when this process was started, in microseconds.
 static BEFORE_US: AtomicU64 = AtomicU64::new(0);
 
-/// Lets the clock go on from that of the process that has started this one.
+/// Lets the clock continue from that of the process that has started this one.
 pub fn continue_clock(before: Duration) {
     BEFORE_US.store(u64::try_from(before.as_micros()).unwrap_or(u64::MAX), Relaxed);
 }
@@ -202,7 +202,7 @@ pub fn uptime() -> Duration {
     elapsed.saturating_add(Duration::from_micros(BEFORE_US.load(Relaxed)))
 }
 
-/// The file of the monitor, for a process that goes on writing to it.
+/// The file of the monitor, for a process that keeps writing to it.
 ///
 /// # Errors
 /// The host gives no descriptor.

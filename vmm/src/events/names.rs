@@ -30,7 +30,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "memory-resized", "a memory zone is to have another size (zone, size)"),
     ("vm", "resized", "all that was to have another size has been told so"),
     ("vm", "resize-failed", "it keeps its size, or a part of it does (error: why)"),
-    ("vm", "resuming", "the vCPUs are about to go on"),
+    ("vm", "resuming", "the vCPUs are about to continue"),
     ("vm", "resumed", "the vCPUs run again"),
     ("vm", "resume-failed", "the VM stays paused (error: why)"),
     ("vm", "snapshotting", "the VM is being saved"),
@@ -57,8 +57,8 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "shutdown", "the VM was shut down"),
     ("vm", "deleted", "the VM was deleted"),
     ("vm", "device-added", "a device was added while the VM runs (id, bdf)"),
-    ("vm", "device-removing", "the guest is asked to let go of a device (id)"),
-    ("vm", "device-removed", "the guest has let go of a device, and it is gone (id)"),
+    ("vm", "device-removing", "the guest is asked to eject a device (id)"),
+    ("vm", "device-removed", "the guest has ejected a device, and it is gone (id)"),
     ("vm", "passthrough-device-opened", "a passed-through device is open and reset (id, took_ms)"),
     (
         "vm",
@@ -110,7 +110,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "migration-handed-on",
         "a page server sends the pages that are left (socket, pid, took_us, figures)",
     ),
-    ("vm", "page-server-failed", "it has not taken over, and the VMM goes on by itself"),
+    ("vm", "page-server-failed", "it has not taken over, and the VMM continues by itself"),
     ("vm", "page-server-serving", "the page server says so itself, in the VMM's place from now on"),
     ("vm", "disk-write-back-failed", "a disk could not be written back (id: which, error: why)"),
     (
@@ -122,7 +122,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "vm",
         "disk-has-room",
-        "a disk that was full has taken what it kept, and the VM goes on (id, path)",
+        "a disk that was full has taken what it kept, and the VM continues (id, path)",
     ),
     (
         "vm",

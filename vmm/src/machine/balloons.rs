@@ -3,7 +3,7 @@
 //! Wiring of the balloon.
 //!
 //! Owns the translation from options to a device. A passed-through device forbids that
-//! memory is given back with [`GuestRam::ban_discards`] before this is called: reports are not
+//! memory is returned with [`GuestRam::ban_discards`] before this is called: reports are not
 //! offered to the guest then, and what it puts into the balloon goes only as far as it is unmapped.
 
 use std::sync::Arc;

@@ -25,9 +25,9 @@ pub enum GuestEvent {
     WatchdogExpired,
     /// It switched itself off.
     Shutdown,
-    /// It has let go of devices that it was asked to let go of.
+    /// It has ejected devices that it was asked to eject.
     Ejected,
-    /// The host wants a passed-through device back, which the guest has to let go of first.
+    /// The host wants a passed-through device back, which the guest has to eject first.
     DeviceWanted {
         /// The device.
         id: String,
@@ -37,7 +37,7 @@ pub enum GuestEvent {
         /// The disk.
         id: String,
     },
-    /// One of its vCPUs cannot go on.
+    /// One of its vCPUs cannot continue.
     VcpuStopped {
         /// Number of the vCPU.
         index: u32,

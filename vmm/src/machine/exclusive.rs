@@ -2,8 +2,8 @@
 
 //! What only one VM may use: images and taps.
 //!
-//! Owns when they are taken and given back, and what belongs to that: an image is written back before
-//! it is given back, and read anew when another host may have had it meanwhile. A guest runs only with
+//! Owns when they are taken and released, and what belongs to that: an image is written back before
+//! it is released, and read anew when another host may have had it meanwhile. A guest runs only with
 //! all of them.
 
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ pub enum ExclusiveError {
         #[source]
         source: DiskError,
     },
-    /// An image that cannot be let go of.
+    /// An image that cannot be released.
     #[error("disk '{id}' stays locked")]
     Unlock {
         /// The device.
@@ -51,7 +51,7 @@ pub enum ExclusiveError {
         source: DiskError,
     },
     /// The same, because there is no time to do it without a thread.
-    #[error("disk '{id}' cannot be read anew, as the host gives no thread for it")]
+    #[error("disk '{id}' cannot be read anew, as its thread cannot be started")]
     Thread {
         /// The device.
         id: String,
@@ -89,7 +89,7 @@ pub enum ExclusiveError {
     },
 }
 
-/// Writes an image back and gives its lock back; its device must hold still or be gone. A failure is
+/// Writes an image back and releases its lock; its device must hold still or be gone. A failure is
 /// told, and does not keep the image locked: what is lost is lost.
 pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
     if !lock.is_held() {
@@ -117,7 +117,7 @@ pub struct RebootLocks {
 }
 
 /// Open images with their locks, on their way from one machine to the next one in the same process.
-/// Dropping it gives back what no machine has that runs.
+/// Dropping it releases what no running machine holds.
 #[derive(Default)]
 pub struct LockedImages {
     disks: Vec<LockedImage>,
@@ -166,7 +166,7 @@ impl Drop for LockedImages {
 
 impl VirtioDevices {
     /// Takes image locks and taps, but those that are held, and has all images read anew if they
-    /// `are_stale`. What was taken is given back if one fails; what was held before stays.
+    /// `are_stale`. What was taken is released if one fails; what was held before stays.
     ///
     /// # Errors
     /// Naming the device that another VM holds, or that cannot be read anew.
@@ -226,10 +226,10 @@ impl VirtioDevices {
     /// Gives image locks and taps back; the devices must be paused, and their images written back.
     ///
     /// # Errors
-    /// Naming the first disk that stays locked; all others are given back all the same.
+    /// Naming the first disk that stays locked; all others are released all the same.
     pub fn release_exclusive(&self) -> Result<(), ExclusiveError> {
         for (id, net) in &self.nets {
-            log::debug!("{id}: giving back its tap");
+            log::debug!("{id}: releasing its tap");
             net.detach();
         }
         for (id, socket) in &self.sockets {
@@ -259,7 +259,7 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// The same for so long at most; what has not ended by then goes on.
+    /// The same for so long at most; what has not ended by then continues.
     ///
     /// # Errors
     /// Naming the device.
@@ -323,11 +323,11 @@ impl Machine {
     }
 
     /// Takes image locks and taps that are not held, and has images read anew that another host may
-    /// have written to since they were opened or given back.
+    /// have written to since they were opened or released.
     ///
     /// # Errors
     /// Naming the device that another VM holds or that cannot be read anew; what was free is free, so
-    /// that another VM, the guest at the source of its migration for one, can go on with it.
+    /// that another VM, the guest at the source of its migration for one, can continue with it.
     pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
         self.devices.take_exclusive(self.disks_are_stale)?;
         self.disks_are_stale = false;
@@ -399,7 +399,7 @@ impl Machine {
         LockedImages { disks: held.map(image).collect() }
     }
 
-    /// Has what the devices work on finished, then written back, then given back.
+    /// Has what the devices work on finished, then written back, then released.
     pub(super) fn end_devices(&mut self) {
         self.devices.pause();
         if let Err(error) = self.write_back().wait() {
@@ -457,7 +457,7 @@ mod tests {
         assert!(matches!(&slow, ExclusiveError::Slow { id, .. } if id == "a"), "{told}");
         assert!(told.contains("'a'") && told.contains("20 ms"), "{told}");
         assert_eq!(others.recv_timeout(LONG).unwrap(), images[1].path());
-        // It goes on, and ends when its storage answers.
+        // It continues, and ends when its storage answers.
         drop(answer);
         assert_eq!(others.recv_timeout(LONG).unwrap(), images[0].path());
         drop_caches_of(disks.into_iter(), LONG, DiskLock::drop_cache).unwrap();
@@ -484,7 +484,7 @@ mod tests {
             image.as_file().set_len(1 << 20).unwrap();
             let disks = disks(&[("root", &image)]);
             no_more_threads();
-            let work = |_: &DiskLock| -> Result<(), DiskError> { panic!("it may take for ever") };
+            let work = |_: &DiskLock| -> Result<(), DiskError> { panic!("it may take forever") };
             let refused = drop_caches_of(disks.clone().into_iter(), LONG, work).unwrap_err();
             assert!(matches!(&refused, ExclusiveError::Thread { id, .. } if id == "root"));
             // What may wait does it by itself.

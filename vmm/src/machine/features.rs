@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Whether a guest's vCPUs can go on with this processor.
+//! Whether a guest's vCPUs can continue with this processor.
 //!
 //! Owns the comparison of what a machine's vCPUs were made to show with what they would be made to
-//! show here. What KVM gives back of a vCPU is not compared: not every KVM gives back what it was
+//! show here. What KVM returns of a vCPU is not compared: not every KVM returns what it was
 //! told.
 
 use arch::cpuid::{VmCpuid, cpuid_compat};

@@ -37,7 +37,7 @@ impl fmt::Display for DisksFull {
         }
         f.write_str(
             ": requests of the guest wait until the host has room for them; free room, or raise the quota, \
-             and the VM goes on",
+             and the VM continues",
         )
     }
 }

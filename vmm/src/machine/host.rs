@@ -60,7 +60,7 @@ impl Host {
         Ok(Cow::Borrowed(&self.cpuid))
     }
 
-    /// Whether a guest with this configuration that was shown these features can go on here.
+    /// Whether a guest with this configuration that was shown these features can continue here.
     ///
     /// # Errors
     /// Naming each feature that is missing here.

@@ -3,8 +3,8 @@
 //! Devices that come and go while the machine is there.
 //!
 //! Owns the registers by which the guest is told, and the order of things: a device is on the bus
-//! before the guest hears of it, and is taken apart only when the guest has let go of it. The guest
-//! lets go on a vCPU's thread, where the device disappears at once; the rest happens when the owner of
+//! before the guest hears of it, and is taken apart only when the guest has ejected it. The guest
+//! ejects it on a vCPU's thread, where the device disappears at once; the rest happens when the owner of
 //! the machine comes to it ([`Machine::take_ejected`]), here or, if the guest has moved meanwhile,
 //! where it runs then.
 
@@ -93,7 +93,7 @@ impl Machine {
     /// Adds a device and tells the guest. `config` is the machine's configuration with it.
     ///
     /// # Errors
-    /// Naming the device, also when it is given up while what is behind it is opened; everything is as
+    /// Naming the device, also when its addition is cancelled while it is being opened; everything is as
     /// before.
     pub fn add_device(
         &mut self,
@@ -158,7 +158,7 @@ impl Machine {
         }
     }
 
-    /// Asks the guest to let go of a device. Asking again is no failure.
+    /// Asks the guest to eject a device. Asking again is no failure.
     ///
     /// # Errors
     /// There is no such device, or it cannot go.
@@ -169,14 +169,14 @@ impl Machine {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
         self.hotplug.registers.request_unplug(function.bdf.device());
-        // No thread waits for this: there is less to wait for when the guest has let go of it.
+        // No thread waits for this: there is less to wait for when the guest has ejected it.
         drop(self.write_back_early(id));
         self.legacy.tell_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);
         Ok(())
     }
 
-    /// Takes apart what the guest has let go of.
+    /// Takes apart what the guest has ejected.
     pub fn take_ejected(&mut self) {
         for number in numbers(self.hotplug.registers.ejected()) {
             let bdf = Bdf::on_root_bus(self.segment.segment(), number);

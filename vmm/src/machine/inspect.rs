@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What can be asked of a machine while it runs, and told to it, beside running and moving it.
+//! What can be asked of a machine while it runs, and told to it, alongside running and moving it.
 //!
 //! Owns no state. Must never stop a vCPU, nor wait for one.
 
@@ -151,7 +151,7 @@ impl Machine {
         self.passthrough.watch_dma(&self.ram)
     }
 
-    /// A throttle on its vCPUs; `None`, with a line in the log, when the host gives no thread.
+    /// A throttle on its vCPUs; `None`, with a line in the log, when its thread cannot be started.
     pub fn throttle(&self) -> Option<VcpuThrottle> {
         let throttle = self.vcpus.throttle();
         throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()

@@ -73,7 +73,7 @@ pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, Me
 }
 
 impl Machine {
-    /// What the guest gave up and the host has not got, in the balloon or in blocks of memory devices, may
+    /// What the guest released and the host has not got, in the balloon or in blocks of memory devices, may
     /// go now: their threads try again.
     pub fn retry_discards(&self) {
         if let Some(balloon) = self.balloon() {

@@ -3,7 +3,7 @@
 //! A machine: guest memory, vCPUs and devices, wired together.
 //!
 //! Owns everything that a guest sees, and the order in which it starts, stops, is saved and comes
-//! back. Knows nothing of HTTP, of migration, or of what becomes of the process.
+//! back. Knows nothing of HTTP, of migration, or of what happens to the process.
 //!
 //! ```text
 //!            boot()                     arriving(), restore()
@@ -158,8 +158,8 @@ pub enum MachineError {
     /// A pause was taken back before it was done.
     #[error("the pause was taken back before all devices had finished their requests")]
     PauseWithdrawn,
-    /// A device was given up before it was there.
-    #[error("'{id}' was given up before it could be opened")]
+    /// A device was removed before it was open.
+    #[error("'{id}' was removed before it could be opened")]
     AddWithdrawn {
         /// The device.
         id: String,
@@ -246,7 +246,7 @@ pub struct Machine {
     paused: bool,
     /// See [`Machine::end`].
     has_ended: bool,
-    /// Another host may have written to the disks since they were opened or given back.
+    /// Another host may have written to the disks since they were opened or released.
     disks_are_stale: bool,
     /// The guest has run elsewhere, or before, and not yet here.
     has_arrived: bool,
@@ -419,7 +419,7 @@ impl MachineParts {
 impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::finish_opening`] has to follow.
     /// Images and files of memory that are in `locks` are not opened again. Populating memory ends early
-    /// when it is to be given up.
+    /// when it is to be cancelled.
     ///
     /// # Errors
     /// Naming what is missing.
@@ -475,10 +475,10 @@ impl Machine {
     }
 
     /// Gives the guest the passed-through devices that have been opened while it began to run. A device that
-    /// is still being opened is not waited for when that is to be given up.
+    /// is still being opened is not waited for when that is to be cancelled.
     ///
     /// # Errors
-    /// Naming the device, or that it was given up; the machine is of no use then, and its guest has run:
+    /// Naming the device, or that the start was cancelled; the machine is of no use then, and its guest has run:
     /// [`Machine::end`] has to follow.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
         let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
@@ -486,7 +486,7 @@ impl Machine {
         Ok(self.devices.place_later(&self.segment)?)
     }
 
-    /// Ends the guest: what it has written is on its disks, and their locks are given back, when this
+    /// Ends the guest: what it has written is on its disks, and their locks are released, when this
     /// returns. What waits for passed-through devices that are still being opened is left to the end of
     /// the value. Does nothing the second time.
     pub fn end(&mut self) {

@@ -2,7 +2,7 @@
 
 //! Opening what is behind a device that is added to a machine.
 //!
-//! Owns a thread that the machine is not on: a path may take for ever to open, and a device that is given up
+//! Owns a thread that the machine is not on: a path may take forever to open, and a device whose addition is cancelled
 //! keeps the machine no longer. What such a thread opens after that is closed again. Passed-through devices
 //! are opened with the memory that they are to reach, by [`super::passthrough`].
 
@@ -36,7 +36,7 @@ pub enum Opened {
 /// Opens what is behind a device; `config` is the machine's with it, and comes back with what was found out.
 ///
 /// # Errors
-/// Naming the device, or [`MachineError::AddWithdrawn`] when it is given up; what was opened is closed.
+/// Naming the device, or [`MachineError::AddWithdrawn`] when its addition is cancelled; what was opened is closed.
 pub fn open(
     device: &NewDevice,
     config: VmConfig,

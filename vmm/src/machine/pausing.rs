@@ -3,7 +3,7 @@
 //! Stopping a machine, with a limit to what it may cost.
 //!
 //! Owns the order in which everything stops, and the way back while it has not all stopped: a device
-//! waits for whatever is behind it, and storage that does not answer would hold the guest for ever.
+//! waits for whatever is behind it, and storage that does not answer would hold the guest forever.
 //! All devices finish their requests side by side while the vCPUs run on; those stop when that is
 //! done. If it takes too long, or the request is taken back, the machine runs as before.
 
@@ -40,7 +40,7 @@ impl CancelToken {
     }
 }
 
-/// Devices that have been told to hold still; they go on when it is dropped.
+/// Devices that have been told to hold still; they continue when it is dropped.
 struct PausingDevices {
     devices: Vec<(String, PendingPause)>,
     is_kept: bool,
@@ -98,7 +98,7 @@ impl Machine {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
         if self.paused {
-            // Whatever has happened since the pause: who calls this counts on nothing being written.
+            // Whatever has happened since the pause: the caller counts on nothing being written.
             return Ok(self.passthrough.stop()?);
         }
         let early = self.devices.begin_pause();
@@ -159,7 +159,7 @@ impl Machine {
     }
 
     /// Finds out whether its devices would finish within that time what they work on: they do, and then
-    /// go on. The vCPUs run meanwhile.
+    /// continue. The vCPUs run meanwhile.
     ///
     /// # Errors
     /// As [`Machine::pause`].

@@ -35,7 +35,7 @@ pub enum PrefaultEnd {
 pub struct PrefaultStatus {
     /// In bytes.
     pub progress: PrefaultProgress,
-    /// Nothing while it goes on.
+    /// Nothing while it is in progress.
     pub end: Option<PrefaultEnd>,
 }
 
@@ -121,14 +121,14 @@ fn start(
 /// whose contents arrive, which would fill it all the same.
 ///
 /// # Errors
-/// Who has too little.
+/// The limit that is too low.
 pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), InsufficientMemory> {
     let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode != Prefault::Off);
     let asking = ram.regions().iter().filter(|region| asks(region.zone_id()));
     memory::check_available(&asking.cloned().collect::<Vec<_>>())
 }
 
-/// Populates what is to be there before the guest runs, and waits for it unless it is to be given up.
+/// Populates what is to be there before the guest runs, and waits for it unless it is to be cancelled.
 ///
 /// # Errors
 /// Naming the zone and the limit.

@@ -157,7 +157,7 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
 }
 
 /// Makes guest RAM. Where contents are still to arrive, as `origin` says, nothing is populated; otherwise
-/// that ends early when it is to be given up.
+/// that ends early when it is to be cancelled.
 ///
 /// # Errors
 /// Naming the zone and the limit.

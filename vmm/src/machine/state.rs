@@ -44,7 +44,7 @@ pub const GENERATION_ID: &str = "vmgenid";
 
 /// What the states of all passed-through hardware may have together, in bytes, so that the state of a
 /// machine with so many vCPUs can be taken by a destination and read from a snapshot. It is written
-/// in base64, four bytes for three, beside that of vCPUs and devices.
+/// in base64, four bytes for three, alongside that of vCPUs and devices.
 pub fn hardware_state_len_bytes_max(vcpus: u32) -> u64 {
     /// Devices of the VMM, controllers, and names; far more than they take.
     const MACHINE_BYTES: u64 = 16 << 20;
@@ -149,7 +149,7 @@ pub enum MachineStateError {
     Malformed(#[source] serde_json::Error),
 }
 
-/// What has a version of its own in every version of the state. Devices have theirs beside data
+/// What has a version of its own in every version of the state. Devices have theirs alongside data
 /// that only they read.
 #[derive(Deserialize)]
 struct Versions {
@@ -241,7 +241,7 @@ impl MachineState {
     /// CMOS clock is the host's again.
     ///
     /// # Errors
-    /// There is something that a guest does not go on without.
+    /// There is something that a guest does not continue without.
     pub fn for_reader(mut self, newest: u32) -> Result<Self, MachineStateError> {
         if newest < 2 && self.legacy.remove(GENERATION_ID).is_some() {
             log::warn!(

@@ -313,7 +313,7 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// Lets those vCPUs go on that wait for a device that will not be placed.
+    /// Lets those vCPUs continue that wait for a device that will not be placed.
     pub fn release_numbers(&self, segment: &PciSegment) {
         self.unplaced.iter().for_each(|(number, _)| segment.release(*number));
     }

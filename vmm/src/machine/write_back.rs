@@ -30,7 +30,7 @@ pub enum WriteBackError {
         source: DiskError,
     },
     /// There is no thread for it, and a caller with a limit cannot do it itself.
-    #[error("the host gives no thread for disk '{id}'")]
+    #[error("a thread cannot be started for disk '{id}'")]
     Thread {
         /// The device.
         id: String,
@@ -176,7 +176,7 @@ impl WriteBack {
     /// The same for so long at most.
     ///
     /// # Errors
-    /// [`WriteBackError::Slow`] names one of those that are left; they go on.
+    /// [`WriteBackError::Slow`] names one of those that are left; they continue.
     pub fn wait_within(&self, within: Duration) -> Result<(), WriteBackError> {
         let state = self.shared.lock();
         let waiting = |state: &mut State| !state.left.is_empty() && state.failure.is_none();

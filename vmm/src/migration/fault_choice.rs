@@ -37,7 +37,7 @@ pub enum Choice {
     Exit,
     /// vCPUs are refused pages.
     Sigbus,
-    /// Everybody waits.
+    /// All threads wait.
     Uffd(VcpuFaultsUnavailable),
 }
 

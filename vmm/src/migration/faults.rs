@@ -29,7 +29,7 @@ use super::resident::KvmLimits;
 use crate::config::FaultSourceChoice;
 use crate::machine::{Host, Machine, MissingPages};
 
-/// userfaultfds for accesses of everybody but vCPUs, each with a reader.
+/// userfaultfds for accesses of all threads but vCPUs, each with a reader.
 const READERS: usize = 2;
 
 /// How long a vCPU may be refused the same page again and again although nothing here refuses any,
@@ -80,7 +80,7 @@ type Tracer = Arc<RwLock<Option<FaultTracer>>>;
 
 /// How faults of vCPUs are caught.
 pub enum FaultPlan {
-    /// They wait, as everybody does.
+    /// They wait, as all other threads do.
     Wait,
     /// They are refused; with a tracer where KVM does not say what.
     Refuse(Option<FaultTracer>, KvmLimits),
@@ -234,7 +234,7 @@ pub struct OwnFaulting {
     pub kvm_limits: Option<KvmLimits>,
 }
 
-/// Tracing goes on for as long as an access may be refused.
+/// Tracing continues for as long as an access may be refused.
 struct FaultTracing(Tracer);
 
 impl VcpuBarrier for FaultTracing {
@@ -301,7 +301,7 @@ struct RepeatedFaults {
 }
 
 impl RepeatedFaults {
-    /// Notes a refusal at a time; false when it has gone on for too long.
+    /// Notes a refusal at a time; false when it has continued for too long.
     fn note(&self, page: u64, now: Duration) -> bool {
         let now_us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
         let gap_us = now_us.saturating_sub(self.last_us.swap(now_us, Ordering::Relaxed));

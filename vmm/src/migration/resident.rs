@@ -40,7 +40,7 @@ const TABLES_MAX: usize = 1 << 18;
 pub struct KvmLimits {
     /// It reads the guest's page tables itself.
     pub shadow_paging: bool,
-    /// It makes asynchronous page faults of refused ones, and waits for ever.
+    /// It makes asynchronous page faults of refused ones, and waits forever.
     pub async_page_faults: bool,
 }
 

@@ -157,7 +157,7 @@ fn write(
         .spawn(move || {
             let saved = Saved { config_json: &config_json, state_json: &state_json };
             let result = save(&directory, saved, &memory, default_threads(), &own_cancel);
-            // The memory is let go of before the machine's owner goes on.
+            // The memory is released before the machine's owner continues.
             drop(memory);
             // Without a receiver the snapshot was cancelled, and is none.
             drop(end.send(result));
@@ -178,7 +178,7 @@ fn write(
     }
 }
 
-/// Has what the guest wrote on its disks, which are copied beside the snapshot; however long that
+/// Has what the guest wrote on its disks, which are copied alongside the snapshot; however long that
 /// takes, unless it is cancelled.
 fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     let disks = machine.write_back();

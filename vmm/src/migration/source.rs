@@ -39,7 +39,7 @@ const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
 /// How long the guest stands still for its disks to be written back. Less than a destination waits for
 /// the next message, and than guests and their peers bear; a migration that needs more fails, and the
-/// guest goes on.
+/// guest continues.
 const WRITE_BACK_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// How long is waited, while the guest runs, for a moment at which its devices would finish their
@@ -59,7 +59,7 @@ const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub struct StopLimits {
     /// How long the guest may stand still, as it is allowed now.
     pub downtime: Box<dyn Fn() -> Duration + Send>,
-    /// When the migration is given up by itself.
+    /// When the migration is cancelled by itself.
     pub until: Option<Instant>,
 }
 
@@ -124,7 +124,7 @@ impl LeavingMachine {
         }
     }
 
-    /// Gives the machine back.
+    /// Returns the machine.
     pub fn into_machine(self) -> Box<Machine> {
         self.machine
     }
@@ -158,7 +158,7 @@ impl LeavingMachine {
 }
 
 impl PausedMachine {
-    /// Gives the machine back, paused as it is.
+    /// Returns the machine, paused as it is.
     pub fn into_machine(self) -> Box<Machine> {
         self.machine
     }
@@ -280,14 +280,14 @@ impl SourceVm for LeavingMachine {
             return Err((leaving, GuestIsEnding.into()));
         }
         if let Err(full) = leaving.machine.check_room() {
-            // What is kept is in no state. It goes on here, and is paused for the disk by its owner.
+            // What is kept is in no state. It continues here, and is paused for the disk by its owner.
             if ran_before && let Err(error) = leaving.machine.resume() {
                 return Err((leaving, error.into()));
             }
             return Err((leaving, full.into()));
         }
         let Self { machine, memory, reader, limits, .. } = leaving;
-        // Beside the last pages and the state.
+        // Alongside the last pages and the state.
         let write_back = Some(machine.write_back());
         Ok(PausedMachine { machine, memory, ran_before, write_back, reader, limits })
     }
@@ -303,7 +303,7 @@ impl PausedVm for PausedMachine {
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
         let state = self.machine.save()?.for_reader(self.reader.state)?.to_json()?;
-        // Before the destination acknowledges anything: what it acknowledged does not keep for ever.
+        // Before the destination acknowledges anything: what it acknowledged does not keep forever.
         self.await_write_back()?;
         Ok(state)
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The requests that a page server answers, and how long it stays for those who watch.
+//! The requests that a page server answers, and how long it stays for watching clients.
 //!
 //! Owns the answers: how far it is, connecting again, and giving up. Everything else is refused,
 //! with what this process is. It decides nothing about pages.
@@ -37,9 +37,9 @@ pub struct PageServerApi {
     steering: Steering,
     /// When a client last asked how far it is.
     watched_at: Option<Instant>,
-    /// Who has given the pages up, and waits until that is done.
+    /// Clients that asked to discard the pages, and wait until that is done.
     abandoners: Vec<Responder>,
-    /// All is over, and those who watch have until then.
+    /// When the process exits, once all pages are served and watching clients have had time to see it.
     exit_at: Option<Instant>,
 }
 
@@ -92,7 +92,7 @@ impl PageServerApi {
     fn show_progress(&mut self) -> ApiResult {
         let snapshot = self.progress.snapshot();
         if snapshot.phase == Phase::Done {
-            // Who has seen the end needs no more time.
+            // A client that has seen the end needs no more time.
             self.watched_at = None;
             self.exit_at = self.exit_at.map(|_| Instant::now());
         } else {
@@ -108,7 +108,7 @@ impl PageServerApi {
             ))),
             Phase::Done => responder.answer(Ok(ApiReply::Empty)),
             _ => {
-                log::warn!("told to give up pages that a VM elsewhere needs: it is lost");
+                log::warn!("told to discard pages that a migrated VM needs: it is lost");
                 self.abandoners.push(responder);
                 self.steering.abandon();
             }

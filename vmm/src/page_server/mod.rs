@@ -91,7 +91,7 @@ struct Shared {
     steering: Steering,
 }
 
-/// Makes this process a page server and nothing else: closes what it was started with beside the
+/// Makes this process a page server and nothing else: closes what it was started with alongside the
 /// three standard descriptors, and takes a name by which it is found. First thing in `main`.
 pub fn begin() {
     // SAFETY: takes no pointer. Nothing in this process has opened a descriptor yet, so none of
@@ -219,7 +219,7 @@ fn attend(
         if signals.next() == Some(Signal::End) {
             log::warn!(
                 "told to end: that waits until the destination has the last page; shutdown-vmm \
-                 --force gives the pages up"
+                 --force discards the pages"
             );
         }
         // WouldBlock means that it was clear.

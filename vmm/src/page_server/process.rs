@@ -125,7 +125,7 @@ impl PageServerHandle for PageServerProcess {
         takeover: &TakeoverRequest,
     ) -> Result<TakeoverOutcome, VmError> {
         let taken = self.source_end.takeover(takeover).map_err(ProcessError::TakeOver)?;
-        // It goes on without this process, and ends by itself.
+        // It continues without this process, and ends by itself.
         self.child = None;
         Ok(taken)
     }
@@ -134,7 +134,7 @@ impl PageServerHandle for PageServerProcess {
 impl Drop for PageServerProcess {
     fn drop(&mut self) {
         let Some(mut child) = self.child.take() else { return };
-        // The process that goes on in its place must be sure that it does nothing any more.
+        // The process that continues in its place must be sure that it does nothing any more.
         if let Err(error) = child.kill().and_then(|()| child.wait().map(drop)) {
             log::error!("the page server (process {}) could not be ended: {error}", self.pid);
         }

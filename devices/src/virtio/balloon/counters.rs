@@ -18,7 +18,7 @@ pub(super) struct OperationCounters {
     pub(super) inflated_given_back_bytes: Counter,
     pub(super) reported_bytes: Counter,
     pub(super) reported_given_back_bytes: Counter,
-    /// Calls that gave memory back, to be compared with the bytes.
+    /// Calls that returned memory, to be compared with the bytes.
     pub(super) runs: Counter,
     /// Bytes that could not be discarded when they were offered.
     pub(super) deferred_bytes: Counter,

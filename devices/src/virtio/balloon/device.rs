@@ -151,7 +151,7 @@ fn pages_of(size_bytes: u64, ram_bytes: u64) -> Result<u32, BalloonError> {
 }
 
 /// Memory that the guest has once all that may ever come has come. A guest may have less than its
-/// balloon is to have: one that is giving memory back, or has just booted.
+/// balloon is to have: one that is returning memory, or has just booted.
 fn most_bytes(ram: &GuestRam) -> u64 {
     ram.regions().iter().map(|region| region.len_bytes()).fold(0, u64::saturating_add)
 }
@@ -197,7 +197,7 @@ fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
         // touch them: nothing could be done in between.
         warn!(
             "free_page_reporting=on is not offered to the guest: {reason}; a balloon size \
-             (vm.resize, desired_balloon) or virtio-mem give memory back beside such a device"
+             (vm.resize, desired_balloon) or virtio-mem return memory alongside such a device"
         );
         reporting = false;
     }

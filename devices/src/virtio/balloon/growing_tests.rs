@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A balloon beside memory that comes while the guest runs.
+//! A balloon alongside memory that comes while the guest runs.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 

@@ -4,7 +4,7 @@
 //!
 //! Owns the command that the driver sees, and the pages that it names under the current command.
 //! A hint says that what a page held when the command was issued is not needed any more. The driver
-//! may use the page again at any time and tells nobody, so a hint is worth something only to who
+//! may use the page again at any time without notice, so a hint is of use only to a reader that
 //! has logged writes since before the command.
 //!
 //! ```text

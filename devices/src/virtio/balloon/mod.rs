@@ -2,7 +2,7 @@
 
 //! virtio memory balloon (virtio 1.3, 5.5).
 //!
-//! | queue | what comes over it | what becomes of it |
+//! | queue | what comes over it | what happens to it |
 //! | --- | --- | --- |
 //! | inflate, deflate | pages that enter and leave the balloon | discarded in merged runs |
 //! | statistics | what the guest says of its memory | kept, to be asked for |

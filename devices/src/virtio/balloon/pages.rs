@@ -3,7 +3,7 @@
 //! The pages that are in the balloon, and how what a guest gives up goes back to the host.
 //!
 //! Owns the map of the balloon. A page of the host that is larger than 4 KiB is discarded when all
-//! of it is in the balloon; beside passed-through devices it is what is mapped for them as a whole.
+//! of it is in the balloon; alongside passed-through devices it is what is mapped for them as a whole.
 //! Numbers come from a guest: what is not RAM is counted and ignored.
 
 use std::io;
@@ -183,7 +183,7 @@ impl BalloonPages {
         counters.deferred_bytes.add(discarded.deferred_bytes);
         if let Some(error) = &discarded.error {
             counters.failures.add(1);
-            log_limited!(self.log, Warn, "memory that the guest gave up stays with it: {error}");
+            log_limited!(self.log, Warn, "memory that the guest released stays with it: {error}");
         }
     }
 }

@@ -417,7 +417,7 @@ fn statistics_are_taken_and_the_buffer_survives_a_pause() {
     guest.driver.queues[STATISTICS].add(&[readable(DATA, 20)]);
     guest.driver.queues[STATISTICS].kick();
     let states = guest.device.pause();
-    assert_eq!(states[STATISTICS].1.next_avail, 0, "whoever goes on takes the buffer again");
+    assert_eq!(states[STATISTICS].1.next_avail, 0, "the next owner takes the buffer again");
     let features = guest.device.features();
     let saved = guest.device.save();
     guest.device.reset();
@@ -477,7 +477,7 @@ fn hints_count_under_the_command_that_they_answer() {
     let again = handle.ask_for_hints().unwrap();
     assert_ne!(guest.config_field(8), asked);
     guest.device.reset();
-    assert!(!again.wait(Duration::from_secs(20)), "nobody is left who could tell");
+    assert!(!again.wait(Duration::from_secs(20)), "no sender is left");
     assert!(handle.ask_for_hints().is_none());
 }
 

@@ -23,7 +23,7 @@ pub(super) const DISCARD: RangeLimits = RangeLimits { count_max: 32, sectors_max
 /// 64 MiB, which are written out where the host knows no better way.
 pub(super) const WRITE_ZEROES: RangeLimits = RangeLimits { count_max: 1, sectors_max: 1 << 17 };
 
-/// What the configuration depends on beside the disk.
+/// What the configuration depends on besides the disk.
 pub(super) struct ConfigInput {
     pub(super) seg_max: u32,
     pub(super) num_queues: u16,

@@ -28,7 +28,7 @@ use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of block devices.
 const DEVICE_ID: u16 = 2;
-/// Descriptors of a request beside those of its data: header and status.
+/// Descriptors of a request besides those of its data: header and status.
 const OVERHEAD_DESCRIPTORS: u32 = 2;
 
 /// What a block device is made from.
@@ -56,7 +56,7 @@ pub struct BlockConfig {
     pub lock_granularity: LockGranularity,
     /// CPUs of the host for each queue's thread; none means all.
     pub queue_affinity: Vec<Vec<usize>>,
-    /// What becomes of a request that the host has no room for.
+    /// Outcome for a request that the host has no room for.
     pub on_full: OnFull,
 }
 
@@ -125,7 +125,7 @@ impl Block {
         }
     }
 
-    /// The lock of the image, to be taken before the guest runs and to be given back when another
+    /// The lock of the image, to be taken before the guest runs and to be released when another
     /// VMM takes the guest over.
     pub fn lock(&self) -> DiskLock {
         DiskLock { disk: Arc::clone(&self.disk), granularity: self.config.lock_granularity }

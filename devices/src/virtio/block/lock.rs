@@ -3,7 +3,7 @@
 //! The lock that keeps two VMs from writing to one image.
 //!
 //! An open-file-description lock: it belongs to the image that this process has open, ends with
-//! it, and is not lost when some other descriptor of the same file is closed. Whoever gives it back
+//! it, and is not lost when some other descriptor of the same file is closed. The thread that releases it
 //! has the image written back before, as another host may have it next.
 
 use std::io;
@@ -64,7 +64,7 @@ impl DiskLock {
         })
     }
 
-    /// Gives the lock back. The device must hold still, and what it wrote must have been written
+    /// Releases the lock. The device must hold still, and what it wrote must have been written
     /// back ([`Self::write_back`]).
     pub fn unlock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();

@@ -3,9 +3,9 @@
 //! Transfers that are so long that a pause must not wait for all of one.
 //!
 //! Owns how far one is. It is done piece by piece while no other request of its queue is under way. So its
-//! chain is the one that was taken last, and between two pieces the queue can give it back to the available
+//! chain is the one that was taken last, and between two pieces the queue can return it to the available
 //! ring as if it had never been taken: a driver may not touch the buffers of a request that has no answer,
-//! so it is begun anew when the queue goes on, here or wherever the guest is then. No other state has to
+//! so it is begun anew when the queue continues, here or wherever the guest is then. No other state has to
 //! be kept for that.
 
 use std::time::Instant;

@@ -18,7 +18,7 @@ use super::image::Disk;
 use super::perform::{Engine, Failure};
 use super::request::Request;
 
-/// What becomes of a request that the host has no room for.
+/// Outcome for a request that the host has no room for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
     /// The driver gets an I/O error.
@@ -119,11 +119,11 @@ impl FullDisk {
     }
 
     /// Carries out what is kept, as far as there is room, and answers none of it: the device, which must hold
-    /// still, begins it again when it goes on. To write the same to the same place twice changes nothing.
+    /// still, begins it again when it continues. To write the same to the same place twice changes nothing.
     /// Takes as long as the storage takes.
     ///
     /// # Errors
-    /// There is no room yet. Any other failure is the driver's to be told of, when the device goes on.
+    /// There is no room yet. Any other failure is the driver's to be told of, when the device continues.
     pub fn try_again(&self) -> io::Result<()> {
         // In turn and without the lock, which others look behind meanwhile.
         let next = |at: usize| {

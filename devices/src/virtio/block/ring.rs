@@ -58,7 +58,7 @@ pub(super) struct Ring {
     uring: IoUring,
     completed: EventFd,
     disk: Arc<Disk>,
-    /// Operations in flight; the index is what the kernel gives back.
+    /// Operations in flight; the index is what the kernel returns.
     slots: Vec<Option<Box<Job>>>,
     free: Vec<usize>,
     /// What the operations in flight transfer together, when they are begun.
@@ -157,7 +157,7 @@ impl Ring {
         }
     }
 
-    /// Takes completed operations; goes on with those of which only a part is done.
+    /// Takes completed operations; continues with those of which only a part is done.
     pub(super) fn take_completed(&mut self) -> Vec<Done> {
         // An error means that there is nothing to take, which is as good.
         let _ = self.completed.read();

@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
 
-/// What is known of an open image beside its contents.
+/// What is known of an open image besides its contents.
 #[derive(Debug, Default)]
 pub(super) struct Condition {
     /// Number of the error of the first flush that failed; 0 if none has.
@@ -42,7 +42,7 @@ impl Disk {
         self.note_flush(self.file().sync_data())
     }
 
-    /// Takes note of how a flush went; gives what the one who asked for it may be told.
+    /// Takes note of how a flush went; returns what the flush request is completed with.
     pub(super) fn note_flush(&self, result: io::Result<()>) -> io::Result<()> {
         if let Err(error) = result {
             let number = error.raw_os_error().unwrap_or(libc::EIO);

@@ -2,7 +2,7 @@
 
 //! Operations on a disk by plain system calls.
 //!
-//! The only way where io_uring is not to be had; beside it, the way for what is rare: discard,
+//! The only way where io_uring is not to be had; alongside it, the way for what is rare: discard,
 //! write zeroes, and direct I/O with buffers that the host cannot take as they are.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

@@ -484,7 +484,7 @@ fn two_writers_never_share_a_disk() {
         let error = second.lock().lock().unwrap_err();
         assert!(matches!(error, DiskError::InUse { .. }));
         assert!(error.to_string().contains("in use by another VM (lock held)"), "{error}");
-        assert!(open(true).lock().lock().is_err(), "a reader beside a writer");
+        assert!(open(true).lock().lock().is_err(), "a reader alongside a writer");
 
         first.lock().unlock().unwrap();
         second.lock().lock().unwrap();
@@ -493,7 +493,7 @@ fn two_writers_never_share_a_disk() {
         let (third, fourth) = (open(true), open(true));
         third.lock().lock().unwrap();
         fourth.lock().lock().unwrap();
-        assert!(first.lock().lock().is_err(), "a writer beside readers");
+        assert!(first.lock().lock().is_err(), "a writer alongside readers");
     }
 }
 

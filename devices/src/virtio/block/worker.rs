@@ -166,7 +166,7 @@ impl BlockWorker {
         }
     }
 
-    /// Gives a long request back to the driver's ring: it is begun anew when the queue goes on.
+    /// Gives a long request back to the driver's ring: it is begun anew when the queue continues.
     fn put_back(&mut self) {
         if self.long.take().is_some() {
             self.queue.undo_pop();
@@ -207,7 +207,7 @@ impl BlockWorker {
         Ok(())
     }
 
-    /// Gives the request back if it has to be done here and now.
+    /// Returns the request if it has to be done here and now.
     fn start_in_ring(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Option<Request> {
         let Some(ring) = &mut self.ring else { return Some(request) };
         let nothing = Segments::default();
@@ -264,7 +264,7 @@ impl BlockWorker {
                 _ => done.map_err(Failure::Host),
             };
             let outcome = done.map(|()| written);
-            // Each is finished, whatever became of those before.
+            // Each is finished, whatever happened to those before.
             result = self.finish(&memory, request, outcome, started).and(result);
         }
         result

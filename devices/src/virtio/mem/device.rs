@@ -178,7 +178,7 @@ impl VirtioDevice for Mem {
     }
 
     fn reset(&mut self) {
-        // What is plugged stays so: a driver that comes next asks for it, or gives it up.
+        // What is plugged stays so: a driver that comes next keeps it, or unplugs it.
         self.shared.set_driver(None);
         self.workers.stop();
     }

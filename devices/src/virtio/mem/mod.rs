@@ -3,7 +3,7 @@
 //! virtio memory device (virtio 1.3, 5.15).
 //!
 //! The device has a region of guest addresses and says how much of it the guest is to have; the driver
-//! asks for blocks, or gives them up, until it is there. Owns the requests and the wish. Which blocks
+//! plugs or unplugs blocks until it is there. Owns the requests and the wish. Which blocks
 //! the guest has, and what happens to their pages, is for the `memory` crate to know: see
 //! [`memory::plugging`]. All of it happens on the device's own thread.
 

@@ -30,7 +30,7 @@ pub(crate) struct Shared {
     pub(super) growth: OnceLock<Arc<dyn Fn() + Send + Sync>>,
     /// Wakes the device's thread to give the host what it could not be given before.
     retry_event: EventFd,
-    /// The block with which that goes on.
+    /// The block with which that continues.
     retry_from: AtomicU64,
     /// Asked for since it began with the first one.
     retry_asked: AtomicBool,

@@ -122,7 +122,7 @@ impl Link {
         self.lock().announce_pending = true;
     }
 
-    /// Who is told of changes of the configuration, while there is a driver.
+    /// The interrupt for configuration changes, while there is a driver.
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
         *self.interrupt.lock().unwrap_or_else(PoisonError::into_inner) = interrupt;
     }

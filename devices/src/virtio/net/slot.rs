@@ -47,7 +47,7 @@ struct Inner {
     /// The descriptors came from outside, so they cannot be opened again.
     from_outside: bool,
     /// They are duplicates of some that this process keeps anyway: closing them would let nothing
-    /// go, and the guest could not go on here.
+    /// go, and the guest could not continue here.
     kept: bool,
 }
 
@@ -99,7 +99,7 @@ impl TapSlot {
         Ok(())
     }
 
-    /// Whether the tap could be opened: the driver, the right to use it, its kind. That somebody
+    /// Whether the tap could be opened: the driver, the right to use it, its kind. That another process
     /// else has it now is no obstacle.
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl TapSlot {
 
     /// Closes the tap. The device must be paused, or frames are lost until [`Self::acquire`].
     /// Descriptors that were passed in from outside stay: their originals stay open in this process
-    /// as well, and a guest that goes on here after all needs them.
+    /// as well, and a guest that continues here after all needs them.
     pub fn release(&self) {
         let mut inner = self.lock();
         if !inner.kept {

@@ -135,7 +135,7 @@ fn long_frames_are_spread_over_buffers_that_appear_together() {
     assert_eq!(received, frame);
 
     fixture.send_frame(10);
-    assert_eq!(fixture.driver.wait_used(RECEIVE), (3, 22), "the queue goes on behind it");
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (3, 22), "the queue continues behind it");
 }
 
 #[test]
@@ -322,7 +322,7 @@ fn nothing_is_announced_for_a_guest_that_has_gone() {
     device.announcer().announce();
     device.tap().release();
     drop((device, driver));
-    // The tap's other end is open for as long as somebody holds the tap: the first frame, then
+    // The tap's other end is open for as long as a descriptor of the tap is open: the first frame, then
     // the end.
     let mut frame = [0; 100];
     assert_eq!(network.recv(&mut frame).unwrap(), HEADER + 60);
@@ -436,7 +436,7 @@ fn a_tap_moves_to_another_device() {
     assert!(destination.tap().acquire().is_err());
     source.tap().release();
     destination.tap().acquire().unwrap();
-    // The migration fails after all: the source takes its tap back when it goes on.
+    // The migration fails after all: the source takes its tap back when it continues.
     destination.tap().release();
     source.resume();
     let start = Instant::now();

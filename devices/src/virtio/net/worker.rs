@@ -57,7 +57,7 @@ enum Pause {
     Budget,
 }
 
-/// What became of a frame.
+/// Outcome for a frame.
 enum Delivery {
     /// It was delivered or dropped.
     Finished,
@@ -251,7 +251,7 @@ impl NetWorker {
     }
 
     /// Copies a frame into as many buffers as it takes, the first of which is `chain`. If there
-    /// are too few, all of them are given back and the frame is kept.
+    /// are too few, all of them are returned and the frame is kept.
     fn deliver(
         &mut self,
         memory: &GuestMemory,
@@ -308,7 +308,7 @@ impl NetWorker {
 impl Work for NetWorker {
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         if let Err(error) = self.link.tap.acquire() {
-            warn!("network device goes on without its tap: {error}");
+            warn!("network device continues without its tap: {error}");
         }
         self.tap = self.link.tap.pair(self.pair);
         // A new tap may have the number of the old one, which must not be taken for being watched.

@@ -50,7 +50,7 @@ fn clearing_it_stops_the_device_until_a_reset() {
     assert_eq!((0..4).map(|vector| rig.delivered(vector)).sum::<usize>(), 0);
 
     rig.write_config(4, &MEMORY_AND_BUS_MASTER);
-    assert_eq!(rig.take_calls(), [], "it goes on with rings that may be something else by now");
+    assert_eq!(rig.take_calls(), [], "it continues with rings that may be something else by now");
     assert_eq!(rig.delivered(0), 1, "that it needs a reset is told when it may be");
     rig.set_status(0);
     assert!(rig.negotiate(FakeDevice::OFFERED));
@@ -146,7 +146,7 @@ fn a_state_that_is_refused_leaves_the_bit_as_it_was() {
     assert_eq!(rig.delivered(1), 1);
 }
 
-/// The wait for a device's last work is on a vCPU's thread, and others go on meanwhile.
+/// The wait for a device's last work is on a vCPU's thread, and others continue meanwhile.
 #[test]
 fn vcpus_that_race_leave_it_as_the_last_one_wrote_it() {
     let rig = Rig::driving();

@@ -67,7 +67,7 @@ fn steps_cannot_be_left_out_or_taken_back() {
     rig.set_status(0x8b);
     assert_eq!(rig.status(), 0x8b);
     rig.set_status(15);
-    assert_eq!(rig.status(), 0x8b, "a driver that gave up cannot go on");
+    assert_eq!(rig.status(), 0x8b, "a driver that gave up cannot continue");
     rig.set_status(0);
     assert_eq!(rig.status(), 0);
 }

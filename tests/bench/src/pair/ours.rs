@@ -80,7 +80,7 @@ impl Ours {
         source.wait_for_socket()?;
         destination.wait_for_socket()?;
         let receiver = Killed::spawn(
-            // It fails when nothing is sent, as beside a raw copy, and whoever sends says why.
+            // It fails when nothing is sent, as compared with a raw copy, and the sender says why.
             remote(programs.remote, &destination.socket)
                 .args(["receive-migration", &format!("receiver_url={receiver}")])
                 .stderr(Stdio::null()),

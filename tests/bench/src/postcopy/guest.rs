@@ -20,7 +20,7 @@ pub const CUT_US: u64 = 40;
 
 /// What came of a migration.
 pub struct Moved {
-    /// Accesses while it went on.
+    /// Accesses while it continued.
     pub accesses: Histogram,
     /// From the request until the source says that the last page is there, ms.
     pub total_ms: f64,

@@ -28,7 +28,7 @@ const BASELINE_RATIO_MAX: f64 = 1.1;
 /// As fast as it goes.
 const FULL: u64 = 0;
 
-/// Who migrates, and how.
+/// The VMM that migrates, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Candidate {
     /// This program; the limit of the background, and whether requests have their own connections.
@@ -101,7 +101,7 @@ fn rate(bytes_per_s: u64) -> String {
 /// What a socket costs without a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plain {
-    /// A round trip, beside a bulk stream of so many bytes per second or none.
+    /// A round trip, alongside a bulk stream of so many bytes per second or none.
     RoundTrip(Option<u64>),
     /// A fault, likewise.
     Floor(Option<u64>),
@@ -123,7 +123,7 @@ impl Plain {
         let what = if matches!(self, Self::Floor(_)) { "floor" } else { "raw round trip" };
         match beside {
             None => format!("{what}, idle"),
-            Some(bytes_per_s) => format!("{what}, beside a stream at {}", rate(bytes_per_s)),
+            Some(bytes_per_s) => format!("{what}, alongside a stream at {}", rate(bytes_per_s)),
         }
     }
 
@@ -144,7 +144,7 @@ const STALLED: &str = "guest stalled in all";
 const GAP: &str = "longest gap of a vCPU";
 const TOTAL: &str = "until the last page";
 
-/// A value of a figure: who, what, unit.
+/// A value of a figure: candidate, what, unit.
 type Value = (String, &'static str, &'static str, f64);
 
 /// Measures.

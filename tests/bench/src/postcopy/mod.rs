@@ -4,11 +4,11 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `guest` | one migration, as the guest's own clock and records tell it |
-//! | `latency` | a faulting access beside the raw round trip, the floor and QEMU |
-//! | `throughput` | the time until the last page beside a raw copy |
+//! | `latency` | a faulting access compared with the raw round trip, the floor and QEMU |
+//! | `throughput` | the time until the last page compared with a raw copy |
 //! | `scaling` | faulting threads on plain memory, without KVM |
 //! | `floor` | the least that a fault over a socket costs |
-//! | `stream` | a bulk stream beside something |
+//! | `stream` | a bulk stream alongside something |
 //! | `uffd` | the kernel's interface, used as plainly as possible |
 //!
 //! Nothing here asks a VMM how well it did.

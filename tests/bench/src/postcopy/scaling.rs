@@ -188,7 +188,7 @@ extern "C" fn resolve(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::
     // SAFETY: the kernel hands over a valid structure, of a fault, which has an address.
     let address = unsafe { (*info).si_addr() }.expose_provenance() as u64;
     let page = address & !(PAGE_BYTES as u64 - 1);
-    // Without the page the access faults for ever: a real bus error must end the program.
+    // Without the page the access faults forever: a real bus error must end the program.
     if uffd::copy(RESOLVED.load(Ordering::Acquire), page, &PAGE).is_err() {
         // SAFETY: ends the process; may be called from a handler.
         unsafe { libc::_exit(3) };

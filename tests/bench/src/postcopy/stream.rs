@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A bulk stream over loopback, at a stated rate or as fast as it goes, beside what is measured.
+//! A bulk stream over loopback, at a stated rate or as fast as it goes, alongside what is measured.
 //!
 //! Owns both ends and their threads until it is dropped. Must never carry what is measured.
 
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// Bytes handed to the kernel at a time, as a pusher of pages does.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// A stream that goes on.
+/// A stream that continues.
 pub struct Stream {
     stop: Arc<AtomicBool>,
     socket: TcpStream,

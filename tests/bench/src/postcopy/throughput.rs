@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench postcopy-throughput`: the time until the last page beside a raw copy of the same bytes over
+//! `bench postcopy-throughput`: the time until the last page compared with a raw copy of the same bytes over
 //! the same loopback, and how fast the guest is meanwhile.
 //!
 //! Owns the candidates, their order and the targets. Must never count a raw copy alone as the rival
@@ -40,8 +40,8 @@ impl Candidate {
     fn name(self) -> String {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
-            Self::RawBeside => "raw copy beside the guest".to_owned(),
-            Self::RawNew => "raw copy into new memory beside the guest".to_owned(),
+            Self::RawBeside => "raw copy alongside the guest".to_owned(),
+            Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::Qemu { preempt: false } => "qemu, postcopy".to_owned(),

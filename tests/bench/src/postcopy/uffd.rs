@@ -71,7 +71,7 @@ impl Missing {
     /// Writes to a page, which waits until it is there.
     pub fn touch(&self, page: usize) {
         assert!(page < self.len / PAGE_BYTES);
-        // SAFETY: inside the mapping, and accessed atomically by everyone.
+        // SAFETY: inside the mapping, and accessed atomically by all threads.
         let byte = unsafe { &*self.address.add(page * PAGE_BYTES).cast::<AtomicU8>() };
         byte.fetch_add(1, Ordering::Relaxed);
     }
@@ -89,7 +89,7 @@ impl Missing {
         }
     }
 
-    /// Puts a page in and wakes who waits for it.
+    /// Puts a page in and wakes the waiting thread.
     pub fn fill(&self, address: u64, page: &[u8; PAGE_BYTES]) -> io::Result<()> {
         copy(self.file.as_raw_fd(), address, page)
     }
@@ -106,7 +106,7 @@ impl Missing {
 
 impl Drop for Missing {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nobody can use it without the value.
+        // SAFETY: the mapping is ours, and it cannot be used without the value.
         unsafe { libc::munmap(self.address.cast(), self.len) };
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench precopy`: what a live migration costs, beside a raw copy over the same loopback, beside
-//! ourselves with the dirty log cleared once per round, beside another build of this program where one is named, and
-//! beside QEMU.
+//! `bench precopy`: what a live migration costs, compared with a raw copy over the same loopback, alongside
+//! ourselves with the dirty log cleared once per round, compared with another build of this program where one is named, and
+//! compared with QEMU.
 //!
 //! Owns the workloads, the candidates and their order: in each run every candidate migrates each
 //! guest once, so that a machine that gets slower meanwhile does so for all. What is measured of a
@@ -34,7 +34,7 @@ pub const WORKLOADS: [Workload; 3] = [
     },
 ];
 
-/// Who migrates.
+/// The VMM that migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Candidate {
     /// The bytes alone, with nothing else running.
@@ -47,7 +47,7 @@ pub enum Candidate {
     Ours(u16),
     /// This program, the dirty log cleared once per round.
     OursPerRound,
-    /// This program, memory handed over instead of copied: what moving costs beside the copy.
+    /// This program, memory handed over instead of copied: what moving costs compared with the copy.
     OursLocal,
     /// Another build of this program, so many connections.
     Baseline(u16),
@@ -76,8 +76,8 @@ impl Candidate {
     pub fn name(self) -> String {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
-            Self::RawBeside => "raw copy beside the guest".to_owned(),
-            Self::RawNew => "raw copy into new memory beside the guest".to_owned(),
+            Self::RawBeside => "raw copy alongside the guest".to_owned(),
+            Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
             Self::OursPerRound => "godwit, dirty_clear=round".to_owned(),
@@ -103,7 +103,7 @@ pub struct Setup<'a> {
 
 /// One measured migration, or raw copy.
 pub struct Taken {
-    /// Who.
+    /// The candidate.
     pub candidate: Candidate,
     /// Index in [`WORKLOADS`].
     pub workload: usize,
@@ -126,7 +126,7 @@ pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
     for run in 0..runs {
         for (index, workload) in WORKLOADS.iter().enumerate() {
             for turn in 0..candidates.len() {
-                // Each run begins with another candidate, so that nobody always follows the same.
+                // Each run begins with another candidate, so that no candidate always follows the same one.
                 let Some(candidate) = candidates.get((turn + run) % candidates.len()).copied()
                 else {
                     continue;
@@ -143,7 +143,7 @@ pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
     Ok(Report { name: "precopy", machine: machine::name(), figures, targets, notes })
 }
 
-/// Everybody who can take part; why the others cannot goes to `notes`, and to standard error.
+/// All candidates that can run; why the others cannot goes to `notes`, and to standard error.
 fn available(setup: &Setup, notes: &mut Vec<String>) -> Vec<Candidate> {
     let mut skip = |what: &str, why: &str| {
         eprintln!("SKIPPED {what}: {why}");

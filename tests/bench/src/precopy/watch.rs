@@ -17,7 +17,7 @@ const POLL: Duration = Duration::from_micros(500);
 /// How often it is tried to find the guest at the destination.
 const SEARCH: Duration = Duration::from_millis(5);
 
-/// A watch that goes on.
+/// A watch that continues.
 pub struct Watch {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Duration>,

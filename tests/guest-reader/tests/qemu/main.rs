@@ -22,7 +22,7 @@ fn apply(guest: &Guest, words: &str) {
     guest.wait_for_generation(generation, PATIENCE).unwrap();
 }
 
-/// Holds the guest, checks everything, lets it go on.
+/// Holds the guest, checks everything, lets it continue.
 fn assert_clean(guest: &Guest) {
     guest.hold(PATIENCE).unwrap();
     let report = guest.verify_all(2).unwrap();

@@ -3,23 +3,23 @@
 //! Connections that are made again, what is said on them, and pages with their last message.
 
 use super::world::{
-    Answer, Call, Destination, End, Next, Reply, Server, Setup, Source, Who, Word, World,
+    Answer, Call, Caller, Destination, End, Next, Reply, Server, Setup, Source, Word, World,
 };
 use crate::commit::Verdict;
 use crate::commit::destination::DoubtOutcome;
 
 impl World {
     /// What each process would say on a connection of its own now.
-    pub(super) fn calls(&self, setup: &Setup) -> Option<(Who, Word)> {
+    pub(super) fn calls(&self, setup: &Setup) -> Option<(Caller, Word)> {
         match (self.source, self.server) {
-            (_, Server::TakingOver | Server::Lost) => Some((Who::Server, Word::Recover)),
-            (Source::Lost, _) => Some((Who::Source, Word::Recover)),
-            (Source::Unconfirmed(_), _) if setup.postcopy => Some((Who::Source, Word::Recover)),
+            (_, Server::TakingOver | Server::Lost) => Some((Caller::Server, Word::Recover)),
+            (Source::Lost, _) => Some((Caller::Source, Word::Recover)),
+            (Source::Unconfirmed(_), _) if setup.postcopy => Some((Caller::Source, Word::Recover)),
             (Source::Unconfirmed(unconfirmed), _) => {
-                Some((Who::Source, Word::Verdict(unconfirmed.says())))
+                Some((Caller::Source, Word::Verdict(unconfirmed.says())))
             }
             (Source::Running(Some(withheld)), _) => {
-                Some((Who::Source, Word::Verdict(withheld.says())))
+                Some((Caller::Source, Word::Verdict(withheld.says())))
             }
             _ => None,
         }
@@ -161,8 +161,8 @@ impl World {
     /// The process at the other end of the link works on it.
     pub(super) fn is_served(&self) -> bool {
         match self.link {
-            Some(Who::Source) => self.source == Source::Serving,
-            Some(Who::Server) => self.server == Server::Serving,
+            Some(Caller::Source) => self.source == Source::Serving,
+            Some(Caller::Server) => self.server == Server::Serving,
             None => false,
         }
     }
@@ -182,8 +182,8 @@ impl World {
             self.step(all, "the last message is heard", |next| {
                 next.last = (false, true);
                 match next.link {
-                    Some(Who::Source) => next.source = Source::Done,
-                    Some(Who::Server) => next.server = Server::Done,
+                    Some(Caller::Source) => next.source = Source::Done,
+                    Some(Caller::Server) => next.server = Server::Done,
                     None => {}
                 }
             });
@@ -208,13 +208,15 @@ impl World {
             });
         }
         let lost = |who| self.link != Some(who) || self.link_broken;
-        if self.source == Source::Serving && lost(Who::Source) && self.server != Server::TakingOver
+        if self.source == Source::Serving
+            && lost(Caller::Source)
+            && self.server != Server::TakingOver
         {
             self.step(all, "the source finds its connections lost", |next| {
                 next.source = Source::Lost;
             });
         }
-        if self.server == Server::Serving && lost(Who::Server) {
+        if self.server == Server::Serving && lost(Caller::Server) {
             self.step(all, "the page server finds its connections lost", |next| {
                 next.server = Server::Lost;
             });

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests, signals, operators who have looked at both sides, and hosts that die.
+//! Requests, signals, operators that have checked both sides, and hosts that fail.
 
-use super::world::{Destination, Kind, Next, Reply, Server, Setup, Source, ToSource, Who, World};
+use super::world::{
+    Caller, Destination, Kind, Next, Reply, Server, Setup, Source, ToSource, World,
+};
 use crate::commit::destination::{Decision, DoubtOutcome, InDoubt, OperatorRequest};
 
 impl World {
@@ -43,7 +45,7 @@ impl World {
         let serves = matches!(self.source, Source::Serving | Source::Lost | Source::Unconfirmed(_));
         if serves && setup.postcopy {
             let discarded = self.change(|next| (next.source, next.insisted) = (Source::Left, true));
-            all.push((Kind::Request, "the source is told to give pages up, by force", discarded));
+            all.push((Kind::Request, "the source is told to release pages, by force", discarded));
         }
     }
 
@@ -122,7 +124,7 @@ impl World {
                 next.source = Source::Dead;
                 next.wire.source_closed = true;
                 next.wire.to_source.clear();
-                next.call = next.call.filter(|call| call.who != Who::Source);
+                next.call = next.call.filter(|call| call.who != Caller::Source);
                 // Its page server is on the same host.
                 if next.server != Server::None {
                     next.server = Server::Dead;
@@ -140,7 +142,7 @@ impl World {
         ) {
             dies("the page server dies", &|next| {
                 next.server = Server::Dead;
-                next.call = next.call.filter(|call| call.who != Who::Server);
+                next.call = next.call.filter(|call| call.who != Caller::Server);
             });
         }
     }

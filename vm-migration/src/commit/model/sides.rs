@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use super::world::{
-    Answer, Destination, Kind, Next, PROMISE, Reply, Setup, Source, ToDestination, ToSource, Who,
-    World,
+    Answer, Caller, Destination, Kind, Next, PROMISE, Reply, Setup, Source, ToDestination,
+    ToSource, World,
 };
 use crate::commit::destination::{NotHere, Promised};
 use crate::commit::usable;
@@ -111,7 +111,7 @@ impl World {
             Reply::Control => {
                 self.send_source(if well { ToSource::Runs } else { ToSource::NotStarted });
                 if setup.postcopy {
-                    (self.link, self.link_broken) = (Some(Who::Source), self.wire.is_broken());
+                    (self.link, self.link_broken) = (Some(Caller::Source), self.wire.is_broken());
                 }
             }
             Reply::Call => {

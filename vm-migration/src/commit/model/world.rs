@@ -3,7 +3,7 @@
 //! Both sides, the link, a page server and operators, as one value that takes one step at a time.
 //!
 //! Owns nothing of the rules: what a phase makes of an event is asked of the product's own types. Here
-//! is what surrounds them: messages that are on their way, which direction works, who has noticed.
+//! is what surrounds them: messages that are on their way, which direction works, which side has noticed.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::commit::Verdict;
 use crate::commit::destination::{InDoubt, NotStarted, Owned, Promised};
 use crate::commit::source::{Acknowledged, Committed, Offered, Unconfirmed, Withheld};
 
-/// What the clock goes on by in one step: a third of the promise.
+/// What the clock continues by in one step: a third of the promise.
 const TICK: Duration = Duration::from_secs(20);
 
 /// What the destination promises.
@@ -59,7 +59,7 @@ pub enum Kind {
     Death,
     /// A request or a signal that knows nothing of the state.
     Request,
-    /// An operator who has looked at both sides does what the documentation says.
+    /// An operator that has checked both sides does what the documentation says.
     Operator,
 }
 
@@ -74,7 +74,7 @@ pub enum Source {
     Serving,
     /// Postcopy, connections lost.
     Lost,
-    /// It has given the guest away and has stopped telling.
+    /// It has handed the guest over and has stopped telling.
     Left,
     Done,
     Dead,
@@ -125,7 +125,7 @@ pub enum Server {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Who {
+pub enum Caller {
     Source,
     Server,
 }
@@ -166,7 +166,7 @@ impl Wire {
 /// A connection that is made again, and how far it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
-    pub(super) who: Who,
+    pub(super) who: Caller,
     pub(super) word: Word,
     pub(super) answer: Option<Answer>,
 }
@@ -182,7 +182,7 @@ pub enum Answer {
     /// The verdict was heard, and the guest runs if it was to.
     Heard,
     NotStarted,
-    /// Pages are missing: go on.
+    /// Pages are missing: continue.
     Missing,
     Complete,
     Refused,
@@ -202,7 +202,7 @@ pub struct World {
     pub missing: bool,
     pub end: End,
     /// From which process the destination takes pages, and whether that connection still carries.
-    pub(super) link: Option<Who>,
+    pub(super) link: Option<Caller>,
     pub(super) link_broken: bool,
     /// The last message, and its answer, are on their way.
     pub(super) last: (bool, bool),
@@ -356,7 +356,7 @@ impl World {
 
     /// The connections of the beginning go the way of the first one.
     pub(super) fn lose_first_link(&mut self) {
-        if self.link == Some(Who::Source) {
+        if self.link == Some(Caller::Source) {
             (self.link_broken, self.last) = (true, (false, false));
         }
     }
@@ -375,7 +375,7 @@ impl World {
         }
     }
 
-    /// The source goes on with the guest.
+    /// The source continues to run the guest.
     pub(super) fn withhold(&mut self, withheld: Withheld, setup: &Setup) {
         self.send_destination(ToDestination::Abandon);
         self.wire.source_closed = true;

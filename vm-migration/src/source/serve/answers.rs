@@ -292,7 +292,7 @@ mod tests {
         let (reply, why) = answers.next_piece().unwrap();
         assert_eq!((pages(&reply.data), why), (vec![(1, 1)], SendReason::Requested));
         answers.sent();
-        assert_eq!(server.in_service.load(Ordering::Relaxed), 0, "nobody waits");
+        assert_eq!(server.in_service.load(Ordering::Relaxed), 0, "no request waits");
         assert!(matches!(answers.next_piece(), Some((_, SendReason::Readahead))));
     }
 

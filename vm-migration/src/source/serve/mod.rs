@@ -9,13 +9,13 @@
 //! | `answers` | the order in which the requests of one connection are answered |
 //! | `threads` | bulk pushers and urgent servers, one for each connection |
 //! | `reconnect` | how lost connections are made again |
-//! | `relay` | letting another process go on, and going on in place of one |
+//! | `relay` | handing over to another process, and continuing in place of one |
 //!
 //! The thread that clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
 //! on connections whose queues are kept short; urgent servers, each a thread with a connection of
 //! its own, claim what was asked for. No lock and no queue is between them. What the destination
 //! shows as one large host page goes out in pieces of 4 KiB where it can put them together, so that
-//! neither waits for a whole one of the other, and who comes later does not wait for who is large.
+//! neither waits for a whole one of the other, and a later request does not wait for a large one.
 //! When a connection is lost, all are ended, and the destination says on the next set what it still
 //! lacks: that becomes pending, whatever has been claimed before.
 
@@ -330,14 +330,14 @@ impl<M: GuestMemoryMap> Server<M> {
             let connections;
             (session, connections) = connected;
             self.progress.recovered(Phase::Serve);
-            log::info!("postcopy goes on");
+            log::info!("postcopy continues");
             result = self
                 .serve_on_set(&mut session, connections)
                 .and_then(|control| self.attend(control, &session, &mut relay, context));
         }
     }
 
-    /// Starts everybody on a set of connections; gives the first of them.
+    /// Starts all threads on a set of connections; returns the first of them.
     fn serve_on_set(
         self: &Arc<Self>,
         session: &mut Session,

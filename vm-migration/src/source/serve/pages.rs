@@ -123,7 +123,7 @@ impl<M: GuestMemoryMap> Server<M> {
         done != 0 && self.pending[region].count_range(piece..piece - done + unit_pieces) > 0
     }
 
-    /// What a request names, a stretch for each unit; pushers go on behind it.
+    /// What a request names, a stretch for each unit; pushers continue behind it.
     pub(super) fn stretches(&self, ranges: &[GpaRange]) -> Result<Vec<UnitRange>, ProtocolError> {
         let mut stretches = Vec::new();
         for range in ranges {
@@ -189,7 +189,7 @@ impl<M: GuestMemoryMap> Server<M> {
         PageRun { region, first: first * piece, count: count * piece }
     }
 
-    /// Adds claimed pieces, as data or as zeros. What the guest has given back since it was found to be
+    /// Adds claimed pieces, as data or as zeros. What the guest has returned since it was found to be
     /// populated stays a hole here.
     fn add(&self, reply: &mut Reply, region: usize, run: Range<u64>) {
         let count = run.end - run.start;

@@ -106,7 +106,7 @@ impl Reconnect {
                 }
                 Err(failure) => failure,
             };
-            log::warn!("postcopy does not go on yet: {}", failure.for_peer());
+            log::warn!("postcopy does not continue yet: {}", failure.for_peer());
             server.progress.cannot_recover(failure.for_peer());
             if server.progress.phase() != Phase::PostcopyPaused {
                 server.progress.enter(Phase::PostcopyPaused);
@@ -185,7 +185,7 @@ impl Reconnect {
         self.attempt += 1;
         let Self { id, attempt, bulk, urgent, .. } = *self;
         let recover = Message::Recover(Recover { id, attempt, bulk, urgent, alive: true });
-        let answer = control.ask(&recover, limits.answer).step("asking to go on")?;
+        let answer = control.ask(&recover, limits.answer).step("asking to continue")?;
         if answer.payload.is_empty() {
             return Ok(None);
         }
@@ -195,7 +195,7 @@ impl Reconnect {
             .payload
             .try_into()
             .map_err(|_| ProtocolError::Malformed { what: "token", why: "it has another length" })
-            .step("asking to go on")?;
+            .step("asking to continue")?;
         let beside = &*control.connection;
         let opening =
             Opening { to: &self.to, beside, token: Some(&token), cancel: abandoned, limits };
@@ -211,7 +211,7 @@ impl Reconnect {
     }
 }
 
-/// Waits for what the destination lacks, for as long as it says that it is there: an operator who gives
+/// Waits for what the destination lacks, for as long as it says that it is there: an operator that gives
 /// up ends that.
 fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
     const STEP: &str = "hearing what is missing";

@@ -4,7 +4,7 @@
 //!
 //! Owns that only one of the two processes connects. The source serves while its page server takes over: the
 //! page server connects as after lost connections, and the source ends when the page server reports that it
-//! serves. Without that report the source goes on, with attempts of higher numbers.
+//! serves. Without that report the source continues, with attempts of higher numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,7 +26,7 @@ use crate::session::Session;
 use crate::source::Context;
 use crate::steering::Steering;
 
-/// How it goes on after a set of connections: who connects.
+/// How it continues after a set of connections: which process connects.
 pub(super) struct Relay {
     pub reconnect: Reconnect,
     /// The page server that has not yet been asked to take over.
@@ -91,7 +91,7 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 
     fn takeover_failed(&self, why: String) {
-        log::error!("the page server has not taken over, this process goes on: {why}");
+        log::error!("the page server has not taken over, this process continues: {why}");
         self.progress.page_server.failed(why);
         self.progress.tell(ProgressEvent::PageServerFailed);
     }
@@ -116,7 +116,7 @@ impl<M: GuestMemoryMap> Server<M> {
 /// destination has every one. `taken` is called once, when it is known whether it does.
 ///
 /// # Errors
-/// When it could not take over, which `taken` was told; or the operator has given up.
+/// When it could not take over, which `taken` was told; or the operator has abandoned it.
 pub fn serve_for_another<M: GuestMemoryMap>(
     memory: Arc<M>,
     takeover: &TakeoverRequest,

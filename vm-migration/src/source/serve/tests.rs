@@ -20,7 +20,7 @@ use crate::testing::FakeMemory;
 use crate::transport::{Connection, Listener};
 use crate::{Progress, Side};
 
-/// How long a peer goes on at most: far longer than what is to end it.
+/// How long a peer continues at most: far longer than what is to end it.
 const LONG: Duration = Duration::from_secs(20);
 
 /// How long a peer may stand still.
@@ -49,7 +49,7 @@ fn go_on(connection: &Connection, first: &[u8], more: &[u8]) {
     }
 }
 
-/// A destination to which a source comes back. It says that it is there, and then goes on so.
+/// A destination to which a source comes back. It says that it is there, and then continues so.
 fn take_back(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>) {
     let never = Cancel::new().unwrap();
     let mut control = Channel::new(listener.accept(&never, Some(LONG), LONG).unwrap());

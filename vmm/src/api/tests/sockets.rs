@@ -23,7 +23,7 @@ fn a_stale_socket_is_replaced_and_only_ours_is_removed() {
     assert!(UnixStream::connect(&path).is_ok());
     drop(listener);
     assert!(!path.exists());
-    // Somebody else's socket at the same path survives.
+    // Another process's socket at the same path survives.
     let listener = bind(path.clone()).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
     let _other = UnixListener::bind(&path).unwrap();
@@ -61,7 +61,7 @@ fn descriptors_must_listen() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("api");
     let listener = UnixListener::bind(&path).unwrap();
-    // The parsed socket owns the descriptor, so this end lets go of it.
+    // The parsed socket owns the descriptor, so this end releases it.
     let fd = std::os::fd::IntoRawFd::into_raw_fd(listener);
     let listener = ApiListener::bind(ApiSocket::parse(&format!("fd={fd}")).unwrap()).unwrap();
     assert!(UnixStream::connect(&path).is_ok());

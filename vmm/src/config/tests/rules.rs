@@ -209,7 +209,7 @@ fn payload_rules() {
     assert_eq!(params(|p| p.firmware = Some("/f".into())).unwrap_err(), ConfigError::TwoPayloads);
     let firmware = VmParams { firmware: Some("/f".into()), ..VmParams::default() };
     assert!(firmware.into_config().is_ok());
-    // What clients say who leave nothing out.
+    // What clients send that omit no field.
     assert!(complete(r#"{"payload":{"firmware":"/f","kernel":null,"cmdline":"x"}}"#).is_ok());
     assert!(complete(r#"{"payload":{"firmware":"","kernel":"/k"}}"#).is_ok());
     assert_eq!(

@@ -34,7 +34,7 @@ impl Passthrough {
         cancel: &CancelToken,
     ) -> Result<Bdf, PassthroughError> {
         self.check_memory()?;
-        // Nothing is given back to the host from here on; what has been comes back, and what is in a
+        // Nothing is returned to the host from here on; what has been comes back, and what is in a
         // balloon goes again when everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
         let added = self.plug(config, context, cancel).and_then(|bdf| {
@@ -55,7 +55,7 @@ impl Passthrough {
         }
     }
 
-    /// The thread that opens a device that was given up resets it when it is open, also if it was opened again since.
+    /// The thread that opens a device whose addition was cancelled resets it when it is open, also if it was opened again since.
     pub(super) fn refuse_withdrawn(
         &self,
         config: &DeviceConfig,
@@ -70,7 +70,7 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Takes the device at `bdf` from the guest and gives it back to the host; with the last one
+    /// Takes the device at `bdf` from the guest and returns it to the host; with the last one
     /// memory is unmapped. Returns its id.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();

@@ -4,7 +4,7 @@
 //!
 //! A device that has failed is gone for the guest at once, as nothing that it reads can be trusted, and
 //! reaches no memory from then on: the guest takes back the pages that it had given to it. One that is
-//! wanted back is the guest's until it has let go; the host asks again until it has it.
+//! wanted back is the guest's until it is ejected; the host asks again until it has it.
 
 use std::io;
 use std::sync::Mutex;
@@ -27,7 +27,7 @@ pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvent
         match notice {
             DeviceEvent::Failed => fail(device, &list),
             DeviceEvent::WantedBack => {
-                log::warn!("the host wants device '{id}' back: the guest is asked to let go of it");
+                log::warn!("the host wants device '{id}' back: the guest is asked to eject it");
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
                 sink(GuestEvent::DeviceWanted { id: id.to_owned() });
             }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migration of passed-through devices, and their part in a pause: they stop, move and go on.
+//! Migration of passed-through devices, and their part in a pause: they stop, move and continue.
 //!
 //! Owns the order for all devices together: none may reach another that has stopped, so all are
 //! quiet before the first stops, and awake before the first works. Says which devices cannot be moved,
@@ -37,8 +37,9 @@ pub fn check_config(config: &VmConfig) -> Result<(), PassthroughError> {
         })
         .collect();
     if !devices.is_empty() && !ram::hotplug_zones(&config.memory).is_empty() {
-        reasons
-            .push("devices beside memory that the guest gets while it runs (hotplug_size)".into());
+        reasons.push(
+            "devices alongside memory that the guest gets while it runs (hotplug_size)".into(),
+        );
     }
     refuse(&reasons)
 }

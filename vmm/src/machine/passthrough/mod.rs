@@ -109,9 +109,9 @@ pub enum PassthroughError {
          them first"
     )]
     NotMovable(String),
-    /// The same device, which was given up while it was opened.
+    /// The same device, which was removed while it was being opened.
     #[error(
-        "'{id}' ({place}) was given up before, and the host is still opening it for that; add it again when \
+        "'{id}' ({place}) was removed while it was being opened, and the host is still opening it; add it again when \
          it is done"
     )]
     Withdrawn {
@@ -159,15 +159,15 @@ pub struct Passthrough {
     slots: Option<Arc<KvmBarSlots>>,
     /// Memory that was mapped before, until it is to be mapped.
     prepinned: Option<PrepinnedSlot>,
-    /// Devices that were given up while they were opened, by their place, until they are closed.
+    /// Devices that were removed while they were being opened, by their place, until they are closed.
     withdrawn: Vec<(String, Weak<()>)>,
     /// Devices are to reach each other by DMA.
     needs_p2p: bool,
     /// What they reach of each other; another one after the last has gone, as the gate.
     peers: Option<Arc<P2pBars>>,
-    /// A device wants all memory mapped before the guest goes on.
+    /// A device wants all memory mapped before the guest continues.
     strict: bool,
-    /// Last: what devices may write stays theirs until they are gone, or until it is let go of.
+    /// Last: what devices may write stays theirs until they are gone, or until it is released.
     ban: Option<Arc<DiscardBan>>,
 }
 
@@ -195,7 +195,7 @@ pub struct OpenInput<'a> {
 }
 
 impl Passthrough {
-    /// With passed-through devices no memory is given back to the host: they would go on writing
+    /// With passed-through devices no memory is returned to the host: they would keep writing
     /// pages that the guest no longer has. To be called before a balloon is made, which then does
     /// not offer what would not work.
     pub fn ban_discards(config: &VmConfig, ram: &GuestRam) -> Option<DiscardBan> {
@@ -305,13 +305,15 @@ impl Passthrough {
         if self.notices.is_none() {
             match device_events::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
                 Ok(notices) => self.notices = Some(notices),
-                Err(error) => log::warn!("nobody hears if device '{id}' fails: {error}"),
+                Err(error) => {
+                    log::warn!("a failure of device '{id}' will not be reported: {error}")
+                }
             }
         }
         if let Some(notices) = &self.notices
             && let Err(error) = device.report_to(notices)
         {
-            log::warn!("nobody hears if device '{id}' fails: {error}");
+            log::warn!("a failure of device '{id}' will not be reported: {error}");
         }
     }
 

@@ -144,7 +144,7 @@ impl Passthrough {
         }))
     }
 
-    /// The slot is for the first device. One that is of no use is given back.
+    /// The slot is for the first device. One that is of no use is released.
     fn attach_that_of_slot(
         &mut self,
         config: &DeviceConfig,
@@ -224,7 +224,7 @@ impl Passthrough {
     /// map memory. Does nothing if there are none.
     ///
     /// # Errors
-    /// Naming the device; or it is to be given up while one is being opened. The machine is of no use then.
+    /// Naming the device; or the start is to be cancelled while one is being opened. The machine is of no use then.
     pub fn finish_opening(
         &mut self,
         context: &PciContext<'_>,
@@ -271,7 +271,7 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Lets those vCPUs go on that wait for a device that will not come.
+    /// Lets those vCPUs continue that wait for a device that will not come.
     pub fn release_numbers(&self, segment: &PciSegment) {
         self.pending.iter().for_each(|pending| segment.release(pending.number));
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Long transfers: done in pieces, given back in between, and begun anew.
+//! Long transfers: done in pieces, returned in between, and begun anew.
 
 use super::super::long_transfer::{PIECE_BYTES, UNDER_WAY_BYTES};
 use super::super::no_space::OnFull;
@@ -180,7 +180,7 @@ fn a_long_transfer_waits_for_those_before_it() {
     assert_eq!(steps.next_avail(), 1);
     while steps.driver.queues[0].used_index() < 3 {
         steps.worker.drain().unwrap();
-        // Up to the end of the long one, which a drain would give back.
+        // Up to the end of the long one, which a drain would return.
         for _ in 0..5 {
             steps.step();
         }

@@ -158,7 +158,7 @@ fn a_write_is_kept_until_there_is_room_and_answered_once() {
             assert_eq!(full.pause(0), 0, "nothing is answered");
             assert_eq!((full.status(0), full.status(1), full.disk.kept()), (0xee, 0xee, 1));
             assert_eq!(full.disk.try_again().unwrap_err().raw_os_error(), Some(libc::ENOSPC));
-            // It is begun again whenever the device goes on, and its owner hears of it again.
+            // It is begun again whenever the device continues, and its owner hears of it again.
             full.fixture.device.resume();
             full.wait_told();
         }

@@ -26,11 +26,11 @@ fn a_flush_that_failed_fails_for_ever() {
             assert!(refused.to_string().contains(fixture.image.path().to_str().unwrap()));
         }
         assert!(lock.check_stable().is_err());
-        // The rest goes on: the guest may still read what there is.
+        // The rest continues: the guest may still read what there is.
         let read = [writable(BUFFER, 512)];
         assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 7, &read).0, OK);
 
-        // Whoever takes over the open image takes over what is wrong with it; opening it anew ends that.
+        // A VM that takes over the open image takes over its failure; opening it anew clears it.
         let next = Block::over(config(&fixture.image), &lock).unwrap();
         assert!(next.lock().check_stable().is_err());
         Block::new(config(&fixture.image)).unwrap().lock().check_stable().unwrap();
