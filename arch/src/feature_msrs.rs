@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Registers that describe the processor to its guest, besides CPUID.
+//! Feature MSRs: registers that describe the processor to its guest, in addition to CPUID.
 //!
 //! Owns which ones they are and what each may lose on the way to another host: the rules are those by which
 //! KVM takes or refuses a value for a vCPU, so that a refusal comes before a guest has stopped for it. A

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the x86_64 machine looks like to its guest.
+//! The x86-64 platform presented to the guest: memory map, CPUID, firmware tables, boot state.
 //!
 //! Owns the physical memory map, the boot protocols (PVH and the 64-bit Linux protocol of a
 //! bzImage), the registers a boot vCPU starts with, the CPUID each vCPU sees, and the ACPI and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The registers with which a boot vCPU starts.
+//! Initial register state of the boot vCPU.
 //!
 //! Owns what the two boot protocols say about registers, and the MSRs and local APIC pins that
 //! firmware would have set on every vCPU. Other vCPUs wait for INIT and SIPI, so KVM's reset state

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A bound on what a guest can make the VMM log.
+//! A rate limit for log lines that a guest can cause.
 //!
 //! Owns the count of lines and of those that were left out. Whatever a guest does, one device writes a
 //! burst and then a line a minute, so that a hostile guest cannot fill the host's disk, and a fault

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening KVM and finding out what it can do.
+//! Opening KVM and querying its capabilities.
 //!
 //! Owns the handle to /dev/kvm, the list of what this VMM cannot do without, and the record of what
 //! it can use if it is there. Must never guess: a capability counts when the kernel says so.

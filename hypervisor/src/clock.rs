@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The guest's paravirtual clock, and how guest time continues after a move.
+//! The guest's paravirtual clock (kvm-clock), and its adjustment after a migration.
 //!
 //! Owns the clock's saved form and the one decision about time: does the guest see the time that
 //! passed between save and restore, or not. Must never be restored after a vCPU: the TSC of every

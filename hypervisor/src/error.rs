@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The one error of a refused ioctl.
+//! The error type of a failed ioctl.
 //!
 //! Owns the conversion from the ioctl crate's error. Must never be used where a caller would have
 //! to match on what was asked: those cases have variants of their own.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a vCPU leaves the guest for.
+//! vCPU exits and their handler.
 //!
 //! Owns one pass through KVM_RUN and the translation of its exit into calls of an
 //! [`ExitHandler`]. Must never decide what happens to the VM: it reports, the handler decides.

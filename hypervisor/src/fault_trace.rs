@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where a vCPU was refused a page, on a KVM that does not say it.
+//! The address of a vCPU's failed page access, traced with BPF on a KVM that does not report it.
 //!
 //! When the host refuses an access, `KVM_RUN` of a kernel without the bundled patches fails with
 //! EFAULT and no address. KVM's tracepoints have the address before that: a program on one of them

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What devices need of the interrupt controller and of I/O event notification.
+//! Traits by which devices use interrupts and I/O event notification.
 //!
 //! The traits here are the only part of this crate that the `pci` room uses, so that its tests
 //! run with a fake. The KVM implementation lives in this crate as well.

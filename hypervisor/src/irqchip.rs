@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! State of the interrupt controllers that all vCPUs share.
+//! Saved state of the interrupt controllers shared by all vCPUs.
 //!
 //! Owns the saved form of both PICs and the IOAPIC. Local APICs belong to vCPUs. Must never be
 //! restored before those: see the crate's head.

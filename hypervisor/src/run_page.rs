@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The page that a vCPU shares with the kernel, mapped a second time.
+//! The `kvm_run` page of a vCPU, mapped a second time.
 //!
 //! Owns that second mapping. It lets other threads set `immediate_exit` while the vCPU thread holds
 //! the vCPU exclusively, and tells what kvm-ioctls leaves out of its exits. Must never write

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! vCPUs on threads of their own.
+//! vCPU threads.
 //!
 //! Owns the threads, their pause and resume, and the kick that gets a vCPU out of the guest. Must
 //! never look at guest state: a caller that needs it runs a closure on the parked vCPU.

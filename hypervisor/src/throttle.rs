@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Keeping vCPUs out of the guest for a share of the time.
+//! Throttling: keeps vCPUs out of the guest for a share of the time.
 //!
 //! Owns the thread that keeps the time and the duty cycle. How a vCPU is got out of the
 //! guest and kept out is `threads`' business. A throttled vCPU is still a running one: it can be

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The time-stamp counter of a vCPU across a move.
+//! The time-stamp counter of a vCPU across a migration.
 //!
 //! May contain `unsafe`: reading the counter. Owns the arithmetic that makes a vCPU's TSC continue with the clock (see `clock`). Must never set a
 //! frequency that the host can only pretend: KVM then trails the guest's TSC by hand or lets it run

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a VM offers to passed-through devices: KVM's VFIO device and level-triggered lines.
+//! KVM support for passed-through devices: the KVM-VFIO device and level-triggered interrupt lines.
 //!
 //! Owns the eventfds of a line, and which files KVM was told of. Knows nothing of VFIO itself: the caller that
 //! opens a group or a device tells KVM of it through what is made here.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What is behind a zone: anonymous memory, a memfd, a hugetlb memfd, or a file.
+//! Backings of a zone: anonymous memory, a memfd, a hugetlb memfd, or a file.
 //!
 //! Owns creating and sizing it. Must never shrink a file, never touch data that a file already
 //! holds unless the zone is shared, and leave no file behind when it fails.

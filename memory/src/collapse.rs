@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Huge pages for guest memory that has come from elsewhere, made while the guest runs.
+//! Background collapse of migrated or restored guest memory into huge pages.
 //!
 //! Memory arrives in small pages: making huge ones at that moment costs time in which the guest, or
 //! a thread that waits for it, stands still. Afterwards this makes them, for zones that are to have huge

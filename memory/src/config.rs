@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What guest RAM shall be: zones, their backings and their properties.
+//! Configuration of guest RAM: zones, their backings and their properties.
 //!
 //! Owns the rules that need no host to check. Must never touch the host: the same configuration is
 //! valid or not wherever it is read.

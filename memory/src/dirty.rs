@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that devices inside this process wrote: KVM's dirty log does not see those writes.
+//! Dirty log of the VMM's own devices, whose writes KVM's dirty log does not see.
 //!
 //! Owns one bitmap per region, filled by `vm-memory` on every access that goes through
 //! [`GuestMemory`](crate::GuestMemory) and drained by migration. Must never lose a write that

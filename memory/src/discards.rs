@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Whether a page of guest memory may be discarded.
+//! Policy for discarding guest memory: bans, and pinned pages.
 //!
 //! Owns that decision for every caller: balloon, free page reporting, virtio-mem, migration, restore
 //! and postcopy. A page that is pinned for a device has to stay where it is: after a discard the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that are being read, and are not discarded meanwhile.
+//! Holds: ranges that are being read and must not be discarded meanwhile.
 //!
 //! A migration looks which pages are populated and reads those, which takes as long as its connection
 //! does. If one of them is discarded in between, the read makes a new page in shared memory: the host

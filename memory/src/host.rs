@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the host says about its memory: huge page settings and pools, totals, NUMA nodes.
+//! Host memory information: huge page settings and pools, totals, NUMA nodes.
 //!
 //! Owns the paths under `/sys` and `/proc` and their reading. Must never write there, and must
 //! take a file that is missing or odd for "not available".

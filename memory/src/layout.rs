@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where in the guest's address space each zone lies.
+//! Placement of zones in the guest's physical address space.
 //!
 //! Owns the rule: zones one after another from address 0, cut at the hole for devices below
 //! 4 GiB. Must never depend on the host, or a migrated guest would find its memory elsewhere.

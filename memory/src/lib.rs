@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guest RAM.
+//! Guest RAM: zones, mappings, prefault, page maps and discards.
 //!
 //! Owns the zones of guest memory: their backings, their two mappings, prefault, and the per-page
 //! residency and zero maps that every other crate reads. Knows nothing of KVM, of devices or of the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What is known about each page of a region: is its content here, and is it zero.
+//! Per-page maps of a region: whether a page is resident, and whether it is known to be zero.
 //!
 //! Owns the senses of the two bitmaps. In both, the state at boot is all-clear, so that a fresh
 //! guest costs nothing: everything is resident, and everything is zero.

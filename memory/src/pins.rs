@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that is pinned for passed-through devices, and how it can be discarded all the same.
+//! Interface to memory pinned for passed-through devices, and to its unpinning before a discard.
 //!
 //! Owns the contract between code that discards memory and code that has pinned it. A device knows nothing of
 //! what the guest does with its pages, so pinned memory may go only if the guest promises to ask

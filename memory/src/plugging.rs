@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that comes and goes in blocks while the guest runs.
+//! Plugging and unplugging of memory blocks while the guest runs (virtio-mem).
 //!
 //! A zone with [`ZoneSpec::block_bytes`](crate::ZoneSpec) exists from the begin: its addresses, its
 //! mapping, its slot. It has no pages until a device plugs blocks in, and those of a block that is

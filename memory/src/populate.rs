@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Give a range of guest memory its pages, now, and huge ones where they are wanted.
+//! Populating a range of guest memory, with huge pages where wanted.
 //!
 //! Owns the choice between the kernel's own populate, huge pages by collapse, and touching. Must
 //! never change what the guest reads, must never raise SIGBUS, and must not be used on memory whose

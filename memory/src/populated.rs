@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which parts of guest memory ever held data, found without populating the others.
+//! Detection of populated guest memory without populating the rest.
 //!
 //! Owns the three ways to ask the kernel: holes of a file, page tables of this process, and for hugetlb
 //! the tables of our mappings and what the file reads as. Must never answer "no data" when in doubt, and must never

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! All of a guest's RAM.
+//! Guest RAM: all regions and the operations on them.
 //!
 //! Owns the order in which memory is made: check, create backings, lay out, map, advise. Must do
 //! nothing whose cost grows with the size of the guest, and must refuse before it creates.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a PCI function is to the bus.
+//! The interface of a PCI function to the bus.
 //!
 //! The bus knows configuration space, BARs and saved state of a function through this trait alone,
 //! so that emulated and passed-through functions sit side by side.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stand-ins for everything around this crate, for its tests and fuzz targets.
+//! Fakes of everything around this crate, for its tests and fuzz targets.
 //!
 //! They keep record of what was asked of them, and of every request that the real thing would have
 //! to refuse (`violations`). Never used by a VMM.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The PCI room: how a guest finds a device, reaches its registers and is interrupted by it.
+//! PCI: bus, configuration space, BARs, MSI-X, and the virtio transport.
 //!
 //! Owns configuration space, the placement and mapping of BARs, MSI-X and the virtio transport over
 //! PCI. Knows nothing of what a device does, of the host's devices, of KVM or of configuration files:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Locking that survives a panic elsewhere.
+//! Locks that ignore poisoning.
 //!
 //! Every lock in this crate guards plain values that are consistent between any two statements, so
 //! a poisoned lock is still usable. The order in which locks nest is: arrivals on a segment, segment

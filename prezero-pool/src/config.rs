@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The configuration file: what is kept ready, for whom, and how gently.
+//! The configuration file: slots, users, and limits on processor time and bandwidth.
 //!
 //! Owns its form (TOML) and its rules. Must never look at the host: whether there are such pages is
 //! found out when they are made.

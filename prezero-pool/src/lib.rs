@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Keeps populated and zeroed memory ready for virtual machines, and takes it back when they end.
+//! A daemon that leases populated, zeroed memory to virtual machines, and reclaims it when they end.
 //!
 //! Owns the slots: which are ready or leased, and what happens to returned ones. Knows
 //! nothing of virtual machines but where their memory begins and ends: a slot is a memfd, perhaps mapped

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The daemon's one thread that listens, answers, and notices when a user has gone.
+//! The server thread: accepts clients, answers them, and detects when a lease ends.
 //!
 //! Owns the sockets and the connections. Must never wait for a client: one that does not read its
 //! answer, or says nothing for long without having anything, is cut off.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory of one slot: made, leased, proved free, cleared.
+//! The memory of one slot: created, leased, verified to be unused, cleared.
 //!
 //! Owns the pool's own open file of the memfd. Must never call memory zero that was not looked at
 //! byte by byte, and never clear memory that another process may have.

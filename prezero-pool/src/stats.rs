@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Statistics, in the text form that Prometheus reads.
+//! Statistics in the Prometheus text format.
 //!
 //! Owns the counters and their names. Must never decide anything.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the pool asks the kernel for directly.
+//! Direct system calls of the pool.
 //!
 //! May contain `unsafe`: system calls with plain numbers and structures. Must never decide anything.
 

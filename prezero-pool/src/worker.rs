@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The threads that make and clear memory, when no other thread wants the processor.
+//! Worker threads, which create and clear memory at idle priority.
 //!
 //! Owns the threads and their queues, one for each NUMA node. Must never decide what is done.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What is said when SIGINT (Ctrl-C) comes while this program waits for what another one does.
+//! The message on SIGINT (Ctrl-C) while waiting for a migration.
 //!
 //! Owns SIGINT from the first call on. It must never keep the signal from ending the process.
 

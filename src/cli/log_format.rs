@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--log-format`: how a log line is put together.
+//! `--log-format`: parsing and formatting of log lines.
 //!
 //! Owns the tokens in braces, with the names that cloud-hypervisor gives them, and the clocks behind
 //! them. It must never write anything.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where log messages go: stderr or a file, a line each, with the time since the start.
+//! The logger: writes log lines to stderr or a file.
 //!
 //! Owns where lines go. Lines of different threads never mix: each is one write. A reader that does not
 //! read (a terminal that was stopped, a pipe) keeps no thread waiting that has something to log: lines that

@@ -112,7 +112,9 @@ fn insists(mode: Mode) {
     for times in 1..=2 {
         there.signal(libc::SIGTERM);
         if times == 1 {
-            wait_for("the log", || there.output().contains("told to end; a second request").then_some(()));
+            wait_for("the log", || {
+                there.output().contains("told to end; a second request").then_some(())
+            });
             there.api().get("vmm.ping").ok();
         }
     }

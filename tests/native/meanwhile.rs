@@ -92,8 +92,8 @@ fn requests(row: Row) {
             refused(&destination, name, "");
         }
         // Its pages are sent by a thread that may be ahead of the one that answers.
-        let given_away = || (source.api().get("vm.info").status == 409).then_some(());
-        wait_for("the source to have handed the VM over", given_away);
+        let handed_over = || (source.api().get("vm.info").status == 409).then_some(());
+        wait_for("the source to have handed the VM over", handed_over);
     } else {
         for name in ["vm.pause", "vm.resume", "vm.shutdown", "vm.reboot"] {
             refused(&destination, name, "");

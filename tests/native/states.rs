@@ -73,11 +73,11 @@ struct Scene {
     /// The request that waits.
     waiting: Option<JoinHandle<std::io::Result<Answer>>>,
     /// What it waits for; it comes when this is dropped.
-    obstacle: Box<dyn Any>,
+    blocker: Box<dyn Any>,
 }
 
 fn check(scene: Scene) {
-    let Scene { mut vmm, doing, without, signal, waiting, obstacle } = scene;
+    let Scene { mut vmm, doing, without, signal, waiting, blocker } = scene;
     let api = vmm.api();
     let held = Held::by(&vmm);
     for _ in 0..2 {
@@ -91,7 +91,7 @@ fn check(scene: Scene) {
     assert_eq!(told, json!(doing));
     let is_waiting = || waiting.as_ref().is_none_or(|thread| !thread.is_finished());
     assert!(is_waiting(), "{:?}", waiting.map(JoinHandle::join));
-    let mut obstacle = Some(obstacle);
+    let mut blocker = Some(blocker);
     let mut began = Instant::now();
     vmm.signal(libc::SIGTERM);
     if signal != Signal::Ends {
@@ -106,13 +106,13 @@ fn check(scene: Scene) {
     if signal == Signal::WaitsInTheKernel {
         // The last that a process does by itself.
         wait_for("the end of the process", || (!vmm.socket().exists()).then_some(()));
-        obstacle = None;
+        blocker = None;
     }
     assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
     let limit = if signal == Signal::Ends { SIGNAL_END } else { PROMPT };
     assert!(began.elapsed() < limit, "{:?}\n{}", began.elapsed(), vmm.output());
     assert!(!vmm.socket().exists(), "the socket is left");
-    drop(obstacle);
+    drop(blocker);
     if let Some(thread) = waiting {
         // Told of the end, or of nothing by a socket that is gone.
         let _ = thread.join().expect("it ends");
@@ -160,7 +160,7 @@ fn booted() -> Scene {
         without: &["vm.shutdown", "vm.delete"],
         signal: Signal::Ends,
         waiting,
-        obstacle: Box::new(slow),
+        blocker: Box::new(slow),
     }
 }
 
@@ -175,7 +175,7 @@ fn given_a_disk() -> Scene {
         without: &[],
         signal: Signal::Ends,
         waiting,
-        obstacle: Box::new(slow),
+        blocker: Box::new(slow),
     }
 }
 
@@ -211,7 +211,7 @@ fn restored() -> Scene {
         without: &["vm.delete", "vm.shutdown"],
         signal: Signal::Ends,
         waiting,
-        obstacle: Box::new((slow, folder)),
+        blocker: Box::new((slow, folder)),
     }
 }
 
@@ -248,12 +248,12 @@ fn while_hung(
     doing: Option<&'static str>,
     without: &'static [&'static str],
 ) -> Scene {
-    let (vmm, obstacle) = hung();
+    let (vmm, blocker) = hung();
     let waiting = request.map(|name| begin(&vmm, name, ""));
     if let Some(doing) = doing {
         wait_until_doing(&vmm, doing);
     }
-    Scene { vmm, doing, without, signal: Signal::Waits, waiting, obstacle }
+    Scene { vmm, doing, without, signal: Signal::Waits, waiting, blocker }
 }
 
 fn running() -> Scene {
@@ -299,7 +299,7 @@ fn saved() -> Scene {
         without: &["vm.snapshot-cancel"],
         signal: Signal::WaitsInTheKernel,
         waiting,
-        obstacle: Box::new((frozen, mounted, folder)),
+        blocker: Box::new((frozen, mounted, folder)),
     }
 }
 
@@ -320,7 +320,7 @@ fn migrated() -> Scene {
         without: &["vm.migration-cancel"],
         signal: Signal::Waits,
         waiting: None,
-        obstacle: Box::new((silent, source)),
+        blocker: Box::new((silent, source)),
     }
 }
 
@@ -336,7 +336,7 @@ fn awaited() -> Scene {
         without: &["vm.migration-cancel", "vm.delete"],
         signal: Signal::Ends,
         waiting,
-        obstacle: Box::new(()),
+        blocker: Box::new(()),
     }
 }
 
@@ -357,7 +357,7 @@ fn awaited_from_a_silent_peer() -> Scene {
     let before = later_looks.min().expect("looks");
     let peer = TcpStream::connect(address).expect("a connection");
     wait_for("the connection to be taken", || (sockets() > before).then_some(()));
-    Scene { obstacle: Box::new(peer), ..scene }
+    Scene { blocker: Box::new(peer), ..scene }
 }
 
 /// A VMM whose resolver asks a server that does not answer, and the server.
@@ -405,7 +405,7 @@ fn awaited_at_a_name() -> Scene {
         without: &["vm.migration-cancel", "vm.delete"],
         signal: Signal::Ends,
         waiting,
-        obstacle: Box::new((server, folder)),
+        blocker: Box::new((server, folder)),
     }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a guest sees of a host function's configuration space.
+//! The guest's view of a host function's configuration space.
 //!
 //! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, their
 //! decoding, the interrupt line and pin, MSI and the control word of MSI-X, the link that is not there in the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A host's function on the guest's PCI bus.
+//! A passed-through function on the guest's PCI bus.
 //!
 //! Owns its shadow of configuration space, its BARs in the guest's address space, and whether it is
 //! still there for the guest. The write that would let it reach memory waits at the gate; when memory

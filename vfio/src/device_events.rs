@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the host tells of its functions by itself: that one has failed, or is wanted back.
+//! Error and request interrupts (IRQs) of VFIO functions: the host reports a failure, or wants a device back.
 //!
 //! Owns a thread that waits for it, and the eventfds by which it comes. Decides nothing: the code that
 //! started it is told, on that thread.

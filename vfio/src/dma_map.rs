@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The pieces in which guest memory is mapped for DMA, and those that are unmapped for a while.
+//! The DMA map of guest memory: mapped pieces, and those that are temporarily unmapped.
 //!
 //! Owns the record of every mapping. A mapping cannot be cut, and to unmap one that a device may be
 //! using, even for an instant, would break its DMA; so a piece goes when the guest uses nothing of

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What can go wrong with a passed-through function, with text that the operator can act on.
+//! Errors of passed-through functions.
 //!
 //! Owns the messages only.
 

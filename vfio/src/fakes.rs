@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stand-ins for a host's function, for memory slots and for an IOMMU, for tests and fuzz targets.
+//! Fakes of a host's function, for memory slots and for an IOMMU, for tests and fuzz targets.
 //!
 //! They keep record of what was asked of them, and of every request that must not be made
 //! (`violations`). Never used by a VMM.

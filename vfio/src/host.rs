@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What this room needs of a function of the host.
+//! The interface to a host function, implemented by VFIO and by fakes.
 //!
 //! Owns the trait that the real thing ([`super::VfioFunction`]) and the tests' stand-in implement.
 //! The kernel filters every access once more; nothing here is a security boundary towards the host.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The interrupts of a passed-through function on their way to the guest.
+//! Delivery of a passed-through function's interrupts to the guest.
 //!
 //! Owns which of the pin, MSI and MSI-X is connected at the host, which is one at most, and follows
 //! what the guest has switched on. No interrupt passes through this code: the host's function signals

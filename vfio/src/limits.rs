@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The limits that pinning a guest's memory can run into, looked up before it begins.
+//! Resource limits that apply to pinning guest memory, checked in advance.
 //!
 //! Owns where they are found and how they are compared. Whatever cannot be read is no limit: then the
 //! kernel says so itself, only later.

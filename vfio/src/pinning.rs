@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The pipeline that makes guest memory ready for DMA while the guest runs.
+//! The pipeline that populates, pins and maps guest memory for DMA while the guest runs.
 //!
 //! Owns its thread and the progress, and settles the gate. Memory is mapped as soon as it is
 //! populated, on the thread that populated it, while other memory is being populated; where the thread that maps

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that a pool has mapped for a device before the VM was there.
+//! Pool memory that is already mapped for a device when the VM starts.
 //!
 //! Owns the comparison of what the pool says is mapped with the memory that this VM has. Must never take
 //! the pool's word for an address or a length: a device that reached other memory than the guest gave it

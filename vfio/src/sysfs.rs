@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where a function of the host is found, and whether it may be opened from there.
+//! Location of a host function in sysfs, and checks before it is opened.
 //!
 //! Owns the checks that say what the host lacks before VFIO says less clearly that it does.
 

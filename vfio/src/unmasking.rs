@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The interrupt pin of a function that the kernel cannot unmask by itself.
+//! Unmasking of an interrupt pin (INTx) in user space, where the kernel cannot do it.
 //!
 //! Owns a thread that unmasks the pin whenever the guest is done with an interrupt. Drivers of mediated
 //! devices on the host often know no eventfd for that; for all others the kernel does it, without an exit.

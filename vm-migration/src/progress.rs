@@ -205,7 +205,7 @@ pub(crate) struct Counters {
     pub recoveries: AtomicU32,
 }
 
-/// What a running migration shows. Shared by all its threads and everyone who watches.
+/// What a running migration shows. Shared by all its threads and all watching clients.
 pub struct Progress {
     side: Side,
     observer: Option<Box<dyn Observer>>,

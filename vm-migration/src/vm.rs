@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the virtual machine monitor implements so that its guests can move.
+//! Traits that the VMM implements to migrate its machines.
 //!
 //! Owns the traits and the promises between the migration and the machine. Ownership carries the
 //! phase: a [`SourceVm`] can run the guest, a [`PausedVm`] can be resumed or handed over, and what

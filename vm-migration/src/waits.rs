@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How long pages have been waited for.
+//! Accounting of waits for pages.
 //!
 //! Owns a fixed table of waits, written without a lock by the threads that request pages and by those that
 //! receive them: a slot is reserved with a compare-and-swap, filled, and then gets its key, so that what is

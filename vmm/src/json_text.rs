@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! JSON as text that the plainest of readers get right.
+//! Writes JSON in a form that minimal parsers accept.
 //!
 //! Owns two ways of writing it. Both mean the same to a JSON parser as any other: what a reader could
 //! trip over stands as an escape in strings. It must never know what is written.

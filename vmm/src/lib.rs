@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The VMM: what a VM is made of, the API that drives it, and the wiring of all rooms.
+//! The VMM: VM configuration, HTTP API, life cycle, and wiring of memory, vCPUs and devices.
 //!
 //! Owns the life cycle of the VM, the configuration, the HTTP API and the event monitor. It must
 //! never contain wire formats or ioctls; those belong to the crates below.

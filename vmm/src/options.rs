@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What `main` asks of the VMM, and why the VMM came to its end.
+//! Start options of the VMM, and the reason for its end.
 //!
 //! Owns plain values only; it must never do anything.
 

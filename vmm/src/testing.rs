@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tests in processes of their own, which may end or lack something.
+//! Helpers to run a test in a process of its own.
 //!
 //! Owns how a test runs itself again. Must never change anything in the process that runs the others.
 

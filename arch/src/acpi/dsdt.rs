@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The DSDT: devices that a guest cannot find by looking.
+//! The DSDT: devices that a guest cannot enumerate by itself.
 //!
 //! Owns all AML. What PCI can enumerate is not here. Must never describe a device that the inputs
 //! do not name: a guest would drive it.

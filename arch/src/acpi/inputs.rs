@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the ACPI tables are made from.
+//! Inputs of the ACPI tables.
 //!
 //! Owns the plain data a caller fills in and the check that it makes sense. Must never refer to a
 //! device object: numbers and addresses only.

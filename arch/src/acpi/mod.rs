@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! ACPI tables: how a guest learns what the machine has.
+//! ACPI tables, which describe the machine to the guest.
 //!
 //! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT and DSDT, their contents and their place in guest memory.
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power

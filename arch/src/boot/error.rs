@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Why a guest could not be prepared for its first instruction.
+//! Errors in loading a guest's boot payload.
 //!
 //! Owns the error type of the boot module; each variant tells the operator what
 //! to change. Must never name a path: the caller, who opened the file, adds that.

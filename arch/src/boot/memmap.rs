@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory map that the guest is told, and room for an initramfs in it.
+//! The memory map given to the guest, and the placement of the initramfs.
 //!
 //! Owns the reduction of guest memory regions to e820 entries; PVH uses the same numbers. Must
 //! never call something RAM that is not backed.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! From a kernel file to a guest that can take its first instruction.
+//! Boot protocols: loads a kernel and prepares the guest for its first instruction.
 //!
 //! Owns the two boot protocols, PVH for ELF files and the 64-bit Linux protocol for bzImages, the
 //! place of the initramfs and the memory map the guest is told. Writes guest memory only; the

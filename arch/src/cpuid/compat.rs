@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Can a VM that started with one CPUID continue with another?
+//! CPUID compatibility: whether a VM that booted with one CPUID can run on a host with another.
 //!
 //! Owns the comparison. Both sides are tables made by [`super::common_cpuid`] from the same
 //! configuration, so what they differ in is the hosts. Must never be silent about a bit it does

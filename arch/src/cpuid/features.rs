@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which CPUID registers are sets of features, and what the bits are called.
+//! The CPUID registers that are feature sets, and the names of their bits.
 //!
 //! Owns data only. Names are those that Linux prints in /proc/cpuinfo, or would; a bit without a
 //! name here is reported by its number.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What each vCPU says about itself.
+//! CPUID of each vCPU.
 //!
 //! Owns the way from the CPUID that KVM supports on a host to the one a vCPU gets: [`common_cpuid`]
 //! decides once for a VM which features it has, [`VmCpuid::for_vcpu`] adds what differs between

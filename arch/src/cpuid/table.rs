@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A CPUID table that is being edited.
+//! An editable CPUID table.
 //!
 //! Owns finding, replacing and removing leaves. Must never know what a leaf means.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The kinds of things that a console can be connected to.
+//! Console backends: terminals, files, sockets.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The outer ends of serial port, virtio console and debug console.
+//! Host endpoints of serial port, virtio console and debug console.
 //!
 //! Owns the terminal, pseudo terminal, file or socket that a guest's console is connected to.
 //! Output never waits for its reader: what cannot be written at once is kept, up to a limit

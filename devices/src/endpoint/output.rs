@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening a file for output at a path that a peer may have chosen.
+//! Safe opening of an output file at an untrusted path.
 //!
 //! Owns what that may do to what is there already: nothing is ever truncated, no link leads into a file
 //! of another owner, and nothing is waited for.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Standard input and output as a console's, without ever waiting for them.
+//! Standard input and output as a non-blocking console backend.
 //!
 //! Owns the way in which that is done: whether a write waits is a property of the open file description,
 //! which the shell and other programs share, so it must never be changed here. A terminal or a pipe is

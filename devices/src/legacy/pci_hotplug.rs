@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The registers by which a guest learns of PCI devices that come and go, and releases them.
+//! The PCI hotplug registers, by which a guest is notified of devices and ejects them.
 //!
 //! Owns a bit for each device number in each of the registers, and what it was asked to eject.
 //! Knows no device: their owner is notified of ejections, and collects them when it can.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! One queue as a device's worker sees it.
+//! The virtqueue interface for device workers.
 //!
 //! Owns taking chains off the available ring, putting them on the used ring and notifying the
 //! driver. Everything in the rings was written by the driver: a rule that it broke is [`Broken`],

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What running vCPUs come out of the guest for, do on their threads, and go back.
+//! Tasks that run on vCPU threads between two entries into the guest.
 //!
 //! Owns how such a task reaches its thread; the protocol of the kick is the one of `threads`. Must
 //! never wait for a vCPU.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A vCPU's thread from the inside: jobs, and rounds in the guest.
+//! The loop of a vCPU thread: tasks, and entries into the guest.
 //!
 //! Owns what the thread does between two looks at what it is asked for. Must never wait for another vCPU.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Giving guest memory back to the host.
+//! Discarding guest memory of a region.
 //!
 //! Owns the ways in which each kind of memory is discarded, or zeroed where it has to stay. Whatever
 //! the way, the range reads as zero afterwards; must never discard or zero a byte outside it, whole

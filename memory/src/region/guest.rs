@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A mapping that only vCPUs use.
+//! The separate mapping of guest memory for vCPUs.
 //!
 //! Owns the choice between that mapping and `main` for the guest's memory slot. What watches one of
 //! the two does not watch the other: an access of a vCPU can be refused while devices wait.

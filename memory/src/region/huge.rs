@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Huge pages for a region that was filled by small ones.
+//! Collapsing a region of small pages into huge pages.
 //!
 //! Owns the question whether a block may be collapsed, and the call. Must never populate a page: a
 //! block of which a part is not there stays as it is.

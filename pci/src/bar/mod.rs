@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where the BARs of a segment lie, and what of that is mapped.
+//! Placement of the BARs of a segment, and their mappings.
 //!
 //! Owns the windows, two of memory and perhaps one of ports, and the record of every BAR: where its
 //! register points, which range it holds in a window, and which range is mapped. Only a BAR that

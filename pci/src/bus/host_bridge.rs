@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The host bridge at device number 0: there for guests to find, and nothing more.
+//! The host bridge at device number 0, without functions of its own.
 
 use std::sync::Mutex;
 

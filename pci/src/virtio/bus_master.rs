@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a driver makes of Bus Master Enable, and what a device may do in consequence.
+//! Bus Master Enable of a virtio device: whether it may do DMA.
 //!
 //! Owns one rule: the bit counts from the moment at which it is set for the first time. A function
 //! without it must not touch guest memory (PCI 3.0, 6.2.2), but some firmware (for example

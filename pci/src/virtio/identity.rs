@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How a virtio device presents itself in configuration space (virtio 1.3, 4.1.2).
+//! Identity of a virtio device in configuration space (virtio 1.3, 4.1.2).
 
 use virtio_bindings::virtio_ids as ids;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! From a device's events to MSI-X vectors and the ISR register.
+//! Interrupts of a virtio device: MSI-X vectors and the ISR register.
 //!
 //! Device threads come here for every used buffer they announce: all of it is atomics, no lock.
 

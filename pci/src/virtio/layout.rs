@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What lies where in the BAR, and the capabilities that say so (virtio 1.3, 4.1.4).
+//! Layout of the BAR, and the capabilities that describe it (virtio 1.3, 4.1.4).
 //!
 //! The layout is the same for every device whatever its number of queues, so that saved states
 //! stay exchangeable. Each structure has pages of its own.

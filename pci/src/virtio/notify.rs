@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! From a driver's notification to a device's eventfd.
+//! Doorbells: driver notifications connected to a device's eventfds.
 //!
 //! Each queue has one eventfd for life. While the device is active and its BAR mapped, the kernel
 //! signals it (ioeventfd); otherwise, or where the kernel refused, the write is trapped and

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The registers of one queue, and the check that makes a queue of them.
+//! The registers of one queue, and their validation.
 //!
 //! Whatever a driver writes is kept and read back; only [`QueueRegisters::build`] decides whether
 //! it is a queue. Never touches guest memory: a ring's pages may not have arrived yet.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! From a subcommand with its arguments to the request that is sent.
+//! Converts a subcommand and its arguments to an API request.
 //!
 //! Owns what each of them means. It must never send anything.
 

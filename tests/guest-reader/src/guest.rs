@@ -114,7 +114,7 @@ impl Patience {
     ) -> Result<T, GuestError> {
         let start = Instant::now();
         loop {
-            let obstacle = match attempt() {
+            let reason = match attempt() {
                 Ok(Some(value)) => return Ok(value),
                 Ok(None) => None,
                 Err(error) if error.is_transient() => Some(Box::new(error)),
@@ -122,7 +122,7 @@ impl Patience {
             };
             if start.elapsed() >= self.0 {
                 let what = what.to_owned();
-                return Err(GuestError::TimedOut { what, waited: self.0, source: obstacle });
+                return Err(GuestError::TimedOut { what, waited: self.0, source: reason });
             }
             std::thread::sleep(POLL);
         }

@@ -40,8 +40,8 @@ balloon_ms() {
 hold() {
   guest $1 "$fill; rm -f /tmp/go /tmp/filled; (fill $most $2 && echo whole || echo torn) >/tmp/verdict 2>&1 & filler=\$!; until [ -e /tmp/filled ]; do sleep 0.1; done"
 }
-# let_go NAME: it has freed that when this returns, and every page was right.
-let_go() { guest $1 'touch /tmp/go; wait $filler; grep -q whole /tmp/verdict || { cat /tmp/verdict; false; }'; }
+# let_fill_end NAME: it has freed that when this returns, and every page was right.
+let_fill_end() { guest $1 'touch /tmp/go; wait $filler; grep -q whole /tmp/verdict || { cat /tmp/verdict; false; }'; }
 
 # gone NAME: the host lacks at least 95 % of that.
 gone() {
@@ -54,7 +54,7 @@ round() {
   filled=$(host_mib $1) huge=$(huge_mib $1) cpu=$(balloon_ms $1) given=$(counter $1 reported_given_back_bytes)
   [ $filled -ge $most ] || { echo "$filled MiB on the host of $most"; return 1; }
   if [ $kind = thp ]; then [ $huge -ge $((most / 2)) ] || { echo "$huge MiB in huge pages"; return 1; }; fi
-  let_go $1 || return 1
+  let_fill_end $1 || return 1
   begin=$(now_ms)
   wait_until 30 gone $1 || { echo "$filled MiB, then $(host_mib $1) MiB, although $free are free"; return 1; }
   took=$(($(now_ms) - begin)) left=$(host_mib $1)
@@ -87,19 +87,19 @@ pauses() {
   left=$(host_mib $1)
   echo "LAB note: $kind: paused with$levels MiB on the host, of $filled before and $left afterwards"
   # There was something to give while it was paused.
-  [ "$(echo $levels | cut -d' ' -f1)" -gt $((left + 4)) ] && let_go $1 && guest $1 "$kept"
+  [ "$(echo $levels | cut -d' ' -f1)" -gt $((left + 4)) ] && let_fill_end $1 && guest $1 "$kept"
 }
 
 # What is in the balloon is not with the host, and comes back when the guest takes it out.
 inflates() {
-  hold $1 8 && let_go $1 || return 1
+  hold $1 8 && let_fill_end $1 || return 1
   remote $1 resize --balloon 192M || return 1
   wait_until 60 actual_is $1 192 || { echo "actual $(counter $1 actual_bytes)"; return 1; }
   # A guest's pages do not always make a whole huge page.
   wait_until 20 host_below $1 $((GUEST_MIB - 192 + slack)) || { echo "$(host_mib $1) MiB of $GUEST_MIB"; return 1; }
   echo "LAB note: $kind: $(($(counter $1 inflated_given_back_bytes) / MIB)) of 192 MiB in the balloon were returned, $(host_mib $1) MiB are left"
   guest $1 "$kept" && remote $1 resize --balloon 0 && wait_until 60 actual_is $1 0 || return 1
-  hold $1 9 && let_go $1 && guest $1 "$kept"
+  hold $1 9 && let_fill_end $1 && guest $1 "$kept"
 }
 
 # kind_of KIND MEMORY SLACK_MIB

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A passed-through function that is stopped, saved, put in and set to work again.
+//! Migration operations of a passed-through function: stop, save, restore, resume.
 //!
 //! Owns the order in which the hardware's part and the part that is kept here come and go. No state is
 //! put in before all guest memory is mapped: a function may use memory from then on. A function that

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a function writes to guest memory by DMA while a migration watches.
+//! The dirty log of a function's DMA writes.
 //!
 //! Owns the question which pages may hold something new. A function that can log its writes says so
 //! itself. Of any other it is only known that it may have written everything until it stopped: all

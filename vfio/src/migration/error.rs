@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What can go wrong when the state of a function's hardware is read, put in, or waited for.
+//! Errors of reading, restoring and changing the state of a function's hardware.
 //!
 //! Owns the messages only.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A stand-in for a function with VFIO migration v2, for tests and fuzz targets.
+//! A fake function with VFIO migration v2, for tests and fuzz targets.
 //!
 //! Its state says how long it is and has a sum, so that it notices what is cut off or changed, as
 //! hardware does: only when it is to leave `RESUMING`. Never used by a VMM.

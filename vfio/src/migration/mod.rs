@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Passed-through functions that can be moved: VFIO migration v2.
+//! Migration of passed-through functions: VFIO migration v2.
 //!
 //! Owns the way of one function through its states ([`Migration`]), the form in which it is saved
 //! ([`saved`]), and the log of what it writes to guest memory ([`DmaLog`]). Never knows what the state

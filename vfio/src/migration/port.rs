@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What this room needs of the migration interface of a host's function (VFIO migration v2).
+//! The interface to a host function's migration support (VFIO migration v2).
 //!
 //! Owns the trait that the kernel's ioctls and the tests' stand-in implement, and the names of its
 //! states. Checks no order: that is the business of [`super::Migration`].

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! One function on its way through the states of VFIO migration v2.
+//! The state machine of VFIO migration v2 for one function.
 //!
 //! Owns which state it is in, and the only ways from one to the next. Never guesses: after a step that
 //! failed the kernel is asked where the function is, and where that is unknown it counts as failed.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The BARs of passed-through functions as what other functions of the same VM reach by DMA.
+//! Peer-to-peer DMA: BARs of passed-through functions, mapped in the IOMMU for the others.
 //!
 //! Owns the record of what is to be mapped in the IOMMU and of what is. A BAR that a guest reaches at an
 //! address is mapped there; nothing of it is when the guest does not reach it any more. Guest memory comes

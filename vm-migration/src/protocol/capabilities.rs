@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What two peers agree on after Start: one JSON document each way.
+//! Negotiation of capabilities after Start: one JSON document each way.
 //!
 //! Owns the documents. Unknown fields and features are ignored, so that either side can be newer;
 //! a feature is used only when both name it.

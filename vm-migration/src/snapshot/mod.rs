@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Snapshots: a guest in a directory, and back.
+//! Snapshots: saving a guest to a directory, and restoring it.
 //!
 //! Owns the files, their formats and what makes a snapshot whole. Works on [`GuestMemoryMap`] and
 //! two opaque documents (configuration and state); it must never know what a machine is.

@@ -58,10 +58,10 @@ impl HostileSource {
     }
 
     fn negotiate(self, mode: MemoryMode) -> Self {
-        let mut enemy = self;
-        enemy.token = agree(&mut enemy.control, &enemy.to, mode);
-        enemy.control.ask(&Message::Config(b"{}".to_vec()), LIMITS.answer).unwrap();
-        enemy
+        let mut hostile = self;
+        hostile.token = agree(&mut hostile.control, &hostile.to, mode);
+        hostile.control.ask(&Message::Config(b"{}".to_vec()), LIMITS.answer).unwrap();
+        hostile
     }
 
     fn extra(&self, role: Role) -> Channel {
@@ -90,7 +90,7 @@ pub(super) fn agree(control: &mut Channel, to: &FakeMemory, mode: MemoryMode) ->
     let offer = Offer {
         recover_timeout_ms: None,
         formats: crate::protocol::formats::Formats::default(),
-        software: "enemy".into(),
+        software: "hostile".into(),
         features: features(),
         memory_mode: mode,
         bulk_connections: 1,
@@ -221,23 +221,23 @@ fn tables_that_name_more_than_the_guest_has_are_refused() {
 
 #[test]
 fn extra_connections_have_a_limit() {
-    let enemy = HostileSource::negotiated(MemoryMode::Precopy);
+    let hostile = HostileSource::negotiated(MemoryMode::Precopy);
     let most = 2 * usize::from(CONNECTIONS_MAX);
-    let kept: Vec<_> = (0..most).map(|_| enemy.extra(Role::Memory)).collect();
-    let more = enemy.extra(Role::Memory);
+    let kept: Vec<_> = (0..most).map(|_| hostile.extra(Role::Memory)).collect();
+    let more = hostile.extra(Role::Memory);
     assert!(more.connection.wait_for_data(Some(LIMITS.answer)).is_ok());
     assert!(matches!(more.connection.receive_now(&mut [0]), Err(TransportError::Closed)));
     assert!(kept[0].connection.receive_now(&mut [0]).unwrap().is_none());
-    drop((kept, more, enemy.control));
-    enemy.target.join().unwrap_err();
+    drop((kept, more, hostile.control));
+    hostile.target.join().unwrap_err();
 }
 
 #[test]
 fn a_message_that_trickles_has_an_end() {
     let limits = Limits { answer: Duration::from_millis(400), ..LIMITS };
-    let enemy = HostileSource::negotiated_within(limits, MemoryMode::Precopy);
+    let hostile = HostileSource::negotiated_within(limits, MemoryMode::Precopy);
     let began = Instant::now();
-    let connection = &enemy.control.connection;
+    let connection = &hostile.control.connection;
     connection.send(&Header::new(Command::State.code(), 1 << 20).encode()).unwrap();
     // Far from standing still, and far from getting anywhere.
     while connection.send(b" ").is_ok()
@@ -246,8 +246,8 @@ fn a_message_that_trickles_has_an_end() {
         assert!(began.elapsed() < LIMITS.answer, "it is still read");
         std::thread::sleep(Duration::from_millis(20));
     }
-    drop(enemy.control);
-    let cause = enemy.target.join().unwrap_err().error.cause;
+    drop(hostile.control);
+    let cause = hostile.target.join().unwrap_err().error.cause;
     assert!(
         matches!(
             cause,
@@ -260,23 +260,23 @@ fn a_message_that_trickles_has_an_end() {
 
 #[test]
 fn announcements_get_pages_and_nothing_else() {
-    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
+    let mut hostile = HostileSource::negotiated(MemoryMode::Precopy);
     let coming = |gpa, pages| {
         Message::Coming(vec![GpaRange { gpa: gpa * PAGE_BYTES, len_bytes: pages * PAGE_BYTES }])
     };
     // The same thing twice, overlapping, and far more often than there is memory.
     for (gpa, pages) in [(0, 512), (0, 512), (256, 512)].into_iter().chain([(64, 64); 100]) {
-        enemy.control.ask(&coming(gpa, pages), LIMITS.answer).unwrap();
+        hostile.control.ask(&coming(gpa, pages), LIMITS.answer).unwrap();
     }
     let began = std::time::Instant::now();
-    while enemy.to.populated_bytes(0).unwrap() < 512 * PAGE_BYTES {
+    while hostile.to.populated_bytes(0).unwrap() < 512 * PAGE_BYTES {
         assert!(began.elapsed() < LIMITS.answer, "no pages were got");
         std::thread::yield_now();
     }
-    drop(enemy.control);
-    enemy.target.join().unwrap_err();
-    let guest = Guest::new(&enemy.to, 1);
-    assert_whole(&guest, &enemy.to);
+    drop(hostile.control);
+    hostile.target.join().unwrap_err();
+    let guest = Guest::new(&hostile.to, 1);
+    assert_whole(&guest, &hostile.to);
 }
 
 #[test]
@@ -284,11 +284,11 @@ fn announcements_are_refused_where_pages_are_missing() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = HostileSource::negotiated(MemoryMode::Postcopy);
-    let _extra = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
-    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    let mut hostile = HostileSource::negotiated(MemoryMode::Postcopy);
+    let _extra = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
+    hostile.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     let range = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
-    let cause = enemy.provoke(&Message::Coming(vec![range]).encode());
+    let cause = hostile.provoke(&Message::Coming(vec![range]).encode());
     assert!(matches!(cause, Cause::Protocol(ProtocolError::Unexpected { .. })), "{cause:?}");
 }
 
@@ -297,13 +297,13 @@ fn announcements_get_no_pages_where_pages_may_have_to_be_missing() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = HostileSource::negotiated(MemoryMode::Auto);
+    let mut hostile = HostileSource::negotiated(MemoryMode::Auto);
     let range = GpaRange { gpa: 0, len_bytes: 512 * PAGE_BYTES };
-    enemy.control.ask(&Message::Coming(vec![range]), LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::Coming(vec![range]), LIMITS.answer).unwrap();
     // Whatever gets pages ends with the reception.
-    drop(enemy.control);
-    enemy.target.join().unwrap_err();
-    assert_eq!(enemy.to.populated_bytes(0).unwrap(), 0);
+    drop(hostile.control);
+    hostile.target.join().unwrap_err();
+    assert_eq!(hostile.to.populated_bytes(0).unwrap(), 0);
 }
 
 #[test]
@@ -311,8 +311,8 @@ fn strangers_do_not_stand_for_a_source_that_is_silent() {
     let to = memory();
     let limits = crate::Limits { answer: std::time::Duration::from_secs(2), ..LIMITS };
     let target = Target::start(&loopback(), Builder::new(&to, &Guest::new(&to, 1)), limits);
-    let enemy = HostileSource::negotiated_with(target, to, MemoryMode::Precopy);
-    let address = enemy.target.address.clone();
+    let hostile = HostileSource::negotiated_with(target, to, MemoryMode::Precopy);
+    let address = hostile.target.address.clone();
     let over = std::sync::atomic::AtomicBool::new(false);
     let began = std::time::Instant::now();
     let long = std::time::Duration::from_secs(30);
@@ -325,7 +325,7 @@ fn strangers_do_not_stand_for_a_source_that_is_silent() {
                 std::thread::sleep(std::time::Duration::from_millis(20));
             }
         });
-        let cause = enemy.target.join().unwrap_err().error.cause;
+        let cause = hostile.target.join().unwrap_err().error.cause;
         over.store(true, std::sync::atomic::Ordering::Relaxed);
         cause
     });
@@ -336,43 +336,43 @@ fn strangers_do_not_stand_for_a_source_that_is_silent() {
 
 #[test]
 fn a_client_with_the_wrong_token_is_refused_and_the_migration_continues() {
-    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
+    let mut hostile = HostileSource::negotiated(MemoryMode::Precopy);
     let stranger = Channel::open_extra(
-        &enemy.target.address,
+        &hostile.target.address,
         Role::Memory,
         Some(&[7; 16]),
-        &enemy.cancel,
+        &hostile.cancel,
         &LIMITS,
     );
     assert!(stranger.is_err());
-    let mut friend = enemy.extra(Role::Memory);
+    let mut friend = hostile.extra(Role::Memory);
     let mut message = memory_of(&[(0, PAGE_BYTES)]);
     message.resize(message.len() + 4096, 9);
     friend.connection.send(&message).unwrap();
     friend.answer(LIMITS.answer).unwrap();
     drop(friend);
-    enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::Confirm(vec![b'x'; 100]), LIMITS.answer).unwrap();
-    enemy.target.join().unwrap();
-    let word = enemy.to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
+    hostile.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::Confirm(vec![b'x'; 100]), LIMITS.answer).unwrap();
+    hostile.target.join().unwrap();
+    let word = hostile.to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(word, u64::from_le_bytes([9; 8]));
 }
 
 #[test]
 fn a_second_source_hears_at_once_that_another_vm_arrives() {
-    let enemy = HostileSource::negotiated(MemoryMode::Precopy);
-    let address = &enemy.target.address;
+    let hostile = HostileSource::negotiated(MemoryMode::Precopy);
+    let address = &hostile.target.address;
     let connection =
-        Connection::connect(address, &enemy.cancel, LIMITS.connect, LIMITS.answer).unwrap();
+        Connection::connect(address, &hostile.cancel, LIMITS.connect, LIMITS.answer).unwrap();
     let began = Instant::now();
     let told = Channel::new(connection)
         .ask(&Message::Start { version: VERSION, offer: true }, LIMITS.answer)
         .unwrap_err();
     assert!(matches!(&told, Cause::Refused(why) if why.contains("another VM")), "{told:?}");
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
-    drop(enemy.control);
-    enemy.target.join().unwrap_err();
+    drop(hostile.control);
+    hostile.target.join().unwrap_err();
 }
 
 /// A postcopy up to the state, which touches page 0. The source has that and never sends it.
@@ -381,13 +381,13 @@ fn touches_what_never_comes(stall: Duration) -> (HostileSource, [Channel; 2]) {
     let builder = Builder::new(&to, &Guest::new(&to, 1)).touch(vec![(0, 0)]);
     let limits = Limits { stall, ..LIMITS };
     let target = Target::start(&loopback(), builder, limits);
-    let mut enemy = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
-    let mut links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
-    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
-    enemy.control.tell(&Message::State(b"{}".to_vec())).unwrap();
+    let mut hostile = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
+    let mut links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
+    hostile.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    hostile.control.tell(&Message::State(b"{}".to_vec())).unwrap();
     let request = links[1].timed(Message::read).unwrap();
     assert!(matches!(request, Message::PageFault(_)), "{request:?}");
-    (enemy, links)
+    (hostile, links)
 }
 
 #[test]
@@ -395,10 +395,10 @@ fn a_cancel_reaches_a_destination_that_waits_for_a_page_before_the_guest_runs() 
     if !have_uffd() {
         return;
     }
-    let (enemy, _links) = touches_what_never_comes(Duration::from_mins(10));
-    enemy.target.cancel.cancel();
-    wait_until("the end", || enemy.target.is_over());
-    let failure = *enemy.target.join().unwrap_err();
+    let (hostile, _links) = touches_what_never_comes(Duration::from_mins(10));
+    hostile.target.cancel.cancel();
+    wait_until("the end", || hostile.target.is_over());
+    let failure = *hostile.target.join().unwrap_err();
     assert!(matches!(failure.error.cause, Cause::Cancelled), "{:?}", failure.error);
     assert_eq!(failure.error.phase, Phase::Prepare);
 }
@@ -408,11 +408,11 @@ fn a_page_that_never_comes_ends_the_wait_for_it_before_the_guest_runs() {
     if !have_uffd() {
         return;
     }
-    let (mut enemy, _links) = touches_what_never_comes(Duration::from_millis(300));
-    let told = enemy.control.answer(LIMITS.answer).unwrap_err();
+    let (mut hostile, _links) = touches_what_never_comes(Duration::from_millis(300));
+    let told = hostile.control.answer(LIMITS.answer).unwrap_err();
     assert!(matches!(&told, Cause::Refused(why) if why.contains("requested page")), "{told:?}");
-    drop(enemy.control);
-    let failure = *enemy.target.join().unwrap_err();
+    drop(hostile.control);
+    let failure = *hostile.target.join().unwrap_err();
     assert_eq!(failure.error.phase, Phase::Prepare);
 }
 
@@ -425,17 +425,17 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
     let builder = Builder::new(&to, &Guest::new(&to, 1));
     let limits = Limits { stall: Duration::from_secs(3), ..LIMITS };
     let target = Target::steered(&loopback(), builder, limits, steering.clone());
-    let mut enemy = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
-    let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
-    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
-    enemy.control.ask(&Message::Confirm(Vec::new()), LIMITS.answer).unwrap();
-    let connection = &enemy.control.connection;
+    let mut hostile = HostileSource::negotiated_with(target, to, MemoryMode::Postcopy);
+    let _links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
+    hostile.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::State(b"{}".to_vec()), LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::Confirm(Vec::new()), LIMITS.answer).unwrap();
+    let connection = &hostile.control.connection;
     // Whatever is asked, this is the answer.
     connection.send(&Header::new(1, 1 << 20).encode()).unwrap();
-    let progress = Arc::clone(&enemy.target.progress);
-    let faults = enemy.target.join().unwrap().faults.unwrap();
+    let progress = Arc::clone(&hostile.target.progress);
+    let faults = hostile.target.join().unwrap().faults.unwrap();
     let waiting = std::thread::spawn(move || faults.wait().map(drop).map_err(drop));
     wait_until("the loss", || {
         let _ = connection.send(b" ");
@@ -449,16 +449,16 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
 
 #[test]
 fn a_bad_table_on_an_extra_connection_ends_the_migration() {
-    let mut enemy = HostileSource::negotiated(MemoryMode::Precopy);
-    let mut extra = enemy.extra(Role::Memory);
+    let mut hostile = HostileSource::negotiated(MemoryMode::Precopy);
+    let mut extra = hostile.extra(Role::Memory);
     extra.connection.send(&memory_of(&[(HUGE, PAGE_BYTES)])).unwrap();
     let refusal = extra.answer(LIMITS.answer);
     assert!(matches!(refusal, Err(Cause::Refused(_))), "{refusal:?}");
     drop(extra);
-    let refusal = enemy.control.answer(LIMITS.answer);
+    let refusal = hostile.control.answer(LIMITS.answer);
     assert!(matches!(refusal, Err(Cause::Refused(_))), "{refusal:?}");
-    drop(enemy.control);
-    enemy.target.join().unwrap_err();
+    drop(hostile.control);
+    hostile.target.join().unwrap_err();
 }
 
 #[test]
@@ -477,9 +477,9 @@ fn nonsense_as_the_set_of_missing_pages_is_refused() {
         &[0, 1, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 1, 0, 0],
         &[1, 0, 0],
     ] {
-        let enemy = HostileSource::negotiated(MemoryMode::Postcopy);
-        let _links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
-        enemy.provoke(&Message::Pending(bytes.to_vec()).encode());
+        let hostile = HostileSource::negotiated(MemoryMode::Postcopy);
+        let _links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
+        hostile.provoke(&Message::Pending(bytes.to_vec()).encode());
     }
     // Without the connections that postcopy needs, and state before the set.
     HostileSource::negotiated(MemoryMode::Postcopy)
@@ -493,22 +493,22 @@ fn pages_that_are_not_missing_are_not_overwritten_in_postcopy() {
     if !have_uffd() {
         return;
     }
-    let mut enemy = HostileSource::negotiated(MemoryMode::Postcopy);
-    let links = [enemy.extra(Role::Memory), enemy.extra(Role::Fault)];
+    let mut hostile = HostileSource::negotiated(MemoryMode::Postcopy);
+    let links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
     // Page 0 of region 0 is missing, nothing else.
-    enemy.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    hostile.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     let mut message = memory_of(&[(PAGE_BYTES, PAGE_BYTES)]);
     message.resize(message.len() + 4096, 9);
     links[0].connection.send(&message).unwrap();
     // The engine closes its doors; whether state still gets a yes depends on which thread is first, but the
     // handover never does.
-    let _ = enemy.control.tell(&Message::State(b"{}".to_vec()));
+    let _ = hostile.control.tell(&Message::State(b"{}".to_vec()));
     links[0].connection.wait_for_data(Some(LIMITS.answer)).unwrap();
-    let _ = enemy.control.tell(&Message::Complete);
-    let _ = enemy.control.answer(LIMITS.answer);
-    assert!(enemy.control.answer(LIMITS.answer).is_err());
-    drop(enemy.control);
-    let error = enemy.target.join().unwrap_err().error;
+    let _ = hostile.control.tell(&Message::Complete);
+    let _ = hostile.control.answer(LIMITS.answer);
+    assert!(hostile.control.answer(LIMITS.answer).is_err());
+    drop(hostile.control);
+    let error = hostile.target.join().unwrap_err().error;
     assert!(matches!(error.cause, Cause::Protocol(ProtocolError::Malformed { .. })), "{error:?}");
-    assert_eq!(enemy.to.populated_bytes(0).unwrap(), 0);
+    assert_eq!(hostile.to.populated_bytes(0).unwrap(), 0);
 }

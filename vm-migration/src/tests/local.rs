@@ -109,7 +109,7 @@ fn offered(dir: &tempfile::TempDir, to: &Arc<FakeMemory>) -> (Channel, Target) {
     let offer = Offer {
         recover_timeout_ms: None,
         formats: crate::protocol::formats::Formats::default(),
-        software: "enemy".into(),
+        software: "hostile".into(),
         features: features(),
         memory_mode: MemoryMode::Precopy,
         bulk_connections: 0,

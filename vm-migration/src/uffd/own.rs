@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Faults that are refused, for threads that bring their own pages.
+//! Fault sources in which a vCPU's access fails, and its own thread resolves the fault.
 //!
 //! Owns two barriers on the same pages. One stands before vCPUs: `KVM_RUN` returns at a missing
 //! page, and the vCPU's thread resolves it. The other is userfaultfd on `main`, where all other threads

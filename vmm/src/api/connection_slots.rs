@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connection slots: which clients are connected, and which has to go when there is no room for a new one.
+//! Connection slots: the connected clients, and which one is dropped for a new one.
 //!
 //! Owns the slots. A client whose request is being carried out keeps its slot; of the others
 //! (idle, slow to ask, slow to read) the one that has been so for longest gives its slot up. So a

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Whether a client is gone, while its request is carried out.
+//! Detection of a client that hangs up while its request is carried out.
 //!
 //! Owns a second descriptor of the connection, as the first has to stay ready for the answer. A client that
 //! has shut down its sending side alone (`nc -N`, socat) still waits for the answer: of a Unix socket that is

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The answers of the API, as JSON has them.
+//! Response types of the API.
 //!
 //! Owns their definitions (schema included) and the version that is reported. It must never
 //! compute an answer.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `--cpus`: how many vCPUs, how they look to the guest, where they run.
+//! `--cpus`: number, topology, features and host CPU affinity of vCPUs.
 //!
 //! Owns the family and the rules within it. It must never query the host's capabilities.
 

@@ -239,7 +239,7 @@ option_family! {
 }
 
 option_enum! {
-    /// What becomes of a guest's clocks while it is in a snapshot.
+    /// Adjustment of the guest's clocks for the time spent in a snapshot.
     GuestClock = "catch-up|continue", default CatchUp {
         /// They move on by the time that has passed.
         CatchUp = "catch-up",

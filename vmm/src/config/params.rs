@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! From the option strings of a command line to a [`VmConfig`].
+//! Converts the option strings of a command line to a [`VmConfig`].
 //!
 //! Owns which option feeds which field. It must never know a command line parser.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests that meet a VM between two states: a guest reboots as it is to be paused, say.
+//! Requests deferred until a transition of the VM has ended: a pause that meets a reboot, say.
 //!
 //! Owns them for as long as that takes on a host that works, so that such a request is carried out and
 //! not refused for bad luck. If it takes longer they are answered by what the VM is in the middle of; but

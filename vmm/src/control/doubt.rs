@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A VM that has arrived, and of which it is not known here whether its source still runs it.
+//! A destination VM in doubt: it is not known whether its source still runs it.
 //!
 //! Owns what requests and signals may do to it: the rules are those of
 //! [`vm_migration::commit::destination`], and the words are here. The machine stays with the thread

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The end of the process, asked for by a signal or the API, also in the middle of a migration.
+//! Shutdown of the process, requested by a signal or the API, also during a migration.
 //!
 //! Owns the rule: a request is refused while a guest leaves; a signal cannot be
 //! answered, so it is remembered until the migration is over, and a second one cancels it. A guest

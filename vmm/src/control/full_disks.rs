@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A VM that is paused because a disk is full, and continues when there is room.
+//! Pausing the VM while the storage of a disk is full, and resuming it when there is space.
 //!
 //! Owns what has been told of full disks, and when it is looked for room: no storage tells of it. What looks is
 //! a thread of its own ([`TransitionKind::Retry`]), as storage may not answer. Must never let a VM go

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What other threads of this process tell the VMM thread.
+//! The message queue from other threads of this process to the VMM thread.
 //!
 //! Owns the queue. A sender never waits.
 

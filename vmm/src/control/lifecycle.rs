@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Create, resume, delete.
+//! Life-cycle requests: create, resume, delete.
 //!
 //! Owns the events that tell about it.
 

@@ -133,18 +133,18 @@ impl Vmm {
         else {
             return Err(ApiError::not_booted());
         };
-        let left_off = machine.stop_memory_work();
+        let stopped = machine.stop_memory_work();
         let info = Box::new(describe::of_machine(&machine));
         match sending::start(machine, options, page_server, self.inbox_sender.clone()) {
             Ok(sending) => {
                 events::emit("vm", "migration-starting", &[("destination", &data.destination_url)]);
                 self.end_seen_at = None;
                 self.progress = Some(Arc::clone(&sending.progress));
-                self.vm = VmLifecycle::Migrating { info, sending, left_off };
+                self.vm = VmLifecycle::Migrating { info, sending, stopped };
                 Ok(())
             }
             Err((mut machine, error)) => {
-                machine.resume_memory_work(left_off);
+                machine.resume_memory_work(stopped);
                 self.vm = VmLifecycle::Live(machine);
                 Err(ApiError::from_error(ApiErrorKind::Failed, &error))
             }
@@ -263,8 +263,8 @@ impl Vmm {
     }
 
     fn end_send(&mut self, end: SendEnd) -> Next {
-        let (sending, left_off) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
-            VmLifecycle::Migrating { sending, left_off, .. } => (Some(sending), left_off),
+        let (sending, stopped) = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Migrating { sending, stopped, .. } => (Some(sending), stopped),
             VmLifecycle::Serving(sending) => (Some(sending), StoppedMemoryWork::default()),
             _ => (None, StoppedMemoryWork::default()),
         };
@@ -290,7 +290,7 @@ impl Vmm {
                 }
             }
             SendEnd::Returned(mut machine, stay) => {
-                machine.resume_memory_work(left_off);
+                machine.resume_memory_work(stopped);
                 if stay.is_cancelled {
                     cancel::tell("source", stay.guest);
                 }

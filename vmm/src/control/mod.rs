@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The VMM thread: what happens to the VM, one request at a time.
+//! The VMM thread: the state machine of the VM, which handles one request at a time.
 //!
 //! Owns the VM in whatever form it has now. Requests and events reach it through queues, so
 //! nothing here needs a lock; what takes long (a migration) runs elsewhere and owns the machine
@@ -124,7 +124,7 @@ enum VmLifecycle {
     /// It runs or is paused.
     Live(Box<Machine>),
     /// It is being sent; its machine belongs to the migration.
-    Migrating { info: Box<VmInfo>, sending: Sending, left_off: StoppedMemoryWork },
+    Migrating { info: Box<VmInfo>, sending: Sending, stopped: StoppedMemoryWork },
     /// The destination owns the guest, and gets its pages from here.
     Serving(Sending),
     /// A migration is awaited here, or under way.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tells the log and the event monitor how a migration goes, and with what figures it ended.
+//! Observer of a migration, which writes its progress and final figures to the log and the event monitor.
 
 use vm_migration::{Event, Observer, Phase, Side, Snapshot};
 
@@ -16,8 +16,8 @@ pub struct EventObserver {
 impl Observer for EventObserver {
     fn event(&self, side: Side, event: Event) {
         announce(side, event);
-        let gives_away = [Phase::Serve, Phase::InDoubt].map(Event::Begin);
-        if side == Side::Source && gives_away.contains(&event) {
+        let hands_over = [Phase::Serve, Phase::InDoubt].map(Event::Begin);
+        if side == Side::Source && hands_over.contains(&event) {
             self.inbox_sender.send(Message::HandedOver);
         }
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A VM arrives: the thread that takes it, and what comes of it.
+//! Receiving a VM: the migration thread at the destination, and the result.
 //!
 //! Owns the listening end while it waits. In postcopy the thread stays until the last page is here,
 //! or the source is lost.

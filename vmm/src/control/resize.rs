@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Other sizes for a VM that is there: its memory and its balloon.
+//! Resizing a VM: memory and balloon.
 //!
 //! Owns the answers to `vm.resize` and `vm.resize-zone`.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The VM leaves: the thread that carries it, and what comes of it.
+//! Sending a VM: the migration thread at the source, and the result.
 //!
 //! Owns the machine while it migrates, on a thread of its own; the VMM thread only has a
 //! description of it and the means to watch and to cancel.

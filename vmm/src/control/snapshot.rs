@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Saving the VM and restoring one: the threads that do it, and what comes of it.
+//! Snapshot and restore: their threads, and the results.
 //!
 //! Owns the machine while it is saved, on a thread of its own, so that the VMM thread answers other
 //! requests meanwhile; and, after an on-demand restore, the thread that waits for the last page.

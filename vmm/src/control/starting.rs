@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The begin of a machine: at `vm.boot`, at the start of the process, or after a reset.
+//! Starting a machine: at `vm.boot`, at the start of the process, or after a reset.
 //!
 //! Owns what is known of the VM while its machine is made, on a thread of its own: a path is opened, a
 //! kernel read, memory populated and a disk locked, and each takes as long as what is behind it takes.

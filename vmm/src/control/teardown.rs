@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The end of a machine: shut down, rebooted, deleted, or ended with its process.
+//! Teardown of a machine: shutdown, reboot, delete, or the end of the process.
 //!
 //! Owns the machine while it ends, on a thread of its own: its devices finish what they work on and its
 //! disks are written back before their locks are released, and that takes as long as the storage

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads to which the VMM thread gives what it owns.
+//! Threads that take over values owned by the VMM thread.
 //!
 //! Owns a load on its way to such a thread: if the thread cannot be started, the load is returned. Must never know
 //! what the load is.

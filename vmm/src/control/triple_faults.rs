@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guests that reset by a triple fault, and payloads that do nothing else.
+//! Detection of guests that reset by a triple fault, once or in a loop.
 //!
 //! Owns the count and the words. A PC resets itself so when all else fails, and so does this one; but a
 //! payload that cannot run on this machine does it at once and forever, and shows nothing on its console.

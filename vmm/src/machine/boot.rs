@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a machine starts with: CPUID, tables, kernel, registers.
+//! Initial state of a machine: CPUID, firmware tables, kernel, registers.
 //!
 //! Owns the translation from options to what the `arch` crate needs.
 

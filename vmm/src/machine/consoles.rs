@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The ends of a machine's consoles on the host: terminals, files, sockets.
+//! Host backends of a machine's consoles: terminals, files, sockets.
 //!
 //! Owns the endpoints. They outlive a reboot, so that clients stay attached.
 

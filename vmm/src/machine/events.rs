@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a guest does that its VMM must act on.
+//! Guest events that the VMM must act on.
 //!
 //! Owns the vocabulary between vCPU and device threads on one side and the VMM thread on the
 //! other. It must never decide anything.

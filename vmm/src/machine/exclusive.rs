@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What only one VM may use: images and taps.
+//! Exclusive host resources: images and taps, which only one VM may use.
 //!
 //! Owns when they are taken and released, and what belongs to that: an image is written back before
 //! it is released, and read anew when another host may have had it meanwhile. A guest runs only with

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guest RAM of which vCPUs may be refused a page.
+//! Guest RAM in which a vCPU's access to a missing page fails, and its handler.
 //!
 //! Owns the place where a machine asks for such a page, and the registers that its vCPUs get only
 //! when none is missing any more. Must never know why pages are missing or where they come from.

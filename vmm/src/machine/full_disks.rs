@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Disks whose images the host has no room for, as the owner of a machine sees them.
+//! Full disks: the state that the owner of a machine sees.
 //!
 //! Owns what is said of them, and the rule that a machine with such a disk is neither saved nor moved: the
 //! requests that it keeps are in no state. Must never answer a request of the guest.

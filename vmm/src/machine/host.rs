@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! This host: its KVM, and what its processor has.
+//! Capabilities of this host: KVM and processor.
 //!
 //! Owns the handle from which VMs are made. It must never know a VM.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Devices that come and go while the machine is there.
+//! Hot-plug and hot-unplug of devices.
 //!
 //! Owns the registers by which the guest is told, and the order of things: a device is on the bus
 //! before the guest hears of it, and is taken apart only when the guest has ejected it. The guest

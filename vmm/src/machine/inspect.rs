@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What can be asked of a machine while it runs, and told to it, alongside running and moving it.
+//! Queries and small requests to a running machine, apart from running and migrating it.
 //!
 //! Owns no state. Must never stop a vCPU, nor wait for one.
 
@@ -79,8 +79,8 @@ impl Machine {
     }
 
     /// Goes on with what ended for a guest that has not gone after all.
-    pub fn resume_memory_work(&mut self, left_off: StoppedMemoryWork) {
-        let StoppedMemoryWork { populating, collapsing, filling } = left_off;
+    pub fn resume_memory_work(&mut self, stopped: StoppedMemoryWork) {
+        let StoppedMemoryWork { populating, collapsing, filling } = stopped;
         if populating {
             let memory = &self.config.memory;
             let modes = ram::prefault_modes(memory);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Wiring of memory that the guest gets while it runs.
+//! Wiring of virtio-mem devices.
 //!
 //! Owns the translation from options to memory devices, one for each zone that may grow, and back from
 //! a requested size to the amount that a device is to give.

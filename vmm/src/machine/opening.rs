@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opening what is behind a device that is added to a machine.
+//! Opening the backend of a device that is hot-plugged.
 //!
 //! Owns a thread that the machine is not on: a path may take forever to open, and a device whose addition is cancelled
 //! keeps the machine no longer. What such a thread opens after that is closed again. Passed-through devices

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stopping a machine, with a limit to what it may cost.
+//! Pausing a machine within a time limit.
 //!
 //! Owns the order in which everything stops, and the way back while it has not all stopped: a device
 //! waits for whatever is behind it, and storage that does not answer would hold the guest forever.

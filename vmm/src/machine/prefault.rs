@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guest memory that is populated ahead of time: before the guest runs, or while it does.
+//! Prefault of guest memory: before the guest runs, or while it does.
 //!
 //! Owns which zones are populated when, the events about it, and how far it is.
 //! Must never populate memory whose contents are still to arrive.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The state of a machine, taken from it and given to another.
+//! Saving and restoring the state of a machine.
 //!
 //! Owns the order in which parts are saved and come back, and the checks that a state fits. Must never
 //! touch guest memory, which comes by other ways.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The guest's ports and device memory, and what a vCPU's exits do there.
+//! Dispatch of vCPU exits for port I/O and MMIO.
 //!
 //! Owns the two buses. Holds no lock during an access.
 

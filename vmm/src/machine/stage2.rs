@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Second-stage tables of a guest whose memory has come from elsewhere.
+//! Filling the second-stage tables of a migrated or restored guest.
 //!
 //! Owns the filling of a machine, and what is said of it. Must not begin before all memory is here, and
 //! must never populate any.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A machine that arrives.
+//! The destination side of a machine's migration: building it from the peer's documents.
 //!
 //! Owns the machine from the configuration that the source sent to the moment it runs. The
 //! configuration and the state come from a peer: both are checked as data of an unrelated peer would be.

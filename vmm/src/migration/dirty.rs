@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which pages the guest and its devices wrote, while a migration watches.
+//! The dirty log of a machine: KVM's, VFIO's and the VMM's own, merged.
 //!
 //! Owns the union of KVM's log (vCPUs), of the log of device writes in this process, and of what
 //! passed-through devices write by DMA. Tracking starts when the value is made and stops when it is

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which fault source `fault_source=auto` means.
+//! Choice of the fault source for `fault_source=auto`.
 //!
 //! Owns the rule, a function of what is known of host, memory and guest, and the words that say why it
 //! is not a better one. Must never ask the host anything, nor fail: waiting always works.

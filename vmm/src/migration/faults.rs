@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How a machine that arrives in postcopy catches accesses to missing pages.
+//! Set-up of the fault source of a machine that arrives in postcopy.
 //!
 //! Owns the choice between the fault sources, and what joins a vCPU's exit to the page engine: where
 //! the vCPU faulted, which page that is, and when to give up. Must never bring a page in for a vCPU

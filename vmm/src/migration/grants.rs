@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What an arriving configuration names on this host, compared with the rules of `receive-migration`.
+//! Checks the host resources that an incoming configuration names against the rules of `receive-migration`.
 //!
 //! Owns the list of everything in a configuration that is a name of the host's, and what a rule means
 //! for it. Nothing is opened: paths are followed, and what they lead to is compared.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The free pages that a guest names through its balloon, as the migration sees them.
+//! Free page hints of the guest's balloon, in the form that the migration uses.
 //!
 //! Owns the adaption of maps of regions to words; region indexes are the same on both sides.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How many values a JSON text of a peer or a file holds, counted before any is made.
+//! A bound on the number of values in an untrusted JSON text, checked before it is parsed.
 //!
 //! A value that is kept as such takes many times the two bytes that it is written with, so a limit on the
 //! bytes alone is none on the memory that reading takes.

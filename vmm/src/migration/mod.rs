@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The machine as the migration sees it.
+//! Implements the traits of `vm-migration` for a machine.
 //!
 //! Owns the adapters between [`crate::machine`] and the traits of the `vm-migration` crate. Knows
 //! nothing of the wire and nothing of the HTTP API.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Pages that must be here before a vCPU runs that is refused missing ones.
+//! Pages that must be resident before a vCPU runs whose accesses to missing pages fail.
 //!
 //! KVM reads some guest memory itself, through the vCPUs' mapping, and a refusal there is no exit:
 //! the access fails, silently or as an error of the guest. Owns the list of those pages and brings

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A machine into a directory, and out of one.
+//! Saving a machine to a snapshot directory, and restoring it.
 //!
 //! Owns the order in which a machine is restored: what can fail cheaply first, locks and taps
 //! before memory is read, memory before state (setting state reads memory). Configuration and state

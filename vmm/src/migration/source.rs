@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A machine that leaves.
+//! The source side of a machine's migration.
 //!
 //! Owns the machine while it migrates: nothing else can reach it. Each type is a phase; what is
 //! left after the handover has no way to run the guest.

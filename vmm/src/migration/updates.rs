@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a restored machine is to have in place of what was saved.
+//! Configuration overrides of a restore: disks, network devices, memory zones.
 //!
 //! Owns the changes of configuration and state that go together: a device is found by its name in both.
 //! Must never change what the guest's driver relies on without the guest being able to find out.

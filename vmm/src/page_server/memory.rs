@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory of a guest that has gone, mapped once more from its files.
+//! The memory of a migrated guest, mapped by the page server from its files.
 //!
 //! May contain `unsafe`: it promises that its mappings live. It only reads what it maps.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A process that sends the last pages of a guest that has gone, so that its VMM can go as well.
+//! The page server: a process that sends the last pages of a migrated guest, so that the VMM can exit.
 //!
 //! | file | owns |
 //! | --- | --- |

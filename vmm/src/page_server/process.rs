@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The page server as its VMM sees it: a process to start, to tell what to do, and to leave behind.
+//! The page server's process on the side of the VMM: starting it, and handing the migration over to it.
 //!
 //! Owns the process until it has taken over. Before that it ends with its VMM, whatever happens
 //! there; afterwards the VMM has no hold on it.

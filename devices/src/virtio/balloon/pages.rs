@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The pages that are in the balloon, and how what a guest gives up goes back to the host.
+//! The pages in the balloon, and discarding of inflated and reported pages.
 //!
 //! Owns the map of the balloon. A page of the host that is larger than 4 KiB is discarded when all
 //! of it is in the balloon; alongside passed-through devices it is what is mapped for them as a whole.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which queue is which.
+//! Assignment of the balloon's queues.
 //!
 //! The standard gives each queue a fixed number. Drivers of Linux number those one after another
 //! that they use, so that without hints the queue for reports has the number of the one for hints;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the device, its thread and its handles share.
+//! State shared by the device, its thread and its handles.
 //!
 //! Owns the locks: each is held only to look and to set, and none while another is.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the guest says of its memory (virtio 1.3, 5.5.6.4).
+//! Memory statistics of the guest (virtio 1.3, 5.5.6.4).
 //!
 //! Owns the form of a buffer of statistics. It comes from a guest: anything may be in it, and
 //! nothing here depends on its values.

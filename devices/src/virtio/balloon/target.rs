@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How large a balloon is to be while the guest is still to get some of its memory.
+//! The target of a balloon while hot-plugged memory is still to be plugged in.
 //!
 //! Owns that rule. A guest that boots has its boot memory alone, also where it is to have more by
 //! memory devices and had it before a reboot. A balloon of the full size would take from it what it

@@ -25,7 +25,7 @@ const HINTING: usize = 3;
 const REPORTING: usize = 4;
 const PAGE: u32 = 4096;
 /// Where what a guest gives up is: behind the rings, in the second region.
-const GIVEN_UP: u64 = BORDER;
+const UNUSED_GPA: u64 = BORDER;
 
 struct Guest {
     ram: Arc<GuestRam>,
@@ -116,11 +116,11 @@ fn inflated_pages_go_back_to_the_host_in_runs_and_come_back_as_zeros() {
         let mut guest = Guest::on(&backing, |_| {}).start();
         assert_eq!(guest.on_host(1), BORDER);
         // In any order, one twice.
-        let first = pfn(GIVEN_UP);
+        let first = pfn(UNUSED_GPA);
         let pfns: Vec<u32> = (0..100).rev().chain([50]).map(|page| first + page).collect();
         guest.send_pages(INFLATE, &pfns);
         assert_eq!(guest.on_host(1), BORDER - 100 * PAGE_BYTES);
-        assert_eq!((guest.byte(GIVEN_UP), guest.byte(GIVEN_UP + 100 * PAGE_BYTES)), (0, 7));
+        assert_eq!((guest.byte(UNUSED_GPA), guest.byte(UNUSED_GPA + 100 * PAGE_BYTES)), (0, 7));
         assert_eq!(guest.counter("give_back_calls"), 1, "one run");
         assert_eq!(guest.counter("inflated_given_back_bytes"), 100 * PAGE_BYTES);
         guest.send_pages(DEFLATE, &pfns[..10]);
@@ -155,9 +155,9 @@ fn the_driver_learns_of_a_new_size_and_the_host_of_what_became_of_it() {
 #[test]
 fn numbers_that_are_no_ram_are_ignored() {
     let mut guest = Guest::new(|_| {}).start();
-    let pfns = [u32::MAX, pfn(GIVEN_UP), 1 << 20, pfn(4 * BORDER)];
+    let pfns = [u32::MAX, pfn(UNUSED_GPA), 1 << 20, pfn(4 * BORDER)];
     guest.send_pages(INFLATE, &pfns);
-    assert_eq!((guest.byte(GIVEN_UP), guest.counter("rejected_pages")), (0, 3));
+    assert_eq!((guest.byte(UNUSED_GPA), guest.counter("rejected_pages")), (0, 3));
     guest.send_pages(DEFLATE, &pfns);
     assert!(!guest.driver.interrupt.is_broken());
 }
@@ -175,16 +175,16 @@ fn too_many_pages_at_once_need_a_reset() {
 fn reported_pages_go_back_and_the_used_length_is_true() {
     let mut guest = Guest::new(|_| {}).start();
     // Out of order, neighbours, and one that is no RAM at the end.
-    let second = GIVEN_UP + 16 * PAGE_BYTES;
+    let second = UNUSED_GPA + 16 * PAGE_BYTES;
     let buffers = [
         writable(second, 16 * PAGE),
-        writable(GIVEN_UP, 16 * PAGE),
+        writable(UNUSED_GPA, 16 * PAGE),
         writable(1 << 40, 16 * PAGE),
-        writable(GIVEN_UP + 64 * PAGE_BYTES, PAGE),
+        writable(UNUSED_GPA + 64 * PAGE_BYTES, PAGE),
     ];
     assert_eq!(guest.request(REPORTING, &buffers), 32 * PAGE, "up to what is no RAM");
     assert_eq!(guest.on_host(1), BORDER - 33 * PAGE_BYTES);
-    assert_eq!((guest.byte(GIVEN_UP), guest.byte(second + 16 * PAGE_BYTES)), (0, 7));
+    assert_eq!((guest.byte(UNUSED_GPA), guest.byte(second + 16 * PAGE_BYTES)), (0, 7));
     assert_eq!(guest.counter("give_back_calls"), 2);
     // Half pages are kept.
     assert_eq!(guest.request(REPORTING, &[writable(DATA + 1, 2 * PAGE)]), 0);
@@ -203,7 +203,7 @@ fn reports_that_wrap_overlap_or_are_empty_are_harmless() {
         (u64::MAX, u32::MAX),
         (4 * BORDER, PAGE),
         (4 * BORDER - 1, 1),
-        (GIVEN_UP + 1, PAGE - 1),
+        (UNUSED_GPA + 1, PAGE - 1),
     ] {
         assert_eq!(guest.request(REPORTING, &[writable(gpa, len_bytes)]), 0, "{gpa:#x}");
     }
@@ -211,10 +211,10 @@ fn reports_that_wrap_overlap_or_are_empty_are_harmless() {
     // One within another, one over the end of the other, one twice: once is what counts, and every
     // element is answered for.
     let overlapping = [
-        writable(GIVEN_UP, 8 * PAGE),
-        writable(GIVEN_UP + 2 * PAGE_BYTES, PAGE),
-        writable(GIVEN_UP + 7 * PAGE_BYTES, 2 * PAGE),
-        writable(GIVEN_UP, 8 * PAGE),
+        writable(UNUSED_GPA, 8 * PAGE),
+        writable(UNUSED_GPA + 2 * PAGE_BYTES, PAGE),
+        writable(UNUSED_GPA + 7 * PAGE_BYTES, 2 * PAGE),
+        writable(UNUSED_GPA, 8 * PAGE),
     ];
     assert_eq!(guest.request(REPORTING, &overlapping), 19 * PAGE);
     assert_eq!(guest.on_host(1), BORDER - 9 * PAGE_BYTES);
@@ -229,10 +229,10 @@ fn reports_that_wrap_overlap_or_are_empty_are_harmless() {
 
 /// Copies whatever counts as written, over and over, as a precopy does.
 fn copies(ram: &GuestRam, copy: &mut [u8]) {
-    let words = ram.take_device_dirty(GIVEN_UP, BORDER).unwrap();
+    let words = ram.take_device_dirty(UNUSED_GPA, BORDER).unwrap();
     for (page, to) in copy.chunks_exact_mut(4096).enumerate() {
         if words[page / 64] >> (page % 64) & 1 == 1 {
-            let gpa = GuestAddress(GIVEN_UP + u64::try_from(page).unwrap() * PAGE_BYTES);
+            let gpa = GuestAddress(UNUSED_GPA + u64::try_from(page).unwrap() * PAGE_BYTES);
             ram.guest_memory().memory().read_slice(to, gpa).unwrap();
         }
     }
@@ -257,7 +257,7 @@ fn reports_and_inflates_that_race_a_migration_leave_nothing_old_behind() {
     });
     for round in 0..300_u32 {
         let page = u64::from(round.wrapping_mul(2_654_435_761) % 500);
-        let gpa = GIVEN_UP + page * PAGE_BYTES;
+        let gpa = UNUSED_GPA + page * PAGE_BYTES;
         let fill = u8::try_from(round % 255).unwrap() + 1;
         guest.driver.write(gpa, &vec![fill; 8 * 4096]);
         if round % 2 == 0 {
@@ -268,7 +268,7 @@ fn reports_and_inflates_that_race_a_migration_leave_nothing_old_behind() {
     }
     over.store(true, Ordering::Release);
     let copy = migration.join().unwrap();
-    let now = guest.driver.read(GIVEN_UP, copy.len());
+    let now = guest.driver.read(UNUSED_GPA, copy.len());
     let wrong: Vec<_> =
         (0..512).filter(|page| copy[page * 4096..][..4096] != now[page * 4096..][..4096]).collect();
     assert_eq!(wrong, [0_usize; 0]);
@@ -279,21 +279,21 @@ fn a_guest_that_fills_free_pages_keeps_them() {
     let mut guest = Guest::new(|_| {});
     guest.device.write_config(12, &0xaaaa_aaaa_u32.to_le_bytes());
     let mut guest = guest.start();
-    assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP, PAGE)]), 0);
-    assert_eq!(guest.byte(GIVEN_UP), 7);
+    assert_eq!(guest.request(REPORTING, &[writable(UNUSED_GPA, PAGE)]), 0);
+    assert_eq!(guest.byte(UNUSED_GPA), 7);
     assert!(guest.device.handle().ask_for_hints().is_none());
     // The balloon proper is another matter: the driver fills such pages again.
-    guest.send_pages(INFLATE, &[pfn(GIVEN_UP)]);
-    assert_eq!(guest.byte(GIVEN_UP), 0);
+    guest.send_pages(INFLATE, &[pfn(UNUSED_GPA)]);
+    assert_eq!(guest.byte(UNUSED_GPA), 0);
 }
 
 #[test]
 fn discarded_pages_count_as_written_for_a_migration() {
     let mut guest = Guest::new(|_| {}).start();
     guest.ram.track_device_writes(true);
-    guest.send_pages(INFLATE, &[pfn(GIVEN_UP)]);
-    guest.request(REPORTING, &[writable(GIVEN_UP + 2 * PAGE_BYTES, PAGE)]);
-    let words = guest.ram.take_device_dirty(GIVEN_UP, 64 * PAGE_BYTES).unwrap();
+    guest.send_pages(INFLATE, &[pfn(UNUSED_GPA)]);
+    guest.request(REPORTING, &[writable(UNUSED_GPA + 2 * PAGE_BYTES, PAGE)]);
+    let words = guest.ram.take_device_dirty(UNUSED_GPA, 64 * PAGE_BYTES).unwrap();
     assert_eq!(words, [0b101]);
 }
 
@@ -302,17 +302,17 @@ fn missing_pages_are_discarded_when_they_arrive() {
     let mut guest = Guest::new(|_| {}).start();
     let arriving = guest.ram.regions()[1].resident();
     arriving.set_absent(0..4);
-    assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP, 4 * PAGE)]), 0);
-    guest.send_pages(INFLATE, &[pfn(GIVEN_UP), pfn(GIVEN_UP) + 1, pfn(GIVEN_UP) + 8]);
-    guest.send_pages(DEFLATE, &[pfn(GIVEN_UP) + 1]);
-    assert_eq!((guest.byte(GIVEN_UP), guest.byte(GIVEN_UP + 8 * PAGE_BYTES)), (7, 0));
+    assert_eq!(guest.request(REPORTING, &[writable(UNUSED_GPA, 4 * PAGE)]), 0);
+    guest.send_pages(INFLATE, &[pfn(UNUSED_GPA), pfn(UNUSED_GPA) + 1, pfn(UNUSED_GPA) + 8]);
+    guest.send_pages(DEFLATE, &[pfn(UNUSED_GPA) + 1]);
+    assert_eq!((guest.byte(UNUSED_GPA), guest.byte(UNUSED_GPA + 8 * PAGE_BYTES)), (7, 0));
     guest.ram.regions()[1].resident().set_resident(0..4);
     guest.device.handle().retry();
     // Another request is behind the wake-up at the latest when the thread has started again.
     guest.device.pause();
     guest.device.resume();
-    guest.send_pages(DEFLATE, &[pfn(GIVEN_UP) + 8]);
-    let bytes = [0, 1].map(|page| guest.byte(GIVEN_UP + page * PAGE_BYTES));
+    guest.send_pages(DEFLATE, &[pfn(UNUSED_GPA) + 8]);
+    let bytes = [0, 1].map(|page| guest.byte(UNUSED_GPA + page * PAGE_BYTES));
     assert_eq!(bytes, [0, 7], "what has left the balloon meanwhile is the guest's");
 }
 
@@ -320,9 +320,9 @@ fn missing_pages_are_discarded_when_they_arrive() {
 fn with_a_dma_device_reporting_is_not_offered_and_nothing_is_discarded() {
     let mut guest = Guest::new(|_| {}).start();
     let ban = guest.ram.ban_discards("a device writes guest memory");
-    assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP, PAGE)]), 0);
-    guest.send_pages(INFLATE, &[pfn(GIVEN_UP)]);
-    assert_eq!(guest.byte(GIVEN_UP), 7);
+    assert_eq!(guest.request(REPORTING, &[writable(UNUSED_GPA, PAGE)]), 0);
+    guest.send_pages(INFLATE, &[pfn(UNUSED_GPA)]);
+    assert_eq!(guest.byte(UNUSED_GPA), 7);
     let config = BalloonConfig { free_page_reporting: true, ..BalloonConfig::default() };
     let other = Balloon::new(config.clone(), Arc::clone(&guest.ram)).unwrap();
     assert_eq!(other.features() & (F_PAGE_REPORTING | F_PAGE_POISON), 0);
@@ -371,12 +371,12 @@ impl FakePins {
 #[test]
 fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
     let mut guest = Guest::new(|_| {}).start();
-    let first = pfn(GIVEN_UP);
+    let first = pfn(UNUSED_GPA);
     guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
     // A device comes, for which everything is populated and pinned.
     let (ban, pins) = (guest.ram.ban_discards("a device writes guest memory"), FakePins::default());
     let pins = Arc::new(pins);
-    guest.driver.write(GIVEN_UP, &[7; 4096]);
+    guest.driver.write(UNUSED_GPA, &[7; 4096]);
     guest.send_pages(INFLATE, &[first + 8]);
     ban.except_unpinned(pins.clone());
     guest.device.handle().retry();
@@ -384,11 +384,11 @@ fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
     guest.device.pause();
     guest.device.resume();
     guest.send_pages(INFLATE, &(first + 9..first + 15).collect::<Vec<_>>());
-    assert_eq!((pins.gone(), guest.byte(GIVEN_UP)), (vec![0], 0), "what was in it went again");
-    assert_eq!(guest.byte(GIVEN_UP + UNIT), 7, "not whole");
+    assert_eq!((pins.gone(), guest.byte(UNUSED_GPA)), (vec![0], 0), "what was in it went again");
+    assert_eq!(guest.byte(UNUSED_GPA + UNIT), 7, "not whole");
     guest.send_pages(INFLATE, &[first + 15]);
-    assert_eq!((pins.gone(), guest.byte(GIVEN_UP + UNIT)), (vec![0, 1], 0));
-    assert_eq!(guest.request(REPORTING, &[writable(GIVEN_UP + 2 * UNIT, 8 * PAGE)]), 0);
+    assert_eq!((pins.gone(), guest.byte(UNUSED_GPA + UNIT)), (vec![0, 1], 0));
+    assert_eq!(guest.request(REPORTING, &[writable(UNUSED_GPA + 2 * UNIT, 8 * PAGE)]), 0);
     guest.send_pages(DEFLATE, &[first + 3]);
     assert_eq!(pins.gone(), [1]);
     guest.device.reset();
@@ -401,12 +401,12 @@ fn what_is_pinned_stays_with_a_guest_that_does_not_ask() {
     let (ban, pins) = (guest.ram.ban_discards("a device writes guest memory"), FakePins::default());
     let pins = Arc::new(pins);
     ban.except_unpinned(pins.clone());
-    let first = pfn(GIVEN_UP);
+    let first = pfn(UNUSED_GPA);
     guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
-    assert_eq!((pins.gone(), guest.byte(GIVEN_UP)), (Vec::new(), 7));
+    assert_eq!((pins.gone(), guest.byte(UNUSED_GPA)), (Vec::new(), 7));
     drop(ban);
     guest.send_pages(INFLATE, &[first]);
-    assert_eq!(guest.byte(GIVEN_UP), 0);
+    assert_eq!(guest.byte(UNUSED_GPA), 0);
 }
 
 #[test]
@@ -453,7 +453,7 @@ fn hints_count_under_the_command_that_they_answer() {
         guest.request(HINTING, &[readable(DATA, 4)]);
     };
     let hint = |guest: &mut Guest, page: u64| {
-        guest.request(HINTING, &[writable(GIVEN_UP + page * PAGE_BYTES, PAGE)]);
+        guest.request(HINTING, &[writable(UNUSED_GPA + page * PAGE_BYTES, PAGE)]);
     };
     hint(&mut guest, 0);
     let hints = handle.ask_for_hints().unwrap();
@@ -465,13 +465,13 @@ fn hints_count_under_the_command_that_they_answer() {
     hint(&mut guest, 2);
     command(&mut guest, asked);
     hint(&mut guest, 3);
-    guest.request(HINTING, &[writable(GIVEN_UP + 8 * PAGE_BYTES - 1, 2 * PAGE)]);
+    guest.request(HINTING, &[writable(UNUSED_GPA + 8 * PAGE_BYTES - 1, 2 * PAGE)]);
     assert!(!hints.wait(Duration::ZERO));
     command(&mut guest, 0);
     assert!(hints.wait(Duration::from_secs(20)));
     hint(&mut guest, 4);
     assert_eq!(hints.maps()[1].runs_in(0..512).collect::<Vec<_>>(), [3..4, 8..9]);
-    assert_eq!(guest.byte(GIVEN_UP + 3 * PAGE_BYTES), 7, "a hint changes nothing");
+    assert_eq!(guest.byte(UNUSED_GPA + 3 * PAGE_BYTES), 7, "a hint changes nothing");
     drop(hints);
     assert_eq!(guest.config_field(8), 1, "done");
     let again = handle.ask_for_hints().unwrap();
@@ -488,7 +488,7 @@ fn without_hints_reports_come_over_the_fourth_queue_or_the_fifth() {
         guest.driver = Driver::over(guest.ram.guest_memory(), queues, 16);
         let features = guest.device.features() & !F_FREE_PAGE_HINT;
         let mut guest = guest.with_features(features);
-        assert_eq!(guest.request(queue, &[writable(GIVEN_UP, PAGE)]), PAGE, "{queues} queues");
+        assert_eq!(guest.request(queue, &[writable(UNUSED_GPA, PAGE)]), PAGE, "{queues} queues");
     }
 }
 
@@ -497,7 +497,7 @@ fn a_guest_that_knows_it_is_told_which_inflated_pages_are_zero() {
     let guest = Guest::new(|_| {});
     assert_eq!(guest.device.features() & (F_DEVICE_INIT_REPORTED | F_DEVICE_INIT_ON_INFLATE), 0);
     let mut guest = Guest::new(|config| config.prezero_hints = true).start();
-    let pfns = [pfn(GIVEN_UP), u32::MAX, pfn(GIVEN_UP) + 1];
+    let pfns = [pfn(UNUSED_GPA), u32::MAX, pfn(UNUSED_GPA) + 1];
     let bytes: Vec<u8> = pfns.iter().flat_map(|pfn| pfn.to_le_bytes()).collect();
     guest.driver.write(DATA, &bytes);
     let written = guest.request(INFLATE, &[readable(DATA, 12), writable(DATA + 64, 1)]);
@@ -517,7 +517,7 @@ fn a_guest_that_fills_free_pages_is_told_of_none_that_is_zero() {
     assert_eq!(guest.device.features() & (expected | F_DEVICE_INIT_REPORTED), expected);
     guest.device.write_config(12, &0xaaaa_aaaa_u32.to_le_bytes());
     let mut guest = guest.start();
-    guest.driver.write(DATA, &pfn(GIVEN_UP).to_le_bytes());
+    guest.driver.write(DATA, &pfn(UNUSED_GPA).to_le_bytes());
     let written = guest.request(INFLATE, &[readable(DATA, 4), writable(DATA + 64, 1)]);
     assert_eq!((written, guest.byte(DATA + 64)), (0, 7), "the bitmap is not written");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What format the first and last bytes of a file say that a disk image has.
+//! Detection of disk image formats by the first and last bytes of a file.
 //!
 //! Owns the signatures. It reads a file and never writes to it, never waits for one (a FIFO is not
 //! opened), and is only to be asked before a guest can write: afterwards the first sector is the

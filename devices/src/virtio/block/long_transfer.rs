@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Transfers that are so long that a pause must not wait for all of one.
+//! Long transfers, which are split so that a pause need not wait for all of one.
 //!
 //! Owns how far one is. It is done piece by piece while no other request of its queue is under way. So its
 //! chain is the one that was taken last, and between two pieces the queue can return it to the available

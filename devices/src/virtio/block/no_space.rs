@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests that the host has no room for.
+//! Requests that fail because the host's storage is full.
 //!
 //! Owns them from the answer ENOSPC or EDQUOT until they are begun again: they are not answered, so
 //! that the driver, which counts them as under way, waits and loses nothing. No request of their queue is

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Carrying out a request here and now.
+//! Synchronous execution of a request.
 //!
 //! Owns the choice of the call for each operation, and the distinction by which a request may be carried
 //! out again: whether the host refused it, or has lost what it had taken before.

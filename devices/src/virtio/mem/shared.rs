@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the device, its thread and its handles share.
+//! State shared by the device, its thread and its handles.
 //!
 //! Owns how much the guest is to have. Takes no lock but to look at the driver.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Telling the network where the guest is now, after it has arrived.
+//! Announcement of a migrated guest to the network (reverse ARP).
 //!
 //! Owns the frame and how often it is sent. A guest that can announce itself is asked to as well, since
 //! it knows all its addresses. Both happen a few times, because a single frame gets lost where a bridge

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The place where a network device's tap is, or is not.
+//! The slot that holds a network device's tap, which can be released and reopened.
 //!
 //! A tap can be open in one process only, so its owner changes with the guest's: the source of a
 //! migration lets it go, the destination takes it. The device's threads ask here whenever they
@@ -100,7 +100,7 @@ impl TapSlot {
     }
 
     /// Whether the tap could be opened: the driver, the right to use it, its kind. That another process
-    /// else has it now is no obstacle.
+    /// else has it now does not matter.
     ///
     /// # Errors
     /// What would keep it from being opened.

@@ -13,7 +13,7 @@ use crate::syscalls;
 /// Longest line, its end included; the longest that makes sense has 19 bytes.
 const LINE_BYTES_MAX: usize = 32;
 
-/// What became of a client's line.
+/// Result of parsing a client's line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Greeted {
     /// The rest of the line is still to come.

@@ -3,7 +3,7 @@
 //! The thread of a socket device: its three queues and all streams of the host.
 //!
 //! Owns which queue is served when. The guest's packets are taken only while there is room for answers
-//! to them, so that a driver that sends and never receives is not answered for ever.
+//! to them, so that a driver that sends and never receives is not answered forever.
 
 use std::io;
 use std::os::fd::AsRawFd as _;

@@ -90,7 +90,7 @@ fn come_back(first: &[u8], more: &[u8], is_abandoned: bool) -> (Failure, Duratio
 fn an_operator_can_abandon_whatever_the_destination_says() {
     let alive = Message::Alive.encode();
     let pending = Header::new(Command::Pending.code(), PENDING_BYTES_MAX).encode();
-    // For ever, and with contents that take a good part of an hour at the slowest that is allowed.
+    // Forever, and with contents that take a good part of an hour at the slowest that is allowed.
     for (first, more) in [(&[][..], &alive[..]), (&pending, &[0; 4096])] {
         let (failure, took) = come_back(first, more, true);
         assert!(took < LONG / 2, "it took {took:?}");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Passed-through devices that come and go while the machine is there.
+//! Hot-plug and hot-unplug of passed-through devices.
 //!
 //! Owns the order of both: a device is open before memory is mapped for the first one, and with the last one
 //! memory is unmapped before the device goes back to the host. It must never leave half of a device behind: what

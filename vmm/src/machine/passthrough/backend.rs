@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Which of the two ways into the host's IOMMU a machine takes, and where its devices are.
+//! The IOMMU backend of a machine, type1 or iommufd, and the host paths of its devices.
 //!
 //! Owns the step from the configuration to the address space and to a device's place on the host.
 

@@ -306,7 +306,7 @@ impl Passthrough {
             match device_events::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
                 Ok(notices) => self.notices = Some(notices),
                 Err(error) => {
-                    log::warn!("a failure of device '{id}' will not be reported: {error}")
+                    log::warn!("a failure of device '{id}' will not be reported: {error}");
                 }
             }
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Devices that are opened while the guest runs already.
+//! Opening passed-through devices in the background while the guest runs.
 //!
 //! Opening a device resets it, which takes a tenth of a second and more for each; a guest has a lot to
 //! do before it looks for its devices. So they are opened by threads of their own, all at once, and a

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory from a pool that is mapped for the machine's device already, and the device.
+//! A pool slot whose memory is already mapped for the machine's device, and the device.
 //!
 //! Owns what came from the pool until the machine has it: the memory first, then the address space, then
 //! the device. Must never fail a VM: what does not fit is said, and everything is done as without the pool.
