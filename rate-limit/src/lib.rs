@@ -135,7 +135,7 @@ mod tests {
             }
         }
 
-        /// The largest numbers wait for ever rather than not at all.
+        /// The largest numbers wait forever rather than not at all.
         #[test]
         fn nothing_wraps(rate in 1u64.., now: u64, first: u64, second: u64) {
             let limit = RateLimit::new(rate);
