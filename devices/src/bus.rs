@@ -7,9 +7,10 @@
 //! whole when a range comes, goes or moves. A bus never knows what a device does, and a device
 //! never learns its address.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use parking_lot::Mutex;
 use thiserror::Error;
 
 /// A device that answers accesses in an address range.
@@ -145,7 +146,7 @@ impl Bus {
         &self,
         edit: impl FnOnce(&mut Vec<Range>) -> Result<T, BusError>,
     ) -> Result<T, BusError> {
-        let _guard = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.change.lock();
         let mut ranges = Vec::clone(&self.ranges.load());
         let outcome = edit(&mut ranges)?;
         self.ranges.store(Arc::new(ranges));
@@ -202,8 +203,7 @@ fn take(ranges: &mut Vec<Range>, base: u64) -> Result<Range, BusError> {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-    use std::sync::Mutex;
-
+    use parking_lot::Mutex;
     use proptest::prelude::*;
 
     use super::*;
@@ -224,7 +224,7 @@ mod tests {
             data.fill(self.mark.wrapping_add(u8::try_from(offset & 0xf).unwrap()));
         }
         fn write(&self, offset: u64, data: &[u8]) {
-            self.writes.lock().unwrap().push((offset, data.to_vec()));
+            self.writes.lock().push((offset, data.to_vec()));
         }
     }
 
@@ -244,8 +244,8 @@ mod tests {
         assert_eq!(read(&bus, 0x103), 0x13);
         assert_eq!(read(&bus, 0x207), 0x27);
         assert!(bus.write(0x204, &[1, 2]));
-        assert_eq!(*high.writes.lock().unwrap(), [(4, vec![1, 2])]);
-        assert!(low.writes.lock().unwrap().is_empty());
+        assert_eq!(*high.writes.lock(), [(4, vec![1, 2])]);
+        assert!(low.writes.lock().is_empty());
     }
 
     #[test]
@@ -259,7 +259,7 @@ mod tests {
         assert_eq!(data, [0xff; 4]);
         assert!(!bus.write(0x108, &[1]));
         assert!(!bus.read(0x100, &mut []), "an empty access reaches nothing");
-        assert!(device.writes.lock().unwrap().is_empty());
+        assert!(device.writes.lock().is_empty());
     }
 
     #[test]
@@ -273,7 +273,7 @@ mod tests {
         assert!(!bus.read(0x106, &mut data));
         assert_eq!(data, [0xff; 4]);
         assert!(!bus.write(0x105, &[0; 8]));
-        assert!(device.writes.lock().unwrap().is_empty());
+        assert!(device.writes.lock().is_empty());
     }
 
     #[test]

@@ -8,8 +8,9 @@
 //! have started anew.
 
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Lines that may follow each other at once unless a device says otherwise; enough to see a pattern.
 const BURST_LINES: u32 = 32;
@@ -60,7 +61,7 @@ impl LogLimit {
     }
 
     fn take_at(&self, now: Instant) -> Option<SuppressedLines> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.refill(now);
         if state.used >= self.burst_lines {
             state.suppressed = state.suppressed.saturating_add(1);

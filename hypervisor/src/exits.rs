@@ -253,10 +253,9 @@ fn describe(suberror: u32, data: &[u64], rip: Option<u64>) -> String {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
     use std::io;
-    use std::sync::Mutex;
+
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::error::KvmError;
@@ -287,7 +286,7 @@ mod tests {
 
     impl MapStage2 for Tables {
         fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
-            self.0.lock().unwrap().push((gpa, len_bytes));
+            self.0.lock().push((gpa, len_bytes));
             Err(KvmError { what: "fill", source: io::Error::from_raw_os_error(libc::EAGAIN) })
         }
     }
@@ -302,7 +301,7 @@ mod tests {
             panic!("the vCPU continues without its memory");
         };
         assert_eq!(reason, StopReason::MemoryFault(access));
-        assert!(tables.0.lock().unwrap().is_empty());
+        assert!(tables.0.lock().is_empty());
     }
 
     #[test]
@@ -311,7 +310,7 @@ mod tests {
         let tables = Tables::default();
         let after = fault(&Faults(FaultAction::Map), &tables, 3, access);
         assert!(matches!(after, RunOutcome::Handled));
-        assert_eq!(*tables.0.lock().unwrap(), [(0x5000, 4096)]);
+        assert_eq!(*tables.0.lock(), [(0x5000, 4096)]);
     }
 
     #[test]

@@ -8,13 +8,14 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use kvm_bindings::{
     KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region,
     kvm_userspace_memory_region2,
 };
 use kvm_ioctls::VmFd;
+use parking_lot::{Mutex, MutexGuard};
 use thiserror::Error;
 
 use crate::ioctl;
@@ -142,7 +143,7 @@ pub(crate) struct Memslots(Mutex<BTreeMap<u32, Memslot>>);
 impl Memslots {
     /// The lock is held across the kernel's call, so that the table and the kernel agree.
     pub(crate) fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Memslot>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

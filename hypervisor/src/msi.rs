@@ -10,10 +10,11 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use kvm_bindings::KvmIrqRouting;
 use kvm_ioctls::NoDatamatch;
+use parking_lot::{Mutex, MutexGuard};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
@@ -29,7 +30,7 @@ impl Routes {
     }
 
     fn lock(&self) -> MutexGuard<'_, RouteTable> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -68,7 +69,7 @@ struct Vector {
 
 impl Vector {
     fn attached(&self) -> MutexGuard<'_, bool> {
-        self.attached.lock().unwrap_or_else(PoisonError::into_inner)
+        self.attached.lock()
     }
 
     fn detach(&self, attached: &mut bool) -> Result<(), IrqError> {

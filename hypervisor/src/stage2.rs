@@ -12,9 +12,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::KvmError;
 use crate::vcpu::Vcpu;
@@ -116,27 +118,25 @@ struct Work {
 }
 
 impl Work {
-    fn lock(&self) -> std::sync::MutexGuard<'_, VecDeque<Range<u64>>> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> parking_lot::MutexGuard<'_, VecDeque<Range<u64>>> {
+        self.left.lock()
     }
 
     fn stop(&self) {
-        let _rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+        let _rest = self.rest.lock();
         self.stopped.store(true, Ordering::SeqCst);
         self.changed.notify_all();
     }
 
     fn is_over(&self) -> bool {
-        self.stopped.load(Ordering::SeqCst)
-            || self.error.lock().unwrap_or_else(PoisonError::into_inner).is_some()
-            || self.lock().is_empty()
+        self.stopped.load(Ordering::SeqCst) || self.error.lock().is_some() || self.lock().is_empty()
     }
 
     fn end(&self, took: Duration) -> Stage2Filled {
         Stage2Filled {
             filled_bytes: self.filled_bytes.load(Ordering::SeqCst),
             took,
-            error: self.error.lock().unwrap_or_else(PoisonError::into_inner).take(),
+            error: self.error.lock().take(),
             is_stopped: self.stopped.load(Ordering::SeqCst),
         }
     }
@@ -161,9 +161,9 @@ impl Work {
             while answers.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout)
                 && !self.stopped.load(Ordering::SeqCst)
             {}
-            let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut rest = self.rest.lock();
             let awake = |(): &mut ()| !self.stopped.load(Ordering::SeqCst);
-            drop(self.changed.wait_timeout_while(rest, begin.elapsed(), awake));
+            self.changed.wait_while_for(&mut rest, awake, begin.elapsed());
         }
     }
 
@@ -193,7 +193,7 @@ impl Work {
             // The guest's memory has gone meanwhile: it returned it.
             libc::ENOENT | libc::EFAULT => {}
             _ => {
-                self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                self.error.lock().get_or_insert(error);
             }
         }
     }
@@ -228,13 +228,13 @@ mod tests {
 
     impl MapStage2 for Fake {
         fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
-            if let Some(errno) = self.fail.lock().unwrap().pop() {
+            if let Some(errno) = self.fail.lock().pop() {
                 let source = io::Error::from_raw_os_error(errno);
                 return Err(KvmError { what: "fill", source });
             }
             // As KVM: no more than a page, here of 1 MiB.
             let done = len_bytes.min(MIB - gpa % MIB);
-            self.filled.lock().unwrap().push(gpa..gpa + done);
+            self.filled.lock().push(gpa..gpa + done);
             Ok(done)
         }
     }
@@ -263,7 +263,7 @@ mod tests {
     }
 
     fn covered(fake: &Fake) -> Vec<Range<u64>> {
-        let mut filled = fake.filled.lock().unwrap().clone();
+        let mut filled = fake.filled.lock().clone();
         filled.sort_by_key(|run| run.start);
         let mut joined: Vec<Range<u64>> = Vec::new();
         for run in filled {
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn an_interruption_costs_nothing_and_memory_that_has_gone_its_piece() {
         let fake = Arc::new(Fake::default());
-        *fake.fail.lock().unwrap() = vec![libc::ENOENT, libc::EAGAIN, libc::EINTR];
+        *fake.fail.lock() = vec![libc::ENOENT, libc::EAGAIN, libc::EINTR];
         let end = fill(vec![fake.clone()], vec![0..2 * MIB, 2 * MIB..5 * MIB]);
         assert!(end.error.is_none(), "{end:?}");
         assert_eq!(covered(&fake).first(), Some(&(2 * MIB..5 * MIB)));
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_kvm_that_cannot_do_it_ends_it() {
         let fake = Arc::new(Fake::default());
-        *fake.fail.lock().unwrap() = vec![libc::EOPNOTSUPP];
+        *fake.fail.lock() = vec![libc::EOPNOTSUPP];
         let end = fill(vec![fake.clone()], vec![0..MIB, 2 * MIB..64 * MIB]);
         assert_eq!(end.error.map(|error| error.errno()), Some(libc::EOPNOTSUPP));
         assert_eq!(end.filled_bytes, 0);
@@ -314,7 +314,7 @@ mod tests {
 
     impl RunOnVcpu for UnresponsiveVcpu {
         fn run_on_vcpu(&self, task: VcpuTask) -> bool {
-            self.0.lock().unwrap().push(task);
+            self.0.lock().push(task);
             true
         }
     }

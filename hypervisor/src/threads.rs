@@ -44,10 +44,11 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use thiserror::Error;
 
 use crate::exits::ExitHandler;
@@ -195,15 +196,15 @@ impl Throttled for Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Control> {
-        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+        self.control.lock()
     }
 
-    fn wait<'a>(&self, control: MutexGuard<'a, Control>) -> MutexGuard<'a, Control> {
-        self.changed.wait(control).unwrap_or_else(PoisonError::into_inner)
+    fn wait(&self, control: &mut MutexGuard<'_, Control>) {
+        self.changed.wait(control);
     }
 
     fn signal(&self) {
-        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        let handle = self.handle.lock();
         if let Some(handle) = handle.as_ref() {
             kick(handle);
         }
@@ -213,7 +214,7 @@ impl Shared {
     fn stand_by(&self) {
         let mut control = self.lock();
         while self.hold.load(Ordering::SeqCst) && !self.leave.load(Ordering::SeqCst) {
-            control = self.wait(control);
+            self.wait(&mut control);
         }
     }
 
@@ -238,7 +239,7 @@ impl Shared {
                 self.leave.store(false, Ordering::SeqCst);
                 return Next::Run;
             }
-            control = self.wait(control);
+            self.wait(&mut control);
         }
     }
 }
@@ -278,8 +279,7 @@ impl Thread {
             if left.is_zero() {
                 return false;
             }
-            let waited = self.shared.changed.wait_timeout(control, left);
-            control = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.changed.wait_for(&mut control, left);
         }
         true
     }
@@ -290,12 +290,7 @@ impl Thread {
         let mut warned = false;
         let mut control = self.shared.lock();
         while control.phase == Phase::Running {
-            let (guard, timeout) = self
-                .shared
-                .changed
-                .wait_timeout(control, SLOW_PAUSE)
-                .unwrap_or_else(PoisonError::into_inner);
-            control = guard;
+            let timeout = self.shared.changed.wait_for(&mut control, SLOW_PAUSE);
             if timeout.timed_out() && !warned {
                 warned = true;
                 let index = self.shared.index;
@@ -309,7 +304,7 @@ impl Thread {
 
     fn join(&self) {
         let handle = &self.shared.handle;
-        let handle = handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let handle = handle.lock().take();
         if let Some(Err(_)) = handle.map(JoinHandle::join) {
             log::error!("the thread of vcpu{} panicked", self.shared.index);
         }
@@ -371,7 +366,7 @@ impl VcpuThreads {
         };
         let handle = stoppable_thread::spawn(format!("vcpu{index}"), body)
             .map_err(|source| ThreadsError::Spawn { index, source })?;
-        *shared.handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        *shared.handle.lock() = Some(handle);
         let thread = Thread { shared };
         match answer.recv() {
             Ok(Ok(())) => Ok(thread),

@@ -7,9 +7,11 @@
 //! paused, stopped and resumed as ever, and none of that waits for its turn.
 
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Length of one stay inside and one outside of the guest together, where that leaves the guest
 /// enough time.
@@ -47,7 +49,7 @@ enum Order {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Order> {
-        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+        self.order.lock()
     }
 
     fn set(&self, order: Order) {
@@ -57,15 +59,15 @@ impl Shared {
 
     /// Waits for `time`, or until the order is another than `order`; returns what it is then.
     fn wait(&self, order: Order, time: Option<Duration>) -> Order {
-        let now = self.lock();
+        let mut now = self.lock();
         let same = |now: &mut Order| *now == order;
         match time {
-            None => *self.changed.wait_while(now, same).unwrap_or_else(PoisonError::into_inner),
+            None => self.changed.wait_while(&mut now, same),
             Some(time) => {
-                let waited = self.changed.wait_timeout_while(now, time, same);
-                *waited.unwrap_or_else(PoisonError::into_inner).0
+                self.changed.wait_while_for(&mut now, same, time);
             }
         }
+        *now
     }
 }
 

@@ -7,7 +7,7 @@
 mod common;
 
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use common::{
@@ -15,6 +15,7 @@ use common::{
     start, vm,
 };
 use hypervisor::{ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuThreads};
+use parking_lot::Mutex;
 
 #[test]
 fn a_guest_writes_ports_and_can_be_paused_in_hlt() {
@@ -280,13 +281,13 @@ fn a_vcpu_thread_cannot_wait_for_vcpus() {
     let (seen, kept) = (Arc::clone(&threads), Arc::clone(&answers));
     recorder.on_out = Some(Box::new(move || {
         let threads = seen.get().and_then(Weak::upgrade).unwrap();
-        kept.lock().unwrap().push((threads.pause_all(), threads.stop_all()));
+        kept.lock().push((threads.pause_all(), threads.stop_all()));
     }));
     let running = Arc::new(start(vec![vcpu], recorder));
     threads.set(Arc::downgrade(&running)).unwrap();
     running.resume_all();
     events.recv_timeout(PATIENCE).unwrap();
-    let answers = answers.lock().unwrap();
+    let answers = answers.lock();
     let [(pause, stop)] = answers.as_slice() else { panic!("{answers:?}") };
     assert!(matches!(pause, Err(ThreadsError::FromVcpu)));
     assert!(matches!(stop, Err(ThreadsError::FromVcpu)));

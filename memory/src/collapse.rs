@@ -11,9 +11,11 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use crate::populate::THP_BYTES;
 use crate::region::RamRegion;
@@ -36,15 +38,15 @@ struct Stop {
 
 impl Stop {
     fn tell(&self) {
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.told.lock() = true;
         self.changed.notify_all();
     }
 
     /// Waits for so long; true as soon as it is to stop.
     fn within(&self, time: Duration) -> bool {
-        let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.changed.wait_timeout_while(told, time, |told| !*told);
-        *waited.unwrap_or_else(PoisonError::into_inner).0
+        let mut told = self.told.lock();
+        self.changed.wait_while_for(&mut told, |told| !*told, time);
+        *told
     }
 }
 

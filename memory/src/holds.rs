@@ -13,8 +13,9 @@
 //! still, and a vCPU that resets the balloon waits for what that works on.
 
 use std::ops::Range;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// How long discarding waits for a range that is held. A migration reads what it holds within some tens of
 /// milliseconds, unless its connection stands still.
@@ -76,14 +77,14 @@ fn remove(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
 
 impl Holds {
     fn ranges(&self) -> MutexGuard<'_, Ranges> {
-        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ranges.lock()
     }
 
     /// Holds `range` until the answer is dropped. What is being discarded of it has been when this returns.
     pub fn hold(&self, range: Range<u64>) -> PageHold<'_> {
         let mut ranges = self.ranges();
         while overlap(&ranges.discarding, &range) || overlap(&ranges.waiting, &range) {
-            ranges = self.changed.wait(ranges).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut ranges);
         }
         let place = ranges.free.pop().unwrap_or(ranges.held.len());
         match ranges.held.get_mut(place) {
@@ -111,8 +112,7 @@ impl Holds {
                     log::debug!("memory is returned while a migration still reads it");
                     break;
                 }
-                let waited = self.changed.wait_timeout(ranges, left);
-                ranges = waited.unwrap_or_else(PoisonError::into_inner).0;
+                self.changed.wait_for(&mut ranges, left);
             }
             remove(&mut ranges.waiting, &range);
             ranges.spent = ranges.spent.saturating_add(began.elapsed());

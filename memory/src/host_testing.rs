@@ -7,7 +7,8 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Host;
 use crate::populated::{PAGE_IS_ZERO_PAGE, scan_pagemap};
@@ -79,7 +80,7 @@ impl BorrowedHugePages {
     /// `None`, with the test said to be skipped, where the host will not lend any (not root, no memory, no hugetlb).
     pub fn new(pages: u64) -> Option<Self> {
         static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = TURN.lock();
         let pool = Host::hugetlb_path(2 << 20);
         let number = || fs::read_to_string(&pool).ok()?.trim().parse::<u64>().ok();
         let Some(before) = number() else {

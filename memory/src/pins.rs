@@ -45,7 +45,9 @@ impl fmt::Debug for dyn Pins {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::{GuestRam, PAGE_BYTES, RamConfig, RamLayout, ZoneSpec};
@@ -67,12 +69,12 @@ mod tests {
         fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
             let whole = range.start.next_multiple_of(MIB)..range.end / MIB * MIB;
             let parts: Vec<_> = Some(whole).filter(|whole| !whole.is_empty()).into_iter().collect();
-            self.gone.lock().unwrap().extend(parts.clone());
+            self.gone.lock().extend(parts.clone());
             parts
         }
 
         fn repin(&self, _region: &RamRegion, range: &Range<u64>) {
-            self.back.lock().unwrap().push(range.clone());
+            self.back.lock().push(range.clone());
         }
 
         fn pin(
@@ -107,10 +109,10 @@ mod tests {
         let discarded = ram.discard_unpinned(MIB / 2..3 * MIB - PAGE_BYTES);
         assert_eq!(discarded.ranges, [Range { start: MIB, end: 2 * MIB }]);
         assert_eq!(discarded.deferred_bytes, 3 * MIB / 2 - PAGE_BYTES);
-        assert_eq!(*pins.gone.lock().unwrap(), discarded.ranges);
+        assert_eq!(*pins.gone.lock(), discarded.ranges);
         ram.repin(&(MIB..MIB + PAGE_BYTES));
         ram.repin(&(4 * MIB..u64::MAX));
-        assert_eq!(*pins.back.lock().unwrap(), [Range { start: MIB, end: MIB + PAGE_BYTES }]);
+        assert_eq!(*pins.back.lock(), [Range { start: MIB, end: MIB + PAGE_BYTES }]);
     }
 
     #[test]
@@ -124,6 +126,6 @@ mod tests {
         assert_eq!(ram.discard_unpinned(0..MIB).len_bytes(), MIB);
         drop(first);
         assert_eq!(ram.discard(MIB..2 * MIB).len_bytes(), MIB);
-        assert_eq!(pins.gone.lock().unwrap().len(), 1, "no holder is asked without a ban");
+        assert_eq!(pins.gone.lock().len(), 1, "no holder is asked without a ban");
     }
 }

@@ -263,8 +263,7 @@ impl GuestRam {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use std::sync::Mutex;
-
+    use parking_lot::Mutex;
     use proptest::prelude::*;
 
     use super::*;
@@ -385,7 +384,7 @@ mod tests {
         }
 
         fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
-            self.0.lock().unwrap().push(("unpin", range.clone()));
+            self.0.lock().push(("unpin", range.clone()));
             vec![range.clone()]
         }
 
@@ -399,7 +398,7 @@ mod tests {
             if range.contains(&(5 * BLOCK)) {
                 return Err("the limit".into());
             }
-            self.0.lock().unwrap().push(("pin", range.clone()));
+            self.0.lock().push(("pin", range.clone()));
             Ok(())
         }
     }
@@ -418,7 +417,7 @@ mod tests {
         assert!(region.usable_runs().iter().eq([&(0..BLOCK)]));
         ram.unplug(&blocks(0, 1)).unwrap();
         assert!(region.populated_runs(&(0..8 * BLOCK)).unwrap().is_empty());
-        let asked = pins.0.lock().unwrap().clone();
+        let asked = pins.0.lock().clone();
         let failed = 5 * BLOCK..6 * BLOCK;
         assert_eq!(asked, [("pin", 0..BLOCK), ("unpin", failed), ("unpin", 0..BLOCK)]);
     }

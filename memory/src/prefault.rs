@@ -15,10 +15,12 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
 
 use crate::available::{self, InsufficientMemory, MemoryDemand};
 use crate::host::Host;
@@ -282,7 +284,7 @@ impl Prefault {
             return Err(PrefaultError::Panicked);
         }
         self.engine.wait_for_helpers();
-        let failure = lock(&self.engine.failure).take();
+        let failure = self.engine.failure.lock().take();
         let PrefaultProgress { done_bytes, total_bytes } = self.progress();
         match failure {
             Some(failure) => Err(failure),
@@ -312,7 +314,7 @@ impl PrefaultHelper {
     /// Populates what no other thread is at, on the calling thread and as it is: its own priority, and the CPUs
     /// that it has. Returns when nothing is left to begin.
     pub fn help(&self) {
-        let mut working = lock(&self.0.working);
+        let mut working = self.0.working.lock();
         // What has ended has told so.
         if *working == 0 {
             return;
@@ -331,10 +333,6 @@ impl Drop for WorkerGuard<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Engine {
@@ -357,7 +355,7 @@ impl Engine {
     }
 
     fn end(&self) {
-        let mut working = lock(&self.working);
+        let mut working = self.working.lock();
         *working = working.saturating_sub(1);
         if *working == 0 {
             drop(working);
@@ -368,15 +366,15 @@ impl Engine {
 
     /// Whether no thread works on it any more, now or after at most so long.
     fn ends_within(&self, within: Duration) -> bool {
-        let working = lock(&self.working);
-        let waited = self.idle.wait_timeout_while(working, within, |working| *working > 0);
-        *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+        let mut working = self.working.lock();
+        self.idle.wait_while_for(&mut working, |working| *working > 0, within);
+        *working == 0
     }
 
     fn wait_for_helpers(&self) {
-        let mut working = lock(&self.working);
+        let mut working = self.working.lock();
         while *working > 0 {
-            working = self.idle.wait(working).unwrap_or_else(PoisonError::into_inner);
+            self.idle.wait(&mut working);
         }
     }
 
@@ -384,7 +382,7 @@ impl Engine {
         let Some(observer) = &self.observer else { return };
         let progress = self.progress();
         // No other thread is left that could hold the lock for long.
-        let failure = lock(&self.failure);
+        let failure = self.failure.lock();
         observer(match &*failure {
             Some(error) => PrefaultEvent::Failed(error),
             None if progress.done_bytes < progress.total_bytes => {
@@ -400,7 +398,7 @@ impl Engine {
             let Some(chunk) = queue.chunks.get(next) else { return };
             if let Err(error) = self.populate(chunk) {
                 self.stop.store(true, Ordering::Relaxed);
-                let mut failure = lock(&self.failure);
+                let mut failure = self.failure.lock();
                 failure.get_or_insert(error);
                 return;
             }

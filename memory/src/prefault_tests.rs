@@ -107,12 +107,12 @@ fn what_is_still_to_arrive_is_left_alone() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let hook_seen = Arc::clone(&seen);
     let on_chunk: ChunkHook = Arc::new(move |_, range| {
-        hook_seen.lock().unwrap().push(range);
+        hook_seen.lock().push(range);
         Ok(())
     });
     let options = PrefaultOptions { on_chunk: Some(on_chunk), ..small_chunks() };
     ram.prefault(&options).unwrap().wait().unwrap();
-    let seen = seen.lock().unwrap();
+    let seen = seen.lock();
     for page in 0..region.len_pages() {
         let resident = region.resident().is_resident(page);
         let address = region.as_ptr().wrapping_add(usize::try_from(page * 4096).unwrap());
@@ -255,7 +255,7 @@ fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
             PrefaultEvent::Cancelled(_) => "cancelled",
             PrefaultEvent::Failed(_) => "failed",
         };
-        listener.lock().unwrap().push(word);
+        listener.lock().push(word);
     });
     let with = |on_chunk| PrefaultOptions {
         on_chunk,
@@ -263,16 +263,16 @@ fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
         ..small_chunks()
     };
     ram.prefault(&with(None)).unwrap().wait().unwrap();
-    let words = std::mem::take(&mut *heard.lock().unwrap());
+    let words = std::mem::take(&mut *heard.lock());
     assert_eq!(words, ["progress", "progress", "progress", "progress", "completed"]);
     let refuse: ChunkHook = Arc::new(|_, _| Err("no".into()));
     ram.prefault(&with(Some(refuse))).unwrap().wait().unwrap_err();
-    assert_eq!(heard.lock().unwrap().last(), Some(&"failed"));
-    heard.lock().unwrap().clear();
+    assert_eq!(heard.lock().last(), Some(&"failed"));
+    heard.lock().clear();
     let prefault = ram.prefault(&with(None)).unwrap();
     prefault.cancel();
     let _ = prefault.wait();
-    let words = heard.lock().unwrap().clone();
+    let words = heard.lock().clone();
     let ends = words.iter().filter(|word| **word != "progress").count();
     assert!(ends == 1 && matches!(words.last(), Some(&("cancelled" | "completed"))), "{words:?}");
 }
@@ -337,7 +337,7 @@ fn who_waits_does_what_is_left() {
         if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
             // With a limit: a failed assertion would not release the other thread.
-            released.lock().unwrap().recv_timeout(Duration::from_secs(20)).unwrap();
+            released.lock().recv_timeout(Duration::from_secs(20)).unwrap();
         } else {
             assert_eq!(niceness(), own, "a helper gives way, too");
             seen.fetch_add(1, Ordering::SeqCst);

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use devices::bus::BusDevice;
 use devices::virtio::{
@@ -17,11 +17,11 @@ use devices::virtio::{
     VirtioInterrupt,
 };
 use hypervisor::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
+use parking_lot::{Mutex, MutexGuard};
 use virtio_queue::QueueState;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::bar::{BarMapper, MapError, MmioRange};
-use crate::locks::lock;
 
 fn refusal(what: &'static str) -> IrqError {
     IrqError::Kernel { what, source: io::Error::from(io::ErrorKind::AlreadyExists) }
@@ -44,7 +44,7 @@ pub struct FakeVector {
 
 impl FakeVector {
     pub fn record(&self) -> MutexGuard<'_, VectorRecord> {
-        lock(&self.record)
+        self.record.lock()
     }
 }
 
@@ -97,13 +97,13 @@ impl FakeMsiSource {
     }
 
     pub fn vector(&self, index: usize) -> Option<Arc<FakeVector>> {
-        lock(&self.vectors).get(index).cloned()
+        self.vectors.lock().get(index).cloned()
     }
 }
 
 impl MsiSource for FakeMsiSource {
     fn create_vector(&self) -> Result<Arc<dyn MsiVector>, IrqError> {
-        let mut vectors = lock(&self.vectors);
+        let mut vectors = self.vectors.lock();
         if u32::try_from(vectors.len()).is_ok_and(|count| count >= self.limit) {
             return Err(IrqError::Exhausted { limit: self.limit });
         }
@@ -125,16 +125,16 @@ pub struct FakeIoEvents {
 impl FakeIoEvents {
     /// What the kernel does with a guest's write; false if it continues to the VMM.
     pub fn signal(&self, gpa: u64) -> bool {
-        let registered = lock(&self.registered);
+        let registered = self.registered.lock();
         registered.get(&gpa).is_some_and(|event| event.write(1).is_ok())
     }
 
     pub fn addresses(&self) -> Vec<u64> {
-        lock(&self.registered).keys().copied().collect()
+        self.registered.lock().keys().copied().collect()
     }
 
     pub fn violations(&self) -> Vec<String> {
-        lock(&self.violations).clone()
+        self.violations.lock().clone()
     }
 }
 
@@ -144,16 +144,16 @@ impl IoEvents for FakeIoEvents {
         let event = event
             .try_clone()
             .map_err(|source| IrqError::Kernel { what: "duplicate an eventfd", source })?;
-        if lock(&self.registered).insert(gpa, event).is_some() {
-            lock(&self.violations).push(format!("{gpa:#x} registered twice"));
+        if self.registered.lock().insert(gpa, event).is_some() {
+            self.violations.lock().push(format!("{gpa:#x} registered twice"));
         }
         Ok(())
     }
 
     fn unregister(&self, _event: &EventFd, address: IoEventAddress) -> Result<(), IrqError> {
         let IoEventAddress::Mmio(gpa) = address else { return Err(refusal("unregister a port")) };
-        if lock(&self.registered).remove(&gpa).is_none() {
-            lock(&self.violations).push(format!("{gpa:#x} unregistered without being registered"));
+        if self.registered.lock().remove(&gpa).is_none() {
+            self.violations.lock().push(format!("{gpa:#x} unregistered without being registered"));
         }
         Ok(())
     }
@@ -187,19 +187,19 @@ impl FakeMapper {
     }
 
     pub fn mapped(&self) -> Vec<u64> {
-        lock(&self.mapped).keys().copied().collect()
+        self.mapped.lock().keys().copied().collect()
     }
 
     pub fn take_calls(&self) -> Vec<MapCall> {
-        std::mem::take(&mut lock(&self.calls))
+        std::mem::take(&mut self.calls.lock())
     }
 
     pub fn violations(&self) -> Vec<String> {
-        lock(&self.violations).clone()
+        self.violations.lock().clone()
     }
 
     fn device_at(&self, gpa: u64) -> Option<(u64, Arc<dyn BusDevice>)> {
-        let mapped = lock(&self.mapped);
+        let mapped = self.mapped.lock();
         let (start, (len, device)) = mapped.range(..=gpa).next_back()?;
         (gpa - start < *len).then(|| (gpa - start, Arc::clone(device)))
     }
@@ -229,26 +229,26 @@ impl FakeMapper {
             allowed.start_gpa <= range.start_gpa
                 && end.is_some_and(|end| Some(end) <= last(allowed.start_gpa, allowed.len_bytes))
         });
-        let mut mapped = lock(&self.mapped);
+        let mut mapped = self.mapped.lock();
         let overlap = mapped.iter().any(|(start, (len, _))| {
             end.is_none_or(|end| *start <= end) && last(*start, *len) >= Some(range.start_gpa)
         });
         if !inside || overlap {
-            lock(&self.violations).push(format!("{range:x?} mapped (inside: {inside})"));
+            self.violations.lock().push(format!("{range:x?} mapped (inside: {inside})"));
         }
         mapped.insert(range.start_gpa, (range.len_bytes, device));
     }
 
     fn remove(&self, range: MmioRange) -> Option<Arc<dyn BusDevice>> {
-        let removed = lock(&self.mapped).remove(&range.start_gpa);
+        let removed = self.mapped.lock().remove(&range.start_gpa);
         if removed.as_ref().is_none_or(|(len, _)| *len != range.len_bytes) {
-            lock(&self.violations).push(format!("{range:x?} unmapped without being mapped"));
+            self.violations.lock().push(format!("{range:x?} unmapped without being mapped"));
         }
         removed.map(|(_, device)| device)
     }
 
     fn call(&self, call: MapCall) -> Result<(), MapError> {
-        lock(&self.calls).push(call);
+        self.calls.lock().push(call);
         if self.refuses.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(MapError { source: "told to refuse".into() });
         }
@@ -265,7 +265,7 @@ impl BarMapper for FakeMapper {
 
     fn unmap(&self, range: MmioRange) -> Result<(), MapError> {
         // Always works, as taking something away needs no room.
-        lock(&self.calls).push(MapCall::Unmap(range.start_gpa));
+        self.calls.lock().push(MapCall::Unmap(range.start_gpa));
         self.remove(range);
         Ok(())
     }
@@ -357,11 +357,11 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn acknowledge_features(&mut self, features: u64) {
-        lock(&self.record).calls.push(DeviceCall::Acknowledge(features));
+        self.record.lock().calls.push(DeviceCall::Acknowledge(features));
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let record = lock(&self.record);
+        let record = self.record.lock();
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         for (at, byte) in data.iter_mut().enumerate() {
             *byte = record.config.get(start.saturating_add(at)).copied().unwrap_or(0);
@@ -369,7 +369,7 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8]) {
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         for (at, byte) in data.iter().enumerate() {
             if let Some(to) = record.config.get_mut(start.saturating_add(at)) {
@@ -379,7 +379,7 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         record.calls.push(DeviceCall::Activate);
         if record.refuses_activation {
             return Err(ActivateError::MissingQueue { index: 0 });
@@ -389,7 +389,7 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn reset(&mut self) {
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         record.calls.push(DeviceCall::Reset);
         record.activation = None;
     }
@@ -399,7 +399,7 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         record.calls.push(DeviceCall::Pause);
         let progress = std::mem::take(&mut record.progress);
         record
@@ -416,11 +416,11 @@ impl VirtioDevice for FakeDevice {
     }
 
     fn resume(&mut self) {
-        lock(&self.record).calls.push(DeviceCall::Resume);
+        self.record.lock().calls.push(DeviceCall::Resume);
     }
 
     fn save(&self) -> DeviceSnapshot {
-        let config = lock(&self.record).config;
+        let config = self.record.lock().config;
         DeviceSnapshot { kind: Self::KIND.to_owned(), version: 1, data: config.to_vec().into() }
     }
 
@@ -434,7 +434,7 @@ impl VirtioDevice for FakeDevice {
         }
         let config = serde_json::from_value(state.data.clone())
             .map_err(|source| StateError::Malformed { kind: Self::KIND, source })?;
-        let mut record = lock(&self.record);
+        let mut record = self.record.lock();
         record.config = config;
         record.calls.push(DeviceCall::Restore);
         Ok(())

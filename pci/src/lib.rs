@@ -15,6 +15,9 @@
 //!                                        └─ VirtioPciDevice ── VirtioDevice    │
 //!   KVM  ── ioeventfd ──────────────────────────────────────> queue kick <─────┘
 //! ```
+//!
+//! The order in which locks nest is: arrivals on a segment, segment slots, placement, transport,
+//! configuration space, MSI-X table or notification state.
 
 mod bar;
 mod bus;
@@ -24,7 +27,6 @@ mod device;
 pub mod fakes;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
-mod locks;
 mod msix;
 mod virtio;
 

@@ -11,10 +11,9 @@ use std::io;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
@@ -128,7 +127,7 @@ impl PoolConnection {
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take(&self, request: &Take) -> Result<PoolMemory, PoolError> {
-        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = self.stream.lock();
         let path = || self.path.clone();
         let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
@@ -161,7 +160,7 @@ impl PoolConnection {
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
-        let stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = self.stream.lock();
         let path = || self.path.clone();
         let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };

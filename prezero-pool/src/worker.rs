@@ -7,9 +7,10 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::Class;
@@ -131,7 +132,7 @@ impl Worker {
             memory::run_on_node(node);
         }
         loop {
-            let job = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let job = self.jobs.lock().recv();
             let Ok(job) = job else { return };
             if self.report.send(self.carry_out(job)).is_err() {
                 return;

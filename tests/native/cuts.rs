@@ -7,9 +7,9 @@
 //! table, printed and kept as a file.
 
 use std::fmt::Write as _;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde_json::Value;
 use vm_migration::protocol::message::Command;
 
@@ -507,19 +507,19 @@ fn table(mode: Mode, act: Act) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 loop {
-                    let Some((number, row)) = left.lock().expect("rows").pop() else { return };
+                    let Some((number, row)) = left.lock().pop() else { return };
                     match std::panic::catch_unwind(|| case(row, act)) {
-                        Ok(line) => lines.lock().expect("lines").push((number, line)),
-                        Err(_) => failed.lock().expect("failures").push(row),
+                        Ok(line) => lines.lock().push((number, line)),
+                        Err(_) => failed.lock().push(row),
                     }
                 }
             });
         }
     });
-    let mut lines = lines.into_inner().expect("lines");
+    let mut lines = lines.into_inner();
     lines.sort();
     let lines: Vec<String> = lines.into_iter().map(|(_, line)| line).collect();
-    let failed = failed.into_inner().expect("failures");
+    let failed = failed.into_inner();
     let head = "| message | connection | held before | guest afterwards | what the sides say |\n\
                 | --- | --- | --- | --- | --- |";
     let text = format!("## {}, {}\n\n{head}\n{}\n", mode.name(), act.name(), lines.join("\n"));

@@ -6,9 +6,10 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::harness::migrate::Reception;
@@ -64,14 +65,14 @@ impl Cutter {
         let (all, closed) = (Arc::clone(&streams), Arc::clone(&shut));
         std::thread::spawn(move || {
             while let Ok((source, _)) = listener.accept() {
-                if *closed.lock().unwrap_or_else(PoisonError::into_inner) {
+                if *closed.lock() {
                     continue;
                 }
                 let Ok(destination) = TcpStream::connect(&to) else { continue };
                 pass(&source, &destination);
                 pass(&destination, &source);
                 let ends = [source, destination];
-                all.lock().unwrap_or_else(PoisonError::into_inner).push(ends);
+                all.lock().push(ends);
             }
         });
         Self { url, streams, shut }
@@ -79,7 +80,7 @@ impl Cutter {
 
     /// Cuts all connections, or of the last `of` the one with this number.
     pub fn cut(&self, one: Option<usize>, of: usize) {
-        let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let streams = self.streams.lock();
         let last = streams.len().saturating_sub(of);
         for (number, ends) in streams[last..].iter().enumerate() {
             if one.is_none_or(|one| one == number) {
@@ -91,7 +92,7 @@ impl Cutter {
     }
 
     pub fn set_shut(&self, shut: bool) {
-        *self.shut.lock().unwrap_or_else(PoisonError::into_inner) = shut;
+        *self.shut.lock() = shut;
     }
 }
 

@@ -10,10 +10,11 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use hypervisor::Vm;
 use memory::{GuestRam, RamRegion};
+use parking_lot::Mutex;
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioDeviceFd, VfioError as IoctlError};
 
 use super::dma::DmaTarget;
@@ -23,7 +24,6 @@ use super::mapping::BarMapping;
 use super::p2p::P2pTarget;
 use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction};
-use crate::locks::lock;
 
 const CONTAINER: &str = "/dev/vfio/vfio";
 
@@ -127,19 +127,19 @@ impl DmaTarget for Type1Container {
         // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.
         let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
         mapped.map_err(errno_of)?;
-        lock(&self.mapped).insert(gpa, len);
+        self.mapped.lock().insert(gpa, len);
         Ok(())
     }
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
         let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
         self.container.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
-        lock(&self.mapped).retain(|start, _| !gpa.contains(start));
+        self.mapped.lock().retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 
     fn unmap_all(&self) {
-        for (gpa, len) in std::mem::take(&mut *lock(&self.mapped)) {
+        for (gpa, len) in std::mem::take(&mut *self.mapped.lock()) {
             if let Err(error) = self.container.vfio_dma_unmap(gpa, len) {
                 log::warn!("{len:#x} bytes at {gpa:#x} stay mapped for DMA: {error}");
             }

@@ -13,12 +13,13 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, TryLockError};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use devices::{LogLimit, log_limited};
 use hypervisor::irq::MsiSource;
 use log::{error, warn};
+use parking_lot::Mutex;
 
 use super::bars::{self, MsixRanges};
 use super::config::{MsiLayout, MsixLayout, ShadowConfig};
@@ -30,7 +31,6 @@ use super::interrupts::{Interrupts, IntxLine};
 use super::mapping::BarMapping;
 use super::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
 use super::p2p::{P2pBars, Peer};
-use crate::locks::lock;
 use pci::register;
 use pci::{BarDecode, BarDescription, BarKind, MapError};
 use pci::{PciDevice, PciDeviceState, PciStateError};
@@ -183,9 +183,9 @@ impl VfioPciDevice {
             return;
         }
         // A write that is on its way has connected what it connects.
-        drop(lock(&self.config));
+        drop(self.config.lock());
         self.interrupts.cut_off();
-        for bar in lock(&self.direct).iter_mut() {
+        for bar in self.direct.lock().iter_mut() {
             self.hide(bar);
         }
     }
@@ -196,7 +196,7 @@ impl VfioPciDevice {
     pub fn disarm(&self) {
         self.lose();
         // Under the lock, after the mark: of a write that was under way this is the next one.
-        let config = lock(&self.config);
+        let config = self.config.lock();
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         drop(config);
         self.host.reset();
@@ -220,17 +220,13 @@ impl VfioPciDevice {
     /// Its BARs and what their registers say, or nothing while an access to its configuration space goes
     /// on: that waits for hardware, a reset of the function among it, which a description must not.
     pub fn bars_if_idle(&self) -> Option<(Vec<BarDescription>, BarDecode)> {
-        let config = match self.config.try_lock() {
-            Ok(config) => config,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        let config = self.config.try_lock()?;
         Some((config.bars(), config.bar_decode()))
     }
 
     /// Whether the guest has been shown it as an integrated endpoint, which it is not on the host.
     pub fn is_integrated_endpoint(&self) -> bool {
-        lock(&self.config).is_integrated_endpoint()
+        self.config.lock().is_integrated_endpoint()
     }
 
     /// Whether it is gone for the guest.
@@ -356,7 +352,7 @@ impl Drop for VfioPciDevice {
     fn drop(&mut self) {
         // The guest's slots hold shares of the mappings, which keep the function open.
         self.lose();
-        lock(&self.direct).clear();
+        self.direct.lock().clear();
     }
 }
 
@@ -374,7 +370,7 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return;
         }
-        let config = lock(&self.config);
+        let config = self.config.lock();
         let in_range = usize::from(config.len_bytes().saturating_sub(offset)).min(data.len());
         if let Some(part) = data.get_mut(..in_range).filter(|part| !part.is_empty()) {
             self.host.read_config(offset, part);
@@ -387,7 +383,7 @@ impl PciDevice for VfioPciDevice {
         {
             return;
         }
-        let mut config = lock(&self.config);
+        let mut config = self.config.lock();
         // It may have gone while this waited, at the gate or for the lock.
         if self.is_lost() {
             return;
@@ -399,11 +395,11 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn bars(&self) -> Vec<BarDescription> {
-        lock(&self.config).bars()
+        self.config.lock().bars()
     }
 
     fn bar_decode(&self) -> BarDecode {
-        let mut decode = lock(&self.config).bar_decode();
+        let mut decode = self.config.lock().bar_decode();
         let is_there = !self.is_lost();
         decode.enabled &= is_there;
         decode.ports_enabled &= is_there;
@@ -411,11 +407,11 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn place_bar(&self, index: u8, gpa: u64) {
-        lock(&self.config).set_bar_gpa(index, gpa);
+        self.config.lock().set_bar_gpa(index, gpa);
     }
 
     fn bar_moved(&self, index: u8, gpa: Option<u64>) {
-        let mut direct = lock(&self.direct);
+        let mut direct = self.direct.lock();
         let Some(bar) = direct.iter_mut().find(|bar| bar.index == index) else { return };
         self.hide(bar);
         // Under the lock that `lose` takes after it has set its mark: either this sees the mark, or

@@ -8,16 +8,16 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use log::warn;
+use parking_lot::Mutex;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::error::VfioError;
 use super::host::{DeviceEvent, HostFunction};
-use crate::locks::lock;
 
 /// Told of the function's id and of what there is to tell; must not wait.
 pub type OnDeviceEvent = Box<dyn Fn(&str, DeviceEvent) + Send>;
@@ -92,7 +92,7 @@ impl DeviceEvents {
 
     /// Listens to a function no more.
     pub fn forget(&self, id: &str) {
-        let mut sources = lock(&self.shared.sources);
+        let mut sources = self.shared.sources.lock();
         sources.by_token.retain(|_, source| {
             let stays = source.id != id;
             if !stays {
@@ -117,7 +117,7 @@ impl Drop for DeviceEvents {
 
 impl Shared {
     fn add(&self, source: Source) -> io::Result<()> {
-        let mut sources = lock(&self.sources);
+        let mut sources = self.sources.lock();
         sources.last_token += 1;
         let token = sources.last_token;
         let event = EpollEvent::new(EventSet::IN, token);
@@ -150,7 +150,7 @@ impl Shared {
 
     /// What an event stands for, unless it is not listened to any more.
     fn take(&self, token: u64) -> Option<(String, DeviceEvent)> {
-        let sources = lock(&self.sources);
+        let sources = self.sources.lock();
         let source = sources.by_token.get(&token)?;
         source.event.read().ok()?;
         Some((source.id.clone(), source.notice))

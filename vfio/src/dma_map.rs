@@ -15,14 +15,14 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 
 use memory::{Pins, RamRegion};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::dma::{DmaTarget, Populator};
 use super::error::PinError;
-use crate::locks::lock;
 
 /// Not larger than needed for the kernel to pin large runs at once.
 const PIECE_BYTES: u64 = 64 << 20;
@@ -175,12 +175,12 @@ impl DmaMap {
     }
 
     fn open(&self) -> Result<MutexGuard<'_, State>, PinError> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         if self.is_open() { Ok(state) } else { Err(PinError::Cancelled) }
     }
 
     fn is_open(&self) -> bool {
-        matches!(*lock(&self.phase), Phase::Open)
+        matches!(*self.phase.lock(), Phase::Open)
     }
 
     fn map_piece(
@@ -201,18 +201,18 @@ impl DmaMap {
     /// Nothing more is mapped or unmapped, but for a piece that the kernel is at: all of it is about to be
     /// unmapped.
     pub(super) fn close(&self) {
-        *lock(&self.phase) = Phase::Closed;
+        *self.phase.lock() = Phase::Closed;
     }
 
     /// Waits for that piece.
     pub(super) fn wait_for_call(&self) {
-        drop(lock(&self.state));
+        drop(self.state.lock());
     }
 
     /// Nothing more is mapped, and what is unmapped does not come back: devices cannot continue, for this reason
     /// if there is none yet.
     pub(super) fn lose(&self, reason: &Arc<str>) {
-        let mut phase = lock(&self.phase);
+        let mut phase = self.phase.lock();
         if matches!(*phase, Phase::Open) {
             *phase = Phase::Lost(Arc::clone(reason));
         }
@@ -220,7 +220,7 @@ impl DmaMap {
 
     /// Unmaps all of it, after [`lose`](Self::lose). Waits for a piece that the kernel is at.
     pub(super) fn unmap_lost(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         self.target.unmap_all();
         *state = State::default();
         self.mapped_bytes.store(0, Ordering::Relaxed);
@@ -228,7 +228,7 @@ impl DmaMap {
 
     /// Why devices could not continue, if that is so.
     pub(super) fn lost(&self) -> Option<Arc<str>> {
-        match &*lock(&self.phase) {
+        match &*self.phase.lock() {
             Phase::Lost(reason) => Some(Arc::clone(reason)),
             Phase::Open | Phase::Closed => None,
         }
@@ -236,7 +236,7 @@ impl DmaMap {
 
     fn map_again(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let gpa = region.gpa();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !self.is_open() {
             return Ok(());
         }
@@ -262,7 +262,7 @@ impl Pins for DmaMap {
     fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
         let gpa = region.gpa();
         let range = gpa + range.start..gpa + range.end;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !self.is_open() {
             return Vec::new();
         }
@@ -295,7 +295,7 @@ impl Pins for DmaMap {
     fn repin(&self, region: &RamRegion, range: &Range<u64>) {
         if let Err(error) = self.map_again(region, range) {
             let reason: Arc<str> = error_text::chain(&error).into();
-            let mut phase = lock(&self.phase);
+            let mut phase = self.phase.lock();
             if !matches!(*phase, Phase::Open) {
                 return;
             }
@@ -450,7 +450,7 @@ mod tests {
             for region in ram.regions() {
                 dma_map.repin(region, &(0..region.len_bytes()));
             }
-            let mapped: Vec<_> = target.mapped.lock().unwrap().clone();
+            let mapped: Vec<_> = target.mapped.lock().clone();
             prop_assert_eq!(mapped.len(), 10);
             prop_assert!(mapped.iter().all(|piece| piece.end - piece.start <= 2 * MIB));
         }

@@ -12,9 +12,10 @@ use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use memory::{GuestRam, RamRegion};
+use parking_lot::Mutex;
 use vmm_sys_util::tempfile::TempFile;
 
 use super::dma::DmaTarget;
@@ -29,7 +30,6 @@ use super::p2p::P2pTarget;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
 use super::{BarSlots, IntxLine};
-use crate::locks::lock;
 use pci::MapError;
 use pci::register;
 
@@ -121,15 +121,15 @@ impl FakeFunction {
     }
 
     pub fn violations(&self) -> Vec<String> {
-        lock(&self.violations).clone()
+        self.violations.lock().clone()
     }
 
     pub fn connected(&self) -> Option<(InterruptKind, usize)> {
-        *lock(&self.connected)
+        *self.connected.lock()
     }
 
     pub fn has_resample(&self) -> bool {
-        *lock(&self.resample)
+        *self.resample.lock()
     }
 
     /// How often its pin was unmasked.
@@ -138,7 +138,7 @@ impl FakeFunction {
     }
 
     pub fn command(&self) -> u8 {
-        lock(&self.config).get(4).copied().unwrap_or(0)
+        self.config.lock().get(4).copied().unwrap_or(0)
     }
 
     pub fn is_bus_master(&self) -> bool {
@@ -147,7 +147,7 @@ impl FakeFunction {
 
     /// Signals what a host would; false if no event is connected.
     pub fn tell(&self, notice: DeviceEvent) -> bool {
-        let notices = lock(&self.notices);
+        let notices = self.notices.lock();
         notices.get(&notice).is_some_and(|mut event| event.write_all(&1_u64.to_ne_bytes()).is_ok())
     }
 
@@ -157,17 +157,17 @@ impl FakeFunction {
     }
 
     fn violate(&self, what: String) {
-        lock(&self.violations).push(what);
+        self.violations.lock().push(what);
     }
 }
 
 impl HostFunction for FakeFunction {
     fn config_len_bytes(&self) -> u16 {
-        u16::try_from(lock(&self.config).len()).unwrap_or(u16::MAX)
+        u16::try_from(self.config.lock().len()).unwrap_or(u16::MAX)
     }
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
-        let config = lock(&self.config);
+        let config = self.config.lock();
         if usize::from(offset) + data.len() > config.len() {
             self.violate(format!("read of {} bytes at {offset:#x}", data.len()));
         }
@@ -181,7 +181,7 @@ impl HostFunction for FakeFunction {
         let touches = |first: u16, len: u16| {
             usize::from(first) < end && offset < first + len && !data.is_empty()
         };
-        let mut config = lock(&self.config);
+        let mut config = self.config.lock();
         if data.is_empty() || end > config.len() {
             self.violate(format!("write of {} bytes at {offset:#x}", data.len()));
         }
@@ -207,7 +207,7 @@ impl HostFunction for FakeFunction {
                 *current = *byte;
             }
         }
-        lock(&self.config_writes).push((offset, data.to_vec()));
+        self.config_writes.lock().push((offset, data.to_vec()));
     }
 
     fn bar(&self, index: u8) -> Option<HostBar> {
@@ -217,14 +217,14 @@ impl HostFunction for FakeFunction {
     }
 
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
-        let bars = lock(&self.bars);
+        let bars = self.bars.lock();
         for (byte, at) in data.iter_mut().zip(offset..) {
             *byte = bars.get(&(index, at)).copied().unwrap_or(0);
         }
     }
 
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
-        let mut bars = lock(&self.bars);
+        let mut bars = self.bars.lock();
         for (byte, at) in data.iter().zip(offset..) {
             bars.insert((index, at), *byte);
         }
@@ -248,7 +248,7 @@ impl HostFunction for FakeFunction {
             let source = io::Error::from_raw_os_error(libc::ENOSPC);
             return Err(VfioError::Io { what: "connect an interrupt", source });
         }
-        let before = lock(&self.connected).replace((kind, events.len()));
+        let before = self.connected.lock().replace((kind, events.len()));
         if before.is_some() || events.is_empty() {
             self.violate(format!("{kind:?} connected over {before:?}"));
         }
@@ -259,7 +259,7 @@ impl HostFunction for FakeFunction {
         if self.never_resamples.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        *lock(&self.resample) = true;
+        *self.resample.lock() = true;
         Ok(true)
     }
 
@@ -278,12 +278,12 @@ impl HostFunction for FakeFunction {
         }
         let failed = |source| VfioError::Io { what: "duplicate an eventfd", source };
         let event = event.try_clone_to_owned().map_err(failed)?;
-        lock(&self.notices).insert(notice, event.into());
+        self.notices.lock().insert(notice, event.into());
         Ok(true)
     }
 
     fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError> {
-        let before = lock(&self.connected).take();
+        let before = self.connected.lock().take();
         if before.is_none_or(|(connected, _)| connected != kind) {
             self.violate(format!("{kind:?} disconnected instead of {before:?}"));
         }
@@ -291,7 +291,7 @@ impl HostFunction for FakeFunction {
     }
 
     fn reset(&self) {
-        *lock(&self.resets) += 1;
+        *self.resets.lock() += 1;
         self.migration.reset();
     }
 }
@@ -348,13 +348,13 @@ pub struct FakeSlots {
 impl FakeSlots {
     /// First and last guest physical addresses of what is shown, in order.
     pub fn shown(&self) -> Vec<Range<u64>> {
-        let mut shown: Vec<_> = lock(&self.slots).values().cloned().collect();
+        let mut shown: Vec<_> = self.slots.lock().values().cloned().collect();
         shown.sort_by_key(|range| range.start);
         shown
     }
 
     pub fn violations(&self) -> Vec<String> {
-        lock(&self.violations).clone()
+        self.violations.lock().clone()
     }
 }
 
@@ -362,9 +362,9 @@ impl BarSlots for FakeSlots {
     fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError> {
         let end = gpa.checked_add(memory.len_bytes());
         let end = end.ok_or_else(|| MapError { source: "the range wraps around".into() })?;
-        let mut slots = lock(&self.slots);
+        let mut slots = self.slots.lock();
         if slots.values().any(|other| other.start < end && gpa < other.end) {
-            lock(&self.violations).push(format!("{gpa:#x}..{end:#x} overlaps another"));
+            self.violations.lock().push(format!("{gpa:#x}..{end:#x} overlaps another"));
         }
         let number = slots.keys().next_back().map_or(0, |last| last + 1);
         slots.insert(number, gpa..end);
@@ -372,8 +372,8 @@ impl BarSlots for FakeSlots {
     }
 
     fn unmap(&self, slot: u32) -> Result<(), MapError> {
-        if lock(&self.slots).remove(&slot).is_none() {
-            lock(&self.violations).push(format!("slot {slot} was not there"));
+        if self.slots.lock().remove(&slot).is_none() {
+            self.violations.lock().push(format!("slot {slot} was not there"));
         }
         Ok(())
     }
@@ -416,14 +416,14 @@ impl FakeTarget {
     pub fn mapped_bytes_in(&self, gpa: &Range<u64>) -> u64 {
         let part =
             |piece: &Range<u64>| piece.end.min(gpa.end).saturating_sub(piece.start.max(gpa.start));
-        lock(&self.mapped).iter().map(part).sum()
+        self.mapped.lock().iter().map(part).sum()
     }
 
     /// In how many pieces all of it is mapped.
     pub fn is_mapped(&self, gpa: Range<u64>) -> Option<usize> {
         let is_whole = self.mapped_bytes_in(&gpa) == gpa.end - gpa.start;
         let touches = |piece: &&Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
-        is_whole.then(|| lock(&self.mapped).iter().filter(touches).count())
+        is_whole.then(|| self.mapped.lock().iter().filter(touches).count())
     }
 }
 
@@ -453,7 +453,7 @@ impl DmaTarget for FakeTarget {
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
         let gpa = region.gpa() + range.start..region.gpa() + range.end;
         assert_eq!(self.mapped_bytes_in(&gpa), 0, "{gpa:x?} is mapped already");
-        lock(&self.prepared).push(gpa);
+        self.prepared.lock().push(gpa);
     }
 
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
@@ -461,12 +461,12 @@ impl DmaTarget for FakeTarget {
         if let Some(before) = &self.before {
             before(gpa)?;
         }
-        lock(&self.mapped).push(gpa..region.gpa() + range.end);
+        self.mapped.lock().push(gpa..region.gpa() + range.end);
         Ok(())
     }
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
-        let mut mapped = lock(&self.mapped);
+        let mut mapped = self.mapped.lock();
         let touches = |piece: &Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
         let is_inside = |piece: &Range<u64>| gpa.start <= piece.start && piece.end <= gpa.end;
         if mapped.iter().any(|piece| touches(piece) && !is_inside(piece)) {
@@ -482,7 +482,7 @@ impl DmaTarget for FakeTarget {
         if let Some(before) = self.before_unmap_all.get() {
             before();
         }
-        lock(&self.mapped).clear();
+        self.mapped.lock().clear();
     }
 
     fn limits(&self) -> DmaLimits {
@@ -520,7 +520,7 @@ impl FakeP2p {
 
     /// First and last guest physical addresses of what is mapped, in order.
     pub fn mapped(&self) -> Vec<Range<u64>> {
-        lock(&self.mapped).iter().map(|(start, len)| *start..start + len).collect()
+        self.mapped.lock().iter().map(|(start, len)| *start..start + len).collect()
     }
 
     /// How often it was asked to map something.
@@ -529,12 +529,12 @@ impl FakeP2p {
     }
 
     pub fn violations(&self) -> Vec<String> {
-        lock(&self.violations).clone()
+        self.violations.lock().clone()
     }
 
     fn check(&self, what: &str, gpa: &Range<u64>) {
         if !self.slots.shown().contains(gpa) {
-            lock(&self.violations).push(format!("{what} {gpa:x?}, which the guest does not reach"));
+            self.violations.lock().push(format!("{what} {gpa:x?}, which the guest does not reach"));
         }
     }
 }
@@ -545,14 +545,14 @@ impl P2pTarget for FakeP2p {
         let range = gpa..gpa.saturating_add(memory.len_bytes());
         self.check("maps", &range);
         if !self.gate.is_open() {
-            lock(&self.violations).push(format!("{range:x?} is mapped behind a closed gate"));
+            self.violations.lock().push(format!("{range:x?} is mapped behind a closed gate"));
         }
         if self.refuses.load(Ordering::Relaxed) {
             return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
-        let mut mapped = lock(&self.mapped);
+        let mut mapped = self.mapped.lock();
         if mapped.iter().any(|(start, len)| *start < range.end && gpa < start + len) {
-            lock(&self.violations).push(format!("{range:x?} overlaps another"));
+            self.violations.lock().push(format!("{range:x?} overlaps another"));
         }
         mapped.insert(gpa, memory.len_bytes());
         Ok(())
@@ -563,8 +563,8 @@ impl P2pTarget for FakeP2p {
         if self.keeps.load(Ordering::Relaxed) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        if lock(&self.mapped).remove(&gpa.start) != Some(gpa.end - gpa.start) {
-            lock(&self.violations).push(format!("{gpa:x?} was not mapped as one"));
+        if self.mapped.lock().remove(&gpa.start) != Some(gpa.end - gpa.start) {
+            self.violations.lock().push(format!("{gpa:x?} was not mapped as one"));
         }
         Ok(())
     }

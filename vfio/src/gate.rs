@@ -6,12 +6,12 @@
 //! is about to let a device reach memory waits here, and helps first, if there is something to do. It opens once or fails once; it must never
 //! close again, and no vCPU waits forever as long as the thread that maps memory ends.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
 
 use super::dma::PopulateHelper;
-use crate::locks::lock;
 
 /// Guest memory will not be mapped.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl DmaGate {
     }
 
     fn decide(&self, end: State) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if matches!(*state, State::Closed(_)) {
             *state = end;
             self.changed.notify_all();
@@ -62,12 +62,12 @@ impl DmaGate {
 
     /// Whether DMA is possible now.
     pub fn is_open(&self) -> bool {
-        matches!(*lock(&self.state), State::Open)
+        matches!(*self.state.lock(), State::Open)
     }
 
     /// Sets the work that waiters can do from now on. No effect once it is decided.
     pub fn helped_by(&self, help: PopulateHelper) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if matches!(*state, State::Closed(_)) {
             *state = State::Closed(Some(help));
             self.changed.notify_all();
@@ -76,7 +76,7 @@ impl DmaGate {
 
     /// Does the waiters' work, if it is known and not done.
     pub fn help(&self) {
-        let help = match &*lock(&self.state) {
+        let help = match &*self.state.lock() {
             State::Closed(help) => help.clone(),
             State::Open | State::Failed(_) => None,
         };
@@ -91,7 +91,7 @@ impl DmaGate {
     /// Memory will not be mapped.
     pub fn wait(&self) -> Result<(), GateClosed> {
         let mut has_helped = false;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         loop {
             let help = match &*state {
                 State::Open => return Ok(()),
@@ -102,9 +102,9 @@ impl DmaGate {
                 drop(state);
                 help();
                 has_helped = true;
-                state = lock(&self.state);
+                state = self.state.lock();
             } else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut state);
             }
         }
     }

@@ -8,19 +8,19 @@
 //! where the host knows no other way.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use devices::{LogLimit, log_limited};
 use hypervisor::LevelLine;
 use hypervisor::irq::MsiSource;
 use log::info;
+use parking_lot::Mutex;
 
 use super::config::{MsiLayout, MsiRegisters, MsixLayout};
 use super::error::VfioError;
 use super::host::{HostFunction, InterruptKind};
 use super::msi::Msi;
 use super::unmasking::Unmasking;
-use crate::locks::lock;
 use pci::Msix;
 
 const MSIX_ENABLE: u16 = 1 << 15;
@@ -138,7 +138,7 @@ impl Interrupts {
         } else {
             Connected::Nothing
         };
-        let mut connected = lock(&self.connected);
+        let mut connected = self.connected.lock();
         if *connected != wanted {
             self.disconnect(&mut connected);
             self.connect(wanted)?;
@@ -149,7 +149,7 @@ impl Interrupts {
 
     /// Cuts the function off: it interrupts no more.
     pub fn cut_off(&self) {
-        self.disconnect(&mut lock(&self.connected));
+        self.disconnect(&mut self.connected.lock());
     }
 
     fn connect(&self, wanted: Connected) -> Result<(), VfioError> {
@@ -163,7 +163,7 @@ impl Interrupts {
                 }
                 info!("passed-through device {}: the VMM unmasks its interrupt pin", self.id);
                 let unmasking = Unmasking::start(&self.id, Arc::clone(&self.host), line.resample());
-                *lock(&self.unmasking) = Some(unmasking.map_err(|source| VfioError::Io {
+                *self.unmasking.lock() = Some(unmasking.map_err(|source| VfioError::Io {
                     what: "unmask the interrupt pin by a thread",
                     source,
                 })?);
@@ -191,7 +191,7 @@ impl Interrupts {
             Connected::Msi { .. } => InterruptKind::Msi,
             Connected::Msix => InterruptKind::Msix,
         };
-        let unmasking = lock(&self.unmasking).take();
+        let unmasking = self.unmasking.lock().take();
         drop(unmasking);
         if let Err(error) = self.host.disconnect(kind) {
             self.complain(&error);

@@ -17,14 +17,15 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use hypervisor::{AttachedFile, VfioFiles, Vm};
 use ioas::{Ioas, MapFileError, Mapped, knows_device};
 use iommufd_ioctls::IommuFd;
 use memory::{GuestRam, RamRegion};
+use parking_lot::Mutex;
 use prezero_pool_client::PinnedGrant;
 use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 
@@ -35,7 +36,6 @@ use super::p2p::P2pTarget;
 use super::prepinned::mapped_pieces;
 use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
-use crate::locks::lock;
 
 const IOMMUFD: &str = "/dev/iommu";
 
@@ -255,19 +255,19 @@ impl DmaTarget for IommufdSpace {
         if !self.map_file(region, range.start, &piece)? {
             self.map_address(&piece)?;
         }
-        lock(&self.mapped).insert(piece.gpa, piece.len);
+        self.mapped.lock().insert(piece.gpa, piece.len);
         Ok(())
     }
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
         let len_bytes = gpa.end.saturating_sub(gpa.start);
         self.ioas().unmap(Mapped { iova: gpa.start, len_bytes })?;
-        lock(&self.mapped).retain(|start, _| !gpa.contains(start));
+        self.mapped.lock().retain(|start, _| !gpa.contains(start));
         Ok(())
     }
 
     fn unmap_all(&self) {
-        for (gpa, len) in std::mem::take(&mut *lock(&self.mapped)) {
+        for (gpa, len) in std::mem::take(&mut *self.mapped.lock()) {
             if let Err(error) = self.ioas().unmap(mapped(gpa, len)) {
                 log::warn!("{len:#x} bytes at {gpa:#x} stay mapped for DMA: {error}");
             }

@@ -39,7 +39,6 @@ mod host;
 mod interrupts;
 mod iommufd;
 mod limits;
-mod locks;
 mod mapping;
 pub mod migration;
 mod msi;

@@ -7,17 +7,18 @@
 //! would be in the way of that, and has little to do, when all is populated. A failure is
 //! reported to every waiter; no waiter may wait forever.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::dma::{Populating, Populator};
 use super::dma_map::DmaMap;
 use super::error::PinError;
 use super::gate::DmaGate;
-use crate::locks::lock;
 
 /// How far it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,7 +136,7 @@ impl Pinning {
             pinned_bytes,
             // A guest may have got more memory since.
             total_bytes: pinned_bytes.max(*total_bytes),
-            state: lost.unwrap_or_else(|| lock(state).clone()),
+            state: lost.unwrap_or_else(|| state.lock().clone()),
         }
     }
 
@@ -180,7 +181,7 @@ impl PinningAbort {
     /// Nothing more is mapped; the state is failed from here on, for this reason or the one for which mapping
     /// has failed already, and vCPUs that wait at the gate continue without. Does not wait.
     pub fn begin(&self, reason: &Arc<str>) {
-        let failed = match &*lock(&self.0.state) {
+        let failed = match &*self.0.state.lock() {
             PinState::Failed(first) => Some(Arc::clone(first)),
             _ => None,
         };
@@ -220,7 +221,7 @@ impl Shared {
         let start = Instant::now();
         let result = self.pin(populator);
         if self.stop.load(Ordering::Relaxed) {
-            *lock(&self.state) = PinState::Failed("the VM ends".into());
+            *self.state.lock() = PinState::Failed("the VM ends".into());
             return Err(PinError::Cancelled);
         }
         let state = match &result {
@@ -230,7 +231,7 @@ impl Shared {
             }
             Err(error) => PinState::Failed(error_text::chain(error).into()),
         };
-        *lock(&self.state) = state.clone();
+        *self.state.lock() = state.clone();
         match &state {
             // The callback looks at functions that have been let through, or refused.
             PinState::Failed(reason) => self.gate.fail(reason),
@@ -252,7 +253,7 @@ impl Shared {
             on_chunk: Arc::new(move |region, range| {
                 shared.go_on()?;
                 if shared.dma_map.target().maps_last(region) {
-                    lock(&keep).push((region.gpa(), range));
+                    keep.lock().push((region.gpa(), range));
                     return Ok(());
                 }
                 Ok(shared.dma_map.map(region, &range)?)
@@ -264,7 +265,7 @@ impl Shared {
                 }
             },
         })?;
-        for (gpa, range) in std::mem::take(&mut *lock(&kept)) {
+        for (gpa, range) in std::mem::take(&mut *kept.lock()) {
             self.go_on()?;
             if let Some(region) = populator.regions().iter().find(|region| region.gpa() == gpa) {
                 self.dma_map.map(region, &range)?;

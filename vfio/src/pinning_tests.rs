@@ -6,10 +6,11 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use memory::{GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
+use parking_lot::Mutex;
 
 use super::fakes::FakeTarget;
 use super::limits::LockedMemory;
@@ -41,7 +42,7 @@ fn start(
 
 /// Ranges that follow each other as one.
 fn joined(ranges: &Mutex<Vec<Range<u64>>>) -> Vec<Range<u64>> {
-    let mut ranges = ranges.lock().unwrap().clone();
+    let mut ranges = ranges.lock().clone();
     ranges.sort_by_key(|range| range.start);
     let mut joined: Vec<Range<u64>> = Vec::new();
     for range in ranges {
@@ -160,7 +161,7 @@ fn a_failure_in_the_middle_fails_every_waiter() {
     let count = Mutex::new(0);
     let target = FakeTarget {
         before: Some(Box::new(move |_| {
-            let mut count = count.lock().unwrap();
+            let mut count = count.lock();
             *count += 1;
             if *count == 2 { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
         })),
@@ -184,7 +185,7 @@ fn memory_that_no_function_needs_is_unmapped_and_not_waited_for() {
         before: Some({
             let hold = Arc::clone(&hold);
             Box::new(move |_| {
-                let _ = arrived.lock().unwrap().send(());
+                let _ = arrived.lock().send(());
                 hold.wait().map_err(io::Error::other)
             })
         }),
@@ -222,7 +223,7 @@ fn a_machine_that_ends_does_not_wait() {
         before: Some({
             let hold = Arc::clone(&hold);
             Box::new(move |_| {
-                let _ = arrived.lock().unwrap().send(());
+                let _ = arrived.lock().send(());
                 hold.wait().map_err(io::Error::other)
             })
         }),

@@ -154,7 +154,7 @@ fn on_the_root_bus_is_an_integrated_endpoint_without_a_link() {
     // Device control is the host's, link control is not there.
     rig.write(0x88, &[0x10, 0x20]);
     rig.write(0x90, &[0x03, 0]);
-    let writes = rig.host.config_writes.lock().unwrap().clone();
+    let writes = rig.host.config_writes.lock().clone();
     assert_eq!(writes[1..], [(0x88, vec![0x10, 0x20])]);
     rig.check();
 }
@@ -224,7 +224,7 @@ fn other_writes_reach_the_host() {
     let rig = Rig::new();
     rig.write(0x44, &[0x03, 0x01]);
     rig.write(MSIX_OFFSET, &[0, 0, 0, 0x80]);
-    let writes = rig.host.config_writes.lock().unwrap().clone();
+    let writes = rig.host.config_writes.lock().clone();
     assert_eq!(writes[1..], [(0x44, vec![3, 1]), (MSIX_OFFSET, vec![0, 0])]);
     rig.check();
 }
@@ -408,7 +408,7 @@ fn a_device_is_harmless_before_it_is_released() {
     assert_eq!(rig.slots.shown(), []);
     rig.device.disarm();
     assert!(!rig.host.is_bus_master());
-    assert_eq!((rig.host.connected(), *rig.host.resets.lock().unwrap()), (None, 1));
+    assert_eq!((rig.host.connected(), *rig.host.resets.lock()), (None, 1));
     assert_eq!(Arc::strong_count(&rig.device), 1, "no other reference is left");
     rig.check();
 }

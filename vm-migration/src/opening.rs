@@ -7,7 +7,8 @@
 //! several hosts it uses the address that the first connection has reached.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -46,7 +47,7 @@ impl Opening<'_> {
         let left = AtomicUsize::new(roles.len());
         let first_failure = Mutex::new(None);
         let failed = |cause| {
-            let mut first = first_failure.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut first = first_failure.lock();
             first.get_or_insert(cause);
         };
         let open = |role| match self.one(role, &stop) {
@@ -92,7 +93,7 @@ impl Opening<'_> {
             }
             return Ok(channels);
         }
-        let first = first_failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let first = first_failure.into_inner();
         Err(match first {
             Some(cause) if !self.cancel.is_cancelled() => cause,
             None if !self.cancel.is_cancelled() => Cause::Panicked,

@@ -7,10 +7,11 @@
 //! decide anything.
 
 use std::fmt;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::document::Mode;
@@ -322,12 +323,12 @@ impl Progress {
 
     /// An attempt to connect again has failed.
     pub(crate) fn cannot_recover(&self, why: String) {
-        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+        *self.lost.lock() = Some(why);
     }
 
     /// Connections are made again by themselves until then; `None` when there are some.
     pub(crate) fn reconnects_until(&self, until: Option<Instant>) {
-        *self.reconnects_until.lock().unwrap_or_else(PoisonError::into_inner) = until;
+        *self.reconnects_until.lock() = until;
     }
 
     /// Postcopy goes on in its phase.
@@ -368,7 +369,7 @@ impl Progress {
             self.postcopy.store(true, Relaxed);
         }
         let entry = PhaseEntry { at_ms: self.elapsed_ms(), phase };
-        self.course.lock().unwrap_or_else(PoisonError::into_inner).enter(entry);
+        self.course.lock().enter(entry);
         self.note_sample(false);
         log::info!("migration {}: {phase}", self.side);
         self.tell(Event::Begin(phase));
@@ -392,8 +393,8 @@ impl Progress {
             urgent_pages: get(&c.urgent_pages) + get(&c.prefetched_pages),
         };
         if is_last {
-            self.course.lock().unwrap_or_else(PoisonError::into_inner).sample(sample, true);
-        } else if let Ok(mut course) = self.course.try_lock() {
+            self.course.lock().sample(sample, true);
+        } else if let Some(mut course) = self.course.try_lock() {
             // Another thread takes one at this moment, or makes a report: that is not waited for.
             course.sample(sample, false);
         }
@@ -417,7 +418,7 @@ impl Progress {
             link_bytes_per_s: c.link_bytes_per_s.get(),
             dirty_bytes_per_s: c.dirty_bytes_per_s.get(),
         };
-        self.course.lock().unwrap_or_else(PoisonError::into_inner).begin_round(begin);
+        self.course.lock().begin_round(begin);
         self.note_sample(false);
         self.tell(Event::Round { round, remaining_bytes });
     }
@@ -466,19 +467,19 @@ impl Progress {
     pub(crate) fn fault_took(&self, thread: Option<u32>, latency: Duration) {
         let latency_us = micros(latency);
         self.counters.fault_wait_us.fetch_add(latency_us, Relaxed);
-        let mut latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut latencies = self.latency.lock();
         latencies.record(thread, latency_us);
     }
 
     /// Everything that was noted, for a report.
     pub fn history(&self) -> History {
         let progress = self.snapshot();
-        let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
+        let course = self.course.lock();
         let (phases, timeline, own) = (course.phases(), course.samples(), course.rounds());
         drop(course);
-        let peer = self.peer.lock().unwrap_or_else(PoisonError::into_inner).course.clone();
+        let peer = self.peer.lock().course.clone();
         let rounds = if own.is_empty() { peer.unwrap_or_default() } else { own };
-        let latencies = self.latency.lock().unwrap_or_else(PoisonError::into_inner);
+        let latencies = self.latency.lock();
         let (latency, threads) = (latencies.buckets(), latencies.threads());
         History { progress, phases, timeline, rounds, latency, threads }
     }
@@ -487,7 +488,7 @@ impl Progress {
     pub fn snapshot(&self) -> Snapshot {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
-        let peer = self.peer.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let peer = self.peer.lock().clone();
         let is_source = self.side == Side::Source;
         let is_destination = !is_source;
         // What this side counts itself, or what the one that does has told.
@@ -523,11 +524,10 @@ impl Progress {
             recovery: RecoverySnapshot {
                 losses: c.losses.load(Relaxed),
                 recoveries: c.recoveries.load(Relaxed),
-                reason: self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+                reason: self.lost.lock().clone(),
                 left_ms: self
                     .reconnects_until
                     .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
                     .map(|until| millis(until.saturating_duration_since(Instant::now()))),
             },
             compression: CompressionSnapshot {
@@ -561,7 +561,7 @@ impl Progress {
     pub(crate) fn figures(&self) -> Figures {
         let mut figures = Figures::of(&self.snapshot());
         if self.side == Side::Source {
-            let course = self.course.lock().unwrap_or_else(PoisonError::into_inner);
+            let course = self.course.lock();
             figures.course = Some(course.rounds());
         }
         figures
@@ -570,7 +570,7 @@ impl Progress {
     /// Takes what the peer has told of its side.
     pub(crate) fn heard(&self, payload: &[u8]) {
         if let Some(figures) = Figures::read(payload) {
-            self.peer.lock().unwrap_or_else(PoisonError::into_inner).take(&figures);
+            self.peer.lock().take(&figures);
         }
     }
 
@@ -579,6 +579,6 @@ impl Progress {
     }
 
     fn latencies(&self) -> LatencySnapshot {
-        self.latency.lock().unwrap_or_else(PoisonError::into_inner).snapshot()
+        self.latency.lock().snapshot()
     }
 }

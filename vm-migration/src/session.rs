@@ -8,10 +8,12 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure, Step};
@@ -35,7 +37,7 @@ impl SessionState {
     pub(crate) fn fail(&self, failure: Failure) {
         // What others suffer because of the stop is not a cause.
         if !matches!(failure.cause, Cause::Cancelled) {
-            let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut first = self.failure.lock();
             first.get_or_insert(failure);
         }
         self.stop.cancel();
@@ -46,7 +48,7 @@ impl SessionState {
     }
 
     pub(crate) fn take_failure(&self) -> Option<Failure> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.failure.lock().take()
     }
 }
 

@@ -5,9 +5,11 @@
 //! Owns the requests only: the state machines poll them where they can act on them, at least twice a second,
 //! and take them. It must never block.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use crate::commit::destination::Decision;
 use crate::transport::Address;
@@ -62,7 +64,7 @@ impl Steering {
     /// The same with at most so many connections of each kind (at least one for the background), and
     /// never more than the migration began with. The destination takes what the source makes.
     pub fn recover_over(&self, recover: Recover, connections_max: Option<u16>) {
-        let mut wish = self.0.recover.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut wish = self.0.recover.lock();
         *wish = Some((recover, connections_max));
     }
 
@@ -71,18 +73,18 @@ impl Steering {
     }
 
     pub(crate) fn take_recovery(&self) -> Option<(Recover, Option<u16>)> {
-        self.0.recover.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.recover.lock().take()
     }
 
     /// Says of a machine in doubt what happens to it: [`InDoubt::asked`] has the rule.
     ///
     /// [`InDoubt::asked`]: crate::commit::destination::InDoubt::asked
     pub fn decide(&self, decision: Decision) {
-        *self.0.decision.lock().unwrap_or_else(PoisonError::into_inner) = Some(decision);
+        *self.0.decision.lock() = Some(decision);
     }
 
     pub(crate) fn take_decision(&self) -> Option<Decision> {
-        self.0.decision.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.decision.lock().take()
     }
 
     /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of

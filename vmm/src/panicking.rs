@@ -12,11 +12,12 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use devices::endpoint::ConsoleEndpoint;
 use devices::virtio::vsock::VsockSocket;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::events;
 
@@ -45,7 +46,7 @@ static OUTSIDE: Mutex<PanicCleanup> =
     Mutex::new(PanicCleanup { consoles: Vec::new(), vsocks: Vec::new(), socket: None });
 
 fn outside() -> MutexGuard<'static, PanicCleanup> {
-    OUTSIDE.lock().unwrap_or_else(PoisonError::into_inner)
+    OUTSIDE.lock()
 }
 
 /// Has a console put back in the end.

@@ -8,9 +8,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use log::{info, warn};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::WRITE_CHUNK_BYTES;
 use super::listener::PathListener;
@@ -46,7 +46,7 @@ struct Owners {
 static OWNERS: Mutex<Owners> = Mutex::new(Owners { terminals: Vec::new(), last: 0 });
 
 fn owners() -> MutexGuard<'static, Owners> {
-    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
+    OWNERS.lock()
 }
 
 fn terminal_id(fd: BorrowedFd<'_>) -> io::Result<TerminalId> {

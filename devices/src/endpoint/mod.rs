@@ -21,10 +21,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use log::warn;
+use parking_lot::Mutex;
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
@@ -36,9 +36,6 @@ pub use output::open_output;
 const PENDING_BYTES_MAX: usize = 64 << 10;
 /// Written at a time after the descriptor said that it is ready.
 const WRITE_CHUNK_BYTES: usize = 512;
-
-/// Between two looks whether another thread still has the endpoint.
-const TRY_EVERY: Duration = Duration::from_millis(1);
 
 /// Why an endpoint could not be opened.
 #[derive(Debug, Error)]
@@ -204,23 +201,9 @@ impl ConsoleEndpoint {
     /// The same, unless another thread has the endpoint for longer than `within`: one that has panicked, for
     /// example, or waits. False then.
     pub fn try_close(&self, within: Duration) -> bool {
-        let until = Instant::now() + within;
-        loop {
-            match self.inner.try_lock() {
-                Ok(mut inner) => {
-                    inner.close(&self.epoll);
-                    return true;
-                }
-                Err(TryLockError::Poisoned(poisoned)) => {
-                    poisoned.into_inner().close(&self.epoll);
-                    return true;
-                }
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    std::thread::sleep(TRY_EVERY);
-                }
-                Err(TryLockError::WouldBlock) => return false,
-            }
-        }
+        let Some(mut inner) = self.inner.try_lock_for(within) else { return false };
+        inner.close(&self.epoll);
+        true
     }
 
     /// Bytes of output that were lost because they were not read.
@@ -229,7 +212,7 @@ impl ConsoleEndpoint {
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut Inner, &Epoll) -> T) -> T {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inner = self.inner.lock();
         work(&mut inner, &self.epoll)
     }
 }

@@ -4,10 +4,11 @@
 //!
 //! Owns the registers that the FADT and the DSDT point at. Never writes the tables themselves.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -108,7 +109,7 @@ impl PmTimer {
     }
 
     fn lock(&self) -> MutexGuard<'_, Epoch> {
-        self.epoch.lock().unwrap_or_else(PoisonError::into_inner)
+        self.epoch.lock()
     }
 
     /// Has the state that is saved next be that of `at`, when the guest's other clocks were read: one

@@ -6,9 +6,9 @@
 //! distance that the guest has put between them by setting its own, which it keeps as long as the machine is
 //! there. There is no alarm and no interrupt, as the ACPI tables say: nothing here sleeps.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::calendar::Calendar;
@@ -238,14 +238,14 @@ impl Inner {
 impl BusDevice for Cmos {
     fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0xff);
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let inner = self.inner.lock();
         if let [byte] = data {
             *byte = if offset == 1 { inner.read() } else { inner.index };
         }
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inner = self.inner.lock();
         match (offset, data) {
             // Bit 7 masks NMIs on real machines.
             (0, [index]) => inner.index = index & INDEX_MASK,
@@ -294,7 +294,7 @@ impl Cmos {
 
 impl Snapshot for Cmos {
     fn save(&self) -> DeviceSnapshot {
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let inner = self.inner.lock();
         let is_set = inner.ahead_s != 0 || inner.held.is_some();
         let clock = is_set.then_some(ClockState { ahead_s: inner.ahead_s, held: inner.held });
         let state = CmosState { index: inner.index, bytes: inner.bytes.to_vec(), clock };
@@ -322,7 +322,7 @@ impl Snapshot for Cmos {
         let held_bit = if held.is_some() { STATUS_B_SET } else { 0 };
         let status = &mut bytes[usize::from(STATUS_B)];
         *status = *status & !STATUS_B_SET | held_bit;
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inner = self.inner.lock();
         inner.index = state.index;
         inner.bytes = bytes;
         inner.ahead_s = state.clock.map_or(0, |clock| clock.ahead_s);

@@ -4,9 +4,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::calendar::Calendar;
@@ -25,13 +26,13 @@ impl FixedClock {
     }
 
     fn go_on(&self, seconds: u64) {
-        *self.0.lock().unwrap() += Duration::from_secs(seconds);
+        *self.0.lock() += Duration::from_secs(seconds);
     }
 }
 
 impl Clock for FixedClock {
     fn since_epoch(&self) -> Duration {
-        *self.0.lock().unwrap()
+        *self.0.lock()
     }
 }
 

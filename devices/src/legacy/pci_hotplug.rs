@@ -155,8 +155,9 @@ impl Snapshot for PciHotplug {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-    use std::sync::{Arc, Mutex};
+    use std::sync::Arc;
 
+    use parking_lot::Mutex;
     use proptest::prelude::*;
 
     use super::*;
@@ -164,7 +165,7 @@ mod tests {
     fn rig() -> (PciHotplug, Arc<Mutex<Vec<u32>>>) {
         let told: Arc<Mutex<Vec<u32>>> = Arc::default();
         let inner = Arc::clone(&told);
-        (PciHotplug::new(Box::new(move |bits| inner.lock().unwrap().push(bits))), told)
+        (PciHotplug::new(Box::new(move |bits| inner.lock().push(bits))), told)
     }
 
     fn read(device: &PciHotplug, offset: u64) -> u32 {
@@ -198,7 +199,7 @@ mod tests {
         device.write(EJECT_OFFSET, &[0xff; 4]);
         assert_eq!((device.leaving(), device.ejected()), (0, 1 << 4));
         device.write(EJECT_OFFSET, &[0xff; 4]);
-        assert_eq!(*told.lock().unwrap(), [1 << 4], "once");
+        assert_eq!(*told.lock(), [1 << 4], "once");
         device.gone(4);
         assert_eq!(device.ejected(), 0);
     }
@@ -215,7 +216,7 @@ mod tests {
         other.restore(&saved).unwrap();
         assert_eq!(other.save(), saved);
         assert_eq!((other.leaving(), other.ejected()), (4, 8));
-        assert!(told.lock().unwrap().is_empty());
+        assert!(told.lock().is_empty());
         let mut bad = saved;
         bad.data["leaving"] = 8.into();
         assert!(matches!(other.restore(&bad), Err(StateError::Invalid { .. })));
@@ -238,7 +239,7 @@ mod tests {
             for (offset, mut data, is_write) in accesses {
                 if is_write { device.write(offset, &data) } else { device.read(offset, &mut data) }
             }
-            let told = told.lock().unwrap().iter().fold(0, |all, bits| {
+            let told = told.lock().iter().fold(0, |all, bits| {
                 assert_eq!(all & bits, 0, "told twice");
                 all | bits
             });

@@ -6,10 +6,11 @@
 //! there is room. Output goes to the endpoint from the vCPU's thread and never waits.
 
 use std::io::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use log::warn;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_superio::serial::{NoEvents, SerialState as PortState};
@@ -84,7 +85,7 @@ struct PortInner {
 
 impl Shared {
     fn with<T>(&self, work: impl FnOnce(&mut PortInner) -> T) -> T {
-        let mut port = self.port.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut port = self.port.lock();
         let result = work(&mut port);
         // Decided under the lock, so that it always fits the state that it was derived from.
         self.endpoint.want_input(!port.paused && port.registers.fifo_capacity() > 0);

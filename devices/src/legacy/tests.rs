@@ -7,10 +7,11 @@
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -317,7 +318,7 @@ fn foreign_states_are_refused_by_every_legacy_device() {
         Box::new(DebugConsole::new(Arc::clone(&endpoint))),
         Box::new(Serial::new(endpoint, line()).unwrap()),
     ]);
-    for device in devices.lock().unwrap().iter() {
+    for device in devices.lock().iter() {
         let good = device.save();
         device.restore(&good).unwrap();
         let mut other = good.clone();

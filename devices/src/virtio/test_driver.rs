@@ -5,11 +5,12 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use memory::{GuestMemory, GuestMemoryHandle};
+use parking_lot::{Condvar, Mutex};
 use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::{Queue, QueueState, QueueT};
 use vm_memory::bitmap::Bitmap;
@@ -42,9 +43,8 @@ pub(crate) struct TestInterrupt {
 
 impl TestInterrupt {
     fn wait(&self, what: &str, mut done: impl FnMut(&Seen) -> bool) {
-        let seen = self.seen.lock().unwrap();
-        let (_seen, timeout) =
-            self.changed.wait_timeout_while(seen, PATIENCE, |seen| !done(seen)).unwrap();
+        let mut seen = self.seen.lock();
+        let timeout = self.changed.wait_while_for(&mut seen, |seen| !done(seen), PATIENCE);
         assert!(!timeout.timed_out(), "no {what} came");
     }
 
@@ -53,19 +53,19 @@ impl TestInterrupt {
     }
 
     pub(crate) fn is_broken(&self) -> bool {
-        self.seen.lock().unwrap().broken
+        self.seen.lock().broken
     }
 
     pub(crate) fn config_changes(&self) -> u64 {
-        self.seen.lock().unwrap().config
+        self.seen.lock().config
     }
 
     pub(crate) fn queue_interrupts(&self, index: u16) -> u64 {
-        self.seen.lock().unwrap().queues.get(&index).copied().unwrap_or(0)
+        self.seen.lock().queues.get(&index).copied().unwrap_or(0)
     }
 
     fn note(&self, note: impl FnOnce(&mut Seen)) {
-        note(&mut self.seen.lock().unwrap());
+        note(&mut self.seen.lock());
         self.changed.notify_all();
     }
 }

@@ -19,11 +19,12 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use log::{debug, error};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use virtio_queue::QueueState;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -140,7 +141,7 @@ struct Control {
 
 impl Control {
     fn lock(&self) -> MutexGuard<'_, (Wanted, Actual)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn want(&self, wanted: Wanted) {
@@ -172,7 +173,7 @@ impl Control {
     fn wait_while_paused(&self) -> Wanted {
         let mut state = self.lock();
         while state.0 == Wanted::Pause {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
         state.1 = Actual::Running;
         state.0
@@ -189,8 +190,7 @@ impl Control {
             if left.is_zero() {
                 return false;
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, left);
         }
     }
 
@@ -201,9 +201,7 @@ impl Control {
             match &state.1 {
                 Actual::Paused(states) => return states.clone(),
                 Actual::Ended => return Vec::new(),
-                Actual::Running => {
-                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                }
+                Actual::Running => self.changed.wait(&mut state),
             }
         }
     }

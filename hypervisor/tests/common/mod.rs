@@ -9,14 +9,15 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use hypervisor::{
     AfterExit, BootRegisters, ExitHandler, FaultAction, FaultedAccess, Hypervisor, MemslotConfig,
     StopReason, ThreadsConfig, Vcpu, VcpuInit, VcpuThreads, Vm, VmConfig,
 };
+use parking_lot::Mutex;
 
 /// Longer than any step of these guests takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_mins(1);
@@ -122,7 +123,7 @@ impl Recorder {
 
     fn report(&self, event: Event) {
         // The test may be over.
-        let _ = self.events.lock().unwrap().send(event);
+        let _ = self.events.lock().send(event);
     }
 }
 

@@ -18,8 +18,9 @@ mod tests;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
+use parking_lot::{Mutex, MutexGuard};
 use vm_memory::VolatileSlice;
 
 use crate::backing::ZoneBacking;
@@ -157,13 +158,13 @@ impl Zone {
 
     fn add_view(&self, mapping: &Arc<Mapping>, file_offset: u64) {
         if self.backing.hugetlb {
-            let mut views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut views = self.views.lock();
             views.push((Arc::downgrade(mapping), file_offset));
         }
     }
 
     fn hugetlb_mappings(&self) -> Vec<HugetlbMapping> {
-        let views = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        let views = self.views.lock();
         let live = |(mapping, at): &(Weak<Mapping>, u64)| {
             mapping.upgrade().map(|mapping| HugetlbMapping { mapping, file_offset: *at })
         };
@@ -395,7 +396,7 @@ impl RamRegion {
     }
 
     fn lock_mappings(&self) -> MutexGuard<'_, ()> {
-        self.making_mapping.lock().unwrap_or_else(PoisonError::into_inner)
+        self.making_mapping.lock()
     }
 
     fn alias(&self) -> Result<&Arc<Mapping>, AccessError> {

@@ -3,15 +3,14 @@
 //! Tests of placement and relocation.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
 use crate::device::{PciDeviceState, PciStateError};
 use crate::fakes::{FakeMapper, MapCall};
-use crate::locks::lock;
 
 const LOW: u64 = 0xc000_0000;
 /// Where the first BAR of a page is placed.
@@ -57,11 +56,11 @@ impl Function {
     }
 
     fn gpa(&self, index: u8) -> u64 {
-        lock(&self.decode).gpas.iter().find(|(at, _)| *at == index).unwrap().1
+        self.decode.lock().gpas.iter().find(|(at, _)| *at == index).unwrap().1
     }
 
     fn take_moves(&self) -> Vec<Option<u64>> {
-        std::mem::take(&mut lock(&self.moves))
+        std::mem::take(&mut self.moves.lock())
     }
 }
 
@@ -75,23 +74,23 @@ impl PciDevice for Function {
     fn read_config(&self, _offset: u16, _data: &mut [u8]) {}
     fn write_config(&self, _offset: u16, _data: &[u8]) {}
     fn bars(&self) -> Vec<BarDescription> {
-        lock(&self.bars).clone()
+        self.bars.lock().clone()
     }
     fn widen_bar(&self, index: u8) -> bool {
-        let mut bars = lock(&self.bars);
+        let mut bars = self.bars.lock();
         let bar = bars.iter_mut().find(|bar| bar.index == index && self.can_widen);
         bar.map(|bar| bar.kind = BarKind::Memory64).is_some()
     }
     fn bar_decode(&self) -> BarDecode {
-        lock(&self.decode).clone()
+        self.decode.lock().clone()
     }
     fn place_bar(&self, index: u8, gpa: u64) {
-        let mut decode = lock(&self.decode);
+        let mut decode = self.decode.lock();
         decode.gpas.retain(|(at, _)| *at != index);
         decode.gpas.push((index, gpa));
     }
     fn bar_moved(&self, _index: u8, gpa: Option<u64>) {
-        lock(&self.moves).push(gpa);
+        self.moves.lock().push(gpa);
     }
     fn read_bar(&self, index: u8, _offset: u64, data: &mut [u8]) {
         data.fill(index);
@@ -149,12 +148,12 @@ impl Rig {
     }
 
     fn decode(&mut self, at: usize, enabled: bool) {
-        lock(&self.functions[at].decode).enabled = enabled;
+        self.functions[at].decode.lock().enabled = enabled;
         self.placement.refresh(Self::number(at));
     }
 
     fn decode_ports(&mut self, at: usize, enabled: bool) {
-        lock(&self.functions[at].decode).ports_enabled = enabled;
+        self.functions[at].decode.lock().ports_enabled = enabled;
         self.placement.refresh(Self::number(at));
     }
 }
@@ -302,7 +301,7 @@ fn without_a_window_there_are_no_ports() {
     let device: Arc<dyn PciDevice> = function.clone();
     placement.add(Rig::number(0), &device).unwrap();
     function.place_bar(0, 0x1000);
-    lock(&function.decode).ports_enabled = true;
+    function.decode.lock().ports_enabled = true;
     placement.refresh_all();
     assert_eq!(mapper.take_calls(), []);
 }
@@ -452,7 +451,7 @@ proptest! {
             let mapped = rig.mapper.mapped();
             for function in &rig.functions {
                 let gpa = function.gpa(0);
-                let decodes = |other: &&Arc<Function>| lock(&other.decode).enabled && other.gpa(0) == gpa;
+                let decodes = |other: &&Arc<Function>| other.decode.lock().enabled && other.gpa(0) == gpa;
                 let rivals = rig.functions.iter().filter(decodes).count();
                 let inside = gpa < HIGH + 0x10_0000;
                 prop_assert_eq!(mapped.contains(&gpa), rivals > 0 && inside);

@@ -5,9 +5,7 @@
 //! Owns the wake-up and nothing else: whether there is something to wait for is in the slots. The thread that
 //! changes a slot tells it here afterwards.
 
-use std::sync::{Condvar, Mutex, PoisonError};
-
-use crate::locks::lock;
+use parking_lot::{Condvar, Mutex};
 
 /// Told of every slot whose function has come, or will not.
 #[derive(Debug, Default)]
@@ -20,20 +18,20 @@ impl Arrivals {
     /// Waits until `look` finds something. It is called again after each [`Arrivals::tell`], and must
     /// not call this.
     pub fn wait_for<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
-        let mut turn = lock(&self.turn);
+        let mut turn = self.turn.lock();
         loop {
             // A slot that changes from here on is told of when this thread waits: telling takes the
             // lock that only waiting gives up.
             if let Some(found) = look() {
                 return found;
             }
-            turn = self.changed.wait(turn).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut turn);
         }
     }
 
     /// A slot has changed.
     pub fn tell(&self) {
-        drop(lock(&self.turn));
+        drop(self.turn.lock());
         self.changed.notify_all();
     }
 }

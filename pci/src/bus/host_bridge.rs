@@ -2,12 +2,11 @@
 
 //! The host bridge at device number 0, without functions of its own.
 
-use std::sync::Mutex;
+use parking_lot::Mutex;
 
 use crate::bar::{BarDecode, BarDescription};
 use crate::config_space::{ConfigSpace, ConfigSpaceState, Identity};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
-use crate::locks::lock;
 
 const KIND: &str = "pci-host-bridge";
 const STATE_VERSION: u32 = 1;
@@ -51,11 +50,11 @@ impl PciDevice for HostBridge {
     }
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
-        lock(&self.config).read(offset, data);
+        self.config.lock().read(offset, data);
     }
 
     fn write_config(&self, offset: u16, data: &[u8]) {
-        lock(&self.config).write(offset, data);
+        self.config.lock().write(offset, data);
     }
 
     fn bars(&self) -> Vec<BarDescription> {
@@ -77,12 +76,12 @@ impl PciDevice for HostBridge {
     fn write_bar(&self, _index: u8, _offset: u64, _data: &[u8]) {}
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
-        PciDeviceState::encode(self, STATE_VERSION, &lock(&self.config).save())
+        PciDeviceState::encode(self, STATE_VERSION, &self.config.lock().save())
     }
 
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {
         let state: ConfigSpaceState = state.decode(self, STATE_VERSION)?;
-        let mut config = lock(&self.config);
+        let mut config = self.config.lock();
         *config = config.restored(&state).map_err(|source| PciStateError::Device {
             id: self.id.clone(),
             source: source.into(),

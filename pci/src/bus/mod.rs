@@ -12,16 +12,16 @@ mod host_bridge;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
 
+use parking_lot::{Mutex, RwLock};
 use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
 use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
-use crate::locks::{lock, read, write};
 
 use arrivals::Arrivals;
 pub use config_io::PciConfigIo;
@@ -142,7 +142,7 @@ impl PciSegment {
     /// Keeps a device number for a later [`PciSegment::add_device`] that asks for it, so that no
     /// device without a wish gets it.
     pub fn reserve(&self, number: DeviceNumber, id: &str) -> Result<(), PciError> {
-        let mut slots = write(&self.slots);
+        let mut slots = self.slots.write();
         let slot = &mut slots[usize::from(number.get())];
         match slot {
             Slot::Free => {
@@ -163,7 +163,7 @@ impl PciSegment {
     /// # Errors
     /// The number is taken, or none is left.
     pub fn choose(&self, wish: Option<DeviceNumber>, id: &str) -> Result<DeviceNumber, PciError> {
-        let mut slots = write(&self.slots);
+        let mut slots = self.slots.write();
         let number = self.number_for(&*slots, wish, id)?;
         slots[usize::from(number.get())] = Slot::Reserved;
         Ok(number)
@@ -176,7 +176,7 @@ impl PciSegment {
     /// # Errors
     /// The number is taken, or none is left.
     pub fn expect(&self, wish: Option<DeviceNumber>, id: &str) -> Result<DeviceNumber, PciError> {
-        let mut slots = write(&self.slots);
+        let mut slots = self.slots.write();
         let number = self.number_for(&*slots, wish, id)?;
         slots[usize::from(number.get())] = Slot::Opening;
         Ok(number)
@@ -184,7 +184,7 @@ impl PciSegment {
 
     /// Returns a number that was kept for a device.
     pub fn release(&self, number: DeviceNumber) {
-        let slot = &mut write(&self.slots)[usize::from(number.get())];
+        let slot = &mut self.slots.write()[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
             *slot = Slot::Free;
         }
@@ -216,7 +216,7 @@ impl PciSegment {
         device: &Arc<dyn PciDevice>,
         requested: Option<DeviceNumber>,
     ) -> Result<Bdf, PciError> {
-        self.put(&mut *write(&self.slots), device, requested)
+        self.put(&mut *self.slots.write(), device, requested)
     }
 
     /// As [`PciSegment::add_device`] with a number that [`PciSegment::expect`] has kept; lets those go
@@ -230,7 +230,7 @@ impl PciSegment {
         number: DeviceNumber,
     ) -> Result<Bdf, PciError> {
         let bdf = {
-            let mut slots = write(&self.slots);
+            let mut slots = self.slots.write();
             let at = usize::from(number.get());
             let kept = std::mem::replace(&mut slots[at], Slot::Reserved);
             let bdf = self.put(&mut *slots, device, Some(number));
@@ -255,7 +255,8 @@ impl PciSegment {
             return Err(PciError::DuplicateId { segment: self.segment, id: id.to_owned() });
         }
         let number = self.number_for(slots, requested, id)?;
-        lock(&self.placement)
+        self.placement
+            .lock()
             .add(number, device)
             .map_err(|source| PciError::Placement { segment: self.segment, source })?;
         slots[usize::from(number.get())] = Slot::Taken(Arc::clone(device));
@@ -271,12 +272,12 @@ impl PciSegment {
     /// Takes a function off the bus: nothing of it is mapped when this returns, and its number and
     /// addresses are free. An access of another vCPU may still be in it.
     pub fn remove_device(&self, number: DeviceNumber) -> Option<Arc<dyn PciDevice>> {
-        let slot = &mut write(&self.slots)[usize::from(number.get())];
+        let slot = &mut self.slots.write()[usize::from(number.get())];
         if !matches!(slot, Slot::Taken(_)) || number == DeviceNumber::HOST_BRIDGE {
             return None;
         }
         let Slot::Taken(device) = std::mem::replace(slot, Slot::Free) else { return None };
-        lock(&self.placement).remove(number);
+        self.placement.lock().remove(number);
         self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
         Some(device)
     }
@@ -291,7 +292,7 @@ impl PciSegment {
 
     /// All functions, the host bridge included, in the order of their addresses.
     pub fn devices(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
-        let slots = read(&self.slots);
+        let slots = self.slots.read();
         DeviceNumber::all()
             .zip(slots.iter())
             .filter_map(|(number, slot)| match slot {
@@ -305,7 +306,7 @@ impl PciSegment {
 
     /// Brings all mappings in line with the BAR registers, after the devices were restored.
     pub fn refresh_mappings(&self) {
-        lock(&self.placement).refresh_all();
+        self.placement.lock().refresh_all();
     }
 
     /// Fills `data` from a function's configuration space; ones where there is no function. Waits for
@@ -324,7 +325,7 @@ impl PciSegment {
         if concerns_decoding(address.offset, data.len()) {
             // The last thread sees the registers as they are by then, so the mappings end up
             // right in whatever order concurrent writers get here.
-            lock(&self.placement).refresh(number);
+            self.placement.lock().refresh(number);
         }
     }
 
@@ -337,7 +338,7 @@ impl PciSegment {
             return None;
         }
         // The slot's function, if it has one; nothing yet if it is coming.
-        let look = || match &read(&self.slots)[usize::from(number.get())] {
+        let look = || match &self.slots.read()[usize::from(number.get())] {
             Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
             Slot::Free | Slot::Reserved => Some(None),
             Slot::Opening => None,

@@ -11,13 +11,12 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use devices::{LogLimit, log_limited};
 use hypervisor::irq::{IrqError, MsiMessage, MsiSource, MsiVector};
+use parking_lot::Mutex;
 use thiserror::Error;
-
-use crate::locks::lock;
 
 pub use state::{MsixEntryState, MsixState};
 
@@ -170,7 +169,7 @@ impl Msix {
 
     /// Takes the message control register after the guest may have written it.
     pub fn set_control(&self, control: u16) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         let enabled = control & CONTROL_ENABLE != 0;
         let function_masked = control & CONTROL_FUNCTION_MASK != 0;
         if (enabled, function_masked) != (table.enabled, table.function_masked) {
@@ -186,7 +185,7 @@ impl Msix {
     /// without it all vectors are held back, as with the function mask (PCI 3.0, 6.2.2). Set in a
     /// new table, for functions whose hardware obeys the bit by itself.
     pub fn set_bus_master(&self, bus_master: bool) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         if bus_master != table.bus_master {
             table.bus_master = bus_master;
             for vector in 0..self.vectors.len() {
@@ -210,7 +209,7 @@ impl Msix {
 
     /// Fills `data` from the table; beyond its end it reads as zero.
     pub fn read_table(&self, offset: u64, data: &mut [u8]) {
-        let table = lock(&self.table);
+        let table = self.table.lock();
         for (byte, index) in data.iter_mut().zip(0..) {
             *byte = split(offset.saturating_add(index)).map_or(0, |(entry, offset_in_entry)| {
                 table.entries.get(entry).map_or(0, |entry| entry.to_bytes()[offset_in_entry])
@@ -221,7 +220,7 @@ impl Msix {
     /// Takes a write to the table. Drivers write aligned words; anything else is taken byte by
     /// byte.
     pub fn write_table(&self, offset: u64, data: &[u8]) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         let mut rest = data;
         let mut at = offset;
         while let Some((index, start)) = split(at) {
@@ -241,7 +240,7 @@ impl Msix {
 
     /// Fills `data` from the pending bit array; beyond its end it reads as zero.
     pub fn read_pba(&self, offset: u64, data: &mut [u8]) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         for (byte, index) in data.iter_mut().zip(0..) {
             let at = offset.saturating_add(index);
             *byte = 0;
@@ -305,7 +304,7 @@ impl Msix {
 
     /// Back to the state after power-on: off, all masked, nothing pending.
     pub fn reset(&self) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         table.enabled = false;
         table.function_masked = false;
         for vector in 0..self.vectors.len() {

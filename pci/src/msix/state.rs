@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use hypervisor::irq::MsiMessage;
 
 use super::{Entry, Msix, MsixError};
-use crate::locks::lock;
 
 /// Version of [`MsixState`] that this program writes, and the newest that it reads.
 const VERSION: u32 = 1;
@@ -42,7 +41,7 @@ pub struct MsixEntryState {
 impl Msix {
     /// The state to save. Changes nothing that the guest could notice.
     pub fn save(&self) -> MsixState {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         let entries = (0..self.vectors.len())
             .map(|vector| {
                 let pending = self.collect_pending(&mut table, vector);
@@ -73,7 +72,7 @@ impl Msix {
     /// Takes a saved table, with the message control register of the same moment.
     pub fn restore(&self, state: &MsixState, control: u16) -> Result<(), MsixError> {
         self.check(state)?;
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         table.enabled = control & super::CONTROL_ENABLE != 0;
         table.function_masked = control & super::CONTROL_FUNCTION_MASK != 0;
         for (entry, saved) in table.entries.iter_mut().zip(&state.entries) {

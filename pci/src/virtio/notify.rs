@@ -7,15 +7,15 @@
 //! signals it from here, without a lock. So a notification arrives either way.
 
 use std::io;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use devices::{LogLimit, log_limited};
 use hypervisor::irq::{IoEventAddress, IoEvents};
 use libc::EFD_NONBLOCK;
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
-use crate::locks::lock;
 
 /// Which ioeventfds there are.
 #[derive(Default)]
@@ -69,7 +69,7 @@ impl Notify {
 
     /// Lets the kernel signal these queues from now on, wherever the BAR is.
     pub fn arm(&self, queues: Vec<u16>) {
-        let mut registrations = lock(&self.registrations);
+        let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed = queues;
         self.register(&mut registrations);
@@ -77,7 +77,7 @@ impl Notify {
 
     /// Ends that, and drops signals that were not taken.
     pub fn disarm(&self) {
-        let mut registrations = lock(&self.registrations);
+        let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed.clear();
         for kick in &self.kicks {
@@ -88,7 +88,7 @@ impl Notify {
 
     /// The BAR is mapped at `gpa`, or not at all.
     pub fn bar_moved(&self, gpa: Option<u64>) {
-        let mut registrations = lock(&self.registrations);
+        let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.bar_gpa = gpa;
         self.register(&mut registrations);

@@ -7,11 +7,12 @@
 //! transport works, as a reset may take a while. Obeys Bus Master Enable: without it the device
 //! neither touches guest memory nor sends interrupts, once a driver has set it ([`super::bus_master`]).
 
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::Arc;
 
 use devices::virtio::{PendingPause, VirtioDevice};
 use hypervisor::irq::{IoEvents, MsiSource};
 use memory::GuestMemoryHandle;
+use parking_lot::Mutex;
 use thiserror::Error;
 
 use super::bus_master::BusMaster;
@@ -26,7 +27,6 @@ use super::transport::{Run, Transport, offers_version_1};
 use crate::bar::{BarDecode, BarDescription};
 use crate::config_space::{ConfigError, ConfigSpace};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
-use crate::locks::lock;
 use crate::msix::{Msix, MsixError};
 
 /// Why a virtio device could not become a PCI function.
@@ -155,33 +155,29 @@ impl VirtioPciDevice {
 
     /// Runs `f` on the device, while no one else is in it. It must not call back into this.
     pub fn with_device<R>(&self, f: impl FnOnce(&mut dyn VirtioDevice) -> R) -> R {
-        f(lock(&self.transport).device.as_mut())
+        f(self.transport.lock().device.as_mut())
     }
 
     /// Whether the device works on its queues, or would if it were not paused.
     pub fn is_active(&self) -> bool {
-        !matches!(lock(&self.transport).run, Run::Stopped)
+        !matches!(self.transport.lock().run, Run::Stopped)
     }
 
     /// Stops the device and forgets all driver state, as a driver's reset does; waits until it
     /// touches guest memory no more.
     pub fn reset(&self) {
-        lock(&self.transport).reset();
+        self.transport.lock().reset();
     }
 
     /// Tells the device to hold still, without waiting for it or for a driver that has it reset now:
     /// `None` then. [`VirtioPciDevice::pause`] waits for the rest.
     pub fn begin_pause(&self) -> Option<PendingPause> {
-        match self.transport.try_lock() {
-            Ok(mut transport) => Some(transport.begin_pause()),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner().begin_pause()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.transport.try_lock().map(|mut transport| transport.begin_pause())
     }
 
     /// Makes the device hold still. Returns when it touches guest memory no more. Idempotent.
     pub fn pause(&self) {
-        lock(&self.transport).pause();
+        self.transport.lock().pause();
     }
 
     /// Lets the device continue after [`VirtioPciDevice::pause`], or start after
@@ -192,14 +188,14 @@ impl VirtioPciDevice {
     /// themselves that there is nothing to do. A restored device that cannot be activated asks
     /// its driver for a reset.
     pub fn resume(&self) {
-        lock(&self.transport).resume();
+        self.transport.lock().resume();
     }
 
     /// The state to save; only while paused or not active.
     pub fn save(&self) -> Result<VirtioPciState, VirtioStateError> {
-        let transport = lock(&self.transport);
+        let transport = self.transport.lock();
         let queues = transport.save_queues()?;
-        let config = lock(&self.config).save();
+        let config = self.config.lock().save();
         Ok(VirtioPciState {
             version: needed_version(&config),
             device_id: transport.device.device_id(),
@@ -218,8 +214,8 @@ impl VirtioPciDevice {
     /// transport is as after a reset, and another state may be restored. BARs move when the segment
     /// is told ([`crate::PciSegment::refresh_mappings`]).
     pub fn restore(&self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
-        let mut transport = lock(&self.transport);
-        let mut config = lock(&self.config);
+        let mut transport = self.transport.lock();
+        let mut config = self.config.lock();
         // The guest has found a BAR of that width; programs differ in which they give.
         let mut as_saved = config.clone();
         BarWidth::of(&state.config).apply(&mut as_saved)?;
@@ -249,9 +245,9 @@ impl VirtioPciDevice {
     /// Makes transport and interrupts obey Bus Master Enable. Waits for what the device has in
     /// flight, without the lock of the configuration space.
     fn apply_bus_master(&self) {
-        let mut transport = lock(&self.transport);
+        let mut transport = self.transport.lock();
         // As it is now: of two vCPUs that write it at a time the last one counts.
-        let bus_master = transport.bus_master.written(lock(&self.config).bus_master());
+        let bus_master = transport.bus_master.written(self.config.lock().bus_master());
         self.msix.set_bus_master(bus_master.allows());
         transport.set_bus_master(bus_master);
     }
@@ -281,12 +277,12 @@ impl PciDevice for VirtioPciDevice {
 
     fn read_config(&self, offset: u16, data: &mut [u8]) {
         let access = {
-            let config = lock(&self.config);
+            let config = self.config.lock();
             self.capabilities.window_access(&config, offset, data.len())
         };
         // The lock is free meanwhile: what is read may be a status register behind a long reset.
         let window = access.map(|access| self.read_window(access));
-        let mut config = lock(&self.config);
+        let mut config = self.config.lock();
         if let Some(window) = window {
             config.put(self.capabilities.window_data_offset(), &window);
         }
@@ -295,7 +291,7 @@ impl PciDevice for VirtioPciDevice {
 
     fn write_config(&self, offset: u16, data: &[u8]) {
         let (window, is_bus_master_changed) = {
-            let mut config = lock(&self.config);
+            let mut config = self.config.lock();
             let was_bus_master = config.bus_master();
             config.write(offset, data);
             let is_changed = config.bus_master() != was_bus_master;
@@ -321,19 +317,19 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn bars(&self) -> Vec<BarDescription> {
-        lock(&self.config).bars().collect()
+        self.config.lock().bars().collect()
     }
 
     fn bar_decode(&self) -> BarDecode {
-        lock(&self.config).bar_decode()
+        self.config.lock().bar_decode()
     }
 
     fn widen_bar(&self, index: u8) -> bool {
-        index == BAR_INDEX && BarWidth::Bits64.apply(&mut lock(&self.config)).is_ok()
+        index == BAR_INDEX && BarWidth::Bits64.apply(&mut self.config.lock()).is_ok()
     }
 
     fn place_bar(&self, index: u8, gpa: u64) {
-        lock(&self.config).set_bar_gpa(index, gpa);
+        self.config.lock().set_bar_gpa(index, gpa);
     }
 
     fn bar_moved(&self, index: u8, gpa: Option<u64>) {
@@ -348,13 +344,13 @@ impl PciDevice for VirtioPciDevice {
             return;
         }
         match Region::at(offset) {
-            Region::Common(offset) => lock(&self.transport).read_common(offset, data),
+            Region::Common(offset) => self.transport.lock().read_common(offset, data),
             Region::Isr(0) => {
                 if let Some(isr) = data.first_mut() {
                     *isr = self.interrupt.take_isr();
                 }
             }
-            Region::Device(offset) => lock(&self.transport).device.read_config(offset, data),
+            Region::Device(offset) => self.transport.lock().device.read_config(offset, data),
             Region::MsixTable(offset) => self.msix.read_table(offset, data),
             Region::MsixPba(offset) => self.msix.read_pba(offset, data),
             Region::Isr(_) | Region::Notify(_) | Region::Hole => {}
@@ -366,8 +362,8 @@ impl PciDevice for VirtioPciDevice {
             return;
         }
         match Region::at(offset) {
-            Region::Common(offset) => lock(&self.transport).write_common(offset, data),
-            Region::Device(offset) => lock(&self.transport).device.write_config(offset, data),
+            Region::Common(offset) => self.transport.lock().write_common(offset, data),
+            Region::Device(offset) => self.transport.lock().device.write_config(offset, data),
             Region::Notify(offset) => self.notify.trapped(offset),
             Region::MsixTable(offset) => self.msix.write_table(offset, data),
             Region::Isr(_) | Region::MsixPba(_) | Region::Hole => {}

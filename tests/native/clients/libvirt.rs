@@ -13,9 +13,10 @@ use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::{Place, start, thread_names, wait_for_socket};
@@ -69,7 +70,7 @@ fn read_events(fifo: &Path, events: &Events) {
                             serde_json::from_slice(&buffer[from..=at]).expect("an event");
                         let text = |key: &str| event[key].as_str().expect("a text").to_owned();
                         let name = format!("{}:{}", text("source"), text("event"));
-                        let mut events = events.lock().unwrap_or_else(PoisonError::into_inner);
+                        let mut events = events.lock();
                         events.push((name, event));
                         start = None;
                     }
@@ -164,7 +165,7 @@ impl Monitor {
     #[track_caller]
     fn wait_for_event(&self, name: &str) -> Value {
         wait_for(name, || {
-            let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+            let events = self.events.lock();
             events.iter().find(|(it, _)| it == name).map(|(_, event)| event.clone())
         })
     }

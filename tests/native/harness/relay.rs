@@ -8,10 +8,11 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use vm_migration::layout::GpaRange;
 use vm_migration::protocol::capabilities::TOKEN_BYTES;
 use vm_migration::protocol::codec::ByteSource;
@@ -237,16 +238,12 @@ struct Control {
     confirmed: bool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
     fn cut(&self) {
-        *lock(&self.gate) = Gate::Cut;
+        *self.gate.lock() = Gate::Cut;
         self.changed.notify_all();
         // Closed as well as shut down: a peer with unread bytes here would wait for a window.
-        for stream in lock(&self.streams).drain(..) {
+        for stream in self.streams.lock().drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -256,19 +253,19 @@ impl Shared {
         let here = self.row.is_some_and(|row| {
             (row.link, row.command, row.point) == (link, command, point)
                 // Pages that putting state in needs travel before the handover; the rows are after.
-                && (link != Link::Urgent || lock(&self.control).confirmed)
+                && (link != Link::Urgent || self.control.lock().confirmed)
         });
-        let mut gate = lock(&self.gate);
+        let mut gate = self.gate.lock();
         if here && *gate == Gate::Armed {
             *gate = Gate::Holding;
-            let _ = lock(&self.reached).send(());
+            let _ = self.reached.lock().send(());
             while *gate == Gate::Holding {
-                gate = self.changed.wait(gate).unwrap_or_else(PoisonError::into_inner);
+                self.changed.wait(&mut gate);
             }
         }
         // Bulk memory waits until the guest has asked for what is in it.
         while link == Link::Bulk && self.holds_bulk() && *gate == Gate::Armed {
-            gate = self.changed.wait(gate).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut gate);
         }
         if matches!(*gate, Gate::Cut | Gate::Healed) {
             Err(io::ErrorKind::ConnectionAborted.into())
@@ -286,10 +283,10 @@ impl Shared {
         let mut tee = Tee::new(from);
         let message = Message::read(&mut tee).map_err(io::Error::other)?;
         let command = message.command();
-        lock(&self.seen).push(command);
+        self.seen.lock().push(command);
         if link == Link::Control && !matches!(command, Command::Abandon | Command::PostcopyDone) {
             // Before it is passed on: the answer may overtake what follows here.
-            lock(&self.control).due.push_back(command);
+            self.control.lock().due.push_back(command);
         }
         self.pass(link, command, Point::Message)?;
         to.write_all(&tee.bytes)?;
@@ -313,7 +310,7 @@ impl Shared {
             self.pass(link, command, Point::Answer)?;
         }
         if command == Some(Command::Confirm) {
-            lock(&self.control).confirmed = true;
+            self.control.lock().confirmed = true;
         }
         to.write_all(&tee.bytes)
     }
@@ -321,10 +318,10 @@ impl Shared {
     /// The first connection, source to destination.
     fn control_out(&self, source: &TcpStream, destination: &TcpStream) -> io::Result<()> {
         loop {
-            if lock(&self.control).confirm_sent {
+            if self.control.lock().confirm_sent {
                 self.answer(Link::Control, || Some(Command::PostcopyDone), source, destination)?;
             } else if self.message(Link::Control, source, destination)? == Command::Confirm {
-                lock(&self.control).confirm_sent = true;
+                self.control.lock().confirm_sent = true;
             }
         }
     }
@@ -332,10 +329,10 @@ impl Shared {
     /// And back.
     fn control_back(&self, source: &TcpStream, destination: &TcpStream) -> io::Result<()> {
         loop {
-            if lock(&self.control).confirmed {
+            if self.control.lock().confirmed {
                 self.message(Link::Control, destination, source)?;
             } else {
-                let due = || lock(&self.control).due.pop_front();
+                let due = || self.control.lock().due.pop_front();
                 self.answer(Link::Control, due, destination, source)?;
             }
         }
@@ -367,7 +364,7 @@ impl Shared {
                 loop {
                     match (mode, link) {
                         (Mode::Precopy | Mode::Auto, _) => {
-                            let due = || lock(&back).pop_front();
+                            let due = || back.lock().pop_front();
                             shared.answer(link, due, destination, source)?;
                         }
                         (Mode::Postcopy, _) => drop(shared.message(link, destination, source)?),
@@ -379,7 +376,7 @@ impl Shared {
         });
         loop {
             let command = self.message(link, source, destination)?;
-            lock(&due).push_back(command);
+            due.lock().push_back(command);
         }
     }
 }
@@ -426,14 +423,14 @@ impl Relay {
 
     /// Goes on.
     pub fn release(&self) {
-        *lock(&self.shared.gate) = Gate::Open;
+        *self.shared.gate.lock() = Gate::Open;
         self.shared.changed.notify_all();
     }
 
     /// Ends all connections; those that are made from now on are passed on as they are.
     pub fn cut_and_heal(&self) {
         self.shared.cut();
-        *lock(&self.shared.gate) = Gate::Healed;
+        *self.shared.gate.lock() = Gate::Healed;
     }
 
     /// Ends all connections.
@@ -443,7 +440,7 @@ impl Relay {
 
     /// The messages that have come by.
     pub fn seen(&self) -> Vec<Command> {
-        lock(&self.shared.seen).clone()
+        self.shared.seen.lock().clone()
     }
 }
 
@@ -462,13 +459,13 @@ fn start_link(
 ) {
     for stream in [&source, &destination] {
         let _ = stream.set_nodelay(true);
-        lock(&shared.streams).extend(stream.try_clone());
+        shared.streams.lock().extend(stream.try_clone());
     }
-    if *lock(&shared.gate) == Gate::Cut {
+    if *shared.gate.lock() == Gate::Cut {
         shared.cut();
         return;
     }
-    let is_healed = *lock(&shared.gate) == Gate::Healed;
+    let is_healed = *shared.gate.lock() == Gate::Healed;
     let close = |source: &TcpStream, destination: &TcpStream| {
         let _ = (source.shutdown(Shutdown::Both), destination.shutdown(Shutdown::Both));
     };

@@ -9,10 +9,10 @@ use std::os::unix::process::CommandExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::Mutex;
 use std::time::Duration;
 
 use guest_reader::{AttachOptions, Guest, Patience, Status, VerifyReport};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -29,8 +29,8 @@ pub const RAM_FILE: &str = "godwit-ram";
 /// Process ids that have not been waited for; a test that overran left them behind.
 static RUNNING: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 
-fn running() -> std::sync::MutexGuard<'static, Vec<u32>> {
-    RUNNING.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+fn running() -> parking_lot::MutexGuard<'static, Vec<u32>> {
+    RUNNING.lock()
 }
 
 /// Ends every VMM that is still there.

@@ -10,8 +10,10 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::dice::Dice;
 
@@ -114,14 +116,10 @@ struct Shared {
     dice: Mutex<Dice>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
     /// Counts bytes of the source, as many as may get on; false when this connection is cut there.
     fn count(&self, bytes: u64) -> bool {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.sent += bytes;
         let sent = state.sent;
         let (now, later) = state.stops.iter().partition(|(at, _)| *at <= sent);
@@ -142,7 +140,7 @@ impl Shared {
 
     /// Bytes until something happens.
     fn until_stop(&self) -> u64 {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let next = state.stops.iter().map(|(at, _)| *at).min();
         next.map_or(u64::MAX, |at| at.saturating_sub(state.sent).max(1))
     }
@@ -156,15 +154,15 @@ impl Shared {
 
     /// Waits while nothing gets on.
     fn pass(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         while state.is_held && !state.is_over {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut state);
         }
     }
 
     fn delay(&self) -> Duration {
         let most = u64::try_from(self.delay.1.as_micros()).unwrap_or(0);
-        self.delay.0 + Duration::from_micros(lock(&self.dice).between(0, most))
+        self.delay.0 + Duration::from_micros(self.dice.lock().between(0, most))
     }
 }
 
@@ -187,9 +185,9 @@ struct Queue {
 
 impl Pipe {
     fn push(&self, at: Instant, bytes: Vec<u8>) -> bool {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         while queue.bytes >= UNDER_WAY_MAX && !queue.is_dead {
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut queue);
         }
         queue.bytes += bytes.len();
         queue.chunks.push_back((at, bytes));
@@ -198,7 +196,7 @@ impl Pipe {
     }
 
     fn pop(&self) -> Option<(Instant, Vec<u8>)> {
-        let mut queue = lock(&self.queue);
+        let mut queue = self.queue.lock();
         loop {
             if let Some((at, bytes)) = queue.chunks.pop_front() {
                 queue.bytes -= bytes.len();
@@ -208,12 +206,12 @@ impl Pipe {
             if queue.is_closed {
                 return None;
             }
-            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait(&mut queue);
         }
     }
 
     fn set(&self, change: impl FnOnce(&mut Queue)) {
-        change(&mut lock(&self.queue));
+        change(&mut self.queue.lock());
         self.changed.notify_all();
     }
 }
@@ -295,7 +293,7 @@ impl Link {
         let (all, to) = (Arc::clone(&shared), to.to_owned());
         std::thread::spawn(move || {
             while let Ok(source) = listener.accept() {
-                if lock(&all.state).is_over {
+                if all.state.lock().is_over {
                     return;
                 }
                 let Ok(destination) = Wire::connect(&to) else { continue };
@@ -307,7 +305,7 @@ impl Link {
                 else {
                     continue;
                 };
-                let mut state = lock(&all.state);
+                let mut state = all.state.lock();
                 if state.is_down {
                     continue;
                 }
@@ -324,34 +322,34 @@ impl Link {
 
     /// Something happens once the source has sent so many bytes.
     pub fn stop_at(&self, bytes: u64, stop: Stop) {
-        lock(&self.shared.state).stops.push((bytes, stop));
+        self.shared.state.lock().stops.push((bytes, stop));
     }
 
     /// Whether such a stop has been reached.
     pub fn has_reached(&self, stop: Stop) -> bool {
-        lock(&self.shared.state).reached.contains(&stop)
+        self.shared.state.lock().reached.contains(&stop)
     }
 
     /// What was held gets on.
     pub fn release(&self) {
-        lock(&self.shared.state).is_held = false;
+        self.shared.state.lock().is_held = false;
         self.shared.changed.notify_all();
     }
 
     /// New connections can be made again.
     pub fn mend(&self) {
-        lock(&self.shared.state).is_down = false;
+        self.shared.state.lock().is_down = false;
     }
 
     /// Everything ends.
     pub fn cut(&self) {
-        Shared::cut(&mut lock(&self.shared.state));
+        Shared::cut(&mut self.shared.state.lock());
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.lock();
         state.is_over = true;
         Shared::cut(&mut state);
         drop(state);

@@ -16,7 +16,6 @@ use super::port::{MigrationPort, MigrationSupport};
 use super::saved::{Hardware, HardwareState, VfioState};
 use crate::capabilities::{self, word};
 use crate::config::ShadowConfig;
-use crate::locks::lock;
 use crate::{VfioError, VfioPciDevice};
 use pci::MsixError;
 use pci::register;
@@ -121,7 +120,7 @@ impl VfioPciDevice {
         let raw = self.raw_config();
         let mut command = [0; 2];
         self.read_config(register::COMMAND, &mut command);
-        let config = lock(&self.config);
+        let config = self.config.lock();
         Ok(VfioState {
             hardware: Hardware::of(&raw, &config.bars()),
             registers: config.save(),
@@ -143,7 +142,7 @@ impl VfioPciDevice {
             return Err(reason.clone().into());
         }
         let raw = self.raw_config();
-        let mut config = lock(&self.config);
+        let mut config = self.config.lock();
         state.hardware.check(&Hardware::of(&raw, &config.bars()))?;
         let registers = config.restored(&state.registers)?;
         match (self.interrupts.msix(), &state.msix) {

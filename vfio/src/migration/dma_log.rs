@@ -7,14 +7,14 @@
 //! pages count as written then, once. The same holds when a log is lost on the way.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use log::{info, warn};
 use memory::GuestRam;
+use parking_lot::Mutex;
 
 use super::port::LOG_PAGE_BYTES;
 use crate::VfioPciDevice;
-use crate::locks::lock;
 use pci::PciDevice as _;
 
 /// What is asked for at once: 32 KiB of bits.
@@ -67,7 +67,7 @@ impl DmaLog {
 
     /// Marks what was written since the last time in the regions' own logs of device writes.
     pub fn collect(&self, ram: &GuestRam) {
-        let mut tracking = lock(&self.tracking);
+        let mut tracking = self.tracking.lock();
         // Before the log is read: what is written between the two is in the next report.
         let stopped = self.device.is_stopped();
         if *tracking == Tracking::Logged
@@ -135,7 +135,7 @@ fn mark_all(region: &memory::RamRegion) {
 
 impl Drop for DmaLog {
     fn drop(&mut self) {
-        if *lock(&self.tracking) == Tracking::Logged {
+        if *self.tracking.lock() == Tracking::Logged {
             self.end();
         }
     }

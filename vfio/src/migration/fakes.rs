@@ -9,10 +9,10 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::port::{DeviceState, LOG_PAGE_BYTES, MigrationSupport};
-use crate::locks::lock;
 
 /// Outcome for a step that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,24 +107,24 @@ fn unpacked(bytes: &[u8]) -> Option<Vec<u8>> {
 impl FakeMigration {
     /// What a test may set and look at.
     pub fn hardware_mut(&self) -> MutexGuard<'_, FakeHardware> {
-        lock(&self.0)
+        self.0.lock()
     }
 
     /// From here on it can be moved.
     pub fn allow(&self, p2p: bool, memory: &[u8]) {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         hardware.support = Some(MigrationSupport { stop_copy: true, p2p, pre_copy: false });
         hardware.memory = memory.to_vec();
     }
 
     /// Its state, as it comes out of the stream.
     pub fn hardware(&self) -> Vec<u8> {
-        packed(&lock(&self.0).memory)
+        packed(&self.0.lock().memory)
     }
 
     /// Writes to guest memory, as a function that works does.
     pub fn write_memory(&self, gpa: u64) {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         let is_logged = |ranges: &Vec<Range<u64>>| ranges.iter().any(|range| range.contains(&gpa));
         if hardware.logged.as_ref().is_some_and(is_logged) {
             hardware.dirty.insert(gpa / LOG_PAGE_BYTES);
@@ -132,22 +132,22 @@ impl FakeMigration {
     }
 
     pub fn is_logging(&self) -> bool {
-        lock(&self.0).logged.is_some()
+        self.0.lock().logged.is_some()
     }
 
     pub(crate) fn reset(&self) {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         hardware.state = DeviceState::Running;
         hardware.is_silent = false;
     }
 
     pub(crate) fn support(&self) -> io::Result<Option<MigrationSupport>> {
-        let hardware = lock(&self.0);
+        let hardware = self.0.lock();
         if hardware.is_silent { Err(refusal(libc::EIO)) } else { Ok(hardware.support) }
     }
 
     pub(crate) fn set_state(&self, to: DeviceState) -> io::Result<()> {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         let Some(support) = hardware.support else { return Err(refusal(libc::ENOTTY)) };
         if let Some((_, failure)) = hardware.failure.filter(|(state, _)| *state == to) {
             if failure != StepFailure::Refused {
@@ -183,12 +183,12 @@ impl FakeMigration {
     }
 
     pub(crate) fn state(&self) -> io::Result<u32> {
-        let hardware = lock(&self.0);
+        let hardware = self.0.lock();
         if hardware.is_silent { Err(refusal(libc::EIO)) } else { Ok(hardware.state as u32) }
     }
 
     pub(crate) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         if hardware.state != DeviceState::StopCopy {
             return Err(refusal(libc::ENODEV));
         }
@@ -210,7 +210,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn write(&self, data: &[u8]) -> io::Result<()> {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         if hardware.state != DeviceState::Resuming {
             return Err(refusal(libc::ENODEV));
         }
@@ -222,7 +222,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn start_log(&self, ranges: &[Range<u64>]) -> io::Result<()> {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         if !hardware.logs || hardware.logged.is_some() {
             return Err(refusal(if hardware.logs { libc::EBUSY } else { libc::ENOTTY }));
         }
@@ -232,7 +232,7 @@ impl FakeMigration {
     }
 
     pub(crate) fn take_log(&self, range: &Range<u64>) -> io::Result<Vec<u64>> {
-        let mut hardware = lock(&self.0);
+        let mut hardware = self.0.lock();
         if hardware.loses_log || hardware.logged.is_none() {
             return Err(refusal(libc::EIO));
         }
@@ -250,6 +250,6 @@ impl FakeMigration {
     }
 
     pub(crate) fn stop_log(&self) -> io::Result<()> {
-        lock(&self.0).logged.take().map(|_ranges| ()).ok_or_else(|| refusal(libc::EINVAL))
+        self.0.lock().logged.take().map(|_ranges| ()).ok_or_else(|| refusal(libc::EINVAL))
     }
 }

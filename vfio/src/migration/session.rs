@@ -13,13 +13,13 @@
 //! Functions of one VM may reach each other, so all of them are in `RUNNING_P2P` before the first
 //! stops, and before the first works again. Those that do not know that state skip it.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use log::warn;
+use parking_lot::Mutex;
 
 use super::error::{MigrationError, NotMigratable};
 use super::port::{DeviceState, MigrationPort, MigrationSupport};
-use crate::locks::lock;
 
 /// The longest state of a function that is moved. All states travel in one message with those of
 /// vCPUs and devices, in base64, which may be 256 MiB long.
@@ -67,7 +67,7 @@ impl Migration {
 
     /// Whether it does nothing.
     pub fn is_stopped(&self) -> bool {
-        !matches!(*lock(&self.state), DeviceState::Running | DeviceState::RunningP2p)
+        !matches!(*self.state.lock(), DeviceState::Running | DeviceState::RunningP2p)
     }
 
     /// Begins nothing that reaches other functions from here on. No effect if it does nothing, or cannot
@@ -76,7 +76,7 @@ impl Migration {
     /// # Errors
     /// See [`Self::go`].
     pub fn quiesce(&self) -> Result<(), MigrationError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if *state == DeviceState::Running && self.has_p2p() {
             self.go(&mut state, DeviceState::RunningP2p)?;
         }
@@ -91,7 +91,7 @@ impl Migration {
         if self.support.is_err() {
             return Ok(());
         }
-        self.go(&mut lock(&self.state), DeviceState::Stop)
+        self.go(&mut self.state.lock(), DeviceState::Stop)
     }
 
     /// Is ready to work again, as far as others need it to. No effect if it works.
@@ -99,7 +99,7 @@ impl Migration {
     /// # Errors
     /// See [`Self::go`].
     pub fn wake(&self) -> Result<(), MigrationError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if *state != DeviceState::Running && self.has_p2p() {
             self.go(&mut state, DeviceState::RunningP2p)?;
         }
@@ -111,12 +111,12 @@ impl Migration {
     /// # Errors
     /// See [`Self::go`].
     pub fn run(&self) -> Result<(), MigrationError> {
-        self.go(&mut lock(&self.state), DeviceState::Running)
+        self.go(&mut self.state.lock(), DeviceState::Running)
     }
 
     /// It was reset, which makes it work.
     pub fn was_reset(&self) {
-        *lock(&self.state) = DeviceState::Running;
+        *self.state.lock() = DeviceState::Running;
     }
 
     /// An estimate of the length of its state; zero if there is none.
@@ -129,7 +129,7 @@ impl Migration {
     /// # Errors
     /// It is not stopped, the kernel does not give its state, or it is too long.
     pub fn save(&self) -> Result<Vec<u8>, MigrationError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::StopCopy)?;
         let data = self.read();
@@ -169,7 +169,7 @@ impl Migration {
         data: &[u8],
         complete: impl FnOnce() -> Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::Resuming)?;
         let len_bytes = data.len() as u64;

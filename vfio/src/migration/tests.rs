@@ -129,7 +129,7 @@ fn the_source_continues_after_it_was_saved() {
     ];
     assert_eq!(source.host.migration.hardware_mut().history, way);
     assert!(source.host.is_bus_master() && !source.device.is_lost());
-    assert_eq!(*source.host.resets.lock().unwrap(), 0);
+    assert_eq!(*source.host.resets.lock(), 0);
     source.check();
 }
 
@@ -218,7 +218,7 @@ fn a_step_that_is_refused_changes_nothing_and_one_that_fails_loses_the_device() 
             assert!(error.contains("os error 5"), "{error}");
             let is_lost = failure != StepFailure::Refused;
             assert_eq!(device.is_lost(), is_lost, "{to} {failure:?}");
-            assert_eq!(*source.host.resets.lock().unwrap(), u32::from(is_lost));
+            assert_eq!(*source.host.resets.lock(), u32::from(is_lost));
             source.host.migration.hardware_mut().failure = None;
             device.wake().unwrap();
             device.run().unwrap();

@@ -21,13 +21,13 @@ mod tests;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 use log::{debug, error, warn};
+use parking_lot::Mutex;
 
 use super::mapping::BarMapping;
-use crate::locks::lock;
 
 /// Of the mappings that the IOMMU allows, BARs get one in so many: half of what is left alongside guest memory.
 const ENTRIES_SHARE: u64 = 8;
@@ -103,7 +103,7 @@ impl P2pBars {
     /// Adds a function, which is one of them until the answer is dropped.
     pub fn join(self: &Arc<Self>, id: &str) -> Peer {
         let owner = Arc::new(Owner { id: id.to_owned(), was_told: AtomicBool::new(false) });
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.functions += 1;
         self.map_what_is_not(&mut state);
         drop(state);
@@ -153,7 +153,7 @@ pub struct Peer {
 impl Peer {
     /// The guest reaches a part of a BAR of it at `gpa`.
     pub fn show(&self, gpa: u64, memory: &Arc<BarMapping>) {
-        let mut state = lock(&self.bars.state);
+        let mut state = self.bars.state.lock();
         let (owner, memory) = (Arc::clone(&self.owner), Arc::clone(memory));
         // BARs never overlap in the guest, so nothing can be there.
         state.bars.entry(gpa).or_insert(Bar { owner, memory, state: MapState::Waits });
@@ -162,7 +162,7 @@ impl Peer {
 
     /// The guest is about to reach it there no more.
     pub fn hide(&self, gpa: u64, memory: &Arc<BarMapping>) {
-        let mut state = lock(&self.bars.state);
+        let mut state = self.bars.state.lock();
         let Some(bar) = state.bars.remove(&gpa).filter(|bar| bar.state == MapState::Mapped) else {
             return;
         };
@@ -181,7 +181,7 @@ impl Peer {
 
     /// It is about to be let through the gate: from now on functions may reach each other.
     pub fn pass_gate(&self) {
-        let mut state = lock(&self.bars.state);
+        let mut state = self.bars.state.lock();
         if !state.may_dma {
             state.may_dma = true;
             self.bars.map_what_is_not(&mut state);
@@ -192,7 +192,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        let mut state = lock(&self.bars.state);
+        let mut state = self.bars.state.lock();
         state.functions = state.functions.saturating_sub(1);
     }
 }

@@ -165,7 +165,7 @@ fn nothing_is_mapped_when_the_device_is_reset() {
     rig.command(1, 6);
     rig.command(2, 6);
     rig.devices[1].disarm();
-    assert_eq!(*rig.hosts[1].resets.lock().unwrap(), 1);
+    assert_eq!(*rig.hosts[1].resets.lock(), 1);
     assert_eq!(rig.iommu.mapped(), bars_of(1));
     rig.check();
 }
@@ -220,7 +220,7 @@ fn a_guest_that_switches_for_ever_uses_nothing_up() {
         rig.command(2, 4);
     }
     assert_eq!(rig.iommu.mapped(), bars_of(1));
-    let state = lock(&rig.peers.state);
+    let state = rig.peers.state.lock();
     assert_eq!((state.mapped, state.bars.len(), state.stuck.len()), (2, 2, 0));
     drop(state);
     rig.check();
@@ -234,7 +234,7 @@ fn a_device_is_kept_that_others_still_reach() {
     rig.command(2, 6);
     rig.iommu.keeps.store(true, Ordering::Relaxed);
     rig.devices[1].lose();
-    assert_eq!(lock(&rig.peers.state).stuck.len(), 2);
+    assert_eq!(rig.peers.state.lock().stuck.len(), 2);
     rig.check();
 }
 

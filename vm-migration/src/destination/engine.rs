@@ -7,11 +7,12 @@
 //! A large host page is one unit; the pieces of one are put together in `destination::assembly`. It opens,
 //! polls and writes no connection.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use page_bitmap::PageBitmap;
+use parking_lot::Mutex;
 
 use super::demand::{Demand, FaultLookup};
 use super::emptying::empty_units;
@@ -182,7 +183,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// A set of connections has failed. It comes back when the engine continues without them; before
     /// it is committed it does not, and the failure is noted here.
     pub(crate) fn fails_with_connections(&self, failure: Failure) -> Option<Failure> {
-        let committed = self.fate.lock().unwrap_or_else(PoisonError::into_inner).committed;
+        let committed = self.fate.lock().committed;
         if committed {
             return Some(failure);
         }
@@ -199,7 +200,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             log::debug!("after the last page: {}", failure.for_peer());
             return;
         }
-        let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut fate = self.fate.lock();
         // What others suffer because of the stop is not a cause.
         if !matches!(failure.cause, Cause::Cancelled) {
             fate.failure.get_or_insert(failure);
@@ -214,7 +215,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// From here on the guest may run on this memory: a failure makes it wait, not continue.
     pub(crate) fn commit(&self) -> Result<(), Failure> {
-        let mut fate = self.fate.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut fate = self.fate.lock();
         match fate.failure.take() {
             Some(failure) => Err(failure),
             None if self.failed.is_cancelled() => {
@@ -249,7 +250,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     pub(crate) fn take_failure(&self) -> Option<Failure> {
-        self.fate.lock().unwrap_or_else(PoisonError::into_inner).failure.take()
+        self.fate.lock().failure.take()
     }
 
     /// Pages of 4 KiB that are missing.
@@ -353,7 +354,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Prepares for another set of connections; none works on the engine now. What arrived of a unit
     /// without being shown is thrown away; all else that is missing is not there, and is not looked at.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
-        let torn = std::mem::take(&mut *self.torn.lock().unwrap_or_else(PoisonError::into_inner));
+        let torn = std::mem::take(&mut *self.torn.lock());
         let mut partly = torn;
         for (region, map) in self.missing().iter().enumerate() {
             if let Some(pieces) = &self.pieces[region] {
@@ -372,7 +373,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 let emptied = self.memory.discard(pages);
                 if emptied.is_err() {
                     // To be done by the next attempt.
-                    let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut torn = self.torn.lock();
                     torn.extend(&partly);
                 }
                 emptied.map_err(Cause::Memory)?;
@@ -438,7 +439,7 @@ impl<M: GuestMemoryMap> Engine<M> {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
             if let Err(error) = from.read_guest(&slices) {
                 // Any part of them may be in place, and none is shown.
-                let mut torn = self.torn.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut torn = self.torn.lock();
                 torn.extend(runs);
                 return Err(error.into());
             }

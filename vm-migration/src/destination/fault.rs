@@ -8,10 +8,11 @@
 //! marks the page and then looks for a connection; a new set of connections is installed before the marks
 //! are read, so that one of the two sends the request.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use page_bitmap::change_then_look;
+use parking_lot::Mutex;
 
 use super::engine::{Engine, Via};
 use super::negotiate::unexpected;
@@ -51,7 +52,7 @@ impl Asker {
         if !requests.ahead.is_empty() {
             bytes.extend(Message::Ahead(requests.ahead.clone()).encode());
         }
-        let one_at_a_time = self.one_at_a_time.lock().unwrap_or_else(PoisonError::into_inner);
+        let one_at_a_time = self.one_at_a_time.lock();
         let sent = self.connection.send(&bytes).step("asking for pages");
         drop(one_at_a_time);
         if let Err(failure) = sent {
@@ -75,13 +76,13 @@ impl Askers {
     fn set(&self, askers: &[Arc<Asker>]) {
         for (reader, slot) in self.0.iter().enumerate() {
             let asker = askers.get(reader % askers.len().max(1)).map(Arc::clone);
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = asker;
+            *slot.lock() = asker;
         }
         change_then_look();
     }
 
     pub(super) fn of(&self, reader: usize) -> Option<Arc<Asker>> {
-        self.0[reader].lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0[reader].lock().clone()
     }
 }
 

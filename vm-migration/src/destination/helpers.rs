@@ -6,8 +6,10 @@
 //! send there is memory and nothing else.
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 use super::Context;
 use super::negotiate::unexpected;
@@ -74,7 +76,7 @@ impl Helpers {
                         log::warn!("an extra connection brought nothing: {why}");
                         return None;
                     }
-                    failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                    failure.lock().get_or_insert(error);
                     failed.cancel();
                     None
                 }
@@ -98,7 +100,7 @@ impl Helpers {
 
     /// Why one of them failed.
     pub(super) fn failure(&self) -> Failure {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let failure = self.failure.lock().take();
         failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Panicked))
     }
 

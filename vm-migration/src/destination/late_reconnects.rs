@@ -8,9 +8,11 @@
 //! address takes over the listener and answers these sources alongside its own; when it ends, the rest of the
 //! time is served here again. No connection delays the answer to another.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::rejoin::{HELLO_TIMEOUT, Rejoin};
@@ -92,7 +94,7 @@ impl LateReconnects {
     }
 
     fn take(&self, address: &Address) -> Vec<Entry> {
-        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.0.lock();
         entries.extract_if(.., |entry| collide(entry.listener.address(), address)).collect()
     }
 
@@ -110,13 +112,13 @@ impl LateReconnects {
     fn start(&self, listener: Arc<Listener>, ended: Vec<EndedMigration>) -> std::io::Result<()> {
         let stop = Cancel::new()?;
         // Locked until the entry is there for its thread to take out.
-        let mut entries = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.0.lock();
         let thread = {
             let (all, listener) = (self.clone(), Arc::clone(&listener));
             let (ended, stop) = (ended.clone(), stop.clone());
             stoppable_thread::spawn("mig-linger", move || {
                 if answer_all(&listener, &ended, &stop) {
-                    let mut entries = all.0.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut entries = all.0.lock();
                     entries.retain(|entry| !Arc::ptr_eq(&entry.listener, &listener));
                 }
             })?

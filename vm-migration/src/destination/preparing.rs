@@ -9,9 +9,11 @@
 //! memory, receiving will report it. It must stop before the guest may run.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use super::unpopulated::Unpopulated;
 use crate::layout::PageRun;
@@ -91,15 +93,15 @@ struct Queue {
 
 impl Queue {
     fn change(&self, change: impl FnOnce(&mut QueueState)) {
-        change(&mut self.todo.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut self.todo.lock());
         self.changed.notify_all();
     }
 
     /// The next chunk, as soon as there is one; `None` at the end.
     fn next(&self) -> Option<PageRun> {
-        let todo = self.todo.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut todo = self.todo.lock();
         let idle = |todo: &mut QueueState| todo.chunks.is_empty() && !todo.ended;
-        let mut todo = self.changed.wait_while(todo, idle).unwrap_or_else(PoisonError::into_inner);
+        self.changed.wait_while(&mut todo, idle);
         if todo.ended { None } else { todo.chunks.pop_front() }
     }
 }

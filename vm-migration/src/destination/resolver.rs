@@ -7,7 +7,9 @@
 //! queue. Without a connection the page is marked as wanted, and the next set of connections begins
 //! with the request.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use page_bitmap::change_then_look;
 
@@ -45,7 +47,7 @@ impl<M: GuestMemoryMap> FaultResolver for VcpuFaultResolver<M> {
         let brought = self.engine.resolve(vcpu, fault, |waited_for| {
             let strides = self.strides.get(vcpu);
             let ahead = strides.map_or_else(Vec::new, |strides| {
-                let mut strides = strides.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut strides = strides.lock();
                 self.engine.ahead_of(&[fault], &mut strides)
             });
             if waited_for.is_empty() && ahead.is_empty() {

@@ -30,9 +30,9 @@ mod takeover;
 mod tests;
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 
 #[cfg(any(test, feature = "testing"))]
@@ -117,7 +117,7 @@ pub(crate) struct PageServerStatus {
 
 impl PageServerStatus {
     fn lock(&self) -> MutexGuard<'_, Option<PageServerSnapshot>> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+        self.now.lock()
     }
 
     pub(crate) fn begin(&self, identity: Identity) {

@@ -8,12 +8,13 @@
 //! its checksum was verified; a page that cannot be read never becomes visible, and a thread that needs it
 //! waits until the process ends.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use page_bitmap::PageBitmap;
+use parking_lot::Mutex;
 
 use super::block::{checksum_of, present_runs};
 use super::copy::damaged;
@@ -181,7 +182,7 @@ impl<M: GuestMemoryMap> Filling<M> {
 
     /// What has failed, where that explains another error better than its own words.
     pub fn take_failure(&self) -> Option<SnapshotError> {
-        self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.shared.failure.lock().take()
     }
 
     /// Brings in what no fault has requested, and waits until all is here or a stop is requested.
@@ -275,7 +276,7 @@ impl<M: GuestMemoryMap> Shared<M> {
     fn fail(&self, error: SnapshotError) {
         let text = error_text::chain(&error);
         log::error!("memory cannot be restored: {text}");
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.failure.lock().get_or_insert(error);
         let cause = Cause::Memory(std::io::Error::other(text));
         self.engine.fail(Failure::new("restoring memory", cause));
     }

@@ -6,7 +6,8 @@
 
 use std::ops::Range;
 use std::os::fd::AsRawFd as _;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::memory::FakeMemory;
 use crate::layout::PageRun;
@@ -33,7 +34,7 @@ pub(super) struct Leaving(Mutex<State>);
 
 impl Leaving {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -3,10 +3,12 @@
 //! Fake machines on both sides, which fail where they are told to and note what was done to them.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
@@ -125,7 +127,7 @@ impl FreePageHints for FakeHints {
 
 impl Drop for FakeHints {
     fn drop(&mut self) {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push("hints done");
+        self.calls.lock().push("hints done");
     }
 }
 
@@ -138,7 +140,7 @@ struct FakeThrottle {
 
 impl Throttle for FakeThrottle {
     fn set(&mut self, percent: u8) {
-        self.throttled.lock().unwrap_or_else(PoisonError::into_inner).push(percent);
+        self.throttled.lock().push(percent);
         self.memory.set_calm(percent >= self.calms_at);
     }
 }
@@ -151,7 +153,7 @@ impl Drop for FakeThrottle {
 
 impl Common {
     fn call(&self, step: Inject, name: &'static str) -> Result<(), VmError> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push(name);
+        self.calls.lock().push(name);
         if self.inject == step { Err(format!("injected failure in {name}").into()) } else { Ok(()) }
     }
 
@@ -303,7 +305,7 @@ impl SourceVm for FakeVm {
     }
 
     fn meet(&mut self, newest: Formats) {
-        *self.common.met.lock().unwrap_or_else(PoisonError::into_inner) = Some(newest);
+        *self.common.met.lock() = Some(newest);
     }
 
     fn memory(&self) -> Arc<FakeMemory> {

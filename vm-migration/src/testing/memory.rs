@@ -9,7 +9,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
 
 use super::leaving::Leaving;
 use super::machine::Calls;
@@ -469,7 +471,7 @@ pub struct FakeLog {
 
 impl Drop for FakeLog {
     fn drop(&mut self) {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner).push("log ends");
+        self.calls.lock().push("log ends");
     }
 }
 
@@ -485,7 +487,7 @@ impl FakeLog {
 
 impl DirtyLog for FakeLog {
     fn begin_round(&self) -> Result<u64, VmError> {
-        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut noted = self.noted.lock();
         let mut count = 0;
         for (noted, region) in noted.iter_mut().zip(&self.memory.regions) {
             for (noted, dirty) in noted.iter_mut().zip(&region.dirty) {
@@ -507,7 +509,7 @@ impl DirtyLog for FakeLog {
     ) -> Result<(), VmError> {
         assert!(pages.start.is_multiple_of(64));
         assert_eq!(words.len() as u64, (pages.end - pages.start).div_ceil(64));
-        let mut noted = self.noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut noted = self.noted.lock();
         for (index, word) in words.iter_mut().enumerate() {
             let index = to_usize(pages.start / 64) + index;
             *word = std::mem::take(&mut noted[region][index]);

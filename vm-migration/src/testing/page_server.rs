@@ -3,8 +3,10 @@
 //! A page server on a thread of its own: it maps the memory again, as another process would.
 
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 use super::memory::FakeMemory;
 use crate::cancel::Cancel;
@@ -71,7 +73,7 @@ impl FakePageServer {
         let (ours, theirs) = UnixStream::pair()?;
         let page_server = Arc::clone(self);
         let thread = std::thread::spawn(move || page_server.run(theirs));
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        *self.thread.lock() = Some(thread);
         let mut source_end = SourceEnd::new(ours, self.limits)?;
         source_end.give_memory(memory)?;
         Ok(Box::new(FakePageServerHandle(source_end)))
@@ -112,7 +114,7 @@ impl FakePageServer {
     /// # Panics
     /// When it was never started.
     pub fn join(&self) -> Served {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         thread.expect("it was started").join().expect("it does not panic")
     }
 }

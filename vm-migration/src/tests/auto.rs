@@ -3,8 +3,10 @@
 //! Precopy that becomes postcopy: by itself, by the clock and on command, in the middle of a round
 //! and between two; pages that have been sent and written since never show their old contents.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::moves::Case;
 use super::relay::{Relay, Rule};
@@ -149,7 +151,7 @@ impl Observer for AtStop {
                 self.steering.start_postcopy();
             }
             Event::Begin(Phase::Stop) => {
-                *self.discarded.lock().unwrap() = Some(self.to.discards());
+                *self.discarded.lock() = Some(self.to.discards());
             }
             _ => {}
         }
@@ -182,7 +184,7 @@ fn discarded(rule: Rule) -> (u64, u64) {
     migrate(vm, &options, &progress, &Cancel::new().unwrap()).unwrap();
     receiver.join().unwrap().stop();
     assert_whole(&guest, &to);
-    let before = discarded.lock().unwrap().unwrap().1;
+    let before = discarded.lock().unwrap().1;
     (before, to.discards().1 - before)
 }
 

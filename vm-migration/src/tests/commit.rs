@@ -202,7 +202,7 @@ impl Run {
     }
 
     fn noted(&self, what: &str) -> bool {
-        self.calls.lock().unwrap().contains(&what)
+        self.calls.lock().contains(&what)
     }
 
     /// What the destination has, when it has all that comes.
@@ -287,7 +287,7 @@ fn wait_out(run: &Run, limits: &Limits) {
     wait_until("the end of the promise", || run.noted("still in doubt"));
     wait_until("some time more", || began.elapsed() > limits.rejoin + limits.rejoin / 4);
     assert_eq!(run.destination.phase(), Phase::InDoubt);
-    assert_eq!(run.calls.lock().unwrap().iter().filter(|name| **name == "run").count(), 0);
+    assert_eq!(run.calls.lock().iter().filter(|name| **name == "run").count(), 0);
 }
 
 /// As short as a machine that is busy with other things allows: half of it is the age that an
@@ -412,7 +412,7 @@ fn an_acknowledgement_that_comes_late_is_asked_for_again() {
         let run = Run::start(Special { limits: BRIEF, ..Special::new(mode, late) });
         let seen = Arc::clone(&run.relay.seen);
         run.moves();
-        assert!(seen.lock().unwrap().contains(&Command::Renew));
+        assert!(seen.lock().contains(&Command::Renew));
     }
 }
 

@@ -2,8 +2,10 @@
 
 //! Guests that write faster than the link carries, and what is done about them.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, migrate, options,
@@ -26,7 +28,7 @@ struct Record {
 
 impl Observer for Record {
     fn event(&self, _: Side, event: Event) {
-        let mut events = self.events.lock().unwrap();
+        let mut events = self.events.lock();
         events.push(event);
         if (self.enough)(&events) {
             self.cancel.cancel();
@@ -88,8 +90,8 @@ fn busy(
             other => panic!("{other:?}"),
         },
     };
-    let events = record.events.lock().unwrap().clone();
-    let throttled = throttled.lock().unwrap().clone();
+    let events = record.events.lock().clone();
+    let throttled = throttled.lock().clone();
     (end, events, throttled)
 }
 

@@ -7,8 +7,10 @@
 //! the table of cases. After each case exactly one side has the guest, the one that the state
 //! machine says, and it is whole.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::relay::{Act, Cut, Point, Relay, Rule};
 use super::{
@@ -109,7 +111,7 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     if sent.is_err() {
         cancel.cancel();
     }
-    let commands = relay.seen.lock().unwrap().clone();
+    let commands = relay.seen.lock().clone();
     let (received, faults_well) = receiver.join().unwrap();
     drop(relay);
     Run { from, guest, sent, received, faults_well, commands }
@@ -198,7 +200,7 @@ fn table(mode: MemoryMode, kind: Kind, must: &[Command]) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 loop {
-                    let Some(cut) = cases.lock().unwrap().pop() else { return };
+                    let Some(cut) = cases.lock().pop() else { return };
                     println!("{}", check(mode, kind, cut, run(mode, kind, cut)));
                 }
             });

@@ -59,7 +59,7 @@ pub(super) fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until
     sender.join().unwrap().unwrap();
     target.join().unwrap().vm.stop();
     assert_whole(&guest, &to);
-    let calls = calls.lock().unwrap();
+    let calls = calls.lock();
     let place = |name| calls.iter().position(|call| *call == name).unwrap();
     assert!(place("map") < place("prepare") && place("prepare") < place("pause"), "{calls:?}");
 }
@@ -152,7 +152,7 @@ fn a_machine_that_is_being_built_is_not_waited_for_when_the_source_is_gone() {
             source.answer(LIMITS.answer).unwrap();
             source.tell(&Message::AwaitMachine).unwrap();
         }
-        wait_for("the machine's memory", || calls.lock().unwrap().contains(&"map"));
+        wait_for("the machine's memory", || calls.lock().contains(&"map"));
         if sends_more {
             // Ends nothing by itself.
             source.tell(&Message::ZeroPages(Vec::new())).unwrap();
@@ -189,7 +189,7 @@ fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
             let progress = Arc::new(progress);
             std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
         };
-        let mapped = || calls.lock().unwrap().contains(&"map");
+        let mapped = || calls.lock().contains(&"map");
         wait_for("the machine's memory", mapped);
         target.cancel.cancel();
         let failure = *sender.join().unwrap().unwrap_err();
@@ -203,6 +203,6 @@ fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
         assert!(Arc::strong_count(&to) > 1, "{mode:?}");
         open.send(()).unwrap();
         wait_for("the end of the machine", || Arc::strong_count(&to) == 1);
-        assert!(calls.lock().unwrap().contains(&"prepare"));
+        assert!(calls.lock().contains(&"prepare"));
     }
 }

@@ -4,9 +4,11 @@
 //! before they do, as its guest may stand still until then. And a host that does not release memory
 //! at once.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex};
+
+use parking_lot::Mutex;
 
 use super::hostile::agree;
 use super::recovery::wait_until;
@@ -49,7 +51,7 @@ struct End(Mutex<Receiver<()>>);
 
 impl Drop for End {
     fn drop(&mut self) {
-        let _ = self.0.get_mut().unwrap().recv();
+        let _ = self.0.get_mut().recv();
     }
 }
 

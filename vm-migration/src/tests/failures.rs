@@ -3,8 +3,10 @@
 //! Machines that fail at each step, and cancels in each phase: one guest runs, the right one, and
 //! the reason reaches the person at the source.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
@@ -115,7 +117,7 @@ fn the_dirty_log_ends_when_the_guest_does_not_wait() {
                 faults.wait().unwrap();
             }
             assert_eq!(sender.join().unwrap().is_ok(), inject == Inject::Nothing);
-            let calls = calls.lock().unwrap();
+            let calls = calls.lock();
             let place = |name| calls.iter().position(|call| *call == name).unwrap();
             assert!(place(before) < place("log ends"), "{mode:?}: {calls:?}");
         }
@@ -131,7 +133,7 @@ fn a_machine_settles_while_its_guest_runs_and_is_not_waited_for_for_ever() {
     let calls = vm.calls();
     send(vm, &options).unwrap();
     target.join().unwrap();
-    let calls = calls.lock().unwrap().clone();
+    let calls = calls.lock().clone();
     let settles = calls.iter().filter(|call| **call == "prepare_stop").count();
     let pause = calls.iter().position(|call| *call == "pause").unwrap();
     assert!((1..=4).contains(&settles), "{calls:?}");
@@ -149,7 +151,7 @@ fn a_machine_that_does_not_settle_can_be_cancelled() {
         let failure = std::thread::scope(|scope| {
             let sending = scope
                 .spawn(|| migrate(vm, &options, &Arc::new(Progress::new(Side::Source)), &cancel));
-            while !calls.lock().unwrap().contains(&"prepare_stop") {
+            while !calls.lock().contains(&"prepare_stop") {
                 std::thread::yield_now();
             }
             cancel.cancel();
@@ -315,7 +317,7 @@ struct Record(Arc<Mutex<Vec<Event>>>);
 
 impl Observer for Record {
     fn event(&self, _: Side, event: Event) {
-        self.0.lock().unwrap().push(event);
+        self.0.lock().push(event);
     }
 }
 
@@ -329,7 +331,7 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
     migrate(rig.vm(Inject::Nothing), &rig.options(&target), &progress, &cancel).unwrap();
     drop(target.join().unwrap());
     let mut seen = Vec::new();
-    for event in record.0.lock().unwrap().iter() {
+    for event in record.0.lock().iter() {
         match event {
             Event::Begin(phase) => seen.push((*phase, true)),
             Event::End(phase, _) => seen.push((*phase, false)),

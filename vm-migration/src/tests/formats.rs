@@ -28,7 +28,7 @@ fn both_learn_the_versions_and_a_newer_destination_takes_an_older_guest() {
         let vm = FakeVm::new(&from, &guest).formats(needs);
         let met = vm.met();
         send(vm, &options(&target.address)).unwrap();
-        assert_eq!(*met.lock().unwrap(), Some(reads));
+        assert_eq!(*met.lock(), Some(reads));
         drop(target.join().unwrap());
         assert_whole(&guest, &to);
     }
@@ -53,8 +53,8 @@ fn a_newer_guest_is_refused_before_its_configuration_is_sent() {
             "{text}"
         );
     }
-    assert!(!vm.calls().lock().unwrap().contains(&"config"));
-    assert!(calls.lock().unwrap().is_empty());
+    assert!(!vm.calls().lock().contains(&"config"));
+    assert!(calls.lock().is_empty());
 }
 
 /// A destination of the time before versions: it answers as such a program does, word by word.

@@ -3,8 +3,10 @@
 //! Large host pages that come together from pieces: what the engine shows when, what it refuses,
 //! and whole migrations onto real huge pages where the host gives some.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use page_bitmap::PageBitmap;
 
@@ -32,11 +34,11 @@ struct Shown(Mutex<Vec<(&'static str, PageRun)>>);
 
 impl Shown {
     fn note(&self, how: &'static str, run: PageRun) {
-        self.0.lock().unwrap().push((how, run));
+        self.0.lock().push((how, run));
     }
 
     fn take(&self) -> Vec<(&'static str, u64, u64)> {
-        let shown = std::mem::take(&mut *self.0.lock().unwrap());
+        let shown = std::mem::take(&mut *self.0.lock());
         shown.into_iter().map(|(how, run)| (how, run.first, run.count)).collect()
     }
 }
@@ -298,7 +300,7 @@ impl HugePool {
     }
 
     fn ask(pages: u64) -> Self {
-        let alone = ONE_ASKS.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = ONE_ASKS.lock();
         let before = Self::read("nr_hugepages");
         let _ = std::fs::write(format!("{}nr_hugepages", Self::FILE), (before + pages).to_string());
         Self { before, _alone: alone }

@@ -105,7 +105,7 @@ fn an_old_destination_gets_plain_precopy() {
         "handed over",
         "log ends",
     ];
-    let mut calls = calls.lock().unwrap().clone();
+    let mut calls = calls.lock().clone();
     // Once more where that took long.
     calls.dedup();
     assert_eq!(calls, expected);

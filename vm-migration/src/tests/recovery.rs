@@ -5,10 +5,12 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
@@ -72,7 +74,7 @@ impl Proxy {
                 let stalled = Arc::new(AtomicBool::new(false));
                 pass(&source, &destination, &stalled, &delay);
                 pass(&destination, &source, &stalled, &delay);
-                all.lock().unwrap().push(Link { ends: [source, destination], stalled });
+                all.lock().push(Link { ends: [source, destination], stalled });
                 count.fetch_add(1, Ordering::SeqCst);
             }
         });
@@ -80,14 +82,14 @@ impl Proxy {
     }
 
     pub(super) fn cut_all(&self) {
-        for link in self.links.lock().unwrap().drain(..) {
+        for link in self.links.lock().drain(..) {
             link.cut();
         }
     }
 
     /// Cuts one of the last set of connections, by number.
     fn cut_one(&self, number: usize, of: usize) {
-        let links = self.links.lock().unwrap();
+        let links = self.links.lock();
         let last = links.len().saturating_sub(of);
         if let Some(link) = links.get(last + number % of) {
             link.cut();
@@ -95,7 +97,7 @@ impl Proxy {
     }
 
     fn stall_one(&self, number: usize, of: usize) {
-        let links = self.links.lock().unwrap();
+        let links = self.links.lock();
         let last = links.len().saturating_sub(of);
         links[last + number % of].stalled.store(true, Ordering::SeqCst);
     }

@@ -6,10 +6,12 @@
 //! off, at what the source sends.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::loopback;
 use crate::layout::to_usize;
@@ -238,8 +240,8 @@ fn relay_control(
         let mut message = speaker.frame()?;
         let code = u16::from_le_bytes([message.0[0], message.0[1]]);
         let command = Command::from_code(code).unwrap();
-        let first = !seen.lock().unwrap().contains(&command);
-        seen.lock().unwrap().push(command);
+        let first = !seen.lock().contains(&command);
+        seen.lock().push(command);
         let here = |point| cut.filter(|cut| first && cut.at == command && cut.point == point);
         if let Some(cut) = here(Point::Message) {
             return act(cut.act, listener, ended);

@@ -11,9 +11,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use socket2::{Domain, Socket, TcpKeepalive};
 
 use super::reach::{ConnectEnd, connect_one, resolve};
@@ -181,7 +181,7 @@ impl Connection {
 
     /// From now on this interrupts the waits of this connection.
     pub(crate) fn set_cancel(&self, cancel: &Cancel) {
-        *self.cancel.lock().unwrap_or_else(PoisonError::into_inner) = cancel.clone();
+        *self.cancel.lock() = cancel.clone();
     }
 
     /// Longest time without progress.
@@ -199,8 +199,7 @@ impl Connection {
     /// ends, and only stalls count.
     pub(crate) fn time_message(&self, begins: bool) {
         self.read_bytes.store(0, Ordering::Relaxed);
-        *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner) =
-            begins.then(Instant::now);
+        *self.reading_since.lock() = begins.then(Instant::now);
     }
 
     pub(super) fn has_read(&self, bytes: usize) {
@@ -208,7 +207,7 @@ impl Connection {
     }
 
     pub(super) fn cancel(&self) -> Cancel {
-        self.cancel.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.cancel.lock().clone()
     }
 
     /// Sends bytes.
@@ -381,7 +380,7 @@ impl Connection {
     }
 
     pub(super) fn wait_to_read(&self, error: io::Error) -> Result<(), TransportError> {
-        let since = *self.reading_since.lock().unwrap_or_else(PoisonError::into_inner);
+        let since = *self.reading_since.lock();
         let total = since.map(|since| (since, self.read_bytes.load(Ordering::Relaxed)));
         self.wait_after(error, libc::POLLIN, "receiving", total)
     }

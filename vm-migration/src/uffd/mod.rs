@@ -17,9 +17,11 @@ mod tests;
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use crate::cancel::Cancel;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
@@ -539,7 +541,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
         test_short_of_memory(&self.parts[0])?;
         self.released.store(true, Ordering::SeqCst);
         let mut result = Ok(());
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner).retain(|part| {
+        self.watched.lock().retain(|part| {
             let gone = self.descriptors[part.descriptor]
                 .unregister(part.address, part.pages * PAGE_BYTES)
                 .map_err(|source| pages_error("stop watching", part.run(), source));

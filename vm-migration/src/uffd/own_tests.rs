@@ -7,7 +7,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
 
 use super::{OwnFaults, Refused};
 use crate::fault::{Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, VcpuBarrier};
@@ -129,13 +131,13 @@ struct Noted(Arc<Mutex<(Vec<PageRun>, Vec<usize>)>>);
 
 impl VcpuBarrier for Noted {
     fn unblock(&self, run: PageRun) {
-        self.0.lock().unwrap().0.push(run);
+        self.0.lock().0.push(run);
     }
 
     fn open(&self) {}
 
     fn remove(&self, region: usize) -> io::Result<()> {
-        self.0.lock().unwrap().1.push(region);
+        self.0.lock().1.push(region);
         Ok(())
     }
 }
@@ -152,9 +154,9 @@ fn a_mark_goes_when_its_page_has_come_and_all_go_in_the_end() {
     marked.copy_in(run(3, 2), &[5; 8192]).unwrap();
     marked.make_zero(run(9, 1)).unwrap();
     assert!(marked.copy_in(run(9, 1), &[5; 4096]).is_err(), "a page that is there is kept");
-    assert_eq!(noted.0.lock().unwrap().0, [run(3, 2), run(9, 1)]);
+    assert_eq!(noted.0.lock().0, [run(3, 2), run(9, 1)]);
     marked.release().unwrap();
-    assert_eq!(noted.0.lock().unwrap().1, [0]);
+    assert_eq!(noted.0.lock().1, [0]);
 }
 
 /// Marks of two regions as a patched KVM has them: taking one away takes long, and meanwhile a vCPU
@@ -179,7 +181,7 @@ impl VcpuBarrier for Slow {
         assert!(self.open.load(Ordering::SeqCst), "vCPUs are still refused pages that are here");
         let faults = self.faults.get().unwrap();
         assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::TryAgain, "it is brought");
-        self.removed.lock().unwrap().push(region);
+        self.removed.lock().push(region);
         Err(io::Error::from_raw_os_error(libc::ENOMEM))
     }
 }
@@ -208,6 +210,6 @@ fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
     let weak: Weak<Holes> = Arc::downgrade(&resolver);
     faults.set_resolver(weak);
     faults.release().expect("marks that stay do no harm once they are clear");
-    assert_eq!(*slow.removed.lock().unwrap(), [0, 1]);
+    assert_eq!(*slow.removed.lock(), [0, 1]);
     assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NotByUs);
 }

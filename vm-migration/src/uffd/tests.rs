@@ -122,7 +122,7 @@ fn a_failed_unregister_keeps_nothing_else_and_is_retried() {
     };
     let patience = std::time::Duration::from_mins(1);
     // No range of pages: refused.
-    let first = uffd.watched.get_mut().unwrap().first_mut().unwrap();
+    let first = uffd.watched.get_mut().first_mut().unwrap();
     first.address += 1;
     let refused = uffd.release();
     assert!(matches!(refused, Err(UffdError::Pages { region: 0, .. })), "{refused:?}");
@@ -130,7 +130,7 @@ fn a_failed_unregister_keeps_nothing_else_and_is_retried() {
     let waits = reads(0);
     let mut faults = Vec::new();
     assert_eq!(uffd.next_faults(0, &mut faults).unwrap(), FaultWait::Faults);
-    uffd.watched.get_mut().unwrap()[0].address -= 1;
+    uffd.watched.get_mut()[0].address -= 1;
     uffd.release().unwrap();
     assert_eq!(waits.recv_timeout(patience), Ok(0), "it was not tried again");
 }

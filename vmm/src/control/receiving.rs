@@ -6,8 +6,9 @@
 //! or the source is lost.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vm_migration::destination::{Faulting, LateReconnects, Listener, ReceiveFailure};
 use vm_migration::transport::{ServerTls, TransportError};
 use vm_migration::{
@@ -191,7 +192,7 @@ fn failed(
 }
 
 fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+    slot.lock().take()
 }
 
 /// Tells the VMM thread of a machine in doubt. The request that awaits the machine is answered when

@@ -6,8 +6,10 @@
 //! what the load is.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 /// Starts a thread that owns `load`, or returns it.
 pub fn spawn_with<T: Send + 'static>(
@@ -16,7 +18,7 @@ pub fn spawn_with<T: Send + 'static>(
     work: impl FnOnce(T) + Send + 'static,
 ) -> Result<JoinHandle<()>, (T, io::Error)> {
     let slot = Arc::new(Mutex::new(Some(load)));
-    let take = |slot: &Mutex<Option<T>>| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let take = |slot: &Mutex<Option<T>>| slot.lock().take();
     let inner = Arc::clone(&slot);
     let spawned = stoppable_thread::spawn(name, move || {
         if let Some(load) = take(&inner) {

@@ -414,10 +414,11 @@ impl Machine {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+    use std::sync::Arc;
     use std::sync::mpsc::channel;
-    use std::sync::{Arc, Mutex};
 
     use devices::virtio::block::Block;
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::testing::{again, no_more_threads};
@@ -445,7 +446,7 @@ mod tests {
         let (storage, (done, others)) = (Arc::new(Mutex::new(storage)), channel());
         let drop_cache = move |lock: &DiskLock| {
             if lock.path() == stalled {
-                let _ = storage.lock().unwrap().recv_timeout(LONG);
+                let _ = storage.lock().recv_timeout(LONG);
             }
             let dropped = lock.drop_cache();
             let _ = done.send(lock.path().to_owned());

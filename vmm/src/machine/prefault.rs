@@ -6,11 +6,12 @@
 //! Must never populate memory whose contents are still to arrive.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use memory::available::InsufficientMemory;
 use memory::{GuestRam, PrefaultError, PrefaultEvent, PrefaultOptions, PrefaultProgress};
+use parking_lot::Mutex;
 
 use super::CancelToken;
 use crate::config::{MemoryConfig, Prefault};
@@ -83,7 +84,7 @@ fn start(
     let told_percent = AtomicU64::new(0);
     let ended = Arc::clone(&end);
     let note = move |end| {
-        *ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(end);
+        *ended.lock() = Some(end);
     };
     let watcher = move |notice: PrefaultEvent<'_>| match notice {
         PrefaultEvent::Progress(progress) => {
@@ -166,7 +167,7 @@ impl Background {
 
     /// How far it is.
     pub fn status(&self) -> PrefaultStatus {
-        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let end = self.end.lock().clone();
         PrefaultStatus { progress: self.engine.progress(), end }
     }
 }

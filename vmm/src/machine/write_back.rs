@@ -9,10 +9,11 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use devices::virtio::block::{DiskError, DiskLock};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use thiserror::Error;
 
 use crate::events;
@@ -74,7 +75,7 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn done(&self, id: &str, result: Result<(), WriteBackError>) {
@@ -167,10 +168,10 @@ impl WriteBack {
     /// # Errors
     /// Of the first that could not be.
     pub fn wait(self) -> Result<(), WriteBackError> {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         let waiting = |state: &mut State| !state.left.is_empty();
-        let waited = self.shared.changed.wait_while(state, waiting);
-        waited.unwrap_or_else(PoisonError::into_inner).failure.take().map_or(Ok(()), Err)
+        self.shared.changed.wait_while(&mut state, waiting);
+        state.failure.take().map_or(Ok(()), Err)
     }
 
     /// The same for so long at most.
@@ -178,13 +179,9 @@ impl WriteBack {
     /// # Errors
     /// [`WriteBackError::Slow`] names one of those that are left; they continue.
     pub fn wait_within(&self, within: Duration) -> Result<(), WriteBackError> {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         let waiting = |state: &mut State| !state.left.is_empty() && state.failure.is_none();
-        let (mut state, _) = self
-            .shared
-            .changed
-            .wait_timeout_while(state, within, waiting)
-            .unwrap_or_else(PoisonError::into_inner);
+        self.shared.changed.wait_while_for(&mut state, waiting, within);
         if let Some(failure) = state.failure.take() {
             return Err(failure);
         }

@@ -7,10 +7,11 @@
 //! dropped.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use hypervisor::{ManualDirtyLog, MemslotError, Vm};
 use memory::GuestRam;
+use parking_lot::Mutex;
 use vfio::migration::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
@@ -66,7 +67,7 @@ impl DirtyLog for MachineDirtyLog {
         self.dma.iter().for_each(|log| log.collect(&self.ram));
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
-            let mut noted = self.noted[index].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut noted = self.noted[index].lock();
             self.vm.add_dirty_log(slot_of(index), &mut noted)?;
             pages += noted.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
             pages += region.device_dirty().count();
@@ -82,7 +83,7 @@ impl DirtyLog for MachineDirtyLog {
     ) -> Result<(), VmError> {
         let first_word = usize::try_from(pages.start / 64)?;
         {
-            let mut noted = self.noted[region].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut noted = self.noted[region].lock();
             for (word, bits) in words.iter_mut().zip(noted.iter_mut().skip(first_word)) {
                 *word = std::mem::take(bits);
             }

@@ -7,10 +7,11 @@
 //! back, pass after pass. What is written after the last pass is written back when the guest has
 //! stopped; here nothing is decided.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use devices::virtio::block::DiskLock;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::machine::{WriteBack, WriteBackError};
 
@@ -53,7 +54,7 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -114,8 +115,7 @@ impl DiskWriter {
         state.wanted = state.wanted.max(target);
         self.shared.changed.notify_all();
         while state.done < target && state.failure.is_none() && !is_cancelled() {
-            let waited = self.shared.changed.wait_timeout(state, CANCEL_POLL_INTERVAL);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.changed.wait_for(&mut state, CANCEL_POLL_INTERVAL);
         }
         if let Some(failure) = state.failure.take() {
             return Err(failure);
@@ -153,8 +153,8 @@ fn run(disks: &[(String, DiskLock)], shared: &Shared) {
         shared.changed.notify_all();
         let idle = |state: &mut State| !state.is_over && state.wanted <= state.done;
         let pace = PACE_MIN.max(took.saturating_mul(PACE_SHARE));
-        let waited = shared.changed.wait_timeout_while(state, pace, idle);
-        if waited.unwrap_or_else(PoisonError::into_inner).0.is_over {
+        shared.changed.wait_while_for(&mut state, idle, pace);
+        if state.is_over {
             return;
         }
     }

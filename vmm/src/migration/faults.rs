@@ -7,8 +7,8 @@
 //! on another thread than its own.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use hypervisor::{
@@ -16,6 +16,7 @@ use hypervisor::{
     UserfaultBitmap, Vm,
 };
 use memory::{AccessError, GuestRam, ZoneKind};
+use parking_lot::RwLock;
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use vm_migration::MemoryMode;
@@ -243,7 +244,7 @@ impl VcpuBarrier for FaultTracing {
     fn open(&self) {}
 
     fn remove(&self, _region: usize) -> io::Result<()> {
-        drop(self.0.write().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.0.write().take());
         Ok(())
     }
 }
@@ -346,7 +347,7 @@ impl VcpuFaults {
 
 impl MissingPages for VcpuFaults {
     fn faulted_at(&self) -> Option<FaultedAt> {
-        let tracer = self.tracer.read().unwrap_or_else(PoisonError::into_inner);
+        let tracer = self.tracer.read();
         tracer.as_ref().and_then(FaultTracer::take)
     }
 

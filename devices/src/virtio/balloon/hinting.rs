@@ -15,10 +15,11 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use memory::{GuestRam, PageBitmap};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::PAGE_BYTES;
 use super::shared::Shared;
@@ -64,7 +65,7 @@ impl Default for Hinting {
 
 impl Hinting {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// What the driver reads.
@@ -135,8 +136,8 @@ impl Hinting {
     fn wait_told(&self, limit: Duration) -> bool {
         let going_on =
             |state: &mut State| matches!(state.stage, Stage::Requested | Stage::Receiving);
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, going_on);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        self.changed.wait_while_for(&mut state, going_on, limit);
         state.stage == Stage::Complete
     }
 }

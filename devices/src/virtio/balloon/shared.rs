@@ -5,9 +5,10 @@
 //! Owns the locks: each is held only to look and to set, and none while another is.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use memory::GuestRam;
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::config::ConfigSpace;
@@ -48,10 +49,6 @@ pub(crate) struct Shared {
     retry: EventFd,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
     pub(crate) fn new(ram: Arc<GuestRam>) -> io::Result<Self> {
         Ok(Self {
@@ -67,24 +64,24 @@ impl Shared {
     }
 
     pub(super) fn config(&self) -> ConfigSpace {
-        lock(&self.config).space
+        self.config.lock().space
     }
 
     pub(super) fn change_config<T>(&self, change: impl FnOnce(&mut ConfigSpace) -> T) -> T {
-        change(&mut lock(&self.config).space)
+        change(&mut self.config.lock().space)
     }
 
     /// The balloon is to have what there is of `staged` now, and the rest as memory comes.
     pub(super) fn stage(&self, staged: StagedTarget) {
         let target_pages = staged.pages_at(self.ram.total_bytes());
-        let mut held = lock(&self.config);
+        let mut held = self.config.lock();
         held.space.target_pages = target_pages;
         held.staged = Some(staged).filter(|staged| !staged.is_over(target_pages));
     }
 
     /// Goes on from a saved target.
     pub(super) fn restore(&self, space: ConfigSpace) {
-        let mut held = lock(&self.config);
+        let mut held = self.config.lock();
         held.space = space;
         held.staged = held.staged.filter(|staged| !staged.is_over(space.target_pages));
     }
@@ -92,7 +89,7 @@ impl Shared {
     /// Sets what the balloon is to have from now on, whatever is still to come. True if the driver has
     /// to be told.
     pub(super) fn set_target(&self, target_pages: u32) -> bool {
-        let mut held = lock(&self.config);
+        let mut held = self.config.lock();
         held.staged = None;
         let changed = std::mem::replace(&mut held.space.target_pages, target_pages) != target_pages;
         changed || held.space.actual_pages != target_pages
@@ -102,7 +99,7 @@ impl Shared {
     /// if the driver has to be told.
     pub(super) fn memory_has_grown(&self) -> bool {
         let usable_bytes = self.ram.total_bytes();
-        let mut held = lock(&self.config);
+        let mut held = self.config.lock();
         let Some(staged) = held.staged else { return false };
         let target_pages = staged.pages_at(usable_bytes);
         // Two threads may tell of growth the wrong way round.
@@ -124,19 +121,19 @@ impl Shared {
     }
 
     pub(super) fn statistics(&self) -> Statistics {
-        lock(&self.statistics).clone()
+        self.statistics.lock().clone()
     }
 
     pub(super) fn take_statistics(&self, buffer: &[u8]) {
-        lock(&self.statistics).take(buffer);
+        self.statistics.lock().take(buffer);
     }
 
     pub(super) fn driver(&self) -> Option<Driver> {
-        lock(&self.driver).clone()
+        self.driver.lock().clone()
     }
 
     pub(super) fn set_driver(&self, driver: Option<Driver>) {
-        *lock(&self.driver) = driver;
+        *self.driver.lock() = driver;
     }
 
     /// The way to tell a driver of a command for hints, if it knows such.

@@ -6,10 +6,11 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use memory::{Backing, GuestRam, Pins, RamConfig, RamLayout, RamRegion, ZoneSpec};
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 
@@ -344,13 +345,13 @@ impl Pins for FakePins {
 
     fn unpin(&self, _region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
         assert_eq!((range.start % UNIT, range.end % UNIT), (0, 0));
-        self.0.lock().unwrap().extend(range.start / UNIT..range.end / UNIT);
+        self.0.lock().extend(range.start / UNIT..range.end / UNIT);
         vec![range.clone()]
     }
 
     fn repin(&self, _region: &RamRegion, range: &Range<u64>) {
         let units = range.start / UNIT..range.end.div_ceil(UNIT);
-        self.0.lock().unwrap().retain(|unit| !units.contains(unit));
+        self.0.lock().retain(|unit| !units.contains(unit));
     }
 
     fn pin(
@@ -364,7 +365,7 @@ impl Pins for FakePins {
 
 impl FakePins {
     fn gone(&self) -> Vec<u64> {
-        self.0.lock().unwrap().iter().copied().collect()
+        self.0.lock().iter().copied().collect()
     }
 }
 

@@ -9,9 +9,10 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use log::warn;
+use parking_lot::Mutex;
 use thiserror::Error;
 
 use super::stable_storage::Condition;

@@ -9,9 +9,10 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use memory::GuestMemoryHandle;
+use parking_lot::{Mutex, MutexGuard};
 use vm_memory::GuestAddressSpace;
 
 use super::image::Disk;
@@ -51,7 +52,7 @@ pub(crate) struct NoSpace {
 
 impl NoSpace {
     fn lock(&self) -> MutexGuard<'_, Vec<PendingRequest>> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        self.kept.lock()
     }
 
     /// Keeps a request of a queue.

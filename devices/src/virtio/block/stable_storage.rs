@@ -12,7 +12,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
@@ -28,7 +29,7 @@ pub(super) struct Condition {
 
 impl Condition {
     pub(super) fn locked_bytes(&self) -> MutexGuard<'_, Option<u64>> {
-        self.locked_bytes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.locked_bytes.lock()
     }
 }
 

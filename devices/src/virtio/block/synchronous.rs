@@ -11,7 +11,6 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
-use std::sync::PoisonError;
 
 use memory::GuestMemory;
 
@@ -164,8 +163,7 @@ fn write_bounced(
         let piece = next_piece(disk, offset, &mut rest).ok_or(io::ErrorKind::InvalidInput)?;
         let buffer = bounce.get_mut(piece.aligned_bytes)?;
         let partial = piece.wanted_bytes != piece.aligned_bytes;
-        let _guard =
-            partial.then(|| disk.partial_write.lock().unwrap_or_else(PoisonError::into_inner));
+        let _guard = partial.then(|| disk.partial_write.lock());
         if partial {
             disk.file().read_exact_at(buffer, piece.aligned_offset)?;
         }
@@ -268,8 +266,7 @@ fn write_zero_bytes(disk: &Disk, range: Range) -> io::Result<()> {
         let aligned_bytes = (wanted_end - aligned_offset).next_multiple_of(align);
         let buffer = bounce.get_mut(usize::try_from(aligned_bytes).unwrap_or(usize::MAX))?;
         let partial = offset != aligned_offset || wanted_end - aligned_offset != aligned_bytes;
-        let _guard =
-            partial.then(|| disk.partial_write.lock().unwrap_or_else(PoisonError::into_inner));
+        let _guard = partial.then(|| disk.partial_write.lock());
         if partial {
             disk.file().read_exact_at(buffer, aligned_offset)?;
         }

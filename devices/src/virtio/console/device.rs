@@ -2,8 +2,9 @@
 
 //! The console device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use virtio_queue::QueueState;
 
 use super::state;
@@ -50,7 +51,7 @@ pub struct ConsoleResizer {
 
 impl ConsoleResizer {
     fn lock(&self) -> MutexGuard<'_, Shared> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.lock()
     }
 
     /// The resizer of a console that has no size yet.

@@ -7,10 +7,11 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use memory::plugging::PlugError;
 use memory::{GuestRam, RamRegion};
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::config::ConfigSpace;
@@ -123,13 +124,13 @@ impl Shared {
 
     /// Makes the driver compare what it has with what it is to have.
     pub(super) fn tell_driver(&self) {
-        if let Some(driver) = &*self.driver.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(driver) = &*self.driver.lock() {
             driver.config_changed();
         }
     }
 
     pub(super) fn set_driver(&self, driver: Option<Arc<dyn VirtioInterrupt>>) {
-        *self.driver.lock().unwrap_or_else(PoisonError::into_inner) = driver;
+        *self.driver.lock() = driver;
     }
 
     /// Carries out a request of the driver.

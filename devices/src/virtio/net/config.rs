@@ -3,8 +3,9 @@
 //! Features, configuration space and the driver's choices of a network device (virtio 1.3, 5.1.3
 //! and 5.1.4).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use virtio_bindings::virtio_net as abi;
 
 use super::slot::{Settings, TapSlot};
@@ -80,7 +81,7 @@ impl Link {
     }
 
     fn lock(&self) -> MutexGuard<'_, LinkState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(super) fn state(&self) -> LinkState {
@@ -124,11 +125,11 @@ impl Link {
 
     /// The interrupt for configuration changes, while there is a driver.
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
-        *self.interrupt.lock().unwrap_or_else(PoisonError::into_inner) = interrupt;
+        *self.interrupt.lock() = interrupt;
     }
 
     pub(super) fn interrupt(&self) -> Option<Arc<dyn VirtioInterrupt>> {
-        self.interrupt.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.interrupt.lock().clone()
     }
 
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {

@@ -8,7 +8,9 @@
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::tap::{MacAddress, Tap, TapError};
 use crate::{LogLimit, log_limited};
@@ -78,7 +80,7 @@ impl TapSlot {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     /// Opens and configures the tap, if it is not open.

@@ -10,8 +10,9 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::endpoint::listener::PathListener;
@@ -57,7 +58,7 @@ impl VsockSocket {
     /// # Errors
     /// Naming the path: another process listens there, or it cannot be made.
     pub fn attach(&self) -> Result<(), VsockSocketError> {
-        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listener = self.listener.lock();
         if listener.is_none() {
             let bound = PathListener::bind(&self.path);
             let failed = |source| VsockSocketError::Listen { path: self.path.clone(), source };
@@ -85,7 +86,7 @@ impl VsockSocket {
 
     /// Gives the path back. The device must be paused or gone; its connections stay as they are.
     pub fn detach(&self) {
-        *self.listener.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.listener.lock() = None;
     }
 
     /// Removes the path, for a process that ends without the rest: a stale one is replaced, but says that
@@ -97,7 +98,7 @@ impl VsockSocket {
     }
 
     pub(super) fn listener(&self) -> Option<Arc<PathListener>> {
-        self.listener.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.listener.lock().clone()
     }
 
     /// Connects to what listens for connections of the guest to `port`, without waiting for it.

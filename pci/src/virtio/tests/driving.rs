@@ -280,6 +280,6 @@ fn dropping_the_device_stops_it() {
     rig.segment = Arc::clone(&spare.segment);
     rig.mapper = Arc::clone(&spare.mapper);
     rig.device = Arc::clone(&spare.device);
-    assert_eq!(lock(&record).take_calls(), [DeviceCall::Reset]);
+    assert_eq!(record.lock().take_calls(), [DeviceCall::Reset]);
     assert_eq!(events.addresses(), [0_u64; 0]);
 }

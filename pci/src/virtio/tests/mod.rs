@@ -8,12 +8,13 @@ mod driving;
 mod misuse;
 mod saved_state;
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
 use devices::bus::BusDevice;
 use devices::virtio::VirtioInterrupt;
 use hypervisor::irq::MsiMessage;
 use memory::{GuestMemory, GuestMemoryHandle};
+use parking_lot::{Mutex, MutexGuard};
 use pci_address::DeviceNumber;
 use vm_memory::GuestAddress;
 
@@ -22,7 +23,6 @@ use crate::bar::{MmioRange, MmioWindows};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{DeviceCall, DeviceRecord, FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
-use crate::locks::lock;
 
 const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x10_0000 },
@@ -126,7 +126,7 @@ impl Rig {
     }
 
     fn record(&self) -> MutexGuard<'_, DeviceRecord> {
-        lock(&self.record)
+        self.record.lock()
     }
 
     fn take_kicks(&self, queue_index: u16) -> u64 {

@@ -7,10 +7,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use guest_reader::{Guest, Patience, image};
+use parking_lot::{Mutex, MutexGuard};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -21,7 +21,7 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Waits until no other test runs a machine.
 pub fn turn() -> MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    TURN.lock()
 }
 
 /// Whether QEMU, and KVM if wanted, are there; says that the test is skipped if not.

@@ -28,11 +28,12 @@ mod tests;
 mod threads;
 
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use page_bitmap::PageBitmap;
+use parking_lot::{Mutex, MutexGuard};
 use rate_limit::RateLimit;
 
 use super::handover::{HandedOver, Pages};
@@ -129,7 +130,7 @@ impl<M> Server<M> {
     /// A pusher's turn to claim what the limit lets through; nothing without a limit.
     fn turn(&self) -> Option<MutexGuard<'_, ()>> {
         let is_limited = self.bandwidth_limit.bytes_per_s() > 0;
-        is_limited.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner))
+        is_limited.then(|| self.turn.lock())
     }
 }
 

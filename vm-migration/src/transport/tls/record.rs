@@ -9,8 +9,8 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustls::client::ClientConnectionData;
 use rustls::crypto::cipher::{
     InboundOpaqueMessage, InboundPlainMessage, MessageDecrypter, MessageEncrypter, OutboundChunks,
@@ -443,15 +443,15 @@ impl Stream {
     }
 
     fn keys(&self) -> MutexGuard<'_, Keys> {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+        self.keys.lock()
     }
 
     pub(crate) fn sealer(&self) -> MutexGuard<'_, Sealer> {
-        self.sealer.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sealer.lock()
     }
 
     pub(crate) fn opener(&self) -> MutexGuard<'_, Opener> {
-        self.opener.lock().unwrap_or_else(PoisonError::into_inner)
+        self.opener.lock()
     }
 
     /// What made this connection, at a source.
@@ -463,7 +463,7 @@ impl Stream {
     pub(crate) fn close_notify(&self) -> Option<Vec<u8>> {
         const WARNING: u8 = 1;
         // A thread that sends right now has not finished its message.
-        let mut sealer = self.sealer.try_lock().ok()?;
+        let mut sealer = self.sealer.try_lock()?;
         if sealer.is_broken {
             return None;
         }

@@ -117,11 +117,11 @@ impl Passthrough {
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use std::io;
-    use std::sync::Mutex;
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+    use parking_lot::Mutex;
     use vfio::DmaGate;
     use vfio::fakes::FakeTarget;
 
@@ -139,7 +139,7 @@ mod tests {
         let (kernel, (arrived, at_map)) = (Arc::new(DmaGate::default()), channel());
         let (hold, arrived) = (Arc::clone(&kernel), Mutex::new(arrived));
         let before = Box::new(move |_| {
-            let _ = arrived.lock().unwrap().send(());
+            let _ = arrived.lock().send(());
             hold.wait().map_err(io::Error::other)
         });
         passthrough.space =

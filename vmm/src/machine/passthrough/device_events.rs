@@ -7,8 +7,8 @@
 //! wanted back is the guest's until it is ejected; the host asks again until it has it.
 
 use std::io;
-use std::sync::Mutex;
 
+use parking_lot::Mutex;
 use pci::PciDevice as _;
 use vfio::{DeviceEvent, DeviceEvents, VfioPciDevice};
 
@@ -100,7 +100,7 @@ mod tests {
     }
 
     fn resets(host: &FakeFunction) -> u32 {
-        *host.resets.lock().unwrap()
+        *host.resets.lock()
     }
 
     #[test]
@@ -124,7 +124,7 @@ mod tests {
         let before = Box::new(move || assert!(is_harmless(&first) && is_harmless(&second)));
         assert!(target.before_unmap_all.set(before).is_ok());
         assert!(one.tell(DeviceEvent::Failed) && two.tell(DeviceEvent::Failed));
-        until("memory is unmapped", || target.mapped.lock().unwrap().is_empty());
+        until("memory is unmapped", || target.mapped.lock().is_empty());
         // What comes next would find nothing mapped.
         until("it says so", || {
             matches!(passthrough.progress().unwrap().state, PinState::Failed(_))

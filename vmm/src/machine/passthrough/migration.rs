@@ -255,7 +255,7 @@ pub(super) mod tests {
         passthrough.run();
         let is_lost = |index: usize| passthrough.devices[index].1.is_lost();
         assert!(is_lost(0) && !is_lost(1));
-        assert_eq!(*one.resets.lock().unwrap(), 1);
+        assert_eq!(*one.resets.lock(), 1);
         assert_eq!(history(&two).last(), Some(&DeviceState::Running));
         let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
         let error = passthrough.check_movable(&config).unwrap_err().to_string();

@@ -6,11 +6,12 @@
 //! Runs on the threads that hear of it, so it owns nothing of the machine but weak references to its
 //! devices. It must never hold the list's lock while the kernel maps or unmaps.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::mem::MemHandle;
 use memory::DiscardBan;
+use parking_lot::{Mutex, MutexGuard};
 use pci::PciDevice;
 use vfio::{DmaMap, PinState, PinningAbort, VfioPciDevice};
 
@@ -29,7 +30,7 @@ pub(super) struct DeviceList {
 pub(super) type SharedDeviceList = Arc<Mutex<DeviceList>>;
 
 pub(super) fn read(list: &Mutex<DeviceList>) -> MutexGuard<'_, DeviceList> {
-    list.lock().unwrap_or_else(PoisonError::into_inner)
+    list.lock()
 }
 
 pub(super) fn devices_of(list: &Mutex<DeviceList>) -> Vec<Arc<VfioPciDevice>> {

@@ -5,9 +5,10 @@
 //! Owns the numbers of these slots. Never touches what is behind them.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use hypervisor::{MemslotConfig, Vm};
+use parking_lot::Mutex;
 use pci::MapError;
 use vfio::{BarMapping, BarSlots};
 
@@ -28,7 +29,7 @@ impl KvmBarSlots {
     }
 
     fn take(&self) -> u32 {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         let free = (FIRST_BAR_SLOT..u32::MAX).find(|number| !taken.contains(number));
         let number = free.unwrap_or(u32::MAX);
         taken.insert(number);
@@ -36,7 +37,7 @@ impl KvmBarSlots {
     }
 
     fn release(&self, number: u32) {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        self.taken.lock().remove(&number);
     }
 }
 
