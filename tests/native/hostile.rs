@@ -69,8 +69,8 @@ impl Disks {
     }
 }
 
-/// The guest with a device of each kind.
-fn start(disks: &Disks, seed: u64) -> Vmm {
+/// The guest with a device of each kind, and `more`.
+fn start(disks: &Disks, seed: u64, more: &[&str]) -> Vmm {
     let memory = "size=256M,shared=on,hotplug_method=virtio-mem,hotplug_size=256M";
     let cmdline = format!("workload=hostile vcpus=2 mem=64M reserve=24M verify=full seed={seed}");
     let disk = |name: &str, more: &str| {
@@ -84,7 +84,7 @@ fn start(disks: &Disks, seed: u64) -> Vmm {
     if is_root() && Path::new("/dev/net/tun").exists() {
         builder = builder.with(&["--net", "mac=02:00:00:00:00:01"]);
     }
-    let vmm = builder.start();
+    let vmm = builder.with(more).start();
     vmm.guest();
     println!("the guest attacks with seed {seed}");
     vmm
@@ -168,7 +168,8 @@ fn seed() -> u64 {
 
 fn attacked(seconds: u64) {
     let disks = Disks::new();
-    let mut vmm = start(&disks, seed());
+    let vsock = format!("cid=3,socket={}", disks.path("vsock").display());
+    let mut vmm = start(&disks, seed(), &["--vsock", &vsock]);
     watch(&mut vmm, Duration::from_secs(seconds));
     vmm.verify();
     watch(&mut vmm, BETWEEN);
@@ -179,7 +180,7 @@ fn attacked(seconds: u64) {
 
 fn moved() {
     let disks = Disks::new();
-    let mut here = start(&disks, seed() + 1);
+    let mut here = start(&disks, seed() + 1, &[]);
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Precopy, Mode::Postcopy] {
         watch(&mut here, BETWEEN);
         let there = Vmm::empty();
@@ -194,7 +195,7 @@ fn moved() {
 
 fn saved() {
     let disks = Disks::new();
-    let mut here = start(&disks, seed() + 2);
+    let mut here = start(&disks, seed() + 2, &[]);
     for mode in ["copy", "ondemand"] {
         watch(&mut here, BETWEEN);
         let (folder, url) = snapshot::place();
