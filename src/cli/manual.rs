@@ -189,8 +189,8 @@ mod tests {
         let entry = entry.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(
             entry.starts_with(
-                "Longest time in milliseconds that the guest should stand still. [default 300; 1 \
-                 to 86400000; milliseconds]"
+                "Downtime in milliseconds that precopy aims at. [default 300; 1 to 86400000; \
+                 milliseconds]"
             ),
             "{entry}"
         );
