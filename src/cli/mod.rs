@@ -30,3 +30,56 @@ pub fn print_line(line: &str) {
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }
+
+#[cfg(test)]
+mod tests {
+    //! Documents of migrations for the tests of this module.
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::{Value, json};
+    use vmm::api::{MigrationReport, ProgressDocument};
+
+    /// Puts the values of one object into another, those of objects in it likewise.
+    fn put(into: &mut Value, values: Value) {
+        match (into, values) {
+            (Value::Object(into), Value::Object(values)) => {
+                for (key, value) in values {
+                    put(into.entry(key).or_insert(Value::Null), value);
+                }
+            }
+            (into, value) => *into = value,
+        }
+    }
+
+    /// A document of version 1 in which nothing is known yet.
+    fn empty() -> Value {
+        json!({
+            "version": 1, "side": "source", "phase": "idle", "postcopy": false, "elapsed_ms": 0,
+            "zero_pages": 0,
+            "compression":
+                {"raw_bytes": 0, "frame_bytes": 0, "connections_on": 0, "decisions": 0},
+            "faults": {
+                "urgent_pages": 0, "bulk_pages": 0, "prefetched_pages": 0, "bulk_bytes_per_s": 0,
+                "urgent_bytes_per_s": 0,
+            },
+            "recovery": {"losses": 0, "recoveries": 0},
+        })
+    }
+
+    /// A progress document with these values.
+    pub fn progress(values: Value) -> ProgressDocument {
+        let mut document = empty();
+        put(&mut document, values);
+        serde_json::from_value(document).unwrap()
+    }
+
+    /// A report with these values.
+    pub fn report(values: Value) -> MigrationReport {
+        let mut report = json!({
+            "progress": empty(), "phases": [], "timeline": [], "rounds": [], "latency": [],
+            "threads": [],
+        });
+        put(&mut report, values);
+        serde_json::from_value(report).unwrap()
+    }
+}

@@ -3,19 +3,19 @@
 //! Follows a migration to its end: a progress bar on a terminal, plain lines elsewhere, nothing for
 //! `--wait`.
 //!
-//! Owns the polling, the words and the verdict. Knows the progress document by its names only and
-//! takes one that has more or less in it; must never change anything in the VMM.
+//! Owns the polling, the words and the verdict. Must never change anything in the VMM.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{BinaryBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Deserialize;
 use thiserror::Error;
+use vmm::api::ProgressDocument;
 use vmm::api::client::{Client, ClientError};
 use vmm::api::endpoints::Method;
+use vmm::api::types::document::{FailureReport, GuestLocation, LatencySnapshot, Phase};
 
 use super::{exit, print_line};
 
@@ -59,16 +59,19 @@ pub enum FollowError {
     #[error("the progress document of the VMM cannot be read")]
     Document(#[source] serde_json::Error),
     /// It failed, or was cancelled.
-    #[error("{}", failure.text())]
+    #[error("{}", reasons(failure))]
     Failed {
         /// What the VMM says.
-        failure: Box<Failure>,
+        failure: Box<FailureReport>,
     },
+    /// It failed, and the document does not say why.
+    #[error("the migration failed; see the log of the VMM")]
+    NoReason,
     /// The VMM went away.
     #[error("the VMM ended in phase {phase} of the migration; check the other side")]
     Vanished {
         /// The last phase that was seen.
-        phase: String,
+        phase: Phase,
         /// What asking ended with.
         #[source]
         source: ClientError,
@@ -83,124 +86,77 @@ impl FollowError {
                 exit::TIMEOUT
             }
             Self::Nothing(_) => exit::FAILED,
-            Self::Vanished { .. } | Self::Document(_) => exit::LOOK,
-            Self::Failed { failure } => match failure.guest.as_str() {
-                "on-source" | "not-here" if failure.cancelled => exit::CANCELLED,
-                "on-source" | "not-here" => exit::FAILED,
+            Self::Vanished { .. } | Self::Document(_) | Self::NoReason => exit::LOOK,
+            Self::Failed { failure } => match failure.guest {
+                GuestLocation::OnSource | GuestLocation::NotHere if failure.cancelled => {
+                    exit::CANCELLED
+                }
+                GuestLocation::OnSource | GuestLocation::NotHere => exit::FAILED,
                 _ => exit::LOOK,
             },
         }
     }
 }
 
-/// `error` of the progress document.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(default)]
-pub struct Failure {
-    /// Which side says so.
-    pub side: String,
-    /// Where the guest is.
-    pub guest: String,
-    /// It was asked for.
-    pub cancelled: bool,
-    /// The sentences.
-    pub chain: Vec<String>,
-}
-
-impl Failure {
-    fn text(&self) -> String {
-        if self.chain.is_empty() {
-            return "the migration failed; see the log of the VMM".to_owned();
-        }
-        self.chain.join(": ")
+/// The reasons of a failure as text.
+fn reasons(failure: &FailureReport) -> String {
+    if failure.chain.is_empty() {
+        return "the migration failed; see the log of the VMM".to_owned();
     }
+    failure.chain.join(": ")
 }
 
-/// The progress document, as far as it is shown.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Document {
-    side: String,
-    phase: String,
-    elapsed_ms: u64,
-    round: Option<u32>,
-    total_bytes: Option<u64>,
-    remaining_bytes: Option<u64>,
-    memory_bytes_sent: Option<u64>,
-    memory_bytes_received: Option<u64>,
-    dirty_bytes_per_s: Option<u64>,
-    expected_downtime_us: Option<u64>,
-    downtime_us: Option<u64>,
-    faults: Faults,
-    recovery: Recovery,
-    page_server: Option<PageServer>,
-    error: Option<Failure>,
+/// What is shown of the progress document.
+trait Shown {
+    /// Whether nothing more will happen.
+    fn is_over(&self) -> bool;
+    /// Whether postcopy has lost its connections.
+    fn is_reconnecting(&self) -> bool;
+    /// Bytes that this side has sent or received.
+    fn moved(&self) -> u64;
+    /// The process that continues when the VMM does not.
+    fn page_server_socket(&self) -> Option<&Path>;
+    /// Phase, and its round.
+    fn heading(&self) -> String;
+    /// Everything but the phase. `rate` is what was measured from here, in bytes per second.
+    fn details(&self, rate: u64) -> String;
+    /// Whether memory is on its way.
+    fn is_moving(&self) -> bool;
+    /// The last line.
+    fn summary(&self) -> String;
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Recovery {
-    reason: Option<String>,
-    left_ms: Option<u64>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct PageServer {
-    socket: PathBuf,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Faults {
-    source: Option<String>,
-    seen: Option<u64>,
-    latency_us: Option<Latency>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Latency {
-    count: u64,
-    p50: u64,
-    p99: u64,
-    max: u64,
-}
-
-impl Document {
+impl Shown for ProgressDocument {
     /// Nothing more will happen. A postcopy that has lost its connections continues when it has them
     /// again, by itself or on request; it is over only when it has failed.
     fn is_over(&self) -> bool {
-        match self.phase.as_str() {
-            "done" | "failed" => true,
-            "postcopy-paused" => self.error.is_some(),
+        match self.phase {
+            Phase::Done | Phase::Failed => true,
+            Phase::PostcopyPaused => self.error.is_some(),
             _ => false,
         }
     }
 
     fn is_reconnecting(&self) -> bool {
-        matches!(self.phase.as_str(), "postcopy-paused" | "postcopy-recover")
+        matches!(self.phase, Phase::PostcopyPaused | Phase::PostcopyRecover)
     }
 
-    fn moved_bytes(&self) -> u64 {
-        let own = match self.side.as_str() {
-            "destination" => self.memory_bytes_received,
-            _ => self.memory_bytes_sent,
-        };
-        own.unwrap_or(0)
+    fn moved(&self) -> u64 {
+        self.moved_bytes().unwrap_or(0)
     }
 
-    /// The page server that took over from the VMM.
     fn page_server_socket(&self) -> Option<&Path> {
-        let server = self.page_server.as_ref().filter(|_| self.phase == "handed-on");
-        server.map(|server| server.socket.as_path())
+        let server = self.page_server.as_ref().filter(|_| self.phase == Phase::HandedOn);
+        server.map(|server| Path::new(&server.socket))
     }
 
     /// Phase, and its round.
     fn heading(&self) -> String {
-        match (self.phase.as_str(), self.round) {
-            ("precopy" | "receive", Some(round @ 1..)) => format!("{} round {round}", self.phase),
-            (phase, _) => phase.to_owned(),
+        match (self.phase, self.round) {
+            (phase @ (Phase::Precopy | Phase::Receive), Some(round @ 1..)) => {
+                format!("{phase} round {round}")
+            }
+            (phase, _) => phase.to_string(),
         }
     }
 
@@ -227,7 +183,7 @@ impl Document {
             let all = BinaryBytes(all);
             match self.remaining_bytes {
                 Some(left) => add(format_args!("{} of {all} left", BinaryBytes(left))),
-                None => add(format_args!("{} of {all} here", BinaryBytes(self.moved_bytes()))),
+                None => add(format_args!("{} of {all} here", BinaryBytes(self.moved()))),
             }
         }
         // The end of a long line is cut off, so what counts most comes first.
@@ -239,16 +195,16 @@ impl Document {
         if rate > 0 {
             add(format_args!("{}/s", BinaryBytes(rate)));
         }
-        if let Some(rate @ 1..) = self.dirty_bytes_per_s.filter(|_| self.phase == "precopy") {
+        if let Some(rate @ 1..) = self.dirty_bytes_per_s.filter(|_| self.phase == Phase::Precopy) {
             add(format_args!("guest writes {}/s", BinaryBytes(rate)));
         }
         if let Some(seen @ 1..) = self.faults.seen {
             add(format_args!("{seen} faults"));
-            if let Some(source) = &self.faults.source {
+            if let Some(source) = self.faults.source {
                 add(format_args!("by {source}"));
             }
         }
-        if let Some(Latency { count: 1.., p50, p99, max }) = self.faults.latency_us {
+        if let Some(LatencySnapshot { count: 1.., p50, p99, max, .. }) = self.faults.latency_us {
             add(format_args!(
                 "fault latency {} median, {} p99, {} longest",
                 time_us(p50),
@@ -260,13 +216,16 @@ impl Document {
     }
 
     fn is_moving(&self) -> bool {
-        matches!(self.phase.as_str(), "precopy" | "receive" | "stop" | "serve" | "fault")
+        matches!(
+            self.phase,
+            Phase::Precopy | Phase::Receive | Phase::Stop | Phase::Serve | Phase::Fault
+        )
     }
 
     /// The last line.
     fn summary(&self) -> String {
         let time = time_us(self.elapsed_ms.saturating_mul(1000));
-        let moved = BinaryBytes(self.moved_bytes());
+        let moved = BinaryBytes(self.moved());
         let rounds = match self.round {
             None | Some(0) => String::new(),
             Some(1) => " in 1 round".to_owned(),
@@ -345,7 +304,7 @@ impl Screen {
         }
     }
 
-    fn show(&mut self, document: &Document, rate: u64, now: Instant) {
+    fn show(&mut self, document: &ProgressDocument, rate: u64, now: Instant) {
         match self {
             Self::None => {}
             Self::Lines { heading, printed } => {
@@ -362,7 +321,7 @@ impl Screen {
                 let all = document.total_bytes.unwrap_or(0);
                 bar.set_length(all.max(1));
                 let here = match document.remaining_bytes {
-                    None => document.moved_bytes(),
+                    None => document.moved(),
                     Some(left) if document.is_moving() || document.is_over() => {
                         all.saturating_sub(left)
                     }
@@ -377,7 +336,7 @@ impl Screen {
     }
 
     /// The last words; what went wrong is for stderr and comes from elsewhere.
-    fn end(self, last: Option<&Document>) {
+    fn end(self, last: Option<&ProgressDocument>) {
         if let Self::Bar(bar) = &self {
             bar.finish_and_clear();
         }
@@ -402,7 +361,7 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
     let mut client = client.clone();
     let mut screen = Screen::new(view);
     let mut rate = Rate::default();
-    let mut last: Option<Document> = None;
+    let mut last: Option<ProgressDocument> = None;
     loop {
         let text = match client.ask(Method::Get, "vm.migration-progress", None) {
             Ok(text) => text.unwrap_or_default(),
@@ -414,7 +373,7 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
                 });
             }
         };
-        let document: Document = match serde_json::from_str(&text) {
+        let document: ProgressDocument = match serde_json::from_str(&text) {
             Ok(document) => document,
             Err(error) => {
                 screen.end(last.as_ref());
@@ -434,20 +393,20 @@ pub fn follow(client: &Client, view: View) -> Result<(), FollowError> {
             return verdict(document);
         }
         // Between the request and the first phase there is nothing to show.
-        if !matches!(document.phase.as_str(), "" | "idle") {
-            screen.show(&document, rate.at(now, document.moved_bytes()), now);
+        if document.phase != Phase::Idle {
+            screen.show(&document, rate.at(now, document.moved()), now);
         }
         last = Some(document);
         std::thread::sleep(POLL);
     }
 }
 
-fn verdict(document: Document) -> Result<(), FollowError> {
-    if document.phase == "done" {
-        return Ok(());
+fn verdict(document: ProgressDocument) -> Result<(), FollowError> {
+    match document.error {
+        _ if document.phase == Phase::Done => Ok(()),
+        Some(failure) => Err(FollowError::Failed { failure: Box::new(failure) }),
+        None => Err(FollowError::NoReason),
     }
-    let failure = Box::new(document.error.unwrap_or_default());
-    Err(FollowError::Failed { failure })
 }
 
 #[cfg(test)]
@@ -458,8 +417,16 @@ mod tests {
 
     use super::*;
 
-    fn document(value: serde_json::Value) -> Document {
-        serde_json::from_value(value).unwrap()
+    /// The document of a migration that has not begun, with other values.
+    fn document(values: serde_json::Value) -> ProgressDocument {
+        crate::cli::tests::progress(values)
+    }
+
+    fn failure(guest: &str, cancelled: bool, chain: &[&str]) -> serde_json::Value {
+        json!({
+            "side": "source", "phase": "precopy", "step": "sending memory", "guest": guest,
+            "cancelled": cancelled, "chain": chain,
+        })
     }
 
     #[test]
@@ -493,10 +460,13 @@ mod tests {
 
     #[test]
     fn postcopy_is_told_with_faults_and_latencies() {
+        let latency = json!({
+            "count": 5, "min": 1, "p50": 90, "p90": 100, "p99": 4200, "p999": 5000, "max": 20_000,
+        });
         let document = document(json!({
             "side": "destination", "phase": "fault", "total_bytes": 1 << 20,
             "remaining_bytes": 4096,
-            "faults": {"source": "uffd", "seen": 7, "latency_us": {"count": 5, "p50": 90, "p99": 4200, "max": 20_000}},
+            "faults": {"source": "uffd", "seen": 7, "latency_us": latency},
         }));
         assert_eq!(
             document.details(0),
@@ -520,15 +490,16 @@ mod tests {
     fn the_exit_code_says_how_it_ended() {
         let code = |value| verdict(document(value)).map_or_else(|error| error.exit_code(), |()| 0);
         assert_eq!(code(json!({"phase": "done"})), exit::OK);
-        let failed = |guest: &str, cancelled: bool| json!({"phase": "failed", "error": {"guest": guest, "cancelled": cancelled}});
+        let failed = |guest: &str, cancelled: bool| json!({"phase": "failed", "error": failure(guest, cancelled, &[])});
         assert_eq!(code(failed("on-source", false)), exit::FAILED);
         assert_eq!(code(failed("not-here", false)), exit::FAILED);
         assert_eq!(code(failed("on-source", true)), exit::CANCELLED);
-        for guest in ["on-destination", "in-doubt", "postcopy-paused", "paused-on-source", ""] {
+        for guest in ["on-destination", "in-doubt", "postcopy-paused", "paused-on-source"] {
             assert_eq!(code(failed(guest, false)), exit::LOOK, "{guest}");
         }
         let lost = |error| json!({"phase": "postcopy-paused", "error": error});
-        assert_eq!(code(lost(json!({"guest": "postcopy-paused"}))), exit::LOOK);
+        assert_eq!(code(lost(failure("postcopy-paused", false, &[]))), exit::LOOK);
+        assert_eq!(code(json!({"phase": "failed"})), exit::LOOK, "no reason given");
     }
 
     #[test]
@@ -549,15 +520,15 @@ mod tests {
         assert_eq!(with_time(598_200), "reconnecting, 9:58 left (no route)");
         assert_eq!(with_time(0), "waiting for migration-recover (no route)");
         assert!(!document(json!({"phase": "postcopy-recover"})).is_over());
-        let failed = json!({"phase": "postcopy-paused", "error": {"guest": "postcopy-paused"}});
+        let failed = failure("postcopy-paused", false, &[]);
+        let failed = json!({"phase": "postcopy-paused", "error": failed});
         assert!(document(failed).is_over(), "the pages were handed over");
     }
 
     #[test]
     fn what_failed_is_told_once_with_all_sentences() {
-        let value = json!({"phase": "failed", "error": {
-            "guest": "on-source", "chain": ["migration failed on the source", "no route"],
-        }});
+        let chain = ["migration failed on the source", "no route"];
+        let value = json!({"phase": "failed", "error": failure("on-source", false, &chain)});
         let error = verdict(document(value)).unwrap_err();
         assert_eq!(error_text::chain(&error), "migration failed on the source: no route");
     }

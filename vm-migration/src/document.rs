@@ -2,22 +2,28 @@
 
 //! The progress document: what `vm.migration-progress` and the report show of a migration.
 //!
-//! Owns its form, and the line that says how a migration ended. It must never measure anything.
+//! Owns its only definition, for writers, readers and the schema of the API, and the line that says how a
+//! migration ended. Within version 1 fields are only added, and a reader ignores fields that it does not
+//! know. Must never measure anything.
 
 use std::fmt::{self, Write as _};
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
-use crate::error::Side;
 use crate::fault::FaultSourceKind;
-use crate::latency::LatencySnapshot;
 use crate::options::{Convergence, MemoryMode};
-use crate::page_server::PageServerSnapshot;
-use crate::progress::Phase;
-use crate::report::FailureReport;
 
-/// How memory travels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub use crate::latency::LatencySnapshot;
+pub use crate::phase::{GuestLocation, Phase, Side};
+
+/// Version of the progress document and of the report. Another one would have fields that are gone, or mean
+/// something else.
+pub const DOCUMENT_VERSION: u32 = 1;
+
+/// When memory is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationProgressMode)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
     /// All of it before the guest.
@@ -53,124 +59,182 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The progress document. Bytes are of guest memory; rates are measured, not wished. What this side
-/// does not know, and has not been told by the other, is null and never 0.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Snapshot {
-    /// Whose.
+/// The version of documents that do not say theirs.
+const fn first_version() -> u32 {
+    DOCUMENT_VERSION
+}
+
+/// Progress of a migration, as one of its sides knows it. Bytes are of guest memory. What this side has not
+/// measured, and the peer has not told it, is null and never 0.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationProgress)]
+pub struct ProgressDocument {
+    /// Version of this document; within a version fields are only added.
+    #[serde(default = "first_version")]
+    pub version: u32,
+    /// Side that reports.
     pub side: Side,
-    /// The phase now.
+    /// Current phase.
     pub phase: Phase,
-    /// How memory travels.
+    /// When memory is sent; null until negotiated.
     pub mode: Option<Mode>,
-    /// The guest went before all of its memory.
+    /// True once the guest runs at the destination before all of its memory is there.
     pub postcopy: bool,
-    /// When the source connected, in milliseconds since 1970; none while it has not.
+    /// Time at which the source connected, in milliseconds since 1970; null before.
     pub began_unix_ms: Option<u64>,
-    /// Since then, until the last phase ended.
+    /// Milliseconds since then, up to the end of the migration.
     pub elapsed_ms: u64,
     /// Precopy round, from 1; 0 before the first.
     pub round: Option<u32>,
-    /// All guest memory.
+    /// Size of guest memory.
     pub total_bytes: Option<u64>,
-    /// Still to go in this round (precopy) or at all (postcopy).
+    /// Remaining bytes: of this round in precopy, of all memory in postcopy.
     pub remaining_bytes: Option<u64>,
-    /// Contents sent, each time counted.
+    /// Bytes of page contents sent, resent ones included.
     pub memory_bytes_sent: Option<u64>,
-    /// Contents received, each time counted.
+    /// Bytes of page contents received, resent ones included.
     pub memory_bytes_received: Option<u64>,
-    /// Pages that were zero and did not travel, or as a flag.
+    /// Zero pages, whose contents were not sent.
     pub zero_pages: u64,
-    /// Pages that the guest said it does not use, and that did not travel.
+    /// Pages that the guest reported free, and that were not sent.
     pub free_pages: Option<u64>,
-    /// Rate of the last round.
+    /// Rate at which memory was sent in the last round.
     pub link_bytes_per_s: Option<u64>,
     /// Rate at which the guest dirtied memory in the last round.
     pub dirty_bytes_per_s: Option<u64>,
-    /// What a stop now would cost the guest: the last pages, state, round trips, start.
+    /// Downtime in microseconds if the guest were stopped now: last pages, state, round trips, start.
     pub expected_downtime_us: Option<u64>,
-    /// What it did cost: from the stop until the source has heard that the guest runs.
+    /// Measured downtime: from the stop until the source was told that the guest runs.
     pub downtime_us: Option<u64>,
-    /// What it may cost; `convergence` may raise it.
+    /// Allowed downtime; convergence=raise-downtime raises it.
     pub allowed_downtime_us: Option<u64>,
-    /// What is done about rounds that do not help (precopy at the source).
+    /// How precopy is made to converge; known at the source.
     pub convergence: Option<Convergence>,
-    /// Share of the time for which vCPUs are kept out of the guest now.
+    /// Percentage of the time for which the vCPUs are throttled.
     pub throttle_percent: Option<u32>,
-    /// Rounds in a row that did not help.
+    /// Consecutive rounds that did not reduce the expected downtime.
     pub stalled_rounds: Option<u32>,
-    /// Compression of bulk memory.
+    /// Compression of memory.
     pub compression: CompressionSnapshot,
     /// Postcopy faults.
     pub faults: FaultSnapshot,
-    /// Why it failed, when it has.
+    /// Why the migration failed; null if it has not.
     pub error: Option<FailureReport>,
     /// Lost connections of postcopy.
     pub recovery: RecoverySnapshot,
-    /// The process that sends the pages that are left, where one was asked for (source).
+    /// The page server; at the source, if one was asked for.
     pub page_server: Option<PageServerSnapshot>,
 }
 
-/// How often postcopy lost its connections, and came back.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// Lost connections of postcopy, and reconnections.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationRecovery)]
 pub struct RecoverySnapshot {
-    /// Times that connections were lost.
+    /// How many times the connections were lost.
     pub losses: u32,
-    /// Times that they were made again.
+    /// How many times they were made again.
     pub recoveries: u32,
-    /// Why they were lost last, or could not be made again.
+    /// Why they were lost last, or why reconnecting failed last.
     pub reason: Option<String>,
-    /// Source: for how long they are still made again without being asked to; none while there are some.
+    /// Milliseconds for which the source still reconnects by itself; null while connected.
     pub left_ms: Option<u64>,
 }
 
 /// Compression at the source, all connections together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationCompressed)]
 pub struct CompressionSnapshot {
-    /// Memory that went out compressed.
+    /// Bytes of memory that were sent compressed.
     pub raw_bytes: u64,
-    /// What it was compressed to.
+    /// Their size after compression.
     pub frame_bytes: u64,
-    /// Connections on which it was found to pay, and is on.
+    /// Connections that compress now, because that was measured to be faster.
     pub connections_on: u32,
-    /// How many times a connection has tried both ways and decided.
+    /// How many times a connection compared both ways and chose one.
     pub decisions: u32,
 }
 
-/// Faults of a postcopy destination; the source is told at the end.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// Faults at a postcopy destination; the source is told of them at the end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationFaults)]
 pub struct FaultSnapshot {
-    /// What catches them.
+    /// Mechanism that catches them.
     pub source: Option<FaultSourceKind>,
-    /// All that were reported.
+    /// All reported faults.
     pub seen: Option<u64>,
-    /// That made a request.
+    /// Faults that requested a page.
     pub requested: Option<u64>,
-    /// For pages that had been requested already.
+    /// Faults on pages that were requested already.
     pub merged: Option<u64>,
-    /// Resolved without the peer (zero pages, pages that had just arrived).
+    /// Faults resolved without the peer: zero pages, and pages that had just arrived.
     pub local: Option<u64>,
     /// Requested pages that were in flight already.
     pub elsewhere: Option<u64>,
-    /// Pages that came as answers to requests.
+    /// Pages sent on request.
     pub urgent_pages: u64,
-    /// Pages that came in the background.
+    /// Pages sent in the background.
     pub bulk_pages: u64,
-    /// Pages that came along with requested ones before they were touched.
+    /// Pages sent along with requested ones, before the guest touched them.
     pub prefetched_pages: u64,
-    /// Rate of the background in the last second.
+    /// Rate of background pages in the last second.
     pub bulk_bytes_per_s: u64,
     /// Rate of requested and prefetched pages in the last second.
     pub urgent_bytes_per_s: u64,
-    /// Time until the last page at these rates; none while nothing moves.
+    /// Estimated milliseconds until the last page at these rates; null while none moves.
     pub remaining_ms: Option<u64>,
-    /// Sum of all waits for the peer, of all threads.
+    /// Microseconds that all threads together waited for the peer.
     pub waited_us: Option<u64>,
-    /// Time from the report of a fault to its end, for those that waited for the peer.
+    /// Latency of faults that waited for the peer, from their report to their end.
     pub latency_us: Option<LatencySnapshot>,
 }
 
-impl Snapshot {
+/// Why a migration failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationFailure)]
+pub struct FailureReport {
+    /// Side that reports.
+    pub side: Side,
+    /// Phase in which it failed.
+    pub phase: Phase,
+    /// Step in the phase, as a phrase after "while".
+    pub step: String,
+    /// Where the guest is now, as far as this side knows.
+    pub guest: GuestLocation,
+    /// True if the migration was cancelled on this side.
+    pub cancelled: bool,
+    /// Reasons, one sentence a layer, outermost first.
+    pub chain: Vec<String>,
+}
+
+/// State of a page server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum PageServerState {
+    /// It waits for the guest to be handed over.
+    Ready,
+    /// It sends the remaining pages.
+    Serving,
+    /// It did not take over; the VMM sends them.
+    Failed,
+}
+
+/// The separate process that sends the last pages of a postcopy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationPageServer)]
+pub struct PageServerSnapshot {
+    /// Its state.
+    pub state: PageServerState,
+    /// Path of its API socket.
+    pub socket: String,
+    /// Its process ID.
+    pub pid: u32,
+    /// Microseconds that it took to take over.
+    pub took_over_us: Option<u64>,
+    /// Why it did not take over.
+    pub reason: Option<String>,
+}
+
+impl ProgressDocument {
     /// Contents that went or came, as this side counted them.
     pub fn moved_bytes(&self) -> Option<u64> {
         match self.side {
@@ -245,5 +309,123 @@ struct Mib(u64);
 impl fmt::Display for Mib {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{} MiB", self.0 >> 20, ((self.0 & 0xf_ffff) * 10) >> 20)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::Value;
+
+    use super::*;
+    use crate::history::{PhaseEntry, RoundBegin, Sample};
+    use crate::latency::{LatencyBucket, ThreadLatency};
+    use crate::page_server_status::Identity;
+    use crate::{History, Progress};
+
+    /// All fields of version 1. None of them may go or get another name.
+    const FIELDS: &str = "\
+        latency/0/below_us latency/0/count latency/0/from_us \
+        phases/0/at_ms phases/0/phase \
+        progress/allowed_downtime_us progress/began_unix_ms \
+        progress/compression/connections_on progress/compression/decisions \
+        progress/compression/frame_bytes progress/compression/raw_bytes \
+        progress/convergence progress/dirty_bytes_per_s progress/downtime_us progress/elapsed_ms \
+        progress/error/cancelled progress/error/chain/0 progress/error/guest progress/error/phase \
+        progress/error/side progress/error/step progress/expected_downtime_us \
+        progress/faults/bulk_bytes_per_s progress/faults/bulk_pages progress/faults/elsewhere \
+        progress/faults/latency_us/count progress/faults/latency_us/max \
+        progress/faults/latency_us/min progress/faults/latency_us/p50 \
+        progress/faults/latency_us/p90 progress/faults/latency_us/p99 \
+        progress/faults/latency_us/p999 progress/faults/local progress/faults/merged \
+        progress/faults/prefetched_pages progress/faults/remaining_ms progress/faults/requested \
+        progress/faults/seen progress/faults/source progress/faults/urgent_bytes_per_s \
+        progress/faults/urgent_pages progress/faults/waited_us progress/free_pages \
+        progress/link_bytes_per_s progress/memory_bytes_received progress/memory_bytes_sent \
+        progress/mode progress/page_server/pid progress/page_server/reason \
+        progress/page_server/socket progress/page_server/state progress/page_server/took_over_us \
+        progress/phase progress/postcopy progress/recovery/left_ms progress/recovery/losses \
+        progress/recovery/reason progress/recovery/recoveries progress/remaining_bytes \
+        progress/round progress/side progress/stalled_rounds progress/throttle_percent \
+        progress/total_bytes progress/version progress/zero_pages \
+        rounds/0/at_ms rounds/0/dirty_bytes_per_s rounds/0/link_bytes_per_s \
+        rounds/0/remaining_bytes rounds/0/round \
+        threads/0/latency_us/count threads/0/latency_us/max threads/0/latency_us/min \
+        threads/0/latency_us/p50 threads/0/latency_us/p90 threads/0/latency_us/p99 \
+        threads/0/latency_us/p999 threads/0/name \
+        timeline/0/at_ms timeline/0/faults timeline/0/moved_bytes timeline/0/remaining_bytes \
+        timeline/0/urgent_pages";
+
+    /// A report that has at least one of each.
+    fn report() -> History {
+        let progress = Progress::new(Side::Destination);
+        progress.has_page_server(Identity { socket: "/s".to_owned(), pid: 7 });
+        progress.fault_took(None, std::time::Duration::from_millis(1));
+        let failure = FailureReport {
+            side: Side::Destination,
+            phase: Phase::Fault,
+            step: "receiving pages".to_owned(),
+            guest: GuestLocation::PostcopyPaused,
+            cancelled: false,
+            chain: vec!["no route".to_owned()],
+        };
+        progress.fail(Phase::Failed, failure);
+        let progress = progress.snapshot();
+        let latency_us = progress.faults.latency_us.unwrap();
+        let (link_bytes_per_s, dirty_bytes_per_s) = (Some(1), Some(2));
+        let round = RoundBegin {
+            at_ms: 1,
+            round: 1,
+            remaining_bytes: 3,
+            link_bytes_per_s,
+            dirty_bytes_per_s,
+        };
+        History {
+            progress,
+            phases: vec![PhaseEntry { at_ms: 0, phase: Phase::Listen }],
+            timeline: vec![Sample::default()],
+            rounds: vec![round],
+            latency: vec![LatencyBucket { from_us: 1, below_us: 2, count: 1 }],
+            threads: vec![ThreadLatency { name: "vcpu0".to_owned(), latency_us }],
+        }
+    }
+
+    fn fields(value: &Value, path: &str, out: &mut Vec<String>) {
+        let join =
+            |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}/{key}") };
+        match value {
+            Value::Object(map) => {
+                map.iter().for_each(|(key, value)| fields(value, &join(key), out));
+            }
+            Value::Array(list) => {
+                list.iter()
+                    .enumerate()
+                    .for_each(|(i, value)| fields(value, &join(&i.to_string()), out));
+            }
+            _ => out.push(path.to_owned()),
+        }
+    }
+
+    #[test]
+    fn the_fields_of_version_1_stay_and_are_read_back() {
+        let report = report();
+        let mut json = serde_json::to_value(&report).unwrap();
+        let mut have = Vec::new();
+        fields(&json, "", &mut have);
+        for field in FIELDS.split_whitespace() {
+            assert!(have.iter().any(|name| name == field), "{field} is gone from version 1");
+        }
+        assert_eq!(json["progress"]["version"], 1);
+        // A later program of this version may have more.
+        json["progress"]["of_a_later_program"] = 1.into();
+        assert_eq!(serde_json::from_value::<History>(json).unwrap(), report);
+    }
+
+    #[test]
+    fn names_of_phases_are_the_same_as_text_and_in_json() {
+        for phase in Phase::ALL {
+            assert_eq!(serde_json::to_value(phase).unwrap(), phase.to_string());
+        }
     }
 }

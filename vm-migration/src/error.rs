@@ -5,71 +5,16 @@
 //! Owns the wording of failures. Each layer adds one sentence and never repeats its source; the chain is
 //! printed once, by the caller that reports it.
 
-use std::fmt;
-
-use serde::Serialize;
-
 use crate::options::OptionsError;
+use crate::phase::Phase;
 use crate::protocol::ProtocolError;
 use crate::transport::TransportError;
 use crate::uffd::UffdError;
-use crate::vm::VmError;
 
-/// Which of the two machines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Side {
-    /// Where the guest comes from.
-    Source,
-    /// Where it goes.
-    Destination,
-}
+pub use crate::phase::{GuestLocation, Side};
 
-impl fmt::Display for Side {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Source => "source",
-            Self::Destination => "destination",
-        })
-    }
-}
-
-/// Where the guest is after a failure, as far as the side that reports it can know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GuestLocation {
-    /// On the source, as before the migration.
-    OnSource,
-    /// On the source, but it could not be resumed.
-    PausedOnSource,
-    /// Not on this side: the source still has it.
-    NotHere,
-    /// The destination owns it.
-    OnDestination,
-    /// On this destination, complete, and it never ran: whether the source still runs it is not
-    /// known here.
-    InDoubt,
-    /// On the destination with pages missing; both sides hold still.
-    PostcopyPaused,
-}
-
-impl fmt::Display for GuestLocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::OnSource => "the guest continues at the source",
-            Self::PausedOnSource => "the guest is paused at the source and could not be resumed",
-            Self::NotHere => "the guest stays at the source",
-            Self::OnDestination => "the guest belongs to the destination, look there how it is",
-            Self::InDoubt => {
-                "the guest did not start here; start it by hand only if the source does not run it"
-            }
-            Self::PostcopyPaused => {
-                "postcopy is paused: the guest waits at the destination for pages of the source, \
-                 end neither of the two"
-            }
-        })
-    }
-}
+/// An error of the machine; its own sentence names the device or resource.
+pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
 
 /// What went wrong, without where.
 #[derive(Debug, thiserror::Error)]
@@ -211,7 +156,7 @@ pub struct MigrationError {
     /// The side that reports.
     pub side: Side,
     /// Its phase.
-    pub phase: crate::progress::Phase,
+    pub phase: Phase,
     /// The step in the phase.
     pub step: &'static str,
     /// Where the guest is now.

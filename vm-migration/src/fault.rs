@@ -6,14 +6,17 @@
 //! access is refused and the faulting thread requests its page itself. A fault source never decides what a
 //! page contains: the engine in `destination::engine` does.
 
+use std::fmt;
 use std::io;
 use std::sync::Weak;
 
 use crate::layout::PageRun;
 use crate::uffd::UffdError;
 
-/// Which kind of source catches faults; reported in the progress document.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+/// Mechanism that catches faults in postcopy.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum FaultSourceKind {
     /// userfaultfd, with reader threads.
@@ -22,6 +25,16 @@ pub enum FaultSourceKind {
     Sigbus,
     /// A patched KVM leaves the guest on a missing page.
     Exit,
+}
+
+impl fmt::Display for FaultSourceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Uffd => "uffd",
+            Self::Sigbus => "sigbus",
+            Self::Exit => "exit",
+        })
+    }
 }
 
 /// One access that waits.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::document::Snapshot;
+use crate::document::ProgressDocument;
 use crate::error::Side;
 use crate::history::RoundBegin;
 use crate::latency::LatencySnapshot;
@@ -92,7 +92,7 @@ pub(crate) struct Figures {
 
 impl Figures {
     /// What the side of a document knows by itself.
-    pub(crate) fn of(own: &Snapshot) -> Self {
+    pub(crate) fn of(own: &ProgressDocument) -> Self {
         let faults = &own.faults;
         match own.side {
             Side::Source => Self {

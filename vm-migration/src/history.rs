@@ -6,9 +6,11 @@
 //! sample is dropped and the interval doubles. A thread that moves pages must never wait for it.
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
+use crate::document::ProgressDocument;
 use crate::latency::{LatencyBucket, ThreadLatency};
-use crate::progress::{Phase, Snapshot};
+use crate::phase::Phase;
 
 /// Most samples. One is about as wide as a point on a screen.
 const SAMPLES_MAX: usize = 1024;
@@ -19,25 +21,27 @@ const EVERY_MS: u64 = 50;
 /// Most changes of the phase that are kept: connections may be lost any number of times.
 const PHASES_MAX: usize = 256;
 
-/// A moment of the migration.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+/// A sample of a migration in progress.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationSample)]
 pub struct Sample {
-    /// Since the first phase began.
+    /// Milliseconds since the first phase began.
     pub at_ms: u64,
-    /// Still to come or to go, where that is known.
+    /// Remaining bytes; null if not known.
     pub remaining_bytes: Option<u64>,
-    /// Contents that came or went so far, each time counted.
+    /// Bytes of page contents sent or received so far.
     pub moved_bytes: u64,
     /// Faults so far.
     pub faults: u64,
-    /// Pages so far that came or went on request, or along with such.
+    /// Pages sent on request so far, and along with such.
     pub urgent_pages: u64,
 }
 
 /// A phase and when it began.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationPhaseEntry)]
 pub struct PhaseEntry {
-    /// Since the first phase began.
+    /// Milliseconds since the first phase began.
     pub at_ms: u64,
     /// The phase.
     pub phase: Phase,
@@ -46,35 +50,37 @@ pub struct PhaseEntry {
 /// Most rounds that are kept, the last ones: they travel to the destination in one short message.
 const ROUNDS_MAX: usize = 64;
 
-/// The begin of a round of precopy, and what the one before it has shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The beginning of a round of precopy, with the rates of the round before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationRound)]
 pub struct RoundBegin {
-    /// Since the first phase began, at the source.
+    /// Milliseconds since the first phase began, at the source.
     pub at_ms: u64,
-    /// Its number, from 1.
+    /// Number of the round, from 1.
     pub round: u32,
-    /// What it has to send.
+    /// Bytes to send in it.
     pub remaining_bytes: u64,
-    /// The rate of the round before.
+    /// Rate at which memory was sent in the round before.
     pub link_bytes_per_s: Option<u64>,
-    /// How fast the guest wrote meanwhile.
+    /// Rate at which the guest dirtied memory in the round before.
     pub dirty_bytes_per_s: Option<u64>,
 }
 
-/// The report of a migration. It is complete once the phase in `progress` is a last one.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// The report of a migration. It is complete when the phase in `progress` is a final one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationReport)]
 pub struct History {
     /// The progress document.
-    pub progress: Snapshot,
+    pub progress: ProgressDocument,
     /// Phases in order.
     pub phases: Vec<PhaseEntry>,
-    /// The course in time.
+    /// Samples over the duration of the migration.
     pub timeline: Vec<Sample>,
-    /// The last rounds of precopy; a destination is told of them at the end.
+    /// The last rounds of precopy; the destination is told of them at the end.
     pub rounds: Vec<RoundBegin>,
-    /// How long faults waited for the peer, all threads together.
+    /// Distribution of fault latencies, of all threads.
     pub latency: Vec<LatencyBucket>,
-    /// The same for each thread.
+    /// Fault latencies of each thread.
     pub threads: Vec<ThreadLatency>,
 }
 

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 /// Longest fault latency that is told apart: one hour, in microseconds.
 const LATENCY_MAX_US: u64 = 3_600_000_000;
@@ -20,8 +21,9 @@ const THREADS_MAX: usize = 512;
 /// Steps in which buckets grow: a quarter, so that a median and a p99 are told apart in a drawing.
 const BUCKET_GROWTH: u64 = 4;
 
-/// A distribution in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Quantiles of latencies in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationLatency)]
 #[expect(missing_docs, reason = "quantiles name themselves")]
 pub struct LatencySnapshot {
     pub count: u64,
@@ -33,23 +35,25 @@ pub struct LatencySnapshot {
     pub max: u64,
 }
 
-/// Waits of similar length.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+/// A bucket of fault latencies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationLatencyBucket)]
 pub struct LatencyBucket {
-    /// The shortest of them, at least.
+    /// Lower bound in microseconds, inclusive.
     pub from_us: u64,
-    /// All are shorter than this.
+    /// Upper bound in microseconds, exclusive.
     pub below_us: u64,
-    /// How many.
+    /// Number of faults.
     pub count: u64,
 }
 
-/// Waits of one thread.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+/// Fault latencies of one thread.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationThreadLatency)]
 pub struct ThreadLatency {
-    /// Its name: `vcpu` and a number for a vCPU.
+    /// Name of the thread: `vcpu` and a number for a vCPU.
     pub name: String,
-    /// How long it waited.
+    /// Its latencies.
     pub latency_us: LatencySnapshot,
 }
 

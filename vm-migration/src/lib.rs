@@ -18,7 +18,9 @@
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`] | guest addresses and pages; `page-bitmap` has the ownership of pages |
 //! | [`options`], [`progress`], [`history`], [`error`], [`report`] | options of the user, and what they are shown |
-//! | `document`, `figures` | the progress document; what each side tells the other of it at the end |
+//! | `phase` | side, phase, and where the guest is |
+//! | [`document`], `figures` | the progress document; what each side tells the other of it at the end |
+//! | `page_server_status` | the state of a page server in the progress document |
 //! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |
 //!
 //! ```no_run
@@ -61,7 +63,7 @@ mod channel;
 pub mod commit;
 mod cursor;
 pub mod destination;
-mod document;
+pub mod document;
 pub mod error;
 pub mod fault;
 mod figures;
@@ -71,7 +73,9 @@ pub mod layout;
 mod opening;
 pub mod options;
 pub mod page_server;
+mod page_server_status;
 mod partial_pages;
+mod phase;
 mod poll_thread;
 pub mod progress;
 pub mod protocol;
@@ -94,14 +98,14 @@ pub mod testing;
 mod tests;
 
 pub use cancel::Cancel;
-pub use document::Mode;
+pub use document::{Mode, ProgressDocument};
 pub use error::{Cause, GuestLocation, MigrationError, Side};
 pub use history::History;
 pub use options::{
     Compression, Convergence, DirtyClear, Limits, MemoryMode, ReceiveOptions, SendOptions,
     TimeoutStrategy,
 };
-pub use progress::{Event, Observer, Phase, Progress, Snapshot};
+pub use progress::{Event, Observer, Phase, Progress};
 pub use report::FailureReport;
 pub use steering::Steering;
 pub use transport::Address;

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 use crate::destination::LateReconnects;
 use crate::steering::Steering;
@@ -92,7 +93,8 @@ pub enum TimeoutStrategy {
 }
 
 /// How precopy is made to converge when further rounds do not help.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = MigrationConvergence)]
 #[serde(rename_all = "kebab-case")]
 pub enum Convergence {
     /// Not at all: the guest may write less before the timeout.

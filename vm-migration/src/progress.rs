@@ -12,118 +12,23 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering::Re
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use serde::Serialize;
 
-use crate::document::Mode;
-use crate::error::Side;
+use crate::document::{DOCUMENT_VERSION, Mode};
 use crate::fault::FaultSourceKind;
 use crate::figures::{Figures, Known};
 use crate::history::{History, PhaseEntry, RoundBegin, Sample, Timeline};
 use crate::latency::{Latencies, micros};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
-use crate::page_server::PageServerStatus;
+use crate::page_server_status::{Identity, PageServerStatus};
+use crate::phase::Side;
 use crate::protocol::capabilities::millis;
-use crate::report::FailureReport;
 
-pub use crate::document::{CompressionSnapshot, FaultSnapshot, RecoverySnapshot, Snapshot};
+pub use crate::document::{
+    CompressionSnapshot, FailureReport, FaultSnapshot, ProgressDocument, RecoverySnapshot,
+};
 pub use crate::latency::LatencySnapshot;
-
-/// States of the two machines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[repr(u8)]
-pub enum Phase {
-    /// Nothing yet.
-    Idle,
-    /// Source: connecting.
-    Connect,
-    /// Destination: waiting for the source.
-    Listen,
-    /// Both: versions, capabilities, configuration.
-    Negotiate,
-    /// Source: memory while the guest runs.
-    Precopy,
-    /// Destination: memory arrives.
-    Receive,
-    /// Source: the guest is stopped, the last pages go.
-    Stop,
-    /// Source: state goes, the destination acknowledges.
-    Handover,
-    /// Destination: state goes in.
-    Prepare,
-    /// Destination: the guest starts.
-    Run,
-    /// Source: pages are served.
-    Serve,
-    /// Destination: pages arrive on demand.
-    Fault,
-    /// A connection is lost in postcopy; both sides hold still.
-    PostcopyPaused,
-    /// Postcopy connects again.
-    PostcopyRecover,
-    /// The connection was lost around the handover: destination: whether the guest is its own is not
-    /// known; source: whether the destination knows is not.
-    InDoubt,
-    /// Over, well.
-    Done,
-    /// Source: over here; a page server sends the pages that are left.
-    HandedOn,
-    /// Over, not well.
-    Failed,
-}
-
-impl Phase {
-    const ALL: [Self; 18] = [
-        Self::Idle,
-        Self::Connect,
-        Self::Listen,
-        Self::Negotiate,
-        Self::Precopy,
-        Self::Receive,
-        Self::Stop,
-        Self::Handover,
-        Self::Prepare,
-        Self::Run,
-        Self::Serve,
-        Self::Fault,
-        Self::PostcopyPaused,
-        Self::PostcopyRecover,
-        Self::InDoubt,
-        Self::Done,
-        Self::HandedOn,
-        Self::Failed,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Idle => "idle",
-            Self::Connect => "connect",
-            Self::Listen => "listen",
-            Self::Negotiate => "negotiate",
-            Self::Precopy => "precopy",
-            Self::Receive => "receive",
-            Self::Stop => "stop",
-            Self::Handover => "handover",
-            Self::Prepare => "prepare",
-            Self::Run => "run",
-            Self::Serve => "serve",
-            Self::Fault => "fault",
-            Self::PostcopyPaused => "postcopy-paused",
-            Self::PostcopyRecover => "postcopy-recover",
-            Self::InDoubt => "in-doubt",
-            Self::Done => "done",
-            Self::HandedOn => "handed-on",
-            Self::Failed => "failed",
-        }
-    }
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
+pub use crate::phase::Phase;
 
 /// One thing that happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -275,6 +180,11 @@ impl Progress {
             latency: Mutex::new(Latencies::new()),
             course: Mutex::new(Timeline::new()),
         }
+    }
+
+    /// There is a page server, which this process has started or is.
+    pub fn has_page_server(&self, identity: Identity) {
+        self.page_server.begin(identity);
     }
 
     /// Whose progress this is.
@@ -485,7 +395,7 @@ impl Progress {
     }
 
     /// Everything, as of now.
-    pub fn snapshot(&self) -> Snapshot {
+    pub fn snapshot(&self) -> ProgressDocument {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
         let peer = self.peer.lock().clone();
@@ -499,7 +409,8 @@ impl Progress {
         let remaining = c.remaining_bytes.get();
         let remaining_ms = remaining.map(|left| (left / 1000).saturating_mul(1_000_000));
         let began = self.started.get().map(|(_, at)| at.duration_since(UNIX_EPOCH));
-        Snapshot {
+        ProgressDocument {
+            version: DOCUMENT_VERSION,
             side: self.side,
             phase: self.phase(),
             mode: self.mode.get().copied(),

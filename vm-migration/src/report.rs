@@ -1,31 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A failure as the progress document tells it: side, phase, step, where the guest is, and the
-//! sentences of the error from the outermost to the root.
+//! A failure as the progress document reports it, made from an error.
 //!
-//! Owns the form only. It must never decide where the guest is: that comes from the error.
+//! Owns the conversion only. Must never decide where the guest is: that comes from the error.
 
-use serde::Serialize;
+use crate::error::{Cause, MigrationError};
+use crate::phase::{GuestLocation, Phase, Side};
 
-use crate::error::{Cause, GuestLocation, MigrationError, Side};
-use crate::progress::Phase;
-
-/// Why a migration failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct FailureReport {
-    /// The side that reports.
-    pub side: Side,
-    /// The phase in which it happened.
-    pub phase: Phase,
-    /// The step in the phase, as a phrase after "while".
-    pub step: String,
-    /// Where the guest is now, as far as this side can know.
-    pub guest: GuestLocation,
-    /// A stop was requested on this side.
-    pub cancelled: bool,
-    /// One sentence per layer, outermost first.
-    pub chain: Vec<String>,
-}
+pub use crate::document::FailureReport;
 
 impl FailureReport {
     /// The report of an error.

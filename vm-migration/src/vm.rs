@@ -18,8 +18,7 @@ use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
 
-/// An error of the machine; its own sentence names the device or resource.
-pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
+pub use crate::error::VmError;
 
 /// The longest state of a machine, in bytes: no destination takes more, and no snapshot holds more. A
 /// machine that may have more refuses to be moved before its guest stops.

@@ -3,14 +3,15 @@
 //! The report of a migration as a picture: what it came to, its phases, its course in time, its rounds,
 //! and how long faults waited.
 //!
-//! Owns the drawing. Knows the report by its names only and takes one that has more or less in it;
-//! what it draws it takes from there and from nowhere else. What is not known is not drawn.
+//! Owns the drawing. What it draws it takes from the report and from nowhere else. What is not known is not drawn.
 
 mod axes;
 
 use std::fmt::Write as _;
 
-use serde::Deserialize;
+use vmm::api::types::document::{LatencySnapshot, Mode, Phase};
+use vmm::api::types::history::Sample;
+use vmm::api::{MigrationReport, ProgressDocument};
 
 use axes::{Axis, Panel, bytes_of, count_of, text, time_of};
 
@@ -34,94 +35,8 @@ const BLUE: &str = "#4878a8";
 const RED: &str = "#c04040";
 const GREY: &str = "#777";
 
-/// The report, as far as it is drawn.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Report {
-    progress: Progress,
-    phases: Vec<PhaseSpan>,
-    timeline: Vec<Sample>,
-    rounds: Vec<Round>,
-    latency: Vec<Bucket>,
-    threads: Vec<Thread>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Progress {
-    side: String,
-    phase: String,
-    mode: Option<String>,
-    postcopy: bool,
-    began_unix_ms: Option<u64>,
-    elapsed_ms: u64,
-    round: Option<u32>,
-    total_bytes: Option<u64>,
-    memory_bytes_sent: Option<u64>,
-    memory_bytes_received: Option<u64>,
-    downtime_us: Option<u64>,
-    faults: Faults,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Faults {
-    seen: Option<u64>,
-    latency_us: Option<Quantiles>,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Quantiles {
-    count: u64,
-    p50: u64,
-    p99: u64,
-    max: u64,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct PhaseSpan {
-    at_ms: u64,
-    phase: String,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Sample {
-    at_ms: u64,
-    remaining_bytes: Option<u64>,
-    moved_bytes: u64,
-    faults: u64,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Round {
-    at_ms: u64,
-    #[serde(rename = "round")]
-    number: u32,
-    remaining_bytes: u64,
-    dirty_bytes_per_s: Option<u64>,
-}
-
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Bucket {
-    from_us: u64,
-    below_us: u64,
-    count: u64,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Thread {
-    name: String,
-    latency_us: Quantiles,
-}
-
 /// Draws it; `vm` is the name of the VM in the request.
-pub fn svg(report: &Report, vm: &str) -> String {
+pub fn svg(report: &MigrationReport, vm: &str) -> String {
     let mut body = String::new();
     text(&mut body, (LEFT, 28.0), "start", 16, &title(&report.progress, vm));
     text(&mut body, (LEFT, 50.0), "start", 12, &figures(&report.progress));
@@ -140,20 +55,17 @@ pub fn svg(report: &Report, vm: &str) -> String {
 }
 
 /// Which VM, how, when, and what happened to it.
-fn title(progress: &Progress, vm: &str) -> String {
-    let Progress { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
-    let mode = match (mode.as_deref(), postcopy) {
+fn title(progress: &ProgressDocument, vm: &str) -> String {
+    let ProgressDocument { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
+    let mode = match (mode, postcopy) {
         (None, _) => "",
-        (Some("auto"), true) => " (auto, at the end postcopy)",
-        (Some("auto"), false) => " (auto, precopy only)",
-        (Some("local"), _) => " (local)",
-        (Some("postcopy"), _) => " (postcopy)",
-        (Some(_), _) => " (precopy)",
+        (Some(Mode::Auto), true) => " (auto, at the end postcopy)",
+        (Some(Mode::Auto), false) => " (auto, precopy only)",
+        (Some(Mode::Local), _) => " (local)",
+        (Some(Mode::Postcopy), _) => " (postcopy)",
+        (Some(Mode::Precopy), _) => " (precopy)",
     };
-    let mut title = format!("Migration of {vm}{mode}: {phase}");
-    if !side.is_empty() {
-        let _ = write!(title, " at the {side}");
-    }
+    let mut title = format!("Migration of {vm}{mode}: {phase} at the {side}");
     if let Some(at_ms) = began_unix_ms {
         let at = std::time::UNIX_EPOCH + std::time::Duration::from_millis(*at_ms);
         let utc = vmm::events::utc(at);
@@ -165,17 +77,13 @@ fn title(progress: &Progress, vm: &str) -> String {
 }
 
 /// What it came to; nothing is said of what is not known.
-fn figures(progress: &Progress) -> String {
+fn figures(progress: &ProgressDocument) -> String {
     let mut parts = vec![format!("{} in all", time_of(number(progress.elapsed_ms) * 1e3))];
     let mut add = |name: &str, value: Option<String>| {
         parts.extend(value.map(|value| format!("{name}{value}")));
     };
     add("downtime ", progress.downtime_us.map(|us| time_of(number(us))));
-    let moved = match progress.side.as_str() {
-        "source" => progress.memory_bytes_sent,
-        _ => progress.memory_bytes_received,
-    };
-    let moved = moved.map(|bytes| bytes_of(number(bytes)));
+    let moved = progress.moved_bytes().map(|bytes| bytes_of(number(bytes)));
     let all = progress.total_bytes.map(|bytes| format!(" for {}", bytes_of(number(bytes))));
     add("memory moved: ", moved.map(|moved| format!("{moved}{}", all.unwrap_or_default())));
     add("rounds: ", progress.round.map(|round| round.to_string()));
@@ -185,19 +93,19 @@ fn figures(progress: &Progress) -> String {
 }
 
 /// The last moment of the picture.
-fn end_ms(report: &Report) -> u64 {
+fn end_ms(report: &MigrationReport) -> u64 {
     let last = report.timeline.last().map_or(0, |sample| sample.at_ms);
     last.max(report.progress.elapsed_ms).max(1)
 }
 
-fn time_axis(report: &Report) -> Axis {
+fn time_axis(report: &MigrationReport) -> Axis {
     Axis::of_times(number(end_ms(report)))
 }
 
 /// A band with a number for each phase, and a list of what the numbers mean. Gives its bottom.
-fn phases(out: &mut String, report: &Report, top: f64) -> f64 {
+fn phases(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
     // Waiting for a source is no part of it, and what lasted no time is only listed.
-    let known: Vec<_> = report.phases.iter().filter(|one| one.phase != "listen").collect();
+    let known: Vec<_> = report.phases.iter().filter(|one| one.phase != Phase::Listen).collect();
     let axis = time_axis(report);
     let mut entries = Vec::new();
     for (index, passage) in known.iter().enumerate() {
@@ -240,7 +148,7 @@ fn phases(out: &mut String, report: &Report, top: f64) -> f64 {
 }
 
 /// What was left, where it is known, and what had moved.
-fn amounts(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+fn amounts(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     report.timeline.first()?;
     let samples = &report.timeline;
     let moved = samples.iter().map(|sample| sample.moved_bytes).max().unwrap_or(0);
@@ -260,7 +168,7 @@ fn amounts(out: &mut String, report: &Report, top: f64) -> Option<f64> {
 }
 
 /// How fast memory moved, and in postcopy how many faults there were.
-fn rates(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+fn rates(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let rates: Vec<(f64, f64, f64)> = report
         .timeline
         .windows(2)
@@ -289,7 +197,7 @@ fn rates(out: &mut String, report: &Report, top: f64) -> Option<f64> {
 }
 
 /// What each round had to send, and how fast the guest wrote in the one before it.
-fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+fn rounds(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let (rounds, end) = (&report.rounds, number(end_ms(report)));
     rounds.first()?;
     let most = rounds.iter().map(|round| round.remaining_bytes).max().unwrap_or(0);
@@ -300,7 +208,7 @@ fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
     for (index, round) in rounds.iter().enumerate() {
         let next = rounds.get(index + 1).map_or(end, |next| number(next.at_ms));
         let span = (number(round.at_ms), next.min(end));
-        let told = format!("round {}: {}", round.number, bytes_of(number(round.remaining_bytes)));
+        let told = format!("round {}: {}", round.round, bytes_of(number(round.remaining_bytes)));
         panel.bar(out, span, number(round.remaining_bytes), &told);
     }
     if let Some(dirty) = dirty {
@@ -315,9 +223,9 @@ fn rounds(out: &mut String, report: &Report, top: f64) -> Option<f64> {
 }
 
 /// How long faults waited, the time on a logarithmic scale.
-fn latency(out: &mut String, report: &Report, top: f64) -> Option<f64> {
+fn latency(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let (first, last) = (report.latency.first()?, report.latency.last()?);
-    let Quantiles { count, p50, p99, max } = report.progress.faults.latency_us.unwrap_or_default();
+    let LatencySnapshot { count, p50, p99, max, .. } = report.progress.faults.latency_us?;
     let [median, rare, longest] = [p50, p99, max].map(|us| time_of(number(us)));
     let heading = format!(
         "Faults that waited for the peer: {count}, median {median}, p99 {rare}, longest {longest}"
@@ -338,7 +246,7 @@ fn latency(out: &mut String, report: &Report, top: f64) -> Option<f64> {
 }
 
 /// Waits of each thread. Gives the height of the picture.
-fn table(out: &mut String, report: &Report, top: f64) -> f64 {
+fn table(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
     if report.threads.is_empty() {
         return top;
     }
@@ -352,7 +260,7 @@ fn table(out: &mut String, report: &Report, top: f64) -> f64 {
     };
     row(["thread", "waits", "median", "p99", "longest"].map(str::to_owned));
     for thread in report.threads.iter().take(THREADS_SHOWN) {
-        let Quantiles { count, p50, p99, max } = thread.latency_us;
+        let LatencySnapshot { count, p50, p99, max, .. } = thread.latency_us;
         let [p50, p99, max] = [p50, p99, max].map(|us| time_of(number(us)));
         row([thread.name.clone(), count.to_string(), p50, p99, max]);
     }

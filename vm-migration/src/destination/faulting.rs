@@ -14,7 +14,7 @@ use super::fault::FaultThreads;
 use super::rejoin::Returned;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, GuestLocation, MigrationError, Side, Step};
-use crate::progress::{Phase, Progress, Snapshot};
+use crate::progress::{Phase, Progress, ProgressDocument};
 use crate::protocol::message::{Answer, Message};
 use crate::ram::GuestMemoryMap;
 use crate::report::FailureReport;
@@ -93,7 +93,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
     ///
     /// # Errors
     /// When this host cannot continue, or the operator has abandoned it: both sides keep what they have.
-    pub fn wait(mut self) -> Result<Snapshot, Box<PostcopyPaused<M>>> {
+    pub fn wait(mut self) -> Result<ProgressDocument, Box<PostcopyPaused<M>>> {
         let engine = Arc::clone(&self.threads.engine);
         let result = self.wait_until_complete();
         let progress = engine.progress();

@@ -32,28 +32,16 @@ mod tests;
 use std::fmt;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
-use serde::Serialize;
-
+pub use crate::document::{PageServerSnapshot, PageServerState};
+pub use crate::page_server_status::Identity;
 #[cfg(any(test, feature = "testing"))]
 pub use link::fuzz_orders;
 pub use link::{PageServerEnd, SourceEnd};
 pub(crate) use takeover::Terms;
 pub use takeover::{ServedMemory, ServedRegion, TakeoverRequest};
 
-use crate::latency::micros;
+use crate::error::VmError;
 use crate::options::Limits;
-use crate::progress::Progress;
-use crate::vm::VmError;
-
-/// Identity of a page server, for messages.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Identity {
-    /// Where it takes requests.
-    pub socket: String,
-    /// Its process.
-    pub pid: u32,
-}
 
 /// What taking over has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,76 +67,4 @@ pub trait PageServerHandle: Send + fmt::Debug {
 /// How long a page server may take to take over: it connects, asks, and hears what is missing.
 pub(crate) fn take_over_limit(limits: &Limits) -> Duration {
     limits.connect + 2 * limits.stall
-}
-
-/// How it stands with a page server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PageServerState {
-    /// It waits for the guest to be handed over.
-    Ready,
-    /// It sends the pages that are left.
-    Serving,
-    /// It has not taken over; the VMM sends them.
-    Failed,
-}
-
-/// A page server in the progress document.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct PageServerSnapshot {
-    /// How it stands.
-    pub state: PageServerState,
-    /// Where it takes requests.
-    pub socket: String,
-    /// Its process.
-    pub pid: u32,
-    /// How long it took to take over.
-    pub took_over_us: Option<u64>,
-    /// Why it has not.
-    pub reason: Option<String>,
-}
-
-/// How it stands with the page server of a migration, if it has one.
-#[derive(Debug, Default)]
-pub(crate) struct PageServerStatus {
-    /// Held for one change or one copy.
-    now: Mutex<Option<PageServerSnapshot>>,
-}
-
-impl PageServerStatus {
-    fn lock(&self) -> MutexGuard<'_, Option<PageServerSnapshot>> {
-        self.now.lock()
-    }
-
-    pub(crate) fn begin(&self, identity: Identity) {
-        let Identity { socket, pid } = identity;
-        let state = PageServerState::Ready;
-        let new = PageServerSnapshot { state, socket, pid, took_over_us: None, reason: None };
-        *self.lock() = Some(new);
-    }
-
-    pub(crate) fn serves(&self, took: Duration) {
-        if let Some(now) = self.lock().as_mut() {
-            now.state = PageServerState::Serving;
-            now.took_over_us = Some(micros(took));
-        }
-    }
-
-    pub(crate) fn failed(&self, reason: String) {
-        if let Some(now) = self.lock().as_mut() {
-            now.state = PageServerState::Failed;
-            now.reason = Some(reason);
-        }
-    }
-
-    pub(crate) fn snapshot(&self) -> Option<PageServerSnapshot> {
-        self.lock().clone()
-    }
-}
-
-impl Progress {
-    /// There is a page server, which this process has started or is.
-    pub fn has_page_server(&self, identity: Identity) {
-        self.page_server.begin(identity);
-    }
 }

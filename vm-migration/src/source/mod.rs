@@ -46,7 +46,7 @@ use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Failure, GuestLocation, MigrationError, Side, Step};
 use crate::options::SendOptions;
-use crate::progress::{Phase, Progress, Snapshot};
+use crate::progress::{Phase, Progress, ProgressDocument};
 use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
 
@@ -70,7 +70,7 @@ pub struct Finished<R> {
     /// What is left of the machine here.
     pub remains: R,
     /// The last progress document.
-    pub report: Snapshot,
+    pub report: ProgressDocument,
 }
 
 /// What is left of a source machine.

@@ -16,7 +16,7 @@ use crate::options::Limits;
 use crate::page_server::{
     Identity, PageServerEnd, PageServerHandle, SourceEnd, TakeoverOutcome, TakeoverRequest,
 };
-use crate::progress::{Progress, Snapshot};
+use crate::progress::{Progress, ProgressDocument};
 use crate::protocol::message::{Message, Recover};
 use crate::source::serve_for_another;
 use crate::steering::Steering;
@@ -55,7 +55,7 @@ pub struct FakePageServer {
 }
 
 /// What a page server came to: nothing when it was never told to take over.
-pub type Served = Result<Option<Snapshot>, String>;
+pub type Served = Result<Option<ProgressDocument>, String>;
 
 impl FakePageServer {
     /// One that is not there yet.

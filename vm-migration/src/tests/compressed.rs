@@ -10,10 +10,10 @@ use super::{
 };
 use crate::Compression;
 use crate::layout::{Backing, PAGE_BYTES};
-use crate::progress::Snapshot;
+use crate::progress::ProgressDocument;
 
 /// Migrates a guest that writes meanwhile, compressed; returns the source's report.
-fn compressed(from: &Arc<FakeMemory>, to: &Arc<FakeMemory>, connections: u16) -> Snapshot {
+fn compressed(from: &Arc<FakeMemory>, to: &Arc<FakeMemory>, connections: u16) -> ProgressDocument {
     let guest = Guest::new(from, 81);
     guest.fill(from, 90);
     let target = Target::start(&loopback(), Builder::new(to, &guest), LIMITS);

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, migrate, options,
 };
-use crate::progress::{Event, Observer, Snapshot};
+use crate::progress::{Event, Observer, ProgressDocument};
 use crate::source::SendFailure;
 use crate::testing::{Inject, Pace};
 use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side};
@@ -57,7 +57,7 @@ fn busy(
     adjust: impl FnOnce(&mut SendOptions),
     vm_of: impl FnOnce(FakeVm) -> FakeVm,
     enough: Enough,
-) -> (Result<Snapshot, Cause>, Vec<Event>, Vec<u8>) {
+) -> (Result<ProgressDocument, Cause>, Vec<Event>, Vec<u8>) {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 71);
     guest.fill(&from, 60);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::moves::{Case, postcopy};
 use super::relay::{Relay, Rule};
 use super::{Builder, FakeVm, Guest, LIMITS, Target, have_uffd, loopback, memory, options, send};
-use crate::progress::Snapshot;
+use crate::progress::ProgressDocument;
 use crate::protocol::capabilities::FEATURE_FIGURES;
 use crate::{MemoryMode, Mode};
 
@@ -18,7 +18,7 @@ fn value(figure: Option<u64>) -> u64 {
 }
 
 /// What the source knows of the downtime the destination knows as well, nearly.
-fn assert_downtimes_meet(source: &Snapshot, destination: &Snapshot) {
+fn assert_downtimes_meet(source: &ProgressDocument, destination: &ProgressDocument) {
     let (ours, theirs) = (value(source.downtime_us), value(destination.downtime_us));
     assert!(ours > 0 && theirs > 0, "{ours} {theirs}");
     // They differ by the way of two messages; on a busy machine that takes as long as it takes.
@@ -60,7 +60,7 @@ fn both_sides_of_a_postcopy_know_what_the_other_counted() {
     assert_eq!(source.faults.latency_us, destination.faults.latency_us);
     assert_eq!(source.memory_bytes_received, destination.memory_bytes_received);
     assert_eq!(destination.memory_bytes_sent, source.memory_bytes_sent);
-    let of = |side: &Snapshot, name| {
+    let of = |side: &ProgressDocument, name| {
         let figures = side.final_figures();
         figures.into_iter().find(|figure| figure.0 == name).map(|figure| figure.1)
     };
@@ -69,7 +69,7 @@ fn both_sides_of_a_postcopy_know_what_the_other_counted() {
 }
 
 /// Migrates through a relay that lets neither side know that the other has figures.
-fn without_figures(mode: MemoryMode) -> (Snapshot, Snapshot) {
+fn without_figures(mode: MemoryMode) -> (ProgressDocument, ProgressDocument) {
     let mut relay = None;
     Case::new(memory(), memory(), 93).go(&loopback(), |options| {
         options.memory_mode = mode;

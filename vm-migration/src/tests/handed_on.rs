@@ -11,7 +11,7 @@ use crate::Limits;
 use crate::error::GuestLocation;
 use crate::layout::Backing;
 use crate::page_server::PageServerState;
-use crate::progress::{Phase, Snapshot};
+use crate::progress::{Phase, ProgressDocument};
 use crate::source::SendFailure;
 use crate::testing::{Behaviour, FakeMemory, FakePageServer};
 use crate::{MemoryMode, SendOptions};
@@ -28,7 +28,7 @@ fn run(
     (run, page_server)
 }
 
-fn state(snapshot: &Snapshot) -> Option<PageServerState> {
+fn state(snapshot: &ProgressDocument) -> Option<PageServerState> {
     snapshot.page_server.as_ref().map(|server| server.state)
 }
 

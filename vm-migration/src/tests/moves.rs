@@ -11,7 +11,7 @@ use super::{
 };
 use crate::MemoryMode;
 use crate::layout::{Backing, PAGE_BYTES};
-use crate::progress::{Phase, Snapshot};
+use crate::progress::{Phase, ProgressDocument};
 use crate::testing::{Inject, Pace};
 use crate::transport::Address;
 
@@ -52,7 +52,7 @@ impl Case {
         &self,
         at: &Address,
         adjust: impl FnOnce(&mut crate::SendOptions),
-    ) -> (Snapshot, Snapshot) {
+    ) -> (ProgressDocument, ProgressDocument) {
         let target = Target::start(at, self.builder(), LIMITS);
         let mut options = options(&target.address);
         adjust(&mut options);

@@ -6,9 +6,9 @@ use super::moves::Case;
 use super::{have_uffd, loopback, memory};
 use crate::MemoryMode;
 use crate::fault::FaultSourceKind;
-use crate::progress::Snapshot;
+use crate::progress::ProgressDocument;
 
-fn postcopy(case: &Case, urgent_connections: u16) -> Snapshot {
+fn postcopy(case: &Case, urgent_connections: u16) -> ProgressDocument {
     let (_, destination) = case.go(&loopback(), |options| {
         options.memory_mode = MemoryMode::Postcopy;
         options.urgent_connections = Some(urgent_connections);

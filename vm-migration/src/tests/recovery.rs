@@ -18,7 +18,7 @@ use super::{
 };
 use crate::channel::Channel;
 use crate::destination::Faulting;
-use crate::progress::{Phase, Snapshot};
+use crate::progress::{Phase, ProgressDocument};
 use crate::protocol::message::{Message, Recover};
 use crate::steering::{self, Steering};
 use crate::testing::{FakeMemory, Inject, Pace};
@@ -137,7 +137,7 @@ pub(super) struct Run {
     send_steering: Steering,
     receive_steering: Steering,
     sender: JoinHandle<Result<(), String>>,
-    receiver: JoinHandle<(FakeVm, Result<Snapshot, String>)>,
+    receiver: JoinHandle<(FakeVm, Result<ProgressDocument, String>)>,
 }
 
 pub(super) fn wait_until(what: &str, condition: impl Fn() -> bool) {
@@ -236,7 +236,7 @@ impl Run {
     }
 
     /// Everything arrives, and nothing is wrong.
-    pub(super) fn finish(self) -> (Snapshot, Snapshot) {
+    pub(super) fn finish(self) -> (ProgressDocument, ProgressDocument) {
         let sent = self.sender.join().unwrap();
         let (mut vm, done) = self.receiver.join().unwrap();
         sent.unwrap();

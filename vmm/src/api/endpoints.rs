@@ -501,6 +501,7 @@ pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
         ApiReply::Counters(counters) => json_text::answer(counters),
         ApiReply::Device(device) => json_text::answer(device),
         ApiReply::Progress(progress) => json_text::answer(progress),
+        ApiReply::Report(report) => json_text::answer(report),
         ApiReply::Cancelled(cancelled) => json_text::answer(cancelled),
     };
     json.map(Some).map_err(|error| {

@@ -48,6 +48,7 @@ pub use request::{
 pub use server::ApiServer;
 pub use socket::{ApiListener, ApiSocket, SocketError};
 pub use types::{
-    DeviceNode, FullDiskInfo, MigrationCancelled, PassthroughInfo, PciDeviceInfo, PinningState,
-    PrefaultInfo, PrefaultState, VmCounters, VmInfo, VmState, VmmPingResponse,
+    DeviceNode, FullDiskInfo, MigrationCancelled, MigrationReport, PassthroughInfo, PciDeviceInfo,
+    PinningState, PrefaultInfo, PrefaultState, ProgressDocument, VmCounters, VmInfo, VmState,
+    VmmPingResponse,
 };

@@ -7,10 +7,11 @@
 
 use std::collections::BTreeMap;
 
+use utoipa::ToSchema;
 use utoipa::openapi::path::{HttpMethod, OperationBuilder, PathItem};
 use utoipa::openapi::request_body::RequestBodyBuilder;
 use utoipa::openapi::response::{ResponseBuilder, ResponsesBuilder};
-use utoipa::openapi::schema::{AdditionalProperties, ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::openapi::schema::ArrayBuilder;
 use utoipa::openapi::{
     ComponentsBuilder, ContentBuilder, InfoBuilder, License, OpenApi, OpenApiBuilder, PathsBuilder,
     Ref, RefOr, Required, Server,
@@ -19,7 +20,8 @@ use utoipa::openapi::{
 use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
 use super::types::{
-    API_VERSION, MigrationCancelled, PciDeviceInfo, VmCounters, VmInfo, VmmPingResponse,
+    API_VERSION, MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmCounters,
+    VmInfo, VmmPingResponse,
 };
 use crate::config::value::{FieldValue, SchemaSet};
 use crate::config::{
@@ -77,16 +79,8 @@ fn schemas() -> SchemaSet {
     VmSnapshotConfig::collect_schemas(&mut out);
     RestoreConfig::collect_schemas(&mut out);
     out.insert("VmCounters".to_owned(), VmCounters::schema());
-    for (name, what) in [
-        ("MigrationProgress", "Phase, amounts, rates and latencies of a migration."),
-        ("MigrationReport", "Progress, phases, course in time and waits of a migration."),
-    ] {
-        let schema = ObjectBuilder::new()
-            .schema_type(Type::Object)
-            .description(Some(what))
-            .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)));
-        out.insert(name.to_owned(), schema.into());
-    }
+    collect::<ProgressDocument>(&mut out);
+    collect::<MigrationReport>(&mut out);
     out.insert(
         "ErrorChain".to_owned(),
         RefOr::T(
@@ -97,6 +91,13 @@ fn schemas() -> SchemaSet {
         ),
     );
     out
+}
+
+/// Adds the schema of a type that derives it, and of the types in it.
+fn collect<T: ToSchema>(out: &mut SchemaSet) {
+    let mut all = vec![(T::name().into_owned(), T::schema())];
+    T::schemas(&mut all);
+    out.extend(all);
 }
 
 fn operation(endpoint: &Endpoint) -> OperationBuilder {

@@ -13,7 +13,10 @@ use std::sync::mpsc::{Receiver, Sender};
 use tokio::sync::oneshot;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::types::{MigrationCancelled, PciDeviceInfo, VmCounters, VmInfo, VmmPingResponse};
+use super::types::{
+    MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmCounters, VmInfo,
+    VmmPingResponse,
+};
 use crate::config::{
     MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
     VmConfig, VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
@@ -135,8 +138,10 @@ pub enum ApiReply {
     Info(Box<VmInfo>),
     /// To [`VmmRequest::Counters`].
     Counters(VmCounters),
-    /// To [`VmmRequest::MigrationProgress`] and [`VmmRequest::MigrationReport`]: the document.
-    Progress(serde_json::Value),
+    /// To [`VmmRequest::MigrationProgress`].
+    Progress(Box<ProgressDocument>),
+    /// To [`VmmRequest::MigrationReport`].
+    Report(Box<MigrationReport>),
     /// To [`VmmRequest::AddDevice`] while the guest runs.
     Device(PciDeviceInfo),
     /// To [`VmmRequest::MigrationCancel`].

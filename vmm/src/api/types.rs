@@ -15,6 +15,10 @@ use crate::config::codec::JsonOnly;
 use crate::config::family::{option_enum, option_family};
 use crate::config::value::{FieldValue, SchemaSet};
 
+pub use vm_migration::History as MigrationReport;
+pub use vm_migration::document::{self, ProgressDocument};
+pub use vm_migration::history;
+
 /// Version of cloud-hypervisor whose API this is; clients select features by it.
 pub const COMPATIBLE_VERSION: &str = "53.0.0";
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vm_migration::destination::PostcopyPaused;
-use vm_migration::{Cancel, GuestLocation, Phase, Snapshot, Steering};
+use vm_migration::{Cancel, GuestLocation, Phase, ProgressDocument, Steering};
 
 use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
 use super::sending::{self, SendEnd};
@@ -98,20 +98,16 @@ impl Vmm {
             self.watched_at = None;
             self.end_seen_at.get_or_insert_with(Instant::now);
         }
-        let document = serde_json::to_value(snapshot)
-            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
         if let Some((until, _)) = &mut self.pending_exit {
             // This watcher has seen the end.
             *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
         }
-        Ok(ApiReply::Progress(document))
+        Ok(ApiReply::Progress(Box::new(snapshot)))
     }
 
     pub(super) fn migration_report(&self) -> ApiResult {
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
-        let document = serde_json::to_value(progress.history())
-            .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-        Ok(ApiReply::Progress(document))
+        Ok(ApiReply::Report(Box::new(progress.history())))
     }
 
     pub(super) fn send(&mut self, data: &SendMigrationData) -> Result<(), ApiError> {
@@ -460,19 +456,19 @@ impl Vmm {
 }
 
 /// Tells that the VM has moved, and with whom its last pages are.
-fn tell_end(last: Option<&Snapshot>) {
+fn tell_end(last: Option<&ProgressDocument>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
     let Some(server) = server.and_then(|last| last.page_server.as_ref()) else {
         observer::tell_end("migration-finished", last);
         return;
     };
     let (pid, took_us) = (server.pid.to_string(), server.took_over_us.map(|us| us.to_string()));
-    let figures = last.map(Snapshot::final_figures).unwrap_or_default();
+    let figures = last.map(ProgressDocument::final_figures).unwrap_or_default();
     let mut properties = vec![("socket", server.socket.as_str()), ("pid", &pid)];
     properties.extend(took_us.as_deref().map(|us| ("took_us", us)));
     properties.extend(figures.iter().map(|(key, value)| (*key, value.as_str())));
     events::emit("vm", "migration-handed-on", &properties);
-    let line = last.map(Snapshot::final_line).unwrap_or_default();
+    let line = last.map(ProgressDocument::final_line).unwrap_or_default();
     log::info!("the VM has moved: {line}; process {pid} sends its last pages");
 }
 

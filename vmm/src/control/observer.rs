@@ -2,7 +2,7 @@
 
 //! Observer of a migration, which writes its progress and final figures to the log and the event monitor.
 
-use vm_migration::{Event, Observer, Phase, Side, Snapshot};
+use vm_migration::{Event, Observer, Phase, ProgressDocument, Side};
 
 use super::inbox::{InboxSender, Message};
 use crate::events;
@@ -24,14 +24,14 @@ impl Observer for EventObserver {
 }
 
 /// Tells with an event what is known of a migration; nothing stands for what is not known.
-pub fn tell_figures(event: &'static str, last: Option<&Snapshot>) {
-    let figures = last.map(Snapshot::final_figures).unwrap_or_default();
+pub fn tell_figures(event: &'static str, last: Option<&ProgressDocument>) {
+    let figures = last.map(ProgressDocument::final_figures).unwrap_or_default();
     let properties: Vec<_> = figures.iter().map(|(key, value)| (*key, value.as_str())).collect();
     events::emit("vm", event, &properties);
 }
 
 /// The same at the end, and in a line of the log.
-pub fn tell_end(event: &'static str, last: Option<&Snapshot>) {
+pub fn tell_end(event: &'static str, last: Option<&ProgressDocument>) {
     tell_figures(event, last);
     if let Some(last) = last {
         log::info!("the migration is over ({}): {}", last.side, last.final_line());

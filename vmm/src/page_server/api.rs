@@ -8,14 +8,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-use vm_migration::{Phase, Progress, Snapshot, Steering};
+use vm_migration::{Phase, Progress, ProgressDocument, Steering};
 
 use super::PageServerError;
 use crate::api::request::Responder;
-use crate::api::{
-    ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmmPingResponse, VmmRequest,
-};
+use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmmPingResponse, VmmRequest};
 use crate::control::{WATCHER_TIME, recover_request};
 use crate::events;
 
@@ -47,12 +44,6 @@ fn conflict(text: &str) -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, text)
 }
 
-fn document<T: Serialize>(value: T) -> ApiResult {
-    let document = serde_json::to_value(value)
-        .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))?;
-    Ok(ApiReply::Progress(document))
-}
-
 impl PageServerApi {
     /// No request yet.
     pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
@@ -65,8 +56,8 @@ impl PageServerApi {
         log::debug!("request {}", request.name());
         let answer = match request {
             VmmRequest::Ping => Ok(ApiReply::Ping(VmmPingResponse::default())),
-            VmmRequest::MigrationProgress => self.show_progress(),
-            VmmRequest::MigrationReport => document(self.progress.history()),
+            VmmRequest::MigrationProgress => Ok(self.show_progress()),
+            VmmRequest::MigrationReport => Ok(ApiReply::Report(Box::new(self.progress.history()))),
             VmmRequest::MigrationRecover(data) => recover_request(&data, self.progress.phase())
                 .map(|(recover, connections_max)| {
                     self.steering.recover_over(recover, connections_max);
@@ -85,11 +76,11 @@ impl PageServerApi {
     }
 
     /// The progress document.
-    pub fn snapshot(&self) -> Snapshot {
+    pub fn snapshot(&self) -> ProgressDocument {
         self.progress.snapshot()
     }
 
-    fn show_progress(&mut self) -> ApiResult {
+    fn show_progress(&mut self) -> ApiReply {
         let snapshot = self.progress.snapshot();
         if snapshot.phase == Phase::Done {
             // A client that has seen the end needs no more time.
@@ -98,7 +89,7 @@ impl PageServerApi {
         } else {
             self.watched_at = Some(Instant::now());
         }
-        document(snapshot)
+        ApiReply::Progress(Box::new(snapshot))
     }
 
     fn abandon(&mut self, responder: Responder) {

@@ -19,7 +19,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Failure, GuestLocation, MigrationError, Side, Step};
 use crate::options::SendOptions;
 use crate::page_server::{PageServerHandle, TakeoverOutcome, TakeoverRequest, Terms};
-use crate::progress::{Event as ProgressEvent, Phase, Progress, Snapshot};
+use crate::progress::{Event as ProgressEvent, Phase, Progress, ProgressDocument};
 use crate::ram::GuestMemoryMap;
 use crate::report::FailureReport;
 use crate::session::Session;
@@ -123,7 +123,7 @@ pub fn serve_for_another<M: GuestMemoryMap>(
     steering: &Steering,
     progress: &Arc<Progress>,
     taken: impl FnOnce(Result<TakeoverOutcome, &Cause>),
-) -> Result<Snapshot, Box<MigrationError>> {
+) -> Result<ProgressDocument, Box<MigrationError>> {
     let began = Instant::now();
     let mut taken = Some(taken);
     let mut answer = |result: Result<TakeoverOutcome, &Cause>| {

@@ -111,7 +111,8 @@ fn vmm(queue: &ApiQueue, hold: &Sender<Responder>) {
                 BTreeMap::from([("rx_bytes".to_owned(), 7)]),
             )]))),
             VmmRequest::MigrationProgress => {
-                Ok(ApiReply::Progress(serde_json::json!({"phase": "precopy"})))
+                let progress = vm_migration::Progress::new(vm_migration::Side::Source);
+                Ok(ApiReply::Progress(Box::new(progress.snapshot())))
             }
             VmmRequest::Boot => refuse(ApiErrorKind::NotCreated),
             VmmRequest::Pause => refuse(ApiErrorKind::NotBooted),
