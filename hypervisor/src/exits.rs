@@ -81,8 +81,6 @@ pub enum StopReason {
         /// What kvm-ioctls calls it.
         name: String,
     },
-    /// A method of the handler panicked; the access was not finished.
-    HandlerPanicked,
 }
 
 /// Deals with a VM's exits. Called on the vCPUs' threads, on several at once.

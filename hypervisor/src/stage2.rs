@@ -13,10 +13,10 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use stoppable_thread::StoppableThread;
 
 use crate::error::KvmError;
 use crate::vcpu::Vcpu;
@@ -68,8 +68,7 @@ pub struct Stage2Filled {
 /// Tables being filled. Dropping it stops and waits for that.
 #[derive(Debug)]
 pub struct Stage2Fill {
-    work: Arc<Work>,
-    thread: Option<JoinHandle<()>>,
+    _thread: StoppableThread,
 }
 
 impl Stage2Fill {
@@ -90,17 +89,7 @@ impl Stage2Fill {
                 done(work.end(begin.elapsed()));
             }
         };
-        let thread = stoppable_thread::spawn("stage2-fill", body)?;
-        Ok(Self { work, thread: Some(thread) })
-    }
-}
-
-impl Drop for Stage2Fill {
-    fn drop(&mut self) {
-        self.work.stop();
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            log::error!("the thread that has second-stage tables filled panicked");
-        }
+        Ok(Self { _thread: StoppableThread::spawn("stage2-fill", move || work.stop(), body)? })
     }
 }
 

@@ -244,6 +244,15 @@ impl Shared {
     }
 }
 
+/// Says when it is dropped that the thread of a vCPU is about to end, so that nothing waits for it in vain.
+struct Exited<'a>(&'a Shared);
+
+impl Drop for Exited<'_> {
+    fn drop(&mut self) {
+        self.0.set_phase(Phase::Exited);
+    }
+}
+
 enum Next {
     Run,
     Job(Job),
@@ -353,6 +362,7 @@ impl VcpuThreads {
             let first_run = Arc::clone(&self.first_run);
             let ThreadsConfig { handler, on_start } = config.clone();
             move || {
+                let exited = Exited(&shared);
                 IS_VCPU.set(true);
                 let setup = set_signal_mask()
                     .and_then(|()| on_start.map_or(Ok(()), |on_start| on_start(index)));
@@ -361,7 +371,7 @@ impl VcpuThreads {
                 if !failed {
                     Runner { shared: &shared, vcpu, handler, first_run }.work();
                 }
-                shared.set_phase(Phase::Exited);
+                drop(exited);
             }
         };
         let handle = stoppable_thread::spawn(format!("vcpu{index}"), body)

@@ -8,10 +8,10 @@
 
 use std::io;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use stoppable_thread::StoppableThread;
 
 /// Length of one stay inside and one outside of the guest together, where that leaves the guest
 /// enough time.
@@ -32,7 +32,7 @@ pub(crate) trait Throttled: Send + Sync {
 /// A throttle on all vCPUs of a VM. Dropping it lets them run freely.
 pub struct VcpuThrottle {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    _thread: StoppableThread,
 }
 
 struct Shared {
@@ -89,22 +89,17 @@ impl VcpuThrottle {
         };
         // Managers look for the threads of vCPUs by names that begin with `vcpu`, and give up at
         // one that no number follows.
-        let thread = stoppable_thread::spawn("throttle", body)?;
-        Ok(Self { shared, thread: Some(thread) })
+        let stop = {
+            let shared = Arc::clone(&shared);
+            move || shared.set(Order::End)
+        };
+        let thread = StoppableThread::spawn("throttle", stop, body)?;
+        Ok(Self { shared, _thread: thread })
     }
 
     /// Sets the share of wall time outside of the guest, up to [`THROTTLE_PERCENT_MAX`].
     pub fn set(&self, percent: u8) {
         self.shared.set(Order::Percent(percent.min(THROTTLE_PERCENT_MAX)));
-    }
-}
-
-impl Drop for VcpuThrottle {
-    fn drop(&mut self) {
-        self.shared.set(Order::End);
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            log::error!("the throttle of the vCPUs panicked");
-        }
     }
 }
 

@@ -11,8 +11,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use common::{
-    CODE, Event, Guest, LEAVE_PORT, MEMORY_LEN_BYTES, PANIC_PORT, PATIENCE, Recorder, boot, kvm,
-    start, vm,
+    CODE, Event, Guest, LEAVE_PORT, MEMORY_LEN_BYTES, PATIENCE, Recorder, boot, kvm, start, vm,
 };
 use hypervisor::{ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuThreads};
 use parking_lot::Mutex;
@@ -209,15 +208,6 @@ fn a_triple_fault_stops_its_vcpu_and_leaves_its_state_readable() {
 }
 
 #[test]
-fn a_panicking_handler_stops_its_vcpu_only() {
-    let Some(kvm) = kvm() else { return };
-    let guest = Guest::new(&kvm, &[0xe6, PANIC_PORT.to_le_bytes()[0], 0xf4]);
-    guest.threads.resume_all();
-    assert_eq!(guest.next(), Event::Stopped(0, StopReason::HandlerPanicked));
-    guest.threads.stop_all().unwrap();
-}
-
-#[test]
 fn a_memory_fault_is_reported_and_can_be_retried() {
     let Some(kvm) = kvm() else { return };
     let (vm, memory) = vm(&kvm, false);
@@ -261,8 +251,6 @@ fn only_parked_vcpus_take_closures_and_each_runs_on_its_own_thread() {
     let running = guest.threads.on_one(0, |_| ()).unwrap_err();
     assert!(matches!(running, ThreadsError::NotParked { index: 0 }));
     guest.threads.pause_all().unwrap();
-    let panicked = guest.threads.on_one(0, |_| panic!("as the test wished")).unwrap_err();
-    assert!(matches!(panicked, ThreadsError::Exited { index: 0 }));
     guest.rip();
     guest.threads.stop_all().unwrap();
     assert!(matches!(guest.threads.on_one(0, |_| ()), Err(ThreadsError::Exited { .. })));

@@ -12,10 +12,10 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use stoppable_thread::StoppableThread;
 
 use crate::populate::THP_BYTES;
 use crate::region::RamRegion;
@@ -63,10 +63,7 @@ pub struct Collapsed {
 
 /// Memory being made of huge pages. Dropping it stops and waits for the thread.
 #[derive(Debug)]
-pub struct Collapse {
-    stop: Arc<Stop>,
-    thread: Option<JoinHandle<Collapsed>>,
-}
+pub struct Collapse(StoppableThread<Collapsed>);
 
 impl Collapse {
     /// Begins with those of `regions` that want it; `None` if none does.
@@ -80,30 +77,19 @@ impl Collapse {
             return Ok(None);
         }
         let stop = Arc::new(Stop::default());
-        let thread = {
-            let stop = Arc::clone(&stop);
-            stoppable_thread::spawn("huge-pages", move || collapse_all(&regions, &stop))?
-        };
-        Ok(Some(Self { stop, thread: Some(thread) }))
+        let for_thread = Arc::clone(&stop);
+        let body = move || collapse_all(&regions, &for_thread);
+        Ok(Some(Self(StoppableThread::spawn("huge-pages", move || stop.tell(), body)?)))
     }
 
     /// Tells it to stop soon. What is huge stays so.
     pub fn cancel(&self) {
-        self.stop.tell();
+        self.0.stop();
     }
 
-    /// Waits for its end; the state of the blocks, or `None` after a panic.
-    pub fn wait(mut self) -> Option<Collapsed> {
-        self.thread.take().and_then(|thread| thread.join().ok())
-    }
-}
-
-impl Drop for Collapse {
-    fn drop(&mut self) {
-        self.stop.tell();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+    /// Waits for its end; the state of the blocks.
+    pub fn wait(self) -> Collapsed {
+        self.0.join()
     }
 }
 
@@ -164,7 +150,7 @@ mod tests {
             test_skip::skip!("this host gives huge pages to shared memory by itself");
             return;
         };
-        let blocks = collapse.wait().unwrap();
+        let blocks = collapse.wait();
         if blocks.huge == 0 {
             test_skip::skip!("this kernel does not collapse");
             return;
@@ -185,9 +171,9 @@ mod tests {
     fn it_ends_when_it_is_told_to() {
         let ram = ram(true);
         ram.regions()[0].fill(&(0..32 * MIB)).unwrap();
-        let collapse = Collapse { stop: Arc::default(), thread: None };
-        collapse.cancel();
-        let blocks = collapse_all(ram.regions(), &collapse.stop);
+        let stop = Stop::default();
+        stop.tell();
+        let blocks = collapse_all(ram.regions(), &stop);
         let begun = blocks.huge + blocks.sparse + blocks.refused;
         assert_eq!(begun * THP_BYTES, RUN_BYTES_MAX, "all at once, or more than one run");
     }

@@ -17,10 +17,11 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
+use stoppable_thread::StoppableThread;
 
 use crate::available::{self, InsufficientMemory, MemoryDemand};
 use crate::host::Host;
@@ -148,9 +149,6 @@ pub enum PrefaultError {
         /// Bytes in all.
         total_bytes: u64,
     },
-    /// A defect in a hook or here.
-    #[error("a thread that populated guest memory panicked")]
-    Panicked,
 }
 
 #[derive(Debug)]
@@ -192,7 +190,7 @@ struct Engine {
 /// Guest memory being populated. Dropping it cancels and waits for the threads.
 pub struct Prefault {
     engine: Arc<Engine>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<StoppableThread>,
 }
 
 impl fmt::Debug for Prefault {
@@ -231,9 +229,13 @@ impl Prefault {
             for number in 0..count {
                 let engine = Arc::clone(&engine);
                 let name = format!("prefault{queue}.{number}");
+                let stop = {
+                    let engine = Arc::clone(&engine);
+                    move || engine.cancel()
+                };
                 let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
-                let thread =
-                    builder.spawn(move || engine.serve(queue)).map_err(PrefaultError::Spawn)?;
+                let thread = StoppableThread::build(builder, stop, move || engine.serve(queue))
+                    .map_err(PrefaultError::Spawn)?;
                 started.threads.push(thread);
             }
         }
@@ -247,7 +249,7 @@ impl Prefault {
 
     /// Whether every thread has ended, so that [`wait`](Self::wait) will not block.
     pub fn is_finished(&self) -> bool {
-        self.threads.iter().all(JoinHandle::is_finished)
+        self.threads.iter().all(StoppableThread::is_finished)
     }
 
     /// What a thread can do that has nothing else to do than to wait for this.
@@ -257,7 +259,7 @@ impl Prefault {
 
     /// Tells the threads to end after the chunk they are at. What is populated stays so.
     pub fn cancel(&self) {
-        self.engine.stop.store(true, Ordering::Relaxed);
+        self.engine.cancel();
     }
 
     /// Waits for the end, which comes early when `is_cancelled` says so; it is asked now and then.
@@ -279,10 +281,7 @@ impl Prefault {
     /// # Errors
     /// The first failure of any thread, or that it was cancelled before all was done.
     pub fn wait(mut self) -> Result<(), PrefaultError> {
-        let joined: Vec<_> = self.threads.drain(..).map(JoinHandle::join).collect();
-        if joined.iter().any(Result::is_err) {
-            return Err(PrefaultError::Panicked);
-        }
+        self.threads.drain(..).for_each(StoppableThread::join);
         self.engine.wait_for_helpers();
         let failure = self.engine.failure.lock().take();
         let PrefaultProgress { done_bytes, total_bytes } = self.progress();
@@ -292,16 +291,6 @@ impl Prefault {
                 Err(PrefaultError::Cancelled { done_bytes, total_bytes })
             }
             None => Ok(()),
-        }
-    }
-}
-
-impl Drop for Prefault {
-    fn drop(&mut self) {
-        self.cancel();
-        for thread in self.threads.drain(..) {
-            // A panic was reported by the thread itself, and the result is not used here.
-            let _ = thread.join();
         }
     }
 }
@@ -336,6 +325,10 @@ impl Drop for WorkerGuard<'_> {
 }
 
 impl Engine {
+    fn cancel(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
     fn progress(&self) -> PrefaultProgress {
         let done_bytes = self.done_bytes.load(Ordering::Relaxed);
         PrefaultProgress { done_bytes, total_bytes: self.total_bytes }

@@ -178,14 +178,6 @@ fn a_failing_hook_stops_the_engine_and_is_reported() {
 }
 
 #[test]
-fn a_panicking_hook_is_an_error() {
-    let ram = ram("p", 4 * MIB, Backing::Memfd, false);
-    let on_chunk: ChunkHook = Arc::new(|_, _| panic!("on purpose"));
-    let options = PrefaultOptions { on_chunk: Some(on_chunk), ..small_chunks() };
-    assert!(matches!(ram.prefault(&options).unwrap().wait(), Err(PrefaultError::Panicked)));
-}
-
-#[test]
 fn a_bound_zone_is_populated_on_its_node() {
     if !Host::real().has_node(0) {
         test_skip::skip!("no NUMA in this kernel");

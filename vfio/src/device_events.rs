@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use log::warn;
 use parking_lot::Mutex;
+use stoppable_thread::StoppableThread;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -47,7 +47,7 @@ struct Sources {
 /// Listens until it is dropped.
 pub struct DeviceEvents {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    _thread: StoppableThread,
 }
 
 fn new_event() -> io::Result<EventFd> {
@@ -68,8 +68,14 @@ impl DeviceEvents {
         let event = EpollEvent::new(EventSet::IN, STOP);
         shared.epoll.ctl(ControlOperation::Add, shared.stop.as_raw_fd(), event)?;
         let inner = Arc::clone(&shared);
-        let thread = stoppable_thread::spawn("vfio-notices", move || inner.listen(&on_notice))?;
-        Ok(Self { shared, thread: Some(thread) })
+        let stop = {
+            let shared = Arc::clone(&shared);
+            // A full counter wakes as well.
+            move || drop(shared.stop.write(1))
+        };
+        let body = move || inner.listen(&on_notice);
+        let thread = StoppableThread::spawn("vfio-notices", stop, body)?;
+        Ok(Self { shared, _thread: thread })
     }
 
     /// Listens to a function, as far as it has something to tell.
@@ -102,16 +108,6 @@ impl DeviceEvents {
             }
             stays
         });
-    }
-}
-
-impl Drop for DeviceEvents {
-    fn drop(&mut self) {
-        // A full counter wakes as well.
-        let _ = self.shared.stop.write(1);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }
 

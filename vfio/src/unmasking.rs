@@ -8,9 +8,9 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use log::warn;
+use stoppable_thread::StoppableThread;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -23,8 +23,7 @@ const DONE: u64 = 1;
 
 /// Unmasks a pin until it is dropped.
 pub struct Unmasking {
-    stop: EventFd,
-    thread: Option<JoinHandle<()>>,
+    _thread: StoppableThread,
 }
 
 impl Unmasking {
@@ -43,20 +42,10 @@ impl Unmasking {
             epoll.ctl(ControlOperation::Add, event.as_raw_fd(), interest)?;
         }
         let id = id.to_owned();
-        let thread = stoppable_thread::spawn("vfio-unmask", move || {
-            unmask(&id, host.as_ref(), &epoll, &done);
-        })?;
-        Ok(Self { stop, thread: Some(thread) })
-    }
-}
-
-impl Drop for Unmasking {
-    fn drop(&mut self) {
         // A full counter wakes as well.
-        let _ = self.stop.write(1);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        let stop = move || drop(stop.write(1));
+        let body = move || unmask(&id, host.as_ref(), &epoll, &done);
+        Ok(Self { _thread: StoppableThread::spawn("vfio-unmask", stop, body)? })
     }
 }
 

@@ -87,9 +87,6 @@ pub enum Cause {
     /// A thread could not be started, or an eventfd not made.
     #[error("the host refused a resource for the migration")]
     Resource(#[source] std::io::Error),
-    /// A thread of the migration ended by itself.
-    #[error("a migration thread panicked; this is a defect, please report it")]
-    Panicked,
 }
 
 impl From<TransportError> for Cause {

@@ -6,6 +6,7 @@
 //! limit of its own, so that a set takes a few round trips however large it is. Of a TCP name that stands for
 //! several hosts it uses the address that the first connection has reached.
 
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
@@ -84,7 +85,9 @@ impl Opening<'_> {
             if left.load(Ordering::Acquire) > 0 {
                 stop.cancel();
             }
-            let joined = threads.into_iter().map(|thread| thread.join().unwrap_or(None));
+            let joined = threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
         if channels.len() == roles.len() {
@@ -96,7 +99,6 @@ impl Opening<'_> {
         let first = first_failure.into_inner();
         Err(match first {
             Some(cause) if !self.cancel.is_cancelled() => cause,
-            None if !self.cancel.is_cancelled() => Cause::Panicked,
             _ => Cause::Cancelled,
         })
     }

@@ -7,13 +7,12 @@
 //! pages are missing, which threads wait) is not here.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use stoppable_thread::StoppableThread;
 
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure, Step};
@@ -65,7 +64,7 @@ pub(crate) enum Urgency {
 #[derive(Debug)]
 pub(crate) struct Session {
     fate: Arc<SessionState>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<StoppableThread>,
 }
 
 impl Session {
@@ -96,15 +95,13 @@ impl Session {
             if urgency == Urgency::Now {
                 hurry();
             }
-            let work = AssertUnwindSafe(|| work(&mut part));
-            let result =
-                catch_unwind(work).unwrap_or(Err(Failure::new("moving pages", Cause::Panicked)));
-            if let Err(failure) = result {
+            if let Err(failure) = work(&mut part) {
                 fail(failure);
             }
             drop(part);
         };
-        let thread = stoppable_thread::spawn(name, body);
+        let stop = self.fate.stop.clone();
+        let thread = StoppableThread::spawn(name, move || stop.cancel(), body);
         self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
         Ok(())
     }
@@ -112,10 +109,7 @@ impl Session {
     /// Ends all threads; their connections are closed afterwards.
     pub(crate) fn end(&mut self) {
         self.fate.stop.cancel();
-        for thread in self.threads.drain(..) {
-            // A panic has been noted as a failure already.
-            let _ = thread.join();
-        }
+        self.threads.clear();
     }
 }
 

@@ -7,11 +7,11 @@
 
 use std::io::{self, Write};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use log::warn;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use stoppable_thread::StoppableThread;
 use thiserror::Error;
 use vm_superio::serial::{NoEvents, SerialState as PortState};
 use vm_superio::{Serial as Port, Trigger};
@@ -110,8 +110,7 @@ impl Shared {
 /// A serial port that is connected to an endpoint.
 pub struct Serial {
     shared: Arc<Shared>,
-    stop: EventFd,
-    thread: Option<JoinHandle<()>>,
+    _input: StoppableThread,
 }
 
 impl Serial {
@@ -134,8 +133,10 @@ impl Serial {
         add(shared.endpoint.poll_fd(), ENDPOINT_TOKEN)?;
         add(std::os::fd::AsRawFd::as_raw_fd(&stop), STOP_TOKEN)?;
         let for_thread = Arc::clone(&shared);
-        let thread = stoppable_thread::spawn("serial", move || serve(&for_thread, &epoll))?;
-        Ok(Self { shared, stop, thread: Some(thread) })
+        // A full counter wakes as well.
+        let stop = move || drop(stop.write(1));
+        let input = StoppableThread::spawn("serial", stop, move || serve(&for_thread, &epoll))?;
+        Ok(Self { shared, _input: input })
     }
 
     /// Takes no more input until [`Self::resume`].
@@ -165,17 +166,6 @@ fn serve(shared: &Shared, epoll: &Epoll) {
                 ENDPOINT_TOKEN => shared.pump(),
                 _ => return,
             }
-        }
-    }
-}
-
-impl Drop for Serial {
-    fn drop(&mut self) {
-        if self.stop.write(1).is_ok()
-            && let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            warn!("the input thread of the serial port had failed");
         }
     }
 }

@@ -20,11 +20,11 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use log::{debug, error};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use stoppable_thread::StoppableThread;
 use virtio_queue::QueueState;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -235,24 +235,7 @@ impl Drop for EndGuard {
 
 struct Worker {
     control: Arc<Control>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Worker {
-    fn join(&mut self) {
-        self.control.want(Wanted::Stop);
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            error!("a device's thread had failed");
-        }
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.join();
-    }
+    _thread: StoppableThread,
 }
 
 /// All threads of one device.
@@ -298,7 +281,11 @@ impl Workers {
         let for_thread = Arc::clone(&control);
         let (cpus, log, device) = (cpus.to_vec(), Arc::clone(&self.log), name.to_owned());
         // Linux cuts names of threads off after 15 bytes.
-        let thread = stoppable_thread::spawn(name, move || {
+        let stop = {
+            let control = Arc::clone(&control);
+            move || control.want(Wanted::Stop)
+        };
+        let thread = StoppableThread::spawn(name, stop, move || {
             let guard = EndGuard(for_thread);
             if cpus.is_empty() {
                 if let Err(error) = syscalls::unbind_thread() {
@@ -311,7 +298,7 @@ impl Workers {
                 log_limited!(log, Warn, "{device}: device needs a reset: {broken}");
             });
         })?;
-        self.threads.push(Worker { control, thread: Some(thread) });
+        self.threads.push(Worker { control, _thread: thread });
         Ok(())
     }
 

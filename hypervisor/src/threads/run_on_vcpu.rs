@@ -76,7 +76,7 @@ impl Runner<'_> {
         self.shared.tasks_pending.store(false, Ordering::SeqCst);
         let next = || self.shared.lock().jobs.pop_front();
         while let Some(job) = next() {
-            self.do_job(job);
+            job(&mut self.vcpu);
         }
     }
 }

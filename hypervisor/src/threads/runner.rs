@@ -4,12 +4,11 @@
 //!
 //! Owns what the thread does between two looks at what it is asked for. Must never wait for another vCPU.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::{Job, Next, Phase, Shared, Target};
+use super::{Next, Phase, Shared, Target};
 use crate::exits::{ExitHandler, RunOutcome, StopReason, run_once};
 use crate::vcpu::Vcpu;
 
@@ -27,23 +26,15 @@ impl Runner<'_> {
         loop {
             match self.shared.next() {
                 Next::Exit => return,
-                Next::Job(job) => self.do_job(job),
+                Next::Job(job) => job(&mut self.vcpu),
                 Next::Run => {
                     self.first_run.get_or_init(Instant::now);
-                    match catch_unwind(AssertUnwindSafe(|| self.run())) {
-                        Ok(Ok(())) => self.park(),
-                        Ok(Err(reason)) => self.end(reason),
-                        Err(_) => self.end(StopReason::HandlerPanicked),
+                    match self.run() {
+                        Ok(()) => self.park(),
+                        Err(reason) => self.end(reason),
                     }
                 }
             }
-        }
-    }
-
-    pub(super) fn do_job(&mut self, job: Job) {
-        let vcpu = &mut self.vcpu;
-        if catch_unwind(AssertUnwindSafe(|| job(vcpu))).is_err() {
-            log::error!("vcpu{}: a task on the vCPU panicked", self.shared.index);
         }
     }
 
@@ -85,10 +76,6 @@ impl Runner<'_> {
     fn end(&self, reason: StopReason) {
         // Before the report, so that the reader of the report can pause the VM.
         self.shared.set_phase(Phase::Stopped);
-        let index = self.shared.index;
-        let report = AssertUnwindSafe(|| self.handler.stopped(index, reason));
-        if catch_unwind(report).is_err() {
-            log::error!("vcpu{index}: the report of its end panicked");
-        }
+        self.handler.stopped(self.shared.index, reason);
     }
 }

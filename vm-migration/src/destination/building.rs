@@ -8,7 +8,7 @@
 //! file of this host is detached after that; it drops what it has built as soon as it returns.
 
 use std::os::fd::AsRawFd;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::resume_unwind;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -50,12 +50,7 @@ impl<V: Send + 'static> Building<V> {
         let body = {
             let (ended, failed) = (ended.clone(), failed.clone());
             move || {
-                let built = catch_unwind(AssertUnwindSafe(|| mapped.build()));
-                let result = match built {
-                    Ok(Ok(vm)) => Ok(vm),
-                    Ok(Err(error)) => Err(Cause::Vm(error)),
-                    Err(_) => Err(Cause::Panicked),
-                };
+                let result = mapped.build().map_err(Cause::Vm);
                 if result.is_err() {
                     failed.cancel();
                 }
@@ -97,9 +92,9 @@ impl<V: Send + 'static> Building<V> {
     /// The machine; waits for it.
     pub(crate) fn finish(&mut self) -> Result<V, Failure> {
         match std::mem::replace(&mut self.work, Work::Taken) {
-            Work::Thread(thread) => thread.join().unwrap_or(Err(Cause::Panicked)),
+            Work::Thread(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Work::Here(result) => result,
-            Work::Taken => Err(Cause::Panicked),
+            Work::Taken => unreachable!("a machine is taken once"),
         }
         .step(STEP)
     }

@@ -265,7 +265,7 @@ impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
 fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &SessionState, failure: Failure) {
     if engine.complete().is_cancelled() {
         log::debug!("after the last page: {}", failure.for_peer());
-    } else if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_) | Cause::Panicked) {
+    } else if matches!(failure.cause, Cause::Uffd(_) | Cause::Memory(_)) {
         engine.fail(failure);
         fate.stop().cancel();
     } else {

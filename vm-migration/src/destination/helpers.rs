@@ -101,7 +101,8 @@ impl Helpers {
     /// Why one of them failed.
     pub(super) fn failure(&self) -> Failure {
         let failure = self.failure.lock().take();
-        failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Panicked))
+        // Without a reason it has been told already.
+        failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Cancelled))
     }
 
     /// Everything that they were sent is acknowledged: they can go.

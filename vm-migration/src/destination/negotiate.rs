@@ -156,7 +156,7 @@ impl Connected {
         }
         let answer = Answer::Ok { offer_taken: false, payload };
         control.connection.send(&answer.encode()).step("answering the configuration")?;
-        let Some(building) = begun.take() else { return Err(Cause::Panicked).step(STEP) };
+        let Some(building) = begun.take() else { unreachable!("it was put there above") };
         Ok(Parts { building, memory, terms, fault_source })
     }
 }

@@ -10,10 +10,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use stoppable_thread::StoppableThread;
 
 use super::unpopulated::Unpopulated;
 use crate::layout::PageRun;
@@ -110,7 +110,7 @@ impl Queue {
 #[derive(Debug)]
 pub(super) struct Preparing {
     queue: Arc<Queue>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<StoppableThread>,
     threads_max: usize,
 }
 
@@ -141,22 +141,16 @@ impl Preparing {
         for _ in 0..self.threads_max {
             let (queue, memory, fresh) =
                 (Arc::clone(&self.queue), Arc::clone(memory), Arc::clone(fresh));
-            let spawned = stoppable_thread::spawn("mig-prepare", move || {
-                prepare_all(&queue, &*memory, &fresh);
-            });
+            let stop = {
+                let queue = Arc::clone(&queue);
+                move || queue.change(|todo| todo.ended = true)
+            };
+            let body = move || prepare_all(&queue, &*memory, &fresh);
+            let spawned = StoppableThread::spawn("mig-prepare", stop, body);
             match spawned {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => log::debug!("no thread prepares memory: {error}"),
             }
-        }
-    }
-}
-
-impl Drop for Preparing {
-    fn drop(&mut self) {
-        self.queue.change(|todo| todo.ended = true);
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
         }
     }
 }

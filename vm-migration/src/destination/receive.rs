@@ -232,7 +232,7 @@ impl<V: DestinationVm> Mapped<V> {
     fn failure_to_build(&mut self) -> Failure {
         match self.parts.building.finish() {
             Err(failure) => failure,
-            Ok(_) => Failure::new("building the machine at the destination", Cause::Panicked),
+            Ok(_) => unreachable!("a machine is there or has failed"),
         }
     }
 

@@ -104,9 +104,6 @@ pub enum SnapshotError {
     /// A thread.
     #[error("the host refused a resource for the snapshot")]
     Resource(#[source] io::Error),
-    /// A thread ended by itself.
-    #[error("a snapshot thread panicked; this is a defect, please report it")]
-    Panicked,
     /// A stop was requested.
     #[error("it was cancelled")]
     Cancelled,

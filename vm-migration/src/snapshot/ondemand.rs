@@ -10,11 +10,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use page_bitmap::PageBitmap;
 use parking_lot::Mutex;
+use stoppable_thread::StoppableThread;
 
 use super::block::{checksum_of, present_runs};
 use super::copy::damaged;
@@ -102,7 +102,7 @@ impl<M: GuestMemoryMap> std::fmt::Debug for Stuck<M> {
 /// their pages hold: the guest must be gone by then, or never have run.
 pub struct Filling<M: GuestMemoryMap> {
     shared: Arc<Shared<M>>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<StoppableThread>,
     began: Instant,
     stop: Cancel,
 }
@@ -153,13 +153,18 @@ impl<M: GuestMemoryMap> Filling<M> {
     ) -> Result<(), SnapshotError> {
         let shared = Arc::clone(&self.shared);
         let body = move || {
-            let work = std::panic::AssertUnwindSafe(|| work(&shared));
-            let result = std::panic::catch_unwind(work).unwrap_or(Err(SnapshotError::Panicked));
-            if let Err(error) = result {
+            if let Err(error) = work(&shared) {
                 shared.fail(error);
             }
         };
-        let thread = stoppable_thread::spawn(name, body);
+        let stop = {
+            let shared = Arc::clone(&self.shared);
+            move || {
+                shared.engine.failed().cancel();
+                shared.engine.source().stop_readers();
+            }
+        };
+        let thread = StoppableThread::spawn(name, stop, body);
         self.threads.push(thread.map_err(SnapshotError::Resource)?);
         Ok(())
     }
@@ -207,7 +212,12 @@ impl<M: GuestMemoryMap> Filling<M> {
                 Err(_) if self.stop.is_cancelled() => return Ok(FillEnd::Cancelled),
                 Err(error) => SnapshotError::OnDemand(error),
             },
-            Ok(WaitEnd::Ready(_)) => self.take_failure().unwrap_or(SnapshotError::Panicked),
+            Ok(WaitEnd::Ready(_)) => self.take_failure().unwrap_or_else(|| {
+                let why = engine.take_failure();
+                why.map_or(SnapshotError::Cancelled, |failure| {
+                    SnapshotError::Pages(error_text::chain(&failure.cause))
+                })
+            }),
             Err(error) => SnapshotError::Resource(error),
         };
         Err(Box::new(Stuck { error, _filling: self }))
@@ -226,10 +236,6 @@ impl<M: GuestMemoryMap> Drop for Filling<M> {
     fn drop(&mut self) {
         self.shared.engine.failed().cancel();
         self.shared.engine.source().stop_readers();
-        for thread in self.threads.drain(..) {
-            // A panic has been noted as a failure already.
-            let _ = thread.join();
-        }
     }
 }
 

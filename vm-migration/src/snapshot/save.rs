@@ -6,6 +6,7 @@
 //! anything without populating one, and writes those, straight from guest memory. The guest must
 //! not run; nothing here stops it.
 
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -194,7 +195,7 @@ pub(crate) fn for_each_block(
         let mut result = Ok(());
         for thread in all {
             let one = match thread {
-                Ok(thread) => thread.join().unwrap_or(Err(SnapshotError::Panicked)),
+                Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
                 Err(error) => Err(error),
             };
             if result.is_ok() {

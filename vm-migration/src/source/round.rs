@@ -9,6 +9,7 @@
 //! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
 //! read, so they stay holes: what is found to be populated is held until it has been sent.
 
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -195,8 +196,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             let mut sent = 0;
             let mut first_failure = None;
             for worker in workers {
-                let panicked = || Failure::new("sending memory", Cause::Panicked);
-                match worker.join().unwrap_or_else(|_| Err(panicked())) {
+                match worker.join().unwrap_or_else(|panic| resume_unwind(panic)) {
                     Ok(bytes) => sent += bytes,
                     Err(failure) => first_failure = first_failure.or(Some(failure)),
                 }

@@ -4,6 +4,10 @@
 //!
 //! May contain `unsafe`: ioctls and reads on the descriptor. Owns no policy: which range is
 //! registered and what an event means is decided in the parent module.
+//!
+//! The crate `userfaultfd` is not used: of a run of zero pages that meets a page which is there it does not
+//! say how far it came, so that the rest of the run would be asked for page by page; it does not go on to the
+//! system call where `/dev/userfaultfd` is there and may not be opened; and its build needs libclang.
 
 use std::fs::{File, OpenOptions};
 use std::io;

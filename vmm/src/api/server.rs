@@ -11,12 +11,13 @@ use std::io;
 use std::pin::pin;
 use std::rc::Rc;
 use std::task::Poll;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
+use stoppable_thread::{Builder, StoppableThread};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{oneshot, watch};
@@ -74,8 +75,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The running server; it ends when this is dropped.
 #[derive(Debug)]
 pub struct ApiServer {
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    thread: StoppableThread,
 }
 
 impl ApiServer {
@@ -96,50 +96,36 @@ impl ApiServer {
         handle: ApiHandle,
         limits: Limits,
     ) -> Result<Self, SocketError> {
-        let (stop, stopped) = oneshot::channel();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let stop = Mutex::new(Some(stop));
         let (started, start) = std::sync::mpsc::sync_channel(1);
-        let thread = stoppable_thread::Builder::new("http-server")
-            .stack_bytes(STACK_BYTES)
-            .spawn(move || {
-                crate::events::block_signals();
-                match prepare(&listener) {
-                    Ok((runtime, accept)) => {
-                        let _ = started.send(Ok(()));
-                        let local = tokio::task::LocalSet::new();
-                        local.block_on(&runtime, run(accept, handle, limits, stopped));
-                    }
-                    Err(error) => {
-                        let _ = started.send(Err(error));
-                    }
+        let body = move || {
+            crate::events::block_signals();
+            match prepare(&listener) {
+                Ok((runtime, accept)) => {
+                    let _ = started.send(Ok(()));
+                    let local = tokio::task::LocalSet::new();
+                    local.block_on(&runtime, run(accept, handle, limits, stopped));
                 }
-                drop(listener);
-            })
+                Err(error) => {
+                    let _ = started.send(Err(error));
+                }
+            }
+            drop(listener);
+        };
+        let builder = Builder::new("http-server").stack_bytes(STACK_BYTES);
+        let thread = StoppableThread::build(builder, move || drop(stop.lock().take()), body)
             .map_err(SocketError::Start)?;
         match start.recv() {
-            Ok(Ok(())) => Ok(Self { stop: Some(stop), thread: Some(thread) }),
+            Ok(Ok(())) => Ok(Self { thread }),
             Ok(Err(error)) => Err(SocketError::Start(error)),
             Err(_) => Err(SocketError::Start(io::ErrorKind::BrokenPipe.into())),
         }
     }
 
     /// Ends the server: open responses go out (within a limit), the socket is removed.
-    pub fn stop(mut self) {
-        self.end();
-    }
-
-    fn end(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            log::error!("the API server has panicked");
-        }
-    }
-}
-
-impl Drop for ApiServer {
-    fn drop(&mut self) {
-        self.end();
+    pub fn stop(self) {
+        drop(self.thread);
     }
 }
 

@@ -167,7 +167,7 @@ fn write(
     loop {
         match has_ended.recv_timeout(CANCEL_POLL_INTERVAL) {
             Ok(result) => return Ok(result?),
-            Err(RecvTimeoutError::Disconnected) => return Err(SnapshotError::Panicked.into()),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("it says what has come of it"),
             Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
                 if cancelled_at.get_or_insert_with(Instant::now).elapsed() >= STORAGE_TIME {
                     return Err(TakeCause::LeftBehind);
