@@ -82,14 +82,14 @@ const fn to_usize(value: u64) -> usize {
 }
 
 impl PageBitmap {
-    /// A bitmap of `len` clear bits that has its memory from the start: no thread that claims or
-    /// scans meets a page fault. For what is made for a short time and filled.
+    /// A bitmap of `len` clear bits in memory of the allocator, which may be at hand. For what is made
+    /// for a short time and filled.
     pub fn new(len: u64) -> Self {
-        Self { words: Words::populated(to_usize(len.div_ceil(WORD_BITS))), len }
+        Self { words: Words::new(to_usize(len.div_ceil(WORD_BITS))), len }
     }
 
-    /// A bitmap of `len` clear bits that takes memory as bits are set; making it costs the same for
-    /// any size. For what lives as long as a guest and may stay empty.
+    /// A bitmap of `len` clear bits in a mapping of its own: it takes memory as bits are set, and none
+    /// as huge pages. For what lives as long as a guest and may stay empty.
     ///
     /// # Errors
     /// The host has no address space left for it (32 MiB per tebibyte of guest memory).
@@ -135,6 +135,20 @@ impl PageBitmap {
         })
     }
 
+    /// The number of bits that `each` answers, over the words of `range` and the bits that it has in them.
+    fn count_each(&self, range: Range<u64>, each: impl Fn(&AtomicU64, u64) -> u64) -> u64 {
+        let end = range.end.min(self.len);
+        let mut count = 0;
+        let mut page = range.start;
+        while page < end {
+            let piece = Piece::at(page, end - page);
+            let Some(word) = self.words.get(piece.word) else { break };
+            count += u64::from(each(word, piece.mask()).count_ones());
+            page += u64::from(piece.bits);
+        }
+        count
+    }
+
     /// Whether `page` is set.
     pub fn get(&self, page: u64) -> bool {
         self.single(page).is_some_and(|(word, mask)| word.load(Ordering::Acquire) & mask != 0)
@@ -155,25 +169,17 @@ impl PageBitmap {
     /// Sets every page of `range`; returns how many this call set. Each word changes at once, the
     /// range as a whole does not.
     pub fn set_range(&self, range: Range<u64>) -> u64 {
-        let set = |(word, piece): (&AtomicU64, Piece)| {
-            let mask = piece.mask();
-            u64::from((mask & !word.fetch_or(mask, Ordering::AcqRel)).count_ones())
-        };
-        self.pieces(range).map(set).sum()
+        self.count_each(range, |word, mask| mask & !word.fetch_or(mask, Ordering::AcqRel))
     }
 
     /// Clears every page of `range`; returns how many this call cleared, which the caller now owns.
     ///
     /// Words without a set bit are only read, so that clearing a large empty range uses no memory.
     pub fn claim_range(&self, range: Range<u64>) -> u64 {
-        let claim = |(word, piece): (&AtomicU64, Piece)| {
-            let mask = piece.mask();
-            if word.load(Ordering::Acquire) & mask == 0 {
-                return 0;
-            }
-            u64::from((word.fetch_and(!mask, Ordering::AcqRel) & mask).count_ones())
-        };
-        self.pieces(range).map(claim).sum()
+        self.count_each(range, |word, mask| match word.load(Ordering::Acquire) & mask {
+            0 => 0,
+            _ => word.fetch_and(!mask, Ordering::AcqRel) & mask,
+        })
     }
 
     /// Claims up to `max` (1 to 64) neighbouring pages: of the first word that has any at or after
@@ -236,11 +242,7 @@ impl PageBitmap {
 
     /// Number of set pages in `range`.
     pub fn count_range(&self, range: Range<u64>) -> u64 {
-        self.pieces(range)
-            .map(|(word, piece)| {
-                u64::from((word.load(Ordering::Acquire) & piece.mask()).count_ones())
-            })
-            .sum()
+        self.count_each(range, |word, mask| word.load(Ordering::Acquire) & mask)
     }
 
     /// The runs of set pages, in order (each word a snapshot). Looks at whole words and stores nothing:
@@ -285,7 +287,10 @@ impl PageBitmap {
     fn copy_of(&self, words: impl Iterator<Item = u64>) -> Self {
         let copy = Self::new(self.len);
         for (to, word) in copy.words.iter().zip(words) {
-            to.store(word, Ordering::Release);
+            // What is clear stays without memory.
+            if word != 0 {
+                to.store(word, Ordering::Release);
+            }
         }
         copy
     }

@@ -62,6 +62,11 @@ pub(crate) fn runs_of(
     let mut open: Option<Range<u64>> = None;
     std::iter::from_fn(move || {
         loop {
+            // Most words of most bitmaps.
+            while left == Some(0) && open.is_none() {
+                base += WORD_BITS;
+                left = words.next();
+            }
             let Some(mask) = &mut left else { return open.take() };
             if *mask == 0 {
                 base += WORD_BITS;

@@ -2,22 +2,23 @@
 
 //! The storage under [`PageBitmap`](super::PageBitmap): an array of atomic words, all zero at first.
 //!
-//! Owns one anonymous mapping, sparse or populated. Must never touch a sparse one while allocating: a
-//! bitmap for a terabyte has 32 MiB, and boot must not pay for them.
+//! Owns their memory, from the allocator or in a mapping of its own. Must never touch it while
+//! allocating: a bitmap for a terabyte has 32 MiB, and neither boot nor the pause of a migration may pay
+//! for what stays empty.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU64, Ordering, fence};
 #[cfg(not(loom))]
 pub use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-#[cfg(not(loom))]
-pub use mapped::Words;
 #[cfg(loom)]
 pub use modelled::Words;
+#[cfg(not(loom))]
+pub use native::Words;
 
 #[cfg(not(loom))]
-mod mapped {
-    use std::alloc::{Layout, handle_alloc_error};
+mod native {
+    use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
     use std::io;
     use std::ops::Deref;
     use std::ptr::NonNull;
@@ -33,6 +34,13 @@ mod mapped {
     pub struct Words {
         start: NonNull<AtomicU64>,
         count: usize,
+        /// In a mapping of their own, not from the allocator.
+        is_mapped: bool,
+    }
+
+    /// Panics as every collection does that cannot exist in the address space.
+    fn layout_of(count: usize) -> Layout {
+        Layout::array::<AtomicU64>(count).expect("a bitmap that fits in the address space")
     }
 
     // SAFETY: the words are owned by this value and only reached through shared references to
@@ -42,23 +50,25 @@ mod mapped {
     unsafe impl Sync for Words {}
 
     impl Words {
-        /// Words that take memory as they are written.
-        pub fn sparse(count: usize) -> io::Result<Self> {
-            Self::map(count, libc::MAP_NORESERVE)
-        }
-
-        /// Words with their memory; ends the process when there is none, as every collection does.
-        pub fn populated(count: usize) -> Self {
-            Self::map(count, libc::MAP_POPULATE).unwrap_or_else(|_| {
-                let layout =
-                    Layout::array::<AtomicU64>(count).unwrap_or(Layout::new::<AtomicU64>());
-                handle_alloc_error(layout)
-            })
-        }
-
-        fn map(count: usize, flags: libc::c_int) -> io::Result<Self> {
+        /// Words from the allocator, which may have their memory at hand.
+        #[expect(clippy::cast_ptr_alignment, reason = "the layout has the words' alignment")]
+        pub fn new(count: usize) -> Self {
             if count == 0 {
-                return Ok(Self { start: NonNull::dangling(), count });
+                return Self { start: NonNull::dangling(), count, is_mapped: false };
+            }
+            let layout = layout_of(count);
+            // SAFETY: the layout is not empty.
+            let address = unsafe { alloc_zeroed(layout) };
+            match NonNull::new(address.cast::<AtomicU64>()) {
+                Some(start) => Self { start, count, is_mapped: false },
+                None => handle_alloc_error(layout),
+            }
+        }
+
+        /// Words in a mapping of their own, which take memory as they are written.
+        pub fn sparse(count: usize) -> io::Result<Self> {
+            if count == 0 {
+                return Ok(Self { start: NonNull::dangling(), count, is_mapped: false });
             }
             let len_bytes = count
                 .checked_mul(size_of::<AtomicU64>())
@@ -69,7 +79,7 @@ mod mapped {
                     std::ptr::null_mut(),
                     len_bytes,
                     libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
                     -1,
                     0,
                 )
@@ -84,7 +94,7 @@ mod mapped {
             }
             let start = NonNull::new(address.cast::<AtomicU64>())
                 .ok_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable))?;
-            Ok(Self { start, count })
+            Ok(Self { start, count, is_mapped: true })
         }
     }
 
@@ -92,7 +102,7 @@ mod mapped {
         type Target = [AtomicU64];
 
         fn deref(&self) -> &[AtomicU64] {
-            // SAFETY: `start` is page aligned (or dangling with count 0) and covers `count` words
+            // SAFETY: `start` is aligned (or dangling with count 0) and covers `count` words
             // for as long as `self` lives; zero bytes are a valid AtomicU64.
             unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.count) }
         }
@@ -100,10 +110,14 @@ mod mapped {
 
     impl Drop for Words {
         fn drop(&mut self) {
-            if self.count > 0 {
-                // SAFETY: exactly the mapping made in `new`; no code can hold a reference into it
+            let start = self.start.as_ptr();
+            if self.is_mapped {
+                // SAFETY: exactly the mapping made in `sparse`; no code can hold a reference into it
                 // beyond the life of `self`.
-                unsafe { libc::munmap(self.start.as_ptr().cast(), self.count * 8) };
+                unsafe { libc::munmap(start.cast(), self.count * size_of::<AtomicU64>()) };
+            } else if self.count > 0 {
+                // SAFETY: allocated in `new` with this layout; references end as above.
+                unsafe { dealloc(start.cast(), layout_of(self.count)) };
             }
         }
     }
@@ -122,10 +136,10 @@ mod modelled {
 
     impl Words {
         pub fn sparse(count: usize) -> io::Result<Self> {
-            Ok(Self::populated(count))
+            Ok(Self::new(count))
         }
 
-        pub fn populated(count: usize) -> Self {
+        pub fn new(count: usize) -> Self {
             Self((0..count).map(|_| AtomicU64::new(0)).collect())
         }
     }
