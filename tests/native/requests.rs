@@ -57,6 +57,7 @@ pub fn requests() -> Vec<Request> {
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),
         put("vm.add-net", r#"{"tap":"no/tap"}"#),
         put("vm.add-device", r#"{"path":"/nonexistent"}"#),
+        put("vm.add-vsock", r#"{"cid":3,"socket":"/nonexistent/vsock"}"#),
         put("vm.remove-device", r#"{"id":"nothing"}"#),
         put("vm.snapshot", r#"{"destination_url":"file:///nonexistent"}"#),
         put("vm.restore", r#"{"source_url":"file:///nonexistent"}"#),

@@ -298,10 +298,14 @@ fn no_thread() {
     let api = vmm.api();
     let faults = Faults::inject_all(&vmm, "clone,clone3:error=EAGAIN");
     let refused = api.put("vm.pause", "");
-    assert!(refused.status == 500 && refused.body.contains("no thread"), "{refused:?}");
+    assert!(
+        refused.status == 500 && refused.body.contains("thread cannot be started"),
+        "{refused:?}"
+    );
     drop(faults);
     let failed = vmm.wait_for_event("pause-failed");
-    assert!(failed["properties"]["error"].as_str().is_some_and(|why| why.contains("no thread")));
+    let why = failed["properties"]["error"].as_str().unwrap_or_default();
+    assert!(why.contains("thread cannot be started"), "{failed}");
     assert_eq!(api.state(), "Running");
     vmm.verify();
     vmm.shut_down();
