@@ -152,14 +152,15 @@ struct Fake {
 }
 
 impl Fake {
-    fn new(body: Option<&'static str>) -> Self {
+    fn new(body: Option<&str>) -> Self {
+        let body = body.map(str::to_owned);
         let folder = tempfile::TempDir::with_prefix("godwit-fake-").expect("a folder");
         let listener = UnixListener::bind(folder.path().join("api")).expect("a socket");
         std::thread::spawn(move || {
             let mut silent = Vec::new();
             for stream in listener.incoming() {
                 let mut stream = stream.expect("a connection");
-                let Some(body) = body else {
+                let Some(body) = &body else {
                     silent.push(stream);
                     continue;
                 };
@@ -241,7 +242,9 @@ fn unreadable() {
 }
 
 fn interrupted() {
-    let fake = Fake::new(Some(r#"{"phase":"precopy"}"#));
+    let progress = vm_migration::Progress::new(vm_migration::Side::Source);
+    let document = serde_json::to_string(&progress.snapshot()).expect("JSON");
+    let fake = Fake::new(Some(&document));
     let mut child = fake.command(&["migration-progress", "--watch"]).spawn().expect("it starts");
     // Its first line shows that it waits.
     let mut byte = [0];
