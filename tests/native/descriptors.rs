@@ -93,7 +93,7 @@ fn refused() {
     let answer = put_with(&vmm, "vm.add-net", &body, &[tap.fd.as_fd()]);
     assert!(answer.status == 400 && answer.body.contains("1 descriptors for 2"), "{answer:?}");
     let answer = vmm.api().put("vm.add-net", r#"{"id": "lan", "fds": [5]}"#);
-    assert!(answer.status == 400 && answer.body.contains("does not travel in JSON"), "{answer:?}");
+    assert!(answer.status == 400 && answer.body.contains("cannot be passed in JSON"), "{answer:?}");
     assert_eq!(taps_of(&vmm), [""; 0], "nothing of it stays");
     assert!(tap.exists());
     vmm.shut_down();

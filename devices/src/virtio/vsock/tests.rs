@@ -422,9 +422,9 @@ fn a_pause_keeps_connections_and_a_restored_guest_is_told_that_they_are_gone() {
     second.socket().attach().unwrap();
     fixture.device.reset();
     assert_eq!(client.read(&mut [0; 8]).unwrap(), 0);
+    fixture.driver.write(DATA - 64, &[0xff; 8]);
     second.resume();
     fixture.device = second;
-    fixture.driver.write(DATA - 64, &[0xff; 8]);
     let (_, written) = fixture.driver.wait_used(EVENT);
     assert_eq!((written, fixture.driver.read(DATA - 64, 4)), (4, vec![0; 4]));
     fixture.send(op::RW);
