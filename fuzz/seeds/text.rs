@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 33] = [
+const OPTION_STRINGS: [(&str, &str); 34] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -96,7 +96,7 @@ const BODIES: [(&str, &str); 11] = [
     ("receive-rules", r#"{"receiver_url":"unix:/s","allow":["/v:disk+memory+pool","*:tap"]}"#),
 ];
 
-const STATES: [(&str, &str); 5] = [
+const STATES: [(&str, &str); 7] = [
     (
         "balloon",
         r#"{"kind":"virtio-balloon","version":1,"data":{"target_pages":4,"actual_pages":2,"poison":0,"hint_command":2}}"#,
