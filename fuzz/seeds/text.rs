@@ -80,7 +80,7 @@ const BODIES: [(&str, &str); 11] = [
     ),
     (
         "refused",
-        r#"{"payload":{"firmware":"/f"},"vsock":{"cid":3,"socket":"/s"},"balloon":{"size":0}}"#,
+        r#"{"payload":{"firmware":"/f"},"fs":[{"tag":"t","socket":"/s"}],"balloon":{"size":0}}"#,
     ),
     (
         "refused-numa",
