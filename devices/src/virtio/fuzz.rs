@@ -31,6 +31,7 @@ use super::rng::worker::RngWorker;
 use super::vsock::VsockSocket;
 use super::vsock::muxer::Muxer;
 use super::vsock::worker::VsockWorker;
+use super::watchdog::WatchdogHandle;
 use super::watchdog::worker::WatchdogWorker;
 use super::worker::{Watch, Work};
 use crate::endpoint::ConsoleEndpoint;
@@ -300,7 +301,8 @@ pub fn fuzz_watchdog(data: &[u8]) {
 fn run_watchdog(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let timeout = std::time::Duration::from_hours(1);
-    run(WatchdogWorker::new(guest.queue(0)?, timeout, Arc::default(), Arc::new(|| ()))?)
+    let handle = WatchdogHandle::new();
+    run(WatchdogWorker::new(guest.queue(0)?, timeout, Arc::default(), handle, Arc::new(|| ()))?)
 }
 
 /// Reads bytes as the saved state of every device.

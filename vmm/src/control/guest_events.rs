@@ -22,7 +22,8 @@
 //!
 //! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
 //! answered is therefore carried out after `vm.resume`, not before. A VM that was paused for a full disk, and
-//! continues by itself, is none of these: its guest ends and reboots as if it ran.
+//! continues by itself, is none of these: its guest ends and reboots as if it ran. The clock of a watchdog stands
+//! while pages arrive or are lost, and in an on-demand restore, so that it runs out at no such time.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -443,8 +443,13 @@ impl Vmm {
 }
 
 impl Vmm {
-    /// All memory of the live machine is here, and the machine runs.
+    /// All memory of the live machine is here, and the machine runs. One that is with another thread for a moment
+    /// learns it afterwards.
     pub(super) fn all_pages_resident(&mut self) {
+        if matches!(self.vm, VmLifecycle::Transitioning(_)) {
+            self.memory_came = true;
+            return;
+        }
         if let VmLifecycle::Live(machine) = &mut self.vm
             && let Err(error) = machine.restore_held_msrs()
         {

@@ -289,6 +289,7 @@ impl Vmm {
     /// Where the next machine's events go.
     fn new_sink(&mut self) -> EventSink {
         self.machine_number += 1;
+        self.memory_came = false;
         let (number, inbox_sender) = (self.machine_number, self.inbox_sender.clone());
         Arc::new(move |event| inbox_sender.send(Message::Guest(number, event, Instant::now())))
     }

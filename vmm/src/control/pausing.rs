@@ -301,6 +301,7 @@ impl Vmm {
                 self.vm = VmLifecycle::Live(machine);
                 emit("resumed");
                 if matches!(self.pages, GuestPages::Resident) {
+                    self.memory_came = false;
                     self.all_pages_resident();
                 }
                 responder.answer(Ok(ApiReply::Empty));
@@ -384,7 +385,7 @@ impl Vmm {
             _ => (Vec::new(), None),
         };
         if std::mem::take(&mut self.memory_came) {
-            self.memory_has_come();
+            self.all_pages_resident();
         }
         let mut next = Next::Continue;
         match (kind, result) {

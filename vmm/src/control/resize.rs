@@ -53,9 +53,10 @@ impl Vmm {
     }
 
     /// All of memory is here: what the guest released before may go, the rest gets its huge pages back, and
-    /// vCPUs get their tables filled.
+    /// vCPUs get their tables filled. From now on a guest that does nothing is stuck.
     pub(super) fn memory_has_come(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm {
+            machine.start_watchdog();
             machine.retry_discards();
             machine.restore_huge_pages();
             if self.prefault_stage2 {

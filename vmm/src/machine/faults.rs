@@ -62,6 +62,21 @@ impl Machine {
         given
     }
 
+    /// Memory is still to come, and vCPUs may wait for it however long that takes: a guest that does not set its
+    /// watchdog back is not stuck.
+    pub(super) fn stop_watchdog(&self) {
+        if let Some(watchdog) = self.devices.watchdog() {
+            watchdog.stop();
+        }
+    }
+
+    /// All memory is here: the guest has the whole time from now on.
+    pub fn start_watchdog(&self) {
+        if let Some(watchdog) = self.devices.watchdog() {
+            watchdog.start();
+        }
+    }
+
     /// Lets vCPUs bring pages that they are refused. Once, before the guest runs.
     pub fn set_missing_page_handler(&self, pages: Arc<dyn MissingPages>) {
         self.space.set_missing_pages(pages);

@@ -552,6 +552,7 @@ impl Machine {
         let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
         machine.has_arrived = true;
+        machine.stop_watchdog();
         machine.devices.pause();
         machine.legacy.pause();
         Ok(machine)

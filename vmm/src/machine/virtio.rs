@@ -19,7 +19,7 @@ use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::vsock::{Vsock, VsockSocket};
-use devices::virtio::watchdog::{Watchdog, WatchdogConfig};
+use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
 use devices::virtio::{Counters, VirtioDevice};
 use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
@@ -110,6 +110,7 @@ pub struct VirtioDevices {
     pub(super) nets: Vec<(String, NetHandle)>,
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
     balloon: Option<BalloonHandle>,
+    watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
@@ -187,6 +188,7 @@ impl VirtioDevices {
             // For the same reason as above: no option keeps its number.
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
+            devices.watchdog = Some(watchdog.handle());
             devices.plug(context, WATCHDOG_ID, Box::new(watchdog), number)?;
         }
         if let Some(balloon) = &config.balloon {
@@ -431,6 +433,11 @@ impl VirtioDevices {
     /// The functions and where they sit.
     pub fn functions(&self) -> &[(Bdf, Arc<VirtioPciDevice>)] {
         &self.functions
+    }
+
+    /// The clock of the watchdog, if there is one.
+    pub fn watchdog(&self) -> Option<&WatchdogHandle> {
+        self.watchdog.as_ref()
     }
 
     /// The balloon, if there is one.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use virtio_queue::QueueState;
 
+use super::handle::WatchdogHandle;
 use super::state;
 use super::worker::WatchdogWorker;
 use crate::virtio::RING_FEATURES;
@@ -46,13 +47,20 @@ pub struct Watchdog {
     config: WatchdogConfig,
     /// The driver has given a buffer. Set by the thread as well.
     is_armed: Arc<AtomicBool>,
+    handle: WatchdogHandle,
     workers: Workers,
 }
 
 impl Watchdog {
     /// A watchdog whose clock stands.
     pub fn new(config: WatchdogConfig) -> Self {
-        Self { config, is_armed: Arc::default(), workers: Workers::default() }
+        let handle = WatchdogHandle::new();
+        Self { config, is_armed: Arc::default(), handle, workers: Workers::default() }
+    }
+
+    /// What stops and starts its clock.
+    pub fn handle(&self) -> WatchdogHandle {
+        self.handle.clone()
     }
 }
 
@@ -80,7 +88,8 @@ impl VirtioDevice for Watchdog {
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let queue = only_queue(activation)?;
         let (is_armed, expired) = (Arc::clone(&self.is_armed), Arc::clone(&self.config.expired));
-        let worker = WatchdogWorker::new(queue, self.config.timeout, is_armed, expired);
+        let (timeout, handle) = (self.config.timeout, self.handle());
+        let worker = WatchdogWorker::new(queue, timeout, is_armed, handle, expired);
         let resource = |source| ActivateError::Resource { what: "make a timer", source };
         self.workers.spawn(&self.config.id, &[], worker.map_err(resource)?)
     }

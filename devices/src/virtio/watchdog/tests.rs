@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::{Watchdog, WatchdogConfig};
+use super::{Watchdog, WatchdogConfig, WatchdogHandle};
 use crate::virtio::VirtioDevice;
 use crate::virtio::test_driver::{DATA, Driver, readable, writable};
 
@@ -77,6 +77,56 @@ fn a_clock_that_runs_stays_so_over_a_pause_and_elsewhere_and_ends_with_the_drive
 
     device.reset();
     assert_eq!(device.save().data["is_armed"], false);
+}
+
+#[test]
+fn a_guest_that_waits_for_memory_is_not_stuck_and_has_the_whole_time_afterwards() {
+    const PERIOD: Duration = Duration::from_millis(40);
+    let (mut device, told) = watchdog(PERIOD);
+    let mut driver = Driver::new(1, 8);
+    driver.activate_all(&mut device);
+    let handle = device.handle();
+    handle.stop();
+    feed(&mut driver);
+    let periods = PERIOD * 5;
+    assert_eq!(told.recv_timeout(periods), Err(RecvTimeoutError::Timeout), "its memory comes");
+    // Neither does a pause meanwhile begin what must not run.
+    device.pause();
+    device.resume();
+    assert_eq!(told.recv_timeout(periods), Err(RecvTimeoutError::Timeout), "it still does");
+    let began = Instant::now();
+    handle.start();
+    told.recv_timeout(PATIENCE).unwrap();
+    assert!(began.elapsed() >= PERIOD, "{:?}", began.elapsed());
+    handle.start();
+    assert!(told.try_recv().is_err(), "it is told once");
+}
+
+#[test]
+fn a_buffer_that_was_given_before_the_clock_is_looked_at_counts() {
+    let handle = WatchdogHandle::new();
+    let now = Instant::now();
+    assert!(handle.left(LONG, now).unwrap() > LONG / 2);
+    let Some(long_ago) = now.checked_sub(LONG) else { return };
+    // Where the clock has run only since the watchdog was made, the guest has had no longer.
+    assert!(handle.left(LONG, long_ago).unwrap() > LONG / 2);
+    assert_eq!(handle.left(Duration::ZERO, now), None);
+    handle.stop();
+    assert_eq!(handle.left(LONG, long_ago), Some(LONG));
+}
+
+#[test]
+fn a_paused_guest_is_not_stuck() {
+    let (mut device, told) = watchdog(SHORT);
+    let mut driver = Driver::new(1, 8);
+    device.pause();
+    driver.activate_all(&mut device);
+    driver.write(DATA, &[0xff, 0xff]);
+    driver.queues[0].add(&[writable(DATA, 2)]);
+    driver.queues[0].kick();
+    assert_eq!(told.recv_timeout(SHORT * 50), Err(RecvTimeoutError::Timeout));
+    device.resume();
+    told.recv_timeout(PATIENCE).unwrap();
 }
 
 #[test]

@@ -6,12 +6,13 @@ use std::io;
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use virtio_queue::QueueState;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::device::Expired;
+use super::handle::WatchdogHandle;
 use crate::virtio::queue::{Broken, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
@@ -27,20 +28,24 @@ pub(crate) struct WatchdogWorker {
     queue: WorkQueue,
     timeout: Duration,
     timer: TimerFd,
+    /// When the guest set it back, or it began to run here.
+    set_back: Instant,
     is_armed: Arc<AtomicBool>,
+    handle: WatchdogHandle,
     expired: Expired,
 }
 
 impl WatchdogWorker {
-    /// `expired` is called when there was no buffer for `timeout`.
+    /// `expired` is called when there was no buffer for `timeout` in which the clock did not stand.
     pub(crate) fn new(
         queue: WorkQueue,
         timeout: Duration,
         is_armed: Arc<AtomicBool>,
+        handle: WatchdogHandle,
         expired: Expired,
     ) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(io::Error::from)?;
-        Ok(Self { queue, timeout, timer, is_armed, expired })
+        Ok(Self { queue, timeout, timer, set_back: Instant::now(), is_armed, handle, expired })
     }
 
     fn serve(&mut self) -> Result<(), Broken> {
@@ -61,7 +66,13 @@ impl WatchdogWorker {
     }
 
     fn begin_anew(&mut self) -> Result<(), Broken> {
-        self.timer.reset(self.timeout, None).map_err(|error| {
+        self.set_back = Instant::now();
+        self.look_in(self.timeout)
+    }
+
+    /// Has the clock looked at in so much time, which is not none.
+    fn look_in(&mut self, time: Duration) -> Result<(), Broken> {
+        self.timer.reset(time, None).map_err(|error| {
             log::error!("cannot set the clock of a watchdog: {error}");
             Broken::Device("the host refused to set a timer")
         })
@@ -87,6 +98,11 @@ impl Work for WatchdogWorker {
         if token == QUEUE_TOKEN {
             self.queue.take_kick();
             return self.serve();
+        }
+        // A buffer that is there was given in time, however late this thread runs.
+        self.serve()?;
+        if let Some(left) = self.handle.left(self.timeout, self.set_back) {
+            return self.look_in(left);
         }
         // The machine is about to be another: it is told once.
         self.stop_clock();
