@@ -174,9 +174,10 @@ impl Connection {
         self.to_host.clear();
     }
 
-    /// Ends it by RST.
+    /// Ends it by RST, whenever the guest has a buffer for that: there is nothing to wait for any more.
     pub(super) fn fail(&mut self) {
         self.drop_data();
+        self.deadline = None;
         self.due = Due { rst: true, ..Due::default() };
     }
 
@@ -412,5 +413,27 @@ impl Connection {
             self.phase = Phase::Lingering;
             self.wait_for(LINGER_TIME);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let mut connection = Connection::of_host(ours);
+        assert!(connection.deadline().is_some(), "the guest has to answer in time");
+        connection.end_overdue();
+        // A guest without a buffer for the RST would have the worker woken for it again and again.
+        assert_eq!(connection.deadline(), None);
+        connection.wait_anew();
+        assert_eq!(connection.deadline(), None);
+        assert!(connection.has_packets());
+        assert_eq!(connection.next_packet(&mut []).unwrap().op, op::RST);
+        assert!(connection.is_over());
     }
 }
