@@ -387,13 +387,7 @@ impl<M: GuestMemoryMap> Server<M> {
                     let lost = || Failure::new(STEP, TransportError::Closed);
                     return Ok(End::Lost(fate.take_failure().unwrap_or_else(lost)));
                 }
-                WaitEnd::TimedOut if heard.elapsed() > stall => {
-                    let what = "waiting for a sign of life";
-                    return Err(TransportError::Timeout { what, after: stall }).step(STEP);
-                }
-                WaitEnd::TimedOut => {}
-                WaitEnd::Ready(_) if !control.has_data().map_err(Cause::Resource).step(STEP)? => {}
-                WaitEnd::Ready(_) => {
+                WaitEnd::Ready(_) if control.has_data().map_err(Cause::Resource).step(STEP)? => {
                     heard = Instant::now();
                     match control.timed(Message::read).step(STEP)? {
                         Message::Alive => control.yes().step(STEP)?,
@@ -414,6 +408,12 @@ impl<M: GuestMemoryMap> Server<M> {
                         }
                     }
                 }
+                // Also when bytes keep coming that make no message: parts of a TLS record.
+                WaitEnd::Ready(_) | WaitEnd::TimedOut if heard.elapsed() > stall => {
+                    let what = "waiting for a sign of life";
+                    return Err(TransportError::Timeout { what, after: stall }).step(STEP);
+                }
+                WaitEnd::Ready(_) | WaitEnd::TimedOut => {}
             }
             rates.sample(&self.progress);
             if context.options.steering.is_abandoned() {

@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
@@ -141,6 +142,41 @@ fn the_last_message_has_a_total_time() {
         scope.spawn(move || go_on(&theirs, &done, b" "));
         let Err(failure) = server.watch(control, &session, context) else { panic!("it is done") };
         assert_too_slow(&failure.cause);
+    });
+}
+
+#[test]
+fn bytes_that_make_no_message_are_no_sign_of_life() {
+    use std::io::Write as _;
+    let (client, tls) = crate::transport::tls::tests::certificates();
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+    let listener = listener.with_tls(Some(tls));
+    let (to, never) = (listener.address().clone(), Cancel::new().unwrap());
+    let options = options(&to);
+    let server = server(&options);
+    let session = Session::new().unwrap();
+    let context = Context { options: &options, progress: &server.progress, cancel: &never };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let theirs = listener.accept(&never, Some(LONG), LONG).unwrap();
+            // SAFETY: the descriptor is open as long as the connection is there.
+            let socket = unsafe { BorrowedFd::borrow_raw(theirs.as_raw_fd()) };
+            let mut raw = std::net::TcpStream::from(socket.try_clone_to_owned().unwrap());
+            // A record that comes to its end at no time that matters.
+            let began = Instant::now();
+            let mut sent = raw.write_all(&[23, 3, 3, 0x40, 0]);
+            while sent.is_ok() && began.elapsed() < LONG {
+                std::thread::sleep(Duration::from_millis(2));
+                sent = raw.write_all(&[0]);
+            }
+        });
+        let source = Connection::connect_secured(&to, Some(&client), &never, LONG, LONG).unwrap();
+        let began = Instant::now();
+        let ended = server.watch(Channel::new(source), &session, context);
+        let Err(failure) = ended else { panic!("it is done") };
+        let is_silent = matches!(failure.cause, Cause::Transport(TransportError::Timeout { .. }));
+        assert!(is_silent, "{:?}", failure.cause);
+        assert!(began.elapsed() < LONG / 2, "it took {:?}", began.elapsed());
     });
 }
 
