@@ -2,7 +2,7 @@
 
 //! The interface to a host function's migration support (VFIO migration v2).
 //!
-//! Owns the trait that the kernel's ioctls and the tests' stand-in implement, and the names of its
+//! Owns the trait that a function of the host and the tests' stand-in implement, and the names of its
 //! states. Checks no order: that is the business of [`super::Migration`].
 
 use std::fmt;
@@ -20,9 +20,6 @@ use vfio_bindings::bindings::vfio::{
     vfio_device_mig_state_VFIO_DEVICE_STATE_STOP as STOP,
     vfio_device_mig_state_VFIO_DEVICE_STATE_STOP_COPY as STOP_COPY,
 };
-use vfio_ioctls::{DmaLoggingRange, VfioError as IoctlError};
-
-use crate::function::VfioFunction;
 
 /// Grain of the log of a function's writes: a page of the guest.
 pub const LOG_PAGE_BYTES: u64 = 4096;
@@ -155,60 +152,6 @@ pub trait MigrationPort: Send + Sync {
     fn stop_dma_log(&self) -> io::Result<()>;
 }
 
-/// The kernel's own answer, where there is one.
-fn to_io(error: IoctlError) -> io::Error {
-    match error {
-        IoctlError::VfioDeviceFeature(errno) => io::Error::from_raw_os_error(errno.errno()),
-        IoctlError::VfioMigrationDataIo(error) => error,
-        other => io::Error::other(other),
-    }
-}
-
-fn logged(range: &Range<u64>) -> DmaLoggingRange {
-    DmaLoggingRange { iova: range.start, length: range.end.saturating_sub(range.start) }
-}
-
-impl MigrationPort for VfioFunction {
-    fn migration_support(&self) -> io::Result<Option<MigrationSupport>> {
-        let flags = self.device().query_migration_support().map_err(to_io)?;
-        Ok(flags.map(MigrationSupport::from_flags))
-    }
-
-    fn set_device_state(&self, state: DeviceState) -> io::Result<()> {
-        self.device().set_migration_state(state as u32).map_err(to_io)
-    }
-
-    fn device_state(&self) -> io::Result<u32> {
-        self.device().get_migration_state().map_err(to_io)
-    }
-
-    fn state_len_bytes(&self) -> io::Result<u64> {
-        self.device().get_mig_data_size().map_err(to_io)
-    }
-
-    fn read_state(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.device().read_migration_data(buffer).map_err(to_io)
-    }
-
-    fn write_state(&self, data: &[u8]) -> io::Result<()> {
-        self.device().write_migration_data(data).map_err(to_io)
-    }
-
-    fn start_dma_log(&self, ranges: &[Range<u64>]) -> io::Result<()> {
-        let ranges: Vec<_> = ranges.iter().map(logged).collect();
-        // The kernel turns the function's own grain into the one that is asked for when it reports.
-        self.device().start_dma_logging(LOG_PAGE_BYTES, &ranges).map(|_grain| ()).map_err(to_io)
-    }
-
-    fn take_dma_log(&self, range: &Range<u64>) -> io::Result<Vec<u64>> {
-        self.device().report_dma_logging(logged(range), LOG_PAGE_BYTES).map_err(to_io)
-    }
-
-    fn stop_dma_log(&self) -> io::Result<()> {
-        self.device().stop_dma_logging().map_err(to_io)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,11 +167,5 @@ mod tests {
         let all = MigrationSupport { stop_copy: true, p2p: true, pre_copy: true };
         assert_eq!(MigrationSupport::from_flags(0b111), all);
         assert!(!MigrationSupport::from_flags(0b1).p2p);
-    }
-
-    #[test]
-    fn the_kernels_own_answer_is_kept() {
-        let errno = vmm_sys_util::errno::Error::new(libc::E2BIG);
-        assert_eq!(to_io(IoctlError::VfioDeviceFeature(errno)).raw_os_error(), Some(libc::E2BIG));
     }
 }

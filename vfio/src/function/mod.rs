@@ -5,6 +5,8 @@
 //! Owns its descriptors. Nothing of it may be left open when the group is released, so code that
 //! holds mappings of its BARs drops them first.
 
+mod migration;
+
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -23,11 +25,11 @@ use vfio_bindings::bindings::vfio::{
 use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::error::VfioError;
-use super::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
-use super::mapping::BarMapping;
-use super::space::{DmaSpace, OpenedFunction};
-use super::sysfs::HostPlace;
+use crate::error::VfioError;
+use crate::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
+use crate::mapping::BarMapping;
+use crate::space::{DmaSpace, OpenedFunction};
+use crate::sysfs::HostPlace;
 use pci::BARS_COUNT;
 
 /// A function that belongs to this VM until it is dropped.
@@ -67,7 +69,7 @@ impl VfioFunction {
     }
 
     /// The device, for the rest of its interface.
-    pub(super) fn device(&self) -> &VfioDevice {
+    fn device(&self) -> &VfioDevice {
         &self.device
     }
 
