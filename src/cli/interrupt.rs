@@ -4,8 +4,8 @@
 //!
 //! Owns SIGINT from the first call on. It must never keep the signal from ending the process.
 
-use vmm::control::is_ignored;
 use vmm::panicking;
+use vmm::signals::is_ignored;
 
 /// Prints `words` on stderr when SIGINT comes, which then ends the process as it always does. One that is
 /// ignored stays so.

@@ -17,7 +17,8 @@
 //! | `options` | what `main` passes to the VMM, and why the VMM ended |
 //! | `output_queue` | a bounded queue of text for a slow reader: log, events |
 //! | `panicking` | the end of a process in which a thread panics |
-//! | `json_text` | JSON as text |
+//! | `signals` | signals of the process as events of its main thread |
+//! | `json_text`, `json_bound` | JSON as text; bounds on JSON from outside |
 
 pub mod api;
 pub mod config;
@@ -29,7 +30,9 @@ pub mod options;
 pub mod output_queue;
 pub mod page_server;
 pub mod panicking;
+pub mod signals;
 
+mod json_bound;
 mod json_text;
 #[cfg(test)]
 mod testing;

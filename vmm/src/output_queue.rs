@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
-use crate::events::block_signals;
+use crate::signals::block_signals;
 
 /// Written at once: what a pipe or a terminal that is ready takes without waiting.
 const WRITE_BYTES: usize = libc::PIPE_BUF;

@@ -100,7 +100,7 @@ impl ApiServer {
         let stop = Mutex::new(Some(stop));
         let (started, start) = std::sync::mpsc::sync_channel(1);
         let body = move || {
-            crate::events::block_signals();
+            crate::signals::block_signals();
             match prepare(&listener) {
                 Ok((runtime, accept)) => {
                     let _ = started.send(Ok(()));

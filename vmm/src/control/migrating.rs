@@ -22,8 +22,8 @@ use crate::events;
 use crate::machine::StoppedMemoryWork;
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
+use crate::migration::page_server::{PageServerPlan, default_socket};
 use crate::options::ExitReason;
-use crate::page_server::{PageServerPlan, default_socket};
 
 /// A client that asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.

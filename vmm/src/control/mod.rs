@@ -69,7 +69,6 @@ mod receiving;
 mod resize;
 mod run;
 mod sending;
-mod signals;
 mod snapshot;
 mod starting;
 mod teardown;
@@ -99,8 +98,6 @@ pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
 pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
-pub use signals::is_ignored;
-pub(crate) use signals::{Signal, Signals};
 
 use deferred::Deferred;
 use ending::Ending;

@@ -12,7 +12,6 @@ use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::inbox::Inbox;
-use super::signals::{Signal, Signals};
 use super::{Next, Vmm};
 use crate::api::{self, ApiError, ApiListener, ApiServer, ApiSocket, SocketError};
 use crate::config::{RestoreConfig, VmConfig};
@@ -20,6 +19,7 @@ use crate::events;
 use crate::machine::{Host, HostError};
 use crate::options::{ExitReason, VmmOptions};
 use crate::panicking;
+use crate::signals::{Signal, Signals};
 
 /// Why the VMM ended with an error.
 #[derive(Debug, Error)]

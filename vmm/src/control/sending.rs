@@ -22,8 +22,8 @@ use crate::api::{ApiError, ApiErrorKind};
 use crate::machine::Machine;
 use crate::migration::destination::DmaToMissingPages;
 use crate::migration::memory::MigratingRam;
+use crate::migration::page_server::PageServerPlan;
 use crate::migration::source::{LeavingMachine, Remains, StopLimits};
-use crate::page_server::PageServerPlan;
 
 /// How a migration from here ended.
 pub enum SendEnd {

@@ -234,16 +234,5 @@ pub fn flush() {
     }
 }
 
-/// Blocks all signals in the calling thread, so that they reach the one that waits for them.
-pub fn block_signals() {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
-    // changes nothing but the mask of the calling thread.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
-    }
-}
-
 #[cfg(test)]
 mod tests;

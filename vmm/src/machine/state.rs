@@ -15,7 +15,7 @@ use thiserror::Error;
 use vfio::{INTEGRATED_ENDPOINT_VERSION, VFIO_PCI_KIND};
 use vm_migration::vm::STATE_BYTES_MAX;
 
-use crate::migration::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
+use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 
 /// The newest version that is read. What is written has the lowest version that can say it:
 ///

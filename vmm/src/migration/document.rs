@@ -11,9 +11,9 @@ use hypervisor::MsrValue;
 use serde::Deserialize;
 use vm_migration::protocol::formats::Formats;
 
-use super::json_bound::{self, CONFIG_VALUES_MAX, TooManyValues};
 use crate::config::VmConfig;
 use crate::config::value::FieldValue as _;
+use crate::json_bound::{self, CONFIG_VALUES_MAX, TooManyValues};
 use crate::machine::MACHINE_STATE_VERSION;
 
 /// Version of the configuration and of this document, the newest that is read. It is raised when a field

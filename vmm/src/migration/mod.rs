@@ -15,11 +15,11 @@
 //! | `faults`, `fault_choice` | fault sources of postcopy, and which one `auto` means |
 //! | `resident` | pages that must be present before a vCPU runs that is refused missing ones |
 //! | `hints` | free page hints |
+//! | `page_server` | the process that sends the last pages in this one's place |
 //! | `disk_writer` | write-back of disks during precopy |
 //! | `document` | configuration and processor features for the destination |
 //! | `grants` | what an arriving configuration may name on this host |
 //! | `updates` | changes of configuration on restore |
-//! | `json_bound` | bounds on JSON from outside |
 
 pub mod destination;
 pub mod dirty;
@@ -29,8 +29,8 @@ mod fault_choice;
 pub mod faults;
 pub mod grants;
 pub mod hints;
-pub mod json_bound;
 pub mod memory;
+pub mod page_server;
 mod resident;
 pub mod snapshot;
 pub mod source;

@@ -19,12 +19,12 @@ use super::disk_writer::DiskWriter;
 use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
+use super::page_server::{PageServerPlan, PageServerProcess};
 use crate::config::BalloonConfig;
 use crate::machine::{
     INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION, WriteBack,
     WriteBackError, features,
 };
-use crate::page_server::{PageServerPlan, PageServerProcess};
 
 /// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
 /// and started again.

@@ -7,15 +7,14 @@
 //! | `mod` | the process from its begin to its end |
 //! | `memory` | the guest's memory, mapped once more |
 //! | `api` | the requests that it answers |
-//! | `process` | the VMM's side: starting it, and ending it if it is not needed |
 //!
 //! It is this program in another role, started by a VMM whose guest is to leave in postcopy. It has
 //! the guest's memory, a socket for requests, what its VMM lends it for log and events, and nothing
-//! else: no disk, no tap, no KVM. It must never write to the memory.
+//! else: no disk, no tap, no KVM. It must never write to the memory. How a VMM starts it, and ends it if it is not
+//! needed, is in `migration::page_server`.
 
 mod api;
 mod memory;
-mod process;
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _};
@@ -33,13 +32,12 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::api::{ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
-use crate::control::{Signal, Signals, announce, tell_end};
+use crate::control::{announce, tell_end};
 use crate::events;
+use crate::signals::{Signal, Signals};
 
 use api::{Next, PageServerApi};
 use memory::ServedRam;
-
-pub use process::{PageServerPlan, PageServerProcess, ProcessError};
 
 /// What a page server is started with.
 #[derive(Debug)]
@@ -244,11 +242,4 @@ fn attend(
             return Ok(());
         }
     }
-}
-
-/// Where a VMM whose API is at `api` has its page server.
-pub fn default_socket(api: &std::path::Path) -> PathBuf {
-    let mut path = api.as_os_str().to_owned();
-    path.push(".pages");
-    PathBuf::from(path)
 }

@@ -2,7 +2,7 @@
 
 //! The page server's process on the side of the VMM: starting it, and handing the migration over to it.
 //!
-//! Owns the process until it has taken over. Before that it ends with its VMM, whatever happens
+//! Owns where it takes requests, and the process until it has taken over. Before that it ends with its VMM, whatever happens
 //! there; afterwards the VMM has no hold on it.
 
 use std::fs;
@@ -19,8 +19,8 @@ use vm_migration::page_server::{
 };
 use vm_migration::{Cause, Limits, VmError};
 
+use super::memory::MigratingRam;
 use crate::events;
-use crate::migration::memory::MigratingRam;
 use crate::options::ChildLogging;
 
 /// This program, even if another one has its name by now.
@@ -33,6 +33,13 @@ pub struct PageServerPlan {
     pub socket: PathBuf,
     /// What it gets of this process.
     pub child_logging: ChildLogging,
+}
+
+/// Where a VMM whose API is at `api` has its page server.
+pub fn default_socket(api: &Path) -> PathBuf {
+    let mut path = api.as_os_str().to_owned();
+    path.push(".pages");
+    PathBuf::from(path)
 }
 
 /// Why there is no page server.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Signals as events of the VMM thread.
+//! Signals of the process as events of its main thread.
 //!
-//! Owns the descriptor from which they are read, and what all other signals do that would end the
+//! Owns the descriptor from which they are read, how other threads block them, and what all other signals do that would end the
 //! process: nothing. A closed terminal, a log rotation that signals the wrong process or a stray
 //! timer must not end a VM whose pages are needed elsewhere. All threads block all signals (the
 //! vCPU threads but for their kick), so each reaches this descriptor.
@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 /// A signal that the VMM acts on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Signal {
+pub(crate) enum Signal {
     /// End the process: one of [`ENDING`].
     End,
     /// The terminal of the process has another size.
@@ -52,8 +52,19 @@ pub fn is_ignored(signal: libc::c_int) -> bool {
     done == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
+/// Blocks all signals in the calling thread, so that they reach the one that waits for them.
+pub(crate) fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
+    // changes nothing but the mask of the calling thread.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+    }
+}
+
 /// Reads signals.
-pub struct Signals {
+pub(crate) struct Signals {
     file: File,
 }
 
@@ -63,7 +74,7 @@ impl Signals {
     ///
     /// # Errors
     /// The host gives no descriptor.
-    pub fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         for signal in WITHOUT_MEANING {
             // SAFETY: only the disposition of one signal is changed, to one that runs no code.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
@@ -88,7 +99,7 @@ impl Signals {
     }
 
     /// The next signal, if there is one.
-    pub fn next(&mut self) -> Option<Signal> {
+    pub(crate) fn next(&mut self) -> Option<Signal> {
         let mut info = [0_u8; size_of::<libc::signalfd_siginfo>()];
         let read = self.file.read(&mut info).ok()?;
         // The number of the signal is the first word (signalfd(2)).
