@@ -18,8 +18,10 @@ use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+use crate::frame::ProtocolError;
+use crate::pages::SlotPages;
 use crate::pinned::{PinnedGrant, TakePinned};
-use crate::protocol::{MESSAGE_BYTES_MAX, ProtocolError, Refusal, Reply, SlotPages, Take};
+use crate::protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Take};
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -250,8 +252,8 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+    use crate::pages::PagesWanted;
     use crate::pinned::PinnedRegion;
-    use crate::protocol::PagesWanted;
 
     const REQUEST: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
 

@@ -2,8 +2,9 @@
 
 //! The pool of prezeroed memory on this host: its wire protocol, and the VMM's end of a connection to it.
 //!
-//! Owns the form of the messages between a VMM and the pool (`protocol`, `pinned`) and the client (`client`). Must
-//! never know how a pool keeps its memory, nor what a VMM does with it, and must never wait for a pool for long.
+//! Owns the form of the messages between a VMM and the pool (`protocol`, `pinned`, and below them `frame` and
+//! `pages`) and the client (`client`). Must never know how a pool keeps its memory, nor what a VMM does with it, and
+//! must never wait for a pool for long.
 //!
 //! ```text
 //!   VMM  --- take: size, pages, node --->  pool
@@ -16,14 +17,15 @@
 //! device.
 
 mod client;
+mod frame;
+mod pages;
 mod pinned;
 mod protocol;
 
 pub use client::{PinnedMemory, PoolConnection, PoolError, PoolMemory};
+pub use frame::{HEADER_BYTES, ProtocolError};
+pub use pages::{PagesWanted, SlotPages};
 pub use pinned::{PinnedGrant, PinnedRegion, TakePinned, pieces};
 #[cfg(any(test, feature = "testing"))]
 pub use protocol::fuzz_protocol;
-pub use protocol::{
-    HEADER_BYTES, MESSAGE_BYTES_MAX, PagesWanted, ProtocolError, Refusal, Reply, Request,
-    SlotPages, Take,
-};
+pub use protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Request, Take};

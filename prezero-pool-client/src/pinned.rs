@@ -16,10 +16,8 @@
 
 use pci_address::Bdf;
 
-use crate::protocol::{
-    ANY_NODE, KIND_GRANTED_PINNED, KIND_TAKE_PINNED, PagesWanted, ProtocolError, SlotPages,
-    check_zero, field, known, message, split,
-};
+use crate::frame::{Kind, ProtocolError, check_zero, field, message, split};
+use crate::pages::{ANY_NODE, PagesWanted, SlotPages, known};
 
 /// Regions of a VM's memory: below the hole for devices and above it, and a few to spare.
 const REGIONS_MAX: usize = 8;
@@ -27,6 +25,10 @@ const REGION_BYTES: usize = 24;
 /// The smallest page of the host, and so the smallest piece.
 const PAGE_BYTES: u64 = 4096;
 const GRANT_BYTES_FIXED: usize = 40;
+const TAKE_BYTES: usize = 40;
+
+pub(crate) const TAKE_PINNED: Kind = Kind { number: 4, has_length: |len| len == TAKE_BYTES };
+pub(crate) const GRANTED_PINNED: Kind = Kind { number: 5, has_length: is_grant_length };
 
 /// Asks for the memory of a VM, ready for a device, and for the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,8 +94,6 @@ pub fn pieces(
 }
 
 impl TakePinned {
-    pub(crate) const BODY_BYTES: usize = 40;
-
     /// As it goes over the wire.
     pub fn encode(&self) -> Vec<u8> {
         let mut body = self.size_bytes.to_le_bytes().to_vec();
@@ -105,7 +105,7 @@ impl TakePinned {
         // The bus, then the device and the function in one byte.
         body.extend(self.device.routing_id().to_be_bytes());
         body.extend([0; 4]);
-        message(KIND_TAKE_PINNED, &body)
+        message(&TAKE_PINNED, &body)
     }
 
     /// The request at the start of `bytes` and its length; `None` if it is not all there.
@@ -113,7 +113,7 @@ impl TakePinned {
     /// # Errors
     /// What is there is no such request.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, ProtocolError> {
-        let Some((kind, body, whole)) = split(bytes, &[KIND_TAKE_PINNED])? else {
+        let Some((kind, body, whole)) = split(bytes, &[&TAKE_PINNED])? else {
             return Ok(None);
         };
         let size_bytes = u64::from_le_bytes(field(body, 0));
@@ -139,13 +139,13 @@ impl TakePinned {
     }
 }
 
-impl PinnedGrant {
-    pub(crate) fn is_body_length(len: usize) -> bool {
-        len.checked_sub(GRANT_BYTES_FIXED).is_some_and(|regions| {
-            regions.is_multiple_of(REGION_BYTES) && regions <= REGIONS_MAX * REGION_BYTES
-        })
-    }
+fn is_grant_length(len: usize) -> bool {
+    len.checked_sub(GRANT_BYTES_FIXED).is_some_and(|regions| {
+        regions.is_multiple_of(REGION_BYTES) && regions <= REGIONS_MAX * REGION_BYTES
+    })
+}
 
+impl PinnedGrant {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut body = self.size_bytes.to_le_bytes().to_vec();
         body.extend([self.pages as u8, 0, 0, 0, 0, 0, 0, 0]);
@@ -159,7 +159,7 @@ impl PinnedGrant {
                 body.extend(number.to_le_bytes());
             }
         }
-        message(KIND_GRANTED_PINNED, &body)
+        message(&GRANTED_PINNED, &body)
     }
 
     pub(crate) fn of_body(kind: u16, body: &[u8]) -> Result<Self, ProtocolError> {
