@@ -22,37 +22,40 @@ use loom::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(not(loom))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::pins::Pins;
-use crate::region::RamRegion;
-
-/// One reason to keep all pages.
+/// One reason to keep all pages. `P` is what can unpin some.
 #[derive(Debug)]
-struct Ban {
+struct Ban<P: ?Sized> {
     number: u64,
     reason: &'static str,
     /// What can unpin memory that the guest asks for before it uses it again.
-    pins: Option<Arc<dyn Pins>>,
+    pins: Option<Arc<P>>,
 }
 
 /// The bans that hold now, in the order in which they began.
-#[derive(Debug, Default)]
-pub(crate) struct Discards(RwLock<Vec<Ban>>);
+#[derive(Debug)]
+pub(crate) struct Discards<P: ?Sized>(RwLock<Vec<Ban<P>>>);
+
+impl<P: ?Sized> Default for Discards<P> {
+    fn default() -> Self {
+        Self(RwLock::new(Vec::new()))
+    }
+}
 
 /// Proof that pages may be discarded as long as it is borrowed.
 #[derive(Debug)]
 pub(crate) struct Permit<'a>(PhantomData<&'a ()>);
 
-impl Discards {
-    fn read(&self) -> RwLockReadGuard<'_, Vec<Ban>> {
+impl<P: ?Sized> Discards<P> {
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Ban<P>>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Vec<Ban>> {
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Ban<P>>> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins a ban. What was being discarded has been when this returns.
-    pub(crate) fn ban(self: &Arc<Self>, reason: &'static str) -> DiscardBan {
+    pub(crate) fn ban(self: &Arc<Self>, reason: &'static str) -> DiscardBan<P> {
         let mut bans = self.write();
         // In the order in which they came, so that the last number is the greatest.
         let number = bans.last().map_or(0, |ban| ban.number.wrapping_add(1));
@@ -67,7 +70,7 @@ impl Discards {
     }
 
     /// What unpins memory, if there is exactly one ban and it has that.
-    pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
+    pub(crate) fn pins(&self) -> Option<Arc<P>> {
         match &self.read()[..] {
             [ban] => ban.pins.clone(),
             _ => None,
@@ -83,13 +86,12 @@ impl Discards {
         })
     }
 
-    /// Does `act` with the parts of `piece` that may be discarded. `may_unpin`: the guest asks before it uses
-    /// the memory again, so what is pinned may be unpinned for it.
+    /// Does `act` with the parts of `piece` that may be discarded. With `unpin` the guest asks before it uses
+    /// the memory again, so what is pinned may be unpinned for it: that returns the parts that were.
     pub(crate) fn release<R>(
         &self,
-        region: &RamRegion,
         piece: &Range<u64>,
-        may_unpin: bool,
+        unpin: Option<impl FnOnce(&P) -> Vec<Range<u64>>>,
         act: impl FnOnce(Vec<Range<u64>>, &Permit<'_>) -> R,
     ) -> R {
         let permit = Permit(PhantomData);
@@ -97,16 +99,16 @@ impl Discards {
         if bans.is_empty() {
             return act(vec![piece.clone()], &permit);
         }
-        if !may_unpin {
+        let Some(unpin) = unpin else {
             return act(Vec::new(), &permit);
-        }
+        };
         drop(bans);
         // Alone: between unpinning and discarding no other caller may find the memory unpinned, and
         // have it pinned again.
         let bans = self.write();
         let parts = match &bans[..] {
             [] => vec![piece.clone()],
-            [Ban { pins: Some(pins), .. }] => pins.unpin(region, piece),
+            [Ban { pins: Some(pins), .. }] => unpin(pins),
             _ => Vec::new(),
         };
         act(parts, &permit)
@@ -133,14 +135,14 @@ impl Discards {
 
 /// As long as it lives, no page of guest memory is discarded, but for what its pins unpin before.
 #[derive(Debug)]
-pub struct DiscardBan {
-    discards: Arc<Discards>,
+pub struct DiscardBan<P: ?Sized> {
+    discards: Arc<Discards<P>>,
     number: u64,
 }
 
-impl DiscardBan {
+impl<P: ?Sized> DiscardBan<P> {
     /// From here on this ban does not hold for memory that `pins` unpins.
-    pub fn except_unpinned(&self, pins: Arc<dyn Pins>) {
+    pub fn except_unpinned(&self, pins: Arc<P>) {
         let mut bans = self.discards.write();
         if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
             ban.pins = Some(pins);
@@ -148,7 +150,7 @@ impl DiscardBan {
     }
 }
 
-impl Drop for DiscardBan {
+impl<P: ?Sized> Drop for DiscardBan<P> {
     fn drop(&mut self) {
         let mut bans = self.discards.write();
         let at = bans.iter().position(|ban| ban.number == self.number);
@@ -168,6 +170,9 @@ mod loom_tests {
     use loom::thread;
 
     use super::*;
+
+    /// Nothing unpins here.
+    type Discards = super::Discards<()>;
 
     /// One page of guest memory: which page of the host the guest has there, and what is in the
     /// pages of the host.

@@ -74,6 +74,7 @@ mod lease;
 mod mapping;
 mod maps;
 mod pins;
+mod plugged;
 pub mod plugging;
 mod populate;
 mod populated;
@@ -93,12 +94,11 @@ pub use backing_error::BackingError;
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
-pub use discards::DiscardBan;
 pub use holds::PageHold;
 pub use layout::{LayoutError, RamLayout};
 pub use lease::Lease;
 pub use maps::{ResidentMap, ZeroMap};
-pub use pins::Pins;
+pub use pins::{DiscardBan, Pins};
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Populate, Prefault, PrefaultError, PrefaultEvent, PrefaultHelper,

@@ -10,6 +10,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use crate::discards;
 use crate::region::RamRegion;
 
 /// An owner of pinned guest memory, for devices. Ranges are bytes of a region.
@@ -34,6 +35,9 @@ pub trait Pins: Send + Sync {
         range: &Range<u64>,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 }
+
+/// As long as it lives, no page of guest memory is discarded, but for what its pins unpin before.
+pub type DiscardBan = discards::DiscardBan<dyn Pins>;
 
 impl fmt::Debug for dyn Pins {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,13 +9,11 @@
 //! Must never be what keeps a guest from touching a block that it does not have: that costs the host a
 //! page, and is the guest's own loss.
 
-use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use page_bitmap::PageBitmap;
-
 use crate::pins::Pins;
+use crate::plugged::Plugged;
 use crate::populate::PopulateError;
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion};
@@ -60,31 +58,6 @@ pub enum PlugError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-}
-
-/// Which blocks of a region the guest has.
-#[derive(Debug)]
-pub(crate) struct Plugged {
-    block_bytes: u64,
-    blocks: PageBitmap,
-    /// Unplugged blocks of which the host has not got every page: contents were still to arrive, or the
-    /// pages were pinned.
-    unreturned: PageBitmap,
-}
-
-impl Plugged {
-    pub(crate) fn new(block_bytes: u64, len_bytes: u64) -> io::Result<Self> {
-        let count = len_bytes / block_bytes.max(1);
-        Ok(Self {
-            block_bytes,
-            blocks: PageBitmap::sparse(count)?,
-            unreturned: PageBitmap::sparse(count)?,
-        })
-    }
-
-    fn range_of(&self, blocks: &Range<u64>) -> Range<u64> {
-        blocks.start * self.block_bytes..blocks.end * self.block_bytes
-    }
 }
 
 impl RamRegion {

@@ -20,6 +20,7 @@ use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
 use crate::layout::{LayoutError, RamLayout, ZoneExtent};
 use crate::lease::Lease;
+use crate::pins::Pins;
 use crate::populate::THP_BYTES;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::region::{AccessError, RamRegion, Zone};
@@ -170,7 +171,7 @@ pub struct GuestRam {
     warnings: Vec<String>,
     locked: Vec<LockedFile>,
     starts_zero: bool,
-    discards: Arc<Discards>,
+    discards: Arc<Discards<dyn Pins>>,
 }
 
 impl GuestRam {
@@ -304,7 +305,7 @@ impl GuestRam {
         &self.regions
     }
 
-    pub(crate) fn discards(&self) -> &Arc<Discards> {
+    pub(crate) fn discards(&self) -> &Arc<Discards<dyn Pins>> {
         &self.discards
     }
 

@@ -13,8 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::PAGE_BYTES;
-use crate::discards::DiscardBan;
-use crate::pins::Pins;
+use crate::pins::{DiscardBan, Pins};
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion};
 use crate::zone_kind::ZoneKind;
@@ -198,7 +197,8 @@ impl GuestRam {
         discarded.deferred_bytes += piece.end - piece.start;
         // Before the lock of the decision, which a ban waits for.
         let _discarding = region.begin_discard(&piece);
-        self.discards().release(region, &piece, may_unpin, |parts, permit| {
+        let unpin = may_unpin.then_some(|pins: &(dyn Pins + 'static)| pins.unpin(region, &piece));
+        self.discards().release(&piece, unpin, |parts, permit| {
             for part in parts {
                 discarded.deferred_bytes -= part.end - part.start;
                 match region.discard(&part, permit) {

@@ -31,7 +31,7 @@ use crate::layout::Placement;
 use crate::lease::Lease;
 use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
-use crate::plugging::Plugged;
+use crate::plugged::Plugged;
 use crate::populate::THP_BYTES;
 use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zero::is_zero_volatile;
