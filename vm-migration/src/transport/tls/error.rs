@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use rustls::AlertDescription;
 
 use super::files::FILE_BYTES_MAX;
+use super::record::EMPTY_RECORDS_MAX;
 
 /// What TLS can suffer.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +73,9 @@ pub enum TlsError {
     /// The connection ended in the middle of the handshake.
     #[error("the peer closed the connection during the TLS handshake; was it given tls_dir, too?")]
     Ended,
+    /// Records, and nothing in them.
+    #[error("the peer sent more than {EMPTY_RECORDS_MAX} TLS records in a row without data")]
+    NoData,
     /// Anything else.
     #[error("TLS failed while {what}")]
     Protocol {

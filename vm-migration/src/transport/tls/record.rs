@@ -47,6 +47,11 @@ const INCOMING_BYTES: usize = 4 * RECORD_BYTES_MAX;
 /// Records that are sealed and sent together: as many as a receiver takes with one system call.
 const BATCH_RECORDS: usize = 4;
 
+/// Records without data that may follow each other: empty ones, tickets, key updates. A sender of this program
+/// has one in a row, a server of another some tickets. No wait ends with such a record, and more of them would
+/// keep a reader from its time limits and from a cancel.
+pub(super) const EMPTY_RECORDS_MAX: u32 = 32;
+
 /// Records after which keys are changed, whatever the cipher could bear: half of the limit of AES-GCM.
 const RECORDS_MAX: u64 = 1 << 23;
 
@@ -275,6 +280,8 @@ pub(crate) struct Opener {
     plain: Range<usize>,
     decrypter: Box<dyn MessageDecrypter>,
     sequence: u64,
+    /// Records without data since the last one with some.
+    empty_records: u32,
     messages: Messages,
     /// Nothing more comes.
     is_over: bool,
@@ -311,12 +318,22 @@ impl Opener {
         while self.plain.is_empty() {
             let Some(len) = self.incoming.record_end(0)? else { return Ok(false) };
             match self.open_one(len, stream) {
-                Ok(true) => {}
+                Ok(true) => self.count_empty()?,
                 Ok(false) => return Err(TransportError::Closed),
                 Err(error) => return Err(TlsError::of(RECEIVING, error).into()),
             }
         }
         Ok(true)
+    }
+
+    /// After a record.
+    fn count_empty(&mut self) -> Result<(), TlsError> {
+        if !self.plain.is_empty() {
+            self.empty_records = 0;
+            return Ok(());
+        }
+        self.empty_records += 1;
+        if self.empty_records > EMPTY_RECORDS_MAX { Err(TlsError::NoData) } else { Ok(()) }
     }
 
     /// Opens the next record; false when the peer ends the connection with it.
@@ -426,6 +443,7 @@ impl Stream {
             plain: 0..0,
             decrypter: decrypter(suite, secret)?,
             sequence,
+            empty_records: 0,
             messages: Messages::default(),
             is_over: false,
             failure: None,

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustls::ContentType;
 
+use super::record::EMPTY_RECORDS_MAX;
 use super::{ClientTls, ServerTls, TlsError};
 use crate::cancel::Cancel;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
@@ -314,6 +315,40 @@ fn the_answer_to_a_request_for_other_keys_comes_with_the_next_message() {
     let mut heard = [0; 15];
     Reader::new(Arc::new(one)).read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"with other keys");
+}
+
+#[test]
+fn records_without_data_keep_no_reader() {
+    const NEW_KEYS: &[u8] = &[24, 0, 0, 1, 0];
+    const TICKET: &[u8] = &[4, 0, 0, 0];
+    for (typ, payload) in [
+        (ContentType::ApplicationData, &[][..]),
+        (ContentType::Handshake, TICKET),
+        (ContentType::Handshake, NEW_KEYS),
+    ] {
+        let (one, other) = pair(LONG);
+        let tls = other.tls.as_ref().unwrap();
+        let send = |count| {
+            for _ in 0..count {
+                let record = tls.seal_for_test(typ, payload);
+                if payload == NEW_KEYS {
+                    tls.change_keys_for_test();
+                }
+                super::super::socket::send_now(&other.socket, &record).unwrap();
+            }
+        };
+        let mut reader = Reader::new(Arc::new(one));
+        for _ in 0..2 {
+            send(EMPTY_RECORDS_MAX);
+            other.send(b"x").unwrap();
+            reader.read_exact(&mut [0; 1]).unwrap();
+        }
+        let began = Instant::now();
+        send(EMPTY_RECORDS_MAX + 1);
+        let error = reader.read_exact(&mut [0; 1]).unwrap_err();
+        assert!(matches!(error, TransportError::Tls(TlsError::NoData)), "{error:?}");
+        assert!(began.elapsed() < LONG / 2);
+    }
 }
 
 #[test]
