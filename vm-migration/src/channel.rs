@@ -245,6 +245,8 @@ impl Channel {
             self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
             if self.connection.send(&Message::Abandon(reason.to_string()).encode()).is_ok() {
                 self.connection.finish_sending(LAST_WORDS_DRAIN);
+            } else {
+                self.connection.shut_down();
             }
         }
     }
@@ -313,6 +315,23 @@ mod tests {
         let heard = reader.join().unwrap();
         let contents = &heard[Message::Alive.encode().len()..];
         assert!(!contents.is_empty() && contents.iter().all(|byte| *byte == 7));
+    }
+
+    #[test]
+    fn a_connection_on_which_no_last_words_fit_ends() {
+        use std::io::Read as _;
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let never = Cancel::new().unwrap();
+        let stall = Duration::from_millis(50);
+        let channel = Channel::new(Connection::over(ours, &never, stall).unwrap());
+        let alive = Message::Alive.encode();
+        while channel.connection.send(&alive).is_ok() {}
+        assert!(channel.connection.is_between_messages());
+        channel.abandon("a cancel has come");
+        // The channel is there still, and its peer waits for nothing more.
+        theirs.set_read_timeout(Some(LONG)).unwrap();
+        theirs.read_to_end(&mut Vec::new()).unwrap();
+        assert!(channel.connection.send(&alive).is_err());
     }
 
     #[test]

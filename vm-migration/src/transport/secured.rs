@@ -95,6 +95,9 @@ impl Connection {
             return Err(TransportError::Closed);
         }
         let mut left = Left::new(parts);
+        // As long as nothing can go out nothing is sealed: a wait that ends here leaves the stream whole, and other
+        // words can follow.
+        self.wait_for_room(total)?;
         // What is sealed has a number, and has to go out.
         sealer.is_broken = true;
         loop {

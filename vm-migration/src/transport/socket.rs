@@ -18,7 +18,7 @@ use socket2::{Domain, Socket, TcpKeepalive};
 
 use super::reach::{ConnectEnd, connect_one, resolve};
 use super::tls::{ClientTls, Stream};
-use super::wait::{WaitEnd, wait};
+use super::wait::{WaitEnd, is_ready_now, wait};
 use super::{
     Address, BULK_UNSENT_BYTES_MAX, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES,
     SLOWEST_BYTES_PER_S, TCP_USER_TIMEOUT, TransportError,
@@ -383,6 +383,17 @@ impl Connection {
         let since = *self.reading_since.lock();
         let total = since.map(|since| (since, self.read_bytes.load(Ordering::Relaxed)));
         self.wait_after(error, libc::POLLIN, "receiving", total)
+    }
+
+    /// Waits until the socket takes some bytes, if it takes none now. `since` is when the message had to wait first.
+    pub(super) fn wait_for_room(&self, since: &mut Option<Instant>) -> Result<(), TransportError> {
+        const WHAT: &str = "sending";
+        let events = libc::POLLOUT;
+        while !is_ready_now(self.socket.as_raw_fd(), events).map_err(TransportError::io(WHAT))? {
+            let total = Some((*since.get_or_insert_with(Instant::now), 0));
+            self.wait_after(io::ErrorKind::WouldBlock.into(), events, WHAT, total)?;
+        }
+        Ok(())
     }
 
     /// After a call that did not transfer: waits if it would have blocked. `total` is since when how many

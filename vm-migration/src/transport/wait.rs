@@ -2,7 +2,7 @@
 
 //! Waiting on descriptors with a time limit and a cancel.
 //!
-//! May contain `unsafe`: one call of poll. Every blocking wait of the crate goes through here.
+//! May contain `unsafe`: calls of poll. Every blocking wait of the crate goes through here.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -39,6 +39,22 @@ pub(crate) fn wait_readable_or_left(
 ) -> io::Result<WaitEnd> {
     // The other ways in which a connection ends are always reported.
     wait_for(&[(fd, libc::POLLIN), (socket, libc::POLLRDHUP)], cancel, None)
+}
+
+/// Whether a descriptor is ready for `events` now, or has failed, which using it will tell.
+pub(crate) fn is_ready_now(fd: RawFd, events: i16) -> io::Result<bool> {
+    let mut polled = libc::pollfd { fd, events, revents: 0 };
+    loop {
+        // SAFETY: `polled` is one live, exclusively borrowed entry.
+        let ready = unsafe { libc::poll(&raw mut polled, 1, 0) };
+        if ready >= 0 {
+            return Ok(ready > 0);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
 }
 
 /// Waits until one of the descriptors is ready for `events`. The cancel wins over readiness.

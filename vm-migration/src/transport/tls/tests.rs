@@ -16,8 +16,10 @@ use rustls::ContentType;
 use super::record::EMPTY_RECORDS_MAX;
 use super::{ClientTls, ServerTls, TlsError};
 use crate::cancel::Cancel;
+use crate::channel::Channel;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::protocol::codec::ByteSource as _;
+use crate::protocol::message::Message;
 use crate::ram::slice;
 use crate::testing::{FakeMemory, TestCa};
 use crate::transport::{Address, Connection, Listener, Part, Reader, TransportError};
@@ -349,6 +351,36 @@ fn records_without_data_keep_no_reader() {
         assert!(matches!(error, TransportError::Tls(TlsError::NoData)), "{error:?}");
         assert!(began.elapsed() < LONG / 2);
     }
+}
+
+#[test]
+fn the_reason_of_a_cancel_follows_whole_messages_that_fill_the_socket() {
+    let (one, other) = pair(LONG);
+    let cancel = Cancel::new().unwrap();
+    one.set_cancel(&cancel);
+    one.set_stall_timeout(SHORT);
+    let alive = Message::Alive.encode();
+    let waited = loop {
+        if let Err(error) = one.send(&alive) {
+            break error;
+        }
+    };
+    assert!(matches!(waited, TransportError::Timeout { .. }), "{waited:?}");
+    assert!(one.is_between_messages(), "nothing of the last one has gone out");
+    cancel.cancel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut reader = Reader::new(Arc::new(other));
+            loop {
+                match Message::read(&mut reader).unwrap() {
+                    Message::Alive => {}
+                    Message::Abandon(reason) => break assert_eq!(reason, "the operator wants it"),
+                    other => panic!("{other:?}"),
+                }
+            }
+        });
+        Channel::new(one).abandon("the operator wants it");
+    });
 }
 
 #[test]
