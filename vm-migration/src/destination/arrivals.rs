@@ -19,7 +19,7 @@ use crate::protocol::codec::{HEADER_BYTES, Header};
 use crate::protocol::message::{Answer, Command, Message, Role};
 use crate::steering::LOOK_EVERY;
 use crate::transport::tls::{self, Handshake};
-use crate::transport::{Connection, Listener, TlsError};
+use crate::transport::{Connection, Listener, TlsError, TransportError};
 
 /// Connections that may have said too little at a time: a full set, and some strangers. When there
 /// are more, the oldest one goes.
@@ -315,6 +315,7 @@ impl Pending {
             match self.connection.receive_now(room) {
                 Ok(Some(received)) => self.said.extend_from_slice(&bytes[..received]),
                 Ok(None) => return HelloState::Partial,
+                Err(TransportError::Tls(error)) => return HelloState::Failed(error),
                 Err(_) => return HelloState::Closed,
             }
         }

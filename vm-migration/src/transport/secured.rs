@@ -210,12 +210,10 @@ impl Connection {
         Ok(is_there.then(|| self.take(&mut opener, buf)))
     }
 
-    /// Of the first record that has not been taken whole.
+    /// Of the first record that has not been taken whole. A failure is left for the read that follows.
     pub(super) fn peek_opened(&self, tls: &Stream, buf: &mut [u8]) -> usize {
         let mut opener = tls.opener();
-        if !self.fill_now(tls, &mut opener).unwrap_or(false) {
-            return 0;
-        }
+        self.poll_now(tls, &mut opener);
         let plain = opener.plain();
         let len = plain.len().min(buf.len());
         buf[..len].copy_from_slice(&plain[..len]);

@@ -354,6 +354,16 @@ fn records_without_data_keep_no_reader() {
 }
 
 #[test]
+fn a_look_ahead_leaves_a_failure_to_the_reader() {
+    let (one, other) = pair(LONG);
+    super::super::socket::send_now(&one.socket, &[23, 3, 3, 0, 5, 1, 2, 3, 4, 5]).unwrap();
+    other.wait_for_data(Some(LONG)).unwrap();
+    assert_eq!(other.peek_now(&mut [0; 16]), 0);
+    let error = other.receive_now(&mut [0; 16]).unwrap_err();
+    assert!(matches!(error, TransportError::Tls(_)), "{error:?}");
+}
+
+#[test]
 fn the_reason_of_a_cancel_follows_whole_messages_that_fill_the_socket() {
     let (one, other) = pair(LONG);
     let cancel = Cancel::new().unwrap();
