@@ -6,7 +6,8 @@
 //! is here. It answers each time until a deadline, because any answer may be lost: a source (or page server)
 //! that never receives it keeps all memory of a guest that no longer needs it. A new migration to the same
 //! address takes over the listener and answers these sources alongside its own; when it ends, the rest of the
-//! time is served here again. No connection delays the answer to another.
+//! time is served here again. What was to use TLS goes on using it: an address at which such a source is still
+//! answered is not listened on without. No connection delays the answer to another.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -20,7 +21,7 @@ use crate::cancel::Cancel;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::{Answer, Message};
 use crate::steering::LOOK_EVERY;
-use crate::transport::{Address, Listener, TransportError, WaitEnd, wait_readable};
+use crate::transport::{Address, Listener, ServerTls, TransportError, WaitEnd, wait_readable};
 
 /// A migration that is over here, well.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +45,13 @@ struct Entry {
     thread: JoinHandle<()>,
 }
 
+impl Entry {
+    /// A source may come back that has to show its certificate.
+    fn needs_tls(&self) -> bool {
+        self.listener.tls().is_some() && self.ended.iter().any(EndedMigration::lasts)
+    }
+}
+
 /// The migrations of a process that are over and answered for; clones are the same.
 #[derive(Clone, Debug, Default)]
 pub struct LateReconnects(Arc<Mutex<Vec<Entry>>>);
@@ -57,30 +65,36 @@ impl PartialEq for LateReconnects {
 impl Eq for LateReconnects {}
 
 impl LateReconnects {
-    /// Listens on an address, in place of those that answer there now for migrations that are over.
+    /// Listens on an address, in place of those that answer there now for migrations that are over. From now on all
+    /// connections there use `tls`.
     ///
     /// # Errors
-    /// As [`Listener::bind_unless`].
+    /// As [`Listener::bind_unless`], and [`TransportError::NeedsTls`].
     pub(super) fn bind(
         &self,
         address: &Address,
+        tls: Option<ServerTls>,
         cancel: &Cancel,
     ) -> Result<(Arc<Listener>, Vec<EndedMigration>), TransportError> {
         let (mut listener, mut ended, mut elsewhere) = (None, Vec::new(), Vec::new());
-        for Entry { ended: more, listener: there, stop, thread } in self.take(address) {
+        for Entry { ended: more, listener: there, stop, thread } in
+            self.take(address, tls.is_some())?
+        {
             stop.cancel();
             // It waits for nothing that the cancel does not end.
             let _ = thread.join();
             if there.address() == address {
-                // What its connections are to use is the new migration's choice.
-                listener = Some(Arc::new(there.with_tls(None)));
+                listener = Some(Arc::new(there.with_tls(tls.clone())));
             } else {
                 let (address, tls) = (there.address().clone(), there.tls().cloned());
                 elsewhere.push((address, tls, more.clone()));
             }
             ended.extend(more.into_iter().filter(EndedMigration::lasts));
         }
-        let bind = || Listener::bind_unless(address, cancel).map(Arc::new);
+        let bind = || -> Result<_, TransportError> {
+            let listener = Listener::bind_unless(address, cancel)?;
+            Ok(Arc::new(listener.with_tls(tls)))
+        };
         let bound = listener.map_or_else(bind, Ok);
         if bound.is_err() {
             for (address, tls, ended) in elsewhere {
@@ -93,9 +107,15 @@ impl LateReconnects {
         Ok((bound?, ended))
     }
 
-    fn take(&self, address: &Address) -> Vec<Entry> {
+    /// Takes those out that are in the way of a listener, which uses TLS or does not.
+    fn take(&self, address: &Address, has_tls: bool) -> Result<Vec<Entry>, TransportError> {
         let mut entries = self.0.lock();
-        entries.extract_if(.., |entry| collide(entry.listener.address(), address)).collect()
+        let in_the_way = |entry: &Entry| collide(entry.listener.address(), address);
+        let mut there = entries.iter().filter(|entry| in_the_way(entry));
+        if !has_tls && there.any(Entry::needs_tls) {
+            return Err(TransportError::NeedsTls(address.clone()));
+        }
+        Ok(entries.extract_if(.., |entry| in_the_way(entry)).collect())
     }
 
     /// Answers for these, as far as they last, where no other thread does any more.

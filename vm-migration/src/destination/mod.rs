@@ -152,17 +152,18 @@ impl Listener {
     }
 
     /// The same, in place of listeners of this process that are there only to answer sources of
-    /// migrations that are over: this one answers those, too. `cancel` ends the wait for the resolver of
-    /// names.
+    /// migrations that are over: this one answers those, too. Connections use TLS, with these certificates, or they
+    /// do not. `cancel` ends the wait for the resolver of names.
     ///
     /// # Errors
-    /// As [`bind`](Self::bind).
+    /// As [`bind`](Self::bind), and [`TransportError::NeedsTls`] where a migration that is over has used TLS.
     pub fn bind_over(
         address: &Address,
+        tls: Option<ServerTls>,
         late_reconnects: &LateReconnects,
         cancel: &Cancel,
     ) -> Result<Self, TransportError> {
-        let (socket, ended) = late_reconnects.bind(address, cancel)?;
+        let (socket, ended) = late_reconnects.bind(address, tls, cancel)?;
         Ok(Self { socket, ended, late_reconnects: late_reconnects.clone() })
     }
 

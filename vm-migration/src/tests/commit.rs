@@ -488,13 +488,13 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
     // A port that is taken over and cannot be used.
     let Address::Tcp { port, .. } = address else { panic!() };
     let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
-    Listener::bind_over(&elsewhere, &late_reconnects, &never).unwrap_err();
+    Listener::bind_over(&elsewhere, None, &late_reconnects, &never).unwrap_err();
     hears_the_end(&address, id);
     // No reception begins.
-    drop(Listener::bind_over(&address, &late_reconnects, &never).unwrap());
+    drop(Listener::bind_over(&address, None, &late_reconnects, &never).unwrap());
     hears_the_end(&address, id);
     for fails in [true, false] {
-        let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
+        let listener = Listener::bind_over(&address, None, &late_reconnects, &never).unwrap();
         let builder = Builder::new(&to, &guest);
         let (cancel, progress) = (Cancel::new().unwrap(), Progress::new(Side::Destination));
         let progress = Arc::new(progress);
@@ -534,7 +534,7 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
     guest.fill(&from, 60);
-    let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
+    let listener = Listener::bind_over(&address, None, &late_reconnects, &never).unwrap();
     let steering = Steering::new();
     let receiver = {
         let (builder, steering) = (Builder::new(&to, &guest), steering.clone());
@@ -577,7 +577,7 @@ fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 5);
     guest.fill(&from, 20);
-    let listener = Listener::bind_over(&address, &late_reconnects, &never).unwrap();
+    let listener = Listener::bind_over(&address, None, &late_reconnects, &never).unwrap();
     assert_eq!(*listener.address(), address);
     let builder = Builder::new(&to, &guest);
     let progress = Arc::new(Progress::new(Side::Destination));

@@ -199,7 +199,7 @@ fn tls_needs_a_network_and_hands_no_memory_over() {
 }
 
 #[test]
-fn who_comes_late_is_answered_over_tls_also_beside_a_migration_without() {
+fn who_comes_late_is_answered_over_tls_and_in_no_other_way() {
     let (source, destination) = certificates();
     let limit = Duration::from_secs(5);
     let never = Cancel::new().unwrap();
@@ -217,12 +217,24 @@ fn who_comes_late_is_answered_over_tls_also_beside_a_migration_without() {
     );
     assert_eq!(ask(&address, id, Some(&source)).unwrap(), b"");
     ask(&address, id, None).unwrap_err();
-    // The next migration says what all connections use there.
-    let bind =
-        || crate::destination::Listener::bind_over(&address, &late_reconnects, &never).unwrap();
-    assert!(!bind().is_authenticated());
-    assert_eq!(ask(&address, id, None).unwrap(), b"");
-    drop(bind().with_tls(Some(certificates().1)));
+    // The next migration there cannot do without, at any address of that port, and changes nothing when it tries.
+    let bind = |at: &Address, tls| {
+        crate::destination::Listener::bind_over(at, tls, &late_reconnects, &never)
+    };
+    let Address::Tcp { port, .. } = address else { panic!() };
+    for at in [&address, &Address::Tcp { host: "0.0.0.0".into(), port }] {
+        let refused = bind(at, None).unwrap_err();
+        assert!(matches!(refused, TransportError::NeedsTls(_)), "{refused:?}");
+        assert!(refused.to_string().contains("give tls_dir"), "{refused}");
+        assert_eq!(ask(&address, id, Some(&source)).unwrap(), b"");
+        ask(&address, id, None).unwrap_err();
+    }
+    // With the certificates of the next one, also when that is over.
+    let (other_source, other) = certificates();
+    let next = bind(&address, Some(other)).unwrap();
+    assert!(next.is_authenticated());
+    drop(next);
+    assert_eq!(ask(&address, id, Some(&other_source)).unwrap(), b"");
     let refused = ask(&address, id, Some(&source)).unwrap_err();
     let crate::Cause::Transport(TransportError::Tls(_)) = refused else { panic!("{refused:?}") };
 }

@@ -93,6 +93,12 @@ pub enum TransportError {
     /// Another process listens there.
     #[error("cannot listen on {0}: another process already listens there")]
     InUse(Address),
+    /// Connections there have to use TLS, and were not to.
+    #[error(
+        "cannot listen on {0} without TLS: the source of a migration that is over may still come back there, \
+         and that used TLS; give tls_dir, or use another port"
+    )]
+    NeedsTls(Address),
     /// The peer ended the connection.
     #[error("the peer closed the connection")]
     Closed,

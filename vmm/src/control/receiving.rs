@@ -126,8 +126,8 @@ pub fn bind(
     if address.has_name() {
         return Ok(ListenTarget::Unresolved(address, tls));
     }
-    Listener::bind_over(&address, late_reconnects, cancel)
-        .map(|listener| ListenTarget::Bound(listener.with_tls(tls)))
+    Listener::bind_over(&address, tls, late_reconnects, cancel)
+        .map(ListenTarget::Bound)
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
@@ -161,9 +161,7 @@ impl ListenTarget {
             Self::Unresolved(address, tls) => (address, tls),
         };
         log::info!("asking where {address} is");
-        let bound = Listener::bind_over(&address, late_reconnects, cancel)
-            .map(|listener| listener.with_tls(tls))
-            .inspect(tell_ready);
+        let bound = Listener::bind_over(&address, tls, late_reconnects, cancel).inspect(tell_ready);
         bound.map_err(|error| {
             let is_cancelled = matches!(error, TransportError::Cancelled);
             let report = FailureReport::before_the_begin(Side::Destination, "listening", &error);
