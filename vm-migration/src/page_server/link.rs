@@ -5,10 +5,14 @@
 //! Owns the frames and their order. A source waits for an answer no longer than the time limit that it
 //! names; a page server waits for its takeover request for as long as the source is there.
 
+use std::borrow::Cow;
+use std::fmt;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use zeroize::Zeroizing;
 
 use super::takeover::{ServedMemory, TakeoverRequest};
 use super::{TakeoverOutcome, take_over_limit};
@@ -37,12 +41,19 @@ const CHARGE_BYTES_MAX: u64 = 1 << 20;
 const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// What a page server has to do, unchecked.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(PartialEq, Eq)]
 enum Order {
     Memory(Vec<u8>),
     /// Number of a file, which comes along as a descriptor.
     File(u32),
-    TakeoverRequest(Vec<u8>),
+    /// It may hold a private key: never to be logged, and gone from memory when it was used.
+    TakeoverRequest(Zeroizing<Vec<u8>>),
+}
+
+impl fmt::Debug for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Order").field(&self.name()).finish_non_exhaustive()
+    }
 }
 
 impl Order {
@@ -55,11 +66,11 @@ impl Order {
     }
 
     /// Header and payload.
-    fn encode(&self) -> (Vec<u8>, Vec<u8>) {
-        let (code, payload) = match self {
-            Self::Memory(json) => (MEMORY, json.clone()),
-            Self::File(number) => (FILE, number.to_le_bytes().to_vec()),
-            Self::TakeoverRequest(json) => (TAKEOVER, json.clone()),
+    fn encode(&self) -> (Vec<u8>, Cow<'_, [u8]>) {
+        let (code, payload): (_, Cow<'_, [u8]>) = match self {
+            Self::Memory(json) => (MEMORY, json.into()),
+            Self::File(number) => (FILE, number.to_le_bytes().to_vec().into()),
+            Self::TakeoverRequest(json) => (TAKEOVER, json.as_slice().into()),
         };
         (Header::new(code, payload.len() as u64).encode().to_vec(), payload)
     }
@@ -70,7 +81,8 @@ impl Order {
         match code {
             MEMORY => Ok(Self::Memory(read_payload(from, what, len_bytes, MEMORY_BYTES_MAX)?)),
             TAKEOVER => {
-                Ok(Self::TakeoverRequest(read_payload(from, what, len_bytes, CHARGE_BYTES_MAX)?))
+                let json = read_payload(from, what, len_bytes, CHARGE_BYTES_MAX)?;
+                Ok(Self::TakeoverRequest(Zeroizing::new(json)))
             }
             FILE if len_bytes == 4 => {
                 let mut number = [0; 4];
@@ -134,7 +146,7 @@ impl SourceEnd {
     /// # Errors
     /// When it cannot, or does not answer in time: see [`super::PageServerHandle::take_over`].
     pub fn takeover(&mut self, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, Cause> {
-        self.order(&Order::TakeoverRequest(takeover.to_json()), None)?;
+        self.order(&Order::TakeoverRequest(Zeroizing::new(takeover.to_json())), None)?;
         let answer = self.channel.answer(take_over_limit(&self.limits))?;
         match answer.payload.as_slice() {
             [] => Ok(TakeoverOutcome::Serving),
@@ -253,7 +265,7 @@ pub fn fuzz_orders(data: &[u8]) {
     let mut layout = None;
     while let Ok(order) = Order::read(&mut from) {
         let (header, payload) = order.encode();
-        let again = Order::read(&mut [header, payload].concat().as_slice());
+        let again = Order::read(&mut [&header, &*payload].concat().as_slice());
         assert!(again.is_ok_and(|again| again == order));
         match order {
             Order::Memory(json) => {
@@ -272,5 +284,18 @@ pub fn fuzz_orders(data: &[u8]) {
                 assert_eq!(again.as_ref(), Some(&takeover));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_order_holds_is_not_in_its_debug_form() {
+        let request = Order::TakeoverRequest(Zeroizing::new(b"{\"key\":77}".to_vec()));
+        let told = format!("{request:?} {:#?}", Order::Memory(vec![77; 3]));
+        assert!(told.contains("a takeover request"), "{told}");
+        assert!(!told.contains("key") && !told.contains("77") && !told.contains("107"), "{told}");
     }
 }

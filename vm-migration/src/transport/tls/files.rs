@@ -16,6 +16,7 @@ use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroize as _;
 
 use super::TlsError;
 
@@ -50,7 +51,8 @@ impl Kind {
     }
 }
 
-/// The text of the three files of one side. Has a private key: never to be logged.
+/// The text of the three files of one side. Has a private key: never to be logged, and overwritten in the end. rustls
+/// and ring have their own forms of it for as long as a configuration lives.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PemFiles {
@@ -64,6 +66,12 @@ pub(crate) struct PemFiles {
 impl fmt::Debug for PemFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PemFiles").field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+impl Drop for PemFiles {
+    fn drop(&mut self) {
+        self.key.zeroize();
     }
 }
 
@@ -128,7 +136,8 @@ fn read(path: &Path) -> Result<String, TlsError> {
         }
         Ok(file)
     };
-    let mut text = String::new();
+    // As much as it can have: a string that grows leaves copies behind.
+    let mut text = String::with_capacity(usize::try_from(FILE_BYTES_MAX).unwrap_or_default() + 2);
     open()
         .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text))
         .map_err(failed)?;
