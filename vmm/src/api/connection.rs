@@ -97,22 +97,25 @@ async fn answer(
         Err(error) if with_fds => return closing(failure(&error)),
         Err(error) => return failure(&error),
     };
-    carry_out(request, &handle, &client).await.unwrap_or_else(|error| failure(&error))
+    carry_out(endpoint.path, request, &handle, &client)
+        .await
+        .unwrap_or_else(|error| failure(&error))
 }
 
 fn understand(endpoint: &Endpoint, body: &[u8], fds: Vec<OwnedFd>) -> Result<VmmRequest, ApiError> {
     let mut request = (endpoint.decode)(body)?;
-    rights::attach(&mut request, fds)?;
+    rights::attach(endpoint.path, &mut request, fds)?;
     Ok(request)
 }
 
 async fn carry_out(
+    name: &'static str,
     request: VmmRequest,
     handle: &ApiHandle,
     client: &Peer,
 ) -> Result<HttpResponse, ApiError> {
     let _busy = client.slot.begin_request();
-    let (mut asked, mut gone) = (pin!(handle.ask(request)), pin!(client.hangup.wait()));
+    let (mut asked, mut gone) = (pin!(handle.ask(name, request)), pin!(client.hangup.wait()));
     let reply = poll_fn(|cx| match asked.as_mut().poll(cx) {
         // Asked at least once: what a client has sent before it went is carried out if nothing is in its way.
         Poll::Pending => gone.as_mut().poll(cx).map(|()| Err(client_is_gone())),

@@ -3,14 +3,20 @@
 //! The table of API endpoints, from which routing, the OpenAPI description and the refusal of
 //! unsupported endpoints are derived.
 //!
-//! Owns paths, methods, request and response bodies. It must never know sockets.
+//! Owns paths, which are also the names of requests, methods, request and response bodies. It must never know
+//! sockets.
 
 use serde::de::DeserializeOwned;
 
+use super::body::{Body, BodySchema, counters, derived, schema};
 use super::request::{ApiError, ApiErrorKind, ApiReply, VmmRequest};
+use super::types::{
+    MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmInfo, VmmPingResponse,
+};
 use crate::config::{
-    ForceData, MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig,
-    SendMigrationData, VmConfig, VmSnapshotConfig,
+    DeviceConfig, DiskConfig, ForceData, MigrationRecoverData, NetConfig, NewDevice,
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmRemoveDevice, VmResize,
+    VmResizeZone, VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
 
@@ -34,17 +40,6 @@ impl Method {
             Self::Put => "PUT",
         }
     }
-}
-
-/// The JSON body of a request or response, by the name of its schema.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Body {
-    /// None.
-    Empty,
-    /// This schema.
-    Schema(&'static str),
-    /// This schema, or nothing.
-    Optional(&'static str),
 }
 
 /// A supported endpoint.
@@ -83,7 +78,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Checks that the VMM responds, and returns its version.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("VmmPingResponse"),
+        gives: Body::Schema(schema!(VmmPingResponse)),
         errors: &[],
         decode: |_| Ok(VmmRequest::Ping),
     },
@@ -92,7 +87,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Shuts the VM down and ends the VMM process.",
         operation: Some("shutdownVMM"),
-        takes: Body::Optional("ForceData"),
+        takes: Body::Optional(schema!(ForceData)),
         gives: Body::Empty,
         errors: &[],
         decode: |body| Ok(VmmRequest::VmmShutdown { force: decode_force(body)? }),
@@ -103,7 +98,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Returns the configuration and state of the VM.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("VmInfo"),
+        gives: Body::Schema(schema!(VmInfo)),
         errors: &[NotCreated],
         decode: |_| Ok(VmmRequest::Info),
     },
@@ -113,7 +108,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Returns the counters of the VM's devices.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("VmCounters"),
+        gives: Body::Schema(BodySchema { name: "VmCounters", collect: counters }),
         errors: LIVE,
         decode: |_| Ok(VmmRequest::Counters),
     },
@@ -122,7 +117,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Creates the VM without booting it.",
         operation: Some("createVM"),
-        takes: Body::Schema("VmConfig"),
+        takes: Body::Schema(schema!(VmConfig)),
         gives: Body::Empty,
         errors: &[AlreadyCreated],
         decode: decode_create,
@@ -132,7 +127,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Deletes the VM.",
         operation: Some("deleteVM"),
-        takes: Body::Optional("ForceData"),
+        takes: Body::Optional(schema!(ForceData)),
         gives: Body::Empty,
         errors: &[NotCreated, Conflict],
         decode: |body| Ok(VmmRequest::Delete { force: decode_force(body)? }),
@@ -213,8 +208,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Adds a passed-through host device to the VM. If the VM is running, it is hot-plugged \
                   and its PCI address returned; otherwise it is present at the next boot.",
         operation: None,
-        takes: Body::Schema("DeviceConfig"),
-        gives: Body::Optional("PciDeviceInfo"),
+        takes: Body::Schema(schema!(DeviceConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
         errors: &[NotCreated, Conflict],
         decode: |body| Ok(add(NewDevice::Host(json("DeviceConfig", body)?))),
     },
@@ -223,8 +218,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Adds a disk to the VM, as vm.add-device does.",
         operation: None,
-        takes: Body::Schema("DiskConfig"),
-        gives: Body::Optional("PciDeviceInfo"),
+        takes: Body::Schema(schema!(DiskConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
         errors: &[NotCreated, Conflict],
         decode: |body| Ok(add(NewDevice::Disk(json("DiskConfig", body)?))),
     },
@@ -233,8 +228,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Adds a network device to the VM, as vm.add-device does.",
         operation: None,
-        takes: Body::Schema("NetConfig"),
-        gives: Body::Optional("PciDeviceInfo"),
+        takes: Body::Schema(schema!(NetConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
         errors: &[NotCreated, Conflict],
         decode: |body| Ok(add(NewDevice::Net(json("NetConfig", body)?))),
     },
@@ -243,8 +238,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Adds a vsock device to the VM, as vm.add-device does.",
         operation: None,
-        takes: Body::Schema("VsockConfig"),
-        gives: Body::Optional("PciDeviceInfo"),
+        takes: Body::Schema(schema!(VsockConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
         errors: &[NotCreated, Conflict],
         decode: |body| Ok(add(NewDevice::Vsock(json("VsockConfig", body)?))),
     },
@@ -254,7 +249,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Removes a disk, network, vsock or passed-through device. If the VM is running, the \
                   guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
-        takes: Body::Schema("VmRemoveDevice"),
+        takes: Body::Schema(schema!(VmRemoveDevice)),
         gives: Body::Empty,
         errors: &[NotFound, Conflict],
         decode: |body| Ok(VmmRequest::RemoveDevice(json("VmRemoveDevice", body)?)),
@@ -265,7 +260,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Changes the size of the VM's memory, up to hotplug_size, or of its balloon. The \
                   number of vCPUs cannot be changed in this version.",
         operation: None,
-        takes: Body::Schema("VmResize"),
+        takes: Body::Schema(schema!(VmResize)),
         gives: Body::Empty,
         // NotNow as clients know it from these requests; this version has no such moment.
         errors: &[NotCreated, NotBooted, Conflict, NotNow, NotSupported],
@@ -276,7 +271,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Changes the size of a memory zone, up to its hotplug_size.",
         operation: None,
-        takes: Body::Schema("VmResizeZone"),
+        takes: Body::Schema(schema!(VmResizeZone)),
         gives: Body::Empty,
         errors: &[NotCreated, NotBooted, Conflict, NotNow],
         decode: |body| Ok(VmmRequest::ResizeZone(json("VmResizeZone", body)?)),
@@ -286,7 +281,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Starts migrating the VM to another VMM.",
         operation: None,
-        takes: Body::Schema("SendMigrationData"),
+        takes: Body::Schema(schema!(SendMigrationData)),
         gives: Body::Empty,
         errors: LIVE,
         decode: decode_send,
@@ -296,7 +291,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Receives a VM from another VMM; answered when the migration has completed.",
         operation: None,
-        takes: Body::Schema("ReceiveMigrationData"),
+        takes: Body::Schema(schema!(ReceiveMigrationData)),
         gives: Body::Empty,
         errors: &[AlreadyCreated, Conflict],
         decode: decode_receive,
@@ -307,7 +302,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Returns the progress of the current migration, or the result of the last one.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("MigrationProgress"),
+        gives: Body::Schema(BodySchema {
+            name: "MigrationProgress",
+            collect: derived::<ProgressDocument>,
+        }),
         errors: &[NotCreated],
         decode: |_| Ok(VmmRequest::MigrationProgress),
     },
@@ -318,7 +316,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
                   a timeline, and the time that each thread waited for pages.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("MigrationReport"),
+        gives: Body::Schema(BodySchema {
+            name: "MigrationReport",
+            collect: derived::<MigrationReport>,
+        }),
         errors: &[NotCreated],
         decode: |_| Ok(VmmRequest::MigrationReport),
     },
@@ -329,7 +330,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
                   the source. Refused once the destination owns the guest.",
         operation: None,
         takes: Body::Empty,
-        gives: Body::Schema("MigrationCancelled"),
+        gives: Body::Schema(schema!(MigrationCancelled)),
         errors: &[NotCreated, Conflict],
         decode: |_| Ok(VmmRequest::MigrationCancel),
     },
@@ -349,7 +350,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         summary: "Re-establishes the lost connections of a postcopy migration; at the destination, \
                   listens at another address.",
         operation: None,
-        takes: Body::Schema("MigrationRecoverData"),
+        takes: Body::Schema(schema!(MigrationRecoverData)),
         gives: Body::Empty,
         errors: &[NotCreated, Conflict],
         decode: decode_recover,
@@ -359,7 +360,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Saves a snapshot of the paused VM to a directory.",
         operation: None,
-        takes: Body::Schema("VmSnapshotConfig"),
+        takes: Body::Schema(schema!(VmSnapshotConfig)),
         gives: Body::Empty,
         errors: LIVE,
         decode: decode_snapshot,
@@ -380,7 +381,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Restores a VM from a snapshot.",
         operation: None,
-        takes: Body::Schema("RestoreConfig"),
+        takes: Body::Schema(schema!(RestoreConfig)),
         gives: Body::Empty,
         errors: &[NotCreated, AlreadyCreated, Conflict],
         decode: decode_restore,

@@ -20,7 +20,7 @@
 //! | `connection` | one HTTP request, from head to response |
 //! | `rights` | descriptors with a request (SCM_RIGHTS) |
 //! | `endpoints` | the table of endpoints: routing, OpenAPI, refusals |
-//! | `openapi`, `types` | the description, and the answers as JSON |
+//! | `openapi`, `body`, `types` | the description, the schemas of bodies, and the answers as JSON |
 //! | `request` | messages to the VMM thread and its replies |
 //! | `socket` | the Unix socket |
 //! | `client` | a blocking client |
@@ -33,6 +33,7 @@ pub mod server;
 pub mod socket;
 pub mod types;
 
+mod body;
 mod connection;
 mod connection_slots;
 mod hangup;

@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 
-use utoipa::ToSchema;
 use utoipa::openapi::path::{HttpMethod, OperationBuilder, PathItem};
 use utoipa::openapi::request_body::RequestBodyBuilder;
 use utoipa::openapi::response::{ResponseBuilder, ResponsesBuilder};
@@ -17,17 +16,11 @@ use utoipa::openapi::{
     Ref, RefOr, Required, Server,
 };
 
-use super::endpoints::{Body, ENDPOINTS, Endpoint, Method};
+use super::body::Body;
+use super::endpoints::{ENDPOINTS, Endpoint, Method};
 use super::request::ApiErrorKind;
-use super::types::{
-    API_VERSION, MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmCounters,
-    VmInfo, VmmPingResponse,
-};
+use super::types::API_VERSION;
 use crate::config::value::{FieldValue, SchemaSet};
-use crate::config::{
-    ForceData, MigrationRecoverData, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
-};
 
 /// The description of the API.
 pub fn document() -> OpenApi {
@@ -63,24 +56,14 @@ pub fn document_json() -> String {
     text
 }
 
+/// What the bodies of the endpoints consist of, and the error that all may answer with.
 fn schemas() -> SchemaSet {
     let mut out = BTreeMap::new();
-    VmmPingResponse::collect_schemas(&mut out);
-    VmInfo::collect_schemas(&mut out);
-    MigrationCancelled::collect_schemas(&mut out);
-    SendMigrationData::collect_schemas(&mut out);
-    ReceiveMigrationData::collect_schemas(&mut out);
-    MigrationRecoverData::collect_schemas(&mut out);
-    ForceData::collect_schemas(&mut out);
-    VmRemoveDevice::collect_schemas(&mut out);
-    PciDeviceInfo::collect_schemas(&mut out);
-    VmResize::collect_schemas(&mut out);
-    VmResizeZone::collect_schemas(&mut out);
-    VmSnapshotConfig::collect_schemas(&mut out);
-    RestoreConfig::collect_schemas(&mut out);
-    out.insert("VmCounters".to_owned(), VmCounters::schema());
-    collect::<ProgressDocument>(&mut out);
-    collect::<MigrationReport>(&mut out);
+    for body in ENDPOINTS.iter().flat_map(|endpoint| [&endpoint.takes, &endpoint.gives]) {
+        if let Some(schema) = body.schema() {
+            (schema.collect)(&mut out);
+        }
+    }
     out.insert(
         "ErrorChain".to_owned(),
         RefOr::T(
@@ -93,20 +76,13 @@ fn schemas() -> SchemaSet {
     out
 }
 
-/// Adds the schema of a type that derives it, and of the types in it.
-fn collect<T: ToSchema>(out: &mut SchemaSet) {
-    let mut all = vec![(T::name().into_owned(), T::schema())];
-    T::schemas(&mut all);
-    out.extend(all);
-}
-
 fn operation(endpoint: &Endpoint) -> OperationBuilder {
     let mut operation =
         OperationBuilder::new().summary(Some(endpoint.summary)).operation_id(endpoint.operation);
     let takes = match endpoint.takes {
         Body::Empty => None,
-        Body::Schema(name) => Some((name, Required::True)),
-        Body::Optional(name) => Some((name, Required::False)),
+        Body::Schema(schema) => Some((schema.name, Required::True)),
+        Body::Optional(schema) => Some((schema.name, Required::False)),
     };
     if let Some((name, required)) = takes {
         operation = operation.request_body(Some(
@@ -121,11 +97,11 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
         Body::Empty => {
             responses.response("204", ResponseBuilder::new().description("Success.").build())
         }
-        Body::Schema(name) | Body::Optional(name) => responses.response(
+        Body::Schema(schema) | Body::Optional(schema) => responses.response(
             "200",
             ResponseBuilder::new()
                 .description("Success.")
-                .content("application/json", content(name))
+                .content("application/json", content(schema.name))
                 .build(),
         ),
     };
@@ -134,7 +110,7 @@ fn operation(endpoint: &Endpoint) -> OperationBuilder {
         responses = responses.response("204", done.build());
     }
     let mut failures = vec![ApiErrorKind::Failed];
-    if endpoint.takes != Body::Empty {
+    if endpoint.takes.schema().is_some() {
         failures.push(ApiErrorKind::BadRequest);
     }
     failures.extend_from_slice(endpoint.errors);

@@ -87,46 +87,6 @@ pub enum VmmRequest {
     },
 }
 
-impl VmmRequest {
-    /// Name as in the HTTP path, for logs.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Ping => "vmm.ping",
-            Self::Create(_) => "vm.create",
-            Self::Boot => "vm.boot",
-            Self::Info => "vm.info",
-            Self::Counters => "vm.counters",
-            Self::Pause => "vm.pause",
-            Self::Resume => "vm.resume",
-            Self::Shutdown => "vm.shutdown",
-            Self::Reboot => "vm.reboot",
-            Self::PowerButton => "vm.power-button",
-            Self::Nmi => "vm.nmi",
-            Self::Delete { .. } => "vm.delete",
-            Self::AddDevice(device) => match device.as_ref() {
-                NewDevice::Host(_) => "vm.add-device",
-                NewDevice::Disk(_) => "vm.add-disk",
-                NewDevice::Net(_) => "vm.add-net",
-                NewDevice::Vsock(_) => "vm.add-vsock",
-            },
-            Self::RemoveDevice(_) => "vm.remove-device",
-            Self::Resize(_) => "vm.resize",
-            Self::ResizeZone(_) => "vm.resize-zone",
-            Self::SendMigration(_) => "vm.send-migration",
-            Self::ReceiveMigration(_) => "vm.receive-migration",
-            Self::MigrationProgress => "vm.migration-progress",
-            Self::MigrationReport => "vm.migration-report",
-            Self::MigrationCancel => "vm.migration-cancel",
-            Self::MigrationStartPostcopy => "vm.migration-start-postcopy",
-            Self::MigrationRecover(_) => "vm.migration-recover",
-            Self::VmmShutdown { .. } => "vmm.shutdown",
-            Self::Snapshot(_) => "vm.snapshot",
-            Self::SnapshotCancel => "vm.snapshot-cancel",
-            Self::Restore(_) => "vm.restore",
-        }
-    }
-}
-
 /// An answer of the VMM.
 #[derive(Debug)]
 pub enum ApiReply {
@@ -275,6 +235,11 @@ pub struct Responder {
 }
 
 impl Responder {
+    /// Name of the request as in the HTTP path, for logs.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
     /// Whether the client has left.
     pub fn is_abandoned(&self) -> bool {
         self.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
@@ -321,29 +286,33 @@ impl ApiHandle {
     ///
     /// # Errors
     /// The VMM thread is gone.
-    fn submit(&self, request: VmmRequest) -> Result<oneshot::Receiver<ApiResult>, ApiError> {
+    fn submit(
+        &self,
+        name: &'static str,
+        request: VmmRequest,
+    ) -> Result<oneshot::Receiver<ApiResult>, ApiError> {
         let (reply, answer) = oneshot::channel();
-        let responder = Responder { name: request.name(), reply: Some(reply) };
+        let responder = Responder { name, reply: Some(reply) };
         self.calls.send(ApiCall { request, responder }).map_err(|_| gone())?;
         // A full counter also means that the thread will look; nothing else can fail here.
         let _ = self.event.write(1);
         Ok(answer)
     }
 
-    /// Asks and waits without blocking the thread.
+    /// Asks and waits without blocking the thread. `name` is the path of the request's endpoint.
     ///
     /// # Errors
     /// What the VMM says, or that it is gone.
-    pub async fn ask(&self, request: VmmRequest) -> ApiResult {
-        self.submit(request)?.await.unwrap_or_else(|_| Err(gone()))
+    pub async fn ask(&self, name: &'static str, request: VmmRequest) -> ApiResult {
+        self.submit(name, request)?.await.unwrap_or_else(|_| Err(gone()))
     }
 
     /// Asks and blocks; never to be called from the VMM thread or the HTTP thread.
     ///
     /// # Errors
     /// What the VMM says, or that it is gone.
-    pub fn ask_blocking(&self, request: VmmRequest) -> ApiResult {
-        self.submit(request)?.blocking_recv().unwrap_or_else(|_| Err(gone()))
+    pub fn ask_blocking(&self, name: &'static str, request: VmmRequest) -> ApiResult {
+        self.submit(name, request)?.blocking_recv().unwrap_or_else(|_| Err(gone()))
     }
 }
 
@@ -399,7 +368,7 @@ mod tests {
     #[test]
     fn a_dropped_call_answers_itself() {
         let (handle, queue) = channel().unwrap();
-        let asker = std::thread::spawn(move || handle.ask_blocking(VmmRequest::Boot));
+        let asker = std::thread::spawn(move || handle.ask_blocking("vm.boot", VmmRequest::Boot));
         loop {
             if let Some(call) = queue.take() {
                 drop(call);
@@ -414,14 +383,14 @@ mod tests {
     fn without_a_vmm_thread_asking_fails() {
         let (handle, queue) = channel().unwrap();
         drop(queue);
-        assert_eq!(handle.ask_blocking(VmmRequest::Ping).unwrap_err(), gone());
+        assert_eq!(handle.ask_blocking("vmm.ping", VmmRequest::Ping).unwrap_err(), gone());
     }
 
     #[test]
     fn the_event_is_readable_while_a_call_waits() {
         let (handle, queue) = channel().unwrap();
         assert!(queue.event().read().is_err());
-        let _answer = handle.submit(VmmRequest::Info).unwrap();
+        let _answer = handle.submit("vm.info", VmmRequest::Info).unwrap();
         assert_eq!(queue.event().read().unwrap(), 1);
         assert!(matches!(queue.take().unwrap().into_parts().0, VmmRequest::Info));
         assert!(queue.take().is_none());

@@ -107,13 +107,12 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)?)
 }
 
-/// Gives a request the descriptors that came with it.
+/// Gives a request of the endpoint `name` the descriptors that came with it.
 ///
 /// # Errors
 /// It takes none, or another number.
-pub fn attach(request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result<(), ApiError> {
+pub fn attach(name: &str, request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result<(), ApiError> {
     let count = fds.len();
-    let name = request.name();
     let mut fds = fds.into_iter().map(ConfigFd::received);
     let refuse = |expected: &str| {
         let message = format!("{name} takes {expected}, {count} came with the request");

@@ -303,7 +303,7 @@ impl Vmm {
 
     fn call_now(&mut self, call: ApiCall) -> Next {
         let (request, responder) = call.into_parts();
-        log::debug!("request {}", request.name());
+        log::debug!("request {}", responder.name());
         match self.dispatch(request, responder).unwrap_or_else(|| self.act_on_guest()) {
             Next::Continue => {}
             other => return other,

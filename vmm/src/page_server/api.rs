@@ -53,7 +53,7 @@ impl PageServerApi {
     /// Answers a request, or keeps it until it can be answered.
     pub fn call(&mut self, call: ApiCall) {
         let (request, responder) = call.into_parts();
-        log::debug!("request {}", request.name());
+        log::debug!("request {}", responder.name());
         let answer = match request {
             VmmRequest::Ping => Ok(ApiReply::Ping(VmmPingResponse::default())),
             VmmRequest::MigrationProgress => Ok(self.show_progress()),

@@ -4,7 +4,8 @@
 
 use serde_json::Value;
 
-use super::super::endpoints::{self, Body, ENDPOINTS, UNSUPPORTED};
+use super::super::body::Body;
+use super::super::endpoints::{self, ENDPOINTS, UNSUPPORTED};
 use super::super::openapi;
 use super::*;
 
@@ -53,7 +54,7 @@ fn every_path_is_offered_or_refused_by_name() {
         let endpoint = endpoint.unwrap_or_else(|| panic!("{path} is neither built nor refused"));
         assert_eq!(item["method"], endpoint.method.as_str(), "{path}");
         match endpoint.takes {
-            Body::Schema(name) => assert_eq!(item["takes"], name, "{path}"),
+            Body::Schema(schema) => assert_eq!(item["takes"], schema.name, "{path}"),
             // Clients that know of no body send none.
             Body::Empty | Body::Optional(_) => assert_eq!(item["takes"], "", "{path}"),
         }
@@ -64,6 +65,38 @@ fn every_path_is_offered_or_refused_by_name() {
         }
     }
     assert_eq!(endpoints::ENDPOINTS.len(), 30);
+}
+
+/// The sources of this crate without their tests, and what they are.
+fn sources(folder: &std::path::Path, out: &mut Vec<(std::path::PathBuf, String)>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() && name != "tests" {
+            sources(&path, out);
+        } else if path.extension().is_some_and(|ext| ext == "rs") && !name.contains("tests") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let tests = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+            out.push((path, text[..tests].to_owned()));
+        }
+    }
+}
+
+#[test]
+fn the_row_of_an_endpoint_alone_has_its_name_and_its_schemas() {
+    let mut all = Vec::new();
+    sources(std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src")), &mut all);
+    for endpoint in ENDPOINTS {
+        let quoted = format!("\"{}\"", endpoint.path);
+        let found = all.iter().filter(|(_, text)| text.contains(&quoted));
+        let files: Vec<_> = found.map(|(path, _)| path.file_name().unwrap()).collect();
+        assert_eq!(files, ["endpoints.rs"], "{}", endpoint.path);
+        for schema in [&endpoint.takes, &endpoint.gives].into_iter().filter_map(Body::schema) {
+            let mut collected = BTreeMap::new();
+            (schema.collect)(&mut collected);
+            assert!(collected.contains_key(schema.name), "{}: {}", endpoint.path, schema.name);
+        }
+    }
 }
 
 /// Schemas of requests and answers that this version does not have.

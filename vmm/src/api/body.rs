@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The JSON bodies of requests and responses, as their schemas describe them.
+//!
+//! Owns how an endpoint names the schema of a body, so that the API description has it by that alone. Must never
+//! know an endpoint.
+
+use utoipa::ToSchema;
+
+use super::types::VmCounters;
+use crate::config::value::{FieldValue as _, SchemaSet};
+
+/// The JSON body of a request or response.
+#[derive(Clone, Copy, Debug)]
+pub enum Body {
+    /// None.
+    Empty,
+    /// This schema.
+    Schema(BodySchema),
+    /// This schema, or nothing.
+    Optional(BodySchema),
+}
+
+impl Body {
+    /// Its schema.
+    pub const fn schema(&self) -> Option<&BodySchema> {
+        match self {
+            Self::Empty => None,
+            Self::Schema(schema) | Self::Optional(schema) => Some(schema),
+        }
+    }
+}
+
+/// The schema of a body.
+#[derive(Clone, Copy, Debug)]
+pub struct BodySchema {
+    /// Its name in the API description.
+    pub name: &'static str,
+    /// Adds it, and all that it refers to.
+    pub collect: fn(&mut SchemaSet),
+}
+
+/// The schema of a type of the configuration, whose name it has.
+macro_rules! schema {
+    ($type:ident) => {
+        $crate::api::body::BodySchema {
+            name: stringify!($type),
+            collect: <$type as $crate::config::value::FieldValue>::collect_schemas,
+        }
+    };
+}
+
+/// The schema of a type that derives it, and of the types in it.
+pub fn derived<T: ToSchema>(out: &mut SchemaSet) {
+    let mut all = vec![(T::name().into_owned(), T::schema())];
+    T::schemas(&mut all);
+    out.extend(all);
+}
+
+/// The schema of the counters of devices, whose type has no name of its own.
+pub fn counters(out: &mut SchemaSet) {
+    out.insert("VmCounters".to_owned(), VmCounters::schema());
+}
+
+pub(super) use schema;
