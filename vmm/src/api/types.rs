@@ -12,7 +12,8 @@ use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, Schema, Type}
 
 use crate::config::VmConfig;
 use crate::config::codec::JsonOnly;
-use crate::config::family::{option_enum, option_family};
+use crate::config::enums::option_enum;
+use crate::config::family::option_family;
 use crate::config::value::{FieldValue, SchemaSet};
 
 pub use vm_migration::History as MigrationReport;

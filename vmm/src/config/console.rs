@@ -8,8 +8,9 @@
 use std::path::PathBuf;
 
 use super::codec::{Codec, File, Id, Int, One, Opt, Port, Toggle};
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::option_string::{KeySyntax, OptionError, Options, Printer};
 
 /// I/O port of the debug console.

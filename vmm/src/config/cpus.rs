@@ -5,8 +5,9 @@
 //! Owns the family and the rules within it. It must never query the host's capabilities.
 
 use super::codec::{Choice, Int, IntList, JsonOnly, One, Opt, Toggle, ValueCodec, pair_items};
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::option_string::list_items;
 
 /// Maximum number of vCPUs: local APIC ids are eight bits wide in the guest's firmware tables, and

@@ -8,8 +8,9 @@ use std::path::PathBuf;
 
 use super::codec::{Choice, File, Id, Int, IntList, One, Opt, Toggle};
 use super::descriptor::{ConfigFd, Fd};
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::platform::PlatformConfig;
 
 /// Number of BARs of a PCI function.

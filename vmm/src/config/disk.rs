@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use super::codec::{
     Choice, File, Id, Int, IntList, JsonOnly, One, Opt, Text, Toggle, ValueCodec, pair_items,
 };
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
 
 /// Bytes of a serial number in the virtio block specification (5.2.6.1).

@@ -8,8 +8,9 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use super::codec::{Bytes, Choice, File, Id, Int, JsonOnly, One, Opt, Toggle};
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::prefault::{Prefault, PrefaultWord};
 
 /// Guest memory is cut at multiples of this.

@@ -17,8 +17,9 @@ use vm_migration::{
 
 use super::codec::{Bytes, Choice, File, Int, JsonOnly, One, Opt, Text, Toggle};
 use super::descriptor::{ConfigFd, Fd, NetFds, RestoredNetConfig, RestoredVfioConfig, VfioFds};
+use super::enums::{option_enum, option_names};
 use super::error::ConfigError;
-use super::family::{Family as _, option_enum, option_family, option_names};
+use super::family::{Family as _, option_family};
 use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
 use super::value::MacAddr;

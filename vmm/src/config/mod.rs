@@ -7,7 +7,7 @@
 //! HTTP body    ──> serde    ──^                                           the migration
 //! ```
 //!
-//! An option is defined once, in its family ([`family`]); option string, JSON, schema, help and
+//! An option is defined once, in its family ([`family`], with its [`enums`]); option string, JSON, schema, help and
 //! reference page are made from that. Rules within a family live alongside it, rules across families
 //! in [`vm`]. Nothing in here opens a file, a device or a socket.
 
@@ -18,6 +18,7 @@ pub mod cpus;
 pub mod descriptor;
 pub mod device;
 pub mod disk;
+pub mod enums;
 pub mod error;
 mod exclusive;
 pub mod family;

@@ -8,8 +8,9 @@ use std::net::IpAddr;
 
 use super::codec::{Address, Choice, Id, Int, One, Opt, Text, Toggle};
 use super::descriptor::{ConfigFds, Fds};
+use super::enums::option_enum;
 use super::error::ConfigError;
-use super::family::{option_enum, option_family};
+use super::family::option_family;
 use super::rate_limiter::{RateLimiterConfig, RateLimiterKeys};
 use super::value::MacAddr;
 
