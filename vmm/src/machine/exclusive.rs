@@ -319,7 +319,7 @@ impl Machine {
     /// # Errors
     /// Naming the device.
     pub fn check_exclusive(&self) -> Result<(), MachineError> {
-        Ok(self.devices.check_exclusive()?)
+        Ok(self.parts.devices.check_exclusive()?)
     }
 
     /// Takes image locks and taps that are not held, and has images read anew that another host may
@@ -329,7 +329,7 @@ impl Machine {
     /// Naming the device that another VM holds or that cannot be read anew; what was free is free, so
     /// that another VM, the guest at the source of its migration for one, can continue with it.
     pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
-        self.devices.take_exclusive(self.disks_are_stale)?;
+        self.parts.devices.take_exclusive(self.disks_are_stale)?;
         self.disks_are_stale = false;
         Ok(())
     }
@@ -338,9 +338,9 @@ impl Machine {
     /// wait for the answer.
     pub fn lacks_exclusive(&self) -> bool {
         self.disks_are_stale
-            || self.devices.locks.iter().any(|(_, lock)| !lock.is_held())
-            || self.devices.nets.iter().any(|(_, net)| !net.is_attached())
-            || self.devices.sockets.iter().any(|(_, socket)| !socket.is_attached())
+            || self.parts.devices.locks.iter().any(|(_, lock)| !lock.is_held())
+            || self.parts.devices.nets.iter().any(|(_, net)| !net.is_attached())
+            || self.parts.devices.sockets.iter().any(|(_, socket)| !socket.is_attached())
     }
 
     /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its
@@ -354,7 +354,7 @@ impl Machine {
         }
         // Some may be free already when one stays locked.
         self.disks_are_stale = true;
-        Ok(self.devices.release_exclusive()?)
+        Ok(self.parts.devices.release_exclusive()?)
     }
 
     /// Drops what this host's page cache has of its disks, as far as that can be done before they are
@@ -363,7 +363,7 @@ impl Machine {
     /// # Errors
     /// Naming the device.
     pub fn drop_disk_caches(&self) -> Result<(), MachineError> {
-        Ok(self.devices.drop_caches()?)
+        Ok(self.parts.devices.drop_caches()?)
     }
 
     /// The same for so long at most, for a moment at which the guest stands still.
@@ -371,29 +371,29 @@ impl Machine {
     /// # Errors
     /// Naming the device, also one whose storage has not answered by then.
     pub fn drop_disk_caches_within(&self, within: Duration) -> Result<(), MachineError> {
-        Ok(self.devices.drop_caches_within(within)?)
+        Ok(self.parts.devices.drop_caches_within(within)?)
     }
 
     /// Begins to put on stable storage what the guest has written to its disks up to now.
     pub fn write_back(&self) -> WriteBack {
-        WriteBack::start(self.devices.writable_disks())
+        WriteBack::start(self.parts.devices.writable_disks())
     }
 
     /// The same of one disk, if it is one.
     pub(super) fn write_back_early(&self, id: &str) -> WriteBack {
-        let disks = self.devices.writable_disks().into_iter();
+        let disks = self.parts.devices.writable_disks().into_iter();
         WriteBack::start(disks.filter(|(other, _)| other == id))
     }
 
     /// The disks that there may be something to write back of.
     pub fn writable_disks(&self) -> Vec<(String, DiskLock)> {
-        self.devices.writable_disks()
+        self.parts.devices.writable_disks()
     }
 
     /// Takes the open images out of a machine that ends, for the next one: no other VM can have
     /// them in between. Its devices work with them until it is dropped.
     pub fn take_locked_images(&mut self) -> LockedImages {
-        let locks = std::mem::take(&mut self.devices.locks);
+        let locks = std::mem::take(&mut self.parts.devices.locks);
         let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
         let image = |(id, lock)| LockedImage { id, lock, is_taken: false };
         LockedImages { disks: held.map(image).collect() }
@@ -401,12 +401,12 @@ impl Machine {
 
     /// Has what the devices work on finished, then written back, then released.
     pub(super) fn end_devices(&mut self) {
-        self.devices.pause();
+        self.parts.devices.pause();
         if let Err(error) = self.write_back().wait() {
             report_write_back_failure(&error);
         }
         // Logged; the end of the descriptors ends the locks.
-        let _ = self.devices.release_exclusive();
+        let _ = self.parts.devices.release_exclusive();
     }
 }
 

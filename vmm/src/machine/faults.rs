@@ -31,8 +31,8 @@ pub trait MissingPages: Send + Sync {
 impl Machine {
     /// One more than the highest number of a vCPU.
     pub fn vcpu_numbers(&self) -> usize {
-        let numbers =
-            (0..self.config.cpus.boot_vcpus).map(|index| self.topology.apic_id(index) as usize + 1);
+        let numbers = (0..self.config.cpus.boot_vcpus)
+            .map(|index| self.parts.topology.apic_id(index) as usize + 1);
         numbers.max().unwrap_or(0)
     }
 
@@ -53,7 +53,7 @@ impl Machine {
         }
         self.vcpus.pause_all()?;
         let given = held.into_iter().try_for_each(|(index, msr)| {
-            let number = self.topology.apic_id(u32::try_from(index).unwrap_or(u32::MAX));
+            let number = self.parts.topology.apic_id(u32::try_from(index).unwrap_or(u32::MAX));
             Ok(self.vcpus.on_one(number, move |vcpu| vcpu.restore_msr(msr))??)
         });
         if !self.paused {
@@ -65,20 +65,20 @@ impl Machine {
     /// Memory is still to come, and vCPUs may wait for it however long that takes: a guest that does not set its
     /// watchdog back is not stuck.
     pub(super) fn stop_watchdog(&self) {
-        if let Some(watchdog) = self.devices.watchdog() {
+        if let Some(watchdog) = self.parts.devices.watchdog() {
             watchdog.stop();
         }
     }
 
     /// All memory is here: the guest has the whole time from now on.
     pub fn start_watchdog(&self) {
-        if let Some(watchdog) = self.devices.watchdog() {
+        if let Some(watchdog) = self.parts.devices.watchdog() {
             watchdog.start();
         }
     }
 
     /// Lets vCPUs bring pages that they are refused. Once, before the guest runs.
     pub fn set_missing_page_handler(&self, pages: Arc<dyn MissingPages>) {
-        self.space.set_missing_pages(pages);
+        self.parts.space.set_missing_pages(pages);
     }
 }

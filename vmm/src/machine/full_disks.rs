@@ -51,7 +51,7 @@ impl Machine {
             let path = disk.path().to_owned();
             (requests > 0).then(|| FullDiskStatus { id: id.clone(), path, requests })
         };
-        self.devices.full_disks.iter().filter_map(status).collect()
+        self.parts.devices.full_disks.iter().filter_map(status).collect()
     }
 
     /// Whether no request is kept.
@@ -72,7 +72,7 @@ impl Machine {
         let mut full = self.full_disks();
         if self.paused {
             full.retain(|status| {
-                let disk = self.devices.full_disks.iter().find(|(id, _)| *id == status.id);
+                let disk = self.parts.devices.full_disks.iter().find(|(id, _)| *id == status.id);
                 disk.is_some_and(|(_, disk)| disk.try_again().is_err())
             });
         }

@@ -44,9 +44,9 @@ impl Machine {
     /// # Errors
     /// As [`write_new`].
     pub fn renew_generation(&self) -> Result<(), GenerationError> {
-        if self.legacy.generation().gpa().is_some() {
-            write_new(&self.ram)?;
-            self.legacy.tell_generation_changed();
+        if self.parts.legacy.generation().gpa().is_some() {
+            write_new(&self.parts.ram)?;
+            self.parts.legacy.tell_generation_changed();
         } else {
             log::info!("the guest has no generation ID, so it cannot be told that it is a copy");
         }

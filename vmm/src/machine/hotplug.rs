@@ -102,11 +102,12 @@ impl Machine {
         cancel: &CancelToken,
     ) -> Result<Bdf, MachineError> {
         let (opened, config) = opening::open(device, config, cancel)?;
-        let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
+        let context =
+            PciContext { segment: &self.parts.segment, vm: &self.parts.vm, ram: &self.parts.ram };
         let bdf = match opened {
             Opened::Host(device) => {
-                let discarding = self.devices.discarding_devices();
-                let added = self.passthrough.add(&device, &context, discarding, cancel);
+                let discarding = self.parts.devices.discarding_devices();
+                let added = self.parts.passthrough.add(&device, &context, discarding, cancel);
                 let bdf = added.map_err(|error| match error {
                     PassthroughError::Cancelled => {
                         MachineError::AddWithdrawn { id: device.id.clone().unwrap_or_default() }
@@ -117,22 +118,25 @@ impl Machine {
                 bdf
             }
             Opened::Disk(disk, made) => self
+                .parts
                 .devices
                 .add_disk(&disk, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
             Opened::Net(net, made) => self
+                .parts
                 .devices
                 .add_net(&net, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
             Opened::Vsock(vsock, made) => self
+                .parts
                 .devices
                 .add_vsock(&vsock, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
         };
         self.config = config;
         self.record_device_numbers();
-        self.hotplug.registers.add(bdf.device());
-        self.legacy.tell_pci_changed();
+        self.parts.hotplug.registers.add(bdf.device());
+        self.parts.legacy.tell_pci_changed();
         let id = device.id();
         log::info!("'{id}' was added at {bdf}");
         events::emit("vm", "device-added", &[("id", id), ("bdf", &bdf.to_string())]);
@@ -142,7 +146,7 @@ impl Machine {
     /// Of a paused machine a device that was added works no more than the others do.
     fn stop_added(&self) {
         if self.paused
-            && let Err(error) = self.passthrough.stop()
+            && let Err(error) = self.parts.passthrough.stop()
         {
             // The guest does not know it yet, so it has been told to do nothing. Saving and moving ask
             // again, and fail by this.
@@ -168,21 +172,21 @@ impl Machine {
         if self.config.without(id).is_none() {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
-        self.hotplug.registers.request_unplug(function.bdf.device());
+        self.parts.hotplug.registers.request_unplug(function.bdf.device());
         // No thread waits for this: there is less to wait for when the guest has ejected it.
         drop(self.write_back_early(id));
-        self.legacy.tell_pci_changed();
+        self.parts.legacy.tell_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);
         Ok(())
     }
 
     /// Takes apart what the guest has ejected.
     pub fn take_ejected(&mut self) {
-        for number in numbers(self.hotplug.registers.ejected()) {
-            let bdf = Bdf::on_root_bus(self.segment.segment(), number);
-            let id = self.passthrough.remove(bdf, &self.segment);
-            let id = id.or_else(|| self.devices.remove(bdf, &self.segment));
-            self.hotplug.registers.gone(number.get());
+        for number in numbers(self.parts.hotplug.registers.ejected()) {
+            let bdf = Bdf::on_root_bus(self.parts.segment.segment(), number);
+            let id = self.parts.passthrough.remove(bdf, &self.parts.segment);
+            let id = id.or_else(|| self.parts.devices.remove(bdf, &self.parts.segment));
+            self.parts.hotplug.registers.gone(number.get());
             let Some(id) = id else { continue };
             self.record_device_numbers();
             if let Some(config) = self.config.without(&id) {
@@ -197,7 +201,7 @@ impl Machine {
 
     /// Its configuration as it is to be after the guest's end: without the devices that were to go.
     pub fn lasting_config(&self) -> VmConfig {
-        let going = self.hotplug.going();
+        let going = self.parts.hotplug.going();
         let functions = self.functions();
         let leaving = functions.iter().filter(|function| going & 1 << function.bdf.device() != 0);
         leaving.fold(self.config.clone(), |config, function| {

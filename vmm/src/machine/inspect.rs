@@ -84,7 +84,7 @@ impl Machine {
         if populating {
             let memory = &self.config.memory;
             let modes = ram::prefault_modes(memory);
-            self.prefault = Background::start(&self.ram, memory, &modes);
+            self.prefault = Background::start(&self.parts.ram, memory, &modes);
         }
         if collapsing {
             self.restore_huge_pages();
@@ -97,7 +97,7 @@ impl Machine {
     /// Begins to make huge pages of memory that has come from elsewhere, where it is to have them.
     /// All of it has to be here.
     pub fn restore_huge_pages(&mut self) {
-        match Collapse::start(self.ram.regions()) {
+        match Collapse::start(self.parts.ram.regions()) {
             Ok(collapse) => self.collapse = collapse,
             Err(error) => log::warn!("the guest stays on small pages: no thread: {error}"),
         }
@@ -105,12 +105,12 @@ impl Machine {
 
     /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
     pub fn is_ending(&self) -> bool {
-        self.power.is_pending()
+        self.parts.power.is_pending()
     }
 
     /// Whether a virtio device has a 32-bit BAR, which not every version of the state can say.
     pub fn has_narrow_bars(&self) -> bool {
-        let functions = self.devices.functions().iter();
+        let functions = self.parts.devices.functions().iter();
         let mut bars = functions.flat_map(|(_, function)| function.bars());
         bars.any(|bar| bar.kind == BarKind::Memory32)
     }
@@ -118,7 +118,7 @@ impl Machine {
     /// Whether the guest has been shown a passed-through device as an integrated endpoint, which not every version
     /// of the state can say.
     pub fn has_integrated_endpoints(&self) -> bool {
-        self.passthrough.devices().iter().any(|(_, device)| device.is_integrated_endpoint())
+        self.parts.passthrough.devices().iter().any(|(_, device)| device.is_integrated_endpoint())
     }
 
     /// When the guest's first instruction ran here.
@@ -128,27 +128,27 @@ impl Machine {
 
     /// When the guest first touched device memory here.
     pub fn first_mmio(&self) -> Option<Instant> {
-        self.space.first_mmio()
+        self.parts.space.first_mmio()
     }
 
     /// How much of its memory is mapped for DMA; `None` without passed-through devices.
     pub fn pin_progress(&self) -> Option<PinProgress> {
-        self.passthrough.progress()
+        self.parts.passthrough.progress()
     }
 
     /// Whether it has passed-through devices.
     pub fn has_passthrough(&self) -> bool {
-        !self.passthrough.devices().is_empty()
+        !self.parts.passthrough.devices().is_empty()
     }
 
     /// An estimate of the length of the state of its passed-through hardware.
     pub fn hardware_state_len_bytes(&self) -> u64 {
-        self.passthrough.state_len_bytes()
+        self.parts.passthrough.state_len_bytes()
     }
 
     /// Watches what passed-through devices write to its memory, until the answer is dropped.
     pub fn watch_dma(&self) -> Vec<DmaLog> {
-        self.passthrough.watch_dma(&self.ram)
+        self.parts.passthrough.watch_dma(&self.parts.ram)
     }
 
     /// A throttle on its vCPUs; `None`, with a line in the log, when its thread cannot be started.
@@ -159,12 +159,12 @@ impl Machine {
 
     /// Tells the guest the size that its terminal has now.
     pub fn follow_terminal(&self) {
-        self.devices.follow_terminal();
+        self.parts.devices.follow_terminal();
     }
 
     /// Presses the power button.
     pub fn press_power_button(&self) {
-        self.legacy.press_power_button();
+        self.parts.legacy.press_power_button();
     }
 
     /// Sends a non-maskable interrupt to each vCPU; see [`VcpuThreads::send_nmi`].
@@ -176,7 +176,7 @@ impl Machine {
 
     /// The balloon, if there is one.
     pub fn balloon(&self) -> Option<&BalloonHandle> {
-        self.devices.balloon()
+        self.parts.devices.balloon()
     }
 
     /// Whether the balloon could have another size.
@@ -184,7 +184,7 @@ impl Machine {
     /// # Errors
     /// As [`Machine::resize_balloon`].
     pub fn check_balloon(&self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
-        let (Some(balloon), Some(_)) = (self.devices.balloon(), &self.config.balloon) else {
+        let (Some(balloon), Some(_)) = (self.parts.devices.balloon(), &self.config.balloon) else {
             return Err(ResizeBalloonError::None);
         };
         Ok(balloon.check(size_bytes)?)
@@ -195,7 +195,8 @@ impl Machine {
     /// # Errors
     /// There is none, or it is to be larger than the guest.
     pub fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
-        let (Some(balloon), Some(config)) = (self.devices.balloon(), &mut self.config.balloon)
+        let (Some(balloon), Some(config)) =
+            (self.parts.devices.balloon(), &mut self.config.balloon)
         else {
             return Err(ResizeBalloonError::None);
         };
@@ -209,16 +210,16 @@ impl Machine {
         &self,
         clock_us: impl Fn(Instant) -> u64,
     ) -> BTreeMap<String, BTreeMap<String, u64>> {
-        let mut counters = self.devices.counters();
-        counters.extend(self.passthrough.counters(clock_us));
+        let mut counters = self.parts.devices.counters();
+        counters.extend(self.parts.passthrough.counters(clock_us));
         counters
     }
 
     /// The PCI functions.
     pub fn functions(&self) -> Vec<FunctionInfo> {
-        let virtio = self.devices.functions().iter();
+        let virtio = self.parts.devices.functions().iter();
         let virtio = virtio.map(|(bdf, device)| FunctionInfo::of_virtio(*bdf, device.as_ref()));
-        let passed = self.passthrough.devices().iter();
+        let passed = self.parts.passthrough.devices().iter();
         let passed = passed.map(|(bdf, device)| FunctionInfo::of_passed_through(*bdf, device));
         virtio.chain(passed).collect()
     }

@@ -79,7 +79,7 @@ impl Machine {
         if let Some(balloon) = self.balloon() {
             balloon.retry();
         }
-        self.devices.mems().iter().for_each(|(_, device)| device.retry());
+        self.parts.devices.mems().iter().for_each(|(_, device)| device.retry());
     }
 
     /// Lets a zone have another size, or the only one there is; returns its name. The guest takes or
@@ -111,7 +111,7 @@ impl Machine {
         let more_bytes = wanted_bytes.checked_sub(boot_bytes).ok_or_else(|| {
             ResizeMemoryError::BelowBoot { zone: id.clone(), wanted_bytes, boot_bytes }
         })?;
-        let device = self.devices.mems().iter().find(|(name, _)| *name == ram::later_id(&id));
+        let device = self.parts.devices.mems().iter().find(|(name, _)| *name == ram::later_id(&id));
         let Some((_, device)) = device else {
             return if more_bytes == 0 { Ok(id) } else { Err(ResizeMemoryError::Fixed(id)) };
         };

@@ -14,6 +14,8 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `parts` | all of a machine but its vCPUs, wired together |
+//! | `error` | why a machine cannot be made, run, stopped, saved or restored |
 //! | `ram` | guest RAM: from options to memory slots |
 //! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in second-stage tables |
 //! | `faults` | guest RAM of which vCPUs may be refused a page |
@@ -38,6 +40,7 @@ mod balloons;
 mod boot;
 mod consoles;
 mod disks;
+mod error;
 mod events;
 mod exclusive;
 mod faults;
@@ -51,6 +54,7 @@ mod legacy;
 mod mems;
 mod nets;
 mod opening;
+mod parts;
 mod passthrough;
 mod pausing;
 mod prefault;
@@ -66,29 +70,17 @@ mod write_back;
 
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
 
-use arch::cpuid::{CpuTopology, CpuidTooLong, VmCpuid, phys_bits};
-use arch::layout;
-use devices::bus::BusError;
-use devices::virtio::StateError;
-use hypervisor::{
-    AmxError, CpuidEntry, IrqchipStateError, KvmError, MsrValue, Stage2Fill, ThreadsConfig,
-    ThreadsError, Vcpu, VcpuStateError, VcpuThreads, Vm,
-};
-use kvm_bindings::CpuId;
+use arch::cpuid::{VmCpuid, phys_bits};
+use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
-use pci::{
-    ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciError, PciSegment, PciStateError,
-};
-use thiserror::Error;
 
 use crate::config::VmConfig;
-use crate::config::console::DEBUG_CONSOLE_PORT;
 
 pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
+pub use error::MachineError;
 pub use events::{EventSink, GuestEvent, Power};
 pub use exclusive::{ExclusiveError, LockedImages, RebootLocks, WriteBackFailed};
 pub use faults::MissingPages;
@@ -111,135 +103,14 @@ pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 
 use affinity::affinity_setter;
-use hotplug::Hotplug;
-use legacy::LegacyDevices;
-use passthrough::{OpenInput, Opening, Passthrough, PrepinnedSlot};
-use space::{AddressSpace, Exits};
-use virtio::{PciContext, VirtioDevices};
-
-/// Why a machine cannot be made, run, stopped, saved or restored.
-#[derive(Debug, Error)]
-pub enum MachineError {
-    /// Memory.
-    #[error("cannot give the VM its memory")]
-    Ram(#[from] MachineRamError),
-    /// KVM.
-    #[error("cannot make the VM")]
-    Kvm(#[from] KvmError),
-    /// What boots.
-    #[error("cannot boot the VM")]
-    Boot(#[from] MachineBootError),
-    /// A feature that the kernel gives on request.
-    #[error(transparent)]
-    Amx(#[from] AmxError),
-    /// Features of vCPUs.
-    #[error("cannot describe the vCPUs")]
-    Cpuid(#[from] CpuidTooLong),
-    /// The initial or saved state of a vCPU.
-    #[error("cannot set up vCPU {index}")]
-    Vcpu {
-        /// Its number.
-        index: u32,
-        /// Why.
-        #[source]
-        source: VcpuStateError,
-    },
-    /// Storage or a network that does not answer.
-    #[error(
-        "'{id}' has not finished its requests within {} ms: what is behind it does not answer",
-        .within.as_millis()
-    )]
-    DeviceBusy {
-        /// The device.
-        id: String,
-        /// How long it was waited for.
-        within: Duration,
-    },
-    /// A pause was taken back before it was done.
-    #[error("the pause was taken back before all devices had finished their requests")]
-    PauseWithdrawn,
-    /// A device was removed before it was open.
-    #[error("'{id}' was removed before it could be opened")]
-    AddWithdrawn {
-        /// The device.
-        id: String,
-    },
-    /// A device that is to be added.
-    #[error("cannot start a thread that opens '{id}'")]
-    OpenThread {
-        /// The device.
-        id: String,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
-    /// The threads of vCPUs.
-    #[error("cannot control the vCPUs")]
-    Threads(#[from] ThreadsError),
-    /// Legacy devices.
-    #[error("cannot make the legacy devices")]
-    Legacy(#[from] LegacyError),
-    /// Virtio devices.
-    #[error("cannot make the virtio devices")]
-    Virtio(#[from] VirtioError),
-    /// A disk or network device for a machine that is there.
-    #[error(transparent)]
-    HotAdd(#[from] HotAddError),
-    /// Devices that come and go.
-    #[error("cannot restore the state of PCI hotplug")]
-    HotplugState(#[from] StateError),
-    /// Passed-through devices.
-    #[error(transparent)]
-    Passthrough(#[from] PassthroughError),
-    /// The PCI bus.
-    #[error("cannot make the PCI bus")]
-    Pci(#[from] PciError),
-    /// A place on a bus.
-    #[error("cannot place the PCI configuration space")]
-    Bus(#[from] BusError),
-    /// Locks and taps.
-    #[error("a resource that only one VM may use is not free")]
-    Exclusive(#[from] ExclusiveError),
-    /// A flush has failed.
-    #[error(transparent)]
-    WriteBackFailed(#[from] WriteBackFailed),
-    /// A disk.
-    #[error(transparent)]
-    WriteBack(#[from] WriteBackError),
-    /// The host has no room for what the guest has written.
-    #[error(transparent)]
-    DisksFull(#[from] DisksFull),
-    /// State of a version that is not known.
-    #[error(
-        "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
-    )]
-    StateVersion(u32),
-    /// The guest relies on what this processor does not have.
-    #[error(
-        "this host lacks processor features that the guest has been shown: {0}; use a host that \
-         has them"
-    )]
-    Features(String),
-    /// State of another machine.
-    #[error("the machine state does not fit this machine: {0}")]
-    StateMismatch(String),
-    /// State of the interrupt controllers.
-    #[error("cannot restore the interrupt controllers")]
-    Irqchips(#[from] IrqchipStateError),
-    /// The generation ID.
-    #[error(transparent)]
-    Generation(#[from] GenerationError),
-    /// State of legacy devices.
-    #[error("cannot restore the legacy devices")]
-    LegacyState(#[from] LegacyStateError),
-    /// State of PCI devices.
-    #[error("cannot save or restore a PCI device")]
-    PciState(#[from] PciStateError),
-}
+use parts::{BuildInput, MachineParts};
+use passthrough::{OpenInput, Opening, PrepinnedSlot};
+use space::Exits;
+use virtio::PciContext;
 
 /// A machine.
 pub struct Machine {
-    // Order matters on drop: vCPU threads end first, then devices, then memory.
+    // Order matters on drop: vCPU threads end first, then the parts.
     /// Tables of vCPUs being filled for memory from elsewhere. Before the vCPUs, as it uses them.
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
@@ -254,18 +125,9 @@ pub struct Machine {
     prefault: Option<prefault::Background>,
     /// Memory from elsewhere that gets huge pages while the guest runs.
     collapse: Option<Collapse>,
-    devices: VirtioDevices,
-    passthrough: Passthrough,
-    legacy: LegacyDevices,
-    hotplug: Hotplug,
-    segment: Arc<PciSegment>,
-    config_ports: Arc<PciConfigIo>,
-    space: Arc<AddressSpace>,
-    power: Arc<Power>,
-    vm: Vm,
-    ram: Arc<GuestRam>,
+    /// All but the vCPUs.
+    parts: MachineParts,
     consoles: Consoles,
-    topology: CpuTopology,
     /// See [`Machine::restore_held_msrs`].
     held_msrs: Vec<(usize, MsrValue)>,
     /// What vCPUs would be made to show if the guest booted here.
@@ -277,116 +139,24 @@ pub struct Machine {
     config: VmConfig,
 }
 
-/// A machine without vCPU threads.
-struct MachineParts {
-    devices: VirtioDevices,
-    passthrough: Passthrough,
-    legacy: LegacyDevices,
-    hotplug: Hotplug,
-    segment: Arc<PciSegment>,
-    config_ports: Arc<PciConfigIo>,
-    space: Arc<AddressSpace>,
-    power: Arc<Power>,
-    vm: Vm,
-    ram: Arc<GuestRam>,
-    topology: CpuTopology,
-    windows: MmioWindows,
-}
-
-/// What is there before any device of a machine.
-struct BuildInput<'a> {
-    ram: Arc<GuestRam>,
-    open: OpenInput<'a>,
-    images: &'a mut LockedImages,
-}
-
-impl MachineParts {
-    fn build(
-        config: &VmConfig,
-        consoles: &Consoles,
-        host: &Host,
-        sink: EventSink,
-        BuildInput { ram, open, images }: BuildInput<'_>,
-    ) -> Result<Self, MachineError> {
-        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let vm = Vm::create_with_memory(
-            &host.hypervisor,
-            &hypervisor::VmConfig {
-                tss_gpa: layout::KVM_TSS_GPA,
-                identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
-            },
-            |vm| Ok::<_, MachineError>(ram::attach(vm, &ram)?),
-        )?;
-        let space = Arc::new(AddressSpace::default());
-        let power = Power::new(Arc::clone(&sink));
-        let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
-        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
-
-        let windows = boot::device_windows(&ram, bits)?;
-        let segment = space.new_segment(windows)?;
-        space.insert_memory(
-            layout::ECAM_GPA,
-            ECAM_SEGMENT_LEN_BYTES,
-            "PCI ECAM",
-            Arc::new(PciEcam::new(&segment)),
-        )?;
-        let config_ports = Arc::new(PciConfigIo::new(&segment));
-        space.insert_ports(
-            layout::PCI_CONFIG_PORT,
-            u64::from(layout::PCI_CONFIG_PORT_COUNT),
-            "PCI configuration ports",
-            config_ports.clone(),
-        )?;
-        let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
-        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
-        let ban = Passthrough::ban_discards(config, &ram);
-        let mut devices =
-            VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
-        let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
-        if !passthrough.is_opening() {
-            devices.place_later(&segment)?;
-        }
-        let topology = boot::topology(&config.cpus)?;
-        Ok(Self {
-            devices,
-            passthrough,
-            legacy,
-            hotplug,
-            segment,
-            config_ports,
-            space,
-            power,
-            vm,
-            ram,
-            topology,
-            windows,
-        })
-    }
-
-    fn create_vcpus(&self, config: &VmConfig) -> Result<Vec<Vcpu>, MachineError> {
-        (0..config.cpus.boot_vcpus)
-            .map(|index| Ok(self.vm.create_vcpu(self.topology.apic_id(index))?))
-            .collect()
-    }
-
-    fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
-        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
-    }
-
+impl Machine {
+    /// A paused machine of these parts.
+    ///
+    /// # Errors
+    /// A thread of a vCPU does not start.
     fn start(
-        self,
+        parts: MachineParts,
         vcpus: Vec<Vcpu>,
         cpuid: VmCpuid,
         config: VmConfig,
         consoles: Consoles,
-    ) -> Result<Machine, MachineError> {
-        let exits = Exits::new(Arc::clone(&self.space), Arc::clone(&self.power));
+    ) -> Result<Self, MachineError> {
+        let exits = Exits::new(Arc::clone(&parts.space), Arc::clone(&parts.power));
         let threads = ThreadsConfig {
             handler: Arc::new(exits),
-            on_start: Some(affinity_setter(&config, &self.topology)),
+            on_start: Some(affinity_setter(&config, &parts.topology)),
         };
-        Ok(Machine {
+        Ok(Self {
             stage2: None,
             vcpus: VcpuThreads::start(vcpus, &threads)?,
             paused: true,
@@ -395,18 +165,8 @@ impl MachineParts {
             has_ended: false,
             prefault: None,
             collapse: None,
-            devices: self.devices,
-            passthrough: self.passthrough,
-            legacy: self.legacy,
-            hotplug: self.hotplug,
-            segment: self.segment,
-            config_ports: self.config_ports,
-            space: self.space,
-            power: self.power,
-            vm: self.vm,
-            ram: self.ram,
+            parts,
             consoles,
-            topology: self.topology,
             held_msrs: Vec::new(),
             shown: features::shown(&cpuid),
             feature_msrs: Vec::new(),
@@ -414,9 +174,7 @@ impl MachineParts {
             config,
         })
     }
-}
 
-impl Machine {
     /// A machine at its first instruction, paused. When it runs, [`Machine::finish_opening`] has to follow.
     /// Images and files of memory that are in `locks` are not opened again. Populating memory ends early
     /// when it is to be cancelled.
@@ -466,11 +224,11 @@ impl Machine {
         parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let described =
             vcpus.first().map(|vcpu| vcpu.read_registers(&arch::feature_msrs::indices()));
-        let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
+        let mut machine = Self::start(parts, vcpus, cpuid, config, consoles)?;
         machine.feature_msrs = described.transpose()?.unwrap_or_default();
         let memory = &machine.config.memory;
         let modes = ram::prefault_modes(memory);
-        machine.prefault = prefault::Background::start(&machine.ram, memory, &modes);
+        machine.prefault = prefault::Background::start(&machine.parts.ram, memory, &modes);
         Ok(machine)
     }
 
@@ -481,9 +239,14 @@ impl Machine {
     /// Naming the device, or that the start was cancelled; the machine is of no use then, and its guest has run:
     /// [`Machine::end`] has to follow.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
-        let context = PciContext { segment: &self.segment, vm: &self.vm, ram: &self.ram };
-        self.passthrough.finish_opening(&context, self.devices.discarding_devices(), cancel)?;
-        Ok(self.devices.place_later(&self.segment)?)
+        let context =
+            PciContext { segment: &self.parts.segment, vm: &self.parts.vm, ram: &self.parts.ram };
+        self.parts.passthrough.finish_opening(
+            &context,
+            self.parts.devices.discarding_devices(),
+            cancel,
+        )?;
+        Ok(self.parts.devices.place_later(&self.parts.segment)?)
     }
 
     /// Ends the guest: what it has written is on its disks, and their locks are released, when this
@@ -494,9 +257,9 @@ impl Machine {
             return;
         }
         // A vCPU may be waiting for a device, or for memory that one is to reach.
-        self.passthrough.release_numbers(&self.segment);
-        self.devices.release_numbers(&self.segment);
-        self.passthrough.cancel();
+        self.parts.passthrough.release_numbers(&self.parts.segment);
+        self.parts.devices.release_numbers(&self.parts.segment);
+        self.parts.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end well: {error}");
         }
@@ -549,12 +312,12 @@ impl Machine {
         parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let vcpus = parts.create_vcpus(&config)?;
         let cpuid = parts.cpuid(&vcpus, &supported, &config);
-        let mut machine = parts.start(vcpus, cpuid, config, consoles)?;
+        let mut machine = Self::start(parts, vcpus, cpuid, config, consoles)?;
         machine.disks_are_stale = true;
         machine.has_arrived = true;
         machine.stop_watchdog();
-        machine.devices.pause();
-        machine.legacy.pause();
+        machine.parts.devices.pause();
+        machine.parts.legacy.pause();
         Ok(machine)
     }
 
@@ -580,12 +343,12 @@ impl Machine {
 
     /// Its memory.
     pub fn ram(&self) -> &Arc<GuestRam> {
-        &self.ram
+        &self.parts.ram
     }
 
     /// Its VM.
     pub fn vm(&self) -> &Vm {
-        &self.vm
+        &self.parts.vm
     }
 
     /// Whether the guest is stopped by its owner.
@@ -598,9 +361,9 @@ impl Machine {
     /// # Errors
     /// Naming the devices that cannot be moved, or the disk of which a flush has failed or that is full.
     pub fn check_movable(&self) -> Result<(), MachineError> {
-        self.devices.check_disks()?;
+        self.parts.devices.check_disks()?;
         self.check_room()?;
-        Ok(self.passthrough.check_movable(&self.config)?)
+        Ok(self.parts.passthrough.check_movable(&self.config)?)
     }
 
     /// Lets the guest run, with all image locks and taps: those that are not held are taken first,
@@ -611,16 +374,16 @@ impl Machine {
     pub fn resume(&mut self) -> Result<(), MachineError> {
         if self.paused {
             self.take_exclusive()?;
-            self.passthrough.run();
-            self.devices.resume();
+            self.parts.passthrough.run();
+            self.parts.devices.resume();
             // A guest that comes from elsewhere knows another, and may have stood through a change.
-            self.devices.follow_terminal();
-            self.legacy.resume();
+            self.parts.devices.follow_terminal();
+            self.parts.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;
             // Not before: until then frames for the guest belong where it ran.
             if std::mem::take(&mut self.has_arrived) {
-                self.devices.announce();
+                self.parts.devices.announce();
             }
         }
         Ok(())

@@ -99,9 +99,9 @@ impl Machine {
     ) -> Result<(), MachineError> {
         if self.paused {
             // Whatever has happened since the pause: the caller counts on nothing being written.
-            return Ok(self.passthrough.stop()?);
+            return Ok(self.parts.passthrough.stop()?);
         }
-        let early = self.devices.begin_pause();
+        let early = self.parts.devices.begin_pause();
         early.wait(within, is_cancelled)?;
         self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_cancelled)?;
         let stopped = self.stop_devices(within, is_cancelled);
@@ -109,14 +109,14 @@ impl Machine {
             Ok(mut late) => {
                 let mut early = early;
                 (early.is_kept, late.is_kept) = (true, true);
-                self.devices.pause();
-                self.legacy.pause();
+                self.parts.devices.pause();
+                self.parts.legacy.pause();
                 self.paused = true;
                 Ok(())
             }
             Err(error) => {
                 drop(early);
-                self.passthrough.run();
+                self.parts.passthrough.run();
                 self.vcpus.resume_all();
                 Err(error)
             }
@@ -130,8 +130,8 @@ impl Machine {
         within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<PausingDevices, MachineError> {
-        self.passthrough.stop()?;
-        let late = self.devices.begin_pause();
+        self.parts.passthrough.stop()?;
+        let late = self.parts.devices.begin_pause();
         late.wait(within, is_cancelled)?;
         Ok(late)
     }
@@ -171,6 +171,6 @@ impl Machine {
         if self.paused {
             return Ok(());
         }
-        self.devices.begin_pause().wait(within, is_cancelled)
+        self.parts.devices.begin_pause().wait(within, is_cancelled)
     }
 }

@@ -24,17 +24,18 @@ impl Machine {
     pub fn save(&self) -> Result<MachineState, MachineError> {
         self.check_room()?;
         // One that was added since the pause works.
-        self.passthrough.stop()?;
-        let clock = self.vm.clock()?;
-        self.legacy.clock_was_read();
+        self.parts.passthrough.stop()?;
+        let clock = self.parts.vm.clock()?;
+        self.parts.legacy.clock_was_read();
         let mut vcpus = Vec::new();
         for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
             vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
         }
         let mut pci = BTreeMap::new();
         for (bdf, function) in self.pci_functions() {
-            let state =
-                function.save().inspect_err(|error| self.passthrough.tell_if_lost(bdf, error))?;
+            let state = function
+                .save()
+                .inspect_err(|error| self.parts.passthrough.tell_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         let mut state = MachineState {
@@ -42,10 +43,10 @@ impl Machine {
             shown: self.shown.clone(),
             clock,
             vcpus,
-            irqchips: self.vm.irqchips()?,
-            legacy: self.legacy.save(),
-            pci_config_address: self.config_ports.address(),
-            pci_hotplug: Some(self.hotplug.save()),
+            irqchips: self.parts.vm.irqchips()?,
+            legacy: self.parts.legacy.save(),
+            pci_config_address: self.parts.config_ports.address(),
+            pci_hotplug: Some(self.parts.hotplug.save()),
             pci,
         };
         state.version = state.needed_version();
@@ -73,13 +74,13 @@ impl Machine {
         if state.pci.len() != functions.len() {
             return Err(mismatch("it has another number of PCI devices".to_owned()));
         }
-        let time = self.vm.restore_clock(&state.clock, clock)?;
+        let time = self.parts.vm.restore_clock(&state.clock, clock)?;
         let time_read_at = Instant::now();
         self.restore_vcpus(state.vcpus, time)?;
-        self.vm.set_irqchips(&state.irqchips)?;
-        self.legacy.restore(&state.legacy)?;
-        self.legacy.advance(Duration::from_nanos(time.elapsed_ns), time_read_at);
-        self.config_ports.set_address(state.pci_config_address);
+        self.parts.vm.set_irqchips(&state.irqchips)?;
+        self.parts.legacy.restore(&state.legacy)?;
+        self.parts.legacy.advance(Duration::from_nanos(time.elapsed_ns), time_read_at);
+        self.parts.config_ports.set_address(state.pci_config_address);
         for (bdf, function) in functions {
             let id = function.id();
             let saved = state
@@ -91,9 +92,9 @@ impl Machine {
             }
             function.restore(&saved.state)?;
         }
-        self.segment.refresh_mappings();
+        self.parts.segment.refresh_mappings();
         if let Some(state) = &state.pci_hotplug {
-            self.hotplug.restore(state)?;
+            self.parts.hotplug.restore(state)?;
             self.take_ejected();
         }
         Ok(())
@@ -101,8 +102,8 @@ impl Machine {
 
     /// All PCI functions; passed-through ones last, as their hardware may use what the others hold.
     fn pci_functions(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
-        let virtio = self.devices.functions().iter();
-        let passed = self.passthrough.devices().iter();
+        let virtio = self.parts.devices.functions().iter();
+        let passed = self.parts.passthrough.devices().iter();
         let virtio = virtio.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
         let passed = passed.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
         virtio.chain(passed).collect()
@@ -110,7 +111,7 @@ impl Machine {
 
     fn restore_vcpus(&self, states: Vec<VcpuState>, time: TimeBase) -> Result<(), MachineError> {
         for (index, state) in (0_u32..).zip(states) {
-            let apic_id = self.topology.apic_id(index);
+            let apic_id = self.parts.topology.apic_id(index);
             self.vcpus
                 .on_one(apic_id, move |vcpu| vcpu.set_state(&state, &time))?
                 .map_err(|source| MachineError::Vcpu { index, source })?;

@@ -19,14 +19,14 @@ impl Machine {
     /// run meanwhile. Says that it has ended in the event `stage2-prefault-completed`. It is skipped
     /// where KVM cannot do it.
     pub fn prefault_stage2(&mut self) {
-        if !self.vm.capabilities().pre_fault_memory {
+        if !self.parts.vm.capabilities().pre_fault_memory {
             log::debug!(
                 "second-stage tables are not filled ahead: this KVM has no KVM_PRE_FAULT_MEMORY \
                  (Linux 6.11 with two-dimensional paging has)"
             );
             return;
         }
-        let ram = Arc::clone(&self.ram);
+        let ram = Arc::clone(&self.parts.ram);
         self.stage2 = self
             .vcpus
             .fill_stage2(move || populated(&ram), report)

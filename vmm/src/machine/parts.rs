@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The parts of a machine but for its vCPUs: KVM's VM, memory, buses and devices.
+//!
+//! Owns the order in which they are made and find each other. Must never run a vCPU.
+
+use std::sync::Arc;
+
+use arch::cpuid::{CpuTopology, VmCpuid, phys_bits};
+use arch::layout;
+use hypervisor::{Vcpu, Vm};
+use kvm_bindings::CpuId;
+use memory::GuestRam;
+use pci::{ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciSegment};
+
+use super::consoles::Consoles;
+use super::error::MachineError;
+use super::events::{EventSink, Power};
+use super::exclusive::LockedImages;
+use super::host::Host;
+use super::hotplug::Hotplug;
+use super::legacy::LegacyDevices;
+use super::passthrough::{OpenInput, Passthrough};
+use super::space::AddressSpace;
+use super::virtio::{PciContext, VirtioDevices};
+use super::{boot, ram};
+use crate::config::VmConfig;
+use crate::config::console::DEBUG_CONSOLE_PORT;
+
+/// A machine without vCPU threads.
+pub(super) struct MachineParts {
+    // Order matters on drop: devices end before memory.
+    pub(super) devices: VirtioDevices,
+    pub(super) passthrough: Passthrough,
+    pub(super) legacy: LegacyDevices,
+    pub(super) hotplug: Hotplug,
+    pub(super) segment: Arc<PciSegment>,
+    pub(super) config_ports: Arc<PciConfigIo>,
+    pub(super) space: Arc<AddressSpace>,
+    pub(super) power: Arc<Power>,
+    pub(super) vm: Vm,
+    pub(super) ram: Arc<GuestRam>,
+    pub(super) topology: CpuTopology,
+    pub(super) windows: MmioWindows,
+}
+
+/// What is there before any device of a machine.
+pub(super) struct BuildInput<'a> {
+    pub(super) ram: Arc<GuestRam>,
+    pub(super) open: OpenInput<'a>,
+    pub(super) images: &'a mut LockedImages,
+}
+
+impl MachineParts {
+    /// Wires them together.
+    ///
+    /// # Errors
+    /// Naming what is missing.
+    pub(super) fn build(
+        config: &VmConfig,
+        consoles: &Consoles,
+        host: &Host,
+        sink: EventSink,
+        BuildInput { ram, open, images }: BuildInput<'_>,
+    ) -> Result<Self, MachineError> {
+        let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let vm = Vm::create_with_memory(
+            &host.hypervisor,
+            &hypervisor::VmConfig {
+                tss_gpa: layout::KVM_TSS_GPA,
+                identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
+            },
+            |vm| Ok::<_, MachineError>(ram::attach(vm, &ram)?),
+        )?;
+        let space = Arc::new(AddressSpace::default());
+        let power = Power::new(Arc::clone(&sink));
+        let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
+        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
+
+        let windows = boot::device_windows(&ram, bits)?;
+        let segment = space.new_segment(windows)?;
+        space.insert_memory(
+            layout::ECAM_GPA,
+            ECAM_SEGMENT_LEN_BYTES,
+            "PCI ECAM",
+            Arc::new(PciEcam::new(&segment)),
+        )?;
+        let config_ports = Arc::new(PciConfigIo::new(&segment));
+        space.insert_ports(
+            layout::PCI_CONFIG_PORT,
+            u64::from(layout::PCI_CONFIG_PORT_COUNT),
+            "PCI configuration ports",
+            config_ports.clone(),
+        )?;
+        let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
+        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
+        let ban = Passthrough::ban_discards(config, &ram);
+        let mut devices =
+            VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
+        let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
+        if !passthrough.is_opening() {
+            devices.place_later(&segment)?;
+        }
+        let topology = boot::topology(&config.cpus)?;
+        Ok(Self {
+            devices,
+            passthrough,
+            legacy,
+            hotplug,
+            segment,
+            config_ports,
+            space,
+            power,
+            vm,
+            ram,
+            topology,
+            windows,
+        })
+    }
+
+    /// The vCPUs, not started.
+    pub(super) fn create_vcpus(&self, config: &VmConfig) -> Result<Vec<Vcpu>, MachineError> {
+        (0..config.cpus.boot_vcpus)
+            .map(|index| Ok(self.vm.create_vcpu(self.topology.apic_id(index))?))
+            .collect()
+    }
+
+    /// What they would be made to show if the guest booted here.
+    pub(super) fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
+        let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
+        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
+    }
+}
