@@ -4,8 +4,8 @@
 //!
 //! Owns what an arrival of contents means for the guest, and the point at which nothing is missing any
 //! more. The maps of missing and requested units, and their memory ordering, are in `destination::demand`.
-//! A large host page is one unit; the pieces of one are put together in `destination::assembly`. It opens,
-//! polls and writes no connection.
+//! Contents are taken off a connection in `destination::contents`. A large host page is one unit; the pieces of one
+//! are put together in `destination::assembly`. It opens, polls and writes no connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,30 +15,20 @@ use page_bitmap::PageBitmap;
 use parking_lot::Mutex;
 
 use super::demand::{Demand, FaultLookup};
-use super::emptying::empty_units;
+use super::stale::{Stale, mark_absent};
 use super::tables::locate;
 use super::waiters::Waiters;
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure};
 use crate::fault::{Fault, FaultSource};
-use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun, to_usize};
+use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun};
 use crate::partial_pages::PartialPages;
 use crate::progress::Progress;
-use crate::protocol::codec::ByteSource;
-use crate::protocol::{ProtocolError, runs};
-use crate::ram::{self, GuestMemoryMap};
+use crate::protocol::ProtocolError;
+use crate::ram::GuestMemoryMap;
 use crate::steering::LOOK_EVERY;
 use crate::stride::Strides;
 use crate::uffd::UffdError;
-
-/// Contents of at most this length are copied in through a buffer, which is faster than receiving
-/// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
-/// kernel's for a run instead of a fault for each page. A chunk of the background fits, and the
-/// buffer stays in the processor's cache.
-const SMALL_BYTES: u64 = 128 << 10;
-
-/// Pages that the copying path buffers at once, rounded up to a unit.
-const COPY_PAGES: u64 = 256;
 
 /// Contents came for pages that need none.
 pub(super) const NOT_MISSING: ProtocolError =
@@ -62,10 +52,10 @@ pub(crate) struct Engine<M> {
     /// Per region: how its units come together from pieces, where they may.
     pub(super) pieces: Vec<Option<PartialPages>>,
     /// Per region: pages of 4 KiB in a unit.
-    unit_pages: Vec<u64>,
+    pub(super) unit_pages: Vec<u64>,
     /// Whole units of which a part may be in place because a connection was lost in the middle of
     /// them. Locked when that happens and while no connection is there.
-    torn: Mutex<Vec<PageRun>>,
+    pub(super) torn: Mutex<Vec<PageRun>>,
     /// Units missing in all regions.
     left: AtomicU64,
     /// Readable once nothing is missing.
@@ -101,9 +91,9 @@ impl<M: GuestMemoryMap> Engine<M> {
         let mut missing = Stale::new(&**memory);
         missing.throw_away(&**memory, pending, cancel)?;
         if let Some(stale) = stale {
-            missing.0.iter().zip(&stale.0).for_each(|(all, stale)| all.add(stale));
+            missing.add(&stale);
         }
-        Self::with_emptied(memory, source, missing.0, progress)
+        Self::with_emptied(memory, source, missing.into_maps(), progress)
     }
 
     /// Begins with memory whose missing units (one map a region) hold nothing.
@@ -392,108 +382,6 @@ impl<M: GuestMemoryMap> Engine<M> {
         regions.flat_map(of).collect()
     }
 
-    /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
-    /// thread's, for this alone.
-    pub(crate) fn take_contents(
-        &self,
-        from: &mut impl ByteSource,
-        ranges: &[GpaRange],
-        via: Via,
-        scratch: &mut Vec<u8>,
-    ) -> Result<(), Cause> {
-        let runs = self.check(ranges)?;
-        for alike in runs.chunk_by(|one, next| self.in_pieces(one) == self.in_pieces(next)) {
-            if alike.first().is_some_and(|run| self.in_pieces(run)) {
-                self.take_pieces(from, alike, via)?;
-            } else {
-                self.take_units(from, alike, via, scratch)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes contents of whole units.
-    fn take_units(
-        &self,
-        from: &mut impl ByteSource,
-        runs: &[PageRun],
-        via: Via,
-        scratch: &mut Vec<u8>,
-    ) -> Result<(), Cause> {
-        let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
-        let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
-        if bytes <= SMALL_BYTES && self.source.prefers_copies_of_small_runs() {
-            let len = to_usize(bytes);
-            if scratch.len() < len {
-                scratch.resize(len, 0);
-            }
-            let mut left = &mut scratch[..len];
-            from.read_exact(left)?;
-            for run in runs {
-                let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
-                self.source.copy_in(*run, piece)?;
-                self.has_come(*run, via)?;
-                left = rest;
-            }
-        } else if in_place {
-            let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
-            if let Err(error) = from.read_guest(&slices) {
-                // Any part of them may be in place, and none is shown.
-                let mut torn = self.torn.lock();
-                torn.extend(runs);
-                return Err(error.into());
-            }
-            for run in runs {
-                self.source.make_present(*run)?;
-                self.has_come(*run, via)?;
-            }
-        } else {
-            for run in runs {
-                self.copy_in(from, *run, via)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The guest sees contents and has been woken: from this moment on it may write them, so they
-    /// are not missing any more, whatever happens to the rest of a message.
-    fn has_come(&self, run: PageRun, via: Via) -> Result<(), Cause> {
-        self.progress.counters.memory_bytes_received.fetch_add(run.len_bytes(), Ordering::Relaxed);
-        self.memory.mark_resident(run);
-        self.arrived(run, via, |_, _| Ok(()))
-    }
-
-    /// Takes contents through a buffer: memory with one mapping is filled in one step a piece.
-    fn copy_in(&self, from: &mut impl ByteSource, run: PageRun, via: Via) -> Result<(), Cause> {
-        let step = COPY_PAGES.next_multiple_of(self.unit_pages[run.region]);
-        let mut buffer = Vec::new();
-        let mut first = run.first;
-        while first < run.end() {
-            let piece = PageRun { region: run.region, first, count: step.min(run.end() - first) };
-            buffer.resize(to_usize(piece.len_bytes()), 0);
-            from.read_exact(&mut buffer)?;
-            self.source.copy_in(piece, &buffer)?;
-            self.has_come(piece, via)?;
-            first = piece.end();
-        }
-        Ok(())
-    }
-
-    /// Takes pages that are zero. They stay holes unless a thread waits for them.
-    pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
-        for run in self.check(ranges)? {
-            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
-            if self.in_pieces(&run) {
-                self.take_zero_pieces(run, via)?;
-                continue;
-            }
-            self.memory.mark_resident(run);
-            self.memory.mark_zero(run);
-            self.arrived(run, via, |region, index| self.show(region, index))?;
-        }
-        Ok(())
-    }
-
     /// The source says that requested pages are on another connection. If they have come
     /// meanwhile, the waiting thread checks again; else the arrival wakes it.
     pub(crate) fn take_elsewhere(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
@@ -512,7 +400,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Whole units of guest memory that are missing, or pieces that no thread has begun to receive;
     /// contents for anything else would overwrite what the guest has written here.
-    fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
+    pub(super) fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
         let runs = locate(self.memory.layout(), ranges)?;
         for run in &runs {
             let missing = if let Some(pieces) = &self.pieces[run.region] {
@@ -569,46 +457,4 @@ impl<M: GuestMemoryMap> Engine<M> {
     pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
     }
-}
-
-/// Units whose contents here are old, by region: nothing is held of them any more.
-pub(crate) struct Stale(Vec<PageBitmap>);
-
-impl Stale {
-    /// None yet.
-    pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
-        Self(maps(memory))
-    }
-
-    /// Throws away what is here of a set of units that has come from the source, and adds it.
-    pub(super) fn throw_away<M: GuestMemoryMap>(
-        &mut self,
-        memory: &M,
-        units: &[u8],
-        cancel: &Cancel,
-    ) -> Result<(), Cause> {
-        let more = maps(memory);
-        runs::decode(units, &more)?;
-        for (region, (units, all)) in more.iter().zip(&self.0).enumerate() {
-            empty_units(memory, region, units, cancel)?;
-            mark_absent(memory, region, units);
-            all.add(units);
-        }
-        Ok(())
-    }
-}
-
-/// Lets the memory know which units are to arrive.
-fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &PageBitmap) {
-    let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
-    for run in units.runs() {
-        let count = (run.end - run.start) * unit;
-        memory.mark_absent(PageRun { region, first: run.start * unit, count });
-    }
-}
-
-/// A clear bit for every unit of every region.
-fn maps<M: GuestMemoryMap>(memory: &M) -> Vec<PageBitmap> {
-    let regions = memory.layout().regions().iter();
-    regions.map(|region| PageBitmap::new(region.len_bytes / region.host_page_bytes)).collect()
 }

@@ -13,9 +13,10 @@
 //! | `unpopulated` | memory into which nothing has arrived yet |
 //! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what an arrival means |
+//! | `contents` | contents on their way from a connection into memory |
 //! | `demand` | what is missing and what is requested, and since when |
 //! | `assembly` | large host pages in it, which come together from pieces |
-//! | `emptying` | discards what is to arrive again |
+//! | `emptying`, `stale` | discards what is to arrive again; which of it is old |
 //! | `fault` | the engine's threads |
 //! | `resolver` | faults that the vCPU threads resolve themselves |
 //! | `waiters` | where they park until the page is in place |
@@ -31,6 +32,7 @@
 mod arrivals;
 mod assembly;
 mod building;
+mod contents;
 mod demand;
 mod doubt;
 mod emptying;
@@ -45,6 +47,7 @@ mod receive;
 mod rejoin;
 mod resolver;
 mod run;
+mod stale;
 mod tables;
 mod unpopulated;
 mod waiters;

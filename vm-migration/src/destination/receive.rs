@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
 use super::building::Building;
-use super::engine::{Engine, Stale};
+use super::engine::Engine;
 use super::fault::FaultThreads;
 use super::helpers::Helpers;
 use super::negotiate::{read, unexpected, watch};
 use super::preparing::Preparing;
 use super::rejoin::Rejoin;
+use super::stale::Stale;
 use super::tables::{locate, take_frame, take_memory, take_zeros};
 use super::unpopulated::Unpopulated;
 use super::{Context, PhaseFailure, late_reconnects};

@@ -24,6 +24,7 @@
 //! | `cuts` | a peer that closes, lies or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
 //! | `commit` | what ends a doubt at the commit, and what does not |
+//! | `ended` | a last message that the source has not heard |
 //! | `hostile` | a source that sends what it must not |
 //! | `tls` | all of that over TLS |
 //! | `strangers` | connections that are not the source's |
@@ -38,6 +39,7 @@ mod compressed;
 mod converging;
 mod cuts;
 mod early;
+mod ended;
 mod endings;
 mod failures;
 mod figures;

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Fake machines on both sides, which fail where they are told to and note what was done to them.
+//!
+//! Owns what both sides have in common, and the source's; the other is in `destination`.
+
+mod destination;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use destination::{Builder, FakeDestination, FakeMapped};
+
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
 use super::page_server::FakePageServer;
-use crate::commit::destination::InDoubt;
-use crate::fault::FaultSource;
 use crate::layout::to_usize;
 use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
-use crate::ram::GuestMemoryMap;
-use crate::vm::{
-    DestinationBuilder, DestinationVm, FreePageHints, GivenMemory, MappedMachine, PausedVm,
-    SourceVm, Throttle, VmError,
-};
+use crate::ram::GuestMemoryMap as _;
+use crate::vm::{FreePageHints, PausedVm, SourceVm, Throttle, VmError};
 
 /// What was done to a machine, in order.
 pub type Calls = Arc<Mutex<Vec<&'static str>>>;
@@ -410,200 +410,5 @@ impl PausedVm for FakePaused {
         }
         let _ = self.common.call(Inject::Nothing, "handed over");
         self.common.memory
-    }
-}
-
-/// Builds a destination over memory that is there already.
-pub struct Builder {
-    common: Common,
-    touch: Vec<(usize, u64)>,
-    gate: Option<Receiver<()>>,
-    start_gate: Option<Receiver<()>>,
-}
-
-/// A machine on the destination.
-pub struct FakeDestination {
-    common: Common,
-    touch: Vec<(usize, u64)>,
-    device: Device,
-    start_gate: Option<Receiver<()>>,
-}
-
-/// A thread of a machine, which waits for it when it ends.
-#[derive(Default)]
-struct Device(Option<std::thread::JoinHandle<()>>);
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        if let Some(thread) = self.0.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Builder {
-    /// A destination for `guest`, in `memory`.
-    pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
-        let common = FakeVm::new(memory, guest).common;
-        Self { common, touch: Vec::new(), gate: None, start_gate: None }
-    }
-
-    /// Number of vCPUs, share of memory they write, and how fast.
-    #[must_use]
-    pub fn load(mut self, vcpus: u64, hot: u64, pace: Pace) -> Self {
-        (self.common.vcpus, self.common.hot, self.common.pace) = (vcpus, hot, pace);
-        self
-    }
-
-    /// Where it fails.
-    #[must_use]
-    pub fn inject(mut self, inject: Inject) -> Self {
-        self.common.inject = inject;
-        self
-    }
-
-    /// Reads documents up to these versions.
-    #[must_use]
-    pub fn formats(mut self, formats: Formats) -> Self {
-        self.common.formats = formats;
-        self
-    }
-
-    /// vCPUs bring their own pages.
-    #[must_use]
-    pub fn own_faults(mut self) -> Self {
-        self.common.own_faults = true;
-        self
-    }
-
-    /// Pages (region, page) that restoring state reads through the guest's mapping.
-    #[must_use]
-    pub fn touch(mut self, pages: Vec<(usize, u64)>) -> Self {
-        self.touch = pages;
-        self
-    }
-
-    /// Building takes until the gate is opened, or dropped.
-    #[must_use]
-    pub fn gate(mut self, gate: Receiver<()>) -> Self {
-        self.gate = Some(gate);
-        self
-    }
-
-    /// The same for the start of its guest.
-    #[must_use]
-    pub fn start_gate(mut self, gate: Receiver<()>) -> Self {
-        self.start_gate = Some(gate);
-        self
-    }
-
-    /// Notes what is done to it there, too.
-    #[must_use]
-    pub fn note_in(mut self, calls: &Calls) -> Self {
-        self.common.calls = Arc::clone(calls);
-        self
-    }
-
-    /// What was done to it.
-    pub fn calls(&self) -> Calls {
-        Arc::clone(&self.common.calls)
-    }
-}
-
-impl DestinationBuilder for Builder {
-    type Vm = FakeDestination;
-    type Mapped = FakeMapped;
-
-    fn formats(&self) -> Formats {
-        self.common.formats
-    }
-
-    fn map_memory(
-        mut self,
-        config_json: &[u8],
-        given: Vec<GivenMemory>,
-    ) -> Result<FakeMapped, VmError> {
-        if !given.is_empty() {
-            let files = given.into_iter().map(|zone| zone.file).collect();
-            self.common.memory = FakeMemory::over(self.common.memory.layout(), files)?;
-        }
-        self.common.call(Inject::Map, "map")?;
-        let _: serde_json::Value = serde_json::from_slice(config_json)?;
-        Ok(FakeMapped(self))
-    }
-}
-
-/// A machine on the destination that has nothing but memory.
-pub struct FakeMapped(Builder);
-
-impl MappedMachine for FakeMapped {
-    type Vm = FakeDestination;
-
-    fn memory(&self) -> Arc<FakeMemory> {
-        Arc::clone(&self.0.common.memory)
-    }
-
-    fn build(self) -> Result<FakeDestination, VmError> {
-        let Builder { common, touch, gate, start_gate } = self.0;
-        if let Some(gate) = gate {
-            // Ends when the test says so, or has gone.
-            let _ = gate.recv();
-        }
-        common.call(Inject::Prepare, "prepare")?;
-        Ok(FakeDestination { common, touch, device: Device::default(), start_gate })
-    }
-}
-
-impl DestinationVm for FakeDestination {
-    type Memory = FakeMemory;
-    type Running = FakeVm;
-
-    fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
-        let Common { memory, vcpus, own_faults, .. } = &self.common;
-        if !own_faults {
-            return Ok(None);
-        }
-        Ok(Some(memory.refuse_missing_pages(to_usize(*vcpus))?))
-    }
-
-    fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        self.common.call(Inject::Apply, "apply")?;
-        let _: serde_json::Value = serde_json::from_slice(state_json)?;
-        for (region, page) in &self.touch {
-            self.common.memory.word(*region, *page, 0).load(std::sync::atomic::Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
-    fn in_doubt(&mut self, _: InDoubt, lasts: bool) {
-        if self.common.inject == Inject::TouchInDoubt && !lasts {
-            let memory = Arc::clone(&self.common.memory);
-            let (touched, begun) = std::sync::mpsc::channel();
-            self.device.0 = Some(std::thread::spawn(move || {
-                let _ = touched.send(());
-                memory.word(0, 1, 0).load(Ordering::Relaxed);
-            }));
-            let _ = begun.recv();
-        }
-        let name = if lasts { "still in doubt" } else { "in doubt" };
-        let _ = self.common.call(Inject::Nothing, name);
-    }
-
-    fn run(mut self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
-        if let Some(gate) = self.start_gate.take() {
-            // Dropped is open.
-            let _ = gate.recv();
-        }
-        if self.common.inject == Inject::RunOnce {
-            self.common.inject = Inject::Nothing;
-            let _ = self.common.call(Inject::Nothing, "run");
-            return Err((self, "injected failure in run".into()));
-        }
-        if let Err(error) = self.common.call(Inject::Run, "run") {
-            return Err((self, error));
-        }
-        debug_assert!(!self.common.memory.layout().regions().is_empty());
-        let writers = resume.then(|| self.common.start());
-        Ok(FakeVm { common: self.common, writers })
     }
 }

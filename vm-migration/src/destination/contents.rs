@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Contents of missing pages, off a connection and into the guest's memory.
+//!
+//! Owns the ways in which contents of whole units get to their place: through a buffer, or received there. Must never
+//! show the guest a page of which a part is missing.
+
+use std::sync::atomic::Ordering;
+
+use super::engine::{Engine, Via};
+use crate::error::Cause;
+use crate::layout::{GpaRange, PageRun, to_usize};
+use crate::protocol::codec::ByteSource;
+use crate::ram::{self, GuestMemoryMap};
+
+/// Contents of at most this length are copied in through a buffer, which is faster than receiving
+/// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
+/// kernel's for a run instead of a fault for each page. A chunk of the background fits, and the
+/// buffer stays in the processor's cache.
+const SMALL_BYTES: u64 = 128 << 10;
+
+/// Pages that the copying path buffers at once, rounded up to a unit.
+const COPY_PAGES: u64 = 256;
+
+impl<M: GuestMemoryMap> Engine<M> {
+    /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
+    /// thread's, for this alone.
+    pub(crate) fn take_contents(
+        &self,
+        from: &mut impl ByteSource,
+        ranges: &[GpaRange],
+        via: Via,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), Cause> {
+        let runs = self.check(ranges)?;
+        for alike in runs.chunk_by(|one, next| self.in_pieces(one) == self.in_pieces(next)) {
+            if alike.first().is_some_and(|run| self.in_pieces(run)) {
+                self.take_pieces(from, alike, via)?;
+            } else {
+                self.take_units(from, alike, via, scratch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes contents of whole units.
+    fn take_units(
+        &self,
+        from: &mut impl ByteSource,
+        runs: &[PageRun],
+        via: Via,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), Cause> {
+        let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
+        let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
+        if bytes <= SMALL_BYTES && self.source.prefers_copies_of_small_runs() {
+            let len = to_usize(bytes);
+            if scratch.len() < len {
+                scratch.resize(len, 0);
+            }
+            let mut left = &mut scratch[..len];
+            from.read_exact(left)?;
+            for run in runs {
+                let (piece, rest) = left.split_at_mut(to_usize(run.len_bytes()));
+                self.source.copy_in(*run, piece)?;
+                self.has_come(*run, via)?;
+                left = rest;
+            }
+        } else if in_place {
+            let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
+            if let Err(error) = from.read_guest(&slices) {
+                // Any part of them may be in place, and none is shown.
+                let mut torn = self.torn.lock();
+                torn.extend(runs);
+                return Err(error.into());
+            }
+            for run in runs {
+                self.source.make_present(*run)?;
+                self.has_come(*run, via)?;
+            }
+        } else {
+            for run in runs {
+                self.copy_in(from, *run, via)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The guest sees contents and has been woken: from this moment on it may write them, so they
+    /// are not missing any more, whatever happens to the rest of a message.
+    fn has_come(&self, run: PageRun, via: Via) -> Result<(), Cause> {
+        self.progress.counters.memory_bytes_received.fetch_add(run.len_bytes(), Ordering::Relaxed);
+        self.memory.mark_resident(run);
+        self.arrived(run, via, |_, _| Ok(()))
+    }
+
+    /// Takes contents through a buffer: memory with one mapping is filled in one step a piece.
+    fn copy_in(&self, from: &mut impl ByteSource, run: PageRun, via: Via) -> Result<(), Cause> {
+        let step = COPY_PAGES.next_multiple_of(self.unit_pages[run.region]);
+        let mut buffer = Vec::new();
+        let mut first = run.first;
+        while first < run.end() {
+            let piece = PageRun { region: run.region, first, count: step.min(run.end() - first) };
+            buffer.resize(to_usize(piece.len_bytes()), 0);
+            from.read_exact(&mut buffer)?;
+            self.source.copy_in(piece, &buffer)?;
+            self.has_come(piece, via)?;
+            first = piece.end();
+        }
+        Ok(())
+    }
+
+    /// Takes pages that are zero. They stay holes unless a thread waits for them.
+    pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
+        for run in self.check(ranges)? {
+            self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);
+            if self.in_pieces(&run) {
+                self.take_zero_pieces(run, via)?;
+                continue;
+            }
+            self.memory.mark_resident(run);
+            self.memory.mark_zero(run);
+            self.arrived(run, via, |region, index| self.show(region, index))?;
+        }
+        Ok(())
+    }
+}
