@@ -14,6 +14,7 @@ use vm_migration::{Cancel, GuestLocation, Phase, ProgressDocument, Steering};
 
 use super::receiving::{self, ReceiveContext, ReceiveEnd, ReceiveOutcome};
 use super::sending::{self, SendEnd};
+use super::threads::release_within;
 use super::{GuestPages, HandedOverMemory, Next, VmLifecycle, Vmm, cancel, describe, observer};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiQueue, ApiReply, ApiResult, VmmRequest};
@@ -28,6 +29,10 @@ use crate::options::ExitReason;
 /// A client that asked for the progress of a migration has this long to ask once more and see its end,
 /// before the process ends. Long enough for a slow poll on a busy host.
 pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
+
+/// How long the VMM thread waits until what is left of a machine that has moved is released: as long as a watcher has,
+/// so that a client that asks meanwhile still gets its answer. What takes longer may wait for what never comes.
+const REMAINS_TIME: Duration = Duration::from_secs(10);
 
 /// When one watcher has seen the end, others may not have: a few looks of ch-remote.
 const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
@@ -277,7 +282,7 @@ impl Vmm {
                 let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
                 // A machine of many vCPUs and much memory takes a while to take apart. A client that asks
                 // meanwhile is answered afterwards, and has their time from then on.
-                drop(remains);
+                release_remains(remains);
                 if stay.is_zero() {
                     Next::Exit(ExitReason::MigratedAway)
                 } else {
@@ -304,7 +309,7 @@ impl Vmm {
                 log::error!("{reason}");
                 cancel::refuse_all(&mut cancellers, &cancel::too_late(&reason));
                 if is_deleted {
-                    drop((remains, held));
+                    release_remains((remains, held));
                     events::emit("vm", "deleted", &[]);
                     // A signal that came before may have asked for it.
                     self.go_on_ending()
@@ -458,6 +463,11 @@ impl Vmm {
         }
         self.memory_has_come();
     }
+}
+
+/// What is left of a machine that has moved.
+fn release_remains<T: Send + 'static>(remains: T) {
+    release_within("vm-delete", "what is left of the VM", remains, REMAINS_TIME);
 }
 
 /// Tells that the VM has moved, and with whom its last pages are.

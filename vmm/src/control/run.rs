@@ -104,9 +104,14 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
     // Other requests that were not answered are told so, while the server still sends answers.
     drop(queue);
     vmm.end_vm();
+    // Each of them may wait for a thread: a process that does not end says for which.
+    log::debug!("releasing the VM and what belongs to it");
     drop(vmm);
+    log::debug!("the VM is released");
     if let Some(server) = server {
+        log::debug!("ending the HTTP server");
         server.stop();
+        log::debug!("the HTTP server has ended");
         // Another VMM may have the path from now on.
         panicking::forget_socket();
     }

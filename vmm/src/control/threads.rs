@@ -2,12 +2,14 @@
 
 //! Threads that take over values owned by the VMM thread.
 //!
-//! Owns a load on its way to such a thread: if the thread cannot be started, the load is returned. Must never know
-//! what the load is.
+//! Owns a load on its way to such a thread: if the thread cannot be started, the load is returned; and the time for
+//! which the VMM thread waits until one is released. Must never know what the load is.
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -30,4 +32,63 @@ pub fn spawn_with<T: Send + 'static>(
         // Only the thread takes it, and there is none.
         None => unreachable!("no thread was made"),
     })
+}
+
+/// Releases a load on a thread of its own and waits for that, up to `within`: the VMM thread must not depend on what
+/// the load waits for. Whether it is released; if not the thread goes on alone, and ends with the process.
+pub fn release_within<T: Send + 'static>(
+    thread: &str,
+    what: &str,
+    load: T,
+    within: Duration,
+) -> bool {
+    let (tell, told) = channel::<()>();
+    log::debug!("releasing {what}");
+    let began = Instant::now();
+    // A sender that is dropped tells as well, also after a panic.
+    let spawned = spawn_with(thread, (load, tell), |(load, _tell)| drop(load));
+    if let Err(((load, _), error)) = spawned {
+        log::warn!("{what} is released by the VMM thread: there is no other: {error}");
+        drop(load);
+        return true;
+    }
+    let is_released = told.recv_timeout(within) != Err(RecvTimeoutError::Timeout);
+    if is_released {
+        log::debug!("{what} was released in {} ms", began.elapsed().as_millis());
+    } else {
+        log::warn!("{what} is not released after {} s, and is not waited for", within.as_secs());
+    }
+    is_released
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::Receiver;
+
+    use super::*;
+
+    /// Longer than anything here takes.
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Whose release waits for a message, or for the end of its sender.
+    struct Stuck(Receiver<()>);
+
+    impl Drop for Stuck {
+        fn drop(&mut self) {
+            let _ = self.0.recv_timeout(LONG);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_released_is_not_waited_for() {
+        let (go_on, wait) = channel();
+        let began = Instant::now();
+        let short = Duration::from_millis(20);
+        assert!(!release_within("test", "a load", Stuck(wait), short));
+        assert!(began.elapsed() < LONG / 2);
+        drop(go_on);
+        let (_, wait) = channel();
+        assert!(release_within("test", "a load", Stuck(wait), LONG));
+        assert!(began.elapsed() < LONG);
+    }
 }
