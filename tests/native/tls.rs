@@ -3,12 +3,17 @@
 //! directory that cannot be used is named by the request for it.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use vm_migration::testing::TestCa;
 
 use crate::harness::migrate::{Reception, failure_of, migrate_to, send_option};
 use crate::harness::{Mode, Suite, Transport, Vmm};
+
+/// How long a process stays for a client that watches a migration and has not seen its end. Neither a refusal nor
+/// the end of a process after one takes that long.
+const WATCHER_TIME: Duration = Duration::from_secs(10);
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Auto] {
@@ -59,11 +64,13 @@ fn moves(mode: Mode, more: &str) {
 
 /// The source goes on, and the destination goes on waiting.
 fn refused(source: &Vmm, url: &str, tls: &str, why: &str) {
+    let began = Instant::now();
     let failed =
         source.remote(&["send-migration", "--wait", &format!("destination_url={url}{tls}")]);
     assert!(!failed.status.success());
     let told = failure_of(source);
     assert!(told.contains(why), "{told}");
+    assert!(began.elapsed() < WATCHER_TIME / 2, "it took {:?}", began.elapsed());
     assert_eq!(source.api().state(), "Running");
 }
 
@@ -74,9 +81,11 @@ fn one_side() {
     let destination = Vmm::empty();
     let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &tls);
     refused(&source, &reception.url, "", "give tls_dir to send-migration as well");
+    let began = Instant::now();
     migrate_to(reception, source, &destination, |url| {
         format!("{}{tls}", send_option(url, Mode::Precopy))
     });
+    assert!(began.elapsed() < WATCHER_TIME, "it took {:?}", began.elapsed());
     destination.verify();
 
     let other = Vmm::empty();

@@ -98,7 +98,7 @@ impl Vmm {
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
-        if matches!(snapshot.phase, Phase::Done | Phase::HandedOn) {
+        if is_the_end(snapshot.phase) {
             // A client that has seen the end, perhaps before this thread has, needs no more time.
             self.watched_at = None;
             self.end_seen_at.get_or_insert_with(Instant::now);
@@ -470,6 +470,11 @@ fn release_remains<T: Send + 'static>(remains: T) {
     release_within("vm-delete", "what is left of the VM", remains, REMAINS_TIME);
 }
 
+/// Whether who asked in this phase of a migration has seen its end.
+fn is_the_end(phase: Phase) -> bool {
+    matches!(phase, Phase::Done | Phase::HandedOn | Phase::Failed)
+}
+
 /// Tells that the VM has moved, and with whom its last pages are.
 fn tell_end(last: Option<&ProgressDocument>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
@@ -494,6 +499,13 @@ fn nothing_migrated() -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_client_that_saw_a_migration_fail_does_not_keep_the_process_after_the_next() {
+        assert!([Phase::Done, Phase::HandedOn, Phase::Failed].into_iter().all(is_the_end));
+        let more_comes = [Phase::Idle, Phase::Precopy, Phase::Serve, Phase::PostcopyPaused];
+        assert!(!more_comes.into_iter().any(is_the_end));
+    }
 
     #[test]
     fn the_process_stays_for_those_who_have_not_seen_the_end() {
