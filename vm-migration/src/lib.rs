@@ -20,6 +20,7 @@
 //! | [`options`], [`progress`], [`history`], [`error`], [`report`] | options of the user, and what they are shown |
 //! | `phase` | side, phase, and where the guest is |
 //! | [`document`], `figures` | the progress document; what each side tells the other of it at the end |
+//! | `iovecs` | how far a vectored transfer has come |
 //! | `page_server_status` | the state of a page server in the progress document |
 //! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |
 //!
@@ -68,6 +69,7 @@ pub mod error;
 pub mod fault;
 mod figures;
 pub mod history;
+mod iovecs;
 mod latency;
 pub mod layout;
 mod opening;

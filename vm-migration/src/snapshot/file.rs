@@ -15,11 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::error::SnapshotError;
+use crate::iovecs::Iovecs;
 use crate::layout::{PAGE_BYTES, to_usize};
 use crate::ram::GuestSlice;
-
-/// Most pieces of one transfer, as the kernel has it.
-pub(crate) const PIECES_MAX: usize = libc::UIO_MAXIOV as usize;
 
 /// A page that starts at a page.
 #[derive(Clone, Copy)]
@@ -166,13 +164,13 @@ impl MemoryFile {
     /// that outlive the call.
     fn transfer_all(
         &self,
-        mut iovecs: &mut [libc::iovec],
+        iovecs: &mut [libc::iovec],
         mut offset: u64,
         call: Call,
     ) -> io::Result<()> {
         let (start, mut total) = (offset, 0);
-        while !iovecs.is_empty() {
-            let count = iovecs.len().min(PIECES_MAX);
+        let mut left = Iovecs::new(iovecs);
+        while let Some(now) = left.next_call() {
             let at = libc::off_t::try_from(offset).map_err(io::Error::other)?;
             // SAFETY: each entry is guest memory, mapped readable and writable (contract of
             // `GuestMemoryMap`), or a live buffer of this process that is exclusively ours; the
@@ -180,8 +178,8 @@ impl MemoryFile {
             let done = unsafe {
                 call(
                     self.file.as_raw_fd(),
-                    iovecs.as_ptr(),
-                    libc::c_int::try_from(count).unwrap_or(libc::c_int::MAX),
+                    now.as_ptr(),
+                    libc::c_int::try_from(now.len()).unwrap_or(libc::c_int::MAX),
                     at,
                 )
             };
@@ -198,7 +196,7 @@ impl MemoryFile {
             };
             offset += done as u64;
             total += done as u64;
-            iovecs = advance(iovecs, done);
+            left.advance(done);
         }
         if !self.is_direct() {
             self.forget(start, total);
@@ -249,18 +247,4 @@ fn gap_buffer(pieces: &[Piece<'_>]) -> AlignedBuffer {
         Piece::Guest(_) => 0,
     };
     AlignedBuffer::new(pieces.iter().map(gap).max().unwrap_or(0).div_ceil(PAGE_BYTES))
-}
-
-/// What is left after `done` bytes.
-fn advance(mut iovecs: &mut [libc::iovec], mut done: usize) -> &mut [libc::iovec] {
-    while let Some(first) = iovecs.first_mut() {
-        if done < first.iov_len {
-            first.iov_base = first.iov_base.cast::<u8>().wrapping_add(done).cast();
-            first.iov_len -= done;
-            break;
-        }
-        done -= first.iov_len;
-        iovecs = &mut iovecs[1..];
-    }
-    iovecs
 }

@@ -24,10 +24,8 @@ use super::{
     SLOWEST_BYTES_PER_S, TCP_USER_TIMEOUT, TransportError,
 };
 use crate::cancel::Cancel;
+use crate::iovecs::Iovecs;
 use crate::ram::GuestSlice;
-
-/// Most pieces that one system call takes (the kernel's UIO_MAXIOV).
-const PIECES_MAX: usize = 1024;
 
 /// A piece of a message.
 #[derive(Clone, Copy, Debug)]
@@ -262,22 +260,14 @@ impl Connection {
         sent_bytes: &mut u64,
         total: &mut Option<Instant>,
     ) -> Result<(), TransportError> {
-        let mut at = 0;
-        loop {
-            while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
-                at += 1;
-            }
-            if at == pieces.len() {
-                return Ok(());
-            }
-            let now = &mut pieces[at..];
-            let now_len = now.len().min(PIECES_MAX);
+        let mut left = Iovecs::new(pieces);
+        while let Some(now) = left.next_call() {
             // SAFETY: readable, as the caller promises.
-            match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], true) } {
+            match unsafe { transfer(self.socket.as_raw_fd(), now, true) } {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(sent) => {
                     *sent_bytes += sent as u64;
-                    advance(now, sent);
+                    left.advance(sent);
                 }
                 Err(error) => {
                     let since = *total.get_or_insert_with(Instant::now);
@@ -285,6 +275,7 @@ impl Connection {
                 }
             }
         }
+        Ok(())
     }
 
     /// Receives into pieces until all are full. The pieces point to memory that may be written.
@@ -297,26 +288,19 @@ impl Connection {
             // SAFETY: as the caller promises.
             return unsafe { self.receive_opened(tls, pieces) };
         }
-        let mut at = 0;
-        loop {
-            while pieces.get(at).is_some_and(|piece| piece.iov_len == 0) {
-                at += 1;
-            }
-            if at == pieces.len() {
-                return Ok(());
-            }
-            let now = &mut pieces[at..];
-            let now_len = now.len().min(PIECES_MAX);
+        let mut left = Iovecs::new(pieces);
+        while let Some(now) = left.next_call() {
             // SAFETY: writable, as the caller promises.
-            match unsafe { transfer(self.socket.as_raw_fd(), &mut now[..now_len], false) } {
+            match unsafe { transfer(self.socket.as_raw_fd(), now, false) } {
                 Ok(0) => return Err(TransportError::Closed),
                 Ok(received) => {
                     self.has_read(received);
-                    advance(now, received);
+                    left.advance(received);
                 }
                 Err(error) => self.wait_to_read(error)?,
             }
         }
+        Ok(())
     }
 
     /// True for a socket that can carry descriptors.
@@ -584,18 +568,4 @@ pub(super) fn receive_into(socket: &Socket, buf: &mut [u8]) -> io::Result<usize>
     // initialised bytes into them.
     let uninit = unsafe { &mut *(std::ptr::from_mut(buf) as *mut [MaybeUninit<u8>]) };
     socket.recv(uninit)
-}
-
-/// Takes `len` transferred bytes off the front of the pieces.
-pub(super) fn advance(pieces: &mut [libc::iovec], mut len: usize) {
-    for piece in pieces {
-        let taken = len.min(piece.iov_len);
-        // SAFETY: within the piece, or one past its end.
-        piece.iov_base = unsafe { piece.iov_base.cast::<u8>().add(taken) }.cast();
-        piece.iov_len -= taken;
-        len -= taken;
-        if len == 0 {
-            return;
-        }
-    }
 }
