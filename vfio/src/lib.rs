@@ -54,7 +54,7 @@ mod tests;
 mod unmasking;
 
 pub use container::Type1Container;
-pub use device::{BarSlots, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
+pub use device::{BarSlots, DmaLog, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
 pub use device_events::{DeviceEvents, OnDeviceEvent};
 pub use dma::{DmaTarget, GuestRamPopulator, PopulateHelper, Populating, Populator};
 pub use dma_map::{DmaMap, OnLost};

@@ -2,12 +2,10 @@
 
 //! Migration of passed-through functions: VFIO migration v2.
 //!
-//! Owns the way of one function through its states ([`Migration`]), the form in which it is saved
-//! ([`saved`]), and the log of what it writes to guest memory ([`DmaLog`]). Never knows what the state
-//! of the hardware means, which functions a VM has, nor how a state travels.
+//! Owns the way of one function through its states ([`Migration`]), and the form in which it is saved ([`saved`]).
+//! Never knows what the state of the hardware means, which functions a VM has, nor how a state travels. What a
+//! passed-through function does with it, and the log of what it writes to guest memory, is in `device`.
 
-mod device;
-mod dma_log;
 mod error;
 #[cfg(any(test, feature = "testing"))]
 pub mod fakes;
@@ -17,7 +15,6 @@ mod session;
 #[cfg(test)]
 mod tests;
 
-pub use dma_log::DmaLog;
 pub use error::{MigrationError, NotMigratable};
 pub use port::{DeviceState, LOG_PAGE_BYTES, MigrationPort, MigrationSupport};
 pub use saved::{

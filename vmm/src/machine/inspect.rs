@@ -11,7 +11,7 @@ use devices::virtio::balloon::BalloonHandle;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
-use vfio::migration::DmaLog;
+use vfio::DmaLog;
 use vfio::{PinProgress, VfioPciDevice};
 
 use super::prefault::{Background, PrefaultStatus};

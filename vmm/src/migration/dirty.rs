@@ -12,7 +12,7 @@ use std::sync::Arc;
 use hypervisor::{ManualDirtyLog, MemslotError, Vm};
 use memory::GuestRam;
 use parking_lot::Mutex;
-use vfio::migration::DmaLog;
+use vfio::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 

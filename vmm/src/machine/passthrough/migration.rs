@@ -9,8 +9,9 @@
 use std::sync::Arc;
 
 use pci::{Bdf, PciDevice as _};
+use vfio::DmaLog;
 use vfio::VfioPciDevice;
-use vfio::migration::{DmaLog, MigrationError, STATE_LEN_BYTES_MAX};
+use vfio::migration::{MigrationError, STATE_LEN_BYTES_MAX};
 
 use super::outcome::unmap_if_unused;
 use super::{Passthrough, PassthroughError};

@@ -10,13 +10,14 @@ use std::sync::Arc;
 
 use memory::GuestRam;
 
-use super::dma_log::DmaLog;
-use super::error::{MigrationError, NotMigratable};
-use super::port::{MigrationPort, MigrationSupport};
-use super::saved::{Hardware, HardwareState, VfioState};
+use super::{DmaLog, VfioPciDevice};
 use crate::capabilities::{self, word};
 use crate::config::ShadowConfig;
-use crate::{VfioError, VfioPciDevice};
+use crate::error::VfioError;
+use crate::migration::{
+    Hardware, HardwareState, MigrationError, MigrationPort, MigrationSupport, NotMigratable,
+    VfioState,
+};
 use pci::MsixError;
 use pci::register;
 use pci::{PciDevice as _, PciStateError};

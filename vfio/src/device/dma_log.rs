@@ -13,8 +13,8 @@ use log::{info, warn};
 use memory::GuestRam;
 use parking_lot::Mutex;
 
-use super::port::LOG_PAGE_BYTES;
-use crate::VfioPciDevice;
+use super::VfioPciDevice;
+use crate::migration::LOG_PAGE_BYTES;
 use pci::PciDevice as _;
 
 /// What is asked for at once: 32 KiB of bits.

@@ -11,6 +11,9 @@
 //! is written to the host, and what takes it from the guest passes through that lock after it has set the
 //! mark: a write either came before that, or never reaches the host.
 
+mod dma_log;
+mod migration;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -21,16 +24,18 @@ use hypervisor::irq::MsiSource;
 use log::{error, warn};
 use parking_lot::Mutex;
 
-use super::bars::{self, MsixRanges};
-use super::config::{MsiLayout, MsixLayout, ShadowConfig};
-use super::device_events::DeviceEvents;
-use super::error::VfioError;
-use super::gate::DmaGate;
-use super::host::{HostFunction, InterruptKind};
-use super::interrupts::{Interrupts, IntxLine};
-use super::mapping::BarMapping;
-use super::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
-use super::p2p::{P2pBars, Peer};
+pub use dma_log::DmaLog;
+
+use crate::bars::{self, MsixRanges};
+use crate::config::{MsiLayout, MsixLayout, ShadowConfig};
+use crate::device_events::DeviceEvents;
+use crate::error::VfioError;
+use crate::gate::DmaGate;
+use crate::host::{HostFunction, InterruptKind};
+use crate::interrupts::{Interrupts, IntxLine};
+use crate::mapping::BarMapping;
+use crate::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
+use crate::p2p::{P2pBars, Peer};
 use pci::register;
 use pci::{BarDecode, BarDescription, BarKind, MapError};
 use pci::{PciDevice, PciDeviceState, PciStateError};
