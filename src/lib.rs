@@ -8,3 +8,5 @@ pub mod cli;
 
 #[cfg(test)]
 mod architecture_tests;
+#[cfg(test)]
+mod module_circle_tests;
