@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A connection on which messages travel: questions, answers, and the reason when one is refused.
+//! A connection that carries messages: requests, answers, and the reason when one is refused.
 //!
 //! Owns the pairing of messages with answers. It does not know which message is due.
 

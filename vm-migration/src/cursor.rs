@@ -4,7 +4,7 @@
 //!
 //! Owns [`Cursor`]: the index up to which the range has been claimed. A claimant chooses the length of its
 //! part once it knows where the part begins, so that slow threads take short parts, and parts get shorter
-//! towards the end. Each index belongs to exactly one claim. It must never grow a lock. Checked by a loom
+//! towards the end. Each index belongs to exactly one claim. It must never take a lock. Checked by a loom
 //! model (`--cfg loom`).
 
 use std::ops::Range;

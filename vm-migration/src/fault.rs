@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Fault sources: how accesses to pages that have not arrived are caught, and continued once they have.
+//! Fault sources: how accesses to missing pages are caught, and how they continue once the page has arrived.
 //!
 //! Owns the traits only. The implementations are in [`crate::uffd`]: a fault waits in userfaultfd, or the
 //! access is refused and the faulting thread requests its page itself. A fault source never decides what a

@@ -2,9 +2,9 @@
 
 //! Live migration: protocol, connections, precopy, postcopy, progress.
 //!
-//! Owns how a guest moves, and nothing of what a guest is. The monitor implements the
-//! traits in [`vm`] and [`ram`] and calls two functions; everything here runs, and is tested,
-//! without KVM, devices or HTTP. It must never know any of the three.
+//! Owns how a guest moves, but not what a guest is. The VMM implements the traits in [`vm`] and
+//! [`ram`] and calls two functions; all code here runs, and is tested, without KVM, devices or
+//! HTTP. It must never know any of the three.
 //!
 //! | module | owns |
 //! | --- | --- |
@@ -12,14 +12,14 @@
 //! | [`commit`] | which side has the guest: the decisions of both, without their threads |
 //! | [`protocol`] | messages and their bytes |
 //! | [`transport`] | addresses, sockets, waits |
-//! | [`vm`], [`ram`], [`fault`] | what the monitor implements |
+//! | [`vm`], [`ram`], [`fault`] | the traits that the VMM implements |
 //! | [`page_server`] | another process that sends the last pages |
-//! | [`snapshot`] | a guest in a directory, and back |
+//! | [`snapshot`] | saving a guest to a directory, and restoring it |
 //! | [`uffd`] | userfaultfd, the fault source of stock kernels |
 //! | [`layout`] | guest addresses and pages; `page-bitmap` has the ownership of pages |
-//! | [`options`], [`progress`], [`history`], [`error`], [`report`] | options of the user, and what they are shown |
+//! | [`options`], [`progress`], [`history`], [`error`], [`report`] | the user's options, and what the user is shown |
 //! | `phase` | side, phase, and where the guest is |
-//! | [`document`], `figures` | the progress document; what each side tells the other of it at the end |
+//! | [`document`], `figures` | the progress document; the figures that the sides exchange at the end |
 //! | `iovecs` | how far a vectored transfer has come |
 //! | `page_server_status` | the state of a page server in the progress document |
 //! | [`cancel`], [`steering`] | cancel, and other requests to a running migration |

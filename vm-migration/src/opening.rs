@@ -2,9 +2,9 @@
 
 //! Opens all further connections of a set at once.
 //!
-//! Owns the concurrency: each connection is made, and sends its hello, on a thread of its own with a time
-//! limit of its own, so that a set takes a few round trips however large it is. Of a TCP name that stands for
-//! several hosts it uses the address that the first connection has reached.
+//! Owns the concurrency: each connection is made, and sends its hello, on a separate thread with a separate
+//! time limit, so that a set takes a few round trips however large it is. If a TCP name resolves to several
+//! hosts, it uses the address that the first connection has reached.
 
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -3,7 +3,7 @@
 //! Options of a migration: the choices, their defaults and limits, and which of them exclude each other.
 //!
 //! Owns the only definition of each and the only check of their combinations, [`SendOptions::check`]. The
-//! monitor gives the choices names in its option strings and API bodies, and asks that check before
+//! VMM names the choices in its option strings and API bodies, and makes that check before
 //! anything starts. Must never parse text.
 
 use std::path::PathBuf;

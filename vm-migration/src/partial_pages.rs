@@ -2,10 +2,10 @@
 
 //! Large host pages that are assembled from pieces of 4 KiB.
 //!
-//! Owns, for one region, which pieces no thread has begun to receive, and how many of each host page are
-//! not in place yet. The thread that claims a piece may write it; the thread that puts the last piece of a
-//! host page in place is the only one that is told so, whichever connections the others arrived on. It
-//! touches no contents and maps nothing. Checked by a loom model.
+//! Owns, for one region, which pieces no thread has begun to receive, and how many pieces of each host page
+//! are not in place yet. The thread that claims a piece may write it; only the thread that puts the last
+//! piece of a host page in place learns that it was the last, whichever connections the others arrived on.
+//! It touches no contents and maps nothing. Checked by a loom model.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The state of a migration in three words: its side, its phase, and where the guest is.
+//! The state of a migration in three values: the side, the phase, and where the guest is.
 //!
 //! Owns their names, which the progress document, events and errors share. Must never know how a phase works.
 

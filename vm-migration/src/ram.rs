@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Guest memory as migration sees it: a trait with two mappings, and slices that only the kernel
-//! or racy-safe readers touch.
+//! and race-tolerant readers access.
 //!
 //! May contain `unsafe`: it turns the raw mappings promised by [`GuestMemoryMap`] into bounded
 //! [`GuestSlice`]s, and reads guest words with atomics, because a guest writes at the same time.

@@ -3,8 +3,8 @@
 //! One set of connections of a postcopy and its threads.
 //!
 //! Owns the first failure of a set and the end of all its threads. A set is never repaired: when one of its
-//! connections is lost all of them end, and recovery makes another set. State that outlives a set (which
-//! pages are missing, which threads wait) is not here.
+//! connections is lost, all of them end, and recovery makes another set. State that outlives a set (which
+//! pages are missing, which threads wait) is kept elsewhere.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 
 //! Traits that the VMM implements to migrate its machines.
 //!
-//! Owns the traits and the promises between the migration and the machine. Ownership carries the
-//! phase: a [`SourceVm`] can run the guest, a [`PausedVm`] can be resumed or handed over, and what
+//! Owns the traits and the contract between the migration and the machine. The type that is owned shows
+//! the phase: a [`SourceVm`] can run the guest, a [`PausedVm`] can be resumed or handed over, and what
 //! is left after the handover ([`PausedVm::Remains`]) has no way to run it. Nothing here may know
 //! what a machine consists of.
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The clock by which an acknowledgement ages.
+//! The clock that measures the age of an acknowledgement.
 //!
-//! `Instant` stands still while a host sleeps, and what the other host promised does not wait for
-//! that. This clock continues, and cannot be set.
+//! `Instant` stands still while a host sleeps, but the other host's promise expires meanwhile.
+//! This clock continues during sleep, and cannot be set.
 
 use std::time::Duration;
 

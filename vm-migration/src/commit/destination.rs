@@ -13,8 +13,8 @@
 //!   +--operator: it does not--> Discarded
 //! ```
 //!
-//! Times are of the clock of the host, sleep included. There is no transition by time alone: the
-//! machine waits in doubt for as long as it takes.
+//! Times are those of [`super::clock`], which includes sleep. There is no transition by time alone: the
+//! machine stays in doubt for as long as it takes.
 
 #![expect(clippy::unused_self, reason = "a transition uses its phase up, whatever that holds")]
 

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The commit of a migration: which side has the guest, decided on each side by a type a phase.
+//! The commit of a migration: which side has the guest. Each phase of each side is a type.
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `source` | from the last message before the acknowledgement to the word that ends all doubt |
-//! | `destination` | from the acknowledgement to a guest that runs, stands, or is not here |
+//! | `source` | from the last message before the acknowledgement to the message that ends all doubt |
+//! | `destination` | from the acknowledgement to a guest that runs, is stopped, or is not here |
 //! | `clock` | a clock that continues while a host or a process sleeps |
 //! | `model` | every interleaving of both sides, a link that fails, and operators (tests) |
 //!
-//! Owns the decisions and no input or output: an event goes into a phase and the next phase comes
-//! out. The threads of both sides hold these values alongside the machine and do what they say, and the
+//! Owns the decisions, and does no input or output: a phase takes an event and returns the next
+//! phase. The threads of both sides hold these values together with the machine and act on them; the
 //! explorer of `model` steps through the same values. Nothing else may decide where a guest is.
 //!
 //! The rules, in one place:
 //!
 //! - The source hands the guest over by [`source::Acknowledged::commit`], and by nothing else. It
 //!   does so only with an acknowledgement that is younger than half of the destination's promise.
-//! - From its acknowledgement on the destination keeps the machine. Only the source's word ends
-//!   that, or an operator that says which it is; before the promise is over, only with force.
-//! - Having committed or withheld the guest, the source says so until the destination has heard it
-//!   or its time is over. A word can be said twice and is never taken back.
+//! - From its acknowledgement on, the destination keeps the machine. Only the source's decision ends
+//!   that, or an operator's, who needs force for it before the promise has expired.
+//! - Having committed or withheld the guest, the source repeats its decision until the destination has
+//!   received it or the time limit has expired. A decision can be sent twice and is never revoked.
 
 pub(crate) mod clock;
 pub mod destination;

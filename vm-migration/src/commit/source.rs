@@ -12,8 +12,8 @@
 //!               Withheld: says Withheld until heard
 //! ```
 //!
-//! Times are of [`super::clock`]. An acknowledgement is as old as the message that it answers: when
-//! the destination sent it is not known here, only that it was not before that.
+//! Times are those of [`super::clock`]. An acknowledgement counts as being as old as the message that it
+//! answers: the source does not know when the destination sent it, only that it was not before that message.
 
 #![expect(clippy::unused_self, reason = "a transition uses its phase up, whatever that holds")]
 

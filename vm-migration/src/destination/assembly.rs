@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Assembly of large host pages: each is received in place, in pieces on any connections, and mapped for
-//! the guest with its last piece.
+//! Assembly of large host pages: the pieces of each are received in place, on any connections, and the page is
+//! mapped for the guest with its last piece.
 //!
 //! Owns that order: a piece is claimed before a byte of it is written, so that no thread writes into a page
 //! that the guest can already access. `partial_pages` tracks the pieces, and `destination::engine` decides

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Builds the machine on a thread of its own while memory arrives.
+//! Builds the machine on a separate thread while memory arrives.
 //!
 //! Owns that thread. The receive loop polls its result together with the connections, so that the source
 //! learns of a missing back end while its guest still runs. Dropping it waits a bounded time for the thread,

@@ -3,8 +3,8 @@
 //! The state in doubt: the handover was acknowledged, and the connection was lost before the source
 //! confirmed it.
 //!
-//! Owns the wait for the source's decision, with no time limit: from the source, on a connection of its own,
-//! or from the operator. Nothing else ends it; [`crate::commit::destination`] says what each decision means.
+//! Owns the wait for the decision, with no time limit: from the source, on a new connection, or from the
+//! operator. Nothing else ends it; [`crate::commit::destination`] says what each decision means.
 //! The machine and its fault threads are kept unchanged meanwhile.
 
 use std::sync::Arc;

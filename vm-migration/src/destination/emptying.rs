@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Discards what the host holds of memory whose contents are (again) to arrive.
+//! Discards resident pages of memory whose contents will arrive (again).
 //!
 //! Owns the translation of a set of units into few system calls: residency is read for a stretch at once,
-//! and what is resident is discarded in runs that span gaps without resident pages. It also owns the check:
-//! residency of shared memory is read again, because a hole that is punched into a huge page which the
-//! kernel cannot split at that moment leaves a page of zeros, and only absent pages fault. It must run
-//! before the guest does, and not while contents arrive.
+//! and resident pages are discarded in runs that span gaps without resident pages. It also owns the check:
+//! residency of shared memory is read again, because punching a hole into a huge page that the kernel
+//! cannot split at that moment leaves a page of zeros, and only absent pages fault. It must run before
+//! the guest does, and not while contents arrive.
 
 use std::io;
 use std::ops::Range;

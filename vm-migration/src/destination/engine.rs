@@ -2,10 +2,10 @@
 
 //! The page engine of postcopy: which pages are missing, which were requested, what an arrival means.
 //!
-//! Owns what an arrival of contents means for the guest, and the point at which nothing is missing any
-//! more. The maps of missing and requested units, and their memory ordering, are in `destination::demand`.
-//! Contents are taken off a connection in `destination::contents`. A large host page is one unit; the pieces of one
-//! are put together in `destination::assembly`. It opens, polls and writes no connection.
+//! Owns what an arrival of contents means for the guest, and the point from which on nothing is missing.
+//! The maps of missing and requested units, and their memory ordering, are in `destination::demand`.
+//! Contents are received from a connection in `destination::contents`. A large host page is one unit, whose pieces
+//! are put together in `destination::assembly`. The engine never opens, polls or writes a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

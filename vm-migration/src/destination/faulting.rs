@@ -2,9 +2,9 @@
 
 //! Fault: the guest runs here and its pages arrive, pushed and on request.
 //!
-//! Owns the phase: it watches the connections, and when they are lost or stall it holds everything
-//! as it is (vCPUs that need a missing page wait, the others continue) until the source comes back,
-//! as often as it takes.
+//! Owns the phase: it watches the connections, and when they are lost or stall it keeps all page state
+//! as it is (vCPUs that need a missing page wait, the others continue) until the source reconnects,
+//! however often that happens.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads that take memory from extra connections while rounds arrive.
+//! Threads that receive memory from extra connections while rounds arrive.
 //!
-//! Owns them from the first word of a connection to its end, and which of them failed. What a source may
-//! send there is memory and nothing else.
+//! Owns them from the first message of a connection to its end, and which of them failed. A source may
+//! send only memory there.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;

@@ -8,26 +8,26 @@
 //! | `negotiate` | Listen and Negotiate: versions, capabilities, mapping memory |
 //! | `building` | the machine while it is built, during the first rounds |
 //! | `receive` | Receive: memory arrives, extra connections join |
-//! | `helpers` | the threads that take memory from those |
-//! | `tables` | ranges that a peer names: found, bounded, filled or made zero |
+//! | `helpers` | the threads that receive memory from those |
+//! | `tables` | ranges that a peer names: looked up, bounded, filled or made zero |
 //! | `unpopulated` | memory into which nothing has arrived yet |
-//! | `run` | Prepare and Run: state goes in, the guest starts, and never too early |
+//! | `run` | Prepare and Run: state is loaded, the guest starts, and never too early |
 //! | `engine` | the page engine of postcopy: what an arrival means |
 //! | `contents` | contents on their way from a connection into memory |
 //! | `demand` | what is missing and what is requested, and since when |
-//! | `assembly` | large host pages in it, which come together from pieces |
-//! | `emptying`, `stale` | discards what is to arrive again; which of it is old |
+//! | `assembly` | its large host pages, which are assembled from pieces |
+//! | `emptying`, `stale` | discards pages that will arrive again; which of them are old |
 //! | `fault` | the engine's threads |
 //! | `resolver` | faults that the vCPU threads resolve themselves |
 //! | `waiters` | where they park until the page is in place |
-//! | `faulting` | Fault: until all is here, over as many sets of connections as that takes |
+//! | `faulting` | Fault: until all pages are resident, over as many sets of connections as that takes |
 //! | `arrivals` | accepted connections before their hello is complete |
 //! | `doubt` | in doubt: the connection was lost at the commit, and the source has not said which side has the guest |
 //! | `late_reconnects` | answers to a source that reconnects after the end |
 //! | `rejoin` | reconnection of a source that lost its connections |
 //!
-//! Nothing that the peer says is believed before it is checked against the machine that was built
-//! here. Until the source has confirmed the handover the guest does not run, whatever arrived.
+//! Nothing from the peer is trusted before it is checked against the machine that was built
+//! here. Until the source has confirmed the handover the guest does not run, whatever has arrived.
 
 mod arrivals;
 mod assembly;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Populates memory that has been announced and has not arrived.
+//! Populates memory that has been announced but has not arrived.
 //!
 //! Owns the threads that populate it, so that receiving threads find pages (huge ones, where these are
 //! wanted) and only copy. Huge pages cost far less than small ones on a host that has free ones, and far more

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Receive: memory arrives on the first connection and on extra ones, until state does.
+//! Receive: memory arrives on the first connection and on extra ones, until the machine state arrives.
 //!
 //! Owns what a source may send in this phase. Every range is checked against the machine that was
-//! built here before a byte of it is taken; contents go straight into guest memory. A connection
-//! that does not show the session's token is closed and forgotten: it is not the source's.
+//! built here before a byte of it is received; contents go straight into guest memory. A connection
+//! that does not present the session's token is closed and ignored: it is not the source's.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 //!
 //! Owns the listening address, and the proof that it is the same migration: the token that was agreed at the
 //! start, and an attempt number that grows. Other peers are refused with a reason. It changes no page state
-//! before all connections are there.
+//! before all connections are established.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;

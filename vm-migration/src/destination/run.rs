@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Prepare and Run: state goes in, the handover is acknowledged, the guest starts.
+//! Prepare and Run: the machine state is loaded, the handover is acknowledged, the guest starts.
 //!
 //! Owns the moment at which the guest may run here. With the negotiated protocol that is when the
-//! source confirms that it has seen the acknowledgement; what counts in its place when the connection
-//! is lost in between is [`super::doubt`]'s. A machine that cannot be started is kept, with its pages
-//! arriving: the guest is nowhere else. A version 0 source knows no Confirm: the guest starts on
-//! Complete and the answer says whether it did.
+//! source confirms that it has seen the acknowledgement; [`super::doubt`] handles a connection that is
+//! lost in between. A machine that cannot be started is kept, and its pages keep arriving: the guest is
+//! nowhere else. A version 0 source does not send Confirm: the guest starts on Complete and the answer
+//! says whether it did.
 
 use std::time::Instant;
 

@@ -2,7 +2,7 @@
 
 //! Range tables from a peer: each range is looked up in the machine's memory, then received or made zero.
 //!
-//! Owns the bound on the work of one message: no more than the guest's memory, once.
+//! Owns the bound on the work of one message: at most the guest's memory, once.
 
 use std::sync::atomic::Ordering;
 

@@ -3,9 +3,9 @@
 //! Memory into which nothing has arrived yet.
 //!
 //! Owns one bit for each stretch of 64 pages that was never filled. Receiving into a page that the host has
-//! not populated costs a fault in the middle of the copy; populating a whole stretch before costs far less,
-//! and is needed once. Short runs are left to faults: populating around scattered pages would take pages
-//! that the source never had.
+//! not populated costs a fault in the middle of the copy; populating an entire stretch beforehand costs far
+//! less, and is needed once. Short runs are left to faults: populating around scattered pages would allocate
+//! pages that the source never had.
 
 use std::io;
 

@@ -4,9 +4,9 @@
 //!
 //! Owns a slot for each such thread: the page that it waits for, and the thread. A thread stores the
 //! page in its slot, then marks the page as wanted and checks whether it is missing. An arrival
-//! clears `missing`, then checks `wanted` and scans the slots. A fence between the two steps of either
-//! side guarantees that one of them sees the other. A kick of the vCPU unparks the thread, too: an unpark
-//! is never lost, and the thread checks again. Must never decide what is missing.
+//! clears `missing`, then checks `wanted` and scans the slots. A fence between the two steps of each
+//! side guarantees that at least one of them sees the other. A kick of the vCPU also unparks the thread: an
+//! unpark is never lost, and the thread checks again. Must never decide what is missing.
 
 #[cfg(loom)]
 use loom::{

@@ -3,7 +3,7 @@
 //! The socket between a source and its page server.
 //!
 //! Owns the frames and their order. A source waits for an answer no longer than the time limit that it
-//! names; a page server waits for its takeover request for as long as the source is there.
+//! passes; a page server waits for its takeover request for as long as the source runs.
 
 use std::borrow::Cow;
 use std::fmt;

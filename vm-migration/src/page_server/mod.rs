@@ -20,8 +20,8 @@
 //!   TakeoverRequest (JSON)             ->    connects; Ok when it serves, or Error + reason
 //! ```
 //!
-//! Until that last Ok the source serves, and continues if it does not come: then it has to end the page server
-//! first, because only one of the two may connect. After it the source is not needed.
+//! Until that last Ok the source serves. If the Ok does not come, the source ends the page server and
+//! continues, because only one of the two may connect. After the Ok the source is not needed.
 
 mod link;
 mod takeover;

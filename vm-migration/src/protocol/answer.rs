@@ -2,8 +2,8 @@
 
 //! Answers to messages: Ok, or an error with a reason.
 //!
-//! Owns their numbers and limits. The caller knows which message an answer belongs to: answers come in
-//! order.
+//! Owns their numbers and limits. The caller knows which message an answer belongs to, because answers
+//! arrive in order.
 
 use super::ProtocolError;
 use super::codec::{ANSWER_BYTES_MAX, ByteSource, Header, read_payload};

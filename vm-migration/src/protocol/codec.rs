@@ -2,8 +2,8 @@
 
 //! Bytes of the protocol: the 16-byte header, range tables, variable-length numbers.
 //!
-//! Owns every limit on what is read from a peer. It checks that bytes have the form of a message
-//! and never asks whether the message makes sense now. Buffers grow with what has arrived, not
+//! Owns every limit on what is read from a peer. It checks that bytes have the form of a message,
+//! not whether the message is allowed now. Buffers grow with what has arrived, not
 //! with what was announced.
 
 use super::ProtocolError;

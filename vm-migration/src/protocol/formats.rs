@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Versions of the two documents that a machine travels in: its configuration and its state.
+//! Versions of the two documents that describe a machine: its configuration and its state.
 //!
-//! Owns how they are compared, before either is sent. What they hold is not this crate's business. A peer
-//! that says nothing of them has the first version of each.
+//! Owns how the versions are compared, before either document is sent. This crate does not read the documents.
+//! A peer that sends no versions has the first version of each.
 
 use serde::{Deserialize, Serialize};
 

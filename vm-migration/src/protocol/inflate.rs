@@ -3,7 +3,7 @@
 //! Decompression of memory contents, within bounds.
 //!
 //! Owns the limits and the buffers. A frame comes from a peer, and neither its length nor its header is
-//! trusted: it unpacks to exactly the pages that it was announced for, or it is an error. The output never
+//! trusted: it must decompress to exactly the announced pages, otherwise it is an error. The output never
 //! exceeds [`RAW_BYTES_MAX`].
 
 use std::io;

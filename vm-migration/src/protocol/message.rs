@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The messages: one variant each, one command number each, read and written in one place.
+//! The messages of the protocol: one variant and one command number each, read and written in one place.
 //!
 //! Owns the mapping between commands and payloads. A new message does not compile until it has a
 //! number, a form and a limit. Whether a message is allowed now is for the state machines.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The migration protocol, version 0 of cloud-hypervisor's framing and what is negotiated on top.
+//! The migration protocol: version 0 of cloud-hypervisor's framing, and what is negotiated on top of it.
 //!
 //! | file | owns |
 //! | --- | --- |
@@ -11,8 +11,8 @@
 //! | `runs` | compressed sets of pages |
 //! | `inflate` | compressed contents of pages, bounded |
 //!
-//! Order of messages (which side may send what when) is not known here: that is what the state machines
-//! in `source` and `destination` are.
+//! The order of messages (which side may send what when) is not known here: the state machines in `source`
+//! and `destination` define it.
 //!
 //! ```text
 //! source                               destination
@@ -32,8 +32,8 @@
 //!                                            with Ok [figures]                 [postcopy]
 //! ```
 //!
-//! In postcopy the destination sends Alive about once a second, and gets Ok, until PostcopyDone.
-//! After a loss the source opens a first connection again, with Recover in the place of Start:
+//! In postcopy the destination sends Alive about once a second, answered with Ok, until PostcopyDone.
+//! After a loss the source opens a first connection again, with Recover in place of Start:
 //!
 //! ```text
 //!   Recover (the migration's token)      ->  Ok + a token for this attempt, or Error + reason
@@ -42,8 +42,8 @@
 //! ```
 //!
 //! Without negotiation the guest runs when Complete is answered, as with every version 0 peer.
-//! With it, the destination runs the guest only after Confirm: were it to run on Complete, an
-//! answer that gets lost would leave the guest running on both sides.
+//! With it, the destination runs the guest only after Confirm: if it ran on Complete, a lost
+//! answer would leave the guest running on both sides.
 
 mod answer;
 pub mod capabilities;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Work on one block of memory: what of it is present, its checksums, the transfers it takes.
+//! One block of memory in a snapshot: which pages are present, their checksums, and the transfers needed.
 //!
-//! Owns how scattered pages become few transfers: pages closer together than
-//! [`GAP_PAGES_MAX`] go in one, with zeros between them in the file.
+//! Owns how scattered pages are combined into few transfers: pages closer together than
+//! [`GAP_PAGES_MAX`] share one, with zeros between them in the file.
 
 use super::file::Piece;
 use super::geometry::Geometry;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Restoring all of memory before the guest runs.
+//! Restores all memory before the guest runs.
 //!
 //! Owns the threads that read: each claims a block, reads its pages straight into guest memory and
 //! compares the checksums of what has arrived. Zero pages are not touched, so they stay holes.

@@ -7,9 +7,9 @@
 //!   > rename the others > sync the directory > rename the manifest > sync the directory
 //! ```
 //!
-//! Owns the files until the manifest has its name: a draft that is dropped before takes everything
-//! away again. One that dies with its process leaves hidden files, of which the manifest's was made
-//! first and marks the rest as left over: the next snapshot clears them, and nothing restores them.
+//! Owns the files until the manifest has its name: dropping a draft before that removes all of them.
+//! A draft whose process is killed leaves hidden files. The manifest's was made first and marks the others
+//! as unfinished: the next snapshot removes them, and nothing restores them.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory file: reads and writes between it and guest memory, past the page cache.
+//! The memory file of a snapshot: reads and writes between it and guest memory, bypassing the page cache.
 //!
 //! May contain `unsafe`: vectored reads and writes, and one view of aligned pages as bytes. Owns
 //! the choice between O_DIRECT and the page cache: a file system that refuses direct access is
-//! used through the cache, which is then told to forget what passed. Transfers are whole pages at
-//! page-aligned offsets, as O_DIRECT wants them.
+//! used through the cache, from which the transferred pages are then dropped. Transfers are multiples of a
+//! page at page-aligned offsets, as O_DIRECT requires.
 
 use std::fs::{File, OpenOptions};
 use std::io;

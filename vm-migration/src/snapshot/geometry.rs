@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where pages of guest RAM are in the memory file, and how they are grouped.
+//! Layout of the memory file: where pages of guest RAM are in it, and how they are grouped.
 //!
-//! A chunk is what has one checksum; a block is what one thread reads or writes at a time. Both
-//! belong to one region. Owns these numbers and the only conversions between them.
+//! A chunk has one checksum; a block is what one thread reads or writes at a time. Both lie within one
+//! region. Owns these numbers and the only conversions between them.
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 

@@ -7,7 +7,7 @@
 //! entry    CRC-32C of the chunk's present pages u32, one bit for each present page u16, zero u16
 //! ```
 //!
-//! A page whose bit is clear is zero and has no bytes worth reading in the file. Owns the form of
+//! A page whose bit is clear is zero, and its bytes in the file are not read. Owns the format of
 //! the file; every number in it is checked against the machine's memory before it is used.
 
 use std::path::Path;

@@ -2,9 +2,9 @@
 
 //! The manifest: the file that makes a directory a snapshot.
 //!
-//! A JSON document of two members: the snapshot, and the CRC-32C of exactly the bytes of the first. The
-//! format and its version are read first, so that a later version is named as such even when everything else
-//! has changed. Owns the form; the other files are checked elsewhere.
+//! A JSON document with two members: the snapshot, and the CRC-32C of exactly its bytes. The format and its
+//! version are read first, so that a later version is reported as such even if all other members have
+//! changed. Owns the format of the manifest; the other files are checked elsewhere.
 
 use std::path::Path;
 

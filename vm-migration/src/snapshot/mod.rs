@@ -2,7 +2,7 @@
 
 //! Snapshots: saving a guest to a directory, and restoring it.
 //!
-//! Owns the files, their formats and what makes a snapshot whole. Works on [`GuestMemoryMap`] and
+//! Owns the files, their formats and when a snapshot is complete. Works on [`GuestMemoryMap`] and
 //! two opaque documents (configuration and state); it must never know what a machine is.
 //!
 //! | file | what it is | module |

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Opens a snapshot: everything but memory and its index is read and verified.
+//! Opens a snapshot: reads and verifies all of it except memory and its index.
 //!
 //! Owns the order: manifest, lengths, checksums, and only then contents. A snapshot's files are untrusted
 //! input.

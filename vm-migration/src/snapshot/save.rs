@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Writing a snapshot.
+//! Writes a snapshot of a paused guest.
 //!
 //! Owns the threads that write memory: each claims a block, finds out which of its pages hold
-//! anything without populating one, and writes those, straight from guest memory. The guest must
-//! not run; nothing here stops it.
+//! data, without populating any, and writes those straight from guest memory. The guest must
+//! not run; the caller has stopped it.
 
 use std::panic::resume_unwind;
 use std::path::Path;

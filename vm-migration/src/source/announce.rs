@@ -2,10 +2,10 @@
 
 //! Announces to the destination which memory will come, so that it can populate it in time.
 //!
-//! Owns how far ahead of the first round it looks, and which memory is announced: whole blocks of the size
-//! of a huge page that are populated here and hold something. An announcement is advice: what is not
-//! announced arrives as well, and what is announced need not come. It must never announce more than fits
-//! besides what the destination has populated already.
+//! Owns how far ahead of the first round it looks, and which memory is announced: blocks of the size of a
+//! huge page that are fully populated here and hold data. An announcement is advice: memory that is not
+//! announced arrives as well, and announced memory need not come. It must never announce more than fits
+//! in addition to what the destination has populated already.
 
 use std::ops::Range;
 

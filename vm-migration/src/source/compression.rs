@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Compression of bulk memory on one connection, where it pays.
+//! Compression of bulk memory on one connection, where it increases the rate.
 //!
-//! Owns the decision, and the buffers. Both encodings are tried on a few megabytes each, from the first
-//! byte to the last answer: what counts is how much memory arrives in a second, whatever limits it
+//! Owns the decision, and the buffers. Both encodings are tried on a few megabytes each and timed from the
+//! first byte to the last answer: what counts is how much memory arrives per second, whatever limits it
 //! (the link, this processor, the peer's). The better encoding is kept, and now and then both are tried
 //! again. Guest memory is copied before it is compressed: the guest may write meanwhile, and the
 //! compressor must not see that.

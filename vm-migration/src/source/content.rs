@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Contents of a message of memory: runs of pages, gathered from slices until there are enough.
+//! Contents of a memory message: runs of pages, gathered from slices until the message is full.
 //!
-//! Owns when a message is full, and how dirty pages are divided into those that the host holds and
+//! Owns when a message is full, and how dirty pages are divided into resident pages and
 //! holes. Must never read guest memory.
 
 use std::ops::Range;

@@ -4,8 +4,8 @@
 //! function of measured rates.
 //!
 //! Owns the policy, its constants, and the estimate of the downtime of a stop; it measures nothing and has
-//! no side effects. Rounds that leave no less behind than the one before show that the guest writes faster
-//! than the link carries; what is done then is the option [`Convergence`].
+//! no side effects. A round that leaves at least as many dirty pages as the one before shows that the guest
+//! writes faster than the link carries; the option [`Convergence`] says what is done then.
 
 use std::time::Duration;
 

@@ -3,8 +3,8 @@
 //! Handover: sends the state; with one acknowledgement the guest belongs to the destination.
 //!
 //! Owns the point of no return. With the negotiated protocol it is the moment before Confirm is sent
-//! ([`crate::commit`] has the rules): until then the destination does not run the guest whatever it has
-//! received, and after that no value exists here that could run it. With plain version 0 the destination
+//! ([`crate::commit`] has the rules): until then the destination does not run the guest, whatever it has
+//! received, and from then on no value exists here that could run it. With plain version 0 the destination
 //! runs the guest on Complete, so exclusive resources are released before, and acquired again if the answer
 //! is not Ok.
 

@@ -10,18 +10,18 @@
 //! | `round` | one round: what is sent, when its dirty bits are cleared |
 //! | `content` | what goes in one message of memory |
 //! | `page_maps` | sets of pages of all regions: populated, dirty, in the destination's units |
-//! | `switch` | what ends precopy early, for postcopy |
-//! | `unit_space` | all memory as one index space of which connections claim slices |
+//! | `switch` | what ends precopy early, in favour of postcopy |
+//! | `unit_space` | all memory as one index space, of which connections claim slices |
 //! | `send_stream` | a connection in a round: how much it may claim |
 //! | `compression` | compression of bulk memory, and whether it pays |
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
-//! | `stop` | Stop: the guest is paused, what is left is sent or noted |
+//! | `stop` | Stop: the guest is paused, remaining pages are sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
-//! | `verdict` | telling the destination which side has the guest, when the connection was lost |
+//! | `verdict` | tells the destination which side has the guest, after the connection was lost |
 //! | `serve` | Serve: bulk pushers and urgent servers |
 //!
-//! Each state is a type that owns the machine; what a state cannot do does not exist on it. The
-//! machine is in a state of type `V` (it can run) up to Stop, `V::Paused` up to the point of no
+//! Each state is a type that owns the machine and has only the operations that are allowed in it. The
+//! machine is of type `V` (it can run) up to Stop, of type `V::Paused` up to the point of no
 //! return in Handover, and only its remains exist after that.
 
 mod announce;

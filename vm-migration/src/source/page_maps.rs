@@ -2,8 +2,8 @@
 
 //! Sets of pages of the whole guest: a bitmap for each region.
 //!
-//! Owns how they are filled: with what is populated, and with what the dirty log says; and how they are
-//! told in the destination's units. Must never send anything.
+//! Owns how they are filled, from populated pages and from the dirty log, and how they are
+//! expressed in the destination's units. Must never send anything.
 
 use page_bitmap::{PageBitmap, runs_in_words};
 

@@ -3,7 +3,7 @@
 //! Precopy: rounds over all memory while the guest runs.
 //!
 //! Owns the loop around the rounds: what is measured after each, the measures that the policy asks
-//! for, and the condition for the stop: it is worth it, and the destination's machine is built.
+//! for, and the condition for the stop: the policy allows it, and the destination's machine is built.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -7,7 +7,7 @@
 //! **just before** that slice is copied: a page that is dirtied while it waits for its turn goes
 //! out once, and one dirtied after its copy goes out again in the next round. (With
 //! [`DirtyClear::Round`] all bits are cleared at the beginning, for comparison.) Holes are never
-//! read, so they stay holes: what is found to be populated is held until it has been sent.
+//! read, so they stay holes: populated pages are held until they have been sent.
 
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};

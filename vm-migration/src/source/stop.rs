@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Stop: the guest is paused, and what memory is left is sent (precopy) or noted (postcopy).
+//! Stop: the guest is paused, and the remaining memory is sent (precopy) or noted (postcopy).
 //!
-//! Owns the order that no write can escape: first the machine with all its devices stops, then the
+//! Owns the order in which no write is missed: first the machine with all its devices stops, then the
 //! dirty log is read for the last time.
 
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Switch-over request: what ends precopy early in favour of postcopy.
+//! Switch-over request: ends precopy early in favour of postcopy.
 //!
-//! Owns the question whether it is time, which is polled between slices. Must never decide what
+//! Owns the check whether to switch over, which is polled between slices. Must never decide what
 //! happens then.
 
 use std::time::Instant;

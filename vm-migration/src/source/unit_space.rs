@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! All guest memory as one index space of dirty-log units, which connections claim slice by slice.
+//! Index space of all guest memory in dirty-log units, which connections claim slice by slice.
 //!
 //! Owns the first index of each region. A slice never spans two regions.
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tells the destination which side has the guest, when the connection was lost around the handover.
+//! Tells the destination which side has the guest, after the connection was lost around the handover.
 //!
-//! Owns the attempts: soon at first, then at growing intervals, until the destination has acknowledged it,
-//! is no longer there, or the time is over. The decision was made before and never changes. (A postcopy that
-//! has committed tells it by reconnecting: [`super::serve`].)
+//! Owns the attempts, which begin soon and continue at growing intervals until the destination has acknowledged
+//! the decision, no longer exists, or the time limit has expired. The decision was made before and never changes.
+//! (A postcopy that has committed tells it by reconnecting: [`super::serve`].)
 
 use std::io;
 use std::time::{Duration, Instant};

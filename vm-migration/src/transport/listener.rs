@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Listening sockets.
+//! Listening sockets for incoming migrations.
 //!
-//! Owns the file of a Unix socket, and removes it, and whether connections are to use TLS. Must never read a
+//! Owns the file of a Unix socket, which it removes, and whether connections are to use TLS. Must never read a
 //! byte of a connection.
 
 use std::io;

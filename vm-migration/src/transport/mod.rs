@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections between two machines: addresses, sockets, waits that end.
+//! Connections between two hosts: addresses, sockets, and waits with a limit.
 //!
 //! | file | owns |
 //! | --- | --- |
@@ -8,10 +8,10 @@
 //! | `reach` | name resolution and connecting, with a time limit and a cancel |
 //! | `wait` | poll with a time limit and a cancel |
 //! | `reader` | the reading end of a connection |
-//! | `rights` | descriptors that travel with bytes |
+//! | `rights` | descriptors that are sent along with bytes |
 //! | `listener` | listening sockets |
 //! | `socket` | connections, vectored transfer to and from guest memory |
-//! | `secured` | what they do with TLS |
+//! | `secured` | the same transfers with TLS |
 //! | `tls` | TLS: certificates, handshake, records |
 //!
 //! Nothing here knows what the bytes mean. No wait is unbounded, except a listener's when its

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Reaching an address: names become socket addresses, and socket addresses connected sockets.
+//! Name resolution and connecting: from an address to a connected socket.
 //!
-//! Owns the time limit and the cancel of both. It knows nothing of what a connection is for.
+//! Owns the time limit and the cancel of both. It does not know what a connection is for.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};

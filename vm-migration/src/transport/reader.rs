@@ -2,8 +2,8 @@
 
 //! The reading end of a connection.
 //!
-//! May contain `unsafe`: receiving into guest memory. Owns the little that is read ahead, and the
-//! one descriptor that may have come with it.
+//! May contain `unsafe`: receiving into guest memory. Owns the few bytes that are read ahead, and the
+//! one descriptor that may have arrived with them.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Descriptors that travel with bytes over a Unix socket (SCM_RIGHTS), one at a time.
+//! Descriptors that are sent along with bytes over a Unix socket (SCM_RIGHTS), one at a time.
 //!
-//! May contain `unsafe`: control messages. A descriptor that was received is owned at once, so none
-//! can leak; more than one at a time is an error, and the kernel closes those that have no room.
+//! May contain `unsafe`: control messages. A received descriptor is owned at once, so none
+//! can leak; more than one at a time is an error, and the kernel closes those for which there is no room.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -3,8 +3,8 @@
 //! Connections with TLS: the same calls as without, over records.
 //!
 //! May contain `unsafe`: plaintext is copied to guest memory. Waits, limits and cancel are those of
-//! `socket`. Contents of guest memory are copied once on either side, into the record that is sent, and from
-//! the one that has come.
+//! `socket`. Contents of guest memory are copied once on each side: into the record that is sent, and out of
+//! the one that is received.
 
 use std::io;
 use std::os::fd::AsRawFd as _;

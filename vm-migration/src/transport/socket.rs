@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections.
+//! Connections over TCP and Unix sockets.
 //!
 //! May contain `unsafe`: vectored send and receive on raw slices of guest memory. All sockets are
 //! non-blocking, and every call that would block polls together with the cancel. A connection has

@@ -5,9 +5,9 @@
 //! Owns the descriptors and knows which part of which region each of them watches. Memory is split
 //! over several descriptors by address, because one descriptor's queue is one lock. Shared memory
 //! is watched for missing pages and for pages that are in the page cache but not mapped (minor
-//! faults): bytes are received through the alias while the guest cannot see them, and shown with
-//! one UFFDIO_CONTINUE a run. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
-//! page with anything that its caller did not say.
+//! faults): bytes are received through the alias while the guest cannot see them, and made visible with
+//! one UFFDIO_CONTINUE per run. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
+//! page with contents that its caller did not provide.
 
 mod own;
 mod sys;

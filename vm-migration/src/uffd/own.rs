@@ -2,17 +2,17 @@
 
 //! Fault sources in which a vCPU's access fails, and its own thread resolves the fault.
 //!
-//! Owns two barriers on the same pages. One stands before vCPUs: `KVM_RUN` returns at a missing
+//! Owns two barriers on the same pages. One is for vCPUs: `KVM_RUN` returns at a missing
 //! page, and the vCPU's thread resolves it. The other is userfaultfd on `main`, where all other threads
-//! waits as ever. There are two kinds of the first:
+//! wait as usual. The first comes in two kinds:
 //!
-//! - a mapping of their own for vCPUs, watched in SIGBUS mode: the host refuses the access;
-//! - marks, which a KVM that has them looks at before the host's memory.
+//! - a separate mapping for vCPUs, watched in SIGBUS mode: the host refuses the access;
+//! - marks, which a KVM that supports them checks before the host's memory.
 //!
-//! Both mappings only catch pages that the file does not have, and small pages are put into the file
-//! whole: from that moment on both show them. Large ones are in the file from their first piece on,
-//! so both mappings catch them until they are shown there. A mark goes after that. It must never
-//! resolve anything for a vCPU on another thread.
+//! Both mappings catch only pages that the file does not have. Small pages are put into the file
+//! complete: from that moment on they are visible in both mappings. Large ones are in the file from their
+//! first piece on, so both mappings catch them until they are made visible there. A mark is cleared after
+//! that. It must never resolve a vCPU's fault on another thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};

@@ -5,9 +5,9 @@
 //! May contain `unsafe`: ioctls and reads on the descriptor. Owns no policy: which range is
 //! registered and what an event means is decided in the parent module.
 //!
-//! The crate `userfaultfd` is not used: of a run of zero pages that meets a page which is there it does not
-//! say how far it came, so that the rest of the run would be asked for page by page; it does not go on to the
-//! system call where `/dev/userfaultfd` is there and may not be opened; and its build needs libclang.
+//! The crate `userfaultfd` is not used: when a run of zero pages meets a resident page, it does not report how
+//! far it came, so the rest of the run would have to be filled page by page; it does not fall back to the
+//! system call where `/dev/userfaultfd` exists but may not be opened; and its build needs libclang.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections that are made again, what is said on them, and pages with their last message.
+//! Connections that are made again, the messages on them, and pages with their last message.
 
 use super::world::{
     Answer, Call, Caller, Destination, End, Next, Reply, Server, Setup, Source, Word, World,

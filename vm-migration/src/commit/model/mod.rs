@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Every interleaving of the commit: both sides' own phase types, a link that is cut in either
+//! Model of the commit that explores every interleaving: both sides' own phase types, a link that is cut in either
 //! direction at any message, requests and signals at any moment, timeouts, a start that fails, a page
 //! server that takes over, lost answers, one host that dies.
 //!
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the exploration, what must hold, and that it is noticed when it does not |
-//! | `world` | one state of everything |
-//! | `sides` | its next ones: the two sides and their first connection |
+//! | `world` | one state of the model |
+//! | `sides` | its successors: the two sides and their first connection |
 //! | `calls` | connections that are made again, and pages |
 //! | `operator` | requests, signals, operators, deaths |
 //!
-//! What must hold in each state that can be reached:
+//! What must hold in each reachable state:
 //!
-//! - The guest is never at two sides: while the source could run it, the destination does not own it.
-//! - It is never at none, unless a host has died or the operator has forced it; and while pages are
-//!   missing there is a process that has them.
-//! - From each state there is a way to a settled one by steps that happen by themselves, and by what
-//!   the documentation tells operators to do; without an operator, as long as source and destination live and
-//!   their times are not over.
+//! - The guest is never on both sides: while the source could run it, the destination does not own it.
+//! - It is never on neither side, unless a host has died or the operator has forced that; and while pages
+//!   are missing, some process has them.
+//! - From each state a settled one can be reached by steps that happen by themselves and by what
+//!   the documentation tells operators to do; without an operator, while source and destination live and
+//!   their time limits have not expired.
 
 mod calls;
 mod operator;

@@ -2,8 +2,8 @@
 
 //! Both sides, the link, a page server and operators, as one value that takes one step at a time.
 //!
-//! Owns nothing of the rules: what a phase makes of an event is asked of the product's own types. Here
-//! is what surrounds them: messages that are on their way, which direction works, which side has noticed.
+//! Owns none of the rules: the program's own types say which phase follows an event. This module has
+//! what surrounds them: messages in flight, which direction of the link works, which side has noticed.
 
 use std::time::Duration;
 

@@ -2,9 +2,9 @@
 
 //! The page requests of one connection, and the order in which they are answered.
 //!
-//! Owns that order. Of the requested units, the one with the fewest pieces left goes first: a small page
-//! never waits for the rest of a large one, and a large one that has nearly arrived in the background does
-//! not either. Readahead goes when no request is left. It reads and sends nothing itself.
+//! Owns that order. Of the requested units, the one with the fewest pieces left is sent first: a small page
+//! never waits for the rest of a large one, nor does a large one that has nearly arrived in the background.
+//! Readahead is sent when no request is left. This module reads and sends nothing itself.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};

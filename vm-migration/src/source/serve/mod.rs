@@ -12,12 +12,12 @@
 //! | `relay` | handing over to another process, and continuing in place of one |
 //!
 //! The thread that clears a pending bit sends the page, once. Bulk pushers claim small chunks and send them
-//! on connections whose queues are kept short; urgent servers, each a thread with a connection of
-//! its own, claim what was asked for. No lock and no queue is between them. What the destination
-//! shows as one large host page goes out in pieces of 4 KiB where it can put them together, so that
-//! neither waits for a whole one of the other, and a later request does not wait for a large one.
-//! When a connection is lost, all are ended, and the destination says on the next set what it still
-//! lacks: that becomes pending, whatever has been claimed before.
+//! on connections whose queues are kept short; urgent servers, each a thread with a separate connection,
+//! claim requested pages. There is no lock and no queue between them. A page that is one large host page at
+//! the destination is sent in pieces of 4 KiB where the destination can assemble them, so that neither kind
+//! of thread waits for a large page of the other, and a later request does not wait for a large page.
+//! When a connection is lost, all are ended, and on the next set the destination says what is still
+//! missing: that becomes pending, whatever was claimed before.
 
 mod answers;
 mod pages;

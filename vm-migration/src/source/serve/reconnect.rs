@@ -2,8 +2,8 @@
 
 //! Reconnection by the source of a postcopy.
 //!
-//! Owns the attempts: soon at first, then at growing intervals; automatic for a stated time, and at the
-//! operator's request after that. It holds no guest and cannot run one.
+//! Owns the attempts, which begin soon and continue at growing intervals: automatic for a stated time, and at
+//! the operator's request after that. It holds no guest and cannot run one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

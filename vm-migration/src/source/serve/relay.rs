@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Takeover of serving by another process.
+//! Takeover of page serving by another process.
 //!
-//! Owns that only one of the two processes connects. The source serves while its page server takes over: the
+//! Ensures that only one of the two processes connects. The source serves while its page server takes over: the
 //! page server connects as after lost connections, and the source ends when the page server reports that it
 //! serves. Without that report the source continues, with attempts of higher numbers.
 

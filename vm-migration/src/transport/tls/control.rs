@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Handshake messages after the handshake: new keys of the peer's, and tickets, which are not used.
+//! TLS handshake messages after the handshake: the peer's key updates, and session tickets, which are not used.
 //!
-//! Owns their framing. They may be cut anywhere by records, except that nothing follows a key update in its
-//! record. They come from a peer that has shown its certificate, and are checked all the same.
+//! Owns their framing. Record boundaries may split them anywhere, except that nothing follows a key update in
+//! its record. They come from a peer that has shown its certificate, but are checked nevertheless.
 
 use rustls::{Error, InvalidMessage, PeerMisbehaved};
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The directory with certificates and key: upstream's file names, PEM.
+//! The directory with certificates and key, in PEM, with cloud-hypervisor's file names.
 //!
-//! Owns the reading of the files, once, before anything starts. What is read here is used for as long as
-//! the migration lasts, also by its page server; a file that changes meanwhile changes nothing.
+//! Reads the files once, before anything starts. What was read is used for as long as the
+//! migration lasts, also by its page server; a change of a file meanwhile has no effect.
 
 use std::fmt;
 use std::fs::OpenOptions;

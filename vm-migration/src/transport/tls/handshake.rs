@@ -2,9 +2,9 @@
 
 //! The TLS handshake of one connection, without blocking.
 //!
-//! Owns what has come and what is to go out meanwhile. The caller polls, and has the deadline. A peer that
-//! sends nothing, or a byte now and then, costs no more than its buffer. rustls is never given a byte behind
-//! the record that it asks for, so what a peer sends right after its handshake stays for the records.
+//! Owns the bytes received and to be sent meanwhile. The caller polls, and has the deadline. A peer that
+//! sends nothing, or a byte now and then, costs no more than its buffer. rustls never gets a byte beyond
+//! the record that it asks for, so what a peer sends right after its handshake is left for the record layer.
 
 use std::io;
 

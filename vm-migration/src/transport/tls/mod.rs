@@ -6,15 +6,15 @@
 //! | --- | --- |
 //! | `files` | the directory with certificates and key |
 //! | `handshake` | the handshake, without blocking |
-//! | `record` | the records after it: each direction by itself |
+//! | `record` | the records after it, each direction independently |
 //! | `control` | what a peer says about the connection itself after the handshake: key updates, tickets |
 //! | `error` | the errors |
 //!
 //! rustls owns the handshake, the certificates, the keys, and the protection of each record; the framing
 //! of records is here, so that plaintext goes from a record straight to guest memory and the two directions
-//! share no lock. The source is the client and the destination the server, on every connection. Both must
-//! show a certificate of the CA; the source checks that the destination's names the host that it connects
-//! to. Sessions are never resumed, so no ticket outlives a connection.
+//! share no lock. On every connection the source is the client and the destination the server. Both must
+//! show a certificate of the CA; the source checks that the destination's certificate names the host that it
+//! connects to. Sessions are never resumed, so no ticket outlives a connection.
 
 mod control;
 mod error;

@@ -3,8 +3,8 @@
 //! TLS records of an established connection.
 //!
 //! Owns the framing, the sequence numbers, and the change of keys; rustls protects each record. Each
-//! direction has state of its own, so that the thread that reads and the one that sends do not wait for each
-//! other. It never waits: it takes from the socket what is there, and its caller polls.
+//! direction has separate state, so that the reading and the sending thread do not wait for each other. It
+//! never waits: it takes from the socket what is available, and its caller polls.
 
 use std::io;
 use std::ops::Range;
