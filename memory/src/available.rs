@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! How much memory there is still to be had, before any is populated: of the host, of the cgroups
-//! that this process is in, of a NUMA node.
+//! Available memory of the host, of this process's cgroups and of a NUMA node, checked before guest memory
+//! is populated.
 //!
-//! Owns the comparison and its margins. A host that runs out ends a process of its choice, and a
-//! cgroup one of its own, so this is asked before memory is populated. What cannot be read
-//! is no limit: then the kernel decides, as it did before.
+//! Owns the comparison and its margins. When memory runs out, the OOM killer ends any process of the
+//! host, or one of the cgroup, so this is checked before memory is populated. A value that cannot be
+//! read does not count as a limit: then the kernel decides.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Why the backing of a zone could not be had.
+//! Errors of the backing of a zone.
 //!
-//! Owns the sentences, which name the zone, the file and what to do. The refusals themselves are made in
-//! `backing` and `zone_file`.
+//! Owns the messages, which name the zone, the file and what to do. The checks are in `backing` and
+//! `zone_file`.
 
 use std::io;
 use std::path::PathBuf;

@@ -3,11 +3,11 @@
 //! Background collapse of migrated or restored guest memory into huge pages.
 //!
 //! Memory arrives in small pages: making huge ones at that moment costs time in which the guest, or
-//! a thread that waits for it, stands still. Afterwards this makes them, for zones that are to have huge
-//! pages and whose host does not give them by itself.
+//! a thread that waits for it, is stopped. This module makes them afterwards, for zones that are to have huge
+//! pages and whose host does not make them by itself.
 //!
 //! Owns one thread, which works for a tenth of the time. Must never populate memory, must not be used
-//! while contents are still to arrive, and must stop soon after it is told to.
+//! while contents are still to arrive, and must stop soon after it is asked to.
 
 use std::io;
 use std::ops::Range;

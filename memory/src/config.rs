@@ -2,8 +2,8 @@
 
 //! Configuration of guest RAM: zones, their backings and their properties.
 //!
-//! Owns the rules that need no host to check. Must never touch the host: the same configuration is
-//! valid or not wherever it is read.
+//! Owns the rules that can be checked without the host. Must never touch the host: whether a configuration
+//! is valid must not depend on where it is read.
 
 use std::collections::HashSet;
 use std::path::PathBuf;

@@ -8,10 +8,10 @@
 //! only this module makes, and which no [`DiscardBan`] can overlap.
 //!
 //! One reader-writer lock holds the bans. A discard is a read section; a ban begins and ends in a
-//! write section, and pinning comes after the begin of its ban. So a page is discarded before it is
+//! write section, and pinning comes after the beginning of its ban. So a page is discarded before it is
 //! pinned, or not at all. Read sections do not exclude each other; each of them is at least one
-//! system call, which takes a lock of the kernel on the file or the address space. Must never be
-//! entered twice by one thread: a write section that waits keeps further readers out.
+//! system call, which takes a kernel lock on the file or the address space. One thread must never
+//! enter it twice: a waiting write section keeps further readers out.
 
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -2,10 +2,10 @@
 
 //! The lock on a file that backs guest memory.
 //!
-//! Two VMs that map one file shared write each other's memory, and emptying the file under a VM that
-//! runs destroys its guest. So a file is locked before anything is done to it that changes it, with an
-//! open-file-description lock: it belongs to what `open` made and to every duplicate of that, in this
-//! process or another (a page server, the destination of a local migration), and lasts until the last
+//! Two VMs that map one file shared write each other's memory, and emptying the file under a running VM
+//! destroys its guest. So a file is locked before it is changed in any way, with an
+//! open-file-description lock: it belongs to the description that `open` made and to every duplicate of it, in
+//! this process or another (a page server, the destination of a local migration), and lasts until the last
 //! of them and the last mapping are gone, however their processes end. Owns taking the lock, and finding
 //! out which process has it. Must never wait for a lock.
 

@@ -2,15 +2,15 @@
 
 //! Holds: ranges that are being read and must not be discarded meanwhile.
 //!
-//! A migration looks which pages are populated and reads those, which takes as long as its connection
-//! does. If one of them is discarded in between, the read makes a new page in shared memory: the host
-//! gets it back when the VM ends, and where no huge page is free the access fails. So a range is held from
-//! the look until it has been read, and what is to be discarded waits until it is not held.
+//! A migration checks which pages are populated and reads those, at the speed of its connection. If one of
+//! them is discarded in between, the read makes a new page in shared memory, which is returned to the host
+//! only when the VM ends; and where no huge page is free, the access fails. So a range is held from
+//! the check until it has been read, and a discard waits until the range is not held.
 //!
-//! Owns the ranges of one region that are held, and those that are being discarded. Neither side
-//! excludes its like, and what waits to be discarded comes before what is held later. Must never keep the
-//! guest's balloon for longer than [`WAIT_MAX`] in each [`WINDOW`], over all ranges together: a connection may stand
-//! still, and a vCPU that resets the balloon waits for what that works on.
+//! Owns the ranges of one region that are held, and those that are being discarded. Holds do not exclude
+//! each other, nor do discards, and a waiting discard comes before later holds. Must never delay the
+//! guest's balloon for longer than [`WAIT_MAX`] in each [`WINDOW`], over all ranges together: a connection may
+//! stall, and a vCPU that resets the balloon waits for the balloon's work.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 //! Host memory information: huge page settings and pools, totals, NUMA nodes.
 //!
 //! Owns the paths under `/sys` and `/proc` and their reading. Must never write there, and must
-//! take a file that is missing or odd for "not available".
+//! treat a missing or malformed file as "not available".
 
 use std::fs;
 use std::path::{Path, PathBuf};

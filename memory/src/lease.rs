@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A lease: an opaque value for as long as which lent memory is lent.
+//! A lease: an opaque value that is kept for as long as lent memory is in use.
 //!
-//! Owns a reference to what the lender wants kept, such as the connection to a pool, whose closing ends the loan. Must
-//! never look at it, so that this crate depends on no lender.
+//! Owns a reference to what the lender wants kept, such as the connection to a pool, whose closing ends the lease. Must
+//! never inspect it, so that this crate depends on no lender.
 
 use std::any::Any;
 use std::sync::Arc;

@@ -18,12 +18,12 @@
 //! | nothing, see below | memfd or private anonymous | either | memfd: yes |
 //!
 //! With nothing asked for (`shared=off`, [`Backing::Auto`]) the guest gets a memfd, **unless**
-//! `thp=on` and the host's `shmem_enabled` keeps huge pages away from shared memory. Then it gets
-//! private anonymous memory, as upstream would have given it, because a guest on 4 KiB pages is
-//! slower for as long as it lives, whereas migration of private memory costs one copy per page
-//! once. For the second mapping all the same there is `shared=on`
-//! ([`Backing::Memfd`]) or hugetlb. Upstream maps `hugepages=on,shared=off` and
-//! `file=PATH,shared=off` privately; we do so only where it protects what a file already holds,
+//! `thp=on` and the host's `shmem_enabled` prevents huge pages in shared memory. Then it gets
+//! private anonymous memory, as with cloud-hypervisor, because a guest on 4 KiB pages is
+//! slower for its entire life, whereas migration of private memory costs one copy per page,
+//! once. To get the second mapping nevertheless, ask for `shared=on`
+//! ([`Backing::Memfd`]) or hugetlb. cloud-hypervisor maps `hugepages=on,shared=off` and
+//! `file=PATH,shared=off` privately; this crate does so only where it protects what a file already holds,
 //! since a private mapping of a memfd keeps every written page twice.
 //!
 //! # Two mappings
@@ -41,19 +41,19 @@
 //! or, in a migration with `local=on`, to another VMM; over a reboot it is kept with
 //! [`GuestRam::locked_files`]. Memory whose contents are all to arrive ([`InitialContents::Nothing`]) begins
 //! empty, whatever the file held; memory of a guest that boots does not, and
-//! [`GuestRam::starts_zero`] says so. A file without a name, in a directory, needs none of this.
+//! [`GuestRam::starts_zero`] says so. An unnamed file in a directory needs none of this.
 //!
 //! # Memory of a pool
 //!
-//! A zone may consist of a memfd that a pool has populated and zeroed before
-//! ([`ProvidedFile::prezeroed`]): one memfd a zone, whose regions are parts of it as those of any
-//! other zone are, so that the hole below 4 GiB cuts it without the pool knowing of it. It may be
+//! A zone may consist of a memfd that a pool has populated and zeroed in advance
+//! ([`ProvidedFile::prezeroed`]): one memfd per zone, whose regions are parts of it, as with any
+//! other zone, so that the pool need not know where the hole below 4 GiB cuts it. It may be
 //! longer than the zone. How a pool is asked is not known here: the zone keeps a [`Lease`].
 //!
 //! # What costs nothing
 //!
 //! Making guest memory takes the same few system calls whatever its size: mappings are not
-//! populated, and the maps are themselves untouched zero pages whose bits have the sense in which
+//! populated, and the maps are themselves untouched zero pages, whose bits are defined such that
 //! "nothing known yet" is zero.
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -2,7 +2,7 @@
 
 //! Per-page maps of a region: whether a page is resident, and whether it is known to be zero.
 //!
-//! Owns the senses of the two bitmaps. In both, the state at boot is all-clear, so that a fresh
+//! Owns what a set bit means in each of the two bitmaps. In both, all bits are clear at boot, so that a new
 //! guest costs nothing: everything is resident, and everything is zero.
 //!
 //! Must never be read as a statement about what the guest does: its stores change neither map.

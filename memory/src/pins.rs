@@ -2,10 +2,10 @@
 
 //! Interface to memory pinned for passed-through devices, and to its unpinning before a discard.
 //!
-//! Owns the contract between code that discards memory and code that has pinned it. A device knows nothing of
-//! what the guest does with its pages, so pinned memory may go only if the guest promises to ask
-//! before it uses it again: that question is the one moment at which it can be pinned anew. Must
-//! never let memory go for a guest that promises nothing, as one that reports free pages.
+//! Owns the contract between code that discards memory and code that has pinned it. A device does not know
+//! what the guest does with its pages, so pinned memory may be discarded only if the guest promises to notify
+//! the host before it uses the memory again: only then can it be pinned anew in time. Must
+//! never discard memory of a guest without that promise, such as one that reports free pages.
 
 use std::fmt;
 use std::ops::Range;

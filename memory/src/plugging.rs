@@ -2,12 +2,12 @@
 
 //! Plugging and unplugging of memory blocks while the guest runs (virtio-mem).
 //!
-//! A zone with [`ZoneSpec::block_bytes`](crate::ZoneSpec) exists from the begin: its addresses, its
-//! mapping, its slot. It has no pages until a device plugs blocks in, and those of a block that is
-//! unplugged go back to the host. Owns which blocks the guest has, and the order in which a block comes
-//! and goes: pages before passed-through devices reach them, devices before the guest is told.
-//! Must never be what keeps a guest from touching a block that it does not have: that costs the host a
-//! page, and is the guest's own loss.
+//! A zone with [`ZoneSpec::block_bytes`](crate::ZoneSpec) exists from the beginning: its addresses, its
+//! mapping, its slot. It has no pages until a device plugs blocks in, and those of an unplugged
+//! block are returned to the host. Owns which blocks the guest has, and the order in which a block is plugged
+//! and unplugged: pages before passed-through devices reach them, devices before the guest is told.
+//! Must never be relied on to keep a guest from touching a block that it does not have: such an access costs
+//! the host a page, and its contents are lost to the guest.
 
 use std::ops::Range;
 use std::sync::Arc;

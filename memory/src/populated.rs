@@ -6,7 +6,7 @@
 //! the tables of our mappings and what the file reads as. Must never answer "no data" when in doubt, and must never
 //! touch guest memory: reading a hole of shared memory would fill it.
 //!
-//! All offsets are bytes; runs come sorted, apart from each other, and in whole 4 KiB pages.
+//! All offsets are bytes; runs are sorted, not adjacent, and multiples of 4 KiB pages.
 
 use std::fs::File;
 use std::io;

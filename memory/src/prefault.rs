@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The one engine that populates guest memory ahead of time: at boot, on restore, in the
+//! The engine that populates guest memory ahead of time: at boot, on restore, in the
 //! background.
 //!
 //! Owns its threads, a queue of chunks per NUMA node and the progress counter. Must never populate
 //! what is still to arrive (see [`ResidentMap`](crate::ResidentMap)), must start before userfaultfd
-//! watches the memory, and must stop soon after it is told to.
+//! watches the memory, and must stop soon after it is asked to.
 //!
 //! ```text
 //!   regions --cut--> queue of node 0 --> threads bound to node 0 --> populate --> hook

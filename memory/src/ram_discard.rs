@@ -2,12 +2,12 @@
 
 //! Discarding memory that the guest does not use.
 //!
-//! Owns what of a range is discarded: whole pages of the backing whose content is here. Whether they
+//! Owns which part of a range is discarded: full pages of the backing that are resident. Whether they
 //! may be discarded is decided in [`crate::discards`]; what happens to pinned memory that is unpinned
-//! in time is in [`crate::pins`]. The map of resident pages keeps
-//! pages alone that are still to arrive: their content would come back after they were discarded.
+//! in time is in [`crate::pins`]. The map of resident pages excludes
+//! pages that are still to arrive: their contents would come back after they were discarded.
 //!
-//! Guest addresses come from a guest and are believed in nothing; what is not RAM is left out.
+//! Guest addresses come from a guest and are not trusted; what is not RAM is left out.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Is this memory all zero, and make it so.
+//! Checks whether memory is all zero, and zeroes it.
 //!
-//! Owns the check for bytes in hand and for guest memory in place, and clearing memory past the
-//! caches. Must never make a reference to guest memory: the guest may be writing it.
+//! Owns the check for bytes in a slice and for guest memory in place, and clearing memory without
+//! filling the caches. Must never make a reference to guest memory: the guest may be writing it.
 
 /// How much is looked at between two chances to stop early.
 const STRIDE_BYTES: usize = 128;

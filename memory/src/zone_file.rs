@@ -2,8 +2,8 @@
 
 //! The file behind a zone that names one: opened or created, locked, examined, sized, emptied.
 //!
-//! Owns the order of these: nothing is done to a file that changes it before this process has its lock,
-//! and the lock is that of the file which is at the path then. Must never shrink a file, never remove one
+//! Owns the order of these steps: nothing changes a file before this process has its lock,
+//! and the lock is that of the file that is at the path then. Must never shrink a file, never remove one
 //! that it has not created and locked, and never open what is neither a file nor a directory.
 
 use std::fs::{self, File, OpenOptions};

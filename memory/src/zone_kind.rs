@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The kinds of memory that a zone can be, by what a mapping of it is: shared or private, of a file or of none.
+//! The kinds of zone memory, by their mapping: shared or private, with or without a file.
 //!
-//! Owns their names alone. What follows from a kind is decided where memory is mapped, discarded or examined.
+//! Owns only their names. What follows from a kind is decided where memory is mapped, discarded or examined.
 
 /// What kind of memory a zone is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

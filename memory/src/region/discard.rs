@@ -2,9 +2,9 @@
 
 //! Discarding guest memory of a region.
 //!
-//! Owns the ways in which each kind of memory is discarded, or zeroed where it has to stay. Whatever
-//! the way, the range reads as zero afterwards; must never discard or zero a byte outside it, whole
-//! huge pages included. Whether memory may be discarded is decided in [`crate::discards`].
+//! Owns the ways in which each kind of memory is discarded, or zeroed where it has to stay. In each case
+//! the range reads as zero afterwards; must never discard or zero a byte outside it, also where a huge
+//! page extends beyond it. Whether memory may be discarded is decided in [`crate::discards`].
 
 use std::io;
 use std::ops::Range;

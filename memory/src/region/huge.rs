@@ -2,8 +2,8 @@
 
 //! Collapsing a region of small pages into huge pages.
 //!
-//! Owns the question whether a block may be collapsed, and the call. Must never populate a page: a
-//! block of which a part is not there stays as it is.
+//! Owns the check whether a block may be collapsed, and the call. Must never populate a page: a
+//! block that is not fully populated stays as it is.
 
 use std::ops::Range;
 

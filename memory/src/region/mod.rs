@@ -3,7 +3,7 @@
 //! One contiguous piece of guest RAM: its mappings, its maps, and access to its bytes.
 //!
 //! Owns the mappings and the per-page maps. Must never make a reference to guest memory (the guest
-//! writes it at any time), and must never touch a byte outside what it was asked for.
+//! writes it at any time), and must never touch a byte outside the requested range.
 //!
 //! Offsets are bytes from the start of the region; pages are 4 KiB, counted from there.
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory of a region that no guest uses: cleared past the caches, and looked at to the last byte.
+//! Scrubbing of a region that no guest uses: cleared with non-temporal stores, and verified to the last byte.
 //!
-//! Owns what a pool of zeroed memory does with its slots. Both work on the `main` mapping, so that
+//! Owns what a pool of zeroed memory does with its slots. Both steps work on the `main` mapping, so that
 //! no second one is made. Must never be used on memory of a guest that may run.
 
 use std::ops::Range;
