@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The minimal bpf(2) interface for one small program on a tracepoint.
+//! Minimal bpf(2) interface for one small program on a tracepoint.
 //!
 //! May contain `unsafe`: the system call. Owns numbers and structures of the interface. Must never
 //! decide what a program does.

@@ -2,8 +2,8 @@
 
 //! Opening KVM and querying its capabilities.
 //!
-//! Owns the handle to /dev/kvm, the list of what this VMM cannot do without, and the record of what
-//! it can use if it is there. Must never guess: a capability counts when the kernel says so.
+//! Owns the handle to /dev/kvm, the list of required capabilities, and the record of optional ones that
+//! are present. Must never guess: a capability counts only if the kernel reports it.
 
 use std::ffi::CString;
 use std::io;

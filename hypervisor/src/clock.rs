@@ -2,13 +2,13 @@
 
 //! The guest's paravirtual clock (kvm-clock), and its adjustment after a migration.
 //!
-//! Owns the clock's saved form and the one decision about time: does the guest see the time that
-//! passed between save and restore, or not. Must never be restored after a vCPU: the TSC of every
+//! Owns the clock's saved form and the decision whether the guest sees the time that
+//! passed between save and restore. Must never be restored after a vCPU: the TSC of every
 //! vCPU is derived from what [`Vm::restore_clock`] found.
 //!
-//! The clock is read together with the host's TSC, where the host can. On the other side, the
+//! The clock is read together with the host's TSC, if the host supports that. On the other side, the
 //! clock is set and read back with that host's TSC. The difference of the two clock readings is the
-//! time that passed for the guest; each vCPU's TSC is moved on by exactly that, so both sources of
+//! time that passed for the guest; each vCPU's TSC is advanced by exactly that, so both sources of
 //! guest time agree to the nanosecond (the kernel's documentation of KVM_VCPU_TSC_OFFSET gives the
 //! reasoning).
 

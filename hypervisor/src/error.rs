@@ -3,7 +3,7 @@
 //! The error type of a failed ioctl.
 //!
 //! Owns the conversion from the ioctl crate's error. Must never be used where a caller would have
-//! to match on what was asked: those cases have variants of their own.
+//! to match on the request: those cases have separate variants.
 
 use std::io;
 

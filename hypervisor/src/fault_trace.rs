@@ -4,8 +4,8 @@
 //!
 //! When the host refuses an access, `KVM_RUN` of a kernel without the bundled patches fails with
 //! EFAULT and no address. KVM's tracepoints have the address before that: a program on one of them
-//! notes, for threads of this process only, where each was last. Owns that program and its table.
-//! Must never be taken for the cause of a fault: it has the last address, whatever refused it.
+//! records, for threads of this process only, the last address of each. Owns that program and its table.
+//! Must never be taken for the cause of a fault: it has the last address, whatever refused the access.
 //!
 //! With two-dimensional paging the tracepoint of page faults has guest physical addresses. With
 //! shadow paging every fault walks the guest's page tables first, and the tracepoint of those walks

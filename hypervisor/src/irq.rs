@@ -2,8 +2,8 @@
 
 //! Traits by which devices use interrupts and I/O event notification.
 //!
-//! The traits here are the only part of this crate that the `pci` room uses, so that its tests
-//! run with a fake. The KVM implementation lives in this crate as well.
+//! The traits here are the only part of this crate that the `pci` crate uses, so that its tests
+//! run with a fake. The KVM implementation is in this crate as well.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;

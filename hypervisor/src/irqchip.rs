@@ -3,7 +3,7 @@
 //! Saved state of the interrupt controllers shared by all vCPUs.
 //!
 //! Owns the saved form of both PICs and the IOAPIC. Local APICs belong to vCPUs. Must never be
-//! restored before those: see the crate's head.
+//! restored before those: see the documentation of the crate.
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_irqchip,

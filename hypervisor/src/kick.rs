@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The signal that gets a vCPU's thread out of KVM_RUN, and the token that ends its sleep when it
-//! waits for a page of its own.
+//! The signal that makes a vCPU's thread leave KVM_RUN, and the token that ends its sleep while it
+//! waits for a missing page.
 //!
-//! May contain `unsafe`: signal calls. Owns the signal's handler, which does nothing, and the mask
-//! of vCPU threads. Why the signal alone is not enough is told in `threads`.
+//! May contain `unsafe`: signal calls. Owns the signal's handler, which does nothing, and the signal mask
+//! of vCPU threads. `threads` explains why the signal alone is not enough.
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt;

@@ -3,12 +3,12 @@
 //! KVM hypervisor interface: a VM, its vCPUs and their threads, memory slots, interrupts and state.
 //!
 //! Owns the VM and vCPU file descriptors, memory slots, interrupt routes, dirty logs and the vCPU
-//! threads. Knows nothing of devices, of guest memory contents or of migration. What devices need of
-//! interrupts is behind traits ([`irq`]) that tests implement without KVM.
+//! threads. Knows nothing of devices, of guest memory contents or of migration. Devices use interrupts
+//! through traits ([`irq`]) that tests implement without KVM.
 //!
 //! # The modules
 //!
-//! | floor | modules | what is there |
+//! | layer | modules | contents |
 //! | --- | --- | --- |
 //! | threads | `threads`, `exits`, `throttle`, `stage2` | vCPUs on threads: run, pause, answer exits, slow down, fill page tables |
 //! | vCPU | `vcpu`, `vcpu_save`, `run_page`, `kick` | one vCPU: registers, its state saved and set, the shared page, the signal that ends `KVM_RUN` |
@@ -16,23 +16,23 @@
 //! | VM | `vm` | the descriptor and what its parts share |
 //! | host | `caps`, `fault_trace` | what this KVM can do; faults that another process takes |
 //! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
-//! | ground | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
+//! | base | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
 //!
-//! Modules import from their own floor and those below; `vm` is the one exception, as it holds what
+//! Modules import from their own layer and those below; the only exception is `vm`, as it holds what
 //! its parts own.
 //!
 //! # Making a VM
 //!
 //! [`Hypervisor::open`] probes the host, [`Vm::create`] makes a VM with the interrupt controllers
 //! in the kernel, [`Vm::create_vcpu`] a vCPU, [`Vcpu::init`] gives it its boot state, and
-//! [`VcpuThreads::start`] puts each vCPU on a thread of its own, parked.
+//! [`VcpuThreads::start`] puts each vCPU on a separate thread, parked.
 //!
 //! # Moving a VM
 //!
 //! Save, with the vCPUs parked ([`VcpuThreads::pause_all`]), in any order: [`Vm::clock`],
 //! [`Vcpu::state`] of each vCPU, [`Vm::irqchips`].
 //!
-//! Restore in this order, each step rests on the one before:
+//! Restore in this order, as each step depends on the one before:
 //!
 //! 1. create the VM, its memory slots and all vCPUs;
 //! 2. [`Vm::restore_clock`], which says how far guest time has moved;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Interrupts and ioeventfds of KVM: implements the traits of [`crate::irq`].
+//! Interrupts and ioeventfds with KVM: the implementation of the traits of [`crate::irq`].
 //!
 //! Owns the eventfds of vectors and lines, and their attachment to the kernel. A masked vector is a
 //! detached one: its eventfd counts what happens meanwhile, and the kernel looks at that count when

@@ -2,8 +2,8 @@
 
 //! Reading and writing many model-specific registers, some of which the kernel refuses.
 //!
-//! Owns the choice of registers to save and the walk around those that cannot be read or written.
-//! Must never drop a value silently: the caller gets the list of what was refused.
+//! Owns the choice of registers to save, and skips those that cannot be read or written.
+//! Must never drop a value silently: the caller gets the list of refused registers.
 
 use std::collections::BTreeSet;
 

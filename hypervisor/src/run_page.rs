@@ -3,7 +3,7 @@
 //! The `kvm_run` page of a vCPU, mapped a second time.
 //!
 //! Owns that second mapping. It lets other threads set `immediate_exit` while the vCPU thread holds
-//! the vCPU exclusively, and tells what kvm-ioctls leaves out of its exits. Must never write
+//! the vCPU exclusively, and provides what kvm-ioctls omits from its exits. Must never write
 //! anything but `immediate_exit`.
 
 use std::io;

@@ -2,9 +2,9 @@
 
 //! Control-flow enforcement (CET) of guests: shadow stacks and indirect branch tracking.
 //!
-//! Owns the way to the shadow-stack pointer, which is no model-specific register (Linux 6.18: a register
-//! of KVM's own, by KVM_GET_ONE_REG and KVM_SET_ONE_REG), and the rule that a guest is not shown what
-//! could not be saved. The other registers are on KVM's list of model-specific ones.
+//! Owns access to the shadow-stack pointer, which is not a model-specific register (Linux 6.18: a register
+//! of KVM, by KVM_GET_ONE_REG and KVM_SET_ONE_REG), and the rule that a guest is not shown features whose
+//! state could not be saved. The other registers are on KVM's list of model-specific ones.
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::{Error, VcpuFd};

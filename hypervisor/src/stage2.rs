@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Filling second-stage tables while the guest runs.
+//! Fills stage-2 tables while the guest runs.
 //!
-//! A guest that came from elsewhere has all of its memory and nothing in the tables of its vCPUs:
-//! each page costs a fault when it is touched first. This fills the tables before that, on the vCPUs'
-//! threads, because KVM allows no other thread to do it. Owns what is still to be filled and the turns: a vCPU
-//! works for a short time, all of them at once, and then has at least as long for the guest. Must
-//! never populate memory: it is told what is there.
+//! After a migration or restore a guest has all of its memory, but empty stage-2 tables:
+//! each page costs a fault at its first access. This module fills the tables before that, on the vCPUs'
+//! threads, because KVM allows no other thread to do it. Owns what is still to be filled and the turns: all
+//! vCPUs work at once for a short time, and then have at least as long for the guest. Must
+//! never populate memory: its caller says what is populated.
 
 use std::collections::VecDeque;
 use std::io;

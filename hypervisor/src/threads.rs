@@ -15,8 +15,8 @@
 //!
 //! # The kick
 //!
-//! A thread checks `leave` before it enters the guest; a signal gets it out of there. Between the
-//! check and the entry a signal alone would be lost, therefore `immediate_exit`, which the kernel
+//! A thread checks `leave` before it enters the guest; a signal makes it leave the guest. Between the
+//! check and the entry a signal alone would be lost. Therefore `immediate_exit` is set, too, which the kernel
 //! checks after the entry:
 //!
 //! | thread | does, in this order, all sequentially consistent |
@@ -27,15 +27,15 @@
 //! If the vCPU's 0 comes after the kicker's 1, the vCPU reads `leave` after that and sees it set.
 //! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN.
 //!
-//! A handler may park its thread while a page is missing (`std::thread::park`, at once after it found
-//! that it has to). A kick unparks it after `leave` was set, the handler answers, and the vCPU sees
+//! A handler may park its thread while a page is missing (`std::thread::park`, directly after finding the
+//! page missing). A kick unparks it after `leave` was set, the handler returns, and the vCPU sees
 //! `leave` before it enters the guest.
 //!
-//! `hold`, which keeps a throttled vCPU out of the guest for a while, goes the same way as `leave`; so
-//! does `tasks_pending`, for which a running vCPU comes out of the guest, does them and goes back.
+//! `hold`, which keeps a throttled vCPU out of the guest for a while, works in the same way as `leave`; so
+//! does `tasks_pending`, for which a running vCPU leaves the guest, runs the tasks and re-enters.
 //!
-//! A vCPU parks only when KVM_RUN returned EINTR. With an exit behind it, that pass has finished
-//! the port or memory access in the kernel first, so the state that is then read is whole.
+//! A vCPU parks only when KVM_RUN has returned EINTR. If an exit was pending, that call has first completed
+//! the port or memory access in the kernel, so the state that is then read is complete.
 
 mod run_on_vcpu;
 mod runner;

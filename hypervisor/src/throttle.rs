@@ -2,9 +2,9 @@
 
 //! Throttling: keeps vCPUs out of the guest for a share of the time.
 //!
-//! Owns the thread that keeps the time and the duty cycle. How a vCPU is got out of the
-//! guest and kept out is `threads`' business. A throttled vCPU is still a running one: it can be
-//! paused, stopped and resumed as ever, and none of that waits for its turn.
+//! Owns the timing thread and the duty cycle. How a vCPU leaves the
+//! guest and is kept out is in `threads`. A throttled vCPU still counts as running: it can be
+//! paused, stopped and resumed as usual, and none of that waits for its turn.
 
 use std::io;
 use std::sync::Arc;

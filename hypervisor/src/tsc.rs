@@ -3,7 +3,7 @@
 //! The time-stamp counter of a vCPU across a migration.
 //!
 //! May contain `unsafe`: reading the counter. Owns the arithmetic that makes a vCPU's TSC continue with the clock (see `clock`). Must never set a
-//! frequency that the host can only pretend: KVM then trails the guest's TSC by hand or lets it run
+//! frequency that the host can only emulate: KVM then catches the guest's TSC up in software or lets it run
 //! at the wrong speed.
 
 use kvm_bindings::{KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET};

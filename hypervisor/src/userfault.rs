@@ -2,8 +2,8 @@
 
 //! Userfault exits: a vCPU leaves the guest at a page whose contents have not arrived.
 //!
-//! Owns the question whether this KVM has them (a handshake, see docs/fault-exits.md), and the
-//! bitmap that KVM reads. Must never take a capability number for an answer: the numbers of patches
+//! Owns the check whether this KVM supports them (a handshake, see docs/fault-exits.md), and the
+//! bitmap that KVM reads. Must never rely on a capability number: the numbers of patches
 //! that are not upstream mean something else on other kernels. Must never decide what is missing:
 //! the caller sets and clears the bits.
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Save and restore of a vCPU: its complete state is read and set in the order that KVM wants.
+//! Save and restore of a vCPU: its complete state is read and set in the order that KVM requires.
 //!
-//! Owns the two orders. Must never lose a register in silence.
+//! Owns the two orders. Must never lose a register silently.
 //!
-//! Saving begins with what changes other state by being read: the multiprocessing state (it takes
-//! pending INIT and SIPI) and the events (they may write CR2 and DR6). Restoring:
+//! Saving begins with what changes other state when it is read: the multiprocessing state (which consumes
+//! pending INIT and SIPI) and the events (which may write CR2 and DR6). Restoring:
 //!
 //! | step | after | because |
 //! | --- | --- | --- |
@@ -18,7 +18,7 @@
 //! | model-specific registers | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks |
 //! | shadow-stack pointer | CPUID | there is none without the feature |
 //! | events | registers | KVM_SET_REGS drops pending exceptions |
-//! | nested state | special registers, MSRs | it wants VMX or SVM enabled |
+//! | nested state | special registers, MSRs | it requires VMX or SVM to be enabled |
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KVM_SREGS2_FLAGS_PDPTRS_VALID, KVM_VCPUEVENT_VALID_TRIPLE_FAULT, Msrs,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Saved form of a vCPU: every register and pending event, as it travels.
+//! Saved form of a vCPU: every register and pending event, for migrations and snapshots.
 //!
-//! Owns the form, its versions and its limits; `vcpu_save` reads and sets it. Must never leave out a
-//! value in silence.
+//! Owns the form, its versions and its limits; `vcpu_save` reads and sets it. Must never omit a
+//! value silently.
 
 use std::collections::BTreeSet;
 

@@ -2,8 +2,8 @@
 
 //! KVM support for passed-through devices: the KVM-VFIO device and level-triggered interrupt lines.
 //!
-//! Owns the eventfds of a line, and which files KVM was told of. Knows nothing of VFIO itself: the caller that
-//! opens a group or a device tells KVM of it through what is made here.
+//! Owns the eventfds of a line, and which files were registered with KVM. Knows nothing of VFIO itself: the
+//! caller that opens a group or a device registers it with KVM through this module.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 
 //! A virtual machine: memory slots, interrupt controllers, vCPUs.
 //!
-//! Owns the VM's file descriptor and what must live as long as the VM. The parts are in modules of
-//! their own: `memslots`, `dirty`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
+//! Owns the VM's file descriptor and what must live as long as the VM. The parts are in separate
+//! modules: `memslots`, `dirty`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
 
 use std::io;
 use std::sync::{Arc, OnceLock};

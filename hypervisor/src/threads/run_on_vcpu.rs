@@ -2,7 +2,7 @@
 
 //! Tasks that run on vCPU threads between two entries into the guest.
 //!
-//! Owns how such a task reaches its thread; the protocol of the kick is the one of `threads`. Must
+//! Owns how such a task reaches its thread; the kick protocol is that of `threads`. Must
 //! never wait for a vCPU.
 
 use std::io;

@@ -2,7 +2,7 @@
 
 //! The loop of a vCPU thread: tasks, and entries into the guest.
 //!
-//! Owns what the thread does between two looks at what it is asked for. Must never wait for another vCPU.
+//! Owns what the thread does between two checks for requests. Must never wait for another vCPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
