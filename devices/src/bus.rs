@@ -3,8 +3,8 @@
 //! Dispatch of port and memory accesses to devices.
 //!
 //! Owns the map from address ranges to devices of one address space (ports or memory). Accesses
-//! come from all vCPUs at once and take no lock here: the map is immutable and is replaced as a
-//! whole when a range comes, goes or moves. A bus never knows what a device does, and a device
+//! come from all vCPUs at once and take no lock here: the map is immutable and is replaced
+//! when a range is added, removed or moved. A bus never knows what a device does, and a device
 //! never learns its address.
 
 use std::sync::Arc;

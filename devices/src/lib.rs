@@ -2,8 +2,8 @@
 
 //! Emulated devices: legacy PC devices and virtio devices.
 //!
-//! A device knows what it does and nothing of how the guest reaches it: not PCI, not KVM, not the
-//! configuration file. Legacy devices sit on a [`bus::Bus`], virtio devices behind
+//! A device knows what it does, but not how the guest reaches it: it knows neither PCI nor KVM nor the
+//! configuration file. Legacy devices are on a [`bus::Bus`], virtio devices behind
 //! [`virtio::VirtioDevice`]. Serial port and virtio console share the [`endpoint`]s that connect
 //! them to a terminal, a file or a socket.
 

@@ -2,10 +2,10 @@
 
 //! A rate limit for log lines that a guest can cause.
 //!
-//! Owns the count of lines and of those that were left out. Whatever a guest does, one device writes a
-//! burst and then a line a minute, so that a hostile guest cannot fill the host's disk, and a fault
+//! Owns the count of lines and of suppressed ones. Whatever a guest does, one device writes a
+//! burst and then a line per minute, so that a hostile guest cannot fill the host's disk, and a fault
 //! that begins after a week is still seen. Belongs to a device, not to a thread that its driver can
-//! have started anew.
+//! restart.
 
 use std::fmt;
 use std::time::{Duration, Instant};

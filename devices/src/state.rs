@@ -3,7 +3,7 @@
 //! Saving and restoring the state of devices.
 //!
 //! Owns the one way in which a device's plain state becomes a [`DeviceSnapshot`] and back. A
-//! snapshot comes from outside and is believed in nothing: kind and version are checked here, the
+//! snapshot comes from outside and is untrusted: kind and version are checked here, the
 //! values by the device.
 
 use serde::Serialize;

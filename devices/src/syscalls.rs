@@ -2,8 +2,8 @@
 
 //! Safe forms of the system calls that neither `std` nor `vmm-sys-util` wrap.
 //!
-//! Owns the `unsafe` of plain calls with owned or borrowed descriptors. Whatever takes addresses
-//! of guest memory is not here but in [`crate::virtio`]'s guest buffers.
+//! Owns the `unsafe` of plain calls with owned or borrowed descriptors. Calls that take addresses
+//! of guest memory are in [`crate::virtio`]'s guest buffers instead.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A listening Unix socket and its path: that of a console or of a socket device.
+//! A listening Unix socket and its path, for a console or a socket device.
 //!
-//! Owns the path from binding to removal: a socket that a process has left behind is replaced, one that
-//! another process listens at is not, and only what was made here is removed.
+//! Owns the path from binding to removal: a socket that a dead process has left behind is replaced, one at
+//! which another process listens is not, and only a socket that was made here is removed.
 
 use std::fs::{self, TryLockError};
 use std::io;

@@ -4,7 +4,7 @@
 //!
 //! Owns the terminal, pseudo terminal, file or socket that a guest's console is connected to.
 //! Output never waits for its reader: what cannot be written at once is kept, up to a limit
-//! from which the oldest is lost. So a vCPU may write from its own thread. Input is taken only
+//! above which the oldest bytes are dropped. So a vCPU may write from its own thread. Input is read only
 //! when the device has room for it.
 //!
 //! An endpoint is one descriptor to watch, [`ConsoleEndpoint::poll_fd`], and one call to make when

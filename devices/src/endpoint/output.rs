@@ -2,8 +2,8 @@
 
 //! Safe opening of an output file at an untrusted path.
 //!
-//! Owns what that may do to what is there already: nothing is ever truncated, no link leads into a file
-//! of another owner, and nothing is waited for.
+//! Owns what that may do to an existing file: it is never truncated, no link leads into a file
+//! of another owner, and opening never blocks.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -2,9 +2,9 @@
 
 //! Standard input and output as a non-blocking console backend.
 //!
-//! Owns the way in which that is done: whether a write waits is a property of the open file description,
+//! Owns how that is done: whether a write blocks is a property of the open file description,
 //! which the shell and other programs share, so it must never be changed here. A terminal or a pipe is
-//! opened once more; where that cannot be, a thread of its own does the waiting.
+//! opened once more; where that is impossible, a separate thread does the blocking calls.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};

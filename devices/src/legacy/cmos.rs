@@ -2,9 +2,9 @@
 
 //! The CMOS memory and its real-time clock (MC146818).
 //!
-//! Owns 128 bytes behind an index and a data port. Time registers follow the host's clock, in UTC, at the
-//! distance that the guest has put between them by setting its own, which it keeps as long as the machine is
-//! there. There is no alarm and no interrupt, as the ACPI tables say: nothing here sleeps.
+//! Owns 128 bytes behind an index and a data port. Time registers follow the host's clock, in UTC, with the
+//! offset that results when the guest sets its clock; the offset lasts as long as the machine
+//! exists. There is no alarm and no interrupt, as the ACPI tables say: the machine never sleeps.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

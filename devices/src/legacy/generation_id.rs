@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The generation ID of the virtual machine: 16 bytes of guest memory that are other ones in every copy of
-//! a guest that is restored, so that its random numbers and what it made of them are not used twice.
+//! The generation ID of the virtual machine: 16 bytes of guest memory that differ in every restored copy of
+//! a guest, so that random numbers and what is derived from them are not used twice.
 //!
-//! Owns whether the guest has one and where. Guests that booted without it never get one: nothing told them
-//! to keep their hands off its place. Never writes guest memory, and never says when to renew it.
+//! Owns whether the guest has one and where. Guests that booted without it never get one: nothing reserved
+//! its place in their memory. Never writes guest memory, and never decides when to renew the ID.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The one command of the keyboard controller that operating systems still use: reset.
+//! The keyboard controller (i8042), reduced to the one command that operating systems still use: reset.
 //!
-//! There is no keyboard and no mouse behind it.
+//! It has no keyboard and no mouse.
 
 use std::sync::Arc;
 

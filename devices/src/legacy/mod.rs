@@ -3,8 +3,8 @@
 //! Devices of the PC platform that are not on PCI.
 //!
 //! Each sits on a [`crate::bus::Bus`] at the address that the constants here name, and each has
-//! its state behind [`crate::Snapshot`]. What ends or restarts the machine is told to the VMM
-//! through [`PowerEvents`]; interrupts leave through an `EventFd`.
+//! its state behind [`crate::Snapshot`]. Requests to end or restart the machine go to the VMM
+//! through [`PowerEvents`], and interrupts through an `EventFd`.
 
 mod acpi;
 mod calendar;

@@ -2,7 +2,7 @@
 
 //! The PCI hotplug registers, by which a guest is notified of devices and ejects them.
 //!
-//! Owns a bit for each device number in each of the registers, and what it was asked to eject.
+//! Owns a bit for each device number in each of the registers, and the requested ejections.
 //! Knows no device: their owner is notified of ejections, and collects them when it can.
 
 use std::sync::atomic::{AtomicU32, Ordering};

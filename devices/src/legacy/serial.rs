@@ -2,7 +2,7 @@
 
 //! The serial port (16550A).
 //!
-//! Owns the port's registers and a thread that carries input from the endpoint into the port as
+//! Owns the port's registers and a thread that moves input from the endpoint into the port when
 //! there is room. Output goes to the endpoint from the vCPU's thread and never waits.
 
 use std::io::{self, Write};

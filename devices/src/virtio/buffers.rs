@@ -4,7 +4,7 @@
 //!
 //! Owns the step from guest physical ranges to host addresses for system calls that read and write
 //! guest memory by themselves. Those bypass the dirty tracking of `vm-memory`: the caller that lets the
-//! kernel write must call [`Segments::mark_written`] afterwards. Ranges are believed in nothing;
+//! kernel write must call [`Segments::mark_written`] afterwards. Ranges are untrusted;
 //! one that is not guest RAM is an error.
 
 use std::fs::File;

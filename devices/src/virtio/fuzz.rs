@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Entry points that treat bytes as what a hostile driver left in guest memory.
+//! Entry points for fuzzing that treat bytes as guest memory prepared by a hostile driver.
 //!
 //! The input is the content of guest memory, rings included. Each function serves the queues of
 //! one device once, on the calling thread, and must return.

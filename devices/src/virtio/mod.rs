@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Virtio 1.3 devices and the trait that a transport drives them by.
+//! Virtio 1.3 devices, and the trait by which a transport drives them.
 //!
 //! | module | what it is |
 //! | --- | --- |
 //! | `device` | the contract with the transport |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
-//! | `queue`, `buffers` | rings and guest memory, with everything that a driver wrote checked |
+//! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
 //! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vsock`], [`watchdog`] | the devices |
 //!
-//! A driver that breaks the rules of a queue gets its device stopped with DEVICE_NEEDS_RESET; one
-//! that asks for something impossible in a request gets an error in its answer. Neither ever makes
-//! a device panic, wait without end or touch memory outside of guest RAM.
+//! If a driver breaks the rules of a queue, its device stops with DEVICE_NEEDS_RESET; an
+//! impossible request is answered with an error. Neither ever makes
+//! a device panic, wait forever or touch memory outside guest RAM.
 
 pub mod balloon;
 pub mod block;

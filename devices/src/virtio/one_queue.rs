@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Threads that serve one queue, and perhaps an event of other threads.
+//! Threads that serve one queue, and optionally an event from other threads.
 //!
-//! Owns what they have in common: when the queue is looked at, and what is saved of it. What a
-//! request means is with each of them.
+//! Owns what they have in common: when the queue is served, and what is saved of it. What a
+//! request means is up to each device.
 
 use std::os::fd::AsRawFd;
 

@@ -2,12 +2,12 @@
 
 //! The threads that serve a device's queues.
 //!
-//! Owns their life: start, pause, resume, stop. What a thread shall do is a value that it looks up
-//! whenever it is woken, so a request cannot be lost however the wake-ups fall. A thread that is
-//! paused has nothing in flight, has published the state of its queues and waits on the condition
-//! variable alone. A thread whose driver broke a rule serves nothing any more, and still answers
-//! pause, resume and stop. What is in flight may take forever (storage that does not answer), so a
-//! pause that has only begun can be waited for in part, and taken back at any time.
+//! Owns their life cycle: start, pause, resume, stop. What a thread is to do is a value that it reads
+//! whenever it is woken, so a request cannot be lost, whatever the order of wake-ups. A paused thread
+//! has nothing in flight, has published the state of its queues and waits only on the condition
+//! variable. A thread whose driver broke a rule serves no more requests, but still answers
+//! pause, resume and stop. Requests in flight may take forever (storage that does not respond), so a
+//! pause that is not complete can be waited for with a time limit, and cancelled at any time.
 //!
 //! ```text
 //!            +------- resume -------+

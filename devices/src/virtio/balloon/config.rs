@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The device configuration (virtio 1.3, 5.5.4).
+//! The configuration space of a balloon (virtio 1.3, 5.5.4).
 //!
-//! Owns its layout and which of its bytes a driver may write. The command for hints stands between
-//! the others and is [`super::hinting`]'s.
+//! Owns its layout and which of its bytes a driver may write. The command for hints, one of its fields,
+//! belongs to [`super::hinting`].
 
 /// Bytes of the configuration.
 pub(super) const CONFIG_BYTES: usize = 16;

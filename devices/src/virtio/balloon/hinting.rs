@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Hints about free pages, for a migration (virtio 1.3, 5.5.6.5).
+//! Free page hints for a migration (virtio 1.3, 5.5.6.5).
 //!
 //! Owns the command that the driver sees, and the pages that it names under the current command.
-//! A hint says that what a page held when the command was issued is not needed any more. The driver
-//! may use the page again at any time without notice, so a hint is of use only to a reader that
+//! A hint says that the contents that a page had when the command was issued are no longer needed. The driver
+//! may use the page again at any time without notice, so a hint is useful only to a reader that
 //! has logged writes since before the command.
 //!
 //! ```text

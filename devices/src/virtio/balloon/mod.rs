@@ -2,17 +2,17 @@
 
 //! virtio memory balloon (virtio 1.3, 5.5).
 //!
-//! | queue | what comes over it | what happens to it |
+//! | queue | what the guest sends | what happens to it |
 //! | --- | --- | --- |
 //! | inflate, deflate | pages that enter and leave the balloon | discarded in merged runs |
-//! | statistics | what the guest says of its memory | kept, to be asked for |
-//! | hinting | pages that are free while a migration asks | left out by its first round |
+//! | statistics | the guest's memory statistics | kept until requested |
+//! | hinting | pages that are free while a migration asks | skipped by its first round |
 //! | reporting | pages that are free now | discarded in merged runs |
 //!
-//! Owns what the guest has said of its pages. What may be discarded is for the `memory` crate to
-//! know: see [`memory::GuestRam::discard`]. All of it happens on the device's own thread, and a
-//! guest is answered when memory and maps are as the answer says. A pause waits for what is under
-//! way, so that a paused guest's memory does not change.
+//! Owns what the guest has reported about its pages. The `memory` crate decides what may be discarded:
+//! see [`memory::GuestRam::discard`]. All of this happens on the device's own thread, and a
+//! guest is answered once memory and maps are as the answer says. A pause waits for requests in
+//! progress, so that a paused guest's memory does not change.
 
 mod config;
 mod counters;

@@ -2,8 +2,8 @@
 
 //! The pages in the balloon, and discarding of inflated and reported pages.
 //!
-//! Owns the map of the balloon. A page of the host that is larger than 4 KiB is discarded when all
-//! of it is in the balloon; alongside passed-through devices it is what is mapped for them as a whole.
+//! Owns the map of the balloon. A host page that is larger than 4 KiB is discarded when all
+//! of it is in the balloon; with passed-through devices, a DMA mapping is discarded when all of it is.
 //! Numbers come from a guest: what is not RAM is counted and ignored.
 
 use std::io;

@@ -2,10 +2,10 @@
 
 //! Assignment of the balloon's queues.
 //!
-//! The standard gives each queue a fixed number. Drivers of Linux number those one after another
-//! that they use, so that without hints the queue for reports has the number of the one for hints;
-//! and devices have followed them. If the driver enabled just as many queues as its features need,
-//! both ways of counting give the same order, and the order decides.
+//! The standard gives each queue a fixed number. Linux's driver numbers the queues that it uses
+//! consecutively, so that without hints the queue for reports has the number of the one for hints;
+//! devices have followed it. If the driver has enabled exactly as many queues as its features need,
+//! both numberings give the same order, and the order decides.
 
 use super::{F_FREE_PAGE_HINT, F_PAGE_REPORTING, F_STATS_VQ};
 use crate::virtio::device::{ActivateError, ActiveQueue};

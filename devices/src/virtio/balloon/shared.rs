@@ -2,7 +2,7 @@
 
 //! State shared by the device, its thread and its handles.
 //!
-//! Owns the locks: each is held only to look and to set, and none while another is.
+//! Owns the locks: each is held only to read or set a value, and never while another is held.
 
 use std::io;
 use std::sync::Arc;

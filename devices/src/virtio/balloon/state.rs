@@ -2,8 +2,8 @@
 
 //! The saved state of a balloon.
 //!
-//! Which pages are in the balloon is not saved: they hold nothing, which the memory that travels
-//! along says of them, and a driver that takes them out names them.
+//! Which pages are in the balloon is not saved: they have no contents, as the memory that is saved or
+//! migrated shows, and a driver that takes them out names them.
 
 use serde::{Deserialize, Serialize};
 

@@ -2,7 +2,7 @@
 
 //! Memory statistics of the guest (virtio 1.3, 5.5.6.4).
 //!
-//! Owns the form of a buffer of statistics. It comes from a guest: anything may be in it, and
+//! Owns the format of a statistics buffer. It comes from a guest: it may contain anything, and
 //! nothing here depends on its values.
 
 /// Names by tag. The later ones are Linux's.

@@ -2,11 +2,11 @@
 
 //! The target of a balloon while hot-plugged memory is still to be plugged in.
 //!
-//! Owns that rule. A guest that boots has its boot memory alone, also where it is to have more by
-//! memory devices and had it before a reboot. A balloon of the full size would take from it what it
-//! boots with. So memory that is still to come counts as if it were in the balloon: the guest has at
-//! no time more memory than in the end, and never less than it boots with for a balloon that fits
-//! into what comes.
+//! Owns the rule for it. A guest boots with its boot memory only, also if memory devices are to give it
+//! more, and if it had more before a reboot. A balloon of the full size would take away memory that it
+//! boots with. So memory that is still to be plugged in counts as if it were in the balloon: the guest never
+//! has more memory than in the end, and, if the balloon is no larger than the memory still to come, never
+//! less than it boots with.
 
 use super::PAGE_BYTES;
 

@@ -2,7 +2,7 @@
 
 //! The image behind a block device: a raw file or a block device of the host.
 //!
-//! Owns the open file and what the host says about its size and alignment.
+//! Owns the open file, and its size and alignment as the host reports them.
 
 use std::fs::{File, OpenOptions};
 use std::io;

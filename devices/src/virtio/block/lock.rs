@@ -3,8 +3,8 @@
 //! The lock that keeps two VMs from writing to one image.
 //!
 //! An open-file-description lock: it belongs to the image that this process has open, ends with
-//! it, and is not lost when some other descriptor of the same file is closed. The thread that releases it
-//! has the image written back before, as another host may have it next.
+//! it, and is not lost when another descriptor of the same file is closed. The thread that releases it
+//! has the image written back first, as another host may use it next.
 
 use std::io;
 use std::os::fd::AsRawFd;

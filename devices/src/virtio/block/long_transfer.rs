@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Long transfers, which are split so that a pause need not wait for all of one.
+//! Long transfers, which are split so that a pause need not wait for an entire one.
 //!
-//! Owns how far one is. It is done piece by piece while no other request of its queue is under way. So its
-//! chain is the one that was taken last, and between two pieces the queue can return it to the available
-//! ring as if it had never been taken: a driver may not touch the buffers of a request that has no answer,
-//! so it is begun anew when the queue continues, here or wherever the guest is then. No other state has to
+//! Owns the progress of a transfer. It is done piece by piece while no other request of its queue is in flight.
+//! So its chain is the one that was taken last, and between two pieces the queue can return it to the available
+//! ring as if it had never been taken: a driver may not touch the buffers of an unanswered request,
+//! so the transfer is started again when the queue continues, here or on another host. No other state has to
 //! be kept for that.
 
 use std::time::Instant;

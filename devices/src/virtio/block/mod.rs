@@ -7,13 +7,13 @@
 //!                                            |
 //!                       io_uring  <----------+----------> synchronous calls
 //!                 (read, write, flush)              (discard, write zeroes, unaligned direct I/O,
-//!                                                    and everything where io_uring is not to be had)
+//!                                                    and everything where io_uring is not available)
 //!                           |                         |
-//!                           +-- no room on the host --+--> kept, if the VM is to be paused then
+//!                           +-- no space on the host -+--> kept, if the VM is to be paused then
 //! ```
 //!
-//! Owns the image and its lock. Never reads an image format other than raw: of the others it knows
-//! the signatures, so that they are not taken for raw ones.
+//! Owns the image and its lock. Never reads an image format other than raw; it knows the signatures of
+//! other formats, so that their images are not taken for raw ones.
 
 mod config;
 mod counters;

@@ -2,10 +2,10 @@
 
 //! Requests that fail because the host's storage is full.
 //!
-//! Owns them from the answer ENOSPC or EDQUOT until they are begun again: they are not answered, so
-//! that the driver, which counts them as under way, waits and loses nothing. No request of their queue is
-//! begun meanwhile. Must never keep a flush: what the host has taken and could not write back is gone,
-//! and no later flush brings it back.
+//! Owns them from the error ENOSPC or EDQUOT until they are started again: they are not answered, so
+//! that the driver, which counts them as in flight, waits and loses nothing. No request of their queue is
+//! started meanwhile. Must never keep a flush: data that the host has accepted and could not write back is
+//! lost, and no later flush brings it back.
 
 use std::io;
 use std::path::Path;

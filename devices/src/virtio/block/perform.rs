@@ -2,8 +2,8 @@
 
 //! Synchronous execution of a request.
 //!
-//! Owns the choice of the call for each operation, and the distinction by which a request may be carried
-//! out again: whether the host refused it, or has lost what it had taken before.
+//! Owns the choice of the call for each operation, and the distinction that decides whether a request may be
+//! carried out again: whether the host refused it, or lost data that it had accepted before.
 
 use std::io;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 
 //! Requests of a block device's driver (virtio 1.3, 5.2.6).
 //!
-//! A chain becomes a request here: its parts are found, its numbers are checked against the disk.
-//! A chain in which there is no place for the answer is the driver's breach of the rules; whatever
-//! else is wrong goes into that answer.
+//! A chain becomes a request here: its parts are located, its numbers are checked against the disk.
+//! A chain without room for the answer is a protocol violation by the driver; any other
+//! error is reported in the answer.
 
 use memory::GuestMemory;
 use virtio_bindings::virtio_blk as abi;

@@ -2,8 +2,8 @@
 
 //! Reads, writes and flushes in flight through io_uring.
 //!
-//! Owns every operation from its submission to its completion, with the memory that the kernel
-//! works on: neither can go away before the other. A transfer that the kernel does in part is
+//! Owns every operation from its submission to its completion, together with the memory that the kernel
+//! works on: neither can be dropped before the other. A transfer that the kernel does only in part is
 //! continued here.
 
 use std::io;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Whether what the guest counts as written is on stable storage, and whether what is read is not
-//! older than that.
+//! Stable storage of an image: whether data that the guest counts as written is on it, and whether what
+//! is read is not older than that.
 //!
 //! Owns the page cache of an image as far as a VMM can: writing it back, dropping it, and the
-//! memory of a flush that failed. Linux reports a failed writeback once and takes the pages for
-//! clean afterwards, so a later flush that succeeds says nothing of what was lost: after one
+//! record that a flush has failed. Linux reports a failed writeback once and treats the pages as
+//! clean afterwards, so a later successful flush says nothing about what was lost: after one
 //! failure every flush of the same open file fails.
 
 use std::fs::File;

@@ -2,8 +2,8 @@
 
 //! Operations on a disk by plain system calls.
 //!
-//! The only way where io_uring is not to be had; alongside it, the way for what is rare: discard,
-//! write zeroes, and direct I/O with buffers that the host cannot take as they are.
+//! The only way where io_uring is not available; otherwise the way for rare operations: discard,
+//! write zeroes, and direct I/O with buffers that are not aligned as the host requires.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fs::File;

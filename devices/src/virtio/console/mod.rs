@@ -2,7 +2,7 @@
 
 //! virtio console device with one port (virtio 1.3, 5.3).
 //!
-//! Owns nothing but its queues: bytes come from and go to a
+//! Owns only its queues: bytes come from and go to a
 //! [`ConsoleEndpoint`](crate::endpoint::ConsoleEndpoint).
 
 mod device;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The device configuration (virtio 1.3, 5.15.4).
+//! The configuration space of a memory device (virtio 1.3, 5.15.4).
 //!
-//! Owns its layout. A driver reads it and writes nothing.
+//! Owns its layout. A driver can read it but not write it.
 
 /// Bytes of the configuration.
 const CONFIG_BYTES: usize = 56;

@@ -2,10 +2,10 @@
 
 //! virtio memory device (virtio 1.3, 5.15).
 //!
-//! The device has a region of guest addresses and says how much of it the guest is to have; the driver
-//! plugs or unplugs blocks until it is there. Owns the requests and the wish. Which blocks
-//! the guest has, and what happens to their pages, is for the `memory` crate to know: see
-//! [`memory::plugging`]. All of it happens on the device's own thread.
+//! The device has a region of guest addresses and requests a size of it for the guest; the driver
+//! plugs or unplugs blocks until that size is reached. Owns the driver's requests and the requested size.
+//! Which blocks the guest has, and what happens to their pages, is known to the `memory` crate: see
+//! [`memory::plugging`]. All of this happens on the device's own thread.
 
 mod config;
 mod device;

@@ -2,7 +2,7 @@
 
 //! State shared by the device, its thread and its handles.
 //!
-//! Owns how much the guest is to have. Takes no lock but to look at the driver.
+//! Owns how much memory the guest is to have. Takes a lock only to read the driver's state.
 
 use std::io;
 use std::ops::Range;

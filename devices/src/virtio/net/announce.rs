@@ -2,10 +2,10 @@
 
 //! Announcement of a migrated guest to the network (reverse ARP).
 //!
-//! Owns the frame and how often it is sent. A guest that can announce itself is asked to as well, since
+//! Owns the frame and how often it is sent. A guest that can announce itself is asked to do so as well, since
 //! it knows all its addresses. Both happen a few times, because a single frame gets lost where a bridge
-//! has not opened the port yet. It must never send for a guest that has gone: the tap is asked each
-//! time, and is not held in between.
+//! has not opened the port yet. It must never send for a guest that has left: each time the tap is checked
+//! anew, and it is not held in between.
 
 use std::io::Write;
 use std::sync::{Arc, Weak};

@@ -2,8 +2,8 @@
 
 //! The control queue of a network device (virtio 1.3, 5.1.6.5).
 //!
-//! Filters are best effort in virtio: receive modes and VLANs are accepted, and frames that they
-//! would keep away are delivered all the same.
+//! Filters are best effort in virtio: receive modes and VLANs are accepted, but frames that they
+//! would filter out are delivered nevertheless.
 
 use std::sync::Arc;
 

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Frames go between tap and guest memory without a copy. Owns the tap while the VM runs; a paused
-//! VM can let it go, so that another VMM takes it over.
+//! VM can release it, so that another VMM takes it over.
 
 mod announce;
 mod config;

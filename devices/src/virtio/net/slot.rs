@@ -2,9 +2,9 @@
 
 //! The slot that holds a network device's tap, which can be released and reopened.
 //!
-//! A tap can be open in one process only, so its owner changes with the guest's: the source of a
-//! migration lets it go, the destination takes it. The device's threads ask here whenever they
-//! begin to work and keep nothing while they are paused.
+//! A tap can be open in one process only, so it changes hands with the guest: the source of a
+//! migration releases it, the destination opens it. The device's threads get it here whenever they
+//! begin to work, and hold no reference while they are paused.
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;

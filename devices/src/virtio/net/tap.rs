@@ -2,7 +2,7 @@
 
 //! Tap interfaces of the host.
 //!
-//! Owns the calls that make, find and configure one. A tap that this process made goes when its
+//! Owns the calls that make, find and configure one. A tap that this process made is removed when its
 //! last descriptor is closed.
 
 use std::fs::{File, OpenOptions};

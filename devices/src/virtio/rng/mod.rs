@@ -2,8 +2,8 @@
 
 //! virtio entropy device (virtio 1.3, 5.4).
 //!
-//! Owns the source that the host's administrator chose. Where that has nothing to give, the
-//! kernel's generator stands in, so a guest never waits for entropy.
+//! Owns the source that the host's administrator chose. When that has no data, the
+//! kernel's generator is used, so a guest never waits for entropy.
 
 mod device;
 mod state;

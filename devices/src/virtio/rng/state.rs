@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The saved state of an entropy device: there is none besides its queue.
+//! The saved state of an entropy device: only its queue.
 
 use serde::{Deserialize, Serialize};
 

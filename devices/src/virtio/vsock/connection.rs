@@ -3,8 +3,8 @@
 //! One connection between a port of the guest and a stream of the host.
 //!
 //! Owns its state, what the guest has sent and the host has not taken yet, and the credit of both
-//! directions (virtio 1.3, 5.10.6.3). Data for the guest are never kept: they are read when there is a buffer
-//! of the guest for them, and credit. Must never wait for the host.
+//! directions (virtio 1.3, 5.10.6.3). Data for the guest is never buffered: it is read when the guest has
+//! provided a buffer for it, and credit. Must never wait for the host.
 //!
 //! ```text
 //!   host's client > Requested -- RESPONSE --> Open -- both of one side's ends --> RST is sent

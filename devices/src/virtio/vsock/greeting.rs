@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A client of the host that has not named the guest's port yet.
+//! A client on the host that has not named the guest's port yet.
 //!
-//! Owns the line `CONNECT <port>` as far as it has come. What follows the line stays in the socket: it is
+//! Owns the line `CONNECT <port>` as far as it has arrived. What follows the line stays in the socket: it is
 //! data for the guest.
 
 use std::io::{self, Read as _};

@@ -2,23 +2,23 @@
 
 //! virtio socket device (virtio 1.3, 5.10), with Unix sockets of the host as its other side.
 //!
-//! Owns the connections between ports of the guest and streams of the host. The way to the host is
-//! Firecracker's and cloud-hypervisor's: a client of the device's own socket names a port of the guest
+//! Owns the connections between ports of the guest and streams of the host. They are mapped as in
+//! Firecracker and cloud-hypervisor: a client of the device's own socket names a port of the guest
 //! (`CONNECT <port>`, answered by `OK <host port>`), and a guest that connects to port P of the host
-//! gets the socket at the same path with `_P` behind it.
+//! is connected to the socket at the same path with `_P` appended.
 //!
 //! | module | owns |
 //! | --- | --- |
 //! | `packet` | headers |
 //! | `connection` | one connection: its state, credit and buffer |
 //! | `greeting` | a client that has not named its port yet |
-//! | `muxer` | all connections, and what is to be told to the guest |
+//! | `muxer` | all connections, and the packets to be sent to the guest |
 //! | `socket` | the device's own path, which one VM has at a time |
 //! | `worker` | the queues |
 //!
-//! Connections belong to the process: a guest that goes elsewhere, or comes back from a snapshot, is told
-//! that all of them are closed. A client never makes the device wait, nor keep more than
-//! [`connection::BUFFER_BYTES`] of it.
+//! Connections belong to the process: a guest that is migrated, or restored from a snapshot, is told
+//! that all of them are closed. A client never makes the device wait, nor buffer more than
+//! [`connection::BUFFER_BYTES`] for it.
 
 pub(super) mod connection;
 mod counters;

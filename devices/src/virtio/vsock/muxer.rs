@@ -3,8 +3,8 @@
 //! All connections of one guest.
 //!
 //! Owns which packet belongs to which connection, the ports of the host's clients, and the order in which
-//! the guest is told things: each connection in its turn. Every count is bounded, whatever guest and clients
-//! do. Must never touch guest memory.
+//! packets are sent to the guest: round robin over the connections. Every count is bounded, whatever guest and
+//! clients do. Must never touch guest memory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;

@@ -2,8 +2,8 @@
 
 //! The path at which clients of the host reach a guest.
 //!
-//! Owns the listening socket for as long as a VM has the path: it is taken before the guest runs, and given
-//! back before the guest runs elsewhere, as an image's lock is. Sockets of other processes beside it, to
+//! Owns the listening socket for as long as a VM has the path: it is bound before the guest runs, and released
+//! before the guest runs elsewhere, like an image's lock. Sockets of other processes next to it, to
 //! which the guest connects, are only ever connected to.
 
 use std::ffi::OsString;

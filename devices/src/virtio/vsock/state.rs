@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The saved state of a socket device: there is none beside its queues. Connections end with the process,
-//! and a guest that comes back is always told so.
+//! The saved state of a socket device: only its queues. Connections end with the process,
+//! and a restored guest is always told so.
 
 use serde::{Deserialize, Serialize};
 

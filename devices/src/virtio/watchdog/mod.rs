@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! virtio watchdog device, as cloud-hypervisor has it (ID 35; the standard reserves the number only).
+//! virtio watchdog device, as in cloud-hypervisor (ID 35; the standard only reserves the number).
 //!
-//! Owns the clock that a driver starts with its first buffer and sets back with each further one. When it
-//! has run out the guest is taken for stuck, and the owner of the machine is told; it must never end the guest
-//! itself. The clock stands while the device is paused, and while memory of the guest is still to come, and begins
-//! anew afterwards.
+//! Owns the timer that a driver starts with its first buffer and resets with each further one. When it
+//! expires the guest is considered stuck, and the owner of the machine is told; the device must never end the
+//! guest itself. The timer stops while the device is paused and while guest memory is still to arrive, and
+//! starts anew afterwards.
 
 mod device;
 mod handle;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The saved state of a watchdog: whether its clock runs. How far it is does not matter, as it begins anew.
+//! The saved state of a watchdog: whether its timer runs. Its value does not matter, as it starts anew.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The thread of a watchdog: its queue and its clock.
+//! The thread of a watchdog: its queue and its timer.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
