@@ -3,7 +3,7 @@
 //! The interface of a PCI function to the bus.
 //!
 //! The bus knows configuration space, BARs and saved state of a function through this trait alone,
-//! so that emulated and passed-through functions sit side by side.
+//! so that emulated and passed-through functions can be on one bus.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 
 //! Fakes of everything around this crate, for its tests and fuzz targets.
 //!
-//! They keep record of what was asked of them, and of every request that the real thing would have
+//! They record the requests that were made, and every request that the real implementation would have
 //! to refuse (`violations`). Never used by a VMM.
 #![allow(missing_docs, reason = "not part of the interface")]
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Entry points for fuzzing: bytes become the accesses of a guest.
+//! Entry points for fuzzing: bytes are interpreted as accesses of a guest.
 //!
 //! Whatever the guest does, nothing may panic, no BAR may be mapped outside of the windows or over
 //! another, and no ioeventfd may be left behind.

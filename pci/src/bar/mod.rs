@@ -5,14 +5,14 @@
 //! Owns the windows, two of memory and perhaps one of ports, and the record of every BAR: where its
 //! register points, which range it holds in a window, and which range is mapped. Only a BAR that
 //! decodes and holds the range its register points to is mapped, so a guest can never lay a BAR over
-//! RAM, over another device or outside the windows: such a BAR is just not mapped, and comes back as
+//! RAM, over another device or outside the windows: such a BAR is just not mapped, and is mapped again as
 //! soon as its range is free or its register points elsewhere.
 //!
-//! A BAR that does not decode holds its range softly: new devices are not placed there, but a BAR
-//! that does decode may take it (guests shuffle BARs with decoding off).
+//! A BAR that does not decode only reserves its range: new devices are not placed there, but a BAR
+//! that does decode may take it (guests move BARs with decoding off).
 //!
-//! The window below 4 GiB is small and filled from its end, so that its beginning, which is aligned to
-//! the most, is left to large BARs. A function whose 32-bit BAR finds no room there is asked for a
+//! The window below 4 GiB is small and filled from its end, so that its beginning, which has the largest
+//! alignment, is left to large BARs. A function whose 32-bit BAR finds no room there is asked for a
 //! 64-bit one.
 
 #[cfg(test)]

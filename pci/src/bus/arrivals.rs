@@ -2,8 +2,8 @@
 
 //! The wait of a vCPU for a function that is still being opened.
 //!
-//! Owns the wake-up and nothing else: whether there is something to wait for is in the slots. The thread that
-//! changes a slot tells it here afterwards.
+//! Owns only the wake-up: the slots say whether there is something to wait for. The thread that
+//! changes a slot reports that here afterwards.
 
 use parking_lot::{Condvar, Mutex};
 

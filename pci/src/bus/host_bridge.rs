@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The host bridge at device number 0, without functions of its own.
+//! The host bridge at device number 0, which has no behaviour beyond its configuration space.
 
 use parking_lot::Mutex;
 

@@ -3,7 +3,7 @@
 //! Saved form of a configuration space.
 //!
 //! The whole register file is saved, read-only parts included, so that a state can only be
-//! restored into a function of the very same layout. Restoring goes through the same masks as a
+//! restored into a function of exactly the same layout. Restoring applies the same masks as a
 //! guest's write.
 
 use serde::{Deserialize, Serialize};

@@ -2,10 +2,10 @@
 
 //! Bus Master Enable of a virtio device: whether it may do DMA.
 //!
-//! Owns one rule: the bit counts from the moment at which it is set for the first time. A function
+//! Owns one rule: the bit has an effect from the moment at which it is set for the first time. A function
 //! without it must not touch guest memory (PCI 3.0, 6.2.2), but some firmware (for example
 //! rust-hypervisor-firmware) drives virtio devices without ever setting it, because hypervisors
-//! have not looked at it. Clearing it is a word that every driver means.
+//! have ignored it. A driver that clears the bit, however, means it.
 
 /// Bus Master Enable of a virtio function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

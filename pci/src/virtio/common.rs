@@ -2,9 +2,8 @@
 
 //! The common configuration structure (virtio 1.3, 4.1.4.3).
 //!
-//! Reads may have any width and alignment. Writes have the width of the register that they are
-//! for, and 64-bit ones may come in halves, as the specification demands of drivers; all others
-//! are ignored.
+//! Reads may have any width and alignment. Writes must have the width of the register, and 64-bit
+//! ones may come in halves, as the specification requires of drivers; all others are ignored.
 
 use super::queue::QueueRegisters;
 use super::status::Phase;

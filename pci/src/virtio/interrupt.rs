@@ -2,7 +2,7 @@
 
 //! Interrupts of a virtio device: MSI-X vectors and the ISR register.
 //!
-//! Device threads come here for every used buffer they announce: all of it is atomics, no lock.
+//! Device threads call this for every used buffer that they announce: it uses atomics and no lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering};

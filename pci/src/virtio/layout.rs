@@ -2,8 +2,8 @@
 
 //! Layout of the BAR, and the capabilities that describe it (virtio 1.3, 4.1.4).
 //!
-//! The layout is the same for every device whatever its number of queues, so that saved states
-//! stay exchangeable. Each structure has pages of its own.
+//! The layout is the same for every device, whatever its number of queues, so that saved states
+//! stay exchangeable. No two structures share a page.
 
 use crate::bar::{BarDescription, BarKind};
 use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState};

@@ -2,9 +2,9 @@
 
 //! Doorbells: driver notifications connected to a device's eventfds.
 //!
-//! Each queue has one eventfd for life. While the device is active and its BAR mapped, the kernel
-//! signals it (ioeventfd); otherwise, or where the kernel refused, the write is trapped and
-//! signals it from here, without a lock. So a notification arrives either way.
+//! Each queue has one eventfd for its entire life. While the device is active and its BAR mapped, the kernel
+//! signals it (ioeventfd); otherwise, or if the kernel refused, the write is trapped and
+//! signals it from here, without a lock. So a notification arrives in either case.
 
 use std::io;
 use std::sync::Arc;

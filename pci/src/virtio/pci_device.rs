@@ -3,9 +3,9 @@
 //! A virtio device as a PCI function.
 //!
 //! Owns the configuration space and routes accesses to the BAR: registers to the transport, the
-//! table to MSI-X, notifications straight to eventfds. Holds no lock of its own while the
-//! transport works, as a reset may take a while. Obeys Bus Master Enable: without it the device
-//! neither touches guest memory nor sends interrupts, once a driver has set it ([`super::bus_master`]).
+//! table to MSI-X, notifications straight to eventfds. Holds none of its locks while the
+//! transport works, as a reset may take a while. Obeys Bus Master Enable: once a driver has set the bit, the
+//! device neither touches guest memory nor sends interrupts while it is clear ([`super::bus_master`]).
 
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 //! The registers of one queue, and their validation.
 //!
 //! Whatever a driver writes is kept and read back; only [`QueueRegisters::build`] decides whether
-//! it is a queue. Never touches guest memory: a ring's pages may not have arrived yet.
+//! it describes a valid queue. Never touches guest memory: a ring's pages may not have arrived yet.
 
 use memory::GuestMemory;
 use thiserror::Error;

@@ -7,8 +7,8 @@
 //!     ^________ any phase, by writing zero ________|
 //! ```
 //!
-//! A phase has exactly one set of status bits, so bits that contradict each other cannot be
-//! represented. FAILED and DEVICE_NEEDS_RESET stand alongside the phase.
+//! A phase has exactly one set of status bits, so contradictory bits cannot be
+//! represented. FAILED and DEVICE_NEEDS_RESET are kept in addition to the phase.
 
 use virtio_bindings::virtio_config as bits;
 

@@ -2,9 +2,9 @@
 
 //! The life cycle of one virtio device: negotiation, activation, pause, reset.
 //!
-//! Owns the device and the registers that steer it; one lock around it makes all calls to the
-//! device come one at a time. Whatever a driver does wrong ends in a register that keeps its
-//! value, or in DEVICE_NEEDS_RESET; never in a panic.
+//! Owns the device and the registers that control it; one lock serialises all calls to the
+//! device. A driver's mistake leads to a register that keeps its
+//! value, or to DEVICE_NEEDS_RESET, but never to a panic.
 
 use std::sync::Arc;
 
