@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The BARs of a host's function: which a guest sees, and which parts it reaches without an exit.
+//! The BARs of a host function: which a guest sees, and which parts it reaches without an exit.
 //!
 //! Owns the arithmetic. Every access to an I/O BAR leaves the guest: ports cannot be mapped.
 

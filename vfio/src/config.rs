@@ -2,13 +2,14 @@
 
 //! The guest's view of a host function's configuration space.
 //!
-//! Owns, bit by bit, which part of it is the host's and which is made up here: the BARs, their
-//! decoding, the interrupt line and pin, MSI and the control word of MSI-X, the link that is not there in the
-//! guest, and what speaks of more than this one function. Has no side effects: a write returns what has to go to the host.
+//! Owns, bit by bit, which part of it is the host's and which is emulated here: the BARs, their
+//! decoding, the interrupt line and pin, MSI and the control word of MSI-X, the link, which does not exist in
+//! the guest, and whatever concerns more than this one function. Has no side effects: a write returns what has
+//! to be written to the host.
 //!
-//! The host's function decodes memory all the time, whatever the guest's bit says: the guest's
-//! mappings come and go with its bit, and a mapping of a function that does not decode would end the
-//! VM when a vCPU touches it. It decodes ports when the guest says so, if the guest sees ports of it.
+//! The host function always decodes memory, whatever the guest's bit says: the guest's
+//! mappings are added and removed with its bit, and a mapping of a function that does not decode would end the
+//! VM when a vCPU touches it. It decodes ports when the guest's bit says so, if the guest sees its ports.
 
 use hypervisor::irq::MsiMessage;
 

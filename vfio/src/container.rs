@@ -2,9 +2,9 @@
 
 //! The type1 container: one IOMMU address space for all passed-through functions of a VM.
 //!
-//! Owns it and a share in guest RAM, which so outlives every mapping. The kernel takes one lock
-//! across the pinning of a call, so several threads map no faster than one; what makes it fast are
-//! large calls on memory that is populated already.
+//! Owns it and a reference to guest RAM, which therefore outlives every mapping. The kernel holds one lock
+//! while a call pins memory, so several threads map no faster than one; large calls on memory that is already
+//! populated make it fast.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -2,8 +2,8 @@
 
 //! Error and request interrupts (IRQs) of VFIO functions: the host reports a failure, or wants a device back.
 //!
-//! Owns a thread that waits for it, and the eventfds by which it comes. Decides nothing: the code that
-//! started it is told, on that thread.
+//! Owns a thread that waits for these interrupts, and their eventfds. Decides nothing: it calls the code that
+//! started it, on that thread.
 
 use std::collections::BTreeMap;
 use std::io;

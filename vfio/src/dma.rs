@@ -3,8 +3,8 @@
 //! The two ends of the pipeline that maps guest memory for DMA: the one that populates pages, and the one that maps
 //! them in the IOMMU.
 //!
-//! Owns the traits, so that pinning is tested without an IOMMU and without an engine of a certain
-//! kind.
+//! Owns the traits, so that pinning can be tested without an IOMMU and without a particular
+//! populate engine.
 
 use std::io;
 use std::ops::Range;

@@ -2,14 +2,14 @@
 
 //! The DMA map of guest memory: mapped pieces, and those that are temporarily unmapped.
 //!
-//! Owns the record of every mapping. A mapping cannot be cut, and to unmap one that a device may be
-//! using, even for an instant, would break its DMA; so a piece goes when the guest uses nothing of
-//! it, and comes back as a whole before the guest may use any of it.
+//! Owns the record of every mapping. A mapping cannot be split, and unmapping one that a device may be
+//! using, even for an instant, would break its DMA; so a piece is unmapped when the guest uses nothing of
+//! it, and mapped again in full before the guest may use any of it.
 //!
 //! ```text
 //!   mapped -- the balloon has all of it --> unmapped, discarded
 //!     ^                                          |
-//!     +-- populated, mapped <-- the guest wants some of it back, and waits
+//!     +-- populated, mapped <-- the guest takes some of it back, and waits
 //! ```
 
 use std::collections::BTreeMap;

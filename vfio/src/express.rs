@@ -2,10 +2,10 @@
 
 //! The PCI Express capability of a function that a guest has on its root bus.
 //!
-//! Owns which of its registers are not the host's. An endpoint has a link to a port above it, and there is none
-//! above a root bus: such a function is an integrated endpoint of the root complex, without registers of a link
+//! Owns which of its registers are not the host's. An endpoint has a link to a port above it, but there is no
+//! port above a root bus: such a function is an integrated endpoint of the root complex, without link registers
 //! (PCI Express 4.0, 1.3.2.3 and 7.5.3.2 ff.). Windows does not start a device that says otherwise. A legacy
-//! endpoint cannot be one, as it may need ports (1.3.2.3), and has no capability.
+//! endpoint cannot be one, as it may need ports (1.3.2.3), and is shown without the capability.
 
 use super::capabilities::{self, word};
 use pci::{ConfigSpace, ConfigSpaceState};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Fakes of a host's function, for memory slots and for an IOMMU, for tests and fuzz targets.
+//! Fakes of a host function, of memory slots and of an IOMMU, for tests and fuzz targets.
 //!
-//! They keep record of what was asked of them, and of every request that must not be made
+//! They record the requests that were made, and every request that must not be made
 //! (`violations`). Never used by a VMM.
 #![allow(missing_docs, reason = "not part of the interface")]
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Entry points for fuzzing: bytes become a function's configuration space and a guest's accesses, or a
-//! saved state.
+//! Entry points for fuzzing: bytes are interpreted as a function's configuration space and a guest's accesses,
+//! or as a saved state.
 //!
-//! Whatever hardware says, a guest does and a peer sends, nothing may panic, nothing that is made up here may reach
+//! Whatever the hardware returns, a guest does or a peer sends, nothing may panic, no emulated register may reach
 //! the host, no BAR may lie over another in the guest, bus mastering may never pass a closed gate, other
-//! functions may reach nothing that the guest does not reach, and nothing may be left shown, mapped or
+//! functions may reach nothing that the guest does not reach, and nothing may be left visible, mapped or
 //! connected.
 
 use std::sync::Arc;

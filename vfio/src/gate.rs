@@ -3,8 +3,9 @@
 //! The gate before a device's first DMA.
 //!
 //! Owns one fact: whether all guest memory is mapped, will never be, or is still being mapped. A vCPU that
-//! is about to let a device reach memory waits here, and helps first, if there is something to do. It opens once or fails once; it must never
-//! close again, and no vCPU waits forever as long as the thread that maps memory ends.
+//! is about to let a device reach memory waits here, after helping to populate memory if any is left to populate. The
+//! gate opens once or fails once; it must never close again, and no vCPU waits forever as long as the thread that maps
+//! memory ends.
 
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 
 //! The interface to a host function, implemented by VFIO and by fakes.
 //!
-//! Owns the trait that the real thing ([`super::VfioFunction`]) and the tests' stand-in implement.
-//! The kernel filters every access once more; nothing here is a security boundary towards the host.
+//! Owns the trait that [`super::VfioFunction`] and the tests' fake implement.
+//! The kernel filters every access again; nothing here is a security boundary towards the host.
 
 use std::io;
 use std::ops::Range;

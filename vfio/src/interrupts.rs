@@ -2,10 +2,10 @@
 
 //! Delivery of a passed-through function's interrupts to the guest.
 //!
-//! Owns which of the pin, MSI and MSI-X is connected at the host, which is one at most, and follows
-//! what the guest has switched on. No interrupt passes through this code: the host's function signals
-//! an eventfd that KVM turns into the guest's interrupt. Only that a guest is done with the pin does,
-//! where the host knows no other way.
+//! Owns which of the pin, MSI and MSI-X is connected at the host (at most one), and follows
+//! what the guest has enabled. No interrupt passes through this code: the host function signals
+//! an eventfd that KVM turns into the guest's interrupt. Only a guest's end of interrupt of the pin does,
+//! where the host has no other way.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! iommufd: one I/O address space for all passed-through functions of a VM, which are opened one by one
-//! by their character devices.
+//! iommufd: one I/O address space for all passed-through functions of a VM, each of which is opened
+//! by its character device.
 //!
-//! Owns the address space and a share in guest RAM, which so outlives every mapping. Memory that is a
-//! file is mapped by the file (`IOMMU_IOAS_MAP_FILE`, Linux 6.14), which spares the kernel the look at
+//! Owns the address space and a reference to guest RAM, which therefore outlives every mapping. Memory backed by
+//! a file is mapped by the file (`IOMMU_IOAS_MAP_FILE`, Linux 6.14), so that the kernel need not walk
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
-//! pinned one at a time, however many threads populate: what is mapped is noted under a lock.
+//! pinned one at a time, however many threads populate, because mappings are recorded under a lock.
 //!
-//! An address space may also come from a pool, with all memory mapped in it and a page table that is filled
-//! ([`IommufdSpace::prepinned`]): devices are attached to that.
+//! An address space may also come from a pool, with all memory mapped and a filled page table
+//! ([`IommufdSpace::prepinned`]): devices are then attached to that one.
 
 use std::collections::BTreeMap;
 use std::fs::File;

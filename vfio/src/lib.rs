@@ -2,9 +2,9 @@
 
 //! Passed-through PCI functions (VFIO), and guest memory made reachable for their DMA.
 //!
-//! Owns what a guest sees of a host's function, the interrupts on their way back, the mapping of
+//! Owns what a guest sees of a host function, the delivery of its interrupts, the mapping of
 //! its BARs into the guest, and the gate that keeps it from DMA until all guest memory is mapped in
-//! the IOMMU. Never knows which device it is, and never touches what the device does.
+//! the IOMMU. Never knows which device it is, and never interferes with what the device does.
 //!
 //! ```text
 //!   config write ──> ShadowConfig ──> (Bus Master Enable? wait at DmaGate) ──> HostFunction
@@ -16,8 +16,8 @@
 //! ```
 //!
 //! The kernel clears Bus Master Enable when it opens a function, and DMA needs it. So the guest may
-//! run while memory is still being populated and mapped: its write that sets the bit is the first
-//! moment at which all of it has to be there.
+//! run while memory is still being populated and mapped: all of it has to be mapped only when the guest
+//! sets the bit.
 
 mod bars;
 mod capabilities;

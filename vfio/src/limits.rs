@@ -2,8 +2,8 @@
 
 //! Resource limits that apply to pinning guest memory, checked in advance.
 //!
-//! Owns where they are found and how they are compared. Whatever cannot be read is no limit: then the
-//! kernel says so itself, only later.
+//! Owns where they are found and how they are compared. A limit that cannot be read is ignored: then the
+//! kernel reports it, only later.
 
 use std::fs;
 use std::path::{Path, PathBuf};

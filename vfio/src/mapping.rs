@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A part of a BAR, mapped into this process so that KVM can show it to the guest, and the IOMMU to other
+//! A part of a BAR, mapped into this process so that KVM can map it into the guest, and the IOMMU for other
 //! functions.
 //!
 //! Owns the mapping. Never reads or writes it: device memory is for the guest alone.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The vectors behind MSI.
+//! The interrupt vectors of MSI.
 //!
 //! Owns one vector for each message that the function can send, and keeps them in line with the
-//! guest's registers. A vector that is held back remembers what came meanwhile.
+//! guest's registers. A masked vector remembers interrupts that arrive meanwhile.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 
 //! The pipeline that populates, pins and maps guest memory for DMA while the guest runs.
 //!
-//! Owns its thread and the progress, and settles the gate. Memory is mapped as soon as it is
-//! populated, on the thread that populated it, while other memory is being populated; where the thread that maps
-//! would be in the way of that, and has little to do, when all is populated. A failure is
+//! Owns its thread and the progress, and opens or fails the gate. Memory is mapped as soon as it is
+//! populated, on the thread that populated it, while other memory is being populated. If mapping would slow
+//! populating down, and is little work, it is done when all memory is populated. A failure is
 //! reported to every waiter; no waiter may wait forever.
 
 use std::sync::Arc;

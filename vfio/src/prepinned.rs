@@ -2,8 +2,8 @@
 
 //! Pool memory that is already mapped for a device when the VM starts.
 //!
-//! Owns the comparison of what the pool says is mapped with the memory that this VM has. Must never take
-//! the pool's word for an address or a length: a device that reached other memory than the guest gave it
+//! Owns the comparison of the mappings that the pool reports with the memory of this VM. Must never trust
+//! the pool's addresses or lengths: a device that reached other memory than the guest gave it
 //! would write to unexpected addresses.
 
 use std::collections::BTreeMap;

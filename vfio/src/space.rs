@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the two ways into the host's IOMMU have in common: type1 ([`super::Type1Container`]) and
+//! The common interface of the host's two IOMMU backends: type1 ([`super::Type1Container`]) and
 //! iommufd ([`super::IommufdSpace`]).
 //!
-//! Owns the trait, and the check that a range lies in the memory that the space keeps.
+//! Owns the trait, and the check that a range lies in the memory that the address space keeps.
 
 use std::io;
 use std::ops::Range;

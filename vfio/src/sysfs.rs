@@ -2,7 +2,7 @@
 
 //! Location of a host function in sysfs, and checks before it is opened.
 //!
-//! Owns the checks that say what the host lacks before VFIO says less clearly that it does.
+//! Owns the checks that say what the host lacks, before VFIO fails with a less clear error.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;

@@ -2,8 +2,8 @@
 
 //! Unmasking of an interrupt pin (INTx) in user space, where the kernel cannot do it.
 //!
-//! Owns a thread that unmasks the pin whenever the guest is done with an interrupt. Drivers of mediated
-//! devices on the host often know no eventfd for that; for all others the kernel does it, without an exit.
+//! Owns a thread that unmasks the pin whenever the guest has finished an interrupt. Host drivers of mediated
+//! devices often support no eventfd for that; for all others the kernel does it, without an exit.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd};

@@ -2,9 +2,9 @@
 
 //! The dirty log of a function's DMA writes.
 //!
-//! Owns the question which pages may hold something new. A function that can log its writes says so
-//! itself. Of any other it is only known that it may have written everything until it stopped: all
-//! pages count as written then, once. The same holds when a log is lost on the way.
+//! Owns the decision which pages may have new contents. A function that can log its writes reports them
+//! itself. Any other function may have written every page until it stopped: all
+//! pages then count as written, once. The same applies if a log is lost meanwhile.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 
 //! Migration operations of a passed-through function: stop, save, restore, resume.
 //!
-//! Owns the order in which the hardware's part and the part that is kept here come and go. No state is
-//! put in before all guest memory is mapped: a function may use memory from then on. A function that
-//! fails on the way is reset, and is gone for the guest.
+//! Owns the order in which the hardware's state and the state that is kept here are saved and restored. No state
+//! is loaded before all guest memory is mapped, since a function may use memory from then on. A function that
+//! fails meanwhile is reset, and is gone for the guest.
 
 use std::sync::Arc;
 

@@ -3,13 +3,13 @@
 //! A passed-through function on the guest's PCI bus.
 //!
 //! Owns its shadow of configuration space, its BARs in the guest's address space, and whether it is
-//! still there for the guest. The write that would let it reach memory waits at the gate; when memory
-//! will not be mapped, the function is gone for the guest, as if pulled out.
+//! still present for the guest. The write that would let it reach memory waits at the gate; if memory
+//! cannot be mapped, the function is gone for the guest, as if unplugged.
 //!
-//! Locks: configuration, then BARs or interrupts, then those of [`P2pBars`]. None is held at the gate by a
-//! vCPU. Whether the function is gone is looked at again under the lock of the configuration before anything
-//! is written to the host, and what takes it from the guest passes through that lock after it has set the
-//! mark: a write either came before that, or never reaches the host.
+//! Locks: configuration, then BARs or interrupts, then those of [`P2pBars`]. A vCPU holds none of them at the
+//! gate. Whether the function is gone is checked again under the configuration lock before anything is written
+//! to the host, and code that removes it from the guest takes that lock after it has set the mark: a write
+//! either came before that, or never reaches the host.
 
 mod dma_log;
 mod migration;

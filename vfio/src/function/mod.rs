@@ -2,8 +2,8 @@
 
 //! A function of the host, opened through VFIO.
 //!
-//! Owns its descriptors. Nothing of it may be left open when the group is released, so code that
-//! holds mappings of its BARs drops them first.
+//! Owns its descriptors. None of them may be left open when the group is released, so code that
+//! holds mappings of its BARs drops those first.
 
 mod migration;
 

@@ -2,8 +2,8 @@
 
 //! A fake function with VFIO migration v2, for tests and fuzz targets.
 //!
-//! Its state says how long it is and has a sum, so that it notices what is cut off or changed, as
-//! hardware does: only when it is to leave `RESUMING`. Never used by a VMM.
+//! Its state contains its length and a checksum, so that truncated or changed state is noticed as
+//! with hardware: only when the function is to leave `RESUMING`. Never used by a VMM.
 #![allow(missing_docs, reason = "not part of the interface")]
 
 use std::collections::BTreeSet;

@@ -2,8 +2,8 @@
 
 //! The interface to a host function's migration support (VFIO migration v2).
 //!
-//! Owns the trait that a function of the host and the tests' stand-in implement, and the names of its
-//! states. Checks no order: that is the business of [`super::Migration`].
+//! Owns the trait that a host function and the tests' fake implement, and the names of its
+//! states. Does not check their order: [`super::Migration`] does.
 
 use std::fmt;
 use std::io;

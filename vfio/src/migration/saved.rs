@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The saved form of a passed-through function: what is kept of it here, and what its hardware says
-//! of itself.
+//! The saved form of a passed-through function: the state that is kept here, and the state of its
+//! hardware.
 //!
-//! Owns the form, and the check that a state is whole and was taken of the same kind of hardware. What
-//! the hardware's part means only the driver on the host knows. Everything in it comes from a peer or a
+//! Owns the form, and the check that a state is complete and comes from the same kind of hardware. Only the
+//! driver on the host knows what the hardware's part means. Everything in it comes from a peer or a
 //! file.
 
 use std::fmt;

@@ -2,16 +2,16 @@
 
 //! The state machine of VFIO migration v2 for one function.
 //!
-//! Owns which state it is in, and the only ways from one to the next. Never guesses: after a step that
-//! failed the kernel is asked where the function is, and where that is unknown it counts as failed.
+//! Owns the current state, and the only transitions to others. Never guesses: after a failed
+//! step the kernel is asked for the function's state, and if that is unknown the function counts as failed.
 //!
 //! ```text
 //!   RUNNING <-> RUNNING_P2P <-> STOP <-> STOP_COPY   its state is read
-//!                                 ^----> RESUMING    its state is put in
+//!                                 ^----> RESUMING    its state is loaded
 //! ```
 //!
 //! Functions of one VM may reach each other, so all of them are in `RUNNING_P2P` before the first
-//! stops, and before the first works again. Those that do not know that state skip it.
+//! stops, and before the first works again. Those that do not support that state skip it.
 
 use std::sync::Arc;
 

@@ -2,18 +2,18 @@
 
 //! Peer-to-peer DMA: BARs of passed-through functions, mapped in the IOMMU for the others.
 //!
-//! Owns the record of what is to be mapped in the IOMMU and of what is. A BAR that a guest reaches at an
-//! address is mapped there; nothing of it is when the guest does not reach it any more. Guest memory comes
-//! first: where a BAR cannot be mapped the VM continues without, and BARs take only a part of the mappings
-//! that an IOMMU allows.
+//! Owns the record of what is to be mapped in the IOMMU and of what is mapped. A BAR that a guest reaches at an
+//! address is mapped there, and unmapped when the guest no longer reaches it. Guest memory has
+//! priority: if a BAR cannot be mapped, the VM continues without the mapping, and BARs take only a part of the
+//! mappings that an IOMMU allows.
 //!
 //! ```text
 //!   nothing is mapped -- two functions, and the first of them passes the gate --> BARs are mapped
 //! ```
 //!
-//! Before that it could not be used: without Bus Master Enable there is no DMA, and a function has no need
-//! of the IOMMU to reach its own BARs. So the guest's first accesses to configuration space do not wait
-//! for the kernel, which is busy with guest memory then, and a VM with one device never does.
+//! Before that the mappings would have no use: without Bus Master Enable there is no DMA, and a function does not
+//! need the IOMMU to reach its own BARs. So the guest's first accesses to configuration space do not wait
+//! for the kernel, which is busy with guest memory then, and those of a VM with one device never do.
 
 #[cfg(test)]
 mod tests;
