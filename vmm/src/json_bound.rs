@@ -2,8 +2,8 @@
 
 //! A bound on the number of values in an untrusted JSON text, checked before it is parsed.
 //!
-//! A value that is kept as such takes many times the two bytes that it is written with, so a limit on the
-//! bytes alone is none on the memory that reading takes.
+//! A parsed value takes many times the two bytes of its text, so a limit on the bytes alone does not limit the
+//! memory that parsing takes.
 
 /// Most values in a machine's state: 254 vCPUs have 330,000, devices some hundred each.
 pub const STATE_VALUES_MAX: usize = 2 << 20;

@@ -2,11 +2,11 @@
 
 //! Writes JSON in a form that minimal parsers accept.
 //!
-//! Owns two ways of writing it. Both mean the same to a JSON parser as any other: what a reader could
-//! trip over stands as an escape in strings. It must never know what is written.
+//! Owns two ways of writing it. To a JSON parser both mean the same as any other: characters that such a reader
+//! mishandles are escaped in strings. It must never know what is written.
 //!
-//! - Answers are ASCII: cloud-hypervisor's own client takes each 256 bytes of an answer for whole
-//!   characters, and aborts at one that lies across the border of two.
+//! - Answers are ASCII: cloud-hypervisor's own client decodes an answer in pieces of 256 bytes, and aborts at a
+//!   character that lies across the border of two.
 //! - Events have no braces in strings, and are ASCII: libvirt finds the end of an event by
 //!   counting braces.
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A queue of text for a reader that may be slow, or not read at all: that of the log, that of the events.
+//! A queue of text for a reader that may be slow, or not read at all: used for the log and for the events.
 //!
-//! Owns a queue, and the thread that writes what is in it. Putting an item into it never waits: one that
+//! Owns a queue, and the thread that writes its items. Adding an item never waits: an item that
 //! finds no room is lost and counted, and so is one that cannot be written. It must never know what the text
-//! is about, and never give up: one reader may end and another begin, a file system may be full for a while.
+//! is about, and never stop trying: one reader may end and another begin, a file system may be full for a while.
 
 use std::fs::File;
 use std::io::{self, Write as _};

@@ -2,9 +2,9 @@
 
 //! The end of a process in which a thread panics, or that ends alongside threads that own something.
 //!
-//! Owns what is put back then, as no destructor runs any more: terminals, and the paths of sockets. After
-//! a panic it must never continue to run the VM, whatever else waits: what panicked has left its state half
-//! changed.
+//! Owns what is restored then, as no destructor runs any more: terminals, and the paths of sockets. After
+//! a panic it must never continue to run the VM, whatever else waits: the thread that panicked has left its state
+//! half changed.
 
 use std::fs::File;
 use std::io::{self, Write as _};

@@ -3,7 +3,7 @@
 //! Connection slots: the connected clients, and which one is dropped for a new one.
 //!
 //! Owns the slots. A client whose request is being carried out keeps its slot; of the others
-//! (idle, slow to ask, slow to read) the one that has been so for longest gives its slot up. So a
+//! (idle, slow to ask, slow to read) the one that has been so for longest loses its slot. So a
 //! client that only holds connections open cannot keep others out.
 
 use std::cell::RefCell;

@@ -3,8 +3,8 @@
 //! Detection of a client that hangs up while its request is carried out.
 //!
 //! Owns a second descriptor of the connection, as the first has to stay ready for the answer. A client that
-//! has shut down its sending side alone (`nc -N`, socat) still waits for the answer: of a Unix socket that is
-//! told apart, as only the end of both sides is a hang-up.
+//! has shut down only its sending side (`nc -N`, socat) still waits for the answer: on a Unix socket this can be
+//! distinguished, as only the end of both sides is a hang-up.
 
 use std::future::pending;
 use std::io;

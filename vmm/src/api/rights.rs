@@ -3,8 +3,8 @@
 //! Descriptors that come with a request over the API socket (SCM_RIGHTS).
 //!
 //! Owns descriptors that have arrived and not yet been taken by a request, and the rule for which request
-//! takes them. A descriptor comes with bytes of its request, and is given to the request whose body has
-//! been read when it has come; a request that takes none is refused rather than its descriptors
+//! takes them. A descriptor comes with bytes of its request, and is assigned to the request whose body has
+//! been read when it arrives; a request that takes none is refused, rather than having its descriptors
 //! dropped. None outlives its connection.
 
 use std::cell::RefCell;

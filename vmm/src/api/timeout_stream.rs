@@ -4,8 +4,8 @@
 //!
 //! Owns the limits on the time for a request head and on how long a write may stand still, and
 //! reads in the way that keeps descriptors which come with the bytes. A body
-//! has a limit of its own, in the HTTP layer. It must never limit the time between a request and its
-//! answer, some take minutes, nor the time between two requests: clients keep one connection for
+//! has a separate limit, in the HTTP layer. It must never limit the time between a request and its
+//! answer, as some take minutes, or the time between two requests: clients keep one connection for
 //! the life of a VM.
 
 use std::cell::Cell;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Cancelling a migration: which requests may, until when, and their answers.
+//! Cancelling a migration: which requests may do so, until when, and their answers.
 //!
 //! Owns the answers. A cancel is answered when the migration is over and it is known where the
 //! guest is, never before; one that comes too late is refused with the place of the guest. It must

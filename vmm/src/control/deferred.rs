@@ -2,9 +2,9 @@
 
 //! Requests deferred until a transition of the VM has ended: a pause that meets a reboot, say.
 //!
-//! Owns them for as long as that takes on a host that works, so that such a request is carried out and
-//! not refused for bad luck. If it takes longer they are answered by what the VM is in the middle of; but
-//! for the VM of the command line they wait however long it takes.
+//! Owns them for as long as a transition takes on a working host, so that such a request is carried out
+//! instead of being refused for its timing. If it takes longer, they are answered according to the state of the VM
+//! then; for the VM of the command line, however, they wait as long as it takes.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

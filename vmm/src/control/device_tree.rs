@@ -2,7 +2,7 @@
 
 //! The tree of a VM's devices in `vm.info`.
 //!
-//! Owns its form, which is cloud-hypervisor's: the transport of a virtio device is a node of its own,
+//! Owns its form, which is cloud-hypervisor's: the transport of a virtio device is a separate node,
 //! which has the place on the PCI bus and the BARs, and the device is its child. It must never
 //! look at anything but a description of the machine.
 

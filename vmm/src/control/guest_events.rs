@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a guest does, from the moment at which its machine tells it to the moment at which it is
+//! Queue of guest events, from the moment at which the machine reports one to the moment at which it is
 //! acted on.
 //!
-//! Owns the queue of such events and the rule of when the time of each has come. An event belongs
+//! Owns the queue and the rule that says when each event is acted on. An event belongs
 //! to one machine, by number: it must never reach another, and is never lost while its machine
 //! exists, whatever owns that machine meanwhile.
 //!

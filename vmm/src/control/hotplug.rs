@@ -2,7 +2,7 @@
 
 //! `vm.add-device`, `vm.add-disk`, `vm.add-net`, `vm.add-vsock` and `vm.remove-device`.
 //!
-//! Owns their answers: before the guest runs they change what it will have, afterwards what it has.
+//! Owns their answers. Before the guest runs they change its configuration, afterwards its machine.
 
 use super::pausing::TransitionKind;
 use super::{VmLifecycle, Vmm};

@@ -2,7 +2,7 @@
 
 //! Life-cycle requests: create, resume, delete.
 //!
-//! Owns the events that tell about it.
+//! Owns the events that report them.
 
 use vm_migration::commit::destination::OperatorRequest;
 use vm_migration::progress::Phase;

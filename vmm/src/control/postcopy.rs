@@ -2,8 +2,8 @@
 
 //! Requests to a postcopy migration: to begin it, and to connect again.
 //!
-//! Owns the answers. Both take effect on the thread of the migration; the progress document says
-//! what came of them. It must never decide where a guest is.
+//! Owns the answers. Both take effect on the thread of the migration; the progress document shows
+//! their result. It must never decide where a guest is.
 
 use vm_migration::steering::Recover;
 use vm_migration::{Address, MemoryMode, Phase, Steering};

@@ -2,10 +2,10 @@
 
 //! Snapshot and restore: their threads, and the results.
 //!
-//! Owns the machine while it is saved, on a thread of its own, so that the VMM thread answers other
+//! Owns the machine while it is saved, on a separate thread, so that the VMM thread answers other
 //! requests meanwhile; and, after an on-demand restore, the thread that waits for the last page.
 //! If a page cannot be brought in, that thread ends the process: a vCPU or a device waits for
-//! contents that are nowhere, and any other way to end it would show them zeros.
+//! contents that are lost, and any other way to end the wait would show it zeros.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 
 //! Starting a machine: at `vm.boot`, at the start of the process, or after a reset.
 //!
-//! Owns what is known of the VM while its machine is made, on a thread of its own: a path is opened, a
-//! kernel read, memory populated and a disk locked, and each takes as long as what is behind it takes.
+//! Owns what is known of the VM while its machine is made on a separate thread: a path is opened, a
+//! kernel read, memory populated and a disk locked, and each takes as long as the underlying storage or memory does.
 //! The VMM thread answers other requests meanwhile; the start is cancelled when the VM or the process is
 //! to end.
 

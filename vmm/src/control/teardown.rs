@@ -2,9 +2,9 @@
 
 //! Teardown of a machine: shutdown, reboot, delete, or the end of the process.
 //!
-//! Owns the machine while it ends, on a thread of its own: its devices finish what they work on and its
-//! disks are written back before their locks are released, and that takes as long as the storage
-//! behind them takes. What happens to the VM is decided before, and happens on the VMM thread after.
+//! Owns the machine while it ends, on a separate thread: its devices finish their requests and its
+//! disks are written back before their locks are released, which takes as long as the underlying storage
+//! needs. What happens to the VM is decided before, and done by the VMM thread afterwards.
 
 use super::inbox::Message;
 use super::snapshot::MemoryFill;

@@ -2,8 +2,8 @@
 
 //! Threads that take over values owned by the VMM thread.
 //!
-//! Owns a load on its way to such a thread: if the thread cannot be started, the load is returned; and the time for
-//! which the VMM thread waits until one is released. Must never know what the load is.
+//! Owns the value on its way to such a thread, which is returned if the thread cannot be started, and the time for
+//! which the VMM thread waits until one is released. Must never know what the value is.
 
 use std::io;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 
 //! Detection of guests that reset by a triple fault, once or in a loop.
 //!
-//! Owns the count and the words. A PC resets itself so when all else fails, and so does this one; but a
-//! payload that cannot run on this machine does it at once and forever, and shows nothing on its console.
+//! Owns the count and the messages. A triple fault is a PC's last-resort reset, also on this machine; but a
+//! payload that cannot run on it resets so at once and forever, and shows nothing on its console.
 //! Must never end or stop a guest.
 
 use std::time::{Duration, Instant};

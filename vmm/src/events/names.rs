@@ -2,7 +2,7 @@
 
 //! The names of all events, and the page of the documents that lists them.
 //!
-//! Owns the list; a test holds what is told against it, both ways.
+//! Owns the list; a test compares it with the events that are written, in both directions.
 
 use std::fmt::Write as _;
 

@@ -2,7 +2,7 @@
 
 //! An event as text.
 //!
-//! Owns its form and its greatest length. It must never fail: an event that does not fit is cut.
+//! Owns its form and its maximum length. It must never fail: an event that does not fit is truncated.
 
 use std::time::{Duration, SystemTime};
 

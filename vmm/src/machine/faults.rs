@@ -3,7 +3,7 @@
 //! Guest RAM in which a vCPU's access to a missing page fails, and its handler.
 //!
 //! Owns the place where a machine asks for such a page, and the registers that its vCPUs get only
-//! when none is missing any more. Must never know why pages are missing or where they come from.
+//! when no page is missing. Must never know why pages are missing or where they come from.
 
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 
 //! Full disks: the state that the owner of a machine sees.
 //!
-//! Owns what is said of them, and the rule that a machine with such a disk is neither saved nor moved: the
-//! requests that it keeps are in no state. Must never answer a request of the guest.
+//! Owns what is reported about them, and the rule that a machine with such a disk is neither saved nor migrated: the
+//! requests that it keeps are in no saved state. Must never answer a request of the guest.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -3,7 +3,7 @@
 //! The generation ID in guest memory.
 //!
 //! Owns its contents: one for each boot, another for each restore of a snapshot, the same through every
-//! migration. Where it is and whether the guest has one is known by the device.
+//! migration. The device knows where it is and whether the guest has one.
 
 use arch::layout;
 use devices::legacy::GENERATION_ID_LEN_BYTES;

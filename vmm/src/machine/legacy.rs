@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Wiring of the devices that sit at fixed ports.
+//! Wiring of the devices at fixed ports.
 //!
-//! Owns which of them a machine has and where. What they do is the business of the devices.
+//! Owns which of them a machine has and where. What they do is up to the devices.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

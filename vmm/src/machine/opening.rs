@@ -2,8 +2,8 @@
 
 //! Opening the backend of a device that is hot-plugged.
 //!
-//! Owns a thread that the machine is not on: a path may take forever to open, and a device whose addition is cancelled
-//! keeps the machine no longer. What such a thread opens after that is closed again. Passed-through devices
+//! Owns a thread that does not hold the machine: a path may take forever to open, and a cancelled addition
+//! must not block the machine any longer. What such a thread opens after that is closed again. Passed-through devices
 //! are opened with the memory that they are to reach, by [`super::passthrough`].
 
 use std::io;

@@ -2,10 +2,10 @@
 
 //! Pausing a machine within a time limit.
 //!
-//! Owns the order in which everything stops, and the way back while it has not all stopped: a device
-//! waits for whatever is behind it, and storage that does not answer would hold the guest forever.
-//! All devices finish their requests side by side while the vCPUs run on; those stop when that is
-//! done. If it takes too long, or the request is taken back, the machine runs as before.
+//! Owns the order in which everything stops, and the way back while not everything has stopped: a device
+//! waits for its backend, and storage that does not respond would stop the guest forever.
+//! All devices finish their requests in parallel while the vCPUs continue to run; these stop when that is
+//! done. If it takes too long, or the request is cancelled, the machine runs as before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

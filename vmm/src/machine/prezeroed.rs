@@ -2,8 +2,8 @@
 
 //! Zones whose memory comes from a pool of prezeroed memory.
 //!
-//! Owns which zone asks which pool for what, and what is said when it gets nothing. Must never fail
-//! a VM: without the pool its memory is made here, as without the option.
+//! Owns which zone asks which pool for what, and what is reported when it gets nothing. Must never fail
+//! a VM: without the pool its memory is allocated here, as without the option.
 
 use std::collections::BTreeMap;
 use std::path::Path;

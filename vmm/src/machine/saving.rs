@@ -2,8 +2,8 @@
 
 //! Saving and restoring the state of a machine.
 //!
-//! Owns the order in which parts are saved and come back, and the checks that a state fits. Must never
-//! touch guest memory, which comes by other ways.
+//! Owns the order in which parts are saved and restored, and the checks that a state fits. Must never
+//! touch guest memory, which is saved and restored elsewhere.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Filling the second-stage tables of a migrated or restored guest.
+//! Filling the stage-2 tables of a migrated or restored guest.
 //!
-//! Owns the filling of a machine, and what is said of it. Must not begin before all memory is here, and
+//! Owns the filling for a machine, and what is reported about it. Must not begin before all memory is resident, and
 //! must never populate any.
 
 use std::ops::Range;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The saved state of a whole machine, without its memory.
+//! The saved state of a machine, without its memory.
 //!
-//! Owns the form only: plain, versioned and untrusted. What a part means is the part's business.
+//! Owns only the form: plain, versioned and untrusted. Each part interprets its own state.
 
 use std::collections::BTreeMap;
 

@@ -3,8 +3,8 @@
 //! Disks being written back to stable storage, so that another host, or a copy of the image, finds
 //! what the guest counts as written; and whatever else of the same kind the host is asked to do to them.
 //!
-//! Owns the threads that do it, one a disk: a disk takes as long as it takes, and the waiting thread may
-//! give up waiting. Must never touch guest memory or the devices.
+//! Owns the threads that do it, one per disk: a disk may take any time, and the waiting thread may
+//! stop waiting. Must never touch guest memory or the devices.
 
 use std::collections::BTreeMap;
 use std::io;

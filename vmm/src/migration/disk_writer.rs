@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Disks written back while the guest still runs, so that little is left for the moment when it stands
-//! still.
+//! Write-back of disks while the guest still runs, so that little is left to write back when it is
+//! stopped.
 //!
 //! Owns a thread for as long as the guest of a migration runs at the source: it has all disks written
 //! back, pass after pass. What is written after the last pass is written back when the guest has
-//! stopped; here nothing is decided.
+//! stopped. This module decides nothing.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

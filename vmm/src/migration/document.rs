@@ -3,8 +3,8 @@
 //! The document from which the destination builds the machine: its configuration, and what its
 //! guest was told about the processor.
 //!
-//! Owns its form. A document of the first form, the configuration alone, is read as well: nothing
-//! is known of its processor then, and the check is left to the restoring of the vCPUs.
+//! Owns its form. A document of the first form, the configuration alone, is read as well: its processor
+//! is then unknown, and the check happens only when the vCPUs are restored.
 
 use hypervisor::CpuidEntry;
 use hypervisor::MsrValue;

@@ -2,8 +2,8 @@
 
 //! Choice of the fault source for `fault_source=auto`.
 //!
-//! Owns the rule, a function of what is known of host, memory and guest, and the words that say why it
-//! is not a better one. Must never ask the host anything, nor fail: waiting always works.
+//! Owns the rule, a function of what is known of host, memory and guest, and the message that says why no
+//! better source is used. Must never query the host, and never fail: `uffd`, where vCPUs wait, always works.
 
 use hypervisor::CpuidEntry;
 use thiserror::Error;

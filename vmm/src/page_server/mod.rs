@@ -4,7 +4,7 @@
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `mod` | the process from its begin to its end |
+//! | `mod` | the process from its beginning to its end |
 //! | `memory` | the guest's memory, mapped once more |
 //! | `api` | the requests that it answers |
 //!

@@ -2,7 +2,7 @@
 
 //! The IOMMU backend of a machine, type1 or iommufd, and the host paths of its devices.
 //!
-//! Owns the step from the configuration to the address space and to a device's place on the host.
+//! Owns the translation from the configuration to the address space and to a device's path on the host.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -3,8 +3,8 @@
 //! Migration of passed-through devices, and their part in a pause: they stop, move and continue.
 //!
 //! Owns the order for all devices together: none may reach another that has stopped, so all are
-//! quiet before the first stops, and awake before the first works. Says which devices cannot be moved,
-//! and why. What a device's state is, is the device's own business.
+//! quiescent before the first stops, and before the first works again. Says which devices cannot be migrated,
+//! and why. Only the device knows what its state means.
 
 use std::sync::Arc;
 

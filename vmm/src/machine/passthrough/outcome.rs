@@ -3,7 +3,7 @@
 //! What follows when guest memory is mapped for DMA, or cannot be: events, discards that become possible,
 //! devices that are taken from the guest.
 //!
-//! Runs on the threads that hear of it, so it owns nothing of the machine but weak references to its
+//! Runs on the threads that are notified, so of the machine it owns only weak references to its
 //! devices. It must never hold the list's lock while the kernel maps or unmaps.
 
 use std::sync::{Arc, Weak};

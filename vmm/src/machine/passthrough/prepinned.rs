@@ -3,7 +3,7 @@
 //! A pool slot whose memory is already mapped for the machine's device, and the device.
 //!
 //! Owns what came from the pool until the machine has it: the memory first, then the address space, then
-//! the device. Must never fail a VM: what does not fit is said, and everything is done as without the pool.
+//! the device. Must never fail a VM: a mismatch is reported, and everything is done as without the pool.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
