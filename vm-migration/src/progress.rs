@@ -241,7 +241,7 @@ impl Progress {
         *self.reconnects_until.lock() = until;
     }
 
-    /// Postcopy goes on in its phase.
+    /// Postcopy continues in its phase.
     pub(crate) fn recovered(&self, phase: Phase) {
         self.counters.recoveries.fetch_add(1, Relaxed);
         self.enter(phase);

@@ -47,7 +47,7 @@ enum Phase {
     Over,
 }
 
-/// What the guest is to be told, beside data.
+/// Packets other than data that are to be sent to the guest.
 #[derive(Clone, Copy, Debug, Default)]
 struct Due {
     request: bool,

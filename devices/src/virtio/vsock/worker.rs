@@ -163,7 +163,7 @@ impl VsockWorker {
         Ok(())
     }
 
-    /// Both directions, until neither can go on by itself.
+    /// Serves both directions until neither can continue by itself.
     fn serve(&mut self) -> Result<(), Broken> {
         let had_room = self.muxer.has_room_for_answers();
         self.receive()?;
