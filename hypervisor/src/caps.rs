@@ -129,7 +129,7 @@ pub struct Capabilities {
     pub sregs2: bool,
     /// Largest nested virtualisation state in bytes. Some hosts announce it and then have none.
     pub nested_state_len_bytes: u32,
-    /// Filling second-stage tables ahead of time.
+    /// Filling stage-2 tables ahead of time.
     pub pre_fault_memory: bool,
     /// Memory fault exits carry an address. Not every fault does even so.
     pub memory_fault_info: bool,

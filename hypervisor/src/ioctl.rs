@@ -249,7 +249,7 @@ pub fn set_vcpu_attribute(
     done(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR(), &request) })
 }
 
-/// Fills second-stage tables (KVM_CAP_PRE_FAULT_MEMORY); returns the bytes that were done.
+/// Fills stage-2 tables (KVM_CAP_PRE_FAULT_MEMORY); returns the bytes that were done.
 pub fn pre_fault_memory(vcpu: &impl AsRawFd, gpa: u64, len_bytes: u64) -> io::Result<u64> {
     let mut request = kvm_pre_fault_memory { gpa, size: len_bytes, ..Default::default() };
     // SAFETY: the kernel reads and writes one kvm_pre_fault_memory and touches guest memory only

@@ -238,7 +238,7 @@ impl Vcpu {
         self.fd.nmi().context("send a non-maskable interrupt")
     }
 
-    /// Fills second-stage tables for guest memory that is there already; returns bytes done.
+    /// Fills stage-2 tables for guest memory that is there already; returns bytes done.
     ///
     /// Fails with ENOTTY or EOPNOTSUPP where [`crate::Capabilities::pre_fault_memory`] is false.
     pub fn pre_fault_memory(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {

@@ -57,7 +57,7 @@ pub struct Collapsed {
     pub huge: u64,
     /// Left as they were: not all of a block was there.
     pub sparse: u64,
-    /// The kernel would not: pages in use for I/O, no huge page to be had.
+    /// The kernel would not: pages in use for I/O, no huge page available.
     pub refused: u64,
 }
 

@@ -109,7 +109,7 @@ fn is_lock_of(line: &str, place: &str) -> bool {
     line.starts_with("lock:") && words().any(|word| word == "OFDLCK") && words().any(|w| w == place)
 }
 
-/// What a process calls itself. The kernel keeps 15 bytes of it; where that is the begin of the name of
+/// What a process calls itself. The kernel keeps 15 bytes of it; where that is the beginning of the name of
 /// its program, this is the whole.
 fn program(process: &Path) -> String {
     let short = fs::read_to_string(process.join("comm")).unwrap_or_default();

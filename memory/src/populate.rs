@@ -81,7 +81,7 @@ pub struct PopulateTarget<'a> {
     pub collapse: bool,
 }
 
-/// How to populate; anything but the first only where the first is not to be had.
+/// How to populate; anything but the first only where the first is not available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     Advise,

@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    /// What follows a guest to another host is asked for while it stands still, and most of a large
+    /// What follows a guest to another host is asked for while it is stopped, and most of a large
     /// one's memory may never have been touched.
     #[test]
     fn what_was_never_touched_costs_no_time() {

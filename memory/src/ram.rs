@@ -37,7 +37,7 @@ pub enum RamError {
     /// It does not fit the guest.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A zone has no pages to be had.
+    /// A zone has no pages available.
     #[error(transparent)]
     Backing(#[from] BackingError),
     /// More than the host has, with `reserve=on`.

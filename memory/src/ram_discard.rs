@@ -176,7 +176,7 @@ impl GuestRam {
             let here = at..absent.start.max(at).min(range.end);
             let mut piece = here.start;
             while piece < here.end {
-                // Units are counted from the begin of the region.
+                // Units are counted from the beginning of the region.
                 let end = here.end.min((piece + step) / unit * unit);
                 self.discard_piece(region, piece..end, may_unpin, discarded);
                 piece = end;
@@ -252,7 +252,7 @@ fn pieces(region: &RamRegion, range: &Range<u64>) -> impl Iterator<Item = Range<
     let (mut at, end) = (range.start, range.end);
     std::iter::from_fn(move || {
         let start = at;
-        // Counted from the begin of the region, so that no piece cuts a page of the backing.
+        // Counted from the beginning of the region, so that no piece cuts a page of the backing.
         at = (start / step).saturating_add(1).saturating_mul(step).min(end);
         (start < end).then_some(start..at)
     })

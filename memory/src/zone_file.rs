@@ -265,7 +265,7 @@ pub fn empty(file: &File, len_bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// The same where there are no holes to be had; nothing behind `len_bytes` may be lost.
+/// The same where there are no holes available; nothing behind `len_bytes` may be lost.
 fn cut_and_extend(file: &File, len_bytes: u64, why: io::Error) -> io::Result<()> {
     let whole = file.metadata()?.len();
     if whole > len_bytes {

@@ -422,7 +422,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever goes and comes back, what the guest may use is mapped, in the pieces of the begin.
+        /// Whatever goes and comes back, what the guest may use is mapped, in the pieces of the beginning.
         #[test]
         fn what_the_guest_may_use_is_mapped(
             steps in prop::collection::vec((any::<bool>(), 0..20 * MIB, 0..8 * MIB), 1..40),

@@ -58,7 +58,7 @@ pub trait DirtyLog: Send + Sync {
 /// Keeps vCPUs out of the guest for a share of the time. Dropping it lets them run freely.
 pub trait Throttle: Send {
     /// Sets the share, 0 to 99 percent of wall time. Takes effect within some milliseconds; the
-    /// guest never stands still for longer than a tenth of a second at a time.
+    /// guest is never stopped for longer than a tenth of a second at a time.
     fn set(&mut self, percent: u8);
 }
 
@@ -138,7 +138,7 @@ pub trait SourceVm: Sized + Send {
         Ok(None)
     }
 
-    /// How long the guest stands still whatever is left of its memory: pause, disks written back,
+    /// How long the guest is stopped whatever is left of its memory: pause, disks written back,
     /// saving the state, putting it in at a destination of the same kind, starting. An estimate,
     /// rather too long; asked for before each decision about the stop.
     fn switch_over_time(&self) -> Duration {

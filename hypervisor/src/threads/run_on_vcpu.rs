@@ -41,7 +41,7 @@ impl RunOnVcpu for Shared {
 }
 
 impl VcpuThreads {
-    /// Begins to fill the second-stage tables on the vCPUs' threads, while the guest runs or not.
+    /// Begins to fill the stage-2 tables on the vCPUs' threads, while the guest runs or not.
     /// `runs` gives the guest physical addresses that have memory; it and `done` are called on a
     /// thread of their own.
     ///

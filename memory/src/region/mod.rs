@@ -107,7 +107,7 @@ pub enum AccessError {
         /// How many regions there are.
         regions: usize,
     },
-    /// There are no pages to be had.
+    /// There are no pages available.
     #[error("memory zone '{zone}' got no pages for bytes {start:#x}..{end:#x} from the host")]
     Populate {
         /// The zone.

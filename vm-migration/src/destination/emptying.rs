@@ -177,7 +177,7 @@ mod tests {
         assert!(told.contains("page 2 ") && told.contains("page cache"), "{told}");
     }
 
-    /// A huge page at the begin of a region's file, and one reference to a part of it that keeps the
+    /// A huge page at the beginning of a region's file, and one reference to a part of it that keeps the
     /// kernel from splitting it, as a page has that is in a pipe. `None` where the host makes none.
     struct Unsplittable {
         start: *mut libc::c_void,

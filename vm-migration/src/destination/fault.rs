@@ -94,7 +94,7 @@ pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     askers: Arc<Askers>,
     /// Keeps it open for threads that bring their own pages.
     resolver: Arc<VcpuFaultResolver<M>>,
-    /// Reads faults, from the begin to the end.
+    /// Reads faults, from the beginning to the end.
     readers: Session,
     /// Receives pages; ends when a connection is lost.
     pub(super) session: Session,

@@ -83,7 +83,7 @@ impl<V: DestinationVm> HasState<V> {
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
-                // Before the machine ends, which may take its time while the guest stands still.
+                // Before the machine ends, which may take its time while the guest is stopped.
                 failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::release_waiters);
                 Err(PhaseFailure::early(None, failure))

@@ -33,7 +33,7 @@ const THROTTLE_MAX_PERCENT: u8 = 99;
 /// By what an allowed downtime is multiplied at a time.
 const DOWNTIME_STEP: u32 = 2;
 
-/// Messages and answers that follow each other while the guest stands still: the end of the last
+/// Messages and answers that follow each other while the guest is stopped: the end of the last
 /// pages, the state, the handover.
 const ROUND_TRIPS: u32 = 3;
 

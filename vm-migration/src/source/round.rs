@@ -127,7 +127,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
 enum Cleared {
     /// Each slice's just before it is copied.
     BySlice,
-    /// All at the begin of the round: these, by region.
+    /// All at the beginning of the round: these, by region.
     AtOnce(Vec<Vec<u64>>),
     /// Before the round, which is the first one and has no need of them.
     Before,

@@ -99,7 +99,7 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
     }
 }
 
-/// Where the kernel keeps large tables the end of the log takes seconds, and the guest stands still in
+/// Where the kernel keeps large tables the end of the log takes seconds, and the guest is stopped in
 /// neither place for that.
 #[test]
 fn the_dirty_log_ends_when_the_guest_does_not_wait() {

@@ -366,7 +366,7 @@ impl Machine {
         Ok(self.parts.devices.drop_caches()?)
     }
 
-    /// The same for so long at most, for a moment at which the guest stands still.
+    /// The same for so long at most, for a moment at which the guest is stopped.
     ///
     /// # Errors
     /// Naming the device, also one whose storage has not answered by then.

@@ -52,7 +52,7 @@ impl Host {
     /// be before the first vCPU of the process.
     ///
     /// # Errors
-    /// AMX is asked for and not to be had.
+    /// AMX is requested and not available.
     pub(super) fn supported(&self, config: &CpusConfig) -> Result<Cow<'_, CpuId>, MachineError> {
         if config.features.amx {
             return Ok(Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?));

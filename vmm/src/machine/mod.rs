@@ -17,7 +17,7 @@
 //! | `parts` | all of a machine but its vCPUs, wired together |
 //! | `error` | why a machine cannot be made, run, stopped, saved or restored |
 //! | `ram` | guest RAM: from options to memory slots |
-//! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in second-stage tables |
+//! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in stage-2 tables |
 //! | `faults` | guest RAM of which vCPUs may be refused a page |
 //! | `boot` | CPUID, tables, kernel, registers |
 //! | `affinity` | host CPUs of vCPU threads |

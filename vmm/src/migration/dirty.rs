@@ -95,7 +95,7 @@ impl DirtyLog for MachineDirtyLog {
             let count = u32::try_from(pages.end - pages.start)?;
             self.vm.clear_dirty_log(slot_of(region), pages.start, count, words)?;
         }
-        // The last round asks for all of memory so, slice by slice, while the guest stands still.
+        // The last round asks for all of memory so, slice by slice, while the guest is stopped.
         let mut buffer = [0; 64];
         let mut first = pages.start;
         for words in words.chunks_mut(buffer.len()) {

@@ -237,7 +237,7 @@ fn restore_from(
     let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
         .map_err(RestoreCause::Make)?;
     if request.prefault {
-        // All of it is to be there at the end, so it is better to know at the begin that it cannot be.
+        // All of it is to be there at the end, so it is better to know at the beginning that it cannot be.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
     let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);

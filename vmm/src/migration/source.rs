@@ -37,7 +37,7 @@ const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 /// measured: it is what 100 MiB/s would take.
 const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
-/// How long the guest stands still for its disks to be written back. Less than a destination waits for
+/// How long the guest is stopped for its disks to be written back. Less than a destination waits for
 /// the next message, and than guests and their peers bear; a migration that needs more fails, and the
 /// guest continues.
 const WRITE_BACK_TIME_MAX: Duration = Duration::from_secs(10);

@@ -37,7 +37,7 @@ pub(crate) mod op {
     pub(crate) const CREDIT_REQUEST: u16 = 7;
 }
 
-/// A header, believed in nothing.
+/// A header, untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) src_cid: u64,

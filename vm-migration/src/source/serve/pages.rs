@@ -152,7 +152,7 @@ impl<M: GuestMemoryMap> Server<M> {
         self.pending[region].count_range(next..end)
     }
 
-    /// Claims from the begin of a stretch until a reply is large enough; returns how many pieces
+    /// Claims from the beginning of a stretch until a reply is large enough; returns how many pieces
     /// that were.
     pub(super) fn claim_from(&self, stretch: &mut UnitRange, reply: &mut Reply) -> u64 {
         let UnitRange { region, end, .. } = *stretch;
