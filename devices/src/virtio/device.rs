@@ -130,11 +130,14 @@ pub trait VirtioDevice: Send {
     /// Feature bits that the device offers, transport-independent ones (ring features, VERSION_1) included.
     fn features(&self) -> u64;
     /// The driver accepted these features, a subset of the offered ones; called before `activate`.
-    fn acknowledge_features(&mut self, features: u64);
-    /// Fills `data` from the device configuration at `offset`; bytes beyond its end read as zero.
-    fn read_config(&self, offset: u64, data: &mut [u8]);
+    fn acknowledge_features(&mut self, _features: u64) {}
+    /// Fills `data` from the device configuration at `offset`; bytes beyond its end read as zero. A device may
+    /// have none.
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
     /// Takes a write to the device configuration at `offset`; bytes that cannot be written are ignored.
-    fn write_config(&mut self, offset: u64, data: &[u8]);
+    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
     /// Starts the device.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
     /// Stops the device and forgets all driver state. Does nothing on a device that is not active.

@@ -228,8 +228,6 @@ impl VirtioDevice for Balloon {
         self.features
     }
 
-    fn acknowledge_features(&mut self, _features: u64) {}
-
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let bytes = self.shared.config().bytes(self.shared.hinting.command());
         read_config_bytes(&bytes, offset, data);

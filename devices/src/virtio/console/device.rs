@@ -124,8 +124,6 @@ impl VirtioDevice for Console {
         RING_FEATURES | F_SIZE
     }
 
-    fn acknowledge_features(&mut self, _features: u64) {}
-
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let (columns, rows) = self.shared.lock().size;
         let mut config = [0; CONFIG_BYTES];
@@ -135,8 +133,6 @@ impl VirtioDevice for Console {
         config[4..8].copy_from_slice(&1_u32.to_le_bytes());
         read_config_bytes(&config, offset, data);
     }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, interrupt, queues, features } = activation;

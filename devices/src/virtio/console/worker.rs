@@ -38,34 +38,19 @@ impl ConsoleWorker {
 
     /// Writes out what the driver made available.
     fn transmit(&mut self) -> Result<(), Broken> {
-        let memory = self.transmit.memory();
-        let mut budget = BUDGET;
-        loop {
-            self.transmit.suppress_kicks(&memory)?;
-            while let Some(mut chain) = self.transmit.pop(&memory)? {
-                let mut left = chain.readable.len_bytes().min(CHAIN_BYTES_MAX);
-                let mut buffer = [0; BUFFER_BYTES];
-                while left > 0 {
-                    let len_bytes = left.min(BUFFER_BYTES as u64);
-                    left -= len_bytes;
-                    let Some(piece) = chain.readable.split_front(len_bytes) else { break };
-                    let copied = piece
-                        .copy_out(&memory, &mut buffer)
-                        .map_err(|_| self.transmit.bad_chain(chain.head, NOT_RAM))?;
-                    self.endpoint.write(buffer.get(..copied).unwrap_or_default());
-                }
-                self.transmit.add_used(&memory, chain.head, 0)?;
-                budget -= 1;
-                if budget == 0 {
-                    self.transmit.kick_self();
-                    return self.transmit.notify(&memory);
-                }
+        let Self { transmit, endpoint, .. } = self;
+        transmit.serve(BUDGET, |memory, chain| {
+            let mut left = chain.readable.len_bytes().min(CHAIN_BYTES_MAX);
+            let mut buffer = [0; BUFFER_BYTES];
+            while left > 0 {
+                let len_bytes = left.min(BUFFER_BYTES as u64);
+                left -= len_bytes;
+                let Some(piece) = chain.readable.split_front(len_bytes) else { break };
+                let copied = piece.copy_out(memory, &mut buffer).map_err(|_| NOT_RAM)?;
+                endpoint.write(buffer.get(..copied).unwrap_or_default());
             }
-            self.transmit.notify(&memory)?;
-            if !self.transmit.allow_kicks(&memory)? {
-                return Ok(());
-            }
-        }
+            Ok(0)
+        })
     }
 
     /// Brings input to the driver as long as there are both input and buffers.

@@ -161,13 +161,9 @@ impl VirtioDevice for Mem {
         RING_FEATURES | F_UNPLUGGED_INACCESSIBLE
     }
 
-    fn acknowledge_features(&mut self, _features: u64) {}
-
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         read_config_bytes(&self.shared.config().bytes(), offset, data);
     }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let interrupt = Arc::clone(&activation.interrupt);

@@ -335,8 +335,6 @@ impl VirtioDevice for Net {
         read_config_bytes(&self.link.config(), offset, data);
     }
 
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let started = self.start(activation);
         if started.is_err() {

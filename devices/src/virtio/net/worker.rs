@@ -89,40 +89,11 @@ impl NetWorker {
 
     /// Sends what the driver made available.
     fn transmit(&mut self) -> Result<(), Broken> {
-        let memory = self.transmit.memory();
-        let mut budget = BUDGET;
-        loop {
-            self.transmit.suppress_kicks(&memory)?;
-            while let Some(chain) = self.transmit.pop(&memory)? {
-                self.send(&memory, &chain);
-                self.transmit.add_used(&memory, chain.head, 0)?;
-                budget -= 1;
-                if budget == 0 {
-                    self.transmit.kick_self();
-                    return self.transmit.notify(&memory);
-                }
-            }
-            self.transmit.notify(&memory)?;
-            if !self.transmit.allow_kicks(&memory)? {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Sends a frame or drops it: whatever is wrong with a frame is between driver and network.
-    fn send(&self, memory: &GuestMemory, chain: &Chain) {
-        let len_bytes = chain.readable.len_bytes();
-        let sent = self.tap.as_ref().is_some_and(|tap| {
-            let in_range = len_bytes > HEADER_BYTES as u64 && len_bytes <= FRAME_BYTES_MAX as u64;
-            let Ok(ranges) = chain.readable.host_ranges(memory) else { return false };
-            in_range && ranges.write(tap.file()).is_ok()
-        });
-        if sent {
-            self.counters.tx_bytes.add(len_bytes - HEADER_BYTES as u64);
-            self.counters.tx_frames.add(1);
-        } else {
-            self.counters.dropped.add(1);
-        }
+        let Self { transmit, tap, counters, .. } = self;
+        transmit.serve(BUDGET, |memory, chain| {
+            send(tap.as_deref(), counters, memory, chain);
+            Ok(0)
+        })
     }
 
     /// Receives as long as there are both frames and buffers.
@@ -302,6 +273,22 @@ impl NetWorker {
     fn count_received(&self, len_bytes: usize) {
         self.counters.rx_bytes.add((len_bytes - HEADER_BYTES) as u64);
         self.counters.rx_frames.add(1);
+    }
+}
+
+/// Sends a frame or drops it: whatever is wrong with a frame is between driver and network.
+fn send(tap: Option<&Tap>, counters: &NetCounters, memory: &GuestMemory, chain: &Chain) {
+    let len_bytes = chain.readable.len_bytes();
+    let sent = tap.is_some_and(|tap| {
+        let in_range = len_bytes > HEADER_BYTES as u64 && len_bytes <= FRAME_BYTES_MAX as u64;
+        let Ok(ranges) = chain.readable.host_ranges(memory) else { return false };
+        in_range && ranges.write(tap.file()).is_ok()
+    });
+    if sent {
+        counters.tx_bytes.add(len_bytes - HEADER_BYTES as u64);
+        counters.tx_frames.add(1);
+    } else {
+        counters.dropped.add(1);
     }
 }
 

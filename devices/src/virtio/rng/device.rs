@@ -83,14 +83,6 @@ impl VirtioDevice for Rng {
         RING_FEATURES
     }
 
-    fn acknowledge_features(&mut self, _features: u64) {}
-
-    fn read_config(&self, _offset: u64, data: &mut [u8]) {
-        data.fill(0);
-    }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let queue = only_queue(activation)?;
         let worker = RngWorker::new(queue, Arc::clone(&self.source), self.workers.log_limit());

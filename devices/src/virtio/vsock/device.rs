@@ -80,13 +80,9 @@ impl VirtioDevice for Vsock {
         RING_FEATURES
     }
 
-    fn acknowledge_features(&mut self, _features: u64) {}
-
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         read_config_bytes(&self.config.cid.to_le_bytes(), offset, data);
     }
-
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, interrupt, queues, features } = activation;
