@@ -8,7 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Crates in which no module imports itself by way of others.
-const LAYERED: [&str; 7] = [
+const LAYERED: [&str; 9] = [
+    "arch",
+    "devices",
     "memory",
     "page-bitmap",
     "prezero-pool",

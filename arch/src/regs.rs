@@ -9,7 +9,6 @@
 
 use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 
-use crate::boot::BootEntry;
 use crate::layout;
 
 // Segment types (Intel SDM volume 3, section 3.4.5): accessed, as KVM checks on VM entry.
@@ -45,6 +44,27 @@ const MSR_KERNEL_GS_BASE: u32 = 0xc000_0102;
 const MISC_ENABLE_FAST_STRING: u64 = 1;
 const MTRR_ENABLE: u64 = 1 << 11;
 const MTRR_WRITE_BACK: u64 = 6;
+
+/// Where the boot vCPU starts, and by which protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BootEntry {
+    /// 32-bit protected mode, paging off, `ebx` leading to the start info.
+    Pvh {
+        /// First instruction.
+        entry_gpa: u64,
+        /// `hvm_start_info`.
+        start_info_gpa: u64,
+    },
+    /// 64-bit mode on identity page tables, `rsi` leading to the zero page.
+    Linux64 {
+        /// First instruction.
+        entry_gpa: u64,
+        /// `struct boot_params`.
+        zero_page_gpa: u64,
+        /// Root of the page tables, for CR3.
+        page_table_gpa: u64,
+    },
+}
 
 /// General registers of the boot vCPU.
 pub fn boot_regs(entry: &BootEntry) -> kvm_regs {

@@ -2,14 +2,65 @@
 
 //! Saving and restoring the state of devices.
 //!
-//! Owns the one way in which a device's plain state becomes a [`DeviceSnapshot`] and back. A
+//! Owns the form of a saved state, and the one way in which a device's plain state becomes a [`DeviceSnapshot`] and back. A
 //! snapshot comes from outside and is untrusted: kind and version are checked here, the
 //! values by the device.
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
-use crate::virtio::{DeviceSnapshot, StateError};
+/// A device's saved state: plain, versioned and untrusted until the device has checked it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceSnapshot {
+    /// What kind of device wrote it, for example `virtio-block`.
+    pub kind: String,
+    /// Version of `data`; a reader refuses versions that it does not know.
+    pub version: u32,
+    /// The device's own part.
+    pub data: serde_json::Value,
+}
+
+/// Why a saved state was refused.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// Another kind of device wrote it.
+    #[error("the state is that of a {found}, not of a {expected}")]
+    Kind {
+        /// The kind that this device is.
+        expected: &'static str,
+        /// The kind that the state names.
+        found: String,
+    },
+    /// A newer program wrote it.
+    #[error("state version {found} of {kind} is not known here (newest known: {newest})")]
+    Version {
+        /// Kind of device.
+        kind: &'static str,
+        /// Version found.
+        found: u32,
+        /// Newest version that can be read.
+        newest: u32,
+    },
+    /// The data do not parse.
+    #[error("the state of {kind} cannot be read")]
+    Malformed {
+        /// Kind of device.
+        kind: &'static str,
+        /// What the parser says.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A value is impossible.
+    #[error("the state of {kind} is inconsistent: {why}")]
+    Invalid {
+        /// Kind of device.
+        kind: &'static str,
+        /// What is wrong.
+        why: String,
+    },
+}
 
 /// A legacy device whose state can be saved and restored.
 ///

@@ -33,6 +33,7 @@ use image::{ImageReader, ImageSource};
 
 use crate::layout::{self, GpaRange};
 use crate::regs;
+pub use crate::regs::BootEntry;
 
 /// What a boot needs besides the files.
 #[derive(Clone, Copy, Debug)]
@@ -48,27 +49,6 @@ pub struct BootSpec<'a> {
     /// Guest memory was never written: clearing what the kernel expects to be zero can be left
     /// out. False after a reboot that kept the memory.
     pub ram_is_zero: bool,
-}
-
-/// Where the boot vCPU starts, and by which protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BootEntry {
-    /// 32-bit protected mode, paging off, `ebx` leading to the start info.
-    Pvh {
-        /// First instruction.
-        entry_gpa: u64,
-        /// `hvm_start_info`.
-        start_info_gpa: u64,
-    },
-    /// 64-bit mode on identity page tables, `rsi` leading to the zero page.
-    Linux64 {
-        /// First instruction.
-        entry_gpa: u64,
-        /// `struct boot_params`.
-        zero_page_gpa: u64,
-        /// Root of the page tables, for CR3.
-        page_table_gpa: u64,
-    },
 }
 
 /// Loads the kernel and the initramfs and writes all that the kernel finds in memory at its entry.

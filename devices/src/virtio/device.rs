@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use memory::GuestMemoryHandle;
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::worker::PendingPause;
+pub use crate::state::{DeviceSnapshot, StateError};
 
 /// How a device tells the driver something (virtio 1.3, 2.3).
 pub trait VirtioInterrupt: Send + Sync {
@@ -61,58 +61,6 @@ pub enum ActivateError {
         /// The host's answer.
         #[source]
         source: std::io::Error,
-    },
-}
-
-/// A device's saved state: plain, versioned and untrusted until the device has checked it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DeviceSnapshot {
-    /// What kind of device wrote it, for example `virtio-block`.
-    pub kind: String,
-    /// Version of `data`; a reader refuses versions that it does not know.
-    pub version: u32,
-    /// The device's own part.
-    pub data: serde_json::Value,
-}
-
-/// Why a saved state was refused.
-#[derive(Debug, Error)]
-pub enum StateError {
-    /// Another kind of device wrote it.
-    #[error("the state is that of a {found}, not of a {expected}")]
-    Kind {
-        /// The kind that this device is.
-        expected: &'static str,
-        /// The kind that the state names.
-        found: String,
-    },
-    /// A newer program wrote it.
-    #[error("state version {found} of {kind} is not known here (newest known: {newest})")]
-    Version {
-        /// Kind of device.
-        kind: &'static str,
-        /// Version found.
-        found: u32,
-        /// Newest version that can be read.
-        newest: u32,
-    },
-    /// The data do not parse.
-    #[error("the state of {kind} cannot be read")]
-    Malformed {
-        /// Kind of device.
-        kind: &'static str,
-        /// What the parser says.
-        #[source]
-        source: serde_json::Error,
-    },
-    /// A value is impossible.
-    #[error("the state of {kind} is inconsistent: {why}")]
-    Invalid {
-        /// Kind of device.
-        kind: &'static str,
-        /// What is wrong.
-        why: String,
     },
 }
 
