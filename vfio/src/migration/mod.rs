@@ -2,9 +2,9 @@
 
 //! Migration of passed-through functions: VFIO migration v2.
 //!
-//! Owns the way of one function through its states ([`Migration`]), and the form in which it is saved ([`saved`]).
-//! Never knows what the state of the hardware means, which functions a VM has, nor how a state travels. What a
-//! passed-through function does with it, and the log of what it writes to guest memory, is in `device`.
+//! Owns the transitions of one function between its states ([`Migration`]), and the form in which it is saved
+//! ([`saved`]). Never knows what the state of the hardware means, which functions a VM has, or how a state is
+//! transferred. How a passed-through function uses it, and the log of its writes to guest memory, are in `device`.
 
 mod error;
 #[cfg(any(test, feature = "testing"))]
