@@ -243,7 +243,10 @@ fn unreadable() {
 
 fn interrupted() {
     let progress = vm_migration::Progress::new(vm_migration::Side::Source);
-    let document = serde_json::to_string(&progress.snapshot()).expect("JSON");
+    // Nothing is printed before the first phase.
+    let mut document = progress.snapshot();
+    document.phase = vm_migration::Phase::Precopy;
+    let document = serde_json::to_string(&document).expect("JSON");
     let fake = Fake::new(Some(&document));
     let mut child = fake.command(&["migration-progress", "--watch"]).spawn().expect("it starts");
     // Its first line shows that it waits.
