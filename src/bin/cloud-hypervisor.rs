@@ -9,9 +9,9 @@ use godwit::cli::launch::{self, Launch, PageServerArgs, RunArgs};
 use godwit::cli::log_format::LogFormat;
 use godwit::cli::{logger, print_line};
 use vmm::events::{self, EventTarget};
-use vmm::options::SeccompMode;
 use vmm::page_server::{self, PageServerOptions};
 use vmm::panicking;
+use vmm::sandbox::{self, Process};
 
 fn main() -> ExitCode {
     events::start_clock();
@@ -51,20 +51,15 @@ fn log_format(text: Option<&str>, program: &str) -> Result<LogFormat, Failure> {
 }
 
 fn run(args: RunArgs) -> Result<(), Failure> {
+    sandbox::begin(Process::Vmm, args.seccomp).map_err(|error| Failure::failed(&error))?;
     let format = log_format(args.log_format.as_deref(), "cloud-hypervisor")?;
     let log = logger::start(format, args.verbosity, args.log_file.as_deref())
         .map_err(|e| Failure::failed(&e))?;
     panicking::end_with_process();
-    let sandbox = args.seccomp;
     let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
     options.child_logging.log = log;
     if let Some(target) = event_target {
         events::start(target).map_err(|error| Failure::failed(&error))?;
-    }
-    if sandbox != SeccompMode::Off {
-        log::warn!(
-            "this version has no sandbox: --seccomp has no effect (--seccomp false silences this)"
-        );
     }
     let reason = vmm::run(options).map_err(|error| Failure::failed(&error))?;
     log::info!("the end: {reason:?}");
@@ -74,6 +69,7 @@ fn run(args: RunArgs) -> Result<(), Failure> {
 /// A process that a VMM has started to send the last pages of its guest.
 fn serve_pages(args: PageServerArgs) -> Result<(), Failure> {
     page_server::begin();
+    sandbox::begin(Process::PageServer, args.seccomp).map_err(|error| Failure::failed(&error))?;
     events::continue_clock(args.uptime);
     let format = log_format(args.log_format.as_deref(), "page-server")?;
     logger::start(format, args.verbosity, None).map_err(|e| Failure::failed(&e))?;

@@ -7,13 +7,18 @@ use std::process::ExitCode;
 use godwit::cli::exit::{self, Failure};
 use godwit::cli::log_format::LogFormat;
 use godwit::cli::{logger, pool, print_line};
+use vmm::sandbox::{self, Process};
 
 fn main() -> ExitCode {
     vmm::events::start_clock();
     // clap prints help and mistakes by itself, with exit codes 0 and 2.
     let call = pool::Call::new(&pool::command().get_matches());
-    let result = logger::start(LogFormat::default_of("prezero-pool"), call.verbosity, None)
+    let result = sandbox::begin(Process::PrezeroPool, call.seccomp)
         .map_err(|error| Failure::failed(&error))
+        .and_then(|()| {
+            logger::start(LogFormat::default_of("prezero-pool"), call.verbosity, None)
+                .map_err(|error| Failure::failed(&error))
+        })
         .and_then(|_| call.carry_out().map_err(|error| Failure::failed(&error)));
     match result {
         Ok(text) => {

@@ -59,6 +59,8 @@ pub struct PageServerArgs {
     pub socket: PathBuf,
     /// Uptime of the VMM.
     pub uptime: Duration,
+    /// `--seccomp`.
+    pub seccomp: SeccompMode,
 }
 
 /// Arguments of a VMM. Descriptors and sockets are still text: they are opened later, once.
@@ -191,8 +193,10 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         return Ok(Launch::Print(text.trim_end().to_owned()));
     }
     let one = |name: &str| matches.get_one::<String>(name).cloned();
+    let seccomp = SeccompMode::parse(one("seccomp").as_deref().unwrap_or_default());
     if let Some(uptime_us) = matches.get_one::<u64>("page-server") {
         return Ok(Launch::ServePages(PageServerArgs {
+            seccomp,
             verbosity: matches.get_count("v"),
             event_monitor: one("event-monitor"),
             log_format: one("log-format"),
@@ -223,12 +227,7 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         log_format: one("log-format"),
         event_monitor: one("event-monitor"),
         api_socket: one("api-socket"),
-        seccomp: match one("seccomp").as_deref() {
-            Some("false") => SeccompMode::Off,
-            Some("log") => SeccompMode::Log,
-            Some("errno") => SeccompMode::Errno,
-            _ => SeccompMode::Enforce,
-        },
+        seccomp,
         no_shutdown: matches.get_flag("no-shutdown"),
         vm,
         restore: one("restore"),
@@ -460,11 +459,12 @@ mod tests {
     #[test]
     fn a_page_server_is_known_by_its_option() {
         let line = "cloud-hypervisor --page-server 1500 --api-socket /s -v --event-monitor fd=1 \
-                    --log-format {msg}";
+                    --log-format {msg} --seccomp errno";
         let wanted = PageServerArgs {
             verbosity: 1,
             event_monitor: Some("fd=1".to_owned()),
             log_format: Some("{msg}".to_owned()),
+            seccomp: SeccompMode::Errno,
             socket: "/s".into(),
             uptime: Duration::from_micros(1500),
         };

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgMatches, Command, value_parser};
 use prezero_pool::{Config, ConfigError, ServeError};
 use thiserror::Error;
+use vmm::options::SeccompMode;
 
 /// Default path of the configuration.
 const CONFIG: &str = "/etc/prezero-pool.toml";
@@ -48,13 +49,23 @@ pub fn command() -> Command {
         .short('v')
         .action(clap::ArgAction::Count)
         .help("Increase the log level; may be given several times");
+    let seccomp = Arg::new("seccomp")
+        .long("seccomp")
+        .value_name("MODE")
+        .value_parser(["true", "false", "log", "errno"])
+        .default_value("true")
+        .help("What happens at a forbidden system call: the end, nothing, a line in the kernel's log, EPERM");
     Command::new("prezero-pool")
         .about("Keep populated, zeroed memory ready for virtual machines")
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand_required(true)
         .arg_required_else_help(true)
         .arg(config)
-        .subcommand(Command::new("run").about("Run the daemon in the foreground").arg(verbosity))
+        .subcommand(
+            Command::new("run")
+                .about("Run the daemon in the foreground")
+                .args([verbosity, seccomp]),
+        )
         .subcommand(Command::new("check").about("Check the configuration"))
         .subcommand(Command::new("stats").about("Print statistics in the Prometheus format"))
 }
@@ -66,6 +77,8 @@ pub struct Call {
     config: PathBuf,
     /// Log verbosity.
     pub verbosity: u8,
+    /// The sandbox of the daemon.
+    pub seccomp: SeccompMode,
 }
 
 impl Call {
@@ -75,7 +88,12 @@ impl Call {
             matches.subcommand().map_or(("", matches), |(name, arguments)| (name, arguments));
         let config = arguments.get_one::<PathBuf>("config").cloned().unwrap_or_default();
         let verbosity = if name == "run" { arguments.get_count("v") } else { 0 };
-        Self { name: name.to_owned(), config, verbosity }
+        let seccomp = match arguments.try_get_one::<String>("seccomp") {
+            Ok(Some(text)) => SeccompMode::parse(text),
+            // What prints and ends needs none.
+            _ => SeccompMode::Off,
+        };
+        Self { name: name.to_owned(), config, verbosity, seccomp }
     }
 
     /// Does it; gives what is to be printed.
@@ -111,6 +129,9 @@ mod tests {
         let call = |words: &[&str]| Call::new(&command().try_get_matches_from(words).unwrap());
         let run = call(&["prezero-pool", "run", "--config", "/c", "-vv"]);
         assert_eq!((run.name.as_str(), run.verbosity), ("run", 2));
+        assert_eq!(run.seccomp, SeccompMode::Enforce);
+        let without = call(&["prezero-pool", "run", "--seccomp", "false"]);
+        assert_eq!(without.seccomp, SeccompMode::Off);
         assert_eq!(run.config, PathBuf::from("/c"));
         assert_eq!(call(&["prezero-pool", "stats"]).config, PathBuf::from(CONFIG));
         assert!(command().try_get_matches_from(["prezero-pool"]).is_err());

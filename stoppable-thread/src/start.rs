@@ -8,9 +8,10 @@ use std::io;
 use std::sync::OnceLock;
 use std::thread::{JoinHandle, Scope, ScopedJoinHandle};
 
-/// Is called on each new thread with its name, before its body.
+/// Is called on each new thread with its kind, before its body.
 ///
-/// The name is the whole one, also where Linux cuts it off after 15 bytes. The hook is the place for what a
+/// The kind is the thread's name, the whole one, also where Linux cuts it off after 15 bytes, or what
+/// [`Builder::kind`] says. The hook is the place for what a
 /// thread of that name needs for the whole of its life, such as a filter of system calls. It cannot fail: where a
 /// thread must not run without it, it has to end the process.
 pub type StartHook = fn(&str);
@@ -30,9 +31,9 @@ pub fn set_start_hook(hook: StartHook) -> Result<(), HookIsSet> {
     START_HOOK.set(hook).map_err(|_| HookIsSet)
 }
 
-fn run_start_hook(name: &str) {
+fn run_start_hook(kind: &str) {
     if let Some(hook) = START_HOOK.get() {
-        hook(name);
+        hook(kind);
     }
 }
 
@@ -40,13 +41,21 @@ fn run_start_hook(name: &str) {
 #[derive(Debug)]
 pub struct Builder {
     name: String,
+    kind: Option<&'static str>,
     stack_bytes: Option<usize>,
 }
 
 impl Builder {
     /// A thread of this name, with the usual stack.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), stack_bytes: None }
+        Self { name: name.into(), kind: None, stack_bytes: None }
+    }
+
+    /// Of this kind, which the start hook gets in place of the name: for a name that comes from outside, such as
+    /// that of a device.
+    #[must_use]
+    pub fn kind(self, kind: &'static str) -> Self {
+        Self { kind: Some(kind), ..self }
     }
 
     /// With a stack of so many bytes.
@@ -72,7 +81,7 @@ impl Builder {
         body: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<JoinHandle<T>> {
         self.of_std().spawn(move || {
-            run_start_hook(&self.name);
+            run_start_hook(self.kind.unwrap_or(&self.name));
             body()
         })
     }
@@ -87,7 +96,7 @@ impl Builder {
         body: impl FnOnce() -> T + Send + 'scope,
     ) -> io::Result<ScopedJoinHandle<'scope, T>> {
         self.of_std().spawn_scoped(scope, move || {
-            run_start_hook(&self.name);
+            run_start_hook(self.kind.unwrap_or(&self.name));
             body()
         })
     }

@@ -36,6 +36,8 @@ fn each_thread_runs_the_hook_once_before_its_body() {
     assert_eq!(spawn(LONG, named).unwrap().join().unwrap(), expected(LONG));
     let small = Builder::new("small").stack_bytes(64 << 10);
     assert_eq!(small.spawn(named).unwrap().join().unwrap(), expected("small"));
+    let of_kind = Builder::new("_disk0_q0").kind("disk").spawn(named).unwrap();
+    assert_eq!(of_kind.join().unwrap(), ("_disk0_q0".to_owned(), vec!["disk".to_owned()]));
     std::thread::scope(|scope| {
         let scoped = spawn_scoped(scope, "scoped", named).unwrap();
         assert_eq!(scoped.join().unwrap(), expected("scoped"));

@@ -52,6 +52,7 @@ mod recorded;
 mod remote;
 mod report;
 mod requests;
+mod sandbox;
 mod seen;
 mod snapshot;
 mod snapshot_failures;
@@ -72,6 +73,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let mut suite = harness::Suite::default();
     boot::add(&mut suite);
+    sandbox::add(&mut suite);
     firmware::add(&mut suite);
     lifecycle::add(&mut suite);
     starting::add(&mut suite);

@@ -17,6 +17,7 @@
 //! | `options` | what `main` passes to the VMM, and why the VMM ended |
 //! | `output_queue` | a bounded queue of text for a slow reader: log, events |
 //! | `panicking` | the end of a process in which a thread panics |
+//! | `sandbox` | what each thread may ask of the kernel, and what the process gives up |
 //! | `signals` | signals of the process as events of its main thread |
 //! | `json_text`, `json_bound` | JSON as text; bounds on JSON from outside |
 
@@ -30,6 +31,7 @@ pub mod options;
 pub mod output_queue;
 pub mod page_server;
 pub mod panicking;
+pub mod sandbox;
 pub mod signals;
 
 mod json_bound;

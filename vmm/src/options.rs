@@ -24,6 +24,28 @@ pub enum SeccompMode {
     Errno,
 }
 
+impl SeccompMode {
+    /// Its text on a command line: `true`, `false`, `log` or `errno`. Another one is the strictest.
+    pub fn parse(text: &str) -> Self {
+        match text {
+            "false" => Self::Off,
+            "log" => Self::Log,
+            "errno" => Self::Errno,
+            _ => Self::Enforce,
+        }
+    }
+
+    /// What [`Self::parse`] takes.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Enforce => "true",
+            Self::Off => "false",
+            Self::Log => "log",
+            Self::Errno => "errno",
+        }
+    }
+}
+
 /// What a process that the VMM starts gets of it.
 #[derive(Clone, Debug, Default)]
 pub struct ChildLogging {

@@ -19,6 +19,8 @@ const EVENT_TOKEN: u64 = 1;
 
 /// Serves one queue, with nothing in flight when `serve` returns.
 pub(crate) trait OneQueue: Send + 'static {
+    /// As [`Work::kind`].
+    fn kind(&self) -> &'static str;
     /// The queue.
     fn queue(&self) -> &WorkQueue;
     /// Takes what has come. After enough of it, it may kick the queue itself and return.
@@ -32,6 +34,10 @@ pub(crate) trait OneQueue: Send + 'static {
 }
 
 impl<W: OneQueue> Work for W {
+    fn kind(&self) -> &'static str {
+        OneQueue::kind(self)
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(KICK_TOKEN, self.queue().kick().as_raw_fd())?;
         if let Some(event) = self.event() {

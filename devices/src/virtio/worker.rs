@@ -39,6 +39,9 @@ const EVENTS_MAX: usize = 16;
 
 /// What a worker's thread runs. All methods are called on that thread.
 pub(crate) trait Work: Send + 'static {
+    /// The kind of its thread, for what the process has threads of a kind do first: names of devices come from
+    /// outside.
+    fn kind(&self) -> &'static str;
     /// Begins to work, or continues after a pause: sets what is to be watched and serves what has
     /// come already, as notifications may have been taken by the thread that served the queue before.
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
@@ -285,7 +288,8 @@ impl Workers {
             let control = Arc::clone(&control);
             move || control.want(Wanted::Stop)
         };
-        let thread = StoppableThread::spawn(name, stop, move || {
+        let builder = stoppable_thread::Builder::new(name).kind(work.kind());
+        let thread = StoppableThread::build(builder, stop, move || {
             let guard = EndGuard(for_thread);
             if cpus.is_empty() {
                 if let Err(error) = syscalls::unbind_thread() {

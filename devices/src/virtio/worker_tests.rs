@@ -27,6 +27,10 @@ struct Seen {
 struct Slow(Arc<Seen>);
 
 impl Work for Slow {
+    fn kind(&self) -> &'static str {
+        "slow"
+    }
+
     fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
         self.0.starts.fetch_add(1, Ordering::AcqRel);
         Ok(())
@@ -103,6 +107,10 @@ struct Probe {
 }
 
 impl Work for Probe {
+    fn kind(&self) -> &'static str {
+        "probe"
+    }
+
     fn start(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
         if self.breaks {
             return Err(Broken::Device("always"));

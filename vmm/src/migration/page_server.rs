@@ -22,6 +22,7 @@ use vm_migration::{Cause, Limits, VmError};
 use super::memory::MigratingRam;
 use crate::events;
 use crate::options::ChildLogging;
+use crate::sandbox;
 
 /// This program, even if another one has its name by now.
 const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -100,6 +101,7 @@ fn spawn(link: UnixStream, socket: &Path, child_logging: &ChildLogging) -> io::R
     let uptime_us = events::uptime().as_micros().to_string();
     command.arg0("cloud-hypervisor").args(["--page-server", &uptime_us]);
     command.arg("--api-socket").arg(socket);
+    command.args(["--seccomp", sandbox::mode().text()]);
     for _ in 0..child_logging.verbosity {
         command.arg("-v");
     }

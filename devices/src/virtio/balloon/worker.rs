@@ -208,6 +208,10 @@ impl BalloonWorker {
 }
 
 impl Work for BalloonWorker {
+    fn kind(&self) -> &'static str {
+        "device-balloon"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         let Queues { inflate, deflate, statistics, hinting, reporting } = &self.queues;
         watch.on(INFLATE_TOKEN, inflate.kick().as_raw_fd())?;

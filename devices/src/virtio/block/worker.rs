@@ -338,6 +338,10 @@ enum Taken {
 }
 
 impl Work for BlockWorker {
+    fn kind(&self) -> &'static str {
+        "device-block"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
         if let Some(ring) = &self.ring {

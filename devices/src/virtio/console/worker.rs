@@ -93,6 +93,10 @@ impl ConsoleWorker {
 }
 
 impl Work for ConsoleWorker {
+    fn kind(&self) -> &'static str {
+        "device-console"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
         watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;

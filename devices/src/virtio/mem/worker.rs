@@ -28,6 +28,10 @@ impl MemWorker {
 }
 
 impl OneQueue for MemWorker {
+    fn kind(&self) -> &'static str {
+        "device-mem"
+    }
+
     fn queue(&self) -> &WorkQueue {
         &self.queue
     }

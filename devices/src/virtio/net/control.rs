@@ -129,6 +129,10 @@ impl Commands<'_> {
 }
 
 impl OneQueue for ControlWorker {
+    fn kind(&self) -> &'static str {
+        "device-net"
+    }
+
     fn queue(&self) -> &WorkQueue {
         &self.queue
     }

@@ -293,6 +293,10 @@ fn send(tap: Option<&Tap>, counters: &NetCounters, memory: &GuestMemory, chain: 
 }
 
 impl Work for NetWorker {
+    fn kind(&self) -> &'static str {
+        "device-net"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         if let Err(error) = self.link.tap.acquire() {
             warn!("network device continues without its tap: {error}");

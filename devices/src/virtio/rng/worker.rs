@@ -33,6 +33,10 @@ impl RngWorker {
 }
 
 impl OneQueue for RngWorker {
+    fn kind(&self) -> &'static str {
+        "device-rng"
+    }
+
     fn queue(&self) -> &WorkQueue {
         &self.queue
     }

@@ -192,6 +192,10 @@ impl VsockWorker {
 }
 
 impl Work for VsockWorker {
+    fn kind(&self) -> &'static str {
+        "device-vsock"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
         watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;

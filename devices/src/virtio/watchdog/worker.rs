@@ -85,6 +85,10 @@ impl WatchdogWorker {
 }
 
 impl Work for WatchdogWorker {
+    fn kind(&self) -> &'static str {
+        "device-watchdog"
+    }
+
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         watch.on(QUEUE_TOKEN, self.queue.kick().as_raw_fd())?;
         watch.on(TIMER_TOKEN, self.timer.as_raw_fd())?;

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The sandbox of the process: what each thread may ask of the kernel, and what the process as a whole gives up.
+//!
+//! Owns the order: `main` gets the filter of all that the process may ever call while it is the only thread, so every
+//! thread inherits it; each thread adds that of its own kind before its body, by the start hook of `stoppable-thread`.
+//! Filters add up, and the strictest answer counts. It must never know what a thread does beyond its entry in
+//! the table.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | `calls` | system calls in groups, with what is checked of them and why they are there |
+//! | `table` | the kinds of threads, their groups, and which start which |
+//! | `seccomp` | the table as filters |
+//! | `report` | the end of a process that makes another call |
+//! | `names` | names of system calls |
+
+mod calls;
+mod names;
+#[cfg(test)]
+mod reference;
+mod report;
+mod seccomp;
+mod table;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::sync::OnceLock;
+
+use thiserror::Error;
+
+pub use report::STOPPED;
+pub use seccomp::FilterError;
+
+use crate::options::SeccompMode;
+use table::Kind;
+
+/// Which `main` a process has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Process {
+    /// A VMM.
+    Vmm,
+    /// A page server.
+    PageServer,
+    /// The daemon that keeps memory ready.
+    PrezeroPool,
+}
+
+impl Process {
+    /// The kind of its first thread.
+    fn kind(self) -> &'static str {
+        match self {
+            Self::Vmm => "main",
+            Self::PageServer => "page-server",
+            Self::PrezeroPool => "prezero-pool",
+        }
+    }
+}
+
+/// Why a process has no sandbox.
+#[derive(Debug, Error)]
+pub enum SandboxError {
+    /// The handler of SIGSYS, no_new_privs, limits.
+    #[error("the process cannot give up what it does not need")]
+    Process(#[source] io::Error),
+    /// The filter.
+    #[error("there is no sandbox of system calls (--seccomp false runs without)")]
+    Filter(#[source] FilterError),
+}
+
+/// How the process was started; not set outside of programs.
+static MODE: OnceLock<SeccompMode> = OnceLock::new();
+
+/// How the sandbox of this process treats a call that is not in its table.
+pub fn mode() -> SeccompMode {
+    MODE.get().copied().unwrap_or(SeccompMode::Off)
+}
+
+fn check(result: libc::c_int) -> Result<(), SandboxError> {
+    if result == 0 { Ok(()) } else { Err(SandboxError::Process(io::Error::last_os_error())) }
+}
+
+/// Neither this process nor one that it starts gains rights by what it executes.
+fn no_new_privileges() -> Result<(), SandboxError> {
+    // SAFETY: takes numbers only.
+    check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) })
+}
+
+/// Guest memory and secrets are in no dump, and another process of the same user cannot look at them.
+fn no_dumps() -> Result<(), SandboxError> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: takes numbers, and a structure that lives during the calls.
+    unsafe {
+        check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0))?;
+        check(libc::getrlimit(libc::RLIMIT_CORE, &raw mut limit))?;
+        limit.rlim_cur = 0;
+        check(libc::setrlimit(libc::RLIMIT_CORE, &raw const limit))
+    }
+}
+
+/// Begins the sandbox of a process, on its only thread.
+///
+/// # Errors
+/// [`SandboxError`]; the process must not go on.
+pub fn begin(process: Process, mode: SeccompMode) -> Result<(), SandboxError> {
+    no_new_privileges()?;
+    if mode == SeccompMode::Off || MODE.set(mode).is_err() {
+        return Ok(());
+    }
+    no_dumps()?;
+    report::end_with_line().map_err(SandboxError::Process)?;
+    // Set by this function alone, once.
+    let _ = stoppable_thread::set_start_hook(confine);
+    confine_as(process.kind()).map_err(SandboxError::Filter)
+}
+
+fn confine_as(name: &str) -> Result<(), FilterError> {
+    // A thread of another name stays with the filters of the thread that has started it.
+    let Some((index, kind)) = Kind::of_thread(name) else { return Ok(()) };
+    report::set_kind(kind.name);
+    seccomp::install(index, mode())
+}
+
+/// The start hook.
+fn confine(name: &str) {
+    if let Err(error) = confine_as(name) {
+        log::error!(
+            "a thread ({name}) gets no filter, and the process ends: {}",
+            error_text::chain(&error)
+        );
+        log::logger().flush();
+        // SAFETY: ends the process without running anything else of it.
+        unsafe { libc::_exit(STOPPED.into()) }
+    }
+}

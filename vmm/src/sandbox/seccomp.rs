@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! seccomp filters: the table as programs of the kernel, made once a kind and installed on each thread.
+//!
+//! Owns what a filter answers to a call that is not in the table. It must never decide what is in the table.
+
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+
+use seccompiler::{
+    BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition,
+    SeccompFilter, SeccompRule, TargetArch,
+};
+use thiserror::Error;
+
+use super::calls::{Call, Check};
+use super::table::{KINDS, Kind};
+use crate::options::SeccompMode;
+
+/// Why a thread has no filter.
+#[derive(Debug, Error)]
+pub enum FilterError {
+    /// The table cannot be written as a program.
+    #[error("a filter of system calls cannot be made")]
+    Compile(#[from] BackendError),
+    /// The kernel.
+    #[error("the kernel does not take a filter of system calls")]
+    Install(#[source] seccompiler::Error),
+}
+
+/// Filters by kind, made when the first thread of a kind starts.
+static FILTERS: [OnceLock<Vec<BpfProgram>>; MAX_KINDS] = [const { OnceLock::new() }; MAX_KINDS];
+
+/// Room for all kinds of the table.
+const MAX_KINDS: usize = 128;
+const _: () = assert!(MAX_KINDS >= 64);
+
+/// Calls that open something by its path. On threads that open nothing they fail rather than end the process: the C
+/// library and a backtrace do without.
+const OPENING: [i64; 3] = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2];
+
+/// The number -1, of 32 bits as filters see it. It is no call: a tracer such as strace(1) leaves it where it has a call
+/// fail without being made, and the kernel answers ENOSYS to one that a thread makes.
+const NO_CALL: i64 = 0xffff_ffff;
+
+fn condition(
+    argument: u8,
+    operator: SeccompCmpOp,
+    value: u32,
+) -> Result<SeccompCondition, BackendError> {
+    // The kernel itself takes no more of these arguments than 32 bits.
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value.into())
+}
+
+/// Rules of a call; none means that it is not checked.
+fn rules(check: Check) -> Result<Vec<SeccompRule>, BackendError> {
+    let executable = libc::PROT_EXEC.unsigned_abs();
+    let each = |argument, values: &[u32]| {
+        values
+            .iter()
+            .map(|value| SeccompRule::new(vec![condition(argument, SeccompCmpOp::Eq, *value)?]))
+            .collect()
+    };
+    match check {
+        Check::Any => Ok(Vec::new()),
+        Check::NotExecutable => {
+            let masked = SeccompCmpOp::MaskedEq(executable.into());
+            Ok(vec![SeccompRule::new(vec![condition(2, masked, 0)?])?])
+        }
+        Check::Library => {
+            let protection = executable | libc::PROT_READ.unsigned_abs();
+            let anonymous = SeccompCmpOp::MaskedEq(libc::MAP_ANONYMOUS.unsigned_abs().into());
+            Ok(vec![SeccompRule::new(vec![
+                condition(2, SeccompCmpOp::Eq, protection)?,
+                condition(3, anonymous, 0)?,
+            ])?])
+        }
+        Check::First(values) => each(0, values),
+        Check::Second(values) => each(1, values),
+        Check::IoctlType(kind) => {
+            let masked = SeccompCmpOp::MaskedEq(0xff00);
+            Ok(vec![SeccompRule::new(vec![condition(1, masked, u32::from(kind) << 8)?])?])
+        }
+    }
+}
+
+/// What a filter of these calls does.
+pub(super) fn programs<'a>(
+    calls: impl Iterator<Item = &'a Call>,
+    mode: SeccompMode,
+) -> Result<Vec<BpfProgram>, BackendError> {
+    let mut table: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
+    let mut calls: Vec<&Call> = calls.collect();
+    // Rules of a call are asked in their order: KVM_RUN and pages that arrive come before rare requests.
+    calls.sort_by_key(|call| !matches!(call.check, Check::IoctlType(_)));
+    for call in calls {
+        let more = rules(call.check)?;
+        table
+            .entry(call.number)
+            .and_modify(|known| {
+                if known.is_empty() || more.is_empty() {
+                    known.clear();
+                } else {
+                    known.extend(more.iter().cloned());
+                }
+            })
+            .or_insert(more.clone());
+    }
+    table.insert(NO_CALL, Vec::new());
+    let refusal = match mode {
+        SeccompMode::Off => SeccompAction::Allow,
+        SeccompMode::Enforce => SeccompAction::Trap,
+        SeccompMode::Log => SeccompAction::Log,
+        SeccompMode::Errno => SeccompAction::Errno(libc::EPERM.unsigned_abs()),
+    };
+    let mut programs = Vec::new();
+    if mode == SeccompMode::Enforce && !OPENING.iter().any(|number| table.contains_key(number)) {
+        let opening: BTreeMap<_, _> =
+            OPENING.into_iter().map(|number| (number, Vec::new())).collect();
+        table.extend(opening.clone());
+        let fails = SeccompAction::Errno(libc::EACCES.unsigned_abs());
+        programs.push(compile(opening, SeccompAction::Allow, fails)?);
+    }
+    programs.push(compile(table, refusal, SeccompAction::Allow)?);
+    Ok(programs)
+}
+
+fn compile(
+    table: BTreeMap<i64, Vec<SeccompRule>>,
+    otherwise: SeccompAction,
+    listed: SeccompAction,
+) -> Result<BpfProgram, BackendError> {
+    SeccompFilter::new(table, otherwise, listed, TargetArch::x86_64)?.try_into()
+}
+
+/// Installs the filters of the `index`th kind on the calling thread.
+///
+/// # Errors
+/// [`FilterError`]; the thread must not go on.
+pub(super) fn install(index: usize, mode: SeccompMode) -> Result<(), FilterError> {
+    let (Some(kind), Some(filters)) = (KINDS.get(index), FILTERS.get(index)) else { return Ok(()) };
+    let filters = if let Some(made) = filters.get() {
+        made
+    } else {
+        let made = programs(Kind::calls(kind), mode)?;
+        filters.get_or_init(|| made)
+    };
+    filters
+        .iter()
+        .try_for_each(|filter| seccompiler::apply_filter(filter))
+        .map_err(FilterError::Install)
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The table against the documents and against what no thread may call; and processes that make a call which they
+//! may not.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+use std::collections::BTreeSet;
+use std::process::Output;
+
+use super::calls::{Check, RUNTIME};
+use super::reference::reference;
+use super::table::{KINDS, Kind};
+use super::*;
+use crate::panicking;
+use crate::testing::again;
+
+const MODE_OF_TEST: &str = "GODWIT_TEST_SECCOMP";
+
+/// Names in the first column of the table of threads.
+fn documented() -> BTreeSet<String> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/architecture.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let rows = text.lines().skip_while(|line| !line.starts_with("| name | started by |")).skip(2);
+    rows.take_while(|line| line.starts_with('|'))
+        .flat_map(|line| line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2))
+        .filter(|name| !name.starts_with('_'))
+        .map(|name| match name {
+            "vcpuN" => "vcpu".to_owned(),
+            "prefaultQ.N" => "prefault".to_owned(),
+            other => other.to_owned(),
+        })
+        .collect()
+}
+
+#[test]
+fn the_table_has_each_thread_of_the_architecture_and_no_other() {
+    let table: BTreeSet<String> = KINDS.iter().map(|kind| kind.name.to_owned()).collect();
+    assert_eq!(table.len(), KINDS.len(), "a kind is there twice");
+    assert_eq!(table, documented());
+    for kind in KINDS {
+        for started in kind.starts.iter().copied().flatten() {
+            assert!(table.contains(*started), "{} starts {started}, which is no kind", kind.name);
+        }
+    }
+}
+
+#[test]
+fn what_a_thread_starts_may_call_no_more_than_it() {
+    for kind in KINDS {
+        let calls: BTreeSet<_> =
+            kind.calls().map(|call| (call.number, format!("{:?}", call.check))).collect();
+        for started in kind.family() {
+            for call in started.calls() {
+                let call = (call.number, format!("{:?}", call.check));
+                assert!(calls.contains(&call), "{}: {call:?} of {}", kind.name, started.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_name_with_a_number_is_of_its_kind() {
+    let kind = |name| Kind::of_thread(name).map(|(_, kind)| kind.name);
+    assert_eq!(kind("vcpu12"), Some("vcpu"));
+    assert_eq!(kind("prefault1.15"), Some("prefault"));
+    assert_eq!(kind("pin"), Some("pin"));
+    assert_eq!(kind("pin3"), None);
+    assert_eq!(kind("_disk0_q0"), None);
+}
+
+fn kinds_with(number: i64) -> Vec<&'static str> {
+    let has = |kind: &&Kind| kind.calls().any(|call| call.number == number);
+    KINDS.iter().filter(has).map(|kind| kind.name).collect()
+}
+
+#[test]
+fn only_what_starts_the_page_server_executes_a_program() {
+    let starts = |kind: &&Kind| {
+        kind.family()
+            .iter()
+            .any(|kind| kind.starts.iter().copied().flatten().any(|name| *name == "page-server"))
+    };
+    let starting: Vec<_> = KINDS.iter().filter(starts).map(|kind| kind.name).collect();
+    assert_eq!(starting, ["main", "migration-send"]);
+    assert_eq!(kinds_with(libc::SYS_execve), starting);
+    for never in
+        [libc::SYS_execveat, libc::SYS_ptrace, libc::SYS_mount, libc::SYS_unshare, libc::SYS_setns]
+    {
+        assert!(kinds_with(never).is_empty(), "{never}");
+    }
+}
+
+#[test]
+fn no_thread_makes_memory_of_its_own_executable() {
+    let mapping = [libc::SYS_mmap, libc::SYS_mprotect, libc::SYS_pkey_mprotect];
+    for kind in KINDS {
+        for call in kind.calls().filter(|call| mapping.contains(&call.number)) {
+            assert!(matches!(call.check, Check::NotExecutable | Check::Library), "{}", kind.name);
+        }
+    }
+    let library = |kind: &&Kind| kind.calls().any(|call| call.check == Check::Library);
+    let with_libraries: Vec<_> = KINDS.iter().filter(library).map(|kind| kind.name).collect();
+    for kind in ["vcpu", "device-block", "device-net", "http-server", "mig-receive", "vm-boot"] {
+        assert!(!with_libraries.contains(&kind), "{with_libraries:?}");
+    }
+}
+
+#[test]
+fn requests_and_sockets_are_never_unchecked() {
+    let checked = [libc::SYS_ioctl, libc::SYS_socket, libc::SYS_prctl, libc::SYS_seccomp];
+    for call in KINDS.iter().flat_map(Kind::calls) {
+        assert!(!checked.contains(&call.number) || call.check != Check::Any, "{}", call.name());
+    }
+    let opening = [libc::SYS_open, libc::SYS_openat];
+    for kind in ["device-block", "http-server", "throttle", "mig-alive", "end"] {
+        let (_, kind) = Kind::of_thread(kind).unwrap();
+        assert!(!kind.calls().any(|call| opening.contains(&call.number)), "{}", kind.name);
+    }
+}
+
+#[test]
+fn each_call_says_why_it_is_there() {
+    for call in RUNTIME.calls.iter().chain(KINDS.iter().flat_map(Kind::calls)) {
+        assert!(!call.why.is_empty() && !call.name().starts_with("SYS_"), "{}", call.name());
+    }
+}
+
+#[test]
+fn each_filter_can_be_made() {
+    for mode in [SeccompMode::Enforce, SeccompMode::Log, SeccompMode::Errno] {
+        for kind in KINDS {
+            assert!(!seccomp::programs(kind.calls(), mode).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
+fn the_page_is_up_to_date() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/sandbox.md");
+    let kept = std::fs::read_to_string(path).unwrap_or_default();
+    let mark = "<!-- From here on generated: UPDATE_DOCS=1 cargo test -p vmm sandbox -->\n";
+    let (hand_written, _) = kept.split_once(mark).unwrap();
+    let now = format!("{hand_written}{mark}{}", reference());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(path, &now).unwrap();
+        return;
+    }
+    assert!(kept == now, "docs/sandbox.md is stale, run the test with UPDATE_DOCS=1");
+}
+
+/// Runs the test of this name in a process of its own, with `mode`.
+fn run(test: &str, mode: SeccompMode) -> Output {
+    let mut command = again(&format!("sandbox::tests::{test}"));
+    command.env(MODE_OF_TEST, mode.text()).env_remove("RUST_MIN_STACK").output().unwrap()
+}
+
+/// The mode, in the process that [`run`] starts.
+fn mode_of_test() -> Option<SeccompMode> {
+    std::env::var(MODE_OF_TEST).ok().map(|text| SeccompMode::parse(&text))
+}
+
+#[test]
+fn the_number_that_is_no_call_is_answered_by_the_kernel() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        // SAFETY: the kernel does nothing for this number.
+        let answer = unsafe { libc::syscall(-1) };
+        println!("answer {answer} {:?}", io::Error::last_os_error().raw_os_error());
+        return;
+    }
+    let test = "the_number_that_is_no_call_is_answered_by_the_kernel";
+    let done = run(test, SeccompMode::Enforce);
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(text.contains(&format!("answer -1 Some({})", libc::ENOSYS)), "{text} {done:?}");
+}
+
+/// Asks for a socket in a thread that may have none; says what the kernel answered.
+fn ask_for_socket() -> (libc::c_int, Option<i32>) {
+    let ask = || {
+        // SAFETY: takes numbers only.
+        let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) };
+        (fd, io::Error::last_os_error().raw_os_error())
+    };
+    stoppable_thread::spawn("throttle", ask).unwrap().join().unwrap()
+}
+
+#[test]
+fn a_call_that_is_not_in_the_table_ends_as_the_mode_says() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        let (fd, errno) = ask_for_socket();
+        println!("answer {}", if fd >= 0 { 0 } else { errno.unwrap_or(0) });
+        return;
+    }
+    let test = "a_call_that_is_not_in_the_table_ends_as_the_mode_says";
+    let stopped = run(test, SeccompMode::Enforce);
+    let text = String::from_utf8_lossy(&stopped.stderr).into_owned();
+    assert_eq!(stopped.status.code(), Some(STOPPED.into()), "{text}");
+    assert!(text.contains("system call 41 (socket 0x2) of a thread of kind throttle"), "{text}");
+    assert!(text.contains("--seccomp log"), "{text}");
+    for (mode, errno) in
+        [(SeccompMode::Errno, libc::EPERM), (SeccompMode::Log, 0), (SeccompMode::Off, 0)]
+    {
+        let done = run(test, mode);
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(
+            done.status.success() && text.contains(&format!("answer {errno}\n")),
+            "{mode:?}: {text}"
+        );
+    }
+}
+
+#[test]
+fn a_panic_in_the_narrowest_thread_ends_the_process_as_ever() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        panicking::end_with_process();
+        let panics = stoppable_thread::spawn("end", || panic!("as a test wants it")).unwrap();
+        let _ = panics.join();
+        unreachable!("the process has ended");
+    }
+    let test = "a_panic_in_the_narrowest_thread_ends_the_process_as_ever";
+    for backtrace in ["0", "full"] {
+        let mut command = again(&format!("sandbox::tests::{test}"));
+        command.env(MODE_OF_TEST, "true").env("RUST_BACKTRACE", backtrace);
+        let ended = command.env_remove("RUST_MIN_STACK").output().unwrap();
+        let text = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert_eq!(ended.status.code(), Some(panicking::PANICKED.into()), "{text}");
+        assert!(text.contains("as a test wants it"), "{text}");
+    }
+}
+
+#[test]
+fn the_process_gives_up_new_rights_and_dumps() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        let rights = status.lines().find_map(|line| line.strip_prefix("NoNewPrivs:")).unwrap();
+        // SAFETY: takes and gives numbers only.
+        let dumps = unsafe { libc::prctl(libc::PR_GET_DUMPABLE, 0, 0, 0, 0) };
+        let mut core = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
+        // SAFETY: one rlimit is written, which lives during the call.
+        unsafe { libc::getrlimit(libc::RLIMIT_CORE, &raw mut core) };
+        println!("rights {} dumps {dumps} core {}", rights.trim(), core.rlim_cur);
+        return;
+    }
+    let done = run("the_process_gives_up_new_rights_and_dumps", SeccompMode::Enforce);
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(text.contains("rights 1 dumps 0 core 0"), "{text} {done:?}");
+}
