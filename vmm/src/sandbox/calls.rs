@@ -453,6 +453,17 @@ group! {
 }
 
 group! {
+    /// Ending a page server that is not needed.
+    END_PAGE_SERVER "end of the page server" {
+        SYS_kill "signals the page server's process";
+        SYS_wait4 "collects its exit status";
+        SYS_waitid "collects its exit status";
+        SYS_pidfd_open "waits for its end with a limit";
+        SYS_pidfd_send_signal "signals the page server's process";
+    }
+}
+
+group! {
     /// Starting this program as page server, up to its `main`.
     START_PAGE_SERVER "start of the page server" {
         SYS_execve "this program, as page server";
@@ -463,11 +474,6 @@ group! {
         SYS_dup2 "its standard descriptors";
         SYS_dup3 "its standard descriptors";
         SYS_pipe2 "what execve(2) says";
-        SYS_wait4 "its end";
-        SYS_waitid "its end";
-        SYS_kill "its end, if it is not needed";
-        SYS_pidfd_open "its end";
-        SYS_pidfd_send_signal "its end, if it is not needed";
         SYS_close_range "it drops descriptors that it has inherited";
         SYS_set_tid_address "start of a process";
         SYS_arch_prctl "start of a process";

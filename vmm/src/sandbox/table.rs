@@ -8,9 +8,9 @@
 //! does not exist in `docs/architecture.md`.
 
 use super::calls::{
-    CONNECTIONS, Call, DISKS, FAULT_TRACE, FILES, Group, INTERNET_SOCKETS, KVM_REQUESTS,
-    LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RUNTIME,
-    SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
+    CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_TRACE, FILES, Group, INTERNET_SOCKETS,
+    KVM_REQUESTS, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING,
+    RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
 };
 
 /// Threads that may call the same.
@@ -118,7 +118,8 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "a network card and its control queue";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],
         "a console and its endpoint";
-    "device-balloon": &[&MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING], starts &[],
+    "device-balloon": &[&MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING, &TIMERS],
+        starts &[],
         "gives memory up and takes it back, also from devices";
     "device-mem": &[&MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING], starts &[],
         "plugs memory and unplugs it, also from devices";
@@ -170,7 +171,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &RING, &CONNECTIONS,
         &LOCAL_SOCKETS,
         &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &FAULT_TRACE, &PSEUDOTERMINALS, &PROCESS,
-        &TIMERS, &START_PAGE_SERVER,
+        &TIMERS, &START_PAGE_SERVER, &END_PAGE_SERVER,
     ], starts &[DEVICES, BESIDE_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "give-back"]],
@@ -189,7 +190,10 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "mig-verdict": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[&["mig-resolve"]],
         "asks who owns the guest";
-    "mig-hand-on": MOVE, starts &[], "hands the rest on to the page server";
+    "mig-hand-on": &[
+        &CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING,
+        &END_PAGE_SERVER,
+    ], starts &[], "transfers the rest to the page server, or ends it where that fails";
     "mig-resolve": &[&RESOLVER, &CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[],
         "looks a host's name up";
