@@ -7,13 +7,13 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::harness::migrate::Reception;
-use crate::harness::{Mode, Suite, Transport, Vmm, is_root, skip, wait_for};
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, is_root, skip, wait_for};
 
 /// A guest that touches all of its 96 MiB once and then a fiftieth of it, over and over: requested pages are not
 /// limited, and vCPUs that go as fast as they can have requested all of them within a second or two.
@@ -24,6 +24,9 @@ const BUSY: &str = "workload=random-write mem=96M";
 
 /// Bytes per second that leave time for something to happen: of a sparing guest 96 MiB take more than 5 s.
 const SLOW: &str = "bandwidth=16M";
+
+/// Longer than the period of a watchdog (20 s).
+const OUTAGE: Duration = Duration::from_secs(24);
 
 /// For so many cuts.
 const LIMIT_EACH_CUT: Duration = Duration::from_secs(10);
@@ -44,6 +47,7 @@ pub fn add(suite: &mut Suite) {
     suite
         .add("postcopy::a_source_that_was_told_to_end_ends_when_it_is_deleted", force_after_signal);
     suite.add("postcopy::a_pause_is_refused_until_the_last_page", pause);
+    suite.add_long("postcopy::no_watchdog_runs_out_while_pages_are_missing", OUTAGE * 4, outage);
     suite.add("postcopy::requests_may_share_the_bulk_connection", no_preempt);
     suite.add("postcopy::many_connections_of_each_kind", many);
 }
@@ -143,6 +147,11 @@ impl Middle {
     /// `receiving` are options of the destination, which begin with a comma.
     fn start_with(workload: &str, options: &str, receiving: &str) -> Self {
         let source = Vmm::boot(2, "size=192M,shared=on", workload);
+        Self::of(source, options, receiving)
+    }
+
+    /// With a source of its own.
+    fn of(source: Vmm, options: &str, receiving: &str) -> Self {
         source.wait_for_work(5_000);
         let destination = Vmm::empty();
         let reception =
@@ -282,6 +291,27 @@ fn pause() {
         assert!(!refused.status.success() && text.contains("still arriving"), "{command}: {text}");
     }
     assert_eq!(run.destination.api().state(), "Running");
+    run.finish();
+}
+
+/// vCPUs wait for pages for longer than a watchdog would: its clock stands. Time itself is what happens here.
+fn outage() {
+    // At a pace at which most pages are missing when the connections are cut: every vCPU waits soon after.
+    let guest = format!("{BUSY} pace_ns=200000 watchdog=1");
+    let source = VmmBuilder::guest(2, "size=192M,shared=on", &guest).with(&["--watchdog"]).start();
+    source.guest();
+    let run = Middle::of(source, "bandwidth=4M,connections=2", "");
+    run.cutter.set_shut(true);
+    run.cutter.cut(None, usize::MAX);
+    wait_for_phase(&run.destination, "postcopy-paused");
+    let until = Instant::now() + OUTAGE;
+    while Instant::now() < until {
+        let output = run.destination.output();
+        assert!(!output.contains("WatchdogExpired"), "the guest is taken for stuck:\n{output}");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert_eq!(phase(&run.destination), "postcopy-paused", "it still waits");
+    run.cutter.set_shut(false);
     run.finish();
 }
 

@@ -79,6 +79,8 @@ pub struct Settings {
     pub ecam: u64,
     /// `bus_master=`: a device on the first bus that may have DMA before anything else is done; 0: none.
     pub bus_master: u64,
+    /// `watchdog=0|1`: vCPU 0 uses the watchdog.
+    pub watchdog: u64,
     /// `reserve=`: bytes at the end of RAM without test pages.
     pub reserve: u64,
     /// Words that were not understood.
@@ -111,6 +113,7 @@ impl Settings {
             balloon_poison: 0,
             ecam: ECAM_GPA,
             bus_master: 0,
+            watchdog: 0,
             reserve: 0,
             refused: 0,
         }
@@ -203,6 +206,7 @@ impl Settings {
             balloon_poison: get(param::BALLOON_POISON),
             ecam: get(param::ECAM_GPA),
             bus_master: 0,
+            watchdog: 0,
             reserve: 0,
             refused: 0,
         }
@@ -228,6 +232,7 @@ impl Settings {
             b"balloon_poison" => &mut self.balloon_poison,
             b"ecam" => &mut self.ecam,
             b"bus_master" => &mut self.bus_master,
+            b"watchdog" => &mut self.watchdog,
             _ => return None,
         })
     }

@@ -25,6 +25,7 @@ mod reuse;
 mod runtime;
 mod smp;
 mod virtio;
+mod watchdog;
 mod worker;
 
 use abi::{control, event, failure, param, stage};
@@ -96,7 +97,11 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
     CONTROL.set(control::READY_TSC, clock::now());
     CONTROL.set(control::STAGE, stage::RUNNING);
     mem::store32(abi::MMIO_EVENT_GPA, event::READY);
-    Worker::new(0, vcpus, &shared.layout, shared.seed, khz).run()
+    let mut worker = Worker::new(0, vcpus, &shared.layout, shared.seed, khz);
+    if settings.watchdog != 0 {
+        worker.start_watchdog(settings.ecam);
+    }
+    worker.run()
 }
 
 /// First Rust code on the other vCPUs, at CPL 3.

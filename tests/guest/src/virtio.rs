@@ -82,6 +82,8 @@ pub struct Queue {
     rings: u64,
     notify: u64,
     index: u16,
+    /// Descriptors, at most `QUEUE_SIZE`.
+    size: u16,
     avail: u16,
 }
 
@@ -233,13 +235,18 @@ impl Device {
 
     /// Sets up a queue whose rings are in the page `rings`.
     pub fn queue(&self, number: u16, rings: u64) -> Result<Queue, u64> {
+        self.queue_of(number, rings, QUEUE_SIZE)
+    }
+
+    /// The same with fewer descriptors than `QUEUE_SIZE`.
+    pub fn queue_of(&self, number: u16, rings: u64, size: u16) -> Result<Queue, u64> {
         mem::store16(self.common + common::QUEUE_SELECT, number);
-        if mem::load16(self.common + common::QUEUE_SIZE) < QUEUE_SIZE {
+        if mem::load16(self.common + common::QUEUE_SIZE) < size {
             return Err(balloon_failure::QUEUE);
         }
         mem::clear(rings, abi::PAGE_BYTES);
         mem::store16(rings + AVAIL_AT, AVAIL_NO_INTERRUPT);
-        mem::store16(self.common + common::QUEUE_SIZE, QUEUE_SIZE);
+        mem::store16(self.common + common::QUEUE_SIZE, size);
         for (register, gpa) in [
             (common::QUEUE_DESC, rings),
             (common::QUEUE_AVAIL, rings + AVAIL_AT),
@@ -251,7 +258,7 @@ impl Device {
         let offset = mem::load16(self.common + common::QUEUE_NOTIFY_OFF);
         mem::store16(self.common + common::QUEUE_ENABLE, 1);
         let notify = self.notify + u64::from(offset) * self.notify_multiplier;
-        Ok(Queue { rings, notify, index: number, avail: 0 })
+        Ok(Queue { rings, notify, index: number, size, avail: 0 })
     }
 
     /// The device may begin.
@@ -266,10 +273,10 @@ impl Device {
 }
 
 impl Queue {
-    /// Sends a request of at most `QUEUE_SIZE` parts and waits for the answer, calling `meanwhile`
+    /// Sends a request of at most as many parts as it has descriptors and waits for the answer, calling `meanwhile`
     /// over and over; returns how many bytes the device says it wrote.
     pub fn request(&mut self, parts: &[Part], mut meanwhile: impl FnMut()) -> u32 {
-        let parts = parts.get(..usize::from(QUEUE_SIZE).min(parts.len())).unwrap_or_default();
+        let parts = parts.get(..usize::from(self.size).min(parts.len())).unwrap_or_default();
         for (part, number) in parts.iter().zip(0_u16..) {
             let at = self.rings + u64::from(number) * 16;
             let more = usize::from(number) + 1 < parts.len();
@@ -280,7 +287,7 @@ impl Queue {
             mem::store16(at + 12, next | write);
             mem::store16(at + 14, number + 1);
         }
-        let slot = u64::from(self.avail % QUEUE_SIZE);
+        let slot = u64::from(self.avail % self.size);
         mem::store16(self.rings + AVAIL_AT + 4 + slot * 2, 0);
         self.avail = self.avail.wrapping_add(1);
         mem::store16(self.rings + AVAIL_AT + 2, self.avail);

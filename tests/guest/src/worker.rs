@@ -15,6 +15,7 @@ use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
 use crate::reuse::Reuse;
+use crate::watchdog::Watchdog;
 
 const PARAM: Block = Block::at(abi::PARAM_GPA);
 
@@ -58,6 +59,8 @@ pub struct Worker {
     disk: Option<Disk>,
     /// From the first attack on.
     attacker: Option<Attacker>,
+    /// Of vCPU 0, if it is asked for.
+    watchdog: Option<Watchdog>,
 }
 
 impl Worker {
@@ -94,6 +97,7 @@ impl Worker {
             balloon: None,
             disk: None,
             attacker: None,
+            watchdog: None,
         };
         worker.clock.reset();
         worker.clock.tick();
@@ -106,10 +110,22 @@ impl Worker {
         core::hint::spin_loop();
     }
 
+    /// From now on it uses the watchdog, and says so where there is none by an error.
+    pub fn start_watchdog(&mut self, ecam: u64) {
+        match Watchdog::start(ecam, self.khz) {
+            Ok(watchdog) => self.watchdog = Some(watchdog),
+            Err(_) => self.block.add(vcpu::ERRORS, 1),
+        }
+    }
+
     /// Works forever.
     pub fn run(&mut self) -> ! {
         loop {
-            self.clock.tick();
+            let now = self.clock.tick();
+            if let Some(watchdog) = &mut self.watchdog {
+                let clock = &mut self.clock;
+                watchdog.set_back(now, || _ = clock.tick());
+            }
             if PARAM.get(param::GENERATION) != self.now.generation {
                 self.take_parameters();
             }
