@@ -10,6 +10,7 @@
 //! - [`logger`]: where log messages go.
 //! - [`log_format`]: how a log line is put together.
 //! - [`manual`]: the keys of an option as `--help` shows them.
+//! - [`options`]: the options of `cloud-hypervisor`, as its help shows them.
 //! - [`pool`]: `prezero-pool`, from arguments to the daemon.
 
 pub mod chart;
@@ -19,6 +20,7 @@ pub mod launch;
 pub mod log_format;
 pub mod logger;
 pub mod manual;
+pub mod options;
 pub mod pool;
 pub mod remote;
 pub mod watch;
