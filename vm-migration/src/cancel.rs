@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// A handle to cancel a migration; clones are the same request.
+/// A handle that cancels a migration; clones share one request.
 #[derive(Clone, Debug)]
 pub struct Cancel(Arc<Inner>);
 
@@ -24,7 +24,7 @@ struct Inner {
 }
 
 impl Cancel {
-    /// Makes a cancel that has not been requested yet.
+    /// Makes a handle on which no cancel has been requested yet.
     ///
     /// # Errors
     /// When the process may not open another file descriptor.
@@ -33,7 +33,7 @@ impl Cancel {
         Ok(Self(Arc::new(Inner { asked: AtomicBool::new(false), event })))
     }
 
-    /// Asks. Asking twice is asking once.
+    /// Requests the cancel. Requesting it twice has no further effect.
     pub fn cancel(&self) {
         if !self.0.asked.swap(true, Ordering::AcqRel) {
             // The counter cannot overflow: it is written once in the life of the eventfd.
@@ -41,12 +41,12 @@ impl Cancel {
         }
     }
 
-    /// True once it was requested.
+    /// True once the cancel was requested.
     pub fn is_cancelled(&self) -> bool {
         self.0.asked.load(Ordering::Acquire)
     }
 
-    /// Readable once it was requested; for poll.
+    /// The eventfd, for poll: readable once the cancel was requested.
     pub(crate) fn fd(&self) -> RawFd {
         self.0.event.as_raw_fd()
     }

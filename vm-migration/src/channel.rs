@@ -16,24 +16,24 @@ use crate::protocol::message::{Answer, Command, Message, Role};
 use crate::session::ALIVE_EVERY;
 use crate::transport::{Connection, Reader, TransportError};
 
-/// After a failed send, how long to look for the refusal that explains it, in all: the guest may
-/// stand still meanwhile.
+/// How long, in total, a refusal that explains a failed send is looked for: the guest may be stopped
+/// meanwhile.
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long last words may be stuck behind what a stalled peer does not read.
+/// How long the last message to a stalled peer may block behind data that it does not read.
 const LAST_SEND_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long last words may take to reach a peer that still sends.
+/// How long a peer that is still sending has to receive the last message.
 const LAST_WORDS_DRAIN: Duration = Duration::from_secs(1);
 
-/// A connection and its reading end.
+/// A connection and its buffered reader.
 #[derive(Debug)]
 pub(crate) struct Channel {
     pub connection: Arc<Connection>,
     pub reader: Reader,
 }
 
-/// A positive answer.
+/// The payload of a positive answer.
 #[derive(Debug)]
 pub(crate) struct PositiveAnswer {
     pub offer_taken: bool,
@@ -60,7 +60,8 @@ impl Channel {
         Self::introduce(connection, role, token, limits.answer)
     }
 
-    /// Says what an extra connection is for. With a token (negotiated) the destination confirms it.
+    /// Sends the role of an extra connection. With a token (negotiated protocol) the destination
+    /// confirms it.
     pub(crate) fn introduce(
         connection: Connection,
         role: Role,
@@ -77,19 +78,20 @@ impl Channel {
         Ok(channel)
     }
 
-    /// True when there is something to read now, or the connection has ended.
+    /// True when there is data to read now, or the connection has ended.
     pub(crate) fn has_data(&self) -> std::io::Result<bool> {
         Ok(self.reader.has_buffered() || self.connection.has_data_now()?)
     }
 
-    /// The connection alone, if nothing else uses it.
+    /// The connection alone, if nothing else refers to it.
     pub(crate) fn into_connection(self) -> Option<Connection> {
         let Self { connection, reader } = self;
         drop(reader);
         Arc::into_inner(connection)
     }
 
-    /// Reads what is one message, or the contents that follow one: in a total time, however it trickles.
+    /// Reads one message, or the contents that follow one, within a total time, however slowly the bytes
+    /// come.
     pub(crate) fn timed<T>(&mut self, read: impl FnOnce(&mut Reader) -> T) -> T {
         self.connection.time_message(true);
         let done = read(&mut self.reader);
@@ -97,8 +99,8 @@ impl Channel {
         done
     }
 
-    /// Does `work` and meanwhile tells a peer that waits for the outcome, once a second, that this
-    /// side is there; `told` says that the peer expects it. Nothing else may send on this channel.
+    /// Does `work` and meanwhile sends a keep-alive once a second; `told` says that the peer expects
+    /// those. Nothing else may send on this channel.
     pub(crate) fn busy<T>(&self, told: bool, work: impl FnOnce() -> T) -> T {
         if !told {
             return work();
@@ -122,8 +124,8 @@ impl Channel {
         })
     }
 
-    /// As [`answer`](Self::answer), of a peer that says that it is there while it works on it: as long
-    /// as it does, the time begins anew.
+    /// Like [`answer`](Self::answer), for a peer that sends keep-alives while it works: each of them
+    /// restarts the timeout.
     pub(crate) fn answer_of_busy(&mut self, timeout: Duration) -> Result<PositiveAnswer, Cause> {
         loop {
             if !self.reader.has_buffered() {
@@ -150,14 +152,14 @@ impl Channel {
         self.answer(timeout)
     }
 
-    /// Sends a message, the answer to which is read later.
+    /// Sends a message whose answer is read later.
     pub(crate) fn tell(&mut self, message: &Message) -> Result<(), Cause> {
         let sent = self.connection.send(&message.encode());
         sent.map_err(|error| self.explain(error))
     }
 
-    /// Sends a message with a descriptor, the answer to which is read later. The header goes first
-    /// and by itself: version 0 peers read it before they look for a descriptor.
+    /// Sends a message with a file descriptor; its answer is read later. The header is sent by itself
+    /// first, because version 0 peers read it before they look for a descriptor.
     pub(crate) fn give(
         &mut self,
         message: &Message,
@@ -173,7 +175,7 @@ impl Channel {
         sent.map_err(|error| self.explain(error))
     }
 
-    /// Waits for the answer to the oldest message that has none.
+    /// Waits for the answer to the oldest unanswered message.
     pub(crate) fn answer(&mut self, timeout: Duration) -> Result<PositiveAnswer, Cause> {
         if !self.reader.has_buffered() {
             self.connection.wait_for_data(Some(timeout))?;
@@ -184,8 +186,8 @@ impl Channel {
         }
     }
 
-    /// Why the peer stopped listening, when it said so before it did. The connection is of no further
-    /// use.
+    /// The cause of a failed send: the refusal that the peer sent before it closed, or else the
+    /// transport error. The connection cannot be used afterwards.
     pub(crate) fn explain(&mut self, error: TransportError) -> Cause {
         if matches!(error, TransportError::Cancelled) {
             return error.into();
@@ -201,7 +203,7 @@ impl Channel {
         }
     }
 
-    /// The next answer, if it comes in time and is no longer than a reason.
+    /// The next answer, if it comes before the deadline and is no longer than a reason.
     fn last_word(&mut self, deadline: Instant) -> Option<Answer> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -215,14 +217,15 @@ impl Channel {
         self.timed(|reader| Answer::read_behind(&header, reader)).ok()
     }
 
-    /// Answers yes.
+    /// Sends a positive answer.
     pub(crate) fn yes(&self) -> Result<(), TransportError> {
         self.connection.send(&Answer::ok().encode())
     }
 
-    /// Answers no, as best one can, and ends the connection.
+    /// Sends a refusal if the connection still takes it, and ends the connection.
     pub(crate) fn refuse(&self, reason: &str) {
-        // A cancelled connection could not be written to; these last words are not cancelled.
+        // Writing to a cancelled connection fails, so this refusal gets a cancel handle that is never
+        // used.
         if let Ok(never) = Cancel::new() {
             self.connection.set_cancel(&never);
             self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
@@ -233,10 +236,11 @@ impl Channel {
         }
     }
 
-    /// Tells the peer that this side gives up, as best one can, and ends the connection.
+    /// Tells the peer that this side ends the migration, if the connection still takes it, and ends the
+    /// connection.
     pub(crate) fn abandon(&self, reason: &str) {
         if !self.connection.is_between_messages() {
-            // It would be taken for contents of memory. The peer finds the connection lost.
+            // The peer would take the message for memory contents; it finds the connection lost instead.
             self.connection.shut_down();
             return;
         }
@@ -267,10 +271,10 @@ mod tests {
 
     use super::*;
 
-    /// Far longer than last words may take, and how long a peer keeps sending at most.
+    /// Far longer than a last message may take, and the longest that a peer keeps sending.
     const LONG: Duration = Duration::from_secs(20);
 
-    /// Explains a failed send to a peer that says `first` and then `more` again and again. Gives the
+    /// Explains a failed send to a peer that sends `first` and then `more` again and again. Returns the
     /// cause and how long that took.
     fn explain(first: &[u8], more: &[u8], pause: Duration) -> (Cause, Duration) {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
@@ -302,7 +306,7 @@ mod tests {
         channel.connection.send(&Message::Alive.encode()).unwrap();
         assert!(channel.connection.is_between_messages());
         cancelled.cancel();
-        // More than fits on the way, so part of it goes.
+        // More than the socket buffers hold, so only a part is sent.
         let sent = channel.connection.send(&vec![7; 64 << 20]);
         assert!(matches!(sent, Err(TransportError::Cancelled)), "{sent:?}");
         let reader = std::thread::spawn(move || {
@@ -328,7 +332,7 @@ mod tests {
         while channel.connection.send(&alive).is_ok() {}
         assert!(channel.connection.is_between_messages());
         channel.abandon("a cancel has come");
-        // The channel is there still, and its peer waits for nothing more.
+        // The channel still exists, and its peer waits for nothing more.
         theirs.set_read_timeout(Some(LONG)).unwrap();
         theirs.read_to_end(&mut Vec::new()).unwrap();
         assert!(channel.connection.send(&alive).is_err());

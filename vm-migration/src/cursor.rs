@@ -14,7 +14,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The places `0..end`, to be claimed in ascending order.
+/// The numbers `0..end`, claimed by several threads in ascending order.
 #[derive(Debug)]
 pub(crate) struct Cursor {
     next: AtomicU64,
@@ -22,22 +22,23 @@ pub(crate) struct Cursor {
 }
 
 impl Cursor {
-    /// Nothing is claimed yet.
+    /// A cursor of which nothing is claimed yet.
     pub(crate) fn new(end: u64) -> Self {
         Self { next: AtomicU64::new(0), end }
     }
 
-    /// Up to where everything is claimed.
+    /// All numbers below this one are claimed.
     pub(crate) fn reached(&self) -> u64 {
         self.next.load(Ordering::Relaxed)
     }
 
-    /// Claims the next piece; `None` when all is claimed. `wanted` gets where the piece begins and
-    /// how much is left from there on, and says how much to take: at least one place is taken, at
+    /// Claims the next range; `None` when all is claimed. `wanted` gets the start of the range and how
+    /// many numbers are left from there, and returns how many to claim, which is clamped to 1 and what is
+    /// left. It may be called more than once.
     /// most what is left. It may be asked more than once.
     pub(crate) fn claim(&self, wanted: impl Fn(u64, u64) -> u64) -> Option<Range<u64>> {
-        // Relaxed: the claimed numbers are all that is handed on; what they stand for has been
-        // there since before the threads began.
+        // Relaxed: only the claimed numbers pass between threads; the data that they index was complete
+        // before the threads began.
         let mut start = self.next.load(Ordering::Relaxed);
         while start < self.end {
             let left = self.end - start;
@@ -104,7 +105,7 @@ mod model {
 
     use super::*;
 
-    /// Two connections with steps of their own: together they have every place once.
+    /// Two connections with different step sizes: together they claim every number once.
     #[test]
     fn two_claimants_share_everything_and_nothing_twice() {
         loom::model(|| {

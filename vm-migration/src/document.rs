@@ -17,8 +17,8 @@ use crate::options::{Convergence, MemoryMode};
 pub use crate::latency::LatencySnapshot;
 pub use crate::phase::{GuestLocation, Phase, Side};
 
-/// Version of the progress document and of the report. Another one would have fields that are gone, or mean
-/// something else.
+/// Version of the progress document and of the report. It is raised only when fields are removed or change
+/// their meaning.
 pub const DOCUMENT_VERSION: u32 = 1;
 
 /// When memory is sent.
@@ -37,7 +37,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Of what was asked for.
+    /// The mode that follows from the options.
     pub(crate) fn of(mode: MemoryMode, local: bool) -> Self {
         match mode {
             _ if local => Self::Local,
@@ -59,7 +59,7 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The version of documents that do not say theirs.
+/// The version of documents without a version field.
 const fn first_version() -> u32 {
     DOCUMENT_VERSION
 }
@@ -235,7 +235,7 @@ pub struct PageServerSnapshot {
 }
 
 impl ProgressDocument {
-    /// Contents that went or came, as this side counted them.
+    /// Bytes of contents that were sent or received, as this side counted them.
     pub fn moved_bytes(&self) -> Option<u64> {
         match self.side {
             Side::Source => self.memory_bytes_sent,
@@ -243,7 +243,7 @@ impl ProgressDocument {
         }
     }
 
-    /// The figures of the end by name, without those that are not known: for events.
+    /// The final figures as name and value, without unknown ones, for events.
     pub fn final_figures(&self) -> Vec<(&'static str, String)> {
         let text = |value: Option<u64>| value.map(|value| value.to_string());
         let faults = text(self.faults.seen).filter(|_| self.postcopy);
@@ -263,7 +263,7 @@ impl ProgressDocument {
         all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
     }
 
-    /// The figures of the end in a line, for the log.
+    /// The final figures in one line, for the log.
     pub fn final_line(&self) -> String {
         let mut text = match (self.mode, self.postcopy) {
             (Some(Mode::Auto), true) => "auto, at the end postcopy".to_owned(),
@@ -324,7 +324,7 @@ mod tests {
     use crate::page_server_status::Identity;
     use crate::{History, Progress};
 
-    /// All fields of version 1. None of them may go or get another name.
+    /// All fields of version 1. None of them may be removed or renamed.
     const FIELDS: &str = "\
         latency/0/below_us latency/0/count latency/0/from_us \
         phases/0/at_ms phases/0/phase \
@@ -357,7 +357,7 @@ mod tests {
         timeline/0/at_ms timeline/0/faults timeline/0/moved_bytes timeline/0/remaining_bytes \
         timeline/0/urgent_pages";
 
-    /// A report that has at least one of each.
+    /// A report with at least one entry in each list.
     fn report() -> History {
         let progress = Progress::new(Side::Destination);
         progress.has_page_server(Identity { socket: "/s".to_owned(), pid: 7 });
@@ -417,7 +417,7 @@ mod tests {
             assert!(have.iter().any(|name| name == field), "{field} is gone from version 1");
         }
         assert_eq!(json["progress"]["version"], 1);
-        // A later program of this version may have more.
+        // A later program with the same document version may add fields.
         json["progress"]["of_a_later_program"] = 1.into();
         assert_eq!(serde_json::from_value::<History>(json).unwrap(), report);
     }

@@ -13,40 +13,40 @@ use crate::uffd::UffdError;
 
 pub use crate::phase::{GuestLocation, Side};
 
-/// An error of the machine; its own sentence names the device or resource.
+/// An error of the machine; its own text names the device or resource.
 pub type VmError = Box<dyn std::error::Error + Send + Sync + 'static>;
 
-/// What went wrong, without where.
+/// The cause of a failure, without the step at which it happened.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
-    /// A stop was requested.
+    /// A cancel was requested.
     #[error("the migration was cancelled")]
     Cancelled,
-    /// Options that cannot work.
+    /// Invalid options.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// The connection.
+    /// An error of the connection.
     #[error(transparent)]
     Transport(TransportError),
-    /// What the peer said.
+    /// An invalid message from the peer.
     #[error(transparent)]
     Protocol(ProtocolError),
-    /// The peer said no.
+    /// A refusal by the peer.
     #[error("the peer refused: {0}")]
     Refused(String),
-    /// The source gave up.
+    /// The source abandoned the migration.
     #[error("the source gave up: {0}")]
     Abandoned(String),
-    /// The machine.
+    /// An error of the machine.
     #[error("the virtual machine reported an error")]
     Vm(#[source] VmError),
-    /// Guest memory.
+    /// An error in handling guest memory.
     #[error("guest memory could not be handled")]
     Memory(#[source] std::io::Error),
-    /// userfaultfd.
+    /// An error of userfaultfd.
     #[error(transparent)]
     Uffd(#[from] UffdError),
-    /// Something that this peer or this machine cannot do.
+    /// Something that the peer or this host does not support.
     #[error("{what}; {remedy}")]
     Unsupported {
         /// What cannot be done.
@@ -54,7 +54,7 @@ pub enum Cause {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// Precopy ended without reaching its downtime.
+    /// Precopy ended without reaching the allowed downtime.
     #[error(
         "the guest writes faster than the link carries: after {rounds} rounds and {elapsed_s} s \
          the expected downtime is {expected_ms} ms ({fixed_ms} ms of it whatever the guest writes) \
@@ -62,29 +62,29 @@ pub enum Cause {
          timeout_strategy=ignore or memory_mode=postcopy"
     )]
     NotConverging {
-        /// Rounds done.
+        /// Number of rounds.
         rounds: u32,
         /// Seconds since the first round began.
         elapsed_s: u64,
-        /// What a stop would have cost.
+        /// The expected downtime.
         expected_ms: u64,
-        /// What of it does not depend on memory: state, round trips, start.
+        /// The part of it that does not depend on memory: state, round trips, start.
         fixed_ms: u64,
-        /// What it may cost.
+        /// The allowed downtime.
         downtime_ms: u64,
     },
-    /// An acknowledgement that the source got to too late: the destination may have ended by now.
+    /// An acknowledgement that is too old to commit with: the destination may have ended by now.
     #[error(
         "the destination's acknowledgement is up to {} s old, and can be used for {} s",
         age.as_secs(), usable.as_secs_f32()
     )]
     Outdated {
-        /// Time since the message that it answers was sent.
+        /// Time since the message was sent that it answers.
         age: std::time::Duration,
-        /// How old it may be.
+        /// The greatest age with which it can be used.
         usable: std::time::Duration,
     },
-    /// A thread could not be started, or an eventfd not made.
+    /// A thread could not be started, or an eventfd not created.
     #[error("the host refused a resource for the migration")]
     Resource(#[source] std::io::Error),
 }
@@ -107,10 +107,10 @@ impl From<ProtocolError> for Cause {
     }
 }
 
-/// A cause and the step at which it struck.
+/// A cause and the step at which it happened.
 #[derive(Debug)]
 pub struct Failure {
-    /// What was being done, as a phrase after "while".
+    /// The step, as a phrase after "while".
     pub step: &'static str,
     /// Why it failed.
     pub cause: Cause,
@@ -129,7 +129,7 @@ impl Failure {
         )
     }
 
-    /// The whole chain in one line, for the peer.
+    /// The whole error chain in one line, for the peer.
     pub(crate) fn for_peer(&self) -> String {
         format!("while {}: {}", self.step, error_text::chain(&self.cause))
     }

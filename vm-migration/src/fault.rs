@@ -37,135 +37,135 @@ impl fmt::Display for FaultSourceKind {
     }
 }
 
-/// One access that waits.
+/// An access to a missing page that waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The region.
     pub region: usize,
     /// The page of 4 KiB in it.
     pub page: u64,
-    /// The thread that waits, where the source knows it.
+    /// The waiting thread, where the fault source knows it.
     pub thread: Option<u32>,
 }
 
-/// What a wait for faults ended with.
+/// Result of a wait for faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultWait {
-    /// Faults are there.
+    /// There are faults.
     Faults,
     /// The readers were asked to stop.
     Stopped,
 }
 
-/// Where a thread that was refused a page gets it.
+/// Gets the pages of vCPU threads whose accesses were refused.
 pub trait FaultResolver: Send + Sync {
-    /// Requests a page that the calling thread needs, unless it was requested, and returns when it is
-    /// here, or as soon as the thread is unparked: then the caller sees to that, and comes
-    /// again if it still needs the page. `vcpu` is the calling thread's own number.
+    /// Requests a page that the calling thread needs, unless it is requested already, and returns when it is
+    /// here, or as soon as the thread is unparked: the caller then handles the reason, and calls again if it
+    /// still needs the page. `vcpu` is the vCPU index of the calling thread.
     ///
     /// # Errors
-    /// The page cannot be made visible; the source has been told why.
+    /// When the page cannot be made visible; the source has been told why.
     fn resolve(&self, vcpu: usize, fault: Fault) -> Result<(), FaultError>;
 }
 
-/// A page that could not be made visible to the thread that needs it; the migration reports the cause.
+/// The error for a page that could not be made visible to the thread that needs it; the migration reports
+/// the cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a missing page cannot be brought in")]
 pub struct FaultError;
 
-/// What stands before vCPUs alongside, or instead of, a watch on their mapping.
+/// Refuses vCPUs access to missing pages, in addition to a watch on their mapping or instead of it.
 pub trait VcpuBarrier: Send + Sync {
-    /// The run's pages are here and visible.
+    /// Stops refusing a run, whose pages are here and visible.
     fn unblock(&self, run: PageRun);
 
-    /// Every page of all regions is here: from now on no vCPU is refused one. Takes effect at once
-    /// and for all of memory, without a system call; [`remove`](Self::remove) follows, which may take
-    /// long and may fail.
+    /// Stops refusing pages altogether: every page of all regions is here. Takes effect at once and for all
+    /// of memory, without a system call; [`remove`](Self::remove) follows, which may take long and may fail.
     fn open(&self);
 
-    /// What stood before a region is not needed any more. vCPUs are not refused anything there, with
-    /// it or without.
+    /// Removes the barrier of a region. vCPUs are not refused anything there any more, whether this succeeds
+    /// or not.
     ///
     /// # Errors
     /// What the host reports; the barrier stays, open.
     fn remove(&self, region: usize) -> io::Result<()>;
 }
 
-/// A registered memory whose missing pages make the accessor wait.
+/// Watches guest memory: an access to a missing page waits until the page is made present.
 ///
 /// All methods may be called from several threads. Making a page present wakes the threads that wait for it;
 /// doing so twice, or for a page that is present already, is harmless. Dropping the source lets
 /// every waiter continue with whatever its page then holds: drop it only after
 /// [`release`](Self::release), or when the guest is gone.
 pub trait FaultSource: Send + Sync {
-    /// The kind.
+    /// The mechanism.
     fn kind(&self) -> FaultSourceKind;
 
-    /// Number of independent queues of faults, each to be read by its own thread.
+    /// Number of independent queues of faults, each read by its own thread.
     fn readers(&self) -> usize;
 
-    /// Number of threads whose accesses are refused instead of waiting, and that bring their pages
-    /// themselves.
+    /// Number of vCPU threads whose accesses are refused instead of waiting, and that resolve their own
+    /// faults.
     fn vcpus(&self) -> usize {
         0
     }
 
-    /// Where those threads get their pages from now on, for as long as it exists.
+    /// Sets the resolver that those threads use from now on, for as long as it exists.
     fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
         let _ = resolver;
     }
 
-    /// Waits for faults of one queue and appends as many as one read gives.
+    /// Waits for faults of one queue and appends those that one read returns.
     ///
     /// # Errors
     /// What the host reports.
     fn next_faults(&self, reader: usize, faults: &mut Vec<Fault>) -> Result<FaultWait, UffdError>;
 
-    /// Makes every [`next_faults`](Self::next_faults) return [`FaultWait::Stopped`], for good, and ends
-    /// every wait for memory of the host with an error.
+    /// Makes every [`next_faults`](Self::next_faults) return [`FaultWait::Stopped`], permanently, and ends
+    /// every wait for host memory with an error.
     fn stop_readers(&self);
 
     /// True when pages are received in place (through the alias) and then made visible with
-    /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is the way. Must
-    /// be true for shared memory of large host pages: these come in pieces.
+    /// [`make_present`](Self::make_present); otherwise [`copy_in`](Self::copy_in) is used. Must be true for
+    /// shared memory of large host pages, which are assembled from pieces.
     fn receives_in_place(&self, region: usize) -> bool;
 
-    /// True when [`copy_in`](Self::copy_in) works for memory that is received in place as well, and
-    /// is faster for some few pages.
+    /// True when [`copy_in`](Self::copy_in) also works for memory that is received in place, and is faster
+    /// for a few pages.
     fn prefers_copies_of_small_runs(&self) -> bool {
         false
     }
 
-    /// Contents are complete in the alias: let the guest see them. Whole host pages.
+    /// Makes pages visible to the guest whose contents are complete in the alias. Whole host pages only.
     ///
     /// # Errors
     /// What the host reports.
     fn make_present(&self, run: PageRun) -> Result<(), UffdError>;
 
-    /// Puts contents in, atomically for the guest. Whole host pages; `bytes` is as long as the run.
-    /// Waits while the host has no memory: so does the guest.
+    /// Copies contents in, atomically for the guest. Whole host pages only; `bytes` is as long as the run.
+    /// Waits while the host has no memory, and so does the guest.
     ///
     /// # Errors
     /// What the host reports.
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError>;
 
-    /// Makes pages without contents present as zeros. Whole host pages. A page that has contents
-    /// keeps and shows them.
+    /// Makes pages without contents present as zeros. Whole host pages only. A page that has contents keeps
+    /// them and becomes visible with them.
     ///
     /// # Errors
     /// What the host reports.
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError>;
 
-    /// Lets waiters look again.
+    /// Wakes the waiters of a run to repeat their accesses.
     ///
     /// # Errors
     /// What the host reports.
     fn wake(&self, run: PageRun) -> Result<(), UffdError>;
 
-    /// All memory is complete, or about to be dropped: stop watching it and wake every waiter.
+    /// Stops watching all memory and wakes every waiter: memory is complete, or about to be dropped.
     ///
     /// # Errors
-    /// What the host reports, of the first part of memory that stays watched. As many of the others as
-    /// can be are not any more; to be called again for the rest.
+    /// What the host reports for the first part of memory that stays watched. As many of the other parts as
+    /// possible are released; call again for the rest.
     fn release(&self) -> Result<(), UffdError>;
 }

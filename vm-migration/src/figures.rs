@@ -16,11 +16,11 @@ use crate::error::Side;
 use crate::history::RoundBegin;
 use crate::latency::LatencySnapshot;
 
-/// A figure that is not known at first. Set by one thread at a time.
+/// A figure that is unknown at first. Set by one thread at a time.
 #[derive(Debug)]
 pub(crate) struct Known(AtomicU64);
 
-/// Stands for what is not known: no figure is so large.
+/// The value of an unknown figure: no real figure is so large.
 const UNKNOWN: u64 = u64::MAX;
 
 impl Default for Known {
@@ -38,26 +38,27 @@ impl Known {
         Some(self.0.load(Relaxed)).filter(|value| *value != UNKNOWN)
     }
 
-    /// Takes something off, if it is known.
+    /// Subtracts `by`, if the figure is known.
     pub(crate) fn sub(&self, by: u64) {
         let less = |value: u64| (value != UNKNOWN).then(|| value.saturating_sub(by));
         let _ = self.0.fetch_update(Relaxed, Relaxed, less);
     }
 }
 
-/// What one side tells the other. Fields that a version does not know are left out and ignored.
+/// The figures that one side sends to the other. A version leaves out and ignores fields that it does not
+/// know.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Figures {
-    /// Source: how long the guest had stood still when this was sent.
+    /// Source: how long the guest had been stopped when this was sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped_us: Option<u64>,
-    /// Source: the fastest answer.
+    /// Source: the shortest round trip.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub round_trip_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rounds: Option<u32>,
-    /// Source: the last rounds one by one.
+    /// Source: the last rounds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub course: Option<Vec<RoundBegin>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,7 +92,7 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    /// What the side of a document knows by itself.
+    /// The figures that the side of a document has measured itself.
     pub(crate) fn of(own: &ProgressDocument) -> Self {
         let faults = &own.faults;
         match own.side {
@@ -119,20 +120,20 @@ impl Figures {
         }
     }
 
-    /// Since when the guest stands still, of a message that came at `at`: with the way that it took,
-    /// and that of its answer.
+    /// Since when the guest has been stopped, for a message that arrived at `at`; one round trip is
+    /// included for the message and its answer.
     pub(crate) fn stopped(&self, at: Instant) -> Option<Instant> {
         let before_us = self.stopped_us?.saturating_add(self.round_trip_us?);
         at.checked_sub(Duration::from_micros(before_us))
     }
 
-    /// Its bytes.
+    /// Encodes it as JSON.
     pub(crate) fn to_json(&self) -> Vec<u8> {
         // Numbers under fixed names: serialising cannot fail.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// Reads what a peer says; nothing is lost but figures when that makes no sense.
+    /// Parses the peer's figures; invalid ones are ignored, as they only serve for display.
     pub(crate) fn read(payload: &[u8]) -> Option<Self> {
         if payload.is_empty() {
             return None;
@@ -146,7 +147,7 @@ impl Figures {
         }
     }
 
-    /// What is told now counts, and what was told before where nothing is said now.
+    /// Takes over newer figures; a field that is missing in `new` keeps its value.
     pub(crate) fn take(&mut self, new: &Self) {
         macro_rules! newer {
             ($($field:ident),*) => { Self { $($field: new.$field.clone().or(self.$field.take()),)* } };

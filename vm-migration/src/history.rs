@@ -12,13 +12,13 @@ use crate::document::ProgressDocument;
 use crate::latency::{LatencyBucket, ThreadLatency};
 use crate::phase::Phase;
 
-/// Most samples. One is about as wide as a point on a screen.
+/// Most samples. One is about as wide as a pixel of the chart.
 const SAMPLES_MAX: usize = 1024;
 
-/// Distance between two samples at the beginning.
+/// Initial distance between two samples.
 const EVERY_MS: u64 = 50;
 
-/// Most changes of the phase that are kept: connections may be lost any number of times.
+/// Most phase changes that are kept: connections may be lost any number of times.
 const PHASES_MAX: usize = 256;
 
 /// A sample of a migration in progress.
@@ -47,7 +47,7 @@ pub struct PhaseEntry {
     pub phase: Phase,
 }
 
-/// Most rounds that are kept, the last ones: they travel to the destination in one short message.
+/// Most rounds that are kept, the last ones: they are sent to the destination in one short message.
 const ROUNDS_MAX: usize = 64;
 
 /// The beginning of a round of precopy, with the rates of the round before.
@@ -84,7 +84,7 @@ pub struct History {
     pub threads: Vec<ThreadLatency>,
 }
 
-/// What is noted while it is in progress.
+/// Phases, samples and rounds that are recorded during the migration.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     phases: Vec<PhaseEntry>,
@@ -104,7 +104,7 @@ impl Timeline {
         }
     }
 
-    /// Takes a sample if it is time for one, or it is the last.
+    /// Records a sample if one is due, or if it is the last.
     pub(crate) fn sample(&mut self, sample: Sample, is_last: bool) {
         let due = self.samples.last().is_none_or(|last| sample.at_ms >= last.at_ms + self.every_ms);
         if !due && !is_last {

@@ -4,14 +4,14 @@
 //!
 //! Owns how far a transfer has come, and how many pieces a call takes. Must never look at the memory itself.
 
-/// Most pieces that one call takes.
+/// Most pieces per system call.
 pub(crate) const PIECES_MAX: usize = libc::UIO_MAXIOV as usize;
 
-/// What is left of a transfer.
+/// The rest of a transfer.
 pub(crate) struct Iovecs<'a>(&'a mut [libc::iovec]);
 
 impl<'a> Iovecs<'a> {
-    /// All of it.
+    /// A transfer of all pieces.
     pub(crate) fn new(pieces: &'a mut [libc::iovec]) -> Self {
         Self(pieces)
     }
@@ -23,7 +23,7 @@ impl<'a> Iovecs<'a> {
         self.0.get_mut(..count).filter(|pieces| !pieces.is_empty())
     }
 
-    /// Takes bytes that have been moved off the front.
+    /// Removes bytes that have been transferred from the front.
     pub(crate) fn advance(&mut self, mut moved: usize) {
         let mut left = std::mem::take(&mut self.0);
         while let Some(first) = left.first_mut() {

@@ -12,13 +12,14 @@ use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Longest fault latency that is told apart: one hour, in microseconds.
+/// Longest fault latency that is resolved: one hour, in microseconds.
 const LATENCY_MAX_US: u64 = 3_600_000_000;
 
-/// Threads that are told apart: as many vCPUs as there can be, and as many others.
+/// Most threads with statistics of their own: as many vCPUs as there can be, and as many others.
 const THREADS_MAX: usize = 512;
 
-/// Steps in which buckets grow: a quarter, so that a median and a p99 are told apart in a drawing.
+/// Divisor of a bucket's width: a bucket spans a quarter of its lower bound, so that a median and a p99
+/// are apart in the chart.
 const BUCKET_GROWTH: u64 = 4;
 
 /// Quantiles of latencies in microseconds.
@@ -62,7 +63,7 @@ struct OfThread {
     histogram: Histogram<u32>,
 }
 
-/// All that was measured.
+/// All measured latencies.
 pub(crate) struct Latencies {
     all: Histogram<u64>,
     threads: BTreeMap<u32, OfThread>,
@@ -75,7 +76,7 @@ impl Latencies {
         Self { all, threads: BTreeMap::new() }
     }
 
-    /// Takes note of a wait of `thread`, where that is known.
+    /// Records a wait of `thread`, where that is known.
     pub(crate) fn record(&mut self, thread: Option<u32>, latency_us: u64) {
         self.all.saturating_record(latency_us);
         let Some(id) = thread else { return };
@@ -93,7 +94,7 @@ impl Latencies {
         summary(&self.all)
     }
 
-    /// The distribution of all, without empty buckets.
+    /// The distribution over all threads, without empty buckets.
     pub(crate) fn buckets(&self) -> Vec<LatencyBucket> {
         let mut list: Vec<LatencyBucket> = Vec::new();
         let mut bucket = LatencyBucket { from_us: 0, below_us: 1, count: 0 };
@@ -113,7 +114,7 @@ impl Latencies {
         list
     }
 
-    /// Each thread's, by name: `vcpu2` comes before `vcpu10`.
+    /// The latencies of each thread, by name: `vcpu2` comes before `vcpu10`.
     pub(crate) fn threads(&self) -> Vec<ThreadLatency> {
         let of = |thread: &OfThread| ThreadLatency {
             name: thread.name.clone(),
@@ -127,12 +128,12 @@ impl Latencies {
     }
 }
 
-/// A length of time as the histograms take it.
+/// A duration in microseconds, saturating.
 pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The name of a thread of this process, or its number: back ends in other processes fault as well.
+/// The name of a thread of this process, or else its ID: back ends in other processes fault as well.
 fn name_of(thread: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/self/task/{thread}/comm"));
     name.map_or_else(|_| format!("thread {thread}"), |name| name.trim_end().to_owned())
@@ -162,11 +163,11 @@ mod tests {
     fn threads_are_told_apart_by_name_and_all_are_counted_together() {
         let mut latencies = Latencies::new();
         let this = stoppable_thread::Builder::new("vcpu7");
-        // SAFETY: asks for the number of the calling thread.
+        // SAFETY: gettid has no preconditions.
         let this = this.spawn(|| unsafe { libc::gettid() }.cast_unsigned());
         latencies.record(Some(u32::MAX), 10);
         latencies.record(None, 30);
-        // The thread may be gone by now: then it goes by its number.
+        // The thread may have ended by now: then its ID is its name.
         latencies.record(Some(this.unwrap().join().unwrap()), 20);
         assert_eq!(latencies.snapshot().count, 3);
         assert_eq!(latencies.threads().len(), 2);

@@ -8,10 +8,10 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of the smallest page; dirty logs, bitmaps and ranges count in these.
+/// Bytes of the smallest page; dirty logs, bitmaps and ranges use it as their unit.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// More regions than any machine has; bounds what a peer may describe.
+/// Most regions; bounds what a peer may describe. No machine has so many.
 pub const REGIONS_MAX: usize = 4096;
 
 /// Converts a count or length that is known to fit an address space of 64 bits.
@@ -71,12 +71,12 @@ impl PageRun {
         self.count * PAGE_BYTES
     }
 
-    /// One page after the last.
+    /// Page number after the last.
     pub fn end(&self) -> u64 {
         self.first + self.count
     }
 
-    /// The run in pieces of at most so many pages, which begin at multiples of that in the region.
+    /// Cuts the run into pieces of at most `pages` pages that begin at multiples of `pages` in the region.
     pub(crate) fn cut(self, pages: u64) -> impl Iterator<Item = Self> {
         let mut rest = self;
         std::iter::from_fn(move || {
@@ -88,7 +88,7 @@ impl PageRun {
     }
 }
 
-/// A range of guest physical addresses as it travels: start and length in bytes, unchecked.
+/// A range of guest physical addresses in the protocol: start and length in bytes, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpaRange {
     /// First guest physical address.
@@ -97,7 +97,7 @@ pub struct GpaRange {
     pub len_bytes: u64,
 }
 
-/// Why regions do not describe a machine, or a range is not part of it.
+/// Why regions do not form a valid layout, or a range is not part of it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// Too many regions.
@@ -195,10 +195,10 @@ impl Layout {
         self.regions.iter().map(RegionInfo::pages).sum()
     }
 
-    /// Finds the pages of a range. A range lies in one region, whole pages only.
+    /// Finds the pages of a range, which must lie in one region and consist of whole pages.
     ///
     /// # Errors
-    /// [`LayoutError::BadRange`] when it does not.
+    /// [`LayoutError::BadRange`] otherwise.
     pub fn locate(&self, range: GpaRange) -> Result<PageRun, LayoutError> {
         let GpaRange { gpa, len_bytes } = range;
         let bad = |what| LayoutError::BadRange { gpa, len_bytes, what };
@@ -218,7 +218,7 @@ impl Layout {
         Ok(PageRun { region, first: offset / PAGE_BYTES, count: len_bytes / PAGE_BYTES })
     }
 
-    /// The addresses of a run, as they travel.
+    /// The addresses of a run, for the protocol.
     pub fn range_of(&self, run: PageRun) -> GpaRange {
         let region = &self.regions[run.region];
         GpaRange { gpa: region.gpa + run.first * PAGE_BYTES, len_bytes: run.len_bytes() }
@@ -227,7 +227,7 @@ impl Layout {
     /// Compares the guest-visible part of two layouts: addresses and lengths, not backings.
     ///
     /// # Errors
-    /// [`LayoutError::Differs`] with both in words.
+    /// [`LayoutError::Differs`] with a description of both.
     pub fn same_for_guest(&self, peer: &Self) -> Result<(), LayoutError> {
         let key = |layout: &Self| -> Vec<(u64, u64)> {
             layout.regions.iter().map(|r| (r.gpa, r.len_bytes)).collect()

@@ -19,16 +19,16 @@ use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::message::Role;
 use crate::transport::{Address, Connection, wait_readable};
 
-/// A thread that opens a connection needs little: there may be 256 of them for a moment.
+/// Stack of a thread that opens a connection: small, because there may be 256 of them for a moment.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Where a set is opened, and what its connections show.
+/// Destination, token and limits of a set of connections that is being opened.
 #[derive(Clone, Copy)]
 pub(crate) struct Opening<'a> {
     pub to: &'a Address,
     /// The first connection of the set.
     pub beside: &'a Connection,
-    /// The destination confirms it; none with plain version 0.
+    /// The token, which the destination confirms; `None` with plain version 0.
     pub token: Option<&'a [u8; TOKEN_BYTES]>,
     pub cancel: &'a Cancel,
     pub limits: &'a Limits,
@@ -38,7 +38,7 @@ impl Opening<'_> {
     /// Opens a connection for each role, in order.
     ///
     /// # Errors
-    /// The first that failed; the others are closed.
+    /// The first failure; the other connections are closed.
     pub(crate) fn all(&self, roles: &[Role]) -> Result<Vec<Channel>, Cause> {
         if roles.is_empty() {
             return Ok(Vec::new());

@@ -16,67 +16,67 @@ use crate::destination::LateReconnects;
 use crate::steering::Steering;
 use crate::transport::{Address, ClientTls, TlsError};
 
-/// Most connections for memory, as upstream has it.
+/// Most connections for memory, as in cloud-hypervisor.
 pub const CONNECTIONS_MAX: u16 = 128;
 
-/// Downtime that precopy aims at by default, in milliseconds.
+/// Default of the downtime that precopy aims at, in milliseconds.
 pub const DOWNTIME_DEFAULT_MS: u64 = 300;
 
 /// Least bandwidth limit: with less, the peer would take the silence for a lost connection.
 pub const BANDWIDTH_MIN_BYTES_PER_S: u64 = 64 << 10;
 
-/// Longest precopy by default.
+/// Default of the longest precopy.
 pub const TIMEOUT_DEFAULT: Duration = Duration::from_hours(1);
 
-/// Longest wait for a connection to be made. Name resolution is counted.
+/// Longest wait for a connection to be established, including name resolution.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Longest time without any progress in reading or writing a message, or until its answer.
+/// Longest time without progress in reading or writing a message, or until its answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Longest wait for the destination to build the machine: large hugetlb guests take long.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// How long both sides of a postcopy try to reconnect by themselves by default.
+/// Default of the time for which both sides of a postcopy try to reconnect by themselves.
 pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
 
-/// Connections for requested pages when neither the options nor the machine say how many.
+/// Connections for requested pages when neither the options nor the machine determine their number.
 pub const URGENT_CONNECTIONS_DEFAULT: u16 = 2;
 
-/// Most connections for requested pages that a number of vCPUs makes.
+/// Most connections for requested pages that are derived from a number of vCPUs.
 pub const URGENT_CONNECTIONS_FOR_VCPUS_MAX: u16 = 8;
 
-/// Connections for requested pages for a machine with so many vCPUs.
+/// Connections for requested pages for a machine with `vcpus` vCPUs.
 pub fn urgent_connections_for(vcpus: u32) -> u16 {
     u16::try_from(vcpus).unwrap_or(u16::MAX).clamp(1, URGENT_CONNECTIONS_FOR_VCPUS_MAX)
 }
 
-/// How long the other side of a postcopy may be silent, or keep a thread waiting for a page, before
-/// its connections count as lost. TCP finds a machine that is gone in as much time
+/// How long the peer of a postcopy may be silent, or keep a thread waiting for a page, before its
+/// connections count as lost. TCP takes about as long to detect a host that has failed
 /// ([`crate::transport`]).
 pub const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a destination promises with its acknowledgement of the handover: for so long nothing but the
-/// source, or the operator with force, ends the machine there. The source uses an acknowledgement for
-/// half of that time ([`crate::commit`]), so a source that has not committed when it is over never
-/// will. After it the machine is kept all the same; the operator's decision counts without force.
+/// The promise of a destination that acknowledges the handover: for this long only the source, or the
+/// operator with `force`, ends the machine there. The source commits with an acknowledgement only during
+/// the first half of that time ([`crate::commit`]), so a source that has not committed when it is over
+/// never will. The machine is kept after it as well, but the operator's decision then needs no `force`.
 pub const REJOIN_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// When memory is sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryMode {
-    /// All of it before the guest runs at the destination.
+    /// All memory is sent before the guest runs at the destination.
     #[default]
     Precopy,
-    /// After the guest has started there, on demand and in the background.
+    /// Memory is sent after the guest has started there, on demand and in the background.
     Postcopy,
-    /// Precopy until further rounds do not help or the operator ends it; the rest by postcopy.
+    /// Precopy until further rounds do not help or the operator ends it; the rest is sent by postcopy.
     Auto,
 }
 
 impl MemoryMode {
-    /// True when pages may follow the guest.
+    /// True when pages may be sent after the guest.
     pub fn may_postcopy(self) -> bool {
         self != Self::Precopy
     }
@@ -108,7 +108,7 @@ pub enum Convergence {
     Postcopy,
 }
 
-/// When dirty bits are cleared.
+/// When the dirty log is cleared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyClear {
     /// For each slice of memory just before it is copied.
@@ -128,11 +128,10 @@ pub enum Compression {
     Zstd,
 }
 
-/// How many times [`SendOptions::downtime`] may become with [`Convergence::RaiseDowntime`] when
-/// nothing else is said.
+/// Default of [`SendOptions::downtime_max`], in multiples of [`SendOptions::downtime`].
 pub const DOWNTIME_MAX_FACTOR: u32 = 10;
 
-/// How long each kind of wait may take.
+/// Time limits of the kinds of waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// See [`CONNECT_TIMEOUT`].
@@ -159,25 +158,25 @@ impl Default for Limits {
     }
 }
 
-/// Choices of the sender.
+/// Options of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SendOptions {
-    /// Where the destination listens.
+    /// Address of the destination.
     pub to: Address,
-    /// Directory with certificates, where all connections use TLS.
+    /// Directory with certificates, if all connections use TLS.
     pub tls_dir: Option<PathBuf>,
-    /// What was read of it, by [`load_tls`](Self::load_tls).
+    /// The certificates in it, read by [`load_tls`](Self::load_tls).
     pub tls: Option<ClientTls>,
-    /// How memory travels.
+    /// When memory is sent.
     pub memory_mode: MemoryMode,
-    /// Memory as file descriptors on one host; nothing is copied.
+    /// Memory is handed over as file descriptors on one host; nothing is copied.
     pub local: bool,
     /// Connections that carry memory, 1 to [`CONNECTIONS_MAX`].
     pub connections: u16,
     /// Connections for requested pages in postcopy, up to [`CONNECTIONS_MAX`]; with 0 requested
     /// pages share the other connections, and `None` takes the number from `vcpus`.
     pub urgent_connections: Option<u16>,
-    /// vCPUs of the machine, where they are known.
+    /// Number of the machine's vCPUs, if known.
     pub vcpus: Option<u32>,
     /// Longest precopy before [`MemoryMode::Auto`] switches to postcopy.
     pub postcopy_after: Option<Duration>,
@@ -192,7 +191,7 @@ pub struct SendOptions {
     pub downtime: Duration,
     /// Longest precopy.
     pub timeout: Duration,
-    /// What happens then.
+    /// What happens when that time is over.
     pub timeout_strategy: TimeoutStrategy,
     /// How precopy is made to converge.
     pub convergence: Convergence,
@@ -203,16 +202,16 @@ pub struct SendOptions {
     pub dirty_clear: DirtyClear,
     /// Whether memory is compressed; precopy only.
     pub compression: Compression,
-    /// A page server sends the last pages of a postcopy. The machine provides it
+    /// A page server sends the last pages of a postcopy. The machine starts it
     /// ([`crate::vm::PausedVm::page_server`]).
     pub page_server: bool,
-    /// Where the page server takes requests, if that was given.
+    /// Path of the page server's API socket, if given.
     pub page_server_socket: Option<PathBuf>,
     /// Limits of single waits.
     pub limits: Limits,
 }
 
-/// Options that cannot work together, or out of range.
+/// Why options are out of range or cannot be combined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
     /// local=on over a network.
@@ -221,52 +220,52 @@ pub enum OptionsError {
     /// TLS without a network.
     #[error("tls_dir needs a tcp: address, not {0}")]
     TlsUnix(Address),
-    /// local=on with something that it makes meaningless.
+    /// local=on with an option that it makes meaningless.
     #[error("local=on hands memory over without copying it: leave {0} out")]
     LocalAnd(&'static str),
     /// A number of connections out of range.
     #[error("{name}={value} is not between {min} and {CONNECTIONS_MAX}")]
     Connections {
-        /// The option.
+        /// Name of the option.
         name: &'static str,
         /// Its value.
         value: u16,
-        /// The least that it may be.
+        /// The least allowed value.
         min: u16,
     },
-    /// compression with postcopy.
+    /// Compression with postcopy.
     #[error("compression=zstd works with memory_mode=precopy only; leave one of the two out")]
     CompressionPostcopy,
-    /// An option of postcopy, and there will be none.
+    /// An option of postcopy in a migration without postcopy.
     #[error(
         "{0} has no effect in precopy: it needs memory_mode=postcopy, memory_mode=auto or \
          convergence=postcopy"
     )]
     NeedsPostcopy(&'static str),
-    /// postcopy_after_s without a precopy that postcopy could end.
+    /// postcopy_after_s without a precopy that could switch to postcopy.
     #[error("postcopy_after_s has no effect without memory_mode=auto or convergence=postcopy")]
     PostcopyAfter,
-    /// A socket for a page server that was not asked for.
+    /// A socket for a page server without page_server=on.
     #[error("page_server_socket has no effect without page_server=on")]
     PageServerSocket,
-    /// A way to make precopy converge, and there is no precopy.
+    /// A convergence method in a migration without precopy.
     #[error(
         "convergence has no effect with memory_mode=postcopy, which has no rounds; leave one of the \
          two out"
     )]
     ConvergencePostcopy,
-    /// A maximum of the downtime that nothing raises.
+    /// A maximum downtime without a method that raises the downtime.
     #[error("downtime_max_ms has no effect without convergence=raise-downtime")]
     DowntimeMaxUnused,
-    /// A maximum of the downtime below where it starts.
+    /// A maximum downtime below the initial one.
     #[error("downtime_max_ms={max_ms} is less than downtime_ms={downtime_ms}")]
     DowntimeMax {
         /// The maximum.
         max_ms: u128,
-        /// Where it starts.
+        /// The initial downtime.
         downtime_ms: u128,
     },
-    /// A bandwidth limit that keeps a migration from ending.
+    /// A bandwidth limit with which a migration would not finish.
     #[error(
         "bandwidth={0} is too low for a migration to finish: give at least 64K bytes per second, or \
          0 for no limit"
@@ -275,7 +274,7 @@ pub enum OptionsError {
 }
 
 impl SendOptions {
-    /// Defaults for everything but the address.
+    /// Default options for an address.
     pub fn new(to: Address) -> Self {
         Self {
             to,
@@ -303,10 +302,10 @@ impl SendOptions {
         }
     }
 
-    /// Checks the values, and that they work together. Nothing else knows these rules.
+    /// Checks the values and their combinations. These rules exist only here.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first rule that is violated.
     pub fn check(&self) -> Result<(), OptionsError> {
         let counts =
             [("connections", Some(self.connections), 1), ("preempt", self.urgent_connections, 0)];
@@ -339,7 +338,7 @@ impl SendOptions {
         self.tls_dir.is_some() || self.tls.is_some()
     }
 
-    /// Reads the certificates.
+    /// Reads the certificates from `tls_dir`.
     ///
     /// # Errors
     /// Names the file that is missing or cannot be used.
@@ -348,7 +347,7 @@ impl SendOptions {
         Ok(())
     }
 
-    /// What local=on excludes.
+    /// Checks for options that local=on excludes.
     fn check_local(&self) -> Result<(), OptionsError> {
         if !self.local {
             return Ok(());
@@ -371,7 +370,8 @@ impl SendOptions {
         }
     }
 
-    /// What needs postcopy, or a precopy before it, and what excludes it.
+    /// Checks for options that need postcopy, or a precopy before it, and for those that postcopy
+    /// excludes.
     fn check_postcopy(&self) -> Result<(), OptionsError> {
         if self.mode() == MemoryMode::Precopy {
             let needs =
@@ -398,13 +398,13 @@ impl SendOptions {
         Ok(())
     }
 
-    /// Connections for requested pages in postcopy.
+    /// Number of connections for requested pages in postcopy.
     pub fn urgent_connections(&self) -> u16 {
         let by_vcpus = || self.vcpus.map_or(URGENT_CONNECTIONS_DEFAULT, urgent_connections_for);
         self.urgent_connections.unwrap_or_else(by_vcpus)
     }
 
-    /// When memory is sent, whichever of the options says so.
+    /// When memory is sent, by `memory_mode` and `convergence` together.
     pub fn mode(&self) -> MemoryMode {
         match (self.memory_mode, self.convergence) {
             (MemoryMode::Precopy, Convergence::Postcopy) => MemoryMode::Auto,
@@ -418,21 +418,21 @@ impl SendOptions {
     }
 }
 
-/// Choices of the receiver.
+/// Options of the destination.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReceiveOptions {
     /// Limits of single waits.
     pub limits: Limits,
     /// Longest wait for the source to connect; `None` waits until cancelled.
     pub accept_timeout: Option<Duration>,
-    /// userfaultfds over which memory is split in postcopy, each with its reader; `None` for one
-    /// for each connection for requested pages.
+    /// userfaultfds over which memory is split in postcopy, each with its reader thread; `None` for one
+    /// per connection for requested pages.
     pub fault_readers: Option<usize>,
-    /// Threads that get pages for memory that is announced; `None` for as many as this host has to
-    /// spare, none with fewer than four processors.
+    /// Threads that populate announced memory; `None` for as many as this host has to spare, which is
+    /// none with fewer than four processors.
     pub prepare_threads: Option<usize>,
     /// Requests to the migration while it runs.
     pub steering: Steering,
-    /// The migrations to this process that are over, and whose sources may not know it.
+    /// Ended migrations of this process whose sources may not know the outcome.
     pub late_reconnects: LateReconnects,
 }

@@ -14,16 +14,16 @@ use crate::latency::micros;
 /// Identity of a page server, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// Where it takes requests.
+    /// Path of its API socket.
     pub socket: String,
-    /// Its process.
+    /// Its process ID.
     pub pid: u32,
 }
 
 /// The state of the page server of a migration, if it has one.
 #[derive(Debug, Default)]
 pub(crate) struct PageServerStatus {
-    /// Held for one change or one copy.
+    /// Locked for one change or one copy.
     now: Mutex<Option<PageServerSnapshot>>,
 }
 

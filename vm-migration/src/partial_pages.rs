@@ -16,21 +16,21 @@ use page_bitmap::PageBitmap;
 
 use crate::layout::to_usize;
 
-/// The pieces of a region.
+/// The state of host pages that are assembled from pieces, in one region.
 #[derive(Debug)]
 pub(crate) struct PartialPages {
     /// Pages of 4 KiB in a host page.
     unit_pages: u64,
-    /// Per page: no thread has begun to receive it.
+    /// By page: no thread has begun to receive it.
     absent: PageBitmap,
-    /// Per host page: pages that are not in place.
+    /// By host page: number of pages that are not in place.
     open: Box<[AtomicU64]>,
-    /// Per host page: it has contents, not only zeros.
+    /// By host page: it has contents other than zeros.
     filled: PageBitmap,
 }
 
 impl PartialPages {
-    /// Everything of the host pages that `missing` names is still to come.
+    /// Starts with all of the host pages in `missing` still to come.
     pub(crate) fn new(missing: &PageBitmap, unit_pages: u64) -> Self {
         let units = missing.len();
         let pieces = Self {
@@ -39,7 +39,7 @@ impl PartialPages {
             open: (0..units).map(|_| AtomicU64::new(0)).collect(),
             filled: PageBitmap::new(units),
         };
-        // Nothing of them is claimed, so the bits are all that there is to say.
+        // No page of them is claimed, so the bits are the whole state.
         for run in missing.runs() {
             pieces.absent.set_range(run.start * unit_pages..run.end * unit_pages);
         }
@@ -47,9 +47,8 @@ impl PartialPages {
         pieces
     }
 
-    /// All of the host pages that are still missing is to come again. `partly` is called for each of
-    /// which something may have come: that is to be thrown away. No thread may receive anything
-    /// meanwhile.
+    /// Expects all of the missing host pages again. `partly` is called for each of which parts may have
+    /// arrived and must be discarded. No thread may receive pages meanwhile.
     pub(crate) fn begin_again(&self, missing: &PageBitmap, mut partly: impl FnMut(u64)) {
         for unit in missing.runs().flatten() {
             let first_page = unit * self.unit_pages;
@@ -67,14 +66,14 @@ impl PartialPages {
         self.absent.count_range(first..first + count) == count
     }
 
-    /// Takes pages, all or none for the caller's purposes: false means that another thread brings
-    /// one of them in, and the caller must bring in none.
+    /// Claims pages, all or none for the caller's purposes: false means that another thread is receiving
+    /// one of them, and the caller must place none.
     pub(crate) fn claim(&self, first: u64, count: u64) -> bool {
         self.absent.claim_range(first..first + count) == count
     }
 
-    /// Pages that the caller has claimed are in place, as contents or as zeros. `complete` is
-    /// called with each host page of which none is left, and whether that has any contents.
+    /// Marks claimed pages as in place, as contents or as zeros. `complete` is called with each host page
+    /// that is complete now, and whether it has any contents.
     pub(crate) fn put<E>(
         &self,
         first: u64,
@@ -91,7 +90,7 @@ impl PartialPages {
                 self.filled.set(unit);
             }
             let placed = next - page;
-            // The thread that reaches zero sees what all the others have written before.
+            // The thread that reaches zero sees what all others have written before.
             if self.open[to_usize(unit)].fetch_sub(placed, Ordering::AcqRel) == placed {
                 complete(unit, self.filled.get(unit))?;
             }
@@ -200,7 +199,7 @@ mod model {
         }
         let mut complete = 0;
         let note = |_: u64, filled: bool| {
-            // Page 0 has contents, so the thread that completes the host page knows of them.
+            // Page 0 has contents, so the thread that completes the host page must see that.
             assert!(filled);
             complete += 1;
             Ok::<_, Infallible>(())
@@ -209,8 +208,8 @@ mod model {
         complete
     }
 
-    /// Two connections bring a piece each of one host page, and both try for a third: one of the
-    /// two completes it, once.
+    /// Two connections bring a piece each of one host page, and both try to claim a third: one of the two
+    /// completes it, once.
     #[test]
     fn pieces_from_two_connections_complete_a_host_page_once() {
         loom::model(|| {

@@ -9,10 +9,10 @@ use std::sync::mpsc;
 
 use crate::steering::LOOK_EVERY;
 
-/// Does `work`, and meanwhile looks now and then, on a thread of its own that ends with it.
+/// Does `work`, and meanwhile calls `look` periodically on a thread of its own, which ends with it.
 ///
 /// # Errors
-/// There is no thread; nothing has been done.
+/// When the thread cannot be started; `work` has not been done.
 pub(crate) fn poll_while<T>(
     mut look: impl FnMut() + Send,
     work: impl FnOnce() -> T,

@@ -30,37 +30,37 @@ pub use crate::document::{
 pub use crate::latency::LatencySnapshot;
 pub use crate::phase::Phase;
 
-/// One thing that happened.
+/// An event of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A phase begins.
     Begin(Phase),
-    /// A phase ended well after so long.
+    /// A phase ended successfully; with its duration.
     End(Phase, Duration),
-    /// A phase failed after so long.
+    /// A phase failed; with its duration.
     Fail(Phase, Duration),
-    /// A precopy round begins with so many bytes to send.
+    /// A precopy round begins.
     Round {
         /// Number, from 1.
         round: u32,
         /// Bytes to send in it.
         remaining_bytes: u64,
     },
-    /// A round of precopy did not help.
+    /// A precopy round did not reduce the expected downtime.
     Stalled {
         /// Its number.
         round: u32,
-        /// What a stop would cost.
+        /// The expected downtime.
         expected_us: u64,
-        /// What it may cost.
+        /// The allowed downtime.
         allowed_us: u64,
     },
-    /// From now on the vCPUs are kept out of the guest for this share of the time.
+    /// The vCPUs are throttled from now on.
     Throttled {
-        /// The share.
+        /// Percentage of the time for which they are kept out of the guest.
         percent: u8,
     },
-    /// From now on the guest may stand still for so long.
+    /// The allowed downtime changes.
     DowntimeAllowed {
         /// In microseconds.
         allowed_us: u64,
@@ -69,13 +69,13 @@ pub enum Event {
     PageServerFailed,
 }
 
-/// Gets every event, in order, on the thread that caused it. Must not block.
+/// Receives every event, in order, on the thread that caused it. Must not block.
 pub trait Observer: Send + Sync {
-    /// Takes one.
+    /// Handles one event.
     fn event(&self, side: Side, event: Event);
 }
 
-/// Counters; each is only ever added to, or set by one thread.
+/// Counters; each is only added to, or set by one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub round: AtomicU32,
@@ -111,32 +111,32 @@ pub(crate) struct Counters {
     pub recoveries: AtomicU32,
 }
 
-/// What a running migration shows. Shared by all its threads and all watching clients.
+/// The visible state of a running migration. Shared by all its threads and all watching clients.
 pub struct Progress {
     side: Side,
     observer: Option<Box<dyn Observer>>,
     phase: AtomicU8,
-    /// When the peers had found each other, by both clocks.
+    /// When the source connected, by both clocks.
     started: OnceLock<(Instant, SystemTime)>,
     ended: OnceLock<Instant>,
     failure: OnceLock<FailureReport>,
     pub(crate) counters: Counters,
     mode: OnceLock<Mode>,
-    /// What the peer has told. Held for one copy.
+    /// The peer's figures. Locked for one copy.
     peer: Mutex<Figures>,
     convergence: OnceLock<Convergence>,
     fault_source: OnceLock<FaultSourceKind>,
-    /// The guest has gone before all of its memory.
+    /// The guest started at the destination before all of its memory was there.
     postcopy: AtomicBool,
-    /// Why postcopy holds still, or held still last. Held for one copy.
+    /// Why postcopy is paused, or was paused last. Locked for one copy.
     lost: Mutex<Option<String>>,
-    /// Until when connections are made again by themselves. Held for one copy.
+    /// Until when the source reconnects by itself. Locked for one copy.
     reconnects_until: Mutex<Option<Instant>>,
-    /// The process that sends the pages that are left.
+    /// The process that sends the remaining pages.
     pub(crate) page_server: PageServerStatus,
-    /// Latencies of faults that waited for the peer. Held for one addition or one copy.
+    /// Latencies of faults that waited for the peer. Locked for one addition or one copy.
     latency: Mutex<Latencies>,
-    /// For the report. Held for one note or one copy.
+    /// Recorded for the report. Locked for one entry or one copy.
     course: Mutex<Timeline>,
 }
 
@@ -150,12 +150,12 @@ impl fmt::Debug for Progress {
 }
 
 impl Progress {
-    /// A migration that has not begun, without an observer.
+    /// Progress of a migration that has not begun, without an observer.
     pub fn new(side: Side) -> Self {
         Self::build(side, None)
     }
 
-    /// The same with an observer that gets each event.
+    /// The same with an observer that receives each event.
     pub fn observed(side: Side, observer: Box<dyn Observer>) -> Self {
         Self::build(side, Some(observer))
     }
@@ -182,23 +182,24 @@ impl Progress {
         }
     }
 
-    /// There is a page server, which this process has started or is.
+    /// Notes that there is a page server, which this process has started or is.
     pub fn has_page_server(&self, identity: Identity) {
         self.page_server.begin(identity);
     }
 
-    /// Whose progress this is.
+    /// The side that this process is.
     pub fn side(&self) -> Side {
         self.side
     }
 
-    /// The phase now.
+    /// The current phase.
     pub fn phase(&self) -> Phase {
         let number = usize::from(self.phase.load(Relaxed));
         Phase::ALL.get(number).copied().unwrap_or(Phase::Failed)
     }
 
-    /// Runs one phase: announces its begin and its end. The only way to be in a phase.
+    /// Runs one phase, and announces its begin and end. Phases are entered only through this, or through
+    /// [`begin_long`](Self::begin_long).
     pub(crate) fn run<T, E>(
         &self,
         phase: Phase,
@@ -206,7 +207,7 @@ impl Progress {
     ) -> Result<T, E> {
         let start = Instant::now();
         if phase != Phase::Listen {
-            // Waiting for a source is no part of a migration.
+            // The wait for a source does not belong to the migration.
             self.started.get_or_init(|| (start, SystemTime::now()));
         }
         self.enter(phase);
@@ -224,35 +225,35 @@ impl Progress {
         self.enter(phase);
     }
 
-    /// Postcopy has lost its connections: it holds still.
+    /// Notes that postcopy has lost its connections and is paused.
     pub(crate) fn lost(&self, why: String) {
         self.counters.losses.fetch_add(1, Relaxed);
         self.cannot_recover(why);
         self.enter(Phase::PostcopyPaused);
     }
 
-    /// An attempt to connect again has failed.
+    /// Notes that an attempt to reconnect has failed.
     pub(crate) fn cannot_recover(&self, why: String) {
         *self.lost.lock() = Some(why);
     }
 
-    /// Connections are made again by themselves until then; `None` when there are some.
+    /// Sets until when the source reconnects by itself; `None` while connected.
     pub(crate) fn reconnects_until(&self, until: Option<Instant>) {
         *self.reconnects_until.lock() = until;
     }
 
-    /// Postcopy continues in its phase.
+    /// Notes that postcopy continues in `phase`.
     pub(crate) fn recovered(&self, phase: Phase) {
         self.counters.recoveries.fetch_add(1, Relaxed);
         self.enter(phase);
     }
 
-    /// Ends such a phase.
+    /// Ends a phase that [`begin_long`](Self::begin_long) began.
     pub(crate) fn end_long(&self, phase: Phase, took: Duration, well: bool) {
         self.tell(if well { Event::End(phase, took) } else { Event::Fail(phase, took) });
     }
 
-    /// Enters a last phase, one that does no work.
+    /// Enters a final phase.
     pub(crate) fn finish(&self, phase: Phase) {
         let _ = self.ended.set(Instant::now());
         if phase == Phase::Done {
@@ -262,7 +263,7 @@ impl Progress {
         self.enter(phase);
     }
 
-    /// Enters a last phase with the reason; both become visible together.
+    /// Enters a final phase with the failure; both become visible together.
     pub fn fail(&self, phase: Phase, failure: FailureReport) {
         let _ = self.failure.set(failure);
         self.finish(phase);
@@ -291,7 +292,7 @@ impl Progress {
         }
     }
 
-    /// Takes note of where the migration is, if it is time for that. For the report.
+    /// Records a sample for the report, if one is due.
     pub(crate) fn note_sample(&self, is_last: bool) {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
@@ -305,7 +306,7 @@ impl Progress {
         if is_last {
             self.course.lock().sample(sample, true);
         } else if let Some(mut course) = self.course.try_lock() {
-            // Another thread takes one at this moment, or makes a report: that is not waited for.
+            // Another thread is taking a sample, or making a report: this one is skipped.
             course.sample(sample, false);
         }
     }
@@ -337,26 +338,26 @@ impl Progress {
         self.counters.remaining_bytes.sub(bytes);
     }
 
-    /// Pages of 4 KiB that went or came in the background, and otherwise.
+    /// Pages of 4 KiB that were sent or received in the background, and on request.
     pub(crate) fn pages_moved(&self) -> (u64, u64) {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
         (get(&c.bulk_pages), get(&c.urgent_pages) + get(&c.prefetched_pages))
     }
 
-    /// Pages of 4 KiB that have come so far, those of large pages that are not complete included.
+    /// Pages of 4 KiB that have arrived, including those of large pages that are not complete.
     pub(crate) fn pages_come(&self) -> u64 {
         let c = &self.counters;
         c.memory_bytes_received.load(Relaxed) / PAGE_BYTES + c.zero_pages.load(Relaxed)
     }
 
-    /// Memory went out as a frame.
+    /// Counts memory that was sent compressed.
     pub(crate) fn compressed(&self, raw_bytes: u64, frame_bytes: u64) {
         self.counters.compressed_raw_bytes.fetch_add(raw_bytes, Relaxed);
         self.counters.compressed_frame_bytes.fetch_add(frame_bytes, Relaxed);
     }
 
-    /// A connection has found out whether compression pays.
+    /// Notes a connection's decision for or against compression.
     pub(crate) fn compression_is(&self, before: bool, now: bool) {
         self.counters.compression_decisions.fetch_add(1, Relaxed);
         match (before, now) {
@@ -381,7 +382,7 @@ impl Progress {
         latencies.record(thread, latency_us);
     }
 
-    /// Everything that was noted, for a report.
+    /// Everything recorded, for a report.
     pub fn history(&self) -> History {
         let progress = self.snapshot();
         let course = self.course.lock();
@@ -394,14 +395,14 @@ impl Progress {
         History { progress, phases, timeline, rounds, latency, threads }
     }
 
-    /// Everything, as of now.
+    /// The progress document as of now.
     pub fn snapshot(&self) -> ProgressDocument {
         let get = |counter: &AtomicU64| counter.load(Relaxed);
         let c = &self.counters;
         let peer = self.peer.lock().clone();
         let is_source = self.side == Side::Source;
         let is_destination = !is_source;
-        // What this side counts itself, or what the one that does has told.
+        // Each side counts some figures itself; the peer's figures provide the others.
         let sent = |own: u64, told: Option<u64>| if is_source { Some(own) } else { told };
         let met = |own: u64, told: Option<u64>| if is_destination { Some(own) } else { told };
         let known = |own: &Known, told: Option<u64>| own.get().or(told);
@@ -468,7 +469,7 @@ impl Progress {
         }
     }
 
-    /// What the peer is told of this side.
+    /// The figures of this side, to be sent to the peer.
     pub(crate) fn figures(&self) -> Figures {
         let mut figures = Figures::of(&self.snapshot());
         if self.side == Side::Source {
@@ -478,7 +479,7 @@ impl Progress {
         figures
     }
 
-    /// Takes what the peer has told of its side.
+    /// Takes the peer's figures.
     pub(crate) fn heard(&self, payload: &[u8]) {
         if let Some(figures) = Figures::read(payload) {
             self.peer.lock().take(&figures);

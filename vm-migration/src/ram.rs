@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 
-/// Guest RAM, in the form that the memory crate's regions are adapted to.
+/// Guest RAM, as migration and snapshot use it; implemented for the memory crate's regions.
 ///
 /// Page numbers count 4 KiB pages from the start of a region; `region` is an index into
 /// [`layout`](Self::layout). All methods may be called from several threads.
@@ -25,61 +25,61 @@ use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 /// [`vcpus`](Self::vcpus) must point to at least `len_bytes` bytes that stay mapped readable and
 /// writable for as long as the value lives, and the layout must never change.
 pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
-    /// The regions.
+    /// The layout of the regions.
     fn layout(&self) -> &Layout;
 
-    /// Start of the mapping that the guest and the devices use, the one that userfaultfd watches.
+    /// Start of the mapping that guest and devices use, which userfaultfd watches.
     fn main(&self, region: usize) -> *mut u8;
 
-    /// Start of the second mapping of the same pages, never watched; `None` for anonymous memory.
+    /// Start of the second mapping of the same pages, which is never watched; `None` for anonymous memory.
     fn alias(&self, region: usize) -> Option<*mut u8>;
 
-    /// Start of the mapping of the same pages that vCPUs use instead of [`main`](Self::main), where
-    /// they have one.
+    /// Start of the mapping of the same pages that vCPUs use instead of [`main`](Self::main), if they have
+    /// their own.
     fn vcpus(&self, region: usize) -> Option<*mut u8> {
         let _ = region;
         None
     }
 
-    /// The file that a region's pages belong to, for handing it over; `None` for private memory.
-    /// Regions of the same name have the same file.
+    /// The file with a region's pages, for handing it over; `None` for private memory. Regions of the same
+    /// name have the same file.
     fn file(&self, region: usize) -> Option<BorrowedFd<'_>> {
         let _ = region;
         None
     }
 
-    /// Where in its file a region begins.
+    /// Offset of a region in its file.
     fn file_offset(&self, region: usize) -> u64 {
         let _ = region;
         0
     }
 
-    /// Which of `pages` have ever been populated, as ascending runs. Must not populate any.
-    /// Memory that cannot tell answers with the whole range.
+    /// The populated pages among `pages`, as ascending runs. Must not populate any. Memory that cannot tell
+    /// returns the whole range.
     ///
     /// # Errors
     /// What the host's query reports.
     fn populated_runs(&self, region: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>>;
 
-    /// Keeps `pages` from being returned to the host until the answer is dropped, so that what
-    /// [`populated_runs`](Self::populated_runs) finds can be read: a hole of shared memory that is read is
-    /// one no more. Memory that is only read, or of which nothing is returned, needs do nothing.
+    /// Keeps `pages` from being discarded until the result is dropped, so that what
+    /// [`populated_runs`](Self::populated_runs) finds can be read: reading a hole of shared memory populates
+    /// it. Memory that is only read, or of which nothing is discarded, need not do anything.
     fn hold(&self, region: usize, pages: Range<u64>) -> Hold<'_> {
         let _ = (region, pages);
         Hold::default()
     }
 
-    /// The pages have been discarded or are known to be zeros.
+    /// Notes that pages have been discarded or are known to be zero.
     fn mark_zero(&self, run: PageRun);
 
-    /// Contents of the pages have arrived.
+    /// Notes that contents of the pages have arrived.
     fn mark_resident(&self, run: PageRun);
 
-    /// The pages' contents are still to arrive (postcopy).
+    /// Notes that contents of the pages are still to arrive (postcopy).
     fn mark_absent(&self, run: PageRun);
 
-    /// Contents of the pages are about to arrive for the first time: gets pages from the host in
-    /// one go, which costs a fraction of a fault for each. May do nothing.
+    /// Populates pages in one call before contents arrive for the first time, at a fraction of the cost of a
+    /// fault for each. May do nothing.
     ///
     /// # Errors
     /// When the host has no memory left.
@@ -88,7 +88,8 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         Ok(())
     }
 
-    /// The same for more at a time and long before, so that huge pages are worth their time.
+    /// Like [`populate`](Self::populate), for larger ranges long before they arrive, so that huge pages pay
+    /// off.
     ///
     /// # Errors
     /// When the host has no memory left.
@@ -96,23 +97,22 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
         self.populate(run)
     }
 
-    /// From now on the host gives only small pages to all mappings of shared memory, and makes no
-    /// huge ones of them, or it does again what it did before. Single pages of it have to be missing
-    /// where postcopy may follow, and a hole in a huge page that cannot be split is a page of zeros.
-    /// Best effort; does nothing where the host's pages have another size.
+    /// Makes the host back all mappings of shared memory with small pages only, without collapsing any, or
+    /// restores what it did before. Where postcopy may follow, single pages have to be missing, and a hole in
+    /// a huge page that cannot be split is a page of zeros. Best effort; does nothing where host pages have
+    /// another size.
     fn use_small_pages(&self, small: bool) {
         let _ = small;
     }
 
-    /// Returns the pages to the host; they are missing afterwards, and read as zeros. Whole host pages
-    /// only.
+    /// Discards the pages; they are missing afterwards, and read as zeros. Whole host pages only.
     ///
     /// # Errors
     /// What the host reports, or that devices have the pages mapped.
     fn discard(&self, run: PageRun) -> io::Result<()>;
 
-    /// Makes the pages read as zeros: by [`discard`](Self::discard), or, where devices have them mapped,
-    /// in place. Whole host pages only.
+    /// Makes the pages read as zeros: by [`discard`](Self::discard), or in place where devices have them
+    /// mapped. Whole host pages only.
     ///
     /// # Errors
     /// What the host reports.
@@ -121,7 +121,7 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     }
 }
 
-/// Pages are not returned to the host until this is dropped.
+/// Keeps pages from being discarded until it is dropped.
 #[derive(Default)]
 pub struct Hold<'m>(Option<Box<dyn Send + 'm>>);
 
@@ -132,13 +132,13 @@ impl std::fmt::Debug for Hold<'_> {
 }
 
 impl<'m> Hold<'m> {
-    /// The pages are held until `held` is dropped.
+    /// A hold that lasts until `held` is dropped.
     pub fn until_dropped(held: impl Send + 'm) -> Self {
         Self(Some(Box::new(held)))
     }
 }
 
-/// A piece of guest memory for the kernel to read from or write into.
+/// A slice of guest memory that the kernel reads from or writes to.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestSlice<'m> {
     start: *mut u8,
@@ -183,7 +183,7 @@ impl GuestSlice<'_> {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, bytes.len()) };
     }
 
-    /// Copies bytes from the start of the slice. The guest must not run, or the bytes mean nothing.
+    /// Copies bytes from the start of the slice. The guest must be stopped, or the bytes may be torn.
     pub(crate) fn read(&self, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.len_bytes);
         // SAFETY: the slice is mapped readable for its length (contract of `GuestMemoryMap`) and
@@ -191,8 +191,8 @@ impl GuestSlice<'_> {
         unsafe { std::ptr::copy_nonoverlapping(self.start, bytes.as_mut_ptr(), bytes.len()) };
     }
 
-    /// Copies the slice to the end of `bytes`, word by word. The guest may write meanwhile; the
-    /// dirty log has the page then.
+    /// Appends the slice to `bytes`, word by word. The guest may write meanwhile; the page is then in the
+    /// dirty log.
     #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
     pub(crate) fn append_to(&self, bytes: &mut Vec<u8>) {
         bytes.reserve(self.len_bytes);
@@ -205,8 +205,8 @@ impl GuestSlice<'_> {
     }
 
     #[expect(clippy::cast_ptr_alignment, reason = "slices begin at pages")]
-    /// True when every byte is zero. The guest may write meanwhile; the answer is then true or
-    /// false, and the dirty log has the page.
+    /// True when every byte is zero. If the guest writes meanwhile, the result may be either, and the page is
+    /// in the dirty log.
     fn is_zero(&self) -> bool {
         const WORDS: usize = 8;
         let step = WORDS * size_of::<u64>();
@@ -244,14 +244,13 @@ fn slice_of<M: GuestMemoryMap>(memory: &M, base: *mut u8, run: PageRun) -> Guest
     GuestSlice { start, len_bytes: to_usize(run.len_bytes()), memory: PhantomData }
 }
 
-/// True when the pages hold nothing but zeros. Reads them, which populates holes: ask only about
-/// populated pages.
+/// True when the pages are all zeros. Reading populates holes: call this only for populated pages.
 pub(crate) fn is_zero<M: GuestMemoryMap>(memory: &M, run: PageRun) -> bool {
     slice(memory, run).is_zero()
 }
 
-/// Which pages of a run hold nothing but zeros, in order. Holes of shared memory stay holes: only pages that
-/// the host has in memory are read through a mapping, the others from their file.
+/// Which pages of a run are all zeros, in order. Holes of shared memory stay holes: only pages that the host
+/// has in memory are read through a mapping, all others from their file.
 pub(crate) fn zero_pages<M: GuestMemoryMap>(memory: &M, run: PageRun) -> Vec<bool> {
     let page = |first| PageRun { region: run.region, first, count: 1 };
     let Some(file) = memory.file(run.region) else {
@@ -273,7 +272,7 @@ pub(crate) fn zero_pages<M: GuestMemoryMap>(memory: &M, run: PageRun) -> Vec<boo
     (run.first..).zip(residence).map(is_zero).collect()
 }
 
-/// Whether a page of a file is all zeros, found by reading it, which makes no page of a hole.
+/// True when a page of a file is all zeros. Reading the file does not populate a hole.
 fn reads_as_zero(file: BorrowedFd<'_>, at: u64) -> io::Result<bool> {
     let mut page = [0_u8; 4096];
     let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
@@ -285,8 +284,8 @@ fn reads_as_zero(file: BorrowedFd<'_>, at: u64) -> io::Result<bool> {
     }
 }
 
-/// Makes pages read as zeros before a guest runs on this memory. They are discarded where that may be;
-/// devices that have them mapped keep them.
+/// Zeroes pages before a guest runs on this memory: discards them where that is allowed, and clears pages in
+/// place that devices have mapped.
 pub(crate) fn clear<M: GuestMemoryMap>(memory: &M, run: PageRun) -> io::Result<()> {
     let info = &memory.layout().regions()[run.region];
     let host_page = info.host_page_bytes / PAGE_BYTES;

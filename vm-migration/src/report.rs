@@ -10,7 +10,7 @@ use crate::phase::{GuestLocation, Phase, Side};
 pub use crate::document::FailureReport;
 
 impl FailureReport {
-    /// The report of an error.
+    /// The report of an error of the migration.
     pub fn new(error: &MigrationError) -> Self {
         Self {
             side: error.side,
@@ -22,7 +22,7 @@ impl FailureReport {
         }
     }
 
-    /// The report of something that kept a migration from beginning: the guest is untouched.
+    /// The report of a failure before the migration began: the guest is unaffected.
     pub fn before_the_begin(
         side: Side,
         step: &'static str,

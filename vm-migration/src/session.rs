@@ -19,22 +19,22 @@ use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
 use crate::progress::Progress;
 
-/// How often the destination asks whether the source is there.
+/// How often the destination asks whether the source is alive.
 pub(crate) const ALIVE_EVERY: Duration = Duration::from_secs(1);
 
-/// How a set of connections stands. Shared by its threads.
+/// State of a set of connections, shared by its threads.
 #[derive(Debug)]
 pub(crate) struct SessionState {
     /// Ends every wait on the set's connections.
     stop: Cancel,
-    /// What went wrong first. Held for one look.
+    /// The first failure. Locked for one access.
     failure: Mutex<Option<Failure>>,
 }
 
 impl SessionState {
     /// Notes a failure and ends the set.
     pub(crate) fn fail(&self, failure: Failure) {
-        // What others suffer because of the stop is not a cause.
+        // Errors that follow from the stop are not its cause.
         if !matches!(failure.cause, Cause::Cancelled) {
             let mut first = self.failure.lock();
             first.get_or_insert(failure);
@@ -51,16 +51,16 @@ impl SessionState {
     }
 }
 
-/// How urgently a thread has to run when there are more of them than processors.
+/// Scheduling priority of a thread when there are more threads than processors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Urgency {
     /// A thread waits for what it does.
     Now,
-    /// It fills the background.
+    /// It works in the background.
     Later,
 }
 
-/// A set. Dropping it ends it.
+/// The threads of a set of connections. Dropping it ends them.
 #[derive(Debug)]
 pub(crate) struct Session {
     fate: Arc<SessionState>,
@@ -81,8 +81,8 @@ impl Session {
         &self.fate
     }
 
-    /// Starts a thread that owns `part` (a connection). What goes wrong is noted before the peer
-    /// can see the connection end.
+    /// Starts a thread that owns `part` (a connection). Its failure is noted before the peer can see the
+    /// connection end.
     pub(crate) fn spawn<T: Send + 'static>(
         &mut self,
         name: &str,
@@ -106,7 +106,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends all threads; their connections are closed afterwards.
+    /// Ends all threads, and then closes their connections.
     pub(crate) fn end(&mut self) {
         self.fate.stop.cancel();
         self.threads.clear();
@@ -121,7 +121,7 @@ impl Drop for Session {
 
 #[cfg(test)]
 thread_local! {
-    /// So many sets that the calling thread makes next find no descriptor.
+    /// How many of the next sets of the calling thread fail for lack of a descriptor.
     pub(crate) static SHORT_OF_DESCRIPTORS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
@@ -132,8 +132,8 @@ fn test_short_of_descriptors() -> std::io::Result<()> {
     if left > 0 { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) } else { Ok(()) }
 }
 
-/// Lets the calling thread go first, as far as this process may: it sleeps most of the time, and
-/// when it wakes a vCPU waits for it. Without the right to do so it stays as it is.
+/// Gives the calling thread a high scheduling priority, as far as this process may: it sleeps most of the
+/// time, and a vCPU waits for it when it wakes. Without the permission nothing changes.
 fn hurry() {
     const NICE: libc::c_int = -19;
     let priority = libc::sched_param { sched_priority: 1 };
@@ -147,14 +147,14 @@ fn hurry() {
     }
 }
 
-/// Rates of the last second, for the progress document, and samples for the report.
+/// Rates over the last second for the progress document, and samples for the report.
 pub(crate) struct Rates {
-    /// When, and what had moved by then; the oldest is about a second old.
+    /// Time and pages moved by then; the oldest sample is about a second old.
     samples: VecDeque<(Instant, (u64, u64))>,
 }
 
 impl Rates {
-    /// Distance between two samples.
+    /// Shortest distance between two samples.
     const EVERY: Duration = Duration::from_millis(50);
 
     pub(crate) fn new(progress: &Progress) -> Self {

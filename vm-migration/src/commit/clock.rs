@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-/// Time since the host was started, sleep included.
+/// Time since the host booted, including time asleep.
 pub fn now() -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel writes one timespec, which lives across the call.

@@ -22,105 +22,106 @@ use std::time::Duration;
 
 use super::Verdict;
 
-/// What is asked of a machine that has arrived and does not run, by a request or a signal.
+/// A request or signal for a machine that has arrived and does not run yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OperatorRequest {
     /// `vm.migration-cancel`.
     Cancel,
-    /// `vm.resume`: it runs nowhere else, so it is to run here.
+    /// `vm.resume`: the source does not run the guest, so it is to run here.
     Resume,
-    /// `vm.delete`: it is not to run here.
+    /// `vm.delete`: the guest is not to run here.
     Delete {
-        /// Whatever is lost by it.
+        /// Discard it even if the guest is lost by that.
         force: bool,
     },
-    /// The end of the process: `vmm.shutdown`, or SIGTERM.
+    /// End of the process: `vmm.shutdown`, or SIGTERM.
     End {
-        /// Whatever is lost by it; of signals, the second.
+        /// End even if the guest is lost by that; for signals, the second one.
         force: bool,
     },
 }
 
-/// Why a request is refused; the caller has the words.
+/// Why a request is refused; the caller has the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
-    /// It comes after the acknowledgement: the source may have handed the guest over.
+    /// The destination has acknowledged: the source may have handed the guest over.
     TooLate,
-    /// The source may still act on the acknowledgement, for as long as this.
+    /// The source may still act on the acknowledgement, for this long.
     Promised(Duration),
 }
 
-/// Outcome for a machine that was asked for.
+/// The operator's decision on a machine in doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Decision {
-    /// The operator says that it runs here and nowhere else.
+    /// The guest runs here and nowhere else.
     RunsHere,
-    /// The operator says that it does not.
+    /// The machine is discarded.
     Discarded,
 }
 
-/// The destination has acknowledged: it keeps the machine until it hears from the source.
+/// The destination has acknowledged, and keeps the machine until the source confirms or abandons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Promised {
     until: Duration,
 }
 
-/// The connection was lost before the source's word: it runs the guest, or has handed it over.
+/// The connection was lost before the source's decision arrived: the source may run the guest, or have
+/// handed it over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct InDoubt {
     until: Duration,
 }
 
-/// The guest is this side's alone.
+/// The destination alone owns the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Owned;
 
-/// The guest is this side's alone and could not be started.
+/// The destination alone owns the guest, which could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct NotStarted;
 
-/// The source has the guest; what was built here can go.
+/// The source has the guest; the machine that was built here can be dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct NotHere;
 
 /// How a doubt ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum DoubtOutcome {
-    /// The guest is here.
+    /// The destination owns the guest.
     Owned(Owned),
-    /// The source has it.
+    /// The source has the guest.
     NotHere(NotHere),
-    /// The operator has given it up here.
+    /// The operator has discarded the machine here.
     Discarded,
 }
 
 impl Promised {
-    /// The acknowledgement goes out at this time or later, and holds for `promise` from then on.
+    /// An acknowledgement that is sent at `now` or later; the promise lasts for `promise` from `now`.
     pub(crate) fn new(now: Duration, promise: Duration) -> Self {
         Self { until: now.saturating_add(promise) }
     }
 
-    /// The source asks for another one.
+    /// Extends the promise, because the source asked for a new acknowledgement.
     pub(crate) fn renewed(self, now: Duration, promise: Duration) -> Self {
         Self { until: self.until.max(now.saturating_add(promise)) }
     }
 
-    /// Confirm: the source can run the guest no more.
+    /// The source confirmed: it cannot run the guest any more.
     pub(crate) fn confirmed(self) -> Owned {
         Owned
     }
 
-    /// Abandon: the source continues to run the guest.
+    /// The source abandoned the handover: it continues to run the guest.
     pub(crate) fn abandoned(self) -> NotHere {
         NotHere
     }
 
-    /// The connection ended, was silent for too long, or made no sense.
+    /// The connection ended, was silent for too long, or carried an invalid message.
     pub(crate) fn lost(self) -> InDoubt {
         InDoubt { until: self.until }
     }
 
-    /// Every request comes too late or too early: the source's word is due.
+    /// Refuses every request: the source's decision is still to come on the connection.
     #[cfg_attr(
         any(not(test), loom),
         expect(dead_code, reason = "a request has no way in; for the model")
@@ -131,7 +132,7 @@ impl Promised {
 }
 
 impl InDoubt {
-    /// The source says which it is.
+    /// Ends the doubt with the source's verdict.
     pub(crate) fn hears(self, verdict: Verdict) -> DoubtOutcome {
         match verdict {
             Verdict::Committed => DoubtOutcome::Owned(Owned),
@@ -141,11 +142,11 @@ impl InDoubt {
 
     /// Whether the operator may decide this now.
     ///
-    /// A source that has not committed does so no more when the promise is over; until then what a
-    /// look at it shows may change a moment later, so discarding the machine has to be insisted on.
+    /// The source commits no more once the promise is over. Until then it may still commit after the
+    /// operator has looked at it, so discarding the machine needs `force`.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// The reason for a refusal.
     pub fn asked(self, asked: OperatorRequest, now: Duration) -> Result<Decision, Refusal> {
         match asked {
             OperatorRequest::Resume => Ok(Decision::RunsHere),
@@ -162,7 +163,7 @@ impl InDoubt {
         }
     }
 
-    /// The operator has decided.
+    /// Ends the doubt with the operator's decision.
     pub(crate) fn decided(self, decision: Decision) -> DoubtOutcome {
         match decision {
             Decision::RunsHere => DoubtOutcome::Owned(Owned),
@@ -170,21 +171,22 @@ impl InDoubt {
         }
     }
 
-    /// The source may have acted on the acknowledgement by now or never will.
+    /// True once the promise is over: the source has acted on the acknowledgement by then, or never
+    /// will.
     pub(crate) fn promise_is_over(self, now: Duration) -> bool {
         now > self.until
     }
 }
 
 impl Owned {
-    /// The machine says that it cannot run: a disk is locked, a tap busy.
+    /// The machine could not be started: a disk is locked, or a tap busy.
     pub(crate) fn does_not_start(self) -> NotStarted {
         NotStarted
     }
 }
 
 impl NotStarted {
-    /// The operator tries again.
+    /// The operator tries to start it again.
     #[cfg_attr(
         any(not(test), loom),
         expect(dead_code, reason = "the monitor has the machine by then; for the model")

@@ -33,18 +33,19 @@ use std::time::Duration;
 
 pub use clock::now;
 
-/// What the source says of a guest after the connection was lost on which it had offered it.
+/// Which side has the guest, as the source reports it after the connection was lost on which it had
+/// offered the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// It can run the guest no more: the destination has it.
+    /// The source cannot run the guest any more: the destination has it.
     Committed,
-    /// It continues to run the guest: the destination must not run it.
+    /// The source continues to run the guest: the destination must not run it.
     Withheld,
 }
 
-/// How old an acknowledgement may be when the source commits, for a destination that promises to
-/// keep the machine for `promise`. The other half is margin: for a thread that is scheduled late
-/// between the look at the clock and the commit, and for clocks of different speed.
+/// The greatest age of an acknowledgement with which the source may commit, if the destination keeps
+/// the machine for `promise`. The other half is margin for a thread that is scheduled late between
+/// reading the clock and the commit, and for clocks of different speed.
 pub(crate) fn usable(promise: Duration) -> Duration {
     promise / 2
 }

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use super::Verdict;
 
-/// Everything that the destination needs is on its way to it; it may acknowledge at any moment.
+/// Everything that the destination needs has been sent; it may acknowledge at any moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Offered {
     asked_at: Duration,
@@ -33,10 +33,10 @@ pub(crate) struct Acknowledged {
     asked_at: Duration,
 }
 
-/// The acknowledgement is too old to be used.
+/// An acknowledgement that is too old to commit with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Outdated {
-    /// How old it is.
+    /// Its age.
     pub age: Duration,
 }
 
@@ -44,37 +44,37 @@ pub(crate) struct Outdated {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Committed;
 
-/// The guest belongs to the destination, which may not know it.
+/// The guest belongs to the destination, which may not know it yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Unconfirmed;
 
-/// The guest continues here, and the destination may be in doubt.
+/// The guest continues at the source, and the destination may be in doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Withheld;
 
 impl Offered {
-    /// The last message that leads to the acknowledgement is sent at this time, or later.
+    /// The last message before the acknowledgement is sent at `asked_at`, or later.
     pub(crate) fn new(asked_at: Duration) -> Self {
         Self { asked_at }
     }
 
-    /// The acknowledgement was read.
+    /// The acknowledgement arrived.
     pub(crate) fn acknowledged(self) -> Acknowledged {
         Acknowledged { asked_at: self.asked_at }
     }
 
-    /// The connection is lost, the migration is cancelled, the destination says nothing.
+    /// The connection was lost, the migration was cancelled, or the destination did not answer.
     pub(crate) fn fails(self) -> Withheld {
         Withheld
     }
 }
 
 impl Acknowledged {
-    /// A look at its age: what takes long (releasing disks and taps) begins with one that can
-    /// still be used.
+    /// Checks the age of the acknowledgement before a step that takes long (releasing disks and taps)
+    /// begins.
     ///
     /// # Errors
-    /// It is too old: ask again, or withhold.
+    /// [`Outdated`] when it is too old: request another one, or withhold the guest.
     pub(crate) fn still_usable(self, now: Duration, usable: Duration) -> Result<Self, Outdated> {
         let age = now.saturating_sub(self.asked_at);
         if age <= usable { Ok(self) } else { Err(Outdated { age }) }
@@ -83,41 +83,41 @@ impl Acknowledged {
     /// Hands the guest over.
     ///
     /// # Errors
-    /// It is too old: ask again, or withhold.
+    /// [`Outdated`] when it is too old: request another one, or withhold the guest.
     pub(crate) fn commit(self, now: Duration, usable: Duration) -> Result<Committed, Outdated> {
         self.still_usable(now, usable).map(|_| Committed)
     }
 
-    /// The migration is cancelled, disks and taps could not be released, or it is too old and there
-    /// is no way to ask again.
+    /// The migration was cancelled, disks or taps could not be released, or the acknowledgement is too old
+    /// and cannot be renewed.
     pub(crate) fn fails(self) -> Withheld {
         Withheld
     }
 }
 
 impl Outdated {
-    /// The destination is asked to promise anew.
+    /// A new acknowledgement is requested from the destination.
     pub(crate) fn asked_again(self, asked_at: Duration) -> Offered {
         Offered { asked_at }
     }
 }
 
 impl Committed {
-    /// The connection was lost before the destination has answered the confirmation.
+    /// The connection was lost before the destination answered the confirmation.
     pub(crate) fn lost(self) -> Unconfirmed {
         Unconfirmed
     }
 }
 
 impl Unconfirmed {
-    /// What is to be said until it is heard. In postcopy coming back says the same.
+    /// The verdict to report until the destination has received it. In postcopy, reconnecting says the same.
     pub(crate) fn says(self) -> Verdict {
         Verdict::Committed
     }
 }
 
 impl Withheld {
-    /// What is to be said until it is heard.
+    /// The verdict to report until the destination has received it.
     pub(crate) fn says(self) -> Verdict {
         Verdict::Withheld
     }
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(acknowledged.commit(s(130), usable), Ok(Committed));
         let old = acknowledged.commit(s(131), usable).unwrap_err();
         assert_eq!(old.age, s(31));
-        // Asked again, it is new.
+        // Renewed, it counts from the new request.
         let again = old.asked_again(s(131)).acknowledged();
         assert_eq!(again.commit(s(161), usable), Ok(Committed));
         assert_eq!(again.commit(s(162), usable).unwrap_err().age, s(31));

@@ -21,64 +21,65 @@ use crate::steering::LOOK_EVERY;
 use crate::transport::tls::{self, Handshake};
 use crate::transport::{Connection, Listener, TlsError, TransportError};
 
-/// Connections that may have said too little at a time: a full set, and some strangers. When there
-/// are more, the oldest one goes.
+/// Most connections whose hello is incomplete: two full sets, and some of other clients. When there are more,
+/// the oldest one is dropped.
 const PENDING_MAX: usize = 2 * CONNECTIONS_MAX as usize + 64;
 
-/// How long one that was refused may take to read why.
+/// How long a refused connection stays open for its peer to read the reason.
 const REFUSED_TIME: Duration = Duration::from_secs(1);
 
-/// Connections that are accepted at a time.
+/// Most connections that one call accepts.
 const ACCEPTED_MAX: usize = 64;
 
-/// How long nothing is accepted after the system had no descriptor or no memory for a connection.
+/// How long accepting pauses after the host had no descriptor or no memory for a connection.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
 
-/// Longest payload of a message that a connection may begin with: those that are due have less.
+/// Longest payload of a message that a connection may begin with; the valid ones are shorter.
 pub(super) const FIRST_PAYLOAD_BYTES_MAX: usize = 64;
 
 /// Longest hello.
 const HELLO_BYTES_MAX: usize = HEADER_BYTES + FIRST_PAYLOAD_BYTES_MAX;
 
-/// What a connection without TLS is told where TLS is used. It is told so without TLS.
+/// The refusal, sent without TLS, of a connection without TLS where TLS is required.
 const NEEDS_TLS: &str =
     "connections to this destination use TLS: give tls_dir to send-migration as well";
 
-/// What a connection with TLS is told where TLS is not used. It sees that the answer is none of TLS's.
+/// The refusal, sent without TLS, of a connection with TLS where TLS is not used. The peer sees that it is
+/// not a TLS record.
 const HAS_NO_TLS: &str =
     "the source uses TLS, and this destination does not: give tls_dir to receive-migration as well";
 
-/// How often the log says that connections are turned away.
+/// Shortest time between two log messages about refused connections.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 
-/// What connections say first.
+/// What a connection must send first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expect {
     /// A message with a payload of at most [`FIRST_PAYLOAD_BYTES_MAX`].
     Message,
-    /// What they are for.
+    /// The role of the connection.
     Role,
-    /// The same, and a token; or the message of a source that comes back.
+    /// The role and a token; or the message of a source that reconnects.
     RoleAndToken,
 }
 
-/// What one has said.
+/// The complete hello of a connection.
 #[derive(Debug)]
 pub(super) enum Hello {
     /// It belongs to a set. The token is empty where none is expected.
     Extra(Role, Vec<u8>, Channel),
-    /// A message, whole.
+    /// A whole message.
     Message(Message, Channel),
-    /// Something else.
+    /// Anything else.
     Other(Channel),
 }
 
-/// What the log says of connections that are turned away: the first one at once, the rest in numbers.
+/// Log of refused connections: the first one is logged at once, the rest as a count.
 #[derive(Debug, Default)]
 struct RejectLog {
-    /// When the log was told last.
+    /// When the last message was logged.
     told: Option<Instant>,
-    /// Those since then.
+    /// Refused connections since then.
     kept_back: u64,
 }
 
@@ -99,41 +100,41 @@ impl RejectLog {
 
 struct Pending {
     connection: Connection,
-    /// The TLS handshake, as long as it lasts.
+    /// The TLS handshake while it lasts.
     handshake: Option<Handshake>,
     said: Vec<u8>,
     deadline: Instant,
-    /// It was told why it is of no use; what it still sends is thrown away.
+    /// It was refused; what it still sends is discarded.
     refused: bool,
-    /// It is seen to begin another migration, where a role is expected.
+    /// It begins another migration, where a role is expected.
     begins: bool,
 }
 
-/// The connections.
+/// Connections that have been accepted and whose hello is incomplete.
 pub(super) struct Arrivals {
     expect: Expect,
-    /// How long each may take.
+    /// Time limit for each hello.
     limit: Duration,
     pending: Vec<Pending>,
-    /// Nothing is accepted before.
+    /// Nothing is accepted before this time.
     exhausted_until: Option<Instant>,
     complaints: RejectLog,
 }
 
 impl Arrivals {
-    /// No connection yet. Each may take `limit` to say what it is.
+    /// No connection yet. Each has `limit` to send its hello.
     pub(super) fn new(expect: Expect, limit: Duration) -> Self {
         let complaints = RejectLog::default();
         Self { expect, limit, pending: Vec::new(), exhausted_until: None, complaints }
     }
 
-    /// How long the caller may wait for what [`add_fds`](Self::add_fds) names before it looks again;
-    /// `None` for as long as it likes.
+    /// How long the caller may poll what [`add_fds`](Self::add_fds) names before it calls
+    /// [`take`](Self::take) again; `None` for no limit.
     pub(super) fn look_again(&self) -> Option<Duration> {
         (!self.pending.is_empty() || self.exhausted_until.is_some()).then_some(LOOK_EVERY)
     }
 
-    /// Appends what is to be polled for reading.
+    /// Appends the descriptors to be polled for reading.
     pub(super) fn add_fds(&self, listener: &Listener, fds: &mut Vec<RawFd>) {
         if self.exhausted_until.is_none_or(|until| Instant::now() >= until) {
             fds.push(listener.as_raw_fd());
@@ -141,7 +142,7 @@ impl Arrivals {
         fds.extend(self.pending.iter().map(|pending| pending.connection.as_raw_fd()));
     }
 
-    /// True when no connection has still to say what it is.
+    /// True when no connection has an incomplete hello.
     #[cfg(test)]
     fn is_empty(&self) -> bool {
         self.pending.iter().all(|pending| pending.refused)
@@ -169,7 +170,7 @@ impl Arrivals {
                 }
                 HelloState::Failed(error) => {
                     self.complaints.about(&error_text::chain(&error));
-                    // It has been told by an alert, and is to have time to read that.
+                    // It was sent an alert, and gets time to read that.
                     self.leave(pending.connection);
                 }
                 HelloState::Partial if now < pending.deadline => self.pending.push(pending),
@@ -188,7 +189,7 @@ impl Arrivals {
             return;
         }
         self.exhausted_until = None;
-        // The caller has other things to do, however fast others connect.
+        // Bounded, so that the caller gets on with its other work however fast clients connect.
         for _ in 0..ACCEPTED_MAX {
             match listener.accept_now(cancel, self.limit) {
                 Ok(Some(connection)) => {
@@ -220,24 +221,23 @@ impl Arrivals {
         }
     }
 
-    /// Tells one that it is of no use, and forgets it as soon as it has had time to read that.
+    /// Sends a connection the reason why it is refused, and drops it once the peer has had time to read that.
     pub(super) fn refuse(&mut self, channel: Channel, reason: &str) {
         self.complaints.about(reason);
         self.dismiss(channel, &Answer::Error { reason: reason.to_string() });
     }
 
-    /// Answers one from which nothing more is expected, and forgets it as soon as it has had time to
-    /// read that.
+    /// Sends a connection its last answer, and drops it once the peer has had time to read that.
     pub(super) fn dismiss(&mut self, channel: Channel, answer: &Answer) {
         let Some(connection) = channel.into_connection() else { return };
-        // It has sent little and been sent nothing: this does not block.
+        // It has sent little and been sent nothing, so this does not block.
         connection.set_stall_timeout(Duration::ZERO);
         if connection.send(&answer.encode()).is_ok() {
             self.leave(connection);
         }
     }
 
-    /// Ends a connection that has been sent its last bytes, as soon as it has had time to read them.
+    /// Ends a connection that was sent its last bytes, once the peer has had time to read them.
     fn leave(&mut self, connection: Connection) {
         connection.shut_down_sending();
         let deadline = Instant::now() + REFUSED_TIME;
@@ -246,15 +246,15 @@ impl Arrivals {
     }
 }
 
-/// Whether it is the beginning of another migration, which has a number that is also a role's: a token
-/// is random, and none has all of these bytes.
+/// True when the bytes are the Start message of another migration, whose code is also a role's. A random
+/// token does not have all of these bytes.
 fn begins(said: &[u8]) -> bool {
     said.len() == HEADER_BYTES
         && matches!(Message::read(&mut &*said), Ok(Message::Start { version: 0, .. }))
 }
 
 enum HelloState {
-    /// There will be no TLS connection.
+    /// The TLS handshake failed.
     Failed(TlsError),
     Complete,
     Partial,
@@ -262,7 +262,7 @@ enum HelloState {
 }
 
 impl Pending {
-    /// How long the hello is, as far as that can be known from what was said.
+    /// Length of the hello, as far as the bytes so far determine it.
     fn len(&self, expect: Expect) -> usize {
         match expect {
             Expect::Role if self.begins => HEADER_BYTES,
@@ -274,13 +274,13 @@ impl Pending {
         }
     }
 
-    /// Whether a source that has lost its connections says so, as far as the first bytes tell.
+    /// True when the first bytes are those of a source that has lost its connections.
     fn comes_back(&self) -> bool {
         let code = self.said.first_chunk::<2>().map(|code| u16::from_le_bytes(*code));
         [Command::Recover, Command::Verdict].iter().any(|command| Some(command.code()) == code)
     }
 
-    /// Bytes that follow the header of a message that can come first.
+    /// Payload length by the header of a message that may come first; 0 if there is none.
     fn payload_len(&self) -> usize {
         let Some(header) = self.said.first_chunk::<HEADER_BYTES>() else { return 0 };
         let Header { code, len_bytes, .. } = Header::decode(*header);
@@ -300,7 +300,7 @@ impl Pending {
             }
         }
         if expect == Expect::Role && self.said.is_empty() {
-            // Without a token only what follows tells: contents of memory, or nothing yet.
+            // Without a token only the bytes that follow can tell: memory contents, or nothing yet.
             let mut ahead = [0; HEADER_BYTES];
             let there = self.connection.peek_now(&mut ahead);
             self.begins = begins(&ahead[..there]);
@@ -321,7 +321,7 @@ impl Pending {
         }
     }
 
-    /// Throws away what a refused one sends; false when it has closed the connection.
+    /// Discards what a refused connection sends; false when the peer has closed it.
     fn drain(&mut self) -> bool {
         let mut sink = [0; 4096];
         self.connection.receive_now(&mut sink).is_ok()
@@ -398,7 +398,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        // Its deadline is its own, however often it sends a byte.
+        // Each connection has its own deadline, however often it sends a byte.
         let cancel = Cancel::new().unwrap();
         let deadline = Instant::now() + Duration::from_mins(1);
         let mut said = 1;

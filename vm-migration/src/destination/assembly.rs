@@ -21,14 +21,13 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.pieces.get(run.region)?.as_ref()
     }
 
-    /// True for memory whose host pages come together from pieces.
+    /// True for memory whose host pages are assembled from pieces.
     pub(super) fn in_pieces(&self, run: &PageRun) -> bool {
         self.pieces_of(run).is_some()
     }
 
-    /// Takes the contents of pieces off a connection, to where they belong. What is claimed and
-    /// then does not come, because the connection is lost, is asked for again with all of its host
-    /// page.
+    /// Receives the contents of pieces in place. Pieces that are claimed and then do not come, because the
+    /// connection is lost, are requested again with all of their host page.
     pub(super) fn take_pieces(
         &self,
         from: &mut impl ByteSource,
@@ -48,7 +47,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Takes pieces that are zero. Where a host page was thrown away or never there it has zeros.
+    /// Takes pieces of zeros. The parts of a host page that was discarded or never written are zeros already.
     pub(super) fn take_zero_pieces(&self, run: PageRun, via: Via) -> Result<(), Cause> {
         self.claim(&run)?;
         self.put(run, via, false)
@@ -61,8 +60,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
     }
 
-    /// Claimed pieces are in place; the guest sees host pages that are complete with them. Those
-    /// that are all zeros stay holes unless a thread waits for them.
+    /// Marks claimed pieces as in place and makes the host pages that they complete visible to the guest. A
+    /// host page of zeros alone stays a hole unless a thread waits for it.
     fn put(&self, run: PageRun, via: Via, contents: bool) -> Result<(), Cause> {
         let Some(pieces) = self.pieces_of(&run) else { return Ok(()) };
         pieces.put(run.first, run.count, contents, |unit, filled| {

@@ -24,12 +24,12 @@ const STEP: &str = "building the machine at the destination";
 /// How long the end of a migration waits for a machine that is still being built.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A machine that will be there.
+/// A machine that a thread is building.
 pub(crate) struct Building<V> {
     work: Work<V>,
-    /// Readable once the thread has nothing more to do.
+    /// Readable once the thread has ended.
     ended: Cancel,
-    /// Readable once there is no machine and will be none.
+    /// Readable once building has failed.
     failed: Cancel,
 }
 
@@ -40,7 +40,7 @@ enum Work<V> {
 }
 
 impl<V: Send + 'static> Building<V> {
-    /// Starts to build.
+    /// Starts the thread that builds the machine.
     pub(crate) fn start<M: MappedMachine<Vm = V>>(mapped: M) -> Result<Self, Failure>
     where
         V: crate::vm::DestinationVm,
@@ -63,7 +63,7 @@ impl<V: Send + 'static> Building<V> {
         Ok(Self { work: Work::Thread(thread), ended, failed })
     }
 
-    /// A machine that is there already.
+    /// A machine that is built already.
     pub(crate) fn done(vm: V) -> Result<Self, Failure> {
         let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
         let (ended, failed) = (event()?, event()?);
@@ -76,9 +76,9 @@ impl<V: Send + 'static> Building<V> {
         &self.failed
     }
 
-    /// Waits until the machine is there or cannot be, or a cancel comes, or the source, which waits
-    /// for an answer on `control`, is gone: storage that does not answer may never do so, and the source
-    /// does not wait for that.
+    /// Waits until the machine is built or building has failed, a cancel comes, or the source, which waits
+    /// for an answer on `control`, has closed the connection. Storage that does not respond may block the
+    /// thread forever, so the wait can end before it does.
     pub(crate) fn wait(&self, control: &mut Channel, cancel: &Cancel) -> Result<(), Failure> {
         let connection = control.connection.as_raw_fd();
         match wait_readable_or_left(self.ended.fd(), connection, cancel) {
@@ -89,7 +89,7 @@ impl<V: Send + 'static> Building<V> {
         }
     }
 
-    /// The machine; waits for it.
+    /// The machine; waits for the thread.
     pub(crate) fn finish(&mut self) -> Result<V, Failure> {
         match std::mem::replace(&mut self.work, Work::Taken) {
             Work::Thread(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
@@ -100,9 +100,10 @@ impl<V: Send + 'static> Building<V> {
     }
 }
 
-/// Why a source is gone: in its own words, if it left any.
+/// Why the source has closed the connection: its own reason, if it sent one.
 fn last_word(control: &mut Channel) -> Failure {
-    // Nothing comes any more, so this ends: with its word behind what it had sent before, or without.
+    // The source has closed the connection, so this loop ends: with its reason, which follows what it had
+    // sent before, or without one.
     loop {
         if let Err(failure) = read(control, STEP) {
             return failure;
@@ -113,11 +114,11 @@ fn last_word(control: &mut Channel) -> Failure {
 impl<V> Drop for Building<V> {
     fn drop(&mut self) {
         let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) else { return };
-        // Nothing else ends this wait: what ends the migration has done so.
+        // Nothing can cancel this wait: the migration has ended already.
         let waited = Cancel::new()
             .and_then(|never| wait_readable(&[self.ended.fd()], &never, Some(END_TIMEOUT)));
         if let Ok(WaitEnd::Ready(_)) = waited {
-            // What went wrong there has been reported, or does not matter any more.
+            // A failure of the thread has been reported, or does not matter any more.
             let _ = thread.join();
         } else {
             log::warn!(

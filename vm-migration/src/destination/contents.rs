@@ -13,18 +13,17 @@ use crate::layout::{GpaRange, PageRun, to_usize};
 use crate::protocol::codec::ByteSource;
 use crate::ram::{self, GuestMemoryMap};
 
-/// Contents of at most this length are copied in through a buffer, which is faster than receiving
-/// them in place: pages are neither cleared before nor mapped twice, and there is one call of the
-/// kernel's for a run instead of a fault for each page. A chunk of the background fits, and the
-/// buffer stays in the processor's cache.
+/// Contents up to this length are copied in through a buffer, which is faster than receiving them in place:
+/// pages are neither cleared first nor mapped twice, and one system call per run replaces a fault per page. A
+/// chunk of the background pages fits, and the buffer stays in the processor's cache.
 const SMALL_BYTES: u64 = 128 << 10;
 
-/// Pages that the copying path buffers at once, rounded up to a unit.
+/// Pages that the copying path buffers at once, rounded up to a whole unit.
 const COPY_PAGES: u64 = 256;
 
 impl<M: GuestMemoryMap> Engine<M> {
-    /// Takes contents off a connection, and lets the guest see them. `scratch` is the receiving
-    /// thread's, for this alone.
+    /// Receives contents and makes them visible to the guest. `scratch` is a buffer of the receiving thread
+    /// that nothing else uses.
     pub(crate) fn take_contents(
         &self,
         from: &mut impl ByteSource,
@@ -43,7 +42,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Takes contents of whole units.
+    /// Receives the contents of whole units.
     fn take_units(
         &self,
         from: &mut impl ByteSource,
@@ -69,7 +68,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         } else if in_place {
             let slices: Vec<_> = runs.iter().map(|run| ram::slice(&*self.memory, *run)).collect();
             if let Err(error) = from.read_guest(&slices) {
-                // Any part of them may be in place, and none is shown.
+                // Any part of the units may be in place, and the guest sees none of it.
                 let mut torn = self.torn.lock();
                 torn.extend(runs);
                 return Err(error.into());
@@ -86,15 +85,16 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// The guest sees contents and has been woken: from this moment on it may write them, so they
-    /// are not missing any more, whatever happens to the rest of a message.
+    /// Marks a run as resident. The guest sees the contents and has been woken, so it may write them from now
+    /// on: they are not missing any more, whatever happens to the rest of the message.
     fn has_come(&self, run: PageRun, via: Via) -> Result<(), Cause> {
         self.progress.counters.memory_bytes_received.fetch_add(run.len_bytes(), Ordering::Relaxed);
         self.memory.mark_resident(run);
         self.arrived(run, via, |_, _| Ok(()))
     }
 
-    /// Takes contents through a buffer: memory with one mapping is filled in one step a piece.
+    /// Receives contents through a buffer: memory with a single mapping is filled and made visible in one
+    /// call per piece.
     fn copy_in(&self, from: &mut impl ByteSource, run: PageRun, via: Via) -> Result<(), Cause> {
         let step = COPY_PAGES.next_multiple_of(self.unit_pages[run.region]);
         let mut buffer = Vec::new();
@@ -110,7 +110,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Takes pages that are zero. They stay holes unless a thread waits for them.
+    /// Takes pages of zeros. They stay holes unless a thread waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
             self.progress.counters.zero_pages.fetch_add(run.count, Ordering::Relaxed);

@@ -14,43 +14,43 @@ use page_bitmap::{PageBitmap, change_then_look};
 
 use crate::waits::Waits;
 
-/// What a fault found.
+/// Result of looking up a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FaultLookup {
-    /// The unit is not missing: it is to be shown.
+    /// The unit is not missing: it is to be made visible.
     Present,
-    /// It is missing and this is the first fault of it: the source is to be asked.
+    /// The unit is missing and this is its first fault: it is to be requested from the source.
     First,
-    /// It is missing and the source has been asked.
+    /// The unit is missing and has been requested.
     Repeated,
 }
 
-/// What an arrival found.
+/// Counts of an arrival.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Arrival {
     /// Units that were missing and are not any more.
     pub cleared: u64,
-    /// Units that faults had asked for.
+    /// Units that faults had requested.
     pub wanted: u64,
 }
 
-/// Two bits a unit, by region, and the waits.
+/// The missing and the requested units of all regions, two bits a unit, and the running waits.
 pub(super) struct Demand {
     /// Contents are still to arrive.
     missing: Vec<PageBitmap>,
-    /// There was a fault, and the source has been asked. Never cleared.
+    /// A fault requested it from the source. Never cleared.
     wanted: Vec<PageBitmap>,
     waits: Waits,
 }
 
 impl Demand {
-    /// Nothing is wanted yet of what is missing.
+    /// Starts with no request for any of the missing units.
     pub(super) fn new(missing: Vec<PageBitmap>) -> Self {
         let wanted = missing.iter().map(|map| PageBitmap::new(map.len())).collect();
         Self { missing, wanted, waits: Waits::new() }
     }
 
-    /// What is missing, one map a region.
+    /// The missing units, one map a region.
     pub(super) fn missing(&self) -> &[PageBitmap] {
         &self.missing
     }
@@ -59,12 +59,12 @@ impl Demand {
         self.missing[region].get(unit)
     }
 
-    /// There was a fault in this unit at some time.
+    /// True if there was a fault in this unit at any time.
     pub(super) fn is_wanted(&self, region: usize, unit: u64) -> bool {
         self.wanted[region].get(unit)
     }
 
-    /// A thread faulted in a unit.
+    /// Notes a fault of `thread` in a unit.
     pub(super) fn fault(&self, region: usize, unit: u64, thread: Option<u32>) -> FaultLookup {
         let first = self.wanted[region].set(unit);
         change_then_look();
@@ -79,16 +79,16 @@ impl Demand {
         if self.is_missing(region, unit) {
             return FaultLookup::First;
         }
-        // It came between the two looks, and its arrival may have found no wait to end.
+        // The unit arrived between the two looks, and the arrival may not have seen this wait to end it.
         let _ = self.waits.end(region, unit);
         FaultLookup::Present
     }
 
-    /// Units are in place. `wake` is called for each that is wanted, and after it `waited` with the
+    /// Marks units as in place. For each that was requested, `wake` is called, and after it `waited` with the
     /// thread that waited and for how long, where that is known.
     ///
     /// # Errors
-    /// Those of `wake`; the rest of the units is not looked at then.
+    /// Those of `wake`; the rest of the units is left unmarked then.
     pub(super) fn arrive<E>(
         &self,
         (region, first, count): (usize, u64, u64),
@@ -108,18 +108,18 @@ impl Demand {
         Ok(Arrival { cleared, wanted })
     }
 
-    /// How long the longest wait has lasted.
+    /// Duration of the longest running wait.
     pub(super) fn longest_wait(&self) -> Duration {
         self.waits.longest()
     }
 
-    /// Units of a region that are wanted and still missing; see [`begin_wishes`](Self::begin_wishes).
+    /// Units of a region that are requested and still missing; see [`begin_wishes`](Self::begin_wishes).
     pub(super) fn wishes(&self, region: usize) -> impl Iterator<Item = u64> {
         self.wanted[region].common_runs(&self.missing[region]).flatten()
     }
 
-    /// Orders a change of the connections that may be used before the look at the requests, and counts all waits as
-    /// beginning now.
+    /// Orders a change of the usable connections before the look at the requests, and restarts the clocks of
+    /// all waits.
     pub(super) fn begin_wishes(&self) {
         change_then_look();
         self.waits.restart_clock();
@@ -152,7 +152,7 @@ mod model {
         woken
     }
 
-    /// A page arrives at any moment of its fault: no wait lasts beyond both, and a thread that waits for
+    /// A page arrives at any moment of its fault: the wait never outlasts both, and the thread that waits for
     /// the page is woken by one of the two.
     #[test]
     fn no_wait_outlives_the_arrival_of_its_page() {
@@ -169,7 +169,7 @@ mod model {
         });
     }
 
-    /// The same with a second fault of the page.
+    /// The same with a second fault on the page.
     #[test]
     fn no_wait_outlives_the_arrival_of_a_page_that_two_need() {
         let mut bounded = loom::model::Builder::new();

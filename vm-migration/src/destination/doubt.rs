@@ -27,25 +27,25 @@ use crate::steering::{self, LOOK_EVERY};
 use crate::transport::{Listener, wait_readable};
 use crate::vm::DestinationVm;
 
-/// The client whose request decided it, which waits for the result.
+/// The peer or request that ended the doubt, which waits for the result.
 pub(super) enum Resolution {
-    /// A source that said it on a connection for nothing else.
+    /// The source, on a connection that carries only its verdict.
     Verdict(Channel),
-    /// A source that has come back with all its connections; the first of them.
+    /// The source, reconnected with all its connections; the first of them.
     Returned(Channel),
-    /// A source that wanted to come back and was lost again: it will.
+    /// The source, whose reconnection failed; it will try again.
     Lost,
     /// The operator.
     Operator,
 }
 
-/// What a destination in doubt waits with.
+/// State and connections of a destination in doubt.
 pub(super) struct Doubt<'a, M: GuestMemoryMap> {
     pub state: InDoubt,
     pub agreed: &'a Agreed,
-    /// With pages missing.
+    /// The fault threads, if pages are missing.
     pub faults: Option<&'a mut FaultThreads<M>>,
-    /// Never cancelled.
+    /// A handle that is never cancelled.
     pub never: &'a Cancel,
 }
 
@@ -83,7 +83,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
             let mut fds = Vec::new();
             arrivals.add_fds(&listener, &mut fds);
             if wait_readable(&fds, self.never, Some(LOOK_EVERY)).is_err() {
-                // The machine is kept all the same.
+                // The machine is kept while the host lacks something for waiting.
                 std::thread::sleep(LOOK_EVERY);
             }
             for hello in arrivals.take(&listener, self.never) {
@@ -108,8 +108,8 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         }
     }
 
-    /// What a connection says; when it is not the source's word, why not, or nothing if it is that of a
-    /// migration that is over.
+    /// Takes the message of a connection. An error holds the reason to refuse it, or `None` if it was
+    /// the source of an ended migration and has its answer.
     fn hear(
         &mut self,
         hello: Hello,
@@ -120,7 +120,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
             Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
                 let known = self.state.hears(verdict);
                 if matches!(known, DoubtOutcome::NotHere(_)) {
-                    // It continues whether it hears this or not.
+                    // The source continues whether it receives this or not.
                     let _ = control.yes();
                 }
                 Ok((known, Resolution::Verdict(control)))
@@ -138,7 +138,7 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
                     Ok(returned) => returned,
                     Err((reason, control)) => return refused(reason, control),
                 };
-                // Only a source that has handed the guest over comes back.
+                // Only a source that has handed the guest over reconnects.
                 let known = self.state.hears(Verdict::Committed);
                 let word = match faults.take_over(returned, self.never) {
                     Ok(control) => Resolution::Returned(control),

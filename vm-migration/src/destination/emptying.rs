@@ -19,21 +19,21 @@ use crate::error::Cause;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 
-/// Pages that one look covers: 256 MiB, for which the kernel writes 64 KiB.
+/// Pages per look-up: 256 MiB, for which the kernel writes 64 KiB.
 const STRETCH_PAGES: u64 = 64 << 10;
 
-/// How often a page that is still there is discarded again. What keeps the kernel from splitting a
-/// huge page, a reference to it, is mostly gone in a moment.
+/// How often a page that is still present is discarded again. What keeps the kernel from splitting a huge
+/// page, a reference to it, is usually gone within milliseconds.
 const TRIES: u32 = 20;
 
-/// Time between two of them.
+/// Time between two of these attempts.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Leaves nothing in the host of these units of a region.
+/// Discards these units of a region, so that the host holds nothing of them.
 ///
 /// # Errors
-/// A cancel, what the host reports, and pages that stay although they were discarded: they would be shown to
-/// the guest as zeros.
+/// A cancel, what the host reports, and pages that stay although they were discarded: the guest would see
+/// zeros there.
 pub(super) fn empty_units<M: GuestMemoryMap>(
     memory: &M,
     region: usize,
@@ -42,7 +42,7 @@ pub(super) fn empty_units<M: GuestMemoryMap>(
 ) -> Result<(), Cause> {
     let info = &memory.layout().regions()[region];
     let unit_pages = info.host_page_bytes / PAGE_BYTES;
-    // Private memory and large pages have no part of a page that could stay.
+    // In private memory and large pages no part of a page can stay.
     let can_stay = info.backing == Backing::Shared && unit_pages == 1;
     let step = STRETCH_PAGES.next_multiple_of(unit_pages);
     let mut first = 0;
@@ -84,8 +84,7 @@ pub(super) fn empty_units<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// What the host holds of these units, as runs of whole units; a run may reach over pages of which it
-/// holds nothing.
+/// The runs of whole units of which the host holds pages. A run may span pages of which it holds none.
 fn held_of<M: GuestMemoryMap>(
     memory: &M,
     region: usize,
@@ -95,7 +94,7 @@ fn held_of<M: GuestMemoryMap>(
 ) -> Result<Vec<PageRun>, Cause> {
     let populated = memory.populated_runs(region, pages.clone()).map_err(Cause::Memory)?;
     let mut held: Vec<PageRun> = Vec::new();
-    // The last run of `held` goes to the end of what is populated before this.
+    // True when the last run of `held` reaches the end of the populated range before this one.
     let mut to_the_end = false;
     for there in populated {
         let there_units = there.start / unit_pages..there.end.div_ceil(unit_pages);
@@ -177,8 +176,8 @@ mod tests {
         assert!(told.contains("page 2 ") && told.contains("page cache"), "{told}");
     }
 
-    /// A huge page at the beginning of a region's file, and one reference to a part of it that keeps the
-    /// kernel from splitting it, as a page has that is in a pipe. `None` where the host makes none.
+    /// A huge page at the beginning of a region's file, and a reference to a part of it, as a page in a pipe
+    /// has, that keeps the kernel from splitting it. `None` where the host makes no huge page.
     struct Unsplittable {
         start: *mut libc::c_void,
         pipe: [libc::c_int; 2],
@@ -235,7 +234,7 @@ mod tests {
         };
         let error = empty(&memory, &units([7])).unwrap_err();
         assert!(error_text::chain(&error).contains("page 7 "), "{error:?}");
-        // It reads as zeros and is there: nothing would wait for it.
+        // It reads as zeros and is present: no access would fault.
         assert!(held(&memory).contains(&7));
         drop(huge);
         empty(&memory, &units([7])).unwrap();

@@ -30,16 +30,16 @@ use crate::steering::LOOK_EVERY;
 use crate::stride::Strides;
 use crate::uffd::UffdError;
 
-/// Contents came for pages that need none.
+/// The error for contents of pages that are not missing.
 pub(super) const NOT_MISSING: ProtocolError =
     ProtocolError::Malformed { what: "memory table", why: "it names pages that are not missing" };
 
-/// How pages came here.
+/// How pages arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Via {
-    /// Pushed.
+    /// Sent in the background.
     Bulk,
-    /// Asked for.
+    /// Sent on request.
     Urgent,
 }
 
@@ -47,29 +47,29 @@ pub(crate) enum Via {
 pub(crate) struct Engine<M> {
     pub(super) memory: Arc<M>,
     pub(super) source: Arc<dyn FaultSource>,
-    /// What is missing and what is wanted, in units.
+    /// Missing and requested memory, in units.
     demand: Demand,
-    /// Per region: how its units come together from pieces, where they may.
+    /// For each region whose host pages are assembled from pieces: their state.
     pub(super) pieces: Vec<Option<PartialPages>>,
-    /// Per region: pages of 4 KiB in a unit.
+    /// Pages of 4 KiB in a unit, by region.
     pub(super) unit_pages: Vec<u64>,
-    /// Whole units of which a part may be in place because a connection was lost in the middle of
-    /// them. Locked when that happens and while no connection is there.
+    /// Whole units that may be partly in place because a connection was lost while they were received. Locked
+    /// when that happens, and while there is no connection.
     pub(super) torn: Mutex<Vec<PageRun>>,
-    /// Units missing in all regions.
+    /// Missing units in all regions.
     left: AtomicU64,
     /// Readable once nothing is missing.
     complete: Cancel,
     /// Readable once the engine itself failed, or its threads are to end for good.
     failed: Cancel,
-    /// What failed first, and whether the guest may run on this memory. Held for one look.
+    /// The first failure, and whether the guest may run on this memory. Locked for one access.
     fate: Mutex<EngineState>,
-    /// Threads that bring their own pages.
+    /// vCPU threads that resolve their own faults.
     waiters: Waiters,
     pub(super) progress: Arc<Progress>,
 }
 
-/// How the engine stands.
+/// Outcome of the engine so far.
 #[derive(Default)]
 struct EngineState {
     committed: bool,
@@ -77,9 +77,9 @@ struct EngineState {
 }
 
 impl<M: GuestMemoryMap> Engine<M> {
-    /// Begins with what the source says is missing. Contents that are here in its place (an earlier
-    /// round, a machine that was built with populated memory) are discarded: nothing may read them.
-    /// `stale` is missing, too, and has been thrown away before.
+    /// Starts with the units that the source lists as missing. Contents of them that are here (from an
+    /// earlier round, or of a machine built with populated memory) are discarded, so that nothing reads them.
+    /// `stale` units are missing as well and have been discarded before.
     pub(crate) fn new(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
@@ -96,7 +96,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Self::with_emptied(memory, source, missing.into_maps(), progress)
     }
 
-    /// Begins with memory whose missing units (one map a region) hold nothing.
+    /// Starts with memory whose missing units (one map a region) are not populated.
     pub(crate) fn with_missing(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
@@ -109,7 +109,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Self::with_emptied(memory, source, missing, progress)
     }
 
-    /// The same where the memory knows already which of its units are missing.
+    /// The same for memory that knows already which of its units are missing.
     pub(crate) fn with_emptied(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
@@ -165,13 +165,13 @@ impl<M: GuestMemoryMap> Engine<M> {
         &self.complete
     }
 
-    /// Readable once something failed.
+    /// Readable once the engine has failed.
     pub(crate) fn failed(&self) -> &Cancel {
         &self.failed
     }
 
-    /// A set of connections has failed. It comes back when the engine continues without them; before
-    /// it is committed it does not, and the failure is noted here.
+    /// Notes that a set of connections has failed. Returns the failure if the engine continues without them;
+    /// before it is committed it does not, and keeps the failure.
     pub(crate) fn fails_with_connections(&self, failure: Failure) -> Option<Failure> {
         let committed = self.fate.lock().committed;
         if committed {
@@ -181,17 +181,16 @@ impl<M: GuestMemoryMap> Engine<M> {
         None
     }
 
-    /// Notes a failure and stops all threads. Before the engine is committed, a thread that waits for a
-    /// page is released: the machine is about to be dropped, and no thread may wait forever. Once
-    /// every page is here nothing can fail any more, and nothing is stopped: the source has still
-    /// to hear of it.
+    /// Notes a failure and stops all threads. Before the commit, a thread that waits for a page is released,
+    /// because the machine is about to be dropped and no thread may wait forever. Once every page is here
+    /// nothing can fail any more and nothing is stopped, because the source is still to be told.
     pub(crate) fn fail(&self, failure: Failure) {
         if self.complete.is_cancelled() {
             log::debug!("after the last page: {}", failure.for_peer());
             return;
         }
         let mut fate = self.fate.lock();
-        // What others suffer because of the stop is not a cause.
+        // Errors that follow from the stop are not its cause.
         if !matches!(failure.cause, Cause::Cancelled) {
             fate.failure.get_or_insert(failure);
         }
@@ -203,7 +202,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.failed.cancel();
     }
 
-    /// From here on the guest may run on this memory: a failure makes it wait, not continue.
+    /// From here on the guest may run on this memory: a failure makes it wait instead of ending the wait.
     pub(crate) fn commit(&self) -> Result<(), Failure> {
         let mut fate = self.fate.lock();
         match fate.failure.take() {
@@ -218,11 +217,11 @@ impl<M: GuestMemoryMap> Engine<M> {
         }
     }
 
-    /// Accesses are not caught any more. While the host lacks something for that it is tried again, until
-    /// `is_abandoned` says that it is not worth it any longer.
+    /// Stops catching accesses. While the host lacks a resource for that it is retried, until `is_abandoned`
+    /// returns true.
     ///
     /// # Errors
-    /// What the host said last.
+    /// The last error of the host.
     pub(crate) fn release(&self, is_abandoned: impl Fn() -> bool) -> Result<(), UffdError> {
         let mut warned = false;
         loop {
@@ -243,13 +242,13 @@ impl<M: GuestMemoryMap> Engine<M> {
         self.fate.lock().failure.take()
     }
 
-    /// Pages of 4 KiB that are missing.
+    /// Number of missing pages of 4 KiB.
     pub(crate) fn missing_pages(&self) -> u64 {
         self.missing().iter().zip(&self.unit_pages).map(|(map, unit)| map.count() * unit).sum()
     }
 
-    /// Looks at faults; returns the ranges to ask the source for. The others need nothing, or have
-    /// been resolved here.
+    /// Looks faults up and returns the ranges to request from the source. All others have been resolved here
+    /// or are requested already.
     pub(crate) fn take_faults(&self, faults: &[Fault]) -> Result<Vec<GpaRange>, Cause> {
         let counters = &self.progress.counters;
         let mut ask = Vec::new();
@@ -276,8 +275,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(ask)
     }
 
-    /// A thread that brings its own pages needs one: lets `ask` send what is to be asked for, and
-    /// sleeps until the page is here or the thread is unparked.
+    /// Resolves the fault of a vCPU thread: lets `ask` send the request, if one is due, and sleeps until the
+    /// page is here or the thread is unparked.
     ///
     /// # Errors
     /// As [`take_faults`](Self::take_faults).
@@ -305,8 +304,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         PageRun { region, first: index * unit, count: unit }
     }
 
-    /// Guesses what the threads behind these faults will touch next; returns the ranges to ask for
-    /// without a thread that waits.
+    /// Predicts the next accesses of the faulting threads; returns the ranges to request although no thread
+    /// waits for them yet.
     pub(crate) fn ahead_of(&self, faults: &[Fault], strides: &mut Strides) -> Vec<GpaRange> {
         let mut runs: Vec<PageRun> = Vec::new();
         for fault in faults {
@@ -331,18 +330,19 @@ impl<M: GuestMemoryMap> Engine<M> {
         runs.iter().map(|run| self.memory.layout().range_of(*run)).collect()
     }
 
-    /// What is missing, one map a region, in units.
+    /// The missing units, one map a region.
     pub(crate) fn missing(&self) -> &[PageBitmap] {
         self.demand.missing()
     }
 
-    /// How long the longest wait for a page has lasted.
+    /// Duration of the longest running wait for a page.
     pub(crate) fn longest_wait(&self) -> Duration {
         self.demand.longest_wait()
     }
 
-    /// Prepares for another set of connections; none works on the engine now. What arrived of a unit
-    /// without being shown is thrown away; all else that is missing is not there, and is not looked at.
+    /// Prepares for another set of connections; no thread works on the engine now. Parts of a unit that
+    /// arrived without becoming visible are discarded; other missing memory holds nothing and is not
+    /// examined.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
         let torn = std::mem::take(&mut *self.torn.lock());
         let mut partly = torn;
@@ -362,7 +362,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 };
                 let emptied = self.memory.discard(pages);
                 if emptied.is_err() {
-                    // To be done by the next attempt.
+                    // Left for the next attempt.
                     let mut torn = self.torn.lock();
                     torn.extend(&partly);
                 }
@@ -373,7 +373,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// What is waited for and still missing: to be asked for on a new connection.
+    /// Ranges that threads wait for and that are still missing, to be requested on a new connection.
     pub(crate) fn wishes(&self) -> Vec<GpaRange> {
         self.demand.begin_wishes();
         let regions = 0..self.missing().len();
@@ -382,8 +382,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         regions.flat_map(of).collect()
     }
 
-    /// The source says that requested pages are on another connection. If they have come
-    /// meanwhile, the waiting thread checks again; else the arrival wakes it.
+    /// Handles the source's reply that requested pages are sent on another connection. If they have arrived
+    /// meanwhile, the waiting thread is woken to check again; otherwise their arrival wakes it.
     pub(crate) fn take_elsewhere(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
         for run in locate(self.memory.layout(), ranges)? {
             let unit = self.unit_pages[run.region];
@@ -398,8 +398,8 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Whole units of guest memory that are missing, or pieces that no thread has begun to receive;
-    /// contents for anything else would overwrite what the guest has written here.
+    /// Checks that ranges are whole missing units, or pieces that no thread has begun to receive; contents
+    /// for anything else would overwrite what the guest has written here.
     pub(super) fn check(&self, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
         let runs = locate(self.memory.layout(), ranges)?;
         for run in &runs {
@@ -418,8 +418,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(runs)
     }
 
-    /// Pages are in place: they are not missing any more, and `wake` is called for each unit that
-    /// a thread waits for.
+    /// Marks pages as resident; `wake` is called for each unit that a thread waits for.
     pub(super) fn arrived(
         &self,
         run: PageRun,
@@ -453,7 +452,7 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Lets waiters of a unit that is not missing continue: with its contents, or else with zeros.
+    /// Wakes the waiters of a unit that is not missing: they see its contents, or zeros if it has none.
     pub(super) fn show(&self, region: usize, index: u64) -> Result<(), Cause> {
         Ok(self.source.make_zero(self.pages_of(region, index))?)
     }

@@ -31,22 +31,22 @@ use crate::session::{Session, SessionState, Urgency};
 use crate::stride::Strides;
 use crate::transport::Connection;
 
-/// Ranges in one request after connections have been made again.
+/// Ranges in one request after a reconnection.
 const WISHES_AT_ONCE: usize = 512;
 
-/// How long the host may lack what it needs to let a machine go that is thrown away.
+/// How long releasing a machine that is thrown away is retried while the host lacks a resource for it.
 const LET_GO_MAX: Duration = Duration::from_mins(1);
 
 /// The sending end of a connection for requests; several readers may share one.
 pub(super) struct Asker {
-    /// Held for one message.
+    /// Locked while one message is sent.
     one_at_a_time: Mutex<()>,
     connection: Arc<Connection>,
     fate: Arc<SessionState>,
 }
 
 impl Asker {
-    /// Asks; a failure ends the set of connections, and the wishes stay noted.
+    /// Sends a request. A failure ends the set of connections, and the requests stay recorded.
     pub(super) fn ask(&self, requests: &Requests) {
         let mut bytes = Message::PageFault(requests.waited_for.clone()).encode();
         if !requests.ahead.is_empty() {
@@ -61,15 +61,15 @@ impl Asker {
     }
 }
 
-/// What one message asks for.
+/// The ranges of one request message.
 pub(super) struct Requests {
     pub(super) waited_for: Vec<GpaRange>,
-    /// May come along behind.
+    /// Ranges that may follow, for which no thread waits.
     pub(super) ahead: Vec<GpaRange>,
 }
 
-/// Where each reader, and behind them each thread that brings its own pages, sends its requests
-/// now. A slot is its reader's; it is only locked by others when connections come and go.
+/// The connection on which each reader, and after them each vCPU thread, sends its requests now. Only its
+/// own thread uses a slot; others lock it when connections are set up or lost.
 pub(super) struct Askers(Vec<Mutex<Option<Arc<Asker>>>>);
 
 impl Askers {
@@ -86,22 +86,22 @@ impl Askers {
     }
 }
 
-/// The engine and its threads. Dropping stops the threads; the waiters of missing pages are let
-/// go, so the guest must be gone by then, or complete.
+/// The engine and its threads. Dropping it stops the threads and releases the waiters of missing pages, so
+/// the guest must have ended by then, or be complete.
 pub(crate) struct FaultThreads<M: GuestMemoryMap> {
     pub(super) engine: Arc<Engine<M>>,
     pub(super) rejoin: Rejoin,
     askers: Arc<Askers>,
-    /// Keeps it open for threads that bring their own pages.
+    /// Keeps the resolver alive for the vCPU threads that use it.
     resolver: Arc<VcpuFaultResolver<M>>,
-    /// Reads faults, from the beginning to the end.
+    /// Threads that read faults, from the start to the end.
     readers: Session,
-    /// Receives pages; ends when a connection is lost.
+    /// Threads that receive pages; they end when a connection is lost.
     pub(super) session: Session,
 }
 
 impl<M: GuestMemoryMap> FaultThreads<M> {
-    /// Starts all threads. Without urgent connections requests go over those for bulk memory.
+    /// Starts all threads. Without connections for requested pages, requests use those of the background.
     pub(crate) fn start(
         engine: Arc<Engine<M>>,
         rejoin: Rejoin,
@@ -131,7 +131,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(all)
     }
 
-    /// Starts the receivers of a set of connections, and makes readers ask on it.
+    /// Starts the receivers of a set of connections, and makes the readers send requests on it.
     fn receive_on(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
         let for_requests = if urgent.is_empty() { &bulk } else { &urgent };
         let askers: Vec<Arc<Asker>> = for_requests
@@ -166,8 +166,9 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(())
     }
 
-    /// Ends the set of connections; readers continue. What a receiver has begun to put in it finishes, and
-    /// waits while the host has no memory for that: giving up ends that wait, and the engine.
+    /// Ends the set of connections; the readers continue. A receiver first finishes the pages that it has
+    /// begun to place, and waits while the host has no memory for them; abandoning the migration ends that
+    /// wait, and the engine.
     pub(super) fn disconnect(&mut self) {
         self.askers.set(&[]);
         let (engine, steering) = (&self.engine, &self.rejoin.steering);
@@ -184,8 +185,8 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         }
     }
 
-    /// Goes on with another set of connections, over which nothing has been sent yet but what is
-    /// missing.
+    /// Continues with another set of connections, over which only the missing pages have been listed so
+    /// far.
     fn reconnect(&mut self, bulk: Vec<Channel>, urgent: Vec<Channel>) -> Result<(), Failure> {
         self.session = Session::new()?;
         self.receive_on(bulk, urgent)?;
@@ -197,7 +198,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         Ok(())
     }
 
-    /// Takes the connections of a source that has come back.
+    /// Takes over the connections of a source that has reconnected.
     pub(super) fn take_over(
         &mut self,
         returned: Returned,
@@ -226,13 +227,13 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         self.rejoin.answer_late_reconnects(knows);
     }
 
-    /// Nothing is received any more: see [`Rejoin::answer_for_others`].
+    /// No page is received any more: see [`Rejoin::answer_for_others`].
     pub(super) fn answer_for_others(&self) {
         self.rejoin.answer_for_others();
     }
 
-    /// The machine is about to be thrown away without having run: nothing of it waits for a page any
-    /// more, or it would not end.
+    /// Releases all waiters of a machine that is about to be dropped without having run; a thread that
+    /// waited for a page would keep it from ending.
     pub(crate) fn release_waiters(&self) {
         let since = Instant::now();
         if let Err(error) = self.engine.release(|| since.elapsed() > LET_GO_MAX) {
@@ -253,15 +254,16 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
 impl<M: GuestMemoryMap> Drop for FaultThreads<M> {
     fn drop(&mut self) {
         self.engine.failed().cancel();
-        // Receivers look at it, too, while the host has no memory.
+        // Receivers check this as well while the host has no memory.
         self.engine.source().stop_readers();
         self.session.end();
         self.readers.end();
     }
 }
 
-/// A lost connection ends its set; a host that cannot show pages ends the engine. Once every page
-/// is here neither happens: the other connections stay open until the source knows.
+/// Handles a failed receiver: a lost connection ends its set, and a host that cannot make pages visible
+/// ends the engine. Once every page is here neither happens, and the other connections stay open until the
+/// source knows.
 fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &SessionState, failure: Failure) {
     if engine.complete().is_cancelled() {
         log::debug!("after the last page: {}", failure.for_peer());
@@ -276,7 +278,7 @@ fn receiver_failed<M: GuestMemoryMap>(engine: &Engine<M>, fate: &SessionState, f
     }
 }
 
-/// Takes pages off a connection until it ends or all is over.
+/// Receives pages from a connection until it ends or the engine stops.
 fn take_pages<M: GuestMemoryMap>(
     engine: &Engine<M>,
     channel: &mut Channel,
@@ -300,7 +302,7 @@ fn take_pages<M: GuestMemoryMap>(
     }
 }
 
-/// Reads faults of one queue and asks for their pages.
+/// Reads the faults of one queue and requests their pages.
 fn read_faults<M: GuestMemoryMap>(
     engine: &Engine<M>,
     askers: &Askers,

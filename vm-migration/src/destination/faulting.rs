@@ -29,20 +29,19 @@ pub struct Faulting<M: GuestMemoryMap> {
     threads: FaultThreads<M>,
     control: Channel,
     began: Instant,
-    /// Questions on the first connection that wait for their answer.
+    /// Unanswered messages on the first connection.
     unanswered: u32,
-    /// The connections were lost before it began.
+    /// The failure, if the connections were lost before the phase began.
     lost: Option<Failure>,
-    /// The source takes figures with the last message.
+    /// The source accepts figures with the last message.
     tells_figures: bool,
 }
 
-/// Postcopy that will not continue: vCPUs wait for their pages.
+/// A postcopy that will not continue: its vCPUs wait for their pages.
 ///
-/// Dropping this value lets the waiters see zeros where contents are missing, so end the guest
-/// before.
+/// Dropping this value makes the waiters see zeros where contents are missing, so end the guest first.
 pub struct PostcopyPaused<M: GuestMemoryMap> {
-    /// What happened.
+    /// The failure.
     pub error: MigrationError,
     faulting: Faulting<M>,
 }
@@ -67,12 +66,12 @@ impl<M: GuestMemoryMap> std::fmt::Debug for PostcopyPaused<M> {
 enum End {
     /// Every page is here.
     Complete,
-    /// Lost; perhaps the source has noticed first and is back already.
+    /// Lost. The source may have noticed first and have reconnected already.
     Lost(Failure, Option<Returned>),
 }
 
 impl<M: GuestMemoryMap> Faulting<M> {
-    /// With connections, or with some that were lost.
+    /// With connections, or with the failure of those that were lost.
     pub(crate) fn new(
         threads: FaultThreads<M>,
         control: Channel,
@@ -82,17 +81,18 @@ impl<M: GuestMemoryMap> Faulting<M> {
         Self { threads, control, began: Instant::now(), unanswered: 0, lost, tells_figures }
     }
 
-    /// The phase begins; it ends in [`wait`](Self::wait).
+    /// Begins the phase; it ends in [`wait`](Self::wait).
     pub(crate) fn begin(&mut self) {
         self.began = Instant::now();
         self.threads.engine.progress().begin_long(Phase::Fault);
     }
 
-    /// Waits until every page is here, and tells the source. Lost connections are made again by
-    /// the source: until then the guest waits where it needs a missing page.
+    /// Waits until every page is here, and tells the source. The source re-establishes lost connections;
+    /// until then the guest waits where it needs a missing page.
     ///
     /// # Errors
-    /// When this host cannot continue, or the operator has abandoned it: both sides keep what they have.
+    /// When this host cannot continue, or the operator has abandoned the migration: both sides keep what
+    /// they have.
     pub fn wait(mut self) -> Result<ProgressDocument, Box<PostcopyPaused<M>>> {
         let engine = Arc::clone(&self.threads.engine);
         let result = self.wait_until_complete();
@@ -100,7 +100,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         progress.end_long(Phase::Fault, self.began.elapsed(), result.is_ok());
         match result {
             Ok(()) => {
-                // The guest is complete: what happens to the connection now cannot hurt it.
+                // The guest is complete: the state of the connection does not matter to it any more.
                 let said = self.say_done();
                 if let Err(failure) = &said {
                     let why = failure.for_peer();
@@ -138,8 +138,8 @@ impl<M: GuestMemoryMap> Faulting<M> {
         self.release()
     }
 
-    /// Every page is here: accesses are not caught any more. When the host lacks something for that
-    /// the guest continues as it did, and it is tried again.
+    /// Stops catching accesses once every page is here. When the host lacks a resource for that, the
+    /// guest continues as before, and it is retried.
     fn release(&self) -> Result<(), Failure> {
         let engine = &self.threads.engine;
         let steering = &self.threads.rejoin.steering;
@@ -148,7 +148,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         Ok(())
     }
 
-    /// Watches a set of connections until all is here, or it is lost.
+    /// Watches a set of connections until every page is here, or the set is lost.
     fn watch(&mut self) -> Result<End, Failure> {
         let engine = Arc::clone(&self.threads.engine);
         let fate = Arc::clone(self.threads.session.fate());
@@ -166,7 +166,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
                 vec![engine.complete().fd(), fate.stop().fd(), self.control.connection.as_raw_fd()];
             arrivals.add_fds(&self.threads.rejoin.listener, &mut fds);
             let end = wait_readable(&fds, engine.failed(), Some(LOOK_EVERY));
-            // What the host lacks now it may have for another set of connections.
+            // A resource that the host lacks now may be available for another set of connections.
             let end = match end.map_err(Cause::Resource).step(STEP) {
                 Ok(end) => end,
                 Err(failure) => return Ok(End::Lost(failure, None)),
@@ -205,7 +205,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         }
     }
 
-    /// Takes the answer to a question on the first connection.
+    /// Takes one answer on the first connection.
     fn take_answer(&mut self) -> Result<Vec<u8>, Failure> {
         match self.control.timed(Answer::read).step(STEP)? {
             Answer::Ok { payload, .. } => {
@@ -216,7 +216,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         }
     }
 
-    /// Holds still until the source is back.
+    /// Pauses postcopy until the source has reconnected.
     fn recover(&mut self, lost: &Failure, returned: Option<Returned>) -> Result<(), Failure> {
         let engine = Arc::clone(&self.threads.engine);
         let progress = Arc::clone(engine.progress());
@@ -260,7 +260,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         let progress = Arc::clone(self.threads.engine.progress());
         let figures = if self.tells_figures { progress.figures().to_json() } else { Vec::new() };
         self.control.connection.send(&Message::PostcopyDone(figures).encode()).step(STEP)?;
-        // The answers to what was asked before come first.
+        // The answers to earlier messages come first.
         self.unanswered += 1;
         while self.unanswered > 0 {
             let told = self.take_answer()?;
@@ -270,11 +270,11 @@ impl<M: GuestMemoryMap> Faulting<M> {
     }
 }
 
-/// Asks the source whether it is there, and notices when nothing moves.
+/// Asks the source periodically whether it is there, and detects that nothing moves.
 struct Pulse {
     stall: Duration,
     asked: Instant,
-    /// When something arrived last, and how much there was then.
+    /// When something arrived last, and how much had arrived by then.
     moved: (Instant, u64),
     rates: Rates,
 }

@@ -25,16 +25,16 @@ use crate::protocol::message::Message;
 use crate::ram::GuestMemoryMap;
 use crate::transport::{Connection, TransportError};
 
-/// Threads that take memory from extra connections. Dropping ends them.
+/// Threads that receive memory from extra connections. Dropping this ends them.
 pub(super) struct Helpers {
     threads: Vec<(Arc<Connection>, JoinHandle<Option<Channel>>)>,
     /// Ends their waits between two messages.
     stop: Cancel,
-    /// Ends them, whatever they do.
+    /// Ends them, whatever they are doing.
     quit: Cancel,
     /// Readable once one of them failed.
     failed: Cancel,
-    /// Why. Held for one look.
+    /// The first failure. Locked for one access.
     failure: Arc<Mutex<Option<Failure>>>,
 }
 
@@ -66,12 +66,14 @@ impl Helpers {
                 Ok(Rounds::Ended) => None,
                 Ok(Rounds::Stopped) => Some(channel),
                 Err((taken, error)) => {
-                    // The peer hears it on this connection, and we on the first one.
+                    // The peer reads the reason on this connection, and this side acts on the failure
+                    // on the first one.
                     channel.refuse(&error.for_peer());
                     let of_the_peer =
                         matches!(error.cause, Cause::Protocol(_) | Cause::Transport(_));
                     if taken == 0 && !negotiated && of_the_peer {
-                        // Nothing proves that it is the source's. That notices the end of its own.
+                        // Nothing proves that the connection was the source's, which notices the end
+                        // of its own.
                         let why = error.for_peer();
                         log::warn!("an extra connection brought nothing: {why}");
                         return None;
@@ -88,7 +90,7 @@ impl Helpers {
         Ok(())
     }
 
-    /// Connections that they read from.
+    /// Number of connections that they read from.
     pub(super) fn count(&self) -> usize {
         self.threads.len()
     }
@@ -98,21 +100,21 @@ impl Helpers {
         self.failed.fd()
     }
 
-    /// Why one of them failed.
+    /// The failure of one of them.
     pub(super) fn failure(&self) -> Failure {
         let failure = self.failure.lock().take();
-        // Without a reason it has been told already.
+        // Without a recorded failure it has been reported already.
         failure.unwrap_or_else(|| Failure::new("receiving memory", Cause::Cancelled))
     }
 
-    /// Everything that they were sent is acknowledged: they can go.
+    /// Ends the threads; everything that they were sent is acknowledged.
     pub(super) fn finish(&mut self) -> Result<(), Failure> {
         self.end();
         if self.failed.is_cancelled() { Err(self.failure()) } else { Ok(()) }
     }
 
-    /// Everything that they were sent is acknowledged: they can go, and their connections are
-    /// wanted for something else.
+    /// Ends the threads, of which everything that they were sent is acknowledged, and returns their
+    /// connections for other use.
     pub(super) fn return_channels(&mut self) -> Result<Vec<Channel>, Failure> {
         self.stop.cancel();
         let mut channels = Vec::new();
@@ -142,15 +144,15 @@ impl Drop for Helpers {
     }
 }
 
-/// Why a helper has nothing more to do.
+/// Why a thread has ended.
 enum Rounds {
     /// The connection ended.
     Ended,
-    /// It was told to stop, between two messages.
+    /// A stop was requested, and it was between two messages.
     Stopped,
 }
 
-/// Takes memory from an extra connection until it ends between two messages; counts those.
+/// Receives memory from an extra connection until it ends between two messages; counts those.
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     fresh: &Unpopulated,

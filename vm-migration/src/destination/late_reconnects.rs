@@ -23,7 +23,7 @@ use crate::protocol::message::{Answer, Message};
 use crate::steering::LOOK_EVERY;
 use crate::transport::{Address, Listener, ServerTls, TransportError, WaitEnd, wait_readable};
 
-/// A migration that is over here, well.
+/// A migration that has ended here successfully.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct EndedMigration {
     id: [u8; TOKEN_BYTES],
@@ -36,7 +36,7 @@ impl EndedMigration {
     }
 }
 
-/// An address at which some are answered for.
+/// An address at which reconnecting sources of ended migrations are answered.
 #[derive(Debug)]
 struct Entry {
     ended: Vec<EndedMigration>,
@@ -46,13 +46,13 @@ struct Entry {
 }
 
 impl Entry {
-    /// A source may come back that has to show its certificate.
+    /// True when a source that must show a certificate may still reconnect.
     fn needs_tls(&self) -> bool {
         self.listener.tls().is_some() && self.ended.iter().any(EndedMigration::lasts)
     }
 }
 
-/// The migrations of a process that are over and answered for; clones are the same.
+/// All ended migrations of this process whose sources are still answered; clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct LateReconnects(Arc<Mutex<Vec<Entry>>>);
 
@@ -65,8 +65,8 @@ impl PartialEq for LateReconnects {
 impl Eq for LateReconnects {}
 
 impl LateReconnects {
-    /// Listens on an address, in place of those that answer there now for migrations that are over. From now on all
-    /// connections there use `tls`.
+    /// Listens on an address, in place of the listeners that answer there for ended migrations. From now on
+    /// all connections there use `tls`.
     ///
     /// # Errors
     /// As [`Listener::bind_unless`], and [`TransportError::NeedsTls`].
@@ -81,7 +81,7 @@ impl LateReconnects {
             self.take(address, tls.is_some())?
         {
             stop.cancel();
-            // It waits for nothing that the cancel does not end.
+            // The thread waits for nothing that the cancel does not end.
             let _ = thread.join();
             if there.address() == address {
                 listener = Some(Arc::new(there.with_tls(tls.clone())));
@@ -107,7 +107,7 @@ impl LateReconnects {
         Ok((bound?, ended))
     }
 
-    /// Takes those out that are in the way of a listener, which uses TLS or does not.
+    /// Removes the entries that conflict with a listener on `address`, which uses TLS or does not.
     fn take(&self, address: &Address, has_tls: bool) -> Result<Vec<Entry>, TransportError> {
         let mut entries = self.0.lock();
         let in_the_way = |entry: &Entry| collide(entry.listener.address(), address);
@@ -118,7 +118,7 @@ impl LateReconnects {
         Ok(entries.extract_if(.., |entry| in_the_way(entry)).collect())
     }
 
-    /// Answers for these, as far as they last, where no other thread does any more.
+    /// Answers for these migrations until their time is over, where no other thread does so any more.
     pub(super) fn answer_for(&self, listener: &Arc<Listener>, mut ended: Vec<EndedMigration>) {
         ended.retain(EndedMigration::lasts);
         if ended.is_empty() {
@@ -131,7 +131,7 @@ impl LateReconnects {
 
     fn start(&self, listener: Arc<Listener>, ended: Vec<EndedMigration>) -> std::io::Result<()> {
         let stop = Cancel::new()?;
-        // Locked until the entry is there for its thread to take out.
+        // Locked until the entry exists, which its thread may remove.
         let mut entries = self.0.lock();
         let thread = {
             let (all, listener) = (self.clone(), Arc::clone(&listener));
@@ -155,7 +155,7 @@ fn warn_of_silence(error: &dyn std::error::Error) {
     );
 }
 
-/// Answers every connection, until the time is over (true) or another listener does so.
+/// Answers every connection, until the time is over (true) or another listener takes over (false).
 fn answer_all(listener: &Listener, ended: &[EndedMigration], stop: &Cancel) -> bool {
     let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
     while ended.iter().any(EndedMigration::lasts) {
@@ -184,7 +184,7 @@ fn answer_all(listener: &Listener, ended: &[EndedMigration], stop: &Cancel) -> b
     true
 }
 
-/// Whether both cannot be listened on at once.
+/// True when both addresses cannot be listened on at once.
 fn collide(one: &Address, other: &Address) -> bool {
     match (one, other) {
         (Address::Tcp { port: one, .. }, Address::Tcp { port: other, .. }) => one == other,
@@ -192,19 +192,19 @@ fn collide(one: &Address, other: &Address) -> bool {
     }
 }
 
-/// The answer to a connection that no migration waits for.
+/// The answer to a connection for which no migration waits.
 const NOTHING: &str = "a migration to here is over, and nothing is awaited";
 
-/// True of a migration that is over here and is answered for.
+/// True for the ID of a migration that ended here and is still answered for.
 pub(super) fn is_past(ended: &[EndedMigration], id: &[u8; TOKEN_BYTES]) -> bool {
     ended.iter().any(|migration| migration.id == *id && migration.lasts())
 }
 
-/// What a source is told that may be one of a migration that is over; no token in the answer, for there
-/// is nothing to recover.
+/// The answer to a source whose migration may have ended; it has no token, because there is nothing to
+/// recover.
 ///
 /// # Errors
-/// It is not.
+/// When it is not one of these migrations.
 pub(super) fn reply(message: &Message, ended: &[EndedMigration]) -> Result<(), &'static str> {
     match message {
         Message::Recover(recover) if is_past(ended, &recover.id) => Ok(()),
@@ -217,8 +217,8 @@ pub(super) fn reply(message: &Message, ended: &[EndedMigration]) -> Result<(), &
 }
 
 impl Rejoin {
-    /// Every page is here. A source that may not know it is told whenever it comes back, for as long as
-    /// it tries by itself; so are those of earlier migrations.
+    /// Answers the sources of this migration and of earlier ones whenever they reconnect. Every page is here;
+    /// a source that may not know it can ask for as long as it tries by itself.
     pub(crate) fn answer_late_reconnects(&self, knows: bool) {
         let mut ended = self.ended.clone();
         if !knows {
@@ -230,13 +230,13 @@ impl Rejoin {
         self.late_reconnects.answer_for(&self.listener, ended);
     }
 
-    /// Pages of this migration come no more. The sources of earlier ones may still ask.
+    /// No page of this migration comes any more; the sources of earlier ones may still ask.
     pub(crate) fn answer_for_others(&self) {
         self.late_reconnects.answer_for(&self.listener, self.ended.clone());
     }
 }
 
-/// Answers at an address for a migration that is over; where, and for which.
+/// Answers at an address for an ended migration; returns the address and the migration.
 #[cfg(test)]
 pub(crate) fn late_reconnects_for_tests(
     at: &Address,
@@ -249,7 +249,7 @@ pub(crate) fn late_reconnects_for_tests(
     (rejoin.listener.address().clone(), rejoin.id)
 }
 
-/// Where a source may come back to an address.
+/// A rejoin whose source may reconnect to an address.
 #[cfg(test)]
 pub(super) fn rejoin_for_tests(at: &Address, late_reconnects: &LateReconnects) -> Rejoin {
     #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]

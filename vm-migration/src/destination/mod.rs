@@ -70,18 +70,18 @@ pub use late_reconnects::LateReconnects;
 #[cfg(test)]
 pub(crate) use late_reconnects::late_reconnects_for_tests;
 
-/// What every phase of one migration uses.
+/// Options, progress and handles that every phase of one migration uses.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub options: &'a ReceiveOptions,
     pub progress: &'a Arc<Progress>,
     pub cancel: &'a Cancel,
     pub listener: &'a Arc<transport::Listener>,
-    /// Migrations that are over here, whose sources may still ask.
+    /// Ended migrations whose sources may still ask.
     pub ended: &'a [EndedMigration],
 }
 
-/// A place where a source can connect. One migration at a time.
+/// An address on which one source at a time can connect.
 #[derive(Debug)]
 pub struct Listener {
     socket: Arc<transport::Listener>,
@@ -91,16 +91,16 @@ pub struct Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // However it ended, earlier sources may reconnect again.
+        // Whatever the outcome, earlier sources may reconnect again.
         self.late_reconnects.answer_for(&self.socket, std::mem::take(&mut self.ended));
     }
 }
 
-/// The guest is here.
+/// A guest that has arrived.
 pub struct Received<V: DestinationVm> {
     /// The machine, running (or paused by its user, as it was at the source).
     pub vm: V::Running,
-    /// Pages still arrive: wait on this, and keep the machine until it says that it is over.
+    /// Set while pages still arrive: wait on it, and keep the machine until it has ended.
     pub faults: Option<Faulting<V::Memory>>,
 }
 
@@ -112,12 +112,12 @@ impl<V: DestinationVm> std::fmt::Debug for Received<V> {
 
 /// A migration that failed here.
 pub struct ReceiveFailure<V: DestinationVm> {
-    /// What happened, and where the guest is.
+    /// The failure, and where the guest is.
     pub error: MigrationError,
     /// The machine, when it is complete and did not start: see [`GuestLocation::InDoubt`] and
-    /// [`GuestLocation::OnDestination`]. `None` when there is nothing worth keeping.
+    /// [`GuestLocation::OnDestination`]. `None` when there is nothing to keep.
     pub vm: Option<V>,
-    /// Pages of that machine still arrive, as in [`Received::faults`]: the source serves them
+    /// Set while pages of that machine still arrive, as in [`Received::faults`]: the source serves them
     /// whether the guest runs yet or not.
     pub faults: Option<Faulting<V::Memory>>,
 }
@@ -145,21 +145,21 @@ impl<V: DestinationVm> PhaseFailure<V> {
 }
 
 impl Listener {
-    /// Listens on `address`; with TCP port 0 the system chooses, see [`address`](Self::address).
+    /// Listens on `address`; with TCP port 0 the kernel chooses the port, see [`address`](Self::address).
     ///
     /// # Errors
-    /// When the address is taken, not ours, or does not resolve.
+    /// When the address is in use, does not belong to this host, or does not resolve.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
         let socket = Arc::new(transport::Listener::bind(address)?);
         Ok(Self { socket, ended: Vec::new(), late_reconnects: LateReconnects::default() })
     }
 
-    /// The same, in place of listeners of this process that are there only to answer sources of
-    /// migrations that are over: this one answers those, too. Connections use TLS, with these certificates, or they
-    /// do not. `cancel` ends the wait for the resolver of names.
+    /// Like [`bind`](Self::bind), in place of listeners of this process that only answer the sources of ended
+    /// migrations: this one answers those as well. Connections use TLS with these certificates, or no TLS if
+    /// `None`. `cancel` ends the wait for name resolution.
     ///
     /// # Errors
-    /// As [`bind`](Self::bind), and [`TransportError::NeedsTls`] where a migration that is over has used TLS.
+    /// As [`bind`](Self::bind), and [`TransportError::NeedsTls`] where an ended migration has used TLS.
     pub fn bind_over(
         address: &Address,
         tls: Option<ServerTls>,
@@ -170,33 +170,32 @@ impl Listener {
         Ok(Self { socket, ended, late_reconnects: late_reconnects.clone() })
     }
 
-    /// Connections use TLS, with these certificates, or they do not.
+    /// Makes connections use TLS with these certificates, or no TLS if `None`.
     #[must_use]
     pub fn with_tls(mut self, tls: Option<ServerTls>) -> Self {
         self.socket = Arc::new(self.socket.with_tls(tls));
         self
     }
 
-    /// Connections use TLS: both sides know each other by their certificates.
+    /// True when connections use TLS, and both sides authenticate by certificate.
     pub fn is_authenticated(&self) -> bool {
         self.socket.tls().is_some()
     }
 
-    /// Where it listens.
+    /// The address on which it listens.
     pub fn address(&self) -> &Address {
         self.socket.address()
     }
 
-    /// Waits for a source and takes its guest.
+    /// Waits for a source and receives its guest.
     ///
     /// Blocks until the guest runs here, or the migration has failed. After a postcopy handover
     /// pages still arrive: see [`Received::faults`]. `cancel` works until the handover has been
     /// acknowledged; from then on only the source's decision counts, or the operator's
     /// ([`Steering::decide`](crate::Steering::decide)).
     ///
-    /// # Errors
-    /// The source has been told why as best one can. Unless [`ReceiveFailure::error`] says
-    /// otherwise, the guest continues there and everything built here is gone.
+    /// The source has been sent the reason, if the connection still works. Unless [`ReceiveFailure::error`]
+    /// says otherwise, the guest continues there and everything that was built here is dropped.
     pub fn receive<B: DestinationBuilder>(
         mut self,
         builder: B,
@@ -221,14 +220,14 @@ impl Listener {
             }
         };
         if pages_come {
-            // The threads that bring them listen, and answer for these as well.
+            // The threads that receive the pages listen, and answer for these as well.
             self.ended.clear();
         }
         result
     }
 }
 
-/// The phases, in order.
+/// Runs the phases in order.
 fn drive<B: DestinationBuilder>(
     builder: B,
     context: Context<'_>,
@@ -246,7 +245,7 @@ fn drive<B: DestinationBuilder>(
 }
 
 impl Failure {
-    /// Tells the peer why it is over, if that could still arrive.
+    /// Sends the peer the reason, if that could still arrive.
     fn tell(&self, peer: &Channel) {
         if self.peer_listens() {
             peer.refuse(&self.for_peer());
@@ -254,7 +253,7 @@ impl Failure {
     }
 }
 
-/// The one exit for failures: tells the peer and says where the guest is.
+/// The only exit for failures: tells the peer and states where the guest is.
 fn fail_phase<V: DestinationVm>(
     context: Context<'_>,
     phase_failure: PhaseFailure<V>,
@@ -271,7 +270,7 @@ fn fail_phase<V: DestinationVm>(
         context.progress.fail(Phase::Failed, report);
         return ReceiveFailure { error, vm, faults: None };
     };
-    // The migration continues: pages arrive.
+    // The migration continues: pages still arrive.
     context.progress.note_failure(report);
     faults.begin();
     ReceiveFailure { error, vm, faults: Some(*faults) }

@@ -34,22 +34,22 @@ use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
-/// How long one that connects may take to say that it is the source. Nothing waits for it meanwhile.
+/// How long a connection may take to prove that it is the source. Nothing waits for it meanwhile.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Most userfaultfds that a number of connections makes.
+/// Most userfaultfds that are derived from a number of connections.
 const READERS_MAX: u16 = 16;
 
-/// A source has connected.
+/// A source that has connected.
 pub(crate) struct Connected {
     control: Channel,
-    /// What it has said.
+    /// Its first message.
     first: Message,
 }
 
-/// Waits for the source. Nothing else ends the wait: a connection that says nothing is closed after a time, one that says
-/// something else is told that a VM is awaited, and a source of an earlier migration that does not know
-/// how that ended is told.
+/// Waits for the source. Other clients do not end the wait: a silent connection is closed after a time, one
+/// that sends anything else is told that a VM is awaited, and the source of an ended migration that does not
+/// know the outcome is told that.
 pub(crate) fn listen<V: crate::vm::DestinationVm>(
     context: Context<'_>,
 ) -> Result<Connected, PhaseFailure<V>> {
@@ -98,7 +98,7 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
 }
 
 impl Connected {
-    /// Agrees on the protocol, maps memory, and begins to build the machine.
+    /// Negotiates the protocol, maps memory, and begins to build the machine.
     pub(crate) fn negotiate<B: DestinationBuilder>(
         mut self,
         builder: B,
@@ -108,14 +108,14 @@ impl Connected {
         match self.try_negotiate(builder, &mut building, context) {
             Ok(parts) => Ok(Mapped::new(parts, self.control)),
             Err(failure) => {
-                // Before what is being built ends, which may take its time.
+                // Before the machine that is being built ends, which may take long.
                 failure.tell(&self.control);
                 Err(PhaseFailure::early(None, failure))
             }
         }
     }
 
-    /// What is being built when this fails is left in `begun`.
+    /// On failure the machine that is being built is left in `begun`.
     fn try_negotiate<B: DestinationBuilder>(
         &mut self,
         builder: B,
@@ -146,8 +146,8 @@ impl Connected {
         let building = begun.insert(Building::start(mapped)?);
         let mut fault_source = None;
         if let Some(offer) = first_machine {
-            // The source stops its guest next, so the machine has to be there first; and it may
-            // know the best way to catch accesses.
+            // The source stops its guest next, so the machine has to be built before; and it may know the
+            // best way to catch accesses.
             building.wait(control, context.cancel)?;
             let mut vm = building.finish()?;
             let watched = watch(&mut vm, &memory, offer, context);
@@ -161,7 +161,7 @@ impl Connected {
     }
 }
 
-/// Start, and Capabilities where the source offers them.
+/// Takes Start, and Capabilities if the source offers them.
 fn agree(
     first: Message,
     control: &mut Channel,
@@ -191,7 +191,7 @@ fn agree(
     let layout = offer.layout().step(STEP)?;
     let mut ours = features();
     if options.prepare_threads.unwrap_or_else(spare_threads) == 0 {
-        // The source need not find out what will come.
+        // The source need not determine which memory it will send.
         ours.remove(FEATURE_COMING);
     }
     let common = common(&ours, &offer.features);
@@ -212,7 +212,7 @@ fn agree(
         return Err(ProtocolError::Malformed { what: "capability offer", why }).step(STEP);
     }
     if offer.memory_mode.may_postcopy() {
-        // Here, before anything is built, so that a refusal comes at once.
+        // Checked before anything is built, so that a refusal comes at once.
         uffd::check(layout.regions()).step("checking for userfaultfd")?;
     }
     let token = random_token().map_err(Cause::Resource).step(STEP)?;
@@ -224,7 +224,7 @@ fn agree(
     Ok(Terms::Negotiated { offer, token })
 }
 
-/// Takes the files of a local migration, if it is one, and the configuration.
+/// Takes the configuration, and before it the memory files of a local migration.
 fn take_config(
     control: &mut Channel,
     terms: &Terms,
@@ -285,8 +285,8 @@ fn check_layout(ours: &Layout, offer: &Offer) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Sets up the best way there is to catch accesses to missing pages. Where most of memory is here
-/// already, only what is missing is caught.
+/// Sets up the best available way to catch accesses to missing pages. Where most of memory is here already,
+/// only the missing parts are watched.
 pub(super) fn watch<V: DestinationVm>(
     vm: &mut V,
     memory: &Arc<V::Memory>,
@@ -311,7 +311,7 @@ pub(super) fn watch<V: DestinationVm>(
     Ok(source)
 }
 
-/// Reads the next message; the source's giving up is an error.
+/// Reads the next message; Abandon from the source is an error.
 pub(crate) fn read(control: &mut Channel, step: &'static str) -> Result<Message, Failure> {
     if !control.reader.has_buffered() {
         let limit = control.connection.stall_timeout();

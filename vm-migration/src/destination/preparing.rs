@@ -19,30 +19,29 @@ use super::unpopulated::Unpopulated;
 use crate::layout::PageRun;
 use crate::ram::GuestMemoryMap;
 
-/// Most that is prepared by one call, in pages: calls cost something of their own, and the end of a
-/// migration waits for one.
+/// Most pages that one call populates: each call has a fixed cost, and the end of a migration waits for one.
 const CHUNK_PAGES: u64 = 8192;
 
-/// Chunks that may wait, 2 TiB: a peer may say anything.
+/// Most chunks that may be queued, 2 TiB: the peer's announcements are not trusted.
 const CHUNKS_MAX: usize = 1 << 16;
 
-/// Threads at most: four clear memory faster than any link fills it.
+/// Most threads: four clear memory faster than any link fills it.
 const THREADS_MAX: usize = 4;
 
-/// One thread for so many processors; on fewer there is none to spare besides those that receive.
+/// One thread per this many processors; on fewer there is none to spare besides those that receive.
 const PROCESSORS_PER_THREAD: usize = 4;
 
-/// The way that has cost more is tried again after so many chunks: hosts change.
+/// The slower method is tried again after this many chunks, as hosts change.
 const RETRY_AFTER: u32 = 64;
 
-/// How pages are got.
+/// How pages are populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     Huge,
     Small,
 }
 
-/// What each way has cost a thread, in nanoseconds a page; 0 before it was tried.
+/// Cost of each method to a thread, in nanoseconds per page; 0 before it was tried.
 #[derive(Debug, Default)]
 struct Costs {
     huge: u64,
@@ -86,7 +85,7 @@ struct QueueState {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// Locked for an instant, once a chunk.
+    /// Locked briefly, once a chunk.
     todo: Mutex<QueueState>,
     changed: Condvar,
 }
@@ -106,7 +105,7 @@ impl Queue {
     }
 }
 
-/// Memory being prepared. Dropping it ends that, after the chunks that are under way.
+/// Threads that populate announced memory. Dropping this ends them after the chunks in progress.
 #[derive(Debug)]
 pub(super) struct Preparing {
     queue: Arc<Queue>,
@@ -115,13 +114,13 @@ pub(super) struct Preparing {
 }
 
 impl Preparing {
-    /// With so many threads, or as many as this host has to spare.
+    /// With this number of threads, or as many as this host has to spare.
     pub(super) fn new(threads: Option<usize>) -> Self {
         let threads_max = threads.unwrap_or_else(spare_threads);
         Self { queue: Arc::default(), threads: Vec::new(), threads_max }
     }
 
-    /// These runs will come.
+    /// Queues runs that will be sent.
     pub(super) fn add<M: GuestMemoryMap>(
         &mut self,
         memory: &Arc<M>,
@@ -155,7 +154,7 @@ impl Preparing {
     }
 }
 
-/// Threads that this host has to spare.
+/// Number of threads that this host has to spare.
 pub(super) fn spare_threads() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     (processors / PROCESSORS_PER_THREAD).min(THREADS_MAX)
@@ -182,7 +181,7 @@ fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Unpopulated
     log::debug!("prepared memory: {costs:?}");
 }
 
-/// A run in pieces that end at multiples of a chunk.
+/// Cuts a run into pieces that end at multiples of a chunk.
 fn chunks(run: &PageRun) -> impl Iterator<Item = PageRun> + use<> {
     let PageRun { region, first, .. } = *run;
     let (mut at, end) = (first, run.end());

@@ -36,10 +36,10 @@ use crate::steering::LOOK_EVERY;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::vm::DestinationVm;
 
-/// How long an extra connection may take to say what it is for. Nothing waits for it meanwhile.
+/// How long an extra connection may take to send its role. Nothing waits for it meanwhile.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What was agreed.
+/// The negotiated protocol.
 pub(crate) enum Terms {
     /// Plain version 0.
     Plain,
@@ -52,7 +52,7 @@ impl Terms {
         matches!(self, Self::Negotiated { offer, .. } if offer.local)
     }
 
-    /// How memory travels.
+    /// When memory is sent.
     pub(super) fn mode(&self) -> Mode {
         match self {
             Self::Plain => Mode::Precopy,
@@ -75,7 +75,7 @@ impl Terms {
     }
 }
 
-/// What Negotiate has made.
+/// Results of Negotiate.
 pub(crate) struct Parts<V: DestinationVm> {
     pub building: Building<V>,
     pub memory: Arc<V::Memory>,
@@ -83,7 +83,7 @@ pub(crate) struct Parts<V: DestinationVm> {
     pub fault_source: Option<Arc<dyn FaultSource>>,
 }
 
-/// Memory is mapped and to be filled, the machine is being built.
+/// Memory is mapped and about to be filled; the machine is being built.
 pub(crate) struct Mapped<V: DestinationVm> {
     parts: Parts<V>,
     control: Channel,
@@ -91,7 +91,7 @@ pub(crate) struct Mapped<V: DestinationVm> {
     urgent: Vec<Channel>,
 }
 
-/// All memory, or the list of what is missing, is here, and so is the state.
+/// The state has arrived, and all memory or the list of what is missing.
 pub(crate) struct HasState<V: DestinationVm> {
     pub vm: V,
     pub control: Channel,
@@ -101,15 +101,15 @@ pub(crate) struct HasState<V: DestinationVm> {
     pub faults: Option<FaultThreads<V::Memory>>,
 }
 
-/// What the commit needs to know of what was agreed.
+/// The negotiated parts that the commit needs.
 pub(crate) struct Agreed {
-    /// What proves that a source is this migration's.
+    /// The token that proves that a source belongs to this migration.
     pub id: [u8; TOKEN_BYTES],
-    /// The source takes figures with the last message.
+    /// The source accepts figures with the last message.
     pub tells_figures: bool,
 }
 
-/// What ends Receive.
+/// Results of Receive.
 struct Outcome<V: DestinationVm> {
     vm: V,
     state: Vec<u8>,
@@ -121,7 +121,7 @@ impl<V: DestinationVm> Mapped<V> {
         Self { parts, control, bulk: Vec::new(), urgent: Vec::new() }
     }
 
-    /// Takes memory until the state arrives.
+    /// Receives memory until the state arrives.
     pub(crate) fn receive(mut self, context: Context<'_>) -> Result<HasState<V>, PhaseFailure<V>> {
         match self.try_receive(context) {
             Ok(Outcome { vm, state, faults }) => Ok(HasState {
@@ -132,7 +132,7 @@ impl<V: DestinationVm> Mapped<V> {
                 faults,
             }),
             Err(failure) => {
-                // Before what is being built ends, which may take its time.
+                // Before the machine that is being built ends, which may take long.
                 failure.tell(&self.control);
                 Err(PhaseFailure::early(None, failure))
             }
@@ -181,8 +181,8 @@ impl<V: DestinationVm> Mapped<V> {
                 }
                 Message::Coming(ranges) if self.parts.terms.negotiated() => {
                     let runs = locate(memory.layout(), &ranges).step(STEP)?;
-                    // A page that is got while others are thrown away would be one of zeros that
-                    // no fault waits for.
+                    // A page that is populated while others are discarded would become one of zeros
+                    // that no fault waits for.
                     if !self.mode().may_postcopy() {
                         preparing.add(&self.parts.memory, &fresh, &runs);
                     }
@@ -194,7 +194,7 @@ impl<V: DestinationVm> Mapped<V> {
                     }
                 }
                 Message::Stale(units) if self.mode() == MemoryMode::Auto && faults.is_none() => {
-                    // From here on memory comes to the engine only.
+                    // From here on memory goes to the engine only.
                     self.bulk.extend(helpers.return_channels()?);
                     let stale = stale.get_or_insert_with(|| Stale::new(memory));
                     let thrown_away = stale.throw_away(memory, &units, context.cancel);
@@ -212,7 +212,7 @@ impl<V: DestinationVm> Mapped<V> {
                     self.parts.building.wait(&mut self.control, context.cancel)?;
                     let vm = self.parts.building.finish()?;
                     if self.mode().may_postcopy() && faults.is_none() {
-                        // All memory is here: it may have its huge pages again.
+                        // All memory is here: it may have huge pages again.
                         self.parts.memory.use_small_pages(false);
                     }
                     return Ok(Outcome { vm, state, faults });
@@ -237,7 +237,7 @@ impl<V: DestinationVm> Mapped<V> {
         }
     }
 
-    /// The source's next message; other connections are heard meanwhile.
+    /// Waits for the source's next message; other connections are accepted meanwhile.
     fn await_message(
         &mut self,
         helpers: &mut Helpers,
@@ -245,7 +245,7 @@ impl<V: DestinationVm> Mapped<V> {
         fresh: &Arc<Unpopulated>,
         context: Context<'_>,
     ) -> Result<Message, Failure> {
-        // The source's time, whatever else connects.
+        // The source has this time, whatever else connects.
         let mut since = Instant::now();
         loop {
             if let Some(message) = self.next(helpers, arrivals, since, context)? {
@@ -306,7 +306,7 @@ impl<V: DestinationVm> Mapped<V> {
         read(&mut self.control, STEP).map(Some)
     }
 
-    /// Takes an extra connection, or closes it where it is of no use.
+    /// Takes an extra connection, or closes it if it does not fit.
     fn join(
         &mut self,
         (role, channel): (Role, Channel),
@@ -346,7 +346,7 @@ impl<V: DestinationVm> Mapped<V> {
         }
     }
 
-    /// The pages that are missing are known: from here on the engine rules over memory.
+    /// Starts the engine, which handles all memory from here on: the missing pages are known.
     fn start_engine(
         &mut self,
         pending: &[u8],
@@ -400,7 +400,7 @@ impl<V: DestinationVm> Mapped<V> {
     }
 }
 
-/// Tells whether an extra connection belongs here; if not, why not.
+/// Checks whether an extra connection belongs to this migration; if not, the error is the reason.
 fn greet(
     hello: Hello,
     terms: &Terms,

@@ -24,29 +24,29 @@ use crate::session::ALIVE_EVERY;
 use crate::steering::{self, LOOK_EVERY, Steering};
 use crate::transport::{Connection, Listener, TransportError, WaitEnd, wait_readable};
 
-/// How long a peer that has connected may take to say what it is.
+/// How long a connection may take to send its first message.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What recovery needs to know of the migration.
+/// Identity, address and limits of a migration whose source may reconnect.
 #[derive(Clone)]
 pub(crate) struct Rejoin {
-    /// Where the source connects.
+    /// The address at which the source reconnects.
     pub listener: Arc<Listener>,
-    /// The migration.
+    /// The token of the migration.
     pub id: [u8; TOKEN_BYTES],
-    /// The last attempt that was accepted.
+    /// Number of the last attempt that was accepted.
     pub attempt: u32,
-    /// Longest silence.
+    /// Longest silence of the source.
     pub stall: Duration,
     pub steering: Steering,
-    /// How long a source that has not heard the end may come back and be told.
+    /// How long a source that does not know the outcome may reconnect and is told.
     pub reconnect_window: Duration,
     pub late_reconnects: LateReconnects,
-    /// Migrations that are over here, whose sources may still ask.
+    /// Ended migrations whose sources may still ask.
     pub ended: Vec<EndedMigration>,
 }
 
-/// A source that has proved to be ours.
+/// A reconnected source that has proved that it belongs to this migration.
 pub(crate) struct Returned {
     control: Channel,
     recover: Recover,
@@ -59,7 +59,7 @@ impl Returned {
     }
 }
 
-/// A new set of connections; what is missing has been told.
+/// A new set of connections, over which the missing pages have been listed.
 pub(crate) struct Connections {
     pub control: Channel,
     pub bulk: Vec<Channel>,
@@ -67,13 +67,13 @@ pub(crate) struct Connections {
 }
 
 impl Rejoin {
-    /// Connections that arrive while no set of connections is being made.
+    /// Accepts connections while no set of connections is being set up.
     pub(super) fn arrivals(&self) -> Arrivals {
         Arrivals::new(Expect::Message, self.stall)
     }
 
-    /// Looks at the connections that were made, without blocking. Of those that say that they are the
-    /// source the last that proves it is taken: it has abandoned the attempts before.
+    /// Takes the connections that have arrived, without blocking. If several prove to be the source, the
+    /// last one counts: the source has abandoned its earlier attempts.
     pub(super) fn meet(&mut self, arrivals: &mut Arrivals, cancel: &Cancel) -> Option<Returned> {
         let mut returned = None;
         for hello in arrivals.take(&self.listener, cancel) {
@@ -105,10 +105,10 @@ impl Rejoin {
         returned
     }
 
-    /// A source that has connected and asks to continue.
+    /// Checks a connected source that asks to continue.
     ///
     /// # Errors
-    /// It is not this migration's; with the connection, to say why.
+    /// When it does not belong to this migration: the connection and the reason to send.
     pub(super) fn admit(
         &mut self,
         control: Channel,
@@ -137,10 +137,10 @@ impl Rejoin {
         Ok(())
     }
 
-    /// Waits for the source to come back, until a deadline or for as long as it takes.
+    /// Waits for the source to reconnect, until the deadline or without limit.
     ///
     /// # Errors
-    /// When the operator gives up, it is too late, or the engine has ended.
+    /// When the operator abandons the migration, the deadline has passed, or the engine has ended.
     pub(crate) fn wait(
         &mut self,
         ended: &Cancel,
@@ -170,7 +170,7 @@ impl Rejoin {
                 Ok(WaitEnd::Cancelled) => return Err(Cause::Cancelled),
                 Ok(WaitEnd::TimedOut | WaitEnd::Ready(_)) => {}
                 Err(error) => {
-                    // The host lacks something now; the guest waits, and so does this.
+                    // The host lacks a resource now; the guest waits, and so does this thread.
                     log::warn!("nothing can be waited for: {error}");
                     std::thread::sleep(LOOK_EVERY);
                 }
@@ -181,9 +181,9 @@ impl Rejoin {
         }
     }
 
-    /// Takes all connections of a source that has come back, and tells it what is missing. The
-    /// connections may come in any order and at the same time; the wait ends when none has joined for
-    /// as long as a peer may be silent.
+    /// Accepts all connections of a reconnected source, and tells it which pages are missing. The
+    /// connections may come in any order and at the same time; the wait ends when none has joined for as
+    /// long as a peer may be silent.
     pub(crate) fn connect(
         &self,
         returned: Returned,
@@ -215,7 +215,7 @@ impl Rejoin {
             {
                 WaitEnd::Cancelled => return Err(Cause::Cancelled).step(STEP),
                 WaitEnd::Ready(0) if matches!(control.has_data(), Ok(false)) => {}
-                // Nothing is due on the first connection: it has ended.
+                // No message is expected on the first connection, so data means that it has ended.
                 WaitEnd::Ready(0) => return Err(TransportError::Closed).step(STEP),
                 WaitEnd::Ready(_) | WaitEnd::TimedOut => {}
             }

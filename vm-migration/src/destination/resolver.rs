@@ -24,9 +24,9 @@ use crate::stride::Strides;
 pub(super) struct VcpuFaultResolver<M: GuestMemoryMap> {
     engine: Arc<Engine<M>>,
     askers: Arc<Askers>,
-    /// Askers that belong to readers; those of vcpus are behind them.
+    /// Number of slots for readers; the slots of vCPUs follow them.
     readers: usize,
-    /// What each vcpu's thread did before. Each is its own thread's.
+    /// The recent faults of each vCPU thread. Only its own thread uses an entry.
     strides: Vec<Mutex<Strides>>,
 }
 

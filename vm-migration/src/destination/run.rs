@@ -29,31 +29,31 @@ use crate::protocol::message::{Answer, Message, bounded_reason};
 use crate::transport::TransportError;
 use crate::vm::DestinationVm;
 
-/// Everything is in place; the source has been told so.
+/// The state is restored; the handover has been acknowledged.
 pub(crate) struct Ready<V: DestinationVm> {
     vm: V,
     control: Channel,
     commit: Option<Commit>,
     faults: Option<FaultThreads<V::Memory>>,
-    /// The guest ran at the source.
+    /// True if the guest ran at the source.
     resume: bool,
 }
 
-/// What was promised; `None` in its place with plain version 0.
+/// The promise of the acknowledgement; there is none with plain version 0.
 struct Commit {
     agreed: Agreed,
     promised: Promised,
-    /// Never cancelled: nothing ends a wait from the acknowledgement on.
+    /// A handle that is never cancelled: nothing ends a wait from the acknowledgement on.
     never: Cancel,
 }
 
-/// What waits for the start of the guest, to be told.
+/// Where the outcome of the guest's start is reported.
 enum StartReport {
-    /// The source, on the first connection, by the answer to this message.
+    /// To the source on the first connection, as the answer to Confirm.
     Control,
-    /// The source, on a connection for nothing else.
+    /// To the source, on a connection that carries only its verdict.
     Verdict(Channel),
-    /// Nothing does.
+    /// Nowhere.
     Silence,
 }
 
@@ -61,7 +61,7 @@ impl StartReport {
     fn tell(&self, control: &Channel, answer: &Answer) -> Result<(), TransportError> {
         match self {
             Self::Control => control.connection.send(&answer.encode()),
-            // Nothing else was sent on it, so what is sent here arrives although it ends.
+            // Nothing else was sent on it, so the answer arrives although the connection ends.
             Self::Verdict(channel) => channel.connection.send(&answer.encode()),
             Self::Silence => Ok(()),
         }
@@ -69,7 +69,7 @@ impl StartReport {
 }
 
 impl<V: DestinationVm> HasState<V> {
-    /// Puts state in and acknowledges the handover.
+    /// Restores the state and acknowledges the handover.
     pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, PhaseFailure<V>> {
         match self.try_prepare(context) {
             Ok((resume, promised)) => {
@@ -83,7 +83,7 @@ impl<V: DestinationVm> HasState<V> {
             }
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
-                // Before the machine ends, which may take its time while the guest is stopped.
+                // Before the machine is dropped, which may take long while the guest is stopped.
                 failure.tell(&self.control);
                 self.faults.iter().for_each(FaultThreads::release_waiters);
                 Err(PhaseFailure::early(None, failure))
@@ -110,7 +110,8 @@ impl<V: DestinationVm> HasState<V> {
         if self.agreed.is_none() {
             return Ok((resume, None));
         }
-        // If it does not go out whole, it may have gone out: the connection is then found lost.
+        // If sending fails, the acknowledgement may still have been sent: the connection is then found
+        // lost.
         let promised = Promised::new(clock::now(), context.options.limits.rejoin);
         if let Err(error) = self.control.yes() {
             log::warn!("{STEP}: {error}");
@@ -120,9 +121,9 @@ impl<V: DestinationVm> HasState<V> {
 }
 
 impl<V: DestinationVm> HasState<V> {
-    /// Puts state in. That may touch missing pages, and a thread that waits for one, perhaps in the
-    /// kernel, looks at nothing: a cancel, or a page that takes too long, ends the engine, which lets it
-    /// continue with a machine that is thrown away.
+    /// Restores the state. That may touch missing pages, and the thread may block on one in the kernel,
+    /// where it checks nothing: a cancel, or a page that takes too long, ends the engine, which releases
+    /// the thread with a machine that is then dropped.
     fn apply_state(&mut self, context: Context<'_>) -> Result<(), Failure> {
         const STEP: &str = "restoring the guest's state";
         let state = std::mem::take(&mut self.state);
@@ -133,7 +134,8 @@ impl<V: DestinationVm> HasState<V> {
         let mut ended = None;
         let mut lets_go = false;
         let look = || {
-            // Ended here or elsewhere. The host may have refused to release all waiters at the time.
+            // The engine has ended, here or elsewhere. The host may have refused to release all waiters
+            // then.
             if engine.failed().is_cancelled() && !lets_go {
                 lets_go = engine.source().release().is_ok();
             }
@@ -150,7 +152,7 @@ impl<V: DestinationVm> HasState<V> {
             };
             ended = cause().map(|cause| Failure::new(STEP, cause));
             if ended.is_some() {
-                // Without a reason of its own: it is this one's.
+                // No reason of its own: the caller reports the one for this.
                 engine.fail(Failure::new(STEP, Cause::Cancelled));
             }
         };
@@ -162,8 +164,8 @@ impl<V: DestinationVm> HasState<V> {
         }
     }
 
-    /// From the acknowledgement on the source may hand the guest over at any moment, so a cancel
-    /// here would lose it: the last one that counts is one that was asked for before.
+    /// Ends the time in which a cancel counts: only one that was requested before the acknowledgement
+    /// does. From then on the source may hand the guest over at any moment, so cancelling would lose it.
     fn end_of_cancel(&self, context: Context<'_>) -> Result<Cancel, Failure> {
         const STEP: &str = "acknowledging the handover";
         let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
@@ -175,24 +177,24 @@ impl<V: DestinationVm> HasState<V> {
     }
 }
 
-/// The guest is here alone.
+/// The destination is the only owner of the guest.
 struct SoleOwner {
     owned: Owned,
-    /// What waits to be told how it starts.
+    /// Where the outcome of the start is reported.
     teller: StartReport,
-    /// The connections that pages come over were lost.
+    /// The failure, if the connections for pages were lost.
     lost: Option<Failure>,
-    /// The operator wants it to run, however it was at the source.
+    /// The operator wants it to run, even if it was paused at the source.
     wanted: bool,
-    /// Since when the guest has stood still, with all the ways of messages, where that is known.
+    /// Since when the guest has been stopped, message transit included, where that is known.
     stopped: Option<Instant>,
 }
 
 impl<V: DestinationVm> Ready<V> {
-    /// Waits for the word that the source cannot run the guest any more.
+    /// Waits until the source confirms that it cannot run the guest any more.
     ///
     /// # Errors
-    /// The guest is not here: the source's own decision, or the operator's.
+    /// When the guest is not here, by decision of the source or the operator.
     fn wait_for_word(
         &mut self,
         commit: Commit,
@@ -219,7 +221,7 @@ impl<V: DestinationVm> Ready<V> {
                 }
                 Ok(other) => break unexpected(&other, "Confirm"),
                 Err(failure) if matches!(failure.cause, Cause::Abandoned(_)) => {
-                    // Its own word that it continues there: nothing is in doubt.
+                    // The source states that it continues to run the guest: nothing is in doubt.
                     let NotHere = promised.abandoned();
                     return Err(failure);
                 }
@@ -272,7 +274,7 @@ impl<V: DestinationVm> Ready<V> {
                 if let Some(stopped) = stopped.filter(|_| resume) {
                     context.progress.counters.downtime_us.set(micros(stopped.elapsed()));
                 }
-                // The guest runs; a source that does not hear of it keeps what it has.
+                // The guest runs; a source that does not get this report keeps its pages.
                 if let Err(error) = teller.tell(&control, &Answer::ok()) {
                     log::warn!("the source could not be told that the guest runs: {error}");
                 }
@@ -292,7 +294,7 @@ impl<V: DestinationVm> Ready<V> {
                     };
                     return Err(PhaseFailure { peer, failure, guest, vm: Some(vm), faults: None });
                 };
-                // Its pages keep arriving, so to the source this is as if it ran.
+                // Its pages keep arriving, so for the source this is the same as if it ran.
                 let note = Answer::Ok {
                     offer_taken: false,
                     payload: bounded_reason(&failure.for_peer()).as_bytes().to_vec(),
@@ -306,13 +308,13 @@ impl<V: DestinationVm> Ready<V> {
         }
     }
 
-    /// Starts the guest of a plain version 0 source, which hears whether that went well.
+    /// Starts the guest of a plain version 0 source, which is sent the outcome.
     fn run_at_once(self) -> Result<Received<V>, PhaseFailure<V>> {
         let Self { vm, control, resume, .. } = self;
         match vm.run(resume) {
             Ok(vm) => {
                 if let Err(error) = control.yes() {
-                    // The guest runs; a source that does not hear of it keeps what it has.
+                    // The guest runs; a source that does not get this report keeps its memory.
                     log::warn!("the source could not be told that the guest runs: {error}");
                 }
                 Ok(Received { vm, faults: None })
@@ -325,7 +327,7 @@ impl<V: DestinationVm> Ready<V> {
     }
 }
 
-/// The source's own words say most; after them what the page engine ran into.
+/// The failure to report: the source's own reason comes first, then the failure of the page engine.
 fn explain<M: crate::ram::GuestMemoryMap>(
     faults: Option<&FaultThreads<M>>,
     failure: Failure,

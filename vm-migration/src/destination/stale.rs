@@ -14,26 +14,26 @@ use crate::layout::{PAGE_BYTES, PageRun};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 
-/// Units whose contents here are old, by region: nothing is held of them any more.
+/// Units with outdated contents, by region; they have been discarded.
 pub(crate) struct Stale(Vec<PageBitmap>);
 
 impl Stale {
-    /// None yet.
+    /// An empty set.
     pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
         Self(maps(memory))
     }
 
-    /// Adds the units of another set, which have been thrown away as well.
+    /// Adds the units of another set, which have been discarded as well.
     pub(super) fn add(&mut self, other: &Self) {
         self.0.iter().zip(&other.0).for_each(|(all, more)| all.add(more));
     }
 
-    /// One map a region, in units.
+    /// The units, one map a region.
     pub(super) fn into_maps(self) -> Vec<PageBitmap> {
         self.0
     }
 
-    /// Throws away what is here of a set of units that has come from the source, and adds it.
+    /// Discards a set of units that the source has sent, and adds them.
     pub(super) fn throw_away<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
@@ -51,7 +51,7 @@ impl Stale {
     }
 }
 
-/// Lets the memory know which units are to arrive.
+/// Marks the units as missing in the memory.
 pub(super) fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &PageBitmap) {
     let unit = memory.layout().regions()[region].host_page_bytes / PAGE_BYTES;
     for run in units.runs() {
@@ -60,7 +60,7 @@ pub(super) fn mark_absent<M: GuestMemoryMap>(memory: &M, region: usize, units: &
     }
 }
 
-/// A clear bit for every unit of every region.
+/// Empty maps with a bit for every unit of every region.
 fn maps<M: GuestMemoryMap>(memory: &M) -> Vec<PageBitmap> {
     let regions = memory.layout().regions().iter();
     regions.map(|region| PageBitmap::new(region.len_bytes / region.host_page_bytes)).collect()

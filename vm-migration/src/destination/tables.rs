@@ -16,11 +16,11 @@ use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::ram::{self, GuestMemoryMap};
 
-/// Pages that are made zero between two looks at a cancel: no less than the largest host page.
+/// Pages that are zeroed between two checks for a cancel: no less than the largest host page.
 const ZERO_PIECE_PAGES: u64 = (1 << 30) / PAGE_BYTES;
 
-/// Finds the pages of a table, which names no more memory than there is: what is done about a message is
-/// bounded by the guest, and not by what a peer can write down.
+/// Finds the pages of a table. A table that names more memory than the guest has is refused, so that the
+/// work for a message is bounded by the guest's size and not by the peer.
 pub(super) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun>, ProtocolError> {
     let all: u64 = layout.regions().iter().map(|region| region.len_bytes).sum();
     let named = ranges.iter().fold(0, |sum: u64, range| sum.saturating_add(range.len_bytes));
@@ -32,7 +32,7 @@ pub(super) fn locate(layout: &Layout, ranges: &[GpaRange]) -> Result<Vec<PageRun
     Ok(runs)
 }
 
-/// Makes ranges zero, unless it is told to stop.
+/// Zeroes ranges, until cancelled.
 pub(super) fn take_zeros<M: GuestMemoryMap>(
     memory: &M,
     ranges: &[GpaRange],
@@ -98,7 +98,7 @@ mod tests {
     }
 }
 
-/// Takes the contents that follow a table.
+/// Receives the contents that follow a table.
 pub(super) fn take_memory<M: GuestMemoryMap>(
     memory: &M,
     fresh: &Unpopulated,
@@ -122,7 +122,7 @@ pub(super) fn take_memory<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// Takes the compressed contents that follow a table.
+/// Receives the compressed contents that follow a table.
 pub(super) fn take_frame<M: GuestMemoryMap>(
     memory: &M,
     (from, inflater): (&mut impl ByteSource, &mut Inflater),

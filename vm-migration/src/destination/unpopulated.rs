@@ -14,15 +14,15 @@ use page_bitmap::PageBitmap;
 use crate::layout::{Layout, PageRun};
 use crate::ram::GuestMemoryMap;
 
-/// Pages of a stretch.
+/// Pages in a stretch, the unit in which population is tracked.
 const STRETCH_PAGES: u64 = 64;
 
-/// Which stretches are still to be filled, by region.
+/// The stretches that have not been populated, by region.
 #[derive(Debug)]
 pub(crate) struct Unpopulated(Vec<PageBitmap>);
 
 impl Unpopulated {
-    /// All of them.
+    /// All stretches of a layout.
     pub(crate) fn new(layout: &Layout) -> Self {
         let map = |pages: u64| {
             let map = PageBitmap::new(pages / STRETCH_PAGES);
@@ -32,7 +32,7 @@ impl Unpopulated {
         Self(layout.regions().iter().map(|region| map(region.pages())).collect())
     }
 
-    /// Gets pages for a run of which some whole stretch was never filled.
+    /// Populates a run if it holds a whole stretch that was not populated before.
     pub(crate) fn populate<M: GuestMemoryMap>(&self, memory: &M, run: PageRun) -> io::Result<()> {
         let first = run.first.div_ceil(STRETCH_PAGES);
         if self.0[run.region].claim_range(first..run.end() / STRETCH_PAGES) > 0 {
@@ -41,8 +41,8 @@ impl Unpopulated {
         Ok(())
     }
 
-    /// Claims a run for the thread that will populate it; false when its first stretch is being filled
-    /// already, and then nothing is claimed.
+    /// Claims a run for the thread that will populate it; false, with nothing claimed, when its first
+    /// stretch is claimed already.
     pub(crate) fn take(&self, run: PageRun) -> bool {
         let first = run.first.div_ceil(STRETCH_PAGES);
         let end = run.end() / STRETCH_PAGES;

@@ -22,10 +22,10 @@ use std::{
     thread::{self, Thread},
 };
 
-/// Bits of a key that hold the unit; the region is above them.
+/// Bits of a key that hold the unit; the bits above hold the region.
 const UNIT_BITS: u32 = 48;
 
-/// No page.
+/// The key of no page.
 const EMPTY: u64 = 0;
 
 fn key(region: usize, unit: u64) -> u64 {
@@ -33,16 +33,16 @@ fn key(region: usize, unit: u64) -> u64 {
 }
 
 struct Waiter {
-    /// [`EMPTY`], or the key of the page.
+    /// [`EMPTY`], or the key of the page that the thread waits for.
     page: AtomicU64,
-    /// The thread. Locked for one access, by that thread and by the one that brings the page.
+    /// The waiting thread. Locked for one access, by that thread and by the one that places the page.
     thread: Mutex<Option<Thread>>,
 }
 
 /// One slot for each vCPU.
 pub(crate) struct Waiters(Box<[Waiter]>);
 
-/// The registration of the calling thread, which ends when this is dropped.
+/// The registration of the calling thread; dropping it ends the registration.
 pub(crate) struct ParkedWaiter<'a>(&'a Waiter);
 
 impl Waiters {
@@ -51,8 +51,8 @@ impl Waiters {
         Self((0..count).map(|_| waiter()).collect())
     }
 
-    /// The calling thread needs this page; to be called before it looks whether that is missing.
-    /// `None` when there is no such slot.
+    /// Registers that the calling thread needs a page; to be called before it checks whether the page is
+    /// missing. `None` when there is no such slot.
     pub(crate) fn register(
         &self,
         slot: usize,
@@ -65,7 +65,7 @@ impl Waiters {
         Some(ParkedWaiter(waiter))
     }
 
-    /// Unparks the threads that wait for a page, which is in place; called for pages that are wanted.
+    /// Unparks the threads that wait for a page, which is in place; called for requested pages.
     pub(crate) fn wake(&self, region: usize, unit: u64) {
         let page = key(region, unit);
         for waiter in self.0.iter().filter(|waiter| waiter.page.load(Ordering::SeqCst) == page) {
@@ -77,7 +77,7 @@ impl Waiters {
 }
 
 impl ParkedWaiter<'_> {
-    /// Parks until the page is in place or the vCPU is kicked; may return without either.
+    /// Parks until the page is in place or the vCPU is kicked; may also return spuriously.
     pub(crate) fn park(&self) {
         debug_assert_ne!(self.0.page.load(Ordering::Relaxed), EMPTY);
         thread::park();
@@ -151,8 +151,8 @@ mod model {
             Arc::new(Self { missing, wanted, waiters: Waiters::new(count) })
         }
 
-        /// As the engine does; true for the one that asks. Enters the guest again and again until
-        /// the page is there, or `leave` says that the vCPU is to stop.
+        /// Acts as the engine does; true for the caller that sends the request. Enters the guest again and
+        /// again until the page is there, or `leave` says that the vCPU is to stop.
         fn fault(&self, slot: usize, leave: Option<&AtomicBool>) -> bool {
             let mut asked = false;
             loop {
@@ -179,8 +179,8 @@ mod model {
         }
     }
 
-    /// A vCPU sleeps for its page while that arrives: it always gets up (a model in which it does
-    /// not ends in a deadlock).
+    /// A vCPU waits for its page while that arrives: it always wakes (a model in which it does not ends in
+    /// a deadlock).
     #[test]
     fn a_waiter_and_the_arrival_of_its_page_never_miss_each_other() {
         loom::model(|| {
@@ -194,7 +194,7 @@ mod model {
         });
     }
 
-    /// Two vCPUs need one page: at most one asks, and both get up.
+    /// Two vCPUs need one page: at most one requests it, and both wake.
     #[test]
     fn two_waiters_for_one_page_ask_once_and_both_wake() {
         let mut bounded = loom::model::Builder::new();
@@ -211,7 +211,7 @@ mod model {
         });
     }
 
-    /// A kick gets a vCPU out of its sleep although its page never comes.
+    /// A kick wakes a vCPU although its page never comes.
     #[test]
     fn a_kick_ends_a_sleep() {
         loom::model(|| {

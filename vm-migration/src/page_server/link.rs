@@ -37,16 +37,16 @@ const MEMORY_BYTES_MAX: u64 = 4 << 20;
 /// Longest takeover request: 4096 pairs of numbers, doubled, and three files of 64 KiB with certificates.
 const CHARGE_BYTES_MAX: u64 = 1 << 20;
 
-/// How long a page server may take to start and to map what it is given: a busy host, many regions.
+/// How long a page server may take to start and to map the memory, on a busy host and with many regions.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// What a page server has to do, unchecked.
+/// A message to the page server, unchecked.
 #[derive(PartialEq, Eq)]
 enum Order {
     Memory(Vec<u8>),
-    /// Number of a file, which comes along as a descriptor.
+    /// Number of a file, whose descriptor comes with the message.
     File(u32),
-    /// It may hold a private key: never to be logged, and gone from memory when it was used.
+    /// It may hold a private key: never logged, and zeroed after use.
     TakeoverRequest(Zeroizing<Vec<u8>>),
 }
 
@@ -65,7 +65,7 @@ impl Order {
         }
     }
 
-    /// Header and payload.
+    /// The encoded header and payload.
     fn encode(&self) -> (Vec<u8>, Cow<'_, [u8]>) {
         let (code, payload): (_, Cow<'_, [u8]>) = match self {
             Self::Memory(json) => (MEMORY, json.into()),
@@ -100,7 +100,7 @@ fn channel(socket: UnixStream, stall: Duration) -> Result<Channel, Cause> {
     Ok(Channel::new(Connection::over(socket, &never, stall)?))
 }
 
-/// The source's end.
+/// The source's end of the socket pair.
 #[derive(Debug)]
 pub struct SourceEnd {
     channel: Channel,
@@ -108,10 +108,10 @@ pub struct SourceEnd {
 }
 
 impl SourceEnd {
-    /// Over one end of a pair of sockets.
+    /// Uses one end of a socket pair.
     ///
     /// # Errors
-    /// What the host refuses.
+    /// When the host lacks a resource.
     pub fn new(socket: UnixStream, limits: Limits) -> Result<Self, Cause> {
         Ok(Self { channel: channel(socket, START_LIMIT)?, limits })
     }
@@ -126,10 +126,10 @@ impl SourceEnd {
         sent.map_err(|error| self.channel.explain(error))
     }
 
-    /// Hands the memory over, for the page server to map.
+    /// Sends the memory's description and files, for the page server to map.
     ///
     /// # Errors
-    /// When some of it has no file, or the page server does not take it.
+    /// When some of the memory has no file, or the page server refuses it.
     pub fn give_memory<M: GuestMemoryMap>(&mut self, memory: &M) -> Result<(), Cause> {
         let (description, files) = ServedMemory::of(memory)?;
         self.order(&Order::Memory(description.to_json()), None)?;
@@ -141,10 +141,10 @@ impl SourceEnd {
         Ok(())
     }
 
-    /// Lets the page server take over.
+    /// Tells the page server to take over.
     ///
     /// # Errors
-    /// When it cannot, or does not answer in time: see [`super::PageServerHandle::take_over`].
+    /// When it fails, or does not answer in time: see [`super::PageServerHandle::take_over`].
     pub fn takeover(&mut self, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, Cause> {
         self.order(&Order::TakeoverRequest(Zeroizing::new(takeover.to_json())), None)?;
         let answer = self.channel.answer(take_over_limit(&self.limits))?;
@@ -155,17 +155,17 @@ impl SourceEnd {
     }
 }
 
-/// The page server's end.
+/// The page server's end of the socket pair.
 #[derive(Debug)]
 pub struct PageServerEnd {
     channel: Channel,
 }
 
 impl PageServerEnd {
-    /// Over the other end of the pair.
+    /// Uses the other end of the pair.
     ///
     /// # Errors
-    /// What the host refuses.
+    /// When the host lacks a resource.
     pub fn new(socket: UnixStream) -> Result<Self, Cause> {
         let mut channel = channel(socket, START_LIMIT)?;
         channel.reader.welcome_descriptors(true);
@@ -176,10 +176,10 @@ impl PageServerEnd {
         Ok(Order::read(&mut self.channel.reader)?)
     }
 
-    /// Takes the memory, and lets `make` map it.
+    /// Receives the memory, which `make` maps.
     ///
     /// # Errors
-    /// When what comes is no memory, or it cannot be mapped; the source has been told why.
+    /// When the message does not describe memory, or it cannot be mapped; the source has been told why.
     pub fn take_memory<T>(
         &mut self,
         make: impl FnOnce(&ServedMemory, Vec<File>) -> Result<T, Cause>,
@@ -216,10 +216,10 @@ impl PageServerEnd {
         Ok((memory, made))
     }
 
-    /// Waits for the takeover request; `None` when the source ends without having one.
+    /// Waits for the takeover request; `None` when the source ends without one.
     ///
     /// # Errors
-    /// When something else comes; the source has been told.
+    /// When another message comes; the source has been told.
     pub fn wait_for_takeover(&mut self, layout: &Layout) -> Result<Option<TakeoverRequest>, Cause> {
         if !self.channel.reader.has_buffered() {
             match self.channel.connection.wait_for_data(None) {
@@ -245,7 +245,7 @@ impl PageServerEnd {
         takeover.map(Some)
     }
 
-    /// Answers. A source that is gone needs no answer: what was taken over stays so.
+    /// Sends the outcome to the source. A source that has ended needs no answer: the takeover stands.
     pub fn tell(&self, taken: Result<TakeoverOutcome, &Cause>) {
         let answer = match taken {
             Ok(TakeoverOutcome::Serving) => Answer::ok(),
@@ -258,7 +258,7 @@ impl PageServerEnd {
     }
 }
 
-/// Reads orders from bytes until they end or make no sense, and checks what they say: for fuzzing.
+/// Reads and checks messages until the bytes end or are invalid, for fuzzing.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_orders(data: &[u8]) {
     let mut from = data;

@@ -43,28 +43,29 @@ pub use takeover::{ServedMemory, ServedRegion, TakeoverRequest};
 use crate::error::VmError;
 use crate::options::Limits;
 
-/// What taking over has come to.
+/// Outcome of a takeover.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TakeoverOutcome {
-    /// It serves the pages that are left.
+    /// The page server serves the remaining pages.
     Serving,
-    /// There is none left.
+    /// No page is left to send.
     Complete,
 }
 
-/// A page server that is ready. It ends when it is dropped without having been told to take over.
+/// A page server that is ready. Dropping it ends the process, unless it was told to take over.
 pub trait PageServerHandle: Send + fmt::Debug {
     /// Its identity.
     fn identity(&self) -> Identity;
 
-    /// Tells it to take over and waits until it has.
+    /// Tells the page server to take over and waits until it has done so.
     ///
     /// # Errors
-    /// Why it has not. It has ended by then, or it could disturb the process that continues in its place.
+    /// Why it has not taken over. It has ended by then, so that it cannot disturb the process that continues
+    /// in its place.
     fn take_over(self: Box<Self>, takeover: &TakeoverRequest) -> Result<TakeoverOutcome, VmError>;
 }
 
-/// How long a page server may take to take over: it connects, asks, and hears what is missing.
+/// How long a takeover may take: connecting, a request, and the list of missing pages.
 pub(crate) fn take_over_limit(limits: &Limits) -> Duration {
     limits.connect + 2 * limits.stall
 }

@@ -21,43 +21,43 @@ use crate::ram::GuestMemoryMap;
 use crate::transport::tls::PemFiles;
 use crate::transport::{Address, ClientTls};
 
-/// Of both documents. A program that was replaced meanwhile does not matter: the page server is the
-/// program that its VMM is.
+/// Version of both documents. An update of the program does not matter: the page server is the same
+/// executable as its VMM.
 const VERSION: u32 = 1;
 
-/// Longest time that a limit may say.
+/// Longest time in milliseconds that a limit may have.
 const TIME_MS_MAX: u64 = 366 * 24 * 3600 * 1000;
 
-/// Where a region's pages are.
+/// A region and where its pages are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServedRegion {
     /// The region.
     pub region: RegionInfo,
-    /// Number of the file that they belong to, in the order in which the files come.
+    /// Index of its file, in the order in which the files are sent.
     pub file: u32,
-    /// Where in it they begin.
+    /// Where the region begins in the file.
     pub file_offset: u64,
 }
 
-/// The memory that a page server gets.
+/// The memory of a page server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServedMemory {
     version: u32,
-    /// How many files follow.
+    /// Number of files that follow.
     pub(super) files: u32,
     pub(super) regions: Vec<ServedRegion>,
 }
 
-/// How a page server continues with the migration.
+/// The parameters with which a page server continues the migration.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TakeoverRequest {
     version: u32,
-    /// Where the destination listens.
+    /// Address of the destination.
     to: String,
-    /// What proves that it is this migration. Never to be logged.
+    /// The token that proves that this is the same migration. Never logged.
     pub(crate) id: [u8; TOKEN_BYTES],
     /// Number of the page server's first attempt to connect.
     pub(crate) attempt: u32,
@@ -67,10 +67,10 @@ pub struct TakeoverRequest {
     recover_timeout_ms: u64,
     connect_timeout_ms: u64,
     stall_timeout_ms: u64,
-    /// Certificates and key of the source, where its connections use TLS. Never to be logged.
+    /// Certificates and key of the source, if its connections use TLS. Never logged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tls: Option<PemFiles>,
-    /// Per region: pages of 4 KiB that go out together, and that the destination shows together.
+    /// By region: pages of 4 KiB that are sent together, and that the destination makes visible together.
     pub(crate) units: Vec<(u64, u64)>,
 }
 
@@ -96,10 +96,10 @@ fn same_version(what: &'static str, version: u32) -> Result<(), ProtocolError> {
 }
 
 impl ServedMemory {
-    /// Describes memory, and gives its files in their order.
+    /// Describes memory, and returns its files in their order.
     ///
     /// # Errors
-    /// When some of it has no file.
+    /// When some of the memory has no file.
     pub fn of<M: GuestMemoryMap>(memory: &M) -> Result<(Self, Vec<BorrowedFd<'_>>), Cause> {
         let (mut files, mut numbers) = (Vec::new(), BTreeMap::new());
         let mut regions = Vec::new();
@@ -112,7 +112,7 @@ impl ServedMemory {
                 let remedy = "boot the VM with shared=on or hugepages=on, or leave page_server out";
                 return Err(Cause::Unsupported { what, remedy });
             };
-            // Regions of one name are parts of one file.
+            // Regions with the same name are parts of the same file.
             let number = *numbers.entry(info.name.as_str()).or_insert_with(|| {
                 files.push(file);
                 u32::try_from(files.len() - 1).unwrap_or(u32::MAX)
@@ -124,10 +124,10 @@ impl ServedMemory {
         Ok((Self { version: VERSION, files: count, regions }, files))
     }
 
-    /// Reads one.
+    /// Parses a description.
     ///
     /// # Errors
-    /// When it is no description of memory.
+    /// When the JSON is not a description of memory.
     pub fn parse(json: &[u8]) -> Result<Self, ProtocolError> {
         let memory: Self = read(MEMORY, json)?;
         memory.check()?;
@@ -135,7 +135,7 @@ impl ServedMemory {
     }
 
     pub(super) fn to_json(&self) -> Vec<u8> {
-        // No map and no float in it: writing it cannot fail.
+        // It has no map and no float: serialising cannot fail.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
@@ -162,10 +162,10 @@ impl ServedMemory {
         Ok(())
     }
 
-    /// The regions as a layout.
+    /// The layout of the regions.
     ///
     /// # Errors
-    /// When they are none.
+    /// When the regions do not form a valid layout.
     pub fn layout(&self) -> Result<Layout, ProtocolError> {
         Ok(Layout::new(self.regions.iter().map(|served| served.region.clone()).collect())?)
     }
@@ -176,7 +176,7 @@ impl ServedMemory {
     }
 }
 
-/// What a takeover request says besides what [`SendOptions`] have.
+/// Parameters of a takeover request in addition to [`SendOptions`].
 pub(crate) struct Terms {
     pub id: [u8; TOKEN_BYTES],
     pub attempt: u32,
@@ -214,10 +214,10 @@ impl TakeoverRequest {
         }
     }
 
-    /// Reads one, for this memory.
+    /// Parses a request for memory with this layout.
     ///
     /// # Errors
-    /// When it is no takeover request, or one for other memory.
+    /// When the JSON is not a takeover request, or is for other memory.
     pub fn parse(json: &[u8], layout: &Layout) -> Result<Self, ProtocolError> {
         let takeover: Self = read(TAKEOVER, json)?;
         takeover.check(layout)?;
@@ -245,7 +245,7 @@ impl TakeoverRequest {
         if self.bulk == 0 || self.bulk.max(self.urgent) > CONNECTIONS_MAX {
             return Err(wrong(TAKEOVER, "its numbers of connections make no sense"));
         }
-        // The attempts that follow count on from it.
+        // Later attempts continue the count from it.
         if self.attempt == 0 || self.attempt > u32::MAX / 2 {
             return Err(wrong(TAKEOVER, "its number of an attempt makes no sense"));
         }
@@ -273,10 +273,10 @@ impl TakeoverRequest {
         Ok(())
     }
 
-    /// The part of it that a sender's options are.
+    /// The sender's options that the request contains.
     ///
     /// # Errors
-    /// When the address is none, which [`parse`](Self::parse) has found before.
+    /// When the address is invalid, which [`parse`](Self::parse) has ruled out.
     pub(crate) fn options(&self) -> Result<SendOptions, ProtocolError> {
         let limits = Limits {
             connect: Duration::from_millis(self.connect_timeout_ms),

@@ -15,27 +15,27 @@ const STATUS_ERROR: u16 = 2;
 /// The answer to a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Done.
+    /// Success.
     Ok {
-        /// In the answer to Start: the offer to negotiate is taken.
+        /// In the answer to Start: the offer to negotiate is accepted.
         offer_taken: bool,
-        /// What the message's answer carries; empty for version 0.
+        /// Payload of the answer; empty for version 0.
         payload: Vec<u8>,
     },
-    /// Not done, and the migration is over.
+    /// Failure, which ends the migration.
     Error {
-        /// Why; empty from a version 0 peer.
+        /// The reason; empty from a version 0 peer.
         reason: String,
     },
 }
 
 impl Answer {
-    /// A plain yes.
+    /// A positive answer without payload.
     pub fn ok() -> Self {
         Self::Ok { offer_taken: false, payload: Vec::new() }
     }
 
-    /// Its bytes.
+    /// Encodes the answer.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Ok { offer_taken, payload } => {
@@ -51,7 +51,7 @@ impl Answer {
         }
     }
 
-    /// Reads one, bounded.
+    /// Reads an answer of bounded length.
     ///
     /// # Errors
     /// When the bytes are not an answer.
@@ -60,7 +60,7 @@ impl Answer {
         Self::read_behind(&header, from)
     }
 
-    /// Reads the rest of one whose header has been read, bounded.
+    /// Reads the rest of an answer whose header has been read, of bounded length.
     ///
     /// # Errors
     /// As [`read`](Self::read).

@@ -15,39 +15,39 @@ use super::formats::Formats;
 use crate::layout::{Layout, RegionInfo};
 use crate::options::{MemoryMode, RECOVER_TIMEOUT_DEFAULT, REJOIN_TIMEOUT};
 
-/// Pages that became zeros travel as a flag.
+/// Pages that became zero are sent as a flag.
 pub const FEATURE_ZERO_PAGES: &str = "zero-pages";
-/// The guest runs only after Confirm. Every negotiating peer has it.
+/// The guest runs only after Confirm. Every negotiating peer has this.
 pub const FEATURE_CONFIRM: &str = "confirm-handover";
 /// Postcopy with bulk and urgent connections.
 pub const FEATURE_POSTCOPY: &str = "postcopy";
-/// Memory may be sent while the destination still builds the machine, and `AwaitMachine` tells
-/// when that is done.
+/// Memory may be sent while the destination still builds the machine; `AwaitMachine` is answered when
+/// that is done.
 pub const FEATURE_EARLY_MEMORY: &str = "early-memory";
-/// Contents of memory may come as zstd frames.
+/// Memory contents may be sent as zstd frames.
 pub const FEATURE_ZSTD: &str = "zstd";
 /// Memory may be handed over as file descriptors.
 pub const FEATURE_LOCAL: &str = "local";
 
-/// Large host pages of shared memory may come in pieces of 4 KiB in postcopy.
+/// Large host pages of shared memory may be sent in pieces of 4 KiB in postcopy.
 pub const FEATURE_PIECES: &str = "pieces";
-/// The destination gets pages ready for memory that is announced.
+/// The destination populates memory that is announced.
 pub const FEATURE_COMING: &str = "coming";
-/// After a loss around the handover the source says on a new connection which side has the guest,
-/// and an acknowledgement that has become old can be renewed.
+/// After a loss around the handover the source reports on a new connection which side has the guest,
+/// and an acknowledgement that has become too old can be renewed.
 pub const FEATURE_VERDICT: &str = "verdict";
 
-/// What precopy that becomes postcopy has made old is thrown away before the guest stops.
+/// When precopy switches to postcopy, outdated pages are discarded before the guest stops.
 pub const FEATURE_STALE: &str = "stale";
 
-/// The last messages have the figures of their sender: Confirm those of the source,
-/// `PostcopyDone` those of the destination, and the answer to it those of the process that served.
+/// The last messages carry the figures of their sender: Confirm those of the source, `PostcopyDone`
+/// those of the destination, and its answer those of the process that served the pages.
 pub const FEATURE_FIGURES: &str = "figures";
 
-/// Length of the token that extra connections show.
+/// Length of the token that extra connections send.
 pub const TOKEN_BYTES: usize = 16;
 
-/// What this version can do.
+/// The features of this version.
 pub fn features() -> BTreeSet<String> {
     [
         FEATURE_ZERO_PAGES,
@@ -66,52 +66,53 @@ pub fn features() -> BTreeSet<String> {
     .into()
 }
 
-/// The source's document.
+/// The source's capabilities and parameters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// Name and version of the source, for messages and logs.
     pub software: String,
-    /// What the source can do.
+    /// Features of the source.
     pub features: BTreeSet<String>,
-    /// How memory shall travel.
+    /// When memory is to be sent.
     pub memory_mode: MemoryMode,
-    /// Connections for bulk memory alongside this one.
+    /// Extra connections for memory.
     pub bulk_connections: u16,
     /// Connections for requested pages.
     pub urgent_connections: u16,
     /// Memory is handed over as file descriptors before the configuration.
     #[serde(default)]
     pub local: bool,
-    /// How long the source of a postcopy connects again by itself, in milliseconds; versions that
-    /// do not tell use the default.
+    /// How long the source of a postcopy reconnects by itself, in milliseconds; absent from older
+    /// versions, which use the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recover_timeout_ms: Option<u64>,
     /// The guest's memory.
     pub regions: Vec<RegionInfo>,
-    /// What the documents that follow need; nothing is said by peers that know the first versions only.
+    /// The format versions that the following documents need; absent from peers that know only the
+    /// first.
     #[serde(default)]
     pub formats: Formats,
 }
 
-/// The destination's document.
+/// The destination's capabilities and parameters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
     /// Name and version of the destination.
     pub software: String,
-    /// What the destination can do.
+    /// Features of the destination.
     pub features: BTreeSet<String>,
-    /// What extra connections show to prove that they belong here.
+    /// The token that extra connections send to prove that they belong to this migration.
     pub token: [u8; TOKEN_BYTES],
-    /// How long the destination keeps the machine from its acknowledgement on without hearing from
-    /// the source, in milliseconds; versions that do not tell keep it for the default.
+    /// How long the destination keeps the machine after its acknowledgement without a message from the
+    /// source, in milliseconds; absent from older versions, which use the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promise_ms: Option<u64>,
-    /// The newest documents that it reads.
+    /// The newest format versions that it reads.
     #[serde(default)]
     pub formats: Formats,
 }
 
-/// The destination's answer to Config: its backing decides the unit in which pages travel.
+/// The destination's answer to Config: its backing determines the unit in which pages are sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prepared {
     /// The guest's memory as the destination backs it.
@@ -126,16 +127,16 @@ pub fn software() -> String {
 macro_rules! document {
     ($name:ident, $what:literal) => {
         impl $name {
-            /// Its bytes.
+            /// Encodes the document as JSON.
             pub fn to_json(&self) -> Vec<u8> {
                 // Maps have string keys and no number is a float: serialising cannot fail.
                 serde_json::to_vec(self).unwrap_or_default()
             }
 
-            /// Reads one from a peer; nothing in it is trusted.
+            /// Parses a document of the peer; its contents are not trusted.
             ///
             /// # Errors
-            /// When it is not such a document.
+            /// When the bytes are not such a document.
             pub fn parse(bytes: &[u8]) -> Result<Self, ProtocolError> {
                 serde_json::from_slice(bytes)
                     .map_err(|source| ProtocolError::Json { what: $what, source })
@@ -149,27 +150,27 @@ document!(Accepted, "capability answer");
 document!(Prepared, "memory layout");
 
 impl Offer {
-    /// The peer's memory, checked.
+    /// The peer's memory layout, checked.
     ///
     /// # Errors
-    /// When it is no memory layout.
+    /// When the regions do not form a valid layout.
     pub fn layout(&self) -> Result<Layout, ProtocolError> {
         Ok(Layout::new(self.regions.clone())?)
     }
 }
 
-/// Longest time that a peer may name: a year, the same as the option's for recovery.
+/// Longest time that a peer may give: a year, as for the recovery option.
 const TIME_MAX: Duration = Duration::from_hours(366 * 24);
 
 impl Offer {
-    /// How long a source of a postcopy connects again by itself.
+    /// How long the source of a postcopy reconnects by itself.
     pub fn recover_timeout(&self) -> Duration {
         time(self.recover_timeout_ms, RECOVER_TIMEOUT_DEFAULT)
     }
 }
 
 impl Accepted {
-    /// How long the destination keeps the machine from its acknowledgement on.
+    /// How long the destination keeps the machine after its acknowledgement.
     pub fn promise(&self) -> Duration {
         time(self.promise_ms, REJOIN_TIMEOUT)
     }
@@ -179,12 +180,12 @@ fn time(ms: Option<u64>, default: Duration) -> Duration {
     ms.map_or(default, Duration::from_millis).min(TIME_MAX)
 }
 
-/// A time as the documents have it.
+/// A duration in milliseconds, as in the documents.
 pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// What both sides can do.
+/// The features that both sides have.
 pub fn common(one: &BTreeSet<String>, other: &BTreeSet<String>) -> BTreeSet<String> {
     one.intersection(other).cloned().collect()
 }

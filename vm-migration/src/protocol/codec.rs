@@ -17,14 +17,14 @@ pub const HEADER_BYTES: usize = 16;
 /// Length of one entry of a range table: address and length, 64 bits each.
 pub const RANGE_BYTES: usize = 16;
 
-/// Longest configuration: a guest of a thousand vCPUs with its CPUID stays far below.
+/// Longest configuration: that of a guest with a thousand vCPUs, CPUID included, is far shorter.
 pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Longest device and vCPU state: about 100 KiB for a vCPU, a thousand of them, doubled.
 pub const STATE_BYTES_MAX: u64 = 256 << 20;
 
-/// Longest range table: a million ranges. We send at most some hundred, version 0 peers may send
-/// every page of a gigabyte by itself.
+/// Longest range table: a million ranges. This program sends some hundred at most; version 0 peers
+/// may send every page of a gigabyte as a range of its own.
 pub const TABLE_BYTES_MAX: u64 = 16 << 20;
 
 /// Longest capability document.
@@ -42,10 +42,10 @@ pub const FIGURES_BYTES_MAX: u64 = 16 << 10;
 /// Longest set of pending pages: the raw bitmap of 8 TiB.
 pub const PENDING_BYTES_MAX: u64 = 256 << 20;
 
-/// Step in which buffers grow while a payload arrives.
+/// Least step in which buffers grow while a payload arrives.
 const GROWTH_BYTES: usize = 64 << 10;
 
-/// Where bytes come from: a connection, or a slice in tests and fuzzing.
+/// A source of bytes: a connection, or a slice in tests and fuzzing.
 pub trait ByteSource {
     /// Fills the buffer or fails.
     ///
@@ -56,7 +56,7 @@ pub trait ByteSource {
     /// Fills guest memory, all slices in order, or fails.
     ///
     /// # Errors
-    /// As above; part of the memory may have been written then.
+    /// As [`read_exact`](Self::read_exact); part of the memory may have been written then.
     fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError>;
 }
 
@@ -78,14 +78,14 @@ impl ByteSource for &[u8] {
     }
 }
 
-/// The header of requests and answers alike.
+/// The header of messages and answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Command or status.
     pub code: u16,
-    /// Six bytes that belong to the command; zero where it has no use for them.
+    /// Six bytes that depend on the command; zero where it does not use them.
     pub extra: [u8; 6],
-    /// Bytes of payload that follow. The contents of memory follow their table and do not count.
+    /// Bytes of payload that follow. Memory contents follow their table and are not counted.
     pub len_bytes: u64,
 }
 
@@ -95,7 +95,7 @@ impl Header {
         Self { code, extra: [0; 6], len_bytes }
     }
 
-    /// Its bytes.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..2].copy_from_slice(&self.code.to_le_bytes());
@@ -104,7 +104,7 @@ impl Header {
         bytes
     }
 
-    /// The header in 16 bytes; every value has the form of a header.
+    /// Decodes a header; any 16 bytes are one.
     pub fn decode(bytes: [u8; HEADER_BYTES]) -> Self {
         let [c0, c1, e0, e1, e2, e3, e4, e5, l0, l1, l2, l3, l4, l5, l6, l7] = bytes;
         Self {
@@ -114,7 +114,7 @@ impl Header {
         }
     }
 
-    /// Reads one.
+    /// Reads a header.
     ///
     /// # Errors
     /// When the source fails.
@@ -128,7 +128,7 @@ impl Header {
 /// Reads a payload of at most `max_bytes`.
 ///
 /// # Errors
-/// [`ProtocolError::TooLong`] before anything is read or allocated; the source's errors.
+/// [`ProtocolError::TooLong`] before anything is read or allocated, and the errors of `from`.
 pub fn read_payload(
     from: &mut impl ByteSource,
     what: &'static str,
@@ -142,7 +142,7 @@ pub fn read_payload(
     let mut payload = Vec::new();
     while payload.len() < len {
         let have = payload.len();
-        // Doubling keeps the number of copies small; an announcement alone reserves one step.
+        // Doubling keeps the number of copies small; a length alone allocates one step only.
         let more = (len - have).min(have.max(GROWTH_BYTES));
         payload.resize(have + more, 0);
         from.read_exact(&mut payload[have..])?;
@@ -181,7 +181,7 @@ pub fn read_table(
         .collect())
 }
 
-/// Appends a number in groups of seven bits, least significant first.
+/// Appends a number as a varint: groups of seven bits, least significant first.
 pub fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     loop {
         let low = u8::try_from(value & 0x7f).unwrap_or(0);
@@ -194,7 +194,7 @@ pub fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     }
 }
 
-/// Takes a number from the front of a slice; `None` when it is cut off or exceeds 64 bits.
+/// Takes a varint from the front of a slice; `None` when it is cut off or exceeds 64 bits.
 pub fn take_varint(bytes: &mut &[u8]) -> Option<u64> {
     let mut value = 0u64;
     for shift in (0..70).step_by(7) {

@@ -7,21 +7,21 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The version of each before there were any.
+/// The version of documents that predate version numbers.
 pub const FIRST: u32 = 1;
 
 fn first() -> u32 {
     FIRST
 }
 
-/// A version of each. Of a source: what its documents need at least. Of a destination: the newest that it
-/// reads.
+/// Versions of the two documents: of a source, what its documents need at least; of a destination, the newest
+/// that it reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Formats {
-    /// Of the configuration.
+    /// Version of the configuration.
     #[serde(default = "first")]
     pub config: u32,
-    /// Of the state.
+    /// Version of the machine state.
     #[serde(default = "first")]
     pub state: u32,
 }
@@ -33,7 +33,7 @@ impl Default for Formats {
 }
 
 impl Formats {
-    /// What of these a destination does not know that knows `known`, in words.
+    /// Describes which of these versions are newer than `known`; `None` if none is.
     pub fn beyond(&self, known: Self) -> Option<String> {
         let pairs = [
             ("configuration", self.config, known.config),

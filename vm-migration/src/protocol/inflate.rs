@@ -16,7 +16,7 @@ use super::codec::{ByteSource, read_payload};
 /// Most bytes of memory in one frame.
 pub const RAW_BYTES_MAX: u64 = 4 << 20;
 
-/// Unpacks the frames of one connection.
+/// Decompresses the frames of one connection.
 #[derive(Default)]
 pub struct Inflater {
     decompressor: Option<Decompressor<'static>>,
@@ -32,10 +32,10 @@ impl std::fmt::Debug for Inflater {
 }
 
 impl Inflater {
-    /// Reads a frame of `frame_bytes` that must hold `raw_bytes` of memory; returns them.
+    /// Reads a frame of `frame_bytes` that must hold `raw_bytes` of memory; returns the contents.
     ///
     /// # Errors
-    /// When it is too long, does not unpack, or to another length.
+    /// When the frame is too long, does not decompress, or has another length.
     pub fn read(
         &mut self,
         from: &mut impl ByteSource,
@@ -47,7 +47,7 @@ impl Inflater {
             let max_bytes = RAW_BYTES_MAX;
             return Err(ProtocolError::TooLong { what: WHAT, len_bytes: raw_bytes, max_bytes });
         }
-        // A frame that is longer than what it holds is not worth sending.
+        // A frame longer than its contents is never sent.
         let frame = read_payload(from, WHAT, frame_bytes.into(), raw_bytes)?;
         let decompressor = match &mut self.decompressor {
             Some(decompressor) => decompressor,
@@ -56,7 +56,7 @@ impl Inflater {
         let raw_len = crate::layout::to_usize(raw_bytes);
         self.raw.clear();
         self.raw.reserve_exact(raw_len);
-        // Writes no further than the capacity; what does not fit is an error.
+        // Writes up to the capacity; what exceeds it is an error.
         let unpacked = decompressor
             .decompress_to_buffer(&frame, &mut self.raw)
             .map_err(ProtocolError::Zstd)?;

@@ -18,11 +18,11 @@ use crate::layout::GpaRange;
 /// The protocol version that Start announces.
 pub const VERSION: u16 = 0;
 
-/// Marks in the spare header bytes of Start (an offer) and of its answer (the offer is taken).
-/// Version 0 peers send zeros there and ignore what they receive.
+/// Mark in the spare header bytes of Start (an offer) and of its answer (the offer is accepted). Version 0
+/// peers send zeros there and ignore what they receive.
 pub(super) const OFFER: [u8; 4] = *b"GwC1";
 
-/// What a message is about; the number is its command on the wire.
+/// The kind of a message; the number is its command code in the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Command {
@@ -32,48 +32,48 @@ pub enum Command {
     Config = 2,
     /// Device and vCPU state.
     State = 3,
-    /// Ranges and, behind the table, their contents.
+    /// Ranges and, after the table, their contents.
     Memory = 4,
     /// Everything has been sent; the guest is to run.
     Complete = 5,
-    /// The source gives up.
+    /// The source abandons the migration.
     Abandon = 6,
     /// A memory region as a file descriptor (local migration).
     MemoryFd = 7,
     /// Everything has been sent; the guest is to stay paused.
     CompletePaused = 8,
-    /// The destination asks for pages.
+    /// The destination requests pages.
     PageFault = 9,
-    /// What the source can do and wants. Own numbers start far from version 0's.
+    /// Capabilities and parameters of the source. Own numbers start far above those of version 0.
     Capabilities = 0x4701,
     /// Ranges that hold zeros.
     ZeroPages = 0x4702,
-    /// The pages that a postcopy destination will have to wait for.
+    /// The pages that are missing at a postcopy destination.
     Pending = 0x4703,
-    /// The source has seen the acknowledgement and can run the guest no more.
+    /// The source has received the acknowledgement and cannot run the guest any more.
     Confirm = 0x4704,
-    /// Requested pages that are under way on another connection.
+    /// Requested pages that are in flight on another connection.
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
-    /// To be answered once the destination's machine is built and only its state is missing.
+    /// Answered once the destination's machine is built and only its state is missing.
     AwaitMachine = 0x4707,
-    /// Ranges and, behind the table, their contents as one zstd frame.
+    /// Ranges and, after the table, their contents as one zstd frame.
     MemoryZstd = 0x4708,
-    /// The source connects again after postcopy has lost a connection.
+    /// The source reconnects after postcopy has lost a connection.
     Recover = 0x4710,
-    /// Pages to be read ahead, sent behind requested ones.
+    /// Pages to be read ahead, sent after requested ones.
     Ahead = 0x4711,
-    /// The destination of a postcopy is there and asks whether the source is.
+    /// The destination of a postcopy is alive and asks whether the source is.
     Alive = 0x4712,
-    /// Ranges whose contents will come: the destination may get pages for them beforehand.
+    /// Ranges that will be sent: the destination may populate them beforehand.
     Coming = 0x4713,
-    /// Units that were sent in precopy and are old, or were not sent: to be thrown away while the
-    /// guest still runs at the source. Units that Pending names later come on top of these.
+    /// Units that were sent in precopy and are outdated, or were not sent: to be discarded while the guest
+    /// still runs at the source. Units that Pending lists later are missing in addition.
     Stale = 0x4714,
-    /// The source asks the destination to acknowledge the handover once more.
+    /// The source requests a new acknowledgement of the handover.
     Renew = 0x4715,
-    /// Which side has the guest, from a source whose connection was lost around the handover.
+    /// Which side has the guest, sent by a source whose connection was lost around the handover.
     Verdict = 0x4716,
 }
 
@@ -106,7 +106,7 @@ impl Command {
         Self::Verdict,
     ];
 
-    /// The number on the wire.
+    /// Its number in the protocol.
     pub fn code(self) -> u16 {
         self as u16
     }
@@ -153,21 +153,21 @@ impl Command {
     }
 }
 
-/// One message of source or destination. Tables are unchecked; JSON is unparsed.
+/// A message of source or destination. Tables are unchecked; JSON is unparsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
     /// See [`Command::Start`].
     Start {
         /// Protocol version of the sender.
         version: u16,
-        /// The sender would like to negotiate.
+        /// The sender offers to negotiate.
         offer: bool,
     },
     /// See [`Command::Config`].
     Config(Vec<u8>),
     /// See [`Command::State`].
     State(Vec<u8>),
-    /// See [`Command::Memory`]; the contents follow and are read by the caller, once it has checked the table.
+    /// See [`Command::Memory`]; the contents follow, and the caller reads them once it has checked the table.
     Memory(Vec<GpaRange>),
     /// See [`Command::Complete`].
     Complete,
@@ -175,12 +175,12 @@ pub enum Message {
     Abandon(String),
     /// See [`Command::MemoryFd`]; the descriptor comes with the payload, by SCM_RIGHTS.
     MemoryFd {
-        /// Memory region, by its place in the layout.
+        /// Index of the memory region in the layout.
         slot: u32,
     },
     /// See [`Command::CompletePaused`].
     CompletePaused,
-    /// See [`Command::PageFault`]; version 0 peers ask for one range at a time.
+    /// See [`Command::PageFault`]; version 0 peers request one range at a time.
     PageFault(Vec<GpaRange>),
     /// See [`Command::Capabilities`].
     Capabilities(Vec<u8>),
@@ -188,7 +188,7 @@ pub enum Message {
     ZeroPages(Vec<GpaRange>),
     /// See [`Command::Pending`].
     Pending(Vec<u8>),
-    /// See [`Command::Confirm`]; with the source's figures where both know [`FEATURE_FIGURES`].
+    /// See [`Command::Confirm`]; with the source's figures if both sides have [`FEATURE_FIGURES`].
     ///
     /// [`FEATURE_FIGURES`]: super::capabilities::FEATURE_FIGURES
     Confirm(Vec<u8>),
@@ -206,40 +206,40 @@ pub enum Message {
     AwaitMachine,
     /// See [`Command::MemoryZstd`]; the frame follows, see [`super::inflate`].
     MemoryZstd {
-        /// Where the contents belong.
+        /// The ranges that the contents belong to.
         ranges: Vec<GpaRange>,
         /// Length of the frame, in the spare header bytes.
         frame_bytes: u32,
     },
     /// See [`Command::Coming`].
     Coming(Vec<GpaRange>),
-    /// See [`Command::Stale`]; in the form of Pending.
+    /// See [`Command::Stale`]; encoded as Pending.
     Stale(Vec<u8>),
     /// See [`Command::Renew`].
     Renew,
     /// See [`Command::Verdict`].
     Verdict {
-        /// The migration, by the token that was agreed upon at its start.
+        /// The token that identifies the migration.
         id: [u8; TOKEN_BYTES],
-        /// What the source says.
+        /// The source's decision.
         verdict: Verdict,
     },
 }
 
-/// What a source says that connects again.
+/// The message of a source that reconnects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Recover {
-    /// The migration, by the token that was agreed upon at its start.
+    /// The token that identifies the migration.
     pub id: [u8; TOKEN_BYTES],
-    /// Number of the attempt, from 1: one that is not above all before it is refused.
+    /// Number of the attempt, from 1: one that is not above all earlier ones is refused.
     pub attempt: u32,
-    /// Connections for bulk memory that will follow.
+    /// Number of connections for background pages that will follow.
     pub bulk: u16,
-    /// Connections for requested pages that will follow.
+    /// Number of connections for requested pages that will follow.
     pub urgent: u16,
-    /// This source takes [`Command::Alive`] where it waits for what is missing, and sends it while it
-    /// works on that, if the destination takes it, too (the mark of an offer that is taken, in its
-    /// answer). In the spare header bytes, where older peers send zeros and look at nothing.
+    /// The source accepts [`Command::Alive`] while it waits for the list of missing pages, and sends it while
+    /// it processes that list, if the destination accepts it as well (mark of an accepted offer in its
+    /// answer). Sent in the spare header bytes, where older peers send zeros and ignore what they receive.
     pub alive: bool,
 }
 
@@ -306,7 +306,7 @@ impl Message {
         }
     }
 
-    /// Its bytes: header and payload, without the contents of memory.
+    /// Encodes header and payload, without memory contents.
     pub fn encode(&self) -> Vec<u8> {
         let mut payload = Vec::new();
         let mut extra = [0; 6];
@@ -358,7 +358,7 @@ impl Message {
         framed(self.command().code(), extra, &payload)
     }
 
-    /// Reads one, bounded.
+    /// Reads a message of bounded length.
     ///
     /// # Errors
     /// When the bytes are not a message; see [`ProtocolError`].
@@ -415,7 +415,7 @@ impl Message {
     }
 }
 
-/// The last byte of a verdict.
+/// Values of the last byte of a Verdict.
 const WITHHELD: u8 = 0;
 const COMMITTED: u8 = 1;
 
@@ -450,12 +450,12 @@ pub(super) fn framed(code: u16, extra: [u8; 6], payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Cuts a reason to what a peer accepts, at a character boundary.
+/// Cuts a reason to the length that a peer accepts, at a character boundary.
 pub(crate) fn bounded_reason(reason: &str) -> &str {
     &reason[..reason.floor_char_boundary(usize::try_from(REASON_BYTES_MAX).unwrap_or(0))]
 }
 
-/// Text from a peer, made safe to show: control characters would let it write on terminals.
+/// Reads a text of the peer without its control characters, which could control a terminal.
 pub(super) fn read_reason(
     from: &mut impl ByteSource,
     what: &'static str,
@@ -466,23 +466,23 @@ pub(super) fn read_reason(
     Ok(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
 }
 
-/// What an extra connection is for; the first two bytes on it.
+/// Purpose of an extra connection; the first two bytes on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Role {
-    /// Bulk memory.
+    /// Carries memory.
     Memory = 1,
-    /// Page requests and their answers.
+    /// Carries page requests and their answers.
     Fault = 2,
 }
 
 impl Role {
-    /// The number on the wire.
+    /// Its number in the protocol.
     pub fn code(self) -> u16 {
         self as u16
     }
 
-    /// Reads one.
+    /// Reads a role.
     ///
     /// # Errors
     /// [`ProtocolError::UnknownRole`].
@@ -497,8 +497,8 @@ impl Role {
     }
 }
 
-/// Reads messages and answers from bytes until they end or make no sense, and checks every table
-/// against a small machine: the whole of what is read from a peer, for fuzzing.
+/// Reads messages and answers until the bytes end or are invalid, and checks every table against a small
+/// machine, for fuzzing: covers all that is read from a peer.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_stream(data: &[u8]) {
     use page_bitmap::PageBitmap;

@@ -59,10 +59,10 @@ mod tests;
 use crate::layout::LayoutError;
 use crate::transport::TransportError;
 
-/// What a peer said that it must not say, or that is not a message.
+/// Invalid data from a peer, or an error of the connection to it.
 #[derive(Debug, thiserror::Error)]
 pub enum ProtocolError {
-    /// The connection, not the message.
+    /// An error of the connection, not of the message.
     #[error(transparent)]
     Transport(#[from] TransportError),
     /// An unknown command number.
@@ -71,15 +71,15 @@ pub enum ProtocolError {
     /// An answer that is neither Ok nor Error.
     #[error("the peer answered with the unknown status {0:#x}; is it a migration peer at all?")]
     UnknownStatus(u16),
-    /// A role that is not given to extra connections.
+    /// An unknown role of an extra connection.
     #[error("an extra connection announced the unknown role {0:#x}")]
     UnknownRole(u16),
-    /// A length beyond what the message may have.
+    /// A length above the message's limit.
     #[error("the peer announced {what} of {len_bytes} bytes, at most {max_bytes} are accepted")]
     TooLong {
         /// The message.
         what: &'static str,
-        /// What it announced.
+        /// The announced length.
         len_bytes: u64,
         /// The limit.
         max_bytes: u64,
@@ -89,50 +89,50 @@ pub enum ProtocolError {
     BadLength {
         /// The message.
         what: &'static str,
-        /// What it announced.
+        /// The announced length.
         len_bytes: u64,
     },
-    /// A protocol version that we do not speak.
+    /// An unsupported protocol version.
     #[error("the peer speaks migration protocol version {0}, this side speaks version 0")]
     Version(u16),
-    /// A message that is not allowed now.
+    /// A message that is not allowed in this phase.
     #[error("the peer sent {got} where {expected} was due")]
     Unexpected {
-        /// What came.
+        /// The message that came.
         got: &'static str,
-        /// What would have been right.
+        /// The message that was expected.
         expected: &'static str,
     },
     /// A JSON payload that does not parse.
     #[error("the peer's {what} is not valid")]
     Json {
-        /// Which one.
+        /// The document.
         what: &'static str,
-        /// The parser's words.
+        /// The parser's error.
         #[source]
         source: serde_json::Error,
     },
-    /// A payload with contents that make no sense.
+    /// A payload with invalid contents.
     #[error("the peer's {what} is not valid: {why}")]
     Malformed {
-        /// Which message.
+        /// The message.
         what: &'static str,
-        /// What is wrong.
+        /// What is wrong with it.
         why: &'static str,
     },
-    /// A compressed payload that does not unpack.
+    /// A compressed payload that does not decompress.
     #[error("the peer's compressed memory does not unpack")]
     Zstd(#[source] std::io::Error),
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),
-    /// More pages than a set of missing ones can name.
+    /// A guest with more pages than a set of missing pages can list.
     #[error(
         "postcopy cannot name the missing pages of a guest of {gib} GiB: a set of them ends at 8 TiB of pages \
          of 4 KiB. Move it with memory_mode=precopy, or boot it with hugepages=on"
     )]
     TooManyPages {
-        /// The guest's memory.
+        /// Size of the guest's memory in GiB.
         gib: u64,
     },
     /// An extra connection without the session's token.

@@ -34,8 +34,9 @@ pub fn encode<'m>(maps: impl IntoIterator<Item = &'m PageBitmap>) -> Vec<u8> {
     out
 }
 
-/// Refuses a guest of which the set of missing pages may become longer than a message: at the handover, or
-/// only when lost connections are made again, from where there would be no way on. `layout` is the
+/// Refuses a guest whose set of missing pages may become longer than a message. That could otherwise show
+/// at the handover, or only at a reconnection, where the migration could not continue. `layout` is the
+/// destination's, in whose units a set counts.
 /// destination's, whose pages a set counts.
 ///
 /// # Errors
@@ -54,15 +55,14 @@ pub fn check_fits(layout: &Layout) -> Result<(), ProtocolError> {
     Err(ProtocolError::TooManyPages { gib: bytes >> 30 })
 }
 
-/// The runs of a map; `None` where they take more than `bytes_max`. How many runs there are is
-/// found in the words before any is written, because a finely scattered set has as many as half of
-/// its bits.
+/// The runs of a map; `None` if they take more than `bytes_max`. Runs are counted from the bitmap words
+/// before any is encoded, because a scattered set has as many as half of its bits.
 fn encode_runs(map: &PageBitmap, bytes_max: usize) -> Option<Vec<u8>> {
     let mut before = 0;
     let runs: u64 = map
         .words()
         .map(|word| {
-            // A run begins at each bit without a bit before it.
+            // A run begins at each set bit that follows a clear one.
             let begins = word & !(word << 1 | before);
             before = word >> 63;
             u64::from(begins.count_ones())
@@ -70,7 +70,7 @@ fn encode_runs(map: &PageBitmap, bytes_max: usize) -> Option<Vec<u8>> {
         .sum();
     let mut body = Vec::new();
     put_varint(&mut body, runs);
-    // Each run is two numbers, a byte each at least.
+    // Each run is two numbers of at least a byte each.
     if runs.saturating_mul(2).saturating_add(body.len() as u64) > bytes_max as u64 {
         return None;
     }
@@ -83,11 +83,11 @@ fn encode_runs(map: &PageBitmap, bytes_max: usize) -> Option<Vec<u8>> {
             return None;
         }
     }
-    // Bits that were cleared meanwhile may have joined or removed runs: the bitmap has no count.
+    // Concurrent clearing may have joined or removed runs; a bitmap does not depend on their number.
     (left == 0).then_some(body)
 }
 
-/// Decodes the sets of all regions into maps that are clear before.
+/// Decodes the sets of all regions into maps that are empty before.
 ///
 /// # Errors
 /// When the bytes are cut off, name pages beyond a region, or are too many.
@@ -179,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_scattered_set_is_as_long_as_the_check_expects_and_no_longer() {
-        // Every other page: as many runs as there can be.
+        // Every other page: the maximum number of runs.
         let map = PageBitmap::new(1 << 20);
         for page in 0..1 << 19 {
             map.set(page * 2);

@@ -11,14 +11,14 @@ use super::index::{Entry, Index};
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 
-/// Longest gap that costs less to transfer than to leave out.
+/// Longest gap that is cheaper to transfer than to skip.
 const GAP_PAGES_MAX: u64 = 7;
 
-/// Bytes that are copied out of guest memory at once for a checksum: they stay in the nearest
+/// Bytes that are copied out of guest memory at once for a checksum: few enough for the first-level
 /// cache.
 const CHECK_BYTES: usize = 16 << 10;
 
-/// Pages that go in one transfer: runs of present pages of one region, ascending.
+/// Pages of one transfer: runs of present pages of one region, ascending.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     /// The runs.
@@ -31,7 +31,7 @@ impl Span {
         self.runs.first().map_or(0, |run| run.first)
     }
 
-    /// The transfer's pieces.
+    /// The pieces of the transfer, gaps included.
     pub(crate) fn pieces<'m, M: GuestMemoryMap>(&self, memory: &'m M) -> Vec<Piece<'m>> {
         let mut at = self.first();
         let mut pieces = Vec::with_capacity(2 * self.runs.len());
@@ -87,7 +87,7 @@ pub(crate) fn spans(
     spans
 }
 
-/// Looks at a chunk of guest memory, of which `populated` pages may be read.
+/// Finds the pages of a chunk that are not zero, and their checksum; only `populated` pages are read.
 pub(crate) fn inspect<M: GuestMemoryMap>(memory: &M, chunk: PageRun, populated: u16) -> Entry {
     let mut present = 0;
     for page in 0..chunk.count {
@@ -123,7 +123,7 @@ pub(crate) fn checksum_of(bytes: &[u8], chunk: PageRun, present: u16) -> u32 {
     })
 }
 
-/// The first chunk of guest memory, within a run of whole chunks, that is not what the index says.
+/// The first chunk within a run of whole chunks whose guest memory differs from the index.
 pub(crate) fn first_damaged<M: GuestMemoryMap>(
     memory: &M,
     geometry: &Geometry,

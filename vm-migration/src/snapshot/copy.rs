@@ -16,20 +16,21 @@ use crate::cancel::Cancel;
 use crate::layout::{PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 
-/// What was read.
+/// Result of a restore by copy.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyReport {
     /// Bytes of pages that are not zero.
     pub data_bytes: u64,
-    /// All of it.
+    /// Duration of the restore.
     pub took: Duration,
 }
 
-/// Fills the memory of a machine that has not run. It must hold nothing: pages that are zero in the
-/// snapshot are not written, and it may be pinned for devices by now, so that nothing can be thrown away.
+/// Reads a snapshot into the memory of a machine that has not run. The memory must be empty: pages that
+/// are zero in the snapshot are not written, and it may be pinned for devices already, so that nothing
+/// can be discarded.
 ///
 /// # Errors
-/// Naming the file and what is wrong with it; the memory is of no use then.
+/// Names the file and what is wrong with it; the memory cannot be used then.
 pub fn copy_in<M: GuestMemoryMap>(
     snapshot: &Opened,
     memory: &M,

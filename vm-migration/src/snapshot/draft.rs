@@ -19,19 +19,19 @@ use std::path::{Path, PathBuf};
 use super::error::SnapshotError;
 use super::{CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MEMORY_FILE, STATE_FILE};
 
-/// All but the manifest.
+/// All files but the manifest.
 const CONTENT_FILES: [&str; 4] = [CONFIG_FILE, STATE_FILE, INDEX_FILE, MEMORY_FILE];
 
-/// A snapshot that is not one yet.
+/// A snapshot that is not complete yet.
 #[derive(Debug)]
 pub(crate) struct Draft {
     path: PathBuf,
-    /// Locked for as long as the draft lives.
+    /// Its lock is held as long as the draft exists.
     directory: File,
     whole: bool,
 }
 
-/// The name under which a file is written.
+/// The name of a file while it is written.
 pub(crate) fn partial(directory: &Path, name: &str) -> PathBuf {
     directory.join(format!(".{name}.partial"))
 }
@@ -52,7 +52,7 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 impl Draft {
-    /// Begins a snapshot in a directory that is there and has none.
+    /// Begins a snapshot in an existing directory that has none.
     pub(crate) fn begin(path: &Path) -> Result<Self, SnapshotError> {
         let directory = OpenOptions::new()
             .read(true)
@@ -85,18 +85,18 @@ impl Draft {
         Ok(Self { path: path.to_owned(), directory, whole: false })
     }
 
-    /// Where a file is written.
+    /// The path of a file while it is written.
     pub(crate) fn partial(&self, name: &str) -> PathBuf {
         partial(&self.path, name)
     }
 
-    /// Writes a small file and sees to it that it is on the disk.
+    /// Writes a small file and syncs it.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<(), SnapshotError> {
         create(&self.partial(name), bytes)
     }
 
-    /// Makes it a snapshot: all files are written and synced. `proceed` is asked before that and when it is
-    /// on the disk; with an error it is none.
+    /// Completes the snapshot, whose files are all written and synced. `proceed` is called before that and
+    /// after the sync; if it fails, the snapshot is not complete.
     pub(crate) fn publish(
         mut self,
         manifest: &[u8],
@@ -139,7 +139,7 @@ impl Drop for Draft {
     }
 }
 
-/// Takes all files of a snapshot away, what makes it one first and what marks it last.
+/// Removes all files of a snapshot: the manifest first, the marker of an incomplete one last.
 fn clear(path: &Path) -> io::Result<()> {
     remove(&path.join(MANIFEST_FILE))?;
     for name in CONTENT_FILES {

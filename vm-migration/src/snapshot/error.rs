@@ -13,34 +13,34 @@ use crate::uffd::UffdError;
 /// Why a snapshot cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    /// Any operation on a file.
+    /// An operation on a file failed.
     #[error("cannot {what} {}", path.display())]
     Io {
         /// The operation.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// The host's answer.
+        /// The host's error.
         #[source]
         source: io::Error,
     },
-    /// More than is read again.
+    /// A document above the size that can be restored.
     #[error("{what} of the VM has {len_bytes} bytes, and a snapshot holds {limit_bytes} of it")]
     TooLong {
-        /// What.
+        /// The document.
         what: &'static str,
         /// Its length.
         len_bytes: u64,
         /// The limit.
         limit_bytes: u64,
     },
-    /// Not a directory of ours to write into.
+    /// A directory that is not empty.
     #[error("{} is there already; give an empty directory for a new snapshot", .0.display())]
     Exists(PathBuf),
-    /// Two at once.
+    /// Two snapshots to one directory at the same time.
     #[error("another snapshot is being written to {}", .0.display())]
     Busy(PathBuf),
-    /// The manifest is missing, and what is there says that it was never written.
+    /// The manifest is missing, and the directory holds an unfinished snapshot.
     #[error("the snapshot in {} was never finished; take a new one", .0.display())]
     NotFinished(PathBuf),
     /// The manifest is missing.
@@ -60,10 +60,10 @@ pub enum SnapshotError {
         path: PathBuf,
         /// Its version.
         found: u32,
-        /// Ours.
+        /// The newest version that is supported.
         known: u32,
     },
-    /// Bytes that do not make sense.
+    /// Invalid contents.
     #[error("{} is malformed: {why}", path.display())]
     Malformed {
         /// The file.
@@ -71,46 +71,46 @@ pub enum SnapshotError {
         /// What is wrong.
         why: String,
     },
-    /// Too short or too long.
+    /// A file of the wrong length.
     #[error("{} has {found} bytes where the manifest says {expected}", path.display())]
     Length {
         /// The file.
         path: PathBuf,
         /// Its length.
         found: u64,
-        /// What it should be.
+        /// The length by the manifest.
         expected: u64,
     },
-    /// Other bytes than were written.
+    /// Contents that differ from what was written.
     #[error("{} is damaged: the checksum of {part} is wrong", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What was verified.
+        /// The part that was checked.
         part: String,
     },
-    /// Memory of another machine.
+    /// The memory layout of another machine.
     #[error("the memory of the snapshot is not that of the machine in its configuration")]
     Layout(#[source] LayoutError),
-    /// Guest memory.
+    /// An error in handling guest memory.
     #[error("guest memory could not be handled")]
     Memory(#[source] io::Error),
-    /// The fault source.
+    /// An error of the fault source.
     #[error("guest memory cannot be brought in on demand; use memory_restore_mode=copy")]
     OnDemand(#[source] UffdError),
-    /// Pages that arrived could not be shown.
+    /// Pages that were read could not be made visible.
     #[error("a page of the snapshot could not be brought in: {0}")]
     Pages(String),
-    /// A thread.
+    /// A thread could not be started, or a descriptor not created.
     #[error("the host refused a resource for the snapshot")]
     Resource(#[source] io::Error),
-    /// A stop was requested.
+    /// A cancel was requested.
     #[error("it was cancelled")]
     Cancelled,
 }
 
 impl SnapshotError {
-    /// Makes an error of an operation on a file.
+    /// Returns a function that adds the operation and the file to an I/O error.
     pub(crate) fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { what, path, source }

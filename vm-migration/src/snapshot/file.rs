@@ -19,23 +19,23 @@ use crate::iovecs::Iovecs;
 use crate::layout::{PAGE_BYTES, to_usize};
 use crate::ram::GuestSlice;
 
-/// A page that starts at a page.
+/// A page with page alignment.
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// Page-aligned bytes of this process.
+/// A page-aligned buffer.
 pub(crate) struct AlignedBuffer {
     pages: Vec<Page>,
 }
 
 impl AlignedBuffer {
-    /// So many pages, all zero.
+    /// A buffer of `pages` pages, all zero.
     pub(crate) fn new(pages: u64) -> Self {
         Self { pages: vec![Page([0; 4096]); to_usize(pages)] }
     }
 
-    /// The bytes.
+    /// The buffer's bytes.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         let len = self.pages.len() * size_of::<Page>();
         // SAFETY: pages are plain bytes without padding, initialised and exclusively borrowed.
@@ -47,8 +47,7 @@ impl AlignedBuffer {
 pub(crate) enum Piece<'m> {
     /// Guest memory.
     Guest(GuestSlice<'m>),
-    /// So many bytes that are in the file only because they lie between others: zeros when
-    /// written, ignored when read.
+    /// This many bytes between others of the file: zeros when written, ignored when read.
     Gap(usize),
 }
 
@@ -61,7 +60,7 @@ pub(crate) struct MemoryFile {
 }
 
 impl MemoryFile {
-    /// Makes a new file of this length, without contents.
+    /// Creates a file of this length, without contents.
     pub(crate) fn create(path: &Path, len_bytes: u64) -> Result<Self, SnapshotError> {
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).mode(0o600);
@@ -87,7 +86,7 @@ impl MemoryFile {
         let direct = options.clone().custom_flags(libc::O_DIRECT).open(path);
         let (file, direct) = match direct {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                // Some file systems make the file before they refuse.
+                // Some file systems create the file before they refuse `O_DIRECT`.
                 (options.clone().create_new(false).open(path), false)
             }
             other => (other, true),
@@ -96,43 +95,43 @@ impl MemoryFile {
         Ok(Self { file, path: path.to_owned(), direct: AtomicBool::new(direct) })
     }
 
-    /// Whether the page cache is passed by.
+    /// True when the page cache is bypassed.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Its name.
+    /// Its path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its length now.
+    /// Its current length.
     pub(crate) fn len_bytes(&self) -> Result<u64, SnapshotError> {
         let metadata = self.file.metadata().map_err(SnapshotError::io("look at", &self.path))?;
         Ok(metadata.len())
     }
 
-    /// Makes what was written last.
+    /// Syncs the file.
     pub(crate) fn sync(&self) -> Result<(), SnapshotError> {
         self.file.sync_all().map_err(SnapshotError::io("write to the disk", &self.path))
     }
 
-    /// Writes pieces one after the other from `offset` on.
+    /// Writes pieces consecutively from `offset` on.
     pub(crate) fn write(&self, pieces: &[Piece<'_>], offset: u64) -> Result<(), SnapshotError> {
-        // Written from, never to.
+        // The kernel only reads from it.
         let mut zeros = gap_buffer(pieces);
         self.transfer(pieces, &mut zeros, offset, libc::pwritev)
             .map_err(SnapshotError::io("write", &self.path))
     }
 
-    /// Reads pieces one after the other from `offset` on.
+    /// Reads pieces consecutively from `offset` on.
     pub(crate) fn read(&self, pieces: &[Piece<'_>], offset: u64) -> Result<(), SnapshotError> {
         let mut scratch = gap_buffer(pieces);
         self.transfer(pieces, &mut scratch, offset, libc::preadv)
             .map_err(SnapshotError::io("read", &self.path))
     }
 
-    /// Reads into a buffer of this process.
+    /// Reads into a buffer.
     pub(crate) fn read_buffer(&self, buffer: &mut [u8], offset: u64) -> Result<(), SnapshotError> {
         let start = buffer.as_mut_ptr();
         let mut iovecs = [libc::iovec { iov_base: start.cast(), iov_len: buffer.len() }];
@@ -160,8 +159,8 @@ impl MemoryFile {
         self.transfer_all(&mut iovecs, offset, call)
     }
 
-    /// Transfers all of `iovecs`, which the callers in this file make of guest slices and buffers
-    /// that outlive the call.
+    /// Transfers all of `iovecs`, which the callers in this file build from guest slices and buffers that
+    /// outlive the call.
     fn transfer_all(
         &self,
         iovecs: &mut [libc::iovec],
@@ -204,8 +203,8 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Direct access was opened and is refused all the same (a disk with larger blocks, say):
-    /// continues without. True when it did.
+    /// Continues without `O_DIRECT` after a transfer was refused although the file was opened with it (a
+    /// disk with larger blocks, for example). True when it was switched off.
     fn without_direct(&self, error: &io::Error) -> bool {
         if error.raw_os_error() != Some(libc::EINVAL) || !self.direct.swap(false, Ordering::Relaxed)
         {
@@ -219,7 +218,7 @@ impl MemoryFile {
         }
     }
 
-    /// Takes what passed out of the page cache, as far as it is on the disk.
+    /// Drops a transferred range from the page cache, as far as it is on the disk.
     fn forget(&self, offset: u64, len_bytes: u64) {
         let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len_bytes)) else {
             return;
@@ -240,7 +239,7 @@ type Call = unsafe extern "C" fn(
     libc::off_t,
 ) -> libc::ssize_t;
 
-/// Zeros, as long as the longest gap.
+/// A buffer of zeros, as long as the longest gap.
 fn gap_buffer(pieces: &[Piece<'_>]) -> AlignedBuffer {
     let gap = |piece: &Piece<'_>| match piece {
         Piece::Gap(len) => *len as u64,

@@ -7,28 +7,28 @@
 
 use crate::layout::{Layout, PAGE_BYTES, PageRun, to_usize};
 
-/// Pages of a chunk: few enough that a fault is answered soon, enough that the index is small
-/// (an eighth of a permille of memory).
+/// Pages in a chunk: few enough to resolve a fault quickly, and enough to keep the index small (an
+/// eighth of a permille of memory).
 pub(crate) const CHUNK_PAGES: u64 = 16;
 
-/// Chunks of a block: 4 MiB.
+/// Chunks in a block: 4 MiB.
 pub(crate) const BLOCK_CHUNKS: u64 = 64;
 
 const BLOCK_PAGES: u64 = CHUNK_PAGES * BLOCK_CHUNKS;
 
-/// One region in the file.
+/// Place of a region in the memory file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RegionPlace {
     /// Pages of 4 KiB.
     pub pages: u64,
-    /// Number of its first chunk.
+    /// Index of its first chunk.
     pub first_chunk: u64,
-    /// Where its first byte is in the file.
+    /// Offset of its first byte in the file.
     pub offset_bytes: u64,
     first_block: u64,
 }
 
-/// All regions in the file.
+/// Places of all regions in the memory file.
 #[derive(Clone, Debug)]
 pub(crate) struct Geometry {
     regions: Vec<RegionPlace>,
@@ -38,7 +38,7 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    /// The regions one after the other.
+    /// Places the regions one after the other.
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut all = Self { regions: Vec::new(), chunks: 0, blocks: 0, len_bytes: 0 };
         for region in layout.regions() {
@@ -51,7 +51,7 @@ impl Geometry {
             });
             all.chunks += pages.div_ceil(CHUNK_PAGES);
             all.blocks += pages.div_ceil(BLOCK_PAGES);
-            // A layout's regions do not overlap, so the sum fits an address space.
+            // The regions of a layout do not overlap, so the sum fits an address space.
             all.len_bytes += region.len_bytes;
         }
         all
@@ -62,12 +62,12 @@ impl Geometry {
         &self.regions
     }
 
-    /// All chunks.
+    /// Number of chunks.
     pub(crate) fn chunks(&self) -> u64 {
         self.chunks
     }
 
-    /// All blocks.
+    /// Number of blocks.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks
     }
@@ -86,14 +86,14 @@ impl Geometry {
         PageRun { region, first, count: BLOCK_PAGES.min(place.pages - first) }
     }
 
-    /// The pages of the `chunk`th chunk of a region.
+    /// The pages of chunk number `chunk` of a region.
     pub(crate) fn chunk(&self, region: usize, chunk: u64) -> PageRun {
         let first = chunk * CHUNK_PAGES;
         let count = CHUNK_PAGES.min(self.regions[region].pages - first);
         PageRun { region, first, count }
     }
 
-    /// The chunks that a run, which begins at one, consists of: number in the file, and pages.
+    /// The chunks of a run that begins at a chunk: index in the file, and pages.
     pub(crate) fn chunks_of(&self, run: PageRun) -> impl Iterator<Item = (usize, PageRun)> + '_ {
         debug_assert!(run.first.is_multiple_of(CHUNK_PAGES));
         let first_chunk = self.regions[run.region].first_chunk;
@@ -101,7 +101,7 @@ impl Geometry {
             .map(move |chunk| (to_usize(first_chunk + chunk), self.chunk(run.region, chunk)))
     }
 
-    /// Where a page is in the file.
+    /// Offset of a page in the file.
     pub(crate) fn offset_of(&self, region: usize, page: u64) -> u64 {
         self.regions[region].offset_bytes + page * PAGE_BYTES
     }

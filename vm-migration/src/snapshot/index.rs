@@ -21,47 +21,47 @@ const VERSION: u32 = 1;
 const HEADER_BYTES: usize = 32;
 const ENTRY_BYTES: usize = 8;
 
-/// What is known of one chunk.
+/// Index entry of a chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// CRC-32C of the present pages, one after the other.
+    /// CRC-32C of the present pages, in order.
     pub crc: u32,
-    /// One bit for each page that is present.
+    /// A bit for each present page.
     pub present: u16,
 }
 
 impl Entry {
-    /// For an atomic.
+    /// Packs the entry into an atomic's value.
     pub(crate) fn pack(self) -> u64 {
         u64::from(self.crc) | u64::from(self.present) << 32
     }
 
-    /// From an atomic.
+    /// Unpacks an atomic's value.
     pub(crate) fn unpack(word: u64) -> Self {
         let [c0, c1, c2, c3, p0, p1, ..] = word.to_le_bytes();
         Self { crc: u32::from_le_bytes([c0, c1, c2, c3]), present: u16::from_le_bytes([p0, p1]) }
     }
 }
 
-/// All chunks, in the order of the file.
+/// The entries of all chunks, in the order of the file.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Index {
     entries: Vec<Entry>,
 }
 
-/// Why bytes are no index.
+/// Why bytes are not a valid index.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum IndexFault {
-    /// The magic is another.
+    /// The magic number differs.
     Foreign,
-    /// The version is later.
+    /// The version is newer than supported.
     Newer(u32),
     /// Anything else.
     Malformed(&'static str),
 }
 
 impl IndexFault {
-    /// With the name of the file.
+    /// The error for the index at `path`.
     pub(crate) fn at(self, path: &Path) -> SnapshotError {
         let path = path.to_owned();
         match self {
@@ -73,27 +73,27 @@ impl IndexFault {
 }
 
 impl Index {
-    /// The index of these entries.
+    /// An index of these entries.
     pub(crate) fn new(entries: Vec<Entry>) -> Self {
         Self { entries }
     }
 
-    /// A chunk.
+    /// The entry of a chunk.
     pub(crate) fn entry(&self, chunk: usize) -> Entry {
         self.entries[chunk]
     }
 
-    /// Length of the file for so many chunks.
+    /// Length of the index file for a number of chunks.
     pub(crate) fn len_bytes(chunks: u64) -> u64 {
         (HEADER_BYTES as u64).saturating_add(chunks.saturating_mul(ENTRY_BYTES as u64))
     }
 
-    /// Pages that are present.
+    /// Number of present pages.
     pub(crate) fn present_pages(&self) -> u64 {
         self.entries.iter().map(|entry| u64::from(entry.present.count_ones())).sum()
     }
 
-    /// Its bytes.
+    /// Encodes the index.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let chunks = self.entries.len() as u64;
         let mut out = Vec::with_capacity(to_usize(Self::len_bytes(chunks)));
@@ -108,7 +108,7 @@ impl Index {
         out
     }
 
-    /// Reads the index of a memory with this geometry.
+    /// Decodes the index of a memory with this geometry.
     pub(crate) fn decode(bytes: &[u8], geometry: &Geometry) -> Result<Self, IndexFault> {
         let bad = IndexFault::Malformed;
         let (header, rest) =
@@ -154,8 +154,8 @@ impl Index {
     }
 }
 
-/// Entry point of the fuzz target: whatever the bytes are, decoding answers, and what it accepts
-/// is what it writes.
+/// Entry point of the fuzz target: decoding returns for any bytes, and what it accepts is encoded
+/// to the same bytes.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_index(bytes: &[u8]) {
     use crate::layout::{Backing, Layout, PAGE_BYTES, RegionInfo};

@@ -15,7 +15,7 @@ use super::error::SnapshotError;
 use super::geometry::{CHUNK_PAGES, Geometry};
 use crate::layout::{Layout, PAGE_BYTES};
 
-/// The version that is written, and the newest that is read.
+/// The format version that is written, and the newest that is read.
 pub const FORMAT_VERSION: u32 = 1;
 
 /// Longest manifest: 4,096 regions at 200 bytes, doubled.
@@ -23,7 +23,7 @@ pub(crate) const MANIFEST_BYTES_MAX: u64 = 2 << 20;
 
 const FORMAT: &str = "godwit-snapshot";
 
-/// A file that is verified as a whole.
+/// Length and checksum of a file that is verified as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Sealed {
@@ -34,7 +34,7 @@ pub(crate) struct Sealed {
 }
 
 impl Sealed {
-    /// What is written of these bytes.
+    /// The length and checksum of these bytes.
     pub(crate) fn of(bytes: &[u8]) -> Self {
         Self { len_bytes: bytes.len() as u64, crc32c: crc32c::crc32c(bytes) }
     }
@@ -44,13 +44,13 @@ impl Sealed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedRegion {
-    /// The zone, for messages.
+    /// Name of the zone, for messages.
     pub name: String,
     /// First guest physical address.
     pub gpa: u64,
     /// Length in guest RAM and in the file.
     pub len_bytes: u64,
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub offset_bytes: u64,
 }
 
@@ -60,9 +60,9 @@ pub(crate) struct SavedRegion {
 pub(crate) struct Manifest {
     pub format: String,
     pub version: u32,
-    /// The program, for messages.
+    /// Name and version of the program, for messages.
     pub program: String,
-    /// Seconds since 1970, for messages.
+    /// Time of creation in seconds since 1970, for messages.
     pub created_s: u64,
     pub config: Sealed,
     pub state: Sealed,
@@ -73,7 +73,7 @@ pub(crate) struct Manifest {
     pub regions: Vec<SavedRegion>,
 }
 
-/// The part of a manifest that every version has.
+/// The fields that every version of the manifest has.
 #[derive(Deserialize)]
 struct Identity {
     format: String,
@@ -89,7 +89,7 @@ struct Envelope<'a> {
 }
 
 impl Manifest {
-    /// Of these parts.
+    /// A manifest of these parts.
     pub(crate) fn new(
         config: Sealed,
         state: Sealed,
@@ -120,7 +120,7 @@ impl Manifest {
         }
     }
 
-    /// Its bytes.
+    /// Encodes the manifest.
     pub(crate) fn encode(&self) -> Result<Vec<u8>, serde_json::Error> {
         let snapshot = RawValue::from_string(serde_json::to_string_pretty(self)?)?;
         let crc32c = crc32c::crc32c(snapshot.get().as_bytes());
@@ -129,7 +129,7 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// Reads one; `path` is for errors.
+    /// Decodes a manifest; `path` is for errors.
     pub(crate) fn decode(bytes: &[u8], path: &Path) -> Result<Self, SnapshotError> {
         let malformed = |why: String| SnapshotError::Malformed { path: path.to_owned(), why };
         let envelope: Envelope<'_> =
@@ -156,7 +156,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// True when the saved regions are those of this machine.
+    /// True when the saved regions match this machine's.
     pub(crate) fn fits(&self, layout: &Layout, geometry: &Geometry) -> bool {
         let saved = self.regions.iter().map(|r| (r.gpa, r.len_bytes, r.offset_bytes));
         let here = layout.regions().iter().zip(geometry.regions());
@@ -164,15 +164,15 @@ impl Manifest {
         self.memory_len_bytes == geometry.len_bytes() && saved.eq(here)
     }
 
-    /// The saved regions in words.
+    /// The saved regions as text.
     pub(crate) fn regions_in_words(&self) -> String {
         let words = self.regions.iter().take(8).map(|r| format!("{:#x}+{:#x}", r.gpa, r.len_bytes));
         words.collect::<Vec<_>>().join(", ")
     }
 }
 
-/// Entry point of the fuzz target: whatever the bytes are, decoding answers, and what it accepts
-/// it can write and read again.
+/// Entry point of the fuzz target: decoding returns for any bytes, and what it accepts can be encoded and
+/// decoded again.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_manifest(bytes: &[u8]) {
     let path = Path::new("manifest.json");

@@ -49,15 +49,15 @@ pub use index::fuzz_index;
 #[cfg(any(test, feature = "testing"))]
 pub use manifest::fuzz_manifest;
 
-/// Configuration of the machine.
+/// File with the configuration of the machine.
 pub const CONFIG_FILE: &str = "config.json";
-/// State of vCPUs and devices.
+/// File with the state of vCPUs and devices.
 pub const STATE_FILE: &str = "state.json";
-/// Contents of RAM.
+/// File with the contents of RAM.
 pub const MEMORY_FILE: &str = "memory-ranges";
-/// What is in it.
+/// File with the index of the memory file.
 pub const INDEX_FILE: &str = "memory-index";
-/// What makes a snapshot of the others.
+/// File with the manifest, whose presence makes the snapshot complete.
 pub const MANIFEST_FILE: &str = "manifest.json";
 
 /// Threads that read or write memory, unless the options say another number: enough to keep a

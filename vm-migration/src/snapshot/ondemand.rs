@@ -33,61 +33,61 @@ use crate::ram::GuestMemoryMap;
 use crate::transport::{WaitEnd, wait_readable};
 use crate::uffd::Uffd;
 
-/// Descriptors over which faults are spread, each with its own reader.
+/// userfaultfds over which faults are distributed, each with its own reader thread.
 const FAULT_READERS: usize = 4;
 
 /// Threads that read in the background.
 const FILLERS: usize = 2;
 
-/// Units that the background reads at once, at most: 512 KiB of 4 KiB pages.
+/// Most units that a background thread reads at once: 512 KiB of 4 KiB pages.
 const FILL_UNITS: u32 = 8;
 
-/// How long the background pauses while a thread waits for a page.
+/// How long the background threads pause while a thread waits for a page.
 const STAND_BACK: Duration = Duration::from_micros(100);
 
-/// What the threads share.
+/// State that the threads share.
 struct Shared<M: GuestMemoryMap> {
     engine: Engine<M>,
     memory: Arc<M>,
     file: MemoryFile,
     geometry: Geometry,
     index: Index,
-    /// Per region: units that have not been read.
+    /// By region: units that have not been read.
     unread: Vec<PageBitmap>,
-    /// Per region: chunks that become visible together, as a host page does.
+    /// By region: chunks that become visible together, because they share a host page.
     unit_chunks: Vec<u64>,
-    /// Faults that are being answered.
+    /// Number of faults that are being resolved.
     urgent: AtomicU32,
-    /// Where the guest faulted last: region in the upper 16 bits, unit after it below.
+    /// Where the guest faulted last: region in the upper 16 bits, the unit after the fault below.
     trail: AtomicU64,
-    /// The first thing that went wrong. Held for one look.
+    /// The first failure. Locked for one access.
     failure: Mutex<Option<SnapshotError>>,
 }
 
-/// How bringing memory in ended.
+/// How an on-demand restore ended.
 #[derive(Clone, Debug)]
 pub enum FillEnd {
-    /// All of it is here.
+    /// All memory is resident.
     Complete(Box<FillReport>),
-    /// A stop was requested; the guest must be gone.
+    /// A stop was requested; the guest must have ended.
     Cancelled,
 }
 
-/// What was done.
+/// Result of an on-demand restore.
 #[derive(Clone, Debug)]
 pub struct FillReport {
-    /// From the first preparation to the last page.
+    /// Time from the first preparation to the last page.
     pub took: Duration,
     /// Bytes of pages that are not zero.
     pub data_bytes: u64,
-    /// What the guest waited for.
+    /// The faults of the guest.
     pub faults: FaultSnapshot,
 }
 
-/// Memory that could not be read: threads that need a missing page wait. Dropping this would show
-/// them zeros, so it must be kept until the process ends or the guest has gone.
+/// Memory that could not be read: threads that need a missing page wait. Dropping this would make them see
+/// zeros, so keep it until the process or the guest has ended.
 pub struct Stuck<M: GuestMemoryMap> {
-    /// What happened.
+    /// The failure.
     pub error: SnapshotError,
     _filling: Filling<M>,
 }
@@ -98,8 +98,8 @@ impl<M: GuestMemoryMap> std::fmt::Debug for Stuck<M> {
     }
 }
 
-/// Memory that is being brought in. Dropping it ends that and lets waiters continue with whatever
-/// their pages hold: the guest must be gone by then, or never have run.
+/// Memory that is being restored on demand. Dropping it ends that, and waiters continue with whatever their
+/// pages hold: the guest must have ended by then, or never have run.
 pub struct Filling<M: GuestMemoryMap> {
     shared: Arc<Shared<M>>,
     threads: Vec<StoppableThread>,
@@ -108,16 +108,17 @@ pub struct Filling<M: GuestMemoryMap> {
 }
 
 impl<M: GuestMemoryMap> Filling<M> {
-    /// Watches the memory of a machine that has not run: from now on any access gets what the
-    /// snapshot holds. What no fault requests is left to [`wait`](Self::wait), so that it costs the
-    /// start of the guest nothing. `stop` ends it, once the guest is gone. The memory must hold nothing yet.
+    /// Starts to watch the memory of a machine that has not run: from now on any access gets the contents of
+    /// the snapshot. Pages without a fault are read by [`wait`](Self::wait), so that they do not delay the
+    /// start of the guest. `stop` ends the restore once the guest has ended. The memory must be empty.
     ///
     /// # Errors
-    /// When the snapshot does not fit, or memory cannot be watched.
+    /// When the snapshot does not match the machine, or memory cannot be watched.
     pub fn start(snapshot: Opened, memory: &Arc<M>, stop: Cancel) -> Result<Self, SnapshotError> {
         let began = Instant::now();
         let (geometry, index) = snapshot.index_for(memory.layout())?;
-        // Each page is to come by itself: a huge one around the first would be there already, as zeros.
+        // Each page has to fault by itself: a huge page around the first would make the others present, as
+        // zeros.
         memory.use_small_pages(true);
         let source =
             Uffd::register(Arc::clone(memory), FAULT_READERS).map_err(SnapshotError::OnDemand)?;
@@ -169,15 +170,15 @@ impl<M: GuestMemoryMap> Filling<M> {
         Ok(())
     }
 
-    /// The request with which [`wait`](Self::wait) ends early.
+    /// The handle with which [`wait`](Self::wait) ends early.
     pub fn stop_handle(&self) -> Cancel {
         self.stop.clone()
     }
 
-    /// From here on the guest may run: what fails makes it wait, not continue.
+    /// From here on the guest may run: a failure makes it wait instead of ending the wait.
     ///
     /// # Errors
-    /// What has failed until now.
+    /// The failure so far, if any.
     pub fn commit(&self) -> Result<(), SnapshotError> {
         self.shared.engine.commit().map_err(|failure| {
             let noted = self.take_failure();
@@ -185,15 +186,16 @@ impl<M: GuestMemoryMap> Filling<M> {
         })
     }
 
-    /// What has failed, where that explains another error better than its own words.
+    /// The recorded failure, which explains a follow-up error better than the error itself.
     pub fn take_failure(&self) -> Option<SnapshotError> {
         self.shared.failure.lock().take()
     }
 
-    /// Brings in what no fault has requested, and waits until all is here or a stop is requested.
+    /// Reads all pages for which there was no fault, and waits until all memory is resident or a stop is
+    /// requested.
     ///
     /// # Errors
-    /// When contents cannot be read or are damaged: threads that need them wait.
+    /// When contents cannot be read or are damaged: threads that need them keep waiting.
     pub fn wait(mut self) -> Result<FillEnd, Box<Stuck<M>>> {
         for _ in 0..FILLERS {
             if let Err(error) = self.spawn("restore-fill", Shared::fill) {
@@ -239,7 +241,7 @@ impl<M: GuestMemoryMap> Drop for Filling<M> {
     }
 }
 
-/// What is missing and in which pieces it is read.
+/// The missing units of all regions, and the units in which they are read.
 struct Plan {
     missing: Vec<PageBitmap>,
     unread: Vec<PageBitmap>,
@@ -278,7 +280,7 @@ const NO_TRAIL: u64 = u64::MAX;
 const TRAIL_UNIT_BITS: u32 = 48;
 
 impl<M: GuestMemoryMap> Shared<M> {
-    /// Notes what failed first, and stops all threads.
+    /// Notes the first failure, and stops all threads.
     fn fail(&self, error: SnapshotError) {
         let text = error_text::chain(&error);
         log::error!("memory cannot be restored: {text}");
@@ -287,7 +289,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         self.engine.fail(Failure::new("restoring memory", cause));
     }
 
-    /// Pages of consecutive units.
+    /// The pages of consecutive units.
     fn pages_of(&self, region: usize, unit: u64, count: u64) -> PageRun {
         let unit_pages = self.unit_chunks[region] * CHUNK_PAGES;
         let first = unit * unit_pages;
@@ -295,7 +297,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         PageRun { region, first, count: left.min(count * unit_pages) }
     }
 
-    /// Answers the faults of one queue until all is here.
+    /// Resolves the faults of one queue until all memory is resident.
     fn answer_faults(&self, reader: usize) -> Result<(), SnapshotError> {
         let pages = |cause: &Cause| SnapshotError::Pages(error_text::chain(cause));
         let mut faults = Vec::new();
@@ -315,7 +317,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         }
     }
 
-    /// Brings in what was requested, unless another thread is reading it.
+    /// Reads a requested unit, unless another thread is reading it.
     fn answer(&self, range: GpaRange, buffer: &mut AlignedBuffer) -> Result<(), SnapshotError> {
         let run = self.memory.layout().locate(range).map_err(SnapshotError::Layout)?;
         let unit = run.first / CHUNK_PAGES / self.unit_chunks[run.region];
@@ -326,7 +328,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         Ok(())
     }
 
-    /// Reads in the background until nothing is left, near where the guest is.
+    /// Reads in the background until nothing is left, close to the guest's last fault.
     fn fill(&self) -> Result<(), SnapshotError> {
         let mut buffer = AlignedBuffer::new(0);
         let mut at = (0, 0);
@@ -351,7 +353,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         Ok(())
     }
 
-    /// Claims the next units from a place on, or from the beginning when there are none.
+    /// Claims the next units from a position on, or else from the beginning.
     fn claim_from(&self, (region, unit): (usize, u64)) -> Option<(usize, page_bitmap::Claimed)> {
         let claim = |region: usize, from: u64| {
             let units = if self.unit_chunks[region] == 1 { FILL_UNITS } else { 1 };
@@ -365,7 +367,7 @@ impl<M: GuestMemoryMap> Shared<M> {
             .or_else(|| (0..self.unread.len()).find_map(|region| claim(region, 0)))
     }
 
-    /// Reads whole units, verifies them, and lets the guest see them.
+    /// Reads whole units, verifies them, and makes them visible to the guest.
     fn resolve(
         &self,
         run: PageRun,
@@ -388,7 +390,7 @@ impl<M: GuestMemoryMap> Shared<M> {
                 return Err(damaged(self.file.path(), &*self.memory, chunk));
             }
             for present in present_runs(chunk, entry.present) {
-                // Between pages of the snapshot the file may hold anything.
+                // In gaps between pages of the snapshot the file's contents are undefined.
                 let gap = to_usize((clear_from - run.first) * PAGE_BYTES)
                     ..to_usize((present.first - run.first) * PAGE_BYTES);
                 bytes[gap].fill(0);
@@ -401,7 +403,7 @@ impl<M: GuestMemoryMap> Shared<M> {
         }
         bytes[to_usize((clear_from - run.first) * PAGE_BYTES)..].fill(0);
         if self.unit_chunks[run.region] > 1 {
-            // A large host page becomes visible whole.
+            // A large host page becomes visible as a whole.
             runs = vec![run];
         }
         let mut scratch = Vec::new();

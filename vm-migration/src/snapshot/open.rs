@@ -23,7 +23,7 @@ use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
 /// Most memory that a snapshot may hold: what x86-64 can address.
 const MEMORY_BYTES_MAX: u64 = 1 << 52;
 
-/// A snapshot whose documents are verified. Its memory file is open, and stays so when the
+/// A snapshot whose documents have been verified. Its memory file is open, and stays readable when the
 /// directory is removed.
 #[derive(Debug)]
 pub struct Opened {
@@ -31,7 +31,7 @@ pub struct Opened {
     manifest: Manifest,
     config: Vec<u8>,
     state: Vec<u8>,
-    /// Read when it is known how much memory the machine has, which bounds it.
+    /// Read once the size of the machine's memory is known, which bounds it.
     index: Unread,
     memory: MemoryFile,
 }
@@ -40,7 +40,7 @@ impl Opened {
     /// Opens the snapshot in a directory.
     ///
     /// # Errors
-    /// Naming the file that is missing, cut off, damaged, of another program or too new.
+    /// Names the file that is missing, truncated, damaged, of another program or too new.
     pub fn open(directory: &Path) -> Result<Self, SnapshotError> {
         let path = directory.join(MANIFEST_FILE);
         let bytes = match Unread::open(&path, None).and_then(|file| file.read(MANIFEST_BYTES_MAX)) {
@@ -75,22 +75,22 @@ impl Opened {
         &self.config
     }
 
-    /// The state of its vCPUs and devices.
+    /// The state of vCPUs and devices.
     pub fn state_json(&self) -> &[u8] {
         &self.state
     }
 
-    /// All of guest memory, in bytes.
+    /// Size of guest memory in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.manifest.memory_len_bytes
     }
 
-    /// Whether the page cache is passed by.
+    /// True when the page cache is bypassed.
     pub fn is_direct(&self) -> bool {
         self.memory.is_direct()
     }
 
-    /// Checks that the machine's memory is that of the snapshot, and reads the index.
+    /// Checks that the machine's memory layout is the snapshot's, and reads the index.
     pub(crate) fn index_for(&self, layout: &Layout) -> Result<(Geometry, Index), SnapshotError> {
         let geometry = Geometry::new(layout);
         if !self.manifest.fits(layout, &geometry) {
@@ -109,7 +109,7 @@ impl Opened {
         &self.memory
     }
 
-    /// Gives the memory file away; the rest is not needed any more.
+    /// The memory file; the rest of the snapshot is closed.
     pub(crate) fn into_memory(self) -> MemoryFile {
         self.memory
     }
@@ -125,7 +125,7 @@ fn why_no_manifest(directory: &Path) -> SnapshotError {
     }
 }
 
-/// An open file of the snapshot, of which nothing has been read.
+/// An open file of the snapshot that has not been read.
 #[derive(Debug)]
 struct Unread {
     file: File,
@@ -134,7 +134,7 @@ struct Unread {
 }
 
 impl Unread {
-    /// Opens a file, of a known length or of any.
+    /// Opens a file, of a given length or of any.
     fn open(path: &Path, expected: Option<u64>) -> Result<Self, SnapshotError> {
         // Opening a pipe would wait for its other end.
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
@@ -152,7 +152,7 @@ impl Unread {
         }
     }
 
-    /// Reads it, if it is not longer than `max`.
+    /// Reads the file, if it is not longer than `max`.
     fn read(&self, max: u64) -> Result<Vec<u8>, SnapshotError> {
         let (path, found) = (&self.path, self.len_bytes);
         if found > max {
@@ -166,7 +166,7 @@ impl Unread {
         Ok(bytes)
     }
 
-    /// Reads it and compares it with what the manifest says.
+    /// Reads the file and checks it against the length and checksum in the manifest.
     fn sealed(&self, seal: &Sealed, max: u64) -> Result<Vec<u8>, SnapshotError> {
         let bytes = self.read(max)?;
         if crc32c::crc32c(&bytes) == seal.crc32c {

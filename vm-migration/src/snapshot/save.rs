@@ -24,25 +24,25 @@ use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::protocol::codec::{CONFIG_BYTES_MAX, STATE_BYTES_MAX};
 use crate::ram::GuestMemoryMap;
 
-/// The documents of a machine, alongside its memory.
+/// The documents that are saved with the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Saved<'a> {
-    /// From which the same machine can be built.
+    /// The configuration, from which the same machine can be built.
     pub config_json: &'a [u8],
-    /// Of vCPUs and devices.
+    /// The state of vCPUs and devices.
     pub state_json: &'a [u8],
 }
 
-/// What was written.
+/// Result of saving a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct SaveReport {
     /// Bytes of pages that are not zero.
     pub data_bytes: u64,
-    /// All of guest memory.
+    /// Size of guest memory.
     pub memory_bytes: u64,
-    /// Whether the page cache was passed by.
+    /// True when the page cache was bypassed.
     pub direct: bool,
-    /// All of it, until it was safe on the disk.
+    /// Duration, including the sync.
     pub took: Duration,
 }
 
@@ -51,7 +51,7 @@ pub struct SaveReport {
 /// written then is not used, and memory is only read by system calls.
 ///
 /// # Errors
-/// What failed and with which file; nothing is left in the directory then.
+/// What failed and on which file; nothing is left in the directory then.
 pub fn save<M: GuestMemoryMap>(
     directory: &Path,
     saved: Saved<'_>,
@@ -60,7 +60,7 @@ pub fn save<M: GuestMemoryMap>(
     cancel: &Cancel,
 ) -> Result<SaveReport, SnapshotError> {
     let began = Instant::now();
-    // What could not be read again is not written, nor is a place made for it.
+    // Documents that could not be restored are refused before the directory is touched.
     fits("the configuration", saved.config_json, CONFIG_BYTES_MAX)?;
     fits("the state", saved.state_json, STATE_BYTES_MAX)?;
     let draft = Draft::begin(directory)?;
@@ -126,7 +126,7 @@ fn write_block<M: GuestMemoryMap>(
     block: PageRun,
     cancel: &Cancel,
 ) -> Result<(), SnapshotError> {
-    // Held while this process reads it, and not while the storage lets it wait.
+    // Held while this process reads it, but not while it waits for the storage.
     let hold = memory.hold(block.region, block.first..block.end());
     let populated = memory.populated_runs(block.region, block.first..block.end());
     let populated = populated.map_err(SnapshotError::Memory)?;
@@ -135,7 +135,7 @@ fn write_block<M: GuestMemoryMap>(
     }
     let mut masks = [0_u16; to_usize(BLOCK_CHUNKS)];
     for run in populated {
-        // A host page may stick out of the block.
+        // A host page may extend beyond the block.
         for page in run.start.max(block.first)..run.end.min(block.end()) {
             let at = page - block.first;
             masks[to_usize(at / CHUNK_PAGES)] |= 1 << (at % CHUNK_PAGES);
@@ -149,7 +149,7 @@ fn write_block<M: GuestMemoryMap>(
     drop(hold);
     let present = |chunk: usize| Entry::unpack(entries[chunk].load(Ordering::Relaxed)).present;
     for span in spans(geometry, block, present) {
-        // After a write that took long the guest may run again.
+        // After a long write the guest may be running again.
         if cancel.is_cancelled() {
             return Err(SnapshotError::Cancelled);
         }
@@ -158,7 +158,7 @@ fn write_block<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// Does `work` with every block of memory, each once, on several threads. The first error ends it.
+/// Calls `work` for every block of memory once, on several threads. The first error ends it.
 pub(crate) fn for_each_block(
     geometry: &Geometry,
     threads: usize,
@@ -179,7 +179,7 @@ pub(crate) fn for_each_block(
                 work(geometry.block(block))
             };
             if done.is_err() {
-                // No other thread finds another one.
+                // No other thread gets another block.
                 next.store(blocks, Ordering::Relaxed);
                 return done;
             }

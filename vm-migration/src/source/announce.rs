@@ -13,26 +13,26 @@ use super::unit_space::UNIT_PAGES;
 use crate::layout::{PAGE_BYTES, PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 
-/// A block: what a huge page covers.
+/// Pages in a block: those of a huge page.
 const BLOCK_PAGES: u64 = 512;
 
-/// Pages of a block that are looked at, and how many of them have to hold something. Memory that
-/// was populated and never written (by `prefault=on`) is left to be holes.
+/// Pages of a block that are sampled, and how many of them must not be zero. Memory that was populated
+/// and never written (by `prefault=on`) is left as holes.
 const LOOKS: u64 = 8;
 const LOOKS_FULL_MIN: u64 = LOOKS / 2;
 
-/// Units that are looked at together, 2 GiB: finding what is populated of them takes some 20 ms.
+/// Units that are examined together, 2 GiB: finding their populated pages takes about 20 ms.
 const WINDOW_UNITS: u64 = (2 << 30) / (UNIT_PAGES * PAGE_BYTES);
 
-/// How far the destination has been told.
+/// Tracks how far memory has been announced to the destination.
 #[derive(Debug, Default)]
 pub(super) struct Announcer {
     told: u64,
 }
 
 impl Announcer {
-    /// The units to look at next when the round has come to unit `reached` of `units`: the first
-    /// window at once, each further one when half of the one before is gone.
+    /// The units to examine next when the round has reached unit `reached` of `units`: the first window
+    /// at once, each further one when half of the window before has been sent.
     pub(super) fn due(&mut self, reached: u64, units: u64) -> Option<Range<u64>> {
         let start = self.told;
         if start >= units || reached.saturating_add(WINDOW_UNITS / 2) < start {
@@ -43,7 +43,7 @@ impl Announcer {
     }
 }
 
-/// The blocks of a populated run of pages that are worth being announced.
+/// The blocks of a populated run that hold enough data to be announced.
 pub(super) fn full_blocks<M: GuestMemoryMap>(
     memory: &M,
     region: usize,

@@ -20,22 +20,22 @@ use crate::ram::{self, GuestMemoryMap};
 /// Most bytes of memory in one frame.
 pub(crate) const FRAME_RAW_BYTES: u64 = 1 << 20;
 
-/// Level of compression: the fastest of the ordinary ones.
+/// Compression level: the fastest of zstd's regular ones.
 const LEVEL: i32 = 1;
 
-/// Bytes of memory that one encoding is tried on.
+/// Bytes of memory with which one encoding is tried.
 const TRIAL_BYTES: u64 = 4 << 20;
 
-/// Bytes of memory after which both encodings are tried again, at first.
+/// Bytes of memory after which both encodings are tried again, initially.
 const AGAIN_BYTES_MIN: u64 = 128 << 20;
 
-/// The same, when the outcome was the same many times: it doubles each time.
+/// The upper limit of that: it doubles each time that the outcome is the same.
 const AGAIN_BYTES_MAX: u64 = 4 << 30;
 
-/// Compression has to be better by this factor, in percent: it costs the guest's processors.
+/// Factor in percent by which compression must be faster, as it costs processor time of the host.
 const PAYS_PERCENT: u64 = 110;
 
-/// A frame longer than this share of what it holds goes uncompressed.
+/// A frame longer than this percentage of its contents is sent uncompressed.
 const FRAME_PERCENT_MAX: usize = 90;
 
 /// Encoding of a message of guest memory.
@@ -45,20 +45,20 @@ pub(crate) enum Encoding {
     Zstd,
 }
 
-/// Which encoding is better, by trying.
+/// Chooses the faster encoding by trying both.
 #[derive(Debug)]
 pub(crate) struct EncodingChoice {
     state: State,
-    /// Bytes for which the last outcome holds.
+    /// Bytes of memory for which the last decision holds.
     again_bytes: u64,
     chosen: Option<Encoding>,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// Trying an encoding; memory sent in the trial so far.
+    /// An encoding is being tried; with the memory sent in the trial so far.
     Trial { encoding: Encoding, sent_bytes: u64, plain_rate: u64 },
-    /// Using the chosen encoding for so many more bytes.
+    /// The chosen encoding is used for this many more bytes.
     Settled { left_bytes: u64 },
 }
 
@@ -77,13 +77,13 @@ impl EncodingChoice {
         }
     }
 
-    /// True when a trial is about to begin: nothing may be under way then.
+    /// True when a trial is about to begin: no message may be in flight then.
     pub(crate) fn begins_trial(&self) -> bool {
         matches!(self.state, State::Trial { sent_bytes: 0, .. })
     }
 
-    /// Notes memory that was sent; true when that ends a trial: all answers are to be waited for
-    /// and [`trial_took`](Self::trial_took) to be told.
+    /// Counts memory that was sent; true when that ends a trial: the caller then waits for all answers and
+    /// calls [`trial_took`](Self::trial_took).
     pub(crate) fn sent(&mut self, bytes: u64) -> bool {
         match &mut self.state {
             State::Trial { sent_bytes, .. } => {
@@ -100,7 +100,7 @@ impl EncodingChoice {
         }
     }
 
-    /// Ends a trial. Returns the encoding that is chosen if that is decided now.
+    /// Ends a trial. Returns the chosen encoding if this trial decides.
     pub(crate) fn trial_took(&mut self, took: Duration) -> Option<Encoding> {
         let State::Trial { encoding, sent_bytes, plain_rate } = self.state else { return None };
         let now = rate(sent_bytes, took);
@@ -120,7 +120,7 @@ impl EncodingChoice {
         Some(encoding)
     }
 
-    /// A round has ended in the middle of a trial, which says nothing now.
+    /// Restarts a trial that the end of a round has interrupted.
     pub(crate) fn interrupted(&mut self) {
         if let State::Trial { sent_bytes, .. } = &mut self.state {
             *sent_bytes = 0;
@@ -148,7 +148,7 @@ impl PageCompressor {
         Ok(Self { choice: EncodingChoice::new(), compressor, raw: Vec::new(), frame: Vec::new() })
     }
 
-    /// Compresses what `runs` hold, at most [`FRAME_RAW_BYTES`]; `None` when that is not worth it.
+    /// Compresses the contents of `runs`, at most [`FRAME_RAW_BYTES`]; `None` when that is not worth it.
     pub(crate) fn frame<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
@@ -199,8 +199,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// Sends until the next decision, with these times for the two trials; returns the decision
-    /// and the bytes sent outside of trials before it.
+    /// Sends until the next decision, with these durations for the two trials; returns the decision and
+    /// the bytes sent outside of trials before it.
     fn decide(choice: &mut EncodingChoice, plain: Duration, zstd: Duration) -> (Encoding, u64) {
         let mut settled = 0;
         loop {
@@ -223,12 +223,12 @@ mod tests {
         assert_eq!((choice.encoding(), choice.begins_trial()), (Encoding::Plain, true));
         assert_eq!(decide(&mut choice, 100 * MS, 40 * MS), (Encoding::Zstd, 0));
         assert_eq!(choice.encoding(), Encoding::Zstd);
-        // The link has become faster meanwhile: compressing is switched off.
+        // The link has become faster meanwhile: compression is switched off.
         assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Encoding::Plain, AGAIN_BYTES_MIN));
         assert_eq!(choice.encoding(), Encoding::Plain);
-        // A little better does not count.
+        // A small improvement does not count.
         assert_eq!(decide(&mut choice, 44 * MS, 41 * MS), (Encoding::Plain, AGAIN_BYTES_MIN));
-        // The same outcome lasts for longer each time.
+        // The same outcome holds longer each time.
         assert_eq!(decide(&mut choice, 10 * MS, 40 * MS), (Encoding::Plain, 2 * AGAIN_BYTES_MIN));
         assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Encoding::Zstd, 4 * AGAIN_BYTES_MIN));
         assert_eq!(decide(&mut choice, 90 * MS, 40 * MS), (Encoding::Zstd, AGAIN_BYTES_MIN));

@@ -13,14 +13,14 @@ use crate::ram::{GuestMemoryMap, Hold};
 /// Most runs of pages in one message.
 const MESSAGE_RUNS_MAX: usize = 512;
 
-/// So much that became zero goes in one message, and up to a slice more: the peer throws it away before it
-/// answers or reads on, which takes it about a tenth of a second.
+/// Most zero pages in one message, plus up to a slice: the peer discards them before it answers or reads
+/// on, which takes about a tenth of a second.
 const MESSAGE_ZERO_BYTES: u64 = 1 << 30;
 
-/// Pages of a region.
+/// A run of pages in a region.
 pub(super) type Run = Range<u64>;
 
-/// The parts of `runs` that lie in `populated`, and those that do not; all of them ascending.
+/// Splits `runs` into the parts inside and outside of `populated`; all of them ascending.
 pub(super) fn divide(runs: &[Run], populated: &[Run]) -> (Vec<Run>, Vec<Run>) {
     let (mut inside, mut outside) = (Vec::new(), Vec::new());
     let mut rest = populated.iter().peekable();
@@ -42,7 +42,7 @@ pub(super) fn divide(runs: &[Run], populated: &[Run]) -> (Vec<Run>, Vec<Run>) {
     (inside, outside)
 }
 
-/// Clears bits of the last word that are beyond the slice.
+/// Clears the bits of the last word that lie beyond the slice.
 pub(super) fn mask_tail(words: &mut [u64], pages: u64) {
     let tail = pages % 64;
     if let (1.., Some(last)) = (tail, words.last_mut()) {
@@ -50,7 +50,7 @@ pub(super) fn mask_tail(words: &mut [u64], pages: u64) {
     }
 }
 
-/// Appends a page or run, joined with the one before where they touch.
+/// Appends a page or run, and merges it with the last one if they are adjacent.
 pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
     match runs.last_mut() {
         Some(last) if last.region == run.region && last.end() == run.first => {
@@ -60,14 +60,14 @@ pub(crate) fn push(runs: &mut Vec<PageRun>, run: PageRun) {
     }
 }
 
-/// What some slices have to say.
+/// What is to be sent for some slices.
 #[derive(Default)]
 pub(super) struct Content<'m> {
     pub(super) data: Vec<PageRun>,
     pub(super) zero: Vec<PageRun>,
-    /// Zeros for a peer that has to be sent them as contents.
+    /// Zero pages for a peer that takes them only as contents.
     pub(super) blank: Vec<PageRun>,
-    /// What `data` is part of stays populated.
+    /// Keeps the populated pages of `data` from being discarded.
     pub(super) held: Vec<Hold<'m>>,
     pub(super) skipped_zero_pages: u64,
     /// Pages that the round need not look at again.
@@ -75,7 +75,7 @@ pub(super) struct Content<'m> {
 }
 
 impl Content<'_> {
-    /// Bytes that travel as contents.
+    /// Bytes that are sent as contents.
     pub(super) fn data_bytes(&self) -> u64 {
         self.data.iter().chain(&self.blank).map(PageRun::len_bytes).sum()
     }
@@ -84,19 +84,20 @@ impl Content<'_> {
         self.data.len() + self.zero.len() + self.blank.len()
     }
 
-    /// More would keep the peer busy for long, whatever it weighs on the way.
+    /// True when the message should be sent: more would keep the peer busy for long, however few bytes it
+    /// has.
     pub(super) fn is_full(&self) -> bool {
         let zero_bytes: u64 = self.zero.iter().map(PageRun::len_bytes).sum();
         self.runs() >= MESSAGE_RUNS_MAX || zero_bytes >= MESSAGE_ZERO_BYTES
     }
 
-    /// Adds pages that have to become zero at the peer; nothing of them is read again.
+    /// Adds pages that must become zero at the peer; they are not read again.
     pub(super) fn add_zero(&mut self, run: PageRun, has_flags: bool) {
         push(if has_flags { &mut self.zero } else { &mut self.blank }, run);
     }
 }
 
-/// Runs as they travel.
+/// The address ranges of runs.
 pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
     runs.iter().map(|run| memory.layout().range_of(*run)).collect()
 }

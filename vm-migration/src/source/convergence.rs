@@ -11,40 +11,39 @@ use std::time::Duration;
 
 use crate::options::{Convergence, SendOptions, TimeoutStrategy};
 
-/// Rounds in a row without real progress after which the first measure is taken; after that each
-/// further one that does not help takes another.
+/// Consecutive rounds without real progress before the first measure; after that each further such round
+/// leads to another.
 const STALLED_ROUNDS_BEFORE_MEASURES: u32 = 2;
 
-/// Rounds in a row without real progress after which further rounds are considered useless.
+/// Consecutive rounds without real progress after which further rounds are considered useless.
 const STALLED_ROUNDS_MAX: u32 = 3;
 
-/// Progress is real when less than this share of the best so far is left.
+/// Progress is real when less than this percentage of the best result so far is left.
 const PROGRESS_PERCENT: u64 = 95;
 
-/// First share of time that vCPUs are kept out of the guest.
+/// Initial throttle, as a percentage of time.
 const THROTTLE_FIRST_PERCENT: u8 = 20;
 
-/// How much is added to it at a time.
+/// Increase of the throttle per step.
 const THROTTLE_STEP_PERCENT: u8 = 10;
 
-/// Most of it: the guest stays alive.
+/// Highest throttle: the guest stays alive.
 const THROTTLE_MAX_PERCENT: u8 = 99;
 
-/// By what an allowed downtime is multiplied at a time.
+/// Factor by which the allowed downtime is multiplied per step.
 const DOWNTIME_STEP: u32 = 2;
 
-/// Messages and answers that follow each other while the guest is stopped: the end of the last
-/// pages, the state, the handover.
+/// Message round trips while the guest is stopped: the last pages, the state, the handover.
 const ROUND_TRIPS: u32 = 3;
 
-/// The last pages are taken to go at this share of the measured rate: they are fewer and more
-/// scattered than those it was measured with.
+/// Percentage of the measured rate that is assumed for the last pages, which are fewer and more scattered
+/// than those of the measurement.
 const RATE_PERCENT: u64 = 80;
 
-/// Least that must be sent for a low rate to mean anything.
+/// Least number of bytes that must be sent for a low rate to be meaningful.
 const RATE_BYTES_MIN: u64 = 1 << 20;
 
-/// What to do after looking at the dirty pages.
+/// Decision after counting the dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// Send another round.
@@ -57,7 +56,7 @@ pub(crate) enum Decision {
     Postcopy,
 }
 
-/// What is done about a guest that writes too fast.
+/// A measure against a guest that writes too fast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Measure {
     /// Keep its vCPUs out of the guest for this share of the time, in percent.
@@ -66,7 +65,7 @@ pub(crate) enum Measure {
     AllowDowntime(Duration),
 }
 
-/// Costs of a stop that are known from measuring.
+/// Measured costs of a stop.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Forecast {
     /// Pause, state, start.
@@ -77,49 +76,49 @@ pub(crate) struct Forecast {
     pub scan: Duration,
     /// Going through all of it in a round that finds next to nothing; the shortest so far, 0 before one.
     pub sweep: Duration,
-    /// Bytes per second of the last round; 0 before.
+    /// Rate of the last round in bytes per second; 0 before.
     pub link_rate: u64,
 }
 
-/// How long the guest would stand still if it were stopped now.
+/// Expected downtime if the guest were stopped now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Expected {
     /// Whatever it writes.
     pub fixed: Duration,
-    /// For what is left of its memory.
+    /// The part for the remaining pages.
     pub pages: Duration,
 }
 
 impl Expected {
-    /// All of it.
+    /// Sum of both parts.
     pub(crate) fn total(self) -> Duration {
         self.fixed.saturating_add(self.pages)
     }
 
-    /// True when nothing that the guest might stop writing brings it within `allowed`, and next to
-    /// nothing is left: further rounds could only keep the guest waiting for what cannot come.
+    /// True when the fixed part keeps the downtime above `allowed` and almost no pages are left: further
+    /// rounds could not shorten it.
     fn is_unavoidable(self, allowed: Duration) -> bool {
         self.fixed > allowed * 3 / 4 && self.pages <= allowed / 4
     }
 }
 
 impl Forecast {
-    /// A round sent so much in so long.
+    /// Takes the measurement of a round that sent `sent` bytes.
     pub(crate) fn measured(&mut self, sent: u64, took: Duration) {
         let (now, before) = (rate(sent, took), self.link_rate);
         if sent >= RATE_BYTES_MIN {
-            // What a round costs by itself is counted apart. No link is taken for twice as fast by that.
+            // The fixed cost of a round is counted separately. This at most doubles the measured rate.
             self.link_rate = rate(sent, took.saturating_sub(self.sweep).max(took / 2));
             return;
         }
-        // A short round says less than the link can do, and more of what a round costs by itself.
+        // A short round understates the rate of the link, and shows the fixed cost of a round instead.
         let bytes = if before == 0 { Duration::ZERO } else { time_for(sent, before) };
         let sweep = took.saturating_sub(bytes.saturating_add(self.round_trip));
         self.sweep = if self.sweep.is_zero() { sweep } else { self.sweep.min(sweep) };
         self.link_rate = before.max(now);
     }
 
-    /// How long the guest would stand still with so much left.
+    /// The expected downtime with `remaining_bytes` left.
     pub(crate) fn downtime(&self, remaining_bytes: u64) -> Expected {
         let fixed = self.switch_over + self.scan + self.sweep + ROUND_TRIPS * self.round_trip;
         let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
@@ -128,15 +127,15 @@ impl Forecast {
     }
 }
 
-/// The policy of one migration.
+/// The convergence policy of one migration.
 #[derive(Debug)]
 pub(crate) struct Policy {
     convergence: Convergence,
-    /// The rest may follow the guest.
+    /// The rest of memory may be sent by postcopy.
     may_postcopy: bool,
     /// Downtime that is allowed now.
     allowed: Duration,
-    /// Downtime that may become allowed.
+    /// Upper limit of the allowed downtime.
     cap: Duration,
     timeout: Duration,
     strategy: TimeoutStrategy,
@@ -160,7 +159,7 @@ impl Policy {
         }
     }
 
-    /// Rounds in a row that did not help.
+    /// Consecutive rounds without real progress.
     pub(crate) fn stalled_rounds(&self) -> u32 {
         self.stalled_rounds
     }
@@ -170,14 +169,14 @@ impl Policy {
         self.allowed
     }
 
-    /// Decides with `remaining_bytes` dirty, a stop expected to cost `expected`, `elapsed` after
-    /// the first round began; says what else is to be done about it.
+    /// Decides with `remaining_bytes` dirty, an expected downtime of `expected`, and `elapsed` since the
+    /// first round began; also returns the measure to take, if any.
     ///
-    /// Costs that do not depend on memory may alone exceed what is allowed; then the guest stops as
-    /// soon as its memory takes a quarter of that.
+    /// Costs that do not depend on memory may alone exceed the allowed downtime; then the guest stops as
+    /// soon as its pages take at most a quarter of it.
     ///
-    /// Without a measure that is left to take, stalled rounds end precopy only where exceeding the
-    /// downtime is allowed; else the guest may calm down until the timeout.
+    /// When no measure is left, stalled rounds end precopy only where exceeding the downtime is allowed;
+    /// otherwise the guest may write less before the timeout.
     pub(crate) fn decide(
         &mut self,
         remaining_bytes: u64,
@@ -240,7 +239,7 @@ impl Policy {
         }
     }
 
-    /// True when rounds do not help and nothing is left to do about it.
+    /// True when rounds do not help and no measure is left.
     fn exhausted(&self) -> bool {
         let done = match self.convergence {
             Convergence::Throttle => self.throttle_percent >= THROTTLE_MAX_PERCENT,
@@ -251,7 +250,7 @@ impl Policy {
     }
 }
 
-/// How long `bytes` take at a rate; without a measured rate, too long.
+/// How long `bytes` take at a rate; very long without a measured rate.
 pub(crate) fn time_for(bytes: u64, bytes_per_s: u64) -> Duration {
     if bytes == 0 {
         return Duration::ZERO;
@@ -263,7 +262,7 @@ pub(crate) fn time_for(bytes: u64, bytes_per_s: u64) -> Duration {
     u64::try_from(micros).map_or(Duration::MAX, Duration::from_micros)
 }
 
-/// Bytes per second.
+/// The rate in bytes per second.
 pub(crate) fn rate(bytes: u64, took: Duration) -> u64 {
     let micros = took.as_micros().max(1);
     u64::try_from(u128::from(bytes) * 1_000_000 / micros).unwrap_or(u64::MAX)
@@ -283,7 +282,7 @@ mod tests {
         options
     }
 
-    /// A stop that costs so much for memory and nothing else.
+    /// An expected downtime that consists of pages only.
     fn pages(pages: Duration) -> Expected {
         Expected { fixed: Duration::ZERO, pages }
     }
@@ -297,7 +296,7 @@ mod tests {
         let mut forecast = Forecast { round_trip: MS, ..Forecast::default() };
         forecast.measured(100 << 20, 1000 * MS);
         assert_eq!((forecast.link_rate, forecast.sweep), (100 << 20, Duration::ZERO));
-        // Nothing but all the slices, one after the other.
+        // Rounds that only go through all slices.
         forecast.measured(0, 300 * MS);
         forecast.measured(4096, 251 * MS + time_for(4096, 100 << 20));
         forecast.measured(0, 400 * MS);

@@ -34,26 +34,26 @@ pub(crate) struct HandedOver<V: SourceVm> {
     pub remains: Remains<V>,
     pub control: Channel,
     pub pages: Option<Pages<V>>,
-    /// Why the destination may not know yet that the guest is its own, and how it learns that.
+    /// Set while the destination may not know yet that it owns the guest.
     pub unconfirmed: Option<Doubt>,
-    /// Ends when the guest does not wait for that.
+    /// The dirty log, which is stopped when the guest no longer waits for that.
     pub log: Option<V::Log>,
 }
 
-/// The destination may not know that the guest is its own.
+/// The destination may not know that it owns the guest.
 pub(crate) struct Doubt {
-    /// Why.
+    /// The failure that led to it.
     pub failure: Failure,
     pub state: Unconfirmed,
-    /// In precopy; in postcopy it learns it from the connections that are made again.
+    /// Reports the verdict in precopy; in postcopy, reconnecting does.
     pub teller: Option<VerdictSender>,
 }
 
-/// Acknowledgements that may become too old before one is used: a source that does not get to it in
-/// so many is too slow to be trusted with the clock.
+/// Most acknowledgements that may become outdated before the source commits: a source that is later than
+/// that so often is too slow.
 const RENEWALS_MAX: u32 = 4;
 
-/// Pages that are to be served, and the process that serves them.
+/// The pages that are to be served, and the connections for them.
 pub(crate) struct Pages<V: SourceVm> {
     pub server: Arc<Server<V::Memory>>,
     pub session: Session,
@@ -71,8 +71,8 @@ impl<V: SourceVm> HandedOver<V> {
         self.remains
     }
 
-    /// Tells the destination of a precopy that the guest is its own, for as long as connections are
-    /// made again by themselves. Gives the last phase.
+    /// Reports to the destination of a precopy that it owns the guest, for as long as the source reconnects
+    /// by itself. Returns the last phase.
     pub(crate) fn confirm_again(
         self,
         context: Context<'_>,
@@ -85,7 +85,7 @@ impl<V: SourceVm> HandedOver<V> {
         context.progress.cannot_recover(failure.for_peer());
         match teller.confirm(state, control, context) {
             Ok(()) => Ok((remains, Phase::Done)),
-            // Its own words say more than the loss.
+            // The destination's own reason says more than the loss.
             Err(told) if matches!(told.cause, Cause::Refused(_) | Cause::Cancelled) => {
                 Err(PhaseFailure::HandedOver(remains, None, told))
             }
@@ -95,7 +95,7 @@ impl<V: SourceVm> HandedOver<V> {
 }
 
 impl<V: SourceVm> Stopped<V> {
-    /// Sends state, and hands the guest over.
+    /// Sends the state, and hands the guest over.
     pub(crate) fn hand_over(self, context: Context<'_>) -> Result<HandedOver<V>, PhaseFailure<V>> {
         let Self { mut vm, mut control, mut links, later, log, since } = self;
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
@@ -114,7 +114,8 @@ impl<V: SourceVm> Stopped<V> {
         let committed = match prepared {
             Ok(committed) => committed,
             Err(failure) => {
-                // The destination's own words say most; after them what the urgent servers ran into.
+                // The destination's own reason comes first, then the failure of the threads that serve
+                // requests.
                 let fate = session.as_ref().map(|session: &Session| session.fate());
                 let is_refused = matches!(failure.cause, Cause::Refused(_));
                 let failure = if is_refused {
@@ -123,7 +124,7 @@ impl<V: SourceVm> Stopped<V> {
                     fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
                 };
                 drop(session);
-                // A destination that has refused is in no doubt.
+                // A destination that has refused is not in doubt.
                 let withheld = stage.filter(|_| !is_refused);
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
@@ -131,7 +132,7 @@ impl<V: SourceVm> Stopped<V> {
                 return Err(PhaseFailure::Paused { vm, peer: control, failure, retraction, log });
             }
         };
-        // The point of no return. A cancel from here on comes too late.
+        // The point of no return: a cancel from here on comes too late.
         let ran = vm.ran_before();
         let remains = vm.handed_over();
         let confirmed = match (&links.terms, committed) {
@@ -142,7 +143,7 @@ impl<V: SourceVm> Stopped<V> {
             }
         };
         if ran && confirmed.is_ok() {
-            // Else it is not known when the guest began to run, or whether it has.
+            // Otherwise it is not known when the guest began to run, or whether it has.
             context.progress.counters.downtime_us.set(micros(since.elapsed()));
         }
         let teller = links.teller(context);
@@ -153,7 +154,7 @@ impl<V: SourceVm> Stopped<V> {
         });
         match confirmed {
             Ok(()) => Ok(HandedOver { remains, control, pages, unconfirmed: None, log }),
-            // It may run the guest by now, or wait for the word that it may.
+            // The destination may run the guest by now, or wait for the confirmation.
             Err((failure, committed))
                 if (pages.is_some() || teller.is_some())
                     && !matches!(failure.cause, Cause::Refused(_)) =>
@@ -170,8 +171,8 @@ impl<V: SourceVm> Stopped<V> {
     }
 }
 
-/// Hands the guest over, if the acknowledgement can still be used; `None` with plain version 0, where
-/// the destination has it already.
+/// Commits, if the acknowledgement can still be used; `None` with plain version 0, where the destination
+/// has the guest already.
 fn commit(acknowledged: Option<Acknowledged>, terms: &Terms) -> Result<Option<Committed>, Failure> {
     let Some(acknowledged) = acknowledged else { return Ok(None) };
     let usable = terms.usable();
@@ -197,8 +198,8 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     check_cancel(context.cancel, "saving the guest's state")?;
     let mut pending = server.map(|server| server.encode_pending());
     if let Some(server) = server {
-        // Putting state in may touch memory over there, so requests are served from now on; without
-        // connections of their own they come on those of the pushers.
+        // Restoring the state may touch memory at the destination, so requests are served from now on;
+        // without connections of their own they come on those for background pages.
         let mut serving = Session::new()?;
         if links.urgent.is_empty() {
             let pending = Message::Pending(pending.take().unwrap_or_default());
@@ -214,8 +215,8 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     send_state(vm, control, (pending, state), &links.terms, stage, context)
 }
 
-/// Sends everything that the destination needs, in one go where the peer can take it so, and waits
-/// for the acknowledgement. `stage` says what a failure makes of the guest once the destination may
+/// Sends everything that the destination needs, without waiting in between if the peer supports that, and
+/// waits for the acknowledgement. `stage` records how a failure is to be handled once the destination may
 /// have acknowledged.
 fn send_state<P: PausedVm>(
     vm: &mut P,
@@ -259,8 +260,8 @@ fn send_state<P: PausedVm>(
     }
 }
 
-/// Asks for another acknowledgement where this one took too long: state that takes long to put in, or
-/// a source that was stopped meanwhile.
+/// Renews an acknowledgement that took too long, because restoring the state took long or the source was
+/// stopped meanwhile.
 fn make_usable(
     mut acknowledged: Acknowledged,
     control: &mut Channel,
@@ -289,7 +290,7 @@ fn release(vm: &mut impl PausedVm) -> Result<(), Failure> {
     vm.release_exclusive().map_err(Cause::Vm).step("releasing disks and taps")
 }
 
-/// What goes along with the last message, for a destination that takes it.
+/// The figures for the last message, if the destination accepts them.
 fn last_figures(links: &Links, since: Instant, context: Context<'_>) -> Vec<u8> {
     if !links.terms.takes_figures() {
         return Vec::new();
@@ -302,7 +303,7 @@ fn last_figures(links: &Links, since: Instant, context: Context<'_>) -> Vec<u8> 
     figures.to_json()
 }
 
-/// Tells the destination to run the guest, and hears that it does.
+/// Tells the destination to run the guest, and waits until it does.
 fn confirm(control: &mut Channel, figures: Vec<u8>, context: Context<'_>) -> Result<(), Failure> {
     const STEP: &str = "confirming the handover";
     let never = crate::cancel::Cancel::new().map_err(Cause::Resource).step(STEP)?;

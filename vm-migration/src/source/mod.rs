@@ -55,7 +55,7 @@ use verdict::Retraction;
 pub(crate) use convergence::rate;
 pub use serve::{Held, serve_for_another};
 
-/// What every phase of one migration uses.
+/// Options, progress and handles that every phase of one migration uses.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub options: &'a SendOptions,
@@ -63,49 +63,49 @@ pub(crate) struct Context<'a> {
     pub cancel: &'a Cancel,
 }
 
-/// A migration that is over, well: the guest is at the destination, with all its memory; or with a
-/// page server that sends the rest of it ([`Phase::HandedOn`] in the report).
+/// A successful migration: the guest is at the destination with all its memory, or a page server
+/// sends the rest ([`Phase::HandedOn`] in the report).
 #[derive(Debug)]
 pub struct Finished<R> {
-    /// What is left of the machine here.
+    /// The remains of the machine at the source.
     pub remains: R,
     /// The last progress document.
     pub report: ProgressDocument,
 }
 
-/// What is left of a source machine.
+/// The remains of a source machine.
 pub type Remains<V> = <<V as SourceVm>::Paused as PausedVm>::Remains;
 
-/// A migration that failed; where the guest is decides which form there is.
+/// A failed migration, by where the guest is.
 pub enum SendFailure<V: SourceVm> {
     /// The guest continues here, as before.
     Resumed {
         /// The machine.
         vm: V,
-        /// What happened.
+        /// The failure.
         error: MigrationError,
     },
-    /// The guest is here and could not be resumed.
+    /// The guest is at the source and could not be resumed.
     StillPaused {
         /// The machine.
         vm: V::Paused,
-        /// What happened first. The reason why resuming failed has been logged.
+        /// The first failure. The reason why resuming failed has been logged.
         error: MigrationError,
     },
-    /// The destination owns the guest, and something failed after that.
+    /// The destination owns the guest, and a later step failed.
     HandedOver {
-        /// What is left of the machine.
+        /// The remains of the machine.
         remains: Remains<V>,
         /// Pages that the destination may still need: keep this value, and the process, until the
-        /// destination is known to be complete or gone. `None` after precopy.
+        /// destination is known to be complete or to have ended. `None` after precopy.
         held: Option<Held<V::Memory>>,
-        /// What happened.
+        /// The failure.
         error: MigrationError,
     },
 }
 
 impl<V: SourceVm> SendFailure<V> {
-    /// What happened.
+    /// The failure.
     pub fn error(&self) -> &MigrationError {
         match self {
             Self::Resumed { error, .. }
@@ -121,16 +121,16 @@ impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
     }
 }
 
-/// How a phase failed, with whatever then owns the guest.
+/// How a phase failed, with the owner of the guest at that time.
 pub(crate) enum PhaseFailure<V: SourceVm> {
     Running(V, Option<Channel>, Failure),
     Paused {
         vm: V::Paused,
         peer: Channel,
         failure: Failure,
-        /// The destination may be in doubt, and is told.
+        /// Set when the destination may be in doubt, and is to be told.
         retraction: Option<Retraction>,
-        /// Ends when the guest continues.
+        /// The dirty log, which is stopped when the guest continues.
         log: Option<V::Log>,
     },
     HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),
@@ -139,13 +139,13 @@ pub(crate) enum PhaseFailure<V: SourceVm> {
 /// Moves a machine to another host.
 ///
 /// Blocks until the guest is at the destination with all its memory, or the migration has failed.
-/// While it runs, it owns the machine; watch it through `progress` and stop it through `cancel`,
+/// Meanwhile it owns the machine; `progress` shows its state, and `cancel` ends it until the handover
+/// and has no effect afterwards.
 /// which works until the handover and does nothing after it.
 ///
-/// # Errors
-/// On any failure before the destination owns the guest, the guest is resumed and comes back in
-/// [`SendFailure::Resumed`]; the peer has been told as best one can. After that the source can
-/// never run it again: [`SendFailure::HandedOver`].
+/// On any failure before the destination owns the guest, the guest is resumed and returned in
+/// [`SendFailure::Resumed`]; the peer has been sent the reason, if the connection still works. After
+/// that the source can never run it again: [`SendFailure::HandedOver`].
 pub fn migrate<V: SourceVm>(
     vm: V,
     options: &SendOptions,
@@ -162,7 +162,7 @@ pub fn migrate<V: SourceVm>(
     }
 }
 
-/// The phases, in order; the last one comes back.
+/// Runs the phases in order; returns the last one.
 fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase), PhaseFailure<V>> {
     let run = context.progress;
     let connected = run.run(Phase::Connect, || negotiate::connect(vm, context))?;
@@ -179,7 +179,7 @@ fn drive<V: SourceVm>(vm: V, context: Context<'_>) -> Result<(Remains<V>, Phase)
     Ok((handed_over.into_remains(), Phase::Done))
 }
 
-/// The one exit for failures: tells the peer, resumes the guest where it is still ours.
+/// The only exit for failures: tells the peer, and resumes the guest if the source still owns it.
 fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>) -> SendFailure<V> {
     let phase = context.progress.phase();
     let fail = |last, guest, failure: Failure| {
@@ -195,7 +195,7 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
             SendFailure::Resumed { vm, error }
         }
         PhaseFailure::Paused { vm, peer, failure, retraction, log } => {
-            // The guest first; the peer does not run it without a Confirm.
+            // The guest is resumed first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
             drop(log);
             tell_peer(Some(peer), &failure);
@@ -231,14 +231,14 @@ fn tell_peer(peer: Option<Channel>, failure: &Failure) {
     }
 }
 
-/// A connection to the destination, nothing said yet.
+/// A connection to the destination on which nothing has been sent.
 pub(crate) struct Connected<V> {
     vm: V,
     control: Channel,
 }
 
 impl<V: SourceVm> Connected<V> {
-    /// Agrees on the protocol and gets memory mapped at the other side.
+    /// Negotiates the protocol and has the destination map memory.
     fn negotiate(
         mut self,
         context: Context<'_>,
@@ -253,7 +253,7 @@ impl<V: SourceVm> Connected<V> {
     }
 }
 
-/// Stands for `cancel` where a loop of our own does not wait on a descriptor.
+/// Checks for a cancel in a loop that does not wait on a descriptor.
 pub(crate) fn check_cancel(cancel: &Cancel, step: &'static str) -> Result<(), Failure> {
     if cancel.is_cancelled() {
         return Err(crate::error::Cause::Cancelled).step(step);

@@ -35,7 +35,7 @@ use crate::ram::GuestMemoryMap;
 use crate::transport::Connection;
 use crate::vm::SourceVm;
 
-/// What was agreed, and every connection that it needs.
+/// The negotiated terms and all connections of a migration.
 #[derive(Debug)]
 pub(crate) struct Links {
     /// Extra connections for memory.
@@ -43,32 +43,32 @@ pub(crate) struct Links {
     /// Connections for requested pages (postcopy).
     pub urgent: Vec<Channel>,
     pub terms: Terms,
-    /// What further connections showed, and what proves after a loss that this is the same
+    /// The token that extra connections send, and that proves after a loss that this is the same
     /// migration; `None` with plain version 0.
     pub token: Option<[u8; TOKEN_BYTES]>,
-    /// What is known of each connection for memory, the first one included.
+    /// Measurements of each connection for memory, the first one included.
     pub records: Vec<Record>,
-    /// The fastest that an answer came.
+    /// The shortest round trip.
     pub round_trip: Duration,
-    /// The page server that sends the pages that are left in postcopy, if not this process.
+    /// The page server that will send the remaining pages of a postcopy, if any.
     pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl Links {
-    /// The fastest that any message was answered.
+    /// The shortest time in which any message was answered.
     pub(crate) fn fastest_answer(&self) -> Duration {
         let answers = self.records.iter().map(|record| record.fastest_answer);
         answers.fold(self.round_trip, Duration::min)
     }
 
-    /// How a destination in doubt is told which side has the guest, if it listens to that.
+    /// How a destination in doubt is told which side has the guest, if it supports that.
     pub(super) fn teller(&self, context: Context<'_>) -> Option<VerdictSender> {
         let id = self.token.filter(|_| self.terms.hears_verdicts());
         id.map(|id| VerdictSender::new(context, id))
     }
 
-    /// The unit in which the destination knows pages of a region, in pages of 4 KiB: its host page,
-    /// because it can only show whole ones.
+    /// The unit of a region at the destination in pages of 4 KiB: its host page, because it can only make
+    /// whole ones visible.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         match &self.terms {
             Terms::Plain => 1,
@@ -78,8 +78,8 @@ impl Links {
         }
     }
 
-    /// What is sent together at least in postcopy, in pages of 4 KiB: one where the destination
-    /// puts the pieces of a unit together, else a unit.
+    /// The least that is sent together in postcopy, in pages of 4 KiB: one where the destination assembles
+    /// units from pieces, otherwise a unit.
     pub(crate) fn piece_pages(&self, region: usize) -> u64 {
         match &self.terms {
             Terms::Negotiated { pieces: true, layout, .. }
@@ -92,7 +92,7 @@ impl Links {
     }
 }
 
-/// What was agreed.
+/// The negotiated protocol.
 #[derive(Debug)]
 pub(crate) enum Terms {
     /// Plain version 0.
@@ -100,23 +100,23 @@ pub(crate) enum Terms {
     /// The negotiated protocol.
     Negotiated {
         zero_pages: bool,
-        /// The machine is being built while memory travels.
+        /// The machine is built while memory is being sent.
         early_memory: bool,
-        /// The destination has the guest's memory itself.
+        /// The destination receives the guest's memory as files.
         local: bool,
-        /// Large host pages may travel in pieces.
+        /// Large host pages may be sent in pieces.
         pieces: bool,
-        /// The destination likes to hear what will come.
+        /// The destination wants announcements of memory.
         coming: bool,
-        /// The destination throws away what is old while the guest runs.
+        /// The destination discards outdated pages while the guest runs.
         stale: bool,
-        /// The destination hears which side has the guest, on a connection of its own.
+        /// The destination accepts Verdict on a connection of its own.
         verdicts: bool,
-        /// The destination takes figures with the last messages.
+        /// The destination accepts figures with the last messages.
         figures: bool,
         /// How long the destination keeps the machine after its acknowledgement.
         promise: Duration,
-        /// The destination's memory, which decides the unit in which pages travel.
+        /// The destination's memory layout, which determines the unit in which pages are sent.
         layout: Layout,
     },
 }
@@ -146,10 +146,10 @@ impl Terms {
         matches!(self, Self::Negotiated { verdicts: true, .. })
     }
 
-    /// How old an acknowledgement may be when it is used.
+    /// The greatest age of an acknowledgement with which the source may commit.
     pub(super) fn usable(&self) -> Duration {
         match self {
-            // There is none: Complete is the word.
+            // There is no acknowledgement: Complete hands the guest over.
             Self::Plain => Duration::MAX,
             Self::Negotiated { promise, .. } => usable(*promise),
         }
@@ -160,7 +160,7 @@ impl Terms {
     }
 }
 
-/// Connects. Options that cannot work fail here, before the peer is contacted.
+/// Connects. Invalid options fail here, before the peer is contacted.
 pub(crate) fn connect<V: SourceVm>(
     vm: V,
     context: Context<'_>,
@@ -184,7 +184,7 @@ pub(crate) fn connect<V: SourceVm>(
     }
 }
 
-/// Start, Capabilities, Config, and the extra connections.
+/// Exchanges Start, Capabilities and Config, and opens the extra connections.
 pub(crate) fn agree<V: SourceVm>(
     vm: &mut V,
     memory: &Arc<V::Memory>,
@@ -266,7 +266,7 @@ pub(crate) fn agree<V: SourceVm>(
     Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, page_server })
 }
 
-/// Refuses memory that has no file to be handed over.
+/// Refuses memory without a file to hand over.
 fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
     for (region, info) in memory.layout().regions().iter().enumerate() {
         if memory.file(region).is_none() {
@@ -281,7 +281,7 @@ fn check_files(memory: &impl GuestMemoryMap) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Hands the file of each zone over, once.
+/// Hands over the file of each zone once.
 fn give_files<M: GuestMemoryMap>(
     memory: &M,
     control: &mut Channel,
@@ -298,7 +298,7 @@ fn give_files<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// How many connections alongside the first: precopy uses the first one for memory, too.
+/// Numbers of extra connections: precopy also uses the first connection for memory.
 fn extra_connections(context: Context<'_>) -> (u16, u16) {
     let options = context.options;
     match options.mode() {
@@ -310,11 +310,11 @@ fn extra_connections(context: Context<'_>) -> (u16, u16) {
     }
 }
 
-/// What a negotiating destination said.
+/// Features and answer of a negotiating destination.
 type Taken = (BTreeSet<String>, Accepted);
 
-/// Start and Capabilities; nothing taken by a peer that knows only version 0. Also how long an
-/// answer took for which a peer has next to nothing to do.
+/// Exchanges Start and Capabilities; a peer that knows only version 0 accepts nothing. Also returns how
+/// long an answer took that costs the peer almost no work.
 fn offer<M: GuestMemoryMap>(
     memory: &Arc<M>,
     formats: Formats,

@@ -9,7 +9,7 @@ use crate::commit::Verdict;
 use crate::commit::destination::DoubtOutcome;
 
 impl World {
-    /// What each process would say on a connection of its own now.
+    /// Which process would connect anew now, and with which message.
     pub(super) fn calls(&self, setup: &Setup) -> Option<(Caller, Word)> {
         match (self.source, self.server) {
             (_, Server::TakingOver | Server::Lost) => Some((Caller::Server, Word::Recover)),
@@ -25,7 +25,7 @@ impl World {
         }
     }
 
-    /// Something listens at the destination for calls.
+    /// True when the destination listens for new connections.
     pub(super) fn listens(&self, setup: &Setup) -> bool {
         match self.destination {
             Destination::Preparing
@@ -74,7 +74,7 @@ impl World {
         }
     }
 
-    /// A page server that does not get through the first time leaves it to the source.
+    /// A page server whose first attempt fails leaves the pages to the source.
     pub(super) fn call_fails(&mut self) {
         if self.server == Server::TakingOver {
             self.server = Server::None;
@@ -131,12 +131,12 @@ impl World {
                     answered(next, Answer::Refused);
                 });
             }
-            // It is not looked at before the destination is in one of these states.
+            // In all other states the destination does not look at it.
             _ => {}
         }
     }
 
-    /// What the process that called makes of the answer; `None` when nothing listens there.
+    /// The calling process takes the answer; `None` when nothing listens.
     pub(super) fn call_ends(&mut self, setup: &Setup, answer: Option<Answer>) {
         let is_server = matches!(self.server, Server::TakingOver | Server::Lost);
         match answer {
@@ -158,7 +158,7 @@ impl World {
         }
     }
 
-    /// The process at the other end of the link works on it.
+    /// True when the process at the other end of the link serves it.
     pub(super) fn is_served(&self) -> bool {
         match self.link {
             Some(Caller::Source) => self.source == Source::Serving,

@@ -30,18 +30,18 @@ use std::collections::HashMap;
 
 use world::{Destination, End, Kind, Rules, Setup, World};
 
-/// What is wrong with a state, and how to get there.
+/// A rule that a state breaks, and the steps that lead to it.
 #[derive(Debug)]
 struct Violation {
     what: &'static str,
     trace: Vec<(&'static str, String)>,
 }
 
-/// All states that can be reached, with the step that first led to each.
+/// All reachable states, with the step that first led to each.
 struct Explored {
     worlds: Vec<World>,
     from: Vec<Option<(usize, &'static str)>>,
-    /// Steps that lead to a state: where from, and why.
+    /// Steps that lead to a state: the state before, and the kind of step.
     into: Vec<Vec<(usize, Kind)>>,
 }
 
@@ -50,7 +50,7 @@ fn explore(setup: &Setup) -> Explored {
     let mut numbers = HashMap::from([(start.clone(), 0)]);
     let mut all = Explored { worlds: vec![start], from: vec![None], into: vec![Vec::new()] };
     let mut next = 0;
-    // One violation is enough, and the first is the shortest.
+    // The search is breadth-first and stops at the first violation, which has the shortest trace.
     while next < all.worlds.len() && all.worlds.last().and_then(look).is_none() {
         for (kind, name, world) in all.worlds[next].next(setup) {
             if all.worlds.last().and_then(look).is_some() {
@@ -69,7 +69,7 @@ fn explore(setup: &Setup) -> Explored {
     all
 }
 
-/// What must hold in a state by itself.
+/// The rule that a state breaks by itself, if any.
 fn look(world: &World) -> Option<&'static str> {
     let is_excused = world.died || world.insisted;
     if world.source_has() && world.destination_owns() {
@@ -117,7 +117,7 @@ impl Explored {
             return Err(violation(what, self.worlds.len() - 1));
         }
         let alone = self.can_settle(&[Kind::Step], |world| {
-            // One that did not start waits for the operator, when everything else is done.
+            // A machine that did not start waits for the operator once everything else is done.
             world.is_settled()
                 || (matches!(world.destination, Destination::NotStarted(_))
                     && world.end == End::Over)
@@ -181,7 +181,7 @@ fn postcopy_with_a_page_server_has_one_guest() {
     holds(&Setup { faults_max: 2, ..PAGE_SERVER });
 }
 
-/// What is found when a rule is as it was.
+/// The violation that is found with one rule as it was before.
 fn finds(setup: Setup, change: impl Fn(&mut Rules)) -> &'static str {
     let mut broken = Rules::default();
     change(&mut broken);
@@ -235,7 +235,7 @@ fn a_last_message_that_is_said_once_is_noticed() {
     }
 }
 
-/// Peers of which one is older keep the guest as well; the operator has more to decide.
+/// With a peer of an older version there is still one guest; the operator has more to decide.
 #[test]
 fn without_verdicts_there_is_one_guest_too() {
     for setup in [PRECOPY, POSTCOPY] {

@@ -59,7 +59,7 @@ impl World {
             OperatorRequest::Resume,
         ];
         for asked in asks {
-            // Insisting on it loses nothing where the guest is seen to run at the source.
+            // Using `force` loses nothing where the guest is seen to run at the source.
             let seen = matches!(self.source, Source::Running(_));
             let forces = matches!(
                 asked,
@@ -84,7 +84,7 @@ impl World {
                 all.push((kind, name, next));
                 continue;
             }
-            // The document says: look at the source first.
+            // docs/migration.md tells the operator to check the source first.
             let looked = match asked {
                 OperatorRequest::Resume => !self.source_has(),
                 OperatorRequest::Delete { force: false } => self.source_has(),
@@ -125,7 +125,7 @@ impl World {
                 next.wire.source_closed = true;
                 next.wire.to_source.clear();
                 next.call = next.call.filter(|call| call.who != Caller::Source);
-                // Its page server is on the same host.
+                // The page server runs on the same host.
                 if next.server != Server::None {
                     next.server = Server::Dead;
                     next.call = None;

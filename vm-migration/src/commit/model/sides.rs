@@ -73,7 +73,7 @@ impl World {
             Destination::Promised(promised) => {
                 let doubt =
                     |next: &mut Self| next.close_destination(Destination::InDoubt(promised.lost()));
-                // What has arrived is read before the end of a connection.
+                // Data that has arrived is read before the end of the connection is seen.
                 let unread = !self.wire.to_destination.is_empty();
                 if self.wire.is_broken() && !unread {
                     self.step(all, "the destination finds the connection lost", doubt);
@@ -104,7 +104,8 @@ impl World {
         self.destination = destination;
     }
 
-    /// Tells what waits for the start how it went. In postcopy the source serves pages either way.
+    /// Reports the outcome of the start to the waiting peer. In postcopy the source serves pages
+    /// either way.
     pub(super) fn reply(&mut self, setup: &Setup, reply: Reply, runs: bool) {
         let well = runs || setup.postcopy;
         match reply {

@@ -11,28 +11,30 @@ use crate::commit::Verdict;
 use crate::commit::destination::{InDoubt, NotStarted, Owned, Promised};
 use crate::commit::source::{Acknowledged, Committed, Offered, Unconfirmed, Withheld};
 
-/// What the clock continues by in one step: a third of the promise.
+/// Time that passes in one step of the clock: a third of the promise.
 const TICK: Duration = Duration::from_secs(20);
 
-/// What the destination promises.
+/// How long the destination promises to keep the machine.
 pub(super) const PROMISE: Duration = Duration::from_mins(1);
 
-/// Steps of the clock: beyond the promise of the latest acknowledgement that matters.
+/// Most steps of the clock: enough to pass the promise of the latest acknowledgement that matters.
 const TICKS_MAX: u32 = 5;
 
-/// What is explored.
+/// A configuration to explore.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     pub postcopy: bool,
     pub page_server: bool,
     /// Both sides know `Renew` and `Verdict`.
     pub verdicts: bool,
-    /// Cuts, lost calls, timeouts on a link that works, starts and unlocks that fail.
+    /// Most faults in one run: cuts, lost calls, timeouts on a working link, failed starts and
+    /// unlocks.
     pub faults_max: u8,
     pub broken: Rules,
 }
 
-/// Rules that are put back as they were before, one at a time. The product has no such switch.
+/// Rules of the product that the model can switch back to an earlier state, one at a time. The product
+/// has no such switch.
 #[derive(Clone, Copy, Debug, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an experiment of its own")]
 pub struct Rules {
@@ -40,26 +42,26 @@ pub struct Rules {
     pub cancel_ends_doubt: bool,
     /// The doubt ends by itself with the promise, and the machine with it.
     pub doubt_times_out: bool,
-    /// The source uses an acknowledgement however old it is.
+    /// The source uses an acknowledgement of any age.
     pub age_is_not_asked: bool,
     /// In postcopy a machine that does not start is dropped.
     pub unstartable_is_dropped: bool,
-    /// The last message is said again once.
+    /// The last message is repeated only once.
     pub last_message_once: bool,
 }
 
-/// Why a step is taken.
+/// What kind of step it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// It happens by itself sooner or later.
+    /// One that happens by itself sooner or later.
     Step,
-    /// Something goes wrong.
+    /// A failure.
     Fault,
-    /// A host or a process dies.
+    /// The death of a host or a process.
     Death,
-    /// A request or a signal that knows nothing of the state.
+    /// A request or signal whose sender does not know the state.
     Request,
-    /// An operator that has checked both sides does what the documentation says.
+    /// A request of an operator who has checked both sides and follows the documentation.
     Operator,
 }
 
@@ -69,12 +71,12 @@ pub enum Source {
     Acknowledged(Acknowledged),
     Confirming(Committed),
     Unconfirmed(Unconfirmed),
-    /// The guest runs here; the destination is being told, or not (any more).
+    /// The guest runs here; the destination is being told so, or (`None`) not any more.
     Running(Option<Withheld>),
     Serving,
     /// Postcopy, connections lost.
     Lost,
-    /// It has handed the guest over and has stopped telling.
+    /// It has handed the guest over and no longer reports that.
     Left,
     Done,
     Dead,
@@ -88,12 +90,12 @@ pub enum Destination {
     Owned(Owned, Reply),
     Running,
     NotStarted(NotStarted),
-    /// Nothing is here.
+    /// No machine is here.
     Gone,
     Dead,
 }
 
-/// What waits for the start.
+/// Where the outcome of the start is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reply {
     Control,
@@ -101,15 +103,15 @@ pub enum Reply {
     Nothing,
 }
 
-/// How the destination of a postcopy ends.
+/// How far the end of a postcopy has come at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum End {
     NotYet,
-    /// The last message is on its way, or its answer.
+    /// The last message or its answer is in flight.
     Saying,
-    /// It is not known whether it was heard: it is said to a server that comes back.
+    /// Whether it was received is not known; it is repeated to a server that reconnects.
     LateReconnects,
-    /// It was heard, or nothing listens any more.
+    /// It was received, or nothing listens any more.
     Over,
 }
 
@@ -151,7 +153,7 @@ pub enum ToSource {
 pub struct Wire {
     pub(super) to_destination: Vec<ToDestination>,
     pub(super) to_source: Vec<ToSource>,
-    /// Nothing gets to the destination any more, or to the source.
+    /// Cut in the direction of the destination, and of the source.
     pub(super) cut: (bool, bool),
     pub(super) source_closed: bool,
     pub(super) destination_closed: bool,
@@ -163,7 +165,7 @@ impl Wire {
     }
 }
 
-/// A connection that is made again, and how far it is.
+/// A connection that is being made anew, and how far it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
     pub(super) who: Caller,
@@ -179,7 +181,7 @@ pub enum Word {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Answer {
-    /// The verdict was heard, and the guest runs if it was to.
+    /// The verdict was received, and the guest runs if it was to run.
     Heard,
     NotStarted,
     /// Pages are missing: continue.
@@ -188,7 +190,7 @@ pub enum Answer {
     Refused,
 }
 
-/// Everything.
+/// A state of the whole model: both sides, the page server and the connections.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     pub(super) ticks: u32,
@@ -201,24 +203,24 @@ pub struct World {
     /// Postcopy: pages are missing at the destination.
     pub missing: bool,
     pub end: End,
-    /// From which process the destination takes pages, and whether that connection still carries.
+    /// The process that sends pages to the destination, and whether that connection still works.
     pub(super) link: Option<Caller>,
     pub(super) link_broken: bool,
-    /// The last message, and its answer, are on their way.
+    /// The last message and its answer are in flight.
     pub(super) last: (bool, bool),
     /// A host has died.
     pub died: bool,
-    /// The operator has forced what loses a guest.
+    /// The operator has forced something that loses a guest.
     pub insisted: bool,
-    /// The source has stopped telling, or the destination answering, because the time was over.
+    /// The source no longer reports, or the destination no longer answers, because the time was over.
     pub time_over: bool,
 }
 
-/// A step: why, what, and what comes of it.
+/// A step: its kind, its description, and the state after it.
 pub type Next = (Kind, &'static str, World);
 
 impl World {
-    /// Everything that the destination needs has just been sent.
+    /// The state just after everything that the destination needs was sent.
     pub fn new(setup: &Setup) -> Self {
         let wire = Wire { to_destination: vec![ToDestination::Complete], ..Wire::default() };
         Self {
@@ -244,23 +246,23 @@ impl World {
         TICK * self.ticks
     }
 
-    /// The source could run the guest, now or later.
+    /// True when the source can run the guest, now or later.
     pub fn source_has(&self) -> bool {
         matches!(self.source, Source::Offered(_) | Source::Acknowledged(_) | Source::Running(_))
     }
 
-    /// The destination has a machine that it keeps.
+    /// True when the destination has a machine that it keeps.
     pub fn destination_has(&self) -> bool {
         !matches!(self.destination, Destination::Preparing | Destination::Gone | Destination::Dead)
     }
 
-    /// The destination runs the guest, or may start it at any moment.
+    /// True when the destination runs the guest, or may start it at any moment.
     pub fn destination_owns(&self) -> bool {
         use Destination::{NotStarted, Owned, Running};
         matches!(self.destination, Owned(..) | Running | NotStarted(_))
     }
 
-    /// A process has the pages that are missing.
+    /// True when a process has the missing pages.
     pub fn has_pages(&self) -> bool {
         use Source::{Confirming, Lost, Serving, Unconfirmed};
         self.source_has()
@@ -268,7 +270,7 @@ impl World {
             || matches!(self.server, Server::Serving | Server::Lost | Server::TakingOver)
     }
 
-    /// Nothing is left to be done or known.
+    /// True when both sides have nothing left to do or to learn.
     pub fn is_settled(&self) -> bool {
         let over = matches!(self.source, Source::Done | Source::Left | Source::Dead);
         let served = !matches!(self.server, Server::Serving | Server::Lost | Server::TakingOver);
@@ -279,7 +281,7 @@ impl World {
         }
     }
 
-    /// All that can happen next.
+    /// All steps that are possible next.
     pub fn next(&self, setup: &Setup) -> Vec<Next> {
         let mut all = Vec::new();
         self.time(setup, &mut all);
@@ -340,7 +342,7 @@ impl World {
                 next.time_over = true;
             });
         }
-        // A source may stop telling at any moment: its time is the operator's choice.
+        // A source may stop reporting at any moment: the time for that is the operator's choice.
         let stops = match self.source {
             Source::Unconfirmed(_) if !setup.postcopy => Some(Source::Left),
             Source::Running(Some(_)) => Some(Source::Running(None)),
@@ -354,7 +356,7 @@ impl World {
         }
     }
 
-    /// The connections of the beginning go the way of the first one.
+    /// Ends the pages' connection of the first set, which is lost together with the first connection.
     pub(super) fn lose_first_link(&mut self) {
         if self.link == Some(Caller::Source) {
             (self.link_broken, self.last) = (true, (false, false));
@@ -375,7 +377,7 @@ impl World {
         }
     }
 
-    /// The source continues to run the guest.
+    /// The source decides to continue to run the guest.
     pub(super) fn withhold(&mut self, withheld: Withheld, setup: &Setup) {
         self.send_destination(ToDestination::Abandon);
         self.wire.source_closed = true;
