@@ -35,7 +35,6 @@ impl Cursor {
     /// Claims the next range; `None` when all is claimed. `wanted` gets the start of the range and how
     /// many numbers are left from there, and returns how many to claim, which is clamped to 1 and what is
     /// left. It may be called more than once.
-    /// most what is left. It may be asked more than once.
     pub(crate) fn claim(&self, wanted: impl Fn(u64, u64) -> u64) -> Option<Range<u64>> {
         // Relaxed: only the claimed numbers pass between threads; the data that they index was complete
         // before the threads began.

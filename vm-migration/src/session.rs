@@ -54,7 +54,7 @@ impl SessionState {
 /// Scheduling priority of a thread when there are more threads than processors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Urgency {
-    /// A thread waits for what it does.
+    /// Another thread waits for its work.
     Now,
     /// It works in the background.
     Later,

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use crate::commit::destination::Decision;
 use crate::transport::Address;
 
-/// How often waits of postcopy look at the wishes.
+/// How often waits of postcopy check for requests.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// A handle for requests to a running migration; clones belong to the same migration.
@@ -25,28 +25,28 @@ pub struct Steering(Arc<SteeringRequests>);
 struct SteeringRequests {
     postcopy: AtomicBool,
     abandoned: AtomicBool,
-    /// Held for one look.
+    /// Locked for one access.
     recover: Mutex<Option<(Recover, Option<u16>)>>,
-    /// Held for one look.
+    /// Locked for one access.
     decision: Mutex<Option<Decision>>,
 }
 
-/// A wish to connect again now.
+/// A request to reconnect now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recover {
-    /// Where the destination listened before.
+    /// At the previous address of the destination.
     There,
     /// At another address of the destination.
     At(Address),
 }
 
 impl Steering {
-    /// No request yet.
+    /// A handle without requests.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Asks a source that sends memory in precopy to switch to postcopy.
+    /// Requests that precopy switches to postcopy.
     pub fn start_postcopy(&self) {
         self.0.postcopy.store(true, Ordering::Release);
     }
@@ -55,14 +55,15 @@ impl Steering {
         self.0.postcopy.load(Ordering::Acquire)
     }
 
-    /// Asks a postcopy that has lost its connections to connect (source) or listen (destination)
-    /// again now, whatever the timeout.
+    /// Requests that a postcopy without connections connects (source) or listens (destination) again now,
+    /// whatever the timeout.
     pub fn recover(&self, recover: Recover) {
         self.recover_over(recover, None);
     }
 
-    /// The same with at most so many connections of each kind (at least one for the background), and
-    /// never more than the migration began with. The destination takes what the source makes.
+    /// Like [`recover`](Self::recover), with at most `connections_max` connections of each kind (at least
+    /// one for the background), and never more than at the start of the migration. The destination accepts
+    /// what the source opens.
     pub fn recover_over(&self, recover: Recover, connections_max: Option<u16>) {
         let mut wish = self.0.recover.lock();
         *wish = Some((recover, connections_max));
@@ -76,7 +77,7 @@ impl Steering {
         self.0.recover.lock().take()
     }
 
-    /// Says of a machine in doubt what happens to it: [`InDoubt::asked`] has the rule.
+    /// Decides what happens to a machine in doubt, by the rules of [`InDoubt::asked`].
     ///
     /// [`InDoubt::asked`]: crate::commit::destination::InDoubt::asked
     pub fn decide(&self, decision: Decision) {
@@ -87,8 +88,8 @@ impl Steering {
         self.0.decision.lock().take()
     }
 
-    /// Asks a side of a postcopy to let the other one down: the guest is lost unless it has all of
-    /// its pages already.
+    /// Requests that a side of a postcopy abandons the migration: the guest is lost unless it has all of its
+    /// pages already.
     pub fn abandon(&self) {
         self.0.abandoned.store(true, Ordering::Release);
     }

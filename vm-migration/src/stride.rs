@@ -8,34 +8,34 @@
 
 use std::collections::HashMap;
 
-/// Most pages that are brought along with one.
+/// Most pages that are predicted at once.
 pub(crate) const WINDOW_MAX: u64 = 32;
 
-/// Longest distance between two faults, in units, that may be a stride.
+/// Longest distance between two faults, in units, that counts as a stride.
 const STRIDE_MAX: i64 = 64;
 
-/// Threads that are remembered: vCPUs, and with them back ends. Beyond that all are forgotten.
+/// Most threads with a history: vCPUs and back ends. Beyond that the history is cleared.
 const THREADS_MAX: usize = 1024;
 
-/// Steps past the window that still count as right: pages in between may have been there already.
+/// Steps past the window that still count as predicted: pages in between may have been there already.
 const SLACK: i64 = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
     region: usize,
     last: i64,
-    /// 0 while nothing is known.
+    /// 0 while unknown.
     stride: i64,
     window: u64,
     /// The stride has been seen twice.
     steady: bool,
 }
 
-/// What faulting threads do.
+/// History of the faulting threads.
 #[derive(Debug, Default)]
 pub(crate) struct Strides(HashMap<u32, State>);
 
-/// Pages to bring along: `count` of them, `stride` units apart.
+/// Predicted pages: `count` of them, `stride` units apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guess {
     pub stride: i64,
@@ -43,7 +43,7 @@ pub(crate) struct Guess {
 }
 
 impl Strides {
-    /// Notes that `thread` faulted at `unit`, and guesses.
+    /// Notes a fault of `thread` at `unit`, and predicts its next ones.
     pub(crate) fn fault(&mut self, thread: u32, region: usize, unit: u64) -> Option<Guess> {
         if self.0.len() >= THREADS_MAX && !self.0.contains_key(&thread) {
             self.0.clear();
@@ -64,7 +64,8 @@ impl Strides {
         };
         let window = i64::try_from(state.window).unwrap_or(0);
         if steps > 0 && steps <= window + 1 + SLACK {
-            // In the window: what was brought along is not there yet. Behind it: it was right.
+            // Inside the window: the predicted pages have not arrived yet. Past it: the prediction was
+            // right.
             if steps > window || !state.steady {
                 state.window = (state.window * 2).clamp(1, WINDOW_MAX);
             }
@@ -89,7 +90,7 @@ mod tests {
 
     use super::*;
 
-    /// Faults of a thread that goes in steps, with everything brought along in time.
+    /// Number of faults of a thread that advances by a stride, if all predicted pages arrive in time.
     fn walk(stride: i64, touches: i64) -> (u64, u64) {
         let mut strides = Strides::default();
         let mut here = std::collections::BTreeSet::new();

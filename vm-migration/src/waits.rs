@@ -18,24 +18,24 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// Slots; a power of two.
 const SLOTS: usize = if cfg!(loom) { 2 } else { 4096 };
 
-/// Slots that a key may be in.
+/// Slots in which a key may be.
 const NEIGHBOURS: usize = if cfg!(loom) { 1 } else { 16 };
 
-/// Key of a slot that is free.
+/// Key of a free slot.
 const FREE: u64 = 0;
 
 /// Key of a slot that is being filled.
 const RESERVED: u64 = u64::MAX;
 
-/// Bits of a key that hold the unit; the region is above them.
+/// Bits of a key that hold the unit; the bits above hold the region.
 const UNIT_BITS: u32 = 48;
 
 struct Slot {
     /// [`FREE`], [`RESERVED`], or one more than the packed region and unit.
     key: AtomicU64,
-    /// Microseconds after the table was made.
+    /// Start of the wait in microseconds since the table was created.
     since_us: AtomicU64,
-    /// Which thread waits; 0 where that is not known.
+    /// The waiting thread; 0 if unknown.
     thread: AtomicU32,
 }
 
@@ -44,13 +44,13 @@ impl Slot {
         Self { key: AtomicU64::new(FREE), since_us: AtomicU64::new(0), thread: AtomicU32::new(0) }
     }
 
-    /// A wait has this slot.
+    /// True when a wait uses this slot.
     fn is_taken(&self) -> bool {
         !matches!(self.key.load(Ordering::Acquire), FREE | RESERVED)
     }
 }
 
-/// The table.
+/// The table of waits for pages.
 pub(crate) struct Waits {
     slots: Box<[Slot]>,
     start: Instant,
@@ -78,7 +78,7 @@ impl Waits {
         u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// A wait of `thread` begins.
+    /// Notes the start of a wait of `thread`.
     pub(crate) fn begin(&self, region: usize, unit: u64, thread: Option<u32>) {
         let key = key(region, unit);
         for slot in self.neighbours(key) {
@@ -93,20 +93,20 @@ impl Waits {
         }
     }
 
-    /// A wait is over; whose it was and how long, where that was measured.
+    /// Ends a wait; returns its thread and duration, if it was recorded.
     pub(crate) fn end(&self, region: usize, unit: u64) -> Option<(Option<u32>, Duration)> {
         let key = key(region, unit);
         let slot = self.neighbours(key).find(|slot| slot.key.load(Ordering::Acquire) == key)?;
         let since_us = slot.since_us.load(Ordering::Relaxed);
         let thread = Some(slot.thread.load(Ordering::Relaxed)).filter(|thread| *thread != 0);
         let took = self.now_us().saturating_sub(since_us);
-        // A unit has one wait, so a slot that still has the key has this one.
+        // A unit has at most one wait, so a slot that still has the key belongs to this one.
         let ours =
             slot.key.compare_exchange(key, FREE, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         ours.then(|| (thread, Duration::from_micros(took)))
     }
 
-    /// How long the longest wait has lasted.
+    /// Duration of the longest running wait.
     pub(crate) fn longest(&self) -> Duration {
         let now = self.now_us();
         let waits = self.slots.iter().filter(|slot| slot.is_taken());
@@ -114,17 +114,17 @@ impl Waits {
         Duration::from_micros(oldest.map_or(0, |since_us| now.saturating_sub(since_us)))
     }
 
-    /// No wait is in progress.
+    /// True when no wait is in progress.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         !self.slots.iter().any(Slot::is_taken)
     }
 
-    /// Counts all waits in progress as beginning now.
+    /// Restarts the clock of all waits in progress.
     pub(crate) fn restart_clock(&self) {
         let now = self.now_us();
         for slot in self.slots.iter().filter(|slot| slot.is_taken()) {
-            // A wait that took the slot meanwhile began now, too.
+            // A wait that took the slot meanwhile began just now, too.
             slot.since_us.fetch_max(now, Ordering::Relaxed);
         }
     }

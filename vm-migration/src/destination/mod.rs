@@ -194,6 +194,7 @@ impl Listener {
     /// acknowledged; from then on only the source's decision counts, or the operator's
     /// ([`Steering::decide`](crate::Steering::decide)).
     ///
+    /// # Errors
     /// The source has been sent the reason, if the connection still works. Unless [`ReceiveFailure::error`]
     /// says otherwise, the guest continues there and everything that was built here is dropped.
     pub fn receive<B: DestinationBuilder>(

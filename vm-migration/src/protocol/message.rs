@@ -244,7 +244,7 @@ pub struct Recover {
 }
 
 impl Recover {
-    /// Bytes of payload.
+    /// Length of the payload in bytes.
     pub const BYTES: usize = TOKEN_BYTES + 8;
 
     fn encode(self) -> Vec<u8> {

@@ -37,7 +37,6 @@ pub fn encode<'m>(maps: impl IntoIterator<Item = &'m PageBitmap>) -> Vec<u8> {
 /// Refuses a guest whose set of missing pages may become longer than a message. That could otherwise show
 /// at the handover, or only at a reconnection, where the migration could not continue. `layout` is the
 /// destination's, in whose units a set counts.
-/// destination's, whose pages a set counts.
 ///
 /// # Errors
 /// [`ProtocolError::TooManyPages`].
@@ -83,7 +82,7 @@ fn encode_runs(map: &PageBitmap, bytes_max: usize) -> Option<Vec<u8>> {
             return None;
         }
     }
-    // Concurrent clearing may have joined or removed runs; a bitmap does not depend on their number.
+    // Concurrent clearing may have joined or removed runs; the raw bitmap has no count of runs.
     (left == 0).then_some(body)
 }
 

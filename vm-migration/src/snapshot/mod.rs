@@ -60,8 +60,8 @@ pub const INDEX_FILE: &str = "memory-index";
 /// File with the manifest, whose presence makes the snapshot complete.
 pub const MANIFEST_FILE: &str = "manifest.json";
 
-/// Threads that read or write memory, unless the options say another number: enough to keep a
-/// fast disk busy while others compute checksums.
+/// Default number of threads that read or write memory: enough to keep a fast disk busy while some
+/// compute checksums.
 pub fn default_threads() -> usize {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     (2 * cpus).clamp(4, 16)

@@ -50,9 +50,9 @@ pub(crate) enum Decision {
     Round,
     /// Stop the guest now.
     Stop,
-    /// The downtime will not be reached and the options do not allow to exceed it.
+    /// End the migration: the downtime will not be reached, and the options do not allow exceeding it.
     Abort,
-    /// It will not be reached; let the rest of memory follow the guest.
+    /// Send the rest of memory by postcopy: the downtime will not be reached.
     Postcopy,
 }
 
@@ -68,13 +68,13 @@ pub(crate) enum Measure {
 /// Measured costs of a stop.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Forecast {
-    /// Pause, state, start.
+    /// Pausing, state, and start.
     pub switch_over: Duration,
-    /// There and back.
+    /// Message round trip time.
     pub round_trip: Duration,
     /// Reading the dirty log of all memory.
     pub scan: Duration,
-    /// Going through all of it in a round that finds next to nothing; the shortest so far, 0 before one.
+    /// Going through all memory in a round that finds almost nothing; the shortest so far, 0 before one.
     pub sweep: Duration,
     /// Rate of the last round in bytes per second; 0 before.
     pub link_rate: u64,
@@ -83,7 +83,7 @@ pub(crate) struct Forecast {
 /// Expected downtime if the guest were stopped now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// Whatever it writes.
+    /// The part that does not depend on the guest's writes.
     pub fixed: Duration,
     /// The part for the remaining pages.
     pub pages: Duration,
@@ -95,8 +95,8 @@ impl Expected {
         self.fixed.saturating_add(self.pages)
     }
 
-    /// True when the fixed part keeps the downtime above `allowed` and almost no pages are left: further
-    /// rounds could not shorten it.
+    /// True when the fixed part exceeds three quarters of `allowed` and the pages need a quarter at most:
+    /// further rounds would not help.
     fn is_unavoidable(self, allowed: Duration) -> bool {
         self.fixed > allowed * 3 / 4 && self.pages <= allowed / 4
     }

@@ -78,7 +78,7 @@ pub type Remains<V> = <<V as SourceVm>::Paused as PausedVm>::Remains;
 
 /// A failed migration, by where the guest is.
 pub enum SendFailure<V: SourceVm> {
-    /// The guest continues here, as before.
+    /// The guest continues at the source, as before.
     Resumed {
         /// The machine.
         vm: V,
@@ -141,8 +141,8 @@ pub(crate) enum PhaseFailure<V: SourceVm> {
 /// Blocks until the guest is at the destination with all its memory, or the migration has failed.
 /// Meanwhile it owns the machine; `progress` shows its state, and `cancel` ends it until the handover
 /// and has no effect afterwards.
-/// which works until the handover and does nothing after it.
 ///
+/// # Errors
 /// On any failure before the destination owns the guest, the guest is resumed and returned in
 /// [`SendFailure::Resumed`]; the peer has been sent the reason, if the connection still works. After
 /// that the source can never run it again: [`SendFailure::HandedOver`].

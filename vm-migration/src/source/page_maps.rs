@@ -14,17 +14,16 @@ use crate::layout::{Layout, to_usize};
 use crate::ram::GuestMemoryMap;
 use crate::vm::DirtyLog;
 
-/// Pages whose dirty bits are read at once: 2 MiB of guest memory is 8 words, this is 4 KiB of
-/// bitmap.
+/// Pages whose dirty bits are read in one call: 4 KiB of bitmap.
 const COLLECT_PAGES: u64 = 32 * 1024;
 
-/// A clear bit for every page of every region.
+/// Empty maps with a bit for every page of every region.
 pub(super) fn empty_maps(layout: &Layout) -> Vec<PageBitmap> {
     layout.regions().iter().map(|info| PageBitmap::new(info.pages())).collect()
 }
 
-/// Notes which pages there are, for postcopy. The dirty bits are cleared first, so that a page
-/// that the scan misses because it is populated only later is found dirty at the stop.
+/// Finds the populated pages, for postcopy. The dirty bits are cleared first, so that a page that
+/// is populated after the scan passed it is dirty at the stop.
 pub(super) fn scan<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
@@ -71,7 +70,7 @@ pub(super) fn add_dirty<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// The same pages in the units that the destination knows.
+/// Converts page maps to the units of the destination.
 pub(super) fn in_units(pages: &[PageBitmap], links: &Links) -> Vec<PageBitmap> {
     let convert = |(region, map): (usize, &PageBitmap)| {
         let unit = links.unit_pages(region);

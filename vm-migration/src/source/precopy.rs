@@ -27,27 +27,29 @@ use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::vm::{DirtyLog, FreePageHints, SourceVm, Throttle};
 
-/// How long the first round waits for the guest to name more free pages. Linux names some GiB in a
-/// tenth of a second; what comes later still counts for memory that was not sent by then.
+/// How long the first round waits for the guest to report more free pages. Linux reports some GiB in
+/// a tenth of a second; later reports still count for memory that has not been sent by then.
 const HINTS_PAUSE: Duration = Duration::from_secs(2);
 
-/// How long it waits in all. A guest that continues for so long keeps taking its pages back.
+/// The longest total wait. A guest that takes so long keeps allocating the pages again.
 const HINTS_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// How often the destination is told what is old at most before the guest stops.
+/// Most rounds in which outdated pages are reported to the destination before the guest stops.
 const STALE_ROUNDS_MAX: u32 = 5;
 
-/// So few units are thrown away in a moment, guest or no guest: a millisecond or two.
+/// This few units are discarded within a millisecond or two, so they can wait until the guest is
+/// stopped.
 const STALE_UNITS_MIN: u64 = 1024;
 
-/// How often the cancel, and new connections, are polled.
+/// How often the cancel and new connections are polled.
 const HINTS_LOOK: Duration = Duration::from_millis(50);
 
-/// How often the end of precopy is put off because the machine took long to settle, and memory was
-/// dirtied meanwhile. A guest whose disks are always that slow is moved all the same.
+/// How often the end of precopy is postponed because preparing the stop took long and memory was
+/// dirtied meanwhile. A guest whose disks are always that slow is moved nevertheless.
 const PREPARES_MAX: u32 = 3;
 
-/// Both sides agree, the destination has mapped the memory; the guest runs here.
+/// The protocol is negotiated and the destination has mapped the memory; the guest runs at the
+/// source.
 pub(crate) struct Negotiated<V: SourceVm> {
     pub vm: V,
     pub memory: Arc<V::Memory>,
@@ -55,7 +57,7 @@ pub(crate) struct Negotiated<V: SourceVm> {
     pub links: Links,
 }
 
-/// Everything that can be done while the guest runs is done.
+/// All steps that are possible while the guest runs are done.
 pub(crate) struct Copied<V: SourceVm> {
     pub vm: V,
     pub memory: Arc<V::Memory>,
@@ -64,30 +66,31 @@ pub(crate) struct Copied<V: SourceVm> {
     pub remaining: RemainingMemory<V::Log>,
 }
 
-/// How the rest of memory goes.
+/// How the rest of memory is sent.
 pub(crate) enum RemainingMemory<L> {
-    /// What is still dirty is sent with the guest stopped. Up to then its vCPUs stay slowed down,
-    /// or they would dirty it all again.
+    /// Dirty pages are sent while the guest is stopped. Until the stop its vCPUs stay throttled, or
+    /// they would dirty the pages again.
     Rest(L, Option<Box<dyn Throttle>>),
-    /// These pages (in postcopy all that had been populated when the scan passed) are served after
-    /// the handover, together with what was dirtied and not sent since then. The destination knows
-    /// some of them already (the second maps, in its units).
+    /// These pages (in postcopy all that were populated at the scan) are served after the handover,
+    /// together with pages that were dirtied and not sent since then. The destination knows some of
+    /// them already (the second maps, in its units).
     Later(L, Vec<PageBitmap>, Option<Vec<PageBitmap>>),
-    /// Both sides have the same memory already.
+    /// Source and destination share the memory.
     Shared,
 }
 
 /// How the rounds ended.
 enum Rounds {
-    /// What is left may be sent with the guest stopped.
+    /// The rest may be sent while the guest is stopped.
     Enough(Option<Box<dyn Throttle>>),
-    /// It follows the guest, and with it these pages; the destination knows of these units.
+    /// The rest, including these pages, is sent after the guest; the destination knows these units
+    /// already.
     Switched(Vec<PageBitmap>, Option<Vec<PageBitmap>>),
 }
 
 impl<V: SourceVm> Negotiated<V> {
-    /// Sends memory until stopping costs little enough; in postcopy, only finds out which pages
-    /// there are.
+    /// Sends memory until the stop is expected to be short enough; in postcopy, only finds the
+    /// populated pages.
     pub(crate) fn precopy(mut self, context: Context<'_>) -> Result<Copied<V>, PhaseFailure<V>> {
         let result = self.remaining(context);
         let Self { vm, memory, control, links } = self;
@@ -137,19 +140,19 @@ impl<V: SourceVm> Negotiated<V> {
             let kind = if number == 1 { RoundKind::First } else { RoundKind::Dirty };
             let (control, links) = (&mut self.control, &mut self.links);
             let memory = &*self.memory;
-            // Where pages may have to be thrown away again, huge ones would only be in the way.
+            // Where pages may have to be discarded again, huge pages would only get in the way.
             let announce =
                 number == 1 && links.terms.coming() && options.mode() == MemoryMode::Precopy;
             let pass = Pass { kind, switch: &switch, hints: hints.as_deref(), announce };
             let sent = send_round(memory, log, pass, control, links, context)?;
-            // The guest gets its free pages back as soon as no thread reads them any more.
+            // The guest gets its free pages back once no thread reads them any more.
             hints = None;
             if switch.is_due() {
                 return self.switch(log, sent.unsent, machine_is_built, context);
             }
             let sent = sent.bytes;
             let took = began.elapsed();
-            // What is dirty now decides, and is what the next round sends.
+            // What is dirty now determines the decision, and is what the next round sends.
             let scan = Instant::now();
             let dirty = log.begin_round().map_err(Cause::Vm).step("reading the dirty log")?;
             remaining_bytes = dirty * PAGE_BYTES;
@@ -187,8 +190,8 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(Rounds::Enough(controller.throttle))
     }
 
-    /// Asks the guest which pages it does not use. All dirty bits are cleared first: a guest may use
-    /// such a page again without a word, and then the next round has to find it dirty.
+    /// Requests free page hints from the guest. All dirty bits are cleared first: a guest may use
+    /// such a page again without notice, and the next round must then find it dirty.
     fn ask_for_hints(
         &self,
         log: &V::Log,
@@ -215,8 +218,7 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(Some(hints))
     }
 
-    /// Leaves the rest for after the handover: pages that no round has come to, and those that are
-    /// dirty.
+    /// Leaves the rest for postcopy: pages that no round has reached, and dirty ones.
     fn switch(
         &mut self,
         log: &V::Log,
@@ -238,9 +240,10 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(Rounds::Switched(maps, told))
     }
 
-    /// Has the destination throw away what it has of pages that follow the guest, as long as that
-    /// leaves much less to do after the stop. What is dirty is added to `pages`, and its bits are
-    /// cleared: what is found dirty at the stop comes on top. Gives what the destination was told.
+    /// Has the destination discard outdated contents of pages that postcopy will send, repeatedly as
+    /// long as that greatly reduces the work after the stop. Dirty pages are added to `pages` and
+    /// their bits cleared; pages that are dirty at the stop are sent in addition. Returns what the
+    /// destination was told.
     fn tell_what_is_stale(
         &mut self,
         log: &V::Log,
@@ -273,7 +276,7 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(told)
     }
 
-    /// Has the machine do what would keep the guest standing still; returns how long that took.
+    /// Has the machine do the work that would prolong the stop; returns how long that took.
     fn prepare_stop(&self, context: Context<'_>) -> Result<Duration, Failure> {
         const STEP: &str = "writing back disks before the stop";
         let began = Instant::now();
@@ -282,7 +285,7 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(began.elapsed())
     }
 
-    /// Asks for nothing; returns how long that took.
+    /// Measures a round trip.
     fn ping(&mut self, limit: Duration) -> Result<Duration, Failure> {
         let began = Instant::now();
         self.control
@@ -301,7 +304,7 @@ impl<V: SourceVm> Negotiated<V> {
     }
 }
 
-/// Who decides after each round, and carries out what is decided.
+/// Decides after each round, and carries the decision out.
 struct ConvergenceController<'a> {
     policy: Policy,
     forecast: Forecast,
@@ -335,11 +338,11 @@ impl<'a> ConvergenceController<'a> {
         Ok(controller)
     }
 
-    /// Notes what a round has shown.
+    /// Takes the measurements of a round.
     fn measured(&mut self, sent: u64, took: Duration, remaining_bytes: u64, scan: Duration) {
         self.forecast.measured(sent, took);
         self.forecast.scan = scan;
-        // Where bits are cleared slice by slice, a page was watched for half of the round.
+        // Where bits are cleared slice by slice, a page was watched for half of the round on average.
         let watched = match self.context.options.dirty_clear {
             DirtyClear::Slice => took / 2,
             DirtyClear::Round => took,
@@ -349,8 +352,8 @@ impl<'a> ConvergenceController<'a> {
         counters.dirty_bytes_per_s.set(rate(remaining_bytes, watched));
     }
 
-    /// Notes how long an answer took for which the peer had nothing to do: the fastest counts, the
-    /// others had to wait for a processor.
+    /// Takes the duration of an answer for which the peer had no work to do: the shortest counts, as
+    /// others include a wait for a processor.
     fn round_trip(&mut self, took: Duration) {
         self.forecast.round_trip = self.forecast.round_trip.min(took);
     }
@@ -395,7 +398,7 @@ impl<'a> ConvergenceController<'a> {
         decision
     }
 
-    /// False when the guest has written for so long since the decision that it no longer holds.
+    /// False when the decision is too old, because the guest has written for too long since then.
     fn may_stop_after(&self, waited: Duration) -> bool {
         waited <= self.forecast.round_trip * 2 + self.policy.allowed() / 10
     }

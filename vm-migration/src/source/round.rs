@@ -33,45 +33,45 @@ use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap, Hold};
 use crate::vm::{DirtyLog, FreePageHints};
 
-/// What is claimed at once under a limit on bytes per second takes about so long.
+/// Duration of what is claimed at once under a bandwidth limit.
 const PACED_TIME: Duration = Duration::from_millis(50);
 
-/// How often a wait for the limit looks whether the round is to end.
+/// How often a wait for the bandwidth limit checks whether the round is to end.
 const PACED_LOOK: Duration = Duration::from_millis(20);
 
-/// Which pages of a slice go out.
+/// Which pages of a slice are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RoundKind {
-    /// All that were ever populated and are not zero: the destination's memory is zero already.
+    /// All populated pages that are not zero: the destination's memory is zero already.
     First,
-    /// All that were dirtied; one that became zero must become so over there.
+    /// All dirty pages; one that became zero must become zero at the destination.
     Dirty,
 }
 
-/// What a round is, and what ends it early.
+/// Parameters of a round, and what ends it early.
 #[derive(Clone, Copy)]
 pub(crate) struct Pass<'a> {
     pub kind: RoundKind,
     pub switch: &'a Switch<'a>,
-    /// Which pages a first round need not send. The dirty bits of all memory were cleared before the
-    /// guest was asked for these.
+    /// Pages that a first round need not send. The dirty bits of all memory were cleared before the guest
+    /// was asked for these.
     pub hints: Option<&'a dyn FreePageHints>,
-    /// The destination is told beforehand what will come.
+    /// Memory is announced to the destination before it is sent.
     pub announce: bool,
 }
 
-/// What came of a round.
+/// Result of a round.
 pub(crate) struct Sent {
-    /// Bytes of contents.
+    /// Bytes of contents that were sent.
     pub bytes: u64,
-    /// Pages that were not looked at because the round was ended before, and that the next round's
-    /// dirty bits do not have, by region; `None` where that is none. Bits and no runs: of memory that is
-    /// populated here and there, a run for every second page would be a hundred times as much.
+    /// Pages, by region, that were not examined because the round was ended early, and that are not in the
+    /// dirty bits of the next round; `None` if there are none. A bitmap, because for sparsely populated
+    /// memory a run for every second page would be a hundred times as large.
     pub unsent: Option<Vec<PageBitmap>>,
 }
 
-/// One pass over memory, or as much of it as there is time for. All that is sent is acknowledged
-/// at the end.
+/// Makes one pass over memory, or a part of it if the round is ended early. Everything that is sent is
+/// acknowledged at the end.
 pub(crate) fn send_round<M: GuestMemoryMap>(
     memory: &M,
     log: &impl DirtyLog,
@@ -82,7 +82,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
 ) -> Result<Sent, Failure> {
     let space = UnitSpace::new(memory.layout());
     let cleared = match context.options.dirty_clear {
-        // Before the guest was asked for hints.
+        // Cleared before the guest was asked for hints.
         _ if hints.is_some() => Cleared::Before,
         DirtyClear::Slice => Cleared::BySlice,
         DirtyClear::Round => Cleared::AtOnce(clear_all(log, memory.layout())?),
@@ -115,7 +115,7 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
     };
     let unsent = |bytes| Ok(Sent { bytes, unsent: round.unsent()? });
     sent.and_then(unsent).map_err(|failure| match failure.cause {
-        // An extra connection that ended says less than the first one may have to say.
+        // The first connection may carry a more specific reason than an extra one that has ended.
         Cause::Transport(error) if !links.memory.is_empty() => {
             Failure { step: failure.step, cause: control.explain(error) }
         }
@@ -125,11 +125,11 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
 
 /// When the dirty bits of a round are cleared.
 enum Cleared {
-    /// Each slice's just before it is copied.
+    /// Those of each slice just before it is copied.
     BySlice,
-    /// All at the beginning of the round: these, by region.
+    /// All at the beginning of the round; their values, by region.
     AtOnce(Vec<Vec<u64>>),
-    /// Before the round, which is the first one and has no need of them.
+    /// Before the round, which is the first one and does not need them.
     Before,
 }
 
@@ -147,29 +147,29 @@ pub(crate) fn clear_all(log: &impl DirtyLog, layout: &Layout) -> Result<Vec<Vec<
     Ok(all)
 }
 
-/// What the senders of one round share.
+/// State that the senders of one round share.
 struct Round<'a, M, L> {
     memory: &'a M,
     log: &'a L,
     kind: RoundKind,
     zero_flags: bool,
     space: UnitSpace,
-    /// Up to where the unit space is claimed.
+    /// Claimed part of the unit space.
     cursor: Cursor,
     cleared: Cleared,
-    /// Pages that are left out.
+    /// Free pages, which are left out.
     hints: Option<&'a dyn FreePageHints>,
-    /// One of the senders failed; the others stop soon.
+    /// One of the senders has failed; the others stop soon.
     failed: AtomicBool,
     /// Ends the round early.
     switch: &'a Switch<'a>,
-    /// What all connections together may send.
+    /// Limit for all connections together.
     bandwidth_limit: RateLimit,
     context: Context<'a>,
 }
 
 impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
-    /// The first of the streams makes the announcements.
+    /// Runs a sender for each stream; the first one also sends the announcements.
     fn send_on(
         &self,
         mut streams: Vec<SendStream<'_>>,
@@ -231,10 +231,10 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                 self.announce(announcer, stream)?;
             }
             if !content.held.is_empty() && !self.bandwidth_limit.reserve(0).is_zero() {
-                // What it holds is not returned before it is sent.
+                // The held pages are not discarded before they are sent.
                 sent += self.flush(stream, &mut content)?;
             }
-            // Before the claim: the stream that can send now takes the next slice.
+            // Waiting before the claim means that the stream that can send now takes the next slice.
             stream.make_room()?;
             self.wait_for_turn()?;
             if self.switch.is_due() {
@@ -243,7 +243,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             let wanted = |left| stream.claim_units(left).min(self.units_at_once());
             let slice = self.space.claim(&self.cursor, wanted);
             let Some(slice) = slice.filter(|_| !self.failed.load(Ordering::Relaxed)) else { break };
-            // A fast link never waits, and only waits look at the cancel.
+            // On a fast link nothing waits, and only waits check for the cancel.
             check_cancel(self.context.cancel, "sending memory")?;
             self.add_content(slice, &mut words, &mut content)?;
             let enough = stream.message_bytes().min(self.units_at_once() * UNIT_BYTES);
@@ -256,15 +256,15 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(sent)
     }
 
-    /// Units that a connection may claim at once: no more than the limit lets through in a short time,
-    /// or the peer would hear nothing for long, and then much.
+    /// Units that a connection may claim at once: no more than the bandwidth limit passes in a short time,
+    /// or the peer would be idle for long and then get a burst.
     fn units_at_once(&self) -> u64 {
         let bytes = self.bandwidth_limit.bytes_in(PACED_TIME).unwrap_or(u64::MAX);
         (bytes / UNIT_BYTES).clamp(1, UNITS_MAX)
     }
 
-    /// Waits until what was sent before has taken its time. Nothing is claimed meanwhile, so no page
-    /// that is written in this time goes twice.
+    /// Waits until the bandwidth limit allows more. Nothing is claimed meanwhile, so that a page that is
+    /// written during the wait is sent only once.
     fn wait_for_turn(&self) -> Result<(), Failure> {
         loop {
             let pause = self.bandwidth_limit.reserve(0);
@@ -277,7 +277,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         }
     }
 
-    /// Tells the destination what will come next, if it is time to.
+    /// Announces the next memory to the destination, if that is due.
     fn announce(
         &self,
         announcer: &mut Announcer,
@@ -301,8 +301,8 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(())
     }
 
-    /// What no connection has claimed, as far as it is not found dirty later: of a first round everything
-    /// that is populated, of others what was cleared before.
+    /// The unclaimed pages that will not be found dirty later: in a first round all populated ones, in
+    /// others those whose bits were cleared before.
     fn unsent(&self) -> Result<Option<Vec<PageBitmap>>, Failure> {
         let mut unsent: Option<Vec<PageBitmap>> = None;
         let mut words = vec![0; to_usize(UNITS_MAX * UNIT_PAGES / 64)];
@@ -312,8 +312,8 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             let runs: Vec<Run> = match (self.kind, &self.cleared) {
                 (RoundKind::First, cleared) => {
                     if matches!(cleared, Cleared::BySlice) {
-                        // The log began with everything, holes as well. What is populated from here on is
-                        // found dirty later.
+                        // Initially the log has every page, holes included. Pages that are populated from
+                        // here on are found dirty later.
                         let words = &mut words[..to_usize(pages.div_ceil(64))];
                         self.log
                             .collect_and_clear(region, first..first + pages, words)
@@ -339,8 +339,8 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(unsent)
     }
 
-    /// What is populated of a slice and not known to be free, as runs, and the number of pages that
-    /// are free.
+    /// The populated pages of a slice that are not known to be free, as runs, and the number of free
+    /// pages.
     fn wanted(&self, slice: Slice) -> Result<(Vec<Run>, u64), Failure> {
         let Slice { region, first, pages } = slice;
         let runs = self.memory.populated_runs(region, first..first + pages);
@@ -362,10 +362,9 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok((runs_in_words(&populated, first).collect(), left_out))
     }
 
-    /// Divides dirty runs into what is populated and what is not (any more): the guest's balloon has given
-    /// it back, and looking for zeros in it would take it from the host again. Asked after the dirty bits
-    /// were cleared, so that a page that is populated from now on is found dirty later. One question for
-    /// all runs of a slice.
+    /// Splits dirty runs into populated pages and holes: the balloon has returned the latter, and reading
+    /// them would populate them again. Called after the dirty bits were cleared, so that a page that is
+    /// populated from now on is found dirty later. One query covers all runs of a slice.
     fn without_holes(
         &self,
         region: usize,
@@ -379,7 +378,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(divide(&dirty, &populated))
     }
 
-    /// Clears the slice's dirty bits, and only then finds out what its pages hold.
+    /// Clears the slice's dirty bits, and only then examines its pages.
     fn add_content(
         &self,
         slice: Slice,
@@ -388,7 +387,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
     ) -> Result<(), Failure> {
         let Slice { region, first, pages } = slice;
         let memory: &'a M = self.memory;
-        // Until what is found below has been sent.
+        // Held until the contents found below have been sent.
         let held;
         let words = &mut words[..to_usize(pages.div_ceil(64))];
         match &self.cleared {
@@ -449,7 +448,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
         Ok(())
     }
 
-    /// Sends what has come together; returns the bytes of contents.
+    /// Sends the collected content; returns the bytes of contents.
     fn flush(
         &self,
         stream: &mut SendStream<'_>,

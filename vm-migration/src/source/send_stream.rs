@@ -21,29 +21,29 @@ use crate::protocol::message::Message;
 use crate::ram::{self, GuestMemoryMap};
 use crate::transport::Part;
 
-/// Pages of several slices go in one message until they are this many bytes: a guest that dirties
-/// a page here and there costs no message for each.
+/// Size up to which pages of several slices are collected into one message: scattered dirty pages do not
+/// cost a message each.
 const MESSAGE_BYTES: u64 = 1 << 20;
 
-/// How long what one connection has taken on may occupy it, alongside the round trip.
+/// How long the data in flight on one connection may occupy it, in addition to the round trip.
 const HOLD: Duration = Duration::from_millis(20);
 
-/// Messages on one connection that may wait for their answers: enough to never let the link idle,
-/// few enough that a refusal is noticed soon.
+/// Most unanswered messages on one connection: enough to keep the link busy, few enough that a refusal is
+/// noticed soon.
 const UNANSWERED_MAX: usize = 4;
 
-/// Messages shorter than this say more about the round trip than about the rate.
+/// Shorter messages measure the round trip rather than the rate.
 const SAMPLE_BYTES_MIN: u64 = 64 << 10;
 
-/// How fast a connection has been.
+/// Measured rate of a connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PeerRate {
-    /// 0 before anything was measured.
+    /// 0 before the first measurement.
     bytes_per_s: u64,
 }
 
 impl PeerRate {
-    /// Bytes that may be under way.
+    /// Bytes that may be in flight.
     fn budget_bytes(self, round_trip: Duration) -> u64 {
         let hold_us = (HOLD + 4 * round_trip).as_micros();
         let bytes = u128::from(self.bytes_per_s) * hold_us / 1_000_000;
@@ -59,20 +59,20 @@ impl PeerRate {
     }
 }
 
-/// What is known of a connection from round to round.
+/// Measurements of a connection, kept from round to round.
 #[derive(Debug)]
 pub(crate) struct Record {
     pace: PeerRate,
-    /// Where compression is wanted.
+    /// Set if compression is enabled.
     page_compressor: Option<PageCompressor>,
-    /// Compression was found to pay.
+    /// Compression is in use.
     on: bool,
-    /// The fastest that a message was answered.
+    /// The shortest time in which a message was answered.
     pub(crate) fastest_answer: Duration,
 }
 
 impl Record {
-    /// Nothing is known yet.
+    /// A record without measurements.
     pub(crate) fn new(compression: Compression) -> Result<Self, Failure> {
         let page_compressor = match compression {
             Compression::None => None,
@@ -90,14 +90,14 @@ impl Record {
     }
 }
 
-/// One connection in one round.
+/// A connection in one round.
 pub(crate) struct SendStream<'a> {
     channel: &'a mut Channel,
     record: &'a mut Record,
     round_trip: Duration,
-    /// Connections of this round.
+    /// Number of connections in this round.
     streams: u64,
-    /// Bytes and time of messages without an answer.
+    /// Size and time of sending of unanswered messages.
     waiting: VecDeque<(u64, Instant)>,
     answered: Option<Instant>,
     /// When the trial of an encoding began.
@@ -120,7 +120,7 @@ impl<'a> SendStream<'a> {
         Self { channel, record, round_trip, streams, progress, waiting, answered, trial: None }
     }
 
-    /// How many units to claim when `left` are left for all: ever fewer towards the end.
+    /// How many units to claim when `left` are left for all streams: ever fewer towards the end.
     pub(crate) fn claim_units(&self, left: u64) -> u64 {
         if self.streams == 1 {
             return UNITS_MAX;
@@ -129,7 +129,7 @@ impl<'a> SendStream<'a> {
         by_pace.min(left / (2 * self.streams)).clamp(1, UNITS_MAX)
     }
 
-    /// How many bytes of several slices may come together in one message.
+    /// How many bytes of several slices may be collected into one message.
     pub(crate) fn message_bytes(&self) -> u64 {
         if self.streams == 1 {
             return MESSAGE_BYTES;
@@ -175,12 +175,12 @@ impl<'a> SendStream<'a> {
         Ok(())
     }
 
-    /// Sends a message that says all.
+    /// Sends a message without contents.
     pub(crate) fn send(&mut self, message: &Message) -> Result<(), Failure> {
         self.send_parts(&[Part::Bytes(&message.encode())], 0)
     }
 
-    /// Sends contents of memory, compressed or not.
+    /// Sends memory contents, compressed or not.
     pub(crate) fn send_memory<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
@@ -239,7 +239,7 @@ impl<'a> SendStream<'a> {
         self.send_parts(&parts, data.iter().map(PageRun::len_bytes).sum())
     }
 
-    /// Sends zeros as the contents of pages, of which nothing is read.
+    /// Sends zeros as the contents of pages, without reading them.
     pub(crate) fn send_blank<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
@@ -265,7 +265,7 @@ impl<'a> SendStream<'a> {
         data: &[PageRun],
     ) -> Result<(), Failure> {
         const STEP: &str = "compressing memory";
-        // Taken out while it is used: sending needs all of the stream.
+        // Moved out while in use, because sending borrows the whole stream.
         let Some(mut page_compressor) = self.record.page_compressor.take() else {
             return self.send_plain(memory, data);
         };
@@ -276,7 +276,7 @@ impl<'a> SendStream<'a> {
             Ok(Some(frame)) => {
                 let raw_bytes = data.iter().map(PageRun::len_bytes).sum();
                 self.progress.compressed(raw_bytes, frame.len() as u64);
-                // Shorter than a megabyte, as it is shorter than what it holds.
+                // Fits, because a frame is shorter than its contents.
                 let frame_bytes = u32::try_from(frame.len()).unwrap_or(u32::MAX);
                 let ranges = ranges(memory, data);
                 let head = Message::MemoryZstd { ranges, frame_bytes }.encode();
@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn a_long_way_does_not_look_like_a_slow_one_for_ever() {
-        // A link of 1 GB/s with a round trip of 50 ms: each message takes 50 ms and its bytes.
+        // A link of 1 GB/s with a round trip of 50 ms: each message takes 50 ms and the time for its bytes.
         let mut pace = PeerRate::default();
         let mut claimed = UNIT_BYTES;
         for _ in 0..8 {

@@ -22,21 +22,21 @@ use crate::error::{Cause, Failure, Step};
 use crate::layout::PAGE_BYTES;
 use crate::vm::{DirtyLog, SourceVm, Throttle};
 
-/// The guest does not run, and nothing but state is left to send before it can run over there.
+/// The guest is stopped, and only the state is left to send before it can run at the destination.
 pub(crate) struct Stopped<V: SourceVm> {
     pub vm: V::Paused,
     pub control: Channel,
     pub links: Links,
     pub later: Option<Arc<Server<V::Memory>>>,
-    /// It has been read for the last time. It ends when the guest does not wait for that any more: the
-    /// kernel goes through all of its tables then.
+    /// The dirty log, which has been read for the last time. It is dropped once the guest does not
+    /// wait for that any more, because the kernel then walks all of its page tables.
     pub log: Option<V::Log>,
     /// When the pause began.
     pub since: Instant,
 }
 
 impl<V: SourceVm> Copied<V> {
-    /// Pauses the guest and deals with what it dirtied last.
+    /// Pauses the guest and handles the last dirty pages.
     pub(crate) fn stop(self, context: Context<'_>) -> Result<Stopped<V>, PhaseFailure<V>> {
         let Self { vm, memory, mut control, mut links, remaining } = self;
         let since = Instant::now();
@@ -75,7 +75,7 @@ impl<V: SourceVm> Copied<V> {
                         announce: false,
                     };
                     send_round(&*memory, log, pass, &mut control, &mut links, context)?;
-                    // The destination sees the end of these as the end of their work.
+                    // The destination takes the end of these connections for the end of their work.
                     links.memory.clear();
                     Ok(None)
                 }
@@ -106,12 +106,12 @@ impl<V: SourceVm> Copied<V> {
     }
 }
 
-/// What goes to the destination of memory, and when.
+/// What is sent of memory, and when.
 enum StopTransfer {
-    /// Nothing: it has it.
+    /// Nothing: the destination has it already.
     Nothing,
-    /// What is dirty, now; the guest was slowed down for it.
+    /// The dirty pages, now; holds the throttle of the guest until then.
     BeforeHandover(Option<Box<dyn Throttle>>),
-    /// These pages and what is dirty, after the guest; the destination knows of some.
+    /// These pages and the dirty ones, after the guest; the destination knows the second ones already.
     AfterHandover(Vec<PageBitmap>, Option<Vec<PageBitmap>>),
 }

@@ -10,9 +10,9 @@ use std::time::Instant;
 use super::Context;
 use crate::steering::Steering;
 
-/// What ends precopy in favour of postcopy: a request, or a time that was set beforehand.
+/// What switches precopy to postcopy: a request, or a time limit.
 pub(crate) struct Switch<'a> {
-    /// `None` where memory may not follow the guest.
+    /// `None` where postcopy is not allowed.
     after: Option<(Option<Instant>, &'a Steering)>,
 }
 
@@ -26,7 +26,7 @@ impl<'a> Switch<'a> {
         Self { after: options.mode().may_postcopy().then(after) }
     }
 
-    /// Never.
+    /// A switch that is never due.
     pub(crate) fn never() -> Self {
         Self { after: None }
     }

@@ -9,17 +9,17 @@ use std::ops::Range;
 use crate::cursor::Cursor;
 use crate::layout::{Layout, PAGE_BYTES};
 
-/// Least that is claimed at once: 64 pages, the grain of the kernel's dirty logs.
+/// Pages in a unit, the least that is claimed at once: the granularity of the kernel's dirty logs.
 pub(crate) const UNIT_PAGES: u64 = 64;
 
-/// Most units that are claimed at once. Their dirty bits are cleared by one call and their
-/// contents are one message: at a gigabyte a second a page waits 4 ms between the two.
+/// Most units that are claimed at once. One call clears their dirty bits and their contents are one
+/// message: at 1 GB/s a page waits 4 ms between the two.
 pub(crate) const UNITS_MAX: u64 = 16;
 
 /// Bytes of a unit.
 pub(crate) const UNIT_BYTES: u64 = UNIT_PAGES * PAGE_BYTES;
 
-/// Some pages of one region, the first one a multiple of [`UNIT_PAGES`].
+/// Consecutive pages of one region, beginning at a multiple of [`UNIT_PAGES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
     pub region: usize,
@@ -27,10 +27,10 @@ pub(crate) struct Slice {
     pub pages: u64,
 }
 
-/// All regions as one line of units, each region beginning with a unit of its own.
+/// The units of all regions, numbered consecutively; each region begins with a new unit.
 #[derive(Debug)]
 pub(crate) struct UnitSpace {
-    /// Per region: its first unit, and its pages.
+    /// By region: its first unit, and its number of pages.
     regions: Vec<(u64, u64)>,
     pub(super) units: u64,
 }
@@ -51,7 +51,7 @@ impl UnitSpace {
         self.regions.partition_point(|(first, _)| *first <= unit).saturating_sub(1)
     }
 
-    /// Units from `unit` to the end of its region.
+    /// Number of units from `unit` to the end of its region.
     fn left_in_region(&self, unit: u64) -> u64 {
         let next = self.region_at(unit) + 1;
         self.regions.get(next).map_or(self.units, |(first, _)| *first) - unit
@@ -66,12 +66,12 @@ impl UnitSpace {
         Slice { region, first, pages: end - first }
     }
 
-    /// All of it, in slices of the greatest length.
+    /// All units, in slices of the greatest length.
     pub(crate) fn slices(&self) -> impl Iterator<Item = Slice> {
         self.slices_of(0..self.units)
     }
 
-    /// The same of some units.
+    /// A range of units, in slices of the greatest length.
     pub(super) fn slices_of(&self, units: Range<u64>) -> impl Iterator<Item = Slice> {
         let mut at = units.start;
         std::iter::from_fn(move || {
@@ -83,7 +83,7 @@ impl UnitSpace {
         })
     }
 
-    /// Claims the next slice of as many units as `wanted` says when so many are left.
+    /// Claims the next slice, of as many units as `wanted` returns for the number that is left.
     pub(super) fn claim(&self, cursor: &Cursor, wanted: impl Fn(u64) -> u64) -> Option<Slice> {
         let units = cursor.claim(|start, left| wanted(left).min(self.left_in_region(start)))?;
         Some(self.slice(&units))

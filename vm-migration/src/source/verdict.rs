@@ -27,13 +27,13 @@ const PAUSE_FIRST: Duration = Duration::from_millis(50);
 /// Longest pause between two attempts.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// A destination in doubt listens. After so many attempts in a row to which its host answered that
-/// nothing listens there (over a second and a half with the pauses between them) it is not in doubt.
+/// Number of consecutive refused connections (over a second and a half with the pauses between them) after
+/// which the destination is not in doubt: one in doubt listens.
 const REFUSED_MAX: u32 = 5;
 
 const STEP: &str = "telling the destination which side has the guest";
 
-/// Where a destination is told, and for how long.
+/// Reports a verdict to the destination, and for how long it tries.
 #[derive(Clone, Debug)]
 pub(crate) struct VerdictSender {
     to: Address,
@@ -44,7 +44,7 @@ pub(crate) struct VerdictSender {
     steering: Steering,
 }
 
-/// A guest that continues here, and a destination that may be in doubt about it.
+/// A guest that continues at the source, while the destination may be in doubt.
 #[derive(Debug)]
 pub(crate) struct Retraction {
     pub withheld: Withheld,
@@ -52,7 +52,7 @@ pub(crate) struct Retraction {
 }
 
 impl Retraction {
-    /// Says so from a thread of its own: the guest runs already, and waits for nothing.
+    /// Reports the verdict from a thread of its own: the guest runs already and does not wait for it.
     pub(crate) fn tell_in_background(self) {
         let Self { withheld, teller } = self;
         let body = move || {
@@ -71,12 +71,12 @@ impl Retraction {
     }
 }
 
-/// The connection of the handover, where the answer to the last message may come late: the destination
-/// says it as soon as its guest runs, and then listens no more.
+/// The connection of the handover, on which the answer to the last message may arrive late: the destination
+/// sends it as soon as its guest runs, and then stops listening.
 struct HandoverAnswer(Option<Channel>);
 
 impl HandoverAnswer {
-    /// The answer, if it is there.
+    /// The answer, if it has arrived.
     fn answer(&mut self) -> Option<Result<(), Cause>> {
         let control = self.0.as_mut()?;
         if !control.reader.has_buffered() {
@@ -103,7 +103,7 @@ impl HandoverAnswer {
     }
 }
 
-/// Tells the log what a destination says that has not started its guest.
+/// Logs the note of a destination that has not started its guest.
 pub(super) fn note_standing(said: &[u8]) {
     if !said.is_empty() {
         let why = String::from_utf8_lossy(said);
@@ -111,20 +111,20 @@ pub(super) fn note_standing(said: &[u8]) {
     }
 }
 
-/// One attempt.
+/// Outcome of an attempt.
 enum Attempt {
-    /// It knows.
+    /// The destination has received the verdict.
     Heard,
-    /// It answered that this is not its doubt, or what came of it.
+    /// The destination answered that it is not in doubt about this migration, or with a failure.
     Answered(Cause),
-    /// Nothing listens there.
+    /// Nothing listens at the address.
     NotThere(Cause),
-    /// It could not be reached.
+    /// The address could not be reached.
     Unreachable(Cause),
 }
 
 impl VerdictSender {
-    /// Of a migration whose token is `id`.
+    /// A sender for the migration with the token `id`.
     pub(crate) fn new(context: Context<'_>, id: [u8; TOKEN_BYTES]) -> Self {
         let options = context.options;
         Self {
@@ -137,10 +137,11 @@ impl VerdictSender {
         }
     }
 
-    /// Tells a destination that may not know that the guest is its own, and hears that it runs it.
+    /// Confirms to a destination that may not know it that it owns the guest, and waits until it runs the
+    /// guest.
     ///
     /// # Errors
-    /// It could not be told, or said no; the guest belongs to it all the same.
+    /// When the destination could not be reached or refused; it owns the guest in either case.
     pub(crate) fn confirm(
         self,
         unconfirmed: Unconfirmed,
@@ -163,7 +164,7 @@ impl VerdictSender {
     ) -> Result<(), Failure> {
         let told = self.tell_anew(verdict, &mut late, never);
         match told {
-            // It may have come meanwhile, and that is why nothing listens there any more.
+            // The answer may have arrived meanwhile, which explains why nothing listens any more.
             Err(failure) => late.answer().unwrap_or(Err(failure.cause)).step(STEP),
             Ok(()) => Ok(()),
         }
@@ -203,7 +204,7 @@ impl VerdictSender {
         Err(last).step(STEP)
     }
 
-    /// Waits until it is time for another attempt; false when there is none any more.
+    /// Waits until the next attempt is due; false when the time is over.
     fn wait(&mut self, since: Instant, pause: Duration) -> Result<bool, Failure> {
         let next = Instant::now() + pause;
         loop {
@@ -244,7 +245,7 @@ impl VerdictSender {
             Err(error) => return Attempt::Unreachable(error.into()),
         };
         let mut channel = Channel::new(connection);
-        // The answer comes when the guest runs there, so it may take a while.
+        // The answer comes when the guest runs at the destination, so it may take a while.
         match channel.ask(&Message::Verdict { id: self.id, verdict }, limits.answer) {
             Ok(_) => Attempt::Heard,
             Err(cause @ Cause::Refused(_)) => Attempt::Answered(cause),

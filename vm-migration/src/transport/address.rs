@@ -15,7 +15,7 @@ const HOST_BYTES_MAX: usize = 253;
 /// Longest path of a Unix socket (`sun_path` less its terminator).
 const PATH_BYTES_MAX: usize = 107;
 
-/// Where a migration peer is.
+/// Address of a migration peer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
     /// Host (name, IPv4 or IPv6 without brackets) and port; port 0 lets a listener choose.
@@ -30,7 +30,7 @@ pub enum Address {
 }
 
 impl Address {
-    /// Whether a resolver has to be asked where it is, which may take long.
+    /// True when the host is a name that must be resolved, which may take long.
     pub fn has_name(&self) -> bool {
         matches!(self, Self::Tcp { host, .. } if host.parse::<IpAddr>().is_err())
     }
@@ -46,7 +46,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// Text that is not an address.
+/// The error for a text that is not an address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a migration address ({why}); use tcp:HOST:PORT or unix:PATH")]
 pub struct AddressError {
@@ -112,7 +112,7 @@ fn check_host(host: &str) -> Result<(), &'static str> {
     if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_ipv4()) || is_name(host) {
         return Ok(());
     }
-    // The brackets are gone by now; without them the colons could not be told from the port's.
+    // The brackets are removed by now; without them the port could not be told from the address.
     if host.parse::<Ipv6Addr>().is_ok() {
         return Ok(());
     }

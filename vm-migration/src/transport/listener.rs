@@ -21,14 +21,14 @@ use super::wait::{WaitEnd, wait};
 use super::{Address, TransportError};
 use crate::cancel::Cancel;
 
-/// Connections that wait in a listener: a migration opens up to 257 at once.
+/// Backlog of a listener: a migration opens up to 257 connections at once.
 const BACKLOG: i32 = 257;
 
 /// A listening socket. A Unix socket's file is removed when the last listener on it is dropped.
 #[derive(Debug)]
 pub struct Listener {
     bound: Arc<Bound>,
-    /// Connections are to use TLS, with these certificates.
+    /// Certificates, if connections use TLS.
     tls: Option<ServerTls>,
 }
 
@@ -36,7 +36,7 @@ pub struct Listener {
 struct Bound {
     socket: Socket,
     address: Address,
-    /// A socket file that was made here: path, device, inode.
+    /// The socket file that was created here: path, device, inode.
     made: Option<(PathBuf, u64, u64)>,
 }
 
@@ -45,16 +45,16 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 }
 
 impl Listener {
-    /// Listens. A stale socket file is replaced; one that has a listener is not.
+    /// Listens. A stale socket file is replaced; one with a listener is not.
     ///
     /// # Errors
-    /// When the address is taken or not ours.
+    /// When the address is in use, or does not belong to this host.
     pub fn bind(address: &Address) -> Result<Self, TransportError> {
         let failed = |source| TransportError::Listen { address: address.clone(), source };
         Self::bind_unless(address, &Cancel::new().map_err(failed)?)
     }
 
-    /// The same, and a cancel ends the wait for the resolver of names.
+    /// Like [`bind`](Self::bind); a cancel ends the wait for name resolution.
     ///
     /// # Errors
     /// As [`Self::bind`].
@@ -103,34 +103,35 @@ impl Listener {
         Ok(Self { bound: Arc::new(bound), tls: None })
     }
 
-    /// The same socket; connections that are accepted here use TLS, or do not.
+    /// The same socket; connections accepted by the result use TLS with these certificates, or no TLS if
+    /// `None`.
     pub(crate) fn with_tls(&self, tls: Option<ServerTls>) -> Self {
         Self { bound: Arc::clone(&self.bound), tls }
     }
 
-    /// What connections are to use.
+    /// The certificates, if connections use TLS.
     pub(crate) fn tls(&self) -> Option<&ServerTls> {
         self.tls.as_ref()
     }
 
-    /// The handshake of a connection that was accepted here, if it is to have one.
+    /// The TLS handshake for a connection that was accepted here, if it needs one.
     ///
     /// # Errors
-    /// The certificates are of no use.
+    /// When the certificates cannot be used.
     pub(crate) fn handshake(&self) -> Result<Option<Handshake>, TransportError> {
         Ok(self.tls.as_ref().map(Handshake::server).transpose()?)
     }
 
-    /// Where it listens, with the port that was chosen.
+    /// The address on which it listens, with the actual port.
     pub fn address(&self) -> &Address {
         &self.bound.address
     }
 
-    /// Takes a connection that waits to be accepted; `None` when there is none. Its
-    /// [`handshake`](Self::handshake) is still to come.
+    /// Accepts a waiting connection; `None` when there is none. Its [`handshake`](Self::handshake) is still
+    /// to be done.
     ///
     /// # Errors
-    /// What the system lacks for it.
+    /// When the host lacks a resource for it.
     pub(crate) fn accept_now(
         &self,
         cancel: &Cancel,
@@ -150,7 +151,7 @@ impl Listener {
         }
     }
 
-    /// Waits for a connection, and for its handshake.
+    /// Waits for a connection and carries out its handshake.
     ///
     /// # Errors
     /// When none comes in time, the wait is cancelled, or the handshake fails.
@@ -198,7 +199,7 @@ impl AsRawFd for Listener {
 impl Drop for Bound {
     fn drop(&mut self) {
         let Some((path, device, inode)) = &self.made else { return };
-        // Another listener may have its own there by now.
+        // Another listener may have created its own file there by now.
         if file_at(path).is_ok_and(|there| there == (*device, *inode)) {
             let _ = std::fs::remove_file(path);
         }

@@ -40,27 +40,27 @@ pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
 use std::io;
 use std::time::Duration;
 
-/// Idle time after which TCP asks whether the peer is still there.
+/// Idle time after which TCP probes whether the peer is alive.
 pub const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
 
-/// Time between two such questions.
+/// Time between two probes.
 pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Questions without an answer after which the connection is dead: found within about 11 s.
+/// Unanswered probes after which the connection counts as dead: within about 11 s.
 pub const KEEPALIVE_PROBES: u32 = 3;
 
-/// How long sent data may stay unacknowledged before the connection is dead.
+/// How long sent data may stay unacknowledged before the connection counts as dead.
 pub const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bytes that a bulk socket of postcopy keeps unsent: two chunks, so that a page which was claimed
-/// for bulk and is then asked for waits for little.
+/// Most unsent bytes in the socket of a postcopy background connection: two chunks, so that a page that was
+/// claimed for the background and is then requested waits only briefly.
 pub const BULK_UNSENT_BYTES_MAX: u32 = 128 << 10;
 
-/// The slowest that a message may travel over all, alongside the time that it may stand still: 512 kbit/s. A
-/// peer that sends or takes a byte now and then would otherwise keep this side for as long as it likes.
+/// Lowest average rate of a message, in addition to the time for which it may stall: 512 kbit/s. A peer that
+/// sends or takes a byte now and then could otherwise block this side indefinitely.
 pub const SLOWEST_BYTES_PER_S: u64 = 64 << 10;
 
-/// What a connection can suffer.
+/// Why a connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
     /// An address that does not resolve.
@@ -68,16 +68,16 @@ pub enum TransportError {
     Resolve {
         /// The address.
         address: Address,
-        /// The resolver's words.
+        /// The resolver's error.
         #[source]
         source: io::Error,
     },
-    /// No listener there.
+    /// The connection could not be established.
     #[error("cannot connect to {address}; is a VM waiting there in receive-migration?")]
     Connect {
         /// The address.
         address: Address,
-        /// Why.
+        /// The host's error.
         #[source]
         source: io::Error,
     },
@@ -86,14 +86,14 @@ pub enum TransportError {
     Listen {
         /// The address.
         address: Address,
-        /// Why.
+        /// The host's error.
         #[source]
         source: io::Error,
     },
     /// Another process listens there.
     #[error("cannot listen on {0}: another process already listens there")]
     InUse(Address),
-    /// Connections there have to use TLS, and were not to.
+    /// Connections to the address must use TLS, and the new listener has no certificates.
     #[error(
         "cannot listen on {0} without TLS: the source of a migration that is over may still come back there, \
          and that used TLS; give tls_dir, or use another port"
@@ -102,15 +102,15 @@ pub enum TransportError {
     /// The peer ended the connection.
     #[error("the peer closed the connection")]
     Closed,
-    /// Nothing moved for too long.
+    /// No data moved for too long.
     #[error("the peer did not react for {} s while this side was {what}", after.as_secs_f32())]
     Timeout {
-        /// What was waited for.
+        /// The step that waited.
         what: &'static str,
-        /// How long.
+        /// The time limit.
         after: Duration,
     },
-    /// It moved, but hardly.
+    /// A message was slower than the lowest rate.
     #[error(
         "the peer took more than {} s over {bytes} bytes while this side was {what}; a message has to \
          travel at {} KiB/s or more",
@@ -118,34 +118,34 @@ pub enum TransportError {
         SLOWEST_BYTES_PER_S >> 10
     )]
     TooSlow {
-        /// What was being done.
+        /// The step.
         what: &'static str,
-        /// What has passed.
+        /// Bytes that were transferred.
         bytes: u64,
-        /// In how long.
+        /// Time that they took.
         after: Duration,
     },
-    /// A cancel has come.
+    /// The wait was cancelled.
     #[error("the wait was cancelled")]
     Cancelled,
-    /// Memory that has no page, and gets none.
+    /// The host has no page for guest memory.
     #[error(
         "the host has no page for guest memory while this side is {what}; give its pool of huge pages \
          (hugetlb, nr_hugepages) as many as the VM has memory"
     )]
     NoPage {
-        /// What was being done.
+        /// The step.
         what: &'static str,
     },
-    /// TLS.
+    /// An error of TLS.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The system's own error.
+    /// Another error of the host.
     #[error("the connection failed while {what}")]
     Io {
-        /// What was being done.
+        /// The step.
         what: &'static str,
-        /// Why it failed.
+        /// The host's error.
         #[source]
         source: io::Error,
     },

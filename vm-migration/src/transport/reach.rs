@@ -16,10 +16,10 @@ use super::wait::{WaitEnd, wait};
 use super::{Address, TransportError};
 use crate::cancel::Cancel;
 
-/// How often a wait for name resolution looks at the cancel.
+/// How often a wait for name resolution checks for a cancel.
 const RESOLVE_POLL: Duration = Duration::from_millis(20);
 
-/// Why there is no connection.
+/// Why a connection was not established.
 pub(super) enum ConnectEnd {
     Cancelled,
     Failed(io::Error),
@@ -55,8 +55,8 @@ pub(super) fn connect_one(
     }
 }
 
-/// The socket addresses behind an address. Names are resolved on a thread of their own, because
-/// the resolver knows neither time limits nor a cancel; a thread left behind ends with it.
+/// Resolves an address to socket addresses. Names are resolved on a thread of their own, because
+/// the resolver has neither a time limit nor a cancel; an abandoned thread ends with the resolver.
 pub(super) fn resolve(
     address: &Address,
     cancel: &Cancel,

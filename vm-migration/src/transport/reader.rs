@@ -14,25 +14,25 @@ use super::socket::{Connection, guest_iovec};
 use crate::protocol::codec::ByteSource;
 use crate::ram::GuestSlice;
 
-/// Bytes that [`Reader`] takes ahead: a header, a table of some entries, and little of what
-/// follows, because pages are better received in place.
+/// Bytes that [`Reader`] reads ahead: a header, a table of some entries, and little of what follows,
+/// because pages are better received in place.
 const AHEAD_BYTES: usize = 256;
 
-/// The reading end of a connection, with a little read-ahead.
+/// The reading side of a connection, with a small read-ahead buffer.
 #[derive(Debug)]
 pub struct Reader {
     connection: Arc<Connection>,
     ahead: Box<[u8; AHEAD_BYTES]>,
     start: usize,
     end: usize,
-    /// Descriptors are welcome; all others are closed by the kernel.
+    /// Descriptors are accepted; otherwise the kernel closes them.
     takes_descriptors: bool,
-    /// The one that has come and was not asked for yet.
+    /// A descriptor that has arrived and has not been taken yet.
     descriptor: Option<OwnedFd>,
 }
 
 impl Reader {
-    /// Reads from a connection that has no other reader.
+    /// A reader for a connection that has no other one.
     pub fn new(connection: Arc<Connection>) -> Self {
         Self {
             connection,
@@ -44,18 +44,18 @@ impl Reader {
         }
     }
 
-    /// From now on descriptors are welcome, one at a time, or not.
+    /// Sets whether descriptors are accepted, one at a time.
     pub(crate) fn welcome_descriptors(&mut self, welcome: bool) {
         self.takes_descriptors = welcome;
         self.descriptor = None;
     }
 
-    /// The descriptor that came with what was read.
+    /// Takes the descriptor that came with the data read so far.
     pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
         self.descriptor.take()
     }
 
-    /// Receives into a buffer of the caller's, or into our own.
+    /// Receives into the caller's buffer, or into the read-ahead buffer.
     fn receive_some(&mut self, buf: Option<&mut [u8]>) -> Result<usize, TransportError> {
         let buf = buf.unwrap_or(&mut self.ahead[..]);
         if !self.takes_descriptors {
@@ -70,7 +70,7 @@ impl Reader {
         Ok(len)
     }
 
-    /// True when bytes are here that a poll of the socket does not see.
+    /// True when data is buffered here that a poll of the socket does not show.
     pub(crate) fn has_buffered(&self) -> bool {
         self.start < self.end || self.connection.has_buffered()
     }

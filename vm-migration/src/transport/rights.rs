@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-/// Room for a control message with one descriptor, aligned as the kernel wants it.
+/// Buffer for a control message with one descriptor, with the alignment that the kernel requires.
 #[repr(C, align(8))]
 struct Control([u8; SPACE_BYTES]);
 
@@ -29,7 +29,7 @@ fn message(piece: &mut libc::iovec, control: &mut Control) -> libc::msghdr {
     message
 }
 
-/// Sends bytes, at least one, and a descriptor with the first; returns how many bytes went.
+/// Sends at least one byte, with a descriptor; returns the number of bytes sent.
 pub(super) fn send(socket: RawFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let mut control = Control([0; SPACE_BYTES]);
     let mut piece =
@@ -49,12 +49,12 @@ pub(super) fn send(socket: RawFd, bytes: &[u8], descriptor: BorrowedFd<'_>) -> i
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Receives bytes and, if one comes with them, a descriptor. 0 bytes mean the end.
+/// Receives bytes and, if one comes with them, a descriptor. 0 bytes mean the end of the stream.
 pub(super) fn receive(socket: RawFd, buf: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut control = Control([0; SPACE_BYTES]);
     let mut piece = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
     let mut message = message(&mut piece, &mut control);
-    // Without the padding, in which a second descriptor would find room.
+    // Without the padding, in which a second descriptor would fit.
     message.msg_controllen = LEN_BYTES;
     // SAFETY: the kernel writes at most `buf.len()` bytes into `buf` and SPACE_BYTES into `control`.
     let received = unsafe {
@@ -122,7 +122,7 @@ mod tests {
         ScmSocket::send_with_fds(&one, &[&b"ab"[..]], &fds).unwrap();
         assert!(receive(other.as_raw_fd(), &mut [0; 16]).is_err());
         drop(writer);
-        // Ends only when no writing end is left.
+        // The read ends only when no writing end is left.
         assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
     }
 }

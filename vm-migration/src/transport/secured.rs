@@ -18,7 +18,7 @@ use super::{Address, TransportError};
 const HANDSHAKE: &str = "agreeing on TLS";
 
 impl Connection {
-    /// With TLS from here on, where it is given; as the source, in a total time of a stall.
+    /// Carries out the client's TLS handshake, if certificates are given, within the stall timeout.
     pub(super) fn secure(
         self,
         tls: Option<&ClientTls>,
@@ -32,11 +32,11 @@ impl Connection {
         self.shake_hands(handshake)
     }
 
-    /// True when there is something to read now, or the connection has ended. A poll of the socket may
-    /// say so of bytes of which nothing can be read yet.
+    /// True when there is data to read now, or the connection has ended. A poll of the socket may report
+    /// bytes of a TLS record that is not complete yet.
     ///
     /// # Errors
-    /// The poll fails.
+    /// When the poll fails.
     pub(crate) fn has_data_now(&self) -> io::Result<bool> {
         if let Some(tls) = &self.tls {
             return Ok(self.has_plain_now(tls));
@@ -46,12 +46,12 @@ impl Connection {
         Ok(matches!(end, WaitEnd::Ready(_)))
     }
 
-    /// Bytes are here that a poll of the socket does not see.
+    /// True when data is buffered that a poll of the socket does not show.
     pub(super) fn has_buffered(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.opener().is_ready(tls))
     }
 
-    /// Carries out a handshake, in a total time of a stall.
+    /// Carries out a handshake, within the stall timeout.
     pub(super) fn shake_hands(mut self, mut handshake: Handshake) -> Result<Self, TransportError> {
         let after = self.stall_timeout();
         let deadline = Instant::now() + after;
@@ -75,14 +75,14 @@ impl Connection {
         }
     }
 
-    /// Goes on with a handshake as far as it can; true when it is done.
+    /// Continues a handshake as far as possible; true when it is complete.
     pub(crate) fn advance(&mut self, handshake: &mut Handshake) -> Result<bool, TlsError> {
         let Progress::Done(stream) = handshake.advance(&self.socket)? else { return Ok(false) };
         self.tls = Some(stream);
         Ok(true)
     }
 
-    /// Sends a message as records, some at a time.
+    /// Sends a message as TLS records, a batch at a time.
     pub(super) fn send_sealed(
         &self,
         tls: &Stream,
@@ -95,10 +95,10 @@ impl Connection {
             return Err(TransportError::Closed);
         }
         let mut left = Left::new(parts);
-        // As long as nothing can go out nothing is sealed: a wait that ends here leaves the stream whole, and other
-        // words can follow.
+        // Nothing is sealed while nothing can be sent: a wait that fails here leaves the stream intact, and
+        // another message can follow.
         self.wait_for_room(total)?;
-        // What is sealed has a number, and has to go out.
+        // A sealed record has used its sequence number, and has to be sent.
         sealer.is_broken = true;
         loop {
             let records = sealer.batch(&mut left, tls)?;
@@ -116,7 +116,7 @@ impl Connection {
         }
     }
 
-    /// Waits until plaintext is there.
+    /// Waits until plaintext is available.
     fn fill(&self, tls: &Stream, opener: &mut Opener) -> Result<(), TransportError> {
         while !opener.has_plain(tls)? {
             match opener.receive(&self.socket) {
@@ -128,7 +128,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes what is there; false when no plaintext is.
+    /// Receives what the socket has; false when that yields no plaintext.
     fn fill_now(&self, tls: &Stream, opener: &mut Opener) -> Result<bool, TransportError> {
         while !opener.has_plain(tls)? {
             match opener.receive(&self.socket) {
@@ -144,7 +144,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Takes what is there; true when a reader need not wait, which may be because of the end.
+    /// Receives what the socket has; true when a reader need not wait, possibly because of the end of the
+    /// stream.
     fn poll_now(&self, tls: &Stream, opener: &mut Opener) -> bool {
         while !opener.is_ready(tls) {
             match opener.receive(&self.socket) {
@@ -210,7 +211,8 @@ impl Connection {
         Ok(is_there.then(|| self.take(&mut opener, buf)))
     }
 
-    /// Of the first record that has not been taken whole. A failure is left for the read that follows.
+    /// Copies from the first record that has not been consumed whole. A failure is left for the read that
+    /// follows.
     pub(super) fn peek_opened(&self, tls: &Stream, buf: &mut [u8]) -> usize {
         let mut opener = tls.opener();
         self.poll_now(tls, &mut opener);
@@ -224,7 +226,7 @@ impl Connection {
         self.poll_now(tls, &mut tls.opener())
     }
 
-    /// Waits until something can be read. In the middle of a record no wait is longer than a stall.
+    /// Waits until plaintext can be read. In the middle of a record no wait exceeds the stall timeout.
     pub(super) fn wait_for_plain(
         &self,
         tls: &Stream,
@@ -248,7 +250,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Says that nothing follows, if that can go out at once.
+    /// Sends the closing alert, if that is possible without blocking.
     pub(super) fn say_goodbye(&self) {
         if let Some(alert) = self.tls.as_ref().and_then(|tls| tls.close_notify()) {
             let _ = send_now(&self.socket, &alert);
@@ -256,8 +258,9 @@ impl Connection {
     }
 }
 
-/// Copies bytes to the start of a piece of guest memory, and takes that off it. Pages that the host has not
-/// are got first: the kernel says so when it has none to give, where the copy would end the process.
+/// Copies bytes to the start of a piece of guest memory, and advances the piece. Pages that are not populated
+/// are populated first: the kernel reports an error when it has none, where the copy would end the process
+/// with SIGBUS.
 ///
 /// # Safety
 /// The piece must be writable for the length of `bytes`, and nothing may have a reference into it.
@@ -269,7 +272,7 @@ unsafe fn copy_to(piece: &mut libc::iovec, bytes: &[u8]) -> Result<(), Transport
     // SAFETY: populating changes no contents, and fails where nothing is mapped.
     if unsafe { libc::madvise(start, before + bytes.len(), libc::MADV_POPULATE_WRITE) } != 0 {
         let error = io::Error::last_os_error();
-        // Linux before 5.14 does not know it.
+        // Linux before 5.14 does not have MADV_POPULATE_WRITE.
         if error.raw_os_error() != Some(libc::EINVAL) {
             return Err(TransportError::NoPage { what: "receiving" });
         }

@@ -27,12 +27,12 @@ use crate::cancel::Cancel;
 use crate::iovecs::Iovecs;
 use crate::ram::GuestSlice;
 
-/// A piece of a message.
+/// A part of a message.
 #[derive(Clone, Copy, Debug)]
 pub enum Part<'a> {
-    /// Own bytes.
+    /// Bytes of this process.
     Bytes(&'a [u8]),
-    /// Guest memory, sent from where it is.
+    /// Guest memory, which is sent without a copy.
     Guest(GuestSlice<'a>),
 }
 
@@ -40,25 +40,25 @@ pub enum Part<'a> {
 #[derive(Debug)]
 pub struct Connection {
     pub(super) socket: Socket,
-    /// With TLS.
+    /// TLS state, if the connection uses TLS.
     pub(super) tls: Option<Box<Stream>>,
-    /// What interrupts waits now; exchanged at the handover, after which a cancel comes too late.
+    /// The handle that interrupts waits; replaced at the handover, after which a cancel comes too late.
     cancel: Mutex<Cancel>,
     /// Longest time without progress, in microseconds.
     stall_timeout_us: AtomicU64,
-    /// When the message that is being read began.
+    /// When reading the current message began.
     reading_since: Mutex<Option<Instant>>,
-    /// What has come of it.
+    /// Bytes of it that have been read.
     read_bytes: AtomicU64,
-    /// A message has gone out in part.
+    /// A message was sent in part only.
     is_cut_short: AtomicBool,
 }
 
 impl Connection {
-    /// Connects.
+    /// Connects without TLS.
     ///
     /// # Errors
-    /// When there is no listener, in time or at all.
+    /// When nothing accepts the connection in time.
     pub fn connect(
         to: &Address,
         cancel: &Cancel,
@@ -68,10 +68,10 @@ impl Connection {
         Self::connect_secured(to, None, cancel, timeout, stall_timeout)
     }
 
-    /// Connects, with TLS where it is given.
+    /// Connects, with TLS if certificates are given.
     ///
     /// # Errors
-    /// When there is no listener, in time or at all, or the two sides do not agree on TLS within
+    /// When nothing accepts the connection in time, or the TLS handshake does not succeed within
     /// `stall_timeout`.
     pub fn connect_secured(
         to: &Address,
@@ -95,8 +95,8 @@ impl Connection {
         Err(TransportError::Connect { address: to.clone(), source: last })
     }
 
-    /// Connects to where this connection goes, with TLS if this one has it: of a TCP address to the same
-    /// host, whatever the name resolves to now.
+    /// Opens another connection to the peer of this one, with TLS if this one uses it. For a TCP address it
+    /// uses the same IP address, whatever the name resolves to now.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -122,10 +122,10 @@ impl Connection {
         }
     }
 
-    /// Over a socket that is connected already.
+    /// A connection over a connected Unix socket.
     ///
     /// # Errors
-    /// What the system says about it.
+    /// When the host refuses an operation on the socket.
     pub(crate) fn over(
         stream: UnixStream,
         cancel: &Cancel,
@@ -134,7 +134,7 @@ impl Connection {
         Self::new(Socket::from(stream), cancel, stall_timeout)
     }
 
-    /// Over a socket that is connected.
+    /// A connection over a connected socket.
     pub(super) fn new(
         socket: Socket,
         cancel: &Cancel,
@@ -165,7 +165,7 @@ impl Connection {
         })
     }
 
-    /// Keeps the queue of unsent bytes short, so that what is sent is soon there.
+    /// Limits the queue of unsent bytes, so that data is sent soon after it is queued.
     pub(crate) fn keep_queue_short(&self) -> Result<(), TransportError> {
         let set = || {
             if is_tcp(&self.socket)? {
@@ -177,7 +177,7 @@ impl Connection {
         set().map_err(TransportError::io("limiting a socket's queue"))
     }
 
-    /// From now on this interrupts the waits of this connection.
+    /// Sets the handle that interrupts the waits of this connection.
     pub(crate) fn set_cancel(&self, cancel: &Cancel) {
         *self.cancel.lock() = cancel.clone();
     }
@@ -187,14 +187,13 @@ impl Connection {
         Duration::from_micros(self.stall_timeout_us.load(Ordering::Relaxed))
     }
 
-    /// Changes it for the waits that follow.
+    /// Changes the stall timeout for later waits.
     pub(crate) fn set_stall_timeout(&self, timeout: Duration) {
         self.stall_timeout_us.store(micros(timeout), Ordering::Relaxed);
     }
 
-    /// What is read from now on is one message: it must not stand still, and must arrive in a total time
-    /// as well, that of a stall and what its bytes take at [`SLOWEST_BYTES_PER_S`]. With `false` that
-    /// ends, and only stalls count.
+    /// Limits the time of the message that is read from now on: it must not stall, and must arrive within the
+    /// stall timeout plus the time of its bytes at [`SLOWEST_BYTES_PER_S`]. `false` removes the second limit.
     pub(crate) fn time_message(&self, begins: bool) {
         self.read_bytes.store(0, Ordering::Relaxed);
         *self.reading_since.lock() = begins.then(Instant::now);
@@ -211,12 +210,12 @@ impl Connection {
     /// Sends bytes.
     ///
     /// # Errors
-    /// When the peer is gone, stalls, or the migration is cancelled.
+    /// When the connection has ended or stalls, or the migration is cancelled.
     pub fn send(&self, bytes: &[u8]) -> Result<(), TransportError> {
         self.send_parts(&[Part::Bytes(bytes)])
     }
 
-    /// Sends all parts, in order, without copying them here.
+    /// Sends all parts in order, without copying them in this process.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -229,12 +228,12 @@ impl Connection {
         sent
     }
 
-    /// A message did not go out whole: what is sent now the peer takes for the rest of it.
+    /// Notes that a message was sent in part only: the peer would take further bytes for the rest of it.
     pub(crate) fn cut_short(&self) {
         self.is_cut_short.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the peer takes what is sent now for a message.
+    /// True when the peer takes what is sent next as a new message.
     pub(crate) fn is_between_messages(&self) -> bool {
         !self.is_cut_short.load(Ordering::Relaxed)
     }
@@ -250,7 +249,7 @@ impl Connection {
         unsafe { self.send_all(&mut pieces, sent_bytes, &mut total) }
     }
 
-    /// Sends pieces until all are gone. `total` is when the message had to wait first.
+    /// Sends pieces until all are sent. `total` holds when the message had to wait first.
     ///
     /// # Safety
     /// Each piece must be readable for its length.
@@ -278,7 +277,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Receives into pieces until all are full. The pieces point to memory that may be written.
+    /// Receives into pieces until all are full. The pieces must point to writable memory.
     ///
     /// # Safety
     /// Each piece must be writable for its length, by this thread alone or by any thread if nothing
@@ -303,7 +302,7 @@ impl Connection {
         Ok(())
     }
 
-    /// True for a socket that can carry descriptors.
+    /// True when the connection can carry descriptors.
     pub(crate) fn is_unix(&self) -> bool {
         self.tls.is_none() && is_tcp(&self.socket).is_ok_and(|tcp| !tcp)
     }
@@ -326,7 +325,7 @@ impl Connection {
         }
     }
 
-    /// Receives what is there, at least one byte, and a descriptor if one comes with it.
+    /// Receives what is available, at least one byte, and a descriptor if one comes with it.
     pub(super) fn receive_with_descriptor(
         &self,
         buf: &mut [u8],
@@ -346,7 +345,7 @@ impl Connection {
         }
     }
 
-    /// Receives what is there, at least one byte. Descriptors that come with it are closed.
+    /// Receives what is available, at least one byte. Descriptors that come with it are closed.
     pub(crate) fn receive_some(&self, buf: &mut [u8]) -> Result<usize, TransportError> {
         if let Some(tls) = &self.tls {
             return self.receive_some_opened(tls, buf);
@@ -369,7 +368,8 @@ impl Connection {
         self.wait_after(error, libc::POLLIN, "receiving", total)
     }
 
-    /// Waits until the socket takes some bytes, if it takes none now. `since` is when the message had to wait first.
+    /// Waits until the socket accepts some bytes, if it accepts none now. `since` holds when the message had
+    /// to wait first.
     pub(super) fn wait_for_room(&self, since: &mut Option<Instant>) -> Result<(), TransportError> {
         const WHAT: &str = "sending";
         let events = libc::POLLOUT;
@@ -380,8 +380,8 @@ impl Connection {
         Ok(())
     }
 
-    /// After a call that did not transfer: waits if it would have blocked. `total` is since when how many
-    /// bytes have passed, if that matters.
+    /// Handles a call that transferred nothing: waits if it would have blocked. `total` holds the start and
+    /// bytes of the message, if its total time is limited.
     fn wait_after(
         &self,
         error: io::Error,
@@ -430,8 +430,8 @@ impl Connection {
         }
     }
 
-    /// Waits until there is something to read, for up to `timeout` instead of the stall timeout,
-    /// or for as long as the peer's machine is there.
+    /// Waits until there is data to read, for up to `timeout` instead of the stall timeout, or as long as the
+    /// connection is alive if `None`.
     ///
     /// # Errors
     /// As for reading.
@@ -443,7 +443,7 @@ impl Connection {
         }
     }
 
-    /// What is there now, up to the length of `buf`, which stays there.
+    /// Copies available data to `buf` without consuming it; returns its length.
     pub(crate) fn peek_now(&self, buf: &mut [u8]) -> usize {
         if let Some(tls) = &self.tls {
             return self.peek_opened(tls, buf);
@@ -454,7 +454,7 @@ impl Connection {
         self.socket.peek(uninit).unwrap_or(0)
     }
 
-    /// Receives what is there now; `None` when that is nothing.
+    /// Receives what is available without blocking; `None` when that is nothing.
     ///
     /// # Errors
     /// When the connection has ended or failed.
@@ -475,19 +475,19 @@ impl Connection {
         }
     }
 
-    /// Ends our direction.
+    /// Ends the sending direction.
     pub(crate) fn shut_down_sending(&self) {
         self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
     }
 
-    /// Shuts both directions down: threads that wait on this connection, on both sides, return at once.
+    /// Ends both directions: threads that wait on this connection, on both sides, return at once.
     pub(crate) fn shut_down(&self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Ends our direction and reads what the peer still sends, for up to `limit`: closing with
-    /// unread bytes would make the peer's system throw our last words away.
+    /// Ends the sending direction and reads what the peer still sends, for up to `limit`: closing with unread
+    /// bytes would make the peer's host discard the last message.
     pub(crate) fn finish_sending(&self, limit: Duration) {
         self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
@@ -537,7 +537,7 @@ pub(super) fn guest_iovec(slice: &GuestSlice<'_>) -> libc::iovec {
     libc::iovec { iov_base: slice.as_ptr().cast(), iov_len: slice.len() }
 }
 
-/// One sendmsg or recvmsg.
+/// Calls sendmsg or recvmsg once.
 ///
 /// # Safety
 /// The pieces must be readable (sending) or writable (receiving) for their lengths.
@@ -557,12 +557,12 @@ unsafe fn transfer(fd: RawFd, pieces: &mut [libc::iovec], send: bool) -> io::Res
     usize::try_from(moved).map_err(|_| io::Error::last_os_error())
 }
 
-/// Sends what the socket takes now.
+/// Sends what the socket accepts without blocking.
 pub(super) fn send_now(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
     socket.send_with_flags(bytes, libc::MSG_NOSIGNAL)
 }
 
-/// Receives what is there now, up to the length of `buf`.
+/// Receives what is available, up to the length of `buf`.
 pub(super) fn receive_into(socket: &Socket, buf: &mut [u8]) -> io::Result<usize> {
     // SAFETY: initialised bytes are valid as possibly uninitialised ones, and `recv` only ever writes
     // initialised bytes into them.

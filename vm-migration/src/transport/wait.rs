@@ -13,11 +13,11 @@ use crate::cancel::Cancel;
 /// How a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitEnd {
-    /// The descriptor with this index is ready (or has failed, which reading will tell).
+    /// The descriptor with this index is ready (or has failed, which reading shows).
     Ready(usize),
-    /// A stop was requested.
+    /// A cancel was requested.
     Cancelled,
-    /// The time is over.
+    /// The timeout has expired.
     TimedOut,
 }
 
@@ -30,18 +30,18 @@ pub(crate) fn wait_readable(
     wait(fds, libc::POLLIN, cancel, timeout)
 }
 
-/// Waits until a descriptor can be read (0), or the peer of a socket has ended its connection, or its
-/// sending half of it (1). What a peer has sent before, and what it keeps sending, ends no wait.
+/// Waits until a descriptor is readable (0), or the peer of a socket has closed its connection or its
+/// sending direction (1). Data that the peer has sent, or keeps sending, does not end the wait.
 pub(crate) fn wait_readable_or_left(
     fd: RawFd,
     socket: RawFd,
     cancel: &Cancel,
 ) -> io::Result<WaitEnd> {
-    // The other ways in which a connection ends are always reported.
+    // All other ends of a connection are always reported by poll.
     wait_for(&[(fd, libc::POLLIN), (socket, libc::POLLRDHUP)], cancel, None)
 }
 
-/// Whether a descriptor is ready for `events` now, or has failed, which using it will tell.
+/// True when a descriptor is ready for `events` now, or has failed, which using it shows.
 pub(crate) fn is_ready_now(fd: RawFd, events: i16) -> io::Result<bool> {
     let mut polled = libc::pollfd { fd, events, revents: 0 };
     loop {
@@ -57,7 +57,8 @@ pub(crate) fn is_ready_now(fd: RawFd, events: i16) -> io::Result<bool> {
     }
 }
 
-/// Waits until one of the descriptors is ready for `events`. The cancel wins over readiness.
+/// Waits until one of the descriptors is ready for `events`. A cancel takes precedence over
+/// readiness.
 pub(crate) fn wait(
     fds: &[RawFd],
     events: i16,
@@ -68,7 +69,7 @@ pub(crate) fn wait(
     wait_for(&fds, cancel, timeout)
 }
 
-/// The same, each descriptor with its own events.
+/// Like [`wait`], each descriptor with its own events.
 fn wait_for(
     fds: &[(RawFd, i16)],
     cancel: &Cancel,

@@ -31,38 +31,38 @@ use crate::transport::{WaitEnd, wait_readable};
 pub use own::{OwnFaults, Refused};
 use sys::Descriptor;
 
-/// Tries of an operation that the kernel asks to repeat because mappings change.
+/// Most retries of an operation that fails because mappings are changing.
 const AGAIN_MAX: u32 = 10_000;
 
-/// Time until memory is tried again when the host had none.
+/// Pause before an operation is retried for which the host had no memory.
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
-/// Smallest part of a region that gets a descriptor of its own.
+/// Smallest part of a region with a descriptor of its own.
 const PART_BYTES_MIN: u64 = HOST_PAGE_BYTES_MAX;
 
-/// What userfaultfd can fail with.
+/// Why userfaultfd cannot be used, or failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UffdError {
-    /// No right to use it.
+    /// The process has no permission for it.
     #[error(
         "this process may not use userfaultfd, which postcopy needs; give it access to \
          /dev/userfaultfd (chmod or setfacl), or CAP_SYS_PTRACE, or run \
          'sysctl -w vm.unprivileged_userfaultfd=1'"
     )]
     NotPermitted(#[source] io::Error),
-    /// Not in this kernel.
+    /// The kernel does not have it.
     #[error(
         "this kernel has no userfaultfd, which postcopy needs (CONFIG_USERFAULTFD); use \
          memory_mode=precopy"
     )]
     NotThere(#[source] io::Error),
-    /// Too old for a kind of memory.
+    /// The kernel is too old for a kind of memory.
     #[error(
         "this kernel's userfaultfd lacks features that postcopy needs for this memory (minor \
          faults on shared memory are there since Linux 5.14); use memory_mode=precopy"
     )]
     Features(#[source] io::Error),
-    /// Pages too large.
+    /// Host pages that are too large.
     #[error(
         "region {name} is backed by pages of {page_bytes} bytes: postcopy with userfaultfd would \
          stop the guest for the transfer of each; use pages of at most 2 MiB or memory_mode=precopy"
@@ -73,7 +73,7 @@ pub enum UffdError {
         /// Its page size.
         page_bytes: u64,
     },
-    /// One mapping where two are needed.
+    /// A region without a second mapping.
     #[error(
         "vCPUs have no mapping of their own of memory region {name}, which fault_source=sigbus \
          needs; give the VM shared memory (shared=on or hugepages=on), or use fault_source=uffd"
@@ -82,7 +82,7 @@ pub enum UffdError {
         /// The region.
         name: String,
     },
-    /// Any operation on pages.
+    /// An operation on pages failed.
     #[error("userfaultfd cannot {what} {pages} pages at page {first} of memory region {region}")]
     Pages {
         /// The operation.
@@ -93,22 +93,22 @@ pub enum UffdError {
         first: u64,
         /// Number of pages.
         pages: u64,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Reading events.
+    /// Reading faults failed.
     #[error("userfaultfd cannot report faults")]
     Events(#[source] io::Error),
 }
 
-/// Largest host page with which a fault through userfaultfd is bearable.
+/// Largest host page for which a fault is short enough.
 const HOST_PAGE_BYTES_MAX: u64 = 2 << 20;
 
-/// Finds out, before anything starts, whether [`Uffd::register`] can work for this memory.
+/// Checks, before anything starts, whether [`Uffd::register`] can work for this memory.
 ///
 /// # Errors
-/// Why not, and what to do about it.
+/// Why it cannot, and the remedy.
 pub fn check(regions: &[RegionInfo]) -> Result<(), UffdError> {
     open(features_for(regions)?).map(drop)
 }
@@ -149,23 +149,23 @@ struct Part {
     descriptor: usize,
     host_page_bytes: u64,
     shared: bool,
-    /// Pages that are there and were never seen by the guest are caught, too: contents may be
-    /// received where they belong.
+    /// Pages that are in the page cache and not mapped are caught as well: contents may be received in
+    /// place.
     in_place: bool,
 }
 
-/// userfaultfd on all guest memory.
+/// Watches all guest memory with userfaultfd.
 pub struct Uffd<M: GuestMemoryMap> {
     memory: Arc<M>,
     descriptors: Vec<Descriptor>,
     /// Sorted by region and page.
     parts: Vec<Part>,
-    /// Those of them that are to be released. Held while that is done.
+    /// Those of them that are still to be released. Locked during the release.
     watched: Mutex<Vec<Part>>,
     /// Shared memory is received in place.
     in_place: bool,
     stop: Cancel,
-    /// Nothing is watched any more: what is not registered needs no filling.
+    /// Nothing is watched any more: memory that is not registered needs no filling.
     released: AtomicBool,
 }
 
@@ -184,9 +184,10 @@ impl<M: GuestMemoryMap> Uffd<M> {
         Self::watch(memory, Watch { of: Mapping::Main, descriptors, in_place: true })
     }
 
-    /// The same for memory most of which is there: what is there is not caught, and what is missing
-    /// is copied in. Large host pages of shared memory are the exception: they come in pieces, which
-    /// must not be visible before the last, and there are few of them to be caught.
+    /// Like [`register`](Self::register) for memory most of which is resident: resident pages are not
+    /// caught, and missing ones are copied in. Large host pages of shared memory are the exception:
+    /// they are assembled from pieces, which must not be visible before the last, and there are few of
+    /// them to catch.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -194,9 +195,9 @@ impl<M: GuestMemoryMap> Uffd<M> {
         Self::watch(memory, Watch { of: Mapping::Main, descriptors, in_place: false })
     }
 
-    /// Refuses vCPUs what is missing, in the mapping of their own. Large host pages are refused until
-    /// [`make_present`](FaultSource::make_present) shows them: they are in the file from their first
-    /// piece on.
+    /// Refuses vCPUs access to missing pages, in the vCPUs' own mapping. Large host pages are refused
+    /// until [`make_present`](FaultSource::make_present), because they exist in the file from their
+    /// first piece on.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -231,7 +232,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
         Ok(uffd)
     }
 
-    /// The parts that a run touches, each with the piece of the run inside it.
+    /// The parts that overlap a run, each with its piece of the run.
     fn pieces(&self, run: PageRun) -> impl Iterator<Item = (&Part, PageRun)> {
         self.parts.iter().filter_map(move |part| {
             let first = run.first.max(part.first);
@@ -246,9 +247,9 @@ impl<M: GuestMemoryMap> Uffd<M> {
         error.raw_os_error() == Some(libc::ENOENT) && self.released.load(Ordering::SeqCst)
     }
 
-    /// Fills a piece, step by step past what is there already. `fill` does as much as it can from
-    /// an address on and says how much that was; `present` is called for a host page that `fill`
-    /// found to be there.
+    /// Fills a piece in steps, skipping pages that are present. `fill` fills as much as possible from
+    /// an address on and returns the length; `present` is called for each host page that `fill` found
+    /// present.
     fn fill(
         &self,
         what: &'static str,
@@ -307,7 +308,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
 
 #[cfg(test)]
 thread_local! {
-    /// So many times the host has no memory when the calling thread stops watching.
+    /// How often the host reports a lack of memory when the calling thread stops watching.
     pub(crate) static SHORT_OF_MEMORY: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
@@ -333,7 +334,7 @@ fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError
     UffdError::Pages { what, region: run.region, first: run.first, pages: run.count, source }
 }
 
-/// Whether a region is received in place where shared memory is, or is not.
+/// True when a region is received in place; `shared` says whether shared memory is.
 fn in_place_of(info: &RegionInfo, shared: bool) -> bool {
     info.backing == Backing::Shared && (shared || info.host_page_bytes > PAGE_BYTES)
 }
@@ -341,9 +342,9 @@ fn in_place_of(info: &RegionInfo, shared: bool) -> bool {
 /// A mapping of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mapping {
-    /// Where accesses wait.
+    /// The mapping on which accesses wait.
     Main,
-    /// Where those of vCPUs are refused.
+    /// The mapping on which accesses of vCPUs are refused.
     Vcpus,
 }
 
@@ -355,7 +356,7 @@ impl Mapping {
         }
     }
 
-    /// Where a region begins.
+    /// Start address of a region.
     fn start<M: GuestMemoryMap>(self, memory: &M, region: usize) -> Result<u64, UffdError> {
         let start = match self {
             Self::Main => Some(memory.main(region)),
@@ -368,7 +369,7 @@ impl Mapping {
     }
 }
 
-/// What is watched, and how.
+/// Which mapping is watched, and how.
 #[derive(Clone, Copy, Debug)]
 struct Watch {
     of: Mapping,
@@ -376,7 +377,8 @@ struct Watch {
     in_place: bool,
 }
 
-/// Cuts the regions into parts of about `part_bytes`, whole 2 MiB each, and deals them out.
+/// Cuts the regions into parts of about `part_bytes`, in multiples of 2 MiB, and distributes them over
+/// the descriptors.
 fn split<M: GuestMemoryMap>(
     memory: &M,
     part_bytes: u64,
@@ -395,7 +397,7 @@ fn split<M: GuestMemoryMap>(
                 filled = 0;
             }
             let pages = (part_pages - filled).min(info.pages() - first);
-            // A cut inside a region must not cut a host page.
+            // A part must not end in the middle of a host page.
             let pages = pages.next_multiple_of(info.host_page_bytes / PAGE_BYTES);
             parts.push(Part {
                 region,
@@ -433,7 +435,8 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                         (part.address..part.address + part.pages * PAGE_BYTES)
                             .contains(&raw.address)
                     });
-                    // The kernel reports only what was registered; anything else is not ours.
+                    // The kernel reports only registered ranges; any other address is not from this
+                    // memory.
                     if let Some(part) = part {
                         faults.push(Fault {
                             region: part.region,
@@ -489,7 +492,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                 },
                 |descriptor, address| {
                     if part.shared {
-                        // The copy was not taken, and what is there instead is not known.
+                        // The copy was not used, and the present contents are unknown.
                         return Err(io::Error::from_raw_os_error(libc::EEXIST));
                     }
                     descriptor.wake(address, part.host_page_bytes)
@@ -502,7 +505,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             if part.host_page_bytes > PAGE_BYTES {
-                // hugetlb knows no zero page. A read through the alias makes one of zeros.
+                // hugetlb has no zero page. A read through the alias creates one of zeros.
                 if !part.in_place {
                     self.copy_zeros(part, piece)?;
                     continue;
@@ -513,7 +516,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
             }
             let show = |descriptor: &Descriptor, address| {
                 if part.in_place {
-                    // There is a page already, with contents that the guest may not see yet.
+                    // There is a page already, whose contents the guest may not see yet.
                     match descriptor.show(address, PAGE_BYTES).1 {
                         Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),
                         _ => descriptor.wake(address, PAGE_BYTES),

@@ -24,22 +24,22 @@ use crate::fault::{
 use crate::layout::{GpaRange, PAGE_BYTES, PageRun};
 use crate::ram::GuestMemoryMap;
 
-/// Outcome for an access that was refused.
+/// Outcome for a refused access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// It may be tried again: the page is here, or the thread was unparked.
+    /// The access may be retried: the page is here, or the thread was unparked.
     TryAgain,
-    /// Nothing here refuses accesses any more: it was before, or by another thread.
+    /// Nothing refuses accesses here any more, or another thread has ended that already.
     NotByUs,
     /// The address is not guest RAM.
     NotRam,
 }
 
-/// userfaultfd that blocks all threads but vCPUs, which resolve their own faults.
+/// userfaultfd for all threads but vCPUs, which resolve their own faults.
 pub struct OwnFaults<M: GuestMemoryMap> {
     others: Uffd<M>,
     memory: Arc<M>,
-    /// The watch on the vCPUs' own mapping; without it the barrier has marks.
+    /// The watch on the vCPUs' own mapping; `None` if the barrier uses marks instead.
     refusing: Option<Uffd<M>>,
     barrier: Box<dyn VcpuBarrier>,
     vcpus: usize,
@@ -54,8 +54,8 @@ impl<M: GuestMemoryMap> std::fmt::Debug for OwnFaults<M> {
 }
 
 impl<M: GuestMemoryMap> OwnFaults<M> {
-    /// Watches both mappings of all of `memory`: `main` over up to `descriptors` descriptors. There
-    /// are `vcpus` threads that may be refused; `barrier` is what helps them while they are.
+    /// Watches both mappings of all of `memory`, `main` with up to `descriptors` descriptors. Accesses of
+    /// `vcpus` threads may be refused; `barrier` is active meanwhile.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -72,8 +72,8 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         Ok(faults)
     }
 
-    /// Watches `main` for all threads but vCPUs, which leave the guest at pages that `barrier` has
-    /// marked. Every page is marked now.
+    /// Watches `main` for all threads but vCPUs, which exit from the guest at pages that `barrier` has
+    /// marked. All pages are marked initially.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -92,10 +92,10 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         Self { others, memory, refusing: None, barrier, vcpus, resolver, released }
     }
 
-    /// The calling thread, whose number is `vcpu`, was refused the page at `gpa`: brings it.
+    /// Resolves the refused access of the calling thread, vCPU `vcpu`, to the page at `gpa`.
     ///
     /// # Errors
-    /// The page cannot be brought; the thread that waits for the last page gets the reason.
+    /// When the page cannot be resolved; the thread that waits for the last page gets the reason.
     pub fn refused(&self, vcpu: usize, gpa: u64) -> Result<Refused, FaultError> {
         let page = GpaRange { gpa: gpa & !(PAGE_BYTES - 1), len_bytes: PAGE_BYTES };
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
@@ -107,7 +107,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)
     }
 
-    /// The run's pages are here and visible to all other threads; now vCPUs see them too.
+    /// Makes a run visible to vCPUs; its pages are visible to all other threads already.
     fn unblock(&self, run: PageRun) -> Result<(), UffdError> {
         let info = &self.memory.layout().regions()[run.region];
         if let Some(refusing) = &self.refusing
@@ -120,7 +120,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 }
 
-/// Of the calling thread, as userfaultfd reports it for others.
+/// Thread ID of the calling thread, as userfaultfd reports it for others.
 fn thread_id() -> u32 {
     // SAFETY: takes nothing and touches no memory.
     u32::try_from(unsafe { libc::gettid() }).unwrap_or(0)
@@ -140,7 +140,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     }
 
     fn set_resolver(&self, resolver: Weak<dyn FaultResolver>) {
-        // There is one engine for a source.
+        // A source has one engine, so this is set once.
         let _ = self.resolver.set(resolver);
     }
 
@@ -181,11 +181,11 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     }
 
     fn release(&self) -> Result<(), UffdError> {
-        // All marks at once, before anything that takes time: a vCPU that touches a page which stayed
-        // a hole must not be refused it again and again while other regions are dealt with.
+        // Clears all marks first, which takes no time: a vCPU that touches a page that stayed a hole must
+        // not be refused again and again while the regions are processed.
         self.barrier.open();
-        // A thread that is refused until this is done still brings the page: the others' watch, by which it
-        // is shown, goes last.
+        // A thread that is refused until this is done still resolves its page; that needs the watch for the
+        // other threads, which is therefore released last.
         if let Some(refusing) = &self.refusing {
             refusing.release()?;
         }

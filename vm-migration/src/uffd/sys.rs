@@ -36,10 +36,10 @@ pub(super) const REGISTER_MINOR: u64 = 1 << 2;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const MESSAGE_BYTES: usize = 32;
 
-/// Most events that one read takes.
+/// Most events per read.
 const EVENTS_MAX: usize = 64;
 
-/// `_IOC` of the kernel with the userfaultfd type: 1 is write, 2 is read.
+/// The kernel's `_IOC` macro for the userfaultfd type: 1 is write, 2 is read.
 const fn ioc(direction: u64, number: u64, size: u64) -> u64 {
     direction << 30 | size << 16 | 0xaa << 8 | number
 }
@@ -81,13 +81,13 @@ struct Fill {
     filled: i64,
 }
 
-/// One userfaultfd, non-blocking.
+/// A non-blocking userfaultfd.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     file: File,
 }
 
-/// One page fault as the kernel reports it.
+/// A page fault as the kernel reports it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RawFault {
     pub address: u64,
@@ -95,7 +95,8 @@ pub(super) struct RawFault {
 }
 
 impl Descriptor {
-    /// Opens one: by the device, whose file permissions decide, else by the system call.
+    /// Opens a userfaultfd: through the device file, whose permissions then decide, otherwise by the system
+    /// call.
     pub(super) fn open() -> io::Result<Self> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         if let Ok(device) = OpenOptions::new().read(true).write(true).open("/dev/userfaultfd") {
@@ -116,13 +117,13 @@ impl Descriptor {
         Ok(Self { file: unsafe { File::from_raw_fd(fd) } })
     }
 
-    /// Agrees on features. Fails when the kernel lacks one.
+    /// Negotiates features. Fails when the kernel lacks one.
     pub(super) fn handshake(&self, features: u64) -> io::Result<()> {
         let mut api = Handshake { api: UFFD_API, features, ioctls: 0 };
         self.ioctl(UFFDIO_API, &mut api)
     }
 
-    /// Watches a mapping.
+    /// Registers a mapping.
     pub(super) fn register(&self, start: u64, len: u64, mode: u64) -> io::Result<()> {
         let mut register = Register { range: Range { start, len }, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut register)
@@ -143,7 +144,7 @@ impl Descriptor {
         (u64::try_from(fill.filled).unwrap_or(0), result)
     }
 
-    /// Maps zero pages where there are none; returns the bytes done before an error.
+    /// Maps zero pages where none are present; returns the bytes done before an error.
     pub(super) fn zero(&self, start: u64, len: u64) -> (u64, io::Result<()>) {
         let mut fill = Fill { range: Range { start, len }, mode: 0, filled: 0 };
         let result = self.ioctl(UFFDIO_ZEROPAGE, &mut fill);
@@ -171,7 +172,7 @@ impl Descriptor {
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Takes the faults that are waiting; none is no error.
+    /// Reads the pending faults; having none is not an error.
     pub(super) fn read_faults(&self, mut each: impl FnMut(RawFault)) -> io::Result<()> {
         let mut messages = [0u8; MESSAGE_BYTES * EVENTS_MAX];
         let len = match io::Read::read(&mut &self.file, &mut messages) {

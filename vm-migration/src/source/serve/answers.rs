@@ -16,30 +16,30 @@ use crate::layout::{GpaRange, to_usize};
 use crate::protocol::ProtocolError;
 use crate::ram::GuestMemoryMap;
 
-/// Units that are kept to come along; older guesses are dropped for newer ones.
+/// Most readahead units that are queued; newer predictions replace older ones.
 const AHEAD_MAX: usize = 512;
 
-/// A requested unit. Ordered by what is left, then by when it was asked for.
+/// A requested unit. Ordered by what is left to send, then by the time of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct PageRequest {
-    /// Pieces of it that were pending when it was asked for and have not been sent from here.
+    /// Pieces that were pending at the request and have not been sent on this connection.
     left: u64,
     number: u64,
-    /// Something of it has been sent from here.
+    /// A part of it has been sent on this connection.
     sent: bool,
     stretch: UnitRange,
 }
 
-/// Why pages go out.
+/// Why pages are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SendReason {
     /// They were requested.
     Requested,
-    /// They come along.
+    /// As readahead along with requested ones.
     Readahead,
 }
 
-/// While it lives, pushers let answers go first.
+/// While it exists, the background senders yield to answers.
 struct InService<'s>(&'s AtomicU32);
 
 impl<'s> InService<'s> {
@@ -55,12 +55,12 @@ impl Drop for InService<'_> {
     }
 }
 
-/// What has been asked for on a connection and not been answered.
+/// Requests on a connection that are not fully answered.
 pub(super) struct Answers<'s, M> {
     server: &'s Server<M>,
     waited: BinaryHeap<Reverse<PageRequest>>,
     ahead: VecDeque<UnitRange>,
-    /// Requests so far.
+    /// Number of requests so far.
     noted: u64,
     in_service: Option<InService<'s>>,
 }
@@ -71,7 +71,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         Self { server, waited, ahead, noted: 0, in_service: None }
     }
 
-    /// These were requested.
+    /// Queues requested ranges.
     pub(super) fn wait_for(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
         for stretch in self.server.stretches(ranges)? {
             let left = self.server.pending_of(stretch);
@@ -89,7 +89,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         Ok(())
     }
 
-    /// These may come along.
+    /// Queues ranges for readahead.
     pub(super) fn add_readahead(&mut self, ranges: &[GpaRange]) -> Result<(), ProtocolError> {
         self.ahead.extend(self.server.stretches(ranges)?);
         let too_many = self.ahead.len().saturating_sub(AHEAD_MAX);
@@ -97,17 +97,17 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         Ok(())
     }
 
-    /// True while more requests may be taken; a peer that asks for more waits.
+    /// True while more requests are accepted; a peer that sends more has to wait.
     pub(super) fn has_room(&self) -> bool {
         self.waited.len() < to_usize(REQUEST_UNITS_MAX)
     }
 
-    /// Everything has been answered, and sent.
+    /// True when every request has been answered and sent.
     pub(super) fn is_done(&self) -> bool {
         self.waited.is_empty() && self.ahead.is_empty()
     }
 
-    /// The next piece of an answer; it may be empty. `None` when everything is answered.
+    /// The next piece of an answer, which may be empty; `None` when everything is answered.
     pub(super) fn next_piece(&mut self) -> Option<(Reply, SendReason)> {
         if self.is_done() {
             return None;
@@ -127,7 +127,8 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         while !reply.is_large()
             && let Some(Reverse(mut wish)) = self.waited.pop()
         {
-            // What is not pending stays so: with nothing left, the rest need not be examined.
+            // Pieces that are not pending never become so: with nothing left, the rest need not be
+            // examined.
             if wish.left > 0 {
                 let claimed = self.server.claim_from(&mut wish.stretch, &mut reply);
                 wish.sent |= claimed > 0;
@@ -142,7 +143,7 @@ impl<'s, M: GuestMemoryMap> Answers<'s, M> {
         Some((reply, SendReason::Requested))
     }
 
-    /// What [`next_piece`](Self::next_piece) gave has been sent.
+    /// Notes that the result of [`next_piece`](Self::next_piece) has been sent.
     pub(super) fn sent(&mut self) {
         if self.waited.is_empty() {
             self.in_service = None;
@@ -168,7 +169,7 @@ mod tests {
     const UNIT: u64 = 512;
     const SMALL: u64 = 1 << 32;
 
-    /// Four large host pages of the destination, and 64 small ones; all have contents.
+    /// A server with four large host pages of the destination and 64 small ones; all have contents.
     fn server() -> Server<FakeMemory> {
         let regions = [(0, 4 * UNIT), (SMALL, 64)];
         let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();

@@ -59,17 +59,17 @@ use pages::HINT_NONE;
 use reconnect::Connections;
 use relay::Relay;
 
-/// How pages of a region go out.
+/// In which units pages of a region are sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grain {
     /// Pages of 4 KiB that are claimed and sent together.
     piece_pages: u64,
-    /// Pieces that the destination shows together.
+    /// Pieces that the destination makes visible together.
     unit_pieces: u64,
 }
 
 impl Grain {
-    /// Of pages that a destination shows in units of `unit_pages`.
+    /// For pages that the destination makes visible in units of `unit_pages`.
     pub(crate) fn new(piece_pages: u64, unit_pages: u64) -> Self {
         Self { piece_pages, unit_pieces: unit_pages / piece_pages }
     }
@@ -86,7 +86,7 @@ impl Grain {
         }
     }
 
-    /// The units of which a piece is set; `None` where that is the same.
+    /// The units with a piece that is set; `None` where a unit is one piece.
     fn units_of(&self, pieces: &PageBitmap) -> Option<PageBitmap> {
         if self.unit_pieces == 1 {
             return None;
@@ -99,35 +99,35 @@ impl Grain {
     }
 }
 
-/// Pieces of the background that come in the time after which nothing has come for too long.
+/// Number of background pieces that must fit in the stall timeout.
 const PIECES_IN_STALL: u64 = 4;
 
-/// What bulk pushers and urgent servers share. It outlives connections.
+/// State that the background and request threads share. It outlives connections.
 pub(crate) struct Server<M> {
     memory: Arc<M>,
-    /// Per region, in pieces: still to be sent.
+    /// By region: pieces that are still to be sent.
     pending: Vec<PageBitmap>,
-    /// Per region: what a piece and a unit are.
+    /// By region: sizes of pieces and units.
     grains: Vec<Grain>,
-    /// What the destination has still to be told of what is pending at the handover, in units; `None`
-    /// when that is all of it.
+    /// The pending units that the destination has not been told of at the handover; `None` when that is all
+    /// of them.
     untold: Option<Vec<PageBitmap>>,
-    /// Where the guest faulted last, for the pushers.
+    /// Where the guest faulted last, for the background threads.
     hint: AtomicU64,
-    /// Requests that are being answered now: pushers let them go first.
+    /// Requests that are being answered now: background threads yield to them.
     in_service: AtomicU32,
-    /// The destination has said that it has every page.
+    /// The destination has reported that it has every page.
     is_done: AtomicBool,
-    /// Limit of the pushers.
+    /// Bandwidth limit of the background.
     bandwidth_limit: RateLimit,
-    /// With a limit: one pusher at a time looks whether it is free and claims, or all would find it free at the
-    /// same moment.
+    /// With a limit, one background thread at a time checks it and claims; otherwise all would find it free
+    /// at the same moment.
     turn: Mutex<()>,
     progress: Arc<Progress>,
 }
 
 impl<M> Server<M> {
-    /// A pusher's turn to claim what the limit lets through; nothing without a limit.
+    /// Takes the turn of a background thread to claim under the limit; `None` without a limit.
     fn turn(&self) -> Option<MutexGuard<'_, ()>> {
         let is_limited = self.bandwidth_limit.bytes_per_s() > 0;
         is_limited.then(|| self.turn.lock())
@@ -135,7 +135,7 @@ impl<M> Server<M> {
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// Begins with the units that the destination lacks.
+    /// Starts with the units that are missing at the destination.
     pub(crate) fn new(
         memory: Arc<M>,
         missing: Vec<PageBitmap>,
@@ -169,7 +169,7 @@ impl<M: GuestMemoryMap> Server<M> {
         server
     }
 
-    /// The destination has been told of these units.
+    /// Notes that the destination has been told of these units.
     pub(crate) fn has_told(&mut self, told: &[PageBitmap]) {
         let pending = self.pending.iter().zip(&self.grains).zip(told);
         let untold = pending.map(|((pieces, grain), told)| match grain.units_of(pieces) {
@@ -179,7 +179,7 @@ impl<M: GuestMemoryMap> Server<M> {
         self.untold = Some(untold.collect());
     }
 
-    /// What is still to be sent, for the destination, but for what it has been told of.
+    /// Encodes the pending units of which the destination has not been told.
     pub(crate) fn encode_pending(&self) -> Vec<u8> {
         if let Some(untold) = &self.untold {
             return runs::encode(untold);
@@ -191,7 +191,7 @@ impl<M: GuestMemoryMap> Server<M> {
         runs::encode(maps.map(|(pieces, units)| units.as_ref().unwrap_or(pieces)))
     }
 
-    /// Some units go out in pieces.
+    /// True when some units are sent in pieces.
     fn sends_pieces(&self) -> bool {
         self.grains.iter().any(|grain| grain.unit_pieces > 1)
     }
@@ -207,8 +207,8 @@ impl<M: GuestMemoryMap> Server<M> {
         self.progress.counters.remaining_bytes.set(bytes);
     }
 
-    /// What the destination lacks is pending, and nothing else. No thread may serve meanwhile. When it
-    /// fails nothing is said about what is pending: it has to be done again.
+    /// Makes exactly the pages pending that are missing at the destination. No thread may serve meanwhile.
+    /// After a failure the pending set is undefined, and this must be repeated.
     fn pend(&self, missing: &[u8]) -> Result<(), ProtocolError> {
         for map in &self.pending {
             map.clear();
@@ -230,8 +230,8 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 }
 
-/// Bytes per second of the background, with pieces of so many bytes: of a limit so low that a destination
-/// would hear nothing for as long as a connection lives that is lost, as much as keeps it alive.
+/// Rate of the background in bytes per second for pieces of `piece_bytes`: the configured limit, raised if it
+/// is so low that the destination would take the silence for a lost connection.
 fn background_pace(options: &SendOptions, piece_bytes: u64) -> u64 {
     let wanted = options.bandwidth_bytes_per_s;
     let stall_ms = u64::try_from(options.limits.stall.as_millis()).unwrap_or(u64::MAX).max(1);
@@ -246,7 +246,7 @@ fn background_pace(options: &SendOptions, piece_bytes: u64) -> u64 {
     least
 }
 
-/// Pages that a destination may still need after a failure in Serve.
+/// Pages that the destination may still need after a failure in Serve.
 pub struct Held<M> {
     server: Arc<Server<M>>,
 }
@@ -256,7 +256,7 @@ impl<M: GuestMemoryMap> Held<M> {
         Self { server }
     }
 
-    /// Pages of 4 KiB that had not been claimed for sending; some of the others may be lost, too.
+    /// Pages of 4 KiB that had not been claimed for sending; some of the others may be missing as well.
     pub fn unsent_pages(&self) -> u64 {
         self.server.pending_pages()
     }
@@ -272,15 +272,15 @@ impl<M: GuestMemoryMap> std::fmt::Debug for Held<M> {
 enum End {
     /// The destination has every page.
     Done,
-    /// A page server sends those that are left.
+    /// A page server sends the remaining pages.
     HandedOn,
-    /// Lost.
+    /// The connections were lost.
     Lost(Failure),
 }
 
 impl<V: SourceVm> HandedOver<V> {
-    /// Serves pages until the destination has every one, over as many sets of connections as that
-    /// takes, or another process does so.
+    /// Serves pages until the destination has every one, over as many sets of connections as that takes, or
+    /// until a page server takes over.
     pub(crate) fn serve(
         self,
         context: Context<'_>,
@@ -304,8 +304,8 @@ impl<V: SourceVm> HandedOver<V> {
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// What comes after a first set of connections: more of them, until one comes to the end. Gives
-    /// the last phase.
+    /// Continues after a first set of connections with further ones, until one reaches the end. Returns the
+    /// last phase.
     fn serve_on(
         self: &Arc<Self>,
         first: Result<End, Failure>,
@@ -318,7 +318,7 @@ impl<M: GuestMemoryMap> Server<M> {
             let lost = match result {
                 Ok(End::Done) => return Ok(Phase::Done),
                 Ok(End::HandedOn) => return Ok(Phase::HandedOn),
-                // A waiting thread is also stopped by the end of another connection of its set.
+                // A waiting thread is also stopped when another connection of its set ends.
                 Err(failure) if context.options.steering.is_abandoned() => return Err(failure),
                 Ok(End::Lost(failure)) | Err(failure) => failure,
             };
@@ -338,7 +338,7 @@ impl<M: GuestMemoryMap> Server<M> {
         }
     }
 
-    /// Starts all threads on a set of connections; returns the first of them.
+    /// Starts all threads on a set of connections; returns the first connection.
     fn serve_on_set(
         self: &Arc<Self>,
         session: &mut Session,
@@ -350,7 +350,7 @@ impl<M: GuestMemoryMap> Server<M> {
         Ok(control)
     }
 
-    /// Answers the last message, with figures where it came with some.
+    /// Answers the last message, with figures if the message had some.
     fn say_end(&self, control: &Channel, figures: &[u8]) -> Result<(), TransportError> {
         self.progress.heard(figures);
         let payload =
@@ -359,7 +359,7 @@ impl<M: GuestMemoryMap> Server<M> {
         control.connection.send(&answer.encode())
     }
 
-    /// Answers the destination's signs of life until it has everything, or a connection is lost.
+    /// Answers the destination's keep-alives until it has every page, or a connection is lost.
     fn watch(
         &self,
         mut control: Channel,
@@ -392,9 +392,9 @@ impl<M: GuestMemoryMap> Server<M> {
                     match control.timed(Message::read).step(STEP)? {
                         Message::Alive => control.yes().step(STEP)?,
                         Message::PostcopyDone(figures) => {
-                            // Before it hears that and listens no more.
+                            // Set before the destination gets the answer and stops listening.
                             self.is_done.store(true, Ordering::SeqCst);
-                            // It has every page; if it does not hear this, nothing is lost.
+                            // It has every page; if this answer is lost, no page is.
                             if let Err(error) = self.say_end(&control, &figures) {
                                 log::warn!("the end could not be acknowledged: {error}");
                             }
@@ -408,7 +408,7 @@ impl<M: GuestMemoryMap> Server<M> {
                         }
                     }
                 }
-                // Also when bytes keep coming that make no message: parts of a TLS record.
+                // This also applies when bytes arrive that form no message: parts of a TLS record.
                 WaitEnd::Ready(_) | WaitEnd::TimedOut if heard.elapsed() > stall => {
                     let what = "waiting for a sign of life";
                     return Err(TransportError::Timeout { what, after: stall }).step(STEP);

@@ -19,22 +19,23 @@ use crate::ram::{self, GuestMemoryMap};
 use crate::source::content::{push, ranges};
 use crate::transport::{Connection, Part};
 
-/// Bytes that a pusher, or an answer, claims at once: 50 us at 10 Gbit/s, so little waits behind it.
+/// Bytes that a background thread, or an answer, claims at once: 50 us at 10 Gbit/s, so that little waits
+/// behind it.
 const CHUNK_BYTES: u64 = 64 << 10;
 
-/// Of a limited bandwidth, a chunk takes no more than this long.
+/// The longest time that a chunk may take under a bandwidth limit.
 const BULK_CHUNK_TIME: std::time::Duration = std::time::Duration::from_micros(500);
 
 /// Most units that one request may name.
 pub(super) const REQUEST_UNITS_MAX: u64 = 4096;
 
-/// Bits of a hint that hold the piece; the region is above them.
+/// Bits of a hint that hold the piece; the bits above hold the region.
 const HINT_PIECE_BITS: u32 = 52;
 
-/// No hint.
+/// The value of no hint.
 pub(super) const HINT_NONE: u64 = u64::MAX;
 
-/// Pieces of one unit that are still to be looked at for an answer.
+/// Pieces of one unit that are still to be examined for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct UnitRange {
     region: usize,
@@ -48,7 +49,7 @@ impl UnitRange {
     }
 }
 
-/// Pages on their way out.
+/// Pages that are about to be sent.
 #[derive(Debug, Default)]
 pub(super) struct Reply {
     pub(super) data: Vec<PageRun>,
@@ -61,12 +62,12 @@ impl Reply {
         self.data.is_empty() && self.zero.is_empty() && self.elsewhere.is_empty()
     }
 
-    /// True when more would let others wait for too long.
+    /// True when the reply is full: more would delay other requests too long.
     pub(super) fn is_large(&self) -> bool {
         self.room_bytes() == 0
     }
 
-    /// How much more keeps no request waiting for too long.
+    /// How many more bytes may be added without delaying other requests too long.
     fn room_bytes(&self) -> u64 {
         let pages: u64 = self.data.iter().chain(&self.zero).map(|run| run.count).sum();
         CHUNK_BYTES.saturating_sub(pages * PAGE_BYTES)
@@ -79,7 +80,7 @@ impl Reply {
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// The next chunk of the background; `None` when nothing is pending anywhere.
+    /// The next chunk of the background; `None` when nothing is pending.
     pub(super) fn next_chunk(&self, at: &mut (usize, u64)) -> Option<Reply> {
         let (region, claimed) = self.claim_chunk(at)?;
         let mut reply = Reply::default();
@@ -89,8 +90,8 @@ impl<M: GuestMemoryMap> Server<M> {
         Some(reply)
     }
 
-    /// Claims the next chunk at `at` or where the guest faulted since, moving on through all
-    /// regions. A unit that has been begun is finished first: the destination shows no part of it.
+    /// Claims the next chunk at `at`, or where the guest has faulted since, continuing through all regions.
+    /// A unit that has been begun is finished first: the destination makes only whole units visible.
     fn claim_chunk(&self, at: &mut (usize, u64)) -> Option<(usize, Claimed)> {
         if !self.is_within_unit(*at) {
             let hint = self.hint.swap(HINT_NONE, Ordering::Relaxed);
@@ -102,7 +103,7 @@ impl<M: GuestMemoryMap> Server<M> {
         let paced = self.bandwidth_limit.bytes_in(BULK_CHUNK_TIME).unwrap_or(u64::MAX);
         let chunk_bytes = CHUNK_BYTES.min(paced);
         let regions = self.pending.len();
-        // One step more than there are regions: the first one again, from its start.
+        // One step more than there are regions: the first region again, from its start.
         for step in 0..=regions {
             let region = (at.0 + step) % regions;
             let from = if step == 0 { at.1 } else { 0 };
@@ -116,14 +117,14 @@ impl<M: GuestMemoryMap> Server<M> {
         None
     }
 
-    /// True when pieces of the unit before `at` are still to be sent.
+    /// True when pieces of the unit before `at` are still pending.
     fn is_within_unit(&self, (region, piece): (usize, u64)) -> bool {
         let unit_pieces = self.grains[region].unit_pieces;
         let done = piece % unit_pieces;
         done != 0 && self.pending[region].count_range(piece..piece - done + unit_pieces) > 0
     }
 
-    /// What a request names, a stretch for each unit; pushers continue behind it.
+    /// The units of a request, a range for each; the background continues after the last one.
     pub(super) fn stretches(&self, ranges: &[GpaRange]) -> Result<Vec<UnitRange>, ProtocolError> {
         let mut stretches = Vec::new();
         for range in ranges {
@@ -146,14 +147,13 @@ impl<M: GuestMemoryMap> Server<M> {
         Ok(stretches)
     }
 
-    /// Pieces of a stretch that are not claimed.
+    /// Number of pieces of a range that are not claimed.
     pub(super) fn pending_of(&self, stretch: UnitRange) -> u64 {
         let UnitRange { region, next, end } = stretch;
         self.pending[region].count_range(next..end)
     }
 
-    /// Claims from the beginning of a stretch until a reply is large enough; returns how many pieces
-    /// that were.
+    /// Claims from the start of a range until the reply is full; returns the number of claimed pieces.
     pub(super) fn claim_from(&self, stretch: &mut UnitRange, reply: &mut Reply) -> u64 {
         let UnitRange { region, end, .. } = *stretch;
         let piece_bytes = self.grains[region].piece_pages * PAGE_BYTES;
@@ -177,7 +177,7 @@ impl<M: GuestMemoryMap> Server<M> {
         claimed
     }
 
-    /// Says that a unit comes on another connection.
+    /// Adds that a unit is sent on another connection.
     pub(super) fn add_elsewhere(&self, reply: &mut Reply, stretch: UnitRange) {
         let UnitRange { region, end, .. } = stretch;
         let unit = self.grains[region].unit_pieces;
@@ -189,8 +189,8 @@ impl<M: GuestMemoryMap> Server<M> {
         PageRun { region, first: first * piece, count: count * piece }
     }
 
-    /// Adds claimed pieces, as data or as zeros. What the guest has returned since it was found to be
-    /// populated stays a hole here.
+    /// Adds claimed pieces, as data or as zeros. Pages that the guest has returned since they were found
+    /// populated stay holes at the source.
     fn add(&self, reply: &mut Reply, region: usize, run: Range<u64>) {
         let count = run.end - run.start;
         let zero = ram::zero_pages(&*self.memory, self.pages_of(region, run.start, count));
@@ -202,7 +202,7 @@ impl<M: GuestMemoryMap> Server<M> {
         }
     }
 
-    /// Sends a reply in one go; returns the number of pages.
+    /// Sends a reply in one call; returns the number of pages.
     pub(super) fn send(&self, connection: &Connection, reply: &Reply) -> Result<u64, Cause> {
         let memory = &*self.memory;
         let message = |runs: &Vec<PageRun>, wrap: fn(Vec<GpaRange>) -> Message| {
@@ -221,8 +221,8 @@ impl<M: GuestMemoryMap> Server<M> {
         counters.memory_bytes_sent.fetch_add(data_pages * PAGE_BYTES, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
         self.progress.sent_down((data_pages + zero_pages) * PAGE_BYTES);
-        // Counted before they go: with the last of them the destination is complete, and is told how
-        // many there were.
+        // Counted before they are sent: with the last of them the destination is complete, and is told the
+        // count.
         connection.send_parts(&parts)?;
         Ok(data_pages + zero_pages)
     }

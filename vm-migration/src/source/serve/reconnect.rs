@@ -30,19 +30,19 @@ const PAUSE_FIRST: Duration = Duration::from_millis(50);
 /// Longest pause between two attempts.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// What it takes to connect again.
+/// Parameters for reconnecting.
 pub(crate) struct Reconnect {
-    /// Where the destination listens.
+    /// Address of the destination.
     pub to: Address,
-    /// With these certificates, if it does.
+    /// Certificates, if the destination uses TLS.
     pub tls: Option<ClientTls>,
-    /// The migration.
+    /// The token of the migration.
     pub id: [u8; TOKEN_BYTES],
     pub bulk: u16,
     pub urgent: u16,
-    /// As many as the migration began with.
+    /// Numbers of connections at the start of the migration.
     counts: (u16, u16),
-    /// How long to try without being asked.
+    /// How long to reconnect without a request.
     pub timeout: Duration,
     pub limits: Limits,
     pub steering: Steering,
@@ -78,11 +78,11 @@ impl Reconnect {
         }
     }
 
-    /// Tries until there are connections again, and what their threads need, and knows then what is
-    /// pending; `None` when the destination turns out to have every page.
+    /// Retries until a new set of connections, and the resources for its threads, are there, and the pending
+    /// pages are known; `None` when the destination turns out to have every page.
     ///
     /// # Errors
-    /// When the operator gives up.
+    /// When the operator abandons the migration.
     pub(super) fn until_connected<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
@@ -94,7 +94,7 @@ impl Reconnect {
         loop {
             self.wait(since, pause).step(STEP)?;
             pause = (pause * 2).min(PAUSE_MAX);
-            // A host that is short of descriptors now need not be so at the next attempt.
+            // A host that lacks descriptors now may have some at the next attempt.
             let mut attempt = || {
                 let session = Session::new()?;
                 Ok(self.connect(server)?.map(|connections| (session, connections)))
@@ -114,7 +114,7 @@ impl Reconnect {
         }
     }
 
-    /// Waits until it is time for another attempt.
+    /// Waits until the next attempt is due.
     fn wait(&mut self, since: Instant, pause: Duration) -> Result<(), Cause> {
         let next = Instant::now() + pause;
         loop {
@@ -140,21 +140,21 @@ impl Reconnect {
         }
     }
 
-    /// The number of the next attempt, which is then another process's.
+    /// Reserves the number of the next attempt for another process.
     pub(super) fn give_attempt(&mut self) -> u32 {
         self.attempt += 1;
         self.attempt
     }
 
-    /// Goes on from this attempt: the next one has its number.
+    /// Continues with this number for the next attempt.
     pub(super) fn next_attempt_is(&mut self, attempt: u32) {
         self.attempt = attempt.saturating_sub(1);
     }
 
-    /// Tries once; `None` when the destination turns out to have every page.
+    /// Makes one attempt; `None` when the destination turns out to have every page.
     ///
     /// # Errors
-    /// It did not work, or the operator gives up.
+    /// When it fails, or the operator abandons the migration.
     pub(super) fn connect<M: GuestMemoryMap>(
         &mut self,
         server: &Arc<Server<M>>,
@@ -211,8 +211,8 @@ impl Reconnect {
     }
 }
 
-/// Waits for what the destination lacks, for as long as it says that it is there: an operator that gives
-/// up ends that.
+/// Waits for the list of missing pages, as long as the destination sends keep-alives; abandoning the
+/// migration ends the wait.
 fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
     const STEP: &str = "hearing what is missing";
     loop {

@@ -26,15 +26,15 @@ use crate::session::Session;
 use crate::source::Context;
 use crate::steering::Steering;
 
-/// How it continues after a set of connections: which process connects.
+/// Which process reconnects after a set of connections is lost.
 pub(super) struct Relay {
     pub reconnect: Reconnect,
-    /// The page server that has not yet been asked to take over.
+    /// The page server, if it has not been told to take over.
     pub page_server: Option<Box<dyn PageServerHandle>>,
 }
 
 impl<M: GuestMemoryMap> Server<M> {
-    /// Watches a set of connections; while there is a page server, lets it take over.
+    /// Watches a set of connections; if there is a page server, has it take over.
     pub(super) fn attend(
         &self,
         control: Channel,
@@ -64,7 +64,7 @@ impl<M: GuestMemoryMap> Server<M> {
         })
     }
 
-    /// Lets the page server take over; the set of connections ends when it has.
+    /// Has the page server take over; the set of connections ends then.
     fn transfer(
         &self,
         page_server: Box<dyn PageServerHandle>,
@@ -78,7 +78,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 session.fate().stop().cancel();
                 Some(taken)
             }
-            // The last page was there first: nothing was left to take over.
+            // The last page arrived first: nothing was left to take over.
             Err(error) if self.is_done.load(Ordering::SeqCst) => {
                 log::info!("the page server was not needed: {}", error_text::chain(&*error));
                 None
@@ -96,7 +96,7 @@ impl<M: GuestMemoryMap> Server<M> {
         self.progress.tell(ProgressEvent::PageServerFailed);
     }
 
-    /// What a page server has to know; it has the next attempt.
+    /// The request for the page server, which gets the next attempt.
     fn takeover(&self, reconnect: &mut Reconnect) -> TakeoverRequest {
         let attempt = reconnect.give_attempt();
         let Reconnect { to, tls, id, bulk, urgent, timeout, limits, .. } = reconnect;
@@ -112,11 +112,11 @@ impl<M: GuestMemoryMap> Server<M> {
     }
 }
 
-/// Serves the pages that are left of a guest in place of the process that had it, until the
-/// destination has every one. `taken` is called once, when it is known whether it does.
+/// Serves the remaining pages of a guest in place of the process that had it, until the destination has every
+/// page. `taken` is called once, with the outcome of the takeover.
 ///
 /// # Errors
-/// When it could not take over, which `taken` was told; or the operator has abandoned it.
+/// When the takeover failed, which was reported to `taken`; or the operator has abandoned the migration.
 pub fn serve_for_another<M: GuestMemoryMap>(
     memory: Arc<M>,
     takeover: &TakeoverRequest,
@@ -176,7 +176,7 @@ pub fn serve_for_another<M: GuestMemoryMap>(
     }
 }
 
-/// A server that learns from the destination what is missing.
+/// A server that gets the set of missing pages from the destination.
 fn empty_server<M: GuestMemoryMap>(
     memory: Arc<M>,
     takeover: &TakeoverRequest,

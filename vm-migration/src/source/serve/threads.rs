@@ -23,11 +23,11 @@ use crate::ram::GuestMemoryMap;
 use crate::session::{Session, Urgency};
 use crate::transport::{Connection, wait_readable};
 
-/// How long a pusher gives way at most, several answers long: requests that never end must not stop
-/// the background. It does not sleep meanwhile: waking takes longer than an answer.
+/// Longest time for which a background thread yields, several answers long: endless requests must not
+/// stop the background. It spins meanwhile, because waking up takes longer than an answer.
 const GIVE_WAY_MAX: Duration = Duration::from_micros(50);
 
-/// Starts an urgent server for each channel.
+/// Starts a thread for each connection for requests.
 pub(crate) fn serve_urgent<M: GuestMemoryMap>(
     server: &Arc<Server<M>>,
     session: &mut Session,
@@ -35,7 +35,7 @@ pub(crate) fn serve_urgent<M: GuestMemoryMap>(
 ) -> Result<(), Failure> {
     for channel in channels {
         if server.sends_pieces() {
-            // Pieces that lie in a queue would be in front of what is asked for next.
+            // Pieces in the queue would delay the next requested page.
             channel.connection.keep_queue_short().step("preparing to serve page requests")?;
         }
         start(server, session, channel, "mig-urgent", Urgency::Now, answer_requests)?;
@@ -43,7 +43,7 @@ pub(crate) fn serve_urgent<M: GuestMemoryMap>(
     Ok(())
 }
 
-/// Starts a pusher for each channel.
+/// Starts a background thread for each connection.
 pub(crate) fn serve_bulk<M: GuestMemoryMap>(
     server: &Arc<Server<M>>,
     session: &mut Session,
@@ -53,7 +53,8 @@ pub(crate) fn serve_bulk<M: GuestMemoryMap>(
         channel.connection.keep_queue_short().step("preparing to push pages")?;
         let push = |server: &Server<M>, channel: &mut Channel, stop: &Cancel| {
             push_bulk(server, channel, stop)?;
-            // Open until the destination says on the first connection that it has everything.
+            // The connection stays open until the destination reports on the first one that it has every
+            // page.
             answer_requests(server, channel, stop)
         };
         start(server, session, channel, "mig-bulk", Urgency::Later, push)?;
@@ -81,7 +82,7 @@ fn start<M: GuestMemoryMap>(
     )
 }
 
-/// Pushes pages until none is pending.
+/// Sends pages until none is pending.
 fn push_bulk<M: GuestMemoryMap>(
     server: &Server<M>,
     channel: &mut Channel,
@@ -94,7 +95,7 @@ fn push_bulk<M: GuestMemoryMap>(
         while channel.reader.has_buffered() || has_data(&channel.connection, stop).step(STEP)? {
             answer(&mut answers, server, channel, stop)?;
         }
-        // Before the claim: what is claimed cannot be asked for until it has come.
+        // Before the claim: a claimed page cannot be requested until it has arrived.
         yield_to_requests(server);
         let turn = server.turn();
         let pause = server.bandwidth_limit.reserve(0);
@@ -111,7 +112,7 @@ fn push_bulk<M: GuestMemoryMap>(
     }
 }
 
-/// True when there is something to read, or the connection has ended.
+/// True when there is data to read, or the connection has ended.
 fn has_data(connection: &Connection, stop: &Cancel) -> Result<bool, Cause> {
     if stop.is_cancelled() {
         return Err(Cause::Cancelled);
@@ -129,7 +130,7 @@ fn yield_to_requests<M>(server: &Server<M>) {
     }
 }
 
-/// Sleeps, shortly or until something is asked for or it is told to stop.
+/// Sleeps for `pause`, or until a request arrives or the thread is to stop.
 fn sleep(pause: Duration, connection: &Connection, stop: &Cancel) -> Result<(), Cause> {
     const SHORT: Duration = Duration::from_millis(2);
     if pause < SHORT {
@@ -153,7 +154,8 @@ fn answer_requests<M: GuestMemoryMap>(
     }
 }
 
-/// Takes a request and answers it, and what comes meanwhile. `answers` is empty before and after.
+/// Reads a request and answers it, together with those that arrive meanwhile. `answers` is empty before
+/// and after.
 fn answer<M: GuestMemoryMap>(
     answers: &mut Answers<'_, M>,
     server: &Server<M>,

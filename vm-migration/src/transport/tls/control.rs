@@ -7,34 +7,34 @@
 
 use rustls::{Error, InvalidMessage, PeerMisbehaved};
 
-/// Type of the message with a ticket, of a server.
+/// Handshake type of a server's session ticket.
 const NEW_SESSION_TICKET: u8 = 4;
 
-/// Type of the message after which the peer sends with other keys.
+/// Handshake type of the message after which the peer uses new keys.
 const KEY_UPDATE: u8 = 24;
 
 /// Longest message: a ticket has some hundred bytes.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
 
-/// Type, and length in three bytes.
+/// Bytes of type and length.
 const HEADER_BYTES: usize = 4;
 
-/// What a peer wants.
+/// Request of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Control {
-    /// Its next record has other keys; with `true` ours are to change as well.
+    /// The peer's next record uses new keys; with `true` this side must change its keys as well.
     KeyUpdate(bool),
 }
 
-/// What has come of a message.
+/// The received part of a message.
 #[derive(Debug, Default)]
 pub(super) struct Messages(Vec<u8>);
 
 impl Messages {
-    /// Takes the contents of a record; gives what follows from it.
+    /// Takes the contents of a record; returns the requests that are complete.
     ///
     /// # Errors
-    /// The peer breaks the rules.
+    /// When the peer violates the protocol.
     pub(super) fn take(
         &mut self,
         contents: &[u8],
@@ -69,13 +69,13 @@ impl Messages {
         Ok(control)
     }
 
-    /// True in the middle of a message, where nothing else may come.
+    /// True in the middle of a message, where no other record may follow.
     pub(super) fn is_partial(&self) -> bool {
         !self.0.is_empty()
     }
 }
 
-/// The message that says that the next record has other keys.
+/// The message that announces new keys for the next record.
 pub(super) const OUR_KEY_UPDATE: [u8; 5] = [KEY_UPDATE, 0, 0, 1, 0];
 
 #[cfg(test)]
@@ -128,7 +128,7 @@ mod tests {
                 messages.take(record, is_client).map(|control| control.or(last))
             });
             if whole.is_ok() {
-                // What is fine in one record is fine in several.
+                // What is valid in one record is valid in several.
                 prop_assert!(in_parts.is_ok());
                 prop_assert_eq!(in_parts.unwrap(), whole.unwrap());
             }

@@ -10,27 +10,27 @@ use rustls::AlertDescription;
 use super::files::FILE_BYTES_MAX;
 use super::record::EMPTY_RECORDS_MAX;
 
-/// What TLS can suffer.
+/// Why TLS failed.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file of the directory that cannot be read.
+    /// A file that cannot be read.
     #[error("{} cannot be read", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The host's error.
         #[source]
         source: io::Error,
     },
-    /// A file that is too large for what it should be.
+    /// A file that is too large.
     #[error("{} has more than {FILE_BYTES_MAX} bytes", .0.display())]
     TooLarge(PathBuf),
-    /// A file without what it should have.
+    /// A file without the expected contents.
     #[error("{} holds no {what} in PEM form", path.display())]
     Pem {
         /// The file.
         path: PathBuf,
-        /// What is missing.
+        /// The kind of contents that is missing.
         what: &'static str,
     },
     /// A private key of another certificate.
@@ -46,48 +46,48 @@ pub enum TlsError {
     Unusable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of rustls.
         #[source]
         source: rustls::Error,
     },
-    /// A host that no certificate can name.
+    /// A host name that no certificate can have.
     #[error("{0:?} is not a name that a certificate can have")]
     Name(String),
-    /// An address without a network.
+    /// A Unix socket as the address.
     #[error("TLS needs a tcp: address, not {0}")]
     Unix(String),
-    /// Something else than TLS came.
+    /// The peer's data is not TLS.
     #[error(
         "the peer does not use TLS, and this side has tls_dir; give tls_dir to both sides or to neither"
     )]
     NotTls,
-    /// The peer's certificate, or the lack of one.
+    /// The peer's certificate is missing or not accepted.
     #[error("the peer's certificate is not accepted here")]
     Certificate(#[source] rustls::Error),
     /// The peer ended the connection with an alert.
     #[error("the peer refused the TLS connection ({alert:?}); its log has the reason{}", hint(*alert))]
     Refused {
-        /// What it said.
+        /// The alert.
         alert: AlertDescription,
     },
     /// The connection ended in the middle of the handshake.
     #[error("the peer closed the connection during the TLS handshake; was it given tls_dir, too?")]
     Ended,
-    /// Records, and nothing in them.
+    /// Too many records without data.
     #[error("the peer sent more than {EMPTY_RECORDS_MAX} TLS records in a row without data")]
     NoData,
-    /// Anything else.
+    /// Another TLS error.
     #[error("TLS failed while {what}")]
     Protocol {
-        /// What was being done.
+        /// The step.
         what: &'static str,
-        /// Why it failed.
+        /// The error of rustls.
         #[source]
         source: rustls::Error,
     },
 }
 
-/// What is probably the matter.
+/// The probable cause of an alert.
 fn hint(alert: AlertDescription) -> &'static str {
     match alert {
         AlertDescription::UnknownCA
@@ -103,7 +103,7 @@ fn hint(alert: AlertDescription) -> &'static str {
 }
 
 impl TlsError {
-    /// An error of rustls in the handshake or after it.
+    /// Converts an error of rustls.
     pub(super) fn of(what: &'static str, source: rustls::Error) -> Self {
         match source {
             rustls::Error::AlertReceived(alert) => Self::Refused { alert },

@@ -23,10 +23,10 @@ use super::TlsError;
 /// Longest file: a chain of several certificates has a few KiB, and no handshake carries more than this.
 pub(super) const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// Whose certificates are accepted.
+/// File with the CA certificates that are accepted.
 const CA: &str = "ca-cert.pem";
 
-/// Which side's files.
+/// The side whose files are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// The source's.
@@ -51,12 +51,12 @@ impl Kind {
     }
 }
 
-/// The text of the three files of one side. Has a private key: never to be logged, and overwritten in the end. rustls
-/// and ring have their own forms of it for as long as a configuration lives.
+/// The text of the three files of one side. Contains a private key: never logged, and zeroed when dropped.
+/// rustls and ring keep forms of their own as long as a configuration exists.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct PemFiles {
-    /// Where they are, for messages.
+    /// The directory, for messages.
     dir: PathBuf,
     ca: String,
     certificate: String,
@@ -75,7 +75,7 @@ impl Drop for PemFiles {
     }
 }
 
-/// What TLS uses of them.
+/// The parsed certificates and key.
 pub(super) struct Material {
     pub roots: Arc<RootCertStore>,
     pub chain: Vec<CertificateDer<'static>>,
@@ -93,7 +93,7 @@ impl PemFiles {
         Ok(Self { dir: dir.to_owned(), ca, certificate, key })
     }
 
-    /// Certificates and key.
+    /// Parses certificates and key.
     pub(super) fn material(&self, kind: Kind) -> Result<Material, TlsError> {
         let ca_path = self.dir.join(CA);
         let mut roots = RootCertStore::empty();
@@ -107,7 +107,7 @@ impl PemFiles {
         Ok(Material { roots: Arc::new(roots), chain, key })
     }
 
-    /// Says which file an error of rustls is about.
+    /// Returns a function that names the file to which an error of rustls belongs.
     pub(super) fn unusable(&self, kind: Kind) -> impl Fn(rustls::Error) -> TlsError + use<> {
         let certificate = self.dir.join(kind.certificate());
         let key = self.dir.join(kind.key());
@@ -126,7 +126,7 @@ impl PemFiles {
     }
 }
 
-/// The text of a regular file. A pipe in its place is not waited for.
+/// Reads a regular file. Opening a pipe in its place does not block.
 fn read(path: &Path) -> Result<String, TlsError> {
     let failed = |source| TlsError::File { path: path.to_owned(), source };
     let open = || {
@@ -136,7 +136,7 @@ fn read(path: &Path) -> Result<String, TlsError> {
         }
         Ok(file)
     };
-    // As much as it can have: a string that grows leaves copies behind.
+    // Full capacity from the start: a string that grows leaves copies in freed memory.
     let mut text = String::with_capacity(usize::try_from(FILE_BYTES_MAX).unwrap_or_default() + 2);
     open()
         .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text))
@@ -153,7 +153,7 @@ fn certificates(pem: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, 
     all.ok().filter(|all| !all.is_empty()).ok_or_else(missing)
 }
 
-/// True when users of the host that are neither owner nor of the group may read it.
+/// True when the file is readable by users who are neither owner nor in the group.
 fn is_world_readable(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|there| there.permissions().mode() & 0o004 != 0)
 }

@@ -20,24 +20,24 @@ use crate::transport::socket::send_now;
 
 const HANDSHAKE: &str = "agreeing on TLS";
 
-/// Where a handshake is.
+/// Progress of a handshake.
 #[derive(Debug)]
 pub(crate) enum Progress {
-    /// It is done.
+    /// Complete, with the established stream.
     Done(Box<Stream>),
-    /// The peer is to say something.
+    /// Data of the peer is needed.
     WantsRead,
-    /// What is to go out does not fit the socket's queue.
+    /// The socket accepts no more data now.
     WantsWrite,
 }
 
-/// What rustls asks for.
+/// What rustls requests next.
 enum Step {
     /// Another step.
     More,
-    /// Another record.
+    /// Another record of the peer.
     Record,
-    /// Everything is to go out.
+    /// All pending data is to be sent.
     Transmit,
     Done,
 }
@@ -47,17 +47,17 @@ enum Engine {
     Server(Box<UnbufferedServerConnection>),
 }
 
-/// A handshake on its way.
+/// A handshake in progress.
 pub(crate) struct Handshake {
-    /// `None` when it is over.
+    /// `None` when it is complete.
     engine: Option<Engine>,
     incoming: Incoming,
-    /// Bytes of it that rustls has been shown.
+    /// Bytes of `incoming` that rustls has seen.
     shown: usize,
     outgoing: Vec<u8>,
-    /// Bytes of it that are gone.
+    /// Bytes of `outgoing` that have been sent.
     gone: usize,
-    /// At a source.
+    /// The certificates, at a source.
     client: Option<ClientTls>,
 }
 
@@ -67,7 +67,7 @@ impl std::fmt::Debug for Handshake {
     }
 }
 
-/// One step; how many bytes of what was shown are of no further use.
+/// Runs one step; returns how many bytes of the input can be discarded.
 fn step<D>(
     UnbufferedStatus { discard, state }: UnbufferedStatus<'_, '_, D>,
     outgoing: &mut Vec<u8>,
@@ -80,7 +80,7 @@ fn step<D>(
         }
         ConnectionState::BlockedHandshake => Ok(Step::Record),
         ConnectionState::WriteTraffic(_) => Ok(Step::Done),
-        // Neither early data nor an end is a part of a handshake.
+        // Neither early data nor the end of the stream belongs to a handshake.
         _ => Err(Error::HandshakeNotComplete),
     });
     (discard, step)
@@ -110,10 +110,10 @@ impl Handshake {
         Self { engine: Some(engine), incoming, shown: 0, outgoing: Vec::new(), gone: 0, client }
     }
 
-    /// Of a source, with a destination on this host.
+    /// The handshake of a source with the destination `host`.
     ///
     /// # Errors
-    /// No certificate can name the host.
+    /// When no certificate can name the host.
     pub(crate) fn client(tls: &ClientTls, host: &str) -> Result<Self, TlsError> {
         let name = ClientTls::name(host)?;
         let engine = UnbufferedClientConnection::new(tls.config.clone(), name)
@@ -121,21 +121,21 @@ impl Handshake {
         Ok(Self::new(Engine::Client(Box::new(engine)), Some(tls.clone())))
     }
 
-    /// Of a destination.
+    /// The handshake of a destination.
     ///
     /// # Errors
-    /// The configuration is of no use.
+    /// When the configuration cannot be used.
     pub(crate) fn server(tls: &ServerTls) -> Result<Self, TlsError> {
         let engine = UnbufferedServerConnection::new(tls.config.clone())
             .map_err(|error| TlsError::of(HANDSHAKE, error))?;
         Ok(Self::new(Engine::Server(Box::new(engine)), None))
     }
 
-    /// Goes on as far as what has come allows.
+    /// Continues as far as the received data allows.
     ///
     /// # Errors
-    /// It fails; the peer was sent the alert that says so, if there is room for it. Nothing more is to
-    /// be done with the connection.
+    /// When the handshake fails; the peer was sent the alert, if the socket accepted it. The connection
+    /// cannot be used afterwards.
     pub(crate) fn advance(&mut self, socket: &Socket) -> Result<Progress, TlsError> {
         loop {
             if !self.flush(socket)? {
@@ -180,7 +180,7 @@ impl Handshake {
         stepped
     }
 
-    /// Sends what is to go out; false when not all of it could.
+    /// Sends pending data; false when a part is left.
     fn flush(&mut self, socket: &Socket) -> Result<bool, TlsError> {
         while self.gone < self.outgoing.len() {
             match send_now(socket, &self.outgoing[self.gone..]) {
@@ -188,7 +188,7 @@ impl Handshake {
                 Ok(sent) => self.gone += sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // What the peer has said before it left explains it.
+                // What the peer sent before it closed the connection explains the end.
                 Err(_) if self.incoming.receive(socket).is_ok_and(|len| len > 0) => {
                     self.gone = self.outgoing.len();
                 }
@@ -200,7 +200,7 @@ impl Handshake {
         Ok(true)
     }
 
-    /// Sends the alert that a failure has left.
+    /// Sends the alert of a failed handshake.
     fn last_words(&mut self, socket: &Socket) {
         const STEPS_MAX: usize = 4;
         for _ in 0..STEPS_MAX {

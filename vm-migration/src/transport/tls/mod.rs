@@ -43,10 +43,11 @@ pub(crate) use handshake::Handshake;
 pub(super) use handshake::Progress;
 pub(super) use record::{Left, Opener, Stream};
 
-/// The first two bytes of a client's first record. No message of the protocol and no role begins so.
+/// The first two bytes of a TLS client's first record. No message of the protocol and no role begins with
+/// these.
 pub(crate) const FIRST_BYTES: [u8; 2] = [0x16, 0x03];
 
-/// ring's algorithms; AES with a key of 128 bits first, which costs least.
+/// The algorithms of ring; AES-128 first, which costs least.
 fn provider() -> Arc<CryptoProvider> {
     let cipher_suites = vec![
         cipher_suite::TLS13_AES_128_GCM_SHA256,
@@ -56,7 +57,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(CryptoProvider { cipher_suites, ..ring::default_provider() })
 }
 
-/// What a source needs.
+/// TLS configuration of a source.
 #[derive(Clone)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
@@ -86,7 +87,7 @@ impl ClientTls {
         Self::new(PemFiles::read(dir, Kind::Client)?)
     }
 
-    /// With files that were read before.
+    /// The configuration for files that were read before.
     pub(crate) fn new(files: PemFiles) -> Result<Self, TlsError> {
         let material = files.material(Kind::Client)?;
         let unusable = files.unusable(Kind::Client);
@@ -97,12 +98,12 @@ impl ClientTls {
             .with_client_auth_cert(material.chain, material.key)
             .map_err(&unusable)?;
         config.resumption = Resumption::disabled();
-        // For the records, which are framed here.
+        // The keys are needed because records are framed here.
         config.enable_secret_extraction = true;
         Ok(Self { config: Arc::new(config), files: Arc::new(files) })
     }
 
-    /// What another process needs to be the same source.
+    /// The files, with which another process can act as the same source.
     pub(crate) fn files(&self) -> &PemFiles {
         &self.files
     }
@@ -110,13 +111,13 @@ impl ClientTls {
     /// The name that a destination's certificate must have.
     ///
     /// # Errors
-    /// No certificate can have it.
+    /// When no certificate can have the name.
     pub(super) fn name(host: &str) -> Result<ServerName<'static>, TlsError> {
         ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Name(host.to_owned()))
     }
 }
 
-/// What a destination needs.
+/// TLS configuration of a destination.
 #[derive(Clone)]
 pub struct ServerTls {
     config: Arc<ServerConfig>,

@@ -29,36 +29,36 @@ use super::{ClientTls, TlsError};
 use crate::transport::TransportError;
 use crate::transport::socket::{Part, receive_into};
 
-/// Most plaintext of a record.
+/// Most plaintext bytes in a record.
 const PLAIN_BYTES_MAX: usize = 16 << 10;
 
 /// Content type, version, length.
 const HEADER_BYTES: usize = 5;
 
-/// Most that protection adds to a record.
+/// Most bytes that protection adds to a record.
 const OVERHEAD_BYTES_MAX: usize = 256;
 
 /// Longest record.
 const RECORD_BYTES_MAX: usize = HEADER_BYTES + PLAIN_BYTES_MAX + OVERHEAD_BYTES_MAX;
 
-/// Room for what has come: some records a system call. A handshake has room for its longest message.
+/// Receive buffer: some records per system call. The longest handshake message fits.
 const INCOMING_BYTES: usize = 4 * RECORD_BYTES_MAX;
 
-/// Records that are sealed and sent together: as many as a receiver takes with one system call.
+/// Records that are sealed and sent together: as many as a receiver reads with one system call.
 const BATCH_RECORDS: usize = 4;
 
-/// Records without data that may follow each other: empty ones, tickets, key updates. A sender of this program
-/// has one in a row, a server of another some tickets. No wait ends with such a record, and more of them would
-/// keep a reader from its time limits and from a cancel.
+/// Most consecutive records without data: empty ones, tickets, key updates. This program sends one at a time,
+/// other servers some tickets. Such records end no wait, and more of them would keep a reader from checking
+/// its time limits and a cancel.
 pub(super) const EMPTY_RECORDS_MAX: u32 = 32;
 
-/// Records after which keys are changed, whatever the cipher could bear: half of the limit of AES-GCM.
+/// Records after which keys are changed for any cipher: half of the limit of AES-GCM.
 const RECORDS_MAX: u64 = 1 << 23;
 
 const SENDING: &str = "sending";
 const RECEIVING: &str = "receiving";
 
-/// What has come and was not taken yet.
+/// Received bytes that have not been consumed.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     bytes: Box<[u8]>,
@@ -71,12 +71,12 @@ impl Incoming {
         Self { bytes: vec![0; INCOMING_BYTES].into_boxed_slice(), start: 0, end: 0 }
     }
 
-    /// One that takes nothing.
+    /// A buffer without capacity.
     pub(super) fn empty() -> Self {
         Self { bytes: Box::default(), start: 0, end: 0 }
     }
 
-    /// Takes what is there off the socket; 0 for its end.
+    /// Receives available bytes; 0 at the end of the stream.
     pub(super) fn receive(&mut self, socket: &Socket) -> io::Result<usize> {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -85,7 +85,7 @@ impl Incoming {
             (self.start, self.end) = (0, self.end - self.start);
         }
         if self.end == self.bytes.len() {
-            // A message of the handshake that is longer than any that is allowed.
+            // A handshake message longer than allowed.
             return Err(io::Error::other("the peer sends more than a message may have"));
         }
         let received = receive_into(socket, &mut self.bytes[self.end..])?;
@@ -101,10 +101,10 @@ impl Incoming {
         self.start = self.end.min(self.start + len);
     }
 
-    /// The end of the whole record that begins at `from` of what is there.
+    /// The end of the complete record that begins at offset `from`; `None` if it is incomplete.
     ///
     /// # Errors
-    /// That is no record.
+    /// When the bytes are not a record.
     pub(super) fn record_end(&self, from: usize) -> Result<Option<usize>, TlsError> {
         let there = self.bytes.get(self.start + from..self.end).unwrap_or_default();
         let kinds = 20..=23;
@@ -127,7 +127,7 @@ impl Incoming {
     }
 }
 
-/// What makes new keys.
+/// The source of new keys.
 pub(super) enum Keys {
     Client(KernelConnection<ClientConnectionData>),
     Server(KernelConnection<ServerConnectionData>),
@@ -179,10 +179,10 @@ fn decrypter(
     }
 }
 
-/// Parts of a message, and how far they were taken.
+/// The unsent rest of a message.
 pub(crate) struct Left<'p, 'm> {
     parts: &'p [Part<'m>],
-    /// Bytes of the first part that are gone.
+    /// Bytes of the first part that are sealed already.
     done: usize,
 }
 
@@ -191,7 +191,7 @@ impl<'p, 'm> Left<'p, 'm> {
         Self { parts, done: 0 }
     }
 
-    /// Copies what goes into a record. Guest memory is read in whole words, once.
+    /// Copies the plaintext of the next record. Guest memory is read in whole words, each once.
     fn fill(&mut self, plain: &mut Vec<u8>) {
         const WORD: usize = size_of::<u64>();
         plain.clear();
@@ -220,13 +220,13 @@ impl<'p, 'm> Left<'p, 'm> {
     }
 }
 
-/// The sending direction.
+/// State of the sending direction.
 pub(crate) struct Sealer {
     encrypter: Box<dyn MessageEncrypter>,
     sequence: u64,
-    /// What a record is made of.
+    /// Plaintext of the current record.
     plain: Vec<u8>,
-    /// Records were sealed and did not all go out: nothing can follow.
+    /// Sealed records were not all sent: nothing can follow.
     pub is_broken: bool,
 }
 
@@ -239,7 +239,7 @@ impl Sealer {
         Ok(sealed.encode())
     }
 
-    /// Seals the next records of a message, none when all of it is gone.
+    /// Seals the next records of a message; none when all of it is sealed.
     pub(crate) fn batch(
         &mut self,
         left: &mut Left<'_, '_>,
@@ -273,27 +273,27 @@ impl Sealer {
     }
 }
 
-/// The receiving direction.
+/// State of the receiving direction.
 pub(crate) struct Opener {
     incoming: Incoming,
-    /// Where in it plaintext is.
+    /// Range of the decrypted plaintext in `incoming`.
     plain: Range<usize>,
     decrypter: Box<dyn MessageDecrypter>,
     sequence: u64,
-    /// Records without data since the last one with some.
+    /// Consecutive records without data.
     empty_records: u32,
     messages: Messages,
-    /// Nothing more comes.
+    /// The stream has ended.
     is_over: bool,
-    /// Why, until a reader has been told.
+    /// The failure, until it is returned to a reader.
     failure: Option<TransportError>,
 }
 
 impl Opener {
-    /// Whether plaintext is there, of records that have come whole.
+    /// True when plaintext of a complete record is available.
     ///
     /// # Errors
-    /// The connection has ended, or what came is not what the peer sent.
+    /// When the connection has ended, or a record cannot be decrypted.
     pub(crate) fn has_plain(&mut self, stream: &Stream) -> Result<bool, TransportError> {
         match self.is_ready(stream) {
             true if self.plain.is_empty() => {
@@ -303,7 +303,7 @@ impl Opener {
         }
     }
 
-    /// Whether a reader need not wait: plaintext is there, or the end, which it will be told.
+    /// True when a reader need not wait: there is plaintext, or the end of the stream to report.
     pub(crate) fn is_ready(&mut self, stream: &Stream) -> bool {
         if !self.is_over {
             match self.open(stream) {
@@ -326,7 +326,7 @@ impl Opener {
         Ok(true)
     }
 
-    /// After a record.
+    /// Counts consecutive records without data.
     fn count_empty(&mut self) -> Result<(), TlsError> {
         if !self.plain.is_empty() {
             self.empty_records = 0;
@@ -336,7 +336,7 @@ impl Opener {
         if self.empty_records > EMPTY_RECORDS_MAX { Err(TlsError::NoData) } else { Ok(()) }
     }
 
-    /// Opens the next record; false when the peer ends the connection with it.
+    /// Decrypts the next record; false when it closes the connection.
     fn open_one(&mut self, len: usize, stream: &Stream) -> Result<bool, Error> {
         let at = self.incoming.start;
         self.incoming.discard(len);
@@ -382,41 +382,41 @@ impl Opener {
         }
     }
 
-    /// Takes what is there off the socket; 0 for its end.
+    /// Receives available bytes; 0 at the end of the stream.
     pub(crate) fn receive(&mut self, socket: &Socket) -> io::Result<usize> {
         self.incoming.receive(socket)
     }
 
-    /// A part of a record is there.
+    /// True when a part of a record is buffered.
     pub(crate) fn has_part(&self) -> bool {
         self.incoming.start < self.incoming.end
     }
 
-    /// Plaintext that is there.
+    /// The available plaintext.
     pub(crate) fn plain(&self) -> &[u8] {
         &self.incoming.bytes[self.plain.clone()]
     }
 
-    /// So much of it was taken.
+    /// Consumes `len` bytes of the plaintext.
     pub(crate) fn taken(&mut self, len: usize) {
         self.plain.start = self.plain.end.min(self.plain.start + len);
     }
 }
 
-/// An established connection.
+/// An established TLS connection.
 pub(crate) struct Stream {
     suite: &'static Tls13CipherSuite,
-    /// Held while the keys of one direction change.
+    /// Locked while the keys of one direction change.
     keys: Mutex<Keys>,
-    /// Held by the thread that sends.
+    /// Locked by the thread that sends.
     sealer: Mutex<Sealer>,
-    /// Held by the thread that reads.
+    /// Locked by the thread that reads.
     opener: Mutex<Opener>,
-    /// The peer wants our keys to change.
+    /// The peer requests new keys of this side.
     rekey: AtomicBool,
-    /// Records that are sent with one key.
+    /// Most records that are sent with one key.
     records_max: AtomicU64,
-    /// At a source: what made it, for further connections.
+    /// At a source: its configuration, for further connections.
     client: Option<ClientTls>,
 }
 
@@ -472,15 +472,15 @@ impl Stream {
         self.opener.lock()
     }
 
-    /// What made this connection, at a source.
+    /// The configuration of this connection, at a source.
     pub(crate) fn client(&self) -> Option<&ClientTls> {
         self.client.as_ref()
     }
 
-    /// The alert that says that nothing follows; `None` where it would stand in a message.
+    /// The closing alert; `None` where it would be in the middle of a message.
     pub(crate) fn close_notify(&self) -> Option<Vec<u8>> {
         const WARNING: u8 = 1;
-        // A thread that sends right now has not finished its message.
+        // A thread that is sending now has not finished its message.
         let mut sealer = self.sealer.try_lock()?;
         if sealer.is_broken {
             return None;
@@ -489,20 +489,20 @@ impl Stream {
         sealer.seal(ContentType::Alert, &[WARNING, AlertDescription::CloseNotify.into()]).ok()
     }
 
-    /// From now on keys change after so many records.
+    /// Makes keys change after this number of records.
     #[cfg(all(test, not(loom)))]
     pub(super) fn change_keys_after(&self, records: u64) {
         self.records_max.store(records, Ordering::Relaxed);
     }
 
-    /// A record out of turn.
+    /// Seals a record outside of the regular order.
     #[cfg(all(test, not(loom)))]
     pub(super) fn seal_for_test(&self, typ: ContentType, payload: &[u8]) -> Vec<u8> {
         #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
         self.sealer().seal(typ, payload).unwrap()
     }
 
-    /// What follows a record that says so.
+    /// Changes the keys as after a record that announces it.
     #[cfg(all(test, not(loom)))]
     pub(super) fn change_keys_for_test(&self) {
         #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
