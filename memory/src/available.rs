@@ -12,21 +12,22 @@ use std::path::{Path, PathBuf};
 
 use crate::host::Host;
 
-/// Of the host's memory this part is left alone, within bounds: the kernel and other processes continue
-/// needing some, and begin to wait for it before the last page is gone.
+/// Share of the host's memory that is left free, within bounds: the kernel and other processes continue to
+/// need some, and begin to stall before the last page is gone.
 const HOST_MARGIN_DIVISOR: u64 = 32;
 const HOST_MARGIN_MAX_BYTES: u64 = 2 << 30;
-/// A node gets its own kernel memory from elsewhere if it must, so less is left of it.
+/// Share of a node's memory that is left free. It is smaller, because a node can get kernel memory from
+/// elsewhere.
 const NODE_MARGIN_DIVISOR: u64 = 64;
 const NODE_MARGIN_MAX_BYTES: u64 = 512 << 20;
-/// A cgroup is as large as its administrator has calculated. What page tables and this process take meanwhile
-/// has to fit.
+/// Memory that is left free in a cgroup, whose size its administrator has chosen. The page tables and this
+/// process must fit in it meanwhile.
 const CGROUP_MARGIN_BYTES: u64 = 32 << 20;
 
-/// What limits how much memory can be had.
+/// What limits the available memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryLimit {
-    /// All of the host.
+    /// The whole host.
     Host,
     /// A NUMA node, by its number.
     Node(u32),
@@ -44,7 +45,7 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// There is not enough.
+/// The error when memory is insufficient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "guest memory needs {} MiB that it has not got yet, and {limit} has {} MiB to give, of which {} MiB \
@@ -55,20 +56,20 @@ impl fmt::Display for MemoryLimit {
 pub struct InsufficientMemory {
     /// Bytes that are needed.
     pub needed_bytes: u64,
-    /// What has too little.
+    /// The limit that is too low.
     pub limit: MemoryLimit,
-    /// What it has.
+    /// Bytes available under it.
     pub available_bytes: u64,
-    /// What of it is not to be taken.
+    /// Bytes of those that must stay free.
     pub margin_bytes: u64,
 }
 
-/// Memory that is about to be populated: bytes, and the NUMA node that they have to come from.
+/// Memory that is about to be populated: bytes, and the NUMA node that they must come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryDemand {
-    /// How much; hugetlb pages do not count, they were set aside before.
+    /// Bytes, without hugetlb pages, which were set aside before.
     pub bytes: u64,
-    /// The node, if only one will do.
+    /// The node, if the memory must come from one.
     pub node: Option<u32>,
 }
 
@@ -79,10 +80,10 @@ struct MemoryBudget {
     margin_bytes: u64,
 }
 
-/// Whether the host, the cgroups and the nodes have that much.
+/// Checks that the host, the cgroups and the nodes have that much memory.
 ///
 /// # Errors
-/// The first that has not.
+/// The first limit that is too low.
 pub fn check(needs: &[MemoryDemand]) -> Result<(), InsufficientMemory> {
     check_at(needs, &Host::real())
 }
@@ -105,7 +106,7 @@ pub(crate) fn check_at(needs: &[MemoryDemand], host: &Host) -> Result<(), Insuff
     Ok(())
 }
 
-/// The least that any of them has to give, without a margin; all of it where no limit is set.
+/// The least that any limit has available, without a margin; `u64::MAX` where there is no limit.
 pub fn available_bytes(node: Option<u32>) -> u64 {
     let available = available(&Host::real(), &[MemoryDemand { bytes: 0, node }]);
     available.iter().map(|budget| budget.available_bytes).min().unwrap_or(u64::MAX)
@@ -139,14 +140,14 @@ fn available(host: &Host, needs: &[MemoryDemand]) -> Vec<MemoryBudget> {
 }
 
 impl Host {
-    /// What can be had without swapping, and all RAM.
+    /// Memory that is available without swapping, and all RAM, in bytes.
     fn available_bytes(&self) -> Option<(u64, u64)> {
         let text = Self::read(&self.proc.join("meminfo"))?;
         let bytes = |name| super::host::meminfo_bytes(&text, name);
         Some((bytes("MemAvailable")?, bytes("MemTotal")?))
     }
 
-    /// The same of a node: what is free, and what holds files that can be read again.
+    /// The same for a node: free memory, and the page cache that can be read again.
     fn available_on_node(&self, node: u32) -> Option<(u64, u64)> {
         let text = Self::read(&self.node(node).join("meminfo"))?;
         let prefix = format!("Node {node} ");
@@ -161,8 +162,8 @@ impl Host {
         Some((left, bytes("MemTotal")?))
     }
 
-    /// The limits of this process's cgroups (version 2) and what each has left. Every group above
-    /// counts what its children have.
+    /// The limits of this process's cgroups (version 2) and what each has left. A parent group counts the
+    /// memory of its children.
     fn cgroup_available(&self) -> Vec<(PathBuf, u64)> {
         let root = self.sys.join("fs/cgroup");
         let membership = Self::read(&self.proc.join("self/cgroup")).unwrap_or_default();
@@ -172,7 +173,7 @@ impl Host {
         let of_group = |relative: &Path| {
             let group = root.join(relative);
             let file = group.join("memory.max");
-            // "max" is no number, and no limit.
+            // "max" is not a number, and means no limit.
             let limit = Self::number(&file)?;
             let used = Self::number(&group.join("memory.current"))?;
             let stat = Self::read(&group.join("memory.stat")).unwrap_or_default();
@@ -204,7 +205,7 @@ mod tests {
         fs::write(path, text).unwrap();
     }
 
-    /// 64 GiB, of which 40 can be had.
+    /// A host with 64 GiB, of which 40 GiB are available.
     fn host(root: &Path) -> Host {
         let kib = |gib: u64| gib << 20;
         let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", kib(64), kib(40));
@@ -262,7 +263,7 @@ mod tests {
         let refused = check_at(&[on(6), need(20)], &host).unwrap_err();
         assert_eq!(refused.limit, MemoryLimit::Node(1));
         assert_eq!((refused.needed_bytes, refused.available_bytes), (6 * GIB, 6 * GIB));
-        // A node that says nothing is no limit.
+        // A node without information is no limit.
         check_at(&[MemoryDemand { node: Some(7), ..need(20) }], &host).unwrap();
     }
 

@@ -20,54 +20,54 @@ use crate::host::{Host, HugePagePolicy};
 use crate::zone_file::{self, LockedFile, ZoneFile, holds_data, hugetlbfs_page_bytes};
 use crate::zone_kind::ZoneKind;
 
-/// The pages of a zone, not yet mapped.
+/// The memory that backs a zone, not yet mapped.
 #[derive(Debug)]
 pub struct ZoneBacking {
     pub kind: ZoneKind,
     pub file: Option<Arc<File>>,
     pub page_bytes: u64,
     pub hugetlb: bool,
-    /// The file held data before the guest: the zero map has to know.
+    /// The file held data before the guest, which the zero map must take into account.
     pub holds_data: bool,
-    /// Populated and zeroed before it came here.
+    /// It was populated and zeroed before the zone was created.
     pub prezeroed: bool,
-    /// It is a file that others can open, and `file` has its lock.
+    /// It is a file that others can open, and `file` holds its lock.
     pub locked: bool,
 }
 
-/// What memory holds when it has just been made.
+/// Contents of memory that has just been created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum InitialContents {
-    /// Files keep what they hold.
+    /// Files keep their contents.
     #[default]
     AsFound,
-    /// Nothing, for all contents are to arrive: files are emptied, but for those of another process that
-    /// were handed over, and those that are not to be written, which are left out of it.
+    /// None, because all contents are to arrive: files are emptied, except those that another process
+    /// handed over; files that must not be written are not used.
     Nothing,
-    /// The same, and no file that holds anything is emptied: it is refused, because only what sends the
-    /// contents has named it.
+    /// Like [`Nothing`](Self::Nothing), but a file with data is refused instead of emptied, because only
+    /// the sender of the contents has named it.
     MustBeEmpty,
 }
 
 impl InitialContents {
-    /// Whether all contents are to arrive.
+    /// True when all contents are to arrive.
     pub fn is_to_arrive(self) -> bool {
         self != Self::AsFound
     }
 }
 
-/// What is in a file that is handed over.
+/// Contents of a file that is handed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProvidedContent {
     /// Anything.
     Unknown,
-    /// Every page is there, and zero.
+    /// Every page is populated and zero.
     PopulatedZeroes,
 }
 
 impl ZoneBacking {
-    /// The backing of `zone` on a host with this huge page policy. A file is locked before anything is
-    /// done to it, with the lock that is in `held` if there is one. What it holds stays there: see
+    /// Creates the backing of `zone` on a host with this huge page policy. A file is locked before it is
+    /// touched, with the lock in `held` if there is one for it. It keeps its contents: see
     /// [`empty`](Self::empty).
     pub fn create(
         zone: &ZoneSpec,
@@ -134,8 +134,8 @@ impl ZoneBacking {
     ) -> Result<Self, BackingError> {
         let found = ZoneFile::open(zone, path, locked)?;
         if start.is_to_arrive() && found.kind() == ZoneKind::PrivateFile {
-            // The file is to stay as it is, and all of its data would be hidden: memory that begins
-            // with nothing, of the same pages, is what a private mapping of it would come to.
+            // The file must stay as it is, and all of its data would be hidden: empty memory with pages
+            // of the same size is equivalent to a private mapping of it.
             return match found.hugetlb_page_bytes() {
                 Some(page_bytes) => Self::hugetlb_of(zone, page_bytes, host),
                 None => Ok(Self::anonymous()),
@@ -157,8 +157,8 @@ impl ZoneBacking {
         })
     }
 
-    /// Throws away what the zone's file held before, all of `zone`, which then reads as zero. Only for
-    /// memory whose contents are all to arrive, and that this process has to itself.
+    /// Discards what the zone's file held before in all of `zone`, which then reads as zero. Only for
+    /// memory whose contents are all to arrive, and that only this process uses.
     pub fn empty(&mut self, zone: &ZoneSpec) -> Result<(), BackingError> {
         let (true, Some(file), Backing::File(path)) = (self.holds_data, &self.file, &zone.backing)
         else {
@@ -173,11 +173,11 @@ impl ZoneBacking {
         Ok(())
     }
 
-    /// The backing of `zone` from a file that was handed over. It must be of the kind that the
-    /// zone asks for, and no process may be able to make it shorter: that would be a SIGBUS later.
+    /// The backing of `zone` from a file that was handed over. It must be of the kind that the zone asks
+    /// for, and no process may be able to truncate it, which would cause a SIGBUS later.
     ///
-    /// Where its content is known to be zero it is not looked for, which would take time that grows
-    /// with the size.
+    /// If its contents are known to be zero it is not searched for data, which would take time that
+    /// grows with the size.
     pub fn from_provided(
         zone: &ZoneSpec,
         file: Arc<File>,
@@ -212,9 +212,10 @@ impl ZoneBacking {
             _ => {}
         }
         zone.check_page_size(page_bytes)?;
-        // Before the length: of one that can still be made shorter that says nothing. A zone with a file
-        // may have one that knows no seals; that its configuration says so is not enough, which may come
-        // from the peer that hands the file over: it has to be the file that is there on this host.
+        // Checked before the length, which means nothing for a file that can still be truncated. A zone
+        // with a file may have one without seals. The configuration alone does not prove that, because
+        // it may come from the peer that hands the file over: the file must be the one at that path on
+        // this host.
         // SAFETY: takes and returns numbers; the descriptor is open.
         let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
         let shrinks = seals.max(0) & libc::F_SEAL_SHRINK == 0;
@@ -222,7 +223,7 @@ impl ZoneBacking {
         {
             return refuse("not sealed against shrinking");
         }
-        // A shorter file would be a SIGBUS later.
+        // A shorter file would cause a SIGBUS later.
         let len_bytes = file.metadata().map_err(examine)?.len();
         if len_bytes < zone.size_bytes {
             return refuse("shorter than the zone");
@@ -232,8 +233,8 @@ impl ZoneBacking {
         }
         let locked = match &zone.backing {
             Backing::File(path) => {
-                // The same open file as that of the process it comes from, so this changes nothing
-                // where that has locked it.
+                // The same open file description as in the process that handed it over, so this changes
+                // nothing if that process has locked it.
                 zone_file::lock_for(zone, path, &file, FileUse::Written)?;
                 true
             }
@@ -248,7 +249,7 @@ impl ZoneBacking {
     }
 }
 
-/// Whether a zone that leaves the choice to us becomes private anonymous memory.
+/// True when a zone with automatic backing gets private anonymous memory.
 fn prefers_private(zone: &ZoneSpec, policy: HugePagePolicy) -> bool {
     if zone.shared {
         return false;
@@ -260,7 +261,7 @@ fn sized_memfd(zone: &ZoneSpec, flags: u32) -> Result<File, BackingError> {
     let make = || {
         let file = memfd(&format!("ram-{}", zone.id), flags)?;
         file.set_len(zone.size_bytes)?;
-        // A process that this memory is shared with must not be able to cut it: SIGBUS for all.
+        // A process that shares this memory must not be able to truncate it: SIGBUS for all of them.
         let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
         // SAFETY: takes and returns numbers; the descriptor is open.
         match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use crate::config::ConfigError;
 
-/// A backing that could not be had.
+/// Why a zone's backing could not be created.
 #[expect(missing_docs, reason = "each variant's message says what it is")]
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {

@@ -70,7 +70,7 @@ fn a_file_is_created_with_its_size_and_kept() {
     assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB);
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     drop(backing);
-    // Longer files are never cut.
+    // Longer files are never truncated.
     fs::File::create(&path).unwrap().set_len(8 * MIB).unwrap();
     create(&file_zone(&path, true)).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), 8 * MIB);
@@ -147,20 +147,20 @@ fn files_handed_over_are_examined() {
     refused(&of_file, file.try_clone().unwrap(), "shorter");
     file.set_len(4 * MIB).unwrap();
     assert_eq!(provided(&of_file, file.try_clone().unwrap()).unwrap().kind, ZoneKind::Shared);
-    // That the zone has a file exempts that file and no other.
+    // The zone's file exempts that file and no other.
     let memfd = super::memfd("given", 0).unwrap();
     memfd.set_len(4 * MIB).unwrap();
     let elsewhere = tempfile::tempfile().unwrap();
     elsewhere.set_len(4 * MIB).unwrap();
     refused(&of_file, memfd, "shrinking");
     refused(&of_file, elsewhere.try_clone().unwrap(), "shrinking");
-    // A zone with a directory has a file without a name in it.
+    // A zone with a directory has an unnamed file in it.
     let dir = std::env::temp_dir();
     provided(&zone(|z| z.backing = Backing::File(dir.clone())), elsewhere).unwrap();
-    // One that can still be made shorter is not measured.
+    // The length of a file that can still be truncated is not checked.
     let cut = super::memfd("given", 0).unwrap();
     refused(&zone(|_| {}), cut, "shrinking");
-    // A zone that is to be a memfd takes no file that another process could truncate.
+    // A zone with a memfd takes no file that another process could truncate.
     refused(&zone(|_| {}), file.try_clone().unwrap(), "shrinking");
     refused(&zone(|z| z.backing = Backing::Anonymous), file.try_clone().unwrap(), "private");
     let huge = Backing::Hugetlb { page_size: HugePageSize::HostDefault };
@@ -184,7 +184,7 @@ fn memfds_handed_over_must_keep_their_size_and_be_writable() {
     for seals in [0, libc::F_SEAL_GROW, libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE] {
         assert!(matches!(sealed(seals), Err(BackingError::ProvidedFile { .. })), "{seals:#x}");
     }
-    // And what we make ourselves can be handed on.
+    // A memfd of this process can be handed over.
     let host = Host::real();
     let memfd = zone(|z| z.backing = Backing::Memfd);
     let own = ZoneBacking::create(&memfd, &host, NO_HUGE, InitialContents::AsFound, None).unwrap();

@@ -20,18 +20,18 @@ use stoppable_thread::StoppableThread;
 use crate::populate::THP_BYTES;
 use crate::region::RamRegion;
 
-/// How much longer it rests than it works. Collapsing has the kernel do something on every processor,
-/// the guest's among them.
+/// How much longer the thread rests than it works. Collapsing interrupts every processor, including those of
+/// the guest.
 const REST_FACTOR: u32 = 9;
-/// Blocks that failed, with never a success, that show that this kernel does not do it.
+/// Failed blocks, without a success, after which collapsing counts as unsupported by this kernel.
 const FAILURES_MAX: u64 = 64;
-/// Most that is collapsed by one call. Each call has the kernel wait for every processor, which takes
-/// longer than to make a huge page; and the guest waits for what is being copied.
+/// Most bytes that one call collapses. Each call waits for every processor, which takes longer than making a
+/// huge page; and the guest waits for memory that is being copied.
 const RUN_BYTES_MAX: u64 = 8 * THP_BYTES;
 
 #[derive(Debug, Default)]
 struct Stop {
-    /// Locked for an instant.
+    /// Locked briefly.
     told: Mutex<bool>,
     changed: Condvar,
 }
@@ -42,7 +42,7 @@ impl Stop {
         self.changed.notify_all();
     }
 
-    /// Waits for so long; true as soon as it is to stop.
+    /// Waits for `time`; returns true as soon as a stop is requested.
     fn within(&self, time: Duration) -> bool {
         let mut told = self.told.lock();
         self.changed.wait_while_for(&mut told, |told| !*told, time);
@@ -50,26 +50,26 @@ impl Stop {
     }
 }
 
-/// Outcome for the blocks.
+/// State of the blocks at the end.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Collapsed {
-    /// Huge pages, by now.
+    /// Blocks that are huge pages now.
     pub huge: u64,
-    /// Left as they were: not all of a block was there.
+    /// Blocks that were not populated in full, and left as they were.
     pub sparse: u64,
-    /// The kernel would not: pages in use for I/O, no huge page available.
+    /// Blocks that the kernel did not collapse: pages in use for I/O, or no huge page available.
     pub refused: u64,
 }
 
-/// Memory being made of huge pages. Dropping it stops and waits for the thread.
+/// A thread that collapses memory into huge pages. Dropping it stops the thread and waits for it.
 #[derive(Debug)]
 pub struct Collapse(StoppableThread<Collapsed>);
 
 impl Collapse {
-    /// Begins with those of `regions` that want it; `None` if none does.
+    /// Starts with those of `regions` that want huge pages; `None` if none does.
     ///
     /// # Errors
-    /// The thread cannot be started.
+    /// When the thread cannot be started.
     pub fn start(regions: &[Arc<RamRegion>]) -> io::Result<Option<Self>> {
         let wanting = |region: &&Arc<RamRegion>| region.wants_collapse();
         let regions: Vec<_> = regions.iter().filter(wanting).cloned().collect();
@@ -82,12 +82,12 @@ impl Collapse {
         Ok(Some(Self(StoppableThread::spawn("huge-pages", move || stop.tell(), body)?)))
     }
 
-    /// Tells it to stop soon. What is huge stays so.
+    /// Requests that it stops soon. Collapsed blocks stay huge.
     pub fn cancel(&self) {
         self.0.stop();
     }
 
-    /// Waits for its end; the state of the blocks.
+    /// Waits for the end; returns the state of the blocks.
     pub fn wait(self) -> Collapsed {
         self.0.join()
     }

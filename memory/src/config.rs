@@ -10,34 +10,34 @@ use std::path::PathBuf;
 
 use crate::PAGE_BYTES;
 
-/// Longest zone id, in bytes: it becomes part of a memfd's name, which the kernel limits to 249.
+/// Longest zone ID in bytes: it is part of a memfd's name, which the kernel limits to 249.
 const ZONE_ID_BYTES_MAX: usize = 128;
-/// Most zones: a bound, far above any host's number of NUMA nodes times backings.
+/// Most zones: far above any host's number of NUMA nodes times backings.
 const ZONES_MAX: usize = 1024;
-/// NUMA nodes that a node mask of the kernel can name.
+/// Number of NUMA nodes that a kernel node mask can name.
 const NUMA_NODES_MAX: u32 = 1024;
 
-/// All of guest RAM, in the order in which it is laid out.
+/// All of guest RAM, in the order of its layout.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RamConfig {
     /// The zones; at least one.
     pub zones: Vec<ZoneSpec>,
 }
 
-/// One zone: RAM of one kind. Untrusted until [`RamConfig::validate`] agrees.
+/// A zone: RAM of one kind. Untrusted until [`RamConfig::validate`] has accepted it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ZoneSpec {
     /// Unique; names the zone in errors, and its memfd (`ram-<id>`).
     pub id: String,
     /// A multiple of the backing's page size.
     pub size_bytes: u64,
-    /// Where the pages come from.
+    /// The backing.
     pub backing: Backing,
     /// Other processes may map the zone, and writes reach a file that holds data.
     pub shared: bool,
     /// Identical pages may be merged by the host (KSM). Private anonymous memory only.
     pub mergeable: bool,
-    /// Transparent huge pages are wanted.
+    /// Use transparent huge pages.
     pub thp: bool,
     /// Populate everything before the guest needs it.
     pub prefault: bool,
@@ -45,8 +45,8 @@ pub struct ZoneSpec {
     pub reserve: bool,
     /// Take the pages from this NUMA node of the host.
     pub host_numa_node: Option<u32>,
-    /// The guest gets it in blocks of this length, one by one, while it runs: see
-    /// [`plugging`](crate::plugging). Lies behind all other zones.
+    /// Block size, if the guest gets the zone block by block while it runs: see
+    /// [`plugging`](crate::plugging). The zone then follows all others.
     pub block_bytes: Option<u64>,
 }
 
@@ -68,10 +68,10 @@ impl ZoneSpec {
     }
 }
 
-/// Where the pages of a zone come from.
+/// Backing of a zone.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Backing {
-    /// The crate's rules choose between memfd and private anonymous memory (see the crate's head).
+    /// Memfd or private anonymous memory, by the rules in the crate's documentation.
     #[default]
     Auto,
     /// Private anonymous memory.
@@ -80,17 +80,17 @@ pub enum Backing {
     Memfd,
     /// A memfd of hugetlb pages.
     Hugetlb {
-        /// Which pool.
+        /// Size of its pages.
         page_size: HugePageSize,
     },
-    /// A file, created if need be; in a directory, a file without a name.
+    /// A file, which is created if necessary; for a directory, an unnamed file in it.
     File(PathBuf),
 }
 
 /// Size of a hugetlb page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum HugePageSize {
-    /// What the host calls its default.
+    /// The host's default size.
     #[default]
     HostDefault,
     /// 2 MiB.
@@ -100,10 +100,10 @@ pub enum HugePageSize {
 }
 
 impl HugePageSize {
-    /// The size that has this many bytes.
+    /// The size with this number of bytes.
     ///
     /// # Errors
-    /// This processor has no pages of that size.
+    /// When this processor has no pages of that size.
     pub fn from_bytes(bytes: u64) -> Result<Self, ConfigError> {
         match bytes {
             0x20_0000 => Ok(Self::Mib2),
@@ -122,7 +122,7 @@ impl HugePageSize {
     }
 }
 
-/// A configuration that no host could carry out.
+/// Why a configuration is invalid on any host.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     /// No zone at all.
@@ -131,7 +131,7 @@ pub enum ConfigError {
     /// Too many zones.
     #[error("{count} memory zones are more than the {ZONES_MAX} supported")]
     TooManyZones {
-        /// How many.
+        /// Their number.
         count: usize,
     },
     /// An id that is empty, too long, or unprintable.
@@ -142,13 +142,13 @@ pub enum ConfigError {
         /// The id.
         id: String,
     },
-    /// Two zones of one name.
+    /// Two zones with the same ID.
     #[error("memory zone id '{id}' is used twice")]
     DuplicateId {
         /// The id.
         id: String,
     },
-    /// A zone of no size.
+    /// A zone of size zero.
     #[error("memory zone '{id}' has size 0")]
     ZeroSize {
         /// The zone.
@@ -164,24 +164,24 @@ pub enum ConfigError {
         id: String,
         /// Its size.
         size_bytes: u64,
-        /// What the size must be a multiple of.
+        /// The page size of its backing.
         page_bytes: u64,
     },
-    /// Two wishes that exclude each other.
+    /// Settings that exclude each other.
     #[error("memory zone '{id}': {what}")]
     Contradiction {
         /// The zone.
         id: String,
-        /// What excludes what.
+        /// The settings.
         what: &'static str,
     },
     /// A page size that does not exist.
     #[error("huge pages of {bytes} bytes do not exist here: use 2M or 1G")]
     HugePageSize {
-        /// The size asked for.
+        /// The requested size.
         bytes: u64,
     },
-    /// A node number that no kernel has.
+    /// A node number that no kernel supports.
     #[error("memory zone '{id}': host NUMA node {node} is not below {NUMA_NODES_MAX}")]
     BadNode {
         /// The zone.
@@ -192,10 +192,10 @@ pub enum ConfigError {
 }
 
 impl RamConfig {
-    /// Checks everything that needs no host.
+    /// Checks everything that does not depend on the host.
     ///
     /// # Errors
-    /// The first rule that is broken, naming the zone.
+    /// The first rule that is violated, with the zone.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.zones.is_empty() {
             return Err(ConfigError::NoZone);

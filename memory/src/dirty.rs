@@ -19,13 +19,13 @@ use crate::mapping::Mapping;
 
 /// The dirty log of one region, in pages of 4 KiB. Clones share the log.
 ///
-/// Off at first. A log that belongs to a [`RamRegion`](crate::RamRegion) also keeps the region's
-/// mapping alive: it travels inside every view of guest memory, so memory stays mapped for as long
-/// as any thread can reach it.
+/// Tracking is off initially. A log that belongs to a [`RamRegion`](crate::RamRegion) also keeps
+/// the region's mapping alive: every view of guest memory contains it, so memory stays mapped for
+/// as long as any thread can reach it.
 #[derive(Debug, Clone, Default)]
 pub struct DeviceDirtyLog {
     log: Option<Arc<Log>>,
-    /// Never read: see the type's description.
+    /// Never read; it keeps the region mapped, see the type.
     _keeps_mapped: Option<Arc<Mapping>>,
 }
 
@@ -39,7 +39,7 @@ impl DeviceDirtyLog {
     /// A log for `len_bytes` of memory that is not part of a region.
     ///
     /// # Errors
-    /// The host has no address space left for the bitmap.
+    /// When the host has no address space left for the bitmap.
     pub fn for_len(len_bytes: u64) -> io::Result<Self> {
         let pages = PageBitmap::sparse(len_bytes.div_ceil(PAGE_BYTES))?;
         let log = Arc::new(Log { tracking: AtomicBool::new(false), pages });
@@ -52,7 +52,7 @@ impl DeviceDirtyLog {
 
     /// Switches tracking on, with an empty log, or off.
     ///
-    /// Once this returns after switching on, a device's write is either visible to the caller
+    /// After this has switched tracking on, a device's write is either visible to the caller
     /// already or will be in the log.
     pub fn set_tracking(&self, on: bool) {
         let Some(log) = &self.log else { return };
@@ -63,33 +63,33 @@ impl DeviceDirtyLog {
         fence(Ordering::SeqCst);
     }
 
-    /// Whether writes are being logged.
+    /// True while writes are logged.
     pub fn is_tracking(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.tracking.load(Ordering::SeqCst))
     }
 
-    /// Takes the dirty bits of `pages` (numbered from the start of the region) and clears them;
-    /// bit i of word w of `out` is page `pages.start + 64 * w + i`.
+    /// Moves the dirty bits of `pages` (numbered from the start of the region) to `out` and clears
+    /// them; bit i of word w of `out` is page `pages.start + 64 * w + i`.
     ///
-    /// Each word is taken at once: a page is in `out` or still in the log. Take before copying
-    /// the page, never after.
+    /// Each word is moved atomically: a page is in `out` or still in the log. Call this before
+    /// copying the page, never after.
     pub fn take(&self, pages: Range<u64>, out: &mut [u64]) {
         match &self.log {
             Some(log) => log.pages.take_words(pages, out),
             None => out.fill(0),
         }
-        // The copy that follows must not read content from before the bit was taken.
+        // The copy that follows must not read contents from before the bit was taken.
         fence(Ordering::SeqCst);
     }
 
-    /// Puts bits back that were taken for an attempt that then failed.
+    /// Restores bits that were taken for an attempt that then failed.
     pub fn put_back(&self, pages: Range<u64>, words: &[u64]) {
         if let Some(log) = &self.log {
             log.pages.or_words(pages, words);
         }
     }
 
-    /// Number of dirty pages now.
+    /// Number of dirty pages.
     pub fn count(&self) -> u64 {
         self.log.as_ref().map_or(0, |log| log.pages.count())
     }
@@ -123,10 +123,10 @@ impl Bitmap for DeviceDirtyLog {
 }
 
 impl NewBitmap for DeviceDirtyLog {
-    /// For memory made by `vm-memory` itself, as tests do.
+    /// For memory that `vm-memory` creates itself, as in tests.
     ///
     /// # Panics
-    /// The trait has no way to say that the host is out of address space.
+    /// When the host is out of address space, which the trait cannot report.
     fn with_len(len: usize) -> Self {
         Self::for_len(len as u64).expect("no address space left for a dirty log")
     }

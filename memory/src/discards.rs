@@ -22,16 +22,16 @@ use loom::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(not(loom))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// One reason to keep all pages. `P` is what can unpin some.
+/// A ban on discarding pages. `P` can unpin some of them.
 #[derive(Debug)]
 struct Ban<P: ?Sized> {
     number: u64,
     reason: &'static str,
-    /// What can unpin memory that the guest asks for before it uses it again.
+    /// Unpins memory if the guest announces its use of it.
     pins: Option<Arc<P>>,
 }
 
-/// The bans that hold now, in the order in which they began.
+/// The current bans, in the order of their start.
 #[derive(Debug)]
 pub(crate) struct Discards<P: ?Sized>(RwLock<Vec<Ban<P>>>);
 
@@ -54,10 +54,10 @@ impl<P: ?Sized> Discards<P> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a ban. What was being discarded has been when this returns.
+    /// Begins a ban. Discards in progress have ended when this returns.
     pub(crate) fn ban(self: &Arc<Self>, reason: &'static str) -> DiscardBan<P> {
         let mut bans = self.write();
-        // In the order in which they came, so that the last number is the greatest.
+        // Numbers increase, so that the last ban has the greatest.
         let number = bans.last().map_or(0, |ban| ban.number.wrapping_add(1));
         bans.push(Ban { number, reason, pins: None });
         drop(bans);
@@ -69,7 +69,7 @@ impl<P: ?Sized> Discards<P> {
         self.read().first().map(|ban| ban.reason)
     }
 
-    /// What unpins memory, if there is exactly one ban and it has that.
+    /// What unpins memory, if there is exactly one ban and it has pins.
     pub(crate) fn pins(&self) -> Option<Arc<P>> {
         match &self.read()[..] {
             [ban] => ban.pins.clone(),
@@ -77,7 +77,7 @@ impl<P: ?Sized> Discards<P> {
         }
     }
 
-    /// Does `act` with the decision, or with the reason against it. Neither changes meanwhile.
+    /// Calls `act` with a permit, or with the reason of a ban. Neither changes during the call.
     pub(crate) fn decide<R>(&self, act: impl FnOnce(Result<Permit<'_>, &'static str>) -> R) -> R {
         let bans = self.read();
         act(match bans.first() {
@@ -86,8 +86,8 @@ impl<P: ?Sized> Discards<P> {
         })
     }
 
-    /// Does `act` with the parts of `piece` that may be discarded. With `unpin` the guest asks before it uses
-    /// the memory again, so what is pinned may be unpinned for it: that returns the parts that were.
+    /// Calls `act` with the parts of `piece` that may be discarded. With `unpin` the guest announces its use
+    /// of the memory, so pinned parts may be unpinned: `unpin` returns the parts that were.
     pub(crate) fn release<R>(
         &self,
         piece: &Range<u64>,
@@ -103,8 +103,8 @@ impl<P: ?Sized> Discards<P> {
             return act(Vec::new(), &permit);
         };
         drop(bans);
-        // Alone: between unpinning and discarding no other caller may find the memory unpinned, and
-        // have it pinned again.
+        // Exclusive: between unpinning and discarding no other caller may find the memory unpinned, and have
+        // it pinned again.
         let bans = self.write();
         let parts = match &bans[..] {
             [] => vec![piece.clone()],
@@ -114,8 +114,8 @@ impl<P: ?Sized> Discards<P> {
         act(parts, &permit)
     }
 
-    /// Does `change` while no ban can begin or end, if there is none, or (`pinned`) only one whose pins
-    /// can unpin memory.
+    /// Calls `change` while no ban can begin or end, if there is none, or (`pinned`) only one whose pins can
+    /// unpin memory.
     ///
     /// # Errors
     /// The reason of the first ban.
@@ -133,7 +133,7 @@ impl<P: ?Sized> Discards<P> {
     }
 }
 
-/// As long as it lives, no page of guest memory is discarded, but for what its pins unpin before.
+/// Keeps pages of guest memory from being discarded, except those that its pins unpin first.
 #[derive(Debug)]
 pub struct DiscardBan<P: ?Sized> {
     discards: Arc<Discards<P>>,
@@ -141,7 +141,7 @@ pub struct DiscardBan<P: ?Sized> {
 }
 
 impl<P: ?Sized> DiscardBan<P> {
-    /// From here on this ban does not hold for memory that `pins` unpins.
+    /// Exempts memory that `pins` unpins from this ban.
     pub fn except_unpinned(&self, pins: Arc<P>) {
         let mut bans = self.discards.write();
         if let Some(ban) = bans.iter_mut().find(|ban| ban.number == self.number) {
@@ -156,7 +156,7 @@ impl<P: ?Sized> Drop for DiscardBan<P> {
         let at = bans.iter().position(|ban| ban.number == self.number);
         let ended = at.map(|at| bans.remove(at));
         drop(bans);
-        // Not under the lock: it may be the last to know of what is pinned.
+        // Dropped outside of the lock: it may hold the last reference to the pins.
         drop(ended);
     }
 }
@@ -171,15 +171,15 @@ mod loom_tests {
 
     use super::*;
 
-    /// Nothing unpins here.
+    /// Nothing unpins in this model.
     type Discards = super::Discards<()>;
 
-    /// One page of guest memory: which page of the host the guest has there, and what is in the
-    /// pages of the host.
+    /// A page of guest memory: the host page that is mapped for the guest, and the contents of the host
+    /// pages.
     struct Page {
         mapped: AtomicU32,
         contents: Mutex<[u8; 3]>,
-        /// The page that the device has.
+        /// The host page that the device has pinned.
         pinned: AtomicU32,
     }
 
@@ -192,7 +192,7 @@ mod loom_tests {
             })
         }
 
-        /// As migration zeroes a page.
+        /// Zeroes the page as a migration does.
         fn zero(&self, discards: &Discards) {
             discards.decide(|decision| match decision {
                 Ok(_permit) => self.mapped.store(2, Ordering::Relaxed),
@@ -214,7 +214,7 @@ mod loom_tests {
             self.pinned.store(self.mapped.load(Ordering::Relaxed), Ordering::Relaxed);
         }
 
-        /// The guest reads zeros, and so does the device, in the same page, if it has one.
+        /// Checks that the guest reads zeros, and the device as well, in the same page, if it has one.
         fn check(&self) {
             let (mapped, pinned) =
                 (self.mapped.load(Ordering::Relaxed), self.pinned.load(Ordering::Relaxed));

@@ -15,23 +15,23 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// What a file is used for.
+/// How a file is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileUse {
-    /// It is mapped shared: what is written is in the file. One user at a time.
+    /// It is mapped shared and written. One user at a time.
     Written,
-    /// It is mapped privately, and must stay as it is. Any number of such users.
+    /// It is mapped privately, and must not change. Any number of such users.
     Read,
 }
 
-/// A lock that was not taken.
+/// Why a lock was not taken.
 #[derive(Debug)]
 pub enum LockError {
-    /// Another open file description has one that excludes it.
+    /// Another open file description holds a conflicting one.
     Held,
-    /// The file system has no locks.
+    /// The file system does not support locks.
     NoLocks,
-    /// Something else.
+    /// Another error.
     Other(io::Error),
 }
 
@@ -44,7 +44,7 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
         l_type: narrow(kind)?,
         l_whence: narrow(libc::SEEK_SET)?,
         l_start: 0,
-        // To the end, however far that is.
+        // Up to the end of the file, whatever its length.
         l_len: 0,
         l_pid: 0,
     };
@@ -55,8 +55,7 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Takes the lock of an open file, or changes the one that it has; fails at once. Where it fails, a
-/// lock that there was stays.
+/// Locks an open file, or converts its lock; never blocks. After a failure an existing lock remains.
 pub fn lock(file: &File, wanted: FileUse) -> Result<(), LockError> {
     let kind = match wanted {
         FileUse::Written => libc::F_WRLCK,
@@ -69,12 +68,12 @@ pub fn lock(file: &File, wanted: FileUse) -> Result<(), LockError> {
     })
 }
 
-/// Ends the lock of an open file.
+/// Unlocks an open file.
 pub fn unlock(file: &File) -> Result<(), LockError> {
     set(file, libc::F_UNLCK).map_err(LockError::Other)
 }
 
-/// The processes that have a file locked, in words: as far as `/proc` shows them to this process.
+/// Names the processes that have a file locked, as far as `/proc` shows them to this process.
 pub fn holders(file: &File) -> String {
     let found = file.metadata().map(|data| holders_of(Path::new("/proc"), data.dev(), data.ino()));
     match found {
@@ -83,8 +82,8 @@ pub fn holders(file: &File) -> String {
     }
 }
 
-/// Looks for the lock in what the kernel says about each open file. File systems are not asked: one
-/// that hangs must not hang this.
+/// Finds the holders in what the kernel reports about each open file. The files themselves are not accessed:
+/// a file system that hangs must not block this.
 fn holders_of(proc: &Path, device: u64, inode: u64) -> Vec<String> {
     let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut found = Vec::new();
@@ -103,14 +102,14 @@ fn holders_of(proc: &Path, device: u64, inode: u64) -> Vec<String> {
     found
 }
 
-/// Whether it reads like `lock: 1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF`.
+/// True for a line like `lock: 1: OFDLCK  ADVISORY  WRITE -1 00:1a:77 0 EOF` of this file.
 fn is_lock_of(line: &str, place: &str) -> bool {
     let words = || line.split_ascii_whitespace();
     line.starts_with("lock:") && words().any(|word| word == "OFDLCK") && words().any(|w| w == place)
 }
 
-/// What a process calls itself. The kernel keeps 15 bytes of it; where that is the beginning of the name of
-/// its program, this is the whole.
+/// Name of a process. The kernel keeps 15 bytes of it; if those begin the name of its executable, that full
+/// name is returned.
 fn program(process: &Path) -> String {
     let short = fs::read_to_string(process.join("comm")).unwrap_or_default();
     let short = short.trim().to_owned();

@@ -17,24 +17,24 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// How long discarding waits for a range that is held. A migration reads what it holds within some tens of
-/// milliseconds, unless its connection stands still.
+/// How long a discard waits for a held range. A migration reads what it holds within some tens of
+/// milliseconds, unless its connection stalls.
 const WAIT_MAX: Duration = Duration::from_secs(1);
-/// The time in which all that is discarded waits for no more than that.
+/// The period in which all discards together wait for no longer than that.
 const WINDOW: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 struct Ranges {
-    /// Those of a round are as many as its messages have parts, so each is found by its place.
+    /// Held ranges by slot: a round holds as many as its messages have parts, so each is found by its index.
     held: Vec<Option<Range<u64>>>,
-    /// Free places there.
+    /// Free slots.
     free: Vec<usize>,
-    /// They wait until they are not held.
+    /// Discards that wait until their range is not held.
     waiting: Vec<Range<u64>>,
     discarding: Vec<Range<u64>>,
-    /// When the window began.
+    /// Start of the current period.
     window: Option<Instant>,
-    /// What has been waited in it.
+    /// Time that was spent waiting in it.
     spent: Duration,
 }
 
@@ -43,7 +43,7 @@ impl Ranges {
         self.held.iter().flatten().any(|held| meet(held, range))
     }
 
-    /// What is left of `wait_max` in the window that `now` is in.
+    /// What is left of `wait_max` in the period that contains `now`.
     fn left(&mut self, wait_max: Duration, now: Instant) -> Duration {
         let is_over = |began: Instant| now.saturating_duration_since(began) >= WINDOW;
         if self.window.is_none_or(is_over) {
@@ -53,7 +53,7 @@ impl Ranges {
     }
 }
 
-/// The ranges of one region, in bytes from its start.
+/// The held ranges of one region, in bytes from its start.
 #[derive(Debug, Default)]
 pub struct Holds {
     ranges: Mutex<Ranges>,
@@ -68,7 +68,7 @@ fn overlap(ranges: &[Range<u64>], range: &Range<u64>) -> bool {
     ranges.iter().any(|other| meet(other, range))
 }
 
-/// Equal ranges stand for each other.
+/// Removes one of the ranges that equal `range`.
 fn remove(ranges: &mut Vec<Range<u64>>, range: &Range<u64>) {
     if let Some(at) = ranges.iter().position(|other| other == range) {
         ranges.swap_remove(at);
@@ -80,7 +80,8 @@ impl Holds {
         self.ranges.lock()
     }
 
-    /// Holds `range` until the answer is dropped. What is being discarded of it has been when this returns.
+    /// Holds `range` until the result is dropped. A discard of it that is in progress has ended when this
+    /// returns.
     pub fn hold(&self, range: Range<u64>) -> PageHold<'_> {
         let mut ranges = self.ranges();
         while overlap(&ranges.discarding, &range) || overlap(&ranges.waiting, &range) {
@@ -94,7 +95,7 @@ impl Holds {
         PageHold { holds: self, place }
     }
 
-    /// Says that `range` is discarded until the answer is dropped. Waits while it is held, for
+    /// Registers that `range` is being discarded until the result is dropped. Waits while it is held, for
     /// [`WAIT_MAX`] at most.
     pub fn begin_discard(&self, range: Range<u64>) -> DiscardGuard<'_> {
         self.begin_discard_within(range, WAIT_MAX)
@@ -122,7 +123,7 @@ impl Holds {
     }
 }
 
-/// A range that is being read.
+/// A held range, which is being read.
 #[derive(Debug)]
 pub struct PageHold<'a> {
     holds: &'a Holds,
@@ -136,7 +137,7 @@ impl Drop for PageHold<'_> {
             *held = None;
             ranges.free.push(self.place);
         }
-        // Only what is to be discarded waits for that.
+        // Only discards wait for the end of a hold.
         let is_awaited = !ranges.waiting.is_empty();
         drop(ranges);
         if is_awaited {
@@ -165,7 +166,7 @@ mod tests {
 
     use super::*;
 
-    /// What does not wait has happened by then, on all but the busiest hosts.
+    /// Long enough for anything that does not wait, on all but the busiest hosts.
     const A_WHILE: Duration = Duration::from_millis(100);
 
     #[test]
@@ -178,7 +179,7 @@ mod tests {
         }
         assert!(began.elapsed() >= A_WHILE);
         assert!(began.elapsed() < A_WHILE * 20, "{:?}", began.elapsed());
-        // Later it waits again.
+        // In the next period it waits again.
         let mut ranges = holds.ranges();
         assert_eq!(ranges.left(A_WHILE, began), Duration::ZERO);
         assert_eq!(ranges.left(A_WHILE, began + A_WHILE + WINDOW), A_WHILE);
@@ -201,7 +202,7 @@ mod tests {
             });
             assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
             drop(first);
-            // It leaves, and only then the other is held.
+            // The discard ends, and only then the other range is held.
             let discarding = discarding.join().expect("it leaves");
             assert_eq!(is_held.recv_timeout(A_WHILE), Err(RecvTimeoutError::Timeout));
             drop(discarding);

@@ -8,14 +8,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The host's `/sys` and `/proc`; others only in tests.
+/// The host's `/sys` and `/proc`; other directories in tests only.
 #[derive(Debug, Clone)]
 pub struct Host {
     pub(crate) sys: PathBuf,
     pub(crate) proc: PathBuf,
 }
 
-/// Whether memory that is advised to use huge pages gets them.
+/// Whether memory gets huge pages when it is advised to use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugePagePolicy {
     /// Private anonymous memory.
@@ -24,12 +24,12 @@ pub struct HugePagePolicy {
     pub shared: bool,
 }
 
-/// Pages of one size in the hugetlb pool, of the whole host or of one node.
+/// Pages of one size in the hugetlb pool, on the whole host or on one node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugetlbPool {
-    /// Pages that a new mapping can have now.
+    /// Pages that a new mapping can get now.
     pub available: u64,
-    /// Whether the pool may grow on demand.
+    /// True when the pool may grow on demand.
     pub can_grow: bool,
 }
 
@@ -38,8 +38,7 @@ pub struct HugetlbPool {
 pub struct MemoryTotals {
     /// RAM and swap together.
     pub total: u64,
-    /// What may still be committed, where the host keeps count strictly
-    /// (`vm.overcommit_memory=2`).
+    /// What may still be committed, if the host accounts strictly (`vm.overcommit_memory=2`).
     pub commit_left: Option<u64>,
 }
 
@@ -56,12 +55,12 @@ impl Host {
         Self::read(path)?.trim().parse().ok()
     }
 
-    /// The setting in force for 2 MiB pages: the per-size file decides, unless it inherits.
+    /// The effective setting for 2 MiB pages: the per-size file counts, unless it inherits.
     pub fn huge_page_policy(&self) -> HugePagePolicy {
         let base = self.sys.join("kernel/mm/transparent_hugepage");
         let setting = |file: &str| {
             let global = Self::read(&base.join(file)).and_then(|text| selected(&text));
-            // These two override any per-size setting.
+            // These two values override any per-size setting.
             if matches!(global.as_deref(), Some("force" | "deny")) {
                 return global;
             }
@@ -80,13 +79,13 @@ impl Host {
         }
     }
 
-    /// Where the user changes the number of hugetlb pages of this size.
+    /// File that sets the number of hugetlb pages of this size.
     pub fn hugetlb_path(page_size_bytes: u64) -> PathBuf {
         let dir = format!("hugepages-{}kB", page_size_bytes >> 10);
         Path::new("/sys/kernel/mm/hugepages").join(dir).join("nr_hugepages")
     }
 
-    /// The host's pool of this size; `None` when the host has no pages of this size.
+    /// The host's pool of this size; `None` when the host has no such pages.
     pub fn hugetlb_pool(&self, page_size_bytes: u64) -> Option<HugetlbPool> {
         let dir = format!("kernel/mm/hugepages/hugepages-{}kB", page_size_bytes >> 10);
         let number = |file: &str| Self::number(&self.sys.join(&dir).join(file));
@@ -99,19 +98,19 @@ impl Host {
         Some(HugetlbPool { available, can_grow: growth > 0 })
     }
 
-    /// Free hugetlb pages of this size on one node; `None` when the host does not say.
+    /// Free hugetlb pages of this size on one node; `None` when unknown.
     pub fn hugetlb_free_on_node(&self, page_size_bytes: u64, node: u32) -> Option<u64> {
         let dir = format!("hugepages/hugepages-{}kB", page_size_bytes >> 10);
         Self::number(&self.node(node).join(dir).join("free_hugepages"))
     }
 
-    /// The default size of a hugetlb page, in bytes.
+    /// The default size of a hugetlb page in bytes.
     pub fn default_huge_page_bytes(&self) -> Option<u64> {
         let text = Self::read(&self.proc.join("meminfo"))?;
         meminfo_bytes(&text, "Hugepagesize").filter(|size| size.is_power_of_two())
     }
 
-    /// Totals for the check of `reserve=on`; `None` when `/proc` is not there.
+    /// Totals for the check of `reserve=on`; `None` without `/proc`.
     pub fn memory_totals(&self) -> Option<MemoryTotals> {
         let text = Self::read(&self.proc.join("meminfo"))?;
         let ram = meminfo_bytes(&text, "MemTotal")?;
@@ -135,13 +134,13 @@ impl Host {
         self.node(node).is_dir()
     }
 
-    /// The CPUs of a node, empty when unknown.
+    /// The CPUs of a node; empty when unknown.
     pub fn node_cpus(&self, node: u32) -> Vec<usize> {
         Self::read(&self.node(node).join("cpulist")).map(|text| cpu_list(&text)).unwrap_or_default()
     }
 }
 
-/// The word in brackets: `always [madvise] never`.
+/// The word in brackets, as in `always [madvise] never`.
 fn selected(text: &str) -> Option<String> {
     let (_, rest) = text.split_once('[')?;
     rest.split_once(']').map(|(word, _)| word.to_owned())
@@ -153,7 +152,7 @@ pub(crate) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// `0-3,8` as numbers. Odd parts are left out; no CPU beyond what an affinity mask holds.
+/// Parses a list like `0-3,8`. Invalid parts are skipped, as are CPUs beyond an affinity mask.
 fn cpu_list(text: &str) -> Vec<usize> {
     const MAX_CPUS: usize = 8 * size_of::<libc::cpu_set_t>();
     let part = |part: &str| {

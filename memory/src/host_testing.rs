@@ -14,20 +14,19 @@ use super::Host;
 use crate::populated::{PAGE_IS_ZERO_PAGE, scan_pagemap};
 
 impl Host {
-    /// A host that is a folder with `sys` and `proc` in it.
+    /// A host whose `sys` and `proc` are in the directory `root`.
     pub fn pretended(root: &Path) -> Self {
         Self { sys: root.join("sys"), proc: root.join("proc") }
     }
 }
 
-/// Bytes of `start..start + len_bytes` that have memory of their own (the shared zero page does
-/// not count).
+/// Bytes of `start..start + len_bytes` that have pages of their own (the shared zero page does not count).
 pub fn resident_bytes(start: *const u8, len_bytes: u64) -> u64 {
     let pagemap = fs::File::open("/proc/self/pagemap").unwrap();
     if let Ok(runs) = scan_pagemap(&pagemap, start, 0..len_bytes, PAGE_IS_ZERO_PAGE) {
         return runs.into_iter().map(|run| run.end - run.start).sum();
     }
-    // Before Linux 6.7: every entry by itself, told from the zero page by its frame.
+    // Before Linux 6.7: each entry is read, and compared with the frame of the zero page.
     let probe = page_bitmap::PageBitmap::sparse(1).unwrap();
     assert!(!probe.get(0));
     let zero_page = page_entry(&pagemap, probe.storage());
@@ -44,7 +43,7 @@ fn page_entry(pagemap: &fs::File, address: *const u8) -> u64 {
     u64::from_ne_bytes(entry)
 }
 
-/// Whether the page at `address` is present in this process's page table.
+/// True when the page at `address` is present in this process's page table.
 pub fn is_mapped(address: *const u8) -> bool {
     let pagemap = fs::File::open("/proc/self/pagemap").unwrap();
     page_entry(&pagemap, address) >> 63 == 1
@@ -69,7 +68,7 @@ pub fn smaps_bytes(address: *const u8, field: &str) -> u64 {
     panic!("no {field} for {address:?}");
 }
 
-/// Extra pages in the host's 2 MiB hugetlb pool; returned on drop. One test at a time has them.
+/// Extra pages in the host's 2 MiB hugetlb pool; returned on drop. Only one test at a time has them.
 pub struct BorrowedHugePages {
     pool: PathBuf,
     before: u64,
@@ -77,7 +76,8 @@ pub struct BorrowedHugePages {
 }
 
 impl BorrowedHugePages {
-    /// `None`, with the test said to be skipped, where the host will not lend any (not root, no memory, no hugetlb).
+    /// `None`, with the test reported as skipped, when the host provides none (not root, no memory, no
+    /// hugetlb).
     pub fn new(pages: u64) -> Option<Self> {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock();

@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
-/// Where memory begins that comes later: the largest unit in which a guest of 64 bits adds memory, so
-/// that nothing of it is lost to the guest.
+/// Alignment of memory that is added later: the largest unit in which a 64-bit guest adds memory, so
+/// that all of it is usable.
 const LATER_ALIGN_BYTES: u64 = 2 << 30;
 
-/// The guest's address space as far as RAM is concerned.
+/// Guest physical addresses for RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RamLayout {
     /// First guest physical address that is kept free for devices.
@@ -29,34 +29,34 @@ impl Default for RamLayout {
     }
 }
 
-/// A piece of a zone that is contiguous for the guest.
+/// A part of a zone that is contiguous in guest physical addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Placement {
-    /// Which zone, by its place in the configuration.
+    /// Index of the zone in the configuration.
     pub zone: usize,
-    /// Where the guest sees the piece.
+    /// Its guest physical address.
     pub gpa: u64,
-    /// Which bytes of the zone it is.
+    /// Its bytes of the zone.
     pub bytes: Range<u64>,
 }
 
-/// RAM that does not fit.
+/// Why RAM cannot be placed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
-    /// More RAM than addresses.
+    /// More RAM than guest physical addresses.
     #[error(
         "memory zone '{id}' does not fit: it would end at guest address {end:#x}, and the guest's \
          address space ends at {limit:#x}"
     )]
     TooLarge {
-        /// The zone that crosses the end.
+        /// The zone that exceeds the address space.
         id: String,
-        /// Where it would end (the highest address, if that cannot be counted).
+        /// Its end (the highest address, if that overflows).
         end: u64,
-        /// Where the address space ends.
+        /// The end of the address space.
         limit: u64,
     },
-    /// The hole cuts a huge page.
+    /// The hole would cut a huge page.
     #[error(
         "memory zone '{id}' would be cut at its byte {at:#x} by the hole for devices, which is not \
          a multiple of its page size, {page_bytes} bytes: put smaller zones behind it"
@@ -64,12 +64,12 @@ pub enum LayoutError {
     CutPage {
         /// The zone.
         id: String,
-        /// Where in the zone.
+        /// Offset of the cut in the zone.
         at: u64,
         /// The zone's page size.
         page_bytes: u64,
     },
-    /// The caller's hole makes no sense.
+    /// The hole is invalid.
     #[error("the hole for devices {start:#x}..{end:#x} is not an ordered, page-aligned range")]
     BadHole {
         /// Start of the hole.
@@ -79,13 +79,13 @@ pub enum LayoutError {
     },
 }
 
-/// What the layout has to know about a zone.
+/// The properties of a zone that determine its place.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ZoneExtent<'a> {
     pub id: &'a str,
     pub size_bytes: u64,
     pub page_bytes: u64,
-    /// Comes block by block: behind all other zones, aligned for the guest.
+    /// It is added block by block: placed after all other zones, aligned for the guest.
     pub comes_later: bool,
 }
 

@@ -8,14 +8,14 @@
 use std::any::Any;
 use std::sync::Arc;
 
-/// What has to exist for as long as memory that was lent is used. Dropping the last copy ends the loan.
+/// Keeps what must exist for as long as leased memory is in use. Dropping the last copy ends the lease.
 #[derive(Debug, Clone)]
 pub struct Lease {
     _kept: Arc<dyn Any + Send + Sync>,
 }
 
 impl Lease {
-    /// Of what the lender wants kept; several zones may share it.
+    /// A lease that keeps `kept`; several zones may share it.
     pub fn new(kept: Arc<dyn Any + Send + Sync>) -> Self {
         Self { _kept: kept }
     }

@@ -111,16 +111,16 @@ pub use zero::is_zero;
 pub use zone_file::LockedFile;
 pub use zone_kind::ZoneKind;
 
-/// The grain of every per-page map, and the smallest guest page, in bytes.
+/// Granularity of every per-page map, and the smallest guest page, in bytes.
 pub const PAGE_BYTES: u64 = 4096;
 
 /// Guest physical memory as devices see it: checked accesses by guest physical address.
 pub type GuestMemory = vm_memory::GuestMemoryMmap<DeviceDirtyLog>;
 
-/// A handle that always gives the current [`GuestMemory`], also after memory was added.
+/// A handle that always refers to the current [`GuestMemory`], also after memory was added.
 pub type GuestMemoryHandle = vm_memory::GuestMemoryAtomic<GuestMemory>;
 
-/// A length or offset that fits the address space of the only hosts we build for.
+/// Converts a length or offset, which fits because only hosts with 64-bit addresses are supported.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "usize has 64 bits: anything else is refused at compile time above"

@@ -12,22 +12,22 @@ use std::os::fd::AsRawFd;
 
 use crate::to_usize;
 
-/// What to map.
+/// Parameters of a mapping.
 #[derive(Debug)]
 pub struct MapRequest<'a> {
     pub len_bytes: u64,
     /// A power of two, at least the page size of the backing.
     pub align_bytes: u64,
-    /// The address is made congruent to this, modulo `align_bytes`: huge pages need guest
-    /// address, host address and file offset to agree.
+    /// The address is made congruent to this, modulo `align_bytes`: for huge pages, guest address,
+    /// host address and file offset must agree.
     pub congruent_to: u64,
-    /// `None` for anonymous memory; otherwise the file and where in it to begin.
+    /// The file and the offset in it; `None` for anonymous memory.
     pub file: Option<(&'a File, u64)>,
     pub shared: bool,
     pub reserve: bool,
 }
 
-/// An advice that does not change what the owner of the memory reads, except where it says so.
+/// Advice for the kernel that does not change the contents of memory, unless stated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Advice {
@@ -41,7 +41,7 @@ pub enum Advice {
     DontNeed = libc::MADV_DONTNEED,
 }
 
-/// Inaccessible memory on either side of a mapping, at least.
+/// Least inaccessible memory on either side of a mapping.
 const GUARD_BYTES: usize = 4096;
 
 /// A mapped range; unmapped on drop.
@@ -50,7 +50,7 @@ pub struct Mapping {
     start: *mut u8,
     len_bytes: u64,
     flags: i32,
-    /// The range with its surroundings.
+    /// The reservation that contains the range.
     _reserved: Reserved,
 }
 
@@ -60,7 +60,7 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
-/// An address range of which nothing can be accessed; unmapped on drop.
+/// A reserved, inaccessible address range; unmapped on drop.
 #[derive(Debug)]
 struct Reserved {
     start: *mut libc::c_void,
@@ -96,15 +96,15 @@ impl Drop for Reserved {
 }
 
 impl Mapping {
-    /// Maps as requested, readable and writable, populating nothing.
+    /// Maps as requested, readable and writable, without populating.
     ///
     /// # Errors
-    /// What `mmap` says: `ENOMEM` when the reservation is refused (overcommit, hugetlb pool).
+    /// The error of `mmap`: `ENOMEM` when the reservation is refused (overcommit, hugetlb pool).
     pub fn new(request: &MapRequest<'_>) -> io::Result<Self> {
         let len = to_usize(request.len_bytes);
         let align = to_usize(request.align_bytes);
-        // Room to align, and a page that is never mapped on either side: running over the edge of
-        // guest memory is a fault, not other data.
+        // Room to align, and a page on either side that is never mapped: an access beyond guest
+        // memory faults instead of reaching other data.
         let room = len
             .checked_add(align)
             .and_then(|room| room.checked_add(GUARD_BYTES))
@@ -148,7 +148,7 @@ impl Mapping {
         self.len_bytes
     }
 
-    /// The flags that the mapping was made with, without `MAP_FIXED`.
+    /// The `mmap` flags of the mapping, without `MAP_FIXED`.
     pub const fn flags(&self) -> i32 {
         self.flags
     }
@@ -162,7 +162,7 @@ impl Mapping {
         Ok(unsafe { self.start.add(to_usize(range.start)) })
     }
 
-    /// Gives the kernel `advice` for `range` (bytes from the start, page aligned).
+    /// Advises the kernel about `range` (bytes from the start, page aligned).
     pub fn advise(&self, range: &Range<u64>, advice: Advice) -> io::Result<()> {
         let address = self.at(range)?;
         let len = to_usize(range.end - range.start);
@@ -174,7 +174,8 @@ impl Mapping {
         }
     }
 
-    /// Which pages of `range` are in memory and known to this mapping: a byte per 4 KiB, low bit.
+    /// Which pages of `range` are resident in this mapping: a byte per 4 KiB, of which the lowest
+    /// bit counts.
     pub fn mincore(&self, range: &Range<u64>, pages: &mut [u8]) -> io::Result<()> {
         let address = self.at(range)?;
         let len = to_usize(range.end - range.start);

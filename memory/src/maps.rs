@@ -13,12 +13,12 @@ use std::ops::Range;
 
 use page_bitmap::PageBitmap;
 
-/// Pages whose content is here: it has arrived, or it was always local.
+/// Pages whose contents are here: they have arrived, or were always local.
 ///
-/// Stored as the pages that are **absent**, so that a guest that was booted here has an untouched
-/// map. Written by the destination of a migration (all absent at first) and by restore on demand; not by discard, so that what was received in part and is thrown
-/// away to be sent again is still absent. Read by prefault and DMA mapping, which leave absent pages alone, and by recovery, which sends the
-/// map to the source.
+/// Stored as the pages that are **absent**, so that the map of a guest that was booted here is untouched.
+/// Written by the destination of a migration (all absent at first) and by restore on demand; not by discard,
+/// so that partly received pages that are discarded and sent again stay absent. Read by prefault and DMA
+/// mapping, which skip absent pages, and by recovery, which sends the map to the source.
 #[derive(Debug)]
 pub struct ResidentMap {
     absent: PageBitmap,
@@ -29,22 +29,22 @@ impl ResidentMap {
         Ok(Self { absent: PageBitmap::sparse(len_pages)? })
     }
 
-    /// Whether the content of `page` is here. True for pages past the end: nothing is awaited.
+    /// True when the contents of `page` are here, or it is past the end, where nothing is to arrive.
     pub fn is_resident(&self, page: u64) -> bool {
         !self.absent.get(page)
     }
 
-    /// The content of these pages is here.
+    /// Notes that the contents of these pages are here.
     pub fn set_resident(&self, pages: Range<u64>) {
         self.absent.claim_range(pages);
     }
 
-    /// The content of these pages is still to arrive.
+    /// Notes that the contents of these pages are still to arrive.
     pub fn set_absent(&self, pages: Range<u64>) {
         self.absent.set_range(pages);
     }
 
-    /// Runs of pages still to arrive.
+    /// Runs of pages whose contents are still to arrive.
     pub fn absent_runs(&self, pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.absent.runs_in(pages)
     }
@@ -64,10 +64,9 @@ impl ResidentMap {
 /// [`RamRegion::sync_zero_map`](crate::RamRegion::sync_zero_map) (data wherever the kernel has a
 /// page).
 ///
-/// A running guest writes without telling: for it, a zero page is one that **was** zero when last
-/// looked at. The protocol for migration and snapshot is: switch dirty logging on, call
-/// `sync_zero_map`, and then treat a page that is zero here and not in the dirty log as zero.
-/// "Data" is always safe to believe; it only costs work.
+/// A running guest writes without notice: for it, a zero page is one that **was** zero at the last check.
+/// Migration and snapshot switch dirty logging on, call `sync_zero_map`, and then treat a page that is zero
+/// here and not in the dirty log as zero. Treating a page as data is always correct and only costs work.
 #[derive(Debug)]
 pub struct ZeroMap {
     data: PageBitmap,
@@ -78,17 +77,17 @@ impl ZeroMap {
         Ok(Self { data: PageBitmap::sparse(len_pages)? })
     }
 
-    /// Whether `page` was zero when last looked at. False past the end: nothing is known there.
+    /// True when `page` was zero at the last check. False past the end, where nothing is known.
     pub fn is_zero(&self, page: u64) -> bool {
         page < self.data.len() && !self.data.get(page)
     }
 
-    /// These pages are zero.
+    /// Notes that these pages are zero.
     pub fn set_zero(&self, pages: Range<u64>) {
         self.data.claim_range(pages);
     }
 
-    /// These pages may hold data.
+    /// Notes that these pages may hold data.
     pub fn set_data(&self, pages: Range<u64>) {
         self.data.set_range(pages);
     }
@@ -121,7 +120,7 @@ mod tests {
         assert_eq!(bytes(), 0);
         map.set_absent(pages / 2..pages / 2 + 1);
         assert_eq!(bytes(), 4096);
-        // Clearing what is clear reads only; reads map the shared zero page and allocate nothing.
+        // Clearing clear bits only reads; reads map the shared zero page and allocate nothing.
         map.set_resident(0..pages);
         assert_eq!(map.absent_runs(0..pages).next(), None);
         assert_eq!(bytes(), 4096);

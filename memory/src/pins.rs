@@ -13,22 +13,21 @@ use std::ops::Range;
 use crate::discards;
 use crate::region::RamRegion;
 
-/// An owner of pinned guest memory, for devices. Ranges are bytes of a region.
+/// Pins guest memory for devices. Ranges are bytes of a region.
 pub trait Pins: Send + Sync {
-    /// The least of a region that it unpins: what it has pinned as a whole stays so or goes as a
-    /// whole, and begins at multiples of this.
+    /// Granularity of unpinning in a region: memory that was pinned as a unit is unpinned as a unit, and
+    /// begins at a multiple of this.
     fn grain_bytes(&self, region: &RamRegion) -> u64;
-    /// Unpins what it can of `range`; returns the parts, in order. No device reaches them any more when
+    /// Unpins what it can of `range`; returns the parts, in order. Devices do not reach them any more when
     /// this returns.
     fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>>;
-    /// Pins everything again that it unpinned and that has a part in `range`. When this returns,
-    /// devices reach it, or reach nothing at all for good.
+    /// Pins all unpinned memory again that overlaps `range`. When this returns, devices reach it, or
+    /// permanently reach nothing at all.
     fn repin(&self, region: &RamRegion, range: &Range<u64>);
-    /// Pins `range`, which is populated and of which nothing is pinned. Devices reach it when this
-    /// returns.
+    /// Pins `range`, which is populated and of which nothing is pinned. Devices reach it when this returns.
     ///
     /// # Errors
-    /// Why it cannot; then nothing of it is pinned.
+    /// Why it cannot be pinned; then nothing of it is.
     fn pin(
         &self,
         region: &RamRegion,
@@ -36,7 +35,7 @@ pub trait Pins: Send + Sync {
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 }
 
-/// As long as it lives, no page of guest memory is discarded, but for what its pins unpin before.
+/// Keeps pages of guest memory from being discarded, except those that its pins unpin first.
 pub type DiscardBan = discards::DiscardBan<dyn Pins>;
 
 impl fmt::Debug for dyn Pins {
@@ -58,7 +57,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Unpins whole MiB.
+    /// Unpins in units of 1 MiB.
     #[derive(Default)]
     struct Fake {
         gone: Mutex<Vec<Range<u64>>>,

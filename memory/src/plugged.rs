@@ -10,23 +10,23 @@ use std::ops::Range;
 
 use page_bitmap::PageBitmap;
 
-/// Which blocks of a region the guest has.
+/// Which blocks of a region are plugged.
 #[derive(Debug)]
 pub(crate) struct Plugged {
-    /// The length of each.
+    /// Length of a block.
     pub block_bytes: u64,
-    /// The blocks that the guest has.
+    /// The plugged blocks.
     pub blocks: PageBitmap,
-    /// Unplugged blocks of which the host has not got every page: contents were still to arrive, or the
+    /// Unplugged blocks of which some pages were not returned to the host: contents were still to arrive, or
     /// pages were pinned.
     pub unreturned: PageBitmap,
 }
 
 impl Plugged {
-    /// None of the blocks of a region of this length.
+    /// A map without plugged blocks for a region of this length.
     ///
     /// # Errors
-    /// The host has no memory for the maps.
+    /// When the host has no memory for the maps.
     pub fn new(block_bytes: u64, len_bytes: u64) -> io::Result<Self> {
         let count = len_bytes / block_bytes.max(1);
         Ok(Self {
@@ -36,7 +36,7 @@ impl Plugged {
         })
     }
 
-    /// The bytes of the region that these blocks are.
+    /// The bytes of the region in these blocks.
     pub fn range_of(&self, blocks: &Range<u64>) -> Range<u64> {
         blocks.start * self.block_bytes..blocks.end * self.block_bytes
     }

@@ -18,29 +18,29 @@ use crate::populate::PopulateError;
 use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion};
 
-/// A block that the guest does not get.
+/// Why a block could not be plugged or unplugged.
 #[derive(Debug, thiserror::Error)]
 pub enum PlugError {
-    /// Not blocks of a region, or the wrong ones.
+    /// Not blocks of a region, or not in the right state.
     #[error("addresses {start:#x}..{end:#x} are not blocks that could be {what}")]
     NotBlocks {
         /// First address.
         start: u64,
-        /// First address behind.
+        /// First address after the range.
         end: u64,
         /// Plugged or unplugged.
         what: &'static str,
     },
-    /// Memory must stay as it is for a while; try again.
+    /// Memory must not change at the moment; to be retried.
     #[error("memory cannot come or go now: {reason}")]
     Busy {
-        /// The holders of the bans.
+        /// The reasons of the bans.
         reason: &'static str,
     },
     /// The host has no pages.
     #[error(transparent)]
     NoPages(#[from] PopulateError),
-    /// What the block held when the guest had it before cannot be cleared.
+    /// Old contents of the block could not be cleared.
     #[error("the block at {gpa:#x} cannot be cleared")]
     NotCleared {
         /// The block.
@@ -49,7 +49,7 @@ pub enum PlugError {
         #[source]
         source: AccessError,
     },
-    /// Passed-through devices cannot be given the pages.
+    /// The block could not be mapped for passed-through devices.
     #[error("the block at {gpa:#x} cannot be mapped for passed-through devices")]
     NotMapped {
         /// The block.
@@ -61,7 +61,7 @@ pub enum PlugError {
 }
 
 impl RamRegion {
-    /// The length of a block, where the guest gets the region in blocks.
+    /// Length of a block, if the region is plugged in blocks.
     pub fn block_bytes(&self) -> Option<u64> {
         self.plugged().map(|plugged| plugged.block_bytes)
     }
@@ -72,7 +72,7 @@ impl RamRegion {
         self.plugged().map_or(self.len_bytes(), blocks)
     }
 
-    /// What the guest may use now, in bytes of the region, as runs in order.
+    /// The bytes of the region that the guest may use now, as runs in order.
     pub fn usable_runs(&self) -> Vec<Range<u64>> {
         match self.plugged() {
             None => std::iter::once(0..self.len_bytes()).collect(),
@@ -80,7 +80,7 @@ impl RamRegion {
         }
     }
 
-    /// Whether the guest may use some, and all, of `range`, in bytes of the region.
+    /// Whether the guest may use some, and whether all, of `range`, in bytes of the region.
     pub fn is_usable(&self, range: &Range<u64>) -> (bool, bool) {
         let Some(plugged) = self.plugged() else { return (true, true) };
         let blocks = range.start / plugged.block_bytes..range.end.div_ceil(plugged.block_bytes);
@@ -88,11 +88,11 @@ impl RamRegion {
         (count > 0, count == blocks.end.saturating_sub(blocks.start))
     }
 
-    /// Notes that the guest has exactly these blocks, given as runs of bytes of the region, as a saved
-    /// state says. Gives and takes no page.
+    /// Sets exactly these blocks as plugged, given as runs of bytes of the region, when a saved state is
+    /// restored. No page is populated or discarded.
     ///
     /// # Errors
-    /// They are not blocks of this region.
+    /// When they are not blocks of this region.
     pub fn set_usable(&self, runs: &[Range<u64>]) -> Result<(), PlugError> {
         let blocks = runs.iter().map(|run| self.blocks_of(run)).collect::<Option<Vec<_>>>();
         let (Some(plugged), Some(blocks)) = (self.plugged(), blocks) else {
@@ -106,7 +106,7 @@ impl RamRegion {
         Ok(())
     }
 
-    /// The numbers of the blocks that `range` consists of.
+    /// The numbers of the blocks in `range`; `None` if it is not whole blocks.
     fn blocks_of(&self, range: &Range<u64>) -> Option<Range<u64>> {
         let block = self.block_bytes()?;
         let whole = range.start.is_multiple_of(block) && range.end.is_multiple_of(block);
@@ -119,13 +119,13 @@ fn not_blocks(gpa: &Range<u64>, what: &'static str) -> PlugError {
     PlugError::NotBlocks { start: gpa.start, end: gpa.end, what }
 }
 
-/// Plugging has one caller at a time: the thread of the device that owns the region.
+/// Only one thread plugs and unplugs: that of the device that owns the region.
 impl GuestRam {
-    /// Gives the guest the blocks of the guest physical range `gpa`, none of which it has. Its pages are
-    /// zero. When this returns, passed-through devices reach them.
+    /// Plugs the blocks of the guest physical range `gpa`, none of which is plugged. Their pages are zero.
+    /// When this returns, passed-through devices reach them.
     ///
     /// # Errors
-    /// They are not such blocks, or the host cannot give them; then nothing has changed.
+    /// When they are not such blocks, or the host has no pages for them; then nothing has changed.
     pub fn plug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
         let (region, plugged, blocks) = self.blocks_at(gpa, "plugged")?;
         if plugged.blocks.any(blocks.clone()) {
@@ -133,20 +133,20 @@ impl GuestRam {
         }
         let bytes = plugged.range_of(&blocks);
         let pins = self.pins_or_busy()?;
-        // Contents that come later would be seen in place of zeros.
+        // Contents that arrive later would replace the zeros.
         if region.resident().absent_runs(RamRegion::pages_of(&bytes)).next().is_some() {
             return Err(PlugError::Busy { reason: "contents of the block are still to arrive" });
         }
-        // Pages stayed when it was unplugged, or a guest has written what it did not have.
+        // Pages may have stayed at the unplug, or the guest has written to blocks that it did not have.
         region
             .clear_in_place(&bytes)
             .map_err(|source| PlugError::NotCleared { gpa: gpa.start, source })?;
         if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
-            // Later it would be a SIGBUS for the guest, or never be noticed.
+            // A lack of memory would otherwise be a SIGBUS for the guest later.
             let populated = region.populate(&bytes, |_| Ok(()));
             populated.inspect_err(|_: &PopulateError| drop(self.discard_unpinned(gpa.clone())))?;
         }
-        // A caller that forbids it now maps all memory that the guest has afterwards.
+        // A caller that bans discards after this maps all memory that the guest then has.
         let noted = self.discards().unless_banned(pins.is_some(), || {
             plugged.unreturned.claim_range(blocks.clone());
             plugged.blocks.set_range(blocks.clone());
@@ -165,11 +165,11 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Takes the blocks of the guest physical range `gpa`, all of which it has, from the guest, and gives
-    /// their pages to the host. No passed-through device reaches them when this returns.
+    /// Unplugs the blocks of the guest physical range `gpa`, all of which are plugged, and returns their
+    /// pages to the host. No passed-through device reaches them when this returns.
     ///
     /// # Errors
-    /// They are not such blocks, or devices cannot be unmapped from them now; then nothing has changed.
+    /// When they are not such blocks, or devices cannot be unmapped from them now; then nothing has changed.
     pub fn unplug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
         let (_, plugged, blocks) = self.blocks_at(gpa, "unplugged")?;
         if plugged.blocks.count_range(blocks.clone()) != blocks.end - blocks.start {
@@ -185,20 +185,20 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Gives the host the pages of blocks that the guest does not have.
+    /// Returns the pages of unplugged blocks to the host.
     fn return_pages(&self, plugged: &Plugged, gpa: &Range<u64>, blocks: Range<u64>) {
         let discarded = self.discard_unpinned(gpa.clone());
         if discarded.covers(gpa) {
             plugged.unreturned.claim_range(blocks);
         } else if let Some(error) = discarded.error {
-            // The guest has no use for it; the host will miss it.
+            // The guest does not miss the memory, but the host does.
             log::warn!("unplugged memory stays with the guest: {error}");
         }
     }
 
-    /// Tries again to give the host what is still there of unplugged blocks of `region`, beginning with
-    /// block `from`: when contents that were to arrive are here, or pinned memory may go again. At most
-    /// `budget_bytes` or one block at a time; returns the block to continue with, if there are more.
+    /// Retries to return the remaining pages of unplugged blocks of `region` to the host, from block `from`
+    /// on: after contents that were to arrive are here, or discards are allowed again. At most `budget_bytes`
+    /// or one block per call; returns the block to continue with, if there are more.
     pub fn retry_unplugged(&self, region: &RamRegion, from: u64, budget_bytes: u64) -> Option<u64> {
         let plugged = region.plugged()?;
         let all = plugged.unreturned.len();
@@ -210,7 +210,7 @@ impl GuestRam {
         (end < all).then_some(end)
     }
 
-    /// Unpins memory that is to be discarded; an error where memory must stay as it is.
+    /// What unpins memory that is to be discarded, if anything is pinned; an error where discards are banned.
     fn pins_or_busy(&self) -> Result<Option<Arc<dyn Pins>>, PlugError> {
         match (self.discards_banned(), self.pins()) {
             (Some(reason), None) => Err(PlugError::Busy { reason }),
@@ -285,7 +285,7 @@ mod tests {
         let arriving = pages.start + 3..pages.start + 5;
         region.resident().set_absent(arriving.clone());
         ram.unplug(&blocks(1, 2)).unwrap();
-        // The contents come all the same, and no guest may see them in a block that it gets anew.
+        // The contents arrive nevertheless, and the guest must not see them in a block that is plugged anew.
         region.write_range(arriving.start * 4096, &[7; 8192]).unwrap();
         assert!(matches!(ram.plug(&blocks(1, 1)), Err(PlugError::Busy { .. })));
         let retry = || {
@@ -308,7 +308,7 @@ mod tests {
     fn a_block_is_zero_whatever_was_left_in_it() {
         let ram = ram();
         let region = &ram.regions()[1];
-        // By a guest that does not have it, and where nothing may be discarded.
+        // Written by a guest that does not have the block, while nothing may be discarded.
         region.write_range(BLOCK + 4096, &[7; 4096]).unwrap();
         let ban = ram.ban_discards("a test");
         ban.except_unpinned(Arc::new(Fake::default()));
@@ -347,7 +347,7 @@ mod tests {
         assert!(ram.regions()[0].set_usable(&[]).is_err());
     }
 
-    /// Notes what it is asked for, and refuses to take on one block.
+    /// Records its calls, and refuses to pin one block.
     #[derive(Default)]
     struct Fake(Mutex<Vec<(&'static str, Range<u64>)>>);
 

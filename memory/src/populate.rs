@@ -19,10 +19,10 @@ use crate::{PAGE_BYTES, to_usize};
 /// The size of a transparent huge page.
 pub const THP_BYTES: u64 = 2 << 20;
 
-/// Memory that could not be had.
+/// Why memory could not be populated.
 #[derive(Debug, thiserror::Error)]
 pub enum PopulateError {
-    /// The hugetlb pool ran dry.
+    /// The hugetlb pool is exhausted.
     #[error(
         "memory zone '{zone}' got no further huge page: raise the number in {pool}, or release \
          huge pages that others hold"
@@ -30,10 +30,10 @@ pub enum PopulateError {
     HugetlbShortage {
         /// The zone.
         zone: String,
-        /// Where the pool is set.
+        /// File that sets the pool's size.
         pool: String,
     },
-    /// No memory, or a cgroup's limit.
+    /// The host or a cgroup is out of memory.
     #[error(
         "memory zone '{zone}' could not be populated at byte {at:#x}: the host (or this process's \
          cgroup, or the NUMA node that the zone is bound to) is out of memory"
@@ -41,10 +41,10 @@ pub enum PopulateError {
     OutOfMemory {
         /// The zone.
         zone: String,
-        /// Where in the region.
+        /// Offset in the region.
         at: u64,
     },
-    /// Broken hardware.
+    /// A hardware memory error.
     #[error(
         "memory zone '{zone}' has a page with a hardware memory error at byte {at:#x}: take the \
          faulty memory out of use"
@@ -52,23 +52,23 @@ pub enum PopulateError {
     HardwarePoison {
         /// The zone.
         zone: String,
-        /// Where in the region.
+        /// Offset in the region.
         at: u64,
     },
-    /// Anything else, a full file system among it.
+    /// Any other error, such as a full file system.
     #[error("memory zone '{zone}' could not be populated at byte {at:#x}")]
     Failed {
         /// The zone.
         zone: String,
-        /// Where in the region.
+        /// Offset in the region.
         at: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// What populating has to know of a region.
+/// What is populated, and how.
 #[derive(Debug)]
 pub struct PopulateTarget<'a> {
     pub zone: &'a str,
@@ -76,12 +76,11 @@ pub struct PopulateTarget<'a> {
     pub file: Option<(&'a File, u64)>,
     pub page_bytes: u64,
     pub hugetlb: bool,
-    /// Ask for huge pages by collapsing: for shared memory that the host's settings would give
-    /// small pages.
+    /// Collapse into huge pages: for shared memory that gets small pages by the host's settings.
     pub collapse: bool,
 }
 
-/// How to populate; anything but the first only where the first is not available.
+/// How to populate; all but the first are fallbacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     Advise,
@@ -89,7 +88,7 @@ pub enum Method {
 }
 
 impl PopulateTarget<'_> {
-    /// Populates `range`, offsets into the mapping.
+    /// Populates `range`, in offsets of the mapping.
     pub fn populate(&self, range: Range<u64>) -> Result<(), PopulateError> {
         self.populate_by(Method::Advise, range)
     }
@@ -100,7 +99,7 @@ impl PopulateTarget<'_> {
             Method::Touch => self.allocate_then_touch(&range),
         };
         match result {
-            // The kernel is older than the advice (5.14).
+            // The kernel is older than this advice (5.14).
             Err(error)
                 if method == Method::Advise && error.raw_os_error() == Some(libc::EINVAL) =>
             {
@@ -110,13 +109,13 @@ impl PopulateTarget<'_> {
         }
     }
 
-    /// Populates by the kernel's advice alone. Fails with `EINVAL` on kernels that do not know it.
+    /// Populates by the kernel's advice alone. Fails with `EINVAL` on kernels without it.
     pub fn populate_small(mapping: &Mapping, range: &Range<u64>) -> io::Result<()> {
         retry(|| mapping.advise(range, Advice::PopulateWrite))
     }
 
-    /// Populates by the kernel's advice: huge pages by collapse where those are wanted, then the
-    /// rest. Fails with `EINVAL` on kernels that do not know the advice.
+    /// Populates by the kernel's advice: huge pages by collapse where they are wanted, then the
+    /// rest. Fails with `EINVAL` on kernels without the advice.
     pub fn advise(&self, range: &Range<u64>) -> io::Result<()> {
         if self.collapse {
             self.collapse_blocks(range)?;
@@ -124,10 +123,9 @@ impl PopulateTarget<'_> {
         Self::populate_small(self.mapping, range)
     }
 
-    /// Makes huge pages of whole blocks that have next to nothing yet: one page each, then
-    /// collapse. Works whatever `shmem_enabled` says (except `deny`), and is faster than
-    /// populating small pages. Where it does not work, small pages follow; so failures to
-    /// collapse are no errors.
+    /// Makes huge pages of whole blocks that are almost empty: populates one page of each, then
+    /// collapses. Works whatever `shmem_enabled` is set to (except `deny`), and is faster than
+    /// populating small pages. Failures are not errors, because small pages follow then.
     fn collapse_blocks(&self, range: &Range<u64>) -> io::Result<()> {
         let blocks = aligned_inside(self.mapping.start().addr() as u64, range);
         for block in blocks.clone().step_by(to_usize(THP_BYTES)) {
@@ -140,8 +138,8 @@ impl PopulateTarget<'_> {
         Ok(())
     }
 
-    /// For a file the pages are allocated first, by a call that fails properly; touching a page
-    /// that a file cannot get would be a SIGBUS.
+    /// For a file the pages are allocated first, by a call that reports errors; touching a page
+    /// that the file cannot get would cause a SIGBUS.
     #[expect(clippy::cast_ptr_alignment, reason = "the word at the start of a page is aligned")]
     fn allocate_then_touch(&self, range: &Range<u64>) -> io::Result<()> {
         if let Some((file, offset)) = self.file {
@@ -160,8 +158,8 @@ impl PopulateTarget<'_> {
             let word = unsafe { self.mapping.start().add(to_usize(offset)) }.cast::<u64>();
             // SAFETY: as above; an atomic may alias whatever else writes this memory.
             let word = unsafe { AtomicU64::from_ptr(word) };
-            // A write that changes nothing, whatever others write: if the value is no longer the
-            // one just read, the page has been written already.
+            // A write that changes nothing, whatever other threads write: if the value differs from
+            // the one just read, the page has been written already.
             let now = word.load(Ordering::Relaxed);
             let _ = word.compare_exchange(now, now, Ordering::Relaxed, Ordering::Relaxed);
         }
@@ -182,7 +180,7 @@ impl PopulateTarget<'_> {
     }
 }
 
-/// The part of `range` that is whole huge pages in terms of host addresses.
+/// The part of `range` that consists of whole huge pages by host addresses.
 pub fn aligned_inside(base: u64, range: &Range<u64>) -> Range<u64> {
     let start = (base + range.start).next_multiple_of(THP_BYTES) - base;
     let end = base + range.end;
@@ -190,9 +188,9 @@ pub fn aligned_inside(base: u64, range: &Range<u64>) -> Range<u64> {
     start..end.max(start)
 }
 
-/// Interruptions and momentary shortages of the kernel's own are not errors.
+/// Repeats calls that were interrupted or met a transient shortage in the kernel.
 fn retry(mut call: impl FnMut() -> io::Result<()>) -> io::Result<()> {
-    /// `EAGAIN` is momentary; a kernel that keeps saying it is broken.
+    /// `EAGAIN` is transient; a kernel that keeps returning it is broken.
     const TRIES_MAX: u32 = 1000;
     for _ in 1..TRIES_MAX {
         match call() {

@@ -19,7 +19,7 @@ use crate::mapping::Mapping;
 use crate::zero::is_zero;
 use crate::{PAGE_BYTES, to_usize};
 
-/// Adds `run` at the end of `runs`, joined to the last one where they touch.
+/// Appends `run` to `runs`, and merges it with the last one if they touch.
 pub fn push_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     match runs.last_mut() {
         Some(last) if last.end >= run.start => last.end = last.end.max(run.end),
@@ -27,10 +27,10 @@ pub fn push_run(runs: &mut Vec<Range<u64>>, run: Range<u64>) {
     }
 }
 
-/// The parts of `range` of `file` that are not holes, as offsets into the file.
+/// The parts of `range` of `file` that are not holes, as offsets in the file.
 ///
-/// For memfds exact (swapped pages count as data, pages that were only reserved as holes); a file
-/// system may call a hole data, never the reverse.
+/// Exact for memfds (swapped pages count as data, pages that were only reserved as holes); a file system may
+/// report a hole as data, but never the reverse.
 pub fn file_data_runs(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let mut runs = Vec::new();
     let mut at = range.start;
@@ -49,19 +49,19 @@ pub fn file_data_runs(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u6
     Ok(runs)
 }
 
-/// Pages that one question to `mincore` covers at most: 64 MiB, one byte each.
+/// Most pages per `mincore` call: 64 MiB, one byte each.
 const RESIDENCE_PAGES: usize = 16384;
 
-/// And at first: a question costs about as much as the answer for so many pages.
+/// Pages of the first call: the cost of a call equals about that of this many pages.
 const RESIDENCE_PAGES_FIRST: usize = 32;
 
 /// The same as [`file_data_runs`] for a file in memory whose `range` is mapped at `hva`.
 ///
-/// `SEEK_HOLE` walks page by page to the end of the data, so that asking piece by piece about a
-/// full memfd takes quadratic time. Here the kernel is asked which pages are in its cache, in one
-/// call for many. It looks at each of them, there or not, so it is asked only where the file has data,
-/// found with `SEEK_DATA`, which reaches over holes of any size at once; and about more pages at a time
-/// the longer the data continues. What is not in the cache may still be in swap: the file knows.
+/// `SEEK_HOLE` walks page by page to the end of the data, so that querying a full memfd piece by piece takes
+/// quadratic time. Here `mincore` tells which pages are in the page cache, in one call for many. It examines
+/// each page, present or not, so it is called only where the file has data, found with `SEEK_DATA`, which
+/// skips holes of any size at once; and for more pages at a time the longer the data continues. Pages that
+/// are not in the cache may still be swapped out, which the file reports.
 ///
 /// # Safety
 ///
@@ -98,7 +98,7 @@ pub unsafe fn mapped_data_runs(
                         page_at = data;
                         continue;
                     }
-                    // In swap.
+                    // Swapped out.
                     Some(_) => {}
                 }
             }
@@ -112,14 +112,14 @@ pub unsafe fn mapped_data_runs(
     Ok(runs)
 }
 
-/// The first page at or after `at` that has data; `None` where there is none in `range`.
+/// The first page at or after `at` that has data; `None` if there is none in `range`.
 fn next_data(file: &File, at: u64, range: &Range<u64>) -> io::Result<Option<u64>> {
     let data = seek(file, at, libc::SEEK_DATA)?.filter(|data| *data < range.end);
     Ok(data.map(|data| (data - data % PAGE_BYTES).max(at)))
 }
 
-/// `lseek`; `None` where there is nothing of the kind up to the end. The file's position changes,
-/// which is not used: all access is by mapping or by offset.
+/// Calls `lseek`; `None` where neither data nor hole of that kind follows. The file position changes, but is
+/// not used: all accesses are by mapping or offset.
 fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(at).map_err(io::Error::other)?;
     // SAFETY: takes and returns numbers; the descriptor is open for as long as `file` lives.
@@ -133,7 +133,7 @@ fn seek(file: &File, at: u64, whence: i32) -> io::Result<Option<u64>> {
     }
 }
 
-/// As the kernel lays it out for `PAGEMAP_SCAN`.
+/// The kernel's argument of `PAGEMAP_SCAN`.
 #[repr(C)]
 #[derive(Default)]
 struct ScanRequest {
@@ -161,16 +161,16 @@ struct ScanRegion {
 
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_SWAPPED: u64 = 1 << 4;
-/// Only ever read: shows the page of zeroes that all processes share.
+/// Category of pages that were only read: the shared zero page.
 pub const PAGE_IS_ZERO_PAGE: u64 = 1 << 5;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
 
-/// Present or swapped pages of `range` of this process, but for those of a category in `but_not`;
-/// `range` and the answer are offsets from `base`.
+/// Present or swapped pages of `range` in this process, except those of a category in `but_not`; `range` and
+/// the result are offsets from `base`.
 ///
 /// # Errors
-/// The kernel has no `PAGEMAP_SCAN` (before 6.7), or refuses.
+/// When the kernel has no `PAGEMAP_SCAN` (before 6.7), or refuses.
 pub fn scan_pagemap(
     pagemap: &File,
     base: *const u8,
@@ -221,8 +221,8 @@ pub fn scan_pagemap(
 
 /// The parts of private memory that have a page of their own, present or swapped.
 ///
-/// Pages that were only read show the shared zero page: no data where the kernel can tell, data
-/// where it cannot.
+/// Pages that were only read map the shared zero page: they do not count as data where the kernel can tell,
+/// and otherwise do.
 pub fn private_runs(
     pagemap: &File,
     mapping: &Mapping,
@@ -234,7 +234,7 @@ pub fn private_runs(
     }
 }
 
-/// The same on kernels without the scan: eight bytes per page.
+/// The same on kernels without the scan: eight bytes are read per page.
 fn read_pagemap(pagemap: &File, base: *const u8, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
     let mut buffer = vec![0; 64 << 10];
@@ -254,7 +254,7 @@ fn read_pagemap(pagemap: &File, base: *const u8, range: Range<u64>) -> io::Resul
     Ok(runs)
 }
 
-/// One mapping of a hugetlb file and the file offset at which it begins.
+/// A mapping of a hugetlb file and the file offset at which it begins.
 #[derive(Debug)]
 pub struct HugetlbMapping {
     pub mapping: Arc<Mapping>,
@@ -263,10 +263,10 @@ pub struct HugetlbMapping {
 
 /// The populated parts of `range` of a hugetlb file.
 ///
-/// hugetlbfs cannot list its holes, and a page shows only in the tables of a process that touched it. So
-/// our mappings of `range` are asked first, and what none of them shows is read from the file, which
-/// makes no page of a hole: all zeros is no data. For the whole file counting does instead, where it has
-/// no more pages than our mappings show. The time grows with `range` alone.
+/// hugetlbfs cannot list its holes, and a page shows only in the page tables of a process that touched it. So
+/// the mappings of this process are examined first, and what none of them shows is read from the file, which
+/// does not populate a hole: zeros are no data. For the whole file this is skipped if the file has no more
+/// pages than the mappings show. The time grows with `range` alone.
 pub fn hugetlb_runs(
     file: &File,
     file_bytes: u64,
@@ -298,9 +298,9 @@ pub fn hugetlb_runs(
     Ok(runs)
 }
 
-/// Whether `range` of a file is all zeros, found by reading it. `buffer` is kept from call to call.
+/// True when `range` of a file is all zeros, by reading it. `buffer` is reused between calls.
 fn reads_as_zero(file: &File, range: &Range<u64>, buffer: &mut Vec<u8>) -> io::Result<bool> {
-    /// Fits the cache of a processor.
+    /// Fits a processor's cache.
     const STEP_BYTES: u64 = 128 << 10;
     buffer.resize(to_usize(STEP_BYTES), 0);
     let mut at = range.start;
@@ -322,7 +322,7 @@ fn mark_present(
     pages: &Range<u64>,
     seen: &mut [bool],
 ) -> io::Result<()> {
-    /// Divided by 4 KiB the answer of one call; a multiple of every huge page but 1 GiB.
+    /// Divided by 4 KiB the result length of one call; a multiple of every huge page but 1 GiB.
     const STEP_BYTES: u64 = 256 << 20;
     let (start, len_bytes) = (mapped.file_offset, mapped.mapping.len_bytes());
     let mut at = (pages.start * page_bytes).saturating_sub(start);
@@ -331,7 +331,7 @@ fn mark_present(
     while at < end {
         let step_end = end.min(at + STEP_BYTES);
         mapped.mapping.mincore(&(at..step_end), &mut answer)?;
-        // Base pages of one huge page agree, so one of each is enough.
+        // All base pages of a huge page agree, so one of each is enough.
         for offset in (at..step_end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
             let present =
                 answer.get(to_usize((offset - at) / PAGE_BYTES)).is_some_and(|b| b & 1 == 1);
@@ -393,8 +393,8 @@ mod tests {
         }
     }
 
-    /// What follows a guest to another host is asked for while it is stopped, and most of a large
-    /// one's memory may never have been touched.
+    /// The pages for postcopy are listed while the guest is stopped, and most memory of a large guest may
+    /// never have been touched.
     #[test]
     fn what_was_never_touched_costs_no_time() {
         let len_bytes = 4 << 40;
@@ -419,7 +419,7 @@ mod tests {
         let hva = mapping.start().expose_provenance() as u64;
         let mut found = Vec::new();
         let began = std::time::Instant::now();
-        // In stretches, as a migration asks.
+        // In steps, as a migration does.
         for start in (0..len_bytes).step_by(256 << 20) {
             let range = start..start + (256 << 20);
             // SAFETY: the range lies in the mapping, whose first byte is the file's.
@@ -428,7 +428,7 @@ mod tests {
         let expected: Vec<_> =
             pages.map(|page| page * PAGE_BYTES..(page + 1) * PAGE_BYTES).into_iter().collect();
         assert_eq!(found, expected);
-        // A look at each page would be more than ten seconds, on any host.
+        // Examining each page would take more than ten seconds on any host.
         assert!(began.elapsed() < std::time::Duration::from_secs(4), "{:?}", began.elapsed());
     }
 

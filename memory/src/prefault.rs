@@ -28,57 +28,56 @@ use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
 use crate::region::{AccessError, RamRegion};
 
-/// Large enough that a queue is no bottleneck, small enough to stop and to show progress: 10 to
-/// 30 ms of work.
+/// Unit of work: 10 to 30 ms, large enough that the queue is no bottleneck, small enough to stop and to show
+/// progress.
 const CHUNK_BYTES: u64 = 64 << 20;
-/// More threads by default only fight for the memory controller.
+/// Default upper limit of threads: more only compete for the memory controller.
 const DEFAULT_THREADS_MAX: usize = 16;
-/// A bound on what a caller can ask for.
+/// Upper limit for a requested number of threads.
 const THREADS_MAX: usize = 512;
-/// The threads call the kernel and little else.
+/// Stack size: the threads do little but call the kernel.
 const STACK_BYTES: usize = 256 << 10;
 
-/// How often a thread that waits for the end looks whether it is still to.
+/// How often a thread that waits for the end checks for a cancel.
 const GIVE_UP_LOOK: Duration = Duration::from_millis(20);
 
-/// What a hook reports when it fails.
+/// The error of a failed hook.
 pub type HookError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Called on an engine thread for every range (bytes of the region) as soon as it is populated,
-/// for instance to map it for DMA. An error stops the engine.
+/// Called on an engine thread for every range (bytes of the region) as soon as it is populated, for example
+/// to map it for DMA. An error stops the engine.
 pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError> + Send + Sync>;
 
-/// What an engine has to tell.
+/// An event of an engine.
 #[derive(Debug)]
 pub enum PrefaultEvent<'a> {
-    /// Another chunk is done; told by the thread that did it.
+    /// A chunk is done; reported by the thread that did it.
     Progress(PrefaultProgress),
-    /// All of it is done.
+    /// Everything is done.
     Completed(PrefaultProgress),
-    /// It was told to stop.
+    /// It was cancelled.
     Cancelled(PrefaultProgress),
     /// It has failed.
     Failed(&'a PrefaultError),
 }
 
-/// Told, on engine threads, how far populating is and how it ended. The end is told once, after
-/// everything else.
+/// Receives progress and the final event, on engine threads. The final event comes once, after all others.
 pub type PrefaultObserver = Arc<dyn Fn(PrefaultEvent<'_>) + Send + Sync>;
 
-/// How to populate.
+/// Options for populating.
 #[derive(Clone)]
 pub struct PrefaultOptions {
-    /// How many threads in all; by default one per usable CPU, at most 16. Every NUMA node that
-    /// has work gets at least one.
+    /// Number of threads; by default one per usable CPU, at most 16. Every NUMA node with work gets at least
+    /// one.
     pub threads: Option<NonZeroUsize>,
     /// The unit of work in bytes, rounded up to whole huge pages.
     pub chunk_bytes: u64,
-    /// Called for whatever is populated.
+    /// Called for each populated range.
     pub on_chunk: Option<ChunkHook>,
-    /// Told of progress and of the end.
+    /// Receives progress and the final event.
     pub observer: Option<PrefaultObserver>,
-    /// The threads let all others in the process go first. Where they get next to nothing so, a caller that
-    /// comes to wait for them should [help](Prefault::helper).
+    /// The threads yield to all others in the process. Because they may then get almost no CPU time, a caller
+    /// that comes to wait for them should [help](Prefault::helper).
     pub yields_to_guest: bool,
 }
 
@@ -106,47 +105,47 @@ impl fmt::Debug for PrefaultOptions {
     }
 }
 
-/// How far populating has come.
+/// Progress of populating.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefaultProgress {
-    /// Bytes dealt with; parts that were still to arrive and were left alone count.
+    /// Bytes done, including parts that were skipped because they are still to arrive.
     pub done_bytes: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total_bytes: u64,
 }
 
-/// Populating that did not get to the end.
+/// Why populating did not complete.
 #[derive(Debug, thiserror::Error)]
 pub enum PrefaultError {
-    /// Memory could not be had.
+    /// Memory could not be populated.
     #[error(transparent)]
     Populate(#[from] PopulateError),
-    /// What was to be populated is not there.
+    /// The range to be populated is invalid.
     #[error("cannot populate guest memory")]
     Range(#[source] AccessError),
-    /// The hook refused.
+    /// The hook failed.
     #[error("memory zone '{zone}' was populated at byte {at:#x}, but could not be put to use")]
     Hook {
         /// The zone.
         zone: String,
-        /// Where in the region.
+        /// Offset in the region.
         at: u64,
-        /// The hook's reason.
+        /// The hook's error.
         #[source]
         source: HookError,
     },
     /// The host would run out of memory.
     #[error(transparent)]
     InsufficientMemory(#[from] InsufficientMemory),
-    /// No threads.
+    /// No thread could be started.
     #[error("could not start a thread to populate guest memory")]
     Spawn(#[source] std::io::Error),
-    /// [`Prefault::cancel`] came first.
+    /// [`Prefault::cancel`] was called before the end.
     #[error("populating guest memory was cancelled after {done_bytes} of {total_bytes} bytes")]
     Cancelled {
         /// Bytes done.
         done_bytes: u64,
-        /// Bytes in all.
+        /// Total bytes.
         total_bytes: u64,
     },
 }
@@ -163,7 +162,7 @@ impl Chunk {
     }
 }
 
-/// The work of one NUMA node; `None` for memory that is bound to none.
+/// The work for one NUMA node; `None` for memory without a binding.
 #[derive(Debug)]
 struct Queue {
     node: Option<u32>,
@@ -179,15 +178,15 @@ struct Engine {
     on_chunk: Option<ChunkHook>,
     observer: Option<PrefaultObserver>,
     yields_to_guest: bool,
-    /// Threads that have not ended, and helpers; the last one tells the end. Locked for an instant.
+    /// Running threads and helpers; the last one reports the end. Locked briefly.
     working: Mutex<usize>,
-    /// Woken when none is left.
+    /// Notified when none is left.
     idle: Condvar,
-    /// The first failure; taken once by `wait`. Locked for an instant by a thread that fails.
+    /// The first failure; `wait` takes it once. Locked briefly by a thread that fails.
     failure: Mutex<Option<PrefaultError>>,
 }
 
-/// Guest memory being populated. Dropping it cancels and waits for the threads.
+/// Guest memory that is being populated. Dropping it cancels and waits for the threads.
 pub struct Prefault {
     engine: Arc<Engine>,
     threads: Vec<StoppableThread>,
@@ -200,10 +199,10 @@ impl fmt::Debug for Prefault {
 }
 
 impl Prefault {
-    /// Begins to populate all of `regions` that the guest may use now, and returns at once.
+    /// Starts to populate all of `regions` that the guest may use now, and returns at once.
     ///
     /// # Errors
-    /// The host has not got so much to give, or no thread could be started.
+    /// When the host does not have that much memory, or no thread could be started.
     pub fn start(
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
@@ -242,27 +241,27 @@ impl Prefault {
         Ok(started)
     }
 
-    /// How far it is.
+    /// Current progress.
     pub fn progress(&self) -> PrefaultProgress {
         self.engine.progress()
     }
 
-    /// Whether every thread has ended, so that [`wait`](Self::wait) will not block.
+    /// True when every thread has ended, so that [`wait`](Self::wait) will not block.
     pub fn is_finished(&self) -> bool {
         self.threads.iter().all(StoppableThread::is_finished)
     }
 
-    /// What a thread can do that has nothing else to do than to wait for this.
+    /// A handle with which a thread can help instead of only waiting.
     pub fn helper(&self) -> PrefaultHelper {
         PrefaultHelper(Arc::clone(&self.engine))
     }
 
-    /// Tells the threads to end after the chunk they are at. What is populated stays so.
+    /// Requests that the threads end after their current chunk. What is populated stays populated.
     pub fn cancel(&self) {
         self.engine.cancel();
     }
 
-    /// Waits for the end, which comes early when `is_cancelled` says so; it is asked now and then.
+    /// Waits for the end, and cancels when `is_cancelled`, which is polled, returns true.
     ///
     /// # Errors
     /// As [`Prefault::wait`].
@@ -279,7 +278,7 @@ impl Prefault {
     /// Waits for the end.
     ///
     /// # Errors
-    /// The first failure of any thread, or that it was cancelled before all was done.
+    /// The first failure of any thread, or that it was cancelled before the end.
     pub fn wait(mut self) -> Result<(), PrefaultError> {
         self.threads.drain(..).for_each(StoppableThread::join);
         self.engine.wait_for_helpers();
@@ -295,16 +294,16 @@ impl Prefault {
     }
 }
 
-/// A share in the work, for threads that would only wait for it.
+/// Lets waiting threads take a share of the work.
 #[derive(Clone)]
 pub struct PrefaultHelper(Arc<Engine>);
 
 impl PrefaultHelper {
-    /// Populates what no other thread is at, on the calling thread and as it is: its own priority, and the CPUs
-    /// that it has. Returns when nothing is left to begin.
+    /// Populates unclaimed chunks on the calling thread, with its own priority and CPU affinity. Returns when
+    /// no chunk is left to claim.
     pub fn help(&self) {
         let mut working = self.0.working.lock();
-        // What has ended has told so.
+        // The final event has been reported already.
         if *working == 0 {
             return;
         }
@@ -315,7 +314,7 @@ impl PrefaultHelper {
     }
 }
 
-/// Registration of a worker, until it is dropped, however its thread ends.
+/// Registration of a worker; dropping it ends the registration, however the thread ends.
 struct WorkerGuard<'a>(&'a Engine);
 
 impl Drop for WorkerGuard<'_> {
@@ -334,7 +333,7 @@ impl Engine {
         PrefaultProgress { done_bytes, total_bytes: self.total_bytes }
     }
 
-    /// The life of a thread.
+    /// Main function of a thread.
     fn serve(&self, queue: usize) {
         let _working = WorkerGuard(self);
         let Some(queue) = self.queues.get(queue) else { return };
@@ -357,7 +356,7 @@ impl Engine {
         }
     }
 
-    /// Whether no thread works on it any more, now or after at most so long.
+    /// True when no thread works on it any more, now or within `within`.
     fn ends_within(&self, within: Duration) -> bool {
         let mut working = self.working.lock();
         self.idle.wait_while_for(&mut working, |working| *working > 0, within);
@@ -414,15 +413,15 @@ impl Engine {
     }
 }
 
-/// Memory that can be populated piece by piece, for a caller that has something to do with each piece as
-/// soon as it is there: a DMA mapping is the next step of a pipeline.
+/// Memory that can be populated in pieces, for a caller that processes each piece as soon as it is populated,
+/// for example with a DMA mapping.
 pub trait Populate: Send + Sync {
-    /// Populates `range` (bytes, whole pages) on the calling thread and calls `done` for each chunk
-    /// of it, in order. Chunks begin and end at huge pages wherever they can. Parts that are still
-    /// to arrive are left alone and not told; memory that is populated already is told at once.
+    /// Populates `range` (bytes, whole pages) on the calling thread and calls `done` for each chunk of it, in
+    /// order. Chunks begin and end at huge pages wherever possible. Parts that are still to arrive are
+    /// skipped without a call; memory that is populated already is reported at once.
     ///
     /// # Errors
-    /// No such range, no memory, or `done` refused.
+    /// When the range is invalid, the host has no memory, or `done` failed.
     fn populate_chunks(
         &self,
         range: &Range<u64>,
@@ -455,11 +454,11 @@ impl Populate for RamRegion {
     }
 }
 
-/// Checks that the host has memory for what is not there yet. What is there is looked for only if that
-/// decides: it takes time on a large guest.
+/// Checks that the host has memory for what is not populated. Populated memory is looked up only if that
+/// matters, because it takes time on a large guest.
 ///
 /// # Errors
-/// The limit that is too low, and how low.
+/// The limit that is too low.
 pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMemory> {
     let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<MemoryDemand> {
         let counted = regions.iter().filter(|region| region.takes_host_memory());
@@ -480,7 +479,7 @@ pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMem
     available::check(&needs(&missing))
 }
 
-/// Cuts `regions` into chunks that begin and end at huge pages wherever they can.
+/// Cuts `regions` into chunks that begin and end at huge pages wherever possible.
 fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
     let mut queues: Vec<Queue> = Vec::new();
     for region in regions {
@@ -504,8 +503,8 @@ fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
     queues
 }
 
-/// Where the chunk that begins at `start` ends, for memory whose host address is `skew` modulo
-/// `align`: always at a multiple of `align` in host addresses.
+/// End of the chunk that begins at `start`, for memory whose host address is `skew` modulo `align`: always at
+/// a multiple of `align` by host addresses.
 fn chunk_end(start: u64, skew: u64, chunk_bytes: u64, align: u64) -> u64 {
     let begin = skew + start;
     let wanted = begin.saturating_add(chunk_bytes.max(1));
@@ -514,8 +513,7 @@ fn chunk_end(start: u64, skew: u64, chunk_bytes: u64, align: u64) -> u64 {
     end - skew
 }
 
-/// How many threads each queue gets: in proportion to its chunks, at least one, never more than
-/// it has chunks.
+/// Number of threads for each queue: in proportion to its chunks, at least one, and at most one per chunk.
 fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> {
     let default =
         || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(DEFAULT_THREADS_MAX);
@@ -528,9 +526,9 @@ fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> 
     queues.iter().map(share).collect()
 }
 
-/// Lets all others go first that want the calling thread's CPU, as long as it lives: a tenth of it is left
-/// to the thread then. Counted from where the process is: one that was started niced has threads that
-/// go last all the same, and setting a lower value than it has would need a privilege.
+/// Lowers the priority of the calling thread for its lifetime: others that want its CPU leave it about a
+/// tenth. The niceness is raised relative to the process, because a process that was started niced could not
+/// set a lower value without a privilege.
 fn yield_processor() {
     const NICER_BY: libc::c_int = 10;
     const NICEST: libc::c_int = 19;
@@ -546,8 +544,8 @@ fn yield_processor() {
     }
 }
 
-/// Moves the calling thread to the CPUs of a node: the kernel clears pages on the CPU that asks.
-/// Where that is not allowed the memory still comes from the right node, only slower.
+/// Moves the calling thread to the CPUs of a node, because the kernel clears pages on the requesting CPU.
+/// Where that is not allowed the memory still comes from the right node, only more slowly.
 pub fn run_on_node(node: u32) {
     let cpus = Host::real().node_cpus(node);
     if cpus.is_empty() {
@@ -571,7 +569,7 @@ impl RamRegion {
     /// Populates `range` on the calling thread, holes included.
     ///
     /// # Errors
-    /// The range lies outside, or the host has no memory.
+    /// When the range lies outside the region, or the host has no memory.
     pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
         self.check_pages(range).map_err(PrefaultError::Range)?;
         self.populate::<PopulateError>(range, |_| Ok(()))?;

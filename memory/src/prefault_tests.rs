@@ -68,7 +68,7 @@ fn huge_pages_come_where_the_host_has_them() {
     } else {
         test_skip::skip!("huge pages for private memory: the host's setting is 'never'");
     }
-    // Shared memory: by advice where allowed, by collapse where the kernel can.
+    // Shared memory: by advice where allowed, by collapse where the kernel supports it.
     let shared = |id| ram(id, 16 * MIB, Backing::Memfd, true);
     let probe = shared("probe");
     probe.guest_memory().memory().write_slice(&vec![1; 2 << 20], GuestAddress(0)).unwrap();
@@ -328,7 +328,7 @@ fn who_waits_does_what_is_left() {
     let on_chunk: ChunkHook = Arc::new(move |_, _| {
         if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
-            // With a limit: a failed assertion would not release the other thread.
+            // With a time limit: a failed assertion would not release the other thread.
             released.lock().recv_timeout(Duration::from_secs(20)).unwrap();
         } else {
             assert_eq!(niceness(), own, "a helper gives way, too");
@@ -351,11 +351,11 @@ fn who_waits_does_what_is_left() {
     release.send(()).unwrap();
     prefault.wait().unwrap();
     assert!(all_mapped(&ram.regions()[0]));
-    // Too late, and no harm.
+    // Too late, which does no harm.
     helper.help();
 }
 
-/// Of the calling thread.
+/// Niceness of the calling thread.
 fn niceness() -> i32 {
     // SAFETY: takes numbers only; 0 is the calling thread.
     unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) }

@@ -28,19 +28,19 @@ use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
 use crate::{GuestMemory, GuestMemoryHandle, to_usize};
 
-/// Guest RAM that could not be made. Nothing is left behind.
+/// Why guest RAM could not be created. Nothing is left behind.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
-    /// No host could do it.
+    /// The configuration is invalid on any host.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// It does not fit the guest.
+    /// It does not fit the guest's address space.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A zone has no pages available.
+    /// The backing of a zone could not be created.
     #[error(transparent)]
     Backing(#[from] BackingError),
-    /// More than the host has, with `reserve=on`.
+    /// With `reserve=on`, more than the host has.
     #[error(
         "the memory zones with reserve=on need {needed_bytes} bytes, and the host has \
          {available_bytes} of RAM and swap to promise: make the guest smaller or use reserve=off"
@@ -48,7 +48,7 @@ pub enum RamError {
     HostTooSmall {
         /// Sum of the zones.
         needed_bytes: u64,
-        /// What the host could promise.
+        /// What the host can commit.
         available_bytes: u64,
     },
     /// The hugetlb pool is too small.
@@ -58,17 +58,17 @@ pub enum RamError {
         page_bytes >> 10
     )]
     HugetlbPool {
-        /// Their names.
+        /// IDs of the zones.
         zones: String,
         /// Pages needed.
         needed: u64,
-        /// Pages free and not promised to others.
+        /// Pages that are free and not reserved.
         available: u64,
-        /// Their size.
+        /// Size of the pages.
         page_bytes: u64,
-        /// Which node, if it matters.
+        /// The node, for memory that is bound to one.
         place: String,
-        /// Where the pool is set.
+        /// File that sets the pool's size.
         pool: String,
     },
     /// A node that the host does not have.
@@ -79,7 +79,7 @@ pub enum RamError {
         /// The node.
         node: u32,
     },
-    /// Two zones in one file.
+    /// Two zones with the same file.
     #[error("memory zones '{first}' and '{second}' use the same file: each needs its own")]
     SameFile {
         /// One zone.
@@ -87,13 +87,13 @@ pub enum RamError {
         /// The other.
         second: String,
     },
-    /// A file for no zone.
+    /// A file for a zone that does not exist.
     #[error("a file was handed over for memory zone '{zone}', which does not exist")]
     UnknownZone {
-        /// The name.
+        /// The zone's ID.
         zone: String,
     },
-    /// The kernel refuses the mapping.
+    /// The kernel refused the mapping.
     #[error(
         "memory zone '{zone}': could not map {len_bytes} bytes (out of address space, over the \
          host's overcommit limit with reserve=on, or not allowed on its NUMA node)"
@@ -101,44 +101,44 @@ pub enum RamError {
     Map {
         /// The zone.
         zone: String,
-        /// How much.
+        /// Length of the mapping.
         len_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// Own mistake, surfaced by the library that keeps the regions.
+    /// An internal error, reported by the library that manages the regions.
     #[error("the memory regions could not be put together")]
     Assemble(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// A file that a zone is to consist of.
+/// A file that backs a zone instead of a new one.
 #[derive(Debug, Clone)]
 pub struct ProvidedFile {
-    /// Which zone.
+    /// ID of the zone.
     zone: String,
     file: Arc<File>,
-    /// For memory of a pool: it is populated and zero, and goes back when this is dropped.
+    /// For memory of the pool, which is populated and zero: it returns to the pool when this is dropped.
     lease: Option<Lease>,
 }
 
 impl ProvidedFile {
-    /// A file of any content, such as memory that another VMM hands over.
+    /// A file with any contents, such as memory that another VMM hands over.
     pub fn file(zone: &str, file: Arc<File>) -> Self {
         Self { zone: zone.to_owned(), file, lease: None }
     }
 
-    /// Populated and zeroed memory of a pool; the lease is kept for as long as the zone exists.
+    /// Populated and zeroed memory of the pool; the lease is kept for as long as the zone exists.
     pub fn prezeroed(zone: &str, file: Arc<File>, lease: Lease) -> Self {
         Self { zone: zone.to_owned(), file, lease: Some(lease) }
     }
 
-    /// The zone that it is for.
+    /// ID of the zone that it is for.
     pub fn zone(&self) -> &str {
         &self.zone
     }
 
-    /// Whether it is memory of a pool.
+    /// True for memory of the pool.
     pub fn is_prezeroed(&self) -> bool {
         self.lease.is_some()
     }
@@ -152,18 +152,18 @@ impl ProvidedFile {
     }
 }
 
-/// What guest RAM is made from, besides its configuration.
+/// Sources of guest RAM, in addition to its configuration.
 #[derive(Debug, Clone, Default)]
 pub struct RamSources {
-    /// Files that zones are to consist of, in place of their own.
+    /// Files that back zones instead of new ones.
     pub provided: Vec<ProvidedFile>,
-    /// Locked files of a machine that the same VM had before: see [`GuestRam::locked_files`].
+    /// Locked files of an earlier machine of the same VM: see [`GuestRam::locked_files`].
     pub locked: Vec<LockedFile>,
-    /// What the memory holds at first.
+    /// The initial contents.
     pub contents: InitialContents,
 }
 
-/// A guest's RAM: regions in order of guest address, and the view of them that devices use.
+/// The RAM of a guest: regions by guest address, and the view of them that devices use.
 #[derive(Debug)]
 pub struct GuestRam {
     regions: Vec<Arc<RamRegion>>,
@@ -175,19 +175,19 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// Makes guest RAM. Nothing is populated, and the time it takes does not depend on the size.
+    /// Creates guest RAM. Nothing is populated, and the time does not depend on the size.
     ///
     /// # Errors
-    /// What is wrong with the configuration, or what the host lacks, by zone.
+    /// What is wrong with the configuration, or what the host lacks, with the zone.
     pub fn new(config: &RamConfig, layout: RamLayout) -> Result<Self, RamError> {
         Self::with_files(config, layout, &[])
     }
 
-    /// As [`new`](Self::new); zones that are named in `files` take that memfd or file instead of
-    /// making their own: memory that another VMM or the pool hands over.
+    /// Like [`new`](Self::new); zones that are named in `files` use that memfd or file instead of a new
+    /// one, for memory that another VMM or the pool hands over.
     ///
     /// # Errors
-    /// As [`new`](Self::new); a file that is too short or not open for writing.
+    /// As [`new`](Self::new), and when a file is too short or not open for writing.
     pub fn with_files(
         config: &RamConfig,
         layout: RamLayout,
@@ -198,7 +198,7 @@ impl GuestRam {
         Self::with_provided(config, layout, &provided)
     }
 
-    /// As [`with_files`](Self::with_files), where some of the memory may come from a pool.
+    /// Like [`with_files`](Self::with_files); some of the memory may come from the pool.
     ///
     /// # Errors
     /// As [`with_files`](Self::with_files).
@@ -211,11 +211,11 @@ impl GuestRam {
         Self::with_sources(config, layout, &sources)
     }
 
-    /// Makes guest RAM of what `sources` has for it. Where contents are to arrive, files are emptied, which
-    /// takes time that grows with what they hold; nothing else does.
+    /// Creates guest RAM from `sources`. Where contents are to arrive, files are emptied, which takes time
+    /// that grows with their data; nothing else does.
     ///
     /// # Errors
-    /// As [`with_files`](Self::with_files); a file that another process uses, or that cannot be emptied.
+    /// As [`with_files`](Self::with_files), and when another process uses a file, or it cannot be emptied.
     pub fn with_sources(
         config: &RamConfig,
         layout: RamLayout,
@@ -236,10 +236,10 @@ impl GuestRam {
         if let Some(provided) = files.iter().find(|provided| !known(&provided.zone)) {
             return Err(RamError::UnknownZone { zone: provided.zone.clone() });
         }
-        // Once before anything is created, so that a guest that is too large leaves no file.
+        // Checked before anything is created, so that a guest that is too large leaves no file.
         layout.place(&extents(&config.zones, |_| crate::PAGE_BYTES))?;
         check_nodes(&config.zones, host)?;
-        // What is handed over exists already and is counted where it was made.
+        // Files that are handed over exist already, and were counted where they were created.
         let is_provided = |id: &str| files.iter().any(|provided| provided.zone == id);
         let made: Vec<_> =
             config.zones.iter().filter(|zone| !is_provided(&zone.id)).cloned().collect();
@@ -262,7 +262,7 @@ impl GuestRam {
         for (spec, mut backing) in backings {
             let provided = files.iter().find(|provided| provided.zone == spec.id);
             if provided.is_none() && sources.contents.is_to_arrive() {
-                // Every file is known to be this VM's, and nothing of it is mapped yet.
+                // Every file is known to be this VM's by now, and nothing of it is mapped yet.
                 backing.empty(spec)?;
             }
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
@@ -276,7 +276,7 @@ impl GuestRam {
         let page_bytes =
             |index: usize| zones.get(index).map_or(crate::PAGE_BYTES, |z| z.backing.page_bytes);
         let placements = layout.place(&extents(&config.zones, page_bytes))?;
-        // Opened here, once: a sandbox may close `/proc` later.
+        // Opened once here, because a sandbox may close `/proc` later.
         let pagemap = File::open("/proc/self/pagemap").ok().map(Arc::new);
         let mut regions = Vec::new();
         for placement in placements {
@@ -300,7 +300,7 @@ impl GuestRam {
         self.memory.clone()
     }
 
-    /// The regions, by rising guest address.
+    /// The regions, by ascending guest address.
     pub fn regions(&self) -> &[Arc<RamRegion>] {
         &self.regions
     }
@@ -309,29 +309,29 @@ impl GuestRam {
         &self.discards
     }
 
-    /// All RAM that the guest may use now, in bytes.
+    /// Bytes of RAM that the guest may use now.
     pub fn total_bytes(&self) -> u64 {
         self.regions.iter().map(|region| region.usable_bytes()).sum()
     }
 
-    /// Whether all of it was zero when it was made. False where a file held data, of which a boot must not
-    /// believe that it is gone.
+    /// True when all of it was zero at its creation. False where a file held data, which a boot must not
+    /// take for cleared.
     pub fn starts_zero(&self) -> bool {
         self.starts_zero
     }
 
-    /// The locked files of its zones. As long as they are kept no other VM gets them; the next machine of
-    /// the same VM takes them over with [`RamSources::locked`].
+    /// The locked files of the zones. While they are kept no other VM can use them; the next machine of the
+    /// same VM takes them over with [`RamSources::locked`].
     pub fn locked_files(&self) -> Vec<LockedFile> {
         self.locked.clone()
     }
 
-    /// What the user asked for and does not quite get, a sentence each.
+    /// Requests of the user that are met only in part, a sentence each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// The region that holds the guest physical address `gpa`, and the offset in it.
+    /// The region that contains the guest physical address `gpa`, and the offset in it.
     pub fn region_at(&self, gpa: u64) -> Option<(&Arc<RamRegion>, u64)> {
         let after = self.regions.partition_point(|region| region.gpa() <= gpa);
         let region = self.regions.get(after.checked_sub(1)?)?;
@@ -344,12 +344,12 @@ impl GuestRam {
         self.regions.iter().for_each(|region| region.device_dirty().set_tracking(on));
     }
 
-    /// Takes and clears the device dirty bits of `len_bytes` at `gpa`, which must lie in one
-    /// region: bit i of word w is the page at `gpa + 4096 * (64 * w + i)`. Words are taken one at
-    /// a time; take before copying.
+    /// Takes and clears the device dirty bits of `len_bytes` at `gpa`, which must lie in one region: bit i
+    /// of word w is the page at `gpa + 4096 * (64 * w + i)`. Words are taken one at a time; take them
+    /// before copying the pages.
     ///
     /// # Errors
-    /// There is no such RAM, or the range is not whole pages.
+    /// When there is no such RAM, or the range is not whole pages.
     pub fn take_device_dirty(&self, gpa: u64, len_bytes: u64) -> Result<Vec<u64>, AccessError> {
         let missing = || AccessError::NoSuchGpa { gpa, len_bytes };
         let (region, offset) = self.region_at(gpa).ok_or_else(missing)?;
@@ -365,12 +365,11 @@ impl GuestRam {
         Ok(words)
     }
 
-    /// Begins to populate the zones that ask for `prefault` and are not populated already;
-    /// finished at once if there are none.
-    /// [`Prefault::start`] populates any regions.
+    /// Starts to populate the zones with `prefault` that are not populated already; has finished at once if
+    /// there are none. [`Prefault::start`] populates any regions.
     ///
     /// # Errors
-    /// No thread could be started.
+    /// When no thread could be started.
     pub fn prefault(&self, options: &PrefaultOptions) -> Result<Prefault, PrefaultError> {
         let asked = |region: &&Arc<RamRegion>| region.spec().prefault && !region.is_prezeroed();
         let regions: Vec<_> = self.regions.iter().filter(asked).cloned().collect();
@@ -397,8 +396,8 @@ fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     Ok(())
 }
 
-/// The kernel's own accounting does not look at shared memory at all, and by default lets through
-/// anything that is not obviously mad, so this sum is ours.
+/// Checks that the host can commit what `reserve=on` asks for. The kernel's own accounting ignores shared
+/// memory, and by default accepts anything that is not obviously too large.
 fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     let counts = |zone: &&ZoneSpec| {
         let elsewhere = matches!(zone.backing, Backing::Hugetlb { .. } | Backing::File(_));
@@ -414,7 +413,7 @@ fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     Ok(())
 }
 
-/// A file that another zone of the same VM has locked is no matter of another process.
+/// Reports a file that another zone of the same VM has locked as such, not as in use by another process.
 fn same_file(backings: &[(&ZoneSpec, ZoneBacking)], error: BackingError) -> RamError {
     let BackingError::InUse { zone: second, identity, .. } = &error else { return error.into() };
     let is_it = |backing: &ZoneBacking| {
@@ -434,7 +433,7 @@ fn check_same_files(backings: &[(&ZoneSpec, ZoneBacking)]) -> Result<(), RamErro
             continue;
         };
         let second = spec.id.clone();
-        // Two private mappings of one template do not meet.
+        // Two private mappings of one file do not conflict.
         if backing.kind == ZoneKind::PrivateFile {
             continue;
         }
@@ -445,14 +444,14 @@ fn check_same_files(backings: &[(&ZoneSpec, ZoneBacking)]) -> Result<(), RamErro
     Ok(())
 }
 
-/// Asks the pools before the kernel does, which would only say "out of memory", and for a bound
-/// zone would say it to the guest, by SIGBUS.
+/// Checks the hugetlb pools before the kernel does, which would only report "out of memory", and for a
+/// bound zone by a SIGBUS in the guest.
 fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
     /// Pages, and the zones that need them.
     type Need<'a> = (u64, Vec<&'a str>);
     let mut needs: BTreeMap<(u64, Option<u32>), Need<'_>> = BTreeMap::new();
-    // A file that holds data has pages already, and how many more it takes is unknown; and what comes
-    // later gets its pages when it comes.
+    // The pages that a file with data still needs are unknown; and memory that is plugged later gets its
+    // pages then.
     let now = |zone: &&Arc<Zone>| {
         zone.backing.hugetlb && !zone.backing.holds_data && zone.spec.block_bytes.is_none()
     };
@@ -467,7 +466,8 @@ fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
         }
     }
     for ((page_bytes, node), (needed, ids)) in needs {
-        // No pool: a file on hugetlbfs where `/sys` says nothing. The mapping will tell.
+        // No pool: a file on hugetlbfs where `/sys` shows none. The mapping will fail if there is no
+        // memory.
         let Some(pool) = host.hugetlb_pool(page_bytes) else { continue };
         let available = match node {
             None => pool.available,
@@ -491,7 +491,7 @@ fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
     Ok(())
 }
 
-/// The view for devices, over the very same mappings.
+/// The view for devices, over the same mappings.
 fn assemble(regions: &[Arc<RamRegion>]) -> Result<GuestMemory, RamError> {
     let mut views = Vec::new();
     for region in regions {
@@ -515,7 +515,7 @@ fn assemble(regions: &[Arc<RamRegion>]) -> Result<GuestMemory, RamError> {
     GuestMemory::from_regions(views).map_err(|error| RamError::Assemble(error.into()))
 }
 
-/// KSM may be missing from the host's kernel: a pity, but no reason to fail.
+/// Enables KSM. A host kernel without KSM leads to a warning, not to a failure.
 fn merge_pages(regions: &[Arc<RamRegion>]) -> Vec<String> {
     let merged = |region: &&Arc<RamRegion>| {
         region.spec().mergeable && region.kind() == ZoneKind::PrivateAnonymous
@@ -534,7 +534,7 @@ fn warnings(regions: &[Arc<RamRegion>], policy: HugePagePolicy) -> Vec<String> {
         let spec = region.spec();
         let id = &spec.id;
         let small_pages = region.kind() == ZoneKind::Shared && !region.is_hugetlb();
-        // The maker of that memory has chosen its pages.
+        // The creator of prezeroed memory has chosen its pages.
         let small_pages = small_pages && !region.is_prezeroed();
         if region.gpa() % THP_BYTES != region.file_offset() % THP_BYTES && small_pages && spec.thp {
             warnings.push(format!(
@@ -543,7 +543,7 @@ fn warnings(regions: &[Arc<RamRegion>], policy: HugePagePolicy) -> Vec<String> {
                 region.gpa()
             ));
         }
-        // The rest concerns zones, and the regions of a zone follow each other.
+        // The other warnings concern zones; the regions of a zone are adjacent.
         let first_region = last_zone.replace(id) != Some(id);
         if first_region && spec.mergeable && region.kind() != ZoneKind::PrivateAnonymous {
             warnings.push(format!(

@@ -18,18 +18,18 @@ use crate::ram::GuestRam;
 use crate::region::{AccessError, RamRegion};
 use crate::zone_kind::ZoneKind;
 
-/// Discarded with one lock held and one system call: a pause or a ban waits no longer than this
-/// takes (64 MiB of 4 KiB pages in a memfd: some 10 ms).
+/// Most bytes that are discarded under one lock and by one system call: a pause or a ban waits no longer than
+/// this takes (64 MiB of 4 KiB pages in a memfd: about 10 ms).
 const PIECE_BYTES: u64 = 64 << 20;
 
-/// Outcome for a range that was to be discarded.
+/// Outcome of a discard.
 #[derive(Debug, Default)]
 pub struct Discarded {
     /// Guest physical ranges that were discarded and read as zero, in order.
     pub ranges: Vec<Range<u64>>,
-    /// Bytes that may be discarded later: they are still to arrive, or there is a ban.
+    /// Bytes that may be discarded later, because they are still to arrive or there is a ban.
     pub deferred_bytes: u64,
-    /// The first failure. The range that it names was left alone.
+    /// The first failure. Its range was left unchanged.
     pub error: Option<AccessError>,
 }
 
@@ -39,7 +39,7 @@ impl Discarded {
         self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Whether all of `range` was discarded.
+    /// True when all of `range` was discarded.
     pub fn covers(&self, range: &Range<u64>) -> bool {
         let mut at = range.start;
         let first = self.ranges.partition_point(|discarded| discarded.end <= at);
@@ -61,29 +61,29 @@ impl Discarded {
 }
 
 impl GuestRam {
-    /// Forbids to discard memory until the answer is dropped. What was being discarded when this was
-    /// called has been when it returns, so that memory may be pinned from then on.
+    /// Bans discards until the result is dropped. Discards that were in progress have ended when this
+    /// returns, so that memory may be pinned from then on.
     pub fn ban_discards(&self, reason: &'static str) -> DiscardBan {
         self.discards().ban(reason)
     }
 
-    /// Why no memory is discarded now, if it is not.
+    /// The reason of the current ban, if there is one.
     pub fn discards_banned(&self) -> Option<&'static str> {
         self.discards().banned()
     }
 
-    /// What unpins pinned memory, if something does and no other ban holds.
+    /// What unpins pinned memory, if anything does and no other ban holds.
     pub(crate) fn pins(&self) -> Option<Arc<dyn Pins>> {
         self.discards().pins()
     }
 
-    /// Discards `range` of the region with this index, in both mappings and for every process that
-    /// shares it: no page is left but where the backing cannot do that, and it reads as zeros. It counts
-    /// as written for migrations, and both maps are up to date when this returns.
+    /// Discards `range` of the region with this index, in both mappings and for every process that shares it:
+    /// it reads as zeros, and no page is left unless the backing does not support that. It counts as written
+    /// for migrations, and both maps are up to date when this returns.
     ///
     /// # Errors
-    /// There is no such region, the range is not whole pages of it, the kernel refuses, or
-    /// ([`AccessError::Banned`]) devices have memory mapped. What was discarded before stays so.
+    /// When there is no such region, the range is not whole pages of it, the kernel refuses, or
+    /// ([`AccessError::Banned`]) devices have memory mapped. What was discarded before stays discarded.
     pub fn discard_in_region(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
         let region = self.region(index)?;
         region.check_pages(range)?;
@@ -97,13 +97,13 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Makes `range` of the region with this index read as zeros: discards it as
-    /// [`discard_in_region`](Self::discard_in_region) does, or, where devices have memory mapped, writes
-    /// zeros into the pages that they know.
+    /// Makes `range` of the region with this index read as zeros: discards it like
+    /// [`discard_in_region`](Self::discard_in_region), or writes zeros into the pages where devices have
+    /// memory mapped.
     ///
     /// # Errors
-    /// As [`discard_in_region`](Self::discard_in_region), but that a ban is none; the host has no memory
-    /// for pages that are to hold zeros.
+    /// As [`discard_in_region`](Self::discard_in_region), except for a ban; and when the host has no memory
+    /// for pages that are to be zeroed.
     pub fn make_zero(&self, index: usize, range: &Range<u64>) -> Result<(), AccessError> {
         let region = self.region(index)?;
         region.check_pages(range)?;
@@ -125,18 +125,18 @@ impl GuestRam {
             .ok_or(AccessError::NoRegion { index, regions })
     }
 
-    /// Discards the memory of the guest physical `range`, unless there is a ban, in both mappings and for
-    /// all processes that share it; it reads as zero from then on, and counts as written for migrations. The maps
+    /// Discards the memory of the guest physical `range`, unless there is a ban, in both mappings and for all
+    /// processes that share it; it reads as zero from then on, and counts as written for migrations. The maps
     /// are up to date when this returns. For memory that may be pinned for devices see
     /// [`discard_unpinned`](Self::discard_unpinned).
     ///
-    /// What is no RAM, part of a page of the backing only, or cannot be discarded (a private
-    /// mapping of a file) is left as it is.
+    /// Addresses without RAM, parts of a backing's page, and memory that cannot be discarded (a private
+    /// mapping of a file) are left unchanged.
     pub fn discard(&self, range: Range<u64>) -> Discarded {
         self.discard_range(range, false)
     }
 
-    /// `may_unpin`: the guest asks before it uses the memory again.
+    /// `may_unpin`: the guest announces its next use of the memory.
     pub(crate) fn discard_range(&self, range: Range<u64>, may_unpin: bool) -> Discarded {
         let mut discarded = Discarded::default();
         for region in self.regions() {
@@ -155,7 +155,7 @@ impl GuestRam {
         discarded
     }
 
-    /// `range` is bytes of the region, whole pages of its backing.
+    /// `range` is in bytes of the region, whole pages of its backing.
     fn discard_resident(
         &self,
         region: &RamRegion,
@@ -176,7 +176,7 @@ impl GuestRam {
             let here = at..absent.start.max(at).min(range.end);
             let mut piece = here.start;
             while piece < here.end {
-                // Units are counted from the beginning of the region.
+                // Units are counted from the start of the region.
                 let end = here.end.min((piece + step) / unit * unit);
                 self.discard_piece(region, piece..end, may_unpin, discarded);
                 piece = end;
@@ -195,7 +195,7 @@ impl GuestRam {
         discarded: &mut Discarded,
     ) {
         discarded.deferred_bytes += piece.end - piece.start;
-        // Before the lock of the decision, which a ban waits for.
+        // Before the lock of the decision, for which a ban waits.
         let _discarding = region.begin_discard(&piece);
         let unpin = may_unpin.then_some(|pins: &(dyn Pins + 'static)| pins.unpin(region, &piece));
         self.discards().release(&piece, unpin, |parts, permit| {
@@ -214,26 +214,26 @@ impl GuestRam {
 
 // Memory that is pinned for devices.
 impl GuestRam {
-    /// As [`discard`](Self::discard), but unpins what is pinned first: for a guest that promises to ask
-    /// with [`repin`](Self::repin) before it uses the memory again. What is pinned goes in
-    /// units of [`discard_unit_bytes`](Self::discard_unit_bytes); the rest is left to be tried again.
+    /// Like [`discard`](Self::discard), but unpins pinned memory first: for a guest that promises to call for
+    /// [`repin`](Self::repin) before it uses the memory again. Pinned memory is discarded in units of
+    /// [`discard_unit_bytes`](Self::discard_unit_bytes); the rest is left for another attempt.
     pub fn discard_unpinned(&self, range: Range<u64>) -> Discarded {
         self.discard_range(range, true)
     }
 
-    /// Whether memory is pinned for devices and may be discarded all the same.
+    /// True when memory is pinned for devices and may be discarded nevertheless.
     pub fn can_unpin(&self) -> bool {
         self.pins().is_some()
     }
 
-    /// The unit in which memory of the region is discarded, in bytes from the region's begin.
+    /// The unit in which memory of the region is discarded, in bytes from the region's start.
     pub fn discard_unit_bytes(&self, region: &RamRegion) -> u64 {
         let grain = self.pins().map_or(PAGE_BYTES, |pins| pins.grain_bytes(region));
         grain.max(region.page_bytes())
     }
 
-    /// The guest is about to use memory of the guest physical `range` again. Devices reach it when
-    /// this returns.
+    /// Pins the guest physical `range` again, which the guest is about to use. Devices reach it when this
+    /// returns.
     pub fn repin(&self, range: &Range<u64>) {
         let Some(pins) = self.pins() else { return };
         for region in self.regions() {
@@ -246,13 +246,13 @@ impl GuestRam {
     }
 }
 
-/// `range` in pieces that are decided upon one by one, so that a ban waits for one at most.
+/// `range` in pieces that are decided one by one, so that a ban waits for one at most.
 fn pieces(region: &RamRegion, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
     let step = PIECE_BYTES.next_multiple_of(region.page_bytes());
     let (mut at, end) = (range.start, range.end);
     std::iter::from_fn(move || {
         let start = at;
-        // Counted from the beginning of the region, so that no piece cuts a page of the backing.
+        // Counted from the start of the region, so that no piece cuts a page of the backing.
         at = (start / step).saturating_add(1).saturating_mul(step).min(end);
         (start < end).then_some(start..at)
     })
@@ -299,7 +299,7 @@ mod tests {
             let ram = ram(&backing);
             fill(&ram);
             ram.track_device_writes(true);
-            // Over the border of two regions, and over the hole behind the second.
+            // Across two regions, and across the hole after the second.
             let discarded = ram.discard(3 * MIB..7 * MIB);
             assert!(discarded.covers(&(3 * MIB..6 * MIB)) && discarded.len_bytes() == 3 * MIB);
             assert!(discarded.error.is_none() && discarded.deferred_bytes == 0);
@@ -376,7 +376,8 @@ mod tests {
         assert_eq!(ram.discard(0..MIB).len_bytes(), MIB);
     }
 
-    /// As a device sees it that has had the pages mapped since before: they are the same ones still.
+    /// The populated parts, as seen by a device that has the pages mapped since before: they must be the
+    /// same.
     fn populated(ram: &GuestRam, range: Range<u64>) -> Vec<Range<u64>> {
         ram.regions()[0].populated_runs(&range).unwrap()
     }
@@ -414,7 +415,7 @@ mod tests {
         let error = ram.discard_in_region(0, &(0..MIB)).unwrap_err();
         assert!(matches!(error, AccessError::Banned { reason: "a test", .. }), "{error}");
         assert_eq!(byte(&ram, 0), 7);
-        // Pages are released for guests that ask, and this one does not.
+        // Pages are unpinned for guests that announce their use, and this one does not.
         ban.except_unpinned(Arc::new(UnpinsAll));
         assert!(ram.discard_in_region(0, &(0..MIB)).is_err());
         drop(ban);
@@ -426,7 +427,7 @@ mod tests {
         ));
     }
 
-    /// Of everything.
+    /// Unpins everything.
     struct UnpinsAll;
 
     impl Pins for UnpinsAll {
@@ -449,8 +450,8 @@ mod tests {
         }
     }
 
-    /// A device is given memory while a migration zeroes it, in whatever order: what was populated
-    /// when the ban had begun stays so.
+    /// Memory is pinned for a device while a migration zeroes it, in any order: what was populated when the
+    /// ban had begun stays populated.
     #[test]
     fn pages_that_are_pinned_are_never_discarded() {
         for round in 0..20 {

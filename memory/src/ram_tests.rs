@@ -31,7 +31,7 @@ fn small_hole() -> RamLayout {
     RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, ..RamLayout::default() }
 }
 
-/// A host with files of these contents and nothing else.
+/// A host with only these files.
 fn pretend(files: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
     let root = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -63,7 +63,7 @@ fn making_a_large_guest_uses_no_memory() {
                     assert_eq!(resident_bytes(map.storage(), len), 0, "{backing:?}");
                 }
             }
-            // Nor does looking at everything.
+            // Nor does examining all of it.
             ram.track_device_writes(true);
             let high = &ram.regions()[1];
             high.sync_zero_map(&(0..high.len_bytes())).unwrap();
@@ -80,7 +80,7 @@ fn ram_lies_below_and_above_the_hole() {
     let shape: Vec<_> = ram.regions().iter().map(|r| (r.gpa(), r.len_bytes())).collect();
     assert_eq!(shape, [(0, 4 * MIB), (8 * MIB, 8 * MIB)]);
     assert_eq!(ram.regions()[1].file_offset(), 4 * MIB);
-    // One file for the zone, and the halves do not overlap in it.
+    // The zone has one file, and its halves do not overlap in it.
     let memory = ram.guest_memory().memory().clone();
     memory.write_slice(&[1], GuestAddress(0)).unwrap();
     memory.write_slice(&[2], GuestAddress(8 * MIB)).unwrap();
@@ -145,7 +145,7 @@ fn device_writes_are_taken_by_guest_address() {
     let memory = ram.guest_memory().memory().clone();
     memory.write_slice(&[1; 10], GuestAddress(8 * MIB + 5 * 4096)).unwrap();
     assert_eq!(ram.take_device_dirty(0, 4 * MIB).unwrap(), vec![0; 16]);
-    // From the middle of a word.
+    // Starting in the middle of a word.
     let words = ram.take_device_dirty(8 * MIB + 3 * 4096, 64 * 4096).unwrap();
     assert_eq!(words, [0b100]);
     let words = ram.take_device_dirty(8 * MIB, 8 * MIB).unwrap();
@@ -190,7 +190,7 @@ fn a_guest_larger_than_the_host_is_refused_with_reserve_only() {
     let (_root, host) = pretend(&strict);
     assert!(make_on(&host, zones(GIB / 2, true)).is_ok());
     assert!(matches!(make_on(&host, zones(GIB, true)), Err(RamError::HostTooSmall { .. })));
-    // And on the real one.
+    // The same on the real host.
     let real = make(vec![zone("a", 1 << 48, |z| z.reserve = true)]).unwrap_err();
     assert!(matches!(real, RamError::HostTooSmall { .. }), "{real}");
 }
@@ -231,7 +231,7 @@ fn two_zones_never_share_a_file() {
     fs::hard_link(&path, &link).unwrap();
     let error = make(vec![on("a", &path), on("b", &link)]).unwrap_err();
     assert!(matches!(error, RamError::SameFile { .. }), "{error}");
-    // In a directory, each zone has a file of its own.
+    // In a directory, each zone has its own file.
     make(vec![on("a", dir.path()), on("b", dir.path())]).unwrap();
 }
 
@@ -274,7 +274,7 @@ fn hugetlb_memory_is_promised_when_it_is_made() {
     let before = free();
     let ram = make(vec![huge("a")]).unwrap();
     assert_eq!(free(), before - 4);
-    // The second mapping takes nothing further.
+    // The second mapping uses no further pages.
     ram.regions()[0].write_range(0, &[1]).unwrap();
     assert_eq!(free(), before - 4);
     assert_eq!(ram.regions()[0].page_bytes(), 2 << 20);
@@ -318,7 +318,7 @@ fn what_is_handed_over_is_not_counted_a_second_time() {
     let config = RamConfig { zones: vec![reserving] };
     let sources = RamSources { provided, ..RamSources::default() };
     GuestRam::on_host(&config, RamLayout::default(), &sources, &host).unwrap();
-    // Huge pages that have not been touched yet are promised to their file already.
+    // Untouched huge pages are reserved for their file already.
     let huge =
         || zone("a", 4 * MIB, |z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 });
     let Some(_borrowed) = BorrowedHugePages::new(2) else { return };

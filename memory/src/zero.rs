@@ -5,10 +5,10 @@
 //! Owns the check for bytes in a slice and for guest memory in place, and clearing memory without
 //! filling the caches. Must never make a reference to guest memory: the guest may be writing it.
 
-/// How much is looked at between two chances to stop early.
+/// Bytes that are examined between two chances to stop early.
 const STRIDE_BYTES: usize = 128;
 
-/// Whether every byte is zero. Written so that the compiler turns it into vector instructions.
+/// True when every byte is zero. Written so that the compiler vectorises it.
 pub fn is_zero(bytes: &[u8]) -> bool {
     let (strides, tail) = bytes.as_chunks::<STRIDE_BYTES>();
     strides.iter().all(|stride| {
@@ -17,9 +17,10 @@ pub fn is_zero(bytes: &[u8]) -> bool {
     }) && tail.iter().all(|byte| *byte == 0)
 }
 
-/// Whether `len_bytes` bytes at `start` are zero, read once each and without a reference to them.
+/// True when `len_bytes` bytes at `start` are zero; each is read once, without a reference to it.
 ///
-/// The answer may be stale at once if another thread writes; it is never made up.
+/// The result may be outdated at once if another thread writes, but it was true at some time for
+/// each word.
 ///
 /// # Safety
 /// `start` is aligned to 8 bytes, `len_bytes` is a multiple of [`STRIDE_BYTES`], and the range is
@@ -40,11 +41,11 @@ pub unsafe fn is_zero_volatile(start: *const u64, len_bytes: usize) -> bool {
     true
 }
 
-/// How much one non-temporal store writes; ranges to clear are whole cache lines of 64 bytes.
+/// Bytes per non-temporal store; ranges to clear are whole cache lines of 64 bytes.
 const STORE_BYTES: usize = 16;
 
-/// Clears `len_bytes` bytes at `start` with non-temporal stores: nothing is read, and the caches
-/// keep what others have in them. The stores are complete, for other threads too, on return.
+/// Zeroes `len_bytes` bytes at `start` with non-temporal stores, which neither read memory nor
+/// evict cached data. The stores are complete, for other threads too, on return.
 ///
 /// # Safety
 /// `start` is aligned to 64 bytes, `len_bytes` is a multiple of 64, the range is mapped writable

@@ -24,14 +24,14 @@ use crate::zone_kind::ZoneKind;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// How often a file is opened anew because another has taken its place meanwhile. Whatever does that
-/// without end is not to be followed.
+/// Most times that a file is opened anew because another has replaced it meanwhile; endless replacement is
+/// an error.
 const OPENINGS_MAX: u32 = 16;
 
-/// Emptied with one system call, so that none takes long: a signal waits for its end.
+/// Bytes that are emptied per system call: a signal waits for the end of the call.
 const EMPTY_STEP_BYTES: u64 = 1 << 30;
 
-/// A file of guest memory that stays locked while its zone does not exist, as in a reboot.
+/// A file of guest memory that stays locked while its zone does not exist, as during a reboot.
 #[derive(Debug, Clone)]
 pub struct LockedFile {
     pub(crate) zone: String,
@@ -39,7 +39,7 @@ pub struct LockedFile {
     pub(crate) kind: ZoneKind,
 }
 
-/// An open file of which this process has the lock.
+/// An open file that this process has locked.
 #[derive(Debug)]
 pub struct ZoneFile {
     file: Arc<File>,
@@ -48,16 +48,16 @@ pub struct ZoneFile {
     hugetlb_page_bytes: Option<u64>,
     holds_data: bool,
     locked: bool,
-    /// It is not to stay if it is of no use.
+    /// The file is removed if it is not used.
     remove: bool,
 }
 
 impl ZoneFile {
-    /// Opens or creates the file at `path` and locks it. A directory gets a file without a name, which
-    /// needs no lock. The lock that is in `held` is used where that is of the file at `path`.
+    /// Opens or creates the file at `path` and locks it. For a directory it creates an unnamed file, which
+    /// needs no lock. The lock in `held` is used if it is of the file at `path`.
     ///
     /// # Errors
-    /// It cannot be opened, is no file, or another process uses it.
+    /// When it cannot be opened, is not a file, or another process uses it.
     pub fn open(
         zone: &ZoneSpec,
         path: &Path,
@@ -82,13 +82,13 @@ impl ZoneFile {
             if !file.metadata().map_err(error)?.is_file() {
                 return Err(not_a_file(zone, path));
             }
-            // What a VM has written itself is not to be kept from it.
+            // Data that the VM has written itself may be written again.
             let may_write =
                 zone.shared || locked.is_some_and(|locked| locked.kind == ZoneKind::Shared);
             let kind = match lock_as_needed(zone, path, &file, may_write) {
                 Ok(kind) => kind,
                 Err(error) => {
-                    // Another process that has the lock of a file created here may keep using it.
+                    // Another process that has locked a file created here may continue to use it.
                     if created && !matches!(error, BackingError::InUse { .. }) {
                         let _ = fs::remove_file(path);
                     }
@@ -118,30 +118,30 @@ impl ZoneFile {
         Ok(Self { file, path, kind, hugetlb_page_bytes, holds_data, locked, remove })
     }
 
-    /// How it is to be mapped: privately where it holds data that the zone must not change.
+    /// How it is to be mapped: privately if it holds data that the zone must not change.
     pub fn kind(&self) -> ZoneKind {
         self.kind
     }
 
-    /// The page size, if it is on hugetlbfs.
+    /// The page size, if the file is on hugetlbfs.
     pub fn hugetlb_page_bytes(&self) -> Option<u64> {
         self.hugetlb_page_bytes
     }
 
-    /// Whether a page of the zone may be something else than zero.
+    /// True when a page of the zone may not be zero.
     pub fn holds_data(&self) -> bool {
         self.holds_data
     }
 
-    /// Whether others can open it, and are kept off by a lock.
+    /// True when others can open it and a lock keeps them from using it.
     pub fn is_locked(&self) -> bool {
         self.locked
     }
 
-    /// Makes it long enough for the zone.
+    /// Extends the file to the length of the zone.
     ///
     /// # Errors
-    /// It must not be changed, or the file system has no room.
+    /// When it must not be changed, or the file system has no room.
     pub fn size(&self, zone: &ZoneSpec) -> Result<(), BackingError> {
         let (id, path) = (|| zone.id.clone(), || self.path.clone());
         zone.check_page_size(self.hugetlb_page_bytes.unwrap_or(PAGE_BYTES))?;
@@ -164,7 +164,7 @@ impl ZoneFile {
         Ok(())
     }
 
-    /// The file, which stays.
+    /// Returns the file, which is kept.
     pub fn into_file(mut self) -> Arc<File> {
         self.remove = false;
         Arc::clone(&self.file)
@@ -173,7 +173,7 @@ impl ZoneFile {
 
 impl Drop for ZoneFile {
     fn drop(&mut self) {
-        // With the lock of the file that is there: no other process has done anything with it.
+        // Under the lock of the file at the path, no other process has used it.
         if self.remove && is_at(&self.path, &self.file) {
             let _ = fs::remove_file(&self.path);
         }
@@ -188,8 +188,8 @@ fn not_a_file(zone: &ZoneSpec, path: &Path) -> BackingError {
     BackingError::NotAFile { zone: zone.id.clone(), path: path.to_owned() }
 }
 
-/// Locks a file for what it is going to be used for, which depends on whether it holds data where the
-/// zone is not to write that (`may_write`).
+/// Locks a file as its use requires, which depends on whether it holds data that the zone must not write
+/// (without `may_write`).
 fn lock_as_needed(
     zone: &ZoneSpec,
     path: &Path,
@@ -201,7 +201,7 @@ fn lock_as_needed(
     if may_write {
         return lock(FileUse::Written).map(|()| ZoneKind::Shared);
     }
-    // Looked at with a lock that other readers can hold at the same time.
+    // Checked under a lock that other readers can hold at the same time.
     lock(FileUse::Read)?;
     if is_data()? {
         return Ok(ZoneKind::PrivateFile);
@@ -209,8 +209,8 @@ fn lock_as_needed(
     if lock(FileUse::Written).is_ok() {
         return Ok(ZoneKind::Shared);
     }
-    // Two that have looked at the same moment exclude each other. Without their read locks one of them
-    // gets the other kind, and by the time it has that the file may hold something.
+    // Two processes that check at the same moment exclude each other. Both drop their read locks; one of
+    // them gets the write lock, and by then the file may hold data.
     let _ = file_lock::unlock(file);
     lock(FileUse::Written)?;
     if is_data()? {
@@ -223,7 +223,7 @@ fn lock_as_needed(
 /// Locks the file of a zone.
 ///
 /// # Errors
-/// Naming the zone, the path, and what has the lock.
+/// Names the zone, the path, and the holder of the lock.
 pub fn lock_for(
     zone: &ZoneSpec,
     path: &Path,
@@ -244,10 +244,10 @@ pub fn lock_for(
     })
 }
 
-/// Throws away the first `len_bytes` of a file: they read as zero and take no room.
+/// Discards the first `len_bytes` of a file: they read as zero and use no space.
 ///
 /// # Errors
-/// The file system can do neither of the ways in which that is done.
+/// When the file system supports neither way of doing that.
 pub fn empty(file: &File, len_bytes: u64) -> io::Result<()> {
     let end = file.metadata()?.len().min(len_bytes);
     let mut at = 0;
@@ -265,7 +265,7 @@ pub fn empty(file: &File, len_bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// The same where there are no holes available; nothing behind `len_bytes` may be lost.
+/// The same where holes cannot be punched; data after `len_bytes` must not be lost.
 fn cut_and_extend(file: &File, len_bytes: u64, why: io::Error) -> io::Result<()> {
     let whole = file.metadata()?.len();
     if whole > len_bytes {
@@ -286,14 +286,14 @@ fn punch_hole(file: &File, at: u64, len_bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Whether `file` is what a zone with this path has on this host: the file that is there, or one without a
-/// name in the directory that is there.
+/// True when `file` belongs to a zone with this path on this host: it is the file at the path, or an
+/// unnamed file in the directory at the path.
 pub fn is_of(path: &Path, file: &File) -> bool {
     let (Ok(there), Ok(ours)) = (fs::metadata(path), file.metadata()) else { return false };
     is_at(path, file) || there.is_dir() && ours.nlink() == 0 && there.dev() == ours.dev()
 }
 
-/// Whether `file` is what is at `path` now.
+/// True when `file` is at `path` now.
 fn is_at(path: &Path, file: &File) -> bool {
     let identity = |data: fs::Metadata| (data.dev(), data.ino());
     let there = fs::metadata(path).map(identity);
@@ -302,15 +302,15 @@ fn is_at(path: &Path, file: &File) -> bool {
 
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
-    // Without O_NONBLOCK, opening a pipe with nothing at the other end would wait forever.
+    // Without O_NONBLOCK, opening a pipe without a peer would block forever.
     options.read(true).write(true).mode(0o600).custom_flags(libc::O_NONBLOCK);
     options
 }
 
-/// The file at `path`, and whether it was created. What it holds is left alone.
+/// Opens the file at `path`, or creates it (true). Its contents are not touched.
 fn open_or_create(path: &Path) -> io::Result<(File, bool)> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
-    // A file that is there for `create_new` and not for `open` was removed between the two.
+    // A file that exists for `create_new` and not for `open` was removed in between.
     for _ in 0..OPENINGS_MAX {
         match options().create_new(true).open(path) {
             Ok(file) => return Ok((file, true)),
@@ -326,7 +326,7 @@ fn open_or_create(path: &Path) -> io::Result<(File, bool)> {
     Err(last)
 }
 
-/// A file in `dir` that vanishes with its last descriptor.
+/// A file in `dir` that is removed with its last descriptor.
 fn unnamed_in(dir: &Path, options: &OpenOptions) -> io::Result<File> {
     match options.clone().custom_flags(libc::O_TMPFILE).open(dir) {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
@@ -337,7 +337,7 @@ fn unnamed_in(dir: &Path, options: &OpenOptions) -> io::Result<File> {
 }
 
 fn named_then_removed(dir: &Path, options: &OpenOptions) -> io::Result<File> {
-    /// Names taken by leftovers are skipped, within reason.
+    /// Existing names are skipped, up to a limit.
     const TRIES_MAX: u32 = 1000;
     let pid = std::process::id();
     for number in 0..TRIES_MAX {
@@ -364,7 +364,7 @@ fn file_system(file: &File) -> io::Result<libc::statfs> {
     }
 }
 
-/// Whether the file has no other place than memory. One that does not say so has.
+/// True when the file exists in memory only. If that is unknown, it does not count as such.
 pub fn is_in_memory(file: &File) -> bool {
     file_system(file).is_ok_and(|info| u64::try_from(info.f_type) == Ok(TMPFS_MAGIC))
 }
@@ -378,7 +378,7 @@ pub fn hugetlbfs_page_bytes(file: &File) -> io::Result<Option<u64>> {
     Ok(u64::try_from(info.f_bsize).ok().filter(|size| size.is_power_of_two()))
 }
 
-/// Whether any of the first `len_bytes` of a file may be something else than zero.
+/// True when any of the first `len_bytes` of a file may not be zero.
 pub fn holds_data(file: &File, len_bytes: u64, hugetlb: bool) -> io::Result<bool> {
     if hugetlb {
         // hugetlbfs cannot list holes.
@@ -387,25 +387,25 @@ pub fn holds_data(file: &File, len_bytes: u64, hugetlb: bool) -> io::Result<bool
     Ok(len_bytes > 0 && !file_data_runs(file, 0..len_bytes)?.is_empty())
 }
 
-/// The same for the part of a file that is the zone's.
+/// The same for the part of a file that the zone uses.
 fn zone_holds_data(zone: &ZoneSpec, file: &File) -> io::Result<bool> {
     let used_bytes = file.metadata()?.len().min(zone.size_bytes);
     holds_data(file, used_bytes, hugetlbfs_page_bytes(file)?.is_some())
 }
 
-/// `reserve=on` for a file: there must be room for what it has not got yet.
+/// Checks for `reserve=on` that the file system has room for the unallocated part of a file.
 fn check_room(
     zone: &ZoneSpec,
     path: &Path,
     file: &File,
     allocated_bytes: u64,
 ) -> Result<(), BackingError> {
-    // A file system that does not say how much room it has is not asked.
+    // A file system that does not report its free space is not checked.
     let Ok(info) = file_system(file) else { return Ok(()) };
     let block_bytes = u64::try_from(info.f_bsize).unwrap_or(0);
     let missing_bytes = zone.size_bytes.saturating_sub(allocated_bytes);
     let free_bytes = info.f_bavail.saturating_mul(block_bytes);
-    // A tmpfs without a limit counts no blocks at all.
+    // A tmpfs without a limit reports no blocks at all.
     if info.f_blocks > 0 && missing_bytes > free_bytes {
         let (zone, path) = (zone.id.clone(), path.to_owned());
         return Err(BackingError::FileSystemFull { zone, path, missing_bytes, free_bytes });

@@ -27,13 +27,13 @@ fn ram(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
     made(vec![zone(path, shared)], &RamSources::default())
 }
 
-/// For contents that are to arrive.
+/// Guest RAM whose contents are to arrive.
 fn arriving(path: &Path, shared: bool) -> Result<GuestRam, RamError> {
     let sources = RamSources { contents: InitialContents::Nothing, ..RamSources::default() };
     made(vec![zone(path, shared)], &sources)
 }
 
-/// A file with data in each of its pages, `len_bytes` long.
+/// A file of `len_bytes` with data in each page.
 fn old_file(dir: &Path, len_bytes: u64) -> PathBuf {
     let path = dir.join("ram");
     let file = File::create(&path).unwrap();
@@ -114,7 +114,7 @@ fn of_those_that_come_at_once_to_an_empty_file_one_gets_it() {
 #[test]
 fn what_arrives_finds_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    // Longer than the zone: what is behind it is not the zone's.
+    // Longer than the zone, which does not own the rest.
     let path = old_file(dir.path(), 6 * MIB);
     let ram = arriving(&path, true).unwrap();
     assert!(ram.starts_zero() && all_is_zero(&ram));
@@ -162,7 +162,7 @@ fn a_held_file_goes_to_the_next_machine_and_to_no_other() {
         refused(ram(&path, shared));
         let sources = RamSources { locked, ..RamSources::default() };
         let next = made(vec![zone(&path, shared)], &sources).unwrap();
-        // What is in it is its own, so that it need not be kept from it.
+        // Its contents are the VM's own, so they may be written.
         assert_eq!((next.regions()[0].kind(), next.starts_zero()), (ZoneKind::Shared, false));
         drop(sources);
         refused(ram(&path, shared));
@@ -195,12 +195,12 @@ fn a_file_that_only_an_arriving_configuration_names_is_not_emptied() {
     let data = fs::read(&path).unwrap();
     assert_eq!(data.len() as u64, MIB, "not even its length is changed");
     assert!(data.chunks(DATA.len()).all(|page| page == DATA));
-    // One that holds nothing, and one that is not there yet.
+    // A file without data, and one that does not exist yet.
     File::create(&path).unwrap().set_len(4096).unwrap();
     assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
     fs::remove_file(&path).unwrap();
     assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
-    // What the zone does not write stays as it is, and is not what the guest gets.
+    // A file that the zone does not write stays as it is, and the guest does not see it.
     let path = old_file(dir.path(), 2 * MIB);
     assert!(all_is_zero(&made(vec![zone(&path, false)], &sources).unwrap()));
     assert!(fs::read(&path).unwrap().chunks(DATA.len()).all(|page| page == DATA));

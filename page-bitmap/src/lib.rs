@@ -24,31 +24,31 @@ pub use runs::{Claimed, runs_in_words};
 use runs::{low_mask, runs_of, span};
 use words::{AtomicU64, Ordering, Words, fence};
 
-/// Bits in one word: the most that one claim takes.
+/// Bits in a word, the most that one claim takes.
 pub const WORD_BITS: u64 = u64::BITS as u64;
 
-// Lengths and indices are u64 as on the wire, and usize as the machine has them.
+// Lengths and indices are u64 in the protocol, and usize in memory.
 const _: () = assert!(usize::BITS == u64::BITS, "page numbers have 64 bits");
 
-/// Orders what this thread has set or claimed in one bitmap before what it looks at in another.
+/// Orders this thread's changes to one bitmap before its reads of another.
 ///
-/// Two threads that each change their own bitmap, call this, and look at the other's: at least one of
-/// the two sees the other's change.
+/// If each of two threads changes its own bitmap, calls this, and reads the other's, at least one of them
+/// sees the other's change.
 pub fn change_then_look() {
     fence(Ordering::SeqCst);
 }
 
-/// An atomic bitmap over pages `0..len`, all clear at first.
+/// An atomic bitmap over pages `0..len`, all clear initially.
 ///
-/// Setting a bit releases, testing and claiming acquire: who sees a bit changed sees what was written
-/// before.
+/// Setting a bit releases; testing and claiming acquire: a thread that sees a changed bit sees what was
+/// written before the change.
 #[derive(Debug)]
 pub struct PageBitmap {
     words: Words,
     len: u64,
 }
 
-/// The part of one word that a range of pages covers.
+/// The part of a word that a range of pages covers.
 #[derive(Clone, Copy)]
 struct Piece {
     word: usize,
@@ -57,7 +57,7 @@ struct Piece {
 }
 
 impl Piece {
-    /// The piece at `page` of at most `max_pages` pages.
+    /// The piece of at most `max_pages` pages that begins at `page`.
     fn at(page: u64, max_pages: u64) -> Self {
         let shift = narrow(page % WORD_BITS);
         let bits = narrow(max_pages.min(WORD_BITS - u64::from(shift)));
@@ -69,7 +69,7 @@ impl Piece {
     }
 }
 
-/// A bit count or bit index, at most 64.
+/// Converts a bit count or bit index of at most 64.
 #[expect(clippy::cast_possible_truncation, reason = "callers pass 0..=64")]
 const fn narrow(bits: u64) -> u32 {
     debug_assert!(bits <= WORD_BITS);
@@ -82,17 +82,16 @@ const fn to_usize(value: u64) -> usize {
 }
 
 impl PageBitmap {
-    /// A bitmap of `len` clear bits in memory of the allocator, which may be at hand. For what is made
-    /// for a short time and filled.
+    /// A bitmap of `len` clear bits from the allocator. For short-lived bitmaps that are filled.
     pub fn new(len: u64) -> Self {
         Self { words: Words::new(to_usize(len.div_ceil(WORD_BITS))), len }
     }
 
-    /// A bitmap of `len` clear bits in a mapping of its own: it takes memory as bits are set, and none
-    /// as huge pages. For what lives as long as a guest and may stay empty.
+    /// A bitmap of `len` clear bits in a mapping of its own, without huge pages: it uses memory as bits
+    /// are set. For bitmaps that live as long as a guest and may stay empty.
     ///
     /// # Errors
-    /// The host has no address space left for it (32 MiB per tebibyte of guest memory).
+    /// When the host has no address space left for it (32 MiB per tebibyte of guest memory).
     pub fn sparse(len: u64) -> io::Result<Self> {
         Ok(Self { words: Words::sparse(to_usize(len.div_ceil(WORD_BITS)))?, len })
     }
@@ -102,12 +101,12 @@ impl PageBitmap {
         self.len
     }
 
-    /// True when the bitmap covers no pages at all.
+    /// True when the bitmap covers no pages.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where the words are, for tests that look at their cost.
+    /// Address of the words, for tests that measure their memory.
     #[cfg(all(feature = "testing", not(loom)))]
     pub fn storage(&self) -> *const u8 {
         self.words.as_ptr().cast()
@@ -135,7 +134,8 @@ impl PageBitmap {
         })
     }
 
-    /// The number of bits that `each` answers, over the words of `range` and the bits that it has in them.
+    /// Number of bits in the results of `each`, which is called for the words of `range` with the mask of
+    /// its bits in them.
     fn count_each(&self, range: Range<u64>, each: impl Fn(&AtomicU64, u64) -> u64) -> u64 {
         let end = range.end.min(self.len);
         let mut count = 0;
@@ -149,7 +149,7 @@ impl PageBitmap {
         count
     }
 
-    /// Whether `page` is set.
+    /// True when `page` is set.
     pub fn get(&self, page: u64) -> bool {
         self.single(page).is_some_and(|(word, mask)| word.load(Ordering::Acquire) & mask != 0)
     }
@@ -160,14 +160,14 @@ impl PageBitmap {
             .is_some_and(|(word, mask)| word.fetch_or(mask, Ordering::AcqRel) & mask == 0)
     }
 
-    /// Clears `page`; true when this call changed it, in which case the caller now owns the page.
+    /// Clears `page`; true when this call changed it, in which case the caller owns the page.
     pub fn claim(&self, page: u64) -> bool {
         self.single(page)
             .is_some_and(|(word, mask)| word.fetch_and(!mask, Ordering::AcqRel) & mask != 0)
     }
 
-    /// Sets every page of `range`; returns how many this call set. Each word changes at once, the
-    /// range as a whole does not.
+    /// Sets every page of `range`; returns how many this call set. Each word changes atomically, the range
+    /// as a whole does not.
     pub fn set_range(&self, range: Range<u64>) -> u64 {
         self.count_each(range, |word, mask| mask & !word.fetch_or(mask, Ordering::AcqRel))
     }
@@ -182,9 +182,8 @@ impl PageBitmap {
         })
     }
 
-    /// Claims up to `max` (1 to 64) neighbouring pages: of the first word that has any at or after
-    /// `from`, the set pages within `max` of the first. `None` when no page at or after `from` is
-    /// set.
+    /// Claims up to `max` (1 to 64) neighbouring pages: in the first word with a set page at or after
+    /// `from`, the set pages within `max` of the first one. `None` when no page at or after `from` is set.
     pub fn claim_next(&self, from: u64, max: u32) -> Option<Claimed> {
         let max = max.clamp(1, u64::BITS);
         let mut base = from - from % WORD_BITS;
@@ -198,7 +197,7 @@ impl PageBitmap {
                 if mask != 0 {
                     return Some(Claimed { base, mask });
                 }
-                // Others took all of these between the look and the claim; look again.
+                // Other threads claimed all of these between the load and the claim; load again.
                 seen = word.load(Ordering::Acquire) & here;
             }
             base += WORD_BITS;
@@ -207,8 +206,7 @@ impl PageBitmap {
         None
     }
 
-    /// Clears every page. Not for a bitmap that other threads set meanwhile. Words that are clear are
-    /// only read.
+    /// Clears every page. Not for a bitmap that other threads set meanwhile. Clear words are only read.
     pub fn clear(&self) {
         for word in &*self.words {
             if word.load(Ordering::Acquire) != 0 {
@@ -217,7 +215,7 @@ impl PageBitmap {
         }
     }
 
-    /// The first clear page of `range`, within the bitmap.
+    /// The first clear page of `range` that lies within the bitmap.
     pub fn next_clear(&self, range: Range<u64>) -> Option<u64> {
         let mut page = range.start;
         for (word, piece) in self.pieces(range) {
@@ -230,7 +228,7 @@ impl PageBitmap {
         None
     }
 
-    /// Whether any page of `range` is set.
+    /// True when any page of `range` is set.
     pub fn any(&self, range: Range<u64>) -> bool {
         self.pieces(range).any(|(word, piece)| word.load(Ordering::Acquire) & piece.mask() != 0)
     }
@@ -245,38 +243,38 @@ impl PageBitmap {
         self.count_each(range, |word, mask| word.load(Ordering::Acquire) & mask)
     }
 
-    /// The runs of set pages, in order (each word a snapshot). Looks at whole words and stores nothing:
-    /// a bitmap may have as many runs as half of its pages.
+    /// The runs of set pages, in order (each word a snapshot). Reads whole words and stores nothing,
+    /// because a bitmap may have as many runs as half of its pages.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> {
         runs_of(0, self.words())
     }
 
-    /// The runs of set pages in `range`, as [`runs`](Self::runs).
+    /// The runs of set pages in `range`, like [`runs`](Self::runs).
     pub fn runs_in(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let base = range.start - range.start % WORD_BITS;
         let pieces = self.pieces(range);
         runs_of(base, pieces.map(|(word, piece)| word.load(Ordering::Acquire) & piece.mask()))
     }
 
-    /// The runs of pages that are set here and in `other`, a bitmap of the same length.
+    /// The runs of pages that are set in both this bitmap and `other`, of the same length.
     pub fn common_runs(&self, other: &Self) -> impl Iterator<Item = Range<u64>> {
         debug_assert_eq!(self.len, other.len);
         let words = self.words.iter().zip(&*other.words);
         let common = words.map(|(one, other)| match one.load(Ordering::Acquire) {
-            // Most bitmaps that are compared are nearly empty.
+            // Most bitmaps that are compared are almost empty.
             0 => 0,
             one => one & other.load(Ordering::Acquire),
         });
         runs_of(0, common)
     }
 
-    /// A bitmap of its own with the same bits (each word a snapshot).
+    /// A separate bitmap with the same bits (each word a snapshot).
     #[must_use]
     pub fn copy(&self) -> Self {
         self.copy_of(self.words())
     }
 
-    /// The bits that are set here and not in `other`, a bitmap of the same length (each word a
+    /// A bitmap of the bits that are set here and not in `other`, of the same length (each word a
     /// snapshot).
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
@@ -287,7 +285,7 @@ impl PageBitmap {
     fn copy_of(&self, words: impl Iterator<Item = u64>) -> Self {
         let copy = Self::new(self.len);
         for (to, word) in copy.words.iter().zip(words) {
-            // What is clear stays without memory.
+            // Clear words of the copy use no memory.
             if word != 0 {
                 to.store(word, Ordering::Release);
             }
@@ -310,7 +308,7 @@ impl PageBitmap {
         self.words.iter().map(|word| word.load(Ordering::Acquire))
     }
 
-    /// Sets the bits of a word; bits beyond the bitmap are not set, and make the answer false.
+    /// Sets the bits of a word; false when there are bits beyond the bitmap, which are not set.
     pub fn set_word(&self, index: u64, bits: u64) -> bool {
         let Some(word) = usize::try_from(index).ok().and_then(|index| self.words.get(index)) else {
             return bits == 0;
@@ -322,8 +320,8 @@ impl PageBitmap {
         bits & !valid == 0
     }
 
-    /// `range` as words: bit i of word w is page `range.start + 64 * w + i`. Bits past the range
-    /// are zero. `range` may begin anywhere.
+    /// The bits of `range` as words: bit i of word w is page `range.start + 64 * w + i`. Bits past the
+    /// range are zero. `range` may begin anywhere.
     pub fn to_words(&self, range: Range<u64>) -> Vec<u64> {
         let pages = range.end.saturating_sub(range.start);
         let mut out = vec![0; to_usize(pages.div_ceil(WORD_BITS))];
@@ -331,9 +329,9 @@ impl PageBitmap {
         out
     }
 
-    /// Takes the bits of `range` into `out` and clears them here, each word at once: a bit is in
-    /// `out`, or it is still (or again) set here, never neither. Layout as in
-    /// [`to_words`](Self::to_words). Pages for which `out` has no room are left alone.
+    /// Moves the bits of `range` to `out` and clears them here, each word atomically: a bit is in `out`,
+    /// or it is still (or again) set here, never neither. Layout as in [`to_words`](Self::to_words). Pages
+    /// for which `out` has no room are not changed.
     pub fn take_words(&self, range: Range<u64>, out: &mut [u64]) {
         out.fill(0);
         self.gather(range, out, |word, mask| {
@@ -354,8 +352,8 @@ impl PageBitmap {
         }
     }
 
-    /// Sets the pages whose bits are set in `words` (layout of [`to_words`](Self::to_words));
-    /// bits past `range` and words past its end are ignored, so that foreign words are harmless.
+    /// Sets the pages whose bits are set in `words` (layout of [`to_words`](Self::to_words)); bits past
+    /// `range` and words past its end are ignored, so that untrusted words are harmless.
     pub fn or_words(&self, range: Range<u64>, words: &[u64]) {
         let start = range.start;
         let mut page = start;
@@ -369,7 +367,7 @@ impl PageBitmap {
     }
 }
 
-/// The end of `range`, or of what `words` have bits for when that comes first.
+/// The end of `range`, or of the pages that `words` have bits for, whichever is first.
 fn end_within(range: &Range<u64>, words: &[u64]) -> u64 {
     let room = u64::try_from(words.len()).unwrap_or(u64::MAX).saturating_mul(WORD_BITS);
     range.end.min(range.start.saturating_add(room))

@@ -63,7 +63,7 @@ fn taking_words_loses_no_bit() {
     });
 }
 
-/// Bulk claims runs while an urgent server claims single pages: every page goes out once.
+/// One thread claims runs while another claims single pages: every page is sent once.
 #[test]
 fn bulk_and_urgent_claim_each_page_once() {
     loom::model(|| {
@@ -87,8 +87,8 @@ fn bulk_and_urgent_claim_each_page_once() {
     });
 }
 
-/// A faulting reader notes its wish and then looks whether the page is still to come; the
-/// receiver marks it as come and then looks for wishes. One of the two must wake the waiter.
+/// A faulting reader notes its request and then checks whether the page is still to come; the
+/// receiver marks it as arrived and then checks for requests. One of the two must wake the waiter.
 #[test]
 fn a_fault_and_the_arrival_of_its_page_never_miss_each_other() {
     loom::model(|| {
@@ -111,7 +111,7 @@ fn a_fault_and_the_arrival_of_its_page_never_miss_each_other() {
     });
 }
 
-/// Two readers report faults of one page (two vCPUs): one of them asks for it.
+/// Two readers report faults of one page (two vCPUs): one of them requests it.
 #[test]
 fn a_duplicate_fault_asks_once() {
     loom::model(|| {
@@ -125,8 +125,8 @@ fn a_duplicate_fault_asks_once() {
     });
 }
 
-/// A reader notes its wish and then looks for a connection; a recovery installs one and then
-/// looks for wishes. One of the two must ask, or the page is never sent.
+/// A reader notes its request and then checks for a connection; a recovery installs one and then
+/// checks for requests. One of the two must send the request, or the page is never sent.
 #[test]
 fn a_fault_and_a_recovery_never_miss_each_other() {
     loom::model(|| {
@@ -148,15 +148,15 @@ fn a_fault_and_a_recovery_never_miss_each_other() {
     });
 }
 
-/// A page that a lost set of connections had claimed becomes pending again with what the
-/// destination still lacks; of all who claim it then, one sends it.
+/// A page that a lost set of connections had claimed becomes pending again with the missing pages
+/// of the destination; of all threads that claim it then, one sends it.
 #[test]
 fn after_a_recovery_each_missing_page_is_sent_once() {
     loom::model(|| {
         let pending = Arc::new(PageBitmap::new(2));
         pending.set_range(0..2);
         assert!(pending.claim(0));
-        // The set is lost with page 0; no thread serves while pending is made anew.
+        // The set is lost with page 0; no thread serves while the pending set is rebuilt.
         pending.claim_range(0..2);
         pending.set_range(0..2);
         let urgent = {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::WORD_BITS;
 
-/// What one claim got: bits of one word, all of them the caller's now.
+/// The result of a claim: bits of one word that the caller owns now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claimed {
     /// Page number of the word's first bit.
@@ -29,13 +29,13 @@ impl Claimed {
         u64::from(self.mask.count_ones())
     }
 
-    /// The page behind the last claimed one.
+    /// The page after the last claimed one.
     pub fn end(self) -> u64 {
         self.base + WORD_BITS - u64::from(self.mask.leading_zeros())
     }
 }
 
-/// The set bits of plain words as ascending runs, bit 0 of the first word being page `base`.
+/// The set bits of words as ascending runs; bit 0 of the first word is page `base`.
 pub fn runs_in_words(words: &[u64], base: u64) -> impl Iterator<Item = Range<u64>> {
     runs_of(base, words.iter().copied())
 }
@@ -44,7 +44,7 @@ pub(crate) const fn low_mask(bits: u32) -> u64 {
     if bits >= u64::BITS { u64::MAX } else { (1 << bits) - 1 }
 }
 
-/// `count` ones from bit `first` on; `first + count` is at most 64.
+/// A mask of `count` ones from bit `first` on; `first + count` is at most 64.
 pub(crate) const fn span(first: u32, count: u32) -> u64 {
     if count == 0 {
         return 0;
@@ -52,17 +52,17 @@ pub(crate) const fn span(first: u32, count: u32) -> u64 {
     (u64::MAX >> (u64::BITS - count)) << first
 }
 
-/// The set bits of words as ascending runs, bit 0 of the first being `base`.
+/// The set bits of words as ascending runs; bit 0 of the first word is page `base`.
 pub(crate) fn runs_of(
     mut base: u64,
     mut words: impl Iterator<Item = u64>,
 ) -> impl Iterator<Item = Range<u64>> {
-    // What is left of the word that is looked at, and a run that may go on.
+    // The rest of the current word, and a run that may continue.
     let mut left = words.next();
     let mut open: Option<Range<u64>> = None;
     std::iter::from_fn(move || {
         loop {
-            // Most words of most bitmaps.
+            // Most words of most bitmaps are clear.
             while left == Some(0) && open.is_none() {
                 base += WORD_BITS;
                 left = words.next();
@@ -71,7 +71,7 @@ pub(crate) fn runs_of(
             if *mask == 0 {
                 base += WORD_BITS;
                 left = words.next();
-                // A run goes on only where the next word begins with a bit of it.
+                // A run continues only if the next word begins with a set bit.
                 let ends = open.as_ref().is_some_and(|run| run.end != base)
                     || left.is_none_or(|next| next & 1 == 0);
                 if ends && let Some(run) = open.take() {

@@ -28,7 +28,7 @@ enum Step {
     Or(Range<u64>, Vec<u64>),
 }
 
-/// Numbers inside, at and past the end: the bitmap must take them all.
+/// Numbers inside, at and past the end, all of which the bitmap must accept.
 fn page() -> impl Strategy<Value = u64> {
     prop_oneof![8 => 0..PAGES + 70, 1 => Just(u64::MAX), 1 => Just(PAGES - 1)]
 }
@@ -64,7 +64,7 @@ fn bit(words: &[u64], index: u64) -> Option<bool> {
     Some(word >> (index % 64) & 1 == 1)
 }
 
-/// The pages of `model` in the first word that has any from `from` on, within `max` of the first.
+/// The pages of `model` in the first word with any from `from` on, within `max` of the first.
 fn next_of(model: &BTreeSet<u64>, from: u64, max: u32) -> Vec<u64> {
     let Some(first) = model.range(from..).next().copied() else { return Vec::new() };
     let end = (first / 64 * 64 + 64).min(first + u64::from(max.clamp(1, 64)));
@@ -191,7 +191,7 @@ fn each_page_is_claimed_exactly_once_by_many_threads() {
         let mut mine = Vec::new();
         start.wait();
         if thread.is_multiple_of(2) {
-            // A bulk sender: runs, from its own starting point round the end.
+            // A bulk sender claims runs, from its own starting point around the end.
             for from in [thread * MANY / THREADS, 0] {
                 let mut at = from;
                 while let Some(claimed) = bitmap.claim_next(at, 37) {
@@ -200,7 +200,7 @@ fn each_page_is_claimed_exactly_once_by_many_threads() {
                 }
             }
         } else {
-            // An urgent sender: single pages, all over the place.
+            // An urgent sender claims single pages at scattered places.
             mine.extend((0..MANY).map(|n| n * 7919 % MANY).filter(|page| bitmap.claim(*page)));
         }
         mine

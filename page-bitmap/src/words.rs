@@ -25,8 +25,8 @@ mod native {
 
     use super::AtomicU64;
 
-    /// Maps from this size on would attract transparent huge pages: one set bit would then cost
-    /// 2 MiB of cleared memory.
+    /// From this size on, transparent huge pages would be used: one set bit would then cost 2 MiB of
+    /// cleared memory.
     const HUGE_PAGE_BYTES: usize = 2 << 20;
 
     /// A fixed number of zero-initialised atomic words.
@@ -34,11 +34,12 @@ mod native {
     pub struct Words {
         start: NonNull<AtomicU64>,
         count: usize,
-        /// In a mapping of their own, not from the allocator.
+        /// Mapped separately, not from the allocator.
         is_mapped: bool,
     }
 
-    /// Panics as every collection does that cannot exist in the address space.
+    /// The layout of `count` words. Panics, as any collection does, if they cannot exist in the address
+    /// space.
     fn layout_of(count: usize) -> Layout {
         Layout::array::<AtomicU64>(count).expect("a bitmap that fits in the address space")
     }
@@ -50,7 +51,7 @@ mod native {
     unsafe impl Sync for Words {}
 
     impl Words {
-        /// Words from the allocator, which may have their memory at hand.
+        /// Words from the allocator.
         #[expect(clippy::cast_ptr_alignment, reason = "the layout has the words' alignment")]
         pub fn new(count: usize) -> Self {
             if count == 0 {
@@ -65,7 +66,7 @@ mod native {
             }
         }
 
-        /// Words in a mapping of their own, which take memory as they are written.
+        /// Words in a mapping of their own, which use memory as they are written.
         pub fn sparse(count: usize) -> io::Result<Self> {
             if count == 0 {
                 return Ok(Self { start: NonNull::dangling(), count, is_mapped: false });
@@ -88,7 +89,7 @@ mod native {
                 return Err(io::Error::last_os_error());
             }
             if len_bytes >= HUGE_PAGE_BYTES {
-                // A kernel without huge pages refuses the advice, which is as good as taking it.
+                // A kernel without huge pages refuses the advice, which has the same effect.
                 // SAFETY: the range was mapped just above and advice does not change contents.
                 unsafe { libc::madvise(address, len_bytes, libc::MADV_NOHUGEPAGE) };
             }
@@ -130,7 +131,7 @@ mod modelled {
 
     use super::AtomicU64;
 
-    /// Loom's atomics live on the heap: it tracks each one as an object.
+    /// Loom's atomics are on the heap, because it tracks each one as an object.
     #[derive(Debug)]
     pub struct Words(Vec<AtomicU64>);
 

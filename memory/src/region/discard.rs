@@ -19,16 +19,16 @@ use crate::zone_kind::ZoneKind;
 use crate::{PAGE_BYTES, to_usize};
 
 impl RamRegion {
-    /// Gives the memory of `range` back to the host, in both mappings and for every process that
-    /// shares it; it reads as zero from then on, and the zero map says so. Which pages have their content
-    /// is not changed: one that is still to arrive is still to arrive.
+    /// Discards `range`, in both mappings and for every process that shares it; it reads as zero from then
+    /// on, and the zero map is updated. The resident map is not changed: a page that is still to arrive stays
+    /// so.
     ///
-    /// What cannot be discarded (parts of hugetlb pages, private mappings of files, file systems
-    /// without holes) is zeroed in place. The pages count as written, so that a migration that is going
-    /// on does not leave what they held at its destination.
+    /// Memory that cannot be discarded (parts of hugetlb pages, private mappings of files, file systems
+    /// without holes) is zeroed in place. The pages count as written, so that a migration in progress does
+    /// not leave their old contents at its destination.
     ///
     /// # Errors
-    /// The range is not whole pages of the region, or the kernel refuses.
+    /// When the range is not whole pages of the region, or the kernel refuses.
     pub(crate) fn discard(
         &self,
         range: &Range<u64>,
@@ -55,18 +55,17 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Writes zeros into the pages of `range`, which stay where they are and keep being what devices have
-    /// mapped; missing ones are populated, and all of them are resident afterwards. The zero map and the log are
-    /// as after a discard.
+    /// Zeroes the pages of `range` in place, so that devices keep them mapped; missing pages are populated,
+    /// and all are resident afterwards. The zero map and the log are updated as by a discard.
     ///
     /// # Errors
-    /// The range is not whole pages of the region, or the host has no memory.
+    /// When the range is not whole pages of the region, or the host has no memory.
     pub(crate) fn zero_pages(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         if range.is_empty() {
             return Ok(());
         }
-        // A write to a page that cannot be had would be a SIGBUS.
+        // A write to a page for which there is no memory would cause a SIGBUS.
         self.populate_for_io(range)?;
         self.zero_in_place(range)?;
         self.resident.set_resident(Self::pages_of(range));
@@ -82,7 +81,7 @@ impl RamRegion {
 
     fn note_zeroed(&self, range: &Range<u64>) {
         self.zero.set_zero(Self::pages_of(range));
-        // After the pages hold zeros: a migration that takes this bit sends no older content.
+        // After the pages hold zeros, so that a migration that takes this bit sends no older contents.
         self.device_dirty.mark_dirty(to_usize(range.start), to_usize(range.end - range.start));
     }
 
@@ -122,11 +121,11 @@ impl RamRegion {
         }
     }
 
-    /// Makes `range` read as zero with the pages that it has: nothing is discarded, and no hole is filled.
-    /// What was not zero before counts as written. For memory that may be pinned, or is about to be used.
+    /// Zeroes `range` in the pages that it has: nothing is discarded, and no hole is populated. Pages that
+    /// were not zero count as written. For memory that may be pinned, or is about to be used.
     ///
     /// # Errors
-    /// The range is not whole pages of the region, or the kernel does not say what is populated.
+    /// When the range is not whole pages of the region, or the kernel cannot tell what is populated.
     pub(crate) fn clear_in_place(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         for run in self.populated_runs(range)? {
@@ -137,7 +136,7 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Zeroes the parts of `range` that are populated; the others are zero already.
+    /// Zeroes the populated parts of `range`; the others are zero already.
     fn zero_populated(&self, range: &Range<u64>) -> io::Result<()> {
         if range.is_empty() {
             return Ok(());

@@ -11,11 +11,11 @@ use super::{AccessError, RamRegion, map};
 use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
-    /// Gives vCPUs a mapping of their own. To be done before [`slot_addr`](Self::slot_addr) is
-    /// asked for the guest's memory slot; doing it twice is doing it once.
+    /// Creates a mapping for vCPUs alone. To be called before [`slot_addr`](Self::slot_addr) is
+    /// used for the guest's memory slot; a second call has no effect.
     ///
     /// # Errors
-    /// The memory is private, or the mapping cannot be made.
+    /// When the memory is private, or cannot be mapped.
     pub fn map_for_vcpus(&self) -> Result<(), AccessError> {
         if self.kind() != ZoneKind::Shared {
             return Err(AccessError::NoAlias { zone: self.zone_id().to_owned() });
@@ -33,7 +33,7 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Start of the vCPUs' own mapping, if they have one. As [`as_ptr`](Self::as_ptr) otherwise.
+    /// Start of the vCPUs' own mapping, if they have one; otherwise as [`as_ptr`](Self::as_ptr).
     pub fn vcpus_ptr(&self) -> Option<*mut u8> {
         self.vcpus.get().map(|mapping| mapping.start())
     }

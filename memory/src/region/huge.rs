@@ -14,7 +14,7 @@ use crate::to_usize;
 use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
-    /// Whether huge pages are wanted here that the host's settings do not give by themselves.
+    /// True when huge pages are wanted that the host's settings do not provide by themselves.
     pub(crate) fn wants_collapse(&self) -> bool {
         self.zone.collapse
     }
@@ -25,9 +25,9 @@ impl RamRegion {
         whole.step_by(to_usize(THP_BYTES)).map(|start| start..start + THP_BYTES)
     }
 
-    /// From now on the host gives only small pages to the mappings of this shared region that there
-    /// are, whatever its settings for shared memory say, and makes no huge ones of them; or it does
-    /// again what the zone asks for. Pages that are huge already stay so.
+    /// Makes the host back the current mappings of this shared region with small pages only,
+    /// whatever its settings for shared memory, without collapsing any; or restores what the zone
+    /// asks for. Existing huge pages stay.
     pub fn use_small_pages(&self, small: bool) {
         if self.is_hugetlb() || self.kind() != ZoneKind::Shared {
             return;
@@ -37,22 +37,22 @@ impl RamRegion {
             if !small {
                 self.advise_huge_pages(mapping);
             } else if let Err(error) = mapping.advise(&(0..self.len_bytes()), Advice::NoHugePage) {
-                // A kernel that knows no huge pages makes none.
+                // A kernel without huge pages makes none.
                 log::debug!("memory zone '{}' may get huge pages: {error}", self.zone_id());
             }
         }
     }
 
-    /// Whether the host has a page for every page of `block`.
+    /// True when every page of `block` is populated.
     pub(crate) fn is_populated(&self, block: &Range<u64>) -> bool {
         self.populated_runs(block).is_ok_and(|runs| runs == [block.clone()])
     }
 
-    /// Brings huge pages back to `range` after it was filled by small ones; best effort, returns
-    /// whether the kernel did all of it. Costs a copy of every small page.
+    /// Collapses `range` after it was filled with small pages; best effort, returns true when the
+    /// kernel did all of it. Costs a copy of every small page.
     ///
     /// # Errors
-    /// The range lies outside the region.
+    /// When the range lies outside the region.
     pub fn collapse(&self, range: &Range<u64>) -> Result<bool, AccessError> {
         self.check(range)?;
         let blocks = aligned_inside(self.host_addr(), range);

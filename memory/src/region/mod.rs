@@ -39,10 +39,10 @@ use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
 use crate::{PAGE_BYTES, to_usize};
 
-/// An access that could not be made.
+/// Why an access failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
-    /// Beyond the region, or not whole pages where only those will do.
+    /// Beyond the region, or not whole pages where those are required.
     #[error(
         "bytes {start:#x}..{end:#x} are not a range of memory zone '{zone}' at guest address \
          {gpa:#x} ({len_bytes:#x} bytes long)"
@@ -50,13 +50,13 @@ pub enum AccessError {
     BadRange {
         /// The zone.
         zone: String,
-        /// Where the region begins for the guest.
+        /// Guest address of the region.
         gpa: u64,
-        /// How long the region is.
+        /// Length of the region.
         len_bytes: u64,
-        /// What was asked for.
+        /// Start of the range.
         start: u64,
-        /// What was asked for.
+        /// End of the range.
         end: u64,
     },
     /// Private memory has one mapping only.
@@ -70,7 +70,7 @@ pub enum AccessError {
     MapAlias {
         /// The zone.
         zone: String,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -79,11 +79,11 @@ pub enum AccessError {
     Discard {
         /// The zone.
         zone: String,
-        /// What was to be discarded.
+        /// Start of the range.
         start: u64,
-        /// What was to be discarded.
+        /// End of the range.
         end: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -92,55 +92,55 @@ pub enum AccessError {
     Banned {
         /// The zone.
         zone: String,
-        /// What was to be discarded.
+        /// Start of the range.
         start: u64,
-        /// What was to be discarded.
+        /// End of the range.
         end: u64,
         /// The reason of the ban.
         reason: &'static str,
     },
-    /// There is no region with this index.
+    /// A region index that does not exist.
     #[error("there is no region {index} of guest memory, which has {regions}")]
     NoRegion {
         /// The index.
         index: usize,
-        /// How many regions there are.
+        /// Number of regions.
         regions: usize,
     },
-    /// There are no pages available.
+    /// The host has no pages.
     #[error("memory zone '{zone}' got no pages for bytes {start:#x}..{end:#x} from the host")]
     Populate {
         /// The zone.
         zone: String,
-        /// What was to be populated.
+        /// Start of the range.
         start: u64,
-        /// What was to be populated.
+        /// End of the range.
         end: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// No RAM there.
+    /// Addresses without RAM.
     #[error("guest address {gpa:#x} with {len_bytes:#x} bytes behind it is not within one region")]
     NoSuchGpa {
-        /// Where.
+        /// Guest physical address.
         gpa: u64,
-        /// How much.
+        /// Length.
         len_bytes: u64,
     },
 }
 
-/// What the regions of one zone share.
+/// State that the regions of a zone share.
 #[derive(Debug)]
 pub(crate) struct Zone {
     pub spec: ZoneSpec,
     pub backing: ZoneBacking,
-    /// Huge pages of this zone have to be made by collapsing.
+    /// Huge pages of this zone must be made by collapsing.
     pub collapse: bool,
-    /// Every mapping of a hugetlb file: a page shows only where it was touched. The lock is held
-    /// for a push or a copy, never while asking the kernel.
+    /// Every mapping of a hugetlb file, because a page shows only where it was touched. Locked for a push
+    /// or a copy, never during a system call.
     views: Mutex<Vec<(Weak<Mapping>, u64)>>,
-    /// What its owner lent the memory for as long as the zone exists.
+    /// The lease of pool memory, kept for as long as the zone exists.
     _lease: Option<Lease>,
 }
 
@@ -149,7 +149,7 @@ impl Zone {
         Self { spec, backing, collapse, views: Mutex::default(), _lease: lease }
     }
 
-    /// Its file, where that has a lock to be kept.
+    /// The zone's file, if it has a lock to be kept.
     pub fn locked_file(&self) -> Option<LockedFile> {
         let file = self.backing.file.as_ref().filter(|_| self.backing.locked)?;
         let (zone, kind) = (self.spec.id.clone(), self.backing.kind);
@@ -172,7 +172,7 @@ impl Zone {
     }
 }
 
-/// A region of guest RAM. Threads share it without a lock; see each map for the threads that write it.
+/// A region of guest RAM. Threads share it without a lock; each map states the threads that write it.
 #[derive(Debug)]
 pub struct RamRegion {
     zone: Arc<Zone>,
@@ -181,23 +181,23 @@ pub struct RamRegion {
     file_offset: u64,
     main: Arc<Mapping>,
     alias: OnceLock<Arc<Mapping>>,
-    /// What vCPUs use instead of `main`, where they do.
+    /// The mapping that vCPUs use instead of `main`, if they have their own.
     vcpus: OnceLock<Arc<Mapping>>,
-    /// Locked while a further mapping is made, so that it is made once.
+    /// Locked while another mapping is made, so that it is made once.
     making_mapping: Mutex<()>,
-    /// This process's page map, for private memory; opened early, because a sandbox closes `/proc`.
+    /// This process's pagemap, for private memory; opened early, because a sandbox closes `/proc`.
     pagemap: Option<Arc<File>>,
     resident: ResidentMap,
     zero: ZeroMap,
     device_dirty: DeviceDirtyLog,
-    /// What is read and what leaves, where reading a hole would fill it.
+    /// Ranges that are read or discarded, where reading a hole would populate it.
     holds: Holds,
-    /// Which blocks the guest has, where it gets them one by one.
+    /// The plugged blocks, if the region is plugged in blocks.
     plugged: Option<Plugged>,
 }
 
 impl RamRegion {
-    /// Maps the region. Nothing is populated.
+    /// Maps the region without populating it.
     pub(crate) fn new(
         zone: &Arc<Zone>,
         placement: &Placement,
@@ -239,7 +239,7 @@ impl RamRegion {
         Ok(region)
     }
 
-    /// Huge pages are a matter of speed: a kernel without them is no reason to fail.
+    /// Huge pages only affect speed: a kernel without them is not an error.
     fn advise_huge_pages(&self, mapping: &Mapping) {
         if self.is_hugetlb() || self.kind() == ZoneKind::PrivateFile {
             return;
@@ -251,7 +251,7 @@ impl RamRegion {
         }
     }
 
-    /// Lets the host merge identical pages.
+    /// Allows the host to merge identical pages.
     pub(crate) fn make_mergeable(&self) -> io::Result<()> {
         self.main.advise(&(0..self.len_bytes), Advice::Mergeable)
     }
@@ -271,28 +271,28 @@ impl RamRegion {
         self.len_bytes / PAGE_BYTES
     }
 
-    /// The zone that the region is part of.
+    /// ID of the region's zone.
     pub fn zone_id(&self) -> &str {
         &self.zone.spec.id
     }
 
-    /// The zone's configuration, as it was asked for.
+    /// The zone's configuration, as requested.
     pub fn spec(&self) -> &ZoneSpec {
         &self.zone.spec
     }
 
-    /// What kind of memory it is.
+    /// The kind of memory.
     pub fn kind(&self) -> ZoneKind {
         self.zone.backing.kind
     }
 
-    /// Whether it consists of hugetlb pages.
+    /// True for hugetlb pages.
     pub fn is_hugetlb(&self) -> bool {
         self.zone.backing.hugetlb
     }
 
-    /// Whether its pages come from what the host has free. Those of hugetlb were set aside before, and
-    /// those of a file on a disk can be written there.
+    /// True when its pages come from the host's free memory. hugetlb pages were set aside before, and
+    /// pages of a file on a disk can be written back.
     pub fn takes_host_memory(&self) -> bool {
         match (&self.spec().backing, &self.zone.backing.file) {
             _ if self.is_hugetlb() => false,
@@ -301,29 +301,29 @@ impl RamRegion {
         }
     }
 
-    /// Whether it is to have huge pages of either kind, as far as the host has them.
+    /// True when huge pages of either kind are wanted, as far as the host has them.
     pub fn wants_huge_pages(&self) -> bool {
         self.is_hugetlb() || self.spec().thp
     }
 
-    /// The smallest page that the backing gives or takes back: 4 KiB, or the size of a hugetlb
-    /// page. Transparent huge pages do not count, they can be split.
+    /// The smallest page that the backing populates or discards: 4 KiB, or the size of a hugetlb page.
+    /// Transparent huge pages do not count, because they can be split.
     pub fn page_bytes(&self) -> u64 {
         self.zone.backing.page_bytes
     }
 
-    /// Host address of the first byte in the `main` mapping: for devices and for userfaultfd.
+    /// Host address of the first byte in the `main` mapping, for devices and userfaultfd.
     pub fn host_addr(&self) -> u64 {
         self.main.start().addr() as u64
     }
 
-    /// The same as a pointer. Valid for `len_bytes` as long as the region lives; what it points to
-    /// is written by others at any time: no references, only volatile or atomic accesses.
+    /// The same as a pointer. Valid for `len_bytes` as long as the region lives; the memory is written by
+    /// others at any time: no references, only volatile or atomic accesses.
     pub fn as_ptr(&self) -> *mut u8 {
         self.main.start()
     }
 
-    /// `mmap` flags of the `main` mapping.
+    /// The `mmap` flags of the `main` mapping.
     pub(crate) fn map_flags(&self) -> i32 {
         self.main.flags()
     }
@@ -333,18 +333,18 @@ impl RamRegion {
         self.zone.backing.file.as_ref().filter(|_| self.kind() == ZoneKind::Shared)
     }
 
-    /// Whether the memory was populated and zeroed before it came here: there is nothing to
-    /// prefault.
+    /// True when the memory was populated and zeroed before the zone was created, so that there is
+    /// nothing to prefault.
     pub fn is_prezeroed(&self) -> bool {
         self.zone.backing.prezeroed
     }
 
-    /// Where in [`file`](Self::file) the region begins.
+    /// Offset of the region in [`file`](Self::file).
     pub fn file_offset(&self) -> u64 {
         self.file_offset
     }
 
-    /// Which pages have their content.
+    /// Which pages have their contents.
     pub fn resident(&self) -> &ResidentMap {
         &self.resident
     }
@@ -354,7 +354,7 @@ impl RamRegion {
         &self.zero
     }
 
-    /// Which pages devices of this process wrote.
+    /// Which pages devices of this process have written.
     pub fn device_dirty(&self) -> &DeviceDirtyLog {
         &self.device_dirty
     }
@@ -363,7 +363,7 @@ impl RamRegion {
         self.plugged.as_ref()
     }
 
-    /// The pages that `range` touches.
+    /// The pages that `range` overlaps.
     pub fn pages_of(range: &Range<u64>) -> Range<u64> {
         range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES)
     }
@@ -419,7 +419,7 @@ impl RamRegion {
         Ok(self.alias.get_or_init(|| made))
     }
 
-    /// Whether there is, or can be, a second mapping that userfaultfd does not watch.
+    /// True when there is, or can be, a second mapping that userfaultfd does not watch.
     pub fn has_alias(&self) -> bool {
         self.kind() == ZoneKind::Shared
     }
@@ -445,12 +445,12 @@ impl RamRegion {
     /// Writes through it appear in no dirty log.
     ///
     /// # Errors
-    /// The range lies outside the region.
+    /// When the range lies outside the region.
     pub fn main_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
         self.slice(&self.main, range)
     }
 
-    /// `range` in the `alias` mapping, made on first use: accesses never meet userfaultfd.
+    /// `range` in the `alias` mapping, which is made on first use: accesses never fault into userfaultfd.
     ///
     /// For vectored sends and receives, take [`VolatileSlice::ptr_guard_mut`]: the pointer stays
     /// valid while the region lives. Code that writes through it updates [`zero`](Self::zero) (data), and
@@ -458,7 +458,7 @@ impl RamRegion {
     /// populated populates it: ask [`populated_runs`](Self::populated_runs) first.
     ///
     /// # Errors
-    /// The range lies outside the region, the memory is private, or the mapping cannot be made.
+    /// When the range lies outside the region, the memory is private, or the mapping cannot be made.
     pub fn alias_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
         self.slice(self.alias()?, range)
     }
@@ -466,14 +466,14 @@ impl RamRegion {
     /// `range` in the best mapping for migration: `alias` where there is one, else `main`.
     ///
     /// # Errors
-    /// The range lies outside the region, or the alias cannot be made.
+    /// When the range lies outside the region, or the alias cannot be made.
     pub fn io_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
         if self.has_alias() { self.alias_slice(range) } else { self.main_slice(range) }
     }
 
-    /// Copies guest memory at `offset` into `into`, through the mapping of [`io_slice`].
+    /// Copies guest memory at `offset` to `into`, through the mapping of [`io_slice`].
     ///
-    /// A guest that runs may change it meanwhile: torn content is what the dirty log is for.
+    /// A running guest may change it meanwhile; the dirty log then has the page.
     ///
     /// # Errors
     /// As [`io_slice`].
@@ -485,8 +485,8 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Copies `from` to guest memory at `offset`, through the mapping of [`io_slice`], and notes
-    /// the pages as data. Residency is the caller's to declare.
+    /// Copies `from` to guest memory at `offset`, through the mapping of [`io_slice`], and marks the
+    /// pages as data. The caller marks them as resident.
     ///
     /// # Errors
     /// As [`io_slice`].
@@ -495,14 +495,14 @@ impl RamRegion {
     pub fn write_range(&self, offset: u64, from: &[u8]) -> Result<(), AccessError> {
         let end = offset.saturating_add(from.len() as u64);
         let slice = self.io_slice(&(offset..end))?;
-        // Before the bytes: a zero page must at no moment hold data.
+        // Before the bytes are written: a page marked as zero must never hold data.
         self.zero.set_data(Self::pages_of(&(offset..end)));
         slice.copy_from(from);
         Ok(())
     }
 
-    /// Whether the bytes of `page` are all zero right now. Reads the page, and so populates it if
-    /// it is shared memory that never was.
+    /// True when the bytes of `page` are all zero now. Reading populates a page of shared memory that was
+    /// not populated.
     ///
     /// # Errors
     /// As [`io_slice`](Self::io_slice).
@@ -514,11 +514,11 @@ impl RamRegion {
         Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
     }
 
-    /// The parts of `range` that ever held data and were not discarded, found without populating
-    /// anything. May name too much, never too little; sorted, apart, whole pages.
+    /// The parts of `range` that were populated and not discarded since, found without populating any.
+    /// May include too much, never too little; sorted, disjoint, whole pages.
     ///
     /// # Errors
-    /// The range is not whole pages of the region.
+    /// When the range is not whole pages of the region.
     pub fn populated_runs(&self, range: &Range<u64>) -> Result<Vec<Range<u64>>, AccessError> {
         self.check_pages(range)?;
         let answer = self.ask_populated(range);
@@ -544,7 +544,7 @@ impl RamRegion {
             (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
                 return private_runs(pagemap, &self.main, range.clone());
             }
-            // A private file's own data shows in no page table.
+            // The data of a private file shows in no page table.
             _ => return Ok(vec![range.clone()]),
         };
         Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
@@ -557,12 +557,12 @@ impl RamRegion {
         }
     }
 
-    /// Brings the zero map up to what the kernel knows: whatever is populated may hold data.
+    /// Updates the zero map from the kernel's information: whatever is populated may hold data.
     ///
     /// Switch dirty logging on first; see [`ZeroMap`].
     ///
     /// # Errors
-    /// The range is not whole pages of the region.
+    /// When the range is not whole pages of the region.
     pub fn sync_zero_map(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         self.note_populated(range.clone());
@@ -570,7 +570,7 @@ impl RamRegion {
     }
 }
 
-/// Maps a piece of `zone` so that huge pages line up in the guest, here and in the file.
+/// Maps a part of `zone` so that huge pages are aligned in the guest, in this process and in the file.
 fn map(zone: &Zone, gpa: u64, len_bytes: u64, file_offset: u64) -> io::Result<Mapping> {
     let backing = &zone.backing;
     let huge = if len_bytes >= THP_BYTES { THP_BYTES } else { PAGE_BYTES };
@@ -581,8 +581,8 @@ fn map(zone: &Zone, gpa: u64, len_bytes: u64, file_offset: u64) -> io::Result<Ma
         congruent_to: if file.is_some() { file_offset } else { gpa },
         file,
         shared: backing.kind == ZoneKind::Shared,
-        // Without a reservation, a hugetlb pool that runs dry would be a SIGBUS for the guest.
-        // What comes later gets them block by block.
+        // Without a reservation, an exhausted hugetlb pool would cause a SIGBUS in the guest. Memory that
+        // is plugged later gets its pages block by block.
         reserve: zone.spec.block_bytes.is_none() && (zone.spec.reserve || backing.hugetlb),
     })
 }

@@ -16,19 +16,19 @@ use crate::populate::{PopulateError, PopulateTarget};
 use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
-    /// Gets pages from the host for a `range` that is about to be filled through
-    /// [`io_slice`](Self::io_slice): one call instead of a fault for each page. Where the kernel
-    /// cannot (before 5.14) or will not do it now, faults do it later. Nothing is collapsed, because
-    /// each such call waits for every processor of the host; see [`Collapse`](crate::Collapse).
+    /// Populates a `range` that is about to be filled through [`io_slice`](Self::io_slice), in one call
+    /// instead of a fault for each page. Where the kernel does not support it (before 5.14) or fails now,
+    /// faults do it later. Nothing is collapsed, because each such call waits for every processor of the
+    /// host; see [`Collapse`](crate::Collapse).
     ///
     /// # Errors
-    /// The range is not whole pages of the region, or the host has no memory left.
+    /// When the range is not whole pages of the region, or the host has no memory left.
     pub fn populate_for_io(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.get_pages(range, |mapping| PopulateTarget::populate_small(mapping, range))
     }
 
-    /// The same for a longer range, some time before it is filled: huge pages where those are
-    /// wanted. For tens of megabytes at a time, so that the wait for every processor counts little.
+    /// The same for a longer range, some time before it is filled: with huge pages if they are wanted. For
+    /// tens of megabytes at a time, so that the wait for every processor matters little.
     ///
     /// # Errors
     /// As [`populate_for_io`](Self::populate_for_io).
@@ -36,24 +36,25 @@ impl RamRegion {
         self.get_pages(range, |mapping| self.target(mapping).advise(range))
     }
 
-    /// Puts pages that the memory's file has already into the page tables of this process, several with
-    /// each fault; a file's missing pages may come, too, and are zero. For memory that came populated.
+    /// Maps pages that the memory's file has already into this process, several per fault; missing pages of
+    /// the file may be populated as well, with zeros. For memory that was populated before.
     ///
     /// # Errors
-    /// The range is not whole pages of the region, or the kernel's answer (`EINVAL` before Linux 5.14).
+    /// When the range is not whole pages of the region, and the kernel's error (`EINVAL` before Linux
+    /// 5.14).
     pub fn map_present(&self, range: &Range<u64>) -> io::Result<()> {
         self.check_pages(range).map_err(io::Error::other)?;
         self.main.advise(range, Advice::PopulateRead)
     }
 
-    /// Keeps `range` from being discarded until the answer is dropped, or for a second, so
-    /// that what is found to be populated can be read: a hole of shared memory that is read is one no more.
-    /// None where that costs nothing: what is read of private memory without a page is the page of zeros.
+    /// Keeps `range` from being discarded until the result is dropped, for a second at most, so that
+    /// populated pages can be read: reading a hole of shared memory populates it. `None` where that costs
+    /// nothing: reading private memory without a page maps the zero page.
     pub fn hold(&self, range: Range<u64>) -> Option<PageHold<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.hold(range))
     }
 
-    /// Says that `range` is discarded until the answer is dropped, when it is not held.
+    /// Registers that `range` is being discarded until the result is dropped; waits while it is held.
     pub(crate) fn begin_discard(&self, range: &Range<u64>) -> Option<DiscardGuard<'_>> {
         (self.kind() == ZoneKind::Shared).then(|| self.holds.begin_discard(range.clone()))
     }
@@ -90,8 +91,8 @@ impl RamRegion {
         }
     }
 
-    /// Populates those parts of `range` whose content is here, calling `done` for each. Parts that
-    /// are still to arrive are left alone, to whole pages of the backing.
+    /// Populates the parts of `range` whose contents are here, and calls `done` for each. Parts that are
+    /// still to arrive are skipped, in whole pages of the backing.
     pub(crate) fn populate<E: From<PopulateError>>(
         &self,
         range: &Range<u64>,

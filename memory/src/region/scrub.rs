@@ -11,11 +11,11 @@ use super::{AccessError, RamRegion};
 use crate::zero::{is_zero_volatile, zero_streaming};
 
 impl RamRegion {
-    /// Clears `range` in place with non-temporal stores. Populate it first: a hole would be filled
-    /// by a fault, which ends the process where there is no memory.
+    /// Zeroes `range` in place with non-temporal stores. It must be populated: a hole would be populated by a
+    /// fault, which ends the process when there is no memory.
     ///
     /// # Errors
-    /// The range is not whole pages of the region.
+    /// When the range is not whole pages of the region.
     pub fn clear(&self, range: &Range<u64>) -> Result<(), AccessError> {
         self.check_pages(range)?;
         let slice = self.main_slice(range)?;
@@ -26,10 +26,10 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Whether all of `range` is zero right now.
+    /// True when all of `range` is zero now.
     ///
     /// # Errors
-    /// The range is not whole pages of the region.
+    /// When the range is not whole pages of the region.
     pub fn is_clear(&self, range: &Range<u64>) -> Result<bool, AccessError> {
         self.check_pages(range)?;
         let slice = self.main_slice(range)?;

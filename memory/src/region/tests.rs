@@ -41,7 +41,7 @@ fn hugetlb() -> GuestRam {
     ram(|z| z.backing = Backing::Hugetlb { page_size: HugePageSize::Mib2 })
 }
 
-/// Every kind that this machine has, each with 8 MiB; `test` is told which.
+/// Runs `test` with each kind of memory that this host supports, 8 MiB each.
 fn each_kind(test: impl Fn(&GuestRam, &RamRegion)) {
     let dir = tempfile::tempdir().unwrap();
     let private = dir.path().join("private");
@@ -96,7 +96,7 @@ fn the_alias_is_another_mapping_of_shared_memory_only() {
             let again = region.alias_slice(&(0..4096)).unwrap().ptr_guard().as_ptr();
             assert_eq!(again.addr() as u64, address);
             assert!(region.file().is_some());
-            // Writing by the alias does not populate what userfaultfd watches.
+            // Writing through the alias does not populate what userfaultfd watches.
             region.write_range(3 * MIB, &[1]).unwrap();
             assert!(!is_mapped(region.as_ptr().wrapping_add(3 << 20)));
         } else {
@@ -114,7 +114,7 @@ fn discarded_memory_is_zero_and_the_maps_know() {
         write_main(ram, 0, &vec![7; 8 << 20]);
         region.sync_zero_map(&(0..8 * MIB)).unwrap();
         assert_eq!(region.zero().data_count(), region.len_pages());
-        // Of these the content is still to arrive, whatever happens to what is there.
+        // The contents of these pages are still to arrive, whatever happens to the pages.
         region.resident().set_absent(1000..1100);
         // Starts and ends inside huge pages.
         let gone = 3 * MIB..7 * MIB;
@@ -160,7 +160,7 @@ fn populated_runs_are_found_without_populating() {
         write_main(&ram, 6 * MIB - 1, &[1]);
         let expected = vec![MIB..MIB + 8192, 6 * MIB - PAGE..6 * MIB];
         assert_eq!(region.populated_runs(&all).unwrap(), expected, "{:?}", region.kind());
-        // Asking changed nothing.
+        // The query changed nothing.
         assert_eq!(region.populated_runs(&all).unwrap(), expected);
         assert_eq!(smaps_bytes(region.as_ptr(), "Rss"), 3 * PAGE);
         let part = region.populated_runs(&(MIB + PAGE..2 * MIB)).unwrap();
@@ -175,7 +175,7 @@ fn populated_runs_never_leave_data_out() {
         region.write_range(7 * MIB, &[1]).unwrap();
         let runs = region.populated_runs(&(0..8 * MIB)).unwrap();
         assert!(contains(&runs, 2 * MIB) && contains(&runs, 7 * MIB), "{runs:?}");
-        // Whole pages of the region only.
+        // Only whole pages of the region are accepted.
         assert!(region.populated_runs(&(0..8 * MIB + PAGE)).is_err());
         assert!(region.populated_runs(&(1..PAGE)).is_err());
     });
@@ -192,7 +192,7 @@ fn populated_huge_pages_are_found_in_every_mapping() {
     assert_eq!(region.populated_runs(&all).unwrap(), vec![2 * MIB..4 * MIB]);
     region.write_range(6 * MIB, &[1]).unwrap();
     assert_eq!(region.populated_runs(&all).unwrap(), vec![2 * MIB..4 * MIB, 6 * MIB..8 * MIB]);
-    // A page that only another process touched: here, a mapping that the region knows nothing of.
+    // A page that only another process touched: here, a mapping that is not the region's.
     let elsewhere = vm_memory::MmapRegion::<()>::build(
         Some(vm_memory::FileOffset::from_arc(region.file().unwrap().clone(), 0)),
         8 << 20,
@@ -277,7 +277,7 @@ fn small_pages_become_huge_by_collapse() {
     let ram = memfd();
     let region = &ram.regions()[0];
     write_main(&ram, 0, &vec![5; 8 << 20]);
-    // Where the host made huge pages at once there is nothing left to collapse.
+    // Where the host made huge pages at once nothing is left to collapse.
     let done = region.collapse(&(0..8 * MIB)).unwrap();
     let huge = smaps_bytes(region.as_ptr(), "ShmemPmdMapped");
     if !done {
@@ -343,7 +343,7 @@ fn vcpus_with_a_mapping_of_their_own_see_the_same_memory() {
     });
 }
 
-/// The flags of the mapping that begins at an address, as `smaps` has them.
+/// The flags of the mapping that begins at an address, from `smaps`.
 fn vm_flags(start: *const u8) -> String {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let begin = format!("{:x}-", start.addr());
