@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench boot`: from exec to the first guest instruction and to the guest's first MMIO, and the
-//! memory that a VMM needs besides guest RAM. Ours and QEMU's `microvm` and `q35` (with the smallest
+//! memory that a VMM needs in addition to guest RAM. Ours and QEMU's `microvm` and `q35` (with the smallest
 //! firmware there is, qboot), the same guest, the same kind of memory, in turns.
 //!
 //! The first guest instruction is taken as the first `KVM_RUN`. For QEMU it belongs to the
@@ -21,11 +21,11 @@ use crate::report::{Figure, Report, Target};
 use crate::trace::Trace;
 use crate::{machine, process, slots};
 
-/// Longest time that a guest may need; QEMU's firmware takes a tenth of that.
+/// Longest time for a guest to start; QEMU's firmware takes a tenth of it.
 const LIMIT: Duration = Duration::from_secs(20);
-/// Memory is looked at so long after the guest has begun its work, when start-up is over.
+/// Memory is measured this long after the guest has begun its work, when start-up is over.
 const SETTLE: Duration = Duration::from_millis(200);
-/// How often guest RAM is looked at.
+/// Interval at which guest RAM is polled.
 const POLL: Duration = Duration::from_micros(200);
 
 const VMMS: [&str; 3] = ["godwit", "qemu microvm", "qemu q35"];
@@ -37,12 +37,12 @@ const VISIBLE: &str = "exec to control page seen in memory";
 const TOTAL: &str = "resident besides guest RAM";
 const ANONYMOUS: &str = "anonymous besides guest RAM";
 const SLOTS: &str = "the kernel's own time for the memory slots of a bare VM";
-/// The index after the VMMs: the bare kernel.
+/// Index of the bare kernel, after the VMMs.
 const BARE: usize = VMMS.len();
 
 type Samples = BTreeMap<(usize, usize, &'static str), Vec<f64>>;
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut notes = Vec::new();
     let trace = match Trace::start(abi::MMIO_FIRST_GPA) {
@@ -144,7 +144,7 @@ fn measure(
     Ok(figures)
 }
 
-/// Waits until a word of the control page is as wanted; gives the time.
+/// Waits until a word of the control page is as wanted; returns the time.
 fn wait_for(
     child: &mut Killed,
     offset: u64,
@@ -193,7 +193,7 @@ fn report(samples: &Samples, notes: Vec<String>) -> Report {
             Some(figures.last()?.value)
         })
         .collect();
-    // The worst of our four configurations counts.
+    // The worst of this program's four configurations counts.
     let ours = |what: &str| -> Vec<f64> {
         (0..SIZES.len())
             .filter_map(|size| {

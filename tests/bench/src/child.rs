@@ -7,11 +7,11 @@ use std::io::Read as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command};
 
-/// A running program.
+/// A running program, which is killed when this is dropped.
 pub struct Killed(pub Child);
 
 impl Killed {
-    /// Starts it. It ends with the thread that called this, also when the benchmark is killed.
+    /// Starts the program. It ends with the calling thread, also when the benchmark is killed.
     pub fn spawn(command: &mut Command) -> std::io::Result<Self> {
         // SAFETY: between fork and exec only one system call is made, which takes no memory.
         unsafe {
@@ -23,12 +23,12 @@ impl Killed {
         command.spawn().map(Self)
     }
 
-    /// Its process id.
+    /// Its process ID.
     pub fn pid(&self) -> u32 {
         self.0.id()
     }
 
-    /// How it ended and what it said of it, if it has ended; its standard error must be a pipe.
+    /// Its exit status and standard error, if it has ended; its standard error must be a pipe.
     pub fn ended(&mut self) -> std::io::Result<Option<String>> {
         let Some(status) = self.0.try_wait()? else { return Ok(None) };
         let mut text = String::new();

@@ -6,13 +6,13 @@ use std::io;
 
 const FILE: &str = "/proc/sys/vm/nr_hugepages";
 
-/// More pages in the host's pool.
+/// Additional pages in the host's pool, returned on drop.
 pub struct HugePages {
     before: u64,
 }
 
 impl HugePages {
-    /// Sets so many more aside.
+    /// Adds `pages` to the pool.
     pub fn set_aside(pages: u64) -> io::Result<Self> {
         let borrowed = Self { before: read()? };
         fs::write(FILE, (borrowed.before + pages).to_string())?;

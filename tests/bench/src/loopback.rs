@@ -7,37 +7,37 @@
 use std::fs;
 use std::io;
 
-/// Where the counter is from.
+/// The network namespace whose counter is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Loopback {
     /// A network namespace of this process alone.
     Own,
-    /// That of the machine: whatever else goes over it is counted too.
+    /// The machine's own: other traffic is counted as well.
     Shared,
 }
 
 impl Loopback {
-    /// Moves this process, and with it all that it starts, to a network namespace of its own.
+    /// Moves this process, and all processes that it starts later, to a new network namespace.
     pub fn enter() -> Self {
         // SAFETY: takes no memory; there is one thread, so no other is left behind.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
             return Self::Shared;
         }
         if bring_up().is_err() {
-            // Nothing could be carried at all: the measurement will say so by itself.
+            // Without a usable interface the measurement fails and reports that.
             return Self::Shared;
         }
         Self::Own
     }
 
-    /// Bytes carried so far, headers included.
+    /// Bytes received so far, headers included.
     pub fn bytes() -> io::Result<u64> {
         let table = fs::read_to_string("/proc/self/net/dev")?;
         parse(&table).ok_or_else(|| io::Error::other("no loopback interface in /proc/self/net/dev"))
     }
 }
 
-/// The first number behind `lo:` is that of bytes received.
+/// Bytes received: the first number after `lo:`.
 fn parse(table: &str) -> Option<u64> {
     let line = table.lines().find_map(|line| line.trim_start().strip_prefix("lo:"))?;
     line.split_ascii_whitespace().next()?.parse().ok()

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-/// Processor, number of CPUs, memory, kernel.
+/// Describes the machine: processor, number of CPUs, memory, kernel.
 pub fn name() -> String {
     let field = |path: &str, name: &str| {
         let text = fs::read_to_string(path).unwrap_or_default();

@@ -34,32 +34,32 @@ use report::Report;
 
 fn main() -> ExitCode {
     let matches = Command::new("bench")
-        .about("Measures the VMM beside others in one run")
+        .about("Compares the VMM with others in one run")
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(
             common("boot", "7")
-                .about("Time to the first instruction and MMIO, memory beside guest RAM"),
+                .about("Time to the first instruction and MMIO, memory other than guest RAM"),
         )
         .subcommand(
             common("precopy", "3")
-                .about("Live migration while the guest writes, beside a raw copy and QEMU")
+                .about(
+                    "Live migration of idle and writing guests, compared with a raw copy and QEMU",
+                )
                 .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
                 .arg(path("baseline", BASELINE_HELP)),
         )
         .subcommand(common("snapshot", "5").about(
-            "Snapshot and restore beside the raw disk, time to run after an on-demand restore",
+            "Snapshot and restore compared with the raw disk, start after an on-demand restore",
         ))
         .subcommand(common("prefault", "5").about(
-            "Populating memory of every kind, beside plain touching and zeroing of warm memory",
+            "Populating memory of every kind, compared with touching and with zeroing warm memory",
         ))
-        .subcommand(
-            common("prezero-pool", "5").about(
-                "Handing memory over, clearing it, and what a busy neighbour loses meanwhile",
-            ),
-        )
+        .subcommand(common("prezero-pool", "5").about(
+            "Handing over pool memory, clearing it, and what a busy neighbour loses meanwhile",
+        ))
         .subcommand(common("prezero-hints", "3").about(
-            "Giving memory up and taking it again, told that it is zero and not, beside QEMU",
+            "Balloon round trips, with and without hints of zeroed pages, compared with QEMU",
         ))
         .subcommand(
             Command::new("passthrough-boot")
@@ -69,14 +69,12 @@ fn main() -> ExitCode {
         )
         .subcommand(
             common("postcopy-latency", "3")
-                .about("A guest's accesses that wait for a page, beside the raw socket and QEMU")
+                .about("Guest accesses that wait for a page, compared with a raw socket and QEMU")
                 .arg(path("baseline", BASELINE_HELP)),
         )
-        .subcommand(
-            common("postcopy-throughput", "3").about(
-                "The time until the last page beside a raw copy, the guest's speed meanwhile",
-            ),
-        )
+        .subcommand(common("postcopy-throughput", "3").about(
+            "Time until the last page compared with a raw copy, and the guest's speed meanwhile",
+        ))
         .subcommand(
             common("postcopy-scaling", "3")
                 .about("Faults per second for 1 to 160 threads, without KVM"),
@@ -135,7 +133,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
 const BASELINE_HELP: &str =
     "Another build of cloud-hypervisor, with its ch-remote alongside it, that is measured as well";
 
-/// The programs of the other build, if one is named.
+/// The programs of the other build, if one is given.
 fn baseline(arguments: &ArgMatches) -> Result<Option<(PathBuf, PathBuf)>, String> {
     let Ok(Some(vmm)) = arguments.try_get_one::<PathBuf>("baseline") else { return Ok(None) };
     let remote = vmm.with_file_name("ch-remote");
@@ -147,7 +145,7 @@ fn baseline(arguments: &ArgMatches) -> Result<Option<(PathBuf, PathBuf)>, String
     Ok(Some((vmm.clone(), remote)))
 }
 
-/// A subcommand with what all of them have.
+/// A subcommand with the options that all have in common.
 fn common(name: &'static str, runs: &'static str) -> Command {
     Command::new(name)
         .arg(flag("json", "Print one JSON object"))

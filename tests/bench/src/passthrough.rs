@@ -42,7 +42,7 @@ const WHAT: [(&str, &str); 6] = [
     ("attaching", "attaching the device to memory that is mapped"),
 ];
 
-/// Mode, pages, MiB and what.
+/// Mode, pages, MiB and measured interval.
 type Key<'a> = (&'a str, &'a str, u64, &'a str);
 
 /// Reads the log of the lab's machine.
@@ -53,7 +53,7 @@ pub fn run(log: &Path) -> Result<Report, Box<dyn Error>> {
     for line in text.lines() {
         let words: Vec<&str> = line.trim().split_ascii_whitespace().collect();
         let ["FIGURE", mode, pages, mib, run, what, ms] = words[..] else { continue };
-        // The first run warms up.
+        // The first run is a warm-up.
         if run != "0" {
             samples.entry((mode, pages, mib.parse()?, what)).or_default().push(ms.parse()?);
         }
@@ -101,12 +101,12 @@ impl Medians<'_> {
         self.0.get(&(mode, pages, mib, what)).copied()
     }
 
-    /// Exec to the device being usable.
+    /// Time from exec to the usable device.
     fn usable(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
         Some(self.of(mode, memory, ASKED)? + self.of(mode, memory, WAITED)?)
     }
 
-    /// Of the guest's first instruction.
+    /// Targets for the time to the guest's first instruction.
     fn of_starting(&self, mode: &str, by: &str) -> Vec<Target> {
         let mut targets = Vec::new();
         let first = |mode, memory| self.of(mode, memory, FIRST_INSTRUCTION);
@@ -129,7 +129,7 @@ impl Medians<'_> {
         targets
     }
 
-    /// Of the device being usable.
+    /// Targets for the time to the usable device.
     fn of_overlapping(&self, overlap: &str, strict: &str, by: &str) -> Vec<Target> {
         let mut targets = Vec::new();
         for memory in MEMORY {
@@ -138,7 +138,7 @@ impl Medians<'_> {
                 let name = format!("device usable{by}, overlap over strict, {about}");
                 targets.push(Target::at_most(&name, overlap / strict, 1.0));
             }
-            // What the guest takes by itself is what it takes when all is pinned before it starts.
+            // Time that the guest takes by itself: that with everything pinned before it starts.
             let alone = self.of(strict, memory, ASKED).zip(self.of(strict, memory, PINNING));
             if let Some((ours, (asked, pinning))) = usable.zip(alone) {
                 let name = format!(
@@ -151,7 +151,7 @@ impl Medians<'_> {
         targets
     }
 
-    /// Of a pool, QEMU, and both ways into the IOMMU.
+    /// Targets for the pool, QEMU, and both interfaces to the IOMMU.
     fn of_peers(&self) -> Vec<Target> {
         let mut targets = Vec::new();
         for memory in MEMORY {
@@ -190,14 +190,14 @@ impl Medians<'_> {
         targets
     }
 
-    /// By how much the guest starts later than without the device, and how long its driver waits.
+    /// How much later the guest starts than without the device, plus how long its driver waits.
     fn added(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
         let first = |mode| self.of(mode, memory, FIRST_INSTRUCTION);
         Some(first(mode)? - first("none")? + self.of(mode, memory, WAITED)?)
     }
 
-    /// What is left of the time from the first instruction to the device being usable without opening and
-    /// resetting it, for which every guest waits that asks at once.
+    /// The time from the first instruction to the usable device, without opening and resetting it, for which
+    /// every guest waits that uses the device at once.
     fn added_at_once(&self, mode: &str, memory: (&str, u64)) -> Option<f64> {
         let first = self.of(mode, memory, FIRST_INSTRUCTION)?;
         Some(self.usable(mode, memory)? - first - self.of(mode, memory, OPENING)?)

@@ -20,7 +20,7 @@ use crate::hugepages::HugePages;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-/// Memory of each measurement.
+/// Size of the memory in each measurement.
 const SIZE_BYTES: u64 = 2 << 30;
 const CHUNK_BYTES: u64 = 64 << 20;
 const THREADS: [usize; 2] = [1, 2];
@@ -57,7 +57,7 @@ fn region(ram: &GuestRam) -> Result<&Arc<RamRegion>, Box<dyn Error>> {
     Ok(ram.regions().first().ok_or("memory has no region")?)
 }
 
-/// GiB/s of `SIZE_BYTES` since `start`.
+/// Rate in GiB/s for `bytes` since `start`.
 pub fn gib_per_s(bytes: u64, start: Instant) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "bytes of a benchmark are below 2^52")]
     let gib = bytes as f64 / f64::from(1 << 30);
@@ -83,7 +83,7 @@ fn touch(kind: &Kind) -> Result<f64, Box<dyn Error>> {
     Ok(gib_per_s(SIZE_BYTES, start))
 }
 
-/// Clears all of a region that is populated.
+/// Clears all of a populated region; returns the rate.
 pub fn clear(region: &RamRegion, threads: usize) -> Result<f64, Box<dyn Error>> {
     let next = AtomicU64::new(0);
     let start = Instant::now();
@@ -105,7 +105,7 @@ pub fn clear(region: &RamRegion, threads: usize) -> Result<f64, Box<dyn Error>> 
     Ok(gib_per_s(region.len_bytes(), start))
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
     let pages = SIZE_BYTES >> 21;
     let mut notes = Vec::new();
@@ -125,7 +125,7 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
                 two.push(figures.2);
             }
         }
-        // Warm: every page is there.
+        // Warm: every page is populated.
         let warm = kinds.last().ok_or("nothing to measure")?;
         let ram = make(warm)?;
         ram.prefault(&PrefaultOptions::default())?.wait()?;

@@ -23,11 +23,11 @@ use crate::report::{Figure, Report, Target};
 use crate::snapshot::{Vmm, first_instruction_ms};
 use crate::{machine, prefault};
 
-/// Slots, MiB: what fits a machine of 24 GiB besides everything else.
+/// Slot sizes in MiB that fit a machine of 24 GiB together with everything else.
 const SIZES_MIB: [u64; 2] = [4096, 8192];
-/// How long a neighbour is watched, with the pool at work and without.
+/// How long a neighbour is measured, with the pool at work and without.
 const WATCH: Duration = Duration::from_secs(2);
-/// For slots to be made or cleared.
+/// Time limit for slots to be created or cleared.
 const LIMIT: Duration = Duration::from_mins(2);
 
 struct Pool {
@@ -107,19 +107,19 @@ fn ms(start: Instant) -> f64 {
 
 #[derive(Default)]
 struct Samples {
-    /// By size: hand-over alone, and hand-over and mapped as guest RAM.
+    /// By size: hand-over alone, and hand-over with mapping as guest RAM.
     handed: [Vec<f64>; SIZES_MIB.len()],
     mapped: [Vec<f64>; SIZES_MIB.len()],
     scrub: Vec<f64>,
     floor: Vec<f64>,
-    /// First instruction: with the pool, with nothing, with prefault.
+    /// Time to the first instruction: with the pool, without prefault, with prefault.
     start: [Vec<f64>; 3],
-    /// What a neighbour loses, percent: on every processor, and on all but one.
+    /// Percentage of work that a neighbour loses: on every processor, and on all but one.
     busy: Vec<f64>,
     beside: Vec<f64>,
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut samples = Samples::default();
     {
@@ -136,14 +136,14 @@ pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Erro
             }
         }
     }
-    // Where others keep the processors busy anyway, the pool waits for them and there is nothing
-    // to measure.
+    // If other processes keep the processors busy, the pool waits for them and there is nothing to
+    // measure.
     let note = neighbours(vmm, runs, &mut samples).err();
     let notes = note.map(|error| format!("the neighbour was not measured: {error}"));
     Ok(report(samples, notes.into_iter().collect()))
 }
 
-/// As gently as it is by default.
+/// Measures with the default pace of the pool.
 fn neighbours(vmm: &Path, runs: usize, samples: &mut Samples) -> Result<(), Box<dyn Error>> {
     let pool = Pool::start(vmm, &[8192], "bandwidth = '2G'")?;
     let cpus = std::thread::available_parallelism()?.get();
@@ -187,7 +187,7 @@ fn hand_over(pool: &Pool) -> Result<Samples, Box<dyn Error>> {
             with.push(mapped);
         }
         if index == 0 {
-            // The same pages, warm: what clearing alone could do.
+            // The same pages, warm: the rate of clearing alone.
             let region = ram.regions().first().ok_or("memory has no region")?;
             region.fill(&(0..region.len_bytes()))?;
             samples.floor.push(prefault::clear(region, 1)?);
@@ -203,7 +203,8 @@ fn hand_over(pool: &Pool) -> Result<Samples, Box<dyn Error>> {
     Ok(samples)
 }
 
-/// From exec to the first guest instruction, 4 GiB: with the pool, with nothing, with prefault=on.
+/// Time from exec to the first guest instruction, 4 GiB: with the pool, without prefault, with
+/// prefault=on.
 fn starts(vmm: &Path, guest: &Path, pool: &Pool) -> Result<[f64; 3], Box<dyn Error>> {
     let guest = guest.to_str().ok_or("the guest's path is not UTF-8")?;
     let size = format!("size={}M,shared=on", SIZES_MIB[0]);
@@ -218,7 +219,7 @@ fn starts(vmm: &Path, guest: &Path, pool: &Pool) -> Result<[f64; 3], Box<dyn Err
     Ok(times)
 }
 
-/// Pieces of work that `threads` neighbours get done.
+/// Units of work that `threads` neighbours complete.
 fn work_done(threads: usize) -> u64 {
     let (stop, pieces) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -242,7 +243,7 @@ fn work_done(threads: usize) -> u64 {
     pieces.into_inner()
 }
 
-/// Percent of its work that a neighbour does not get done because the pool clears memory.
+/// Percentage of its work that a neighbour loses because the pool clears memory.
 fn loss(pool: &Pool, threads: usize) -> Result<f64, Box<dyn Error>> {
     pool.wait_until(|pool| pool.slots("ready") == Some(1))?;
     let before = work_done(threads);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A VMM's memory besides guest RAM, and guest RAM as a file, from `/proc`.
+//! A VMM's memory without guest RAM, and guest RAM as a file, from `/proc`.
 //!
 //! Owns the reading of `smaps`. Must never bring a page into memory.
 
@@ -7,16 +7,16 @@ use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
 
-/// What is resident besides guest RAM, KiB.
+/// Resident memory without guest RAM, in KiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
-    /// All.
+    /// All of it.
     pub total_kib: u64,
-    /// Of it, anonymous.
+    /// The anonymous part.
     pub anonymous_kib: u64,
 }
 
-/// Sums up all mappings but those of memfds, which hold guest RAM.
+/// Sums up all mappings except memfds, which hold guest RAM.
 pub fn resident(pid: u32) -> io::Result<Resident> {
     Ok(sum(&fs::read_to_string(format!("/proc/{pid}/smaps"))?))
 }
@@ -41,7 +41,7 @@ fn sum(smaps: &str) -> Resident {
     sum
 }
 
-/// The memfd of guest RAM that a process has open; none before it has made it.
+/// The memfd of guest RAM that a process has open; `None` before it exists.
 pub fn guest_ram(pid: u32) -> Option<File> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).ok()? {
         let path: PathBuf = entry.ok()?.path();

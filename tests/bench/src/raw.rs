@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 /// Bytes handed to the kernel at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Where a copy goes.
+/// Destination of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum To {
-    /// Memory that is there.
+    /// Populated memory.
     Populated,
-    /// Memory for which the host finds and clears each page when the first byte of it arrives.
+    /// Memory whose pages the host allocates and clears when their first byte arrives.
     New,
 }
 
-/// Copies so many bytes; gives how long it took, without what was done beforehand.
+/// Copies `len_bytes`; returns the time, without the preparation.
 pub fn copy(len_bytes: u64, to: To) -> io::Result<Duration> {
     let len = usize::try_from(len_bytes).map_err(io::Error::other)?;
     let mut source = Mapped::populated(len)?;
@@ -50,28 +50,28 @@ pub fn copy(len_bytes: u64, to: To) -> io::Result<Duration> {
     Ok(took)
 }
 
-/// Has the host find so much memory, and returns it: a machine that is itself a guest may have
-/// given its free memory away, and would pay for it in the middle of what is measured.
+/// Has the host allocate this much memory, and frees it: a machine that is itself a guest may have
+/// returned its free memory, and would pay for that during the measurement.
 pub fn warm(len_bytes: u64) -> io::Result<()> {
     Mapped::populated(usize::try_from(len_bytes).map_err(io::Error::other)?).map(drop)
 }
 
-/// A memfd, mapped.
+/// A mapped memfd.
 struct Mapped {
     address: *mut libc::c_void,
     len: usize,
 }
 
 impl Mapped {
-    /// With all its pages.
+    /// With all pages populated.
     fn populated(len: usize) -> io::Result<Self> {
         let mut mapped = Self::new(len)?;
-        // Every page is written, so that the copy finds none to be cleared or faulted in.
+        // Every page is written, so that the copy need not clear or fault in any.
         mapped.bytes().iter_mut().step_by(4096).for_each(|byte| *byte = 1);
         Ok(mapped)
     }
 
-    /// With none.
+    /// With no page populated.
     fn new(len: usize) -> io::Result<Self> {
         // SAFETY: the name is a C string; the descriptor is checked before it is owned.
         let file = unsafe {

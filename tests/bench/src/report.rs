@@ -7,10 +7,10 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-/// One measured thing.
+/// One measured figure.
 #[derive(Debug, Serialize)]
 pub struct Figure {
-    /// What was measured, in words.
+    /// Description of the figure.
     pub name: String,
     /// Median.
     pub value: f64,
@@ -20,12 +20,12 @@ pub struct Figure {
     pub max: f64,
     /// Unit.
     pub unit: &'static str,
-    /// Runs.
+    /// Number of runs.
     pub runs: usize,
 }
 
 impl Figure {
-    /// The median of `values`; none without values.
+    /// The median of `values`; `None` without values.
     pub fn of(name: String, unit: &'static str, mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
         let value = median(&values)?;
@@ -41,18 +41,18 @@ fn median(sorted: &[f64]) -> Option<f64> {
     Some(f64::midpoint(low, high))
 }
 
-/// What a value should be.
+/// The target for a value.
 #[derive(Debug, Serialize)]
 pub struct Target {
-    /// What it is about.
+    /// Description of the value.
     pub name: String,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
-    /// What it may be.
+    /// The limit.
     pub limit: f64,
     /// `lower` or `higher`.
     pub better: &'static str,
-    /// Whether it is.
+    /// True if the value is within the limit.
     pub met: bool,
 }
 
@@ -68,33 +68,33 @@ impl Target {
     }
 }
 
-/// All of it.
+/// The results of a benchmark.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The benchmark.
+    /// Name of the benchmark.
     pub name: &'static str,
-    /// Where it ran.
+    /// Description of the machine.
     pub machine: String,
-    /// What was found.
+    /// The measured figures.
     pub figures: Vec<Figure>,
-    /// What it should be.
+    /// The targets.
     pub targets: Vec<Target>,
     /// What could not be measured, and why.
     pub notes: Vec<String>,
 }
 
 impl Report {
-    /// Whether every target is met.
+    /// True if every target is met.
     pub fn all_met(&self) -> bool {
         self.targets.iter().all(|target| target.met)
     }
 
-    /// One JSON object.
+    /// The report as one JSON object.
     pub fn json(&self) -> String {
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// For people.
+    /// The report as text.
     pub fn text(&self) -> String {
         let mut out = format!("bench {} on {}\n", self.name, self.machine);
         let width = self.figures.iter().map(|figure| figure.name.len()).max().unwrap_or(0);

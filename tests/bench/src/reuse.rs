@@ -20,24 +20,24 @@ use crate::qemu::{CPU, PROGRAM, QBOOT};
 use crate::report::{Figure, Report, Target};
 
 const MEMORY_MIB: u64 = 512;
-/// What the guest gives up, and how often in a run.
+/// Memory that the guest returns, and how often in a run.
 const GIVEN_MIB: u64 = 256;
 const ITERATIONS: u64 = 4;
 const HUGE_MIB: u64 = 2;
 const PATIENCE: Patience = Patience::millis(120_000);
-/// Bits that say nothing of pages that come back zeroed.
+/// Feature bits without the hint of zeroed pages.
 const UNTOLD: u64 = 0x3f;
-/// Where q35 has PCI configuration space once its firmware has run.
+/// Address of q35's PCI configuration space once its firmware has run.
 const QEMU_ECAM: u64 = 0xb000_0000;
 
 /// A VMM with a balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Candidate {
-    /// Ours, whose guest is told.
+    /// This program, with hints for the guest.
     Told,
-    /// Ours, whose guest is not.
+    /// This program, without hints.
     Untold,
-    /// QEMU, which does not tell the guest.
+    /// QEMU, which gives no hints.
     Qemu,
 }
 
@@ -59,11 +59,11 @@ enum Pages {
     Huge,
 }
 
-/// One way of giving pages up, on one kind of memory.
+/// A way of returning pages, on one kind of memory.
 struct Case {
     workload: &'static str,
     pages: Pages,
-    /// By who: giving and taking out of the balloon, GiB/s; taking, ms for a GiB.
+    /// By candidate: inflating and deflating in GiB/s; deflating in ms for a GiB.
     samples: [[Vec<f64>; 3]; 3],
 }
 
@@ -99,7 +99,7 @@ fn theirs(programs: &Programs, pages: Pages, cmdline: &str) -> Command {
     command
 }
 
-/// One run: what the guest says of it.
+/// One run: the figures that the guest reports.
 fn measure(
     programs: &Programs,
     who: Candidate,
@@ -128,7 +128,7 @@ fn measure(
     if status.errors() > 0 || balloon.given_pages == 0 {
         return Err(format!("{what}: pages were wrong, or none was released: {status:?}").into());
     }
-    // On huge pages the balloon can vouch for a part only.
+    // On huge pages the balloon can guarantee zeros for a part only.
     let told = balloon.told_pages > 0;
     if told != (who == Candidate::Told) {
         return Err(format!("{what}: the guest was told of {} pages", balloon.told_pages).into());
@@ -136,13 +136,13 @@ fn measure(
     Ok(balloon)
 }
 
-/// Seconds for a GiB.
+/// Seconds per GiB.
 fn s_per_gib(ns: u64, pages: u64) -> f64 {
     let pages = u32::try_from(pages).unwrap_or(u32::MAX);
     Duration::from_nanos(ns.max(1)).as_secs_f64() * 262_144.0 / f64::from(pages.max(1))
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut notes = Vec::new();
     let without_qemu = qemu::missing();
@@ -186,7 +186,7 @@ fn report(cases: Vec<Case>, notes: Vec<String>) -> Report {
         for (index, (who, samples)) in Candidate::ALL.into_iter().zip(samples).enumerate() {
             let names = [(way, "GiB/s"), ("deflate", "GiB/s"), ("a GiB taken again, zeroed", "ms")];
             for (part, ((name, unit), values)) in names.into_iter().zip(samples).enumerate() {
-                // A report is over when it is answered.
+                // A report ends when it is answered.
                 if part == 1 && way == "report" {
                     continue;
                 }

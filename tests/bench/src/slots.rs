@@ -14,10 +14,10 @@ use kvm_ioctls::Kvm;
 const LOW_RAM_END: u64 = 3 << 30;
 const HIGH_RAM_GPA: u64 = 4 << 30;
 
-/// The kernel's time for the slots of a guest with `len_bytes` of shared memory.
+/// Time that the kernel takes for the memory slots of a guest with `len_bytes` of shared memory.
 ///
 /// # Errors
-/// Without memory or KVM.
+/// When there is no memory or no KVM.
 pub fn time_to_register(len_bytes: u64) -> Result<Duration, Box<dyn Error>> {
     let len = usize::try_from(len_bytes)?;
     // SAFETY: the name is a string with its end; the descriptor is checked and used only here.

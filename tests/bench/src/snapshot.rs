@@ -22,20 +22,20 @@ use crate::boot::monotonic_us;
 use crate::machine;
 use crate::report::{Figure, Report, Target};
 
-/// Pages of each measured guest that hold data, MiB. The rest of its memory is never touched.
+/// Data of each guest in MiB. The rest of its memory is never touched.
 const DATA_MIB: u64 = 768;
-/// Guests, MiB.
+/// Sizes of the guests in MiB.
 const SIZES_MIB: [u64; 2] = [1024, 4096];
 /// One transfer of the raw disk.
 const TRANSFER_BYTES: usize = 4 << 20;
-/// For a guest to fill its memory, or all memory to arrive.
+/// Time limit for a guest to fill its memory, or for all memory to arrive.
 const LIMIT: Duration = Duration::from_mins(2);
-/// As the VMM has it.
+/// Number of threads, as in the VMM.
 const THREADS: usize = 4;
 
 const ONDEMAND: &str = "ondemand: exec to first guest instruction";
 
-/// A VMM process, ended when dropped.
+/// A VMM process, which is ended when this is dropped.
 pub struct Vmm {
     child: Child,
     remote: PathBuf,
@@ -51,7 +51,7 @@ impl Drop for Vmm {
 }
 
 impl Vmm {
-    /// Starts one and waits until it answers.
+    /// Starts a VMM and waits until it answers.
     pub fn start(vmm: &Path, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
         let folder = TempDir::with_prefix("godwit-bench-")?;
         let exec_us = monotonic_us();
@@ -87,7 +87,7 @@ impl Vmm {
         Err(format!("ch-remote {arguments:?}: {error}").into())
     }
 
-    /// Milliseconds between two events, by the VMM's own clock; waits for the second.
+    /// Milliseconds between two events, by the VMM's clock; waits for the second.
     fn between_events_ms(&self, first: &str, second: &str) -> Result<f64, Box<dyn Error>> {
         let start = Instant::now();
         loop {
@@ -118,7 +118,7 @@ fn megabytes_per_s(bytes: u64, seconds: f64) -> f64 {
     bytes / 1e6 / seconds
 }
 
-/// Pages that begin at pages, as O_DIRECT wants them.
+/// A page-aligned page, as O_DIRECT requires.
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
@@ -151,7 +151,7 @@ fn with_transfers(
     })
 }
 
-/// Writes and reads of the bare disk, MB/s.
+/// Rates of writing and reading the raw disk, MB/s.
 fn raw(folder: &Path, len_bytes: u64) -> Result<(f64, f64), Box<dyn Error>> {
     let path = folder.join("raw");
     let mut options = OpenOptions::new();
@@ -169,7 +169,7 @@ fn raw(folder: &Path, len_bytes: u64) -> Result<(f64, f64), Box<dyn Error>> {
     Ok((write, read))
 }
 
-/// Bytes that the snapshot has on the disk.
+/// Bytes that the snapshot occupies on the disk.
 fn data_bytes(snapshot: &Path) -> Result<u64, Box<dyn Error>> {
     use std::os::unix::fs::MetadataExt as _;
     Ok(snapshot.join("memory-ranges").metadata()?.blocks() * 512)
@@ -222,7 +222,7 @@ fn restore(vmm: &Path, saved: &Saved, mode: &str) -> Result<Vmm, Box<dyn Error>>
     Vmm::start(vmm, &["--restore", &format!("{url},memory_restore_mode={mode},resume=on")])
 }
 
-/// From exec to the first `KVM_RUN`, by the VMM's own counter on the same clock.
+/// Time from exec to the first `KVM_RUN`, by the VMM's counter on the same clock.
 pub fn first_instruction_ms(vmm: &Vmm) -> Result<f64, Box<dyn Error>> {
     let counters: serde_json::Value = serde_json::from_str(&vmm.remote(&["counters"])?)?;
     let first_us = counters["__vmm"]["first_instruction_monotonic_us"].as_f64();
@@ -242,13 +242,13 @@ struct Samples {
     complete: [Vec<f64>; SIZES_MIB.len()],
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Error>> {
-    // Alongside the binaries: /tmp may be memory.
+    // In the directory of the binaries, because /tmp may be in memory.
     let near = vmm.parent().ok_or("the VMM has no directory")?;
     let folder = TempDir::with_prefix_in("bench-snapshot-", near)?;
     let mut samples = Samples::default();
-    // One round more than counted: the first touches what the host has not backed yet.
+    // One round more than counted: the first touches storage that the host has not allocated yet.
     for round in 0..=runs {
         let one = measure(vmm, guest, folder.path())?;
         if round > 0 {

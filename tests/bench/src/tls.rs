@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench tls`: what TLS costs a migration, beside the same without it.
+//! `bench tls`: what TLS costs a migration, compared with the same without it.
 //!
 //! Owns the certificates and the order: in each run every way has its turn with TLS and without. Must never
 //! compare across runs.
@@ -19,11 +19,11 @@ use crate::postcopy::guest::{self, CUT_US};
 use crate::raw;
 use crate::report::{Figure, Report};
 
-/// Ways to migrate: name, options of the source.
+/// Migration variants: name, options of the source.
 const PRECOPY: [(&str, &str); 2] =
     [("precopy, 1 connection", ""), ("precopy, 4 connections", ",connections=4")];
 
-/// As fast as it goes, and at a rate that leaves the link free for what is asked for.
+/// At full rate, and at a rate that leaves the link free for requested pages.
 const POSTCOPY: [(&str, &str); 2] =
     [("postcopy, full rate", ""), ("postcopy, 1 Gbit/s", ",bandwidth=125000000")];
 
@@ -32,14 +32,14 @@ const MEDIAN: &str = "access that waited, median";
 const P99: &str = "access that waited, p99";
 const TOTAL: &str = "until the last page";
 
-/// A value: way, whether with TLS, what, unit.
+/// A value: variant, TLS or not, figure, unit.
 type Value = (&'static str, bool, &'static str, &'static str, f64);
 
 fn name(way: &str, with_tls: bool, what: &str) -> String {
     format!("{way}, {}: {what}", if with_tls { "TLS" } else { "plain" })
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut notes = Vec::new();
     if Loopback::enter() == Loopback::Shared {
@@ -49,7 +49,7 @@ pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
     TestCa::new().write_all(folder.path(), &["127.0.0.1"]);
     let mut values: Vec<Value> = Vec::new();
     for run in 0..runs {
-        // Which comes first changes, so that a machine that gets slower meanwhile does so for both.
+        // The order alternates, so that a machine that slows down affects both alike.
         for with_tls in [run % 2 == 1, run % 2 == 0] {
             let dir = with_tls.then(|| folder.path());
             let told = if with_tls { "TLS" } else { "plain" };
@@ -73,7 +73,7 @@ fn tls(dir: Option<&Path>) -> String {
     dir.map(|dir| format!(",tls_dir={}", dir.display())).unwrap_or_default()
 }
 
-/// Moves an idle guest; MiB of its memory per second, from the request to the end.
+/// Migrates an idle guest; MiB of its memory per second, from the request to the end.
 fn precopy(programs: &Programs, options: &str, dir: Option<&Path>) -> Result<f64, Box<dyn Error>> {
     let tls = tls(dir);
     let mut pair = Ours::start(programs, IDLE.cmdline, &tls, &format!("{options}{tls}"))?;
@@ -84,7 +84,7 @@ fn precopy(programs: &Programs, options: &str, dir: Option<&Path>) -> Result<f64
     Ok(float(populated >> 20) / (ms(start.elapsed()) / 1e3))
 }
 
-/// Moves a writing guest, and asks it what its accesses took.
+/// Migrates a writing guest, and reads how long its accesses took.
 fn postcopy(
     programs: &Programs,
     (way, options): (&'static str, &str),
@@ -104,7 +104,7 @@ fn postcopy(
     ])
 }
 
-/// One figure for each thing that was measured, in the order in which it was measured first.
+/// One figure for each measured quantity, in the order of the first measurement.
 fn figures(values: &[Value]) -> Vec<Figure> {
     let mut all: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
     for (way, with_tls, what, unit, value) in values {
@@ -117,7 +117,7 @@ fn figures(values: &[Value]) -> Vec<Figure> {
     all.into_iter().filter_map(|(name, unit, list)| Figure::of(name, unit, list)).collect()
 }
 
-/// TLS by plain, of the medians.
+/// Ratios of TLS to plain, of the medians.
 fn ratios(values: &[Value]) -> Vec<String> {
     let figures = figures(values);
     let value = |name: &str| figures.iter().find(|figure| figure.name == name).map(|f| f.value);

@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// `KVM_RUN`, as the ioctl's number.
+/// Ioctl number of `KVM_RUN`.
 const KVM_RUN: u32 = 0xae80;
 
 /// Microseconds on the monotonic clock.
@@ -29,14 +29,14 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Begins to trace; `mmio_gpa` is the address of interest.
+    /// Starts tracing; `mmio_gpa` is the address of interest.
     pub fn start(mmio_gpa: u64) -> io::Result<Self> {
         let (root, mounted) = tracefs()?;
         let folder = root.join(format!("instances/godwit-bench-{}", std::process::id()));
         fs::create_dir(&folder)?;
         let trace = Self { folder, mounted };
         trace.set("trace_clock", "mono")?;
-        // Other VMs on this machine are none of our business: only what this process starts counts.
+        // Other VMs of this machine are ignored: only processes that this one starts count.
         trace.set("set_event_pid", &std::process::id().to_string())?;
         trace.set("options/event-fork", "1")?;
         trace.set("events/syscalls/sys_enter_ioctl/filter", &format!("cmd == {KVM_RUN:#x}"))?;
@@ -50,12 +50,12 @@ impl Trace {
         fs::write(self.folder.join(name), value)
     }
 
-    /// Forgets what was seen.
+    /// Clears the recorded trace.
     pub fn clear(&self) -> io::Result<()> {
         self.set("trace", "")
     }
 
-    /// What was seen since.
+    /// The times recorded since.
     pub fn marks(&self) -> io::Result<Marks> {
         Ok(parse(&fs::read_to_string(self.folder.join("trace"))?))
     }
@@ -72,14 +72,14 @@ impl Drop for Trace {
     }
 }
 
-/// Where tracefs is; it is mounted for the time of the benchmark if it is not.
+/// Path of tracefs, and the mount point if it had to be mounted for the benchmark.
 fn tracefs() -> io::Result<(PathBuf, Option<PathBuf>)> {
     let usual = Path::new("/sys/kernel/tracing");
     if usual.join("instances").exists() {
         return Ok((usual.to_owned(), None));
     }
     let path = std::env::temp_dir().join(format!("godwit-tracefs-{}", std::process::id()));
-    // Another user may have made something of that name: this fails then.
+    // Another user may have created that name: this fails then.
     fs::create_dir(&path)?;
     let done = Command::new("mount").args(["-t", "tracefs", "none"]).arg(&path).output()?;
     if done.status.success() {

@@ -19,12 +19,12 @@ use crate::process;
 pub const MEMORY_MIB: u64 = 1024;
 /// vCPUs of the guest.
 pub const VCPUS: u32 = 2;
-/// For the guest to come up and fill its memory, or to appear at its destination.
+/// Time limit for the guest to boot and fill its memory, or to appear at its destination.
 pub const PATIENCE: Patience = Patience::millis(60_000);
-/// Time in which the guest's rate becomes steady.
+/// Time after which the guest's rate is steady.
 const SETTLE: Duration = Duration::from_millis(300);
 
-/// What is measured with.
+/// The measured programs.
 #[derive(Clone, Copy, Debug)]
 pub struct Programs<'a> {
     /// `cloud-hypervisor`.
@@ -35,31 +35,31 @@ pub struct Programs<'a> {
     pub guest: &'a Path,
 }
 
-/// Two VMMs, the first with the guest.
+/// Two VMMs, the first one with the guest.
 pub trait Pair {
-    /// Process that has the guest.
+    /// Process ID of the VMM with the guest.
     fn source_pid(&self) -> u32;
-    /// Process that will have it.
+    /// Process ID of the destination.
     fn destination_pid(&self) -> u32;
-    /// Migrates; returns when the source says that it is over.
+    /// Migrates; returns when the source reports the end.
     fn migrate(&mut self) -> Result<(), Box<dyn Error>>;
 }
 
-/// What the guest does.
+/// A workload of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
-    /// As in the figures.
+    /// Name in the figures.
     pub name: &'static str,
     /// The guest's command line.
     pub cmdline: &'static str,
-    /// Set once its memory is filled, before anything is measured.
+    /// Request that is set once its memory is filled, before the measurement.
     pub then: &'static str,
-    /// Whether work is page visits; otherwise readings of the clock.
+    /// True if work is counted in page visits; otherwise in readings of the clock.
     pub visits: bool,
 }
 
 impl Workload {
-    /// What the guest has done so far.
+    /// The work that the guest has done so far.
     pub fn work(self, status: &Status) -> u64 {
         if self.visits {
             status.iterations()
@@ -69,7 +69,7 @@ impl Workload {
     }
 }
 
-/// All memory populated, and nothing done with it.
+/// All memory populated, and idle afterwards.
 pub const IDLE: Workload = Workload {
     name: "idle",
     cmdline: "workload=fill",
@@ -77,7 +77,7 @@ pub const IDLE: Workload = Workload {
     visits: false,
 };
 
-/// Writes at random. 42,553 ns between two writes of each of two vCPUs are 47,000 a second in all.
+/// Random writes. 42,553 ns between two writes of each of two vCPUs are 47,000 writes per second.
 pub const RANDOM_WRITING: Workload = Workload {
     name: "random-writing",
     cmdline: "workload=random-write mem=700M pace_ns=42553",
@@ -93,7 +93,7 @@ pub struct Prepared {
     pub populated_bytes: u64,
 }
 
-/// Waits until the guest of `pid` has filled its memory and does its work.
+/// Waits until the guest of `pid` has filled its memory and runs its workload.
 pub fn prepare(pid: u32, workload: Workload) -> Result<Prepared, Box<dyn Error>> {
     let guest = Guest::attach_within(pid, PATIENCE)?;
     let state = if workload.visits { "work" } else { "done" };
@@ -108,17 +108,17 @@ pub fn prepare(pid: u32, workload: Workload) -> Result<Prepared, Box<dyn Error>>
     Ok(Prepared { guest, populated_bytes })
 }
 
-/// Milliseconds.
+/// A duration in milliseconds.
 pub fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// A rate.
+/// A rate per second.
 pub fn per_second(count: u64, time: Duration) -> f64 {
     float(count) / time.as_secs_f64()
 }
 
-/// A count, or a time in nanoseconds.
+/// Converts a count, or a time in nanoseconds.
 #[expect(clippy::cast_precision_loss, reason = "those of some minutes are below 2^52")]
 pub fn float(count: u64) -> f64 {
     count as f64

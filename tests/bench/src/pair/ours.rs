@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::{MEMORY_MIB, Pair, Programs, VCPUS};
 use crate::child::Killed;
 
-/// How often an event file is looked at.
+/// Interval at which an event file is polled.
 const POLL: Duration = Duration::from_micros(500);
 /// Longest wait for an event.
 const LIMIT: Duration = Duration::from_mins(2);
@@ -28,7 +28,7 @@ struct Vmm {
     events: PathBuf,
 }
 
-/// A source with a guest and a destination that listens.
+/// A source with a guest, and a listening destination.
 pub struct Ours {
     source: Vmm,
     destination: Vmm,
@@ -80,7 +80,7 @@ impl Ours {
         source.wait_for_socket()?;
         destination.wait_for_socket()?;
         let receiver = Killed::spawn(
-            // It fails when nothing is sent, as compared with a raw copy, and the sender says why.
+            // It fails when nothing is sent, as for a raw copy; the sender reports why.
             remote(programs.remote, &destination.socket)
                 .args(["receive-migration", &format!("receiver_url={receiver}")])
                 .stderr(Stdio::null()),
@@ -145,13 +145,13 @@ impl Vmm {
         })
     }
 
-    /// Waits for one of these events; gives it.
+    /// Waits for one of these events; returns it.
     fn wait_for(&mut self, names: &[&str]) -> Result<Value, Box<dyn Error>> {
         let path = self.events.clone();
-        // A source that has migrated ends, and its event is there by then.
+        // A source that has migrated ends; its event has been written by then.
         self.wait(names.first().copied().unwrap_or_default(), |_| {
             let text = fs::read_to_string(&path).ok()?;
-            // The last one may be half written.
+            // The last event may be incomplete.
             serde_json::Deserializer::from_str(&text)
                 .into_iter::<Value>()
                 .map_while(Result::ok)

@@ -18,12 +18,12 @@ use super::{MEMORY_MIB, Pair, Programs, VCPUS};
 use crate::child::Killed;
 use crate::qemu::{CPU, PROGRAM, QBOOT};
 
-/// More than any loopback carries, bytes per second.
+/// Bytes per second, more than any loopback carries.
 const UNLIMITED: u64 = 1 << 40;
 /// Longest wait for QEMU to listen, to answer, or to end a migration.
 const LIMIT: Duration = Duration::from_mins(2);
 
-/// Why QEMU cannot take part; none when it can.
+/// Why QEMU cannot be used; `None` when it can.
 pub fn missing() -> Option<String> {
     if Command::new(PROGRAM).arg("--version").output().is_err() {
         return Some(format!("{PROGRAM} is not installed (Debian package qemu-system-x86)"));
@@ -31,17 +31,17 @@ pub fn missing() -> Option<String> {
     (!Path::new(QBOOT).exists()).then(|| format!("{QBOOT} is not installed"))
 }
 
-/// How it migrates.
+/// The way in which it migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// Memory first, on one stream or on so many channels.
+    /// Precopy, on one stream or on multifd channels.
     Precopy {
-        /// Allowed.
+        /// Allowed downtime.
         downtime_ms: u64,
-        /// Multifd, with so many channels.
+        /// Number of multifd channels.
         channels: Option<u32>,
     },
-    /// The guest first, at once.
+    /// Postcopy from the start.
     Postcopy {
         /// With a channel for requested pages.
         preempt: bool,
@@ -50,14 +50,14 @@ pub enum Way {
     },
 }
 
-/// One QEMU.
+/// A QEMU process.
 struct Machine {
     child: Killed,
     control: UnixStream,
     answers: BufReader<UnixStream>,
 }
 
-/// A source with a guest and a destination that listens.
+/// A source with a guest, and a listening destination.
 pub struct Qemu {
     source: Machine,
     destination: Machine,

@@ -12,12 +12,12 @@ use guest_reader::rtt::{REPLY_BYTES, REQUEST_BYTES, RoundTrips};
 
 use super::uffd::{Missing, PAGE_BYTES};
 
-/// Faults before those that count.
+/// Faults before those that are counted.
 const WARM_UP: usize = 200;
-/// Distance between two touched pages: coprime to any number of pages, and no neighbour.
+/// Distance between two touched pages: coprime to any number of pages, and not adjacent.
 const STEP: usize = 7919;
 
-/// Times `count` faults.
+/// Measures `count` faults.
 pub fn faults(count: usize) -> io::Result<RoundTrips> {
     let all = count + WARM_UP;
     let memory = Missing::new(all, 0)?;
@@ -50,7 +50,7 @@ pub fn faults(count: usize) -> io::Result<RoundTrips> {
         handler.join().map_err(|_| io::Error::other("the handling thread panicked"))?
     })?;
     drop(stream);
-    // It ends with the connection; what it says then is the end of the stream.
+    // It ends with the connection, by an end-of-stream error.
     let _ = server.join();
     Ok(distribution(times))
 }

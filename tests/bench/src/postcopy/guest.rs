@@ -13,26 +13,26 @@ use guest_reader::{Guest, Histogram, Status};
 use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
 use crate::raw;
 
-/// Time in which the speed before the migration is measured.
+/// Duration of the measurement of the speed before the migration.
 const BEFORE: Duration = Duration::from_secs(1);
-/// An access that takes as long was not served by this host alone.
+/// An access that takes this long was not resolved by this host alone.
 pub const CUT_US: u64 = 40;
 
-/// What came of a migration.
+/// Result of a migration.
 pub struct Moved {
-    /// Accesses while it continued.
+    /// Accesses during the migration.
     pub accesses: Histogram,
-    /// From the request until the source says that the last page is there, ms.
+    /// From the request until the source reports the last page, ms.
     pub total_ms: f64,
     /// Longest gap that a vCPU saw, ms.
     pub gap_ms: f64,
     /// All gaps of all vCPUs, ms.
     pub stalled_ms: f64,
-    /// Work done meanwhile, by that of as much time before.
+    /// Work during the migration, relative to that in the same time before.
     pub speed: f64,
 }
 
-/// Moves the guest of `pair`.
+/// Migrates the guest of `pair`.
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Moved, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
     raw::warm((2 * MEMORY_MIB) << 20)?;

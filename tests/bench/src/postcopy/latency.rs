@@ -19,23 +19,24 @@ use crate::pair::qemu::{self, Qemu, Way};
 use crate::pair::{Pair, Programs, RANDOM_WRITING, float};
 use crate::report::{Figure, Report, Target};
 
-/// Round trips, and faults of the floor, in each run.
+/// Number of round trips, and of faults of the floor, in each run.
 const COUNT: usize = 5000;
 /// 1 Gbit/s, in bytes per second.
 const GIGABIT: u64 = 125_000_000;
-/// A build may be so much slower than the other in one run before it counts.
+/// Ratio up to which a build may be slower than the other in one run.
 const BASELINE_RATIO_MAX: f64 = 1.1;
-/// As fast as it goes.
+/// No limit.
 const FULL: u64 = 0;
 
-/// The VMM that migrates, and how.
+/// The VMM that migrates, and its options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Candidate {
-    /// This program; the limit of the background, and whether requests have their own connections.
+    /// This program, with the limit of the background, and whether requests have their own
+    /// connections.
     Ours { bytes_per_s: u64, preempt: bool },
-    /// Another build of this program, likewise.
+    /// Another build of this program, with the same options.
     Baseline { bytes_per_s: u64, preempt: bool },
-    /// QEMU, likewise.
+    /// QEMU, with the same options.
     Qemu { bytes_per_s: u64, preempt: bool },
 }
 
@@ -98,10 +99,10 @@ fn rate(bytes_per_s: u64) -> String {
     }
 }
 
-/// What a socket costs without a guest.
+/// Measurements of a socket without a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plain {
-    /// A round trip, alongside a bulk stream of so many bytes per second or none.
+    /// A round trip, while a bulk stream of this many bytes per second, or none, is running.
     RoundTrip(Option<u64>),
     /// A fault, likewise.
     Floor(Option<u64>),
@@ -144,10 +145,10 @@ const STALLED: &str = "guest stalled in all";
 const GAP: &str = "longest gap of a vCPU";
 const TOTAL: &str = "until the last page";
 
-/// A value of a figure: candidate, what, unit.
+/// A value: candidate, figure, unit.
 type Value = (String, &'static str, &'static str, f64);
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(
     programs: &Programs,
     baseline: Option<&Programs>,
@@ -212,7 +213,7 @@ fn values_of(name: &str, moved: &Moved) -> [Value; 6] {
     .map(|(what, unit, value)| (name.to_owned(), what, unit, value))
 }
 
-/// One figure for each thing that was measured, in the order in which it was measured first.
+/// One figure for each measured quantity, in the order of the first measurement.
 fn figures(values: Vec<Value>) -> Vec<Figure> {
     let mut all: Vec<(String, &'static str, Vec<f64>)> = Vec::new();
     for (who, what, unit, value) in values {

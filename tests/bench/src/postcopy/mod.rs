@@ -21,7 +21,7 @@ mod stream;
 pub mod throughput;
 mod uffd;
 
-/// Nanoseconds as microseconds.
+/// Converts nanoseconds to microseconds.
 fn us(ns: u64) -> f64 {
     crate::pair::float(ns) / 1e3
 }

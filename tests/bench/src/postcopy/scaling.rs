@@ -25,7 +25,8 @@ use crate::report::{Figure, Report};
 
 /// Pages that are touched once each, by all threads together.
 const PAGES: usize = 32 << 10;
-/// Distance between two pages that a thread touches: odd, so that all of a power of two are met.
+/// Distance between two pages that a thread touches: odd, so that all of a power of two are
+/// touched.
 const STEP: usize = 4099;
 const THREADS: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 160];
 
@@ -56,7 +57,7 @@ impl Way {
     }
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut taken: Vec<(Way, usize, f64)> = Vec::new();
     for run in 0..runs {
@@ -87,7 +88,7 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
     Ok(Report { name: "postcopy-scaling", machine, figures, targets: Vec::new(), notes })
 }
 
-/// Touches all pages from so many threads; page `p` is that of thread `p` modulo their number.
+/// Touches all pages from `threads` threads; page `p` belongs to thread `p` modulo their number.
 fn touch_all(threads: usize, touch: impl Fn(usize) + Sync) -> Duration {
     let (ready, go) = (AtomicUsize::new(0), std::sync::Barrier::new(threads + 1));
     std::thread::scope(|scope| {
@@ -104,7 +105,7 @@ fn touch_all(threads: usize, touch: impl Fn(usize) + Sync) -> Duration {
         while ready.load(Ordering::Relaxed) < threads {
             std::thread::yield_now();
         }
-        // Read before they go: this thread may have to wait until they are done.
+        // Read before the threads start, because this thread may not run again until they are done.
         let start = Instant::now();
         go.wait();
         start
@@ -160,7 +161,7 @@ fn ours(threads: usize) -> Result<Duration, Box<dyn Error>> {
     Ok(took)
 }
 
-/// The descriptor of the memory whose faults the handler resolves.
+/// The userfaultfd whose faults the handler resolves.
 static RESOLVED: AtomicI32 = AtomicI32::new(-1);
 static PAGE: [u8; PAGE_BYTES] = [7; PAGE_BYTES];
 
@@ -183,12 +184,12 @@ fn own(threads: usize) -> Result<Duration, Box<dyn Error>> {
     Ok(took)
 }
 
-/// Puts the page in on which this thread has faulted; the access is then tried again.
+/// Copies in the page on which this thread has faulted; the access is then repeated.
 extern "C" fn resolve(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel hands over a valid structure, of a fault, which has an address.
     let address = unsafe { (*info).si_addr() }.expose_provenance() as u64;
     let page = address & !(PAGE_BYTES as u64 - 1);
-    // Without the page the access faults forever: a real bus error must end the program.
+    // Without the page the access would fault forever: a real bus error must end the program.
     if uffd::copy(RESOLVED.load(Ordering::Acquire), page, &PAGE).is_err() {
         // SAFETY: ends the process; may be called from a handler.
         unsafe { libc::_exit(3) };

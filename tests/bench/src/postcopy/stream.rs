@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Bytes handed to the kernel at a time, as a pusher of pages does.
+/// Bytes passed to the kernel at a time, as a background thread does.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// A stream that continues.
+/// A running stream.
 pub struct Stream {
     stop: Arc<AtomicBool>,
     socket: TcpStream,
@@ -21,7 +21,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Begins; `bytes_per_s` 0 is as fast as it goes.
+    /// Starts it; `bytes_per_s` 0 means no limit.
     pub fn start(bytes_per_s: u64) -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let socket = TcpStream::connect(listener.local_addr()?)?;

@@ -49,7 +49,7 @@ impl Candidate {
         }
     }
 
-    /// Milliseconds until the last byte, and the guest's speed meanwhile where there is one.
+    /// Milliseconds until the last byte, and the guest's speed meanwhile, if there is a guest.
     fn measure(
         self,
         programs: &Programs,
@@ -82,7 +82,7 @@ impl Candidate {
 const TOTAL: &str = "until the last page";
 const SPEED: &str = "speed of the guest by that before";
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(programs: &Programs, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut notes = Vec::new();
     if Loopback::enter() == Loopback::Shared {

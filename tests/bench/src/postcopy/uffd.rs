@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
-/// Leaves the faulting thread with a signal instead of making it wait.
+/// Feature that signals the faulting thread instead of making it wait.
 pub const SIGBUS: u64 = 1 << 7;
 
 const API: u64 = 0xaa;
@@ -22,7 +22,7 @@ const MISSING: u64 = 1;
 const EVENT_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 
-/// Watched memory, shared as that of guests.
+/// Watched shared memory, like that of guests.
 pub struct Missing {
     address: *mut u8,
     len: usize,
@@ -36,7 +36,7 @@ unsafe impl Send for Missing {}
 unsafe impl Sync for Missing {}
 
 impl Missing {
-    /// `pages` pages; `features` of userfaultfd beyond what is needed.
+    /// Creates `pages` pages; `features` are those of userfaultfd that are needed in addition.
     pub fn new(pages: usize, features: u64) -> io::Result<Self> {
         let len = pages * PAGE_BYTES;
         // SAFETY: the name is a C string; descriptors are checked before they are owned.
@@ -76,7 +76,7 @@ impl Missing {
         byte.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits for one fault; gives the address of its page.
+    /// Waits for one fault; returns the address of its page.
     pub fn next_fault(&self) -> io::Result<u64> {
         loop {
             let mut event = [0_u8; EVENT_BYTES];
@@ -89,12 +89,12 @@ impl Missing {
         }
     }
 
-    /// Puts a page in and wakes the waiting thread.
+    /// Copies a page in and wakes the waiting thread.
     pub fn fill(&self, address: u64, page: &[u8; PAGE_BYTES]) -> io::Result<()> {
         copy(self.file.as_raw_fd(), address, page)
     }
 
-    /// The descriptor.
+    /// The userfaultfd.
     pub fn fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }
@@ -111,7 +111,7 @@ impl Drop for Missing {
     }
 }
 
-/// Puts a page in. May be called from a signal handler.
+/// Copies a page in. May be called from a signal handler.
 pub fn copy(fd: RawFd, address: u64, page: &[u8; PAGE_BYTES]) -> io::Result<()> {
     let source = page.as_ptr().expose_provenance() as u64;
     ioctl(fd, IOC_COPY, &mut [address, source, PAGE_BYTES as u64, 0, 0])

@@ -25,17 +25,17 @@ const COLUMNS: [Column; 5] = [
     (SENT, "", |sample| Some(sample.moved?.sent_ratio)),
 ];
 
-/// A build may be so much slower than the other in one run before it counts: medians of a few runs on a
-/// machine that others share lie that far apart.
+/// Ratio up to which a build may be slower than the other: medians of a few runs on a shared machine
+/// differ by that much.
 const BASELINE_RATIO_MAX: f64 = 1.1;
 
 const IDLE: usize = 0;
 const RANDOM: usize = 1;
 const HOT: usize = 2;
-/// Our candidates that the targets are about.
+/// The candidates to which the targets apply.
 const OURS: [Candidate; 2] = [Candidate::Ours(1), Candidate::Ours(4)];
 
-/// Figures and targets.
+/// Computes figures and targets.
 pub fn judge(taken: &[Taken], downtime_ms: u64) -> (Vec<Figure>, Vec<Target>) {
     let mut figures = Vec::new();
     for (index, workload) in WORKLOADS.iter().enumerate() {
@@ -104,7 +104,7 @@ fn targets(taken: &[Taken], downtime_ms: u64) -> Vec<Target> {
     targets
 }
 
-/// Share of our migrations whose guest stood still for no longer than it was allowed to.
+/// Share of this program's migrations whose downtime was within the limit.
 fn within(taken: &[Taken], downtime_ms: u64) -> Option<Target> {
     let moved: Vec<Moved> = taken
         .iter()

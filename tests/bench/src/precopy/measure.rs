@@ -14,17 +14,17 @@ use crate::loopback::Loopback;
 use crate::pair::{MEMORY_MIB, PATIENCE, Pair, Workload, float, ms, per_second, prepare};
 use crate::raw;
 
-/// Time in which the rate before the migration is measured.
+/// Duration of the measurement of the rate before the migration.
 const BEFORE: Duration = Duration::from_secs(1);
-/// So long after the end of the migration the guest's losses still count.
+/// Time after the end of the migration in which the guest's losses still count.
 const AFTER: Duration = Duration::from_millis(500);
 
-/// What came of one migration. A raw copy has a time only.
+/// Result of a migration. A raw copy has only a time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sample {
     /// From the request to the end, ms.
     pub total_ms: f64,
-    /// What only a migration has.
+    /// Figures that only a migration has.
     pub moved: Option<Moved>,
 }
 
@@ -33,22 +33,22 @@ pub struct Sample {
 pub struct Moved {
     /// Longest gap that a vCPU saw, ms.
     pub gap_ms: f64,
-    /// Longest time without any vCPU's heartbeat, seen from outside, ms.
+    /// Longest time without a heartbeat of any vCPU, seen from outside, ms.
     pub silence_ms: f64,
-    /// Work that the guest did not do, in time at its rate before, ms.
+    /// Work that the guest lost, as time at its rate before, ms.
     pub lost_ms: f64,
-    /// Bytes over loopback by the size of guest RAM.
+    /// Bytes over loopback, relative to the size of guest RAM.
     pub sent_ratio: f64,
 }
 
 impl Sample {
-    /// That of a raw copy.
+    /// The sample of a raw copy.
     pub fn raw(took: Duration) -> Self {
         Self { total_ms: ms(took), moved: None }
     }
 }
 
-/// Moves the guest of `pair`.
+/// Migrates the guest of `pair`.
 pub fn migration(pair: &mut dyn Pair, workload: Workload) -> Result<Sample, Box<dyn Error>> {
     let source = prepare(pair.source_pid(), workload)?.guest;
     let destination_pid = pair.destination_pid();

@@ -22,7 +22,7 @@ use crate::report::Report;
 use crate::{machine, raw};
 use measure::Sample;
 
-/// The three guests.
+/// The three workloads.
 pub const WORKLOADS: [Workload; 3] = [
     IDLE,
     RANDOM_WRITING,
@@ -37,19 +37,19 @@ pub const WORKLOADS: [Workload; 3] = [
 /// The VMM that migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Candidate {
-    /// The bytes alone, with nothing else running.
+    /// A raw copy, with nothing else running.
     RawAlone,
-    /// The bytes alone, while the guest runs.
+    /// A raw copy while the guest runs.
     RawBeside,
-    /// The same, into memory that the host has to find, as a migration's destination has to.
+    /// The same, into memory that the host has to allocate, as a migration's destination has to.
     RawNew,
-    /// This program, so many connections.
+    /// This program, with this many connections.
     Ours(u16),
-    /// This program, the dirty log cleared once per round.
+    /// This program, with the dirty log cleared once per round.
     OursPerRound,
-    /// This program, memory handed over instead of copied: what moving costs compared with the copy.
+    /// This program, with memory handed over instead of copied, to compare with the copy.
     OursLocal,
-    /// Another build of this program, so many connections.
+    /// Another build of this program, with this many connections.
     Baseline(u16),
     /// QEMU, one stream.
     Qemu,
@@ -72,7 +72,7 @@ impl Candidate {
         Self::QemuMultifd,
     ];
 
-    /// As in the figures.
+    /// Name in the figures.
     pub fn name(self) -> String {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
@@ -90,28 +90,28 @@ impl Candidate {
     }
 }
 
-/// What is measured with.
+/// The configuration of the benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
     /// The programs.
     pub programs: Programs<'a>,
-    /// Another build of them, to compare with.
+    /// Another build of the programs for comparison.
     pub baseline: Option<Programs<'a>>,
     /// Allowed downtime, the same for all.
     pub downtime_ms: u64,
 }
 
-/// One measured migration, or raw copy.
+/// A measured migration, or raw copy.
 pub struct Taken {
     /// The candidate.
     pub candidate: Candidate,
     /// Index in [`WORKLOADS`].
     pub workload: usize,
-    /// What came of it.
+    /// The result.
     pub sample: Sample,
 }
 
-/// Measures.
+/// Runs the benchmark.
 pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
     let mut notes = Vec::new();
     if Loopback::enter() == Loopback::Shared {
@@ -143,7 +143,7 @@ pub fn run(setup: &Setup, runs: usize) -> Result<Report, Box<dyn Error>> {
     Ok(Report { name: "precopy", machine: machine::name(), figures, targets, notes })
 }
 
-/// All candidates that can run; why the others cannot goes to `notes`, and to standard error.
+/// All candidates that can run; the reasons for the others go to `notes` and standard error.
 fn available(setup: &Setup, notes: &mut Vec<String>) -> Vec<Candidate> {
     let mut skip = |what: &str, why: &str| {
         eprintln!("SKIPPED {what}: {why}");

@@ -12,19 +12,19 @@ use std::time::{Duration, Instant};
 
 use guest_reader::{Guest, Pulse};
 
-/// How often the heartbeat is looked at.
+/// Interval at which the heartbeat is polled.
 const POLL: Duration = Duration::from_micros(500);
-/// How often it is tried to find the guest at the destination.
+/// Interval at which the guest is searched for at the destination.
 const SEARCH: Duration = Duration::from_millis(5);
 
-/// A watch that continues.
+/// A running watch.
 pub struct Watch {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Duration>,
 }
 
 impl Watch {
-    /// Begins to watch the guest, which is to appear in the process `destination`.
+    /// Starts to watch the guest, which is to appear in the process `destination`.
     pub fn start(source: Guest, destination: u32) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&stop);
@@ -32,7 +32,7 @@ impl Watch {
         Self { stop, thread }
     }
 
-    /// Ends it; gives the longest time without a sign of life.
+    /// Ends the watch; returns the longest time without a heartbeat.
     pub fn longest_silence(self) -> Duration {
         self.stop.store(true, Ordering::Release);
         self.thread.join().unwrap_or_default()
@@ -52,8 +52,8 @@ fn watch(source: &Guest, destination_pid: u32, stop: &AtomicBool) -> Duration {
         }
         let there = destination.as_ref().and_then(|guest| guest.heartbeat().ok());
         let here = source.heartbeat().ok();
-        // What has been copied to the destination is never newer than the source's own, so a copy
-        // that arrives is no sign of life.
+        // What has been copied to the destination is never newer than the source's own counter, so
+        // a copy that arrives is no heartbeat.
         latest = latest.max(here.unwrap_or(0)).max(there.unwrap_or(0));
         pulse.observe(latest, Instant::now());
         std::thread::sleep(POLL);
