@@ -18,7 +18,7 @@ const STALLED_ROUNDS_BEFORE_MEASURES: u32 = 2;
 /// Consecutive rounds without real progress after which further rounds are considered useless.
 const STALLED_ROUNDS_MAX: u32 = 3;
 
-/// Progress is real when less than this percentage of the best result so far is left.
+/// Progress is real when less than this percentage of the least dirty memory so far is left.
 const PROGRESS_PERCENT: u64 = 95;
 
 /// Initial throttle, as a percentage of time.
