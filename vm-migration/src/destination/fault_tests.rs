@@ -24,12 +24,12 @@ use crate::{Side, Steering};
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// A host without memory for contents.
+/// A fault source on a host without memory for contents.
 struct Starved {
-    /// A thread waits for memory.
+    /// Requested once a thread waits for memory.
     waits: Cancel,
     stop: Cancel,
-    /// So often it cannot stop watching.
+    /// How many more times the release fails.
     refusals: AtomicU32,
 }
 
@@ -92,7 +92,8 @@ impl FaultSource for Starved {
     }
 }
 
-/// The threads of a guest that may run, one of which waits for memory; and the source's end of its connection.
+/// The threads of a guest that may run, one of which waits for memory; and the source's end of the
+/// connection.
 fn starving(source: &Arc<Starved>) -> (FaultThreads<FakeMemory>, Connection) {
     let memory = FakeMemory::new(&[(0, 4)], Backing::Shared, PAGE_BYTES).unwrap();
     let missing = PageBitmap::new(4);
@@ -115,7 +116,7 @@ fn starving(source: &Arc<Starved>) -> (FaultThreads<FakeMemory>, Connection) {
     (threads, theirs)
 }
 
-/// Whether `work` ends, on a thread of its own.
+/// True when `work`, on a thread of its own, ends in time.
 fn ends(work: impl FnOnce() + Send + 'static) -> bool {
     let (done, is_done) = channel();
     std::thread::spawn(move || {

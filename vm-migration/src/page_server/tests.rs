@@ -123,7 +123,7 @@ fn memory_without_a_file_is_refused_by_name() {
     assert!(error.to_string().contains("'ram0', which is private"), "{error}");
 }
 
-/// What a page server came to.
+/// Result of a page server's thread.
 type Told = std::thread::JoinHandle<Result<Option<TakeoverRequest>, Cause>>;
 
 /// Both ends, with a page server that waits for its takeover request.

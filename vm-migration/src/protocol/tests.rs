@@ -19,7 +19,7 @@ use super::runs;
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
 
-/// One message for each command.
+/// A sample message for each command.
 fn sample(command: Command) -> Message {
     let range = |gpa, len_bytes| GpaRange { gpa, len_bytes };
     let table = vec![range(0x1000, 0x2000), range(0x1_0000_0000, 0x1000)];
@@ -213,7 +213,8 @@ fn every_payload_has_a_limit() {
 
 #[test]
 fn a_payload_grows_with_what_arrives_and_not_with_what_is_announced() {
-    // If the announced 16 MiB were allocated, so would be 2 GiB below; the peer sends a few bytes.
+    // If the announced 16 MiB were allocated, so would be the 2 GiB below; the peer sends only a
+    // few bytes.
     let mut from = &b"few"[..];
     let payload = read_payload(&mut from, "a test", CONFIG_BYTES_MAX, CONFIG_BYTES_MAX);
     assert!(matches!(payload, Err(ProtocolError::Transport(_))));
@@ -236,7 +237,7 @@ fn reasons_are_cut_to_the_limit_and_cannot_control_a_terminal() {
     assert_eq!(reason, " [31mred  \u{fffd}");
 }
 
-/// Maps with these bits set, of these lengths.
+/// Maps of these lengths with these bits set.
 fn maps(sets: &[(u64, Vec<u64>)]) -> Vec<PageBitmap> {
     let one = |(len, bits): &(u64, Vec<u64>)| {
         let map = PageBitmap::new(*len);

@@ -44,7 +44,7 @@ fn read(memory: &FakeMemory, region: usize, page: u64) -> u64 {
     memory.word(region, page, page % 512).load(Ordering::Relaxed)
 }
 
-/// Pages here and there: a run over a chunk's end, single ones, the last one.
+/// Scattered pages: a run across the end of a chunk, single pages, and the last one.
 fn written() -> Vec<(usize, u64)> {
     let mut pages: Vec<(usize, u64)> = (10..40).map(|page| (0, page)).collect();
     pages.extend([(0, 76), (1, 0), (1, 5), (1, 14), (1, 1023), (1, 1024), (1, 2499)]);
@@ -73,7 +73,7 @@ fn restored(folder: &Path) -> Result<Arc<FakeMemory>, SnapshotError> {
     Ok(memory)
 }
 
-/// Every page is as in [`filled`].
+/// Asserts that every page is as in [`filled`].
 fn assert_same(memory: &FakeMemory) {
     let written = written();
     for (region, (_, pages)) in REGIONS.iter().enumerate() {
@@ -115,7 +115,7 @@ fn memory_that_devices_have_mapped_keeps_its_pages() {
 fn never_populated_memory_is_not_populated_and_takes_no_room() {
     let memory = memory(Backing::Shared);
     write(&memory, 1, 1500, 1);
-    // Populated, and zero all the same.
+    // A populated page of zeros.
     write(&memory, 1, 1501, 0);
     let folder = taken(&memory);
     assert_eq!(memory.populated_bytes(0).unwrap(), 0);
@@ -152,8 +152,8 @@ fn on_demand_shows_what_was_saved_to_each_access() {
     }
 }
 
-/// A file of memory that gets huge pages wherever a mapping does not refuse them, whatever the host's
-/// settings are; `None` where this process may not make one.
+/// A file in memory that gets huge pages wherever a mapping does not refuse them, whatever the host's
+/// settings are; `None` where this process may not create one.
 fn huge_file(len_bytes: u64) -> Option<fs::File> {
     use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
     const SET_STRING: libc::c_uint = 1;
@@ -253,11 +253,11 @@ fn on_demand_never_shows_damaged_pages() {
     let snapshot = Opened::open(folder.path()).unwrap();
     let filling = Filling::start(snapshot, &memory, Cancel::new().unwrap()).unwrap();
     let error = if let Err(error) = filling.commit() {
-        // The threads were faster.
+        // The threads found the damage first.
         error
     } else {
         let stuck = filling.wait().unwrap_err();
-        // The guest's mapping has no page there, whatever the page cache has.
+        // The guest's mapping has no page there, even if the page cache has one.
         assert!(!is_mapped(&memory, 1, 2200));
         assert!(!is_mapped(&memory, 1, 2207));
         stuck.error
@@ -266,7 +266,7 @@ fn on_demand_never_shows_damaged_pages() {
     assert!(text.contains(MEMORY_FILE) && text.contains("0x100890000"), "{text}");
 }
 
-/// Whether the guest's mapping has a page table entry for a page.
+/// True when the guest's mapping has a page table entry for a page.
 fn is_mapped(memory: &FakeMemory, region: usize, page: u64) -> bool {
     let address = memory.main(region).expose_provenance() as u64 + page * PAGE_BYTES;
     let pagemap = fs::File::open("/proc/self/pagemap").unwrap();
@@ -284,7 +284,7 @@ fn every_flipped_bit_and_every_cut_is_noticed_and_the_file_named() {
         let positions: Vec<usize> = if name == MEMORY_FILE {
             vec![10 << 12, (39 << 12) + 4095, (77 + 2499) << 12]
         } else {
-            // The newline after the manifest means nothing.
+            // The newline after the manifest is not verified.
             (0..whole.len() - usize::from(name == MANIFEST_FILE)).step_by(7).collect()
         };
         for at in positions {
@@ -343,7 +343,7 @@ fn a_cancelled_snapshot_leaves_nothing() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
-/// A process that died after any of the steps: nothing restores, and the next snapshot goes well.
+/// A process that died after any of the steps: nothing can be restored, and the next snapshot succeeds.
 #[test]
 fn whatever_a_crash_leaves_is_no_snapshot_and_no_obstacle() {
     let names = [MEMORY_FILE, INDEX_FILE, CONFIG_FILE, STATE_FILE];
@@ -441,7 +441,8 @@ fn a_pipe_in_the_directory_is_refused_and_not_waited_for() {
 fn an_index_is_no_longer_than_the_machines_memory_needs() {
     let memory = filled(Backing::Shared);
     let folder = taken(&memory);
-    // Sparse: half a terabyte, too much to read into memory. The memory file is as long as said.
+    // Sparse: half a terabyte, too much to read into memory. The memory file has the length in the
+    // manifest.
     let long = fs::File::options().write(true).open(folder.path().join(INDEX_FILE)).unwrap();
     long.set_len(1 << 39).unwrap();
     let path = folder.path().join(MANIFEST_FILE);
@@ -451,7 +452,7 @@ fn an_index_is_no_longer_than_the_machines_memory_needs() {
     let opened = Opened::open(folder.path()).unwrap();
     let error = opened.index_for(memory.layout()).unwrap_err();
     assert!(matches!(error, SnapshotError::Malformed { .. }), "{error}");
-    // Memory as long as that index says there is nothing to gain either: it is not this machine's.
+    // A memory file of the length for such an index does not help: it does not match this machine.
     manifest.memory_len_bytes = 1 << 52;
     fs::write(&path, manifest.encode().unwrap()).unwrap();
     assert!(matches!(Opened::open(folder.path()), Err(SnapshotError::Length { .. })));

@@ -10,18 +10,18 @@ use rcgen::{
     KeyPair, KeyUsagePurpose, date_time_ymd,
 };
 
-/// A CA.
+/// A CA for tests.
 #[derive(Debug)]
 pub struct TestCa(CertifiedIssuer<'static, KeyPair>);
 
-/// Years in which certificates of tests are valid.
+/// First and last year of validity.
 type Years = (i32, i32);
 
 const VALID: Years = (2000, 4000);
 const EXPIRED: Years = (2000, 2001);
 
 impl TestCa {
-    /// One with a key of its own.
+    /// A CA with a new key.
     ///
     /// # Panics
     /// When the host has no randomness.
@@ -30,7 +30,7 @@ impl TestCa {
         let mut params = params(&[], VALID);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        // A name of its own as well: two of one name are told apart by their signatures only.
+        // With a name of its own as well: two CAs of the same name differ only by their signatures.
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("test CA {}", COUNT.fetch_add(1, Ordering::Relaxed));
         params.distinguished_name.push(DnType::CommonName, name);
@@ -38,7 +38,7 @@ impl TestCa {
         Self(CertifiedIssuer::self_signed(params, key).expect("it is a CA"))
     }
 
-    /// Writes all five files, for a destination at these hosts.
+    /// Writes all five files, for a destination with these host names.
     ///
     /// # Panics
     /// When the directory cannot be written.

@@ -15,27 +15,27 @@ use super::memory::FakeMemory;
 use crate::layout::to_usize;
 use crate::ram::GuestMemoryMap;
 
-/// Last word of a page.
+/// Index of the last word of a page.
 const LAST: u64 = 511;
 
-/// How fast a writer goes.
+/// Rate of a writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pace {
     /// As fast as it can.
     Full,
-    /// A pause after so many pages.
+    /// With a pause after this many pages.
     Paced(u32, Duration),
 }
 
-/// What the guest knows, wherever its memory is.
+/// The expected contents of guest memory, wherever it is.
 #[derive(Debug)]
 pub struct Guest {
-    /// Per region and page: the counter that the page must hold.
+    /// By region and page: the counter that the page must hold.
     shadow: Vec<Vec<AtomicU64>>,
     seed: u64,
-    /// Pages in which a writer found something else.
+    /// Number of pages in which a writer found other contents.
     errors: AtomicU64,
-    /// Visits to pages.
+    /// Number of page visits.
     visits: AtomicU64,
 }
 
@@ -43,7 +43,7 @@ fn mark(region: usize, page: u64, counter: u64) -> u64 {
     (counter ^ page << 20 ^ (region as u64) << 56).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A small generator of repeatable numbers.
+/// A small generator of reproducible numbers.
 fn next(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -60,7 +60,7 @@ impl Guest {
         Arc::new(Self { shadow, seed: seed | 1, errors, visits })
     }
 
-    /// Visits one page: checks it, then writes it or, now and then, makes it zero again.
+    /// Visits a page: checks it, then writes it or, with `zero`, clears it.
     pub fn visit(&self, memory: &FakeMemory, region: usize, page: u64, zero: bool) {
         let cell = &self.shadow[region][to_usize(page)];
         let counter = cell.load(Ordering::SeqCst);
@@ -80,7 +80,7 @@ impl Guest {
         self.visits.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Writes every page of the share that is `of` a hundred.
+    /// Writes a share of the pages, `of` percent.
     pub fn fill(&self, memory: &FakeMemory, of: u64) {
         let mut random = self.seed;
         for (region, pages) in self.shadow.iter().enumerate() {
@@ -112,12 +112,12 @@ impl Guest {
         wrong
     }
 
-    /// Errors that writers found.
+    /// Number of errors that writers found.
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::SeqCst)
     }
 
-    /// Visits so far.
+    /// Number of visits so far.
     pub fn visits(&self) -> u64 {
         self.visits.load(Ordering::Relaxed)
     }
@@ -132,7 +132,7 @@ fn holds(memory: &FakeMemory, region: usize, page: u64, counter: u64) -> bool {
         == [page, counter, mark(region, page, counter), counter]
 }
 
-/// Running writers, the vCPUs of the fake. Dropping stops them.
+/// Running writers, the vCPUs of the fake machine. Dropping this stops them.
 #[derive(Debug)]
 pub struct Writers {
     stop: Arc<AtomicBool>,
@@ -140,7 +140,7 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// Starts `count` threads; each visits pages of its own at random over `hot` percent of memory.
+    /// Starts `count` threads; each visits its own pages at random, in `hot` percent of memory.
     pub fn start(
         guest: &Arc<Guest>,
         memory: &Arc<FakeMemory>,
@@ -161,7 +161,7 @@ impl Writers {
         Self { stop, threads }
     }
 
-    /// Stops them between two visits.
+    /// Stops the writers between two visits.
     pub fn stop(mut self) {
         self.end();
     }
@@ -195,7 +195,7 @@ fn write(
         let region = to_usize(number >> 8) % guest.shadow.len();
         let pages = guest.shadow[region].len() as u64;
         let hot_pages = (pages * hot / 100).max(count);
-        // A page has one writer: that is what makes its counter checkable.
+        // A page has one writer, which makes its counter checkable.
         let page = (next(&mut random) % hot_pages) / count * count + index;
         if page < pages {
             memory.enter(index, region, page);

@@ -16,19 +16,19 @@ use crate::ram::{GuestMemoryMap as _, Hold};
 #[derive(Debug)]
 struct PendingDiscard {
     run: PageRun,
-    /// Looks that are to find it before.
+    /// Number of scans until the discard.
     looks_left: u32,
 }
 
 #[derive(Debug, Default)]
 struct State {
     leavers: Vec<PendingDiscard>,
-    /// Looked at, and on their way.
+    /// Discards that are due.
     due: Vec<PageRun>,
     held: Vec<(usize, Range<u64>)>,
 }
 
-/// What leaves, and what is held.
+/// Pending discards of the guest, and held ranges.
 #[derive(Debug, Default)]
 pub(super) struct Leaving(Mutex<State>);
 
@@ -42,7 +42,7 @@ fn overlaps(run: &PageRun, region: usize, pages: &Range<u64>) -> bool {
     run.region == region && run.first < pages.end && pages.start < run.end()
 }
 
-/// The pages are held until it is dropped.
+/// Holds pages until it is dropped.
 struct Held<'m> {
     memory: &'m FakeMemory,
     region: usize,
@@ -62,13 +62,13 @@ impl Drop for Held<'_> {
 }
 
 impl FakeMemory {
-    /// The guest gives these pages back right after the look number `look` (from 1 on) that finds them
-    /// populated; before that it writes them after each look, so that there is a next one.
+    /// Makes the guest discard these pages right after scan number `look` (from 1) that finds them
+    /// populated; before that it writes them after each scan, so that there is a next one.
     pub fn discard_at_scan(&self, run: PageRun, look: u32) {
         self.leaving().state().leavers.push(PendingDiscard { run, looks_left: look });
     }
 
-    /// Blocks of 512 bytes that the host has for the file of a region.
+    /// Number of 512-byte blocks that the host has for the file of a region.
     ///
     /// # Panics
     /// If the memory has no file.
@@ -87,7 +87,7 @@ impl FakeMemory {
         Hold::until_dropped(Held { memory: self, region, pages })
     }
 
-    /// These were found to be populated.
+    /// Notes that a scan found these ranges populated.
     pub(super) fn looked_at(&self, region: usize, populated: &[Range<u64>]) {
         let mut state = self.leaving().state();
         let State { leavers, due, .. } = &mut *state;
@@ -106,7 +106,7 @@ impl FakeMemory {
         self.leave(state);
     }
 
-    /// What is not held leaves.
+    /// Discards the due ranges that are not held.
     fn leave(&self, mut state: MutexGuard<'_, State>) {
         let State { due, held, .. } = &mut *state;
         due.retain(|run| {

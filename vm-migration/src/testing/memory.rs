@@ -21,7 +21,7 @@ use crate::ram::{GuestMemoryMap, Hold};
 use crate::uffd::{OwnFaults, UffdError};
 use crate::vm::{DirtyLog, VmError};
 
-/// Why there is no fake memory.
+/// Why fake memory could not be created.
 pub type FakeMemoryError = Box<dyn std::error::Error + Send + Sync>;
 
 struct Region {
@@ -33,29 +33,29 @@ struct Region {
     dirty: Vec<AtomicU64>,
 }
 
-/// Fake guest RAM.
+/// Fake guest RAM for tests.
 pub struct FakeMemory {
     layout: Layout,
     regions: Vec<Region>,
-    /// A busy log over it has nothing to note.
+    /// A busy log over it has nothing to record.
     calm: AtomicBool,
-    /// Calls that discarded pages, and how many pages those were.
+    /// Number of calls that discarded pages, and of the pages discarded.
     discards: (AtomicU64, AtomicU64),
-    /// Looks at what is populated.
+    /// Number of queries of what is populated.
     looks: AtomicU64,
-    /// One more than a page that stays however often it is discarded; 0 for none.
+    /// One more than a page that stays when it is discarded; 0 for none.
     kept: AtomicU64,
-    /// Devices have it mapped: its pages stay.
+    /// Devices have it mapped, so that its pages stay.
     pinned: AtomicBool,
-    /// Only small pages are wanted.
+    /// Small pages were requested.
     small: AtomicBool,
-    /// What the guest discards at a scan.
+    /// Discards of the guest during scans.
     leaving: Leaving,
-    /// What refuses vCPUs, while it does.
+    /// The fault source that refuses vCPUs, if any.
     refusing: OnceLock<Weak<OwnFaults<FakeMemory>>>,
 }
 
-/// Nothing but the watch stands before fake vCPUs.
+/// A barrier that does nothing: only the watch refuses fake vCPUs.
 struct NoBarrier;
 
 impl VcpuBarrier for NoBarrier {
@@ -81,7 +81,7 @@ impl std::fmt::Debug for FakeMemory {
 }
 
 impl FakeMemory {
-    /// Regions as (gpa, pages of 4 KiB), backed alike.
+    /// Creates regions as (gpa, pages of 4 KiB), all with the same backing.
     ///
     /// # Errors
     /// When the host has no memory or no hugetlb pages for it.
@@ -110,8 +110,8 @@ impl FakeMemory {
         }
     }
 
-    /// Shared memory that says of itself that its host pages are large: for tests in which no
-    /// kernel hears of them.
+    /// Shared memory that claims to have large host pages, for tests in which no kernel call depends on
+    /// them.
     ///
     /// # Errors
     /// When the host has no memory for it.
@@ -125,10 +125,10 @@ impl FakeMemory {
         Ok(Arc::new(Self::with(pretended, regions)))
     }
 
-    /// The same memory as another's, from the files of its regions, in order.
+    /// Another mapping of the same memory, from the files of its regions, in order.
     ///
     /// # Errors
-    /// When the host does not map them.
+    /// When the host cannot map them.
     pub fn over(layout: &Layout, files: Vec<File>) -> Result<Arc<Self>, FakeMemoryError> {
         if files.len() != layout.regions().len() {
             return Err("another number of files than regions".into());
@@ -139,7 +139,7 @@ impl FakeMemory {
         Ok(Arc::new(Self::with(layout.clone(), regions)))
     }
 
-    /// All of it gets pages, which devices have mapped from here on: none may be discarded.
+    /// Populates all of it and pins it for devices: no page may be discarded from here on.
     ///
     /// # Errors
     /// When the host has no memory for it.
@@ -151,7 +151,7 @@ impl FakeMemory {
         Ok(())
     }
 
-    /// The word at `word` of a page, through the guest's mapping.
+    /// Word number `word` of a page, through the guest's mapping.
     pub fn word(&self, region: usize, page: u64, word: u64) -> &AtomicU64 {
         assert!(page < self.layout.regions()[region].pages() && word < PAGE_BYTES / 8);
         let offset = to_usize(page * PAGE_BYTES + word * 8);
@@ -159,10 +159,10 @@ impl FakeMemory {
         unsafe { &*self.regions[region].main.add(offset).cast() }
     }
 
-    /// From now on `vcpus` vCPUs are refused missing pages and bring them themselves.
+    /// Makes `vcpus` vCPUs be refused missing pages, so that they resolve their own faults.
     ///
     /// # Errors
-    /// When the host does not allow to watch this memory.
+    /// When the host does not allow watching this memory.
     pub fn refuse_missing_pages(
         self: &Arc<Self>,
         vcpus: usize,
@@ -173,7 +173,7 @@ impl FakeMemory {
         Ok(faults)
     }
 
-    /// A vCPU reaches a page: at once, or when it has brought it.
+    /// Accesses a page as a vCPU: at once, or after it has resolved the fault.
     pub fn enter(&self, vcpu: u64, region: usize, page: u64) {
         let Some(refusing) = self.refusing.get() else { return };
         let gpa = self.layout.regions()[region].gpa + page * PAGE_BYTES;
@@ -184,8 +184,8 @@ impl FakeMemory {
         }
     }
 
-    /// The first byte of a page by a system call from the mapping of vCPUs, for the kernel fails that
-    /// as it fails `KVM_RUN`.
+    /// Reads the first byte of a page by a system call from the vCPUs' mapping, because the kernel fails
+    /// that in the same way as `KVM_RUN`.
     ///
     /// # Errors
     /// EFAULT when the page is refused.
@@ -202,13 +202,13 @@ impl FakeMemory {
         if read == 1 { Ok(byte) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Notes a write, as the hardware or a device model would.
+    /// Marks a page as dirty, as the hardware or a device model would.
     pub fn mark_dirty(&self, region: usize, page: u64) {
         let word = &self.regions[region].dirty[to_usize(page / 64)];
         word.fetch_or(1 << (page % 64), Ordering::SeqCst);
     }
 
-    /// From now on a busy log over this memory notes only what was written, or everything again.
+    /// Sets whether a busy log over this memory records only what was written, or everything.
     pub fn set_calm(&self, calm: bool) {
         self.calm.store(calm, Ordering::SeqCst);
     }
@@ -217,29 +217,29 @@ impl FakeMemory {
         &self.leaving
     }
 
-    /// How many calls discarded pages, and how many pages those were.
+    /// Number of calls that discarded pages, and of the pages discarded.
     pub fn discards(&self) -> (u64, u64) {
         let (calls, pages) = &self.discards;
         (calls.load(Ordering::SeqCst), pages.load(Ordering::SeqCst))
     }
 
-    /// How often it was asked what is populated.
+    /// Number of queries of what is populated.
     pub fn looks(&self) -> u64 {
         self.looks.load(Ordering::SeqCst)
     }
 
-    /// From now on this page of the first region stays in the host when it is discarded, as a part of
-    /// a huge page does that the kernel cannot split: it reads as zeros and is there.
+    /// Makes this page of the first region stay in the host when it is discarded, like a part of a huge
+    /// page that the kernel cannot split: it reads as zeros and is present.
     pub fn keep_discarded(&self, page: u64) {
         self.kept.store(page + 1, Ordering::SeqCst);
     }
 
-    /// Whether the host was last asked for small pages only.
+    /// True when small pages were requested last.
     pub fn wants_small_pages(&self) -> bool {
         self.small.load(Ordering::SeqCst)
     }
 
-    /// Bytes of memory that the host has given to a region.
+    /// Bytes of memory that the host has allocated for a region.
     ///
     /// # Errors
     /// What the host reports.
@@ -359,9 +359,9 @@ unsafe impl GuestMemoryMap for FakeMemory {
         if region.file.is_none() {
             return Ok(vec![pages]);
         }
-        // A page of a memfd is in memory if it was ever populated: the tests do not swap.
+        // A page of a memfd is in memory if it was ever populated: tests do not swap.
         let mut present = vec![0_u8; to_usize(pages.end - pages.start)];
-        // Of large host pages the kernel tells only what a mapping has seen.
+        // For large host pages the kernel reports only what a mapping has touched.
         for mapping in std::iter::once(region.main).chain(region.alias) {
             let mut seen = vec![0_u8; present.len()];
             // SAFETY: a range of our own mapping, and a byte for each of its pages.
@@ -460,8 +460,8 @@ impl FakeMemory {
     }
 }
 
-/// A dirty log with the manners of KVM's: what was noted and is then collected is re-armed at that
-/// moment, and a write to a noted page before it is not reported again.
+/// A dirty log that behaves like KVM's: collecting recorded pages re-arms them at that moment, and a
+/// write to a recorded page before that is not reported again.
 pub struct FakeLog {
     memory: Arc<FakeMemory>,
     noted: Mutex<Vec<Vec<u64>>>,
@@ -476,8 +476,8 @@ impl Drop for FakeLog {
 }
 
 impl FakeLog {
-    /// Starts with every page noted; a busy log notes every page again in each round. Its end is noted in
-    /// `calls`.
+    /// Starts with every page recorded; a busy log records every page again in each round. Its end is
+    /// recorded in `calls`.
     pub fn new(memory: Arc<FakeMemory>, busy: bool, calls: Calls) -> Self {
         let noted = memory.regions.iter().map(|region| vec![u64::MAX; region.dirty.len()]);
         let noted = Mutex::new(noted.collect());

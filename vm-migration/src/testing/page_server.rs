@@ -23,42 +23,42 @@ use crate::steering::Steering;
 use crate::transport::Connection;
 use crate::vm::VmError;
 
-/// What a fake page server does.
+/// Behaviour of a fake page server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Behaviour {
-    /// What it should.
+    /// It serves the pages.
     #[default]
     Serves,
     /// It refuses the memory.
     RefusesMemory,
-    /// It ends when it is told to take over.
+    /// It exits when it is told to take over.
     Vanishes,
-    /// It connects where there is no listener.
+    /// It connects to an address without a listener.
     NoDestination,
-    /// It ends when the destination has released the source for it.
+    /// It exits when the destination has dropped the source's connections for it.
     EndsHalfWay,
-    /// It connects when it is asked to recover, and not before.
+    /// It connects only when a recovery is requested.
     ComesLate,
 }
 
-/// A page server to be, and what happens to it.
+/// A fake page server and its state.
 #[derive(Debug)]
 pub struct FakePageServer {
     behaviour: Behaviour,
     limits: Limits,
-    /// How far it is.
+    /// Its progress.
     pub progress: Arc<Progress>,
-    /// What may be asked of it.
+    /// Its requests.
     pub steering: Steering,
-    /// Held for one look.
+    /// Locked for one access.
     thread: Mutex<Option<JoinHandle<Served>>>,
 }
 
-/// What a page server came to: nothing when it was never told to take over.
+/// Result of a page server; `None` when it was never told to take over.
 pub type Served = Result<Option<ProgressDocument>, String>;
 
 impl FakePageServer {
-    /// One that is not there yet.
+    /// A page server that has not been started.
     pub fn new(behaviour: Behaviour, limits: Limits) -> Arc<Self> {
         let progress = Arc::new(Progress::new(Side::Source));
         let (steering, thread) = (Steering::new(), Mutex::new(None));
@@ -119,7 +119,7 @@ impl FakePageServer {
     }
 }
 
-/// The same request with an address without a listener.
+/// The same request with an address at which nothing listens.
 fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
     let text = |error: serde_json::Error| error.to_string();
     let mut document = serde_json::to_value(takeover).map_err(text)?;
@@ -127,7 +127,7 @@ fn elsewhere(takeover: &TakeoverRequest) -> Result<TakeoverRequest, String> {
     serde_json::from_value(document).map_err(text)
 }
 
-/// Asks to continue, and ends with the answer.
+/// Asks to continue, and ends after the answer.
 fn half_way(takeover: &TakeoverRequest, limits: &Limits) -> Result<(), Cause> {
     let options = takeover.options()?;
     let never = Cancel::new().map_err(Cause::Resource)?;

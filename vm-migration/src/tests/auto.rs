@@ -17,7 +17,7 @@ use crate::protocol::capabilities::FEATURE_STALE;
 use crate::testing::{Builder, FakeMemory, FakeVm, Guest, Inject, Pace};
 use crate::{Cancel, Convergence, DirtyClear, MemoryMode, Progress, SendOptions, Side, Steering};
 
-/// No guest can be moved with so little downtime.
+/// Sets options with a downtime that no guest reaches.
 pub(super) fn out_of_reach(options: &mut SendOptions) {
     options.memory_mode = MemoryMode::Auto;
     options.convergence = Convergence::None;
@@ -57,7 +57,7 @@ fn a_guest_that_does_not_converge_is_moved_twenty_times() {
         assert_eq!((source.phase, destination.phase), (Phase::Done, Phase::Done));
         let moved = &destination.faults;
         let pages = moved.bulk_pages + moved.urgent_pages + moved.prefetched_pages;
-        // A guest that got no processor during a round needed no further one.
+        // A guest that got no processor time during a round needed no further one.
         assert!(source.round >= Some(3) || pages == 0, "{source:?}");
         assert!(pages < 3073, "{pages} of all pages");
         followed += pages;
@@ -134,8 +134,8 @@ fn holes_that_no_round_has_come_to_stay_holes() {
     }
 }
 
-/// Calms the guest down in the second round, asks for postcopy, and notes what the destination has
-/// thrown away when the guest stops.
+/// Stops the guest's writes in the second round, requests postcopy, and records what the
+/// destination has discarded when the guest stops.
 struct AtStop {
     from: Arc<FakeMemory>,
     to: Arc<FakeMemory>,
@@ -158,7 +158,7 @@ impl Observer for AtStop {
     }
 }
 
-/// Pages that are thrown away before the stop and after it.
+/// Pages that are discarded before and after the stop.
 fn discarded(rule: Rule) -> (u64, u64) {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 11);
@@ -206,7 +206,7 @@ fn convergence_by_postcopy_is_the_same() {
     if !have_uffd() {
         return;
     }
-    // A guest that gets no processor during a round has converged.
+    // A guest that gets no processor time during a round has converged.
     let postcopied = (1..=20).any(|seed| {
         let (_, destination) = Case::new(memory(), memory(), seed).go(&loopback(), |options| {
             options.convergence = Convergence::Postcopy;

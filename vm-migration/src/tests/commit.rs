@@ -55,11 +55,11 @@ fn a_guest_that_starts_late_is_known_to_run() {
     assert_whole(&guest, &to);
 }
 
-/// What the destination has in the end.
+/// What the destination has at the end.
 enum Arrived {
     /// The guest, with all its pages.
     Whole(FakeVm),
-    /// The guest, which did not start; all pages.
+    /// The guest, which did not start, with all its pages.
     NotStarted(FakeDestination, GuestLocation),
     /// Nothing.
     Failed(GuestLocation, String),
@@ -92,7 +92,7 @@ struct Run {
     arrived: Receiver<Arrived>,
 }
 
-/// What is special about a run.
+/// Parameters of a run.
 #[derive(Clone, Copy)]
 struct Special {
     mode: MemoryMode,
@@ -100,7 +100,7 @@ struct Special {
     limits: Limits,
     at_source: Inject,
     at_destination: Inject,
-    /// The destination is told to cancel when this phase begins.
+    /// The destination is cancelled when this phase begins.
     cancel_at: Option<Phase>,
     recover_timeout: Duration,
 }
@@ -123,10 +123,10 @@ fn cut(at: Command, point: Point) -> Rule {
     Rule::Cut(Cut { at, point, act: Act::Close })
 }
 
-/// The source has handed the guest over, and the destination does not hear it.
+/// The source has handed the guest over, and the destination does not receive that.
 const CONFIRM: fn() -> Rule = || cut(Command::Confirm, Point::Message);
 
-/// The destination has acknowledged, and the source does not hear it.
+/// The destination has acknowledged, and the source does not receive that.
 const ACKNOWLEDGED: fn() -> Rule = || cut(Command::Complete, Point::Answer);
 
 impl Run {
@@ -205,7 +205,7 @@ impl Run {
         self.calls.lock().contains(&what)
     }
 
-    /// What the destination has, when it has all that comes.
+    /// What the destination has when everything has arrived.
     fn arrives(self) -> (SendResult, Arrived, Arc<Guest>, Arc<FakeMemory>) {
         let sent = self.sender.join().unwrap();
         let arrived = self.arrived.recv_timeout(Duration::from_mins(1)).unwrap();
@@ -213,7 +213,7 @@ impl Run {
         (sent, arrived, self.guest, self.to)
     }
 
-    /// One guest runs, at the destination, whole; the source knows it.
+    /// Asserts that one guest runs, whole, at the destination, and that the source knows it.
     fn moves(self) {
         let (sent, arrived, guest, to) = self.arrives();
         sent.unwrap();
@@ -223,7 +223,8 @@ impl Run {
         assert_whole(&guest, &to);
     }
 
-    /// One guest runs, at the source, whole; the destination knows it without being told by hand.
+    /// Asserts that one guest runs, whole, at the source, and that the destination knows it without
+    /// an operator.
     fn stays(self) -> String {
         let from = Arc::clone(&self.from);
         let (sent, arrived, guest, _) = self.arrives();
@@ -261,7 +262,7 @@ fn a_destination_learns_that_the_source_went_on() {
     }
 }
 
-/// A device may wait for a page that never comes now.
+/// A device may wait for a page that never comes.
 #[test]
 fn a_machine_that_is_not_to_run_ends_although_something_of_it_waits() {
     if !have_uffd() {
@@ -280,7 +281,7 @@ fn a_machine_that_is_not_to_run_ends_although_something_of_it_waits() {
     }
 }
 
-/// Longer than everything that the destination waits for by itself.
+/// Longer than anything for which the destination waits by itself.
 fn wait_out(run: &Run, limits: &Limits) {
     run.wait_for_doubt();
     let began = Instant::now();
@@ -290,8 +291,7 @@ fn wait_out(run: &Run, limits: &Limits) {
     assert_eq!(run.calls.lock().iter().filter(|name| **name == "run").count(), 0);
 }
 
-/// As short as a machine that is busy with other things allows: half of it is the age that an
-/// acknowledgement may have.
+/// As short as a busy machine allows: half of it is the greatest age of an acknowledgement.
 const BRIEF: Limits = Limits { rejoin: Duration::from_secs(4), ..LIMITS };
 
 #[test]
@@ -300,7 +300,7 @@ fn an_outage_longer_than_the_promise_is_waited_out() {
         return;
     }
     let special = Special::new(MemoryMode::Postcopy, CONFIRM());
-    // The source does not come back before it is told to.
+    // The source does not reconnect without a request.
     let recover_timeout = Duration::ZERO;
     let run = Run::start(Special { limits: BRIEF, recover_timeout, ..special });
     wait_out(&run, &BRIEF);
@@ -319,7 +319,7 @@ fn the_operator_decides_when_the_source_does_not_reconnect() {
             wait_out(&run, &BRIEF);
             run.receive_steering.decide(decision);
             if mode == MemoryMode::Postcopy && decision == Decision::RunsHere {
-                // Its pages are at the source, which comes back now.
+                // Its pages are at the source, which reconnects now.
                 wait_until("the guest", || run.destination.phase() == Phase::PostcopyPaused);
                 assert!(run.noted("run"));
                 run.send_steering.recover(steering::Recover::There);
@@ -343,7 +343,7 @@ fn the_operator_decides_when_the_source_does_not_reconnect() {
     }
 }
 
-/// A connection to a destination in doubt that says this; the refusal.
+/// Sends this message to a destination in doubt; returns its refusal.
 pub(super) fn turned_away(to: &Address, message: &Message) -> String {
     let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connection = Connection::connect(to, &cancel, limit, limit).unwrap();
@@ -353,7 +353,7 @@ pub(super) fn turned_away(to: &Address, message: &Message) -> String {
     }
 }
 
-/// Connections that say nothing. One after the other they would take far longer than a source waits.
+/// Silent connections. One after the other they would take far longer than a source waits.
 pub(super) fn silent(to: &Address) -> Vec<Connection> {
     let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connect = || Connection::connect(to, &never, limit, limit).unwrap();
@@ -373,7 +373,7 @@ fn strangers_end_no_doubt() {
     }
     let recover = Recover { id: [3; 16], attempt: 1, bulk: 1, urgent: 1, alive: false };
     assert!(turned_away(&at, &Message::Recover(recover)).contains("no pages to come"));
-    // One that sends a byte now and then holds nothing up.
+    // A client that sends a byte now and then delays nothing.
     let (cancel, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let slow = Connection::connect(&at, &cancel, limit, limit).unwrap();
     slow.send(&Message::Config(vec![0; 4096]).encode()[..20]).unwrap();
@@ -406,7 +406,7 @@ fn a_guest_that_does_not_start_in_postcopy_stays_and_gets_its_pages() {
 
 #[test]
 fn an_acknowledgement_that_comes_late_is_asked_for_again() {
-    // Older than half of the promise when it comes.
+    // Older than half of the promise when it arrives.
     let late = Rule::Late(Command::Complete, BRIEF.rejoin / 2 + Duration::from_millis(200));
     for mode in modes() {
         let run = Run::start(Special { limits: BRIEF, ..Special::new(mode, late) });

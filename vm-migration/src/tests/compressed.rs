@@ -12,7 +12,7 @@ use crate::Compression;
 use crate::layout::{Backing, PAGE_BYTES};
 use crate::progress::ProgressDocument;
 
-/// Migrates a guest that writes meanwhile, compressed; returns the source's report.
+/// Migrates a writing guest with compression; returns the source's report.
 fn compressed(from: &Arc<FakeMemory>, to: &Arc<FakeMemory>, connections: u16) -> ProgressDocument {
     let guest = Guest::new(from, 81);
     guest.fill(from, 90);

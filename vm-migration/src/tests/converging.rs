@@ -15,10 +15,10 @@ use crate::source::SendFailure;
 use crate::testing::{Inject, Pace};
 use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side};
 
-/// Says after each event whether to cancel, from all events so far.
+/// Decides after each event whether to cancel, from all events so far.
 type Enough = fn(&[Event]) -> bool;
 
-/// Events of a migration, in order; cancels it when there are enough.
+/// Records the events of a migration in order; cancels it when that is decided.
 #[derive(Clone)]
 struct Record {
     events: Arc<Mutex<Vec<Event>>>,
@@ -52,7 +52,7 @@ fn allowed_us(events: &[Event]) -> Vec<u64> {
     events.iter().filter_map(allowed).collect()
 }
 
-/// Migrates a guest that dirties everything all the time; returns the end, and all events.
+/// Migrates a guest that dirties everything all the time; returns the outcome and all events.
 fn busy(
     adjust: impl FnOnce(&mut SendOptions),
     vm_of: impl FnOnce(FakeVm) -> FakeVm,
@@ -68,7 +68,7 @@ fn busy(
     let cancel = Cancel::new().unwrap();
     let record = Record { events: Arc::default(), cancel: cancel.clone(), enough };
     let progress = Arc::new(Progress::observed(Side::Source, Box::new(record.clone())));
-    // Alongside what the log makes up it writes next to nothing.
+    // It writes almost nothing in addition to what the log makes up.
     let pace = Pace::Paced(1, Duration::from_millis(1));
     let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy);
     let vm = vm_of(vm).running();

@@ -26,18 +26,18 @@ use crate::source::SendFailure;
 use crate::testing::FakeMemory;
 use crate::{Address, Compression, GuestLocation, Limits, MemoryMode};
 
-/// Limits of the cases in which a peer stalls; each costs that much.
+/// Limits of the cases in which a peer stalls; each case takes that long.
 const SHORT: Limits =
     Limits { answer: Duration::from_millis(1500), prepare: Duration::from_millis(1500), ..LIMITS };
 
-/// How memory goes, alongside the mode.
+/// How memory is sent, in addition to the mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Plain,
     Compressed,
     /// Over TLS.
     Secured,
-    /// As descriptors, over a Unix socket.
+    /// As file descriptors, over a Unix socket.
     Local,
 }
 
@@ -46,14 +46,14 @@ struct Run {
     from: Arc<FakeMemory>,
     guest: Arc<Guest>,
     sent: SendResult,
-    /// What the destination returned, and what its Fault phase did.
+    /// The destination's result, and that of its Fault phase.
     received: ReceiveResult,
     faults_well: Option<bool>,
     commands: Vec<Command>,
 }
 
-/// Runs a case until it gets as far as its cut: on a loaded machine a short limit can strike
-/// before, and a round without a page that became zero has no ZeroPages.
+/// Repeats a case until it reaches its cut: on a loaded machine a short limit can expire before,
+/// and a round in which no page became zero has no ZeroPages.
 fn run(mode: MemoryMode, kind: Kind, cut: Cut) -> Run {
     const TRIES: usize = 20;
     let mut limits = if cut.act == Act::Stall { SHORT } else { LIMITS };
@@ -78,7 +78,7 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 41);
     guest.fill(&from, 30);
-    // A block that is worth an announcement.
+    // A block with enough data for an announcement.
     guest.fill_all(&from, 0, 512..1024);
     let dir = tempfile::tempdir().unwrap();
     let at = match kind {
@@ -99,8 +99,8 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
         let well = faults.map(|faults| match faults.wait() {
             Ok(_) => true,
             Err(paused) => {
-                // The guest has to be gone before its missing pages are released; its writers
-                // would wait forever, so they are let go and stopped, and nothing is checked.
+                // The guest must end before its missing pages are released; its writers would wait
+                // forever, so they are released and stopped, and nothing is checked.
                 assert_eq!(paused.error.guest, GuestLocation::PostcopyPaused);
                 false
             }
@@ -117,14 +117,14 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     Run { from, guest, sent, received, faults_well, commands }
 }
 
-/// Checks one case against the state machine; returns its line of the table.
+/// Checks a case against the state machine; returns its line of the table.
 fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
     let Run { from, guest, sent, received, faults_well, .. } = run;
     let case = format!("{mode:?} {kind:?} {:?} {:?} {:?}", cut.at, cut.point, cut.act);
     let confirm = cut.at == Command::Confirm;
-    // Once the guest belongs to the destination and pages are missing, lost connections are made
-    // again: as if nothing had been. In precopy a destination in doubt is told; one that runs the
-    // guest is in no doubt, and does not listen any more.
+    // Once the guest belongs to the destination and pages are missing, lost connections are
+    // re-established, as if nothing had happened. In precopy a destination in doubt is told; one
+    // that runs the guest is not in doubt, and does not listen any more.
     let postcopy = mode == MemoryMode::Postcopy;
     let heals = (postcopy && (confirm || cut.at == Command::PostcopyDone))
         || (confirm && cut.point == Point::Message);
@@ -172,7 +172,7 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
     format!("{case}: {outcome}")
 }
 
-/// All cases; `must` is a message that only this kind has.
+/// Runs all cases; `must` is a message that only this kind has.
 fn table(mode: MemoryMode, kind: Kind, must: &[Command]) {
     const AT_ONCE: usize = 6;
     let clean = run_within(LIMITS, mode, kind, Rule::Nothing);
@@ -181,7 +181,7 @@ fn table(mode: MemoryMode, kind: Kind, must: &[Command]) {
     received.vm.stop();
     assert_whole(&clean.guest, received.vm.memory());
     let mut steps = clean.commands;
-    // Comes or not, depending on how long it takes; a loss there is that of `recovery`.
+    // Its occurrence depends on timing; a loss there is tested in `recovery`.
     steps.retain(|command| *command != Command::Alive);
     steps.sort_by_key(|command| command.code());
     steps.dedup();
@@ -242,7 +242,7 @@ fn a_cut_at_any_message_of_postcopy() {
     }
 }
 
-/// A peer that is older lacks some of what both could do.
+/// A peer of an older version lacks some of the features.
 #[test]
 fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
     let optional = |feature, mode, kind| {

@@ -20,9 +20,9 @@ use crate::testing::Inject;
 use crate::transport::{Connection, TransportError};
 use crate::{Cancel, Cause, Convergence, MemoryMode, Progress, Side};
 
-/// Waits until a condition holds; a test that waits in vain fails.
+/// Waits until a condition holds; fails the test after a time limit.
 pub(super) fn wait_for(what: &str, condition: impl Fn() -> bool) {
-    // As long as a machine may take that is busy with other things.
+    // As long as a busy machine may take.
     let deadline = Instant::now() + Duration::from_mins(1);
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
@@ -128,7 +128,7 @@ fn a_cancel_does_not_wait_for_a_machine_that_is_not_needed_any_more() {
     drop(open);
 }
 
-/// A source that says nothing before it goes, and one that sends something instead.
+/// A source that sends nothing before it closes, and one that sends another message.
 #[test]
 fn a_machine_that_is_being_built_is_not_waited_for_when_the_source_is_gone() {
     let terms = [(MemoryMode::Precopy, false), (MemoryMode::Precopy, true)];
@@ -154,7 +154,7 @@ fn a_machine_that_is_being_built_is_not_waited_for_when_the_source_is_gone() {
         }
         wait_for("the machine's memory", || calls.lock().contains(&"map"));
         if sends_more {
-            // Ends nothing by itself.
+            // This does not end anything by itself.
             source.tell(&Message::ZeroPages(Vec::new())).unwrap();
             let early = source.answer(Duration::from_millis(300)).unwrap_err();
             let waits = matches!(early, Cause::Transport(TransportError::Timeout { .. }));
@@ -169,7 +169,7 @@ fn a_machine_that_is_being_built_is_not_waited_for_when_the_source_is_gone() {
     }
 }
 
-/// Storage of the destination that does not answer, or not for long.
+/// Storage of the destination that does not respond, or not for long.
 #[test]
 fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
     for mode in [MemoryMode::Precopy, MemoryMode::Postcopy] {
@@ -199,7 +199,7 @@ fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
         wait_for("the end at the destination", || target.is_over());
         let error = target.join().unwrap_err().error;
         assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
-        // What is built is released when it is built.
+        // What is being built is released when it is built.
         assert!(Arc::strong_count(&to) > 1, "{mode:?}");
         open.send(()).unwrap();
         wait_for("the end of the machine", || Arc::strong_count(&to) == 1);

@@ -20,7 +20,7 @@ use crate::{
     Address, Cancel, Convergence, MemoryMode, Progress, ReceiveOptions, SendOptions, Side,
 };
 
-/// A postcopy of which the last message is lost, and what is left at the destination.
+/// A postcopy whose last message is lost, and the state that remains at the destination.
 fn ended_without_a_word() -> (Address, LateReconnects, [u8; 16]) {
     let late_reconnects = LateReconnects::default();
     let (address, id) =
@@ -50,7 +50,7 @@ fn the_last_message_is_said_as_often_as_it_is_asked_for() {
     assert!(turned_away(&address, &stranger).contains("recover where the VM runs"));
 }
 
-/// The source of a migration that is over asks, and hears that it is.
+/// Asserts that the source of an ended migration is told that it has ended.
 fn hears_the_end(address: &Address, id: [u8; 16]) {
     let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connection = Connection::connect(address, &never, limit, limit).unwrap();
@@ -65,7 +65,7 @@ fn whatever_becomes_of_the_next_migration_the_last_one_is_answered_for() {
     let (from, to) = (memory(), memory());
     let guest = Guest::new(&from, 6);
     guest.fill(&from, 20);
-    // A port that is taken over and cannot be used.
+    // A port that is taken over for an address that cannot be used.
     let Address::Tcp { port, .. } = address else { panic!() };
     let elsewhere: Address = format!("tcp:192.0.2.1:{port}").parse().unwrap();
     Listener::bind_over(&elsewhere, None, &late_reconnects, &never).unwrap_err();
@@ -168,7 +168,7 @@ fn a_new_migration_takes_the_place_of_one_that_is_answered_for() {
             listener.receive(builder, &options, &progress, &Cancel::new().unwrap())
         })
     };
-    // The source of the old one is still told, and ends nothing.
+    // The source of the old migration is still told, and ends nothing.
     let (never, limit) = (Cancel::new().unwrap(), Duration::from_secs(5));
     let connection = Connection::connect(&address, &never, limit, limit).unwrap();
     let recover = Message::Recover(Recover { id, attempt: 7, bulk: 1, urgent: 1, alive: false });

@@ -30,7 +30,7 @@ use crate::uffd::{Uffd, UffdError};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
 use crate::{Cancel, Cause, MemoryMode, Progress, Side};
 
-/// A machine that ends when the test says so, or has gone.
+/// A machine whose drop takes until the test opens the gate, or has ended.
 struct Heavy<M> {
     machine: M,
     fails: Fails,
@@ -46,7 +46,7 @@ enum Fails {
     Apply,
 }
 
-/// Waits in its drop.
+/// Waits when it is dropped.
 struct End(Mutex<Receiver<()>>);
 
 impl Drop for End {
@@ -144,7 +144,7 @@ fn the_source_hears_of_a_failure_before_the_machine_ends() {
     }
 }
 
-/// A host that has no memory for releasing what it watches, some times.
+/// A host that lacks memory for releasing watched memory, several times.
 struct RefusesRelease {
     faults: Uffd<FakeMemory>,
     refusals: AtomicU32,

@@ -47,7 +47,7 @@ impl Rig {
         options
     }
 
-    /// The guest continues at the source, whole.
+    /// Asserts that the guest continues, whole, at the source.
     fn assert_continues(&self, vm: &mut FakeVm) {
         assert!(vm.runs());
         let before = self.guest.visits();
@@ -99,8 +99,8 @@ fn a_source_that_fails_at_any_step_keeps_its_guest() {
     }
 }
 
-/// Where the kernel keeps large tables the end of the log takes seconds, and the guest is stopped in
-/// neither place for that.
+/// Where the kernel has large tables, ending the dirty log takes seconds; the guest must not be
+/// stopped for that on either side.
 #[test]
 fn the_dirty_log_ends_when_the_guest_does_not_wait() {
     for mode in modes() {
@@ -224,7 +224,7 @@ fn different_memory_layouts_are_refused_with_both_named() {
 #[test]
 fn no_listener_is_an_error_that_says_so() {
     let rig = Rig::new(MemoryMode::Precopy);
-    // Bound and not listening: no other process gets the port, and nothing answers on it.
+    // Bound but not listening: no other process gets the port, and nothing answers on it.
     let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     held.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     let port = held.local_addr().unwrap().as_socket().unwrap().port();
@@ -270,7 +270,7 @@ fn a_cancel_in_any_phase_leaves_the_guest_at_the_source() {
             assert!(matches!(error.cause, Cause::Cancelled), "{mode:?} {phase}: {error:?}");
             assert_eq!(progress.phase(), Phase::Failed);
             rig.assert_continues(&mut vm);
-            // Before the connection is made, the destination hears of nothing.
+            // Before the connection is made, the destination is told nothing.
             target.cancel.cancel();
             target.join().unwrap_err();
         }
@@ -311,7 +311,7 @@ fn a_guest_that_never_converges_stays_when_it_must_not_be_stopped_for_long() {
     target.join().unwrap_err();
 }
 
-/// Events of a migration, in order.
+/// Records the events of a migration in order.
 #[derive(Clone, Default)]
 struct Record(Arc<Mutex<Vec<Event>>>);
 
@@ -337,7 +337,7 @@ fn every_phase_is_announced_with_its_begin_and_its_end() {
             Event::End(phase, _) => seen.push((*phase, false)),
             Event::Fail(phase, _) => panic!("{phase} failed"),
             Event::Round { round, .. } | Event::Stalled { round, .. } => assert!(*round > 0),
-            // A machine that is busy with other things may be slower than its guest.
+            // A busy machine may be slower than its guest.
             Event::DowntimeAllowed { .. } => {}
             Event::Throttled { .. } | Event::PageServerFailed => panic!("it was not asked for"),
         }

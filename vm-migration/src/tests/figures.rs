@@ -17,11 +17,11 @@ fn value(figure: Option<u64>) -> u64 {
     figure.unwrap()
 }
 
-/// What the source knows of the downtime the destination knows as well, nearly.
+/// Asserts that both sides have almost the same downtime.
 fn assert_downtimes_meet(source: &ProgressDocument, destination: &ProgressDocument) {
     let (ours, theirs) = (value(source.downtime_us), value(destination.downtime_us));
     assert!(ours > 0 && theirs > 0, "{ours} {theirs}");
-    // They differ by the way of two messages; on a busy machine that takes as long as it takes.
+    // They differ by the transit of two messages, which may take long on a busy machine.
     assert!(ours.abs_diff(theirs) < 5_000_000, "{ours} {theirs}");
 }
 
@@ -68,7 +68,7 @@ fn both_sides_of_a_postcopy_know_what_the_other_counted() {
     assert_eq!(of(&destination, "downtime_us"), destination.downtime_us.map(|us| us.to_string()));
 }
 
-/// Migrates through a relay that lets neither side know that the other has figures.
+/// Migrates through a relay that removes the feature `figures` from both sides' capabilities.
 fn without_figures(mode: MemoryMode) -> (ProgressDocument, ProgressDocument) {
     let mut relay = None;
     Case::new(memory(), memory(), 93).go(&loopback(), |options| {

@@ -57,7 +57,7 @@ fn a_newer_guest_is_refused_before_its_configuration_is_sent() {
     assert!(calls.lock().is_empty());
 }
 
-/// A destination of the time before versions: it answers as such a program does, word by word.
+/// A destination from before format versions: it answers literally as such a program does.
 #[test]
 fn a_source_refuses_a_destination_that_says_nothing_of_versions() {
     let (from, guest) = {
@@ -107,7 +107,7 @@ fn a_source_refuses_a_destination_that_says_nothing_of_versions() {
     }
 }
 
-/// A source of that time.
+/// A source from before format versions.
 #[test]
 fn an_offer_that_says_nothing_of_versions_is_taken() {
     let to = memory();
@@ -138,7 +138,7 @@ fn an_offer_that_says_nothing_of_versions_is_taken() {
     assert!(target.join().is_err());
 }
 
-/// One that needs more than this program has.
+/// A source that needs more than this program supports.
 #[test]
 fn a_destination_refuses_what_it_does_not_read_whatever_the_source_does() {
     let to = memory();

@@ -9,7 +9,7 @@ use crate::layout::PAGE_BYTES;
 use crate::testing::Pace;
 use crate::{DirtyClear, MemoryMode};
 
-/// No page from here on is in use.
+/// No page from this one on is in use.
 const FREE_FROM: u64 = 512;
 
 #[test]
@@ -20,7 +20,7 @@ fn free_pages_do_not_travel_and_those_that_are_used_again_do() {
         let (from, to) = (memory(), memory());
         let guest = Guest::new(&from, 91);
         guest.fill(&from, 100);
-        // The vCPUs keep to pages that are in use.
+        // The vCPUs only write pages that are in use.
         let pace = Pace::Paced(64, Duration::from_micros(200));
         let builder = Builder::new(&to, &guest).load(2, 20, pace);
         let target = Target::start(&loopback(), builder, LIMITS);
@@ -61,7 +61,7 @@ fn a_guest_that_takes_long_is_waited_for_while_it_names_more() {
     let pace = Pace::Paced(64, Duration::from_micros(200));
     let builder = Builder::new(&to, &guest).load(1, 20, pace);
     let target = Target::start(&loopback(), builder, LIMITS);
-    // Far longer than a guest is waited for that names nothing.
+    // Far longer than the wait for a guest that reports nothing.
     let vm = FakeVm::new(&from, &guest).load(1, 20, pace).free_from(FREE_FROM).slow_hints(60);
     let finished = send(vm.running(), &options(&target.address)).unwrap();
     target.join().unwrap().vm.stop();

@@ -14,7 +14,8 @@ use crate::{Compression, DirtyClear};
 
 const GIVEN: PageRun = PageRun { region: 0, first: 100, count: 24 };
 
-/// The guest's pages are as they were, but for those that it has discarded, which are empty.
+/// Asserts that the guest's pages are as they were, except those that it has discarded, which are
+/// empty.
 fn assert_discarded(guest: &Guest, to: &FakeMemory) {
     let given: Vec<_> = (GIVEN.first..GIVEN.end()).map(|page| (GIVEN.region, page)).collect();
     assert_eq!(guest.wrong_pages(to), given);
@@ -24,12 +25,12 @@ fn assert_discarded(guest: &Guest, to: &FakeMemory) {
     }
 }
 
-/// What the host had for the source's memory and has no more.
+/// Bytes of the source's memory that the host has freed.
 fn left(from: &FakeMemory, before: i64) -> u64 {
     u64::try_from(before - from.blocks(GIVEN.region)).unwrap() * 512
 }
 
-/// A guest of which nothing writes but the test.
+/// A machine whose guest memory only the test writes.
 fn idle(from: &Arc<FakeMemory>, guest: &Arc<Guest>) -> FakeVm {
     FakeVm::new(from, guest).load(0, 0, Pace::Full).running()
 }

@@ -22,7 +22,7 @@ use crate::{Cancel, Cause};
 
 const HUGE: u64 = 1 << 62;
 
-/// A source that is negotiated up to the point where memory may come.
+/// A source that has negotiated up to the point where memory may be sent.
 struct HostileSource {
     control: Channel,
     target: Target,
@@ -83,7 +83,7 @@ impl HostileSource {
     }
 }
 
-/// Negotiates, up to where the configuration may come, and gives the migration's token.
+/// Negotiates up to the point where the configuration may be sent; returns the migration's token.
 pub(super) fn agree(control: &mut Channel, to: &FakeMemory, mode: MemoryMode) -> [u8; 16] {
     let limit = LIMITS.answer;
     control.ask(&Message::Start { version: VERSION, offer: true }, limit).unwrap();
@@ -156,13 +156,13 @@ fn compressed_memory_that_lies_is_refused_before_a_page_is_written() {
     };
     let bomb = zstd::bulk::compress(&vec![0; 256 << 20], 1).unwrap();
     for bytes in [
-        // Fewer and more pages than it holds, no frame at all, a frame that holds far more.
+        // Fewer and more pages than it holds, an invalid frame, a frame that holds far more.
         message(1, &frame),
         message(3, &frame),
         message(2, &[0xa5; 64]),
         message(2, &[]),
         message(2048, &bomb[..bomb.len().min(4096)]),
-        // More than one frame may hold, and a frame longer than its contents.
+        // More than a frame may hold, and a frame longer than its contents.
         message(2048, &frame),
         message(1, &vec![0; 5000]),
     ] {
@@ -203,7 +203,7 @@ fn messages_out_of_place_are_refused() {
 
 #[test]
 fn tables_that_name_more_than_the_guest_has_are_refused() {
-    // Each range lies in guest memory; together they are work without an end.
+    // Each range lies in guest memory; together they are endless work.
     let ranges = vec![GpaRange { gpa: 0, len_bytes: 2048 * PAGE_BYTES }; 1 << 16];
     for message in [
         Message::ZeroPages(ranges.clone()),
@@ -239,7 +239,7 @@ fn a_message_that_trickles_has_an_end() {
     let began = Instant::now();
     let connection = &hostile.control.connection;
     connection.send(&Header::new(Command::State.code(), 1 << 20).encode()).unwrap();
-    // Far from standing still, and far from getting anywhere.
+    // It never stalls, and never makes progress either.
     while connection.send(b" ").is_ok()
         && connection.receive_now(&mut [0]).is_ok_and(|r| r.is_none())
     {
@@ -264,7 +264,7 @@ fn announcements_get_pages_and_nothing_else() {
     let coming = |gpa, pages| {
         Message::Coming(vec![GpaRange { gpa: gpa * PAGE_BYTES, len_bytes: pages * PAGE_BYTES }])
     };
-    // The same thing twice, overlapping, and far more often than there is memory.
+    // The same ranges twice, overlapping, and far more often than there is memory.
     for (gpa, pages) in [(0, 512), (0, 512), (256, 512)].into_iter().chain([(64, 64); 100]) {
         hostile.control.ask(&coming(gpa, pages), LIMITS.answer).unwrap();
     }
@@ -300,7 +300,7 @@ fn announcements_get_no_pages_where_pages_may_have_to_be_missing() {
     let mut hostile = HostileSource::negotiated(MemoryMode::Auto);
     let range = GpaRange { gpa: 0, len_bytes: 512 * PAGE_BYTES };
     hostile.control.ask(&Message::Coming(vec![range]), LIMITS.answer).unwrap();
-    // Whatever gets pages ends with the reception.
+    // All populating ends with the reception.
     drop(hostile.control);
     hostile.target.join().unwrap_err();
     assert_eq!(hostile.to.populated_bytes(0).unwrap(), 0);
@@ -375,7 +375,7 @@ fn a_second_source_hears_at_once_that_another_vm_arrives() {
     hostile.target.join().unwrap_err();
 }
 
-/// A postcopy up to the state, which touches page 0. The source has that and never sends it.
+/// A postcopy up to the state, which touches page 0. The source has that page and never sends it.
 fn touches_what_never_comes(stall: Duration) -> (HostileSource, [Channel; 2]) {
     let to = memory();
     let builder = Builder::new(&to, &Guest::new(&to, 1)).touch(vec![(0, 0)]);
@@ -432,7 +432,7 @@ fn an_answer_that_trickles_is_a_loss_while_pages_arrive() {
     hostile.control.ask(&Message::CompletePaused, LIMITS.answer).unwrap();
     hostile.control.ask(&Message::Confirm(Vec::new()), LIMITS.answer).unwrap();
     let connection = &hostile.control.connection;
-    // Whatever is asked, this is the answer.
+    // The answer to any message.
     connection.send(&Header::new(1, 1 << 20).encode()).unwrap();
     let progress = Arc::clone(&hostile.target.progress);
     let faults = hostile.target.join().unwrap().faults.unwrap();
@@ -481,7 +481,7 @@ fn nonsense_as_the_set_of_missing_pages_is_refused() {
         let _links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
         hostile.provoke(&Message::Pending(bytes.to_vec()).encode());
     }
-    // Without the connections that postcopy needs, and state before the set.
+    // Without the connections that postcopy needs, and state before the set of missing pages.
     HostileSource::negotiated(MemoryMode::Postcopy)
         .provoke(&Message::Pending(vec![0, 0, 0, 0]).encode());
     HostileSource::negotiated(MemoryMode::Postcopy)
@@ -495,13 +495,13 @@ fn pages_that_are_not_missing_are_not_overwritten_in_postcopy() {
     }
     let mut hostile = HostileSource::negotiated(MemoryMode::Postcopy);
     let links = [hostile.extra(Role::Memory), hostile.extra(Role::Fault)];
-    // Page 0 of region 0 is missing, nothing else.
+    // Only page 0 of region 0 is missing.
     hostile.control.ask(&Message::Pending(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
     let mut message = memory_of(&[(PAGE_BYTES, PAGE_BYTES)]);
     message.resize(message.len() + 4096, 9);
     links[0].connection.send(&message).unwrap();
-    // The engine closes its doors; whether state still gets a yes depends on which thread is first, but the
-    // handover never does.
+    // The engine fails; whether the state is still accepted depends on which thread is first, but the
+    // handover never is.
     let _ = hostile.control.tell(&Message::State(b"{}".to_vec()));
     links[0].connection.wait_for_data(Some(LIMITS.answer)).unwrap();
     let _ = hostile.control.tell(&Message::Complete);

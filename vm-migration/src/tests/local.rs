@@ -45,7 +45,7 @@ fn the_guest_continues_in_the_same_memory_and_nothing_is_copied() {
         }
         vm.stop();
         assert_whole(&guest, vm.memory());
-        // It is the same memory, seen from both sides.
+        // Both sides see the same memory.
         assert_whole(&guest, &from);
         assert_eq!(unused.populated_bytes(0).unwrap(), 0);
     }
@@ -151,7 +151,7 @@ fn descriptors_that_are_missing_doubled_or_for_nothing_are_refused() {
     give(&mut control, 1).unwrap();
     control.ask(&Message::Config(b"{}".to_vec()), LIMITS.answer).unwrap_err();
     refused(control, target, "a zone has none");
-    // Two before the first is used, and memory on top of what was handed over.
+    // Two descriptors before the first is used, and memory contents in addition to the files.
     let (control, target) = offered(&dir, &to);
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(b"x").unwrap();

@@ -75,7 +75,7 @@ use crate::{Address, Cancel, Progress, Side};
 /// Two regions around a hole, 8 MiB and 4 MiB and one page.
 pub(super) const REGIONS: &[(u64, u64)] = &[(0, 2048), (1 << 32, 1025)];
 
-/// Limits short enough for a stalled peer to be found soon, long enough for a loaded machine.
+/// Limits short enough to detect a stalled peer soon, long enough for a loaded machine.
 pub(super) const LIMITS: Limits = Limits {
     connect: Duration::from_secs(5),
     answer: Duration::from_secs(20),
@@ -92,7 +92,7 @@ pub(super) fn loopback() -> Address {
     "tcp:127.0.0.1:0".parse().unwrap()
 }
 
-/// Whether this process may use userfaultfd; says that the test is skipped if not.
+/// True when this process may use userfaultfd; otherwise the test is reported as skipped.
 pub(super) fn have_uffd() -> bool {
     match crate::uffd::check(memory().layout_regions()) {
         Ok(()) => true,
@@ -150,7 +150,7 @@ impl Target {
         Self { address, cancel, progress, thread }
     }
 
-    /// The reception has ended, well or not.
+    /// True when the reception has ended, successfully or not.
     pub(super) fn is_over(&self) -> bool {
         self.thread.is_finished()
     }
@@ -160,8 +160,8 @@ impl Target {
     }
 }
 
-/// Options for a test's sender. On a loaded machine a guest may write faster than its memory
-/// travels; it is stopped for longer then, or the test would never end.
+/// Options for a test's source. On a loaded machine a guest may write faster than its memory is
+/// sent; it is then stopped for longer, or the test would never end.
 pub(super) fn options(to: &Address) -> SendOptions {
     SendOptions {
         limits: LIMITS,
@@ -172,7 +172,7 @@ pub(super) fn options(to: &Address) -> SendOptions {
     }
 }
 
-/// Sends with these options, less those of [`options`] that have no meaning in the mode of the test.
+/// Sends with these options, without those of [`options`] that do not apply to the mode of the test.
 pub(super) fn migrate(
     vm: FakeVm,
     options: &SendOptions,
@@ -189,7 +189,7 @@ pub(super) fn migrate(
     source::migrate(vm, &options, progress, cancel)
 }
 
-/// Sends with a progress and a cancel of its own.
+/// Sends with new progress and cancel handles.
 pub(super) fn send(vm: FakeVm, options: &SendOptions) -> SendResult {
     let progress = Arc::new(Progress::new(Side::Source));
     migrate(vm, options, &progress, &Cancel::new().unwrap())

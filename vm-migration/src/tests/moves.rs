@@ -15,7 +15,7 @@ use crate::progress::{Phase, ProgressDocument};
 use crate::testing::{Inject, Pace};
 use crate::transport::Address;
 
-/// Memory and guest of one case.
+/// Memory and guest of a case.
 pub(super) struct Case {
     from: Arc<FakeMemory>,
     to: Arc<FakeMemory>,
@@ -32,7 +32,7 @@ impl Case {
         Self { from, to, guest, pace, own_faults: false }
     }
 
-    /// vCPUs bring their own pages at the destination.
+    /// Makes vCPUs resolve their own faults at the destination.
     pub(super) fn own_faults(mut self) -> Self {
         self.own_faults = true;
         self
@@ -47,7 +47,7 @@ impl Case {
         if self.own_faults { builder.own_faults() } else { builder }
     }
 
-    /// Migrates; returns what both sides reported.
+    /// Migrates; returns the reports of both sides.
     pub(super) fn go(
         &self,
         at: &Address,
@@ -92,14 +92,14 @@ fn precopy_over_tcp_twenty_times() {
 #[test]
 pub(super) fn a_limit_on_bytes_per_second_holds_in_precopy() {
     const LIMIT: u64 = 16 << 20;
-    /// What a connection may send ahead of its time.
+    /// Bytes that a connection may send ahead.
     const AHEAD_BYTES: u64 = 1 << 20;
     for connections in [1, 3] {
         let case = Case::new(memory(), memory(), 31);
         let (source, _) = case.go(&loopback(), |o| {
             o.connections = connections;
             o.bandwidth_bytes_per_s = LIMIT;
-            // The guest stops as soon as nothing is left but what it writes in no time.
+            // The guest stops as soon as only what it writes in almost no time is left.
             o.downtime = Duration::from_secs(1);
         });
         let sent = source.memory_bytes_sent.unwrap();
@@ -114,7 +114,7 @@ fn pages_that_devices_have_mapped_stay_where_they_are() {
     for backing in [Backing::Shared, Backing::Anonymous] {
         let memory = || FakeMemory::new(super::REGIONS, backing, PAGE_BYTES).unwrap();
         let case = Case::new(memory(), memory(), 11);
-        // It refuses to discard anything from here on.
+        // No page can be discarded from here on.
         case.to.pin().unwrap();
         let (source, _) = case.go(&loopback(), |o| o.downtime = Duration::from_millis(5));
         assert!(source.zero_pages > 0, "no page became zero on the way");
@@ -154,7 +154,7 @@ fn an_idle_guest_is_sent_once_and_holes_stay_holes() {
     for page in [3, 4, 500, 1024] {
         guest.visit(&from, 1, page, false);
     }
-    // Populated, and zero.
+    // A populated page of zeros.
     guest.visit(&from, 1, 700, true);
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
     let finished = send(FakeVm::new(&from, &guest), &options(&target.address)).unwrap();
@@ -227,7 +227,8 @@ fn postcopy_discards_what_the_destination_had_populated() {
     let case = Case::new(memory(), memory(), 9);
     let junk = Guest::new(&case.to, 99);
     junk.fill(&case.to, 100);
-    // Pages that are holes at the source are not announced: a builder leaves those zero.
+    // Pages that are holes at the source are not announced: the destination must begin with zeros
+    // there.
     for (region, pages) in [(0usize, 2048u64), (1, 1025)] {
         for page in 0..pages {
             if case.from.word(region, page, 1).load(std::sync::atomic::Ordering::Relaxed) == 0 {
@@ -267,8 +268,8 @@ fn holes_that_count_as_dirty_stay_holes_at_both_sides() {
         (0..REGIONS.len()).map(|region| memory.populated_bytes(region).unwrap() / PAGE_BYTES).sum()
     };
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    // Every page is dirty in each round, as when a balloon gives all of them back again and again. What
-    // the guest writes meanwhile is little, however long that takes on a busy host.
+    // Every page is dirty in each round, as if a balloon deflated all of them repeatedly. The guest
+    // writes little meanwhile, however long that takes on a busy host.
     let pace = Pace::Paced(1, Duration::from_millis(20));
     let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy).running();
     let finished = send(vm, &options(&target.address)).unwrap();
@@ -276,7 +277,7 @@ fn holes_that_count_as_dirty_stay_holes_at_both_sides() {
     target.join().unwrap().vm.stop();
     let there = pages(&to);
     assert!(finished.report.zero_pages > 2000, "{:?}", finished.report);
-    // Filled holes would be all of them.
+    // If the holes were populated, these would be all pages.
     assert!(here < 1000, "{here} pages at the source");
     assert!(there < 1000, "{there} pages at the destination");
     assert_whole(&guest, &to);

@@ -28,7 +28,7 @@ use crate::uffd::UffdError;
 const LARGE_BYTES: u64 = 2 << 20;
 const UNIT: u64 = LARGE_BYTES / PAGE_BYTES;
 
-/// Notes what is shown to the guest, and how.
+/// Records what is made visible to the guest, and how.
 #[derive(Default)]
 struct Shown(Mutex<Vec<(&'static str, PageRun)>>);
 
@@ -90,7 +90,7 @@ impl FaultSource for Shown {
     }
 }
 
-/// An engine that lacks large pages 0 and 2 of three.
+/// An engine in which large pages 0 and 2 of three are missing.
 struct Bench {
     engine: Engine<FakeMemory>,
     memory: Arc<FakeMemory>,
@@ -110,7 +110,7 @@ impl Bench {
         Self { engine, memory, shown }
     }
 
-    /// Contents for some pages come; each has its number in all its bytes.
+    /// Receives contents for some pages; all bytes of a page are its number.
     fn contents(&self, first: u64, count: u64) -> Result<(), Cause> {
         let bytes: Vec<u8> = (first..first + count).flat_map(|page| [mark(page); 4096]).collect();
         self.engine.take_contents(&mut &bytes[..], &[range(first, count)], Via::Bulk, &mut vec![])
@@ -210,7 +210,7 @@ fn after_a_loss_a_large_page_comes_again_from_its_first_piece() {
     assert_eq!(bench.shown.take(), [("contents", 0, UNIT)]);
 }
 
-/// Small pages, and 2 MiB pages of the host to move them to; says why there are none.
+/// Small pages, and 2 MiB pages of the host to move them to; reports why there are none.
 pub(super) fn onto_large_pages() -> Option<(Arc<FakeMemory>, Arc<FakeMemory>, HugePool)> {
     const COUNT: u64 = 4;
     if !have_uffd() {
@@ -246,7 +246,7 @@ pub(super) fn postcopy_onto_large_pages_puts_them_together() {
     }
 }
 
-/// Sides that have not agreed on pieces move large pages as a whole.
+/// Without the feature `pieces` on both sides large pages are sent as a whole.
 #[test]
 fn without_pieces_large_pages_come_whole() {
     for seed in 1..=4 {
@@ -279,7 +279,7 @@ fn auto_onto_large_pages_puts_stale_ones_together() {
     }
 }
 
-/// Asks the host for 2 MiB pages, and returns them; one test at a time does.
+/// Adds 2 MiB pages to the host's pool, and removes them again; one test at a time does so.
 pub(super) struct HugePool {
     before: u64,
     _alone: MutexGuard<'static, ()>,

@@ -26,8 +26,8 @@ fn header(code: u16, len: u64) -> [u8; 16] {
     bytes
 }
 
-/// A destination of the old kind: knows commands 1 to 8, ignores spare header bytes, answers an
-/// unknown command with an error and leaves. Extra connections carry memory. Returns the commands.
+/// A destination of version 0: it knows commands 1 to 8, ignores spare header bytes, answers an
+/// unknown command with an error and closes. Extra connections carry memory. Returns the commands.
 pub(super) fn old_destination(listener: &TcpListener, memory: &Arc<FakeMemory>) -> Vec<u16> {
     let (mut control, _) = listener.accept().unwrap();
     let mut commands = Vec::new();
@@ -106,7 +106,7 @@ fn an_old_destination_gets_plain_precopy() {
         "log ends",
     ];
     let mut calls = calls.lock().clone();
-    // Once more where that took long.
+    // A repeated call, if that took long.
     calls.dedup();
     assert_eq!(calls, expected);
 }
@@ -146,7 +146,7 @@ fn an_old_source_is_served_over_several_connections() {
     };
     ask(&mut control, &header(1, 0));
     ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
-    // Of another source, and of none.
+    // A connection of another source, and one of no source.
     let mut second_source = connect();
     second_source.write_all(&header(1, 0)).unwrap();
     let mut stranger = connect();

@@ -25,20 +25,20 @@ use crate::testing::{FakeMemory, Inject, Pace};
 use crate::transport::Connection;
 use crate::{Address, Cancel, Cause, Limits, MemoryMode, Progress, SendOptions, Side};
 
-/// Limits under which a stall is found soon.
+/// Limits with which a stall is detected soon.
 const SHORT: Limits = Limits { stall: Duration::from_millis(700), ..LIMITS };
 
-/// Slow enough that all of the cuts of a test find pages on their way: 30 % of 12 MiB a second.
+/// A rate low enough that all cuts of a test find pages in flight: 12 MiB take three seconds.
 pub(super) const SLOW: u64 = 4 << 20;
 
-/// Passes connections on, and can cut or stall them.
+/// Forwards connections, and can cut or stall them.
 pub(super) struct Proxy {
     address: Address,
     links: Arc<Mutex<Vec<Link>>>,
     accepted: Arc<AtomicU64>,
-    /// No connection is let through.
+    /// Connections are not forwarded.
     closed: Arc<AtomicBool>,
-    /// How long everything takes one way, in milliseconds.
+    /// One-way delay in milliseconds.
     delay_ms: Arc<AtomicU64>,
 }
 
@@ -87,7 +87,7 @@ impl Proxy {
         }
     }
 
-    /// Cuts one of the last set of connections, by number.
+    /// Cuts one connection of the last set, by number.
     fn cut_one(&self, number: usize, of: usize) {
         let links = self.links.lock();
         let last = links.len().saturating_sub(of);
@@ -113,11 +113,11 @@ fn pass(from: &TcpStream, to: &TcpStream, stalled: &Arc<AtomicBool>, delay: &Arc
         let mut buffer = vec![0; 64 << 10];
         while let Ok(len @ 1..) = from.read(&mut buffer) {
             if stalled.load(Ordering::SeqCst) {
-                // Silent, and open until the other side has had enough.
+                // Silent, and open until the other side closes.
                 while matches!(from.read(&mut buffer), Ok(1..)) {}
                 break;
             }
-            // The link's own length, not a wait for anything.
+            // This is the delay of the link, not a wait for a condition.
             std::thread::sleep(Duration::from_millis(delay.load(Ordering::SeqCst)));
             if to.write_all(&buffer[..len]).is_err() {
                 break;
@@ -163,7 +163,7 @@ impl Run {
         Self::of(from, to, vcpus, limits, adjust, |vm| vm)
     }
 
-    /// The same with a machine that `equip` makes something of.
+    /// The same with a machine that `equip` modifies.
     pub(super) fn of(
         from: &Arc<FakeMemory>,
         to: Arc<FakeMemory>,
@@ -174,7 +174,7 @@ impl Run {
     ) -> Self {
         let guest = Guest::new(from, 77);
         guest.fill(from, 60);
-        // Slow enough not to ask for all pages before a test has acted.
+        // Slow enough not to request all pages before the test acts.
         let pace = Pace::Paced(4, Duration::from_millis(3));
         let builder = Builder::new(&to, &guest).load(vcpus, 90, pace);
         let receive_steering = Steering::new();
@@ -222,7 +222,7 @@ impl Run {
         }
     }
 
-    /// The source has nothing more to do.
+    /// True when the source has nothing more to do.
     pub(super) fn source_is_over(&self) -> bool {
         self.sender.is_finished()
     }
@@ -235,7 +235,7 @@ impl Run {
         self.destination.snapshot().recovery.losses
     }
 
-    /// Everything arrives, and nothing is wrong.
+    /// Waits until everything has arrived, and asserts that nothing is wrong.
     pub(super) fn finish(self) -> (ProgressDocument, ProgressDocument) {
         let sent = self.sender.join().unwrap();
         let (mut vm, done) = self.receiver.join().unwrap();
@@ -248,7 +248,8 @@ impl Run {
     }
 }
 
-/// Number of connections with the options of these tests: the first, one bulk, two urgent.
+/// Number of connections with the options of these tests: the first, one background, two for
+/// requests.
 const SET: usize = 4;
 
 #[test]
@@ -269,7 +270,7 @@ pub(super) fn a_cut_of_any_connection_heals_without_help() {
 #[test]
 fn large_host_pages_that_came_in_part_come_again_after_a_cut() {
     let Some((from, to, _pool)) = super::pieces::onto_large_pages() else { return };
-    // No page is requested: whole pages would be here before the first cut.
+    // No page is requested: all pages would be here before the first cut.
     let slow = |options: &mut SendOptions| options.bandwidth_bytes_per_s = SLOW / 2;
     let run = Run::between(&from, to, 0, LIMITS, slow);
     for cut in 0..4 {
@@ -301,8 +302,8 @@ fn a_hundred_cuts_heal() {
                 one => run.proxy.cut_one(usize::try_from(one).unwrap(), SET),
             }
             cuts += 1;
-            // The next cut comes at any moment after the loss: while it heals or after. What was cut
-            // may have been lost already, so the loss need not come.
+            // The next cut comes at any moment after the loss, during the recovery or after it. The
+            // connection may have been lost already, so there need not be a new loss.
             let soon = Instant::now() + Duration::from_millis(300);
             wait_until("the loss", || run.losses() > before || Instant::now() > soon);
             std::thread::sleep(Duration::from_millis(number >> 50 & 127));
@@ -337,7 +338,7 @@ pub(super) fn requests_that_share_the_bulk_connection_heal_too() {
     assert_eq!(destination.recovery.recoveries, 1);
 }
 
-/// One after another they would take 2 round trips each: more than the destination waits.
+/// One after another they would take 2 round trips each: longer than the destination waits.
 #[test]
 pub(super) fn many_connections_over_a_long_link_are_made_at_once() {
     if !have_uffd() {
@@ -389,7 +390,7 @@ fn a_process_that_is_short_of_descriptors_tries_again() {
     assert_eq!((source.recovery.losses, source.recovery.recoveries), (1, 1));
 }
 
-/// A peer that connects and says a byte now and then, before the source comes back.
+/// A client that connects and sends a byte now and then, before the source reconnects.
 #[test]
 fn a_stranger_that_says_nothing_holds_up_no_recovery() {
     if !have_uffd() {
@@ -410,7 +411,7 @@ fn a_stranger_that_says_nothing_holds_up_no_recovery() {
     let again: Vec<Connection> = (0..20)
         .map(|_| Connection::connect(&run.proxy.address, &cancel, limit, limit).unwrap())
         .collect();
-    // Far sooner than a single one of them may take to say what it is.
+    // Far sooner than the time that one of them has for its first message.
     wait_until("the recovery", || run.destination.snapshot().recovery.recoveries == 1);
     drop((strangers, again));
     run.finish();
@@ -426,7 +427,7 @@ fn after_the_timeout_it_recovers_on_command_and_at_another_address() {
     run.proxy.cut_all();
     wait_until("the pause", || run.source.phase() == Phase::PostcopyPaused);
     wait_until("the pause", || run.destination.phase() == Phase::PostcopyPaused);
-    // No side retries by itself, and an attempt that fails leaves all as it is.
+    // No side retries by itself, and a failed attempt changes nothing.
     let accepted = run.proxy.accepted.load(Ordering::SeqCst);
     run.send_steering.recover(steering::Recover::There);
     wait_until("a failure", || {

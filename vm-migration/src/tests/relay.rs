@@ -21,7 +21,7 @@ use crate::protocol::message::Command;
 use crate::transport::{Connection, Listener, Reader, TransportError};
 use crate::{Address, Cancel};
 
-/// Command, six bytes of its own, and the length of what follows.
+/// Command, six spare bytes, and the length of the payload.
 const HEADER_BYTES: usize = 16;
 
 /// Where the relay acts.
@@ -33,7 +33,7 @@ pub(super) enum Point {
     Answer,
 }
 
-/// What it does.
+/// What the relay does there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Act {
     Close,
@@ -48,18 +48,18 @@ pub(super) struct Cut {
     pub act: Act,
 }
 
-/// What a relay does alongside passing on.
+/// What a relay does in addition to forwarding.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Rule {
     Nothing,
     Cut(Cut),
-    /// The first message of this kind gets through, and its answer so much later.
+    /// The first message of this kind is forwarded, and its answer is delayed by this time.
     Late(Command, Duration),
-    /// Both sides hear from each other that the other does not know this feature.
+    /// This feature is removed from the capabilities of both sides.
     Without(&'static str),
 }
 
-/// One frame: header and payload, behind a table of Memory the contents, and what came with it.
+/// A frame: header and payload, the contents after a table of Memory, and a descriptor that came with it.
 type Frame = (Vec<u8>, Option<OwnedFd>);
 
 /// The relay's end of a connection.
@@ -106,7 +106,7 @@ impl End {
     }
 }
 
-/// Passes the first connection on message by message, in turns; all others as what is there comes.
+/// Forwards the first connection message by message, in turns, and all others as data arrives.
 pub(super) struct Relay {
     pub address: Address,
     pub seen: Arc<Mutex<Vec<Command>>>,
@@ -146,7 +146,7 @@ impl Relay {
         let cancel = Cancel::new().unwrap();
         let until = cancel.clone();
         std::thread::spawn(move || {
-            // What is passed on ends with its connections.
+            // What is forwarded ends with its connections.
             let never = Cancel::new().unwrap();
             let connect = || {
                 let tls = ours.as_ref();
@@ -171,7 +171,7 @@ impl Relay {
                 let Ok(destination) = connect() else { return };
                 let (from, to) = (Arc::clone(&source), Arc::clone(&destination));
                 let shortest = Arc::clone(&shortest);
-                // After a cut other connections come than those of the beginning.
+                // After a cut the connections are different ones from those at the beginning.
                 std::thread::spawn(move || match rule {
                     Rule::Without(_) => copy_messages(from, &to, &shortest),
                     Rule::Nothing | Rule::Cut(_) | Rule::Late(..) => copy(&from, &to),
@@ -194,10 +194,10 @@ fn copy(from: &Connection, to: &Connection) {
     to.shut_down();
 }
 
-/// As `copy`, and looks at the messages.
+/// Like `copy`, and examines the messages.
 fn copy_messages(from: Arc<Connection>, to: &Connection, shortest: &AtomicU64) {
     let mut from = End::new(from);
-    // What the connection is for, and the token.
+    // The role of the connection, and the token.
     let mut hello = [0; size_of::<u16>() + TOKEN_BYTES];
     let _ = from.reader.read_exact(&mut hello).and_then(|()| to.send(&hello));
     while let Ok((bytes, _)) = from.frame() {
@@ -233,7 +233,7 @@ fn relay_control(
     seen: &Mutex<Vec<Command>>,
     ended: &Receiver<()>,
 ) -> Result<(), TransportError> {
-    // After Confirm the destination is the one that speaks.
+    // After Confirm the destination sends the messages.
     let (mut speaker, mut listener) = (&mut source, &mut destination);
     let cut = if let Rule::Cut(cut) = rule { Some(cut) } else { None };
     loop {
@@ -269,10 +269,10 @@ fn relay_control(
     }
 }
 
-/// Takes the feature out of what the sides tell each other of themselves.
+/// Removes the feature from the capabilities that the sides exchange.
 fn forget(rule: Rule, command: Command, bytes: &mut Vec<u8>) {
     let (Rule::Without(feature), Command::Capabilities) = (rule, command) else { return };
-    // A refusal is no document.
+    // A refusal is not a document.
     let Ok(mut document) = serde_json::from_slice::<serde_json::Value>(&bytes[HEADER_BYTES..])
     else {
         return;
@@ -290,7 +290,7 @@ fn act(act: Act, victim: &mut End, ended: &Receiver<()>) -> Result<(), Transport
         Act::Close => {}
         Act::Rubbish => {
             victim.connection.send(&[0xee; 64])?;
-            // The victim has seen it when it says so or leaves.
+            // The victim has received it when it answers or closes.
             let _ = victim.reader.read_exact(&mut [0; 1]);
         }
         Act::Stall => {

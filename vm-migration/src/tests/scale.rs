@@ -17,7 +17,7 @@ use crate::ram::GuestMemoryMap;
 use crate::testing::FakeMemory;
 use crate::{Progress, Side};
 
-/// 1 TiB.
+/// Pages of 1 TiB.
 const PAGES: u64 = 1 << 28;
 
 fn timed<T>(what: &str, work: impl FnOnce() -> T) -> T {
@@ -27,7 +27,7 @@ fn timed<T>(what: &str, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Every second page is missing: as many runs as there can be.
+/// Every second page is missing: the maximum number of runs.
 fn alternating() -> PageBitmap {
     let map = PageBitmap::new(PAGES);
     for word in 0..PAGES / 64 {
@@ -48,7 +48,8 @@ fn a_recovery_of_a_tebibyte_looks_at_words_and_discards_only_what_came_in_part()
     let progress = Arc::new(Progress::new(Side::Destination));
     let map = alternating();
     let engine = Engine::with_emptied(&memory, Arc::new(NoFaults), vec![map], progress).unwrap();
-    // A connection is lost in the middle of three pages, and another in a page that has come since.
+    // One connection is lost in the middle of three pages, another in a page that has arrived
+    // since.
     let range = |page| GpaRange { gpa: page * PAGE_BYTES, len_bytes: PAGE_BYTES };
     for pages in [[0, 2, 4], [6, 8, 10]] {
         let bytes = vec![1; 6000];

@@ -14,11 +14,11 @@ use crate::layout::{Backing, PAGE_BYTES};
 use crate::testing::FakeMemory;
 use crate::{Address, Cancel, Progress, Side};
 
-/// Role and token of an extra connection.
+/// Length of the role and token of an extra connection.
 const HELLO_BYTES: usize = 18;
 
-/// Passes connections on; what the source sends on the last of `count` is held back, but for its
-/// hello, until the gate opens.
+/// Forwards connections; what the source sends on the last of `count`, except the role and token,
+/// is held back until the gate opens.
 fn relay(to: &Address, count: usize, gate: Receiver<()>) -> Address {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();

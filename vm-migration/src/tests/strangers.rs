@@ -23,7 +23,7 @@ fn connect(address: &Address) -> TcpStream {
     TcpStream::connect((host.as_str(), *port)).unwrap()
 }
 
-/// What is no beginning of a migration.
+/// Data that does not begin a migration.
 fn noises() -> Vec<Vec<u8>> {
     let recover = Recover { id: [1; 16], attempt: 1, bulk: 1, urgent: 1, alive: false };
     vec![
@@ -46,7 +46,7 @@ fn who_is_not_the_source_ends_no_wait_for_it() {
     let guest = Guest::new(&from, 5);
     guest.fill(&from, 30);
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    // More than are looked at together, before the source and still there when it comes.
+    // More than are examined together, before the source and still there when it comes.
     let mut silent: Vec<_> = (0..400).map(|_| connect(&target.address)).collect();
     for _ in 0..20 {
         drop(connect(&target.address));
@@ -83,7 +83,7 @@ fn strangers_hear_why_they_go() {
     target.join().unwrap_err();
 }
 
-/// Connects again and again, each time with a byte now and then, until it is told to end.
+/// Connects again and again, each time with a byte now and then, until `end`.
 fn drip(address: &Address, end: &AtomicBool) {
     let mut all: Vec<TcpStream> = Vec::new();
     while !end.load(Ordering::Relaxed) {
@@ -95,7 +95,7 @@ fn drip(address: &Address, end: &AtomicBool) {
             all.push(stream);
         }
         for stream in &mut all {
-            // A role and part of a token, or a header.
+            // A role and part of a token, or of a header.
             let _ = stream.write(&[2]);
         }
         std::thread::sleep(Duration::from_millis(5));

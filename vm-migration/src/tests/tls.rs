@@ -27,13 +27,13 @@ thread_local! {
     static CERTIFICATES: RefCell<Option<Certificates>> = const { RefCell::new(None) };
 }
 
-/// What both sides of the migrations that this thread starts use, if they have a network between them.
+/// The certificates for both sides of migrations that this thread starts over a network.
 pub(super) fn of_this_thread(at: &Address) -> Option<Certificates> {
     let all = CERTIFICATES.with_borrow(Clone::clone);
     all.filter(|_| matches!(at, Address::Tcp { .. }))
 }
 
-/// Runs something whose migrations use TLS.
+/// Runs a function whose migrations use TLS.
 pub(super) fn secured<T>(run: impl FnOnce() -> T) -> T {
     let before = CERTIFICATES.replace(Some(certificates()));
     let done = run();
@@ -41,7 +41,7 @@ pub(super) fn secured<T>(run: impl FnOnce() -> T) -> T {
     done
 }
 
-/// The tests of other files, over TLS.
+/// Runs tests of other files over TLS.
 macro_rules! over_tls {
     ($($name:ident = $test:path,)*) => {
         $(#[test]
@@ -75,7 +75,7 @@ over_tls! {
     a_page_server_that_ends_half_way_leaves_the_source_serving = super::handed_on::a_page_server_that_ends_half_way_leaves_the_source_serving,
 }
 
-/// A source that wants to send, and a destination that awaits one.
+/// A source that is about to send, and a destination that waits for one.
 struct Sides {
     from: Arc<FakeMemory>,
     guest: Arc<Guest>,
@@ -84,7 +84,7 @@ struct Sides {
 }
 
 impl Sides {
-    /// With certificates at the destination, or without.
+    /// Sides with certificates at the destination, or without.
     fn new(tls: Option<ServerTls>) -> Self {
         let (from, to) = (memory(), memory());
         let guest = Guest::new(&from, 5);
@@ -102,7 +102,7 @@ impl Sides {
         Self { from, guest, to, target }
     }
 
-    /// A source that fails, and how; its guest runs on.
+    /// Runs a source that fails; returns the reason. Its guest continues.
     fn fails(&self, tls: Option<ClientTls>) -> String {
         let options = crate::SendOptions { tls, ..options(&self.target.address) };
         let began = Instant::now();
@@ -115,7 +115,7 @@ impl Sides {
         error_text::chain(&error)
     }
 
-    /// A source that is known comes, and its guest arrives.
+    /// Runs a source with a valid certificate, whose guest arrives.
     fn succeeds(self, tls: Option<ClientTls>) {
         let options = crate::SendOptions { tls, ..options(&self.target.address) };
         send(FakeVm::new(&self.from, &self.guest).running(), &options).unwrap();
@@ -146,7 +146,7 @@ fn who_is_not_known_ends_no_wait_for_the_source() {
     assert!(told.contains("certificate"), "{told}");
     let Address::Tcp { host, port } = sides.target.address.clone() else { panic!() };
     let connect = || TcpStream::connect((host.as_str(), port)).unwrap();
-    // More than are looked at together, and all kinds of beginnings.
+    // More than are examined together, with all kinds of first bytes.
     let mut strangers: Vec<_> = (0..400).map(|_| connect()).collect();
     for noise in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
@@ -162,14 +162,14 @@ fn who_is_not_known_ends_no_wait_for_the_source() {
         stranger.write_all(noise).unwrap();
         strangers.push(stranger);
     }
-    // One that was half way when it became silent.
+    // One that stopped sending in the middle of the handshake.
     let mut hello = connect();
     hello.write_all(&client_hello()).unwrap();
     assert!(hello.read(&mut [0; 1]).unwrap() > 0, "the destination answers");
     sides.succeeds(Some(source));
 }
 
-/// What a source says first.
+/// The first bytes of a source.
 fn client_hello() -> Vec<u8> {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let to = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
@@ -217,7 +217,7 @@ fn who_comes_late_is_answered_over_tls_and_in_no_other_way() {
     );
     assert_eq!(ask(&address, id, Some(&source)).unwrap(), b"");
     ask(&address, id, None).unwrap_err();
-    // The next migration there cannot do without, at any address of that port, and changes nothing when it tries.
+    // The next migration at that port cannot omit TLS, at any address, and its attempt changes nothing.
     let bind = |at: &Address, tls| {
         crate::destination::Listener::bind_over(at, tls, &late_reconnects, &never)
     };
@@ -229,7 +229,7 @@ fn who_comes_late_is_answered_over_tls_and_in_no_other_way() {
         assert_eq!(ask(&address, id, Some(&source)).unwrap(), b"");
         ask(&address, id, None).unwrap_err();
     }
-    // With the certificates of the next one, also when that is over.
+    // With the certificates of the next migration, also after that has ended.
     let (other_source, other) = certificates();
     let next = bind(&address, Some(other)).unwrap();
     assert!(next.is_authenticated());

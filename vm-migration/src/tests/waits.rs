@@ -16,7 +16,7 @@ use crate::testing::FakeMemory;
 use crate::uffd::UffdError;
 use crate::{Progress, Side};
 
-/// Catches nothing and shows nothing.
+/// A fault source without faults.
 pub(super) struct NoFaults;
 
 impl FaultSource for NoFaults {
@@ -59,13 +59,13 @@ impl FaultSource for NoFaults {
     }
 }
 
-/// Says that this thread has come to a step, and waits for the other one to come there.
+/// Announces that this thread has reached a step, and waits for the other one to reach it.
 fn meet(mine: &AtomicU64, other: &AtomicU64, step: u64) {
     mine.store(step, Ordering::SeqCst);
     let mut looks = 0_u32;
     while other.load(Ordering::SeqCst) < step {
         looks += 1;
-        // With fewer processors than threads the other one needs this one.
+        // With fewer processors than threads the other thread needs this one.
         if looks > 2000 { std::thread::yield_now() } else { std::hint::spin_loop() }
     }
 }

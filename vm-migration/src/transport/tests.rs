@@ -81,7 +81,7 @@ proptest! {
     }
 }
 
-/// Two ends of one connection.
+/// Both ends of a connection.
 fn pair(stall: Duration) -> (Connection, Connection, Cancel) {
     let cancel = Cancel::new().unwrap();
     let listener = Listener::bind(&tcp("127.0.0.1", 0)).unwrap();
@@ -114,12 +114,12 @@ fn a_port_and_a_socket_file_in_use_are_refused_and_a_stale_file_is_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let address = Address::Unix(path.clone());
-    // A socket file without a listener: its listener died without removing it.
+    // A socket file without a listener: its process died without removing it.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let listener = Listener::bind(&address).unwrap();
     let again = Listener::bind(&address);
     assert!(matches!(again, Err(TransportError::InUse(_))), "{again:?}");
-    // What another has put there meanwhile is not this one's to remove.
+    // A file that another listener has created there must not be removed.
     std::fs::remove_file(&path).unwrap();
     let next = Listener::bind(&address).unwrap();
     drop(listener);
@@ -159,7 +159,8 @@ fn every_wait_ends_when_it_is_cancelled() {
         assert!(cancelled(wait.join().unwrap()));
         assert!(cancelled(accept.join().unwrap()));
     });
-    // Connecting without an accept and with a full backlog: the cancel is checked first.
+    // Connecting to a listener that does not accept and has a full backlog: the cancel is checked
+    // first.
     let cancel = Cancel::new().unwrap();
     cancel.cancel();
     let unreachable = tcp("name.invalid", 1);
@@ -193,8 +194,8 @@ fn guest_memory_travels_in_any_pieces() {
         from.word(0, page, 1).store(page * 7 + 1, order);
     }
     let (one, other, _) = pair(LONG);
-    // More pieces than one system call takes, an odd prefix that the reader takes ahead, and runs
-    // cut differently on both sides.
+    // More pieces than one system call takes, an odd prefix that the reader reads ahead, and runs
+    // that are cut differently on both sides.
     let run = |first, count| PageRun { region: 0, first, count };
     let sent: Vec<PageRun> = (0..pages).map(|page| run(page, 1)).collect();
     let received: Vec<PageRun> = (0..pages / 100).map(|index| run(index * 100, 100)).collect();
@@ -217,7 +218,7 @@ fn guest_memory_travels_in_any_pieces() {
     }
 }
 
-/// Two ends of a connection with little room in between.
+/// Both ends of a connection with small buffers.
 fn narrow(stall: Duration) -> (Connection, std::os::unix::net::UnixStream) {
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     socket2::SockRef::from(&ours).set_send_buffer_size(1).unwrap();
@@ -235,7 +236,7 @@ fn what_trickles_in_has_a_total_time() {
             std::thread::sleep(Duration::from_millis(10));
         }
     });
-    // Without a message that is due nothing but a stall ends it.
+    // Without a limit for the message, only a stall ends it.
     reader.read_exact(&mut [0; 100]).unwrap();
     ours.time_message(true);
     let error = reader.read_exact(&mut vec![0; 1 << 20]).unwrap_err();

@@ -25,7 +25,7 @@ fn run(first: u64, count: u64) -> PageRun {
     PageRun { region: 0, first, count }
 }
 
-/// The first byte of a page, as a vCPU gets it.
+/// The first byte of a page, as a vCPU reads it.
 fn vcpu_reads(memory: &FakeMemory, page: u64) -> io::Result<u8> {
     memory.vcpu_reads(0, page)
 }
@@ -34,7 +34,7 @@ fn is_refused(memory: &FakeMemory, page: u64) -> bool {
     vcpu_reads(memory, page).is_err_and(|error| error.raw_os_error() == Some(libc::EFAULT))
 }
 
-/// Memory that is watched, or nothing where that is not permitted.
+/// Watched memory, or `None` where that is not permitted.
 fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
     let memory = FakeMemory::new(&[(GPA, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
     if let Err(error) = check(memory.layout().regions()) {
@@ -47,7 +47,7 @@ fn watched() -> Option<(Arc<FakeMemory>, Arc<OwnFaults<FakeMemory>>)> {
     Some((memory, sigbus))
 }
 
-/// Brings pages full of nines, and counts how often it was asked.
+/// Resolves faults with pages full of nines, and counts its calls.
 struct Nines(Arc<OwnFaults<FakeMemory>>, AtomicUsize);
 
 impl FaultResolver for Nines {
@@ -125,7 +125,7 @@ fn memory_with_one_mapping_is_refused_with_what_to_do() {
     assert!(error.contains("shared=on") && error.contains("fault_source=uffd"), "{error}");
 }
 
-/// Notes which marks went, and which regions are without.
+/// Records which marks were cleared, and in which regions the barrier was removed.
 #[derive(Clone, Default)]
 struct Noted(Arc<Mutex<(Vec<PageRun>, Vec<usize>)>>);
 
@@ -159,8 +159,8 @@ fn a_mark_goes_when_its_page_has_come_and_all_go_in_the_end() {
     assert_eq!(noted.0.lock().1, [0]);
 }
 
-/// Marks of two regions as a patched KVM has them: taking one away takes long, and meanwhile a vCPU
-/// comes to the other region.
+/// Marks of two regions like those of a patched KVM: removing one takes long, and meanwhile a vCPU
+/// accesses the other region.
 #[derive(Clone, Default)]
 struct Slow {
     open: Arc<AtomicBool>,
@@ -186,7 +186,7 @@ impl VcpuBarrier for Slow {
     }
 }
 
-/// Shows pages that have stayed holes, as the engine does when all is here.
+/// Makes pages visible that have stayed holes, as the engine does when all pages are here.
 struct Holes(Weak<OwnFaults<FakeMemory>>);
 
 impl FaultResolver for Holes {

@@ -19,7 +19,7 @@ fn run(first: u64, count: u64) -> PageRun {
     PageRun { region: 0, first, count }
 }
 
-/// Memory that is watched, or nothing where that is not permitted.
+/// Watched memory, or `None` where that is not permitted.
 fn watched(backing: Backing) -> Option<(Arc<FakeMemory>, Arc<Uffd<FakeMemory>>)> {
     let memory = FakeMemory::new(&[(0, PAGES)], backing, PAGE_BYTES).unwrap();
     if let Err(error) = check(memory.layout().regions()) {
@@ -30,7 +30,7 @@ fn watched(backing: Backing) -> Option<(Arc<FakeMemory>, Arc<Uffd<FakeMemory>>)>
     Some((memory, uffd))
 }
 
-/// Touches a page on another thread, lets `resolve` answer the fault, returns what was read.
+/// Touches a page on another thread, has `resolve` handle the fault, and returns what was read.
 fn touch(
     memory: &Arc<FakeMemory>,
     uffd: &Uffd<FakeMemory>,
@@ -121,7 +121,7 @@ fn a_failed_unregister_keeps_nothing_else_and_is_retried() {
         read
     };
     let patience = std::time::Duration::from_mins(1);
-    // No range of pages: refused.
+    // Not a page-aligned range, so it is refused.
     let first = uffd.watched.get_mut().first_mut().unwrap();
     first.address += 1;
     let refused = uffd.release();

@@ -21,10 +21,10 @@ use crate::testing::FakeMemory;
 use crate::transport::{Connection, Listener};
 use crate::{Progress, Side};
 
-/// How long a peer continues at most: far longer than what is to end it.
+/// The longest that a peer continues: far longer than the limit under test.
 const LONG: Duration = Duration::from_secs(20);
 
-/// How long a peer may stand still.
+/// The stall timeout.
 const STALL: Duration = Duration::from_millis(500);
 
 fn options(to: &crate::Address) -> SendOptions {
@@ -32,7 +32,7 @@ fn options(to: &crate::Address) -> SendOptions {
     SendOptions { limits, ..SendOptions::new(to.clone()) }
 }
 
-/// A server of one page.
+/// A server with one page.
 fn server(options: &SendOptions) -> Arc<Server<FakeMemory>> {
     let memory = FakeMemory::new(&[(0, 1)], Backing::Shared, PAGE_BYTES).unwrap();
     let progress = Arc::new(Progress::new(Side::Source));
@@ -40,7 +40,7 @@ fn server(options: &SendOptions) -> Arc<Server<FakeMemory>> {
     Arc::new(Server::new(memory, missing, vec![Grain::new(1, 1)], options, progress))
 }
 
-/// Says `first`, and then `more` again and again, for a long time or until that is not taken.
+/// Sends `first`, and then `more` again and again, for a long time or until it is not accepted.
 fn go_on(connection: &Connection, first: &[u8], more: &[u8]) {
     let began = Instant::now();
     let mut sent = connection.send(first);
@@ -50,7 +50,7 @@ fn go_on(connection: &Connection, first: &[u8], more: &[u8]) {
     }
 }
 
-/// A destination to which a source comes back. It says that it is there, and then continues so.
+/// A destination to which a source reconnects. It sends `first`, and then `more` again and again.
 fn take_back(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>) {
     let never = Cancel::new().unwrap();
     let mut control = Channel::new(listener.accept(&never, Some(LONG), LONG).unwrap());
@@ -64,8 +64,8 @@ fn take_back(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>)
     go_on(&control.connection, first, more);
 }
 
-/// Comes back to such a destination; a person gives up when `is_abandoned`. Gives how it ends, and after
-/// which time.
+/// Reconnects to such a destination; the operator abandons the migration if `is_abandoned`. Returns how
+/// and after which time it ends.
 fn come_back(first: &[u8], more: &[u8], is_abandoned: bool) -> (Failure, Duration) {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     let options = options(listener.address());
@@ -91,7 +91,7 @@ fn come_back(first: &[u8], more: &[u8], is_abandoned: bool) -> (Failure, Duratio
 fn an_operator_can_abandon_whatever_the_destination_says() {
     let alive = Message::Alive.encode();
     let pending = Header::new(Command::Pending.code(), PENDING_BYTES_MAX).encode();
-    // Forever, and with contents that take a good part of an hour at the slowest that is allowed.
+    // Endlessly, and with contents that take a good part of an hour at the lowest allowed rate.
     for (first, more) in [(&[][..], &alive[..]), (&pending, &[0; 4096])] {
         let (failure, took) = come_back(first, more, true);
         assert!(took < LONG / 2, "it took {took:?}");
@@ -162,7 +162,7 @@ fn bytes_that_make_no_message_are_no_sign_of_life() {
             // SAFETY: the descriptor is open as long as the connection is there.
             let socket = unsafe { BorrowedFd::borrow_raw(theirs.as_raw_fd()) };
             let mut raw = std::net::TcpStream::from(socket.try_clone_to_owned().unwrap());
-            // A record that comes to its end at no time that matters.
+            // A record that is never complete in any time that matters.
             let began = Instant::now();
             let mut sent = raw.write_all(&[23, 3, 3, 0x40, 0]);
             while sent.is_ok() && began.elapsed() < LONG {

@@ -17,7 +17,7 @@ use crate::ram::GuestMemoryMap as _;
 use crate::testing::{FakeMemory, Guest, Pace};
 use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
 
-/// Builds a destination over memory that is there already.
+/// Builds a destination over existing memory.
 pub struct Builder {
     common: Common,
     touch: Vec<(usize, u64)>,
@@ -25,7 +25,7 @@ pub struct Builder {
     start_gate: Option<Receiver<()>>,
 }
 
-/// A machine on the destination.
+/// A fake machine on the destination.
 pub struct FakeDestination {
     common: Common,
     touch: Vec<(usize, u64)>,
@@ -33,7 +33,7 @@ pub struct FakeDestination {
     start_gate: Option<Receiver<()>>,
 }
 
-/// A thread of a machine, which waits for it when it ends.
+/// A thread of a machine, for which the machine waits when it is dropped.
 #[derive(Default)]
 struct Device(Option<std::thread::JoinHandle<()>>);
 
@@ -46,48 +46,48 @@ impl Drop for Device {
 }
 
 impl Builder {
-    /// A destination for `guest`, in `memory`.
+    /// A builder for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = FakeVm::new(memory, guest).common;
         Self { common, touch: Vec::new(), gate: None, start_gate: None }
     }
 
-    /// Number of vCPUs, share of memory they write, and how fast.
+    /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
     #[must_use]
     pub fn load(mut self, vcpus: u64, hot: u64, pace: Pace) -> Self {
         (self.common.vcpus, self.common.hot, self.common.pace) = (vcpus, hot, pace);
         self
     }
 
-    /// Where it fails.
+    /// Sets where it fails.
     #[must_use]
     pub fn inject(mut self, inject: Inject) -> Self {
         self.common.inject = inject;
         self
     }
 
-    /// Reads documents up to these versions.
+    /// Sets the newest format versions that it reads.
     #[must_use]
     pub fn formats(mut self, formats: Formats) -> Self {
         self.common.formats = formats;
         self
     }
 
-    /// vCPUs bring their own pages.
+    /// Makes vCPUs resolve their own faults.
     #[must_use]
     pub fn own_faults(mut self) -> Self {
         self.common.own_faults = true;
         self
     }
 
-    /// Pages (region, page) that restoring state reads through the guest's mapping.
+    /// Sets the pages (region, page) that restoring the state reads through the guest's mapping.
     #[must_use]
     pub fn touch(mut self, pages: Vec<(usize, u64)>) -> Self {
         self.touch = pages;
         self
     }
 
-    /// Building takes until the gate is opened, or dropped.
+    /// Makes building wait until the gate is opened, or dropped.
     #[must_use]
     pub fn gate(mut self, gate: Receiver<()>) -> Self {
         self.gate = Some(gate);
@@ -101,14 +101,14 @@ impl Builder {
         self
     }
 
-    /// Notes what is done to it there, too.
+    /// Records its calls in `calls` as well.
     #[must_use]
     pub fn note_in(mut self, calls: &Calls) -> Self {
         self.common.calls = Arc::clone(calls);
         self
     }
 
-    /// What was done to it.
+    /// The recorded calls.
     pub fn calls(&self) -> Calls {
         Arc::clone(&self.common.calls)
     }
@@ -137,7 +137,7 @@ impl DestinationBuilder for Builder {
     }
 }
 
-/// A machine on the destination that has nothing but memory.
+/// A machine on the destination that has only its memory.
 pub struct FakeMapped(Builder);
 
 impl MappedMachine for FakeMapped {
@@ -150,7 +150,7 @@ impl MappedMachine for FakeMapped {
     fn build(self) -> Result<FakeDestination, VmError> {
         let Builder { common, touch, gate, start_gate } = self.0;
         if let Some(gate) = gate {
-            // Ends when the test says so, or has gone.
+            // Ends when the test opens the gate, or has ended.
             let _ = gate.recv();
         }
         common.call(Inject::Prepare, "prepare")?;
@@ -195,7 +195,7 @@ impl DestinationVm for FakeDestination {
 
     fn run(mut self, resume: bool) -> Result<FakeVm, (Self, VmError)> {
         if let Some(gate) = self.start_gate.take() {
-            // Dropped is open.
+            // A dropped gate counts as open.
             let _ = gate.recv();
         }
         if self.common.inject == Inject::RunOnce {

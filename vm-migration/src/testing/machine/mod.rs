@@ -24,10 +24,10 @@ use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
 use crate::vm::{FreePageHints, PausedVm, SourceVm, Throttle, VmError};
 
-/// What was done to a machine, in order.
+/// The calls that a machine received, in order.
 pub type Calls = Arc<Mutex<Vec<&'static str>>>;
 
-/// Where a machine fails.
+/// The step at which a machine fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "each is named after the step that fails")]
 pub enum Inject {
@@ -44,20 +44,20 @@ pub enum Inject {
     Prepare,
     Apply,
     Run,
-    /// No failure: settling takes longer than the downtime.
+    /// No failure: preparing the stop takes longer than the downtime.
     PreparesStopSlowly,
-    /// No failure: settling takes until it is cancelled.
+    /// No failure: preparing the stop takes until it is cancelled.
     NeverPreparesStop,
-    /// `Run`, the first time.
+    /// `Run` fails the first time.
     RunOnce,
     /// No failure: releasing exclusive resources takes a second.
     ReleaseLate,
-    /// No failure: when the machine comes into doubt a device touches a page, and the machine does not
-    /// end before that device.
+    /// No failure: when the machine comes into doubt a device touches a page, and the machine waits
+    /// for that device when it is dropped.
     TouchInDoubt,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
-    /// No failure: after the handover the process has no descriptor for the next two sets of
+    /// No failure: after the handover the process lacks descriptors for the next two sets of
     /// connections (in this crate's own tests).
     Descriptors,
 }
@@ -71,32 +71,32 @@ struct Common {
     pace: Pace,
     inject: Inject,
     calls: Calls,
-    /// From this share of throttling on the guest dirties nothing; `None` without a throttle.
+    /// Throttle from which on the guest dirties nothing; `None` without a throttle.
     calms_at: Option<u8>,
     throttled: Throttled,
-    /// From this page of each region on the guest says that it uses nothing.
+    /// The guest reports that it does not use any page of a region from this one on.
     free_from: Option<u64>,
-    /// How many looks it takes to name them all.
+    /// Number of queries until all free pages are reported.
     hint_looks: u64,
-    /// vCPUs bring their own pages at the destination.
+    /// vCPUs resolve their own faults at the destination.
     own_faults: bool,
-    /// The page server that sends the pages that are left.
+    /// The page server that sends the remaining pages.
     page_server: Option<Arc<FakePageServer>>,
-    /// What its documents need, or what it reads.
+    /// The format versions that its documents need, or that it reads.
     formats: Formats,
     met: Met,
 }
 
-/// What a machine was told that the destination reads.
+/// The format versions that a machine was told the destination reads.
 pub type Met = Arc<Mutex<Option<Formats>>>;
 
-/// Shares of time that a machine was throttled to, in order.
+/// The throttle values that were set on a machine, in order.
 pub type Throttled = Arc<Mutex<Vec<u8>>>;
 
-/// Hints of a fake machine.
+/// Free page hints of a fake machine.
 struct FakeHints {
     first: u64,
-    /// Looks until all are named; up to then none counts.
+    /// Queries until all pages are reported; none counts before.
     looks_left: AtomicU64,
     calls: Calls,
 }
@@ -112,7 +112,7 @@ impl FreePageHints for FakeHints {
     }
 
     fn named(&self) -> u64 {
-        // Something new each time.
+        // A new number each time.
         u64::MAX - self.looks_left.load(Ordering::Relaxed)
     }
 
@@ -131,7 +131,7 @@ impl Drop for FakeHints {
     }
 }
 
-/// The throttle of a fake machine: notes what it is set to.
+/// The throttle of a fake machine, which records its values.
 struct FakeThrottle {
     throttled: Throttled,
     memory: Arc<FakeMemory>,
@@ -162,20 +162,20 @@ impl Common {
     }
 }
 
-/// A machine that may run.
+/// A machine whose guest may run.
 pub struct FakeVm {
     common: Common,
     writers: Option<Writers>,
 }
 
-/// A machine that does not run.
+/// A machine whose guest is stopped.
 pub struct FakePaused {
     common: Common,
     ran: bool,
 }
 
 impl FakeVm {
-    /// A machine over memory, not running yet.
+    /// A machine over `memory`, not running yet.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = Common {
             memory: Arc::clone(memory),
@@ -197,74 +197,74 @@ impl FakeVm {
         Self { common, writers: None }
     }
 
-    /// Can be throttled; from `percent` on a busy log has nothing to note.
+    /// Adds a throttle; from `percent` on a busy log has nothing to record.
     #[must_use]
     pub fn calms_at(mut self, percent: u8) -> Self {
         self.common.calms_at = Some(percent);
         self
     }
 
-    /// Gives hints: nothing from this page of each region on is in use. But as soon as it has been
-    /// asked, and before it tells, it uses every other of these pages again.
+    /// Makes the guest give hints: no page from this one of each region on is in use. But once it has
+    /// been asked, and before it reports, it uses every other of these pages again.
     #[must_use]
     pub fn free_from(mut self, page: u64) -> Self {
         self.common.free_from = Some(page);
         self
     }
 
-    /// It takes so many looks to name them, and always has some more.
+    /// Sets the number of queries until all pages are reported; there are always some more.
     #[must_use]
     pub fn slow_hints(mut self, looks: u64) -> Self {
         self.common.hint_looks = looks;
         self
     }
 
-    /// Its last pages are sent by this one.
+    /// Sets the page server for the last pages.
     #[must_use]
     pub fn page_server(mut self, page_server: &Arc<FakePageServer>) -> Self {
         self.common.page_server = Some(Arc::clone(page_server));
         self
     }
 
-    /// Its documents need these versions.
+    /// Sets the format versions that its documents need.
     #[must_use]
     pub fn formats(mut self, formats: Formats) -> Self {
         self.common.formats = formats;
         self
     }
 
-    /// What it was told that the destination reads.
+    /// The format versions that it was told the destination reads.
     pub fn met(&self) -> Met {
         Arc::clone(&self.common.met)
     }
 
-    /// What it was throttled to.
+    /// The throttle values that were set.
     pub fn throttled(&self) -> Throttled {
         Arc::clone(&self.common.throttled)
     }
 
-    /// Number of vCPUs, share of memory they write, and how fast.
+    /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
     #[must_use]
     pub fn load(mut self, vcpus: u64, hot: u64, pace: Pace) -> Self {
         (self.common.vcpus, self.common.hot, self.common.pace) = (vcpus, hot, pace);
         self
     }
 
-    /// Where it fails.
+    /// Sets where it fails.
     #[must_use]
     pub fn inject(mut self, inject: Inject) -> Self {
         self.common.inject = inject;
         self
     }
 
-    /// Runs it.
+    /// Starts its vCPUs.
     #[must_use]
     pub fn running(mut self) -> Self {
         self.writers = Some(self.common.start());
         self
     }
 
-    /// What was done to it.
+    /// The recorded calls.
     pub fn calls(&self) -> Calls {
         Arc::clone(&self.common.calls)
     }
@@ -284,7 +284,7 @@ impl FakeVm {
         &self.common.memory
     }
 
-    /// Stops it for good.
+    /// Stops its vCPUs for good.
     pub fn stop(&mut self) {
         self.writers = None;
     }

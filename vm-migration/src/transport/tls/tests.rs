@@ -27,7 +27,7 @@ use crate::transport::{Address, Connection, Listener, Part, Reader, TransportErr
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(50);
 
-/// Certificates of both sides, for a destination on this machine.
+/// Certificates of both sides, for a destination on this host.
 pub(crate) fn certificates() -> (ClientTls, ServerTls) {
     let dir = tempfile::tempdir().unwrap();
     TestCa::new().write_all(dir.path(), &["127.0.0.1", "localhost"]);
@@ -68,7 +68,7 @@ fn pair(stall: Duration) -> (Connection, Connection) {
     pair_of(&client, &server, stall)
 }
 
-/// How a handshake ends on both sides, the source's with the first answer.
+/// Result of a handshake on both sides; the source's is that of the first answer.
 fn agree(
     client: &ClientTls,
     server: &ServerTls,
@@ -95,7 +95,7 @@ fn chain(error: &TransportError) -> String {
     error_text::chain(error)
 }
 
-/// Certificates in which one side's are as they should not be.
+/// Certificates of which those of one side are invalid in some way.
 fn odd(side: &str, hosts: &[&str], has_expired: bool, other_ca: bool) -> (ClientTls, ServerTls) {
     let dir = tempfile::tempdir().unwrap();
     let ca = TestCa::new();
@@ -150,7 +150,7 @@ fn a_destination_with_a_wrong_certificate_is_refused() {
 fn a_source_with_a_wrong_certificate_is_refused() {
     for (has_expired, other_ca, why) in [(false, true, "UnknownIssuer"), (true, false, "expired")] {
         let (client, server) = odd("client", &["source"], has_expired, other_ca);
-        // The source's own CA is the destination's.
+        // The source trusts the CA of the destination.
         let (source, destination) = agree(&client_of(&client, &server), &server, |to| to);
         let error = destination.unwrap_err();
         assert!(matches!(error, TransportError::Tls(TlsError::Certificate(_))), "{error:?}");
@@ -160,7 +160,7 @@ fn a_source_with_a_wrong_certificate_is_refused() {
     }
 }
 
-/// The source's certificate, and trust in what the destination trusts.
+/// The source's certificate, with the destination's trusted CA.
 fn client_of(client: &ClientTls, server: &ServerTls) -> ClientTls {
     let (mut ours, theirs) = (serde_json::to_value(&*client.files).unwrap(), &*server.files);
     ours["ca"] = serde_json::to_value(theirs).unwrap()["ca"].clone();
@@ -288,7 +288,7 @@ fn a_request_for_other_keys_is_heeded_and_holds_no_reader_up() {
     let ask = tls.seal_for_test(ContentType::Handshake, &[24, 0, 0, 1, 1]);
     tls.change_keys_for_test();
     super::super::socket::send_now(&one.socket, &ask).unwrap();
-    // The socket is readable, and nothing can be read.
+    // The socket is readable, but no plaintext can be read.
     let deadline = Instant::now() + LONG;
     while !other.tls.as_ref().unwrap().is_asked_for_keys() {
         assert!(!other.has_data_now().unwrap());
@@ -401,7 +401,7 @@ fn waits_are_bounded_and_cancelled() {
     assert!(timed_out(reader.read_exact(&mut [0; 1])));
     assert!(timed_out(other.wait_for_data(Some(SHORT))));
     assert!(timed_out(other.send(&vec![0; 64 << 20])));
-    // What is sealed and did not go out is a hole in the stream: nothing can follow it.
+    // A sealed record that was not sent leaves a gap in the stream: nothing can follow it.
     assert!(!other.is_between_messages());
     assert!(matches!(other.send(b"x"), Err(TransportError::Closed)));
     let (one, other) = pair(LONG);
@@ -417,8 +417,8 @@ fn waits_are_bounded_and_cancelled() {
     });
 }
 
-/// The source's end of a connection whose other end is under the test's control, and both TCP ends between
-/// that it can tamper with.
+/// The source's end of a connection whose other end the test controls, with access to both TCP ends in
+/// between for tampering.
 fn tampered(with: impl FnOnce(&mut TcpStream, &mut TcpStream) + Send + 'static) -> Connection {
     let (client, server) = certificates();
     let listener = listen(Some(&server));
@@ -437,7 +437,7 @@ fn tampered(with: impl FnOnce(&mut TcpStream, &mut TcpStream) + Send + 'static) 
         let (mut up, mut out) = (source.try_clone().unwrap(), destination.try_clone().unwrap());
         std::thread::spawn(move || std::io::copy(&mut up, &mut out));
         let (mut from, mut to) = (destination, source);
-        // The destination's part of the handshake, and no byte behind it.
+        // The destination's part of the handshake, and no byte after it.
         let mut buffer = [0; 4096];
         from.set_nonblocking(true).unwrap();
         while is_done.try_recv().is_err() {
@@ -508,7 +508,7 @@ fn what_is_tampered_with_or_cut_off_is_a_lost_connection() {
             TransportError::Closed => assert!(!is_tls, "{name}"),
             error => panic!("{name}: {error:?}"),
         }
-        // And so it stays.
+        // The failure is permanent.
         assert!(reader.read_exact(&mut [0; 1]).is_err(), "{name}");
     }
 }
@@ -537,7 +537,7 @@ fn a_handshake_has_a_deadline_however_it_goes_on() {
         let port = silent.local_addr().unwrap().port();
         let end = std::thread::spawn(move || {
             let (mut stream, _) = silent.accept().unwrap();
-            // A record of the handshake that never comes to its end.
+            // A record of the handshake that is never complete.
             let mut sent = stream.write_all(&[22, 3, 3, 0x20, 0]);
             while drips && sent.is_ok() {
                 std::thread::sleep(Duration::from_millis(5));
