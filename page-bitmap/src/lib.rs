@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Lock-free bitmap over pages: who owns a page is a bit that one thread clears.
+//! A lock-free bitmap over pages, in which the thread that clears a bit owns its page.
 //!
 //! The thread that changes a bit from one to zero ([`PageBitmap::claim`]) owns the page, and no other
-//! thread gets it: bulk senders and urgent ones share no lock and no queue. What a bit stands for is
-//! the user's: a page of 4 KiB, a host page, a block of plugged memory, dirty, absent, still to be sent.
+//! thread gets it: senders of background and of requested pages share no lock and no queue. The user
+//! defines the meaning of a bit: a page of 4 KiB, a host page, a block of plugged memory; dirty, absent,
+//! still to be sent.
 //!
-//! Owns nothing but its words. Must never grow a lock, and must never panic on a page number, since
-//! page numbers come from peers and guests: pages past the end are never set, and writes to them are
-//! ignored. Checked by loom models (`--cfg loom`).
+//! Owns nothing but its words. Must never use a lock, and must never panic on a page number, because page
+//! numbers come from peers and guests: pages past the end are never set, and writes to them are ignored.
+//! Checked by loom models (`--cfg loom`).
 
 #[cfg(all(test, loom))]
 mod loom_tests;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench boot`: from exec to the first guest instruction and to the guest's first MMIO, and the
-//! memory that a VMM needs in addition to guest RAM. Ours and QEMU's `microvm` and `q35` (with the smallest
-//! firmware there is, qboot), the same guest, the same kind of memory, in turns.
+//! `bench boot`: time from exec to the first guest instruction and to the guest's first MMIO, and the
+//! memory that a VMM needs in addition to guest RAM. Compares this program with QEMU's `microvm` and `q35`
+//! (with qboot, the smallest firmware), with the same guest and the same kind of memory, in turns.
 //!
-//! The first guest instruction is taken as the first `KVM_RUN`. For QEMU it belongs to the
-//! firmware, for ours to the kernel. The first MMIO is the test guest's first instruction at CPL 3.
+//! The first guest instruction is taken as the first `KVM_RUN`. For QEMU it belongs to the firmware, for
+//! this program to the kernel. The first MMIO is the test guest's first instruction at CPL 3.
 
 use std::collections::BTreeMap;
 use std::error::Error;

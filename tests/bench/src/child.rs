@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A program that a benchmark has started: killed and waited for when dropped.
 //!
-//! Owns the child's end, however the benchmark itself ends. Must never know what the program is.
+//! Owns the child's end, however the benchmark itself ends. Must never depend on the program.
 
 use std::io::Read as _;
 use std::os::unix::process::CommandExt as _;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Huge pages of 2 MiB that a benchmark sets aside; returned when dropped.
+//! Huge pages of 2 MiB that a benchmark reserves; returned when dropped.
 
 use std::fs;
 use std::io;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A loopback interface that carries nothing but what is measured, and the bytes it has carried.
+//! A loopback interface that carries only the measured traffic, and its byte counter.
 //!
 //! Owns the network namespace of this process. The kernel's counter is the same for every program
-//! that is compared and asks none of them. Must be called before there are other threads.
+//! that is compared and does not rely on any of them. Must be entered before there are other
+//! threads.
 
 use std::fs;
 use std::io;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The name of the machine that figures come from.
+//! Describes the machine on which figures were measured.
 
 use std::fs;
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench NAME`: measures, compared with something else in the same run, what the documents state.
+//! `bench NAME`: measures the figures that the documents state, compared with something else in the
+//! same run.
 //!
-//! Owns the choice of the benchmark and how its report is printed. A figure is a median of several
-//! alternating runs. Must never measure only our side of a comparison.
+//! Owns the choice of the benchmark and the printing of its report. A figure is a median of several
+//! alternating runs. Must never measure only one side of a comparison.
 
 mod boot;
 mod child;

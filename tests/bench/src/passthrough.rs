@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench passthrough-boot`: what the lab's machine printed about VMs with a passed-through disk.
+//! `bench passthrough-boot`: evaluates the lab's log about VMs with a passed-through disk.
 //!
-//! Owns the reading of its lines and the targets. It measures nothing: VFIO is in the emulated machine, whose
-//! times are good for ratios within one run only.
+//! Owns the parsing of its lines and the targets. It measures nothing: VFIO runs in the emulated machine,
+//! whose times are meaningful only as ratios within one run.
 
 use std::collections::BTreeMap;
 use std::error::Error;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench prefault`: how fast guest memory is populated, for each kind of page, with one and two
-//! threads; compared with touching the same kind of memory page by page on one thread, and compared with clearing
-//! memory that is there already with non-temporal stores, the least that zeroing can cost.
+//! `bench prefault`: how fast guest memory is populated, for each kind of page, with one and two threads;
+//! compared with touching the same kind of memory page by page on one thread, and with clearing populated
+//! memory by non-temporal stores, the least that zeroing can cost.
 //!
-//! Owns the huge pages that it sets aside, returned at the end. Memory is made anew each time, of
-//! pages that this machine has had before (the first round is not counted).
+//! Owns the huge pages that it reserves, which it returns at the end. Memory is created anew each time, of
+//! pages that this machine has used before (the first round is not counted).
 
 use std::error::Error;
 use std::num::NonZeroUsize;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench prezero-pool`: how long the pool takes to hand memory over, whatever its size; how fast it
-//! clears what comes back, compared with non-temporal zeroing of warm memory; how much sooner a VM starts
+//! `bench prezero-pool`: how long the pool takes to hand over memory, whatever its size; how fast it
+//! clears returned memory, compared with non-temporal zeroing of warm memory; how much sooner a VM starts
 //! than with `prefault=on`; and what a busy neighbour loses while the pool works.
 //!
-//! Owns the daemon that is measured. The neighbour writes and sums up 256 KiB over and over, which is
-//! half cache and half arithmetic, as most programs are; its pieces of work are counted.
+//! Owns the measured daemon. The neighbour repeatedly writes and sums up 256 KiB, half cache accesses and
+//! half arithmetic, like most programs; its units of work are counted.
 
 use std::error::Error;
 use std::fmt::Write as _;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A VMM's memory without guest RAM, and guest RAM as a file, from `/proc`.
+//! A VMM's memory other than guest RAM, and guest RAM as a file, from `/proc`.
 //!
-//! Owns the reading of `smaps`. Must never bring a page into memory.
+//! Owns the parsing of `smaps`. Must never populate a page.
 
 use std::fs::{self, File};
 use std::io;

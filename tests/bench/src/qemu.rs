@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What every benchmark that runs QEMU says to it.
+//! Constants of every benchmark that runs QEMU.
 
 /// QEMU's executable.
 pub const PROGRAM: &str = "qemu-system-x86_64";

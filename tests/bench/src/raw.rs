@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The same bytes over the same loopback and nothing else: from one populated memfd to another,
-//! over one TCP connection. What no migration can beat with one stream; one that has to find the
-//! memory for the bytes not even a copy into memory that is new.
+//! A raw copy of the same bytes over the same loopback: from one populated memfd to another, over
+//! one TCP connection. It is the lower bound for a migration with one stream; for one that must
+//! allocate the destination's memory, the lower bound is a copy into new memory.
 //!
 //! Owns both memfds and both ends. Must never touch a guest.
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What a benchmark found: figures, and targets that are met or not; as text and as JSON.
+//! Results of a benchmark: figures, and targets that are met or not; as text and as JSON.
 //!
-//! Owns the form of both. Must never know what was measured.
+//! Owns the format of both. Must never depend on what was measured.
 
 use std::fmt::Write as _;
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench prezero-hints`: what it saves a guest that its balloon says which pages come back zeroed,
-//! and how fast a balloon takes pages and returns them, compared with QEMU's with the same guest.
+//! `bench prezero-hints`: what a guest saves because its balloon tells it which pages come back zeroed, and
+//! how fast a balloon inflates and deflates, compared with QEMU's with the same guest.
 //!
-//! The test guest has a driver that knows the proposed feature bits. It gives 256 MiB up, takes them
-//! again, and zeroes those that are not known to be zero; it checks all of them, and fills them, out of the
-//! measured time. Owns the VMMs, one at a time. Must never count a run in which a page was wrong.
+//! The test guest has a driver with the proposed feature bits. It returns 256 MiB, takes them again, and
+//! zeroes those that are not known to be zero; outside of the measured time it checks and fills all of
+//! them. Owns the VMMs, one at a time. Must never count a run in which a page was wrong.
 
 use std::error::Error;
 use std::process::{Command, Stdio};

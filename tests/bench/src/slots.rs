@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The floor under the start of a VM: what the kernel alone takes to give a bare VM its memory.
+//! Lower bound of a VM's start: the time that the kernel alone takes to set up memory for a bare
+//! VM.
 //!
-//! Owns one VM for one measurement: no vCPU, no interrupt controller, nothing populated. With two
-//! dimensional paging this does not depend on the size; with shadow paging the kernel clears a
-//! reverse map of eight bytes for each page.
+//! Owns one VM for one measurement: no vCPU, no interrupt controller, nothing populated. With
+//! two-dimensional paging the time does not depend on the size; with shadow paging the kernel
+//! clears a reverse map of eight bytes for each page.
 
 use std::error::Error;
 use std::time::{Duration, Instant};

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench snapshot`: how fast a guest's memory goes to the disk and comes back, compared with what the disk
-//! itself does in the same run with as many threads and as large transfers; and the time from exec
-//! of a VMM that restores on demand to the guest's first instruction (the first `KVM_RUN`), which
-//! must not depend on how much memory the guest has.
+//! `bench snapshot`: how fast a guest's memory is written to the disk and read back, compared with the raw
+//! disk in the same run with the same number of threads and size of transfers; and the time from exec of a
+//! VMM that restores on demand to the guest's first instruction (the first `KVM_RUN`), which must not
+//! depend on the size of the guest's memory.
 //!
-//! Owns a directory on the disk that is measured, removed at the end. The raw rate is that of
-//! O_DIRECT transfers of 4 MiB in a file of the size of the data, written anew and synced each time.
+//! Owns a directory on the measured disk, which is removed at the end. The raw rate is that of O_DIRECT
+//! transfers of 4 MiB in a file of the size of the data, written anew and synced each time.
 
 use std::error::Error;
 use std::fs::{self, File, OpenOptions};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench tls`: what TLS costs a migration, compared with the same without it.
+//! `bench tls`: cost of TLS for a migration, compared with the same migration without it.
 //!
-//! Owns the certificates and the order: in each run every way has its turn with TLS and without. Must never
+//! Owns the certificates and the order: each run measures every variant with TLS and without. Must never
 //! compare across runs.
 
 use std::error::Error;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Sees from outside, through the kernel's tracing, when a VMM first runs a vCPU and when its guest
-//! first touches an unassigned address. The same for every VMM, with nothing added to any of them.
+//! Observes through the kernel's tracing when a VMM first runs a vCPU and when its guest first
+//! accesses an unassigned address. The same for every VMM, without a change to any of them.
 //!
-//! Owns an instance of tracefs, removed when dropped. Only the two filtered events are on, which
-//! occur a handful of times per boot. Must never be needed: without tracefs there is none.
+//! Owns an instance of tracefs, removed when dropped. Only the two filtered events are enabled,
+//! which occur a handful of times per boot. Must never be required: without tracefs its figures are
+//! left out.
 
 use std::fs;
 use std::io;

@@ -2,12 +2,12 @@
 
 //! Answers sources that reconnect after a postcopy migration has ended here.
 //!
-//! Owns the listener of an ended migration, and the thread that answers a reconnecting source: every page
+//! Owns the listener of an ended migration, and the thread that tells a reconnecting source that every page
 //! is here. It answers each time until a deadline, because any answer may be lost: a source (or page server)
 //! that never receives it keeps all memory of a guest that no longer needs it. A new migration to the same
 //! address takes over the listener and answers these sources alongside its own; when it ends, the rest of the
-//! time is served here again. What was to use TLS goes on using it: an address at which such a source is still
-//! answered is not listened on without. No connection delays the answer to another.
+//! time is served here again. Connections that were to use TLS still do: an address at which such a source is
+//! still answered is not listened on without TLS. No connection delays the answer to another.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

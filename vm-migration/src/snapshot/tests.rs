@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Snapshots of fake memory: what comes back is what was there, and what was spoiled never does.
+//! Snapshots of fake memory: a restore yields exactly the saved contents, and damaged files are refused.
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 

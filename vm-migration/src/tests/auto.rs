@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Precopy that becomes postcopy: by itself, by the clock and on command, in the middle of a round
-//! and between two; pages that have been sent and written since never show their old contents.
+//! Precopy that switches to postcopy: by itself, after a time and on request, in the middle of a
+//! round and between two. Pages that were sent and have been written since never show their old
+//! contents.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The commit: a connection that is lost around it, requests, outages, acknowledgements that are too
-//! old, a machine that does not start.
+//! The commit: connections that are lost around it, requests, outages, acknowledgements that are too
+//! old, and a machine that does not start.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory that travels compressed.
+//! Migrations with compressed memory.
 
 use std::sync::Arc;
 use std::time::Duration;

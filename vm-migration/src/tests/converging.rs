@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guests that write faster than the link carries, and what is done about them.
+//! Guests that write faster than the link can copy, and the measures against that.
 
 use std::sync::Arc;
 use std::time::Duration;

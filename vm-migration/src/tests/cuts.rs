@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A peer that closes, lies or stalls at every message.
+//! A peer that closes, sends garbage or stalls at every message.
 //!
-//! A relay between a real source and a real destination lets a clean migration pass and notes its
-//! messages; that list, times before and after the message, times what the relay does there, is
-//! the table of cases. After each case exactly one side has the guest, the one that the state
-//! machine says, and it is whole.
+//! A relay between a real source and a real destination forwards a clean migration and records its
+//! messages. That list, times before and after the message, times what the relay does there, is the
+//! table of cases. After each case exactly one side has the guest, as the state machine defines,
+//! and it is whole.
 
 use std::sync::Arc;
 use std::time::Duration;

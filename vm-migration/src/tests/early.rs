@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The machine at the destination is built while memory travels: not before, and not after the
+//! The machine at the destination is built while memory is sent: not before, and not after the
 //! guest was stopped.
 
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migrations that are over at the destination, and whose source has not heard the last message.
+//! Migrations that have ended at the destination, and whose source has not received the last
+//! message.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Machines at the destination that take long to end: the source hears why the migration is over
-//! before they do, as its guest may stand still until then. And a host that does not release memory
-//! at once.
+//! Machines at the destination whose end takes long: the source gets the reason of a failure before
+//! they have ended, because its guest may be stopped until then. And a host that does not release
+//! memory at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Machines that fail at each step, and cancels in each phase: one guest runs, the right one, and
-//! the reason reaches the person at the source.
+//! Machines that fail at each step, and cancels in each phase: one guest runs, on the right side,
+//! and the source reports the reason.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What both sides know at the end: the figures of each are those of the other, and what no side has
-//! told is not known.
+//! Figures at the end: both sides have the same, and figures that no side has sent are unknown.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Versions of configuration and state: what the destination cannot read is refused before anything but
-//! the offer has been sent, by name, whichever of the two is the older program.
+//! Versions of configuration and state: what the destination cannot read is refused by name before
+//! anything but the offer has been sent, whichever of the two is the older program.
 
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, options, send,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Postcopy whose last pages a page server sends: over the same memory, mapped again, and
-//! connections of its own.
+//! Postcopy whose last pages a page server sends, over another mapping of the same memory and its
+//! own connections.
 
 use std::sync::Arc;
 

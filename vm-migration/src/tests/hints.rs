@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Guests that say which pages they do not use, and use some of them again.
+//! Guests that report unused pages, and use some of them again.
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A source that sends what it must not: an error each time, nothing written, nothing allocated.
+//! A source that sends invalid data: each time an error, with nothing written and nothing allocated.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Memory handed over as descriptors: nothing is copied, and what is not whole is refused.
+//! Memory handed over as descriptors: nothing is copied, and incomplete memory is refused.
 
 use std::io::Write as _;
 use std::os::fd::AsFd as _;

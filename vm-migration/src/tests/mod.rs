@@ -5,30 +5,30 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
-//! | `auto` | precopy that becomes postcopy |
-//! | `moves` | migrations that go well |
-//! | `early` | the machine that is built while memory travels |
-//! | `endings` | machines that take long to end |
+//! | `auto` | precopy that switches to postcopy |
+//! | `moves` | successful migrations |
+//! | `early` | building the machine while memory is sent |
+//! | `endings` | machines whose end takes long |
 //! | `sharing` | connections of different speed |
-//! | `converging` | guests that write too fast, and what is done about them |
-//! | `compressed` | memory that travels compressed |
-//! | `handed_on` | postcopy whose last pages another process sends |
-//! | `hints` | pages that the guest says it does not use |
-//! | `holes` | memory that the guest discards meanwhile |
+//! | `converging` | guests that write too fast, and the measures against that |
+//! | `compressed` | compressed memory |
+//! | `handed_on` | postcopy whose last pages a page server sends |
+//! | `hints` | pages that the guest reports as unused |
+//! | `holes` | memory that the guest discards during the migration |
 //! | `local` | memory handed over as descriptors |
-//! | `own` | vCPUs that bring their own pages |
-//! | `pieces` | large host pages that come together from pieces |
+//! | `own` | vCPUs that resolve their own faults |
+//! | `pieces` | large host pages that are assembled from pieces |
 //! | `plain` | peers that know only version 0 |
-//! | `figures` | what both sides know at the end |
+//! | `figures` | figures of both sides at the end |
 //! | `failures` | machines that fail, cancels |
-//! | `cuts` | a peer that closes, lies or stalls at every message |
+//! | `cuts` | a peer that closes, sends garbage or stalls at every message |
 //! | `recovery` | postcopy that loses its connections |
-//! | `commit` | what ends a doubt at the commit, and what does not |
-//! | `ended` | a last message that the source has not heard |
-//! | `hostile` | a source that sends what it must not |
-//! | `tls` | all of that over TLS |
-//! | `strangers` | connections that are not the source's |
-//! | `scale` | what a recovery computes for a large guest |
+//! | `commit` | what ends the doubt after a loss at the commit, and what does not |
+//! | `ended` | a last message that the source has not received |
+//! | `hostile` | a source that sends invalid data |
+//! | `tls` | tests of the other files over TLS |
+//! | `strangers` | connections of other clients |
+//! | `scale` | computations of a recovery for a large guest |
 //! | `waits` | faults and arrivals of their pages at the same moment |
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]

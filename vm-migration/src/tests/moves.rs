@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migrations that go well: content is checked page by page while the guest writes.
+//! Successful migrations: contents are checked page by page while the guest writes.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Postcopy to machines whose vCPUs are refused missing pages, and bring them on their own threads.
+//! Postcopy to machines whose vCPUs are refused missing pages, and resolve their own faults.
 
 use super::moves::Case;
 use super::{have_uffd, loopback, memory};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Large host pages that come together from pieces: what the engine shows when, what it refuses,
-//! and whole migrations onto real huge pages where the host gives some.
+//! Large host pages that are assembled from pieces: when the engine makes them visible, what it
+//! refuses, and whole migrations to real huge pages where the host has some.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

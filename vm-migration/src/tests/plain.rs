@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Peers that know only version 0 of the protocol, played by hand-written bytes.
+//! Peers that know only version 0 of the protocol, as hand-written bytes.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

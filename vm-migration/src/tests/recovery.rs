@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Postcopy that loses its connections: a proxy between both sides cuts or stalls them, and the
-//! guest's memory is complete without an operator.
+//! guest's memory is complete in the end without an operator.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A peer between a source and a destination that reads along, and does harm or mischief.
+//! A relay between a source and a destination that reads their messages, and cuts, delays or changes them.
 //!
-//! Owns the frames of the first connection. Of all others it only looks, and only where no connection is cut
-//! off, at what the source sends.
+//! Owns the frames of the first connection. On all others it only reads what the source sends, and only
+//! where no connection is cut.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a recovery computes, at the size of large guests: by words, never a step or a call of the
-//! host for each run. Calls are asserted; the times are printed.
+//! The computations of a recovery at the size of large guests: by words, never with a step or a
+//! system call for each run. Calls are asserted; times are printed.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections of different speed: what one does not carry, the others do.
+//! Connections of different speed: what a slow one does not carry, the others do.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

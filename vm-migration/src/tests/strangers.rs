@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections that are not the source's: before the source comes, while memory travels, and while the source is
-//! away. They say nothing, a byte now and then, or something else, and the migration continues.
+//! Connections of other clients: before the source connects, while memory is sent, and while the source is
+//! disconnected. They send nothing, a byte now and then, or something else, and the migration continues.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Migrations over TLS: what goes well without it goes well with it, and who is not known stays outside.
+//! Migrations over TLS: what works without it works with it, and unknown peers are refused.
 
 use std::cell::RefCell;
 use std::io::{Read as _, Write as _};

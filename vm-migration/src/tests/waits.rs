@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Faults and the arrivals of their pages at the same moment, many times: no wait is left over that
-//! would end a healthy set of connections 10 s later.
+//! Faults and the arrivals of their pages at the same moment, many times: no wait is left over,
+//! which would end a healthy set of connections 10 s later.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

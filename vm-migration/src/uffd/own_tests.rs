@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Refused faults on fake memory: a system call that reads from the vCPUs' mapping stands for
-//! `KVM_RUN`, for the kernel fails both with EFAULT.
+//! Refused faults on fake memory. A system call that reads from the vCPUs' mapping is used in place
+//! of `KVM_RUN`, because the kernel fails both with EFAULT.
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 

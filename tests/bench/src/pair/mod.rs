@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Two VMMs between which a guest moves, ours or QEMU's: what the benchmarks of migrations share.
+//! Two VMMs between which a guest moves, of this program or QEMU: shared by the benchmarks of
+//! migration.
 //!
-//! Owns the size of the guest, so that all of them measure the same one, and how a guest is made
-//! ready. Must never measure anything.
+//! Owns the size of the guest, so that all of them measure the same one, and its preparation. Must
+//! never measure anything.
 
 pub mod ours;
 pub mod qemu;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Two processes of this program, driven as a user would: by `ch-remote`.
+//! Two processes of this program, driven by `ch-remote` as by a user.
 //!
-//! Owns both, and the event files by which they say how far they are. Must never use anything that
-//! a user could not.
+//! Owns both, and the event files that show their progress. Must never use anything that a user
+//! could not.
 
 use std::error::Error;
 use std::fs;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Two QEMU processes (`q35`, qboot, KVM) with the same guest, driven over QMP.
 //!
-//! Owns both and their QMP connections. QEMU's bandwidth limit is lifted and its events are on;
-//! everything else is as QEMU has it. Must never need QEMU to be there: [`missing`] says why not.
+//! Owns both and their QMP connections. QEMU's bandwidth limit is lifted and its events are
+//! enabled; everything else has QEMU's default. Must never require QEMU: [`missing`] gives the
+//! reason why it cannot be used.
 
 use std::error::Error;
 use std::io::{BufRead as _, BufReader, Write as _};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! The least that a fault over a socket costs with userfaultfd: one thread touches missing pages, a
-//! second one fetches each over a socket of its own and puts it in. Nothing else is done.
+//! Lower bound of a fault over a socket with userfaultfd: one thread touches missing pages, a
+//! second one fetches each over its own socket and copies it in, and nothing else.
 //!
-//! Owns both threads and both ends. Must never use anything of the migration.
+//! Owns both threads and both ends. Must never use any code of the migration.
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! One postcopy, measured by the guest: what its accesses took, how long it stood still in all.
+//! One postcopy, measured by the guest: how long its accesses took, and how long it was stopped in
+//! total.
 //!
-//! Owns the order: fill, settle, speed before, migrate, read. The guest's records travel with it, so
-//! what is read at the source before and at the destination after can be subtracted. Must never
-//! know whose migration it is.
+//! Owns the order: fill, settle, speed before, migrate, read. The guest's records move with it, so
+//! that those read at the source before can be subtracted from those read at the destination after.
+//! Must never depend on the VMM.
 
 use std::error::Error;
 use std::time::{Duration, Instant};

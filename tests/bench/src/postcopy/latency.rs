@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench postcopy-latency`: what an access takes that waits for its page, as the guest's TSC saw it.
+//! `bench postcopy-latency`: how long an access takes that waits for its page, by the guest's TSC.
 //!
 //! Owns the candidates, their order and the targets. In each run the floor and every candidate have
-//! one turn, so that a machine that gets slower meanwhile does so for all. Must never leave out what
-//! a candidate's guest waited for other reasons: an access is an access.
+//! one turn, so that a machine that slows down affects all. Must never leave out accesses that waited
+//! for other reasons.
 
 use std::error::Error;
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What postcopy costs: `postcopy-latency`, `postcopy-throughput` and `postcopy-scaling`.
+//! Benchmarks of postcopy: `postcopy-latency`, `postcopy-throughput` and `postcopy-scaling`.
 //!
 //! | file | owns |
 //! | --- | --- |
-//! | `guest` | one migration, as the guest's own clock and records tell it |
+//! | `guest` | one migration, by the guest's own clock and records |
 //! | `latency` | a faulting access compared with the raw round trip, the floor and QEMU |
 //! | `throughput` | the time until the last page compared with a raw copy |
 //! | `scaling` | faulting threads on plain memory, without KVM |
-//! | `floor` | the least that a fault over a socket costs |
-//! | `stream` | a bulk stream alongside something |
-//! | `uffd` | the kernel's interface, used as plainly as possible |
+//! | `floor` | the lower bound of a fault over a socket |
+//! | `stream` | a bulk stream in parallel with a measurement |
+//! | `uffd` | minimal use of the kernel's interface |
 //!
-//! Nothing here asks a VMM how well it did.
+//! Nothing here relies on figures of a VMM.
 
 mod floor;
 pub mod guest;

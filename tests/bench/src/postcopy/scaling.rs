@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench postcopy-scaling`: how many faults a second a host resolves for 1 to 160 threads that do
-//! nothing else, on plain memory, without KVM and without a network.
+//! `bench postcopy-scaling`: how many faults per second a host resolves for 1 to 160 threads that
+//! do nothing else, on plain memory, without KVM and without a network.
 //!
-//! Owns the three ways: one userfaultfd with one reader, the migration's own fault source with as
-//! many descriptors and readers as a guest with so many vCPUs gets, and threads that resolve their
-//! own faults in a signal handler, as a vCPU thread would that left the guest. Must never let two
-//! ways have another number of pages.
+//! Owns the three variants: one userfaultfd with one reader, the migration's own fault source with
+//! the number of descriptors and readers that a guest with as many vCPUs gets, and threads that
+//! resolve their own faults in a signal handler, like a vCPU thread that has left the guest. Must
+//! never compare variants with different numbers of pages.
 
 use std::error::Error;
 use std::io;

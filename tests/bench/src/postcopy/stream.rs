@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! A bulk stream over loopback, at a stated rate or as fast as it goes, alongside what is measured.
+//! A bulk stream over loopback, at a given rate or without a limit, in parallel with a measurement.
 //!
-//! Owns both ends and their threads until it is dropped. Must never carry what is measured.
+//! Owns both ends and their threads until it is dropped. Must never carry the measured traffic.
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench postcopy-throughput`: the time until the last page compared with a raw copy of the same bytes over
-//! the same loopback, and how fast the guest is meanwhile.
+//! `bench postcopy-throughput`: the time until the last page, compared with a raw copy of the same bytes
+//! over the same loopback, and the speed of the guest meanwhile.
 //!
-//! Owns the candidates, their order and the targets. Must never count a raw copy alone as the rival
-//! of a migration whose guest keeps the processors busy: both are measured.
+//! Owns the candidates, their order and the targets. Must never compare a migration whose guest keeps the
+//! processors busy only with a raw copy on an idle machine: both are measured.
 
 use std::error::Error;
 

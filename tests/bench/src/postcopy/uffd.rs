@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! userfaultfd as plainly as possible: memory all of whose pages are missing, and one descriptor.
+//! Minimal use of userfaultfd: memory all of whose pages are missing, and one descriptor.
 //!
-//! Owns a mapping and its descriptor until it is dropped. It is what the migration's own fault
-//! source is measured against, so it must never be built on that.
+//! Owns a mapping and its descriptor until it is dropped. The migration's own fault source is
+//! measured against it, so it must never be built on that.
 
 use std::fs::File;
 use std::io::{self, Read as _};

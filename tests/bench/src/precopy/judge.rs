@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What the samples come to: medians per candidate and guest, and the targets.
+//! Evaluates the samples: medians per candidate and workload, and the targets.
 //!
-//! Owns the arithmetic only. A target that compares with a candidate that did not run is left
-//! out; the notes of the report say why he did not. Must never measure.
+//! Owns the arithmetic only. A target that compares with a candidate that did not run is left out;
+//! the notes of the report give the reason. Must never measure.
 
 use super::measure::{Moved, Sample};
 use super::{Candidate, Taken, WORKLOADS};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! One migration, measured from outside: the same for every VMM.
+//! One migration, measured from outside in the same way for every VMM.
 //!
 //! Owns the order: fill, settle, rate before, migrate, rate after. Everything is read from guest
-//! RAM and from the kernel's counters. Must never know whose migration it is.
+//! RAM and from the kernel's counters. Must never depend on the VMM.
 
 use std::error::Error;
 use std::time::{Duration, Instant};

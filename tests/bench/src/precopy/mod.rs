@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! `bench precopy`: what a live migration costs, compared with a raw copy over the same loopback, alongside
-//! ourselves with the dirty log cleared once per round, compared with another build of this program where one is named, and
-//! compared with QEMU.
+//! `bench precopy`: cost of a live migration, compared with a raw copy over the same loopback, with the dirty
+//! log cleared once per round, with another build of this program if one is given, and with QEMU.
 //!
-//! Owns the workloads, the candidates and their order: in each run every candidate migrates each
-//! guest once, so that a machine that gets slower meanwhile does so for all. What is measured of a
-//! migration is [`measure`]'s. Must never let a candidate count its own bytes or time.
+//! Owns the workloads, the candidates and their order: in each run every candidate migrates each guest once,
+//! so that a machine that slows down affects all. [`measure`] measures a migration. Must never let a
+//! candidate count its own bytes or time.
 
 mod judge;
 pub mod measure;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Watches the guest's heartbeat from outside while it moves: the downtime by the host's clock.
 //!
-//! A second opinion: a VMM that did not carry the guest's TSC on over the time in which it stood
-//! still would hide that time from the guest's own record. Owns one thread. Must never write to the
-//! guest, nor bring a page in.
+//! A cross-check: a VMM that does not advance the guest's TSC by the time of the stop would hide
+//! that time from the guest's own record. Owns one thread. Must never write to the guest, nor
+//! populate a page.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
