@@ -8,15 +8,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Crates in which no module imports itself by way of others.
-const LAYERED: [&str; 9] = [
+const LAYERED: [&str; 12] = [
     "arch",
     "devices",
+    "hypervisor",
     "memory",
     "page-bitmap",
+    "pci",
     "prezero-pool",
     "prezero-pool-client",
     "stoppable-thread",
     "vfio",
+    "vm-migration",
     "vmm",
 ];
 

@@ -7,7 +7,7 @@
 
 use crate::caps::ManualDirtyLog;
 use crate::ioctl;
-use crate::memslots::MemslotError;
+use crate::vm::MemslotError;
 use crate::vm::Vm;
 
 impl Vm {

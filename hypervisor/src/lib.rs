@@ -12,14 +12,13 @@
 //! | --- | --- | --- |
 //! | threads | `threads`, `exits`, `throttle`, `stage2` | vCPUs on threads: run, pause, answer exits, slow down, fill page tables |
 //! | vCPU | `vcpu`, `vcpu_save`, `run_page`, `kick` | one vCPU: registers, its state saved and set, the shared page, the signal that ends `KVM_RUN` |
-//! | parts of VM | `memslots`, `dirty`, `clock`, `irqchip`, `msi`, `vfio` | each an `impl Vm` with its own state: memory, dirty log, time, interrupt controllers, messages, files of VFIO devices |
-//! | VM | `vm` | the descriptor and what its parts share |
+//! | parts of VM | `dirty`, `clock`, `irqchip`, `vfio` | each an `impl Vm`: dirty log, time, interrupt controllers, files of VFIO devices |
+//! | VM | `vm`, with `memslots` and `msi` | the descriptor and what all parts share: memory slots, interrupt routes |
 //! | host | `caps`, `fault_trace` | what this KVM can do; faults that another process takes |
 //! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
 //! | base | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
 //!
-//! Modules import from their own layer and those below; the only exception is `vm`, as it holds what
-//! its parts own.
+//! Modules import from their own layer and those below.
 //!
 //! # Making a VM
 //!
@@ -58,8 +57,6 @@ mod ioctl;
 pub mod irq;
 mod irqchip;
 mod kick;
-mod memslots;
-mod msi;
 mod msr;
 mod routing;
 mod run_page;
@@ -83,8 +80,6 @@ pub use error::KvmError;
 pub use exits::{AfterExit, ExitHandler, FaultAction, StopReason};
 pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use irqchip::{IrqchipState, IrqchipStateError};
-pub use memslots::{MemslotConfig, MemslotError};
-pub use msi::InterruptLine;
 pub use msr::MsrValue;
 pub use stage2::{Stage2Fill, Stage2Filled};
 pub use threads::{ThreadsConfig, ThreadsError, VcpuThreads};
@@ -94,4 +89,4 @@ pub use userfault::{FaultCause, FaultedAccess, UserfaultBitmap, UserfaultSupport
 pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
 pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};
 pub use vfio::{AttachedFile, LevelLine, VfioFiles};
-pub use vm::{Vm, VmConfig};
+pub use vm::{InterruptLine, MemslotConfig, MemslotError, Vm, VmConfig};

@@ -17,9 +17,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::error::{KvmContext, KvmError};
 use crate::irq::IrqError;
-use crate::msi::{kernel, new_event};
 use crate::routing::IOAPIC_LINES;
-use crate::vm::{Vm, VmShared};
+use crate::vm::{Vm, VmShared, kernel, new_event};
 
 /// A line of the interrupt controllers that stays high until the guest has served it.
 ///

@@ -21,7 +21,7 @@ use parking_lot::{Mutex, MutexGuard};
 use virtio_queue::QueueState;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::bar::{BarMapper, MapError, MmioRange};
+use crate::bar_placement::{BarMapper, MapError, MmioRange};
 
 fn refusal(what: &'static str) -> IrqError {
     IrqError::Kernel { what, source: io::Error::from(io::ErrorKind::AlreadyExists) }

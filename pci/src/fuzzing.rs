@@ -12,7 +12,7 @@ use memory::{GuestMemory, GuestMemoryHandle};
 use pci_address::DeviceNumber;
 use vm_memory::GuestAddress;
 
-use crate::bar::{MmioRange, MmioWindows};
+use crate::bar_placement::{MmioRange, MmioWindows};
 use crate::bus::{PciConfigIo, PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};

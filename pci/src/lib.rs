@@ -20,6 +20,7 @@
 //! configuration space, MSI-X table or notification state.
 
 mod bar;
+mod bar_placement;
 mod bus;
 mod config_space;
 mod device;
@@ -30,9 +31,9 @@ mod fuzzing;
 mod msix;
 mod virtio;
 
-pub use bar::{
-    BarDecode, BarDescription, BarKind, BarMapper, BarWindow, MapError, MmioRange, MmioWindows,
-    PlacementError, PortWindow,
+pub use bar::{BarDecode, BarDescription, BarKind};
+pub use bar_placement::{
+    BarMapper, BarWindow, MapError, MmioRange, MmioWindows, PlacementError, PortWindow,
 };
 pub use bus::{
     ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, PciConfigIo, PciEcam, PciError, PciSegment,

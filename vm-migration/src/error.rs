@@ -5,11 +5,11 @@
 //! Owns the wording of failures. Each layer adds one sentence and never repeats its source; the chain is
 //! printed once, by the caller that reports it.
 
+use crate::fault::UffdError;
 use crate::options::OptionsError;
 use crate::phase::Phase;
 use crate::protocol::ProtocolError;
 use crate::transport::TransportError;
-use crate::uffd::UffdError;
 
 pub use crate::phase::{GuestLocation, Side};
 

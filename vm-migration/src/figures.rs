@@ -45,6 +45,12 @@ impl Known {
     }
 }
 
+/// The rate in bytes per second.
+pub(crate) fn rate(bytes: u64, took: Duration) -> u64 {
+    let micros = took.as_micros().max(1);
+    u64::try_from(u128::from(bytes) * 1_000_000 / micros).unwrap_or(u64::MAX)
+}
+
 /// The figures that one side sends to the other. A version leaves out and ignores fields that it does not
 /// know.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

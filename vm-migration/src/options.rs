@@ -12,8 +12,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::destination::LateReconnects;
 use crate::steering::Steering;
+pub use crate::transport::CONNECT_TIMEOUT;
 use crate::transport::{Address, ClientTls, TlsError};
 
 /// Most connections for memory, as in cloud-hypervisor.
@@ -27,9 +27,6 @@ pub const BANDWIDTH_MIN_BYTES_PER_S: u64 = 64 << 10;
 
 /// Default of the longest precopy.
 pub const TIMEOUT_DEFAULT: Duration = Duration::from_hours(1);
-
-/// Longest wait for a connection to be established, including name resolution.
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Longest time without progress in reading or writing a message, or until its answer.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -433,6 +430,4 @@ pub struct ReceiveOptions {
     pub prepare_threads: Option<usize>,
     /// Requests to the migration while it runs.
     pub steering: Steering,
-    /// Ended migrations of this process whose sources may not know the outcome.
-    pub late_reconnects: LateReconnects,
 }

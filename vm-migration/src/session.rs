@@ -16,6 +16,7 @@ use stoppable_thread::StoppableThread;
 
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure, Step};
+use crate::figures::rate;
 use crate::layout::PAGE_BYTES;
 use crate::progress::Progress;
 
@@ -174,9 +175,7 @@ impl Rates {
         let (bulk, urgent) = progress.pages_moved();
         if let Some((at, before)) = self.samples.front() {
             let took = now.duration_since(*at);
-            let rate = |now: u64, then: u64| {
-                crate::source::rate(PAGE_BYTES * now.saturating_sub(then), took)
-            };
+            let rate = |now: u64, then: u64| rate(PAGE_BYTES * now.saturating_sub(then), took);
             let counters = &progress.counters;
             counters.bulk_bytes_per_s.store(rate(bulk, before.0), Ordering::Relaxed);
             counters.urgent_bytes_per_s.store(rate(urgent, before.1), Ordering::Relaxed);

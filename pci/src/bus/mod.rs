@@ -19,7 +19,7 @@ use parking_lot::{Mutex, RwLock};
 use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
-use crate::bar::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
+use crate::bar_placement::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
 

@@ -11,7 +11,8 @@ use memory::{GuestMemory, GuestMemoryHandle};
 use vm_memory::GuestAddress;
 
 use super::*;
-use crate::bar::{BarDecode, BarDescription, MmioRange};
+use crate::bar::{BarDecode, BarDescription};
+use crate::bar_placement::MmioRange;
 use crate::device::{PciDeviceState, PciStateError};
 use crate::fakes::{FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};
 use crate::virtio::{BarWidth, VirtioPciDevice};

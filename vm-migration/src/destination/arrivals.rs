@@ -392,8 +392,7 @@ mod tests {
             [Hello::Message(Message::Recover(heard), channel)] => {
                 assert_eq!(*heard, recover);
                 let mut rest = [0; 12];
-                crate::protocol::codec::ByteSource::read_exact(&mut channel.reader, &mut rest)
-                    .unwrap();
+                crate::transport::ByteSource::read_exact(&mut channel.reader, &mut rest).unwrap();
                 assert_eq!(&rest, b"what follows");
             }
             other => panic!("{other:?}"),

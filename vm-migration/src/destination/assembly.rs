@@ -13,8 +13,8 @@ use super::engine::{Engine, NOT_MISSING, Via};
 use crate::error::Cause;
 use crate::layout::PageRun;
 use crate::partial_pages::PartialPages;
-use crate::protocol::codec::ByteSource;
 use crate::ram::{self, GuestMemoryMap};
+use crate::transport::ByteSource;
 
 impl<M: GuestMemoryMap> Engine<M> {
     fn pieces_of(&self, run: &PageRun) -> Option<&PartialPages> {

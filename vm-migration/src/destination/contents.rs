@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 use super::engine::{Engine, Via};
 use crate::error::Cause;
 use crate::layout::{GpaRange, PageRun, to_usize};
-use crate::protocol::codec::ByteSource;
 use crate::ram::{self, GuestMemoryMap};
+use crate::transport::ByteSource;
 
 /// Contents up to this length are copied in through a buffer, which is faster than receiving them in place:
 /// pages are neither cleared first nor mapped twice, and one system call per run replaces a fault per page. A

@@ -79,6 +79,7 @@ pub(crate) struct Context<'a> {
     pub listener: &'a Arc<transport::Listener>,
     /// Ended migrations whose sources may still ask.
     pub ended: &'a [EndedMigration],
+    pub late_reconnects: &'a LateReconnects,
 }
 
 /// An address on which one source at a time can connect.
@@ -204,8 +205,8 @@ impl Listener {
         progress: &Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Received<B::Vm>, Box<ReceiveFailure<B::Vm>>> {
-        let Self { socket: listener, ended, .. } = &self;
-        let context = Context { options, progress, cancel, listener, ended };
+        let Self { socket: listener, ended, late_reconnects } = &self;
+        let context = Context { options, progress, cancel, listener, ended, late_reconnects };
         let (result, pages_come) = match drive(builder, context) {
             Ok(received) => {
                 let pages_come = received.faults.is_some();

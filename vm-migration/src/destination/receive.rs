@@ -393,7 +393,7 @@ impl<V: DestinationVm> Mapped<V> {
             stall: context.options.limits.stall,
             steering: context.options.steering.clone(),
             reconnect_window: RECOVER_TIMEOUT_DEFAULT.max(offer.recover_timeout()),
-            late_reconnects: context.options.late_reconnects.clone(),
+            late_reconnects: context.late_reconnects.clone(),
             ended: context.ended.to_vec(),
         };
         FaultThreads::start(Arc::new(engine), rejoin, bulk, urgent)

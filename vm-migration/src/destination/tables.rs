@@ -12,9 +12,9 @@ use crate::error::Cause;
 use crate::layout::{GpaRange, Layout, PAGE_BYTES, PageRun};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
-use crate::protocol::codec::ByteSource;
 use crate::protocol::inflate::Inflater;
 use crate::ram::{self, GuestMemoryMap};
+use crate::transport::ByteSource;
 
 /// Pages that are zeroed between two checks for a cancel: no less than the largest host page.
 const ZERO_PIECE_PAGES: u64 = (1 << 30) / PAGE_BYTES;

@@ -22,10 +22,10 @@ use crate::error::Cause;
 use crate::layout::Layout;
 use crate::options::Limits;
 use crate::protocol::ProtocolError;
-use crate::protocol::codec::{ByteSource, Header, read_payload};
+use crate::protocol::codec::{Header, read_payload};
 use crate::protocol::message::Answer;
 use crate::ram::GuestMemoryMap;
-use crate::transport::{Connection, TransportError};
+use crate::transport::{ByteSource, Connection, TransportError};
 
 const MEMORY: u16 = 1;
 const FILE: u16 = 2;

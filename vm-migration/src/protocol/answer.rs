@@ -6,8 +6,9 @@
 //! arrive in order.
 
 use super::ProtocolError;
-use super::codec::{ANSWER_BYTES_MAX, ByteSource, Header, read_payload};
+use super::codec::{ANSWER_BYTES_MAX, Header, read_payload};
 use super::message::{OFFER, bounded_reason, framed, read_reason};
+use crate::transport::ByteSource;
 
 const STATUS_OK: u16 = 1;
 const STATUS_ERROR: u16 = 2;

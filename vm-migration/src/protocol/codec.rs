@@ -8,8 +8,7 @@
 
 use super::ProtocolError;
 use crate::layout::{GpaRange, to_usize};
-use crate::ram::GuestSlice;
-use crate::transport::TransportError;
+use crate::transport::ByteSource;
 
 /// Length of a header.
 pub const HEADER_BYTES: usize = 16;
@@ -44,39 +43,6 @@ pub const PENDING_BYTES_MAX: u64 = 256 << 20;
 
 /// Least step in which buffers grow while a payload arrives.
 const GROWTH_BYTES: usize = 64 << 10;
-
-/// A source of bytes: a connection, or a slice in tests and fuzzing.
-pub trait ByteSource {
-    /// Fills the buffer or fails.
-    ///
-    /// # Errors
-    /// When the source ends or fails before the buffer is full.
-    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError>;
-
-    /// Fills guest memory, all slices in order, or fails.
-    ///
-    /// # Errors
-    /// As [`read_exact`](Self::read_exact); part of the memory may have been written then.
-    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError>;
-}
-
-impl ByteSource for &[u8] {
-    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
-        let (head, tail) = self.split_at_checked(buf.len()).ok_or(TransportError::Closed)?;
-        buf.copy_from_slice(head);
-        *self = tail;
-        Ok(())
-    }
-
-    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
-        for slice in slices {
-            let (head, tail) = self.split_at_checked(slice.len()).ok_or(TransportError::Closed)?;
-            slice.write(head);
-            *self = tail;
-        }
-        Ok(())
-    }
-}
 
 /// The header of messages and answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,8 @@ use std::io;
 use zstd::bulk::Decompressor;
 
 use super::ProtocolError;
-use super::codec::{ByteSource, read_payload};
+use super::codec::read_payload;
+use crate::transport::ByteSource;
 
 /// Most bytes of memory in one frame.
 pub const RAW_BYTES_MAX: u64 = 4 << 20;

@@ -9,11 +9,12 @@ use super::ProtocolError;
 pub use super::answer::Answer;
 use super::capabilities::TOKEN_BYTES;
 use super::codec::{
-    ByteSource, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header,
-    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
+    CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX,
+    REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
 };
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
+use crate::transport::ByteSource;
 
 /// The protocol version that Start announces.
 pub const VERSION: u16 = 0;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use zstd::bulk::Compressor;
 
-use super::convergence::rate;
+use crate::figures::rate;
 use crate::layout::{PageRun, to_usize};
 use crate::ram::{self, GuestMemoryMap};
 

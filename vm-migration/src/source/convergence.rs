@@ -9,6 +9,7 @@
 
 use std::time::Duration;
 
+use crate::figures::rate;
 use crate::options::{Convergence, SendOptions, TimeoutStrategy};
 
 /// Consecutive rounds without real progress before the first measure; after that each further such round
@@ -260,12 +261,6 @@ pub(crate) fn time_for(bytes: u64, bytes_per_s: u64) -> Duration {
     }
     let micros = u128::from(bytes) * 1_000_000 / u128::from(bytes_per_s);
     u64::try_from(micros).map_or(Duration::MAX, Duration::from_micros)
-}
-
-/// The rate in bytes per second.
-pub(crate) fn rate(bytes: u64, took: Duration) -> u64 {
-    let micros = took.as_micros().max(1);
-    u64::try_from(u128::from(bytes) * 1_000_000 / micros).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

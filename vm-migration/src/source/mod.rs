@@ -52,7 +52,6 @@ use crate::vm::{PausedVm, SourceVm};
 
 use verdict::Retraction;
 
-pub(crate) use convergence::rate;
 pub use serve::{Held, serve_for_another};
 
 /// Options, progress and handles that every phase of one migration uses.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use page_bitmap::PageBitmap;
 
-use super::convergence::{Decision, Forecast, Measure, Policy, rate};
+use super::convergence::{Decision, Forecast, Measure, Policy};
 use super::negotiate::Links;
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::round::{Pass, RoundKind, clear_all, send_round};
@@ -19,6 +19,7 @@ use super::switch::Switch;
 use super::{Context, PhaseFailure, check_cancel};
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
+use crate::figures::rate;
 use crate::layout::PAGE_BYTES;
 use crate::options::{Convergence, DirtyClear, MemoryMode};
 use crate::progress::Event;

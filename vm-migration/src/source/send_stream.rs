@@ -54,7 +54,7 @@ impl PeerRate {
         if bytes < SAMPLE_BYTES_MIN && self.bytes_per_s != 0 {
             return;
         }
-        let now = super::convergence::rate(bytes, took);
+        let now = crate::figures::rate(bytes, took);
         self.bytes_per_s = if self.bytes_per_s == 0 { now } else { self.bytes_per_s / 2 + now / 2 };
     }
 }

@@ -119,10 +119,8 @@ fn whatever_becomes_of_a_next_postcopy_the_last_one_is_answered_for() {
     let steering = Steering::new();
     let receiver = {
         let (builder, steering) = (Builder::new(&to, &guest), steering.clone());
-        let late_reconnects = late_reconnects.clone();
         std::thread::spawn(move || {
-            let options =
-                ReceiveOptions { limits: LIMITS, steering, late_reconnects, ..Default::default() };
+            let options = ReceiveOptions { limits: LIMITS, steering, ..Default::default() };
             let progress = Arc::new(Progress::new(Side::Destination));
             listener.receive(builder, &options, &progress, &Cancel::new().unwrap())
         })

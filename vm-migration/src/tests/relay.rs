@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use super::loopback;
 use crate::layout::to_usize;
 use crate::protocol::capabilities::TOKEN_BYTES;
-use crate::protocol::codec::ByteSource as _;
 use crate::protocol::message::Command;
+use crate::transport::ByteSource as _;
 use crate::transport::{Connection, Listener, Reader, TransportError};
 use crate::{Address, Cancel};
 

@@ -61,7 +61,7 @@ impl Listener {
     pub fn bind_unless(address: &Address, cancel: &Cancel) -> Result<Self, TransportError> {
         let failed = |source| TransportError::Listen { address: address.clone(), source };
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-        for candidate in resolve(address, cancel, crate::options::CONNECT_TIMEOUT)? {
+        for candidate in resolve(address, cancel, super::CONNECT_TIMEOUT)? {
             if let Address::Unix(path) = address {
                 remove_stale(path, &candidate).map_err(|error| match error.kind() {
                     io::ErrorKind::AddrInUse => TransportError::InUse(address.clone()),

@@ -32,7 +32,7 @@ mod tests;
 
 pub use address::{Address, AddressError};
 pub use listener::Listener;
-pub use reader::Reader;
+pub use reader::{ByteSource, Reader};
 pub use socket::{Connection, Part};
 pub use tls::{ClientTls, ServerTls, TlsError};
 pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
@@ -59,6 +59,9 @@ pub const BULK_UNSENT_BYTES_MAX: u32 = 128 << 10;
 /// Lowest average rate of a message, in addition to the time for which it may stall: 512 kbit/s. A peer that
 /// sends or takes a byte now and then could otherwise block this side indefinitely.
 pub const SLOWEST_BYTES_PER_S: u64 = 64 << 10;
+
+/// Longest wait for a connection to be established, including name resolution.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a connection failed.
 #[derive(Debug, thiserror::Error)]

@@ -11,8 +11,40 @@ use std::sync::Arc;
 
 use super::TransportError;
 use super::socket::{Connection, guest_iovec};
-use crate::protocol::codec::ByteSource;
 use crate::ram::GuestSlice;
+
+/// A source of bytes: a connection, or a slice in tests and fuzzing.
+pub trait ByteSource {
+    /// Fills the buffer or fails.
+    ///
+    /// # Errors
+    /// When the source ends or fails before the buffer is full.
+    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError>;
+
+    /// Fills guest memory, all slices in order, or fails.
+    ///
+    /// # Errors
+    /// As [`read_exact`](Self::read_exact); part of the memory may have been written then.
+    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError>;
+}
+
+impl ByteSource for &[u8] {
+    fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), TransportError> {
+        let (head, tail) = self.split_at_checked(buf.len()).ok_or(TransportError::Closed)?;
+        buf.copy_from_slice(head);
+        *self = tail;
+        Ok(())
+    }
+
+    fn read_guest(&mut self, slices: &[GuestSlice<'_>]) -> Result<(), TransportError> {
+        for slice in slices {
+            let (head, tail) = self.split_at_checked(slice.len()).ok_or(TransportError::Closed)?;
+            slice.write(head);
+            *self = tail;
+        }
+        Ok(())
+    }
+}
 
 /// Bytes that [`Reader`] reads ahead: a header, a table of some entries, and little of what follows,
 /// because pages are better received in place.

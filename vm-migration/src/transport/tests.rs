@@ -12,9 +12,9 @@ use proptest::prelude::*;
 use super::{Address, Connection, Listener, Part, Reader, TransportError};
 use crate::cancel::Cancel;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
-use crate::protocol::codec::ByteSource;
 use crate::ram::slice;
 use crate::testing::FakeMemory;
+use crate::transport::ByteSource;
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(50);

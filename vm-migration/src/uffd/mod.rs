@@ -24,6 +24,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::cancel::Cancel;
+pub use crate::fault::UffdError;
 use crate::fault::{Fault, FaultSource, FaultSourceKind, FaultWait};
 use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
 use crate::ram::{self, GuestMemoryMap};
@@ -39,68 +40,6 @@ const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Smallest part of a region with a descriptor of its own.
 const PART_BYTES_MIN: u64 = HOST_PAGE_BYTES_MAX;
-
-/// Why userfaultfd cannot be used, or failed.
-#[derive(Debug, thiserror::Error)]
-pub enum UffdError {
-    /// The process has no permission for it.
-    #[error(
-        "this process may not use userfaultfd, which postcopy needs; give it access to \
-         /dev/userfaultfd (chmod or setfacl), or CAP_SYS_PTRACE, or run \
-         'sysctl -w vm.unprivileged_userfaultfd=1'"
-    )]
-    NotPermitted(#[source] io::Error),
-    /// The kernel does not have it.
-    #[error(
-        "this kernel has no userfaultfd, which postcopy needs (CONFIG_USERFAULTFD); use \
-         memory_mode=precopy"
-    )]
-    NotThere(#[source] io::Error),
-    /// The kernel is too old for a kind of memory.
-    #[error(
-        "this kernel's userfaultfd lacks features that postcopy needs for this memory (minor \
-         faults on shared memory are there since Linux 5.14); use memory_mode=precopy"
-    )]
-    Features(#[source] io::Error),
-    /// Host pages that are too large.
-    #[error(
-        "region {name} is backed by pages of {page_bytes} bytes: postcopy with userfaultfd would \
-         stop the guest for the transfer of each; use pages of at most 2 MiB or memory_mode=precopy"
-    )]
-    PageSize {
-        /// The region.
-        name: String,
-        /// Its page size.
-        page_bytes: u64,
-    },
-    /// A region without a second mapping.
-    #[error(
-        "vCPUs have no mapping of their own of memory region {name}, which fault_source=sigbus \
-         needs; give the VM shared memory (shared=on or hugepages=on), or use fault_source=uffd"
-    )]
-    NoVcpuMapping {
-        /// The region.
-        name: String,
-    },
-    /// An operation on pages failed.
-    #[error("userfaultfd cannot {what} {pages} pages at page {first} of memory region {region}")]
-    Pages {
-        /// The operation.
-        what: &'static str,
-        /// Region index.
-        region: usize,
-        /// First page.
-        first: u64,
-        /// Number of pages.
-        pages: u64,
-        /// The kernel's error.
-        #[source]
-        source: io::Error,
-    },
-    /// Reading faults failed.
-    #[error("userfaultfd cannot report faults")]
-    Events(#[source] io::Error),
-}
 
 /// Largest host page for which a fault is short enough.
 const HOST_PAGE_BYTES_MAX: u64 = 2 << 20;

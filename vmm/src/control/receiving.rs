@@ -217,10 +217,7 @@ pub fn start(
 ) -> Result<Receiving, (Responder, std::io::Error)> {
     let observer = Box::new(EventObserver { inbox_sender: context.inbox_sender.clone() });
     let progress = Arc::new(Progress::observed(Side::Destination, observer));
-    let options = ReceiveOptions {
-        late_reconnects: context.late_reconnects.clone(),
-        ..ReceiveOptions::default()
-    };
+    let options = ReceiveOptions::default();
     let steering = options.steering.clone();
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-recv", responder, move |responder| {

@@ -19,7 +19,7 @@ use pci_address::DeviceNumber;
 use vm_memory::GuestAddress;
 
 use super::{BarWidth, VirtioPciDevice};
-use crate::bar::{MmioRange, MmioWindows};
+use crate::bar_placement::{MmioRange, MmioWindows};
 use crate::bus::{PciEcam, PciSegment, PciSegmentOptions};
 use crate::device::PciDevice;
 use crate::fakes::{DeviceCall, DeviceRecord, FakeDevice, FakeIoEvents, FakeMapper, FakeMsiSource};

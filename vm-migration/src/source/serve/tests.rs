@@ -14,10 +14,10 @@ use crate::cancel::Cancel;
 use crate::layout::Backing;
 use crate::layout::GpaRange;
 use crate::options::Limits;
-use crate::protocol::codec::ByteSource as _;
 use crate::protocol::codec::{FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX, TABLE_BYTES_MAX};
 use crate::protocol::message::Command;
 use crate::testing::FakeMemory;
+use crate::transport::ByteSource as _;
 use crate::transport::{Connection, Listener};
 use crate::{Progress, Side};
 

@@ -18,10 +18,10 @@ use super::{ClientTls, ServerTls, TlsError};
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::layout::{Backing, PAGE_BYTES, PageRun};
-use crate::protocol::codec::ByteSource as _;
 use crate::protocol::message::Message;
 use crate::ram::slice;
 use crate::testing::{FakeMemory, TestCa};
+use crate::transport::ByteSource as _;
 use crate::transport::{Address, Connection, Listener, Part, Reader, TransportError};
 
 const LONG: Duration = Duration::from_secs(20);

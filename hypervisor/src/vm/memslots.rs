@@ -18,9 +18,9 @@ use kvm_ioctls::VmFd;
 use parking_lot::{Mutex, MutexGuard};
 use thiserror::Error;
 
+use super::Vm;
 use crate::ioctl;
 use crate::userfault::UserfaultBitmap;
-use crate::vm::Vm;
 
 /// KVM counts memory in these, whatever the size of the host's pages behind it.
 const PAGE_LEN_BYTES: u64 = 4096;

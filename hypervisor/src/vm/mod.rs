@@ -2,8 +2,11 @@
 
 //! A virtual machine: memory slots, interrupt controllers, vCPUs.
 //!
-//! Owns the VM's file descriptor and what must live as long as the VM. The parts are in separate
-//! modules: `memslots`, `dirty`, `msi`, `irqchip`, `clock`, `vcpu`. Must never know what the guest is.
+//! Owns the VM's file descriptor and what must live as long as the VM. What it holds itself is in its submodules
+//! `memslots` and `msi`; `dirty`, `irqchip`, `clock` and `vcpu` build on it. Must never know what the guest is.
+
+mod memslots;
+mod msi;
 
 use std::io;
 use std::sync::{Arc, OnceLock};
@@ -14,8 +17,11 @@ use kvm_ioctls::{Cap, VmFd};
 
 use crate::caps::{Capabilities, Hypervisor, ManualDirtyLog};
 use crate::error::{KvmContext, KvmError};
-use crate::memslots::Memslots;
-use crate::msi::Routes;
+use memslots::Memslots;
+pub use memslots::{MemslotConfig, MemslotError};
+pub use msi::InterruptLine;
+use msi::Routes;
+pub(crate) use msi::{kernel, new_event};
 
 /// Addresses that a VM needs below 4 GiB on processors that cannot run real mode directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

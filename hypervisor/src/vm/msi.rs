@@ -17,9 +17,9 @@ use kvm_ioctls::NoDatamatch;
 use parking_lot::{Mutex, MutexGuard};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::{Vm, VmShared};
 use crate::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
 use crate::routing::{IOAPIC_LINES, RouteTable};
-use crate::vm::{Vm, VmShared};
 
 /// The interrupt routes of one VM.
 pub(crate) struct Routes(Mutex<RouteTable>);

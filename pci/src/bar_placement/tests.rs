@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
+use crate::bar::BarDecode;
 use crate::device::{PciDeviceState, PciStateError};
 use crate::fakes::{FakeMapper, MapCall};
 

@@ -27,6 +27,7 @@ use pci_address::DeviceNumber;
 use thiserror::Error;
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
+use crate::bar::{BarDescription, BarKind};
 use crate::device::PciDevice;
 
 /// A range of guest physical addresses; for an I/O BAR a range of ports.
@@ -56,51 +57,6 @@ pub struct PortWindow {
     pub last: u16,
     /// Where they are mapped.
     pub mapper: Arc<dyn BarMapper>,
-}
-
-/// What a BAR decodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BarKind {
-    /// 32-bit address, one register.
-    Memory32,
-    /// 64-bit address, two registers.
-    Memory64,
-    /// Ports, one register.
-    Ports,
-}
-
-impl BarKind {
-    /// How many registers it takes.
-    pub fn registers_count(self) -> u8 {
-        match self {
-            Self::Memory32 | Self::Ports => 1,
-            Self::Memory64 => 2,
-        }
-    }
-}
-
-/// One BAR of a function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BarDescription {
-    /// Index of its (first) register, 0 to 5.
-    pub index: u8,
-    /// What it decodes.
-    pub kind: BarKind,
-    /// Whether reads have no side effects.
-    pub prefetchable: bool,
-    /// Size, a power of two.
-    pub len_bytes: u64,
-}
-
-/// What a function's BAR registers say.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BarDecode {
-    /// Memory decode is on.
-    pub enabled: bool,
-    /// I/O decode is on.
-    pub ports_enabled: bool,
-    /// Index and address of each BAR.
-    pub gpas: Vec<(u8, u64)>,
 }
 
 /// Why the address space refused a mapping.
