@@ -15,9 +15,9 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use vm_migration::layout::GpaRange;
 use vm_migration::protocol::capabilities::TOKEN_BYTES;
-use vm_migration::protocol::codec::ByteSource;
 use vm_migration::protocol::message::{Answer, Command, Message, Role};
 use vm_migration::ram::GuestSlice;
+use vm_migration::transport::ByteSource;
 use vm_migration::transport::TransportError;
 
 use super::Mode;

@@ -5,6 +5,8 @@
 //! Owns the groups. Which thread has which of them is in `table`; what a filter is made of them in
 //! `seccomp`.
 
+use super::requests::{self, Request};
+
 /// What is checked of the arguments of a call. The kernel shows a filter the numbers, not what pointers point to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Check {
@@ -18,8 +20,8 @@ pub(super) enum Check {
     First(&'static [u32]),
     /// The second argument is one of these: the request of ioctl(2) or fcntl(2).
     Second(&'static [u32]),
-    /// The second argument, a request of ioctl(2), has this type (bits 8 to 15).
-    IoctlType(u8),
+    /// The second argument, a request of ioctl(2), has type and number of one of these.
+    Requests(&'static [Request]),
 }
 
 /// A system call that a thread may make.
@@ -66,12 +68,10 @@ macro_rules! group {
     (@check $check:expr) => { $check };
 }
 
-/// Type byte of KVM's requests.
-const KVM: u8 = 0xae;
-/// Type byte of those of VFIO and iommufd, `;`.
-const VFIO: u8 = b';';
-/// Type byte of those of userfaultfd.
-const USERFAULTFD: u8 = 0xaa;
+/// KVM_GET_TSC_KHZ. KVM_ENABLE_CAP has the same number with a direction and a length.
+const TSC_KHZ: &[u32] = &[0xaea3];
+/// KVM_ENABLE_CAP.
+const ENABLE_CAP: &[u32] = &[0x4068_aea3];
 
 /// TCGETS, TCSETS, TCSETSW, TCSETSF, their successors with a 2, TIOCGWINSZ, TIOCSWINSZ, FIONREAD, FIONBIO, FIOCLEX.
 const TERMINAL: &[u32] = &[
@@ -328,16 +328,26 @@ group! {
 }
 
 group! {
-    /// KVM. What a request may do depends on the descriptor, so its number is not checked further.
+    /// KVM, with a VM that exists.
     KVM_REQUESTS "kvm" {
-        SYS_ioctl [Check::IoctlType(KVM)] "virtual machine, vCPUs, interrupts";
+        SYS_ioctl [Check::Requests(requests::KVM_OF_A_VM)] "vCPUs, memory slots, interrupts, time";
+        SYS_ioctl [Check::Second(TSC_KHZ)] "KVM_GET_TSC_KHZ";
+    }
+}
+
+group! {
+    /// KVM, making a VM.
+    KVM_CREATION "kvm creation" {
+        SYS_ioctl [Check::Requests(requests::KVM_NEW_VM)] "what the host has; a VM, its vCPUs and chips";
+        SYS_ioctl [Check::Second(ENABLE_CAP)] "KVM_ENABLE_CAP";
     }
 }
 
 group! {
     /// Passed-through devices and their address spaces.
     VFIO_REQUESTS "vfio" {
-        SYS_ioctl [Check::IoctlType(VFIO)] "devices of VFIO, mappings of VFIO and iommufd";
+        SYS_ioctl [Check::Requests(requests::VFIO)] "devices of VFIO, mappings of type1";
+        SYS_ioctl [Check::Requests(requests::IOMMUFD)] "mappings and dirty bits of iommufd";
         SYS_pread64 "registers of devices";
         SYS_pwrite64 "registers of devices";
     }
@@ -346,7 +356,7 @@ group! {
 group! {
     /// Guest memory.
     MEMORY "memory" {
-        SYS_ioctl [Check::IoctlType(USERFAULTFD)] "pages that arrive when they are touched";
+        SYS_ioctl [Check::Requests(requests::USERFAULTFD)] "pages that arrive when they are touched";
         SYS_ioctl [Check::Second(PAGEMAP_SCAN)] "which pages are populated";
         SYS_userfaultfd "pages that arrive when they are touched";
         SYS_memfd_create "memory without a path";

@@ -9,6 +9,7 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `requests` | requests of ioctl(2) by name |
 //! | `calls` | system calls in groups, with what is checked of them and why they are there |
 //! | `table` | the kinds of threads, their groups, and which start which |
 //! | `seccomp` | the table as filters |
@@ -20,6 +21,7 @@ mod names;
 #[cfg(test)]
 mod reference;
 mod report;
+mod requests;
 mod seccomp;
 mod table;
 

@@ -19,7 +19,11 @@ fn checked(check: Check) -> String {
         Check::Library => "`PROT_READ` and `PROT_EXEC` of a file".to_owned(),
         Check::First(values) => format!("first argument {}", list(values)),
         Check::Second(values) => format!("request {}", list(values)),
-        Check::IoctlType(kind) => format!("requests of type {kind:#x}"),
+        Check::Requests(requests) => {
+            let names = requests.iter().flat_map(|request| request.name.split("_and_"));
+            let names: Vec<_> = names.map(|name| format!("`{name}`")).collect();
+            names.join(", ")
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use seccompiler::{
 use thiserror::Error;
 
 use super::calls::{Call, Check};
+use super::requests::FREQUENT;
 use super::table::{KINDS, Kind};
 use crate::options::SeccompMode;
 
@@ -77,10 +78,13 @@ fn rules(check: Check) -> Result<Vec<SeccompRule>, BackendError> {
         }
         Check::First(values) => each(0, values),
         Check::Second(values) => each(1, values),
-        Check::IoctlType(kind) => {
-            let masked = SeccompCmpOp::MaskedEq(0xff00);
-            Ok(vec![SeccompRule::new(vec![condition(1, masked, u32::from(kind) << 8)?])?])
-        }
+        Check::Requests(requests) => requests
+            .iter()
+            .map(|request| {
+                let masked = || SeccompCmpOp::MaskedEq(0xffff);
+                SeccompRule::new(vec![condition(1, masked(), request.value)?])
+            })
+            .collect(),
     }
 }
 
@@ -90,9 +94,19 @@ pub(super) fn programs<'a>(
     mode: SeccompMode,
 ) -> Result<Vec<BpfProgram>, BackendError> {
     let mut table: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    let mut calls: Vec<&Call> = calls.collect();
-    // Rules of a call are asked in their order: KVM_RUN and pages that arrive come before rare requests.
-    calls.sort_by_key(|call| !matches!(call.check, Check::IoctlType(_)));
+    let calls: Vec<&Call> = calls.collect();
+    // Rules of a call are compared in their order.
+    let frequent = FREQUENT.iter().filter_map(|value| {
+        let has = |call: &&&Call| {
+            matches!(call.check, Check::Requests(list) if list.iter().any(|one| one.value == *value))
+        };
+        calls.iter().find(has).map(|call| (call.number, *value))
+    });
+    for (number, value) in frequent {
+        let masked = SeccompCmpOp::MaskedEq(0xffff);
+        let rule = SeccompRule::new(vec![condition(1, masked, value)?])?;
+        table.entry(number).or_default().push(rule);
+    }
     for call in calls {
         let more = rules(call.check)?;
         table

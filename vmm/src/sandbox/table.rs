@@ -9,8 +9,9 @@
 
 use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_TRACE, FILES, Group, INTERNET_SOCKETS,
-    KVM_REQUESTS, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING,
-    RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
+    KVM_CREATION, KVM_REQUESTS, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS,
+    RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN, TIMERS,
+    VFIO_REQUESTS,
 };
 
 /// Threads that may call the same.
@@ -63,6 +64,7 @@ const MACHINE: &[&[&str]] = &[DEVICES, BESIDE_DEVICES, OF_MACHINE];
 /// What building, changing and ending a machine needs.
 const BUILD: &[&Group] = &[
     &KVM_REQUESTS,
+    &KVM_CREATION,
     &VFIO_REQUESTS,
     &MEMORY,
     &OPEN,
@@ -135,7 +137,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "pin": &[&MEMORY, &VFIO_REQUESTS, &KVM_REQUESTS, &OPEN, &FILES, &SCHEDULING],
         starts &[&["prefault"]],
         "populates guest memory and maps it for devices";
-    "vfio-open": &[&VFIO_REQUESTS, &KVM_REQUESTS, &MEMORY, &OPEN, &FILES, &SCHEDULING,
+    "vfio-open": &[&VFIO_REQUESTS, &KVM_REQUESTS, &KVM_CREATION, &MEMORY, &OPEN, &FILES, &SCHEDULING,
         &CONNECTIONS],
         starts &[&["vfio-notices", "vfio-unmask", "pin", "prefault"]],
         "opens passed-through devices";

@@ -120,6 +120,27 @@ fn requests_and_sockets_are_never_unchecked() {
 }
 
 #[test]
+fn only_threads_that_build_a_machine_make_a_vm() {
+    let makes = |kind: &&Kind| {
+        kind.calls().any(|call| match call.check {
+            Check::Requests(list) => list.iter().any(|request| request.value == 0xae01),
+            Check::Second(list) => {
+                list.iter().any(|request| request & 0xffff == 0xaea3 && *request != 0xaea3)
+            }
+            _ => false,
+        })
+    };
+    let making: Vec<_> = KINDS.iter().filter(makes).map(|kind| kind.name).collect();
+    assert!(making.contains(&"main") && making.contains(&"mig-build"), "{making:?}");
+    for kind in KINDS.iter().map(|kind| kind.name) {
+        let runs_a_guest = kind.starts_with("device-")
+            || ["vcpu", "mig-faults", "mig-urgent", "pin", "prefault", "throttle", "serve"]
+                .contains(&kind);
+        assert!(!runs_a_guest || !making.contains(&kind), "{kind}");
+    }
+}
+
+#[test]
 fn each_call_says_why_it_is_there() {
     for call in RUNTIME.calls.iter().chain(KINDS.iter().flat_map(Kind::calls)) {
         assert!(!call.why.is_empty() && !call.name().starts_with("SYS_"), "{}", call.name());
