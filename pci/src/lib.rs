@@ -29,6 +29,7 @@ pub mod fakes;
 #[cfg(any(test, feature = "testing"))]
 mod fuzzing;
 mod msix;
+mod pvpanic;
 mod virtio;
 
 pub use bar::{BarDecode, BarDescription, BarKind};
@@ -48,6 +49,7 @@ pub use device::{PciDevice, PciDeviceState, PciStateError};
 pub use fuzzing::{fuzz_config_space, fuzz_state, fuzz_transport};
 pub use msix::{ENTRY_LEN_BYTES, Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
 pub use pci_address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
+pub use pvpanic::{PANIC_DEVICE_KIND, PanicDevice, PanicEvent, PanicSink};
 pub use virtio::{
     BarWidth, CommonState, NARROW_BAR_VERSION, QueueError, QueueProgressState, QueueRegisterState,
     VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT, VirtioPciDevice, VirtioPciError, VirtioPciState,

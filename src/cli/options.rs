@@ -129,7 +129,7 @@ pub fn command(with_help: bool) -> Command {
             manual::option::<PlatformConfig>("platform", with_help),
             manual::list::<PmemConfig>("pmem", with_help),
             flag("print-openapi", "Print the description of the API").hide(true),
-            flag("pvpanic", "Panic device (not supported by this version)"),
+            flag("pvpanic", "Panic device, through which the guest reports that its kernel panicked"),
             manual::list::<RateLimitGroupConfig>("rate-limit-group", with_help),
             manual::option::<RestoreConfig>("restore", with_help),
             manual::option::<RngConfig>("rng", with_help),

@@ -41,6 +41,8 @@ pub const RNG_ID: &str = "__rng";
 pub const BALLOON_ID: &str = "__balloon";
 /// Name of the watchdog.
 pub const WATCHDOG_ID: &str = "__watchdog";
+/// Name of the panic device.
+pub const PVPANIC_ID: &str = "__pvpanic";
 
 option_family! {
     /// The configuration of a virtual machine.
@@ -91,7 +93,7 @@ option_family! {
         /// Real-time clock device.
         rtc: Option<RtcConfig> = None, "" as JsonOnly, unsupported();
         /// Device through which the guest reports a panic.
-        pvpanic: bool = false, "" as JsonOnly, unsupported();
+        pvpanic: bool = false, "" as JsonOnly;
         /// PCI segments.
         pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly, unsupported();
         /// Options of the machine as a whole.

@@ -64,9 +64,10 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
         | GuestEvent::WatchdogExpired
         | GuestEvent::Shutdown
         | GuestEvent::VcpuStopped { .. } => true,
-        GuestEvent::Ejected | GuestEvent::DeviceWanted { .. } | GuestEvent::DiskFull { .. } => {
-            false
-        }
+        GuestEvent::Ejected
+        | GuestEvent::DeviceWanted { .. }
+        | GuestEvent::DiskFull { .. }
+        | GuestEvent::Panicked { .. } => false,
     }
 }
 
@@ -163,6 +164,11 @@ impl Vmm {
         if let GuestEvent::DiskFull { id } = &event {
             self.tell_of_full_disk(id);
         }
+        if let GuestEvent::Panicked { event } = event {
+            log::warn!("the guest reported an event to its panic device: {event}");
+            // It does not change the VM, so it needs no order with other requests.
+            return events::emit("guest", "panic", &[("event", event)]);
+        }
         let machine = self.machine_status();
         if !machine.may_act_on(&event) {
             match machine {
@@ -242,6 +248,7 @@ impl Vmm {
                 }
                 Next::Continue
             }
+            GuestEvent::Panicked { .. } => Next::Continue,
             GuestEvent::DiskFull { .. } => {
                 self.disk_is_full();
                 Next::Continue

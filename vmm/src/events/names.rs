@@ -145,7 +145,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
          started here)",
     ),
     ("guest", "watchdog-expired", "the guest has not set its watchdog back in time, and is reset"),
-    ("guest", "panic", "a vCPU cannot go on, and the VM ends (vcpu: which)"),
+    (
+        "guest",
+        "panic",
+        "a vCPU cannot go on, and the VM ends (vcpu: which); or the guest has reported an event to its \
+         pvpanic device (event: panic, crash_loaded or unknown_event), and keeps running",
+    ),
 ];
 
 /// The page `docs/events.md`.

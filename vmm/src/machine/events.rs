@@ -23,6 +23,11 @@ pub enum GuestEvent {
     },
     /// It has not set its watchdog back in time, so it is taken for stuck.
     WatchdogExpired,
+    /// It has reported an event to its panic device.
+    Panicked {
+        /// The event's name in the event monitor.
+        event: &'static str,
+    },
     /// It switched itself off.
     Shutdown,
     /// It has ejected devices that it was asked to eject.

@@ -37,6 +37,10 @@ impl FunctionInfo {
         Self { id: device.id().to_owned(), bdf, is_virtio: true, bars }
     }
 
+    fn of_emulated(bdf: Bdf, device: &dyn PciDevice) -> Self {
+        Self { is_virtio: false, ..Self::of_virtio(bdf, device) }
+    }
+
     fn of_passed_through(bdf: Bdf, device: &VfioPciDevice) -> Self {
         let bars = device.bars_if_idle().map(|(bars, decode)| placed(bars, &decode));
         let bars = bars.unwrap_or_default();
@@ -221,6 +225,8 @@ impl Machine {
         let virtio = virtio.map(|(bdf, device)| FunctionInfo::of_virtio(*bdf, device.as_ref()));
         let passed = self.parts.passthrough.devices().iter();
         let passed = passed.map(|(bdf, device)| FunctionInfo::of_passed_through(*bdf, device));
-        virtio.chain(passed).collect()
+        let panics = self.parts.panics.iter();
+        let panics = panics.map(|(bdf, device)| FunctionInfo::of_emulated(*bdf, device.as_ref()));
+        virtio.chain(panics).chain(passed).collect()
     }
 }

@@ -24,7 +24,7 @@
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `virtio` | virtio devices on the PCI bus |
-//! | `disks`, `nets`, `vsocks`, `consoles`, `balloons`, `mems`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `consoles`, `balloons`, `mems`, `panics`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -54,6 +54,7 @@ mod legacy;
 mod mems;
 mod nets;
 mod opening;
+mod panics;
 mod parts;
 mod passthrough;
 mod pausing;

@@ -23,7 +23,8 @@ use super::legacy::LegacyDevices;
 use super::passthrough::{OpenInput, Passthrough};
 use super::space::AddressSpace;
 use super::virtio::{PciContext, VirtioDevices};
-use super::{boot, ram};
+use super::panics::PanicFunction;
+use super::{boot, panics, ram};
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
 
@@ -32,6 +33,7 @@ pub(super) struct MachineParts {
     // Order matters on drop: devices end before memory.
     pub(super) devices: VirtioDevices,
     pub(super) passthrough: Passthrough,
+    pub(super) panics: Option<PanicFunction>,
     pub(super) legacy: LegacyDevices,
     pub(super) hotplug: Hotplug,
     pub(super) segment: Arc<PciSegment>,
@@ -97,6 +99,7 @@ impl MachineParts {
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
+        let panics = panics::wire(config, &segment, devices.taken_numbers(), Arc::clone(&sink))?;
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
         if !passthrough.is_opening() {
             devices.place_later(&segment)?;
@@ -105,6 +108,7 @@ impl MachineParts {
         Ok(Self {
             devices,
             passthrough,
+            panics,
             legacy,
             hotplug,
             segment,

@@ -106,7 +106,9 @@ impl Machine {
         let passed = self.parts.passthrough.devices().iter();
         let virtio = virtio.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
         let passed = passed.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
-        virtio.chain(passed).collect()
+        let panics = self.parts.panics.iter();
+        let panics = panics.map(|(bdf, device)| (*bdf, Arc::clone(device) as Arc<dyn PciDevice>));
+        virtio.chain(panics).chain(passed).collect()
     }
 
     fn restore_vcpus(&self, states: Vec<VcpuState>, time: TimeBase) -> Result<(), MachineError> {

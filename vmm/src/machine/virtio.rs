@@ -69,6 +69,15 @@ pub enum VirtioError {
         #[source]
         source: BdfError,
     },
+    /// The configuration space of the panic device.
+    #[error("cannot lay out '{id}'")]
+    Layout {
+        /// The device.
+        id: String,
+        /// Why.
+        #[source]
+        source: pci::ConfigError,
+    },
     /// The transport.
     #[error("cannot put '{id}' on the PCI bus")]
     Transport {
@@ -116,6 +125,8 @@ pub struct VirtioDevices {
     counters: Vec<(String, Arc<dyn Counters>)>,
     /// Those whose numbers are kept, and whose BARs are to be placed after those of passed-through devices.
     unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
+    /// Device numbers that options request, and those that are counted down from the highest.
+    taken: BTreeSet<u8>,
     /// Hears of disks that are full.
     sink: Option<EventSink>,
 }
@@ -202,6 +213,7 @@ impl VirtioDevices {
             devices.counters.push((id.clone(), device.counters()));
             devices.plug(context, &id, Box::new(device), balloon.pci_device_id)?;
         }
+        devices.taken = taken;
         Ok(devices)
     }
 
@@ -428,6 +440,11 @@ impl VirtioDevices {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
         }
+    }
+
+    /// Device numbers that options request, and those that are counted down from the highest.
+    pub fn taken_numbers(&self) -> &BTreeSet<u8> {
+        &self.taken
     }
 
     /// The functions and where they sit.

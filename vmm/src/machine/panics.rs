@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Wiring of the panic device.
+//!
+//! Owns its device number and the limit on the events that a guest can cause with it.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use devices::LogLimit;
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PanicDevice, PciDevice, PciSegment};
+
+use super::events::{EventSink, GuestEvent};
+use super::virtio::VirtioError;
+use crate::config::VmConfig;
+use crate::config::vm::PVPANIC_ID;
+
+/// The panic device and its address on the bus.
+pub type PanicFunction = (Bdf, Arc<PanicDevice>);
+
+/// Adds the device to the bus if the configuration asks for it; `taken` are device numbers in use or reserved.
+/// Of a guest that writes without end a few events are reported, and then one a minute.
+///
+/// # Errors
+/// No device number is free.
+pub fn wire(
+    config: &VmConfig,
+    segment: &PciSegment,
+    taken: &BTreeSet<u8>,
+    sink: EventSink,
+) -> Result<Option<PanicFunction>, VirtioError> {
+    if !config.pvpanic {
+        return Ok(None);
+    }
+    let limit = LogLimit::default();
+    let tell = Arc::new(move |event: pci::PanicEvent| {
+        if limit.take().is_some() {
+            sink(GuestEvent::Panicked { event: event.name() });
+        }
+    });
+    let id = || PVPANIC_ID.to_owned();
+    let device = PanicDevice::new(id(), tell);
+    let device = device.map_err(|source| VirtioError::Layout { id: id(), source })?;
+    let device = Arc::new(device);
+    // The highest free number: devices that are added later take the lowest, so it is the same on a destination.
+    let mut numbers = (1..DEVICES_PER_BUS_COUNT).rev().filter(|number| !taken.contains(number));
+    let number = numbers.next().and_then(|number| DeviceNumber::new(number).ok());
+    let function: Arc<dyn PciDevice> = device.clone();
+    let added = segment.add_device(&function, number);
+    let bdf = added.map_err(|source| VirtioError::Bus { id: id(), source })?;
+    Ok(Some((bdf, device)))
+}
