@@ -12,7 +12,25 @@ use crate::lifecycle::config;
 
 pub fn add(suite: &mut Suite) {
     suite.add("events::life_of_a_vm", life);
+    suite.add("events::a_panic_of_the_guest", panics);
     suite.add("events::a_successor_keeps_its_socket_while_the_last_are_written", successor);
+}
+
+/// What the guest reports to its panic device is an event, and the guest keeps running.
+fn panics() {
+    for (reported, name) in [(1, "panic"), (2, "crash_loaded")] {
+        let guest = format!("workload=random-write mem=32M panic={reported}");
+        let vmm = VmmBuilder::guest(1, "size=128M,shared=on", &guest).with(&["--pvpanic"]).start();
+        let event = wait_for("the event of the panic device", || {
+            vmm.events().into_iter().find(|event| event["event"] == "panic")
+        });
+        assert_eq!(event["source"], "guest", "{event}");
+        assert_eq!(event["properties"]["event"], name, "{event}");
+        vmm.wait_for_work(1_000);
+        vmm.verify();
+        assert_eq!(vmm.api().state(), "Running");
+        vmm.shut_down();
+    }
 }
 
 fn life() {

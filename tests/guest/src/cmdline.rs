@@ -81,6 +81,8 @@ pub struct Settings {
     pub bus_master: u64,
     /// `watchdog=0|1`: vCPU 0 uses the watchdog.
     pub watchdog: u64,
+    /// `panic=`: events that vCPU 0 reports to the panic device; 0: none.
+    pub panic: u64,
     /// `reserve=`: bytes at the end of RAM without test pages.
     pub reserve: u64,
     /// Words that were not understood.
@@ -114,6 +116,7 @@ impl Settings {
             ecam: ECAM_GPA,
             bus_master: 0,
             watchdog: 0,
+            panic: 0,
             reserve: 0,
             refused: 0,
         }
@@ -207,6 +210,7 @@ impl Settings {
             ecam: get(param::ECAM_GPA),
             bus_master: 0,
             watchdog: 0,
+            panic: 0,
             reserve: 0,
             refused: 0,
         }
@@ -233,6 +237,7 @@ impl Settings {
             b"ecam" => &mut self.ecam,
             b"bus_master" => &mut self.bus_master,
             b"watchdog" => &mut self.watchdog,
+            b"panic" => &mut self.panic,
             _ => return None,
         })
     }

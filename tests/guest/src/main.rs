@@ -19,6 +19,7 @@ mod hostile;
 mod layout;
 mod master;
 mod mem;
+mod panic;
 mod pattern;
 mod pvh;
 mod reuse;
@@ -100,6 +101,9 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
     let mut worker = Worker::new(0, vcpus, &shared.layout, shared.seed, khz);
     if settings.watchdog != 0 {
         worker.start_watchdog(settings.ecam);
+    }
+    if settings.panic != 0 {
+        worker.report_panic(settings.ecam, settings.panic.to_le_bytes()[0]);
     }
     worker.run()
 }

@@ -15,7 +15,7 @@ use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
 use crate::reuse::Reuse;
-use crate::watchdog::Watchdog;
+use crate::{panic, watchdog::Watchdog};
 
 const PARAM: Block = Block::at(abi::PARAM_GPA);
 
@@ -115,6 +115,13 @@ impl Worker {
         match Watchdog::start(ecam, self.khz) {
             Ok(watchdog) => self.watchdog = Some(watchdog),
             Err(_) => self.block.add(vcpu::ERRORS, 1),
+        }
+    }
+
+    /// Reports `events` to the panic device, and counts an error where there is none.
+    pub fn report_panic(&mut self, ecam: u64, events: u8) {
+        if panic::report(ecam, events).is_err() {
+            self.block.add(vcpu::ERRORS, 1);
         }
     }
 
