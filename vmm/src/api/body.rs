@@ -13,16 +13,16 @@ use crate::config::value::{FieldValue as _, SchemaSet};
 /// The JSON body of a request or response.
 #[derive(Clone, Copy, Debug)]
 pub enum Body {
-    /// None.
+    /// No body.
     Empty,
-    /// This schema.
+    /// A body of this schema.
     Schema(BodySchema),
-    /// This schema, or nothing.
+    /// A body of this schema, or none.
     Optional(BodySchema),
 }
 
 impl Body {
-    /// Its schema.
+    /// The schema of the body, if it can have one.
     pub const fn schema(&self) -> Option<&BodySchema> {
         match self {
             Self::Empty => None,
@@ -34,13 +34,13 @@ impl Body {
 /// The schema of a body.
 #[derive(Clone, Copy, Debug)]
 pub struct BodySchema {
-    /// Its name in the API description.
+    /// Name of the schema in the API description.
     pub name: &'static str,
-    /// Adds it, and all that it refers to.
+    /// Adds the schema, and every schema that it refers to, to the set.
     pub collect: fn(&mut SchemaSet),
 }
 
-/// The schema of a type of the configuration, whose name it has.
+/// The body schema of a configuration type, under the name of the type.
 macro_rules! schema {
     ($type:ident) => {
         $crate::api::body::BodySchema {

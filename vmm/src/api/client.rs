@@ -24,48 +24,48 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use super::endpoints::{API_ROOT, Method};
 use super::rights;
 
-/// Longest response that is taken; `vm.info` of a large VM has about a megabyte.
+/// Maximum length of a response; `vm.info` of a large VM is about 1 MB.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
-/// Why there is no good answer.
+/// Why a request got no successful answer.
 #[derive(Debug, Error)]
 pub enum ClientError {
-    /// Nothing listens.
+    /// No process listens on the socket.
     #[error("the API socket '{path}' cannot be reached")]
     Connect {
         /// Path of the socket.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The request cannot be made.
+    /// The runtime of the client cannot be set up.
     #[error("the request cannot be sent")]
     Runtime(#[source] io::Error),
     /// The connection broke, or the other end does not speak HTTP.
     #[error("the VMM did not answer")]
     Http(#[source] hyper::Error),
-    /// It took longer than the limit.
+    /// No answer within the time limit.
     #[error("there was no answer within {seconds} s; the VMM may still carry the request out")]
     Timeout {
-        /// How long that is.
+        /// The limit.
         seconds: u64,
     },
     /// The response is too long or breaks off.
     #[error("the answer cannot be read")]
     Body(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The VMM refuses.
+    /// The VMM answered with a status of 400 or above.
     #[error("server responded with {status}{}", list(reasons))]
     Refused {
-        /// Status, such as `NotFound`.
+        /// Name of the HTTP status, such as `NotFound`.
         status: String,
-        /// Reasons, outermost first.
+        /// Error messages, outermost first.
         reasons: Vec<String>,
     },
 }
 
 impl ClientError {
-    /// Whether there was no answer in the time that was given.
+    /// Whether the request failed because the time limit passed.
     pub fn is_timeout(&self) -> bool {
         matches!(self, Self::Timeout { .. })
     }
@@ -75,7 +75,7 @@ fn list(reasons: &[String]) -> String {
     if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join(": ")) }
 }
 
-/// A client of one VMM.
+/// A client of the VMM behind one API socket.
 #[derive(Clone, Debug)]
 pub struct Client {
     path: PathBuf,
@@ -83,30 +83,30 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of the VMM that listens at `path`.
+    /// A client of the VMM that listens on the socket `path`; no time limit.
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { path: path.as_ref().to_owned(), limit: None }
     }
 
-    /// The same that waits no longer than this for each answer.
+    /// The same client with a time limit for each request, or with none.
     #[must_use]
     pub fn with_limit(mut self, limit: Option<Duration>) -> Self {
         self.limit = limit;
         self
     }
 
-    /// The same of another socket.
+    /// The same client for another socket.
     #[must_use]
     pub fn at(mut self, path: impl AsRef<Path>) -> Self {
         path.as_ref().clone_into(&mut self.path);
         self
     }
 
-    /// Asks and waits for the answer, however long that takes if there is no limit: its body, if it
-    /// has one.
+    /// Sends a request and waits for the answer, up to the time limit if there is one. Returns the body of
+    /// the answer, if it has one.
     ///
     /// # Errors
-    /// No connection, no HTTP, or a status of 400 and above.
+    /// No connection, no HTTP, no answer in time, or a status of 400 and above.
     pub fn ask(
         &self,
         method: Method,
@@ -116,7 +116,7 @@ impl Client {
         self.ask_with(method, name, body, Vec::new())
     }
 
-    /// The same with descriptors for the VMM; ours are closed when they have gone.
+    /// Like [`Client::ask`], and passes descriptors to the VMM; the local copies are closed once sent.
     ///
     /// # Errors
     /// As [`Client::ask`].
@@ -135,7 +135,7 @@ impl Client {
         let late = || ClientError::Timeout { seconds: self.limit.unwrap_or_default().as_secs() };
         let begun = Instant::now();
         let stream = self.connect().map_err(|source| match source.kind() {
-            // As the kernel says that the limit has passed.
+            // The errno of a socket timeout.
             io::ErrorKind::WouldBlock => late(),
             _ => ClientError::Connect { path: self.path.clone(), source },
         })?;
@@ -147,7 +147,7 @@ impl Client {
         })
     }
 
-    /// Connects; waits for its turn where many others wait, too.
+    /// Connects; waits while the backlog of the listener is full.
     fn connect(&self) -> io::Result<UnixStream> {
         let stream = rustix::net::socket_with(
             AddressFamily::UNIX,
@@ -247,7 +247,7 @@ impl AsyncWrite for WithFds {
     }
 }
 
-/// `InternalServerError` for 500, as old tools print it.
+/// Name of a status; `InternalServerError` for 500, as existing clients expect.
 fn status_name(status: hyper::StatusCode) -> String {
     match status.canonical_reason() {
         Some(reason) => reason.split(' ').collect(),

@@ -33,9 +33,9 @@ type HttpResponse = Response<Full<Bytes>>;
 pub struct Peer {
     /// Its slot.
     pub slot: Rc<ConnectionSlot>,
-    /// Descriptors that it has sent.
+    /// Descriptors that the client has sent.
     pub received: ReceivedFds,
-    /// Whether it is gone.
+    /// Detects that the client has hung up.
     pub hangup: Rc<Hangup>,
 }
 
@@ -64,7 +64,7 @@ async fn answer(
         Ok(body) => body,
         Err(refusal) => return refusal,
     };
-    // Whatever the request is: what came with it is not for the next one.
+    // Taken for each request, so that the descriptors of one request cannot reach the next.
     let fds = match client.received.take() {
         Ok(fds) => fds,
         Err(error) => return closing(refuse(StatusCode::BAD_REQUEST, &error.to_string())),
@@ -93,7 +93,7 @@ async fn answer(
     };
     let request = match understand(endpoint, &body, fds) {
         Ok(request) => request,
-        // They may have been those of a request that followed at once, which must not continue without.
+        // They may belong to a pipelined request, which must not run without them.
         Err(error) if with_fds => return closing(failure(&error)),
         Err(error) => return failure(&error),
     };
@@ -117,7 +117,8 @@ async fn carry_out(
     let _busy = client.slot.begin_request();
     let (mut asked, mut gone) = (pin!(handle.ask(name, request)), pin!(client.hangup.wait()));
     let reply = poll_fn(|cx| match asked.as_mut().poll(cx) {
-        // Asked at least once: what a client has sent before it went is carried out if nothing is in its way.
+        // The request is polled once before the hang-up counts: a request whose client has already left is
+        // still carried out if it need not wait.
         Poll::Pending => gone.as_mut().poll(cx).map(|()| Err(client_is_gone())),
         answered @ Poll::Ready(_) => answered,
     })
@@ -128,7 +129,7 @@ async fn carry_out(
     })
 }
 
-/// An answer without a reader.
+/// The error of a request whose client has hung up; it is never read.
 fn client_is_gone() -> ApiError {
     ApiError::new(ApiErrorKind::Failed, "the client has hung up")
 }
@@ -169,25 +170,25 @@ fn with_json(status: StatusCode, json: Vec<u8>) -> HttpResponse {
     response
 }
 
-/// A failure of the VMM.
+/// The response to a request that the VMM refused or failed.
 fn failure(error: &ApiError) -> HttpResponse {
     let status =
         StatusCode::from_u16(error.kind.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     with_json(status, json_text::answer(&error.chain).unwrap_or_default())
 }
 
-/// A failure of the client.
+/// The response to a malformed or unroutable request.
 pub fn refuse(status: StatusCode, message: &str) -> HttpResponse {
     with_json(status, json_text::answer(&[message]).unwrap_or_default())
 }
 
-/// Ends the connection after the response: what the client still sends means nothing.
+/// Closes the connection after the response: the rest of the request is not read.
 fn closing(mut response: HttpResponse) -> HttpResponse {
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     response
 }
 
-/// What a client gets that comes when there are too many already, as raw bytes.
+/// The raw response to a connection above the limit.
 pub fn too_many() -> Vec<u8> {
     let body = br#"["too many clients are connected, try again"]"#;
     let mut out = format!(

@@ -22,8 +22,8 @@ pub struct ConnectionSlots {
 
 #[derive(Debug, Default)]
 struct Slots {
-    /// Counts whatever happens, so that two things never happen at the same time: a clock may say that they
-    /// did, or the wrong way round.
+    /// Incremented at each change, to order them: a clock may give two changes the same time, or the wrong
+    /// order.
     sequence: u64,
     taken: BTreeMap<u64, SlotState>,
 }
@@ -37,33 +37,33 @@ impl Slots {
 
 #[derive(Debug)]
 struct SlotState {
-    /// Requests being carried out; more than one only if a client leaves and its request stays.
+    /// Requests being carried out; more than one only if an abandoned request is still in progress.
     busy: u32,
-    /// The sequence number since which it has not been busy.
+    /// The sequence number at which the slot last became idle.
     since: u64,
-    /// Dropped to send the client away.
+    /// Dropped to disconnect the client.
     keep: Option<oneshot::Sender<()>>,
 }
 
-/// A slot; returned when dropped.
+/// A slot of one connection; returned to the pool when dropped.
 #[derive(Debug)]
 pub struct ConnectionSlot {
     pool: Rc<ConnectionSlots>,
     number: u64,
 }
 
-/// A request that is being carried out; while it lives, its client keeps the slot.
+/// A request that is being carried out; its slot counts as busy until this is dropped.
 #[derive(Debug)]
 pub struct RequestInProgress<'a>(&'a ConnectionSlot);
 
 impl ConnectionSlots {
-    /// That many slots.
+    /// A pool of `size` slots.
     pub fn new(size: usize) -> Rc<Self> {
         Rc::new(Self { size, slots: RefCell::default(), empty: Notify::new() })
     }
 
-    /// Takes a slot, sending an idle client away if that is the only way; nothing if all are busy. The
-    /// receiver ends when this client has to go.
+    /// Takes a slot; if none is free, disconnects the client that has been idle longest. `None` if all are
+    /// busy. The receiver resolves when this client has to be disconnected.
     pub fn acquire(self: &Rc<Self>) -> Option<(ConnectionSlot, oneshot::Receiver<()>)> {
         let mut slots = self.slots.borrow_mut();
         let present = slots.taken.values().filter(|slot| slot.keep.is_some()).count();
@@ -90,7 +90,7 @@ impl ConnectionSlots {
 }
 
 impl ConnectionSlot {
-    /// Begins to carry a request out.
+    /// Marks the slot busy until the guard is dropped.
     pub fn begin_request(&self) -> RequestInProgress<'_> {
         self.change(|state, _| state.busy += 1);
         RequestInProgress(self)

@@ -47,19 +47,19 @@ impl Method {
 pub struct Endpoint {
     /// Path without [`API_ROOT`].
     pub path: &'static str,
-    /// Method.
+    /// HTTP method.
     pub method: Method,
     /// Summary for the API description.
     pub summary: &'static str,
-    /// Name of the operation for generated clients.
+    /// Name of the operation in generated clients.
     pub operation: Option<&'static str>,
     /// Body of the request.
     pub takes: Body,
     /// Body of the response.
     pub gives: Body,
-    /// Possible failures besides 400 and 500.
+    /// Possible failures in addition to 400 and 500.
     pub errors: &'static [ApiErrorKind],
-    /// Turns the body into a request.
+    /// Decodes the body into a request.
     pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
 }
 
@@ -262,7 +262,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
         operation: None,
         takes: Body::Schema(schema!(VmResize)),
         gives: Body::Empty,
-        // NotNow as clients know it from these requests; this version has no such moment.
+        // `NotNow` is kept because clients of cloud-hypervisor expect it of this request; nothing returns
+        // it here.
         errors: &[NotCreated, NotBooted, Conflict, NotNow, NotSupported],
         decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
     },
@@ -404,11 +405,11 @@ pub const UNSUPPORTED: [&str; 7] = [
 pub enum Route {
     /// An endpoint.
     Found(&'static Endpoint),
-    /// The path exists with this other method.
+    /// The path exists, with another method.
     WrongMethod(&'static Endpoint),
-    /// Known and not supported.
+    /// A cloud-hypervisor endpoint that is not supported.
     Unsupported(&'static str),
-    /// It is unknown.
+    /// The path is unknown.
     Unknown,
 }
 
@@ -458,7 +459,7 @@ fn decode_recover(body: &[u8]) -> Result<VmmRequest, ApiError> {
     Ok(VmmRequest::MigrationRecover(Box::new(data)))
 }
 
-/// A body that may be missing.
+/// Decodes the optional body of a request with a `force` flag.
 fn decode_force(body: &[u8]) -> Result<bool, ApiError> {
     if body.is_empty() {
         return Ok(false);
@@ -490,10 +491,10 @@ fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {
     Ok(VmmRequest::Restore(Box::new(config)))
 }
 
-/// Turns an answer into JSON; nothing for [`ApiReply::Empty`].
+/// Encodes an answer as JSON; `None` for [`ApiReply::Empty`].
 ///
 /// # Errors
-/// The answer cannot be written as JSON.
+/// The answer cannot be serialised.
 pub fn encode(reply: &ApiReply) -> Result<Option<Vec<u8>>, ApiError> {
     let json = match reply {
         ApiReply::Empty => return Ok(None),

@@ -14,13 +14,13 @@ use std::os::unix::net::UnixStream as StdStream;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-/// Tells when the peer of a connection has closed it.
+/// Detects that the peer of a connection has closed it.
 #[derive(Debug)]
 pub struct Hangup(Option<UnixStream>);
 
 impl Hangup {
-    /// Watches the peer of `stream`. If the host gives no descriptor it is there until the answer cannot
-    /// be written.
+    /// Watches the peer of `stream`. If the descriptor cannot be duplicated, a hang-up is only noticed when
+    /// the answer is written.
     pub fn of(stream: &UnixStream) -> Self {
         let again = stream.as_fd().try_clone_to_owned().map(StdStream::from);
         let again = again.and_then(UnixStream::from_std);
@@ -30,20 +30,20 @@ impl Hangup {
         Self(again.ok())
     }
 
-    /// Waits until it is gone.
+    /// Waits until the peer has closed the connection.
     pub async fn wait(&self) {
         let Some(stream) = &self.0 else { return pending().await };
         loop {
-            // Of what is written to: the end of what is read is that of a peer that may still wait.
+            // The write side: a peer may shut down its sending side and still wait for the answer.
             match stream.ready(Interest::WRITABLE).await {
                 Ok(ready) if ready.is_write_closed() => return,
                 Ok(_) => {
-                    // There is room in the socket, which says nothing: as if a write had found none, the next
-                    // change is waited for.
+                    // The socket is writable, which says nothing about the peer. Reporting WouldBlock
+                    // clears the readiness, so that the next change is waited for.
                     let full = || Err::<(), _>(io::ErrorKind::WouldBlock.into());
                     let _ = stream.try_io(Interest::WRITABLE, full);
                 }
-                // The runtime ends.
+                // The runtime is shutting down.
                 Err(_) => return pending().await,
             }
         }

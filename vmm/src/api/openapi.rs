@@ -56,7 +56,7 @@ pub fn document_json() -> String {
     text
 }
 
-/// What the bodies of the endpoints consist of, and the error that all may answer with.
+/// The schemas of all bodies, and that of the error response.
 fn schemas() -> SchemaSet {
     let mut out = BTreeMap::new();
     for body in ENDPOINTS.iter().flat_map(|endpoint| [&endpoint.takes, &endpoint.gives]) {

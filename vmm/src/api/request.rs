@@ -49,7 +49,7 @@ pub enum VmmRequest {
     Nmi,
     /// Delete the VM.
     Delete {
-        /// Even if a migrated VM still needs pages from this process.
+        /// Also while a migrated VM still needs pages from this process.
         force: bool,
     },
     /// Add a device.
@@ -60,7 +60,7 @@ pub enum VmmRequest {
     Resize(Box<VmResize>),
     /// Change the size of a memory zone.
     ResizeZone(VmResizeZone),
-    /// Start migrating the VM; answered when the migration has been started.
+    /// Start migrating the VM; answered once the migration has started.
     SendMigration(Box<SendMigrationData>),
     /// Receive a VM; answered when it has arrived.
     ReceiveMigration(Box<ReceiveMigrationData>),
@@ -82,7 +82,7 @@ pub enum VmmRequest {
     Restore(Box<RestoreConfig>),
     /// End the process.
     VmmShutdown {
-        /// Even if a migrated VM still needs pages from this process.
+        /// Also while a migrated VM still needs pages from this process.
         force: bool,
     },
 }
@@ -119,15 +119,15 @@ pub enum ApiErrorKind {
     NotCreated,
     /// There is no device or zone of that name.
     NotFound,
-    /// The VM does not run, or not in the way that the request needs.
+    /// The VM is not in the running state that the request needs.
     NotBooted,
-    /// There is a VM already.
+    /// A VM exists already.
     AlreadyCreated,
-    /// An operation in progress excludes this, such as a migration.
+    /// An operation in progress, such as a migration, excludes this one.
     Conflict,
     /// Another operation is in progress; the same request may succeed later.
     NotNow,
-    /// Known and not supported.
+    /// A known request that is not supported.
     NotSupported,
     /// The operation failed.
     Failed,
@@ -151,7 +151,7 @@ impl ApiErrorKind {
 /// An error with its whole chain of causes, outermost first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
-    /// What kind of failure.
+    /// The kind of the failure.
     pub kind: ApiErrorKind,
     /// One sentence per layer.
     pub chain: Vec<String>,
@@ -163,24 +163,24 @@ impl ApiError {
         Self { kind, chain: vec![message.into()] }
     }
 
-    /// A failure that an error and its sources describe.
+    /// A failure from an error and its chain of sources.
     pub fn from_error(kind: ApiErrorKind, error: &dyn std::error::Error) -> Self {
         Self { kind, chain: error_text::sentences(error) }
     }
 
-    /// Puts a sentence before the others.
+    /// Prepends a sentence to the chain.
     #[must_use]
     pub fn context(mut self, message: impl Into<String>) -> Self {
         self.chain.insert(0, message.into());
         self
     }
 
-    /// There is no VM.
+    /// The failure of a request that needs a VM.
     pub fn not_created() -> Self {
         Self::new(ApiErrorKind::NotCreated, "there is no VM, create one first")
     }
 
-    /// The VM does not run.
+    /// The failure of a request that needs a booted VM.
     pub fn not_booted() -> Self {
         Self::new(ApiErrorKind::NotBooted, "the VM is not running, boot it first")
     }
@@ -205,23 +205,23 @@ pub struct ApiCall {
 }
 
 impl ApiCall {
-    /// One that was taken apart.
+    /// Reassembles a call from its parts.
     pub fn new(request: VmmRequest, responder: Responder) -> Self {
         Self { request, responder }
     }
 
-    /// What is asked.
+    /// The request.
     pub fn request(&self) -> &VmmRequest {
         &self.request
     }
 
-    /// Whether the client has left before it was answered.
+    /// Whether the client has disconnected before the answer.
     pub fn is_abandoned(&self) -> bool {
         self.responder.is_abandoned()
     }
 
-    /// Takes the call apart; the responder may outlive the request, so that a long one is
-    /// answered later by another thread.
+    /// Splits the call; the responder may outlive the request, so that another thread can answer a long one
+    /// later.
     pub fn into_parts(self) -> (VmmRequest, Responder) {
         (self.request, self.responder)
     }
@@ -240,12 +240,12 @@ impl Responder {
         self.name
     }
 
-    /// Whether the client has left.
+    /// Whether the client has disconnected.
     pub fn is_abandoned(&self) -> bool {
         self.reply.as_ref().is_some_and(oneshot::Sender::is_closed)
     }
 
-    /// Answers. The client may be gone; that is no failure.
+    /// Sends the answer. A client that has disconnected is not an error.
     pub fn answer(mut self, result: ApiResult) {
         if let Err(error) = &result {
             log::warn!("{} failed: {error}", self.name);
@@ -294,23 +294,25 @@ impl ApiHandle {
         let (reply, answer) = oneshot::channel();
         let responder = Responder { name, reply: Some(reply) };
         self.calls.send(ApiCall { request, responder }).map_err(|_| gone())?;
-        // A full counter also means that the thread will look; nothing else can fail here.
+        // A saturated counter wakes the thread as well; no other failure is possible.
         let _ = self.event.write(1);
         Ok(answer)
     }
 
-    /// Asks and waits without blocking the thread. `name` is the path of the request's endpoint.
+    /// Sends a request and awaits the answer without blocking the thread. `name` is the path of the
+    /// endpoint.
     ///
     /// # Errors
-    /// What the VMM says, or that it is gone.
+    /// The error of the VMM, or that its thread has ended.
     pub async fn ask(&self, name: &'static str, request: VmmRequest) -> ApiResult {
         self.submit(name, request)?.await.unwrap_or_else(|_| Err(gone()))
     }
 
-    /// Asks and blocks; never to be called from the VMM thread or the HTTP thread.
+    /// Sends a request and blocks until the answer; must not be called on the VMM thread or the HTTP
+    /// thread.
     ///
     /// # Errors
-    /// What the VMM says, or that it is gone.
+    /// The error of the VMM, or that its thread has ended.
     pub fn ask_blocking(&self, name: &'static str, request: VmmRequest) -> ApiResult {
         self.submit(name, request)?.blocking_recv().unwrap_or_else(|_| Err(gone()))
     }
@@ -329,13 +331,12 @@ impl ApiQueue {
         &self.event
     }
 
-    /// The next call, or nothing. Clear the event with [`ApiQueue::clear`] *before* taking calls,
-    /// or a wake-up is lost.
+    /// The next call, if any. Call [`ApiQueue::clear`] *before* taking calls, or a wake-up is lost.
     pub fn take(&self) -> Option<ApiCall> {
         self.calls.try_recv().ok()
     }
 
-    /// Waits for a call, for tests without an event loop; `None` if no sender is left.
+    /// Blocks until a call arrives, for tests without an event loop; `None` if no sender is left.
     #[cfg(test)]
     pub(super) fn wait(&self) -> Option<ApiCall> {
         self.calls.recv().ok()
@@ -343,15 +344,15 @@ impl ApiQueue {
 
     /// Makes the event unreadable.
     pub fn clear(&self) {
-        // WouldBlock means that it was clear.
+        // WouldBlock: it was clear already.
         let _ = self.event.read();
     }
 }
 
-/// Makes the two ends.
+/// Makes the two ends of the queue.
 ///
 /// # Errors
-/// The host has no event descriptor left.
+/// The event descriptor cannot be created.
 pub fn channel() -> std::io::Result<(ApiHandle, ApiQueue)> {
     let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
     let (sender, receiver) = std::sync::mpsc::channel();

@@ -31,7 +31,7 @@ pub const MAX_REQUEST_FDS: usize = 512;
 /// Why descriptors could not be received.
 #[derive(Debug, Error, Clone, Copy, PartialEq, Eq)]
 pub enum RightsError {
-    /// There are too many.
+    /// More than [`MAX_REQUEST_FDS`].
     #[error("more than {MAX_REQUEST_FDS} descriptors came with one request")]
     TooMany,
     /// The descriptor limit of this process is reached.
@@ -48,24 +48,24 @@ struct ArrivedFds {
     failure: Option<RightsError>,
 }
 
-/// Descriptors that have come over a connection for its next request.
+/// Descriptors received on a connection for its next request.
 #[derive(Clone, Debug, Default)]
 pub struct ReceivedFds(Rc<RefCell<ArrivedFds>>);
 
 impl ReceivedFds {
-    /// Takes all that has come, for the request that has been read.
+    /// Takes the descriptors received so far, for the request that has been read.
     ///
     /// # Errors
-    /// Some were lost on the way; the others are closed.
+    /// Some could not be received; the others are closed.
     pub fn take(&self) -> Result<Vec<OwnedFd>, RightsError> {
         let ArrivedFds { fds, failure } = self.0.take();
         failure.map_or(Ok(fds), Err)
     }
 
-    /// Reads bytes, and keeps the descriptors that come with them.
+    /// Reads bytes, and keeps the descriptors that arrive with them.
     ///
     /// # Errors
-    /// Of the socket.
+    /// Those of `recvmsg`.
     pub fn read(&self, socket: impl AsFd, buf: &mut [u8]) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -90,10 +90,10 @@ impl ReceivedFds {
     }
 }
 
-/// Sends bytes with descriptors; returns how many bytes went.
+/// Sends bytes with descriptors; returns the number of bytes sent.
 ///
 /// # Errors
-/// Of the socket; more descriptors than a message carries are refused.
+/// Those of `sendmsg`, which refuses more descriptors than a message can carry.
 pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -107,10 +107,10 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)?)
 }
 
-/// Gives a request of the endpoint `name` the descriptors that came with it.
+/// Passes the descriptors received with a request of the endpoint `name` to the request.
 ///
 /// # Errors
-/// It takes none, or another number.
+/// The request takes no descriptors, or another number of them.
 pub fn attach(name: &str, request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result<(), ApiError> {
     let count = fds.len();
     let mut fds = fds.into_iter().map(ConfigFd::received);

@@ -30,24 +30,24 @@ use super::rights::ReceivedFds;
 use super::socket::{ApiListener, SocketError};
 use super::timeout_stream::{HeadClock, StreamTimeouts, TimeoutStream};
 
-/// What a client may do.
+/// Limits on what a client can use.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at the same time. A client is a tool or a manager; there are never many.
+    /// Maximum number of simultaneous connections. Clients are tools and managers, so they are few.
     pub connections: usize,
-    /// Bytes of a request head. Ours are below 300.
+    /// Maximum length of a request head in bytes. Those of known clients are below 300.
     pub head_bytes: usize,
-    /// Headers of a request.
+    /// Maximum number of headers of a request.
     pub headers: usize,
-    /// Bytes of a body. A configuration with a thousand disks has about 300 KiB.
+    /// Maximum length of a body in bytes. A configuration with a thousand disks is about 300 KiB.
     pub body_bytes: usize,
     /// Time from the first byte of a head to its last. Between requests there is no limit.
     pub head_time: Duration,
-    /// Time in which a body must arrive.
+    /// Time within which the body must arrive.
     pub body_time: Duration,
-    /// Time in which a client must take some of its response.
+    /// Time within which a client must accept more of its response.
     pub write_time: Duration,
-    /// Time that open requests have to end when the server does.
+    /// Time that open requests have to finish when the server ends.
     pub end_time: Duration,
 }
 
@@ -66,10 +66,10 @@ impl Default for Limits {
     }
 }
 
-/// Stack of the server thread: reading a large configuration is the deepest thing it does.
+/// Stack size of the server thread; its deepest use is parsing a large configuration.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Pause after the host had no descriptor left for a new connection.
+/// Pause before the next accept when the descriptor limit has been reached.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The running server; it ends when this is dropped.
@@ -123,7 +123,7 @@ impl ApiServer {
         }
     }
 
-    /// Ends the server: open responses go out (within a limit), the socket is removed.
+    /// Stops the server: pending responses are sent, within a time limit, and the socket is removed.
     pub fn stop(self) {
         drop(self.thread);
     }
@@ -139,7 +139,7 @@ fn prepare(
     Ok((runtime, accept))
 }
 
-/// Accepts until told to stop, then waits for the connections.
+/// Accepts connections until the server is stopped, then waits for the open ones.
 async fn run(
     accept: std::os::unix::net::UnixListener,
     handle: ApiHandle,
@@ -187,28 +187,29 @@ async fn run(
 
 fn http(limits: Limits) -> http1::Builder {
     let mut http = http1::Builder::new();
-    // Old clients look for `Content-Length` in exactly this spelling.
+    // Old clients match `Content-Length` case-sensitively.
     http.title_case_headers(true)
         .auto_date_header(false)
         .max_headers(limits.headers)
         .max_header_size(limits.head_bytes)
         .max_buf_size(limits.head_bytes.max(8192))
-        // A client that has nothing more to say waits for its answer; see `hangup` for one that is gone.
+        // A client may shut down its sending side and wait for the answer; `hangup` detects one that has
+        // left.
         .half_close(true)
-        // The limit of a head is the stream's, see `timeout_stream`: this one would count the time between
-        // two requests as well.
+        // `timeout_stream` limits the time of a head: this timeout would include the time between two
+        // requests.
         .header_read_timeout(None);
     http
 }
 
-/// What all clients share.
+/// State that the tasks of all clients share.
 struct Common {
     http: Rc<http1::Builder>,
     handle: ApiHandle,
     limits: Limits,
 }
 
-/// Serves one client until it goes, is too slow, has to make room, or the server ends.
+/// Serves one client until it disconnects, times out, is disconnected for another, or the server ends.
 async fn client(
     server: Common,
     stream: UnixStream,
@@ -256,7 +257,7 @@ async fn client(
     }
 }
 
-/// Says at once that there is no room; what does not fit into the socket is dropped.
+/// Refuses a connection above the limit; what does not fit into the socket buffer is dropped.
 fn turn_away(mut stream: UnixStream) {
     tokio::task::spawn_local(async move {
         let goodbye = connection::too_many();

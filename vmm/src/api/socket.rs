@@ -18,9 +18,9 @@ use thiserror::Error;
 /// Where the API listens.
 #[derive(Debug)]
 pub enum ApiSocket {
-    /// A socket is made at this path.
+    /// A path at which a socket is created.
     Path(PathBuf),
-    /// A listening socket that was inherited.
+    /// An inherited listening socket.
     Fd(OwnedFd),
 }
 
@@ -30,7 +30,7 @@ pub enum SocketError {
     /// `--api-socket` cannot be read.
     #[error("--api-socket '{text}' is neither path=<path> nor fd=<number>")]
     Syntax {
-        /// What was given.
+        /// The value of the option.
         text: String,
     },
     /// The descriptor is not open or not a listening Unix socket.
@@ -39,24 +39,24 @@ pub enum SocketError {
         /// The descriptor.
         fd: i32,
     },
-    /// A process answers at the path.
+    /// Another process listens at the path.
     #[error("the API socket '{path}' is in use by another process, choose another path")]
     Live {
         /// The path.
         path: PathBuf,
     },
-    /// There is something else at the path.
+    /// A file that is not a socket exists at the path.
     #[error("'{path}' exists and is not a socket, remove it or choose another path")]
     NotASocket {
         /// The path.
         path: PathBuf,
     },
-    /// The kernel refuses.
+    /// The socket cannot be created or bound.
     #[error("the API socket '{path}' cannot be made")]
     Bind {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -66,7 +66,7 @@ pub enum SocketError {
 }
 
 impl ApiSocket {
-    /// Reads `path=<path>`, `fd=<number>` or a path alone.
+    /// Parses `path=<path>`, `fd=<number>` or a path alone.
     ///
     /// # Errors
     /// The text is none of these, or the descriptor is not a listening Unix socket.
@@ -80,7 +80,7 @@ impl ApiSocket {
     }
 }
 
-/// Takes over a descriptor that the process was started with.
+/// Takes ownership of an inherited descriptor.
 fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
     let (mut accepts, mut domain) = (0_i32, 0_i32);
     let check = |option, value: &mut i32| {
@@ -106,14 +106,14 @@ fn inherited(fd: i32) -> Result<OwnedFd, SocketError> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A socket that listens; its path is removed when this is dropped.
+/// A listening socket; its path is removed when this is dropped.
 #[derive(Debug)]
 pub struct ApiListener {
     listener: UnixListener,
     file: Option<SocketFile>,
 }
 
-/// A socket file that this process made.
+/// A socket file that this process created.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
@@ -122,7 +122,7 @@ struct SocketFile {
 }
 
 impl ApiListener {
-    /// Starts to listen.
+    /// Starts listening.
     ///
     /// # Errors
     /// The path is in use, is not a socket, or cannot be made.
@@ -150,7 +150,7 @@ impl ApiListener {
 impl Drop for ApiListener {
     fn drop(&mut self) {
         let Some(file) = &self.file else { return };
-        // Another process may have put its socket there meanwhile; that one stays.
+        // Another process may have put its own socket there in the meantime; that one is kept.
         if let Ok(metadata) = fs::symlink_metadata(&file.path)
             && (metadata.dev(), metadata.ino()) == (file.device, file.inode)
             && let Err(error) = fs::remove_file(&file.path)
@@ -160,7 +160,7 @@ impl Drop for ApiListener {
     }
 }
 
-/// Removes the socket of a process that is gone.
+/// Removes the socket of a process that has ended.
 fn remove_stale(path: &Path) -> Result<(), SocketError> {
     let failed = |source| SocketError::Bind { path: path.to_owned(), source };
     let metadata = match fs::symlink_metadata(path) {
@@ -177,13 +177,13 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
             fs::remove_file(path).map_err(failed)
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        // Connected, or the queue of a live listener is full.
+        // Connected, or the backlog of a live listener is full.
         _ => Err(SocketError::Live { path: path.to_owned() }),
     }
 }
 
-/// Whether a process listens. Does not wait for a listener whose queue is full: connecting to that
-/// one fails with `WouldBlock`, which also means that it lives.
+/// Connects to find out whether a process listens. Non-blocking: `WouldBlock` means a full backlog, and so
+/// a live listener.
 fn probe(path: &Path) -> io::Result<()> {
     // SAFETY: all zero is a valid sockaddr_un.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };

@@ -21,18 +21,18 @@ use tokio::time::Sleep;
 
 use super::rights::ReceivedFds;
 
-/// Where a connection is, as far as the time limit of a head is concerned.
+/// State of a connection as to the time limit of a request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReadPhase {
     /// Between two requests: no limit.
     Idle,
-    /// A head has begun, and is not complete.
+    /// The head has begun and is not complete.
     Head,
-    /// A request is being read or carried out: no limit here.
+    /// The request is being read or carried out: no limit here.
     Request,
 }
 
-/// What the HTTP layer tells the stream of its requests.
+/// State of the current request head, shared by the HTTP layer and the stream.
 #[derive(Clone, Debug)]
 pub struct HeadClock(Rc<Cell<ReadPhase>>);
 
@@ -42,15 +42,15 @@ impl HeadClock {
         Self(Rc::new(Cell::new(ReadPhase::Idle)))
     }
 
-    /// A head is complete. What is read until the guard goes is not part of a head, but for one
-    /// that the client sends ahead of the answer: that one has no limit before its next byte.
+    /// Marks the head complete. Bytes read until the guard is dropped do not count as a head. A pipelined
+    /// head gets its limit with the first byte read after that.
     pub fn request(&self) -> RequestGuard {
         self.0.set(ReadPhase::Request);
         RequestGuard(self.clone())
     }
 }
 
-/// A request that has not been answered yet.
+/// A request that is not answered yet.
 #[derive(Debug)]
 pub struct RequestGuard(HeadClock);
 
@@ -63,13 +63,13 @@ impl Drop for RequestGuard {
 /// Time limits of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamTimeouts {
-    /// From the first byte of a head to its last.
+    /// From the first byte of a request head to its last.
     pub head: Duration,
-    /// Without taking a byte of its answer.
+    /// Longest time without progress while a response is written.
     pub write: Duration,
 }
 
-/// A stream that fails when the peer takes longer than that.
+/// A stream that fails when its peer exceeds a time limit.
 #[derive(Debug)]
 pub struct TimeoutStream {
     stream: UnixStream,
@@ -81,7 +81,7 @@ pub struct TimeoutStream {
 }
 
 impl TimeoutStream {
-    /// Limits the stream; descriptors that come are kept in `received`.
+    /// Wraps the stream; descriptors that arrive are kept in `received`.
     pub fn new(
         stream: UnixStream,
         timeouts: StreamTimeouts,
@@ -101,14 +101,14 @@ impl TimeoutStream {
                     buf.advance(bytes);
                     return Poll::Ready(Ok(()));
                 }
-                // It was not readable after all, which the next look knows.
+                // It was not readable after all; poll the readiness again.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Poll::Ready(Err(error)),
             }
         }
     }
 
-    /// Starts or polls the clock of a write that makes no progress, and stops it otherwise.
+    /// Starts or polls the timer of a write that makes no progress; stops it otherwise.
     fn limit_stall<T>(
         &mut self,
         cx: &mut Context<'_>,
