@@ -13,17 +13,17 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, MigrationCancelled};
 use crate::events;
 
-/// The guest is not here any more.
+/// The error of a cancellation after the handover, at the source.
 pub fn at_destination() -> ApiError {
     too_late("the guest belongs to the destination, where it runs")
 }
 
-/// The guest is not at the source any more.
+/// The error of a cancellation after the guest has started, at the destination.
 pub fn arrived() -> ApiError {
     too_late("the guest has arrived and runs here")
 }
 
-/// Nothing can be cancelled any more.
+/// The error of a cancellation that comes too late.
 pub fn too_late(where_it_is: &str) -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
@@ -38,19 +38,19 @@ fn no_migration() -> ApiError {
     )
 }
 
-/// Tells all waiting clients that it is too late.
+/// Answers all pending cancellations with an error.
 pub fn refuse_all(cancellers: &mut Vec<Responder>, error: &ApiError) {
     for responder in cancellers.drain(..) {
         responder.answer(Err(error.clone()));
     }
 }
 
-/// The event.
+/// Emits the event of a cancelled migration.
 pub fn tell(side: &str, guest: GuestLocation) {
     events::emit("vm", "migration-cancelled", &[("side", side), ("guest", name(guest))]);
 }
 
-/// As the progress document has it.
+/// Name of the location, as in the progress document.
 fn name(guest: GuestLocation) -> &'static str {
     match guest {
         GuestLocation::OnSource => "on-source",
@@ -62,7 +62,7 @@ fn name(guest: GuestLocation) -> &'static str {
     }
 }
 
-/// Tells all waiting clients where the guest is now; it has not left.
+/// Answers all pending cancellations with the location of the guest, which has not moved.
 pub fn confirm_all(
     cancellers: &mut Vec<Responder>,
     side: &str,
@@ -79,7 +79,7 @@ pub fn confirm_all(
 }
 
 impl Vmm {
-    /// Stops the current migration.
+    /// Cancels the current migration.
     pub(super) fn cancel_migration(&mut self, responder: Responder) {
         let (side, cancel, cancellers) = match &mut self.vm {
             VmLifecycle::Receiving(receiving) if receiving.doubtful().is_some() => {

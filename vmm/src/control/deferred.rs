@@ -13,19 +13,19 @@ use super::pausing::TransitionKind;
 use super::{Next, VmLifecycle, Vmm};
 use crate::api::{ApiCall, VmmRequest};
 
-/// How long a request waits. A client is to be answered within a second.
+/// Time that a request is deferred at most: a client expects its answer within a second.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 
-/// How long `vm.info` waits for the VM of the command line: a script reads its terminals and addresses
-/// from it, which are not there before, and clients why it does not come.
+/// Time that `vm.info` waits for the VM of the command line. A script reads the terminals and addresses
+/// from the answer, which do not exist before the VM does.
 const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
 
-/// How many wait at most; the API has connection slots for twice as many clients, and what ends the
-/// process has to find one.
+/// Maximum number of deferred requests. The API has twice as many connection slots, so that a request that
+/// ends the process still finds one.
 const CALLS_MAX: usize = 64;
 
-/// Whether the VM of the command line is being made. No client has been told yet that it is not there, so
-/// requests wait for it however long that takes: it is the first command that a script runs.
+/// Whether the VM of the command line is being created. Requests wait for it without a limit: no client has
+/// been told yet that it does not exist.
 fn is_launching(vm: &VmLifecycle) -> bool {
     match vm {
         VmLifecycle::Starting(starting) => starting.at_launch,
@@ -34,7 +34,7 @@ fn is_launching(vm: &VmLifecycle) -> bool {
     }
 }
 
-/// Whether a request waits for another state of the VM. One that is about the state between does not.
+/// Whether the request has to wait for the VM to leave its current transition.
 pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
     let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
     let is_between = match vm {
@@ -63,19 +63,19 @@ pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
 }
 
 struct Waiting {
-    /// When it is answered, whatever the VM is then; None: when the VM is there.
+    /// When the request is answered whatever the state of the VM; `None`: only once the VM exists.
     until: Option<Instant>,
     call: ApiCall,
 }
 
-/// Those that wait, in the order in which they came.
+/// Deferred requests, in order of arrival.
 #[derive(Default)]
 pub struct Deferred {
     calls: VecDeque<Waiting>,
 }
 
 impl Deferred {
-    /// Puts one behind the others.
+    /// Appends a request.
     pub fn push(&mut self, vm: &VmLifecycle, call: ApiCall) {
         let is_info = matches!(call.request(), VmmRequest::Info);
         let wait = match is_launching(vm) {
@@ -87,13 +87,13 @@ impl Deferred {
         self.calls.push_back(Waiting { until, call });
     }
 
-    /// When the next is answered, whatever the VM is then.
+    /// When the next deferred request has to be answered at the latest.
     pub fn until(&self) -> Option<Instant> {
         self.calls.iter().filter_map(|waiting| waiting.until).min()
     }
 
-    /// The first that need not wait in this state of the VM, or whose time is over. What a client no
-    /// longer waits for is not carried out.
+    /// The first request that this state of the VM no longer defers, or whose time has passed. Requests of
+    /// clients that have disconnected are dropped.
     fn next(&mut self, vm: &VmLifecycle, now: Instant) -> Option<ApiCall> {
         self.calls.retain(|waiting| !waiting.call.is_abandoned());
         if !is_launching(vm) {
@@ -110,7 +110,7 @@ impl Deferred {
 }
 
 impl Vmm {
-    /// Carries out requests that waited long enough.
+    /// Carries out the deferred requests that are due.
     pub(super) fn call_deferred(&mut self) -> Next {
         while let Some(call) = self.deferred.next(&self.vm, Instant::now()) {
             match self.call_now(call) {

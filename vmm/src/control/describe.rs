@@ -15,10 +15,10 @@ use crate::api::{
 use crate::config::VmConfig;
 use crate::machine::{FullDiskStatus, Machine, PrefaultEnd, PrefaultStatus};
 
-/// Name under which the VMM's own figures stand among the counters.
+/// Name under which `vm.counters` lists the VMM's own counters.
 const OWN_COUNTERS: &str = "__vmm";
 
-/// A VM that does not run.
+/// The `vm.info` of a VM that is configured and not booted.
 pub fn of_config(config: &VmConfig) -> VmInfo {
     VmInfo {
         memory_actual_size: config.memory.total_bytes().unwrap_or(0),
@@ -35,7 +35,7 @@ pub fn of_config(config: &VmConfig) -> VmInfo {
     }
 }
 
-/// A machine.
+/// The `vm.info` of a machine.
 pub fn of_machine(machine: &Machine) -> VmInfo {
     let state = if machine.is_paused() { VmState::Paused } else { VmState::Running };
     let balloon = machine.balloon();
@@ -97,7 +97,7 @@ fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
     PrefaultInfo { state, done_bytes, total_bytes, error }
 }
 
-/// Microseconds on the host's monotonic clock, which other processes can read as well.
+/// Microseconds on CLOCK_MONOTONIC, which other processes can read as well.
 fn monotonic_us(at: Instant) -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel writes one timespec, which lives across the call.
@@ -107,7 +107,7 @@ fn monotonic_us(at: Instant) -> u64 {
     now_us.saturating_sub(u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX))
 }
 
-/// Counters of the devices, and when the guest began.
+/// Counters of the devices, and when the guest started.
 pub fn counters(machine: &Machine) -> VmCounters {
     let mut counters = machine.counters(monotonic_us);
     let marks = [

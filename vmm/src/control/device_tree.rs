@@ -15,13 +15,13 @@ use crate::api::DeviceNode;
 use crate::config::{ConsoleMode, VmConfig};
 use crate::machine::{FunctionInfo, Machine};
 
-/// What stands before the name of a virtio device in the name of its transport.
+/// Prefix of the name of a virtio device's transport.
 const TRANSPORT: &str = "_virtio-pci-";
 
 /// Devices by name.
 type Tree = BTreeMap<String, DeviceNode>;
 
-/// The tree of a machine.
+/// The device tree of a machine.
 pub fn of_machine(machine: &Machine) -> Tree {
     let mut tree = of_functions(&machine.functions());
     for id in legacy(machine.config()) {
@@ -31,7 +31,7 @@ pub fn of_machine(machine: &Machine) -> Tree {
     tree
 }
 
-/// Devices that are not on the PCI bus.
+/// The devices that are not on the PCI bus.
 fn legacy(config: &VmConfig) -> impl Iterator<Item = &'static str> {
     let has = |mode, id| (mode != ConsoleMode::Off).then_some(id);
     let serial = has(config.serial.mode, "__serial");

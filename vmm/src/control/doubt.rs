@@ -15,21 +15,21 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::events;
 
-/// What is known of it.
+/// A VM in doubt: the state of the decision, and its description.
 pub struct InDoubtVm {
-    /// What is to be asked.
+    /// State of the decision between source and destination.
     pub state: InDoubt,
-    /// Its description.
+    /// Description of the VM for `vm.info`.
     pub info: Box<VmInfo>,
 }
 
-/// A request that has decided it, or that waits for the end of a migration to here.
+/// A request that has decided the doubt, or waits for an incoming migration to end.
 pub struct DecisionRequest {
     decision: Decision,
     responder: Responder,
 }
 
-/// What it is like, and what can be done.
+/// The error of a request to a VM in doubt: the state, and what the operator can do.
 pub fn in_doubt() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
@@ -52,23 +52,23 @@ fn words(refusal: Refusal) -> ApiError {
 }
 
 impl Receiving {
-    /// The doubt, if there is one.
+    /// The VM in doubt, if there is one.
     pub fn doubtful(&self) -> Option<&InDoubtVm> {
         self.doubt.as_ref()
     }
 
-    /// Decides the doubt, if that may be now.
+    /// Decides the doubt as the operator requests.
     ///
     /// # Errors
-    /// Why it may not.
+    /// The state does not allow this decision now.
     fn decide(&self, state: InDoubt, asked: OperatorRequest) -> Result<Decision, ApiError> {
         let decision = state.asked(asked, vm_migration::commit::now()).map_err(words)?;
         self.steering.decide(decision);
         Ok(decision)
     }
 
-    /// Answers requests that wait for the end of the migration; `runs` says how a machine that is
-    /// here now fares, `None` that there is none.
+    /// Answers the requests that wait for the end of the migration. `runs` is the result of starting the
+    /// machine; `None`: there is no machine.
     pub fn answer_decision_requests(&mut self, runs: Option<&Result<(), ApiError>>) {
         for DecisionRequest { decision, responder } in self.decision_requests.drain(..) {
             responder.answer(match (decision, runs) {
@@ -82,23 +82,23 @@ impl Receiving {
 }
 
 impl Vmm {
-    /// The migration to here is in doubt (again, when that `lasts`).
+    /// Notes that the incoming migration is in doubt; `lasts` is set when it is reported again.
     pub(super) fn doubt(&mut self, doubtful: InDoubtVm) {
         let VmLifecycle::Receiving(receiving) = &mut self.vm else { return };
         if receiving.doubt.replace(doubtful).is_some() {
-            // Requests and signals since it began were made in its knowledge.
+            // Requests and signals since the first report were made with knowledge of the doubt.
             return;
         }
         cancel::refuse_all(&mut receiving.cancellers, &in_doubt());
-        // What was asked before did not know of this.
+        // Earlier requests were made without knowledge of the doubt.
         for DecisionRequest { responder, .. } in receiving.decision_requests.drain(..) {
             responder.answer(Err(in_doubt()));
         }
         self.refuse_end(&in_doubt());
     }
 
-    /// `vm.resume` of a machine in doubt, or `vm.delete` of one that is awaited. Gives the responder
-    /// back when there is neither.
+    /// `vm.resume` of a VM in doubt, or `vm.delete` of one that is being received. Returns the responder if
+    /// there is neither.
     pub(super) fn decide_for(
         &mut self,
         asked: OperatorRequest,
@@ -108,7 +108,7 @@ impl Vmm {
         let decision = match (receiving.doubtful().map(|doubtful| doubtful.state), asked) {
             (Some(state), _) => receiving.decide(state, asked),
             (None, OperatorRequest::Delete { .. }) => {
-                // Answered when it is known whether that came in time.
+                // Answered once it is known whether the cancellation came in time.
                 receiving.cancel.cancel();
                 Ok(Decision::Discarded)
             }
@@ -123,8 +123,8 @@ impl Vmm {
         None
     }
 
-    /// `vm.delete` of a machine that has arrived, was not started, and gets pages: the thread that
-    /// receives them has to end first.
+    /// `vm.delete` of a machine that has arrived, was not started and still receives pages: the receiving
+    /// thread has to end first.
     pub(super) fn abandon_not_started(&mut self, responder: Responder) {
         if let GuestPages::Arriving { steering, .. } = &self.pages {
             steering.abandon();
@@ -132,12 +132,12 @@ impl Vmm {
         self.deleters.push(responder);
     }
 
-    /// Such a machine is on its way out.
+    /// Whether the deletion of such a machine is in progress.
     pub(super) fn is_abandoned(&self) -> bool {
         !self.deleters.is_empty()
     }
 
-    /// Its pages have ended, and nothing of it waits for one any more: it goes.
+    /// Deletes such a machine once its page transfer has ended and no thread waits for a page.
     pub(super) fn not_started_is_gone(&mut self) {
         self.pages = GuestPages::Resident;
         self.vm = VmLifecycle::None;
@@ -147,10 +147,10 @@ impl Vmm {
         }
     }
 
-    /// The process is told to end while a machine here is in doubt, or only awaited.
+    /// Handles the request to end the process while a VM is in doubt or being received.
     ///
     /// # Errors
-    /// Why it does not: it is not to be lost by a request that did not know of it.
+    /// The VM is in doubt and would be lost by a request made without knowledge of that.
     pub(super) fn end_awaited(&self, force: bool) -> Result<(), ApiError> {
         let VmLifecycle::Receiving(receiving) = &self.vm else { return Ok(()) };
         let Some(doubtful) = receiving.doubtful() else {

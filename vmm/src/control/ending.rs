@@ -19,17 +19,17 @@ use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::options::ExitReason;
 
-/// What ends in order within this time does so in a process that is to end at once.
+/// An operation that ends in order within this time may do so in a process that is to end at once.
 const AT_ONCE: Duration = Duration::from_millis(300);
 
-/// A start or a restore that is cancelled has this long after a signal, but for a guest that runs already: its
-/// passed-through devices are still being opened, and it ends in order.
+/// Time that a cancelled start or restore has to end after a signal. Does not apply once the guest runs
+/// while its passed-through devices are still being opened: such a guest is ended in order.
 const START_END: Duration = Duration::from_secs(2);
 
-/// The process is to end when the migration is over, or the machine has ended.
+/// A pending end of the process, for when the migration or the machine has ended.
 pub struct Ending {
     reason: ExitReason,
-    /// The requests for it that can be answered.
+    /// Requests to be answered when the process ends.
     responders: Vec<Responder>,
 }
 
@@ -38,7 +38,7 @@ impl Ending {
         Self { reason, responders: Vec::new() }
     }
 
-    /// Answers the requests; returns the reason of the end.
+    /// Answers the requests, and returns the exit reason.
     fn answer(self, result: &Result<(), ApiError>) -> ExitReason {
         for responder in self.responders {
             responder.answer(result.clone().map(|()| ApiReply::Empty));
@@ -96,19 +96,19 @@ impl Vmm {
         }
     }
 
-    /// Ends the process when what is here has ended in order.
+    /// Ends the process once the VM has ended in order.
     fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
         self.ask_for_end(reason, responder);
         self.go_on_ending()
     }
 
-    /// Notes a request for the end besides those that came before, whose reason stands.
+    /// Records a request to end the process; the reason of the first one is kept.
     fn ask_for_end(&mut self, reason: ExitReason, responder: Option<Responder>) {
         let ending = self.ending.get_or_insert_with(|| Ending::new(reason));
         ending.responders.extend(responder);
     }
 
-    /// When the process ends, whatever it still waits for.
+    /// When the process ends at the latest, whatever has not finished.
     pub(super) fn ends_at_latest(&self, now: Instant) -> Option<Instant> {
         let start = match &self.vm {
             VmLifecycle::Starting(starting) => starting.until(now),
@@ -118,9 +118,9 @@ impl Vmm {
         self.at_latest.into_iter().chain(start).min()
     }
 
-    /// It is later than what is still waited for may take. A guest that arrives is waited for all the same
-    /// once its source may have been told that it can be handed over: before that nothing is lost, as a
-    /// cancel that came first is seen in the step that tells it.
+    /// Ends the process if its time limit has passed. An incoming guest is exempt once the source may have
+    /// been told that it can be handed over; before that nothing is lost, as an earlier cancellation is
+    /// seen in the step that tells the source.
     pub(super) fn end_if_too_late(&mut self) -> Next {
         let now = Instant::now();
         if self.ends_at_latest(now).is_none_or(|at_latest| at_latest > now) {
@@ -140,21 +140,21 @@ impl Vmm {
         Next::Exit(self.end_at_once())
     }
 
-    /// Tells clients that wait for the end that it is postponed.
+    /// Answers the requests to end the process with an error.
     pub(super) fn refuse_end(&mut self, error: &ApiError) {
         if let Some(ending) = self.take_ending() {
             ending.answer(&Err(error.clone()));
         }
     }
 
-    /// The process does not end after all. A signal that comes later is a first one again.
+    /// Drops the pending end of the process. The next signal counts as the first one again.
     fn take_ending(&mut self) -> Option<Ending> {
         self.told_by_signal = false;
         self.at_latest = None;
         self.ending.take()
     }
 
-    /// If the process is to end: has what is here end, or ends it when nothing is.
+    /// If the process is to end: starts to end the VM, or ends the process when there is none.
     pub(super) fn go_on_ending(&mut self) -> Next {
         if self.ending.is_none() {
             return Next::Continue;
@@ -183,7 +183,7 @@ impl Vmm {
         Next::Exit(ending.answer(&Ok(())))
     }
 
-    /// Nothing is waited for any more: what is not over ends with the process.
+    /// Ends the process without waiting; operations that have not finished end with it.
     fn end_at_once(&mut self) -> ExitReason {
         log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
         let has_machine = match &self.vm {
@@ -227,7 +227,7 @@ impl Vmm {
         }
     }
 
-    /// SIGTERM, SIGINT, SIGHUP or SIGQUIT.
+    /// Handles SIGTERM, SIGINT, SIGHUP and SIGQUIT.
     pub(super) fn end_signal(&mut self) -> Next {
         let is_second = self.ending.is_some();
         match &self.vm {
@@ -286,8 +286,8 @@ impl Vmm {
         Next::Continue
     }
 
-    /// Refuses to make a VM in a process that was told to end and is only there for the watchers of
-    /// a migration: that VM would end with it.
+    /// Refuses to create a VM in a process that was told to end and only waits for clients to read the end
+    /// of a migration: the VM would end with it.
     ///
     /// # Errors
     /// The process ends soon.
@@ -299,8 +299,8 @@ impl Vmm {
         Err(ApiError::new(ApiErrorKind::Conflict, why))
     }
 
-    /// Releases the VM, whatever it is, right before the process ends. A machine that is still there
-    /// ends with the process.
+    /// Releases the VM, in whatever state, right before the process ends. A machine that still exists ends
+    /// with the process.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Live(machine) => {
@@ -321,19 +321,19 @@ impl Vmm {
             VmLifecycle::Receiving(receiving) => receiving.cancel.cancel(),
             VmLifecycle::Busy(busy) => busy.cancel(),
             VmLifecycle::Starting(starting) => starting.cancel(),
-            // What it keeps for the machine after it waits for its disks when it is returned.
+            // Dropping it would wait for the disks that it keeps for the next machine.
             VmLifecycle::TearingDown(teardown) => std::mem::forget(teardown),
             VmLifecycle::None
             | VmLifecycle::Created(_)
             | VmLifecycle::Transitioning(_)
             | VmLifecycle::HandedOver { .. } => {}
         }
-        // Threads that wait for pages which do not come must not see others in their place.
+        // Threads that wait for missing pages must not see other contents in their place.
         std::mem::forget(std::mem::replace(&mut self.pages, GuestPages::Resident));
     }
 
-    /// The guest is elsewhere and may need pages from here: that counts more than an earlier
-    /// request to end.
+    /// Drops a pending end of the process: the guest runs elsewhere and may need pages from here, which
+    /// takes precedence.
     pub(super) fn stay_for_the_pages(&mut self) {
         if self.take_ending().is_some() {
             log::warn!(
@@ -343,7 +343,7 @@ impl Vmm {
         }
     }
 
-    /// A migration to here is over, and the process may have been told to end.
+    /// Handles the end of an incoming migration in a process that may have been told to end.
     pub(super) fn end_after_arrival(&mut self) -> Next {
         if matches!(self.vm, VmLifecycle::None) {
             return self.ended();

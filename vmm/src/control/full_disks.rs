@@ -25,32 +25,32 @@ use super::{GuestPages, VmLifecycle, Vmm, emit};
 use crate::events;
 use crate::machine::FullDiskStatus;
 
-/// How soon it is looked for room for the first time.
+/// Time until the first check for free space.
 const FIRST: Duration = Duration::from_millis(500);
-/// The longest time between two looks; each is twice as long as the one before.
+/// Longest time between two checks; each interval is twice the one before.
 const MAX: Duration = Duration::from_secs(5);
-/// A VM that has run for so long was not stopped by the same lack of room.
+/// A VM that has run for so long was not paused again by the same lack of space.
 const CALM: Duration = Duration::from_secs(30);
-/// A VM of which another device does not finish its requests is not tried to be stopped again before: meanwhile
-/// the devices that work serve its guest.
+/// Time until the next attempt to pause a VM of which another device did not finish its requests; the other
+/// devices keep serving the guest meanwhile.
 const UNSTOPPED: Duration = Duration::from_mins(1);
 
-/// Full disks of the live machine.
+/// State of the full disks of the live machine.
 #[derive(Debug)]
 pub struct FullDisks {
-    /// Number of that machine; what is known of another counts for nothing.
+    /// Number of the machine; entries of another machine are void.
     machine: u64,
-    /// Those that clients have been told of, by id.
+    /// Disks reported as full, by id.
     told: BTreeMap<String, PathBuf>,
-    /// The VM was paused for them, and is to continue by itself.
+    /// The VM was paused because of them, and resumes automatically.
     is_ours: bool,
-    /// When it is looked next.
+    /// When the next check is due.
     next: Instant,
-    /// Time between the last look and the next.
+    /// Time between the last check and the next.
     interval: Duration,
-    /// When there was room last.
+    /// When a check last found free space.
     room_at: Option<Instant>,
-    /// The VM is not stopped for them before: another device has not finished in time.
+    /// No attempt to pause the VM before this time: another device did not finish in time.
     not_before: Option<Instant>,
 }
 
@@ -69,7 +69,7 @@ impl Default for FullDisks {
 }
 
 impl FullDisks {
-    /// Takes note of full disks of a machine; gives those that are new.
+    /// Records the full disks of a machine; returns those that are new.
     fn note(
         &mut self,
         machine: u64,
@@ -81,7 +81,8 @@ impl FullDisks {
         }
         if self.told.is_empty() && !full.is_empty() {
             let soon_again = |at| now.saturating_duration_since(at) < CALM;
-            // A guest that finds room for little at a time does not stop and go twice a second.
+            // Keeps a guest that gains a little space at a time from being paused and resumed twice a
+            // second.
             let is_again = self.room_at.take().is_some_and(soon_again);
             self.interval = if is_again { (self.interval * 2).min(MAX) } else { FIRST };
             self.next = now + self.interval;
@@ -92,29 +93,29 @@ impl FullDisks {
         full.into_iter().filter(is_new).collect()
     }
 
-    /// Whether the machine may be stopped for them now.
+    /// Whether the machine may be paused for a full disk now.
     fn may_stop(&self, now: Instant) -> bool {
         self.not_before.is_none_or(|at| at <= now)
     }
 
-    /// It could not be: it is looked later.
+    /// Records that the machine could not be paused; the next check is later.
     fn cannot_stop(&mut self, now: Instant) {
         self.next = now + UNSTOPPED;
         self.not_before = Some(self.next);
     }
 
-    /// Whether a paused machine continues by itself.
+    /// Whether this paused machine resumes automatically.
     fn is_waiting(&self, machine: u64) -> bool {
         self.is_ours && self.machine == machine
     }
 
-    /// There was no room.
+    /// Doubles the interval after a check that found no space.
     fn look_later(&mut self, now: Instant) {
         self.interval = (self.interval * 2).min(MAX);
         self.next = now + self.interval;
     }
 
-    /// There is room; gives those that had none.
+    /// Records that there is space; returns the disks that were full.
     fn clear(&mut self, machine: u64, now: Instant) -> BTreeMap<String, PathBuf> {
         if self.machine != machine {
             return BTreeMap::new();
@@ -130,8 +131,8 @@ fn tell(event: &'static str, id: &str, path: &std::path::Path) {
 }
 
 impl Vmm {
-    /// Tells at once of a disk that is full, also where its machine cannot be paused now: while it is migrated,
-    /// say.
+    /// Emits the event of a full disk at once, also when the machine cannot be paused now, as during a
+    /// migration.
     pub(super) fn tell_of_full_disk(&mut self, id: &str) {
         let config = match &self.vm {
             VmLifecycle::Live(machine) => machine.config(),
@@ -154,12 +155,12 @@ impl Vmm {
         }
     }
 
-    /// The machine keeps requests that there was no room for: pauses it if it runs.
+    /// Handles requests that wait for free space: pauses the machine if it runs.
     pub(super) fn disk_is_full(&mut self) {
         let VmLifecycle::Live(machine) = &self.vm else { return };
         let (full, is_paused) = (machine.full_disks(), machine.is_paused());
         if full.is_empty() {
-            // Its driver has reset the device meanwhile, or there was room the second time.
+            // The driver has reset the device in the meantime, or a retry succeeded.
             return;
         }
         self.tell_full(full);
@@ -169,18 +170,19 @@ impl Vmm {
         }
     }
 
-    /// The machine has stopped for a full disk.
+    /// Records that the machine was paused for a full disk.
     pub(super) fn stopped_for_room(&mut self) {
         self.full.is_ours = true;
         emit("paused");
     }
 
-    /// The machine could not be stopped for a full disk, as another device does not finish, and runs on.
+    /// Records that the machine could not be paused for a full disk, as another device did not finish; it
+    /// keeps running.
     pub(super) fn cannot_stop_for_room(&mut self) {
         self.full.cannot_stop(Instant::now());
     }
 
-    /// There is room for what was kept, and the machine runs.
+    /// Records that the waiting requests have space and the machine runs.
     pub(super) fn found_room(&mut self) {
         for (id, path) in self.full.clear(self.machine_number, Instant::now()) {
             tell("disk-has-room", &id, &path);
@@ -188,32 +190,32 @@ impl Vmm {
         }
     }
 
-    /// There is none yet.
+    /// Records that there is still no space.
     pub(super) fn found_no_room(&mut self) {
         self.full.look_later(Instant::now());
     }
 
-    /// It stays as it is until a client has it continue.
+    /// Ends the automatic resume: the VM stays paused until a client resumes it.
     pub(super) fn look_for_no_room(&mut self) {
         self.full.is_ours = false;
     }
 
-    /// Whether the machine is paused and continues when there is room.
+    /// Whether the machine is paused for a full disk and resumes automatically.
     pub(super) fn waits_for_room(&self) -> bool {
         matches!(&self.vm, VmLifecycle::Live(machine) if machine.is_paused())
             && self.full.is_waiting(self.machine_number)
     }
 
-    /// When it is looked for room.
+    /// When the next check for free space is due.
     pub(super) fn looks_for_room_at(&self) -> Option<Instant> {
         let VmLifecycle::Live(machine) = &self.vm else { return None };
         let is_told = self.full.machine == self.machine_number && !self.full.told.is_empty();
-        // One that runs has not stopped, as another device did not finish.
+        // A running machine could not be paused, as another device did not finish.
         let looks = self.full.is_ours || !machine.is_paused();
         (is_told && looks && matches!(self.pages, GuestPages::Resident)).then_some(self.full.next)
     }
 
-    /// Looks for room, if it is time.
+    /// Checks for free space, if the check is due.
     pub(super) fn look_for_room(&mut self) {
         if self.looks_for_room_at().is_none_or(|at| at > Instant::now()) {
             return;

@@ -32,31 +32,31 @@ use super::{GuestPages, Next, RunError, VmLifecycle, Vmm};
 use crate::events;
 use crate::machine::GuestEvent;
 
-/// What can be done with the machine now.
+/// State of the machine as to which guest events can be acted on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MachineStatus {
-    /// It runs, with all of its memory.
+    /// Running, with all memory resident.
     Running,
-    /// It is stopped by request.
+    /// Paused by request.
     Paused,
-    /// It may run; pages of it are still to come.
+    /// May run; some pages are still missing.
     AwaitingPages,
-    /// Pages of it are lost: it can never be taken apart.
+    /// Some pages are lost: it can never be torn down.
     LackingPages,
-    /// It belongs to another thread, or has not been started.
+    /// Owned by another thread, or not started yet.
     Elsewhere,
-    /// There is none in this process, or none that could run here again.
+    /// Not in this process, or it can never run here again.
     Gone,
 }
 
-/// Events that have not been acted on, in the order in which they came, with the numbers of their
-/// machines and the moments at which they were told.
+/// Guest events not acted on yet, in order of arrival, each with the number of its machine and the time of
+/// its arrival.
 #[derive(Debug, Default)]
 pub struct GuestEvents {
     waiting: VecDeque<(u64, GuestEvent, Instant)>,
 }
 
-/// After it there is no guest, or another.
+/// Whether the event ends or replaces the guest.
 fn ends_the_guest(event: &GuestEvent) -> bool {
     match event {
         GuestEvent::Reset
@@ -87,7 +87,7 @@ impl MachineStatus {
 impl GuestEvents {
     fn note(&mut self, number: u64, event: GuestEvent, at: Instant) {
         if let GuestEvent::DiskFull { id } = &event {
-            // One that waits for long, while the guest is migrated, may be told of many times.
+            // The same event may arrive many times while it waits, as during a migration.
             let is_same = |(of, waiting, _): &(u64, GuestEvent, Instant)| {
                 *of == number
                     && matches!(waiting, GuestEvent::DiskFull { id: other } if other == id)
@@ -99,8 +99,8 @@ impl GuestEvents {
         self.waiting.push_back((number, event, at));
     }
 
-    /// The next event of machine `number` whose time has come. Those of other machines are
-    /// forgotten. What ends the guest is never overtaken by a later event that does so too.
+    /// The next event of machine `number` that can be acted on in this state; drops those of other
+    /// machines. An event that ends the guest is never overtaken by a later one that does so too.
     fn next(&mut self, number: u64, machine: MachineStatus) -> Option<(GuestEvent, Instant)> {
         self.waiting.retain(|(of, ..)| *of == number && machine != MachineStatus::Gone);
         let mut end_waits = false;
@@ -148,7 +148,7 @@ impl Vmm {
         }
     }
 
-    /// Takes note of what the guest of machine `number` did. [`Self::act_on_guest`] does the rest.
+    /// Queues an event of the guest of machine `number` for [`Self::act_on_guest`].
     pub(super) fn note_guest_event(&mut self, number: u64, event: GuestEvent, at: Instant) {
         if number != self.machine_number {
             return;
@@ -187,10 +187,10 @@ impl Vmm {
         self.guest_events.note(number, event, at);
     }
 
-    /// Acts on all that the guest did whose time has come.
+    /// Acts on all queued guest events that the machine's state allows.
     pub(super) fn act_on_guest(&mut self) -> Next {
         loop {
-            // Asked anew each time: what was done may have made another machine.
+            // Read again in each iteration: the last action may have replaced the machine.
             let (number, machine) = (self.machine_number, self.machine_status());
             let Some((event, told)) = self.guest_events.next(number, machine) else {
                 return Next::Continue;
@@ -204,7 +204,7 @@ impl Vmm {
 
     fn tell_of_triple_fault(&mut self, vcpu: u32, at: Instant) {
         let ran = match &self.vm {
-            // Of a guest from elsewhere it is not known how long it has run.
+            // How long a guest has run that was started elsewhere is unknown.
             VmLifecycle::Live(machine) if self.started_number == self.machine_number => {
                 let first_run = machine.first_run();
                 Some(first_run.map_or(Duration::ZERO, |first| at.saturating_duration_since(first)))
@@ -276,7 +276,7 @@ mod tests {
         GuestEvent::DeviceWanted { id: "nic".to_owned() }
     }
 
-    /// All events that machine 7 may be done with now, as they would be acted on.
+    /// All events that can be acted on in this state of machine 7, in order.
     fn all(events: &mut GuestEvents, machine: MachineStatus) -> Vec<String> {
         let next = || events.next(7, machine);
         std::iter::from_fn(next).map(|(event, _)| format!("{event:?}")).collect()
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn events_of_a_machine_that_is_gone_reach_no_other() {
-        // A reboot made machine 7 out of machine 6: what 6 still said means nothing for 7.
+        // A reboot has replaced machine 6 by machine 7: later events of 6 are void.
         for late in [GuestEvent::Reset, stopped(), GuestEvent::Shutdown, wanted()] {
             let mut events = GuestEvents::default();
             events.note(6, GuestEvent::Reset, Instant::now());

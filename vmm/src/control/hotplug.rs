@@ -28,7 +28,7 @@ fn with(device: NewDevice, config: &VmConfig) -> Result<(VmConfig, NewDevice), A
 }
 
 impl Vmm {
-    /// Adds a device. Opening what is behind it takes as long as that takes.
+    /// Adds a device; a thread opens it, which has no time limit.
     pub(super) fn add_device_for(&mut self, device: NewDevice, responder: Responder) {
         let (config, device) = match self.with_device(device) {
             Ok(Some(added)) => added,
@@ -44,7 +44,8 @@ impl Vmm {
         self.note_adding(id);
     }
 
-    /// The configuration of the live machine with a device. A VM without a machine has it already then.
+    /// The configuration of the live machine with the device added. If no machine exists, the device is
+    /// added to the configuration only.
     fn with_device(
         &mut self,
         device: NewDevice,
@@ -58,14 +59,14 @@ impl Vmm {
         with(device, self.machine_mut()?.config()).map(Some)
     }
 
-    /// `vm.remove-device`, also of a device that is being added.
+    /// `vm.remove-device`, also for a device that is still being added.
     pub(super) fn remove_device_for(&mut self, id: &str, responder: Responder) {
         if let Some(responder) = self.cancel_adding(id, responder) {
             responder.answer(self.remove_device(id).map(|()| ApiReply::Empty));
         }
     }
 
-    /// Takes a device from the configuration, or asks the guest to eject it.
+    /// Removes a device from the configuration, or asks the guest to eject it.
     pub(super) fn remove_device(&mut self, id: &str) -> Result<(), ApiError> {
         let refused = |error: &RemoveError| {
             let kind = match error {
@@ -83,7 +84,7 @@ impl Vmm {
         self.machine_mut()?.ask_to_remove(id).map_err(|error| refused(&error))
     }
 
-    /// The guest has ejected devices. Whatever is in flight in them is waited for elsewhere.
+    /// Handles the ejection of devices by the guest. A thread waits for their requests in flight.
     pub(super) fn devices_ejected(&mut self) {
         if matches!(self.vm, VmLifecycle::Live(_)) {
             self.begin_transition(TransitionKind::Eject, None);

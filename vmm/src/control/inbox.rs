@@ -23,37 +23,38 @@ use crate::migration::memory::MigratingRam;
 
 /// A message to the VMM thread.
 pub enum Message {
-    /// From the machine with this number, at this moment: those of machines that are gone are ignored.
+    /// An event of the guest of the machine with this number, with its time; ignored if that machine is
+    /// gone.
     Guest(u64, GuestEvent, Instant),
-    /// A migration from here is over.
+    /// An outgoing migration has ended.
     SendEnd(Box<SendEnd>),
-    /// A migration to here is over, or its guest runs.
+    /// An incoming migration has ended, or its guest runs.
     ReceiveEnd(Box<ReceiveEnd>),
-    /// Which side has a guest that has arrived is not known.
+    /// An incoming VM is in doubt.
     InDoubt(InDoubtVm),
-    /// The guest that leaves belongs to the destination; its pages are being served.
+    /// The outgoing guest belongs to the destination; its pages are being served.
     HandedOver,
-    /// All pages of a guest that arrived in postcopy are here, or the source is lost.
+    /// All pages of a guest received in postcopy are resident, or the source is lost.
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
-    /// A machine has been made and runs, or not.
+    /// A machine has been created and runs, or its start has failed.
     Started(Box<StartEnd>),
-    /// The machine has stopped or started, or not.
+    /// A pause, resume or device change of the machine has ended.
     TransitionOver(Box<TransitionEnd>),
-    /// A machine that has arrived and was not started has been, or not.
+    /// The start of a machine that had arrived and not been started has ended.
     ArrivedStarted(Box<ArrivedEnd>),
-    /// The machine has ended.
+    /// The machine has been torn down.
     TornDown,
-    /// The VM was saved, or not.
+    /// A snapshot has been written, or has failed.
     Saved(Box<SaveEnd>),
-    /// The disks of a VM that was paused are written back, or not.
+    /// The disks of a paused VM have been written back, or the write has failed.
     PauseEnd(Box<PauseEnd>),
-    /// A VM was restored, or not.
+    /// A restore has ended.
     Restored(Box<RestoreEnd>),
-    /// All memory of the machine with this number, which was restored on demand, is here.
+    /// All memory of the machine with this number, restored on demand, is resident.
     MemoryComplete(u64),
 }
 
-/// The sending end; cheap to clone.
+/// The sending end of the inbox; cheap to clone.
 #[derive(Clone)]
 pub struct InboxSender {
     sender: Sender<Message>,
@@ -61,26 +62,26 @@ pub struct InboxSender {
 }
 
 impl InboxSender {
-    /// Puts a message into the queue. Its reader may be gone; then the message is not needed.
+    /// Queues a message. It is dropped if the receiving end is gone.
     pub fn send(&self, message: Message) {
         if self.sender.send(message).is_ok() {
-            // A full counter wakes as well.
+            // A saturated counter wakes the thread as well.
             let _ = self.event.write(1);
         }
     }
 }
 
-/// The receiving end.
+/// The receiving end of the inbox.
 pub struct Inbox {
     receiver: Receiver<Message>,
     event: Arc<EventFd>,
 }
 
 impl Inbox {
-    /// Both ends.
+    /// Makes both ends.
     ///
     /// # Errors
-    /// The host gives no descriptor.
+    /// The event descriptor cannot be created.
     pub fn new() -> io::Result<(InboxSender, Self)> {
         let event = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         let (sender, receiver) = channel();
@@ -92,13 +93,13 @@ impl Inbox {
         &self.event
     }
 
-    /// Makes the event unreadable; call it before taking messages.
+    /// Makes the event unreadable; call this before taking messages.
     pub fn clear(&self) {
-        // WouldBlock means that it was clear.
+        // WouldBlock: it was clear already.
         let _ = self.event.read();
     }
 
-    /// The next message.
+    /// The next message, if any.
     pub fn take(&self) -> Option<Message> {
         self.receiver.try_recv().ok()
     }

@@ -36,7 +36,7 @@ impl Vmm {
             return responder.answer(Err(ApiError::not_created()));
         }
         let Some(responder) = self.resume_in_transition(responder) else { return };
-        // A peer that says nothing may take long to time out, and nothing has been sent to it yet.
+        // A silent peer may take long to time out, and nothing has been sent to it yet.
         if let VmLifecycle::Migrating { info, sending, .. } = &mut self.vm
             && info.state == VmState::Paused
             && sending.has_sent_nothing()
@@ -100,8 +100,8 @@ impl Vmm {
     fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
             VmLifecycle::None => return Err(ApiError::not_created()),
-            // What has arrived and was not started, or is kept for a guest elsewhere, is abandoned; its
-            // pages first, as in `not_started_is_gone`.
+            // A machine that arrived and was not started, or is kept for a guest elsewhere, is given up;
+            // its pages first, as in `not_started_is_gone`.
             VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,
             VmLifecycle::Created(_) | VmLifecycle::HandedOver { .. } => {}
             other => return Err(other.why_not_live()),
@@ -111,7 +111,7 @@ impl Vmm {
         Ok(())
     }
 
-    /// Why the VM waits for pages that do not come, if it does.
+    /// Why postcopy is paused, if it is.
     pub(super) fn postcopy_paused(&self) -> Option<String> {
         if let GuestPages::Lost(paused) = &self.pages {
             return Some(failed(&paused.error).to_string());
@@ -123,7 +123,7 @@ impl Vmm {
         lost.then(|| document.recovery.reason.unwrap_or_default())
     }
 
-    /// Postcopy to here has lost its connections.
+    /// Whether an incoming postcopy migration has lost its connections.
     fn is_stopped(&self) -> bool {
         self.progress.as_ref().is_some_and(|progress| progress.phase() == Phase::PostcopyPaused)
     }
@@ -150,8 +150,8 @@ impl Vmm {
         }
     }
 
-    /// Refuses to move or save a VM whose devices cannot be, or whose guest has asked for its end: that
-    /// comes before what began later.
+    /// Refuses to migrate or save a VM whose devices do not support it, or whose guest has requested its
+    /// end, which takes precedence.
     pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
         let machine = self.machine_mut()?;
         if machine.is_paused() && machine.is_ending() {

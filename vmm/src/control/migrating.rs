@@ -26,19 +26,20 @@ use crate::migration::memory::MigratingRam;
 use crate::migration::page_server::{PageServerPlan, default_socket};
 use crate::options::ExitReason;
 
-/// A client that asked for the progress of a migration has this long to ask once more and see its end,
-/// before the process ends. Long enough for a slow poll on a busy host.
+/// Time that the process stays after a migration, from a client's last request for its progress, so that
+/// the client can read the end. Long enough for a slow poll on a busy host.
 pub(crate) const WATCHER_TIME: Duration = Duration::from_secs(10);
 
-/// How long the VMM thread waits until what is left of a machine that has moved is released: as long as a watcher has,
-/// so that a client that asks meanwhile still gets its answer. What takes longer may wait for what never comes.
+/// Time that the VMM thread waits for the remains of a migrated machine to be released: as long as for a
+/// client, so that a request made meanwhile is still answered. A longer release may wait for an event that
+/// never happens.
 const REMAINS_TIME: Duration = Duration::from_secs(10);
 
-/// When one watcher has seen the end, others may not have: a few looks of ch-remote.
+/// Time that the process stays for further clients after one has read the end: a few polls of ch-remote.
 const OTHER_WATCHERS_TIME: Duration = Duration::from_millis(300);
 
-/// How long the process stays after a migration, from how long ago a client asked that has not seen the
-/// end, and another saw it.
+/// Time that the process stays after a migration. `asked`: since the last request of a client that has not
+/// read the end; `seen`: since the first one that has.
 fn exit_delay(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
     match (asked, seen) {
         (Some(asked), _) if asked < WATCHER_TIME => WATCHER_TIME,
@@ -48,9 +49,9 @@ fn exit_delay(asked: Option<Duration>, seen: Option<Duration>) -> Duration {
 }
 
 impl Vmm {
-    /// Answers with the progress, unless the migration has just ended and this thread has not been
-    /// told: the answer waits for that, so that a client that sees the end may count on what it says of
-    /// the guest, and ask for the next thing at once.
+    /// Answers with the progress. If the migration has just ended and the VMM thread has not processed
+    /// that, the answer waits: a client that reads the end may rely on the stated location of the guest,
+    /// and send its next request at once.
     pub(super) fn progress_for(&mut self, responder: Responder) {
         if self.is_settled() {
             let answer = self.migration_progress();
@@ -61,11 +62,11 @@ impl Vmm {
         }
     }
 
-    /// Nothing of the migration has ended that this thread has not been told of.
+    /// Whether the VMM thread has processed the end of the migration, if there was one.
     fn is_settled(&self) -> bool {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
         match (&self.vm, &self.pages) {
-            // A source that is done ends with its process: what it is asked is answered as it exits.
+            // The process of a successful source exits; requests are answered as it does.
             (VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_), _) => {
                 phase != Some(Phase::Failed)
             }
@@ -75,14 +76,14 @@ impl Vmm {
         }
     }
 
-    /// Answers clients that asked while an end was being settled.
+    /// Answers the clients that asked while the end was being processed.
     fn answer_progress_askers(&mut self) {
         for responder in std::mem::take(&mut self.progress_askers) {
             self.progress_for(responder);
         }
     }
 
-    /// The process ends: clients that have just asked how far the migration is get an answer.
+    /// Answers the progress requests that are still queued when the process ends.
     pub(super) fn answer_last_askers(&mut self, queue: &ApiQueue) {
         while let Some(call) = queue.take() {
             let (request, responder) = call.into_parts();
@@ -94,17 +95,18 @@ impl Vmm {
     }
 
     fn migration_progress(&mut self) -> ApiResult {
-        // Before there is anything to see, too: a client that asks now wants to see what comes.
+        // Also if there is no progress yet: a client that asks now is going to ask again.
         self.watched_at = Some(Instant::now());
         let progress = self.progress.as_ref().ok_or_else(nothing_migrated)?;
         let snapshot = progress.snapshot();
         if is_the_end(snapshot.phase) {
-            // A client that has seen the end, perhaps before this thread has, needs no more time.
+            // A client that has read the end, perhaps before the VMM thread has processed it, needs no more
+            // time.
             self.watched_at = None;
             self.end_seen_at.get_or_insert_with(Instant::now);
         }
         if let Some((until, _)) = &mut self.pending_exit {
-            // This watcher has seen the end.
+            // This client has read the end.
             *until = (*until).min(Instant::now() + OTHER_WATCHERS_TIME);
         }
         Ok(ApiReply::Progress(Box::new(snapshot)))
@@ -152,7 +154,7 @@ impl Vmm {
         }
     }
 
-    /// The page server that a request asks for.
+    /// Starts the page server, if the request asks for one.
     fn page_server(
         &mut self,
         data: &SendMigrationData,
@@ -244,7 +246,7 @@ impl Vmm {
         }
     }
 
-    /// The guest that leaves belongs to the destination.
+    /// Handles the handover: the guest belongs to the destination.
     pub(super) fn handed_over(&mut self) {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Migrating { mut sending, .. } => {
@@ -256,7 +258,7 @@ impl Vmm {
         }
     }
 
-    /// A migration from here is over.
+    /// Handles the end of an outgoing migration.
     pub(super) fn send_ended(&mut self, end: SendEnd) -> Next {
         let next = self.end_send(end);
         self.answer_progress_askers();
@@ -280,8 +282,8 @@ impl Vmm {
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
                 let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
-                // A machine of many vCPUs and much memory takes a while to take apart. A client that asks
-                // meanwhile is answered afterwards, and has their time from then on.
+                // Tearing down a machine of many vCPUs and much memory takes time. Clients that ask
+                // meanwhile are answered afterwards, and their time counts from then on.
                 release_remains(remains);
                 if stay.is_zero() {
                     Next::Exit(ExitReason::MigratedAway)
@@ -311,7 +313,7 @@ impl Vmm {
                 if is_deleted {
                     release_remains((remains, held));
                     events::emit("vm", "deleted", &[]);
-                    // A signal that came before may have asked for it.
+                    // An earlier signal may have asked for the end.
                     self.go_on_ending()
                 } else {
                     let memory = Box::new(HandedOverMemory { _remains: remains, _held: held });
@@ -322,14 +324,14 @@ impl Vmm {
             }
         };
         cancel::refuse_all(&mut resumers, &cancel::at_destination());
-        // What they wanted to be rid of is gone, either way.
+        // The VM that they asked to delete is gone, either way.
         for responder in deleters {
             responder.answer(Ok(ApiReply::Empty));
         }
         next
     }
 
-    /// A migration to here is over, or its guest runs.
+    /// Handles the end of an incoming migration, or the start of its guest.
     pub(super) fn receive_ended(&mut self, end: ReceiveEnd) -> Next {
         let next = self.end_receive(end);
         self.answer_progress_askers();
@@ -402,7 +404,7 @@ impl Vmm {
         self.end_after_arrival()
     }
 
-    /// The last page is here, or none comes any more.
+    /// Handles the last page of an incoming postcopy migration, or its loss.
     pub(super) fn pages_complete(
         &mut self,
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
@@ -417,8 +419,8 @@ impl Vmm {
         result: Result<(), Box<PostcopyPaused<MigratingRam>>>,
     ) -> Next {
         if self.is_abandoned() {
-            // The threads that bring its pages go before the machine, which has never run: a device that
-            // waits for one would keep it, and this thread.
+            // The threads that receive the pages end before the machine, which has never run: a device that
+            // waits for a page would block its end, and the VMM thread.
             drop(result);
             self.not_started_is_gone();
             return Next::Continue;
@@ -433,14 +435,14 @@ impl Vmm {
             Err(paused) => {
                 debug_assert_eq!(paused.error.guest, GuestLocation::PostcopyPaused);
                 let reason = ApiError::from_error(ApiErrorKind::Failed, &paused.error).to_string();
-                // The phase that it ended in has told the event.
+                // The event was emitted by the phase in which it ended.
                 log::error!("{reason}; {} pages are missing", paused.missing_pages());
                 GuestPages::Lost(paused)
             }
         };
         let before = std::mem::replace(&mut self.pages, next);
         if !matches!(before, GuestPages::Arriving { .. }) {
-            // The machine has ended meanwhile, and nothing waits for its pages.
+            // The machine has ended in the meantime, and no thread waits for its pages.
             self.pages = GuestPages::Resident;
         }
         Next::Continue
@@ -448,8 +450,8 @@ impl Vmm {
 }
 
 impl Vmm {
-    /// All memory of the live machine is here, and the machine runs. One that is with another thread for a moment
-    /// learns it afterwards.
+    /// Handles that all memory of the live machine is resident. If another thread owns the machine, this is
+    /// done when it returns.
     pub(super) fn all_pages_resident(&mut self) {
         if matches!(self.vm, VmLifecycle::Transitioning(_)) {
             self.memory_came = true;
@@ -465,17 +467,17 @@ impl Vmm {
     }
 }
 
-/// What is left of a machine that has moved.
+/// Releases the remains of a migrated machine on a thread.
 fn release_remains<T: Send + 'static>(remains: T) {
     release_within("vm-delete", "what is left of the VM", remains, REMAINS_TIME);
 }
 
-/// Whether who asked in this phase of a migration has seen its end.
+/// Whether a progress answer with this phase shows the end of the migration.
 fn is_the_end(phase: Phase) -> bool {
     matches!(phase, Phase::Done | Phase::HandedOn | Phase::Failed)
 }
 
-/// Tells that the VM has moved, and with whom its last pages are.
+/// Emits the event of a VM that has moved, with the page server that holds its last pages.
 fn tell_end(last: Option<&ProgressDocument>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
     let Some(server) = server.and_then(|last| last.page_server.as_ref()) else {
@@ -512,10 +514,10 @@ mod tests {
         let ms = |ms| Some(Duration::from_millis(ms));
         assert_eq!(exit_delay(None, None), Duration::ZERO, "no client watches");
         assert_eq!(exit_delay(ms(100), None), WATCHER_TIME);
-        // Taking the machine apart may have taken that long already, and that does not count.
+        // The time that the teardown has taken does not count.
         assert_eq!(exit_delay(ms(9_900), None), WATCHER_TIME);
         assert_eq!(exit_delay(ms(10_100), None), Duration::ZERO, "they have left");
-        // One has seen the end, another one that looks as often has not yet.
+        // One client has read the end, another that polls as often has not yet.
         assert_eq!(exit_delay(None, ms(100)), Duration::from_millis(200));
         assert_eq!(exit_delay(None, ms(400)), Duration::ZERO);
         assert_eq!(exit_delay(ms(50), ms(100)), WATCHER_TIME);

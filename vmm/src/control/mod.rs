@@ -112,67 +112,67 @@ use starting::Starting;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
 
-/// State of the VM in its life cycle, with what exists of it then.
+/// State of the VM in its life cycle, with what each state owns.
 enum VmLifecycle {
-    /// There is none.
+    /// No VM.
     None,
-    /// It has a configuration and does not run.
+    /// Configured, not booted.
     Created(Box<VmConfig>),
-    /// It runs or is paused.
+    /// Running or paused.
     Live(Box<Machine>),
-    /// It is being sent; its machine belongs to the migration.
+    /// Being migrated; the migration thread owns the machine.
     Migrating { info: Box<VmInfo>, sending: Sending, stopped: StoppedMemoryWork },
-    /// The destination owns the guest, and gets its pages from here.
+    /// The destination owns the guest, and receives its pages from here.
     Serving(Sending),
-    /// A migration is awaited here, or under way.
+    /// An incoming migration is awaited or in progress.
     Receiving(Receiving),
-    /// One has arrived whole and did not start; the operator decides.
+    /// A machine has arrived whole and could not be started; the operator decides.
     NotStarted { machine: Box<ArrivingMachine>, reason: String },
-    /// It is being saved or restored, on a thread that owns its machine.
+    /// Being saved or restored, on a thread that owns the machine.
     Busy(Busy),
-    /// Its machine is being made, which may take as long as what it is made from takes.
+    /// The machine is being created, which may block on the files and devices that it opens.
     Starting(Starting),
-    /// It stops or continues, which may take as long as its disks take.
+    /// Being paused, resumed or changed, which may block on its disks.
     Transitioning(Transition),
-    /// Its machine ends, which may take as long.
+    /// The machine is being torn down, which may block likewise.
     TearingDown(Teardown),
-    /// The guest is elsewhere and may still need pages from here.
+    /// The guest runs elsewhere and may still need pages from here.
     HandedOver { reason: String, _memory: Box<HandedOverMemory> },
 }
 
-/// Memory that was handed over, and must not go while a guest elsewhere may need it.
+/// Memory of a handed-over VM, which must be kept while the guest elsewhere may need it.
 struct HandedOverMemory {
     _remains: Remains,
     _held: Option<Held<MigratingRam>>,
 }
 
-/// Where the pages of the live machine are.
+/// State of the live machine's pages.
 enum GuestPages {
-    /// All are here.
+    /// All are resident.
     Resident,
-    /// Some are on their way.
+    /// Some are still arriving.
     Arriving { steering: Steering },
-    /// Some are not going to come; their waiters hold still while this exists.
+    /// Some are lost; threads that wait for them stay blocked while this exists.
     Lost(Box<PostcopyPaused<MigratingRam>>),
 }
 
-/// What the event loop does next.
+/// Next action of the event loop.
 enum Next {
-    /// Waits for the next event.
+    /// Wait for the next event.
     Continue,
-    /// Ends the process.
+    /// End the process.
     Exit(ExitReason),
-    /// Ends the process with an error.
+    /// End the process with an error.
     Fail(RunError),
 }
 
 impl Next {
-    /// What ends the process, if it is to end.
+    /// `None` for [`Self::Continue`], else the reason why the process ends.
     fn unless_continue(self) -> Option<Self> {
         (!matches!(self, Self::Continue)).then_some(self)
     }
 
-    /// What is to be done then, unless the process ends.
+    /// Runs `then`, unless the process ends.
     fn and_then(self, then: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Continue => then(),
@@ -181,67 +181,67 @@ impl Next {
     }
 }
 
-/// Tells an event of the VM that says it all.
+/// Emits an event of the VM without properties.
 fn emit(event: &'static str) {
     events::emit("vm", event, &[]);
 }
 
-/// What was tried and failed.
+/// An operation that was attempted and failed.
 fn failed(error: &dyn std::error::Error) -> ApiError {
     ApiError::from_error(ApiErrorKind::Failed, error)
 }
 
-/// The VMM.
+/// State of the VMM thread.
 struct Vmm {
     host: Arc<Host>,
     inbox_sender: InboxSender,
     vm: VmLifecycle,
-    /// Number of the machine that is live; each has its own.
+    /// Number of the current machine; numbers are never reused.
     machine_number: u64,
-    /// Number of the last machine whose guest was started here, and has not come from elsewhere.
+    /// Number of the last machine whose guest was booted here, rather than migrated to here.
     started_number: u64,
-    /// The terminal has a size that the guest may not know.
+    /// The terminal size has changed and the guest may not have been told.
     tell_size: bool,
-    /// What guests did that has not been acted on.
+    /// Guest events not acted on yet.
     guest_events: GuestEvents,
-    /// Resets of guests by triple faults.
+    /// Triple faults of the guests.
     triple_faults: TripleFaults,
-    /// Disks that the host has no room for.
+    /// Disks whose backing storage is full.
     full: FullDisks,
     pages: GuestPages,
-    /// Memory of the live machine that is being brought in from a snapshot.
+    /// The on-demand restore that is filling the live machine's memory.
     filling: Option<MemoryFill>,
-    /// The client that asked for the machine wants the tables of its vCPUs filled when its memory is here.
+    /// Whether to prefault stage-2 once the memory is resident, as the client that restored the VM asked.
     prefault_stage2: bool,
-    /// All memory came while the machine was with another thread.
+    /// The last page arrived while another thread owned the machine.
     memory_came: bool,
-    /// Of the last migration.
+    /// Progress of the last migration.
     progress: Option<Arc<Progress>>,
-    /// When a client last asked for the progress of a migration.
+    /// When a client last requested the progress of a migration.
     watched_at: Option<Instant>,
-    /// When a client first saw the end of it.
+    /// When a client first read the end of it.
     end_seen_at: Option<Instant>,
-    /// Asked for the progress of a migration that has failed, before this thread was told.
+    /// Progress requests that wait until the end of a failed migration has been processed.
     progress_askers: Vec<Responder>,
-    /// The process is to end when what is here has: a machine, a start, a migration.
+    /// A pending end of the process, which waits for a machine, a start or a migration to end.
     ending: Option<Ending>,
     no_shutdown: bool,
-    /// Path of the API's socket, if it has one.
+    /// Path of the API socket, if it has one.
     api_path: Option<PathBuf>,
-    /// For processes that are started from here.
+    /// Logging configuration for child processes.
     child_logging: ChildLogging,
-    /// Requests to give up a machine that was not started and still gets pages.
+    /// Requests to delete a machine that was not started and still receives pages.
     deleters: Vec<Responder>,
-    /// Migrations to here that are over, and whose sources may not know it.
+    /// Handles reconnections of sources that may not know that their migration to here has ended.
     late_reconnects: LateReconnects,
-    /// Set when the VM has moved but a watcher may still want to see how that went. It ends when
-    /// another VM is made here: the process stays for that one.
+    /// Set once the VM has migrated while a client may still read the result: when the process exits, and
+    /// why. Cleared when another VM is created here.
     pending_exit: Option<(Instant, ExitReason)>,
-    /// When the process ends, whatever it still waits for.
+    /// When the process ends at the latest, whatever has not finished.
     at_latest: Option<Instant>,
-    /// A signal has asked for the end.
+    /// A signal has requested the end of the process.
     told_by_signal: bool,
-    /// Requests that wait for a VM to be in one state or another.
+    /// Requests deferred until the VM is in another state.
     deferred: Deferred,
 }
 
@@ -283,7 +283,7 @@ impl Vmm {
         }
     }
 
-    /// Where the next machine's events go.
+    /// The event sink for the next machine.
     fn new_sink(&mut self) -> EventSink {
         self.machine_number += 1;
         self.memory_came = false;
@@ -291,8 +291,8 @@ impl Vmm {
         Arc::new(move |event| inbox_sender.send(Message::Guest(number, event, Instant::now())))
     }
 
-    /// Carries out a request and answers it, or sees to it that it is answered later. One that meets a
-    /// VM between two states waits a little: in a moment it is in one, unless a disk does not answer.
+    /// Carries out a request, and answers it now or has it answered later. A request that meets a VM in
+    /// transition is deferred: a transition is short unless a disk does not respond.
     fn call(&mut self, call: ApiCall) -> Next {
         if deferred::waits(&self.vm, call.request()) {
             self.deferred.push(&self.vm, call);
@@ -314,8 +314,8 @@ impl Vmm {
         }
     }
 
-    /// The only place that knows which request is whose. Each is answered here, or its responder goes
-    /// to the code that answers it; what to do next comes from the one that ends the process.
+    /// Dispatches each request to its handler; the only place that does. The handler answers it or keeps
+    /// the responder. Returns what to do next if the handler decides that.
     fn dispatch(&mut self, request: VmmRequest, responder: Responder) -> Option<Next> {
         let empty = |result: Result<(), ApiError>| result.map(|()| ApiReply::Empty);
         let answer = match request {
@@ -386,7 +386,7 @@ impl Vmm {
         None
     }
 
-    /// The live machine, or the reason why there is none.
+    /// The live machine, or the error that says why there is none.
     fn machine_mut(&mut self) -> Result<&mut Machine, ApiError> {
         match &mut self.vm {
             VmLifecycle::Live(machine) => Ok(machine),
@@ -394,7 +394,7 @@ impl Vmm {
         }
     }
 
-    /// The terminal has another size, of which a machine that another thread has is told when it is back.
+    /// Handles a changed terminal size; a machine owned by another thread is told when it returns.
     fn terminal_resized(&mut self) {
         self.tell_size = true;
         self.tell_of_size();
@@ -439,8 +439,7 @@ impl Vmm {
         Ok(ApiReply::Info(Box::new(info)))
     }
 
-    /// Acts on what another thread told, and then on what the guest did, as far as that has been
-    /// waiting for it.
+    /// Handles a message from another thread, and then the guest events that were waiting for it.
     fn message(&mut self, message: Message) -> Next {
         match self.take_message(message) {
             Next::Continue => {
@@ -490,7 +489,7 @@ impl Vmm {
 }
 
 impl VmLifecycle {
-    /// The operation in progress that other requests wait for, as `vm.info` has it.
+    /// The operation in progress that other requests wait for, as in `vm.info`.
     fn doing(&self) -> Option<String> {
         let doing = match self {
             Self::Starting(starting) => starting.doing(),
@@ -503,7 +502,7 @@ impl VmLifecycle {
         Some(doing.to_owned())
     }
 
-    /// Why a request that needs a machine cannot be carried out.
+    /// The error of a request that needs a live machine.
     fn why_not_live(&self) -> ApiError {
         match self {
             Self::None | Self::Live(_) => ApiError::not_created(),

@@ -7,9 +7,9 @@ use vm_migration::{Event, Observer, Phase, ProgressDocument, Side};
 use super::inbox::{InboxSender, Message};
 use crate::events;
 
-/// Observes a migration: its events go to the log and the event monitor.
+/// A migration observer that sends events to the log and the event monitor.
 pub struct EventObserver {
-    /// The VMM thread hears when the guest is handed over.
+    /// Informs the VMM thread of the handover.
     pub inbox_sender: InboxSender,
 }
 
@@ -23,14 +23,14 @@ impl Observer for EventObserver {
     }
 }
 
-/// Tells with an event what is known of a migration; nothing stands for what is not known.
+/// Emits an event with the final figures of a migration, or without if they are unknown.
 pub fn tell_figures(event: &'static str, last: Option<&ProgressDocument>) {
     let figures = last.map(ProgressDocument::final_figures).unwrap_or_default();
     let properties: Vec<_> = figures.iter().map(|(key, value)| (*key, value.as_str())).collect();
     events::emit("vm", event, &properties);
 }
 
-/// The same at the end, and in a line of the log.
+/// Like [`tell_figures`], and writes a line to the log.
 pub fn tell_end(event: &'static str, last: Option<&ProgressDocument>) {
     tell_figures(event, last);
     if let Some(last) = last {
@@ -38,7 +38,7 @@ pub fn tell_end(event: &'static str, last: Option<&ProgressDocument>) {
     }
 }
 
-/// Tells one.
+/// Logs or emits one migration event.
 pub fn announce(side: Side, event: Event) {
     let side = side.to_string();
     match event {
@@ -93,7 +93,7 @@ pub fn announce(side: Side, event: Event) {
             log::warn!("migration ({side}): {phase} failed after {} ms", time.as_millis());
         }
         Event::PageServerFailed => events::emit("vm", "page-server-failed", &[]),
-        // The crate's own log has the times.
+        // The `vm-migration` crate logs the times.
         Event::End(..) => {}
     }
 }

@@ -28,55 +28,55 @@ use crate::machine::{
 };
 use crate::migration::destination::ArrivingMachine;
 
-/// How long the devices may take to finish what they work on before a pause is cancelled and the guest
-/// continues. Its requests are not answered before they are done, but no new ones are taken: more than
-/// this looks to a guest as if its disk were broken.
+/// Time that the devices have to finish their requests before a pause is cancelled and the guest resumes.
+/// Until then no new request is taken: the guest would consider its disk broken after a longer time.
 const PAUSE_TIME_MAX: Duration = Duration::from_mins(1);
-/// The same if no client has asked for the pause, but a disk is full.
+/// The same limit for a pause that a full disk requires, not a client.
 const FULL_TIME_MAX: Duration = Duration::from_secs(5);
 
-/// The disks of a VM that was paused are written back, or not.
+/// The end of writing back the disks of a paused VM.
 pub struct PauseEnd {
-    /// Number of its machine.
+    /// Number of the machine.
     machine: u64,
     result: Result<(), WriteBackError>,
     responder: Responder,
 }
 
-/// What a machine does between running and not.
+/// Kind of a transition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransitionKind {
-    /// It stops.
+    /// Pause.
     Pause,
-    /// It stops, as the host has no room for what its guest writes.
+    /// Pause, because the host has no space for what the guest writes.
     Full,
-    /// It starts if there is room again.
+    /// Resume if there is space again.
     Retry,
-    /// It starts.
+    /// Resume.
     Resume,
-    /// It starts for the first time, after a restore.
+    /// First start after a restore.
     StartRestored,
-    /// It starts although it was not started when it arrived: the operator says that it runs nowhere else.
+    /// Start of a machine that was not started when it arrived: the operator states that it runs nowhere
+    /// else.
     StartArrived,
-    /// A device is opened and added. It runs or not, as before.
+    /// Opening and adding a device; the machine stays paused or running.
     Add,
-    /// Devices that its guest has ejected are taken apart. It runs or not, as before.
+    /// Tearing down devices that the guest has ejected; the machine stays paused or running.
     Eject,
 }
 
-/// A machine in transition: it stops, starts or is changed.
+/// A machine in transition, owned by another thread.
 pub struct Transition {
-    /// Its description.
+    /// Description of the machine for `vm.info`.
     pub info: Box<VmInfo>,
-    /// Its consoles, for a process that ends without it.
+    /// Its consoles, whose terminals are restored if the process ends during the transition.
     pub consoles: Consoles,
-    /// What it does.
+    /// Kind of the transition.
     pub kind: TransitionKind,
-    /// Has it stop stopping, or opening what is added.
+    /// Cancels a pause, or the opening of a device.
     pub cancel: CancelToken,
-    /// Requests to resume, which take a pause back.
+    /// Requests to resume, which cancel a pause.
     resumers: Vec<Responder>,
-    /// The device that is being opened to be added.
+    /// The device that is being added, if any.
     adding: Option<Adding>,
 }
 
@@ -97,13 +97,13 @@ impl Transition {
         Self { info, consoles, kind, cancel, resumers: Vec::new(), adding: None }
     }
 
-    /// Whether this device is being opened to be added.
+    /// Whether the device `id` is being added.
     pub fn is_adding(&self, id: &str) -> bool {
         self.adding.as_ref().is_some_and(|adding| adding.id == id)
     }
 }
 
-/// A machine has stopped or started, or not.
+/// The end of a transition.
 pub struct TransitionEnd {
     machine: Box<Machine>,
     kind: TransitionKind,
@@ -111,18 +111,18 @@ pub struct TransitionEnd {
     responder: Option<Responder>,
 }
 
-/// Why a machine has not stopped or started.
+/// Why a transition failed.
 #[derive(Debug, Error)]
 pub enum TransitionError {
-    /// It cannot.
+    /// The machine could not do it.
     #[error(transparent)]
     Machine(#[from] MachineError),
-    /// There is no thread for it.
+    /// The thread could not be started.
     #[error("its thread cannot be started")]
     Thread(#[source] io::Error),
 }
 
-/// A machine that has arrived and was not started has been, or not.
+/// The end of the start of a machine that had arrived and not been started.
 pub struct ArrivedEnd {
     result: Result<Box<Machine>, (Box<ArrivingMachine>, ApiError)>,
     /// Why it was not started at first.
@@ -131,7 +131,7 @@ pub struct ArrivedEnd {
 }
 
 impl TransitionKind {
-    /// For messages.
+    /// Name for messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::Pause => "paused, which waits until its devices have finished their requests",
@@ -151,7 +151,7 @@ impl TransitionKind {
         }
     }
 
-    /// As `vm.info` has it; nothing as long as nothing may come of it.
+    /// Name in `vm.info`; `None` for a transition that may change nothing.
     pub fn doing(self) -> Option<&'static str> {
         match self {
             Self::Pause | Self::Full => Some("paused"),
@@ -161,7 +161,7 @@ impl TransitionKind {
         }
     }
 
-    /// Name of the thread that does it.
+    /// Name of the thread.
     fn thread_name(self) -> &'static str {
         match self {
             Self::Pause | Self::Full => "pause",
@@ -187,10 +187,10 @@ fn answer(responder: Option<Responder>, result: ApiResult) {
 }
 
 impl Vmm {
-    /// Pauses the VM, and answers when that is done and its disks are written back.
+    /// Pauses the VM; answered once it is paused and its disks are written back.
     pub(super) fn pause_for(&mut self, responder: Responder) {
         if self.waits_for_room() {
-            // From now on it is paused because a client wants it.
+            // The pause is now that of a client: no automatic resume.
             self.look_for_no_room();
             emit("pausing");
             return self.write_back_for(responder);
@@ -206,13 +206,13 @@ impl Vmm {
         if self.machine_mut()?.is_paused() {
             return Err(ApiError::new(ApiErrorKind::NotBooted, "the VM is paused already"));
         }
-        // A vCPU that waits for a page cannot be stopped before it has it, and nothing may wait for
-        // another host.
+        // A vCPU that waits for a page cannot be stopped before the page arrives, and the VMM thread must
+        // not wait for another host.
         self.refuse_without_all_pages()
     }
 
-    /// Resumes the live machine, in whatever time it takes to get back what it has handed over and to find out
-    /// that its disks have room.
+    /// Resumes the live machine, on a thread if locks have to be taken again or disks checked for free
+    /// space.
     pub(super) fn resume_live_for(&mut self, responder: Responder) {
         let may_wait = match self.machine_mut() {
             Ok(machine) => {
@@ -240,14 +240,14 @@ impl Vmm {
         }
     }
 
-    /// Notes which device the machine is being given.
+    /// Records which device is being added.
     pub(super) fn note_adding(&mut self, id: String) {
         if let VmLifecycle::Transitioning(transition) = &mut self.vm {
             transition.adding = Some(Adding { id, removers: Vec::new() });
         }
     }
 
-    /// `vm.remove-device` of a device that is being opened; returns the responder if it is not.
+    /// `vm.remove-device` of a device that is being added; returns the responder if it is not.
     pub(super) fn cancel_adding(&mut self, id: &str, responder: Responder) -> Option<Responder> {
         match &mut self.vm {
             VmLifecycle::Transitioning(Transition { adding: Some(adding), cancel, .. })
@@ -293,7 +293,7 @@ impl Vmm {
         }
     }
 
-    /// Such a machine has been started, or not.
+    /// Handles the end of the start of such a machine.
     pub(super) fn arrived_started(&mut self, end: ArrivedEnd) -> Next {
         let ArrivedEnd { result, reason, responder } = end;
         match result {
@@ -315,7 +315,7 @@ impl Vmm {
         self.go_on_ending()
     }
 
-    /// Has the live machine stop or continue, or what its guest has ejected taken apart.
+    /// Starts a transition of the live machine on a thread.
     pub(super) fn begin_transition(&mut self, kind: TransitionKind, responder: Option<Responder>) {
         self.begin_transition_with(kind, responder, move |machine, cancel| {
             match kind {
@@ -336,7 +336,7 @@ impl Vmm {
         });
     }
 
-    /// Has something done with the live machine that may take long.
+    /// Runs an operation on the live machine on a thread, as it may block.
     pub(super) fn begin_transition_with(
         &mut self,
         kind: TransitionKind,
@@ -371,13 +371,13 @@ impl Vmm {
             } else {
                 Err(TransitionError::Thread(error))
             };
-            // The same follows as if a thread had tried: events, answers, the end of the process.
+            // Handled as if a thread had tried: events, answers, the end of the process.
             let end = TransitionEnd { machine, kind, result, responder };
             self.inbox_sender.send(Message::TransitionOver(Box::new(end)));
         }
     }
 
-    /// The machine has stopped or started, or not.
+    /// Handles the end of a transition.
     pub(super) fn transition_over(&mut self, end: TransitionEnd) -> Next {
         let TransitionEnd { machine, kind, result, responder } = end;
         let (resumers, adding) = match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
@@ -419,7 +419,7 @@ impl Vmm {
                 emit("resuming");
                 emit("resumed");
             }
-            // Without a thread it is not known, and looked for again.
+            // Whether there is space is unknown without a thread: check again later.
             (
                 TransitionKind::Retry,
                 Err(
@@ -460,7 +460,7 @@ impl Vmm {
         }
         for responder in resumers {
             match &self.vm {
-                // The pause was taken back in time.
+                // The pause was cancelled in time.
                 VmLifecycle::Live(machine) if !machine.is_paused() => {
                     responder.answer(Ok(ApiReply::Empty));
                 }
@@ -470,7 +470,8 @@ impl Vmm {
         next.and_then(|| self.go_on_ending())
     }
 
-    /// A device has been added, or its addition cancelled by requests to remove it, or others have been taken apart.
+    /// Handles the end of adding a device, also if requests to remove it have cancelled that, or of tearing
+    /// down ejected ones.
     fn device_change_over(
         &mut self,
         result: Result<ApiReply, TransitionError>,
@@ -483,14 +484,14 @@ impl Vmm {
         answer(responder, result.map_err(|error| ApiError::from_error(kind, &error)));
         if let Some(Adding { id, removers }) = adding {
             for remover in removers {
-                // It may have been there before its addition was cancelled.
+                // It may have been added before the cancellation.
                 let gone = if is_cancelled { Ok(()) } else { self.remove_device(&id) };
                 remover.answer(gone.map(|()| ApiReply::Empty));
             }
         }
     }
 
-    /// Answers when the disks of the paused VM are written back.
+    /// Answers once the disks of the paused VM are written back.
     fn write_back_for(&mut self, responder: Responder) {
         let write_back = match self.machine_mut() {
             Ok(machine) => machine.write_back(),
@@ -498,7 +499,7 @@ impl Vmm {
         };
         let machine = self.machine_number;
         if write_back.is_done() {
-            // Nothing is waited for.
+            // There is nothing to wait for.
             let result = write_back.wait();
             return self.pause_is_over(PauseEnd { machine, result, responder });
         }
@@ -516,20 +517,20 @@ impl Vmm {
         }
     }
 
-    /// The disks are written back, or cannot be.
+    /// Handles the end of writing the disks back.
     pub(super) fn pause_is_over(&mut self, end: PauseEnd) {
         let PauseEnd { machine, result, responder } = end;
         let is_paused = match &self.vm {
             VmLifecycle::Live(live) => live.is_paused(),
-            // Saved or sent, as it was.
+            // Being saved or sent, still paused.
             VmLifecycle::Busy(_) | VmLifecycle::Migrating { .. } => true,
-            // It stays as it was, too.
+            // Still paused as well.
             VmLifecycle::Transitioning(transition)
                 if matches!(transition.kind, TransitionKind::Add | TransitionKind::Eject) =>
             {
                 transition.info.state == VmState::Paused
             }
-            // It continues, or has ended.
+            // It has resumed or ended.
             _ => false,
         };
         if is_paused && machine == self.machine_number {

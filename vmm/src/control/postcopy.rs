@@ -69,11 +69,10 @@ impl Vmm {
     }
 }
 
-/// What a request to connect again asks for, of a migration in this phase: where, and over how many
-/// connections at most.
+/// The request to reconnect: the address, and the maximum number of connections.
 ///
 /// # Errors
-/// It is in no phase in which it could, or the address is none.
+/// The migration's phase does not allow it, or the address is invalid.
 pub fn recover_request(
     data: &MigrationRecoverData,
     phase: Phase,

@@ -30,89 +30,90 @@ use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, DoubtObser
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
 
-/// How a migration to here ended.
+/// Outcome of an incoming migration.
 pub enum ReceiveOutcome {
-    /// The guest is here.
+    /// The guest runs here.
     Runs {
-        /// Its machine.
+        /// The machine.
         machine: Box<Machine>,
-        /// Whether pages still arrive.
+        /// Whether pages are still missing.
         pages_missing: bool,
     },
-    /// The guest is here, whole, and did not start; the operator decides.
+    /// All of the guest is here and it could not be started; the operator decides.
     NotStarted {
-        /// Its machine.
+        /// The machine.
         machine: Box<ArrivingMachine>,
-        /// Why it did not start.
+        /// Why it could not be started.
         error: ApiError,
-        /// Whether pages still arrive.
+        /// Whether pages are still missing.
         pages_missing: bool,
     },
-    /// There is no guest here.
+    /// The guest is not here.
     Failed {
-        /// Why.
+        /// The cause.
         error: ApiError,
-        /// A client on this side asked for it.
+        /// Whether a client of this side cancelled the migration.
         is_cancelled: bool,
-        /// Where the guest is.
+        /// Location of the guest.
         guest: GuestLocation,
     },
 }
 
-/// The end of a migration to here.
+/// The end of an incoming migration.
 pub struct ReceiveEnd {
-    /// How it ended.
+    /// The outcome.
     pub outcome: ReceiveOutcome,
-    /// The request for it, unless that was answered while the migration was in doubt.
+    /// The responder of the request, unless it was answered while the VM was in doubt.
     pub responder: Option<Responder>,
 }
 
-/// A migration that is awaited or under way.
+/// An incoming migration, awaited or in progress.
 pub struct Receiving {
-    /// How far it is.
+    /// Its progress.
     pub progress: Arc<Progress>,
-    /// Ends it.
+    /// Cancels it.
     pub cancel: Cancel,
-    /// What may be asked of it.
+    /// Steers it.
     pub steering: Steering,
-    /// Clients that asked to end it and wait for the answer.
+    /// Requests to cancel it that wait for the result.
     pub cancellers: Vec<Responder>,
-    /// Which side has the guest is not known.
+    /// Set while the VM is in doubt.
     pub doubt: Option<InDoubtVm>,
-    /// Requests that have decided it, or ended the wait, and are answered when that is done.
+    /// Requests that have decided the doubt or cancelled the wait, and are answered at the end.
     pub decision_requests: Vec<DecisionRequest>,
 }
 
-/// What a receiving thread works with.
+/// What a receiving thread needs.
 pub struct ReceiveContext {
-    /// This host.
+    /// The host.
     pub host: Arc<Host>,
-    /// Takes events of the guest.
+    /// Takes the events of the guest.
     pub sink: EventSink,
-    /// How accesses to missing pages are caught.
+    /// The fault source for missing pages.
     pub faults: FaultPlan,
-    /// Descriptors for its devices.
+    /// Descriptors for the devices.
     pub fds: ArrivingFds,
-    /// What the configuration may name on this host; anything if there are none.
+    /// What the configuration may name on this host; `None`: no restriction.
     pub rules: Option<Vec<Grant>>,
-    /// Migrations to this process that are over, and whose sources may not know it.
+    /// Handles reconnections of sources that may not know that their migration to here has ended.
     pub late_reconnects: LateReconnects,
-    /// The way back.
+    /// Informs the VMM thread.
     pub inbox_sender: InboxSender,
 }
 
-/// Where a migration is awaited.
+/// Where an incoming migration is awaited.
 pub enum ListenTarget {
-    /// There it is listened already.
+    /// A bound socket.
     Bound(Listener),
-    /// A resolver has to be asked where that is, which may take long; with these certificates.
+    /// A name still to be resolved, which may block, and the certificates to use.
     Unresolved(Address, Option<ServerTls>),
 }
 
-/// Binds the address, so that a wrong one is told at once, unless a resolver has to be asked.
+/// Binds the address at once, so that errors are reported at once; an address that needs the resolver is
+/// bound later.
 ///
 /// # Errors
-/// When it is taken, not ours, or not an address, or the certificates cannot be used.
+/// The address is invalid, in use or not local, or the certificates cannot be used.
 pub fn bind(
     url: &str,
     tls_dir: Option<&Path>,
@@ -131,7 +132,7 @@ pub fn bind(
         .map_err(|error| ApiError::from_error(ApiErrorKind::Failed, &error))
 }
 
-/// Says that a source can come, and whether it has to show who it is.
+/// Reports that a source can connect, and whether it has to authenticate.
 fn tell_ready(listener: &Listener) {
     let address = listener.address().to_string();
     let tls = if listener.is_authenticated() { "on" } else { "off" };
@@ -146,7 +147,7 @@ fn tell_ready(listener: &Listener) {
 }
 
 impl ListenTarget {
-    /// Listens there.
+    /// Listens on the target.
     fn listen(
         self,
         late_reconnects: &LateReconnects,
@@ -193,8 +194,8 @@ fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
     slot.lock().take()
 }
 
-/// Tells the VMM thread of a machine in doubt. The request that awaits the machine is answered when
-/// the doubt lasts.
+/// A callback that reports a VM in doubt to the VMM thread. When the doubt lasts, the request that awaits
+/// the VM is answered.
 fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -> DoubtObserver {
     Box::new(move |machine, state, lasts| {
         let info = Box::new(describe::of_machine(machine));
@@ -205,10 +206,10 @@ fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -
     })
 }
 
-/// Starts to wait for a machine, until the cancel.
+/// Starts the thread that waits for a machine until cancelled.
 ///
 /// # Errors
-/// The thread cannot be started; the responder comes back.
+/// The thread cannot be started; the responder is returned.
 pub fn start(
     target: ListenTarget,
     context: ReceiveContext,

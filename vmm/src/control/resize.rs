@@ -30,7 +30,7 @@ impl Vmm {
                  desired_ram and desired_balloon can",
             ));
         }
-        // All of it or nothing: what can fail comes first.
+        // All or nothing: the checks come first.
         if let Some(size_bytes) = wanted.desired_balloon {
             machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         }
@@ -52,8 +52,8 @@ impl Vmm {
         told(|| resize_memory(machine, Some(&wanted.id), wanted_bytes))
     }
 
-    /// All of memory is here: what the guest released before may go, the rest gets its huge pages back, and
-    /// vCPUs get their tables filled. From now on a guest that does nothing is stuck.
+    /// Handles that all memory is resident: pages that the guest released before are discarded, huge pages
+    /// are restored, stage-2 is prefaulted, and the watchdog for stuck guests applies again.
     pub(super) fn memory_has_come(&mut self) {
         if let VmLifecycle::Live(machine) = &mut self.vm {
             machine.start_watchdog();
@@ -66,7 +66,7 @@ impl Vmm {
     }
 }
 
-/// Does what changes a size, with the events of its beginning and its end.
+/// Runs a change of size, with events for its beginning and end.
 fn told(change: impl FnOnce() -> Result<(), ApiError>) -> Result<(), ApiError> {
     events::emit("vm", "resizing", &[]);
     let result = change();

@@ -24,33 +24,33 @@ use crate::signals::{Signal, Signals};
 /// Why the VMM ended with an error.
 #[derive(Debug, Error)]
 pub enum RunError {
-    /// The host.
+    /// The host does not support the VMM.
     #[error("this host cannot run VMs")]
     Host(#[from] HostError),
-    /// The API.
+    /// The API socket cannot be set up.
     #[error("cannot serve the API")]
     Api(#[from] SocketError),
-    /// Descriptors.
+    /// The event loop failed.
     #[error("cannot set up the event loop")]
     Loop(#[source] io::Error),
-    /// The VM of the command line.
+    /// The VM of the command line could not be started.
     #[error("cannot start the VM")]
     Start(#[source] ApiError),
-    /// The snapshot of the command line.
+    /// The snapshot of the command line could not be restored.
     #[error("cannot restore the VM")]
     Restore(#[source] ApiError),
-    /// The guest rebooted.
+    /// The VM could not be booted again after a reboot of the guest.
     #[error("the VM did not come back from its reboot")]
     Reboot(#[source] ApiError),
-    /// The guest shut down.
+    /// The VM could not be shut down after a shutdown of the guest.
     #[error("the VM did not end well")]
     Shutdown(#[source] ApiError),
-    /// The guest cannot continue.
+    /// A vCPU has stopped with an error.
     #[error("vCPU {index} cannot continue: {reason}")]
     VcpuStopped {
-        /// Its number.
+        /// Index of the vCPU.
         index: u32,
-        /// What KVM says.
+        /// The reason that KVM gave.
         reason: String,
     },
 }
@@ -65,13 +65,13 @@ fn watch(epoll: &Epoll, fd: i32, token: u64) -> Result<(), RunError> {
         .map_err(RunError::Loop)
 }
 
-/// Runs the VMM until it is told to end, its guest ends, or nothing is left to do.
+/// Runs the VMM until it is told to end, the guest ends, or nothing is left to do.
 ///
 /// # Errors
 /// [`RunError`]; the VM, if there was one, is gone.
 pub fn run(options: VmmOptions) -> Result<ExitReason, RunError> {
     let result = run_to_end(options);
-    // What a thread owns that is not waited for.
+    // Restores state owned by threads that are not joined, such as the modes of terminals.
     panicking::put_back_at_end();
     result
 }
@@ -101,10 +101,10 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
         Next::Fail(error) => Err(error),
     };
     vmm.answer_last_askers(&queue);
-    // Other requests that were not answered are told so, while the server still sends answers.
+    // Unanswered requests get an error while the server still sends responses.
     drop(queue);
     vmm.end_vm();
-    // Each of them may wait for a thread: a process that does not end says for which.
+    // Each drop may wait for a thread; the log shows which if the process does not end.
     log::debug!("releasing the VM and what belongs to it");
     drop(vmm);
     log::debug!("the VM is released");
@@ -112,7 +112,7 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
         log::debug!("ending the HTTP server");
         server.stop();
         log::debug!("the HTTP server has ended");
-        // Another VMM may have the path from now on.
+        // From now on another VMM may have the path.
         panicking::forget_socket();
     }
     events::emit("vmm", "shutdown", &[]);
@@ -121,7 +121,7 @@ fn run_to_end(options: VmmOptions) -> Result<ExitReason, RunError> {
 }
 
 impl Vmm {
-    /// Begins with what the command line asks for.
+    /// Starts what the command line asks for.
     fn begin(&mut self, boot: Option<VmConfig>, restore: Option<RestoreConfig>) -> Next {
         let booting = match boot.map(|config| self.create(Box::new(config))) {
             Some(Ok(())) => self.boot_for(None),
@@ -193,8 +193,8 @@ fn serve(
     }
 }
 
-/// How long the loop may sleep: forever, until the last watcher has had its time, until it is looked for
-/// room on a disk, or until nothing is waited for any more.
+/// Timeout of the event loop's poll: until the last client has had its time, the next check for free space,
+/// or the end of the process at the latest; else infinite.
 fn timeout_ms(vmm: &Vmm) -> i32 {
     let pending_exit = vmm.pending_exit.map(|(until, _)| until);
     let ends = pending_exit.into_iter().chain(vmm.ends_at_latest(Instant::now()));

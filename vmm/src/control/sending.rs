@@ -25,30 +25,30 @@ use crate::migration::memory::MigratingRam;
 use crate::migration::page_server::PageServerPlan;
 use crate::migration::source::{LeavingMachine, Remains, StopLimits};
 
-/// How a migration from here ended.
+/// Outcome of an outgoing migration.
 pub enum SendEnd {
-    /// The guest is elsewhere, whole.
+    /// The guest is elsewhere, with all of its pages.
     Complete(Remains),
     /// The guest is here, running or paused.
     Returned(Box<Machine>, ReturnReason),
     /// The guest is elsewhere, and may miss pages that only this process has.
     Incomplete {
-        /// What is left of the machine.
+        /// Remains of the machine.
         remains: Remains,
-        /// The pages.
+        /// The pages that are kept.
         held: Option<Held<MigratingRam>>,
-        /// What happened.
+        /// The cause.
         reason: String,
     },
 }
 
-/// Why a guest stayed, and how it is.
+/// Why a guest was not migrated.
 pub struct ReturnReason {
-    /// What happened.
+    /// The cause.
     pub reason: String,
-    /// Where the guest is.
+    /// Location of the guest.
     pub guest: GuestLocation,
-    /// It was asked for.
+    /// Whether the migration was cancelled by request.
     pub is_cancelled: bool,
 }
 
@@ -59,35 +59,35 @@ impl ReturnReason {
     }
 }
 
-/// A migration that is under way.
+/// An outgoing migration in progress.
 pub struct Sending {
-    /// How far it is.
+    /// Its progress.
     pub progress: Arc<Progress>,
-    /// Ends it.
+    /// Cancels it.
     pub cancel: Cancel,
-    /// What may be asked of it.
+    /// Steers it.
     pub steering: Steering,
-    /// How memory travels.
+    /// How memory is transferred.
     pub mode: MemoryMode,
-    /// Clients that asked to end it and wait for the answer.
+    /// Requests to cancel it that wait for the result.
     pub cancellers: Vec<Responder>,
-    /// Clients that gave up the pages that are served, and wait until that is done.
+    /// Requests to delete the VM that gave up the pages being served, and wait until that is done.
     pub deleters: Vec<Responder>,
-    /// Requests to resume the paused VM, which ended the migration.
+    /// Requests to resume the paused VM, which cancelled the migration.
     pub resumers: Vec<Responder>,
 }
 
 impl Sending {
-    /// The peer may not even be there.
+    /// Whether nothing has been sent: the peer may not even exist.
     pub fn has_sent_nothing(&self) -> bool {
         matches!(self.progress.phase(), Phase::Idle | Phase::Connect | Phase::Negotiate)
     }
 }
 
-/// Leaves out what a VM with passed-through devices cannot do.
+/// Removes postcopy from the options, which a VM with passed-through devices cannot do.
 ///
 /// # Errors
-/// Nothing else was asked for.
+/// Postcopy alone was requested.
 pub fn without_postcopy(options: &mut SendOptions) -> Result<(), ApiError> {
     match options.mode() {
         MemoryMode::Precopy => return Ok(()),
@@ -108,8 +108,8 @@ fn chain(error: &MigrationError) -> String {
     ApiError::from_error(ApiErrorKind::Failed, error).to_string()
 }
 
-/// What the stop may cost: the downtime that was asked for, or what the migration has come to allow; and
-/// no more time than the migration has.
+/// Limits of the stop: the requested downtime or the one that convergence has come to allow, and never more
+/// time than the migration has left.
 fn stop_limits(options: &SendOptions, progress: &Arc<Progress>) -> StopLimits {
     let (asked, progress) = (options.downtime, Arc::clone(progress));
     let downtime = move || {
@@ -155,10 +155,10 @@ fn send_machine(
     }
 }
 
-/// Starts to send a machine.
+/// Starts the thread that sends a machine.
 ///
 /// # Errors
-/// The machine comes back with the reason.
+/// The machine is returned with the reason.
 pub fn start(
     machine: Box<Machine>,
     options: SendOptions,

@@ -30,24 +30,24 @@ use crate::migration::memory::MigratingRam;
 use crate::migration::snapshot::{self, Restored, prefault_ram};
 use crate::panicking;
 
-/// Exit code of a process whose guest lost its memory.
+/// Exit code of a process whose guest has lost its memory.
 const MEMORY_LOST: i32 = 1;
 
-/// The VM is being saved or restored.
+/// A snapshot or restore in progress.
 pub struct Busy {
-    /// The VM, if there is one that can be described.
+    /// Description of the VM, if there is one.
     pub info: Option<Box<VmInfo>>,
-    /// It is being restored.
+    /// Whether this is a restore.
     pub is_restore: bool,
-    /// The command line asked for it.
+    /// Whether the command line asked for it.
     pub at_launch: bool,
-    /// When the process ends although a restore is not over: there is no guest yet that could lose
-    /// anything.
+    /// When the process ends although the restore is not complete: there is no guest yet that could lose
+    /// data.
     pub until: Option<Instant>,
     cancel: Cancel,
-    /// Requests that have ended a restore.
+    /// Requests to end the VM that cancelled a restore.
     end_requests: Vec<EndRequest>,
-    /// Requests that have ended a snapshot.
+    /// Requests that cancelled a snapshot.
     cancellers: Vec<Responder>,
 }
 
@@ -63,26 +63,26 @@ impl Busy {
         if self.is_restore { "restored" } else { "saved" }
     }
 
-    /// Has it end; what it holds comes back through the inbox.
+    /// Cancels the operation; its result arrives in the inbox.
     pub fn cancel(&self) {
         self.cancel.cancel();
     }
 
-    /// Has it end for a request, which is answered then.
+    /// Cancels the operation for a request, which is answered at the end.
     pub fn end_for(&mut self, end_request: EndRequest) {
         self.cancel();
         self.end_requests.push(end_request);
     }
 }
 
-/// A machine was saved, or not.
+/// The end of a snapshot.
 pub struct SaveEnd {
     machine: Box<Machine>,
     result: Result<(), ApiError>,
     responder: Responder,
 }
 
-/// A machine was restored, or not.
+/// The end of a restore.
 pub struct RestoreEnd {
     restored: Result<Restored, ApiError>,
     resume: bool,
@@ -90,14 +90,14 @@ pub struct RestoreEnd {
     responder: Option<Responder>,
 }
 
-/// Memory of the live machine that is being brought in.
+/// The on-demand restore of the live machine's memory.
 pub struct MemoryFill {
     stop: Cancel,
     thread: JoinHandle<()>,
 }
 
 impl MemoryFill {
-    /// Ends it. The guest must be gone.
+    /// Ends the transfer; the guest must have ended.
     pub fn stop(self) {
         self.stop.cancel();
         let _ = self.thread.join();
@@ -125,7 +125,7 @@ fn save_on_thread(
 }
 
 impl Vmm {
-    /// Begins to save the paused VM; answered when that is done.
+    /// Starts the snapshot of the paused VM; answered when it is complete.
     pub(super) fn snapshot(&mut self, config: &VmSnapshotConfig, responder: Responder) {
         if let Err((error, responder)) = self.try_snapshot(config, responder) {
             events::emit("vm", "snapshot-failed", &[("error", &error.to_string())]);
@@ -198,7 +198,7 @@ impl Vmm {
         responder.answer(result.map(|()| ApiReply::Empty));
     }
 
-    /// Ends the snapshot that is being written.
+    /// Cancels the snapshot being written.
     pub(super) fn cancel_snapshot(&mut self, responder: Responder) {
         match &mut self.vm {
             VmLifecycle::Busy(busy) if !busy.is_restore => {
@@ -217,8 +217,8 @@ impl Vmm {
         Err(ApiError::new(ApiErrorKind::AlreadyCreated, why))
     }
 
-    /// Begins to restore a VM; answered when that is done. Without a request it is that of the command
-    /// line.
+    /// Starts to restore a VM; answered when it is complete. Without a responder it is the restore of the
+    /// command line.
     pub(super) fn restore_for(
         &mut self,
         config: RestoreConfig,
@@ -264,7 +264,7 @@ impl Vmm {
             VmLifecycle::Busy(busy) => busy.end_requests,
             _ => Vec::new(),
         };
-        // What ends has no use for one that runs.
+        // A process or VM that is ending does not start a guest.
         let is_cancelled = !end_requests.is_empty();
         let is_ending = is_cancelled || self.ending.is_some();
         match (self.finish_restore(restored, prefault), responder) {
@@ -283,7 +283,7 @@ impl Vmm {
             if is_there {
                 next = next.and_then(|| self.end_for(end_request));
             } else {
-                // It is not there, which is what was asked for.
+                // The VM does not exist, as requested.
                 end_request.answer();
             }
         }
@@ -332,7 +332,7 @@ impl Vmm {
         Ok(MemoryFill { stop, thread })
     }
 
-    /// All memory of a restored machine is here.
+    /// Handles that all memory of a restored machine is resident.
     pub(super) fn memory_complete(&mut self, number: u64) {
         if number == self.machine_number
             && let Some(fill) = self.filling.take()
@@ -347,7 +347,7 @@ impl Vmm {
         }
     }
 
-    /// Refuses what needs all of memory to be here.
+    /// Refuses an operation that needs all memory to be resident.
     pub(super) fn refuse_while_memory_arrives(&self, what: &str) -> Result<(), ApiError> {
         if matches!(self.pages, GuestPages::Arriving { .. }) || self.filling.is_some() {
             let why = format!("memory of the VM is still arriving; it can be {what} afterwards");
@@ -371,13 +371,13 @@ fn no_snapshot() -> ApiError {
     ApiError::new(ApiErrorKind::NotCreated, why)
 }
 
-/// A VM could not be restored, or not be started then.
+/// Reports that a VM could not be restored, or not be started afterwards.
 pub(super) fn tell_failed_restore(error: &ApiError) {
     log::error!("{error}");
     events::emit("vm", "restore-failed", &[("error", &error.to_string())]);
 }
 
-/// Waits for the last page; true when all memory is here.
+/// Waits for the last page; true when all memory is resident.
 fn wait_for_memory(
     filling: Filling<MigratingRam>,
     ram: &GuestRam,
@@ -411,7 +411,7 @@ fn wait_for_memory(
             events::flush();
             log::logger().flush();
             panicking::put_back_at_end();
-            // What is stuck is not dropped: no thread sees a page without its contents.
+            // Blocked threads are not released: none may see a page without its contents.
             std::process::exit(MEMORY_LOST);
         }
     }

@@ -22,55 +22,56 @@ use crate::machine::{
     CancelToken, ConsoleError, Consoles, EventSink, Host, Machine, MachineError, RebootLocks,
 };
 
-/// What a machine is made from, and after what.
+/// Origin of a machine that is created.
 pub enum Start {
-    /// A configuration: of `vm.boot`, or of the command line.
+    /// `vm.boot` or the command line.
     Boot,
-    /// What the machine before it has left.
+    /// A reboot, with what the machine before it has left.
     Reboot {
-        /// Clients that are attached to them stay so.
+        /// The consoles, to which clients stay attached.
         consoles: Consoles,
-        /// What no other VM can have in between.
+        /// The locks, kept so that no other VM takes them in between.
         locks: Box<RebootLocks>,
     },
 }
 
-/// How often it is polled whether a guest that runs while its devices are opened has ended in order.
+/// Poll interval for the orderly end of a guest that runs while its devices are still being opened.
 const BEGUN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A machine that is being made.
+/// A machine that is being created.
 pub struct Starting {
-    /// Its description.
+    /// Its description for `vm.info`.
     pub info: Box<VmInfo>,
-    /// What it is asked to be.
+    /// Its configuration.
     config: Box<VmConfig>,
     is_reboot: bool,
-    /// The command line asked for it.
+    /// Whether the command line asked for it.
     pub at_launch: bool,
     cancel: CancelToken,
     end_requests: Vec<EndRequest>,
     begun: GuestBegun,
-    /// When the process ends although the machine is not made, as long as there is no guest that could
-    /// lose anything.
+    /// When the process ends although the machine is not complete, as long as there is no guest that could
+    /// lose data.
     until: Option<Instant>,
 }
 
-/// Whether the guest may have begun to run. It does so before its start is over: passed-through devices may
-/// still be waited for.
+/// Whether the guest may have started. It can before its start is complete: passed-through devices may
+/// still be being opened.
 #[derive(Clone, Default)]
 struct GuestBegun(Arc<AtomicBool>);
 
 impl GuestBegun {
-    /// From now on it may; false if the start has been cancelled, and it must not.
+    /// Marks the guest started; false if the start has been cancelled, in which case the guest must not
+    /// start.
     fn begin(&self, cancel: &CancelToken) -> bool {
-        // In this order: a start that is cancelled later is ended as a guest that runs.
+        // In this order: a later cancellation then treats it as a running guest.
         self.0.store(true, Ordering::SeqCst);
         let is_wanted = !cancel.is_cancelled();
         self.0.store(is_wanted, Ordering::SeqCst);
         is_wanted
     }
 
-    /// It has ended in order.
+    /// Marks the guest as ended in order.
     fn is_over(&self) {
         self.0.store(false, Ordering::SeqCst);
     }
@@ -80,7 +81,7 @@ impl GuestBegun {
     }
 }
 
-/// A request that has ended a start or a restore, and is answered when that is over.
+/// A request that has cancelled a start or restore, and is answered at the end.
 pub enum EndRequest {
     /// `vm.shutdown`.
     Shutdown(Responder),
@@ -89,58 +90,58 @@ pub enum EndRequest {
 }
 
 impl EndRequest {
-    /// Answers that the VM is not there.
+    /// Answers that the VM has ended.
     pub fn answer(self) {
         let (Self::Shutdown(responder) | Self::Delete(responder)) = self;
         responder.answer(Ok(ApiReply::Empty));
     }
 }
 
-/// A machine has been made and runs, or not.
+/// The end of a start.
 pub struct StartEnd {
     result: Result<Box<Machine>, ApiError>,
-    /// None if it was the command line or the guest that asked for it.
+    /// `None` if the command line or the guest asked for it.
     responder: Option<Responder>,
 }
 
-/// To a request for a VM whose start another request has cancelled.
+/// The error for a request to start a VM, after another request has cancelled that.
 pub(super) fn start_cancelled() -> ApiError {
     ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
 }
 
 impl Starting {
-    /// As `vm.info` has it.
+    /// Name of the operation in `vm.info`.
     pub fn doing(&self) -> &'static str {
         if self.cancel.is_cancelled() { "ended" } else { self.name() }
     }
 
-    /// For messages.
+    /// Name of the operation in messages.
     pub fn name(&self) -> &'static str {
         if self.is_reboot { "rebooted" } else { "booted" }
     }
 
-    /// Has it end; what there is of the machine goes, and the thread tells so.
+    /// Cancels the start; the partial machine is torn down and the thread reports the end.
     pub fn cancel(&self) {
         self.cancel.cancel();
     }
 
-    /// The process is to end then, unless the guest has begun to run.
+    /// Sets when the process ends, unless the guest has started.
     pub fn end_until(&mut self, until: Instant) {
         self.until = Some(until);
     }
 
-    /// When the process ends although the machine is not made. Later than `now` while there is a guest.
+    /// When the process ends although the machine is not complete. Later than `now` while there is a guest.
     pub fn until(&self, now: Instant) -> Option<Instant> {
         let until = self.until?;
         Some(if self.has_begun() { until.max(now + BEGUN_POLL_INTERVAL) } else { until })
     }
 
-    /// Whether there may be a guest.
+    /// Whether the guest may have started.
     pub fn has_begun(&self) -> bool {
         self.begun.has_begun()
     }
 
-    /// Tells that there will be no guest.
+    /// Reports that the start has failed.
     pub fn tell_failed(&self, error: &ApiError) {
         let event = if self.is_reboot { "reboot-failed" } else { "boot-failed" };
         events::emit("vm", event, &[("error", &error.to_string())]);
@@ -152,7 +153,7 @@ impl Starting {
 }
 
 impl Start {
-    /// Makes the machine and lets it run. What it does not take of what was kept is returned.
+    /// Creates the machine and starts it. Kept resources that it does not take are returned.
     fn machine(
         self,
         mut config: VmConfig,
@@ -174,7 +175,7 @@ impl Start {
         }
         if let Err(error) = machine.resume().and_then(|()| machine.finish_opening(cancel)) {
             machine.end();
-            // From here on nothing is lost if a device takes longer to be opened than the process lives.
+            // From here on no data is lost if a device takes longer to open than the process lives.
             begun.is_over();
             return Err(made(error));
         }
@@ -184,7 +185,7 @@ impl Start {
 }
 
 impl Vmm {
-    /// `vm.boot`, or the command line.
+    /// `vm.boot`, or the VM of the command line.
     pub(super) fn boot_for(&mut self, responder: Option<Responder>) -> Next {
         let config = match &self.vm {
             VmLifecycle::Created(config) => config.clone(),
@@ -199,7 +200,7 @@ impl Vmm {
         self.start(Start::Boot, config, info, responder)
     }
 
-    /// Begins to make a machine.
+    /// Starts the thread that creates a machine.
     pub(super) fn start(
         &mut self,
         start: Start,
@@ -227,15 +228,15 @@ impl Vmm {
         match spawned {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
-                // What was kept waits for its disks; the end of the process does that, too.
+                // Dropping what was kept waits for the disks; so does the end of the process.
                 drop(spawn_with("give-back", start, drop));
                 self.started(StartEnd { result: Err(failed(&error)), responder })
             }
         }
     }
 
-    /// `vm.shutdown` or `vm.delete` of a VM that is being started or restored, which is cancelled. Gives the
-    /// responder back if it is not.
+    /// `vm.shutdown` or `vm.delete` of a VM that is being started or restored, which is cancelled. Returns
+    /// the responder if it is not.
     pub(super) fn end_starting(
         &mut self,
         is_delete: bool,
@@ -253,7 +254,7 @@ impl Vmm {
         None
     }
 
-    /// The machine has been made and runs, or not.
+    /// Handles the end of a start.
     pub(super) fn started(&mut self, end: StartEnd) -> Next {
         let StartEnd { result, responder } = end;
         let starting = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
@@ -295,12 +296,12 @@ impl Vmm {
 
     pub(super) fn end_for(&mut self, end_request: EndRequest) -> Next {
         match (end_request, &self.vm) {
-            // It has not come to run, which is what was asked for.
+            // It has not started, as requested.
             (EndRequest::Shutdown(responder), VmLifecycle::Created(_)) => {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Continue
             }
-            // An earlier one ends the machine that came up.
+            // An earlier request ends the machine that started.
             (EndRequest::Shutdown(responder), VmLifecycle::TearingDown(_)) => {
                 self.call(ApiCall::new(VmmRequest::Shutdown, responder))
             }
@@ -313,7 +314,8 @@ impl Vmm {
     }
 }
 
-/// Answers the request; what a guest or the command line wants and cannot have ends the process.
+/// Answers the request with the error; without a responder (the guest or the command line asked), the
+/// process ends.
 pub(super) fn refuse(
     responder: Option<Responder>,
     error: ApiError,
@@ -354,7 +356,7 @@ mod tests {
         assert!(starting.until(later).is_some_and(|at| at > later), "the guest runs");
         thread.is_over();
         assert_eq!(starting.until(later), Some(until));
-        // A start that was cancelled in time has none.
+        // A start that was cancelled in time never starts the guest.
         starting.cancel();
         assert!(!thread.begin(&starting.cancel));
         assert_eq!(starting.until(later), Some(until));

@@ -19,37 +19,37 @@ use crate::events;
 use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
 use crate::options::ExitReason;
 
-/// What happens to the VM when its machine has ended.
+/// What follows the end of a machine.
 pub enum AfterTeardown {
-    /// It stays as it was asked to be.
+    /// The VM stays configured.
     Created {
-        /// What it was asked to be.
+        /// The configuration.
         config: Box<VmConfig>,
-        /// The request; none if the guest did it by itself.
+        /// The responder of the request; `None` if the guest shut down.
         responder: Option<Responder>,
     },
-    /// It is forgotten.
+    /// The VM is deleted.
     Deleted(Responder),
-    /// It boots again.
+    /// The VM boots again.
     Reboot {
-        /// What it is to be.
+        /// The configuration.
         config: Box<VmConfig>,
-        /// Clients that are attached to them stay so.
+        /// The consoles, to which clients stay attached.
         consoles: Consoles,
-        /// What no other VM can have in between.
+        /// The locks, kept so that no other VM takes them in between.
         locks: Box<RebootLocks>,
-        /// The request; none if the guest did it by itself.
+        /// The responder of the request; `None` if the guest reset itself.
         responder: Option<Responder>,
     },
     /// The process ends, with an error if there is one.
     End(Option<RunError>),
 }
 
-/// A machine that ends.
+/// A machine that is being torn down.
 pub struct Teardown {
-    /// Its description.
+    /// Its description for `vm.info`.
     pub info: Box<VmInfo>,
-    /// Its consoles, for a process that ends without it.
+    /// Its consoles, whose terminals are restored if the process ends during the teardown.
     pub consoles: Consoles,
     after: AfterTeardown,
 }
@@ -65,7 +65,7 @@ impl AfterTeardown {
 }
 
 impl Teardown {
-    /// Tells that the VM does not come back, if it was to.
+    /// Reports that the reboot has failed, if there was one.
     pub fn tell_failed(&self) {
         if matches!(self.after, AfterTeardown::Reboot { .. }) {
             tell_failed_reboot();
@@ -73,7 +73,7 @@ impl Teardown {
     }
 }
 
-/// Of a VM that was to come back, in a process that ends.
+/// Error for a VM that was to reboot in a process that ends.
 const TOLD_TO_END: &str = "the VMM has been told to end";
 
 fn tell_failed_reboot() {
@@ -81,7 +81,7 @@ fn tell_failed_reboot() {
 }
 
 impl Vmm {
-    /// `vm.shutdown`, or the guest has shut down.
+    /// `vm.shutdown`, or a shutdown by the guest.
     pub(super) fn shutdown_for(&mut self, responder: Option<Responder>) -> Next {
         let Some(responder) = responder else { return self.shutdown_live(None) };
         match self.end_starting(false, responder) {
@@ -97,7 +97,7 @@ impl Vmm {
         }
     }
 
-    /// `vm.reboot`, or the guest has reset itself.
+    /// `vm.reboot`, or a reset by the guest.
     pub(super) fn reboot_for(&mut self, responder: Option<Responder>) -> Next {
         let config = match self.lasting_config() {
             Ok(config) => config,
@@ -117,19 +117,19 @@ impl Vmm {
         self.refuse_without_all_pages()?;
         let machine = self.machine_mut()?;
         let config = machine.lasting_config();
-        // Devices that the guest was to eject go with it.
+        // Devices that the guest was asked to eject are removed with the machine.
         for id in machine.config().ids_not_in(&config) {
             events::emit("vm", "device-removed", &[("id", &id)]);
         }
         Ok(Box::new(config))
     }
 
-    /// Begins to end the live machine.
+    /// Starts to tear down the live machine.
     pub(super) fn tear_down(&mut self, after: AfterTeardown) -> Next {
         self.tear_down_with(after, LockedImages::default())
     }
 
-    /// The same, with what it has no more and no machine after it gets.
+    /// Like [`Self::tear_down`]; the locks in `going` are released too, as no later machine takes them.
     fn tear_down_with(&mut self, after: AfterTeardown, going: LockedImages) -> Next {
         let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::Live(machine) => machine,
@@ -146,7 +146,7 @@ impl Vmm {
         let load = (machine, self.filling.take(), going);
         let end = |(machine, filling, going): (Box<Machine>, Option<MemoryFill>, LockedImages)| {
             drop(machine);
-            // What was brought in for it is not needed any more.
+            // The memory being restored is no longer needed.
             if let Some(filling) = filling {
                 filling.stop();
             }
@@ -166,7 +166,7 @@ impl Vmm {
         }
     }
 
-    /// Returns what was kept for a machine that does not come, and then continues to end.
+    /// Releases what was kept for a machine that is not created, and then continues to end.
     fn release_locks(
         &mut self,
         locks: RebootLocks,
@@ -188,7 +188,7 @@ impl Vmm {
         }
     }
 
-    /// The machine has ended.
+    /// Handles the end of the machine.
     pub(super) fn torn_down(&mut self) -> Next {
         let teardown = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
             VmLifecycle::TearingDown(teardown) => teardown,
@@ -204,7 +204,7 @@ impl Vmm {
                 emit("shutdown");
                 match responder {
                     Some(responder) => responder.answer(Ok(ApiReply::Empty)),
-                    // What asked for the end of the process is answered as it ends.
+                    // Requests to end the process are answered as it ends.
                     None if self.no_shutdown || self.ending.is_some() => {}
                     None => next = Next::Exit(ExitReason::GuestShutdown),
                 }
@@ -238,9 +238,9 @@ impl Vmm {
         }
     }
 
-    /// The live machine ends, and then the process, with an error if there is one. A machine whose
-    /// pages are not all here is never taken apart: a thread that waits for one must not see anything else
-    /// in its place, or a disk would be written with it. The end of the process ends them all.
+    /// Ends the live machine and then the process, with an error if there is one. A machine with missing
+    /// pages is never torn down: a thread that waits for a page must not see other contents in its place,
+    /// or they would be written to a disk. The end of the process ends such threads.
     pub(super) fn end_with_machine(&mut self, error: Option<RunError>) -> Next {
         if matches!(self.pages, GuestPages::Resident) {
             return self.tear_down(AfterTeardown::End(error));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Starts a thread that owns `load`, or returns it.
+/// Starts a thread that owns `load`; on failure `load` is returned with the error.
 pub fn spawn_with<T: Send + 'static>(
     name: &str,
     load: T,
@@ -29,13 +29,14 @@ pub fn spawn_with<T: Send + 'static>(
     });
     spawned.map_err(|error| match take(&slot) {
         Some(load) => (load, error),
-        // Only the thread takes it, and there is none.
+        // Only the thread takes it, and none was started.
         None => unreachable!("no thread was made"),
     })
 }
 
-/// Releases a load on a thread of its own and waits for that, up to `within`: the VMM thread must not depend on what
-/// the load waits for. Whether it is released; if not the thread goes on alone, and ends with the process.
+/// Drops a load on its own thread and waits up to `within`: the VMM thread must not block on what the drop
+/// waits for. Returns whether it has finished; otherwise the thread continues alone, and ends with the
+/// process.
 pub fn release_within<T: Send + 'static>(
     thread: &str,
     what: &str,
@@ -45,7 +46,7 @@ pub fn release_within<T: Send + 'static>(
     let (tell, told) = channel::<()>();
     log::debug!("releasing {what}");
     let began = Instant::now();
-    // A sender that is dropped tells as well, also after a panic.
+    // A dropped sender signals as well, also after a panic.
     let spawned = spawn_with(thread, (load, tell), |(load, _tell)| drop(load));
     if let Err(((load, _), error)) = spawned {
         log::warn!("{what} is released by the VMM thread: there is no other: {error}");
@@ -67,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// Longer than anything here takes.
+    /// Longer than any of these tests takes.
     const LONG: Duration = Duration::from_secs(20);
 
     /// Whose release waits for a message, or for the end of its sender.

@@ -8,11 +8,11 @@
 
 use std::time::{Duration, Instant};
 
-/// A payload that has run for so long has started.
+/// A guest payload that has run for so long counts as started.
 const START: Duration = Duration::from_secs(10);
-/// So many starts in a row that end in a triple fault are a loop.
+/// This many consecutive starts that end in a triple fault count as a loop.
 const LOOP_STARTS: u64 = 3;
-/// Of a loop the log says something this often.
+/// Interval at which the log reports a loop.
 const SAID_EVERY: Duration = Duration::from_mins(1);
 
 /// Triple faults of a VM's guests.
@@ -20,25 +20,25 @@ const SAID_EVERY: Duration = Duration::from_mins(1);
 pub struct TripleFaults {
     /// Number of the machine that had the last one.
     machine_number: u64,
-    /// Starts in a row that ended in one.
+    /// Consecutive starts that ended in one.
     in_a_row: u64,
-    /// When the log last spoke of a loop.
+    /// When the log last reported a loop.
     said_at: Option<Instant>,
 }
 
-/// One of them.
+/// A triple fault.
 #[derive(Debug, PartialEq, Eq)]
 pub struct TripleFault {
-    /// Starts in a row that have ended so; 0 if the guest had started.
+    /// Consecutive starts that ended in one; 0 if the guest had started.
     pub in_a_row: u64,
-    /// What the log is to say, if it is time.
+    /// Text for the log, if one is due.
     pub text: Option<String>,
 }
 
 impl TripleFaults {
-    /// Takes note of one on machine `number`, `ran` after the guest's first instruction, or in a guest that
-    /// was started elsewhere. Machines are numbered in their order, so one that was ended in any other way
-    /// is missing in between.
+    /// Records a triple fault on machine `number`, `ran` after the guest's first instruction (`None`: the
+    /// guest was started elsewhere). Machines are numbered consecutively, so a gap means that one ended in
+    /// another way.
     pub fn note(
         &mut self,
         number: u64,
@@ -100,7 +100,7 @@ mod tests {
         let (mut faults, begin) = (TripleFaults::default(), Instant::now());
         let mut said = Vec::new();
         for number in 1..=1000 {
-            // Ten a second.
+            // Ten per second.
             let now = begin + Duration::from_millis(100) * u32::try_from(number).unwrap_or(0);
             let noted = faults.note(number, 1, Some(SOON), now);
             assert_eq!(noted.in_a_row, number);
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn a_start_that_ended_otherwise_breaks_the_row() {
         let mut faults = TripleFaults::default();
-        // Machine 3 was ended by a request, or reset itself in the ordinary way.
+        // Machine 3 was ended by a request, or by an ordinary reset.
         let row = [(1, SOON), (2, SOON), (4, SOON), (5, SOON), (6, SOON)];
         let expected = [(1, false), (2, false), (1, false), (2, false), (3, true)];
         assert_eq!(texts(&mut faults, &row), expected);
