@@ -42,8 +42,8 @@ pub trait DirtyLog: Send + Sync {
 
     /// Returns the dirty bits of `pages` that [`begin_round`](Self::begin_round) recorded, clears them and
     /// re-arms tracking **before it returns**, so that a later write is reported by a later round. It may
-    /// report more. `pages.start` is a multiple of 64; bit `i` of word `w` is page `pages.start + 64 * w +
-    /// i`; `words` has exactly the words needed and is overwritten.
+    /// report more. `pages.start` is a multiple of 64; bit `i` of word `w` is page
+    /// `pages.start + 64 * w + i`; `words` has exactly the words needed and is overwritten.
     ///
     /// # Errors
     /// What the host reports.
@@ -73,8 +73,9 @@ pub trait FreePageHints: Send + Sync {
     /// A counter that increases whenever the guest reports pages.
     fn named(&self) -> u64;
 
-    /// The free pages among `pages`, as far as they are known: bit `i` of word `w` is page `pages.start + 64
-    /// * w + i`. `pages.start` is a multiple of 64; `words` has exactly the words needed and is overwritten.
+    /// The free pages among `pages`, as far as they are known: bit `i` of word `w` is page
+    /// `pages.start + 64 * w + i`. `pages.start` is a multiple of 64; `words` has exactly the words needed
+    /// and is overwritten.
     fn free_words(&self, region: usize, pages: Range<u64>, words: &mut [u64]);
 }
 
