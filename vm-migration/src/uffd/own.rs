@@ -29,7 +29,7 @@ use crate::ram::GuestMemoryMap;
 pub enum Refused {
     /// The access may be retried: the page is here, or the thread was unparked.
     TryAgain,
-    /// Nothing refuses accesses here any more, or another thread has ended that already.
+    /// No resolver is active: the access was refused before the release, or by something else.
     NotByUs,
     /// The address is not guest RAM.
     NotRam,
