@@ -11,7 +11,7 @@ use arch::cpuid::CpuTopology;
 
 use crate::config::VmConfig;
 
-/// Binds each vCPU's thread to the host CPUs that the options give it.
+/// Sets the CPU affinity of each vCPU thread as configured.
 pub fn affinity_setter(
     config: &VmConfig,
     topology: &CpuTopology,

@@ -15,21 +15,21 @@ use thiserror::Error;
 
 use crate::config::BalloonConfig;
 
-/// Why a balloon does not get another size.
+/// Why the balloon cannot be resized.
 #[derive(Debug, Error)]
 pub enum ResizeBalloonError {
-    /// There is none.
+    /// The VM has no balloon.
     #[error("the VM has no balloon: start it with --balloon size=0")]
     None,
-    /// It cannot have this size.
+    /// The size is not possible.
     #[error(transparent)]
     Size(#[from] BalloonError),
 }
 
-/// Makes a balloon over this memory, of which `coming_bytes` are still to come.
+/// Creates a balloon for this memory; `coming_bytes` more are still to be plugged.
 ///
 /// # Errors
-/// It does not fit the memory, or the host refuses a resource.
+/// It does not fit the memory, or a host resource is not available.
 pub fn make(
     config: &BalloonConfig,
     ram: &Arc<GuestRam>,

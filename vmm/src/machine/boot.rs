@@ -25,65 +25,65 @@ use crate::config::{CpusConfig, PayloadConfig, PlatformConfig, VmConfig};
 /// Why a machine cannot boot.
 #[derive(Debug, Error)]
 pub enum MachineBootError {
-    /// A file of the payload.
+    /// A file of the payload cannot be opened.
     #[error("cannot open the {what} {path}")]
     Open {
         /// Kernel, firmware or initramfs.
         what: &'static str,
         /// Its path.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// There is none.
+    /// No payload is configured.
     #[error(
         "nothing to boot is configured: give --kernel or --firmware, or payload.kernel or \
          payload.firmware in the JSON"
     )]
     NoPayload,
-    /// The payload is not one that boots.
+    /// The payload cannot be loaded.
     #[error("cannot load {files}")]
     Load {
         /// The kernel or firmware, and the initramfs if there is one.
         files: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: BootError,
     },
-    /// What an earlier VM has left in a file.
+    /// Memory left by an earlier VM in a file cannot be cleared.
     #[error("cannot clear guest memory at {gpa:#x}")]
     Clear {
-        /// Where.
+        /// Address of the page.
         gpa: u64,
-        /// Why.
+        /// The cause.
         #[source]
         source: GuestMemoryError,
     },
-    /// The tables.
+    /// The ACPI tables cannot be built.
     #[error("cannot write the ACPI tables")]
     Acpi(#[source] AcpiError),
-    /// The other tables.
+    /// The SMBIOS tables cannot be built.
     #[error("cannot write the SMBIOS tables")]
     Smbios(#[source] SmbiosError),
-    /// The arrangement of vCPUs.
+    /// The vCPU topology is invalid.
     #[error("the CPU topology is impossible")]
     Topology(#[source] TopologyError),
-    /// The features of vCPUs.
+    /// The CPUID has too many entries.
     #[error("cannot describe the vCPUs")]
     Cpuid(#[source] CpuidTooLong),
-    /// KVM.
+    /// KVM does not return the registers of a vCPU.
     #[error("cannot read the registers of the boot vCPU")]
     Registers(#[source] KvmError),
-    /// RAM leaves no room for devices.
+    /// RAM leaves no space for the BARs of devices.
     #[error("guest memory leaves no address space for PCI devices; raise max_phys_bits")]
     NoDeviceWindow,
 }
 
-/// The arrangement of vCPUs that the options ask for.
+/// The configured vCPU topology.
 ///
 /// # Errors
-/// When it is impossible.
+/// The topology is invalid.
 pub fn topology(config: &CpusConfig) -> Result<CpuTopology, MachineBootError> {
     let topology = match &config.topology {
         Some(t) => {
@@ -94,7 +94,7 @@ pub fn topology(config: &CpusConfig) -> Result<CpuTopology, MachineBootError> {
     topology.map_err(MachineBootError::Topology)
 }
 
-/// The features of all vCPUs.
+/// The CPUID of all vCPUs.
 pub fn vm_cpuid(
     host: &kvm_bindings::CpuId,
     config: &CpusConfig,
@@ -111,10 +111,10 @@ pub fn vm_cpuid(
     cpuid::common_cpuid(host, &options)
 }
 
-/// Where the BARs of PCI devices may lie.
+/// The address windows for the BARs of PCI devices.
 ///
 /// # Errors
-/// When RAM leaves no room.
+/// RAM leaves no space for them.
 pub fn device_windows(ram: &GuestRam, phys_bits: u8) -> Result<MmioWindows, MachineBootError> {
     let ram_end =
         ram.regions().iter().map(|region| region.gpa() + region.len_bytes()).max().unwrap_or(0);
@@ -131,12 +131,12 @@ fn range(range: MmioRange) -> GpaRange {
 }
 
 fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
-    // Opening a pipe without a writer would not end; the configuration may be from another host.
+    // Opening a pipe without a writer would block; the configuration may be from another host.
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     opened.map_err(|source| MachineBootError::Open { what, path: path.to_owned(), source })
 }
 
-/// What a guest starts with. Firmware is loaded as a kernel is, and finds by itself what comes then.
+/// What a guest boots from. Firmware is loaded like a kernel, and finds the boot device itself.
 struct Payload<'a> {
     what: &'static str,
     path: &'a Path,
@@ -145,7 +145,7 @@ struct Payload<'a> {
 }
 
 impl<'a> Payload<'a> {
-    /// Of kernel and firmware one is given.
+    /// The kernel or firmware, of which exactly one is given.
     fn of(config: &'a PayloadConfig) -> Result<Self, MachineBootError> {
         let PayloadConfig { firmware, kernel, cmdline, initramfs, .. } = config;
         let given =
@@ -186,7 +186,8 @@ fn smbios_inputs(platform: Option<&PlatformConfig>) -> SmbiosInputs {
     }
 }
 
-/// Clears what a guest searches for tables: those of the VM that had this memory before are not its own.
+/// Clears the range in which a guest searches for tables, which may hold those of an earlier VM in the same
+/// memory.
 fn clear_low_memory(memory: &GuestMemory) -> Result<(), MachineBootError> {
     const ZEROS: [u8; 4096] = [0; 4096];
     for gpa in (0..layout::HIGH_RAM_GPA).step_by(ZEROS.len()) {
@@ -200,7 +201,7 @@ fn clear_low_memory(memory: &GuestMemory) -> Result<(), MachineBootError> {
 /// Writes tables, kernel, initramfs and command line into guest memory.
 ///
 /// # Errors
-/// Naming the file or table.
+/// Names the file or table.
 pub fn load(
     ram: &GuestRam,
     config: &VmConfig,
@@ -253,7 +254,7 @@ pub fn load(
         .map_err(|source| MachineBootError::Load { files: payload.files(), source })
 }
 
-/// Guest memory as the tables name it.
+/// Guest memory as the ACPI tables describe it.
 fn described(ram: &GuestRam) -> Vec<AcpiMemory> {
     let regions = ram.regions().iter();
     let memory = regions.map(|region| AcpiMemory {
@@ -263,16 +264,16 @@ fn described(ram: &GuestRam) -> Vec<AcpiMemory> {
     memory.collect()
 }
 
-/// What a vCPU begins with; without `registers` it waits for its start by the guest.
+/// Initial state of a vCPU; without `registers` it waits for the guest to start it.
 pub fn vcpu_init(cpuid: kvm_bindings::CpuId, registers: Option<BootRegisters>) -> VcpuInit {
     let msr_bits = vec![regs::BOOT_MSR_BITS];
     VcpuInit { cpuid, registers, msrs: regs::boot_msrs(), msr_bits }
 }
 
-/// Registers of the vCPU that runs first.
+/// Registers of the boot vCPU.
 ///
 /// # Errors
-/// When KVM does not give its own.
+/// KVM does not return the current ones.
 pub fn registers(vcpu: &Vcpu, entry: &BootEntry) -> Result<BootRegisters, MachineBootError> {
     let current = vcpu.sregs().map_err(MachineBootError::Registers)?;
     Ok(BootRegisters {

@@ -13,25 +13,25 @@ use thiserror::Error;
 use crate::config::{ConsoleMode, VmConfig};
 use crate::panicking;
 
-/// Why a console is not there.
+/// Why a console cannot be opened.
 #[derive(Debug, Error)]
 #[error("cannot open the {console}")]
 pub struct ConsoleError {
-    /// Which console.
+    /// The console.
     console: &'static str,
-    /// Why.
+    /// The cause.
     #[source]
     source: EndpointError,
 }
 
-/// The endpoints of one VM, for as long as the VM is there.
+/// The console endpoints of a VM; they outlive a reboot.
 #[derive(Clone, Default)]
 pub struct Consoles {
-    /// Of the serial port.
+    /// Endpoint of the serial port.
     pub serial: Option<Arc<ConsoleEndpoint>>,
-    /// Of the virtio console.
+    /// Endpoint of the virtio console.
     pub virtio: Option<Arc<ConsoleEndpoint>>,
-    /// Of the debug console.
+    /// Endpoint of the debug console.
     pub debug: Option<Arc<ConsoleEndpoint>>,
 }
 
@@ -55,16 +55,16 @@ fn open(
 }
 
 impl Consoles {
-    /// Puts terminals back and removes sockets, for a process that ends without the rest.
+    /// Restores terminals and removes sockets, for a process that exits without dropping the endpoints.
     pub fn close(&self) {
         let all = [&self.serial, &self.virtio, &self.debug];
         all.into_iter().flatten().for_each(|endpoint| endpoint.close());
     }
 
-    /// Opens what the configuration names, and writes the paths of new pseudo terminals into it.
+    /// Opens the configured endpoints, and writes the paths of new pseudo terminals into the configuration.
     ///
     /// # Errors
-    /// Naming the console.
+    /// Names the console.
     pub fn open(config: &mut VmConfig) -> Result<Self, ConsoleError> {
         let VmConfig { serial, console, debug_console, .. } = config;
         let consoles = Self {

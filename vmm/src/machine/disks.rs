@@ -15,40 +15,40 @@ use thiserror::Error;
 use super::exclusive::LockedImages;
 use crate::config::{self, DiskConfig, ImageType, VmConfig};
 
-/// Why a disk is not there.
+/// Why a disk cannot be created.
 #[derive(Debug, Error)]
 pub enum DiskWiringError {
-    /// There is no path.
+    /// No path is configured.
     #[error("disk '{0}' has no path")]
     NoPath(String),
-    /// The image is not raw, and nothing was said of its format.
+    /// The image has a format other than raw, and no type is configured.
     #[error(
         "disk '{id}': {path} is a {format} image, which this version does not read: convert it \
          (qemu-img convert -O raw), or say image_type=raw to give the guest the bytes of the file \
          as they are"
     )]
     Format {
-        /// Its id.
+        /// Id of the disk.
         id: String,
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// What it is.
+        /// The format found.
         format: ImageFormat,
     },
-    /// The device cannot be made.
+    /// The device cannot be created.
     #[error("cannot make disk '{id}'")]
     Make {
-        /// Its id.
+        /// Id of the disk.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DiskError,
     },
 }
 
-/// Finds out about the images of which only the path is known, and writes down that they are raw: a
-/// guest may later make the first sector of a raw disk look like anything, so that nothing may look
-/// again when the VM reboots, moves or is restored.
+/// Checks the format of images without a configured type, and records them as raw. A guest can later make
+/// the first sector of a raw disk look like another format, so this must not be repeated when the VM
+/// reboots, is migrated or restored.
 ///
 /// # Errors
 /// An image has another format, or cannot be read.
@@ -68,7 +68,8 @@ pub fn detect_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
     Ok(())
 }
 
-/// A guest that arrives has written to its disks, which were raw where it comes from.
+/// Records disks of unknown type as raw: the guest that arrives has written to them, and its source has
+/// checked them.
 pub fn assume_raw(config: &mut VmConfig) {
     for disk in config.disks.iter_mut().flatten() {
         if disk.image_type == ImageType::Unknown {
@@ -87,11 +88,11 @@ fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
     queues
 }
 
-/// Opens the image of a disk, or takes it from `images` with its lock; otherwise the lock is not taken
+/// Opens the image of a disk, or takes it with its lock from `images`; in the first case it is not locked
 /// yet.
 ///
 /// # Errors
-/// Naming the disk and its image.
+/// Names the disk and its image.
 pub fn make(
     config: &DiskConfig,
     images: &mut LockedImages,
@@ -156,7 +157,7 @@ mod tests {
         detect_formats(&mut unsaid).unwrap();
         assert_eq!(type_of(&unsaid), ImageType::Raw);
 
-        // The guest writes a first sector that looks like something else.
+        // The guest writes a first sector that looks like another format.
         image.as_file().set_len(0).unwrap();
         let mut image = image.reopen().map(|file| (image, file)).unwrap();
         image.1.write_all(b"QFI\xfb\0\0\0\x03").unwrap();

@@ -24,122 +24,122 @@ use super::state::MACHINE_STATE_VERSION;
 use super::virtio::{HotAddError, VirtioError};
 use super::write_back::WriteBackError;
 
-/// Why a machine cannot be made, run, stopped, saved or restored.
+/// Why a machine cannot be created, run, paused, saved or restored.
 #[derive(Debug, Error)]
 pub enum MachineError {
-    /// Memory.
+    /// Guest memory cannot be set up.
     #[error("cannot give the VM its memory")]
     Ram(#[from] MachineRamError),
-    /// KVM.
+    /// A KVM call failed.
     #[error("cannot make the VM")]
     Kvm(#[from] KvmError),
-    /// What boots.
+    /// The payload cannot be booted.
     #[error("cannot boot the VM")]
     Boot(#[from] MachineBootError),
-    /// A feature that the kernel gives on request.
+    /// The kernel does not permit AMX.
     #[error(transparent)]
     Amx(#[from] AmxError),
-    /// Features of vCPUs.
+    /// The CPUID has too many entries.
     #[error("cannot describe the vCPUs")]
     Cpuid(#[from] CpuidTooLong),
-    /// The initial or saved state of a vCPU.
+    /// The initial or saved state of a vCPU cannot be set or read.
     #[error("cannot set up vCPU {index}")]
     Vcpu {
-        /// Its number.
+        /// Index of the vCPU.
         index: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: VcpuStateError,
     },
-    /// Storage or a network that does not answer.
+    /// A device does not finish its requests, as its storage or network does not respond.
     #[error(
         "'{id}' has not finished its requests within {} ms: what is behind it does not answer",
         .within.as_millis()
     )]
     DeviceBusy {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// How long it was waited for.
+        /// The time limit.
         within: Duration,
     },
-    /// A pause was taken back before it was done.
+    /// A pause was cancelled before it was complete.
     #[error("the pause was taken back before all devices had finished their requests")]
     PauseWithdrawn,
-    /// A device was removed before it was open.
+    /// A device was removed before it had been opened.
     #[error("'{id}' was removed before it could be opened")]
     AddWithdrawn {
-        /// The device.
+        /// Id of the device.
         id: String,
     },
-    /// A device that is to be added.
+    /// The thread that opens a device cannot be started.
     #[error("cannot start a thread that opens '{id}'")]
     OpenThread {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The threads of vCPUs.
+    /// The vCPU threads cannot be started or stopped.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
-    /// Legacy devices.
+    /// A legacy device cannot be created.
     #[error("cannot make the legacy devices")]
     Legacy(#[from] LegacyError),
-    /// Virtio devices.
+    /// A virtio device cannot be created.
     #[error("cannot make the virtio devices")]
     Virtio(#[from] VirtioError),
-    /// A disk or network device for a machine that is there.
+    /// A virtio device cannot be added to the running machine.
     #[error(transparent)]
     HotAdd(#[from] HotAddError),
-    /// Devices that come and go.
+    /// The state of the hot-plug registers is invalid.
     #[error("cannot restore the state of PCI hotplug")]
     HotplugState(#[from] StateError),
-    /// Passed-through devices.
+    /// A passed-through device has failed.
     #[error(transparent)]
     Passthrough(#[from] PassthroughError),
-    /// The PCI bus.
+    /// A function cannot be placed on the PCI bus.
     #[error("cannot make the PCI bus")]
     Pci(#[from] PciError),
-    /// A place on a bus.
+    /// A range of ports or addresses is taken.
     #[error("cannot place the PCI configuration space")]
     Bus(#[from] BusError),
-    /// Locks and taps.
+    /// A lock, tap or socket cannot be taken or released.
     #[error("a resource that only one VM may use is not free")]
     Exclusive(#[from] ExclusiveError),
-    /// A flush has failed.
+    /// A flush has failed earlier.
     #[error(transparent)]
     WriteBackFailed(#[from] WriteBackFailed),
-    /// A disk.
+    /// A disk cannot be written back.
     #[error(transparent)]
     WriteBack(#[from] WriteBackError),
-    /// The host has no room for what the guest has written.
+    /// The host has no space for what the guest has written.
     #[error(transparent)]
     DisksFull(#[from] DisksFull),
-    /// State of a version that is not known.
+    /// The state has an unknown version.
     #[error(
         "the machine state has version {0}, and the newest known here is {MACHINE_STATE_VERSION}"
     )]
     StateVersion(u32),
-    /// The guest relies on what this processor does not have.
+    /// The guest relies on processor features that this host lacks.
     #[error(
         "this host lacks processor features that the guest has been shown: {0}; use a host that \
          has them"
     )]
     Features(String),
-    /// State of another machine.
+    /// The state is that of a machine with another configuration.
     #[error("the machine state does not fit this machine: {0}")]
     StateMismatch(String),
-    /// State of the interrupt controllers.
+    /// The state of the interrupt controllers cannot be set or read.
     #[error("cannot restore the interrupt controllers")]
     Irqchips(#[from] IrqchipStateError),
-    /// The generation ID.
+    /// The generation ID cannot be renewed.
     #[error(transparent)]
     Generation(#[from] GenerationError),
-    /// State of legacy devices.
+    /// The state of a legacy device is refused.
     #[error("cannot restore the legacy devices")]
     LegacyState(#[from] LegacyStateError),
-    /// State of PCI devices.
+    /// The state of a PCI device is refused.
     #[error("cannot save or restore a PCI device")]
     PciState(#[from] PciStateError),
 }

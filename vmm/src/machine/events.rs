@@ -11,68 +11,68 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use devices::legacy::PowerEvents;
 use hypervisor::StopReason;
 
-/// Something that the guest did, or that is done to it.
+/// An event of the guest or of its host, for the VMM thread.
 #[derive(Clone, Debug)]
 pub enum GuestEvent {
-    /// It asked for a reset.
+    /// The guest requested a reset.
     Reset,
-    /// A triple fault of one of its vCPUs, which is how a PC resets itself when all else fails.
+    /// A vCPU had a triple fault, by which a PC resets itself as a last resort.
     TripleFault {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
     },
-    /// It has not set its watchdog back in time, so it is taken for stuck.
+    /// The guest did not reset its watchdog in time, so it counts as stuck.
     WatchdogExpired,
-    /// It has reported an event to its panic device.
+    /// The guest has reported an event to its panic device.
     Panicked {
-        /// The event's name in the event monitor.
+        /// Name of the event in the event monitor.
         event: &'static str,
     },
-    /// It switched itself off.
+    /// The guest powered off.
     Shutdown,
-    /// It has ejected devices that it was asked to eject.
+    /// The guest has ejected devices as requested.
     Ejected,
     /// The host wants a passed-through device back, which the guest has to eject first.
     DeviceWanted {
-        /// The device.
+        /// Id of the device.
         id: String,
     },
-    /// It waits for a request to a disk that the host has no room for.
+    /// A request of the guest waits for free space on the host.
     DiskFull {
-        /// The disk.
+        /// Id of the disk.
         id: String,
     },
-    /// One of its vCPUs cannot continue.
+    /// A vCPU cannot continue.
     VcpuStopped {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
-        /// Why.
+        /// The cause.
         reason: StopReason,
     },
 }
 
-/// Takes events of one machine, on any thread; must not wait.
+/// Receives the events of one machine, on any thread; must not block.
 pub type EventSink = Arc<dyn Fn(GuestEvent) + Send + Sync>;
 
-/// The power signals of one machine: passes them on, and remembers that there was one, so that a
-/// vCPU leaves the guest at once and a migration does not move a guest that is about to end.
+/// The power signals of a machine. Forwards them, and records that there was one, so that a vCPU leaves the
+/// guest at once and a guest that is about to end is not migrated.
 pub struct Power {
     sink: EventSink,
     pending: AtomicBool,
 }
 
 impl Power {
-    /// Signals that go to `sink`.
+    /// Forwards signals to `sink`.
     pub fn new(sink: EventSink) -> Arc<Self> {
         Arc::new(Self { sink, pending: AtomicBool::new(false) })
     }
 
-    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
+    /// Whether the guest has requested a reset or shutdown, or a vCPU has stopped.
     pub fn is_pending(&self) -> bool {
         self.pending.load(Ordering::Acquire)
     }
 
-    /// Takes note of an event and passes it on.
+    /// Records an event and forwards it.
     pub fn signal(&self, event: GuestEvent) {
         self.pending.store(true, Ordering::Release);
         (self.sink)(event);

@@ -20,77 +20,77 @@ use super::write_back::{WriteBack, WriteBackError, report_write_back_failure};
 use super::{Machine, MachineError};
 use crate::config::VmConfig;
 
-/// Why a resource that only one VM may hold is not ours.
+/// Why a resource that only one VM may hold cannot be taken or released.
 #[derive(Debug, Error)]
 pub enum ExclusiveError {
-    /// An image.
+    /// An image cannot be locked.
     #[error("disk '{id}' is not ours")]
     Disk {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DiskError,
     },
-    /// An image that cannot be released.
+    /// An image cannot be unlocked.
     #[error("disk '{id}' stays locked")]
     Unlock {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DiskError,
     },
-    /// What is read from an image may be older than what another host wrote.
+    /// The cached contents of an image cannot be dropped, so reads may miss what another host wrote.
     #[error("disk '{id}' cannot be read anew")]
     Stale {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DiskError,
     },
-    /// The same, because there is no time to do it without a thread.
+    /// The same, as no thread could be started for it and there is a time limit.
     #[error("disk '{id}' cannot be read anew, as its thread cannot be started")]
     Thread {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The same, because its storage does not answer.
+    /// The same, as the storage does not respond in time.
     #[error("disk '{id}' ({path}) was not ready to be read anew within {} ms", .within.as_millis())]
     Slow {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Its image.
+        /// Path of the image.
         path: PathBuf,
-        /// How long it was waited for.
+        /// The time limit.
         within: Duration,
     },
-    /// A tap.
+    /// A tap cannot be opened.
     #[error("the tap of '{id}' is not ours")]
     Tap {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: TapError,
     },
-    /// A socket.
+    /// A socket cannot be bound.
     #[error("the socket of '{id}' is not ours")]
     Socket {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: VsockSocketError,
     },
 }
 
-/// Writes an image back and releases its lock; its device must hold still or be gone. A failure is
-/// told, and does not keep the image locked: what is lost is lost.
+/// Writes an image back and releases its lock; its device must be paused or gone. A failure is reported,
+/// and the lock is released all the same, as nothing can recover the data.
 pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
     if !lock.is_held() {
         return;
@@ -107,17 +107,17 @@ fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
     (lock.is_held() && lock.is_writable()).then(|| (id.to_owned(), lock.clone()))
 }
 
-/// What a VM has all the time while its machine is made anew: no other VM can get it in between.
+/// Locks that are kept while a machine is replaced on a reboot, so that no other VM takes them in between.
 #[derive(Default)]
 pub struct RebootLocks {
-    /// Images of its disks.
+    /// Images of the disks.
     pub disks: LockedImages,
-    /// Files of its memory.
+    /// Files of the memory.
     pub files: Vec<LockedFile>,
 }
 
-/// Open images with their locks, on their way from one machine to the next one in the same process.
-/// Dropping it releases what no running machine holds.
+/// Open images with their locks, passed from one machine to the next in the same process. Dropping this
+/// releases those that no running machine holds.
 #[derive(Default)]
 pub struct LockedImages {
     disks: Vec<LockedImage>,
@@ -126,12 +126,12 @@ pub struct LockedImages {
 struct LockedImage {
     id: String,
     lock: DiskLock,
-    /// A device of the next machine has it.
+    /// Whether a device of the next machine has taken it.
     is_taken: bool,
 }
 
 impl LockedImages {
-    /// The image that such a device is to have, if it is there.
+    /// The image for a device of this configuration, if it is here.
     pub fn take(&mut self, config: &BlockConfig) -> Option<DiskLock> {
         let fits = |image: &&mut LockedImage| image.id == config.id && image.lock.fits(config);
         let image = self.disks.iter_mut().find(fits)?;
@@ -139,7 +139,7 @@ impl LockedImages {
         Some(image.lock.clone())
     }
 
-    /// Takes out those that a machine of this configuration does not have.
+    /// Removes and returns the images that a machine of this configuration does not use.
     #[must_use]
     pub fn not_in(&mut self, config: &VmConfig) -> Self {
         let mut wanted = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
@@ -150,7 +150,7 @@ impl LockedImages {
         Self { disks: go }
     }
 
-    /// The next machine runs, and the images that were taken are its own.
+    /// Leaves the taken images to the next machine, which runs.
     pub fn passed_on(mut self) {
         self.disks.retain(|image| !image.is_taken);
     }
@@ -165,11 +165,11 @@ impl Drop for LockedImages {
 }
 
 impl VirtioDevices {
-    /// Takes image locks and taps, but those that are held, and has all images read anew if they
-    /// `are_stale`. What was taken is released if one fails; what was held before stays.
+    /// Takes image locks and taps that are not held, and drops the cached contents of all images if they
+    /// `are_stale`. On failure what was taken is released; what was held before is kept.
     ///
     /// # Errors
-    /// Naming the device that another VM holds, or that cannot be read anew.
+    /// Names the device that another VM holds, or whose cache cannot be dropped.
     pub fn take_exclusive(&self, are_stale: bool) -> Result<(), ExclusiveError> {
         let free_locks: Vec<_> = self.locks.iter().filter(|(_, lock)| !lock.is_held()).collect();
         let free_nets: Vec<_> = self.nets.iter().filter(|(_, net)| !net.is_attached()).collect();
@@ -184,17 +184,17 @@ impl VirtioDevices {
                 net.detach();
             }
             for (id, lock) in free_locks {
-                // Logged; why it could not be taken says more.
+                // Logged by `release`; the reason for taking none is the more useful error.
                 let _ = release(id, lock);
             }
         }
         taken
     }
 
-    /// Whether the taps could be taken, if no other process had them.
+    /// Whether the taps could be opened if no other process held them.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn check_exclusive(&self) -> Result<(), ExclusiveError> {
         for (id, net) in &self.nets {
             net.check().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
@@ -223,10 +223,10 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// Gives image locks and taps back; the devices must be paused, and their images written back.
+    /// Releases image locks and taps; the devices must be paused, and their images written back.
     ///
     /// # Errors
-    /// Naming the first disk that stays locked; all others are released all the same.
+    /// Names the first disk that stays locked; all others are released.
     pub fn release_exclusive(&self) -> Result<(), ExclusiveError> {
         for (id, net) in &self.nets {
             log::debug!("{id}: releasing its tap");
@@ -243,15 +243,15 @@ impl VirtioDevices {
         result
     }
 
-    /// The disks that may have something to write back.
+    /// The disks that may need writing back.
     pub fn writable_disks(&self) -> Vec<(String, DiskLock)> {
         self.locks.iter().filter_map(|(id, lock)| writable(id, lock)).collect()
     }
 
-    /// Has all disks read anew.
+    /// Drops the cached contents of all images.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn drop_caches(&self) -> Result<(), ExclusiveError> {
         for (id, lock) in &self.locks {
             lock.drop_cache().map_err(|source| ExclusiveError::Stale { id: id.clone(), source })?;
@@ -259,10 +259,10 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// The same for so long at most; what has not ended by then continues.
+    /// The same with a time limit; drops that have not finished by then continue.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn drop_caches_within(&self, within: Duration) -> Result<(), ExclusiveError> {
         drop_caches_of(self.locks.iter().cloned(), within, DiskLock::drop_cache)
     }
@@ -270,7 +270,7 @@ impl VirtioDevices {
     /// Whether no flush of a disk has failed.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn check_disks(&self) -> Result<(), WriteBackFailed> {
         for (id, lock) in &self.locks {
             let failed = |source| WriteBackFailed { id: id.clone(), source };
@@ -280,7 +280,7 @@ impl VirtioDevices {
     }
 }
 
-/// Has disks read anew by `drop_cache`, each on a thread of its own.
+/// Runs `drop_cache` on each disk, on its own thread.
 fn drop_caches_of(
     disks: impl Iterator<Item = (String, DiskLock)>,
     within: Duration,
@@ -314,28 +314,28 @@ pub struct WriteBackFailed {
 }
 
 impl Machine {
-    /// Whether the taps will be there when the guest runs; they may be in use elsewhere now.
+    /// Whether the taps can be opened once the guest runs; another VM may hold them now.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn check_exclusive(&self) -> Result<(), MachineError> {
         Ok(self.parts.devices.check_exclusive()?)
     }
 
-    /// Takes image locks and taps that are not held, and has images read anew that another host may
-    /// have written to since they were opened or released.
+    /// Takes image locks and taps that are not held, and drops the cached contents of images that another
+    /// host may have written to since they were opened or released.
     ///
     /// # Errors
-    /// Naming the device that another VM holds or that cannot be read anew; what was free is free, so
-    /// that another VM, the guest at the source of its migration for one, can continue with it.
+    /// Names the device that another VM holds, or whose cache cannot be dropped. What was not held before
+    /// is released again, so that another VM, such as the guest at the source of a migration, can continue
+    /// with it.
     pub fn take_exclusive(&mut self) -> Result<(), MachineError> {
         self.parts.devices.take_exclusive(self.disks_are_stale)?;
         self.disks_are_stale = false;
         Ok(())
     }
 
-    /// Whether [`Machine::resume`] has to ask the host for something that another VM may have, and to
-    /// wait for the answer.
+    /// Whether [`Machine::resume`] has to take resources that another VM may hold, which may block.
     pub fn lacks_exclusive(&self) -> bool {
         self.disks_are_stale
             || self.parts.devices.locks.iter().any(|(_, lock)| !lock.is_held())
@@ -343,55 +343,55 @@ impl Machine {
             || self.parts.devices.sockets.iter().any(|(_, socket)| !socket.is_attached())
     }
 
-    /// Gives image locks and taps back. The machine must be paused, and what the guest wrote to its
-    /// disks written back ([`Machine::write_back`]).
+    /// Releases image locks and taps. The machine must be paused, and its disks written back
+    /// ([`Machine::write_back`]).
     ///
     /// # Errors
-    /// When it runs, or a disk stays locked: nothing else may count on having it then.
+    /// The machine runs, or a disk stays locked, so that no other VM can rely on it.
     pub fn release_exclusive(&mut self) -> Result<(), MachineError> {
         if !self.paused {
             return Err(MachineError::StateMismatch("it still runs".to_owned()));
         }
-        // Some may be free already when one stays locked.
+        // Some may be released already when one stays locked.
         self.disks_are_stale = true;
         Ok(self.parts.devices.release_exclusive()?)
     }
 
-    /// Drops what this host's page cache has of its disks, as far as that can be done before they are
-    /// locked, so that little is left for then. Takes as long as what is to be written back takes.
+    /// Drops what this host's page cache holds of the disks, as far as possible before they are locked, to
+    /// leave little for then. Takes as long as the write-back of dirty pages.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn drop_disk_caches(&self) -> Result<(), MachineError> {
         Ok(self.parts.devices.drop_caches()?)
     }
 
-    /// The same for so long at most, for a moment at which the guest is stopped.
+    /// The same with a time limit, for use while the guest is stopped.
     ///
     /// # Errors
-    /// Naming the device, also one whose storage has not answered by then.
+    /// Names the device, also if its storage has not responded in time.
     pub fn drop_disk_caches_within(&self, within: Duration) -> Result<(), MachineError> {
         Ok(self.parts.devices.drop_caches_within(within)?)
     }
 
-    /// Begins to put on stable storage what the guest has written to its disks up to now.
+    /// Starts to write back what the guest has written to its disks so far.
     pub fn write_back(&self) -> WriteBack {
         WriteBack::start(self.parts.devices.writable_disks())
     }
 
-    /// The same of one disk, if it is one.
+    /// The same for one device, if it is a disk.
     pub(super) fn write_back_early(&self, id: &str) -> WriteBack {
         let disks = self.parts.devices.writable_disks().into_iter();
         WriteBack::start(disks.filter(|(other, _)| other == id))
     }
 
-    /// The disks that there may be something to write back of.
+    /// The disks that may need writing back.
     pub fn writable_disks(&self) -> Vec<(String, DiskLock)> {
         self.parts.devices.writable_disks()
     }
 
-    /// Takes the open images out of a machine that ends, for the next one: no other VM can have
-    /// them in between. Its devices work with them until it is dropped.
+    /// Takes the open images out of a machine that ends, for the next one, so that no other VM locks them
+    /// in between. Its devices use them until it is dropped.
     pub fn take_locked_images(&mut self) -> LockedImages {
         let locks = std::mem::take(&mut self.parts.devices.locks);
         let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
@@ -399,13 +399,13 @@ impl Machine {
         LockedImages { disks: held.map(image).collect() }
     }
 
-    /// Has what the devices work on finished, then written back, then released.
+    /// Lets the devices finish their requests, writes the disks back and releases them.
     pub(super) fn end_devices(&mut self) {
         self.parts.devices.pause();
         if let Err(error) = self.write_back().wait() {
             report_write_back_failure(&error);
         }
-        // Logged; the end of the descriptors ends the locks.
+        // Logged by the callee; closing the descriptors releases the locks.
         let _ = self.parts.devices.release_exclusive();
     }
 }
@@ -458,7 +458,7 @@ mod tests {
         assert!(matches!(&slow, ExclusiveError::Slow { id, .. } if id == "a"), "{told}");
         assert!(told.contains("'a'") && told.contains("20 ms"), "{told}");
         assert_eq!(others.recv_timeout(LONG).unwrap(), images[1].path());
-        // It continues, and ends when its storage answers.
+        // It continues, and ends when its storage responds.
         drop(answer);
         assert_eq!(others.recv_timeout(LONG).unwrap(), images[0].path());
         drop_caches_of(disks.into_iter(), LONG, DiskLock::drop_cache).unwrap();
@@ -488,7 +488,7 @@ mod tests {
             let work = |_: &DiskLock| -> Result<(), DiskError> { panic!("it may take forever") };
             let refused = drop_caches_of(disks.clone().into_iter(), LONG, work).unwrap_err();
             assert!(matches!(&refused, ExclusiveError::Thread { id, .. } if id == "root"));
-            // What may wait does it by itself.
+            // A caller that may block does the work itself.
             return WriteBack::start(disks).wait().unwrap();
         }
         let test = "without_a_thread_a_disk_is_not_waited_for_by_what_has_no_time";

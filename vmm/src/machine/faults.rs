@@ -11,41 +11,42 @@ use hypervisor::{FaultAction, FaultedAccess, FaultedAt, MsrValue};
 
 use super::{Machine, MachineError};
 
-/// RAM whose missing pages vCPUs bring themselves. Called on the vCPUs' threads.
+/// Guest RAM whose missing pages are fetched by the faulting vCPUs. Called on the vCPU threads.
 pub trait MissingPages: Send + Sync {
-    /// Where the calling vCPU was refused, when KVM does not say.
+    /// Where the calling vCPU's access was refused, when KVM does not report it.
     fn faulted_at(&self) -> Option<FaultedAt>;
 
-    /// The vCPU with this number was refused; returns when its page is here, or when its thread was
-    /// kicked.
+    /// Resolves the refused access of the vCPU with this number; returns when the page is resident, or when
+    /// the thread was kicked.
     fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction;
 
-    /// KVM could not read RAM for an instruction that it emulates, and took it for a device's; false
-    /// if it is one's. Waits for the page.
+    /// Reads RAM that KVM could not read for an instruction that it emulates, and so reported as MMIO.
+    /// Waits for the page; false if the address belongs to a device.
     fn read(&self, gpa: u64, data: &mut [u8]) -> bool;
 
-    /// The same for a write.
+    /// Like [`Self::read`], for a write.
     fn write(&self, gpa: u64, data: &[u8]) -> bool;
 }
 
 impl Machine {
-    /// One more than the highest number of a vCPU.
+    /// Size of a table indexed by vCPU number: the highest number plus one.
     pub fn vcpu_numbers(&self) -> usize {
         let numbers = (0..self.config.cpus.boot_vcpus)
             .map(|index| self.parts.topology.apic_id(index) as usize + 1);
         numbers.max().unwrap_or(0)
     }
 
-    /// Registers, by the vCPU's place among the vCPUs, that were left out of their state.
+    /// Keeps MSRs that were left out of the vCPU state, by the index of the vCPU, for
+    /// [`Self::restore_held_msrs`].
     pub fn hold_msrs(&mut self, registers: Vec<(usize, MsrValue)>) {
         self.held_msrs = registers;
     }
 
-    /// All memory is here: vCPUs get what was held back, unless the guest has written it meanwhile.
-    /// They stand still for a moment.
+    /// Sets the held MSRs once all memory is resident, unless the guest has written them in the meantime.
+    /// Pauses the vCPUs for a moment.
     ///
     /// # Errors
-    /// The vCPUs cannot be stopped, or do not take it.
+    /// The vCPUs cannot be stopped, or refuse the values.
     pub fn restore_held_msrs(&mut self) -> Result<(), MachineError> {
         let held = std::mem::take(&mut self.held_msrs);
         if held.is_empty() {
@@ -62,22 +63,22 @@ impl Machine {
         given
     }
 
-    /// Memory is still to come, and vCPUs may wait for it however long that takes: a guest that does not set its
-    /// watchdog back is not stuck.
+    /// Stops the watchdog while memory is missing: vCPUs may wait for pages without a time limit, so a
+    /// guest that does not reset its watchdog is not stuck.
     pub(super) fn stop_watchdog(&self) {
         if let Some(watchdog) = self.parts.devices.watchdog() {
             watchdog.stop();
         }
     }
 
-    /// All memory is here: the guest has the whole time from now on.
+    /// Starts the watchdog's full period once all memory is resident.
     pub fn start_watchdog(&self) {
         if let Some(watchdog) = self.parts.devices.watchdog() {
             watchdog.start();
         }
     }
 
-    /// Lets vCPUs bring pages that they are refused. Once, before the guest runs.
+    /// Sets the handler that fetches missing pages for faulting vCPUs. Called once, before the guest runs.
     pub fn set_missing_page_handler(&self, pages: Arc<dyn MissingPages>) {
         self.parts.space.set_missing_pages(pages);
     }

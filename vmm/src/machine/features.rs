@@ -11,7 +11,7 @@ use arch::feature_msrs::{feature_msrs_compat, indices, untold_weaknesses};
 use hypervisor::{CpuidEntry, MsrValue};
 use kvm_bindings::kvm_cpuid_entry2;
 
-/// What all vCPUs of a machine are made to show, in the form that is saved.
+/// The CPUID shown to all vCPUs of a machine, in the saved form.
 pub fn shown(cpuid: &VmCpuid) -> Vec<CpuidEntry> {
     cpuid
         .entries()
@@ -25,10 +25,10 @@ pub fn shown(cpuid: &VmCpuid) -> Vec<CpuidEntry> {
         .collect()
 }
 
-/// Compares what a saved machine showed with what this one would.
+/// Compares the CPUID shown by a saved machine with what this host would show.
 ///
 /// # Errors
-/// Everything that is missing, in words.
+/// Lists everything that is missing.
 pub fn check(saved: &[CpuidEntry], here: &VmCpuid) -> Result<(), String> {
     let saved: Vec<kvm_cpuid_entry2> = saved
         .iter()
@@ -42,17 +42,16 @@ pub fn check(saved: &[CpuidEntry], here: &VmCpuid) -> Result<(), String> {
         .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }
 
-/// Those of a vCPU's registers that describe the processor.
+/// The MSRs of a vCPU that describe processor features.
 pub fn describing(msrs: &[MsrValue]) -> Vec<MsrValue> {
     let indices = indices();
     msrs.iter().copied().filter(|msr| indices.contains(&msr.index)).collect()
 }
 
-/// Compares registers that describe the processor with what vCPUs here have. `shown` says what else the
-/// guest was told.
+/// Compares feature MSRs with those of vCPUs on this host. `shown` is the CPUID that the guest has seen.
 ///
 /// # Errors
-/// Everything that does not fit, in words.
+/// Lists every mismatch.
 pub fn check_msrs(
     saved: &[MsrValue],
     here: &[MsrValue],
@@ -65,7 +64,7 @@ pub fn check_msrs(
         leaf.is_some_and(|leaf| leaf.answer[register] >> bit & 1 == 1)
     };
     let nested = was_shown(1, ECX, 5);
-    // A guest that was not shown the feature cannot read its register.
+    // A guest that was not shown the feature cannot read its MSR.
     let readable = |msr: &&MsrValue| match msr.index {
         0x10a => was_shown(7, EDX, 29),
         0x345 => was_shown(1, ECX, 15),

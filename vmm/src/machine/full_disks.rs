@@ -13,18 +13,18 @@ use thiserror::Error;
 
 use super::{Machine, MachineError};
 
-/// A disk that keeps requests of the guest until there is room.
+/// A disk with requests that wait for free space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FullDiskStatus {
-    /// The device.
+    /// Id of the device.
     pub id: String,
-    /// Its image.
+    /// Path of the image.
     pub path: PathBuf,
-    /// Requests that are kept.
+    /// Number of waiting requests.
     pub requests: usize,
 }
 
-/// There is no room for what the guest has written.
+/// The host has no space for what the guest has written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub struct DisksFull(Vec<FullDiskStatus>);
 
@@ -43,8 +43,8 @@ impl fmt::Display for DisksFull {
 }
 
 impl Machine {
-    /// The disks that keep requests for which there was no room. While the machine runs, a request that is
-    /// just being tried again does not count.
+    /// The disks with requests that wait for free space. While the machine runs, a request being retried
+    /// does not count.
     pub fn full_disks(&self) -> Vec<FullDiskStatus> {
         let status = |(id, disk): &(String, FullDisk)| {
             let requests = disk.kept();
@@ -54,17 +54,17 @@ impl Machine {
         self.parts.devices.full_disks.iter().filter_map(status).collect()
     }
 
-    /// Whether no request is kept.
+    /// Whether no request waits for free space.
     ///
     /// # Errors
-    /// Naming the disks.
+    /// Names the disks.
     pub fn check_room(&self) -> Result<(), DisksFull> {
         let full = self.full_disks();
         if full.is_empty() { Ok(()) } else { Err(DisksFull(full)) }
     }
 
-    /// Lets the guest run if there is room now for all that is kept, which is found out by carrying it out.
-    /// The machine must be paused. Takes as long as the storage takes.
+    /// Retries the waiting requests and resumes the guest if all succeed. The machine must be paused. Takes
+    /// as long as the storage does.
     ///
     /// # Errors
     /// [`MachineError::DisksFull`], and as [`Machine::resume`]; the machine stays paused.

@@ -13,21 +13,21 @@ use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryErr
 
 use super::Machine;
 
-/// Why a guest has no new generation ID.
+/// Why the generation ID cannot be renewed.
 #[derive(Debug, Error)]
 pub enum GenerationError {
-    /// The host has no random numbers.
+    /// The host provides no random numbers.
     #[error("cannot make a generation ID: the host gives no random numbers")]
     Random,
-    /// It has no memory where it belongs.
+    /// The ID cannot be written to guest memory.
     #[error("cannot write the generation ID to guest memory at {:#x}", layout::GENERATION_ID_GPA)]
     Write(#[source] GuestMemoryError),
 }
 
-/// Writes a new one.
+/// Writes a new random generation ID.
 ///
 /// # Errors
-/// No random numbers, no memory there.
+/// No random numbers, or no memory at the address.
 pub fn write_new(ram: &GuestRam) -> Result<(), GenerationError> {
     let id: [u8; GENERATION_ID_LEN_BYTES] =
         crate::config::random_bytes().ok_or(GenerationError::Random)?;
@@ -38,8 +38,9 @@ pub fn write_new(ram: &GuestRam) -> Result<(), GenerationError> {
 }
 
 impl Machine {
-    /// Makes the guest of a machine that has been restored another one than all its copies, if it can be
-    /// told; it finds out when it runs. Memory and state must be here.
+    /// Gives a restored machine a new generation ID, if the guest has one, so that the guest can tell
+    /// itself apart from other copies; it is notified when it runs. Memory and machine state must be
+    /// restored.
     ///
     /// # Errors
     /// As [`write_new`].

@@ -15,7 +15,7 @@ use super::{MachineError, boot, features};
 use crate::config::VmConfig;
 use crate::config::cpus::CpusConfig;
 
-/// What machines on this host are made with.
+/// The host's KVM and its capabilities, from which machines are created.
 pub struct Host {
     pub(super) hypervisor: Hypervisor,
     pub(super) cpuid: CpuId,
@@ -24,10 +24,10 @@ pub struct Host {
 /// Why this host cannot run machines.
 #[derive(Debug, Error)]
 pub enum HostError {
-    /// No KVM.
+    /// KVM cannot be opened.
     #[error("cannot use KVM")]
     Open(#[from] OpenError),
-    /// KVM does not say what it has.
+    /// KVM does not report its CPUID.
     #[error("cannot ask KVM for the features of its vCPUs")]
     Cpuid(#[from] KvmError),
 }
@@ -36,23 +36,23 @@ impl Host {
     /// Opens KVM.
     ///
     /// # Errors
-    /// What is missing and how to get it.
+    /// Names what is missing, and how to provide it.
     pub fn open() -> Result<Self, HostError> {
         let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
         let cpuid = hypervisor.supported_cpuid()?;
         Ok(Self { hypervisor, cpuid })
     }
 
-    /// What its KVM can do.
+    /// The capabilities of this host's KVM.
     pub fn capabilities(&self) -> &Capabilities {
         self.hypervisor.capabilities()
     }
 
-    /// The features from which those of a machine are chosen. For AMX the kernel is asked, which has to
-    /// be before the first vCPU of the process.
+    /// The supported CPUID, from which that of a machine is chosen. For AMX this requests permission from
+    /// the kernel, which has to happen before the first vCPU of the process is created.
     ///
     /// # Errors
-    /// AMX is requested and not available.
+    /// AMX is configured and not available.
     pub(super) fn supported(&self, config: &CpusConfig) -> Result<Cow<'_, CpuId>, MachineError> {
         if config.features.amx {
             return Ok(Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?));
@@ -60,10 +60,10 @@ impl Host {
         Ok(Cow::Borrowed(&self.cpuid))
     }
 
-    /// Whether a guest with this configuration that was shown these features can continue here.
+    /// Whether a guest with this configuration that was shown this CPUID can continue on this host.
     ///
     /// # Errors
-    /// Naming each feature that is missing here.
+    /// Names each feature that is missing here.
     pub fn check_shown(
         &self,
         config: &VmConfig,
@@ -79,10 +79,10 @@ impl Host {
         features::check(shown, &ours).map_err(MachineError::Features)
     }
 
-    /// The same for the registers that describe the processor.
+    /// The same for the feature MSRs.
     ///
     /// # Errors
-    /// Naming each that does not fit.
+    /// Names each mismatch.
     pub fn check_msrs(
         &self,
         shown: &[CpuidEntry],

@@ -26,33 +26,33 @@ use super::{CancelToken, Machine, MachineError};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
-/// Why a device cannot be taken from the guest.
+/// Why a device cannot be removed.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum RemoveError {
-    /// There is none.
+    /// No device has this id.
     #[error("the VM has no device '{0}'")]
     Unknown(String),
-    /// It belongs to the machine.
+    /// The device cannot be unplugged.
     #[error("'{0}' cannot be removed: disks, network, vsock and passed-through devices can")]
     Fixed(String),
 }
 
-/// The registers of the guest's slots.
+/// The hot-plug registers of the PCI slots.
 pub struct Hotplug {
     registers: Arc<PciHotplug>,
 }
 
-/// The device numbers of a register.
+/// The device numbers whose bits are set in a register.
 fn numbers(bits: u32) -> impl Iterator<Item = DeviceNumber> {
     let is_set = move |number: &DeviceNumber| bits & 1 << number.get() != 0;
     (1..DEVICES_PER_BUS_COUNT).filter_map(|number| DeviceNumber::new(number).ok()).filter(is_set)
 }
 
 impl Hotplug {
-    /// Puts the registers into `space`; ejections are told to `sink`.
+    /// Places the registers in `space`; ejections are reported to `sink`.
     ///
     /// # Errors
-    /// Their place is taken.
+    /// The addresses are taken.
     pub fn wire(
         space: &AddressSpace,
         segment: &Arc<PciSegment>,
@@ -70,31 +70,31 @@ impl Hotplug {
         Ok(Self { registers })
     }
 
-    /// State of the registers.
+    /// Saves the registers.
     pub fn save(&self) -> DeviceSnapshot {
         self.registers.save()
     }
 
-    /// Takes a saved state.
+    /// Restores the registers.
     ///
     /// # Errors
-    /// It is not one.
+    /// The state is malformed.
     pub fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
         self.registers.restore(state)
     }
 
-    /// Devices that are about to go: the guest was asked, or has let go already.
+    /// Bits of the devices to be removed: the guest was asked to eject them, or has ejected them already.
     fn going(&self) -> u32 {
         self.registers.leaving() | self.registers.ejected()
     }
 }
 
 impl Machine {
-    /// Adds a device and tells the guest. `config` is the machine's configuration with it.
+    /// Adds a device and notifies the guest. `config` is the machine's configuration including the device.
     ///
     /// # Errors
-    /// Naming the device, also when its addition is cancelled while it is being opened; everything is as
-    /// before.
+    /// Names the device, also when the addition is cancelled while it is being opened; nothing has changed
+    /// then.
     pub fn add_device(
         &mut self,
         device: &NewDevice,
@@ -143,29 +143,29 @@ impl Machine {
         Ok(bdf)
     }
 
-    /// Of a paused machine a device that was added works no more than the others do.
+    /// Pauses the added devices if the machine is paused.
     fn stop_added(&self) {
         if self.paused
             && let Err(error) = self.parts.passthrough.stop()
         {
-            // The guest does not know it yet, so it has been told to do nothing. Saving and moving ask
-            // again, and fail by this.
+            // The guest does not know the device yet and has started nothing on it. Saving and migrating
+            // check again, and fail.
             log::warn!("{}", error_text::chain(&error));
         }
     }
 
-    /// Writes down where every device sits, so that it is found there after a reboot and a move,
-    /// whichever devices have come and gone before it.
+    /// Records the device number of each device in the configuration, so that it keeps its address after a
+    /// reboot or migration, whatever devices have been added and removed before.
     fn record_device_numbers(&mut self) {
         for function in self.functions() {
             self.config.set_pci_device_id(&function.id, function.bdf.device());
         }
     }
 
-    /// Asks the guest to eject a device. Asking again is no failure.
+    /// Asks the guest to eject a device; may be repeated.
     ///
     /// # Errors
-    /// There is no such device, or it cannot go.
+    /// There is no such device, or it cannot be unplugged.
     pub fn ask_to_remove(&mut self, id: &str) -> Result<(), RemoveError> {
         let function = self.functions().into_iter().find(|function| function.id == id);
         let function = function.ok_or_else(|| RemoveError::Unknown(id.to_owned()))?;
@@ -173,14 +173,14 @@ impl Machine {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
         self.parts.hotplug.registers.request_unplug(function.bdf.device());
-        // No thread waits for this: there is less to wait for when the guest has ejected it.
+        // Not waited for: it shortens the write-back after the ejection.
         drop(self.write_back_early(id));
         self.parts.legacy.tell_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);
         Ok(())
     }
 
-    /// Takes apart what the guest has ejected.
+    /// Tears down the devices that the guest has ejected.
     pub fn take_ejected(&mut self) {
         for number in numbers(self.parts.hotplug.registers.ejected()) {
             let bdf = Bdf::on_root_bus(self.parts.segment.segment(), number);
@@ -195,11 +195,11 @@ impl Machine {
             log::info!("'{id}' was removed");
             events::emit("vm", "device-removed", &[("id", &id)]);
         }
-        // What it holds may go back to the host when no passed-through device is left.
+        // Memory may be discarded again when no passed-through device is left.
         self.retry_discards();
     }
 
-    /// Its configuration as it is to be after the guest's end: without the devices that were to go.
+    /// The configuration for the time after the guest has ended: without the devices to be removed.
     pub fn lasting_config(&self) -> VmConfig {
         let going = self.parts.hotplug.going();
         let functions = self.functions();

@@ -20,13 +20,13 @@ use super::{Machine, ResizeBalloonError};
 
 /// One PCI function, for `vm.info`.
 pub struct FunctionInfo {
-    /// Its id.
+    /// Id of the function.
     pub id: String,
-    /// Its address.
+    /// Address of the function.
     pub bdf: Bdf,
     /// Whether it is the transport of a virtio device.
     pub is_virtio: bool,
-    /// Its BARs, and where their registers point now. None of a passed-through function whose configuration
+    /// The BARs with their current addresses. Empty for a passed-through function while its configuration
     /// space is being accessed.
     pub bars: Vec<(BarDescription, u64)>,
 }
@@ -55,7 +55,7 @@ fn placed(bars: Vec<BarDescription>, decode: &BarDecode) -> Vec<(BarDescription,
     bars.into_iter().map(|bar| (bar, gpa_of(&bar))).collect()
 }
 
-/// Work on guest memory that has ended before it was done, as the guest was to go elsewhere.
+/// Which background work on guest memory was stopped for a migration.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StoppedMemoryWork {
     populating: bool,
@@ -64,14 +64,13 @@ pub struct StoppedMemoryWork {
 }
 
 impl Machine {
-    /// How far memory is populated in the background; `None` where it was not asked for.
+    /// Progress of background prefault; `None` if it is not configured.
     pub fn prefault_status(&self) -> Option<PrefaultStatus> {
         self.prefault.as_ref().map(Background::status)
     }
 
-    /// Leaves memory as it is, for a guest that is about to go elsewhere: populates no more of it in
-    /// the background, makes no more huge pages, and fills no more tables.
-    /// What was not done is begun again by [`Machine::resume_memory_work`].
+    /// Stops background work on guest memory for a migration: prefault, collapse to huge pages, and stage-2
+    /// prefault. [`Machine::resume_memory_work`] starts it again.
     pub fn stop_memory_work(&mut self) -> StoppedMemoryWork {
         let is_populating = |running: &Background| running.status().end.is_none();
         let populating = self.prefault.as_ref().is_some_and(is_populating);
@@ -82,7 +81,7 @@ impl Machine {
         StoppedMemoryWork { populating, collapsing, filling: self.stop_stage2() }
     }
 
-    /// Goes on with what ended for a guest that has not gone after all.
+    /// Restarts the work that was stopped, for a guest that has stayed here.
     pub fn resume_memory_work(&mut self, stopped: StoppedMemoryWork) {
         let StoppedMemoryWork { populating, collapsing, filling } = stopped;
         if populating {
@@ -98,8 +97,8 @@ impl Machine {
         }
     }
 
-    /// Begins to make huge pages of memory that has come from elsewhere, where it is to have them.
-    /// All of it has to be here.
+    /// Starts to collapse received memory into huge pages, where they are configured. All memory must be
+    /// resident.
     pub fn restore_huge_pages(&mut self) {
         match Collapse::start(self.parts.ram.regions()) {
             Ok(collapse) => self.collapse = collapse,
@@ -107,61 +106,61 @@ impl Machine {
         }
     }
 
-    /// Whether the guest has asked for a reset or a shutdown, or lost a vCPU.
+    /// Whether the guest has requested a reset or shutdown, or a vCPU has stopped.
     pub fn is_ending(&self) -> bool {
         self.parts.power.is_pending()
     }
 
-    /// Whether a virtio device has a 32-bit BAR, which not every version of the state can say.
+    /// Whether a virtio device has a 32-bit BAR, which needs a newer version of the machine state.
     pub fn has_narrow_bars(&self) -> bool {
         let functions = self.parts.devices.functions().iter();
         let mut bars = functions.flat_map(|(_, function)| function.bars());
         bars.any(|bar| bar.kind == BarKind::Memory32)
     }
 
-    /// Whether the guest has been shown a passed-through device as an integrated endpoint, which not every version
-    /// of the state can say.
+    /// Whether a passed-through device is shown as an integrated endpoint, which needs a newer version of
+    /// the machine state.
     pub fn has_integrated_endpoints(&self) -> bool {
         self.parts.passthrough.devices().iter().any(|(_, device)| device.is_integrated_endpoint())
     }
 
-    /// When the guest's first instruction ran here.
+    /// When the guest's first instruction ran in this process.
     pub fn first_run(&self) -> Option<Instant> {
         self.vcpus.first_run()
     }
 
-    /// When the guest first touched device memory here.
+    /// When the guest first accessed MMIO in this process.
     pub fn first_mmio(&self) -> Option<Instant> {
         self.parts.space.first_mmio()
     }
 
-    /// How much of its memory is mapped for DMA; `None` without passed-through devices.
+    /// Progress of mapping memory for DMA; `None` without passed-through devices.
     pub fn pin_progress(&self) -> Option<PinProgress> {
         self.parts.passthrough.progress()
     }
 
-    /// Whether it has passed-through devices.
+    /// Whether the machine has passed-through devices.
     pub fn has_passthrough(&self) -> bool {
         !self.parts.passthrough.devices().is_empty()
     }
 
-    /// An estimate of the length of the state of its passed-through hardware.
+    /// Estimated length in bytes of the hardware state of the passed-through devices.
     pub fn hardware_state_len_bytes(&self) -> u64 {
         self.parts.passthrough.state_len_bytes()
     }
 
-    /// Watches what passed-through devices write to its memory, until the answer is dropped.
+    /// Starts to log the DMA writes of passed-through devices; ends when the logs are dropped.
     pub fn watch_dma(&self) -> Vec<DmaLog> {
         self.parts.passthrough.watch_dma(&self.parts.ram)
     }
 
-    /// A throttle on its vCPUs; `None`, with a line in the log, when its thread cannot be started.
+    /// A throttle for the vCPUs; `None`, with a warning, if its thread cannot be started.
     pub fn throttle(&self) -> Option<VcpuThrottle> {
         let throttle = self.vcpus.throttle();
         throttle.inspect_err(|error| log::warn!("vCPUs cannot be throttled: {error}")).ok()
     }
 
-    /// Tells the guest the size that its terminal has now.
+    /// Informs the guest of the current size of its terminal.
     pub fn follow_terminal(&self) {
         self.parts.devices.follow_terminal();
     }
@@ -183,7 +182,7 @@ impl Machine {
         self.parts.devices.balloon()
     }
 
-    /// Whether the balloon could have another size.
+    /// Whether the balloon can be resized to `size_bytes`.
     ///
     /// # Errors
     /// As [`Machine::resize_balloon`].
@@ -194,10 +193,10 @@ impl Machine {
         Ok(balloon.check(size_bytes)?)
     }
 
-    /// Sets how large the balloon is to be, now and after a reboot.
+    /// Sets the target size of the balloon, now and after a reboot.
     ///
     /// # Errors
-    /// There is none, or it is to be larger than the guest.
+    /// There is no balloon, or the size exceeds guest memory.
     pub fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), ResizeBalloonError> {
         let (Some(balloon), Some(config)) =
             (self.parts.devices.balloon(), &mut self.config.balloon)
@@ -209,7 +208,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Counters by device and name; `clock_us` says what time a moment was.
+    /// Counters by device and name; `clock_us` converts an instant to microseconds.
     pub fn counters(
         &self,
         clock_us: impl Fn(Instant) -> u64,

@@ -28,40 +28,40 @@ use super::events::Power;
 use super::space::AddressSpace;
 use super::state::GENERATION_ID;
 
-/// Why a machine lacks a legacy device.
+/// Why a legacy device cannot be created.
 #[derive(Debug, Error)]
 pub enum LegacyError {
-    /// Its place is taken.
+    /// Its ports or addresses are taken.
     #[error("cannot place a legacy device")]
     Bus(#[from] BusError),
-    /// Its interrupt cannot be had.
+    /// Its interrupt line is not available.
     #[error("cannot connect the interrupt of a legacy device")]
     Irq(#[from] IrqError),
     /// The eventfd of its interrupt cannot be duplicated.
     #[error("cannot share the interrupt of a legacy device")]
     Event(#[source] std::io::Error),
-    /// The serial port.
+    /// The serial port cannot be created.
     #[error("cannot make the serial port")]
     Serial(#[from] SerialError),
 }
 
-/// The legacy devices of one machine.
+/// The legacy devices of a machine.
 pub struct LegacyDevices {
     serial: Option<Arc<Serial>>,
     ged: Arc<GedDevice>,
     timer: Arc<PmTimer>,
     generation: GenerationId,
-    /// All that have state, by name.
+    /// The devices with saved state, by name.
     stateful: BTreeMap<&'static str, Arc<dyn Snapshot + Send + Sync>>,
-    /// Interrupt lines stay connected for as long as these live.
+    /// Keep the interrupt lines connected.
     _lines: Vec<hypervisor::InterruptLine>,
 }
 
 impl LegacyDevices {
-    /// Makes the devices and puts them into `space`.
+    /// Creates the devices and places them in `space`.
     ///
     /// # Errors
-    /// Naming the place or resource.
+    /// Names the address range or resource.
     pub fn wire(
         vm: &Vm,
         space: &AddressSpace,
@@ -140,17 +140,17 @@ impl LegacyDevices {
         self.ged.set_power_button();
     }
 
-    /// Tells the guest that PCI devices came or are to go.
+    /// Notifies the guest that PCI devices were added or are to be removed.
     pub fn tell_pci_changed(&self) {
         self.ged.notify(GED_PCI_DEVICES_CHANGED);
     }
 
-    /// The generation ID; a guest that boots has one from the moment that it is said here.
+    /// The generation ID device; a booting guest gets an ID once it is present here.
     pub fn generation(&self) -> &GenerationId {
         &self.generation
     }
 
-    /// Tells the guest that its generation ID is another one.
+    /// Notifies the guest that its generation ID has changed.
     pub fn tell_generation_changed(&self) {
         self.ged.notify(GED_GENERATION_CHANGED);
     }
@@ -162,7 +162,7 @@ impl LegacyDevices {
         }
     }
 
-    /// Goes on.
+    /// Resumes input to the guest.
     pub fn resume(&self) {
         self.ged.resume();
         if let Some(serial) = &self.serial {
@@ -170,27 +170,28 @@ impl LegacyDevices {
         }
     }
 
-    /// The guest's other clocks have been read now, so that those of legacy devices are saved as of now.
+    /// Marks the time at which the guest's other clocks were read, as of which those of legacy devices are
+    /// saved.
     pub fn clock_was_read(&self) {
         self.timer.read_at(Instant::now());
     }
 
-    /// Guest time has passed between the saved state and `at`.
+    /// Advances the timers by the guest time `passed` between the saved state and `at`.
     pub fn advance(&self, passed: Duration, at: Instant) {
         self.timer.advance(passed, at);
     }
 
-    /// States by name.
+    /// Saved states by name.
     pub fn save(&self) -> BTreeMap<String, DeviceSnapshot> {
         let all = self.stateful.iter().map(|(name, device)| ((*name).to_owned(), device.save()));
         let generation = self.generation.gpa().map(|_| self.generation.save());
         all.chain(generation.map(|state| (GENERATION_ID.to_owned(), state))).collect()
     }
 
-    /// Takes saved states; every device must have one, and every state a device.
+    /// Restores the devices; the states must match the devices exactly.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn restore(
         &self,
         states: &BTreeMap<String, DeviceSnapshot>,
@@ -204,7 +205,7 @@ impl LegacyDevices {
             let state = states.get(*name).ok_or(LegacyStateError::Missing(name))?;
             device.restore(state).map_err(|source| LegacyStateError::Refused { name, source })?;
         }
-        // A guest that booted without one has none here either.
+        // A guest that booted without a generation ID has none here either.
         self.generation.set_present(false);
         if let Some(state) = states.get(GENERATION_ID) {
             let refused = |source| LegacyStateError::Refused { name: GENERATION_ID, source };
@@ -214,27 +215,27 @@ impl LegacyDevices {
     }
 }
 
-/// Why saved states of legacy devices were refused.
+/// Why the saved states of legacy devices are refused.
 #[derive(Debug, Error)]
 pub enum LegacyStateError {
-    /// There is no such device here.
+    /// The state names an unknown device.
     #[error("the state is that of a machine with a device '{0}', which this one does not have")]
     Unknown(String),
-    /// There is no state for a device.
+    /// The state of a device is missing.
     #[error("there is no state for the device '{0}'")]
     Missing(&'static str),
-    /// A device refused its state.
+    /// A device refuses its state.
     #[error("the device '{name}' refused its state")]
     Refused {
-        /// The device.
+        /// Name of the device.
         name: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: StateError,
     },
 }
 
-/// Bytes of RAM below and above 4 GiB.
+/// RAM sizes in bytes below and above 4 GiB.
 fn sizes(ram: &GuestRam) -> (u64, u64) {
     let now = ram.regions().iter().filter(|region| region.block_bytes().is_none());
     now.fold((0, 0), |(low, high), region| {

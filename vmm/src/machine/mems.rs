@@ -15,51 +15,51 @@ use super::Machine;
 use super::ram::{self, DEFAULT_ZONE};
 use crate::config::MemoryConfig;
 
-/// Why memory does not get another size.
+/// Why a memory zone cannot be resized.
 #[derive(Debug, Error)]
 pub enum ResizeMemoryError {
-    /// It cannot grow.
+    /// The zone has no hot-plug device.
     #[error(
         "memory zone '{0}' cannot change: start the VM with hotplug_method=virtio-mem and a \
          hotplug_size"
     )]
     Fixed(String),
-    /// There is no such zone.
+    /// There is no zone of this id.
     #[error("the VM has no memory zone '{0}'")]
     NoZone(String),
-    /// It is not said which zone.
+    /// The request has to name one of several zones.
     #[error("the VM's memory consists of zones: use vm.resize-zone")]
     Zones,
-    /// Less than what the guest booted with.
+    /// The size is below the boot size.
     #[error(
         "memory zone '{zone}' cannot have {wanted_bytes} bytes: {boot_bytes} are there since the \
          guest booted and stay"
     )]
     BelowBoot {
-        /// The zone.
+        /// Id of the zone.
         zone: String,
-        /// What was asked for.
+        /// The requested size.
         wanted_bytes: u64,
-        /// What it has at least.
+        /// The minimum, which is the boot size.
         boot_bytes: u64,
     },
-    /// Not an amount that the device can give.
+    /// The size is not one that the device supports.
     #[error(transparent)]
     Size(#[from] MemError),
 }
 
-/// The memory device of a zone, and how one reaches it.
+/// The virtio-mem device of a zone, with its handle.
 pub struct Wired {
-    /// Name of the device.
+    /// Id of the device.
     pub id: String,
     pub device: Mem,
     pub handle: MemHandle,
 }
 
-/// The devices that the options ask for.
+/// The configured virtio-mem devices.
 ///
 /// # Errors
-/// A zone that is to have more than it can.
+/// The plugged size of a zone exceeds its maximum.
 pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
     let wire = |zone: ram::HotplugZone| {
         let id = zone.id;
@@ -73,8 +73,8 @@ pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, Me
 }
 
 impl Machine {
-    /// What the guest released and the host has not got, in the balloon or in blocks of memory devices, may
-    /// go now: their threads try again.
+    /// Retries discards that were refused before, of pages in the balloon and of unplugged blocks; done by
+    /// the threads of these devices.
     pub fn retry_discards(&self) {
         if let Some(balloon) = self.balloon() {
             balloon.retry();
@@ -82,11 +82,11 @@ impl Machine {
         self.parts.devices.mems().iter().for_each(|(_, device)| device.retry());
     }
 
-    /// Lets a zone have another size, or the only one there is; returns its name. The guest takes or
-    /// gives memory until it is there.
+    /// Sets the target size of a zone, or of the only one there is; returns its id. The guest plugs or
+    /// unplugs blocks until it is reached.
     ///
     /// # Errors
-    /// It cannot have this size.
+    /// The size is not possible.
     pub fn resize_memory(
         &mut self,
         zone: Option<&str>,

@@ -109,10 +109,10 @@ use passthrough::{OpenInput, Opening, PrepinnedSlot};
 use space::Exits;
 use virtio::PciContext;
 
-/// A machine.
+/// A machine: the memory, vCPUs and devices of a booted VM.
 pub struct Machine {
-    // Order matters on drop: vCPU threads end first, then the parts.
-    /// Tables of vCPUs being filled for memory from elsewhere. Before the vCPUs, as it uses them.
+    // Drop order matters: vCPU threads end first, then the parts.
+    /// Stage-2 prefault of received memory. Declared before the vCPUs, whose threads it uses.
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
     paused: bool,
@@ -120,22 +120,22 @@ pub struct Machine {
     has_ended: bool,
     /// Another host may have written to the disks since they were opened or released.
     disks_are_stale: bool,
-    /// The guest has run elsewhere, or before, and not yet here.
+    /// The guest has run elsewhere or in an earlier process, and not yet here.
     has_arrived: bool,
-    /// Guest memory that is populated while the guest runs, or was.
+    /// Background prefault, in progress or finished.
     prefault: Option<prefault::Background>,
-    /// Memory from elsewhere that gets huge pages while the guest runs.
+    /// Collapse of received memory to huge pages, in the background.
     collapse: Option<Collapse>,
-    /// All but the vCPUs.
+    /// Everything except the vCPUs.
     parts: MachineParts,
     consoles: Consoles,
     /// See [`Machine::restore_held_msrs`].
     held_msrs: Vec<(usize, MsrValue)>,
-    /// What vCPUs would be made to show if the guest booted here.
+    /// The CPUID that vCPUs would be shown if the guest booted here.
     cpuid: VmCpuid,
-    /// What they were made to show when it booted, here or elsewhere.
+    /// The CPUID that they were shown when it booted, here or elsewhere.
     shown: Vec<CpuidEntry>,
-    /// Registers that describe the processor, as the guest found them then.
+    /// Feature MSRs as the guest found them at boot.
     feature_msrs: Vec<MsrValue>,
     config: VmConfig,
 }
@@ -144,7 +144,7 @@ impl Machine {
     /// A paused machine of these parts.
     ///
     /// # Errors
-    /// A thread of a vCPU does not start.
+    /// A vCPU thread cannot be started.
     fn start(
         parts: MachineParts,
         vcpus: Vec<Vcpu>,
@@ -176,12 +176,11 @@ impl Machine {
         })
     }
 
-    /// A machine at its first instruction, paused. When it runs, [`Machine::finish_opening`] has to follow.
-    /// Images and files of memory that are in `locks` are not opened again. Populating memory ends early
-    /// when it is to be cancelled.
+    /// A machine at its first instruction, paused. Once it runs, [`Machine::finish_opening`] must be
+    /// called. Images and memory files in `locks` are not opened again. Cancelling ends prefault early.
     ///
     /// # Errors
-    /// Naming what is missing.
+    /// Names what is missing.
     pub fn boot(
         mut config: VmConfig,
         consoles: Consoles,
@@ -233,12 +232,12 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Gives the guest the passed-through devices that have been opened while it began to run. A device that
-    /// is still being opened is not waited for when that is to be cancelled.
+    /// Plugs the passed-through devices that were being opened while the guest started. Cancelling ends the
+    /// wait for a device.
     ///
     /// # Errors
-    /// Naming the device, or that the start was cancelled; the machine is of no use then, and its guest has run:
-    /// [`Machine::end`] has to follow.
+    /// Names the device, or says that the start was cancelled. The machine is unusable then, and its guest
+    /// has run: [`Machine::end`] must be called.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
         let context =
             PciContext { segment: &self.parts.segment, vm: &self.parts.vm, ram: &self.parts.ram };
@@ -250,14 +249,13 @@ impl Machine {
         Ok(self.parts.devices.place_later(&self.parts.segment)?)
     }
 
-    /// Ends the guest: what it has written is on its disks, and their locks are released, when this
-    /// returns. What waits for passed-through devices that are still being opened is left to the end of
-    /// the value. Does nothing the second time.
+    /// Ends the guest: on return its disks are written back and their locks are released. Passed-through
+    /// devices that are still being opened are waited for when the value is dropped. Idempotent.
     pub fn end(&mut self) {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
         }
-        // A vCPU may be waiting for a device, or for memory that one is to reach.
+        // A vCPU may be waiting for a device, or for memory to be mapped for one.
         self.parts.passthrough.release_numbers(&self.parts.segment);
         self.parts.devices.release_numbers(&self.parts.segment);
         self.parts.passthrough.cancel();
@@ -267,13 +265,13 @@ impl Machine {
         self.end_devices();
     }
 
-    /// Memory for a machine that is still to come, not populated. The zones that are named in
-    /// `given` consist of these files, as they are; all others hold nothing: what was in their files is
-    /// thrown away here, before a page arrives and before any is pinned, if `contents` allows that.
+    /// Unpopulated memory for a machine to be received or restored. The zones named in `given` consist of
+    /// these files, with their contents; all others are empty: the contents of their files are discarded
+    /// here, before a page arrives or is pinned, if `contents` allows that.
     ///
     /// # Errors
-    /// Naming the zone and what is missing here, or which other process has its file, or that it holds
-    /// something.
+    /// Names the zone and what is missing here, the process that holds its file, or says that the file is
+    /// not empty.
     pub fn arriving_ram(
         config: &VmConfig,
         host: &Host,
@@ -287,11 +285,11 @@ impl Machine {
         Ok(ram::make(&config.memory, bits, origin, &CancelToken::default())?)
     }
 
-    /// A machine on such memory, whose state is still to come, paused. Does not touch what is in
-    /// memory; for passed-through devices all of it gets its pages.
+    /// A paused machine on such memory, whose state is still to be received. Does not change the contents
+    /// of memory; for passed-through devices all of it is populated.
     ///
     /// # Errors
-    /// Naming what is missing here.
+    /// Names what is missing here.
     pub fn arriving(
         mut config: VmConfig,
         consoles: Consoles,
@@ -308,7 +306,7 @@ impl Machine {
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.passthrough.check_movable(&config)?;
         parts.passthrough.stop()?;
-        // On threads of their own; what arrives in a page stays in it.
+        // On threads of its own; contents that arrive meanwhile are kept.
         let discarding = parts.devices.discarding_devices();
         parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let vcpus = parts.create_vcpus(&config)?;
@@ -322,67 +320,67 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Its configuration.
+    /// The configuration.
     pub fn config(&self) -> &VmConfig {
         &self.config
     }
 
-    /// What all its vCPUs were made to show when the guest booted, here or elsewhere.
+    /// The CPUID that all vCPUs were shown when the guest booted, here or elsewhere.
     pub fn shown(&self) -> &[CpuidEntry] {
         &self.shown
     }
 
-    /// Registers that describe the processor to its guest.
+    /// The feature MSRs that the guest sees.
     pub fn feature_msrs(&self) -> &[MsrValue] {
         &self.feature_msrs
     }
 
-    /// The endpoints of its consoles.
+    /// The console endpoints.
     pub fn consoles(&self) -> &Consoles {
         &self.consoles
     }
 
-    /// Its memory.
+    /// The guest memory.
     pub fn ram(&self) -> &Arc<GuestRam> {
         &self.parts.ram
     }
 
-    /// Its VM.
+    /// The KVM VM.
     pub fn vm(&self) -> &Vm {
         &self.parts.vm
     }
 
-    /// Whether the guest is stopped by its owner.
+    /// Whether the machine is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
     }
 
-    /// Whether it could run elsewhere, or later.
+    /// Whether the machine can be migrated or saved.
     ///
     /// # Errors
-    /// Naming the devices that cannot be moved, or the disk of which a flush has failed or that is full.
+    /// Names the devices that cannot be migrated, or the disk that is full or of which a flush has failed.
     pub fn check_movable(&self) -> Result<(), MachineError> {
         self.parts.devices.check_disks()?;
         self.check_room()?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)
     }
 
-    /// Lets the guest run, with all image locks and taps: those that are not held are taken first,
-    /// whichever way the machine has come here.
+    /// Resumes the guest, with all image locks and taps: those that are not held are taken first.
     ///
     /// # Errors
-    /// Naming the device that another VM holds; the machine stays paused.
+    /// Names the device that another VM holds; the machine stays paused.
     pub fn resume(&mut self) -> Result<(), MachineError> {
         if self.paused {
             self.take_exclusive()?;
             self.parts.passthrough.run();
             self.parts.devices.resume();
-            // A guest that comes from elsewhere knows another, and may have stood through a change.
+            // The terminal may have another size than where the guest ran before, or have changed during
+            // the pause.
             self.parts.devices.follow_terminal();
             self.parts.legacy.resume();
             self.vcpus.resume_all();
             self.paused = false;
-            // Not before: until then frames for the guest belong where it ran.
+            // Not earlier: until now frames for the guest belong to where it ran before.
             if std::mem::take(&mut self.has_arrived) {
                 self.parts.devices.announce();
             }

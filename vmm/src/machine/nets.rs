@@ -17,32 +17,32 @@ use thiserror::Error;
 
 use crate::config::NetConfig;
 
-/// Why a network device is not there.
+/// Why a network device cannot be created.
 #[derive(Debug, Error)]
 pub enum NetWiringError {
-    /// A descriptor that is not one.
+    /// A configured descriptor is invalid.
     #[error("network device '{id}' cannot use {fd} as a tap")]
     Descriptor {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// The descriptor, as it was given.
+        /// The descriptor, as configured.
         fd: String,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The device cannot be made.
+    /// The device cannot be created.
     #[error("cannot make network device '{id}'")]
     Make {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: NetError,
     },
 }
 
-/// What a running VM needs of a network device.
+/// Handle to a network device of a running VM.
 pub struct NetHandle {
     tap: Arc<TapSlot>,
     announcer: Announcer,
@@ -53,12 +53,12 @@ impl NetHandle {
     /// Opens the tap, if it is not open.
     ///
     /// # Errors
-    /// When it is not ours or does not exist.
+    /// The tap does not exist, or is held by another process.
     pub fn attach(&self) -> Result<(), TapError> {
         self.tap.acquire()
     }
 
-    /// Whether the tap could be opened, if no other process had it.
+    /// Whether the tap could be opened if no other process held it.
     ///
     /// # Errors
     /// As [`NetHandle::attach`].
@@ -76,7 +76,7 @@ impl NetHandle {
         self.tap.release();
     }
 
-    /// Makes the guest's place known.
+    /// Has the guest announced on the network.
     pub fn announce(&self) {
         self.announcer.announce();
     }
@@ -87,10 +87,10 @@ impl NetHandle {
     }
 }
 
-/// Makes a device; its tap is opened later.
+/// Creates a device; its tap is opened later.
 ///
 /// # Errors
-/// Naming the device.
+/// Names the device.
 pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
     let id = config.id.clone().unwrap_or_default();
     let mut fds = Vec::new();
@@ -128,7 +128,8 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
     Ok((net, handle))
 }
 
-/// Why a device cannot be made. The number of a duplicate means nothing outside of this process.
+/// Describes why a device cannot be created, with the descriptor as configured: the number of a duplicate
+/// means nothing outside this process.
 fn unfit(id: String, error: NetError, given: Vec<(RawFd, String)>) -> NetWiringError {
     match error {
         NetError::Tap { source: TapError::NotTap { fd, source }, .. } => {

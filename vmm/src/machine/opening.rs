@@ -23,20 +23,22 @@ use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig, Vs
 
 /// A device that can be plugged into a machine.
 pub enum Opened {
-    /// A passed-through device, which is not open yet.
+    /// A passed-through device, to be opened later.
     Host(DeviceConfig),
     /// A disk, whose image is open and locked.
     Disk(DiskConfig, (Block, DiskLock)),
     /// A network device, whose tap is open.
     Net(NetConfig, (Net, NetHandle)),
-    /// A socket device, whose socket listens.
+    /// A vsock device, whose socket listens.
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
 
-/// Opens what is behind a device; `config` is the machine's with it, and comes back with what was found out.
+/// Opens the backing of a device. `config` is the machine's configuration including the device; it is
+/// returned with what was detected.
 ///
 /// # Errors
-/// Naming the device, or [`MachineError::AddWithdrawn`] when its addition is cancelled; what was opened is closed.
+/// Names the device, or [`MachineError::AddWithdrawn`] when the addition is cancelled; whatever was opened
+/// is closed.
 pub fn open(
     device: &NewDevice,
     config: VmConfig,
@@ -50,17 +52,17 @@ pub fn open(
     }
 }
 
-/// Runs `open` on a thread of its own and waits for it, unless it is cancelled: what the thread opens after that
-/// is closed again.
+/// Runs `open` on a thread and waits for it until cancelled; what the thread opens after that is closed
+/// again.
 ///
 /// # Errors
-/// There is no thread.
+/// The thread cannot be started.
 pub fn run_unless_cancelled<T: Send + 'static>(
     open: impl FnOnce() -> T + Send + 'static,
     cancel: &CancelToken,
 ) -> io::Result<Option<T>> {
     let (opened, is_open) = channel();
-    // Without a receiver what was opened is dropped.
+    // Without a receiver the result is dropped.
     stoppable_thread::spawn("open-device", move || drop(opened.send(open())))?;
     loop {
         match is_open.recv_timeout(POLL_INTERVAL) {
@@ -106,14 +108,14 @@ mod tests {
 
     use super::*;
 
-    /// Longer than anything here takes.
+    /// Longer than any of these tests takes.
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]
     fn what_is_open_after_it_was_cancelled_is_closed_again() {
         let cancel = CancelToken::default();
         let ((begun, has_begun), (go_on, hold)) = (channel(), channel::<()>());
-        // Dropped with what was opened.
+        // Dropped together with what was opened.
         let (open, is_closed) = channel::<()>();
         let asked = cancel.clone();
         let waits = std::thread::spawn(move || {

@@ -30,7 +30,7 @@ use crate::config::console::DEBUG_CONSOLE_PORT;
 
 /// A machine without vCPU threads.
 pub(super) struct MachineParts {
-    // Order matters on drop: devices end before memory.
+    // Drop order matters: devices end before memory.
     pub(super) devices: VirtioDevices,
     pub(super) passthrough: Passthrough,
     pub(super) panics: Option<PanicFunction>,
@@ -46,7 +46,7 @@ pub(super) struct MachineParts {
     pub(super) windows: MmioWindows,
 }
 
-/// What is there before any device of a machine.
+/// What exists before any device of a machine.
 pub(super) struct BuildInput<'a> {
     pub(super) ram: Arc<GuestRam>,
     pub(super) open: OpenInput<'a>,
@@ -54,10 +54,10 @@ pub(super) struct BuildInput<'a> {
 }
 
 impl MachineParts {
-    /// Wires them together.
+    /// Creates the devices and connects them.
     ///
     /// # Errors
-    /// Naming what is missing.
+    /// Names what is missing.
     pub(super) fn build(
         config: &VmConfig,
         consoles: &Consoles,
@@ -129,7 +129,7 @@ impl MachineParts {
             .collect()
     }
 
-    /// What they would be made to show if the guest booted here.
+    /// The CPUID that the vCPUs would be shown if the guest booted here.
     pub(super) fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
         let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
         boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
