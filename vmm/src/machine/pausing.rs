@@ -17,37 +17,37 @@ use hypervisor::ThreadsError;
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
 
-/// How often it is polled whether what is waited for is cancelled.
+/// Poll interval for cancellation.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// vCPUs have this long at least to leave the guest: on a busy host a thread may not run for a while,
-/// however short the pause is to be.
+/// Minimum time for vCPUs to leave the guest, however short the pause is to be: on a busy host a thread may
+/// not be scheduled for a while.
 const VCPUS_TIME_MIN: Duration = Duration::from_secs(1);
 
-/// Cancels a start, a pause or a hot-plug that is under way; cheap to clone.
+/// Cancels a start, pause or hot-plug in progress; cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct CancelToken(Arc<AtomicBool>);
 
 impl CancelToken {
-    /// From now on it is cancelled.
+    /// Cancels the operation.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Whether it is.
+    /// Whether the operation was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Devices that have been told to hold still; they continue when it is dropped.
+/// Devices that are being paused; they resume when this is dropped.
 struct PausingDevices {
     devices: Vec<(String, PendingPause)>,
     is_kept: bool,
 }
 
 impl PausingDevices {
-    /// Waits until all hold still.
+    /// Waits until all are paused.
     fn wait(&self, within: Duration, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let until = Instant::now() + within;
         for (id, device) in &self.devices {
@@ -73,7 +73,7 @@ impl Drop for PausingDevices {
 }
 
 impl VirtioDevices {
-    /// Tells all devices to hold still, but those that a driver has reset at this moment.
+    /// Starts to pause all devices, except those being reset by a driver.
     fn begin_pause(&self) -> PausingDevices {
         let begin = |function: &pci::VirtioPciDevice| {
             function.begin_pause().map(|begun| (pci::PciDevice::id(function).to_owned(), begun))
@@ -98,7 +98,7 @@ impl Machine {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
         if self.paused {
-            // Whatever has happened since the pause: the caller counts on nothing being written.
+            // The devices may have changed since the pause, and the caller relies on no further writes.
             return Ok(self.parts.passthrough.stop()?);
         }
         let early = self.parts.devices.begin_pause();
@@ -123,8 +123,8 @@ impl Machine {
         }
     }
 
-    /// Those that the guest has had begin to work while the others finished. No vCPU is in a device
-    /// any more.
+    /// Pauses the devices again that the guest has used while the others finished. No vCPU is inside a
+    /// device any more.
     fn stop_devices(
         &self,
         within: Duration,
@@ -158,8 +158,8 @@ impl Machine {
         }
     }
 
-    /// Finds out whether its devices would finish within that time what they work on: they do, and then
-    /// continue. The vCPUs run meanwhile.
+    /// Pauses the devices for a moment and resumes them, to find out whether they finish their requests
+    /// within the time. The vCPUs keep running.
     ///
     /// # Errors
     /// As [`Machine::pause`].

@@ -17,33 +17,33 @@ use super::CancelToken;
 use crate::config::{MemoryConfig, Prefault};
 use crate::events;
 
-/// An event for each such part of the way.
+/// Interval of the progress events in percent.
 const STEP_PERCENT: u64 = 10;
 
-/// How populating ended.
+/// How a prefault ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PrefaultEnd {
-    /// All of the memory is there.
+    /// All of the memory is populated.
     Completed,
-    /// The VM ends or goes elsewhere.
+    /// The VM ends or is being migrated.
     Cancelled,
-    /// The host has no more memory, or something like that.
+    /// The host is out of memory, or another error.
     Failed(String),
 }
 
-/// How far populating is.
+/// Progress of a prefault.
 #[derive(Clone, Debug)]
 pub struct PrefaultStatus {
-    /// In bytes.
+    /// Progress in bytes.
     pub progress: PrefaultProgress,
-    /// Nothing while it is in progress.
+    /// The result; `None` while in progress.
     pub end: Option<PrefaultEnd>,
 }
 
-/// Memory that is being populated while the guest runs, or was.
+/// Background prefault, in progress or finished.
 pub struct Background {
     engine: memory::Prefault,
-    /// Locked for an instant, by the thread that ends it and by readers.
+    /// Only locked briefly, by the prefaulting thread and by readers.
     end: Arc<Mutex<Option<PrefaultEnd>>>,
 }
 
@@ -60,7 +60,7 @@ fn emit(event: &'static str, mode: &str, progress: PrefaultProgress) {
     events::emit("vm", event, properties);
 }
 
-/// Begins to populate the zones that ask for it `when`; `None` if none does.
+/// Starts to prefault the zones configured for `when`; `None` if there are none.
 fn start(
     ram: &GuestRam,
     config: &MemoryConfig,
@@ -89,7 +89,7 @@ fn start(
     let watcher = move |notice: PrefaultEvent<'_>| match notice {
         PrefaultEvent::Progress(progress) => {
             let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
-            // The end has an event of its own.
+            // The end has its own event.
             if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
                 emit("prefault-progress", mode, progress);
             }
@@ -118,8 +118,8 @@ fn start(
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
 }
 
-/// Whether the host has room for the zones that are to be populated, whenever that is: for memory
-/// whose contents arrive, which would fill it all the same.
+/// Whether the host has enough memory for the zones to be prefaulted, at boot or in the background; for
+/// memory whose contents arrive, which fills it all the same.
 ///
 /// # Errors
 /// The limit that is too low.
@@ -129,10 +129,10 @@ pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), In
     memory::check_available(&asking.cloned().collect::<Vec<_>>())
 }
 
-/// Populates what is to be there before the guest runs, and waits for it unless it is to be cancelled.
+/// Prefaults the zones that are to be populated before the guest starts, and waits for it until cancelled.
 ///
 /// # Errors
-/// Naming the zone and the limit.
+/// Names the zone and the limit.
 pub fn complete(
     ram: &GuestRam,
     config: &MemoryConfig,
@@ -144,8 +144,8 @@ pub fn complete(
 }
 
 impl Background {
-    /// Begins with what may come while the guest runs. The guest does not depend on it: if it
-    /// cannot begin, that is a line in the log.
+    /// Starts the background prefault. A failure to start is only logged, as the guest does not depend on
+    /// it.
     pub fn start(
         ram: &GuestRam,
         config: &MemoryConfig,
@@ -160,7 +160,7 @@ impl Background {
         })
     }
 
-    /// Tells it to stop soon. What is populated stays so.
+    /// Tells the prefault to stop soon; what is populated stays.
     pub fn cancel(&self) {
         self.engine.cancel();
     }

@@ -14,11 +14,11 @@ use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, Take};
 
 use crate::events;
 
-/// What it asks a pool for.
+/// The kind of pages to request from a pool for this zone.
 pub fn pages(zone: &ZoneSpec) -> PagesWanted {
     match zone.backing {
-        // What hosts call their default is 2 MiB; if it is not, the pool's memory does not fit and
-        // is not used.
+        // The usual default is 2 MiB; if the host has another, the pool's memory does not fit and is not
+        // used.
         Backing::Hugetlb { page_size: HugePageSize::HostDefault | HugePageSize::Mib2 } => {
             PagesWanted::Huge2Mib
         }
@@ -28,7 +28,7 @@ pub fn pages(zone: &ZoneSpec) -> PagesWanted {
     }
 }
 
-/// Connections by socket; what could not be reached once is not tried again for the next zone.
+/// Connections by socket; `None` for one that could not be reached, which is not tried again.
 #[derive(Default)]
 struct Pools<'a>(BTreeMap<&'a Path, Option<Arc<PoolConnection>>>);
 
@@ -43,7 +43,7 @@ impl<'a> Pools<'a> {
     }
 }
 
-/// Says why a zone does without.
+/// Logs why a zone does not use prezeroed memory.
 pub fn warn(zone: &str, error: &dyn std::error::Error) {
     let why = error_text::chain(error);
     log::warn!(
@@ -52,7 +52,7 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
     events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
 }
 
-/// Takes memory for the zones that name a pool. What cannot be had is said and left out.
+/// Takes memory for the zones that name a pool. Failures are logged, and the zone left out.
 pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
     let mut pools = Pools::default();
     let mut all = Vec::new();
@@ -76,7 +76,7 @@ pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
                     Lease::new(pool),
                 ));
             }
-            // Said for the zone before.
+            // Logged for an earlier zone.
             Ok(None) => {}
             Err(error) => warn(&zone.id, &error),
         }

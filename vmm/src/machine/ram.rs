@@ -18,25 +18,25 @@ use thiserror::Error;
 use super::{CancelToken, prefault, prezeroed};
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
-/// Name of the only zone of a machine without zones.
+/// Name of the zone of a machine without configured zones.
 pub const DEFAULT_ZONE: &str = "mem0";
 
-/// Why a machine has no memory.
+/// Why guest memory cannot be set up.
 #[derive(Debug, Error)]
 pub enum MachineRamError {
-    /// A huge page size that does not exist.
+    /// The huge page size is not supported.
     #[error("cannot use these huge pages")]
     HugePages(#[source] memory::ConfigError),
-    /// The memory cannot be made.
+    /// The memory cannot be created.
     #[error("cannot make guest memory")]
     Make(#[source] RamError),
-    /// It cannot be populated.
+    /// The memory cannot be prefaulted.
     #[error("cannot populate guest memory, as prefault=on asks")]
     Prefault(#[source] PrefaultError),
-    /// KVM does not take it.
+    /// KVM refuses a memory slot.
     #[error("KVM does not take guest memory")]
     Slot(#[source] MemslotError),
-    /// KVM would wait for pages that it was refused.
+    /// KVM would handle refused accesses as asynchronous page faults.
     #[error("KVM cannot be kept from asynchronous page faults, as fault_source=sigbus needs")]
     AsyncFaults(#[source] KvmError),
 }
@@ -74,22 +74,22 @@ fn zone_spec(config: &MemoryZoneConfig, thp: bool) -> Result<ZoneSpec, MachineRa
     })
 }
 
-/// A zone, or the part of one, that the guest gets while it runs.
+/// A zone, or the part of one, that is hot-plugged.
 pub struct HotplugZone {
-    /// Its own name, which is also that of its device.
+    /// Its id, which is also that of its virtio-mem device.
     pub id: String,
-    /// What the guest is to have of it at first.
+    /// Bytes to be plugged at boot.
     pub plugged_bytes: u64,
     spec: MemoryZoneConfig,
     block_bytes: u64,
 }
 
-/// The name of the part of a zone that comes later.
+/// Id of the hot-plugged part of a zone.
 pub fn later_id(zone: &str) -> String {
     format!("__mem_{zone}")
 }
 
-/// The parts of memory that come later, as the options describe them.
+/// The hot-plugged parts of the configured memory.
 pub fn hotplug_zones(config: &MemoryConfig) -> Vec<HotplugZone> {
     let of_zone = |zone: MemoryZoneConfig| {
         let (size, block_bytes) = zone.later()?;
@@ -102,12 +102,12 @@ pub fn hotplug_zones(config: &MemoryConfig) -> Vec<HotplugZone> {
     zones(config).into_iter().filter_map(of_zone).collect()
 }
 
-/// The regions that come later.
+/// The hot-plugged regions.
 pub fn hotplug_regions(ram: &GuestRam) -> impl Iterator<Item = &Arc<RamRegion>> {
     ram.regions().iter().filter(|region| region.block_bytes().is_some())
 }
 
-/// The zones that the options describe.
+/// The configured zones.
 fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
     match &config.zones {
         Some(zones) if !zones.is_empty() => zones.clone(),
@@ -128,7 +128,7 @@ fn zones(config: &MemoryConfig) -> Vec<MemoryZoneConfig> {
     }
 }
 
-/// When each zone is populated, by name.
+/// The prefault mode of each zone, by id.
 pub fn prefault_modes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
     zones(config).into_iter().map(|zone| (zone.id, zone.prefault)).collect()
 }
@@ -142,10 +142,10 @@ pub fn layout_of(phys_bits: u8) -> RamLayout {
     }
 }
 
-/// The zone of a machine that has one, and nothing that comes later; with the pool that it asks.
+/// The only zone of a machine without hot-plugged memory, with the pool that it names.
 ///
 /// # Errors
-/// A huge page size that does not exist.
+/// The huge page size is not supported.
 pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, MachineRamError> {
     let zones = zones(config);
     let [zone] = zones.as_slice() else { return Ok(None) };
@@ -156,11 +156,11 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
     Ok(Some((zone_spec(zone, config.thp)?, socket)))
 }
 
-/// Makes guest RAM. Where contents are still to arrive, as `origin` says, nothing is populated; otherwise
-/// that ends early when it is to be cancelled.
+/// Creates guest RAM, and prefaults it unless its contents are still to arrive, as `origin` says.
+/// Cancelling ends the prefault early.
 ///
 /// # Errors
-/// Naming the zone and the limit.
+/// Names the zone and the limit.
 pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
@@ -177,7 +177,7 @@ pub fn make(
     }
     let layout = layout_of(phys_bits);
     if populate {
-        // Contents that arrive want memory that is not there yet.
+        // Contents that arrive need memory that is not populated.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
         let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
         let requests: Vec<_> =
@@ -199,7 +199,7 @@ pub fn make(
     Ok(Arc::new(ram))
 }
 
-/// Makes guest RAM of what there is for it; memory of a pool that is not as it should be is left out.
+/// Creates guest RAM from the provided files; pool memory that does not fit is left out.
 fn with_origin(
     config: &RamConfig,
     layout: RamLayout,
@@ -222,13 +222,13 @@ fn with_origin(
     }
 }
 
-/// Gives the RAM to the guest.
+/// Attaches the RAM to the KVM VM.
 ///
 /// # Errors
-/// Naming the slot.
+/// Names the slot.
 pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
-    // A vCPU whose mapping may refuse it must come back to say so. A KVM without the bundled patches
-    // makes an asynchronous page fault of a refusal whenever it could halt the vCPU meanwhile.
+    // A vCPU whose access is refused must exit. A KVM without the bundled patches turns a refusal into an
+    // asynchronous page fault whenever it could halt the vCPU meanwhile.
     let refused = ram.regions().iter().any(|region| region.vcpus_ptr().is_some());
     let comes_back = vm.capabilities().userfault.is_some_and(|support| support.refused_faults);
     if refused && !comes_back {

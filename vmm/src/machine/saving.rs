@@ -17,13 +17,13 @@ use super::{
 };
 
 impl Machine {
-    /// The state of everything but memory. The machine must be paused.
+    /// Saves the state of everything except memory. The machine must be paused.
     ///
     /// # Errors
-    /// Naming the vCPU or device, or the disk that is full: what it keeps is not part of any state.
+    /// Names the vCPU or device, or the disk that is full: its waiting requests are in no state.
     pub fn save(&self) -> Result<MachineState, MachineError> {
         self.check_room()?;
-        // One that was added since the pause works.
+        // Also those that were added since the pause, and run.
         self.parts.passthrough.stop()?;
         let clock = self.parts.vm.clock()?;
         self.parts.legacy.clock_was_read();
@@ -53,11 +53,11 @@ impl Machine {
         Ok(state)
     }
 
-    /// Takes a saved state; `clock` says whether the guest's time has passed meanwhile. The machine stays
+    /// Restores a saved state; `clock` says whether guest time has passed meanwhile. The machine stays
     /// paused.
     ///
     /// # Errors
-    /// Naming the part that does not fit; the machine cannot be used then.
+    /// Names the part that does not fit; the machine is unusable then.
     pub fn restore(&mut self, state: MachineState, clock: ClockPolicy) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
@@ -100,7 +100,7 @@ impl Machine {
         Ok(())
     }
 
-    /// All PCI functions; passed-through ones last, as their hardware may use what the others hold.
+    /// All PCI functions; passed-through ones last, as their hardware may use the others' state.
     fn pci_functions(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
         let virtio = self.parts.devices.functions().iter();
         let passed = self.parts.passthrough.devices().iter();

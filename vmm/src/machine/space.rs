@@ -18,21 +18,21 @@ use pci::{
 use super::events::{GuestEvent, Power};
 use super::faults::MissingPages;
 
-/// Ports and device memory of one machine.
+/// The I/O ports and MMIO of a machine.
 #[derive(Default)]
 pub struct AddressSpace {
     pio: Bus,
     mmio: Bus,
     first_mmio: OnceLock<Instant>,
-    /// RAM that vCPUs may be refused, where they are.
+    /// Handler for accesses to missing RAM, where vCPUs can be refused them.
     missing: OnceLock<Arc<dyn MissingPages>>,
 }
 
 impl AddressSpace {
-    /// Puts a device at `port`.
+    /// Places a device at `port`.
     ///
     /// # Errors
-    /// When the ports are taken.
+    /// The ports are taken.
     pub fn insert_ports(
         &self,
         port: u16,
@@ -43,10 +43,10 @@ impl AddressSpace {
         self.pio.insert(name, u64::from(port), len_bytes, device)
     }
 
-    /// Puts a device at `gpa`.
+    /// Places a device at `gpa`.
     ///
     /// # Errors
-    /// When the addresses are taken.
+    /// The addresses are taken.
     pub fn insert_memory(
         &self,
         gpa: u64,
@@ -57,15 +57,15 @@ impl AddressSpace {
         self.mmio.insert(name, gpa, len_bytes, device)
     }
 
-    /// Lets vCPUs bring pages that they are refused. Once, before they run.
+    /// Sets the handler that fetches missing pages for faulting vCPUs. Called once, before they run.
     pub fn set_missing_pages(&self, pages: Arc<dyn MissingPages>) {
         let _ = self.missing.set(pages);
     }
 
-    /// A PCI segment whose BARs lie in `windows` and, those of I/O, among the ports.
+    /// A PCI segment whose memory BARs are in `windows`, and whose I/O BARs are among the ports.
     ///
     /// # Errors
-    /// A window is impossible.
+    /// A window is invalid.
     pub fn new_segment(
         self: &Arc<Self>,
         windows: MmioWindows,
@@ -79,7 +79,7 @@ impl AddressSpace {
         PciSegment::with_ports(options, self.clone(), Some(ports))
     }
 
-    /// When the guest first touched an address without RAM.
+    /// When the guest first accessed MMIO.
     pub fn first_mmio(&self) -> Option<Instant> {
         self.first_mmio.get().copied()
     }
@@ -99,7 +99,7 @@ impl BarMapper for AddressSpace {
     }
 }
 
-/// The ports of an address space, for I/O BARs.
+/// Maps I/O BARs to the ports of an address space.
 struct Ports(Arc<AddressSpace>);
 
 impl BarMapper for Ports {
@@ -131,19 +131,20 @@ fn relocate(bus: &Bus, from: MmioRange, to: MmioRange) -> Result<(), MapError> {
     moved.map_err(|error| MapError { source: Box::new(error) })
 }
 
-/// Answers the exits of one machine's vCPUs.
+/// Handles the exits of a machine's vCPUs.
 pub struct Exits {
     space: Arc<AddressSpace>,
     power: Arc<Power>,
 }
 
 impl Exits {
-    /// For the vCPUs that see `space`.
+    /// For the vCPUs of `space`.
     pub fn new(space: Arc<AddressSpace>, power: Arc<Power>) -> Self {
         Self { space, power }
     }
 
-    /// After a write that asked for a reset or a shutdown no further instruction runs.
+    /// Makes a vCPU leave after a write that requested a reset or shutdown, so that no further instruction
+    /// runs.
     fn after_write(&self) -> AfterExit {
         if self.power.is_pending() { AfterExit::Leave } else { AfterExit::Resume }
     }

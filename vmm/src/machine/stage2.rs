@@ -15,9 +15,8 @@ use super::Machine;
 use crate::events;
 
 impl Machine {
-    /// Begins to fill the tables for all memory that is there, on the vCPUs' threads; the guest may
-    /// run meanwhile. Says that it has ended in the event `stage2-prefault-completed`. It is skipped
-    /// where KVM cannot do it.
+    /// Starts to prefault stage-2 for all populated memory, on the vCPU threads; the guest may run
+    /// meanwhile. Ends with the event `stage2-prefault-completed`. Skipped if KVM does not support it.
     pub fn prefault_stage2(&mut self) {
         if !self.parts.vm.capabilities().pre_fault_memory {
             log::debug!(
@@ -36,13 +35,13 @@ impl Machine {
             .ok();
     }
 
-    /// Fills no more. What is filled stays so. Says whether it was begun.
+    /// Stops the stage-2 prefault; what is filled stays. Returns whether it had been started.
     pub(super) fn stop_stage2(&mut self) -> bool {
         self.stage2.take().is_some()
     }
 }
 
-/// Guest physical addresses that have memory on the host.
+/// The guest physical ranges that are populated on the host.
 fn populated(ram: &GuestRam) -> Vec<Range<u64>> {
     let mut runs = Vec::new();
     for region in ram.regions() {

@@ -27,13 +27,13 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 4 | version 2 of the CMOS, which has a clock that the guest has set; version 2 of passed-through devices, which are integrated endpoints |
 pub const MACHINE_STATE_VERSION: u32 = 4;
 
-/// Version of the state of a machine that has virtio devices with 32-bit BARs.
+/// First version with virtio devices that have 32-bit BARs.
 pub const NARROW_BARS_VERSION: u32 = 3;
 
-/// Version of the state of a machine that shows passed-through endpoints as integrated ones.
+/// First version with passed-through endpoints shown as integrated ones.
 pub const INTEGRATED_ENDPOINTS_VERSION: u32 = 4;
 
-/// Version of the state of a machine whose CMOS has a clock of its own.
+/// First version with a CMOS that has its own clock.
 const CMOS_CLOCK_STATE_VERSION: u32 = 4;
 
 /// Name of the CMOS among the legacy devices.
@@ -42,19 +42,19 @@ const CMOS: &str = "cmos";
 /// Name of the generation ID among the legacy devices.
 pub const GENERATION_ID: &str = "vmgenid";
 
-/// What the states of all passed-through hardware may have together, in bytes, so that the state of a
-/// machine with so many vCPUs can be taken by a destination and read from a snapshot. It is written
-/// in base64, four bytes for three, alongside that of vCPUs and devices.
+/// Maximum total length in bytes of the hardware states of passed-through devices, so that the state of a
+/// machine with this number of vCPUs is accepted by a destination and by a restore. They are stored as
+/// base64, four bytes for three, next to the state of vCPUs and devices.
 pub fn hardware_state_len_bytes_max(vcpus: u32) -> u64 {
-    /// Devices of the VMM, controllers, and names; far more than they take.
+    /// For emulated devices, interrupt controllers and names; far more than needed.
     const MACHINE_BYTES: u64 = 16 << 20;
-    /// A vCPU, with the largest register file that is known (AMX), as JSON.
+    /// For a vCPU with the largest known register file (AMX), as JSON.
     const VCPU_BYTES: u64 = 128 << 10;
     let others_bytes = MACHINE_BYTES.saturating_add(VCPU_BYTES.saturating_mul(vcpus.into()));
     STATE_BYTES_MAX.saturating_sub(others_bytes) / 4 * 3
 }
 
-/// A state that nothing could take.
+/// A state that is too long for any reader.
 #[derive(Debug, Error)]
 #[error(
     "the state of the VM has {len_bytes} bytes, and can have {STATE_BYTES_MAX}; remove the \
@@ -64,38 +64,38 @@ pub struct StateTooLong {
     len_bytes: u64,
 }
 
-/// Why there are no bytes of a state.
+/// Why a state cannot be serialised.
 #[derive(Debug, Error)]
 pub enum StateJsonError {
-    /// There would be too many.
+    /// The state is too long.
     #[error(transparent)]
     TooLong(#[from] StateTooLong),
-    /// Anything else.
+    /// JSON serialisation failed.
     #[error("the state cannot be written as JSON")]
     Json(#[from] serde_json::Error),
 }
 
-/// State of one PCI function, and where it sits.
+/// State of a PCI function, with its address.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PciFunctionState {
-    /// Its address; the guest knows it, so it must be the same here.
+    /// Address, which the guest knows, so that it must be the same here.
     pub bdf: String,
-    /// Its own state.
+    /// State of the function.
     pub state: PciDeviceState,
 }
 
-/// State of a machine.
+/// State of a machine, except memory.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineState {
     /// See [`MACHINE_STATE_VERSION`].
     pub version: u32,
-    /// What all vCPUs were made to show when the guest booted.
+    /// CPUID that all vCPUs were shown when the guest booted.
     pub shown: Vec<CpuidEntry>,
-    /// Guest time.
+    /// Guest clock.
     pub clock: ClockState,
-    /// The vCPUs, in order of their numbers.
+    /// The vCPUs, in order of their index.
     pub vcpus: Vec<VcpuState>,
     /// PICs and IOAPIC.
     pub irqchips: IrqchipState,
@@ -103,54 +103,54 @@ pub struct MachineState {
     pub legacy: BTreeMap<String, DeviceSnapshot>,
     /// Address register of the PCI configuration ports.
     pub pci_config_address: u32,
-    /// PCI devices that come and go; earlier versions had none.
+    /// The hot-plug registers; absent in earlier versions.
     #[serde(default)]
     pub pci_hotplug: Option<DeviceSnapshot>,
     /// PCI functions by id.
     pub pci: BTreeMap<String, PciFunctionState>,
 }
 
-/// Why bytes are not the state of a machine.
+/// Why bytes are not a machine state.
 #[derive(Debug, Error)]
 pub enum MachineStateError {
-    /// A part was written by a later version.
+    /// A part has a later version.
     #[error("the {part} has version {found}, and the newest known here is {known}")]
     Newer {
-        /// The part.
+        /// Name of the part.
         part: &'static str,
         /// Its version.
         found: u32,
-        /// Ours.
+        /// The newest version known here.
         known: u32,
     },
-    /// It is to be read by a program that does not know it.
+    /// The reader does not support the version that the state needs.
     #[error(
         "the destination reads machine states up to version {newest}, and this one needs {needed}"
     )]
     BeyondReader {
-        /// What the state needs.
+        /// Version that the state needs.
         needed: u32,
-        /// What is read there.
+        /// Newest version of the reader.
         newest: u32,
     },
-    /// There is more in it than its version knows.
+    /// The state has a part that its version does not include.
     #[error("the machine state has version {version} and {part}, which came with a later version")]
     NotInVersion {
-        /// Its version.
+        /// Version of the state.
         version: u32,
-        /// What is in it.
+        /// Name of the part.
         part: &'static str,
     },
-    /// More than any machine has.
+    /// More values than any machine has.
     #[error("the machine state cannot be taken")]
     TooLarge(#[from] TooManyValues),
-    /// Anything else.
+    /// The JSON is malformed.
     #[error("the machine state is malformed")]
     Malformed(#[source] serde_json::Error),
 }
 
-/// What has a version of its own in every version of the state. Devices have theirs alongside data
-/// that only they read.
+/// The parts with a version of their own in every version of the state. Devices keep theirs in their own
+/// data.
 #[derive(Deserialize)]
 struct Versions {
     version: u32,
@@ -164,10 +164,10 @@ struct Version {
 }
 
 impl MachineState {
-    /// The bytes of a state that a destination takes, and that can be read from a snapshot.
+    /// Serialises the state, within the length that a reader accepts.
     ///
     /// # Errors
-    /// It has too many.
+    /// The state is too long.
     pub fn to_json(&self) -> Result<Vec<u8>, StateJsonError> {
         let json = serde_json::to_vec(self)?;
         let len_bytes = u64::try_from(json.len()).unwrap_or(u64::MAX);
@@ -177,11 +177,11 @@ impl MachineState {
         Ok(json)
     }
 
-    /// Reads a state. Versions come first, so that a later one is named as such whatever else has
-    /// changed with it.
+    /// Parses a state. Versions are checked first, so that a later version is reported as such whatever
+    /// else has changed.
     ///
     /// # Errors
-    /// A later version, or no state at all.
+    /// The version is newer, or the bytes are malformed.
     pub fn from_json(bytes: &[u8]) -> Result<Self, MachineStateError> {
         let newer = |part, found, known| Err(MachineStateError::Newer { part, found, known });
         json_bound::check(bytes, STATE_VALUES_MAX)?;
@@ -202,7 +202,7 @@ impl MachineState {
         }
     }
 
-    /// What of this came with the latest version after the first, and with which.
+    /// The newest version that a part of this state needs, if above 1, and the part.
     fn newest_part(&self) -> Option<(u32, &'static str)> {
         let is_narrow = |function: &PciFunctionState| {
             let state = &function.state;
@@ -231,17 +231,17 @@ impl MachineState {
         }
     }
 
-    /// The lowest version that can say all this.
+    /// The lowest version that can represent this state.
     pub fn needed_version(&self) -> u32 {
         self.newest_part().map_or(1, |(version, _)| version)
     }
 
-    /// The state for a reader that knows versions up to `newest`. What such a reader does without is left
-    /// out: the generation ID keeps its place in guest memory, and is not renewed where it is not known; the
-    /// CMOS clock is the host's again.
+    /// The state for a reader of versions up to `newest`, without the parts that it can do without: the
+    /// generation ID keeps its place in guest memory and is not renewed there; the CMOS clock follows the
+    /// host again.
     ///
     /// # Errors
-    /// There is something that a guest does not continue without.
+    /// A part is needed for the guest to continue.
     pub fn for_reader(mut self, newest: u32) -> Result<Self, MachineStateError> {
         if newest < 2 && self.legacy.remove(GENERATION_ID).is_some() {
             log::warn!(

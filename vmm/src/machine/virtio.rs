@@ -42,79 +42,79 @@ use super::vsocks::{self, VsockHandle};
 use crate::config::vm::WATCHDOG_ID;
 use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
 
-/// Why a machine lacks a virtio device.
+/// Why a virtio device cannot be created.
 #[derive(Debug, Error)]
 pub enum VirtioError {
-    /// A disk.
+    /// A disk cannot be created.
     #[error(transparent)]
     Disk(#[from] DiskWiringError),
-    /// A network device.
+    /// A network device cannot be created.
     #[error(transparent)]
     Net(#[from] NetWiringError),
-    /// The entropy device.
+    /// The entropy device cannot be created.
     #[error("cannot make the entropy device")]
     Rng(#[from] RngError),
-    /// The balloon.
+    /// The balloon cannot be created.
     #[error("cannot make the balloon")]
     Balloon(#[from] BalloonError),
-    /// A memory device.
+    /// A virtio-mem device cannot be created.
     #[error("cannot make a memory device")]
     Mem(#[from] MemError),
-    /// The number that was asked for.
+    /// The requested device number is not available.
     #[error("cannot use the pci_device_id of '{id}'")]
     Number {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: BdfError,
     },
     /// The configuration space of the panic device.
     #[error("cannot lay out '{id}'")]
     Layout {
-        /// The device.
+        /// Id of the device.
         id: String,
         /// Why.
         #[source]
         source: pci::ConfigError,
     },
-    /// The transport.
+    /// The PCI transport cannot be created.
     #[error("cannot put '{id}' on the PCI bus")]
     Transport {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: VirtioPciError,
     },
-    /// The bus.
+    /// The device cannot be placed on the PCI bus.
     #[error("cannot give '{id}' a place on the PCI bus")]
     Bus {
         /// The device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: PciError,
     },
 }
 
-/// Why a device could not be added to a machine that is there.
+/// Why a device cannot be added to a running machine.
 #[derive(Debug, Error)]
 pub enum HotAddError {
-    /// The device.
+    /// The device cannot be created.
     #[error(transparent)]
     Device(#[from] VirtioError),
-    /// Its image or tap.
+    /// Its image, tap or socket cannot be taken.
     #[error(transparent)]
     Exclusive(#[from] ExclusiveError),
 }
 
-/// The virtio devices of one machine.
+/// The virtio devices of a machine.
 #[derive(Default)]
 pub struct VirtioDevices {
     functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
     pub(super) locks: Vec<(String, DiskLock)>,
-    /// Those that keep what the host has no room for.
+    /// Disks with on_full=pause, which keep requests that wait for free space.
     pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
@@ -123,30 +123,30 @@ pub struct VirtioDevices {
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
     counters: Vec<(String, Arc<dyn Counters>)>,
-    /// Those whose numbers are kept, and whose BARs are to be placed after those of passed-through devices.
+    /// Devices with reserved numbers, whose BARs are placed after those of passed-through devices.
     unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
     /// Device numbers that options request, and those that are counted down from the highest.
     taken: BTreeSet<u8>,
-    /// Hears of disks that are full.
+    /// Receives the events of full disks.
     sink: Option<EventSink>,
 }
 
-/// What a device on the PCI bus is made with.
+/// What a PCI device is created with.
 pub struct PciContext<'a> {
-    /// The bus.
+    /// The PCI segment.
     pub segment: &'a Arc<PciSegment>,
-    /// The VM, for interrupts and notifications.
+    /// The VM, for interrupts and ioeventfds.
     pub vm: &'a Vm,
     /// Guest memory.
     pub ram: &'a Arc<GuestRam>,
 }
 
 impl VirtioDevices {
-    /// Makes all devices of the configuration. Locks and taps are not taken yet, but those of `images`
-    /// that fit a disk. What the guest does is told to `sink`.
+    /// Creates all configured devices. Disks take the images in `images` that fit, with their locks; other
+    /// locks and taps are taken later. Guest events go to `sink`.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn wire(
         config: &VmConfig,
         consoles: &Consoles,
@@ -184,10 +184,10 @@ impl VirtioDevices {
         if let Some(vsock) = &config.vsock {
             devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
         }
-        // Before the balloon, here and when they come back: how large it may be follows from them.
+        // Before the balloon, here and after a restore: they determine its maximum size.
         for Wired { id, device, handle } in mems::make(&config.memory, context.ram)? {
             devices.mems.push((id.clone(), handle));
-            // From the end, and so the same elsewhere whatever has come and gone before it.
+            // From the highest number down, and so the same on another host whatever was plugged before.
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
             devices.plug(context, &id, Box::new(device), number)?;
@@ -196,7 +196,7 @@ impl VirtioDevices {
             let power = Arc::clone(power);
             let expired = Arc::new(move || power.signal(GuestEvent::WatchdogExpired));
             let watchdog = Watchdog::new(WatchdogConfig::new(WATCHDOG_ID.to_owned(), expired));
-            // For the same reason as above: no option keeps its number.
+            // For the same reason: its number is not in the configuration.
             let free = |number: &u8| taken.insert(*number);
             let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
             devices.watchdog = Some(watchdog.handle());
@@ -309,14 +309,14 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Gives those devices their addresses that were kept back for the sake of passed-through ones, which are
-    /// on the bus now: their 32-bit BARs have no other place, while those of virtio devices become 64-bit ones
-    /// where there is no room. Does nothing if there are none.
+    /// Places the BARs of the devices that were deferred until the passed-through devices are on the bus,
+    /// whose 32-bit BARs have no alternative, while those of virtio devices become 64-bit ones where there
+    /// is no space. Does nothing if there are none.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn place_later(&mut self, segment: &PciSegment) -> Result<(), VirtioError> {
-        // One that fails, and those behind it, are left to `release_numbers`.
+        // One that fails, and those after it, are left to `release_numbers`.
         while let Some((number, function)) = self.unplaced.first() {
             let as_pci: Arc<dyn PciDevice> = function.clone();
             segment
@@ -327,13 +327,13 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// Lets those vCPUs continue that wait for a device that will not be placed.
+    /// Releases vCPUs that wait for a device that will not be placed.
     pub fn release_numbers(&self, segment: &PciSegment) {
         self.unplaced.iter().for_each(|(number, _)| segment.release(*number));
     }
 
-    /// Takes the device at `bdf` off the bus and apart, writes its image back, and gives its lock or
-    /// tap back. Returns its id; nothing if it belongs to the machine.
+    /// Unplugs the device at `bdf`, writes its image back, and releases its lock or tap. Returns its id;
+    /// `None` if it is not hot-pluggable.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let at = self.functions.iter().position(|(at, _)| *at == bdf)?;
         let id = self.functions.get(at)?.1.id().to_owned();
@@ -347,7 +347,7 @@ impl VirtioDevices {
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
         }
-        // Its threads end here; then no thread writes to the image, or takes frames.
+        // Ends its threads, so that none writes to the image or takes frames any more.
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);
@@ -363,34 +363,34 @@ impl VirtioDevices {
         Some(id)
     }
 
-    /// Tells the guest the size that its terminal has now.
+    /// Informs the guest of the current size of its terminal.
     pub fn follow_terminal(&self) {
         if let Some(console) = &self.console {
             console.follow_terminal();
         }
     }
 
-    /// Asks guests to tell the network where they are now.
+    /// Has all network devices announce the guest on the network.
     pub fn announce(&self) {
         for (_, net) in &self.nets {
             net.announce();
         }
     }
 
-    /// Stops all work on guest memory.
+    /// Pauses all devices, so that none accesses guest memory.
     pub fn pause(&self) {
         self.functions.iter().for_each(|(_, function)| function.pause());
     }
 
-    /// Goes on.
+    /// Resumes all devices.
     pub fn resume(&self) {
         self.functions.iter().for_each(|(_, function)| function.resume());
     }
 
-    /// Adds a disk to a machine that is there; its image is locked.
+    /// Adds a disk to the machine; its image is locked.
     ///
     /// # Errors
-    /// Naming the disk; everything is as before. Its lock ends with the open file.
+    /// Names the disk; nothing has changed then. Its lock ends with the open file.
     pub fn add_disk(
         &mut self,
         disk: &DiskConfig,
@@ -403,10 +403,10 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Adds a network device to a machine that is there; its tap is open.
+    /// Adds a network device to the machine; its tap is open.
     ///
     /// # Errors
-    /// Naming the device; everything is as before.
+    /// Names the device; nothing has changed then.
     pub fn add_net(
         &mut self,
         net: &NetConfig,
@@ -419,10 +419,10 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Adds a socket device to a machine that is there; its socket listens.
+    /// Adds a vsock device to the machine; its socket listens.
     ///
     /// # Errors
-    /// Naming the device; everything is as before.
+    /// Names the device; nothing has changed then.
     pub fn add_vsock(
         &mut self,
         vsock: &VsockConfig,
@@ -435,7 +435,7 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// The newest device in a machine that is paused.
+    /// Pauses the newest device, if the machine is paused.
     fn pause_if_machine_is(&self, is_paused: bool) {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
@@ -447,12 +447,12 @@ impl VirtioDevices {
         &self.taken
     }
 
-    /// The functions and where they sit.
+    /// The functions with their addresses.
     pub fn functions(&self) -> &[(Bdf, Arc<VirtioPciDevice>)] {
         &self.functions
     }
 
-    /// The clock of the watchdog, if there is one.
+    /// The handle of the watchdog, if there is one.
     pub fn watchdog(&self) -> Option<&WatchdogHandle> {
         self.watchdog.as_ref()
     }
@@ -462,13 +462,13 @@ impl VirtioDevices {
         self.balloon.as_ref()
     }
 
-    /// The devices by which memory comes and goes.
+    /// The devices that discard and populate guest memory.
     pub fn discarding_devices(&self) -> DiscardingDevices {
         let mems = self.mems.iter().map(|(_, device)| device.clone()).collect();
         DiscardingDevices { balloon: self.balloon.clone(), mems }
     }
 
-    /// Memory that the guest is to get by them and has not.
+    /// Bytes that the virtio-mem devices are still to plug.
     fn coming_bytes(&self) -> u64 {
         let missing = |(_, mem): &(String, MemHandle)| {
             mem.requested_bytes().saturating_sub(mem.plugged_bytes())
@@ -476,7 +476,7 @@ impl VirtioDevices {
         self.mems.iter().map(missing).fold(0, u64::saturating_add)
     }
 
-    /// The memory devices by name.
+    /// The virtio-mem devices by id.
     pub fn mems(&self) -> &[(String, MemHandle)] {
         &self.mems
     }
@@ -490,14 +490,14 @@ impl VirtioDevices {
     }
 }
 
-/// How wide the BAR of a device is, and when it is placed.
+/// Width of a device's BAR, and when it is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BarPlacement {
-    /// 64 bits, at once.
+    /// 64 bits, placed at once.
     Wide,
-    /// 32 bits if there is room, at once.
+    /// 32 bits if there is space, placed at once.
     Narrow,
-    /// 32 bits if there is room when passed-through devices have theirs.
+    /// 32 bits if there is space after the passed-through devices are placed.
     NarrowLater,
 }
 
@@ -510,7 +510,7 @@ impl BarPlacement {
     }
 }
 
-/// The disks' that are there at boot.
+/// Placement of the disks present at boot.
 fn disk_width(config: &VmConfig) -> BarPlacement {
     let passes_through = config.devices.iter().flatten().next().is_some();
     if passes_through { BarPlacement::NarrowLater } else { BarPlacement::Narrow }
@@ -520,7 +520,7 @@ fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
     DeviceNumber::new(number).map_err(|source| VirtioError::Number { id: id.to_owned(), source })
 }
 
-/// Devices that ask for a number, so that no other gets it first.
+/// Devices with a configured number, which are placed first so that no other takes it.
 fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
     let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
     let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
@@ -549,7 +549,7 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
 
-    /// Passed-through devices have no other place for their 32-bit BARs.
+    /// The 32-bit BARs of passed-through devices have no alternative.
     #[test]
     fn disks_come_after_passed_through_devices() {
         let mut config: VmConfig =

@@ -13,7 +13,7 @@ use devices::virtio::vsock::{Vsock, VsockConfig as DeviceConfig, VsockSocket};
 use crate::config::VsockConfig;
 use crate::panicking;
 
-/// What a running VM needs of a socket device.
+/// Handle to a vsock device of a running VM.
 pub struct VsockHandle {
     /// Its socket.
     pub socket: Arc<VsockSocket>,
@@ -21,7 +21,7 @@ pub struct VsockHandle {
     pub counters: Arc<dyn Counters>,
 }
 
-/// Makes a device; its socket listens later.
+/// Creates a device; its socket listens later.
 pub fn make(config: &VsockConfig) -> (Vsock, VsockHandle) {
     let device = Vsock::new(DeviceConfig {
         id: config.id.clone().unwrap_or_default(),

@@ -18,41 +18,41 @@ use thiserror::Error;
 
 use crate::events;
 
-/// Why disks are not written back.
+/// Why a disk cannot be written back.
 #[derive(Debug, Error)]
 pub enum WriteBackError {
-    /// The host refused, now or to an earlier flush.
+    /// The flush failed, or an earlier one had failed.
     #[error("disk '{id}' cannot be written back")]
     Disk {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: DiskError,
     },
-    /// There is no thread for it, and a caller with a limit cannot do it itself.
+    /// No thread could be started, and the caller has a time limit.
     #[error("a thread cannot be started for disk '{id}'")]
     Thread {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It takes too long.
+    /// The write-back has not finished in time.
     #[error("disk '{id}' ({path}) was not written back within {} ms", .within.as_millis())]
     Slow {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// Its image.
+        /// Path of the image.
         path: PathBuf,
-        /// How long it was waited for.
+        /// The time limit.
         within: Duration,
     },
 }
 
 impl WriteBackError {
-    /// The disk.
+    /// Id of the device.
     pub fn id(&self) -> &str {
         let (Self::Disk { id, .. } | Self::Thread { id, .. } | Self::Slow { id, .. }) = self;
         id
@@ -61,14 +61,14 @@ impl WriteBackError {
 
 #[derive(Default)]
 struct State {
-    /// Disks that are not done, by their ids.
+    /// Disks not finished yet, by id.
     left: BTreeMap<String, PathBuf>,
     failure: Option<WriteBackError>,
 }
 
 #[derive(Default)]
 struct Shared {
-    /// Held for an instant.
+    /// Only locked briefly.
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -93,11 +93,11 @@ fn failed(id: &str, source: DiskError) -> WriteBackError {
     WriteBackError::Disk { id: id.to_owned(), source }
 }
 
-/// How threads are made, and what if they cannot be.
+/// How threads are started, and what happens if they cannot be.
 #[derive(Clone, Copy)]
 struct Spawn {
     name: &'static str,
-    /// The caller may be kept for as long as it takes.
+    /// Whether the caller may block for as long as the work takes.
     may_wait: bool,
 }
 
@@ -107,21 +107,21 @@ impl Spawn {
     }
 }
 
-/// Disks that are being written back. Dropping it leaves them to it.
+/// Disks that are being written back, on threads; dropping this lets them continue.
 pub struct WriteBack {
     shared: Arc<Shared>,
     began: Instant,
 }
 
 impl WriteBack {
-    /// Begins with what was written to these disks up to now. Without a thread for one it is waited for
-    /// here.
+    /// Starts to write back what was written to these disks so far. If a thread cannot be started, the
+    /// calling thread does its work.
     pub fn start(disks: impl IntoIterator<Item = (String, DiskLock)>) -> Self {
         Self::each(disks, DiskLock::write_back, Spawn { name: "write-back", may_wait: true })
     }
 
-    /// Begins with other work on each of these disks, which may take as long, on threads of this name. It
-    /// never waits: without a thread for one that is an error.
+    /// Starts other work on each of these disks, on threads of this name. Never blocks: if a thread cannot
+    /// be started, that is an error.
     pub(super) fn start_other(
         name: &'static str,
         disks: impl IntoIterator<Item = (String, DiskLock)>,
@@ -158,15 +158,15 @@ impl WriteBack {
         Self { shared, began }
     }
 
-    /// Whether there is nothing left to wait for.
+    /// Whether all disks are finished.
     pub fn is_done(&self) -> bool {
         self.shared.lock().left.is_empty()
     }
 
-    /// Waits for all of them, however long they take.
+    /// Waits for all disks, without a time limit.
     ///
     /// # Errors
-    /// Of the first that could not be.
+    /// The first failure.
     pub fn wait(self) -> Result<(), WriteBackError> {
         let mut state = self.shared.lock();
         let waiting = |state: &mut State| !state.left.is_empty();
@@ -174,10 +174,10 @@ impl WriteBack {
         state.failure.take().map_or(Ok(()), Err)
     }
 
-    /// The same for so long at most.
+    /// Waits for all disks with a time limit.
     ///
     /// # Errors
-    /// [`WriteBackError::Slow`] names one of those that are left; they continue.
+    /// [`WriteBackError::Slow`] names one of the unfinished disks; they continue.
     pub fn wait_within(&self, within: Duration) -> Result<(), WriteBackError> {
         let mut state = self.shared.lock();
         let waiting = |state: &mut State| !state.left.is_empty() && state.failure.is_none();
@@ -193,13 +193,13 @@ impl WriteBack {
         }
     }
 
-    /// How long it has taken up to now.
+    /// Time since the start.
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()
     }
 }
 
-/// Tells of a failure that no request can be answered with.
+/// Reports a failure that no request can be answered with.
 pub fn report_write_back_failure(error: &WriteBackError) {
     let reason = error_text::chain(error);
     log::error!("{reason}");

@@ -19,13 +19,12 @@ use crate::machine::pausing::CancelToken;
 use crate::machine::virtio::PciContext;
 
 impl Passthrough {
-    /// Adds a device to a machine that is there. The first one begins to map memory, whose guest may
-    /// run meanwhile.
+    /// Adds a device to the machine. The first one starts to map memory; the guest may run meanwhile.
     ///
     /// # Errors
-    /// Naming the device, or that it was cancelled while the device was opened or all memory mapped for it;
-    /// everything is as before. A thread that still opens the device closes it when it is open: until then the
-    /// host has it in use, and the memory of this VM stays.
+    /// Names the device, or says that the addition was cancelled while the device was being opened or
+    /// memory mapped; nothing has changed then. A thread that is still opening the device closes it again:
+    /// until then the device is in use on the host, and this VM's memory is kept.
     pub fn add(
         &mut self,
         config: &DeviceConfig,
@@ -34,11 +33,11 @@ impl Passthrough {
         cancel: &CancelToken,
     ) -> Result<Bdf, PassthroughError> {
         self.check_memory()?;
-        // Nothing is returned to the host from here on; what has been comes back, and what is in a
-        // balloon goes again when everything is mapped.
+        // Nothing is discarded from here on. Pages discarded before are populated again, and those in the
+        // balloon are discarded again once everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
         let added = self.plug(config, context, cancel).and_then(|bdf| {
-            // The last of the others may have failed since.
+            // The last of the other devices may have failed in the meantime.
             let mapped = self.check_memory();
             let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding, cancel));
             mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
@@ -55,7 +54,8 @@ impl Passthrough {
         }
     }
 
-    /// The thread that opens a device whose addition was cancelled resets it when it is open, also if it was opened again since.
+    /// Refuses a device that a cancelled addition is still opening: that thread resets the device once it
+    /// is open, even if it was opened again since.
     pub(super) fn refuse_withdrawn(
         &self,
         config: &DeviceConfig,
@@ -70,8 +70,8 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Takes the device at `bdf` from the guest and returns it to the host; with the last one
-    /// memory is unmapped. Returns its id.
+    /// Unplugs the device at `bdf` and returns it to the host; unmaps memory with the last one. Returns its
+    /// id.
     pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
         let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
         self.unplug(bdf, segment);
@@ -92,18 +92,18 @@ impl Passthrough {
         device.disarm();
         if self.devices.is_empty() {
             read(&self.device_list).memory = None;
-            // Turns a vCPU away that waits for memory, and ends what maps it.
+            // Releases vCPUs that wait for memory to be mapped, and ends the mapping.
             self.pinning = None;
             if let Some(space) = &self.space {
                 space.unmap_all();
             }
         }
-        // The group goes back with the device, which no mapping may need any more.
+        // Closing the device releases its group, which must not be needed by a mapping any more.
         drop(device);
         read(&self.device_list).devices.retain(|device| device.strong_count() > 0);
     }
 
-    /// Without devices all is as if there had never been one.
+    /// Resets all DMA state once the last device has been removed.
     fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
             self.gate = Arc::default();
@@ -128,7 +128,7 @@ mod tests {
     use super::super::migration::tests::two_devices;
     use super::*;
 
-    /// Longer than anything here takes.
+    /// Longer than any of these tests takes.
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]

@@ -12,19 +12,19 @@ use vfio::{DmaSpace, HostPlace, IommufdSpace, Type1Container, VfioError};
 use crate::config::{ConfigFd, DeviceConfig, VmConfig};
 use crate::machine::virtio::PciContext;
 
-/// A way into the IOMMU.
+/// How devices are attached to the IOMMU.
 pub enum Backend {
-    /// Groups and a container.
+    /// VFIO groups and a type 1 container.
     Type1,
     /// iommufd.
     Iommufd {
-        /// The one that this process was given, if it was.
+        /// The iommufd that the process was given, if any.
         given: Option<ConfigFd>,
     },
 }
 
 impl Backend {
-    /// What the configuration asks for.
+    /// The configured backend.
     pub fn of(config: &VmConfig) -> Self {
         match &config.platform {
             Some(platform) if platform.iommufd => {
@@ -34,10 +34,10 @@ impl Backend {
         }
     }
 
-    /// An empty address space.
+    /// A new, empty DMA address space.
     ///
     /// # Errors
-    /// Saying what the host lacks.
+    /// Names what the host lacks.
     pub fn new_space(&self, context: &PciContext<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
         let (vm, ram) = (context.vm, Arc::clone(context.ram));
         Ok(match self {
@@ -50,7 +50,7 @@ impl Backend {
     }
 }
 
-/// Where a device is, for messages.
+/// Location of a device, for messages.
 pub fn shown_place(config: &DeviceConfig) -> String {
     match (&config.fd, &config.path) {
         (Some(fd), _) => format!("descriptor {}", fd.number()),
@@ -59,7 +59,7 @@ pub fn shown_place(config: &DeviceConfig) -> String {
     }
 }
 
-/// Where a device is, by the one name that a path of sysfs has without links.
+/// Location of a device as a path without symbolic links, to compare devices by.
 pub fn real_place(config: &DeviceConfig) -> String {
     match config.path.as_deref().map(std::fs::canonicalize) {
         Some(Ok(path)) => path.display().to_string(),
@@ -67,7 +67,7 @@ pub fn real_place(config: &DeviceConfig) -> String {
     }
 }
 
-/// Where a device is.
+/// Location of a device.
 ///
 /// # Errors
 /// Its descriptor is not open.
@@ -78,7 +78,7 @@ pub fn place_of(config: &DeviceConfig) -> Result<HostPlace, VfioError> {
     )
 }
 
-/// A duplicate for the device.
+/// A duplicate of a configured descriptor, for the device.
 fn duplicate(fd: &ConfigFd) -> Result<OwnedFd, VfioError> {
     let what = "use the descriptor that was given";
     fd.duplicate().map_err(|source| VfioError::Io { what, source })

@@ -16,10 +16,10 @@ use super::outcome::{DeviceList, SharedDeviceList, devices_of, unmap_if_unused};
 use crate::events;
 use crate::machine::events::{EventSink, GuestEvent};
 
-/// Listens to the devices of `list` that are reported to the answer.
+/// Starts to handle the events of the devices in `list`; devices are registered with the returned value.
 ///
 /// # Errors
-/// No descriptor or no thread.
+/// A descriptor or the thread cannot be created.
 pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvents> {
     DeviceEvents::start(Box::new(move |id, notice| {
         let devices = devices_of(&list);
@@ -61,10 +61,10 @@ mod tests {
     use super::super::{Passthrough, PassthroughError, read};
     use super::*;
 
-    /// Longer than anything here takes.
+    /// Longer than any of these tests takes.
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// The devices 'one' and 'two' at work, heard by their machine, with memory mapped for both.
+    /// The devices 'one' and 'two', working, registered for events, with memory mapped for both.
     fn at_work() -> (Passthrough, [Arc<FakeFunction>; 2], Arc<FakeTarget>) {
         let (mut passthrough, hosts) = two_devices();
         let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
@@ -125,7 +125,7 @@ mod tests {
         assert!(target.before_unmap_all.set(before).is_ok());
         assert!(one.tell(DeviceEvent::Failed) && two.tell(DeviceEvent::Failed));
         until("memory is unmapped", || target.mapped.lock().is_empty());
-        // What comes next would find nothing mapped.
+        // The next device would find nothing mapped.
         until("it says so", || {
             matches!(passthrough.progress().unwrap().state, PinState::Failed(_))
         });

@@ -20,13 +20,13 @@ use crate::events;
 use crate::machine::ram;
 use crate::machine::state::hardware_state_len_bytes_max;
 
-/// What is done with each device before the next step.
+/// A step that is applied to every device before the next one.
 type Step = fn(&VfioPciDevice) -> Result<(), MigrationError>;
 
-/// Refuses to move a machine of whose devices the configuration alone says that they cannot be.
+/// Refuses to migrate or save a machine if its configuration alone shows that a device cannot be.
 ///
 /// # Errors
-/// Naming the devices, and why.
+/// Names the devices and the reasons.
 pub fn check_config(config: &VmConfig) -> Result<(), PassthroughError> {
     let devices = config.devices.as_deref().unwrap_or_default();
     let mut reasons: Vec<_> = devices
@@ -57,10 +57,10 @@ fn refuse(reasons: &[String]) -> Result<(), PassthroughError> {
 }
 
 impl Passthrough {
-    /// Refuses to move a machine whose devices cannot be.
+    /// Refuses to migrate or save a machine with devices that cannot be.
     ///
     /// # Errors
-    /// Naming the devices, and why.
+    /// Names the devices and the reasons.
     pub fn check_movable(&self, config: &VmConfig) -> Result<(), PassthroughError> {
         check_config(config)?;
         let why = |(_, device): &(_, Arc<VfioPciDevice>)| {
@@ -70,8 +70,8 @@ impl Passthrough {
         refuse(&self.too_much_state(hardware_state_len_bytes_max(config.cpus.boot_vcpus)))
     }
 
-    /// Why the states of the hardware cannot travel, as far as it is known before the devices stop: one
-    /// device has too much, or all have together.
+    /// Why the hardware states are too large to be transferred, as far as is known before the devices stop:
+    /// that of one device, or of all together.
     fn too_much_state(&self, limit_bytes: u64) -> Vec<String> {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);
         let len = |(_, device): &(_, Arc<VfioPciDevice>)| device.estimated_state_len_bytes();
@@ -94,12 +94,12 @@ impl Passthrough {
         lens().filter(|(_, len_bytes)| *len_bytes > 0).map(part).collect()
     }
 
-    /// Stops the devices, as far as they can be stopped. The vCPUs have stopped before. Idempotent.
+    /// Stops the devices, as far as they support that. The vCPUs must be stopped. Idempotent.
     ///
     /// # Errors
-    /// Naming the device; those that have stopped stay so, and one that has failed is gone for the
-    /// guest. If the machine is to run on, [`Self::run`] has to follow: of one that is paused nothing
-    /// may begin to work because it was asked to stop once more.
+    /// Names the device. Those that have stopped stay stopped; one that has failed is lost to the guest. If
+    /// the machine is to resume, [`Self::run`] must be called: a failed attempt must not leave the devices
+    /// of a paused machine running.
     pub fn stop(&self) -> Result<(), PassthroughError> {
         let steps: [Step; 2] = [VfioPciDevice::quiesce, VfioPciDevice::stop];
         for step in steps {
@@ -114,7 +114,7 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Lets the devices work again, before the vCPUs do. One that does not is gone for the guest.
+    /// Resumes the devices, before the vCPUs resume. One that fails is lost to the guest.
     pub fn run(&self) {
         let steps: [Step; 2] = [VfioPciDevice::wake, VfioPciDevice::run];
         for step in steps {
@@ -127,7 +127,8 @@ impl Passthrough {
         }
     }
 
-    /// Tells of the device at `bdf`, if that is one and is gone for the guest because of `error`.
+    /// Reports the passed-through device at `bdf` as lost to the guest, if there is one and `error` has
+    /// made it so.
     pub fn tell_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
         if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
             self.tell_of(device, error);
@@ -144,12 +145,12 @@ impl Passthrough {
         }
     }
 
-    /// Watches what the devices write to guest memory, until the answer is dropped.
+    /// Starts to log DMA writes to guest memory; ends when the logs are dropped.
     pub fn watch_dma(&self, ram: &memory::GuestRam) -> Vec<DmaLog> {
         self.devices.iter().map(|(_, device)| device.watch_dma(ram)).collect()
     }
 
-    /// An estimate of the length of the state of all hardware.
+    /// Estimated total length in bytes of the hardware states.
     pub fn state_len_bytes(&self) -> u64 {
         let lens = self.devices.iter().map(|(_, device)| device.estimated_state_len_bytes());
         lens.fold(0, u64::saturating_add)
@@ -170,7 +171,7 @@ pub(super) mod tests {
     use super::super::{Backend, SharedDeviceList};
     use super::*;
 
-    /// Devices 'one' and 'two', which can be moved, and what the host has of them.
+    /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
     pub(in super::super) fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
         let gate = Arc::new(DmaGate::default());
         let hosts = ["one", "two"].map(|_| {
@@ -290,7 +291,7 @@ pub(super) mod tests {
     #[test]
     fn too_much_state_is_refused_by_name_before_anything_stops() {
         let (passthrough, hosts) = two_devices();
-        // What the fake says of its state: its memory, and nine bytes around it.
+        // The state of the fake: its memory, and nine bytes around it.
         assert_eq!(passthrough.state_len_bytes(), 2 * 14);
         assert_eq!(passthrough.too_much_state(28), Vec::<String>::new());
         let reasons = passthrough.too_much_state(27);
@@ -307,7 +308,7 @@ pub(super) mod tests {
         assert!(error.contains("'two': its state has 129 MiB, and may have 128"), "{error}");
         assert!(!error.contains("'one'"), "{error}");
         assert!(hosts.iter().all(|host| history(host).is_empty()), "none was asked to stop");
-        // Each has no more than a device may, and both have more than travels.
+        // Each is within the limit for a device, and both exceed the total limit.
         estimates([100 << 20; 2]);
         let error = passthrough.check_movable(&config).unwrap_err().to_string();
         for id in ["'one'", "'two'"] {

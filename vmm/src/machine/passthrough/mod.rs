@@ -56,79 +56,79 @@ use slots::KvmBarSlots;
 
 pub use prepinned::PrepinnedSlot;
 
-/// Lines of the I/O APIC that no fixed device has.
+/// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
 
-/// Why a machine lacks a passed-through device.
+/// Why a passed-through device cannot be used.
 #[derive(Debug, Error)]
 pub enum PassthroughError {
-    /// VFIO.
+    /// A VFIO call failed.
     #[error("cannot pass devices through")]
     Vfio(#[source] VfioError),
-    /// One device.
+    /// The device cannot be opened or set up.
     #[error("cannot pass through '{id}' ({place})")]
     Device {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Where it was looked for.
+        /// Its location on the host.
         place: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: VfioError,
     },
-    /// Its interrupt line.
+    /// The interrupt line is not available.
     #[error("cannot give '{id}' an interrupt line")]
     Line {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: IrqError,
     },
-    /// The bus.
+    /// The device cannot be placed on the PCI bus.
     #[error("cannot give '{id}' a place on the PCI bus")]
     Bus {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: PciError,
     },
-    /// Memory for DMA.
+    /// Memory cannot be mapped for DMA.
     #[error("cannot make guest memory ready for DMA")]
     Pin(#[from] PinError),
-    /// It was not, so no device is of use.
+    /// Mapping memory has failed earlier, so no device can be used.
     #[error(
         "guest memory could not be made ready for DMA ({0}); remove the passed-through devices that \
          the VM has, then add them again"
     )]
     MemoryFailed(Arc<str>),
-    /// A migration or a snapshot.
+    /// A device prevents a migration or snapshot.
     #[error(
         "the VM can be neither migrated nor saved because of its passed-through devices: {0}; remove \
          them first"
     )]
     NotMovable(String),
-    /// The same device, which was removed while it was being opened.
+    /// The device was removed while it was being opened, and is still being opened on the host.
     #[error(
         "'{id}' ({place}) was removed while it was being opened, and the host is still opening it; add it again when \
          it is done"
     )]
     Withdrawn {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Where it is.
+        /// Its location on the host.
         place: String,
     },
-    /// The VM is to end, or the device that is added was withdrawn.
+    /// The VM is to end, or the addition of the device was cancelled.
     #[error("it was cancelled before all passed-through devices were of use")]
     Cancelled,
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]
     Stop {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: MigrationError,
     },
@@ -138,45 +138,46 @@ fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughE
     PassthroughError::Device { id: id.to_owned(), place: shown_place(config), source }
 }
 
-/// The passed-through devices of one machine.
+/// The passed-through devices of a machine.
 pub struct Passthrough {
-    /// Of the devices, from the first one on.
+    /// Handles device events; created with the first device.
     notices: Option<DeviceEvents>,
     sink: EventSink,
-    /// Before the devices, so that nothing is mapped any more when the devices go.
+    /// Declared before the devices, so that mapping has ended when they are closed.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
-    /// When each of them was open, by id.
+    /// When each device was open, by id.
     opened: BTreeMap<String, Instant>,
-    /// Those that the guest is still to get.
+    /// Devices that are still to be plugged.
     pending: Vec<PendingDevice>,
     device_list: SharedDeviceList,
-    /// What the devices wait at; another one for the next after the last has gone.
+    /// Gate that device access waits at; replaced once the last device has been removed.
     gate: Arc<DmaGate>,
     backend: Backend,
-    /// Made for the first device, and kept: KVM is told of VFIO once.
+    /// Created for the first device and kept: KVM is told of VFIO only once.
     space: Option<Arc<dyn DmaSpace>>,
     slots: Option<Arc<KvmBarSlots>>,
-    /// Memory that was mapped before, until it is to be mapped.
+    /// Memory mapped in advance by a pool, until [`Passthrough::map_memory`] takes it.
     prepinned: Option<PrepinnedSlot>,
-    /// Devices that were removed while they were being opened, by their place, until they are closed.
+    /// Devices removed while they were being opened, by location, until they are closed.
     withdrawn: Vec<(String, Weak<()>)>,
-    /// Devices are to reach each other by DMA.
+    /// Whether devices are to reach each other's BARs by DMA.
     needs_p2p: bool,
-    /// What they reach of each other; another one after the last has gone, as the gate.
+    /// BARs mapped for p2p; replaced like the gate.
     peers: Option<Arc<P2pBars>>,
-    /// A device wants all memory mapped before the guest continues.
+    /// Whether a device requires all memory to be mapped before the guest resumes.
     strict: bool,
-    /// Last: what devices may write stays theirs until they are gone, or until it is released.
+    /// Declared last: pages that devices may write are not discarded until the devices are closed or the
+    /// ban is lifted.
     ban: Option<Arc<DiscardBan>>,
 }
 
-/// The line of the I/O APIC for the interrupt pin of a device.
+/// The I/O APIC line for the interrupt pin of a device.
 fn line_of(number: DeviceNumber) -> u32 {
     layout::FIRST_FREE_GSI + u32::from(number.get()) % INTX_LINES
 }
 
-/// Lines of the interrupt pins of all devices that there may ever be.
+/// I/O APIC lines for the interrupt pins of all possible devices.
 pub fn routes() -> Vec<IntxRoute> {
     (1..DEVICES_PER_BUS_COUNT)
         .filter_map(|number| DeviceNumber::new(number).ok())
@@ -184,30 +185,30 @@ pub fn routes() -> Vec<IntxRoute> {
         .collect()
 }
 
-/// How the devices of a configuration are opened.
+/// How the configured devices are opened.
 pub struct OpenInput<'a> {
-    /// When.
+    /// When they are opened.
     pub opening: Opening,
-    /// What a pool has for the first one.
+    /// The slot that a pool has prepared for the first device.
     pub slot: Option<PrepinnedSlot>,
-    /// Ends every wait for a device and for its memory.
+    /// Ends every wait for a device or for memory.
     pub cancel: &'a CancelToken,
 }
 
 impl Passthrough {
-    /// With passed-through devices no memory is returned to the host: they would keep writing
-    /// pages that the guest no longer has. To be called before a balloon is made, which then does
-    /// not offer what would not work.
+    /// With passed-through devices no memory is discarded: they would keep writing to pages that the guest
+    /// no longer has. Must be called before a balloon is created, which then does not offer features that
+    /// depend on discarding.
     pub fn ban_discards(config: &VmConfig, ram: &GuestRam) -> Option<DiscardBan> {
         let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and puts them on the bus, or begins to, and [`Passthrough::finish_opening`] does the
+    /// Opens the devices and places them on the bus, or starts to; [`Passthrough::finish_opening`] does the
     /// rest.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub fn wire(
         config: &VmConfig,
         context: &PciContext<'_>,
@@ -245,7 +246,7 @@ impl Passthrough {
         Ok(this)
     }
 
-    /// Opens a device and puts it on the bus.
+    /// Opens a device and places it on the bus.
     fn plug(
         &mut self,
         config: &DeviceConfig,
@@ -276,7 +277,7 @@ impl Passthrough {
     ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
         self.refuse_withdrawn(config, id)?;
         let open = self.opener(config, id, context)?;
-        // Lives as long as a thread has the device open that nothing waits for any more.
+        // Kept alive by the thread that opens the device, also after the addition was cancelled.
         let token = Arc::new(());
         self.withdrawn.retain(|(_, token)| token.strong_count() > 0);
         self.withdrawn.push((real_place(config), Arc::downgrade(&token)));
@@ -299,7 +300,7 @@ impl Passthrough {
         self.devices.push((bdf, device));
     }
 
-    /// A device that cannot tell is of use all the same.
+    /// Registers for the events of a device. A device without events can be used all the same.
     fn listen_to(&mut self, device: &VfioPciDevice) {
         let id = device.id();
         if self.notices.is_none() {
@@ -336,7 +337,7 @@ impl Passthrough {
         self.peers.clone()
     }
 
-    /// Makes a device of an open function.
+    /// Creates a device from an open function.
     fn make_device(
         &mut self,
         function: VfioFunction,
@@ -366,14 +367,15 @@ impl Passthrough {
         device.map(Arc::new).map_err(|source| no_device(config, id, source))
     }
 
-    /// Begins to map memory if there are devices and it is not being mapped, and waits for it if a
-    /// device asks for that. Comes last before the vCPUs are started: what happens before would have
-    /// to share the processors and the process's memory map with the threads that populate.
+    /// Starts to map memory if there are devices and it is not being mapped yet, and waits for it if a
+    /// device requires that. Called last before the vCPUs start: other work would compete with the
+    /// populating threads for the processors and the process's memory map.
     ///
-    /// With a balloon memory is mapped in small pieces, which go and come back with what is in it.
+    /// With a balloon, memory is mapped in small pieces that are unmapped and mapped again as the balloon
+    /// changes.
     ///
     /// # Errors
-    /// A limit that is too low, or memory cannot be mapped; or it is cancelled while a device waits for that.
+    /// A limit is too low, memory cannot be mapped, or the wait was cancelled.
     pub fn map_memory(
         &mut self,
         ram: &Arc<GuestRam>,
@@ -430,25 +432,25 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Lets every vCPU go that waits for memory.
+    /// Releases every vCPU that waits for memory to be mapped.
     pub fn cancel(&self) {
         if let Some(pinning) = &self.pinning {
             pinning.cancel();
         }
     }
 
-    /// How far memory is; `None` without devices.
+    /// Progress of mapping memory; `None` without devices.
     pub fn progress(&self) -> Option<PinProgress> {
         self.pinning.as_ref().map(Pinning::progress)
     }
 
-    /// The devices and where they sit.
+    /// The devices with their addresses.
     pub fn devices(&self) -> &[(Bdf, Arc<VfioPciDevice>)] {
         &self.devices
     }
 
-    /// When each device was open and all memory mapped for it, when its driver asked for DMA, and how
-    /// long it waited, in microseconds.
+    /// Per device, in microseconds: when it was open, when all memory was mapped for it, when its driver
+    /// enabled DMA, and how long that waited.
     pub fn counters(
         &self,
         clock_us: impl Fn(Instant) -> u64,

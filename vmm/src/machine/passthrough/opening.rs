@@ -28,44 +28,44 @@ use crate::events;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
 use crate::machine::virtio::PciContext;
 
-/// When the devices of a configuration are opened.
+/// When the configured devices are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
-    /// Before the guest runs.
+    /// Before the guest starts.
     Before,
-    /// While it does, unless it is to wait for its memory anyway.
+    /// While the guest starts, unless it has to wait for memory to be mapped anyway.
     Meanwhile,
 }
 
 impl Opening {
-    /// Whether the guest runs before the devices of `config` are there.
+    /// Whether the guest starts before the devices of `config` are open.
     pub fn overlaps(self, config: &VmConfig) -> bool {
         let waits = |device: &DeviceConfig| device.pin == PinMode::Strict;
         self == Self::Meanwhile && !config.devices.iter().flatten().any(waits)
     }
 }
 
-/// A device that is being opened. Dropping it waits until no thread does that any more: the next VM may
-/// want the device.
+/// A device that is being opened. Dropping it waits for the thread that opens it, as the next VM may use
+/// the device.
 pub struct PendingDevice {
     config: DeviceConfig,
     id: String,
     number: DeviceNumber,
     thread: Option<JoinHandle<Result<Opened, VfioError>>>,
-    /// Ends when the thread has nothing more to do.
+    /// Disconnected when the thread has finished.
     ended: Receiver<()>,
 }
 
 /// An open function.
 pub struct Opened {
-    /// The function, which has been reset.
+    /// The function, after a reset.
     pub function: VfioFunction,
-    /// When it was there.
+    /// When it was open.
     pub at: Instant,
 }
 
 impl PendingDevice {
-    /// Begins to open a device.
+    /// Starts to open a device on a thread.
     fn begin(
         config: DeviceConfig,
         id: String,
@@ -82,7 +82,7 @@ impl PendingDevice {
         Ok(Self { config, id, number, thread: Some(thread), ended })
     }
 
-    /// Waits until it is open, or not wanted any more.
+    /// Waits until the device is open or opening it has failed; false if cancelled.
     fn is_there(&self, cancel: &CancelToken) -> bool {
         while self.ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             if cancel.is_cancelled() {
@@ -99,11 +99,10 @@ impl PendingDevice {
     }
 }
 
-/// What opens a device, on whatever thread.
+/// Opens a device, on any thread.
 pub type Opener = Box<dyn FnOnce() -> Result<Opened, VfioError> + Send>;
 
-/// Resets a function, so that the guest finds it as if it had just been switched on. `begun`: when it
-/// began to be opened.
+/// Resets a function, so that the guest finds it in its power-on state. `begun`: when opening it started.
 fn reset(id: &str, function: VfioFunction, begun: Instant) -> Opened {
     function.reset();
     let took_ms = begun.elapsed().as_millis().to_string();
@@ -119,11 +118,11 @@ impl Drop for PendingDevice {
 }
 
 impl Passthrough {
-    /// What opens a device. All that can be said about it at once is said here; that of a pool's slot, which
-    /// is open already, is attached here, too, as that shows whether the slot is of use.
+    /// The closure that opens a device. Checks that need no opening are made here; the device of a pool's
+    /// slot, which is open already, is attached here too, as that shows whether the slot can be used.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub(super) fn opener(
         &mut self,
         config: &DeviceConfig,
@@ -144,7 +143,8 @@ impl Passthrough {
         }))
     }
 
-    /// The slot is for the first device. One that is of no use is released.
+    /// Attaches the device of the slot, which is for the first device. A slot that cannot be used is
+    /// released.
     fn attach_that_of_slot(
         &mut self,
         config: &DeviceConfig,
@@ -169,10 +169,10 @@ impl Passthrough {
         }
     }
 
-    /// Begins to open a device, for which a place is kept.
+    /// Starts to open a device, and reserves its place on the bus.
     ///
     /// # Errors
-    /// Naming the device.
+    /// Names the device.
     pub(super) fn expect(
         &mut self,
         config: &DeviceConfig,
@@ -193,8 +193,8 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Whether memory can be mapped for the devices that are being opened, as far as limits say: before
-    /// the guest runs.
+    /// Whether limits allow memory to be mapped for the devices being opened; checked before the guest
+    /// starts.
     ///
     /// # Errors
     /// The limit that is too low.
@@ -203,7 +203,7 @@ impl Passthrough {
         ram: &Arc<GuestRam>,
         discarding: &DiscardingDevices,
     ) -> Result<(), PassthroughError> {
-        // What a pool has mapped was allowed to it.
+        // Memory that a pool has mapped is within the pool's limits.
         let is_to_map = !self.pending.is_empty() && self.prepinned.is_none();
         let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
@@ -215,16 +215,16 @@ impl Passthrough {
         Ok(Pinning::check(&dma_map, &populator)?)
     }
 
-    /// Whether devices are being opened, so that [`Passthrough::finish_opening`] has something to do.
+    /// Whether devices are still being opened, so that [`Passthrough::finish_opening`] has to be called.
     pub fn is_opening(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Waits until the devices that are being opened are there, gives them to the guest, and begins to
-    /// map memory. Does nothing if there are none.
+    /// Waits until all devices are open, plugs them, and starts to map memory. Does nothing if there are
+    /// none.
     ///
     /// # Errors
-    /// Naming the device; or the start is to be cancelled while one is being opened. The machine is of no use then.
+    /// Names the device, or says that the start was cancelled. The machine is unusable then.
     pub fn finish_opening(
         &mut self,
         context: &PciContext<'_>,
@@ -235,11 +235,11 @@ impl Passthrough {
             return Ok(());
         }
         for at in 0..self.pending.len() {
-            // One after the other: what is known of a device that has failed does not wait for those behind it.
+            // In order: the failure of one device is reported without waiting for the ones after it.
             self.await_device(at, cancel)?;
             self.receive(at, context)?;
         }
-        // A vCPU that reaches a device finds a thread at work that will open the gate.
+        // Before vCPUs can reach the devices: the thread that opens the gate has been started.
         self.map_memory(context.ram, discarding, cancel)?;
         for (pending, (_, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
@@ -271,7 +271,7 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Lets those vCPUs continue that wait for a device that will not come.
+    /// Releases vCPUs that wait for a device that will not be plugged.
     pub fn release_numbers(&self, segment: &PciSegment) {
         self.pending.iter().for_each(|pending| segment.release(pending.number));
     }
@@ -286,7 +286,7 @@ mod tests {
     use super::super::migration::tests::two_devices;
     use super::*;
 
-    /// A device that takes until it is told to fail.
+    /// A device whose opening takes until the test makes it fail.
     fn slow(number: u8) -> (PendingDevice, std::sync::mpsc::Sender<()>) {
         let (go_on, told) = channel::<()>();
         let open = Box::new(move || {
@@ -315,7 +315,7 @@ mod tests {
         let (passthrough, result) = is_over.recv_timeout(Duration::from_mins(1)).unwrap();
         assert!(matches!(result, Err(PassthroughError::Cancelled)), "{result:?}");
         drop(never);
-        // What has come of each is found out when it is received.
+        // Failures are only reported when a device is received.
         (0..2).try_for_each(|at| passthrough.await_device(at, &CancelToken::default())).unwrap();
     }
 }

@@ -17,16 +17,16 @@ use vfio::{DmaMap, PinState, PinningAbort, VfioPciDevice};
 
 use crate::events;
 
-/// The devices of a machine and the memory that is mapped for them, for the threads that hear of a failure.
-/// Devices come and go meanwhile.
+/// The devices of a machine and the memory mapped for them, for threads that report a failure. Devices are
+/// added and removed concurrently.
 #[derive(Default)]
 pub(super) struct DeviceList {
     pub(super) devices: Vec<Weak<VfioPciDevice>>,
-    /// What is or will be mapped, if anything.
+    /// The mapping, in progress or done, if there is one.
     pub(super) memory: Option<PinningAbort>,
 }
 
-/// Locked for an instant.
+/// Only locked briefly.
 pub(super) type SharedDeviceList = Arc<Mutex<DeviceList>>;
 
 pub(super) fn read(list: &Mutex<DeviceList>) -> MutexGuard<'_, DeviceList> {
@@ -37,16 +37,16 @@ pub(super) fn devices_of(list: &Mutex<DeviceList>) -> Vec<Arc<VfioPciDevice>> {
     read(list).devices.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// The devices by which memory comes and goes.
+/// The devices that discard and populate guest memory.
 #[derive(Default)]
 pub struct DiscardingDevices {
     /// The balloon.
     pub balloon: Option<BalloonHandle>,
-    /// The memory devices.
+    /// The virtio-mem devices.
     pub mems: Vec<MemHandle>,
 }
 
-/// What happens with them when all memory is mapped.
+/// Enables discards by these devices once all memory is mapped.
 pub(super) struct EnableDiscards {
     discarding: DiscardingDevices,
     ban: Arc<DiscardBan>,
@@ -80,7 +80,7 @@ impl EnableDiscards {
     }
 }
 
-/// Tells how mapping ended, and takes the devices from the guest if it failed.
+/// Reports the end of mapping; if it has failed, all devices are lost to the guest.
 pub(super) fn tell(state: &PinState, total_bytes: u64, list: &Mutex<DeviceList>) {
     let bytes = total_bytes.to_string();
     match state {
@@ -97,12 +97,12 @@ pub(super) fn tell(state: &PinState, total_bytes: u64, list: &Mutex<DeviceList>)
     }
 }
 
-/// Takes the devices from the guest, and memory from the devices.
+/// Takes all devices from the guest, and unmaps memory.
 pub(super) fn lose_all(reason: &Arc<str>, list: &Mutex<DeviceList>) {
     log::error!("passed-through devices are taken from the guest: {reason}");
     events::emit("vm", "passthrough-failed", &[("error", reason)]);
     for device in devices_of(list) {
-        // It may have been at work.
+        // The device may have been working.
         device.disarm();
         let lost = [("id", device.id()), ("error", reason.as_ref())];
         events::emit("vm", "passthrough-device-lost", &lost);
@@ -110,8 +110,8 @@ pub(super) fn lose_all(reason: &Arc<str>, list: &Mutex<DeviceList>) {
     unmap_if_unused(list);
 }
 
-/// Unmaps memory once each device has been disarmed, so that none reaches pages that the guest uses for
-/// something else. Takes as long as the kernel does.
+/// Unmaps memory once each device has been disarmed, so that no device reaches pages that the guest has put
+/// to other use. Takes as long as the kernel does.
 pub(super) fn unmap_if_unused(list: &Mutex<DeviceList>) {
     let listed = read(list);
     let is_used = |device: Arc<VfioPciDevice>| !device.is_disarmed();
@@ -119,7 +119,7 @@ pub(super) fn unmap_if_unused(list: &Mutex<DeviceList>) {
         return;
     }
     let Some(memory) = listed.memory.clone() else { return };
-    // A device that comes next is listed after this, and finds that it has failed.
+    // A device added later is listed after this, and finds that mapping has failed.
     memory.begin(&"all passed-through devices have failed".into());
     drop(listed);
     memory.unmap();

@@ -25,20 +25,20 @@ use crate::machine::prezeroed;
 use crate::machine::ram::{self, MachineRamError};
 use crate::machine::virtio::PciContext;
 
-/// What came from a pool.
+/// Memory, mapped for a device, that a pool has provided.
 pub struct PrepinnedSlot {
     given: ProvidedFile,
     iommufd: Option<OwnedFd>,
-    /// Of the device.
+    /// Address of the device.
     address: Bdf,
-    /// The device, and where it is.
+    /// Path and descriptor of the device, until taken.
     device: Option<(PathBuf, OwnedFd)>,
     grant: PinnedGrant,
-    /// What is mapped, once it was compared with the memory.
+    /// The mapped ranges, once compared with the machine's memory.
     mapped: BTreeMap<u64, u64>,
 }
 
-/// The address of the device at a path in sysfs.
+/// Address of the device at a sysfs path.
 fn address_of(path: &std::path::Path) -> Option<Bdf> {
     path.canonicalize().ok()?.file_name()?.to_str()?.parse().ok()
 }
@@ -54,11 +54,11 @@ fn warn(device: Bdf, error: &dyn std::error::Error) {
 }
 
 impl PrepinnedSlot {
-    /// Asks the pool, if the machine has what a slot is for: iommufd, a device by its path, and one zone of
-    /// a pool's memory that does not grow. With several devices the slot is that of the first.
+    /// Requests a slot from the pool, if the machine fits one: iommufd, a device given by path, and a
+    /// single zone of pool memory that cannot grow. With several devices the slot is that of the first.
     ///
     /// # Errors
-    /// The options of the memory make no sense.
+    /// The memory configuration is invalid.
     pub fn take(config: &VmConfig, phys_bits: u8) -> Result<Option<Self>, MachineRamError> {
         if !matches!(Backend::of(config), Backend::Iommufd { given: None }) {
             return Ok(None);
@@ -66,7 +66,7 @@ impl PrepinnedSlot {
         let first = config.devices.iter().flatten().next().filter(|device| device.fd.is_none());
         let Some(path) = first.and_then(|device| device.path.clone()) else { return Ok(None) };
         let Some((zone, socket)) = ram::only_zone(&config.memory)? else { return Ok(None) };
-        // Opening it says what is wrong with the path.
+        // Opening the device reports what is wrong with the path.
         let Some(device) = address_of(&path) else { return Ok(None) };
         let layout = ram::layout_of(phys_bits);
         let request = TakePinned {
@@ -103,15 +103,15 @@ impl PrepinnedSlot {
         }))
     }
 
-    /// The memory.
+    /// The file of the memory.
     pub fn memory(&self) -> ProvidedFile {
         self.given.clone()
     }
 
-    /// The address space, once.
+    /// Takes the address space, once.
     ///
     /// # Errors
-    /// What is mapped in it is not the machine's memory.
+    /// Its mappings do not match the machine's memory.
     pub(super) fn space(
         &mut self,
         context: &PciContext<'_>,
@@ -122,26 +122,26 @@ impl PrepinnedSlot {
         Ok(Arc::new(IommufdSpace::prepinned(context.vm, ram, iommufd, &self.grant)?))
     }
 
-    /// Whether the device is still to be taken.
+    /// Whether the device has not been taken yet.
     pub(super) fn has_device(&self) -> bool {
         self.device.is_some()
     }
 
-    /// The device, once.
+    /// Takes the device, once.
     pub(super) fn take_device(&mut self) -> Option<HostPlace> {
         self.device.take().map(|(path, node)| HostPlace::Prepinned { path, node })
     }
 
-    /// All memory, mapped.
+    /// The mapping of all memory.
     pub(super) fn dma_map(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<DmaMap> {
         let target: Arc<dyn DmaTarget> = target;
         DmaMap::prepinned(target, self.mapped, self.grant.piece_bytes, on_lost)
     }
 
-    /// Says why the machine does without. The device is free when this returns.
+    /// Logs why the machine does not use the slot. The device is closed on return.
     pub(super) fn refuse(self, error: &PassthroughError) {
         let device = self.address.to_string();
-        // Iommufd and device go here, if they have not gone with what could not use them.
+        // Closes iommufd and device, unless the failed attempt has consumed them.
         drop(self);
         let why = error_text::chain(error);
         log::warn!("what the pool has mapped is not used, memory is mapped anew: {why}");
@@ -155,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    /// A pool goes by the layout that the memory crate calls its default.
+    /// A pool uses the memory crate's default layout.
     #[test]
     fn the_pool_and_the_machine_lay_memory_out_alike() {
         assert_eq!(ram::layout_of(52), RamLayout::default());

@@ -12,18 +12,18 @@ use parking_lot::Mutex;
 use pci::MapError;
 use vfio::{BarMapping, BarSlots};
 
-/// Numbers of memory slots from here on are for BARs; those below are for RAM.
+/// First memory slot number for BARs; lower numbers are for RAM.
 const FIRST_BAR_SLOT: u32 = 1024;
 
-/// BARs as memory slots of KVM.
+/// Maps BARs as KVM memory slots.
 pub struct KvmBarSlots {
     vm: Vm,
-    /// Numbers in use; held for an instant.
+    /// Slot numbers in use; only locked briefly.
     taken: Mutex<BTreeSet<u32>>,
 }
 
 impl KvmBarSlots {
-    /// Slots of `vm`.
+    /// BAR slots of `vm`.
     pub fn new(vm: Vm) -> Self {
         Self { vm, taken: Mutex::default() }
     }
