@@ -5,22 +5,22 @@
 //! A parsed value takes many times the two bytes of its text, so a limit on the bytes alone does not limit the
 //! memory that parsing takes.
 
-/// Most values in a machine's state: 254 vCPUs have 330,000, devices some hundred each.
+/// Maximum number of values in a machine state: 254 vCPUs have 330,000, a device a few hundred.
 pub const STATE_VALUES_MAX: usize = 2 << 20;
 
-/// Most values in a configuration: the largest have some thousand.
+/// Maximum number of values in a configuration: the largest have some thousand.
 pub const CONFIG_VALUES_MAX: usize = 256 << 10;
 
-/// There are more.
+/// The limit is exceeded.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it holds more than {0} values")]
 pub struct TooManyValues(pub usize);
 
-/// Counts the values of a text, which need not be JSON, up to a limit. Each but the first of a list or an
-/// object is behind a comma, and each first one behind a bracket.
+/// Counts the values of a text, which need not be JSON, up to a limit: each is preceded by a comma, or by a
+/// bracket if it is the first of a list or object.
 ///
 /// # Errors
-/// There are more.
+/// There are more values than the limit.
 pub fn check(json: &[u8], values_max: usize) -> Result<(), TooManyValues> {
     let (mut count, mut in_text, mut escaped) = (1_usize, false, false);
     for byte in json {

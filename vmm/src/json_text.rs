@@ -15,13 +15,14 @@ use std::io::{self, Write};
 use serde::Serialize;
 use serde_json::ser::{CompactFormatter, Formatter, PrettyFormatter};
 
-/// Writes strings in ASCII, perhaps without braces, and all else as `inner` does.
+/// A formatter that writes strings in ASCII, optionally with braces escaped, and delegates the rest to
+/// `inner`.
 struct Escaping<F> {
     inner: F,
     braces: bool,
 }
 
-/// Passes on what is written around values.
+/// Delegates the methods for everything around values.
 macro_rules! pass_on {
     ($($name:ident($($arg:ident: $ty:ty)?)),+ $(,)?) => {$(
         fn $name<W: ?Sized + Write>(&mut self, writer: &mut W $(, $arg: $ty)?) -> io::Result<()> {
@@ -71,7 +72,7 @@ fn written<T: Serialize, F: Formatter>(
     Ok(text)
 }
 
-/// An answer of the API.
+/// Serialises an answer of the API.
 ///
 /// # Errors
 /// The value cannot be written as JSON.
@@ -79,7 +80,7 @@ pub fn answer<T: Serialize>(value: &T) -> serde_json::Result<Vec<u8>> {
     written(value, CompactFormatter, false)
 }
 
-/// An event: several lines, indented.
+/// Serialises an event, on several indented lines.
 ///
 /// # Errors
 /// The value cannot be written as JSON.

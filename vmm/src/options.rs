@@ -10,22 +10,22 @@ use std::sync::Arc;
 use crate::api::ApiSocket;
 use crate::config::{RestoreConfig, VmConfig};
 
-/// What happens at a system call that the process should not make.
+/// What happens on a system call that the filter does not allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SeccompMode {
-    /// The process is ended (`--seccomp true`).
+    /// The process is killed (`--seccomp true`).
     #[default]
     Enforce,
-    /// It is let through (`--seccomp false`).
+    /// The call is allowed (`--seccomp false`).
     Off,
-    /// It is let through and logged (`--seccomp log`).
+    /// The call is allowed and logged (`--seccomp log`).
     Log,
-    /// It fails with EPERM (`--seccomp errno`).
+    /// The call fails with EPERM (`--seccomp errno`).
     Errno,
 }
 
 impl SeccompMode {
-    /// Its text on a command line: `true`, `false`, `log` or `errno`. Another one is the strictest.
+    /// Parses `true`, `false`, `log` or `errno`; any other text is the strictest mode.
     pub fn parse(text: &str) -> Self {
         match text {
             "false" => Self::Off,
@@ -35,7 +35,7 @@ impl SeccompMode {
         }
     }
 
-    /// What [`Self::parse`] takes.
+    /// The text that [`Self::parse`] accepts.
     pub fn text(self) -> &'static str {
         match self {
             Self::Enforce => "true",
@@ -46,43 +46,43 @@ impl SeccompMode {
     }
 }
 
-/// What a process that the VMM starts gets of it.
+/// Logging configuration for a process that the VMM starts.
 #[derive(Clone, Debug, Default)]
 pub struct ChildLogging {
-    /// `-v`, counted.
+    /// Number of `-v` options.
     pub verbosity: u8,
-    /// `--log-format`.
+    /// Value of `--log-format`.
     pub log_format: Option<String>,
-    /// Where its log goes, if not to standard error.
+    /// The log file, if not standard error.
     pub log: Option<Arc<File>>,
 }
 
-/// What a VMM is started with.
+/// Options of a VMM process.
 #[derive(Debug, Default)]
 pub struct VmmOptions {
-    /// Where the API listens, if it does.
+    /// The API socket, if there is one.
     pub api_socket: Option<ApiSocket>,
-    /// A (complete) VM to create and boot at once.
+    /// A complete configuration of a VM to create and boot at once.
     pub initial_vm: Option<VmConfig>,
-    /// A VM to restore at once, instead.
+    /// A VM to restore at once instead.
     pub restore: Option<RestoreConfig>,
-    /// Sandbox of system calls.
+    /// Mode of the system call filter.
     pub seccomp: SeccompMode,
-    /// Stay when the guest shuts down (`--no-shutdown`).
+    /// Whether the process stays when the guest shuts down (`--no-shutdown`).
     pub no_shutdown: bool,
-    /// For processes that it starts.
+    /// Logging configuration for child processes.
     pub child_logging: ChildLogging,
 }
 
-/// Why the VMM ended without an error.
+/// Why the process ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitReason {
     /// The guest shut down.
     GuestShutdown,
-    /// `vmm.shutdown` was asked for.
+    /// A `vmm.shutdown` request.
     ApiShutdown,
-    /// A signal that ends it: SIGTERM, SIGINT, SIGHUP or SIGQUIT.
+    /// SIGTERM, SIGINT, SIGHUP or SIGQUIT.
     Signal,
-    /// The VM was sent to another VMM.
+    /// The VM was migrated to another VMM.
     MigratedAway,
 }

@@ -16,20 +16,20 @@ use std::time::{Duration, Instant};
 
 use crate::signals::block_signals;
 
-/// Written at once: what a pipe or a terminal that is ready takes without waiting.
+/// Maximum length of one write: what a ready pipe or terminal takes without blocking.
 const WRITE_BYTES: usize = libc::PIPE_BUF;
 
-/// How often it is polled whether the reader reads, at the end.
+/// Poll interval for progress of the reader, at the end of the process.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A reader that has not read anything for so many polls does not read.
+/// Number of polls without progress after which the reader counts as stuck.
 const IDLE_POLLS_MAX: u32 = 10;
 
 const STACK_BYTES: usize = 128 << 10;
 
-/// What is put into an output queue.
+/// An item of an output queue.
 pub trait OutputItem: Send + 'static {
-    /// Its text. Called on the queue's thread.
+    /// Text of the item; called on the queue's thread.
     fn into_text(self) -> Vec<u8>;
 }
 
@@ -40,23 +40,23 @@ impl OutputItem for String {
 }
 
 enum Message<T> {
-    /// An item, and how many were lost before it.
+    /// An item, and the number of items lost before it.
     Item(T, u64),
     Flush(SyncSender<()>),
 }
 
-/// A queue with a thread that writes what is in it.
+/// A queue of items with a thread that writes them.
 #[derive(Debug)]
 pub struct OutputQueue<T> {
     queue: SyncSender<Message<T>>,
     lost: Arc<AtomicU64>,
-    /// The thread waits for the reader.
+    /// Set while the thread waits for the reader.
     waits: Arc<AtomicBool>,
 }
 
 impl<T: OutputItem> OutputQueue<T> {
-    /// Starts a thread of this name that writes to `file`; `room` items may wait for it. When the file
-    /// cannot be written to `failed` is called, once until it can; what comes meanwhile is lost.
+    /// Starts a thread of this name that writes to `file`, with a queue of `room` items. `failed` is called
+    /// once when writing starts to fail; items are lost until it succeeds again.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -77,7 +77,7 @@ impl<T: OutputItem> OutputQueue<T> {
         Ok(Self { queue, lost, waits })
     }
 
-    /// Puts in an item that is made with the number of those that were lost before it.
+    /// Queues an item; the closure gets the number of items lost before it.
     pub fn put(&self, item: impl FnOnce(u64) -> T) {
         let lost = self.lost.swap(0, Relaxed);
         if let Err(TrySendError::Full(_)) = self.queue.try_send(Message::Item(item(lost), lost)) {
@@ -85,13 +85,12 @@ impl<T: OutputItem> OutputQueue<T> {
         }
     }
 
-    /// Pieces that were lost, and of which none has told yet.
+    /// Number of lost items that no written item has reported yet.
     pub fn lost(&self) -> u64 {
         self.lost.load(Relaxed)
     }
 
-    /// Waits until everything is written, but not for a reader that does not read, and never longer than
-    /// `limit`. True if it is.
+    /// Waits until everything is written, up to `limit`, and not for a reader that is stuck; true if it is.
     pub fn flush(&self, limit: Duration) -> bool {
         let (done, wait) = sync_channel(1);
         let deadline = Instant::now() + limit;
@@ -132,7 +131,7 @@ fn write_all<T: OutputItem>(
             Message::Item(item, lost_before) => match target.write(item.into_text()) {
                 Ok(()) => fails = false,
                 Err(error) => {
-                    // What it would have told is told by a later one.
+                    // The losses that this item would have reported are reported by a later one.
                     lost.fetch_add(lost_before.saturating_add(1), Relaxed);
                     if !std::mem::replace(&mut fails, true) {
                         failed(&error);
@@ -141,7 +140,7 @@ fn write_all<T: OutputItem>(
             },
             Message::Flush(done) => {
                 if target.write_rest().is_ok() {
-                    // The other end may have given the wait up.
+                    // The other end may have stopped waiting.
                     let _ = done.send(());
                 }
             }
@@ -149,18 +148,18 @@ fn write_all<T: OutputItem>(
     }
 }
 
-/// Where it is written to.
+/// The output file.
 struct Target {
     file: File,
-    /// What is left of an item of which some is written: it comes first, so that no other is glued to a part of
-    /// one.
+    /// Rest of an item that was partly written, which is written first, so that no other item follows half
+    /// of one.
     rest: Vec<u8>,
     waits: Arc<AtomicBool>,
 }
 
 impl Target {
-    /// Writes an item, after what is left of the one before it. One of which some is written counts as written:
-    /// the rest follows.
+    /// Writes an item, after the rest of the one before. A partly written item counts as written: its rest
+    /// follows.
     fn write(&mut self, text: Vec<u8>) -> io::Result<()> {
         self.write_rest()?;
         let len_bytes = text.len();
@@ -197,13 +196,13 @@ impl Target {
         };
         self.rest.drain(..written);
         if result.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::BrokenPipe) {
-            // Its reader is gone, and the next one has no use for half of an item.
+            // The reader is gone, and the next one cannot use half an item.
             self.rest.clear();
         }
         result
     }
 
-    /// Waits until the reader has made room, or is gone. A file always has it.
+    /// Waits until the reader has made room or is gone. A file is always ready.
     fn wait_for_room(&self) -> io::Result<()> {
         self.waits.store(true, Relaxed);
         let mut entry =
@@ -235,7 +234,7 @@ mod tests {
         OutputQueue::start("output-queue", file, 8, |_| ()).unwrap()
     }
 
-    /// More than a pipe takes and may wait.
+    /// Fills the pipe and the queue beyond their capacity.
     fn overflow(queue: &OutputQueue<String>) {
         let mut taken = 0;
         while taken < 16 || queue.lost() == 0 {
@@ -252,7 +251,7 @@ mod tests {
         let began = Instant::now();
         assert!(!queue.flush(LONG));
         assert!(began.elapsed() < LONG / 4, "{:?}", began.elapsed());
-        // Once it reads it gets whole items, and is told how many are missing.
+        // Once it reads, it gets whole items, and the number of missing ones.
         let text = std::thread::spawn(move || {
             let mut text = String::new();
             reader.read_to_string(&mut text).unwrap();
@@ -272,7 +271,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        // Without a reader, and so that writes do not wait.
+        // Non-blocking and without a reader.
         let file = devices::endpoint::open_output(&path).unwrap();
         let queue = queue(file);
         overflow(&queue);
@@ -289,8 +288,8 @@ mod tests {
         }
     }
 
-    /// A pipe that nothing reads: its reader is closed, also in programs that other tests have started at
-    /// this moment and that have all descriptors of this process for an instant.
+    /// A pipe without a reader, waiting until it is closed also in programs that other tests start at the
+    /// same time, which inherit all descriptors for a moment.
     fn unread_pipe() -> File {
         let (reader, pipe) = io::pipe().unwrap();
         drop(reader);
@@ -327,7 +326,7 @@ mod tests {
     fn half_of_a_piece_is_followed_by_its_other_half() {
         let (mut reader, pipe) = io::pipe().unwrap();
         let file = File::from(OwnedFd::from(pipe));
-        // As if the file system had become full in the middle.
+        // As if the file system had become full in the middle of an item.
         let waits = Arc::new(AtomicBool::new(false));
         let mut target = Target { file, rest: b" half".to_vec(), waits };
         target.write(b", one more".to_vec()).unwrap();
@@ -346,7 +345,7 @@ mod tests {
         queue.put(|_| "two".to_owned());
         assert!(queue.flush(LONG));
         assert_eq!(queue.lost(), 2);
-        // With its thread what tells goes.
+        // The sender in the callback is dropped with the thread.
         drop(queue);
         assert_eq!(tells.iter().collect::<Vec<_>>(), [io::ErrorKind::BrokenPipe]);
     }

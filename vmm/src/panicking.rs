@@ -21,27 +21,27 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::events;
 
-/// Exit code of a process in which a thread has panicked; it is that of Rust's own programs.
+/// Exit code after a panic of any thread; that of Rust's own programs.
 pub const PANICKED: u8 = 101;
 
-/// Longest time that putting things back may take: what panicked may hold what it needs.
+/// Time limit of the cleanup, which may need a lock that the panicked thread holds.
 const PUT_BACK_TIME: Duration = Duration::from_millis(500);
 
 /// Longest wait for a console that another thread writes to.
 const LOCK_TIME: Duration = Duration::from_millis(50);
 
-/// Longest time from a panic to the end of the process: to put things back, and to tell the reason.
+/// Time limit from a panic to the end of the process, for the cleanup and the message.
 const END_TIME: Duration = Duration::from_secs(2);
 
-/// What this process has changed outside of itself.
+/// State outside the process that is to be restored at its end.
 struct PanicCleanup {
     consoles: Vec<Weak<ConsoleEndpoint>>,
     vsocks: Vec<Weak<VsockSocket>>,
-    /// A socket file that was made here: path, device, inode.
+    /// A socket file created here: path, device, inode.
     socket: Option<(PathBuf, u64, u64)>,
 }
 
-/// Locked for an instant, by each open and at the end.
+/// Only locked briefly, by each open and at the end.
 static OUTSIDE: Mutex<PanicCleanup> =
     Mutex::new(PanicCleanup { consoles: Vec::new(), vsocks: Vec::new(), socket: None });
 
@@ -49,41 +49,41 @@ fn outside() -> MutexGuard<'static, PanicCleanup> {
     OUTSIDE.lock()
 }
 
-/// Has a console put back in the end.
+/// Registers a console to be restored at the end.
 pub fn note_console(endpoint: &Arc<ConsoleEndpoint>) {
     let mut outside = outside();
     outside.consoles.retain(|console| console.strong_count() > 0);
     outside.consoles.push(Arc::downgrade(endpoint));
 }
 
-/// Has the socket of a socket device removed in the end.
+/// Registers the socket of a vsock device to be removed at the end.
 pub fn note_vsock(socket: &Arc<VsockSocket>) {
     let mut outside = outside();
     outside.vsocks.retain(|socket| socket.strong_count() > 0);
     outside.vsocks.push(Arc::downgrade(socket));
 }
 
-/// Has the API's socket file removed in the end.
+/// Registers the API's socket file to be removed at the end.
 pub fn note_socket(path: &Path) {
     if let Ok(there) = std::fs::symlink_metadata(path) {
         outside().socket = Some((path.to_owned(), there.dev(), there.ino()));
     }
 }
 
-/// The API's socket file has been removed. What is at its path from now on is another's, also if the
-/// file system gives it the same number.
+/// Unregisters the API's socket file once it has been removed. A later file at its path belongs to another
+/// process, also if it has the same inode number.
 pub fn forget_socket() {
     outside().socket = None;
 }
 
 fn put_back() {
-    // The socket first: a console may be in use by the thread that has panicked.
+    // The socket first: the panicked thread may hold a console.
     let socket = outside().socket.take();
     if let Some((path, device, inode)) = socket
         && std::fs::symlink_metadata(&path)
             .is_ok_and(|there| (there.dev(), there.ino()) == (device, inode))
     {
-        // No client is left to be told.
+        // There is no client to report an error to.
         let _ = std::fs::remove_file(path);
     }
     let vsocks: Vec<_> = outside().vsocks.iter().filter_map(Weak::upgrade).collect();
@@ -92,13 +92,13 @@ fn put_back() {
     }
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
     for console in consoles {
-        // Another thread has one only for a write that does not wait, but for the thread that has panicked: that
-        // would be waited for in vain, and the consoles behind it stay as they are.
+        // Other threads hold a console only for a non-blocking write. One held by the panicked thread would
+        // be waited for in vain, and the consoles after it are not restored.
         let _ = console.try_close(LOCK_TIME);
     }
 }
 
-/// Begins to put things back; the channel ends when that is done, or could not be begun.
+/// Starts the cleanup on a thread; the channel disconnects when it has finished, or could not be started.
 fn begin_to_put_back() -> Receiver<()> {
     let (done, is_done) = channel();
     // Without a thread `done` is dropped here.
@@ -109,10 +109,10 @@ fn begin_to_put_back() -> Receiver<()> {
     is_done
 }
 
-/// Puts back what has been noted, for a process that ends alongside threads that do not: theirs are
-/// terminals and sockets that no destructor puts back. It waits no longer than half a second.
+/// Runs the cleanup for a process that exits while threads still run, whose terminals and sockets no
+/// destructor restores. Waits half a second at most.
 pub fn put_back_at_end() {
-    // An error is what ends the channel.
+    // A disconnect is the expected end.
     let _ = begin_to_put_back().recv_timeout(PUT_BACK_TIME);
 }
 
@@ -121,7 +121,7 @@ fn end_now() -> ! {
     unsafe { libc::_exit(PANICKED.into()) }
 }
 
-/// Ends the process after a while, whatever the calling thread waits for until then.
+/// Ends the process after a time limit, whatever the calling thread waits for until then.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -133,25 +133,26 @@ fn end_soon() -> io::Result<()> {
     stoppable_thread::spawn("end", end).map(drop)
 }
 
-/// Writes on stderr what that takes at once, for a process that is about to end: a pager that shows a full
-/// page does not read on.
+/// Writes to stderr without blocking, for a process that is about to end: a pager that shows a full page
+/// does not read on.
 pub fn say_at_once(text: &str) {
     let mut poll = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
     // SAFETY: one pollfd is written, which lives during the call.
     let is_ready = unsafe { libc::poll(&raw mut poll, 1, 0) } == 1;
-    // A pipe that is ready takes so much without waiting.
+    // A ready pipe takes this much without blocking.
     let begin = text.as_bytes().get(..libc::PIPE_BUF).unwrap_or(text.as_bytes());
-    // Not through the standard library's handle: a thread that waits for a reader may have that.
+    // Not through the standard library's handle, whose lock may be held by a thread that waits for a
+    // reader.
     if is_ready
         && poll.revents & libc::POLLOUT != 0
         && let Ok(stderr) = io::stderr().as_fd().try_clone_to_owned()
     {
-        // The end of the process tells as well.
+        // The end of the process closes the descriptor; an error has no reader.
         let _ = File::from(stderr).write_all(begin);
     }
 }
 
-/// From now on a panic of any thread tells so, puts back what can be and ends the process with
+/// Installs a hook by which a panic of any thread is reported, runs the cleanup and ends the process with
 /// [`PANICKED`].
 pub fn end_with_process() {
     let usual = std::panic::take_hook();
@@ -163,12 +164,12 @@ pub fn end_with_process() {
         let line = format!("a thread has panicked at {place}, and the process ends: {what}");
         events::emit("vmm", "panic", &[("place", &place), ("error", what)]);
         if ends.is_err() {
-            // Nothing would end a process in which what follows waits forever: only what has a limit is done.
+            // Nothing would end the process if what follows blocked: only steps with a time limit.
             say_at_once(&format!("{line}\n"));
             events::flush();
             end_now();
         }
-        // From here on it may wait: for a reader of stderr, or for a thread that waits for one.
+        // From here on steps may block: on a reader of stderr, or on a thread that waits for one.
         usual(panic);
         log::error!("{line}");
         log::logger().flush();
@@ -193,7 +194,7 @@ mod tests {
     const FOLDER: &str = "GODWIT_TEST_PANIC_FOLDER";
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// What the process that is to panic does, in a thread that `before` is done ahead of.
+    /// Body of the process under test: panics on a thread, after `before`.
     fn panic_in(folder: &Path, before: impl FnOnce()) {
         let _api = UnixListener::bind(folder.join("api")).unwrap();
         note_socket(&folder.join("api"));
@@ -213,7 +214,7 @@ mod tests {
         unreachable!("the process has ended");
     }
 
-    /// Runs the test of this name in a process of its own, which does what [`panic_in`] says.
+    /// Runs the test of this name in a process of its own, which calls [`panic_in`].
     fn run(test: &str, folder: &Path, stderr: Stdio) -> Output {
         let mut child = again(&format!("panicking::tests::{test}"))
             .env(FOLDER, folder)
@@ -221,7 +222,7 @@ mod tests {
             .stderr(stderr)
             .spawn()
             .unwrap();
-        // Its output ends with it.
+        // Its output ends with the process.
         let mut stdout = child.stdout.take().unwrap();
         let (ended, has_ended) = channel();
         let reading = std::thread::spawn(move || {

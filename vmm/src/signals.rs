@@ -11,24 +11,24 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
-/// A signal that the VMM acts on.
+/// A signal that the VMM handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Signal {
-    /// End the process: one of [`ENDING`].
+    /// A request to end the process: one of [`ENDING`].
     End,
-    /// The terminal of the process has another size.
+    /// The size of the process's terminal has changed.
     Resized,
 }
 
-/// Signals that ask the process to end. What they end waits for a migration, see `ending`. One that was
-/// ignored when the process was started stays so: nohup(1) does that with SIGHUP, so that a VM outlives
-/// its terminal, and a shell with SIGINT and SIGQUIT of what a script ends with `&`.
+/// Signals that ask the process to end. Ending waits for a migration, see `ending`. One that was ignored
+/// when the process started stays ignored: nohup(1) ignores SIGHUP so that a VM outlives its terminal, and
+/// a shell ignores SIGINT and SIGQUIT for background commands of scripts.
 const ENDING: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
-/// Signals that would end the process and mean nothing to it. SIGXFSZ among them: a file that grows
-/// beyond the limit of the process (a snapshot, say) is an error of that write, which names the
-/// file, and not the end of the VM. The signals of faults are left as they are, and the real-time
-/// ones, of which the first is the kick of a vCPU.
+/// Signals that would end the process and have no meaning for it; they are ignored. With SIGXFSZ ignored, a
+/// file that exceeds the process's limit, such as a snapshot, is an error of that write, which names the
+/// file, and not the end of the VM. Fault signals are left as they are, and the real-time ones, the first
+/// of which kicks a vCPU.
 const WITHOUT_MEANING: [libc::c_int; 11] = [
     libc::SIGXFSZ,
     libc::SIGXCPU,
@@ -43,7 +43,7 @@ const WITHOUT_MEANING: [libc::c_int; 11] = [
     libc::SIGSTKFLT,
 ];
 
-/// Whether a signal is ignored, as it was when this process was started unless that has changed it.
+/// Whether a signal is ignored.
 pub fn is_ignored(signal: libc::c_int) -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::uninit();
     // SAFETY: changes nothing and writes one sigaction, which lives during the call.
@@ -52,7 +52,7 @@ pub fn is_ignored(signal: libc::c_int) -> bool {
     done == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
-/// Blocks all signals in the calling thread, so that they reach the one that waits for them.
+/// Blocks all signals in the calling thread, so that they reach the signalfd.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
@@ -63,17 +63,17 @@ pub(crate) fn block_signals() {
     }
 }
 
-/// Reads signals.
+/// Reads signals from a signalfd.
 pub(crate) struct Signals {
     file: File,
 }
 
 impl Signals {
-    /// Signals that are blocked in all threads from now on are read here; not those that are ignored, as
-    /// a blocked signal reaches the descriptor also then.
+    /// Creates the signalfd for the handled signals, which must be blocked in all threads. Ignored signals
+    /// are left out, as a blocked signal reaches the descriptor even if it is ignored.
     ///
     /// # Errors
-    /// The host gives no descriptor.
+    /// The descriptor cannot be created.
     pub(crate) fn new() -> io::Result<Self> {
         for signal in WITHOUT_MEANING {
             // SAFETY: only the disposition of one signal is changed, to one that runs no code.
@@ -102,7 +102,7 @@ impl Signals {
     pub(crate) fn next(&mut self) -> Option<Signal> {
         let mut info = [0_u8; size_of::<libc::signalfd_siginfo>()];
         let read = self.file.read(&mut info).ok()?;
-        // The number of the signal is the first word (signalfd(2)).
+        // The first word is the signal number (signalfd(2)).
         let (number, _) = info.get(..read)?.split_first_chunk()?;
         let resized = u32::from_ne_bytes(*number) == libc::SIGWINCH.cast_unsigned();
         Some(if resized { Signal::Resized } else { Signal::End })

@@ -8,11 +8,11 @@
 
 use std::process::Command;
 
-/// Of threads that are made with the usual stack: so much that a limit keeps the next one from being made.
+/// Stack size of threads started by default: so large that a limit prevents another one.
 const STACK_BYTES: u64 = 1 << 30;
 
-/// This program as it runs the test of this path alone, with its threads' stacks as large as
-/// [`no_more_threads`] needs them.
+/// A command that runs the test of this path alone in a new process, with the stack size that
+/// [`no_more_threads`] needs.
 pub fn again(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--nocapture", "--exact", test]);
@@ -20,7 +20,7 @@ pub fn again(test: &str) -> Command {
     command
 }
 
-/// From now on the host gives this process, which [`again`] has made, no thread.
+/// Makes starting a thread fail in this process, which [`again`] has started.
 pub fn no_more_threads() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let size_kib = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();

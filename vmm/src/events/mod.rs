@@ -27,28 +27,28 @@ use text::Event;
 
 use crate::output_queue::{OutputItem, OutputQueue};
 
-/// Events that wait to be written.
+/// Maximum number of queued events.
 const QUEUE_EVENTS: usize = 1024;
 
-/// Longest wait at the end for a slow reader.
+/// Longest wait for a slow reader at the end of the process.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
-/// Where the events go.
+/// Where events are written.
 #[derive(Debug)]
 pub enum EventTarget {
-    /// A file that is made or emptied; a named pipe works too.
+    /// A file, which is created or truncated; a named pipe works too.
     Path(PathBuf),
-    /// A descriptor that was inherited.
+    /// An inherited descriptor.
     Fd(OwnedFd),
 }
 
-/// Why there is no event monitor.
+/// Why the event monitor cannot be started.
 #[derive(Debug, Error)]
 pub enum EventError {
     /// `--event-monitor` cannot be read.
     #[error("--event-monitor '{text}' is neither path=<path> nor fd=<number>")]
     Syntax {
-        /// What was given.
+        /// The value of the option.
         text: String,
     },
     /// The descriptor is not open for writing.
@@ -62,20 +62,20 @@ pub enum EventError {
     Open {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// The thread cannot be started.
     #[error("the event monitor cannot be started")]
     Thread(#[source] io::Error),
-    /// There is one already.
+    /// It was started before.
     #[error("there is an event monitor already")]
     Twice,
 }
 
 impl EventTarget {
-    /// Reads `path=<path>` or `fd=<number>`.
+    /// Parses `path=<path>` or `fd=<number>`.
     ///
     /// # Errors
     /// The text is neither, or the descriptor is not open for writing.
@@ -107,13 +107,13 @@ impl EventTarget {
     }
 }
 
-/// A moment as RFC 3339 has it, in UTC: logs have the same with `{wallclock}`.
+/// A time in UTC in the format of RFC 3339; `{wallclock}` gives logs the same.
 pub fn utc(at: SystemTime) -> String {
-    /// Of 400 years, after which the calendar begins anew.
+    /// Days of 400 years, after which the calendar repeats.
     const ERA_DAYS: u64 = 146_097;
     let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (days, second) = (since.as_secs() / 86_400, since.as_secs() % 86_400);
-    // Years begin with March here, so that a leap day is the last of its year.
+    // Years start in March here, so that a leap day is the last of its year.
     let days = days + 719_468;
     let (era, day) = (days / ERA_DAYS, days % ERA_DAYS);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
@@ -133,11 +133,11 @@ impl OutputItem for Event {
     }
 }
 
-/// A queue with a thread that writes what is in it.
+/// A queue of events with a thread that writes them.
 #[derive(Debug)]
 pub struct EventMonitor {
     queue: OutputQueue<Event>,
-    /// The file once more, for a process that keeps writing to it.
+    /// A duplicate of the file, for a process that continues to write to it.
     lent: File,
 }
 
@@ -145,7 +145,7 @@ impl EventMonitor {
     /// Opens the target and starts the thread `event-monitor`.
     ///
     /// # Errors
-    /// The file cannot be opened, or the host gives no thread.
+    /// The file cannot be opened, or the thread cannot be started.
     pub fn start(target: EventTarget) -> Result<Self, EventError> {
         let file = target.open()?;
         let lent = file.try_clone().map_err(EventError::Thread)?;
@@ -156,7 +156,7 @@ impl EventMonitor {
         Ok(Self { queue, lent })
     }
 
-    /// Tells an event; never blocks.
+    /// Queues an event; never blocks.
     pub fn tell(
         &self,
         source: &'static str,
@@ -174,7 +174,7 @@ impl EventMonitor {
         });
     }
 
-    /// Waits until everything told so far is written, or `limit` has passed. True if it is.
+    /// Waits until everything queued so far is written, up to `limit`; true if it is.
     pub fn flush(&self, limit: Duration) -> bool {
         self.queue.flush(limit)
     }
@@ -183,29 +183,29 @@ impl EventMonitor {
 static START: OnceLock<Instant> = OnceLock::new();
 static MONITOR: OnceLock<EventMonitor> = OnceLock::new();
 
-/// Starts the clock of the time stamps; call it first of all in `main`.
+/// Starts the clock of the timestamps; called first in `main`.
 pub fn start_clock() {
     let _ = START.set(Instant::now());
 }
 
-/// What the clock showed when this process was started, in microseconds.
+/// Clock of the parent at the start of this process, in microseconds.
 static BEFORE_US: AtomicU64 = AtomicU64::new(0);
 
-/// Lets the clock continue from that of the process that has started this one.
+/// Continues the clock of the parent process.
 pub fn continue_clock(before: Duration) {
     BEFORE_US.store(u64::try_from(before.as_micros()).unwrap_or(u64::MAX), Relaxed);
 }
 
-/// Time since the process was started.
+/// Time since the process started, plus the clock continued from its parent.
 pub fn uptime() -> Duration {
     let elapsed = START.get_or_init(Instant::now).elapsed();
     elapsed.saturating_add(Duration::from_micros(BEFORE_US.load(Relaxed)))
 }
 
-/// The file of the monitor, for a process that keeps writing to it.
+/// A duplicate of the monitor's file, for a process that continues to write to it.
 ///
 /// # Errors
-/// The host gives no descriptor.
+/// The descriptor cannot be duplicated.
 pub fn lend() -> io::Result<Option<File>> {
     MONITOR.get().map(|monitor| monitor.lent.try_clone()).transpose()
 }
@@ -213,19 +213,19 @@ pub fn lend() -> io::Result<Option<File>> {
 /// Starts the event monitor of the process.
 ///
 /// # Errors
-/// As [`EventMonitor::start`], or there is one already.
+/// As [`EventMonitor::start`], or it was started before.
 pub fn start(target: EventTarget) -> Result<(), EventError> {
     MONITOR.set(EventMonitor::start(target)?).map_err(|_| EventError::Twice)
 }
 
-/// Tells an event to the monitor of the process, if there is one; never blocks.
+/// Emits an event to the monitor of the process, if there is one; never blocks.
 pub fn emit(source: &'static str, event: &'static str, properties: &[(&'static str, &str)]) {
     if let Some(monitor) = MONITOR.get() {
         monitor.tell(source, event, properties);
     }
 }
 
-/// Waits a moment until all events are written; for the end of the process.
+/// Waits briefly until all events are written, at the end of the process.
 pub fn flush() {
     if let Some(monitor) = MONITOR.get()
         && !monitor.flush(FLUSH_TIME)

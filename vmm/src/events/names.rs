@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 
-/// The names of all events: source, event, and what it means.
+/// All events: source, name and meaning.
 pub const NAMES: &[(&str, &str, &str)] = &[
     ("vmm", "starting", "the VMM begins to start"),
     ("vmm", "started", "the VMM takes requests"),
@@ -153,7 +153,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// The page `docs/events.md`.
+/// The text of `docs/events.md`.
 pub fn page() -> String {
     let mut page = String::from(
         "<!-- SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause -->\n\

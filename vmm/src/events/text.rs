@@ -11,25 +11,25 @@ use serde::ser::{Serialize, SerializeMap as _, SerializeStruct as _, Serializer}
 use super::utc;
 use crate::json_text;
 
-/// Most bytes of an event: what a pipe takes in one piece (`PIPE_BUF`), but for one. libvirt
-/// reads events into a buffer of that size, and loses one that is longer.
+/// Maximum length of an event in bytes: one less than a pipe takes atomically (`PIPE_BUF`). libvirt reads
+/// events into a buffer of that size, and loses longer ones.
 pub const EVENT_MAX_BYTES: usize = libc::PIPE_BUF - 1;
 
-/// What stands in the place of what was cut off.
+/// Marks where text was cut off.
 const CUT: &str = "...";
 
-/// One thing that happened.
+/// An event for the event monitor.
 #[derive(Debug)]
 pub struct Event {
-    /// Time since the process was started.
+    /// Time since the process started.
     pub time: Duration,
-    /// The host's clock.
+    /// Time of the host's clock.
     pub wallclock: SystemTime,
-    /// What it happened to.
+    /// The component that it is about.
     pub source: &'static str,
-    /// What it is called.
+    /// Name of the event.
     pub name: &'static str,
-    /// More about it.
+    /// Further properties.
     pub properties: Vec<(&'static str, String)>,
 }
 
@@ -72,10 +72,10 @@ impl Serialize for Event {
 }
 
 impl Event {
-    /// Its text, with the blank line behind it.
+    /// The event as JSON, followed by a blank line.
     pub fn into_text(mut self) -> Vec<u8> {
         loop {
-            // What is made of texts and numbers can be written as JSON.
+            // Strings and numbers can always be written as JSON.
             let mut text = json_text::event(&self).unwrap_or_default();
             text.extend_from_slice(b"\n\n");
             if text.len() <= EVENT_MAX_BYTES || !self.cut() {
@@ -84,7 +84,7 @@ impl Event {
         }
     }
 
-    /// Takes half of its longest property away; false if there is nothing to take.
+    /// Cuts the longest property in half; false if nothing is left to cut.
     fn cut(&mut self) -> bool {
         let longest = self.properties.iter_mut().max_by_key(|(_, value)| value.len());
         let Some((_, value)) = longest.filter(|(_, value)| value.len() > CUT.len()) else {

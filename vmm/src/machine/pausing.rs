@@ -84,14 +84,14 @@ impl VirtioDevices {
 }
 
 impl Machine {
-    /// Stops the vCPUs, and everything else that writes guest memory. Its devices may take `within` to
-    /// finish what they work on, and once more what the guest asks for meanwhile.
+    /// Pauses the vCPUs and everything else that writes guest memory. Devices have `within` to finish their
+    /// requests, and once more for those that the guest makes meanwhile.
     ///
     /// # Errors
-    /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`]
-    /// says that `is_cancelled`; also when a vCPU or a passed-through device cannot be stopped. The
-    /// machine is as before, but that a passed-through device that could be stopped stays so if the
-    /// machine was paused.
+    /// [`MachineError::DeviceBusy`] names a device that takes longer, [`MachineError::PauseWithdrawn`] says
+    /// that `is_cancelled`; or a vCPU or passed-through device cannot be stopped. The machine is in its
+    /// earlier state, except that in a machine that was paused already, the passed-through devices that
+    /// could be stopped stay stopped.
     pub fn pause(
         &mut self,
         within: Duration,

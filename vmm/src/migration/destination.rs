@@ -24,11 +24,11 @@ use super::resident::{self, KvmLimits};
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 
-/// How long storage may take to let what this host has cached of the disks go, while the guest stands
-/// still: as long as the source waits for what the guest wrote, and less than it waits for an answer.
+/// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
+/// long as the source waits for the write-back, and less than it waits for an answer.
 const DROP_CACHES_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// Builds the machine that arrives.
+/// Builds the machine of an incoming migration.
 pub struct ArrivingBuilder {
     host: Arc<Host>,
     sink: EventSink,
@@ -38,49 +38,50 @@ pub struct ArrivingBuilder {
     fds: ArrivingFds,
 }
 
-/// Hears when a machine comes into doubt, and (`true`) when that lasts longer than its source can
-/// act on the acknowledgement.
+/// Called with a VM that has come into doubt, and again, with `true`, when that has lasted longer than its
+/// source can act on the acknowledgement.
 pub type DoubtObserver = Box<dyn Fn(&Machine, InDoubt, bool) + Send>;
 
 impl ArrivingBuilder {
-    /// On this host; events of the guest go to `sink`; `faults` says how accesses to missing pages
-    /// are caught; `doubts` hears of doubts. A configuration may name anything on this host.
+    /// A builder on this host. `sink` receives the guest's events, `faults` is the fault source for missing
+    /// pages, and `doubts` is called with VMs in doubt. The configuration may name any file or device of
+    /// this host.
     pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: DoubtObserver) -> Self {
         Self { host, sink, faults, rules: None, doubts, fds: ArrivingFds::default() }
     }
 
-    /// The same, for configurations that name only what the rules allow, if there are any.
+    /// The same builder, restricted to configurations that the rules allow, if there are any.
     #[must_use]
     pub fn within(self, rules: Option<Vec<Grant>>) -> Self {
         Self { rules, ..self }
     }
 
-    /// The same, with descriptors for the devices.
+    /// The same builder, with descriptors for the devices.
     #[must_use]
     pub fn with_descriptors(self, fds: ArrivingFds) -> Self {
         Self { fds, ..self }
     }
 }
 
-/// A machine that has its memory and nothing else.
+/// A machine that has its memory, and no state yet.
 pub struct MappedArrival {
     builder: ArrivingBuilder,
     config: VmConfig,
     memory: Arc<MigratingRam>,
 }
 
-/// A machine that has not run here yet.
+/// A machine that has arrived and has not run here yet.
 pub struct ArrivingMachine {
     machine: Machine,
     memory: Arc<MigratingRam>,
-    /// Until a client asks.
+    /// Present until the fault source is set up on request.
     faults: Option<FaultPlan>,
-    /// vCPUs are refused missing pages, and KVM's own accesses fail there.
+    /// Set if vCPUs are refused missing pages: KVM's own accesses to them fail.
     kvm_limits: Option<KvmLimits>,
     doubts: DoubtObserver,
 }
 
-/// A device cannot wait for a page as a vCPU does.
+/// A device cannot wait for a missing page as a vCPU can.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the VM has passed-through devices, which may reach any of its memory at any time and cannot wait \
@@ -116,7 +117,8 @@ impl DestinationBuilder for ArrivingBuilder {
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
-        // Without rules only the source has named the files: one that holds something is not its to empty.
+        // Without rules the source alone has named the files: those with contents must not be emptied for
+        // it.
         let ruled = self.rules.is_some();
         let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
@@ -140,7 +142,7 @@ impl MappedMachine for MappedArrival {
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
         machine.check_exclusive()?;
-        // Once more when the state is here; then there is next to nothing left of it.
+        // Repeated once the state has arrived, with little left to do then.
         machine.drop_disk_caches()?;
         Ok(ArrivingMachine { machine, memory, faults: Some(faults), kvm_limits: None, doubts })
     }
@@ -161,9 +163,9 @@ impl DestinationVm for ArrivingMachine {
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
-        // The source sends the state when all that the guest wrote is on its disks, and nothing is written
-        // until the guest runs: a disk that cannot be read anew fails here, where the source can still take
-        // the guest back; and so does one whose storage does not answer, before the source's time is over.
+        // The source sends the state once all that the guest wrote is on its disks, and nothing is written
+        // until the guest runs here. A disk whose cache cannot be dropped, or whose storage does not
+        // respond in time, fails here, while the source can still resume the guest.
         self.machine.drop_disk_caches_within(DROP_CACHES_TIME_MAX)?;
         let mut state = MachineState::from_json(state_json)?;
         if let Some(kvm_limits) = self.kvm_limits {

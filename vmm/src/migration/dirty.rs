@@ -16,14 +16,14 @@ use vfio::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 
-/// The dirty log of a machine that migrates.
+/// The dirty log of a migrating machine.
 pub struct MachineDirtyLog {
     vm: Vm,
     ram: Arc<GuestRam>,
-    /// What KVM has reported and no slice has taken yet, by region: where reading clears KVM's log
-    /// it is nowhere else. Locked once a slice by the one thread that copies it.
+    /// Dirty bits that KVM has reported and no slice has taken yet, by region: if reading clears KVM's log,
+    /// this is the only copy. Locked once per slice by the one thread that copies it.
     noted: Vec<Mutex<Vec<u64>>>,
-    /// Of passed-through devices; what they report is added to the log of device writes.
+    /// DMA logs of passed-through devices; their bits are merged into the log of device writes.
     dma: Vec<DmaLog>,
 }
 
@@ -32,10 +32,10 @@ fn slot_of(region: usize) -> u32 {
 }
 
 impl MachineDirtyLog {
-    /// Starts tracking. `watch_dma` starts to watch passed-through devices.
+    /// Starts dirty tracking; `watch_dma` starts the DMA logs of passed-through devices.
     ///
     /// # Errors
-    /// What KVM says; tracking is off then.
+    /// A KVM call failed; tracking is off then.
     pub fn start(
         vm: Vm,
         ram: Arc<GuestRam>,
@@ -88,14 +88,14 @@ impl DirtyLog for MachineDirtyLog {
                 *word = std::mem::take(bits);
             }
         }
-        // Write protection first: what is written after it is in the next round's log.
+        // Write protection first: a write after it is in the next round's log.
         if self.vm.capabilities().manual_dirty_log != ManualDirtyLog::None
             && words.iter().any(|word| *word != 0)
         {
             let count = u32::try_from(pages.end - pages.start)?;
             self.vm.clear_dirty_log(slot_of(region), pages.start, count, words)?;
         }
-        // The last round asks for all of memory so, slice by slice, while the guest is stopped.
+        // The last round requests all of memory in this way, slice by slice, while the guest is stopped.
         let mut buffer = [0; 64];
         let mut first = pages.start;
         for words in words.chunks_mut(buffer.len()) {

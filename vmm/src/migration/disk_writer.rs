@@ -15,31 +15,31 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::machine::{WriteBack, WriteBackError};
 
-/// Least time between two passes that nothing waits for. Flushing more often would cost a guest with a
+/// Minimum time between two passes that no thread waits for. Flushing more often would cost a guest with a
 /// slow disk more than it saves.
 const PACE_MIN: Duration = Duration::from_secs(1);
 
-/// Nor do passes take more than this share of the time: one part in so many.
+/// Inverse of the maximum share of the time that such passes take.
 const PACE_SHARE: u32 = 4;
 
-/// A pass that is no longer than this leaves too little behind for another one to be worth it.
+/// A pass of at most this duration leaves too little behind for another one to help.
 const SHORT: Duration = Duration::from_millis(20);
 
-/// Passes of [`DiskWriter::prepare_stop`] at most.
+/// Maximum number of passes of [`DiskWriter::prepare_stop`].
 const SETTLE_PASSES_MAX: u32 = 8;
 
-/// How often it is looked whether the migration is cancelled.
+/// Poll interval for cancellation of the migration.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct State {
-    /// Passes that are over.
+    /// Passes completed.
     done: u64,
-    /// Passes that a thread waits for.
+    /// Number of the last pass that a thread waits for.
     wanted: u64,
-    /// One is under way.
+    /// Whether a pass is in progress.
     is_busy: bool,
-    /// How long the last one took, and how long before its begin the one before it began.
+    /// Duration of the last pass, and time between its start and that of the one before.
     last: Option<(Duration, Duration)>,
     failure: Option<WriteBackError>,
     is_over: bool,
@@ -47,7 +47,7 @@ struct State {
 
 #[derive(Default)]
 struct Shared {
-    /// Held for an instant.
+    /// Only locked briefly.
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -58,13 +58,13 @@ impl Shared {
     }
 }
 
-/// Has disks written back until it is dropped.
+/// Writes disks back repeatedly, on a thread, until dropped.
 pub struct DiskWriter {
     shared: Arc<Shared>,
 }
 
 impl DiskWriter {
-    /// Begins. `None` if there is nothing to write back, or no thread to do it.
+    /// Starts the thread. `None` if there is nothing to write back, or the thread cannot be started.
     pub fn start(disks: Vec<(String, DiskLock)>) -> Option<Self> {
         if disks.is_empty() {
             return None;
@@ -81,9 +81,9 @@ impl DiskWriter {
         }
     }
 
-    /// How long the disks will take when the guest has stopped: what is written during a pass is left
-    /// for the next one, so a pass takes the share of the one before it that the guest keeps the disks
-    /// busy for.
+    /// Expected duration of the pass after the guest has stopped. A pass writes what the guest wrote during
+    /// the one before, so its duration is that of the last pass times the share of the time for which the
+    /// guest keeps the disks busy.
     pub fn expected(&self) -> Duration {
         self.shared.lock().last.map_or(Duration::ZERO, |(took, period)| {
             let share = took.as_secs_f64() / period.max(took).as_secs_f64().max(1e-9);
@@ -91,11 +91,11 @@ impl DiskWriter {
         })
     }
 
-    /// Has passes made until another one would leave no less behind. Waits for them, however long they
-    /// take, while the guest runs.
+    /// Waits for passes until another one would leave no less behind; without a time limit, while the guest
+    /// runs.
     ///
     /// # Errors
-    /// Naming the disk that cannot be written back.
+    /// Names the disk that cannot be written back.
     pub fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), WriteBackError> {
         let mut before = Duration::MAX;
         for _ in 0..SETTLE_PASSES_MAX {
@@ -108,7 +108,7 @@ impl DiskWriter {
         Ok(())
     }
 
-    /// Waits for a pass that begins now or later; returns how long it took.
+    /// Waits for a pass that starts now or later; returns its duration.
     fn pass(&self, is_cancelled: &dyn Fn() -> bool) -> Result<Duration, WriteBackError> {
         let mut state = self.shared.lock();
         let target = state.done + if state.is_busy { 2 } else { 1 };
@@ -126,8 +126,8 @@ impl DiskWriter {
 
 impl Drop for DiskWriter {
     fn drop(&mut self) {
-        // No thread waits for it: a pass that is under way writes nothing that the last one has not to
-        // write anyway, and ends by itself.
+        // Not joined: a pass in progress writes only what the last one has to write anyway, and ends by
+        // itself.
         self.shared.lock().is_over = true;
         self.shared.changed.notify_all();
     }
@@ -145,10 +145,10 @@ fn run(disks: &[(String, DiskLock)], shared: &Shared) {
         let mut state = shared.lock();
         state.is_busy = false;
         state.done += 1;
-        // The first one writes back what has come together since long before.
+        // The first pass writes back what has accumulated for a long time.
         let period = if state.done > 1 { period } else { Duration::MAX };
         state.last = Some((took, period));
-        // The next pass fails as well: a flush that failed stays failed.
+        // The next pass fails as well: a failed flush stays failed.
         state.failure = result.err();
         shared.changed.notify_all();
         let idle = |state: &mut State| !state.is_over && state.wanted <= state.done;

@@ -16,63 +16,63 @@ use crate::config::value::FieldValue as _;
 use crate::json_bound::{self, CONFIG_VALUES_MAX, TooManyValues};
 use crate::machine::MACHINE_STATE_VERSION;
 
-/// Version of the configuration and of this document, the newest that is read. It is raised when a field
-/// changes its meaning or a default its value; see docs/migration.md, "Versions and formats".
+/// Newest version of the configuration and of this document that is read. Raised when the meaning of a
+/// field or the value of a default changes; see docs/migration.md, "Versions and formats".
 pub const CONFIG_VERSION: u32 = 1;
 
-/// What this program reads of others, whether sent or saved.
+/// The formats that this program reads, in migrations and snapshots.
 pub const KNOWN: Formats = Formats { config: CONFIG_VERSION, state: MACHINE_STATE_VERSION };
 
-/// CPUID entries at most; KVM itself takes no more.
+/// Maximum number of CPUID entries, which is KVM's own.
 const CPUID_ENTRIES_MAX: usize = 256;
-/// Registers that describe a processor, several times over.
+/// Maximum number of feature MSRs; several times as many as exist.
 const FEATURE_MSRS_MAX: usize = 256;
 
-/// Why a document is not one.
+/// Why a machine document is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum DocumentError {
-    /// It is not the JSON that it should be.
+    /// The JSON is malformed.
     #[error("the configuration that the source sent cannot be read")]
     Json(#[from] serde_json::Error),
-    /// More than any configuration has.
+    /// More values than any configuration has.
     #[error("the configuration that the source sent cannot be taken")]
     TooLarge(#[from] TooManyValues),
-    /// More entries than KVM takes.
+    /// More CPUID entries than KVM accepts.
     #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]
     Cpuid(usize),
-    /// More registers than there are.
+    /// More feature MSRs than exist.
     #[error("the source names {0} feature registers, at most {FEATURE_MSRS_MAX} are possible")]
     FeatureMsrs(usize),
 }
 
-/// The document.
+/// The configuration and processor features of a machine, for migrations and snapshots.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineDocument {
-    /// What the machine is.
+    /// The configuration.
     pub vm_config: VmConfig,
-    /// What all its vCPUs were shown when the guest started.
+    /// CPUID that all vCPUs were shown when the guest booted.
     #[serde(default)]
     pub common_cpuid: Vec<CpuidEntry>,
-    /// Registers that describe the processor to its guest. Programs before version 2 of the state neither
-    /// send nor compare them.
+    /// Feature MSRs that the guest sees. Programs before version 2 of the state neither send nor compare
+    /// them.
     #[serde(default)]
     pub feature_msrs: Vec<MsrValue>,
 }
 
-/// The configuration as it is kept and sent: without what has its default.
+/// The configuration in the form that is saved and sent: without fields that have their default.
 ///
 /// # Errors
-/// A value without a JSON form.
+/// A value has no JSON form.
 pub fn sparse_config(config: &VmConfig) -> Result<serde_json::Value, serde_json::Error> {
     config.sparse()
 }
 
 impl MachineDocument {
-    /// Its bytes, without what has its default.
+    /// Serialises the document, without fields that have their default.
     ///
     /// # Errors
-    /// A value without a JSON form.
+    /// A value has no JSON form.
     pub fn to_json(&self) -> Result<Vec<u8>, serde_json::Error> {
         let mut document = serde_json::Map::new();
         document.insert("vm_config".to_owned(), sparse_config(&self.vm_config)?);
@@ -85,10 +85,10 @@ impl MachineDocument {
         serde_json::to_vec(&document)
     }
 
-    /// Reads either form.
+    /// Parses either form.
     ///
     /// # Errors
-    /// Naming the field that is wrong.
+    /// Names the field that is wrong.
     pub fn read(json: &[u8]) -> Result<Self, DocumentError> {
         json_bound::check(json, CONFIG_VALUES_MAX)?;
         let value: serde_json::Value = serde_json::from_slice(json)?;
@@ -109,7 +109,7 @@ impl MachineDocument {
     }
 }
 
-/// Feeds bytes of a peer to the reader; what it takes, it takes again in its own words.
+/// Fuzzes the parser with bytes of a peer; an accepted document must survive a round trip.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_document(data: &[u8]) {
     if let Ok(document) = MachineDocument::read(data) {

@@ -8,68 +8,68 @@
 use hypervisor::CpuidEntry;
 use thiserror::Error;
 
-/// CPUID leaf and bit of ECX: the guest may switch on VMX.
+/// CPUID leaf and bit of ECX for VMX.
 const VMX: (u32, u32) = (1, 1 << 5);
-/// The same for SVM.
+/// CPUID leaf and bit of ECX for SVM.
 const SVM: (u32, u32) = (0x8000_0001, 1 << 2);
 
-/// What is known.
+/// Facts about host and guest on which the fault source depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostAndGuest {
-    /// KVM looks at a bitmap before the host's memory.
+    /// KVM checks a userfault bitmap before it accesses host memory.
     pub has_bitmap: bool,
-    /// KVM reads the guest's page tables itself.
+    /// KVM uses shadow paging, and so reads the guest's page tables itself.
     pub shadow_paging: bool,
-    /// KVM says itself where a vCPU was refused a page.
+    /// KVM reports the address of a refused access.
     pub says_where: bool,
-    /// vCPUs can have a mapping of their own of all memory.
+    /// All memory is shared, so that vCPUs can have a separate mapping.
     pub shared_memory: bool,
-    /// The receive request has said that the VM's memory may follow it.
+    /// The receive request announces postcopy.
     pub expects_postcopy: bool,
-    /// The guest may run guests of its own.
+    /// The guest may run nested guests.
     pub may_nest: bool,
 }
 
-/// What is used.
+/// The chosen fault source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// vCPUs leave the guest at pages that are marked.
+    /// vCPUs exit on accesses to marked pages.
     Exit,
-    /// vCPUs are refused pages.
+    /// vCPU accesses to missing pages are refused with SIGBUS.
     Sigbus,
-    /// All threads wait.
+    /// All threads wait in userfaultfd.
     Uffd(VcpuFaultsUnavailable),
 }
 
-/// Why vCPUs wait for missing pages instead of bringing them.
+/// Why vCPUs wait for missing pages instead of fetching them.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub enum VcpuFaultsUnavailable {
-    /// KVM would fail to read page tables that are missing.
+    /// KVM would fail to read missing page tables.
     #[error("KVM uses no two-dimensional paging here, so it reads the guest's page tables itself")]
     ShadowPaging,
-    /// It would have to be traced, and halted vCPUs would have to stay in the guest.
+    /// Refused addresses would have to be traced, and halted vCPUs would have to stay in the guest.
     #[error(
         "this KVM does not say where a vCPU was refused a page (fault_source=sigbus traces it, and \
          then an idle vCPU occupies a processor for as long as the VM runs in this process)"
     )]
     NoAddress,
-    /// The memory has one mapping.
+    /// Private memory has only one mapping.
     #[error(
         "the VM has private memory, which vCPUs can have no mapping of their own of (shared=on or \
          hugepages=on gives one)"
     )]
     PrivateMemory,
-    /// It costs something that only postcopy pays for.
+    /// It has a cost, which is only worth paying for postcopy.
     #[error("receive-migration was not asked for with memory_mode=postcopy or auto")]
     NotExpected,
-    /// KVM reads the state of those itself.
+    /// KVM itself reads the state of nested guests.
     #[error(
         "the guest may run guests of its own, whose state KVM reads itself (--cpus nested=off)"
     )]
     Nesting,
 }
 
-/// The best that works for certain.
+/// Chooses the best fault source that is certain to work.
 pub fn choose(known: HostAndGuest) -> Choice {
     let reasons = [
         (known.shadow_paging, VcpuFaultsUnavailable::ShadowPaging),
@@ -79,7 +79,7 @@ pub fn choose(known: HostAndGuest) -> Choice {
         (known.may_nest, VcpuFaultsUnavailable::Nesting),
     ];
     if known.has_bitmap {
-        // KVM's own accesses wait there: nothing stands in its way.
+        // KVM's own accesses wait, so no restriction applies.
         return Choice::Exit;
     }
     match reasons.iter().find(|(is_there, _)| *is_there) {
@@ -88,7 +88,7 @@ pub fn choose(known: HostAndGuest) -> Choice {
     }
 }
 
-/// Whether a guest that was shown these features may run guests; one of which nothing is known may.
+/// Whether a guest that was shown this CPUID may run nested guests; true if the CPUID is not known.
 pub fn may_nest(shown: &[CpuidEntry]) -> bool {
     let has = |(function, bit): (u32, u32)| {
         shown.iter().any(|entry| {

@@ -30,28 +30,26 @@ use super::resident::KvmLimits;
 use crate::config::FaultSourceChoice;
 use crate::machine::{Host, Machine, MissingPages};
 
-/// userfaultfds for accesses of all threads but vCPUs, each with a reader.
+/// Number of userfaultfds for accesses by threads other than vCPUs, each with a reader.
 const READERS: usize = 2;
 
-/// How long a vCPU may be refused the same page again and again although nothing here refuses any,
-/// before it is stopped: what refuses it then is not postcopy. A count would say nothing: how many
-/// refusals there are in a second depends on the host.
+/// Time after which a vCPU is stopped that is refused the same page repeatedly although the page is not
+/// missing: the cause is not postcopy. A count would not do, as the rate of refusals depends on the host.
 const REFUSALS_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// Refusals of one page that are further apart than this do not belong together: the vCPU ran in
-/// between.
+/// Refusals of a page that are further apart than this are unrelated: the vCPU ran in between.
 const REFUSALS_GAP_MAX: Duration = Duration::from_secs(1);
 
-/// Why a fault source cannot be used here.
+/// Why a fault source cannot be used on this host.
 #[derive(Debug, Error)]
 pub enum FaultPlanError {
-    /// KVM lacks it.
+    /// KVM lacks userfault exits.
     #[error(
         "fault_source=exit needs the patched KVM, and this one has no userfault exits: build and \
          load it with scripts/kvm-modules, or use fault_source=uffd"
     )]
     NoExits,
-    /// KVM says no address, and nothing else may.
+    /// KVM reports no address, and the process may not trace.
     #[error("fault_source=sigbus cannot be used here; fault_source=uffd needs none of this")]
     Trace(#[from] FaultTraceError),
 }
@@ -59,50 +57,51 @@ pub enum FaultPlanError {
 /// Why a fault source could not be set up.
 #[derive(Debug, Error)]
 pub enum FaultSetupError {
-    /// A mapping for vCPUs.
+    /// The memory has no separate mapping for vCPUs.
     #[error(
         "vCPUs cannot be given a mapping of their own, which fault_source=sigbus needs: give the \
          VM shared memory (shared=on or hugepages=on), or use fault_source=uffd"
     )]
     Mapping(#[from] AccessError),
-    /// The watches.
+    /// A userfaultfd cannot be registered.
     #[error(transparent)]
     Uffd(#[from] UffdError),
-    /// KVM's bitmaps.
+    /// KVM refuses a userfault bitmap.
     #[error("pages cannot be marked as missing for KVM")]
     SetBitmap(#[from] MemslotError),
-    /// Memory for them.
+    /// The bitmaps cannot be allocated.
     #[error("there is no memory for the marks of missing pages")]
     Bitmap(#[source] io::Error),
 }
 
-/// What notes where vCPUs fault, while that is needed.
+/// Traces the addresses of refused vCPU accesses, while that is needed.
 type Tracer = Arc<RwLock<Option<FaultTracer>>>;
 
-/// How faults of vCPUs are caught.
+/// How vCPU accesses to missing pages are handled.
 pub enum FaultPlan {
-    /// They wait, as all other threads do.
+    /// They wait in userfaultfd, as those of all other threads.
     Wait,
-    /// They are refused; with a tracer where KVM does not say what.
+    /// They are refused; with a tracer if KVM does not report the address.
     Refuse(Option<FaultTracer>, KvmLimits),
-    /// KVM looks at a bitmap.
+    /// They exit, by KVM's userfault bitmap.
     Mark,
-    /// What is best, as soon as memory and guest are known.
+    /// The best of these, chosen once memory and guest are known.
     Auto(Undecided),
 }
 
-/// What is known of the host before memory and guest are.
+/// Facts about the host, until memory and guest are known.
 pub struct Undecided {
-    /// What memory and guest may still change.
+    /// The facts, some of which memory and guest can still change.
     known: HostAndGuest,
     kvm_limits: KvmLimits,
 }
 
 impl FaultPlan {
-    /// What `choice` means on this host; `mode` is what the request expects to be sent.
+    /// The plan for the configured `choice` on this host; `mode` is the migration mode that the request
+    /// announces.
     ///
     /// # Errors
-    /// What is missing, and how to get it. Never with `auto` and `uffd`.
+    /// Names what is missing and how to provide it. Never with `auto` and `uffd`.
     pub fn new(
         choice: FaultSourceChoice,
         mode: MemoryMode,
@@ -139,11 +138,11 @@ impl FaultPlan {
         })
     }
 
-    /// Decides what is left to decide, and prepares memory before the machine is made on it. `shown` is
-    /// what the guest was told of its processor.
+    /// Makes the pending choice, and prepares memory before the machine is created on it. `shown` is the
+    /// CPUID that the guest was shown.
     ///
     /// # Errors
-    /// The memory is of a kind that cannot be used so.
+    /// The kind of memory does not support the fault source.
     pub fn prepare(&mut self, ram: &GuestRam, shown: &[CpuidEntry]) -> Result<(), FaultSetupError> {
         let plan = std::mem::replace(self, Self::Wait);
         *self = match plan {
@@ -158,10 +157,10 @@ impl FaultPlan {
         Ok(())
     }
 
-    /// Prepares a machine that has not run; `None` where faults wait.
+    /// Sets up the fault source of a machine that has not run; `None` if vCPUs wait in userfaultfd.
     ///
     /// # Errors
-    /// Naming what the host refuses.
+    /// Names what the host refuses.
     pub fn set_up(
         self,
         machine: &Machine,
@@ -170,7 +169,7 @@ impl FaultPlan {
         let vcpu_numbers = machine.vcpu_numbers();
         let ram = Arc::clone(memory.ram());
         let (tracer, faults, kvm_limits) = match self {
-            // What is not decided by now is not going to be.
+            // A choice that has not been made by now is not made any more.
             Self::Wait | Self::Auto(_) => return Ok(None),
             Self::Refuse(tracer, kvm_limits) => {
                 let tracer: Tracer = Arc::new(RwLock::new(tracer));
@@ -216,7 +215,8 @@ impl Undecided {
     }
 }
 
-/// Says once what is missing for vCPUs that bring their pages, what it would bring, and how to get it.
+/// Logs once what is missing for vCPUs to fetch their own pages, what that would gain, and how to provide
+/// it.
 fn explain(reason: VcpuFaultsUnavailable) {
     if reason == VcpuFaultsUnavailable::NotExpected {
         return;
@@ -227,15 +227,15 @@ fn explain(reason: VcpuFaultsUnavailable) {
     );
 }
 
-/// vCPUs of a machine bring their own pages.
+/// A machine whose vCPUs fetch their own missing pages.
 pub struct OwnFaulting {
-    /// For the migration.
+    /// The fault source for the migration.
     pub source: Arc<dyn FaultSource>,
-    /// What KVM cannot reach: `None` where its own accesses wait.
+    /// What KVM itself cannot access; `None` if its own accesses wait.
     pub kvm_limits: Option<KvmLimits>,
 }
 
-/// Tracing continues for as long as an access may be refused.
+/// Keeps tracing on while an access may be refused.
 struct FaultTracing(Tracer);
 
 impl VcpuBarrier for FaultTracing {
@@ -249,14 +249,14 @@ impl VcpuBarrier for FaultTracing {
     }
 }
 
-/// KVM's bitmaps, one for each region; the slot has the region's number.
+/// KVM's userfault bitmaps, one per region; slot numbers equal region numbers.
 struct UserfaultBitmaps {
     vm: Vm,
     bitmaps: Vec<Arc<UserfaultBitmap>>,
 }
 
 impl UserfaultBitmaps {
-    /// Marks every page.
+    /// Creates the bitmaps, with every page marked.
     fn set(vm: &Vm, ram: &GuestRam) -> Result<Self, FaultSetupError> {
         let mut bitmaps = Vec::new();
         for (slot, region) in (0_u32..).zip(ram.regions()) {
@@ -292,17 +292,18 @@ impl VcpuBarrier for UserfaultBitmaps {
     }
 }
 
-/// Where a vCPU was refused last without postcopy's doing, and since when. Written by its own thread.
+/// The page at which a vCPU was last refused although it is not missing, and since when. Written by the
+/// vCPU's own thread.
 #[derive(Default)]
 struct RepeatedFaults {
     page: AtomicU64,
-    /// When that began, and when it was last, in microseconds.
+    /// Time of the first refusal, and below it that of the last, in microseconds.
     since_us: AtomicU64,
     last_us: AtomicU64,
 }
 
 impl RepeatedFaults {
-    /// Notes a refusal at a time; false when it has continued for too long.
+    /// Records a refusal; false if the refusals have lasted for too long.
     fn note(&self, page: u64, now: Duration) -> bool {
         let now_us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
         let gap_us = now_us.saturating_sub(self.last_us.swap(now_us, Ordering::Relaxed));
@@ -315,21 +316,21 @@ impl RepeatedFaults {
     }
 }
 
-/// Takes exits of vCPUs to the page engine.
+/// Passes vCPU exits to the page engine.
 struct VcpuFaults {
     faults: Arc<OwnFaults<MigratingRam>>,
     tracer: Tracer,
     repeats: Vec<RepeatedFaults>,
-    /// What the times in `repeats` count from.
+    /// Origin of the times in `repeats`.
     start: Instant,
     ram: Arc<GuestRam>,
-    /// What follows when a page was brought.
+    /// What the vCPU does once its page is resident.
     when_here: FaultAction,
 }
 
 impl VcpuFaults {
-    /// Nothing here refuses the access now. It is tried again, for that may have changed since; a vCPU
-    /// for which it does not change is stopped.
+    /// Handles a refusal of a page that is not missing. The access is retried, as the page may have arrived
+    /// since; a vCPU that keeps being refused is stopped.
     fn not_by_us(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let page = access.gpa.map_or(u64::MAX, |gpa| gpa / PAGE_BYTES);
         let repeats = self.repeats.get(vcpu as usize);
@@ -353,14 +354,14 @@ impl MissingPages for VcpuFaults {
 
     fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let vcpu_index = vcpu as usize;
-        // Without an address it may be a refusal of the past, or not one of memory at all.
+        // Without an address the refusal may be outdated, or not one of memory.
         let Some(gpa) = access.gpa else { return self.not_by_us(vcpu, access) };
         match self.faults.refused(vcpu_index, gpa) {
             Ok(Refused::TryAgain) => self.when_here,
             Ok(Refused::NotByUs) => self.not_by_us(vcpu, access),
             Ok(Refused::NotRam) => FaultAction::Stop,
             Err(error) => {
-                // As with userfaultfd it waits, until it is ended or paused.
+                // It waits, as with userfaultfd, until it is ended or paused.
                 log::warn!("vcpu{vcpu} waits: {error}");
                 std::thread::park();
                 FaultAction::Retry
@@ -390,7 +391,7 @@ mod tests {
         let refused = |from: u64, until: u64, page| {
             (from..until).step_by(500).all(|at| repeats.note(page, ms(at)))
         };
-        // However many there are.
+        // Regardless of their number.
         assert!((0..1_000_000).all(|at| repeats.note(7, Duration::from_micros(at))));
         assert!(refused(1000, 10_000, 7));
         assert!(repeats.note(8, ms(10_001)), "another page");

@@ -11,39 +11,39 @@ use std::path::{Component, Path, PathBuf};
 use crate::config::grant::{Grant, GrantKind};
 use crate::config::{ConsoleMode, VmConfig};
 
-/// The source of random numbers that needs no rule.
+/// The entropy source that needs no rule.
 const RNG_SOURCE: &str = "/dev/urandom";
 
-/// What a tap without a name is called by the host.
+/// Name that the host gives to a tap without a configured name.
 const UNNAMED_TAP: &str = "vmtap";
 
-/// Why an arriving configuration is refused.
+/// Why a received configuration is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum NotGranted {
-    /// No rule is about it.
+    /// No rule allows the name.
     #[error(
         "the arriving configuration names {name:?} as the {what}, and no rule of this \
          receive-migration allows that (allow=<root>:{kind})"
     )]
     Refused {
-        /// What it is in the configuration.
+        /// What the configuration uses it for.
         what: String,
         /// The name.
         name: String,
-        /// The kind of a rule that would be about it.
+        /// The kind of rule that would allow it.
         kind: &'static str,
     },
-    /// It cannot be told where it leads.
+    /// The target of the path cannot be resolved.
     #[error(
         "the arriving configuration names {name:?} as the {what}, and it cannot be told where on \
          this host that is: {why}"
     )]
     Unclear {
-        /// What it is in the configuration.
+        /// What the configuration uses it for.
         what: String,
         /// The name.
         name: String,
-        /// Why.
+        /// The cause.
         why: String,
     },
 }
@@ -63,7 +63,7 @@ fn path(what: impl Into<String>, kind: GrantKind, path: &Path) -> Named<'_> {
     Named { what: what.into(), name: Name::Path(kind, path) }
 }
 
-/// Everything that a configuration names on its host.
+/// All files and devices of the host that a configuration names.
 fn names(config: &VmConfig) -> Vec<Named<'_>> {
     let mut all = Vec::new();
     let payload = &config.payload;
@@ -86,7 +86,7 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("image of disk {:?}", disk.id.as_deref().unwrap_or_default());
         all.extend(disk.path.iter().map(|image| path(what.clone(), GrantKind::Disk, image)));
     }
-    // One that was given descriptors names nothing of this host.
+    // A device with passed descriptors names nothing on this host.
     for net in config.net.iter().flatten().filter(|net| net.fds.is_none()) {
         let what = format!("tap of network device {:?}", net.id.as_deref().unwrap_or_default());
         let name = Name::Tap(net.tap.as_deref().unwrap_or(UNNAMED_TAP));
@@ -99,7 +99,7 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("device {:?}", device.id.as_deref().unwrap_or_default());
         all.extend(device.path.iter().map(|dir| path(what.clone(), GrantKind::Device, dir)));
     }
-    // Its neighbours, with a port behind the name, are the guest's by that.
+    // The sockets next to it, with a port appended, belong to the guest as well.
     let vsock = config.vsock.iter();
     all.extend(vsock.map(|vsock| path("vsock socket", GrantKind::Console, &vsock.socket)));
     let VmConfig { serial, console, debug_console, .. } = config;
@@ -116,17 +116,17 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
                 all.extend(socket.iter().map(|socket| path(what, GrantKind::Console, socket)));
             }
             ConsoleMode::Tty => all.push(Named { what: what.into(), name: Name::Terminal }),
-            // One is made; what the configuration says is where the source's was.
+            // These are created here; a path in the configuration is that of the source.
             ConsoleMode::Pty | ConsoleMode::Off | ConsoleMode::Null => {}
         }
     }
     all
 }
 
-/// Compares a configuration with rules; without rules everything is allowed.
+/// Checks a configuration against rules; without rules everything is allowed.
 ///
 /// # Errors
-/// Naming the first thing that no rule allows.
+/// Names the first item that no rule allows.
 pub fn check(rules: Option<&[Grant]>, config: &VmConfig) -> Result<(), NotGranted> {
     let Some(rules) = rules else { return Ok(()) };
     for Named { what, name } in names(config) {
@@ -162,17 +162,17 @@ fn is_below_a_root(rules: &[Grant], kind: GrantKind, path: &Path) -> Result<bool
     if path.components().any(|part| part == Component::ParentDir) {
         return Err("it has to be a path without '..'".to_owned());
     }
-    // Where the VMM would look for it.
+    // The path as the VMM would look it up.
     let path = &std::path::absolute(path).map_err(|error| error.to_string())?;
     if kind == GrantKind::Device {
-        // Links of sysfs lead all over it, and only the kernel makes them.
+        // Only the kernel creates links in sysfs, and they lead all over it.
         return Ok(roots.iter().any(|root| path.starts_with(root)));
     }
     let whole = resolve(path)?;
     Ok(roots.iter().filter_map(|root| resolve(root).ok()).any(|root| whole.starts_with(root)))
 }
 
-/// Where a path leads, whether there is something yet or not.
+/// Resolves a path, whose last component need not exist.
 fn resolve(path: &Path) -> Result<PathBuf, String> {
     match path.canonicalize() {
         Ok(whole) => return Ok(whole),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use vm_migration::vm::FreePageHints;
 
-/// Hints of a machine's balloon.
+/// The free page hints of a machine's balloon.
 pub struct MachineHints(pub(super) devices::virtio::balloon::FreePageHints);
 
 impl FreePageHints for MachineHints {

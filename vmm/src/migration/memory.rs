@@ -13,7 +13,7 @@ use memory::{AccessError, GuestRam, RamRegion, ZoneKind};
 use vm_migration::layout::{Backing, Layout, LayoutError, PAGE_BYTES, PageRun, RegionInfo};
 use vm_migration::ram::{GuestMemoryMap, Hold};
 
-/// Guest RAM and its layout.
+/// Guest RAM with its layout, for migration.
 pub struct MigratingRam {
     ram: Arc<GuestRam>,
     layout: Layout,
@@ -31,7 +31,7 @@ impl MigratingRam {
     /// Describes `ram`, and makes the second mappings.
     ///
     /// # Errors
-    /// When the layout is impossible or a second mapping cannot be made.
+    /// The layout is invalid, or a second mapping cannot be made.
     pub fn new(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
         let mut regions = Vec::new();
         for region in ram.regions() {
@@ -54,7 +54,7 @@ impl MigratingRam {
         Ok(Self { ram, layout })
     }
 
-    /// The RAM itself.
+    /// The guest RAM.
     pub fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
     }
@@ -64,13 +64,13 @@ impl MigratingRam {
     }
 }
 
-/// Why RAM cannot migrate.
+/// Why RAM cannot be migrated.
 #[derive(Debug, thiserror::Error)]
 pub enum MigratingRamError {
     /// A second mapping cannot be made.
     #[error("guest memory cannot be mapped a second time")]
     Alias(#[source] AccessError),
-    /// The layout is impossible.
+    /// The layout is invalid.
     #[error("the layout of guest memory is not one that can migrate")]
     Layout(#[source] LayoutError),
 }

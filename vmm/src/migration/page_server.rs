@@ -24,19 +24,19 @@ use crate::events;
 use crate::options::ChildLogging;
 use crate::sandbox;
 
-/// This program, even if another one has its name by now.
+/// The running executable, even if its path has been replaced.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
-/// What a page server is to be started with.
+/// Options for starting a page server.
 #[derive(Clone, Debug)]
 pub struct PageServerPlan {
-    /// Where it takes requests.
+    /// Path of its API socket.
     pub socket: PathBuf,
-    /// What it gets of this process.
+    /// Logging configuration that it inherits.
     pub child_logging: ChildLogging,
 }
 
-/// Where a VMM whose API is at `api` has its page server.
+/// Default socket path of the page server of a VMM with the API socket `api`.
 pub fn default_socket(api: &Path) -> PathBuf {
     let mut path = api.as_os_str().to_owned();
     path.push(".pages");
@@ -46,40 +46,40 @@ pub fn default_socket(api: &Path) -> PathBuf {
 /// Why there is no page server.
 #[derive(Debug, Error)]
 pub enum ProcessError {
-    /// It cannot be started.
+    /// The process cannot be started.
     #[error("the page server's process cannot be started")]
     Start(#[source] io::Error),
-    /// It does not take the memory.
+    /// The memory cannot be handed over to it.
     #[error("the page server cannot work at {}", socket.display())]
     Memory {
-        /// Where it was to take requests.
+        /// Path of its API socket.
         socket: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Cause,
     },
-    /// It does not take over.
+    /// It cannot take over the migration.
     #[error("the page server has not taken over")]
     TakeOver(#[source] Cause),
 }
 
-/// A page server that waits.
+/// A page server that waits to take over.
 #[derive(Debug)]
 pub struct PageServerProcess {
-    /// `None` once it has been left behind.
+    /// The process; `None` once it has taken over.
     child: Option<Child>,
     source_end: SourceEnd,
     socket: PathBuf,
-    /// The socket is its own; another process may have been there before it.
+    /// Whether it has created its socket, rather than another process before it.
     has_socket: bool,
     pid: u32,
 }
 
 impl PageServerProcess {
-    /// Starts it and gives it the memory.
+    /// Starts the process and passes it the memory.
     ///
     /// # Errors
-    /// Why it cannot do its work; it has ended again.
+    /// The reason why it cannot be used; the process has ended again.
     pub fn start(plan: &PageServerPlan, memory: &MigratingRam) -> Result<Self, ProcessError> {
         let (ours, theirs) = UnixStream::pair().map_err(ProcessError::Start)?;
         let socket = std::path::absolute(&plan.socket).map_err(ProcessError::Start)?;
@@ -119,7 +119,7 @@ fn spawn(link: UnixStream, socket: &Path, child_logging: &ChildLogging) -> io::R
     if let Some(log) = &child_logging.log {
         command.stderr(log.try_clone()?);
     }
-    // What ends a VMM in a terminal does not end its page server, and no directory is held.
+    // Signals to the VMM's process group do not end it, and it keeps no directory in use.
     command.process_group(0).current_dir("/");
     command.stdin(OwnedFd::from(link)).spawn()
 }
@@ -134,7 +134,7 @@ impl PageServerHandle for PageServerProcess {
         takeover: &TakeoverRequest,
     ) -> Result<TakeoverOutcome, VmError> {
         let taken = self.source_end.takeover(takeover).map_err(ProcessError::TakeOver)?;
-        // It continues without this process, and ends by itself.
+        // It continues without this process, and exits by itself.
         self.child = None;
         Ok(taken)
     }
@@ -143,7 +143,7 @@ impl PageServerHandle for PageServerProcess {
 impl Drop for PageServerProcess {
     fn drop(&mut self) {
         let Some(mut child) = self.child.take() else { return };
-        // The process that continues in its place must be sure that it does nothing any more.
+        // The process that continues instead must be sure that this one does nothing any more.
         if let Err(error) = child.kill().and_then(|()| child.wait().map(drop)) {
             log::error!("the page server (process {}) could not be ended: {error}", self.pid);
         }

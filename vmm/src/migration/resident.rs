@@ -22,52 +22,52 @@ const CR4_VMXE: u64 = 1 << 13;
 const EFER_LMA: u64 = 1 << 10;
 const EFER_SVME: u64 = 1 << 12;
 const MSR_ASYNC_PF_EN: u32 = 0x4b56_4d02;
-/// Bit of [`MSR_ASYNC_PF_EN`]: the guest takes asynchronous page faults.
+/// Bit of [`MSR_ASYNC_PF_EN`]: the guest enables asynchronous page faults.
 const ASYNC_PF_ENABLED: u64 = 1 << 0;
 
 const ENTRY_PRESENT: u64 = 1 << 0;
 const ENTRY_LARGE: u64 = 1 << 7;
 const ENTRY_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// The shortest interrupt table of 64-bit code with an entry in it, as its limit.
+/// Limit of the shortest IDT of 64-bit code with an entry in it.
 const IDT_LIMIT_MIN: u16 = 15;
 
-/// Page tables that are brought in at most: 1 GiB of them.
+/// Maximum number of page tables that are fetched: 1 GiB of them.
 const TABLES_MAX: usize = 1 << 18;
 
-/// What KVM cannot do for a vCPU that is refused pages.
+/// What KVM cannot do for a vCPU whose accesses are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvmLimits {
-    /// It reads the guest's page tables itself.
+    /// KVM uses shadow paging, and so reads the guest's page tables itself.
     pub shadow_paging: bool,
-    /// It makes asynchronous page faults of refused ones, and waits forever.
+    /// KVM turns refusals into asynchronous page faults, and waits forever.
     pub async_page_faults: bool,
 }
 
-/// Why vCPUs of a guest cannot be refused pages.
+/// Why a guest's vCPU accesses cannot be refused.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum NotRefusable {
-    /// It runs guests.
+    /// A vCPU runs nested guests.
     #[error("vCPU {0} runs guests of its own, whose state KVM reads itself: use fault_source=uffd")]
     Nested(usize),
-    /// Its page tables change.
+    /// KVM reads page tables that the guest changes.
     #[error(
         "vCPU {0} runs an operating system, and this KVM, without two-dimensional paging, reads \
          its page tables itself: use fault_source=uffd"
     )]
     ShadowPaging(usize),
-    /// Not the page tables of a 64-bit guest.
+    /// A vCPU does not use 64-bit page tables.
     #[error("vCPU {0} uses page tables of 32-bit code, or too many: use fault_source=uffd")]
     PageTables(usize),
-    /// RAM that is not there.
+    /// A vCPU's page table is not in RAM.
     #[error("the page tables of vCPU {0} are not in RAM")]
     NotRam(usize),
 }
 
-/// Brings in what KVM itself needs of the vCPUs, before it gets their state.
+/// Fetches the pages that KVM itself accesses for the vCPUs, before it gets their state.
 ///
 /// # Errors
-/// The guest is of a kind that cannot do with that.
+/// The guest needs more than that.
 pub fn bring_in(
     ram: &GuestRam,
     vcpus: &[VcpuState],
@@ -79,7 +79,7 @@ pub fn bring_in(
         check(index, &vcpu.sregs, kvm_limits)?;
         let cr3 = vcpu.sregs.cr3 & ENTRY_ADDRESS;
         for page in vcpu.pages_used_by_kvm().into_iter().chain([cr3]) {
-            // Addresses that are not RAM are the guest's mistake, which KVM knows how to take.
+            // Addresses outside RAM are errors of the guest, which KVM handles.
             let _ = memory.read_obj::<u8>(GuestAddress(page));
         }
         if kvm_limits.shadow_paging && vcpu.sregs.cr0 & CR0_PG != 0 {
@@ -99,10 +99,10 @@ fn check(index: usize, sregs: &kvm_sregs, kvm_limits: KvmLimits) -> Result<(), N
     Ok(())
 }
 
-/// Switches asynchronous page faults off in the state of vCPUs; gives what each is to have again when
-/// all memory is here, by the vCPU's place in the list.
+/// Disables asynchronous page faults in the state of vCPUs. Returns the MSRs to set once all memory is
+/// resident, by index of the vCPU in the list.
 ///
-/// A KVM that may make them keeps refused faults for itself, and a vCPU would never return.
+/// A KVM with asynchronous page faults would keep refusals to itself, and the vCPU would never exit.
 pub fn hold_msrs(vcpus: &mut [VcpuState]) -> Vec<(usize, MsrValue)> {
     let mut held = Vec::new();
     for (index, vcpu) in vcpus.iter_mut().enumerate() {
@@ -121,7 +121,7 @@ fn switch_off(msrs: &mut [MsrValue]) -> impl Iterator<Item = MsrValue> {
     })
 }
 
-/// Reads all page tables that the vCPU uses now.
+/// Reads all page tables that the vCPU currently uses.
 fn tables(index: usize, sregs: &kvm_sregs, memory: &GuestMemory) -> Result<(), NotRefusable> {
     if sregs.efer & EFER_LMA == 0 {
         return Err(NotRefusable::PageTables(index));
@@ -141,7 +141,7 @@ fn tables(index: usize, sregs: &kvm_sregs, memory: &GuestMemory) -> Result<(), N
         match read {
             Ok(()) => {}
             Err(_) if level == top => return Err(NotRefusable::NotRam(index)),
-            // An entry may say anything while it is not used.
+            // An entry that is not in use may hold anything.
             Err(_) => continue,
         }
         if level == 1 {

@@ -31,14 +31,14 @@ use crate::machine::{
     MachineStateError, StateJsonError, WriteBackError, features,
 };
 
-/// How often a snapshot that waits for disks or storage looks whether it is cancelled.
+/// Poll interval for cancellation while a snapshot waits for disks or storage.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long the storage of a cancelled snapshot has to finish its writes. Longer than a healthy one takes
-/// for those in flight, a block of memory a thread.
+/// Time that the storage of a cancelled snapshot has to finish its writes: longer than healthy storage
+/// takes for those in flight, which is one block of memory per thread.
 const STORAGE_TIME: Duration = Duration::from_secs(1);
 
-/// Why there is no snapshot.
+/// Why a snapshot failed.
 #[derive(Debug, Error)]
 #[error("the VM cannot be saved to {directory}")]
 pub struct TakeError {
@@ -72,7 +72,7 @@ enum TakeCause {
     LeftBehind,
 }
 
-/// Why a VM was not restored.
+/// Why a restore failed.
 #[derive(Debug, Error)]
 #[error("the VM cannot be restored from {directory}")]
 pub struct RestoreError {
@@ -109,19 +109,20 @@ enum RestoreCause {
     Prefault(#[from] PrefaultError),
 }
 
-/// A machine that was restored, paused.
+/// A restored machine, paused.
 pub struct Restored {
-    // Order matters on drop: the machine may wait for pages that are being brought in.
+    // Drop order matters: the machine may wait for pages that are being read.
     /// The machine.
     pub machine: Box<Machine>,
-    /// Its memory, if that is still being brought in.
+    /// The transfer of its memory, if that is still in progress.
     pub filling: Option<Filling<MigratingRam>>,
 }
 
-/// Writes a paused machine into a directory. It stays as it is.
+/// Writes a paused machine to a directory. The machine stays paused.
 ///
 /// # Errors
-/// Naming the file; nothing is left in the directory, or will be when storage that hangs answers.
+/// Names the file. Nothing is left in the directory; if the storage hangs, nothing is left once it
+/// responds.
 pub fn take(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<SaveReport, TakeError> {
     take_into(machine, directory, cancel)
         .map_err(|source| TakeError { directory: directory.display().to_string(), source })
@@ -142,8 +143,8 @@ fn take_into(
     write(directory, config_json, state_json, memory, cancel)
 }
 
-/// Writes all of it on a thread that needs the memory alone: storage that hangs keeps that thread, and not
-/// the machine.
+/// Writes the snapshot on a thread that only needs the memory: storage that hangs blocks that thread and
+/// not the machine.
 fn write(
     directory: &Path,
     config_json: Vec<u8>,
@@ -157,9 +158,9 @@ fn write(
         .spawn(move || {
             let saved = Saved { config_json: &config_json, state_json: &state_json };
             let result = save(&directory, saved, &memory, default_threads(), &own_cancel);
-            // The memory is released before the machine's owner continues.
+            // Released before the machine's owner continues.
             drop(memory);
-            // Without a receiver the snapshot was cancelled, and is none.
+            // Without a receiver the snapshot was cancelled, and is invalid.
             drop(end.send(result));
         })
         .map_err(TakeCause::Thread)?;
@@ -178,8 +179,7 @@ fn write(
     }
 }
 
-/// Has what the guest wrote on its disks, which are copied alongside the snapshot; however long that
-/// takes, unless it is cancelled.
+/// Writes the disks back, as they are copied alongside the snapshot; without a time limit, until cancelled.
 fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     let disks = machine.write_back();
     while !cancel.is_cancelled() {
@@ -191,10 +191,10 @@ fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     Err(SnapshotError::Cancelled.into())
 }
 
-/// Makes a machine of what is in a directory. Its disks are locked and its taps taken.
+/// Creates a machine from a snapshot directory. Its disks are locked and its taps open.
 ///
 /// # Errors
-/// Naming the file, device or resource; nothing is left here.
+/// Names the file, device or resource; everything is released again.
 pub fn restore(
     config: &RestoreConfig,
     host: &Host,
@@ -218,7 +218,7 @@ fn restore_from(
     let config: VmConfig =
         serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
     let mut config = config;
-    // Under the names that the devices had, so before any is changed.
+    // Before any rename: descriptors use the original names.
     request.arriving_fds().place(&mut config)?;
     updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
@@ -226,7 +226,7 @@ fn restore_from(
     if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
     }
-    // Before anything is made: a state that cannot be read needs no machine.
+    // First, as a state that cannot be parsed needs no machine.
     let mut state =
         MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
     updates::change_state(&mut state, request)?;
@@ -237,7 +237,7 @@ fn restore_from(
     let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
         .map_err(RestoreCause::Make)?;
     if request.prefault {
-        // All of it is to be there at the end, so it is better to know at the beginning that it cannot be.
+        // All of it is to be populated in the end, so check at once whether that is possible.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
     let memory = Arc::new(MigratingRam::new(Arc::clone(&ram))?);
@@ -266,7 +266,7 @@ fn restore_from(
     };
     let put = restored.machine.restore(state, clock).map_err(RestoreCause::State);
     if let Some(filling) = &restored.filling {
-        // A page that could not be read explains what the state's error does not.
+        // A page that could not be read may be the cause of the state's error.
         filling.commit()?;
     }
     put?;
@@ -274,11 +274,11 @@ fn restore_from(
     Ok(restored)
 }
 
-/// Populates what the snapshot has no contents for: everything if the restore asks for it, else
-/// the zones that were configured so.
+/// Prefaults the memory for which the snapshot has no contents: all zones if the restore requests it, else
+/// those configured for it.
 ///
 /// # Errors
-/// Naming the zone and the limit.
+/// Names the zone and the limit.
 pub fn prefault(
     machine: &Machine,
     request: &RestoreConfig,
@@ -287,10 +287,10 @@ pub fn prefault(
     prefault_ram(machine.ram(), request.prefault, cancel)
 }
 
-/// The same for memory alone. A cancel ends it early.
+/// The same for guest RAM alone. Cancelling ends it early.
 ///
 /// # Errors
-/// Naming the zone and the limit.
+/// Names the zone and the limit.
 pub fn prefault_ram(
     ram: &memory::GuestRam,
     everything: bool,

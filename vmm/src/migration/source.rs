@@ -26,40 +26,39 @@ use crate::machine::{
     WriteBackError, features,
 };
 
-/// How long the guest of a machine without vCPUs would stand still: devices paused, saved, restored
-/// and started again.
+/// Downtime of a machine without vCPUs: pausing, saving, restoring and resuming the devices.
 const SWITCH_OVER_BASE: Duration = Duration::from_millis(6);
 
-/// What each vCPU adds: state saved, sent as JSON, put in.
+/// Added downtime per vCPU: saving, sending and restoring its state.
 const SWITCH_OVER_VCPU: Duration = Duration::from_millis(1);
 
-/// What each MiB of the state of passed-through hardware adds: read, sent as JSON, put in. Not
-/// measured: it is what 100 MiB/s would take.
+/// Added downtime per MiB of hardware state of passed-through devices: reading, sending and restoring it.
+/// Not measured; assumes 100 MiB/s.
 const SWITCH_OVER_HARDWARE_MIB: Duration = Duration::from_millis(10);
 
-/// How long the guest is stopped for its disks to be written back. Less than a destination waits for
-/// the next message, and than guests and their peers bear; a migration that needs more fails, and the
-/// guest continues.
+/// Time that the write-back of disks may take while the guest is stopped. Less than a destination waits for
+/// the next message, and than guests and their peers tolerate; a migration that needs more fails, and the
+/// guest resumes.
 const WRITE_BACK_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// How long is waited, while the guest runs, for a moment at which its devices would finish their
-/// requests within the allowed downtime.
+/// Time to wait, while the guest runs, for a moment at which its devices would finish their requests within
+/// the allowed downtime.
 const DEVICES_TIME_MAX: Duration = Duration::from_secs(30);
 
-/// The devices have this long at least, whatever downtime is allowed: no host does anything in less.
+/// Minimum time that devices have to finish, whatever downtime is allowed: no host is faster.
 const DEVICES_TIME_MIN: Duration = Duration::from_millis(50);
 
-/// Between two looks at the devices they work for so many times as long as they were held up.
+/// Between two attempts devices run for this many times as long as the attempt has paused them.
 const DEVICES_PACE: u32 = 4;
 
-/// How often it is looked whether the migration is cancelled.
+/// Poll interval for cancellation of the migration.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What stopping the guest may cost.
+/// Limits of stopping the guest.
 pub struct StopLimits {
-    /// How long the guest may stand still, as it is allowed now.
+    /// The currently allowed downtime.
     pub downtime: Box<dyn Fn() -> Duration + Send>,
-    /// When the migration is cancelled by itself.
+    /// When the migration is cancelled by its timeout.
     pub until: Option<Instant>,
 }
 
@@ -69,34 +68,34 @@ impl StopLimits {
     }
 }
 
-/// A machine whose guest may run.
+/// An outgoing machine whose guest may run.
 pub struct LeavingMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     page_server: Option<PageServerPlan>,
     disk_writer: Option<DiskWriter>,
-    /// What the destination reads.
+    /// The formats that the destination reads.
     reader: Formats,
     limits: StopLimits,
 }
 
-/// A machine whose guest does not run.
+/// An outgoing machine whose guest is paused.
 pub struct PausedMachine {
     machine: Box<Machine>,
     memory: Arc<MigratingRam>,
     ran_before: bool,
-    /// Its disks being written back, until that has been waited for.
+    /// The write-back of its disks, until it has been waited for.
     write_back: Option<WriteBack>,
     reader: Formats,
     limits: StopLimits,
 }
 
-/// Memory and threads of a machine whose guest has gone. They end when this is dropped.
+/// Memory and threads of a machine whose guest has been migrated; released when dropped.
 pub struct Remains {
     _machine: Box<Machine>,
 }
 
-/// The guest has asked for something that ends it, so it cannot be moved as it is.
+/// The guest has requested a reset or shutdown, and cannot be migrated as it is.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the guest is rebooting or shutting down; try again when it runs, which a VM that is paused does \
@@ -105,10 +104,10 @@ pub struct Remains {
 pub struct GuestIsEnding;
 
 impl LeavingMachine {
-    /// Takes the machine over; its last pages may be for a page server.
+    /// Takes over the machine, for a migration whose last pages a page server may serve.
     ///
     /// # Errors
-    /// The machine comes back with the reason.
+    /// The machine is returned with the reason.
     pub fn new(
         machine: Box<Machine>,
         page_server: Option<PageServerPlan>,
@@ -129,8 +128,7 @@ impl LeavingMachine {
         self.machine
     }
 
-    /// Waits, while the guest runs, until its devices finish within the allowed downtime what they work
-    /// on.
+    /// Waits, while the guest runs, until its devices finish their requests within the allowed downtime.
     fn prepare_devices(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
         let latest = Instant::now() + DEVICES_TIME_MAX;
         let latest = self.limits.until.map_or(latest, |until| until.min(latest));
@@ -138,7 +136,7 @@ impl LeavingMachine {
             let within = self.limits.devices();
             let busy = match self.machine.try_devices(within, is_cancelled) {
                 Err(busy @ MachineError::DeviceBusy { .. }) => busy,
-                // The caller looks for a cancel itself.
+                // The caller checks for cancellation itself.
                 Ok(()) | Err(MachineError::PauseWithdrawn) => return Ok(()),
                 Err(other) => return Err(other),
             };
@@ -158,12 +156,12 @@ impl LeavingMachine {
 }
 
 impl PausedMachine {
-    /// Returns the machine, paused as it is.
+    /// Returns the machine, still paused.
     pub fn into_machine(self) -> Box<Machine> {
         self.machine
     }
 
-    /// Waits until the disks hold what the guest has written: the destination reads them.
+    /// Waits until the disks hold what the guest has written, as the destination reads them.
     fn await_write_back(&mut self) -> Result<(), WriteBackError> {
         if let Some(write_back) = &self.write_back {
             write_back.wait_within(WRITE_BACK_TIME_MAX)?;
@@ -174,7 +172,7 @@ impl PausedMachine {
     }
 }
 
-/// Slows the vCPUs down until it is dropped.
+/// Throttles the vCPUs until dropped.
 struct VcpuThrottling(VcpuThrottle);
 
 impl Throttle for VcpuThrottling {
@@ -198,13 +196,13 @@ impl SourceVm for LeavingMachine {
     }
 
     fn formats(&self) -> Formats {
-        // Nothing else of a later version is needed: see `MachineState::for_reader`.
+        // Other parts of later versions are dropped by `MachineState::for_reader`.
         let state = if self.machine.has_integrated_endpoints() {
             INTEGRATED_ENDPOINTS_VERSION
         } else if self.machine.has_narrow_bars() {
             NARROW_BARS_VERSION
         } else if features::has_shadow_stacks(self.machine.shown()) {
-            // A vCPU with shadow stacks has a pointer, which came with this version.
+            // The shadow stack pointer of a vCPU came with this version.
             2
         } else {
             1
@@ -256,9 +254,9 @@ impl SourceVm for LeavingMachine {
     }
 
     fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
-        // First: a disk that answers no request writes nothing back either.
+        // First, as a disk that answers no request does not write back either.
         self.prepare_devices(is_cancelled)?;
-        // Its guest waits for room, and so would the stop.
+        // The guest's requests wait for free space, and the stop would wait for them.
         self.machine.check_room()?;
         match &self.disk_writer {
             Some(writer) => Ok(writer.prepare_stop(is_cancelled)?),
@@ -273,21 +271,22 @@ impl SourceVm for LeavingMachine {
             return Err((leaving, error.into()));
         }
         if leaving.machine.is_ending() {
-            // It resets or ends where it is, which waits for as long as its machine is paused.
+            // The guest resets or ends here; a paused machine would hold that up.
             if ran_before && let Err(error) = leaving.machine.resume() {
                 return Err((leaving, error.into()));
             }
             return Err((leaving, GuestIsEnding.into()));
         }
         if let Err(full) = leaving.machine.check_room() {
-            // What is kept is in no state. It continues here, and is paused for the disk by its owner.
+            // The waiting requests are in no state. The guest resumes, and the VMM thread pauses it for the
+            // disk.
             if ran_before && let Err(error) = leaving.machine.resume() {
                 return Err((leaving, error.into()));
             }
             return Err((leaving, full.into()));
         }
         let Self { machine, memory, reader, limits, .. } = leaving;
-        // Alongside the last pages and the state.
+        // Concurrently with the last pages and the state.
         let write_back = Some(machine.write_back());
         Ok(PausedMachine { machine, memory, ran_before, write_back, reader, limits })
     }
@@ -303,7 +302,7 @@ impl PausedVm for PausedMachine {
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
         let state = self.machine.save()?.for_reader(self.reader.state)?.to_json()?;
-        // Before the destination acknowledges anything: what it acknowledged does not keep forever.
+        // Before the destination acknowledges: its acknowledgement has a time limit.
         self.await_write_back()?;
         Ok(state)
     }

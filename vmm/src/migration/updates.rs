@@ -12,10 +12,10 @@ use thiserror::Error;
 use crate::config::{MacAddr, RestoreConfig, VmConfig};
 use crate::machine::MachineState;
 
-/// Why a change cannot be made.
+/// Why a change of a restored VM is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum UpdateError {
-    /// There is no such thing.
+    /// A change names an unknown device or zone.
     #[error("{list} names '{id}', which the VM does not have")]
     Unknown {
         /// The list of changes.
@@ -31,19 +31,19 @@ pub enum UpdateError {
         /// The name in it.
         id: String,
     },
-    /// No network has such an address.
+    /// The MAC address is zero.
     #[error("net_updates gives '{0}' a MAC address of zeros, which is none")]
     ZeroMac(String),
-    /// The state has no such device, or none whose address can be changed.
+    /// The state has no such device, or none with a MAC address.
     #[error("the saved state has no MAC address of '{0}'")]
     NoMac(String),
 }
 
-/// Changes the configuration, before it is completed and checked: the new names and files are checked with
-/// all others then.
+/// Changes the configuration before it is completed and validated, so that new names and files are
+/// validated with all others.
 ///
 /// # Errors
-/// Naming what is not there.
+/// Names the unknown device or zone.
 pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(), UpdateError> {
     let unknown = |list, id: &String| UpdateError::Unknown { list, id: id.clone() };
     for update in request.zone_updates.iter().flatten() {
@@ -78,7 +78,7 @@ pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(
         let disk = disk.ok_or_else(|| unknown("disk_updates", &update.id))?;
         disk.path = update.path.clone().or_else(|| disk.path.take());
     }
-    // Names last and all at once, so that two devices can change theirs for each other's.
+    // Names last and all at once, so that two devices can swap theirs.
     let renamed = renamed(request);
     let nets = config.net.iter_mut().flatten().map(|net| &mut net.id);
     let disks = config.disks.iter_mut().flatten().map(|disk| &mut disk.id);
@@ -90,21 +90,21 @@ pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(
     Ok(())
 }
 
-/// Old and new names.
+/// Pairs of old and new names.
 fn renamed(request: &RestoreConfig) -> Vec<(&str, &str)> {
     let nets = request.net_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
     let disks = request.disk_updates.iter().flatten().map(|update| (&update.id, &update.new_id));
     nets.chain(disks).filter_map(|(id, new)| Some((id.as_str(), new.as_deref()?))).collect()
 }
 
-/// Changes the state in the same way.
+/// Makes the same changes to the state.
 ///
 /// # Errors
-/// Naming the device whose state has no place for it.
+/// Names the device whose state cannot hold the change.
 pub fn change_state(state: &mut MachineState, request: &RestoreConfig) -> Result<(), UpdateError> {
     for update in request.net_updates.iter().flatten() {
         let Some(mac) = update.mac else { continue };
-        // The transport's state has that of the device, which has what the guest reads.
+        // The transport's state contains that of the device, with the fields that the guest reads.
         let function = state.pci.get_mut(&update.id);
         let saved =
             function.and_then(|function| function.state.data.pointer_mut("/device/data/mac"));

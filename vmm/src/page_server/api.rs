@@ -16,27 +16,28 @@ use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmmPingResponse, Vmm
 use crate::control::{WATCHER_TIME, recover_request};
 use crate::events;
 
-/// How long a client that follows a migration may take from the VMM to here: a few looks of ch-remote.
+/// Time that a client which follows a migration needs to switch from the VMM to the page server: a few
+/// polls of ch-remote.
 const ARRIVAL_TIME: Duration = Duration::from_millis(500);
 
-/// What the loop does next.
+/// Next action of the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Waits.
+    /// Wait for the next event.
     Continue,
-    /// Ends the process.
+    /// End the process.
     End,
 }
 
-/// Answers requests.
+/// Answers the API requests of a page server.
 pub struct PageServerApi {
     progress: Arc<Progress>,
     steering: Steering,
-    /// When a client last asked how far it is.
+    /// When a client last requested the progress.
     watched_at: Option<Instant>,
-    /// Clients that asked to discard the pages, and wait until that is done.
+    /// Requests to discard the pages, answered once that is done.
     abandoners: Vec<Responder>,
-    /// When the process exits, once all pages are served and watching clients have had time to see it.
+    /// When the process exits, once all pages are served and clients have had time to read that.
     exit_at: Option<Instant>,
 }
 
@@ -45,7 +46,7 @@ fn conflict(text: &str) -> ApiError {
 }
 
 impl PageServerApi {
-    /// No request yet.
+    /// No requests yet.
     pub fn new(progress: Arc<Progress>, steering: Steering) -> Self {
         Self { progress, steering, watched_at: None, abandoners: Vec::new(), exit_at: None }
     }
@@ -83,7 +84,7 @@ impl PageServerApi {
     fn show_progress(&mut self) -> ApiReply {
         let snapshot = self.progress.snapshot();
         if snapshot.phase == Phase::Done {
-            // A client that has seen the end needs no more time.
+            // A client that has read the end needs no more time.
             self.watched_at = None;
             self.exit_at = self.exit_at.map(|_| Instant::now());
         } else {
@@ -106,17 +107,17 @@ impl PageServerApi {
         }
     }
 
-    /// The destination has everything.
+    /// Handles that the destination has all pages.
     pub fn served(&mut self, now: Instant) {
         let watched = self.watched_at.is_some_and(|at| now.duration_since(at) < WATCHER_TIME);
-        // A client that was sent on here by the VMM may be on the way.
+        // A client that the VMM has referred to the page server may be about to connect.
         self.exit_at = Some(now + if watched { WATCHER_TIME } else { ARRIVAL_TIME });
         for responder in self.abandoners.drain(..) {
             responder.answer(Ok(ApiReply::Empty));
         }
     }
 
-    /// It serves no more, because a client asked for that, or for `error`.
+    /// Handles the end of serving on request, or because of `error`.
     pub fn abandoned(&mut self, error: PageServerError) -> Result<(), PageServerError> {
         if self.abandoners.is_empty() {
             return Err(error);
@@ -129,12 +130,12 @@ impl PageServerApi {
         Ok(())
     }
 
-    /// Whether there is still a client to wait for.
+    /// Whether the process can end.
     pub fn next(&self, now: Instant) -> Next {
         if self.exit_at.is_some_and(|until| until <= now) { Next::End } else { Next::Continue }
     }
 
-    /// How long the loop may sleep.
+    /// Timeout of the loop's poll.
     pub fn timeout_ms(&self) -> i32 {
         self.exit_at.map_or(-1, |until| {
             let left: Duration = until.saturating_duration_since(Instant::now());

@@ -18,47 +18,47 @@ use vm_migration::page_server::ServedMemory;
 use vm_migration::protocol::ProtocolError;
 use vm_migration::ram::GuestMemoryMap;
 
-/// Why memory cannot be mapped.
+/// Why guest memory cannot be mapped.
 #[derive(Debug, Error)]
 pub enum ServedRamError {
-    /// Its description.
+    /// The description is invalid.
     #[error("the description of guest memory makes no sense")]
     Description(#[source] ProtocolError),
-    /// A file that is not there.
+    /// The file of a zone is missing.
     #[error("memory zone '{zone}' has come without its file")]
     NoFile {
-        /// The zone.
+        /// Id of the zone.
         zone: String,
     },
-    /// A file that ends too soon.
+    /// The file of a zone is too short.
     #[error("the file of memory zone '{zone}' is shorter than the zone")]
     Short {
-        /// The zone.
+        /// Id of the zone.
         zone: String,
     },
-    /// The host.
+    /// The file cannot be mapped.
     #[error("memory zone '{zone}' cannot be mapped")]
     Map {
-        /// The zone.
+        /// Id of the zone.
         zone: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: MmapRegionError,
     },
 }
 
-/// Guest memory for reading.
+/// Guest memory, mapped for reading.
 pub struct ServedRam {
     layout: Layout,
-    /// In the order of the layout.
+    /// The mappings, in the order of the layout.
     regions: Vec<MmapRegion>,
 }
 
 impl ServedRam {
-    /// Maps what is described from the files that came with the description.
+    /// Maps the described regions of the files passed with the description.
     ///
     /// # Errors
-    /// When a file is missing, shorter than it should be, or cannot be mapped.
+    /// A file is missing, too short, or cannot be mapped.
     pub fn map(description: &ServedMemory, files: Vec<File>) -> Result<Self, ServedRamError> {
         let layout = description.layout().map_err(ServedRamError::Description)?;
         let files: Vec<Arc<File>> = files.into_iter().map(Arc::new).collect();
@@ -67,13 +67,13 @@ impl ServedRam {
             let zone = || served.region.name.clone();
             let file = usize::try_from(served.file).ok().and_then(|number| files.get(number));
             let file = file.ok_or_else(|| ServedRamError::NoFile { zone: zone() })?;
-            // Beyond its end an access would end the process.
+            // An access beyond its end would end the process with SIGBUS.
             let end = served.file_offset.saturating_add(served.region.len_bytes);
             if file.metadata().map_or(0, |file| file.len()) < end {
                 return Err(ServedRamError::Short { zone: zone() });
             }
             let place = FileOffset::from_arc(Arc::clone(file), served.file_offset);
-            // Longer than the address space is longer than any file.
+            // A length beyond the address space exceeds every file.
             let len = usize::try_from(served.region.len_bytes).unwrap_or(usize::MAX);
             let region = MmapRegion::from_file(place, len)
                 .map_err(|source| ServedRamError::Map { zone: zone(), source })?;
@@ -82,7 +82,7 @@ impl ServedRam {
         Ok(Self { layout, regions })
     }
 
-    /// All of it.
+    /// Total length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.layout.regions().iter().map(|region| region.len_bytes).sum()
     }

@@ -39,34 +39,34 @@ use crate::signals::{Signal, Signals};
 use api::{Next, PageServerApi};
 use memory::ServedRam;
 
-/// What a page server is started with.
+/// Options of a page server process.
 #[derive(Debug)]
 pub struct PageServerOptions {
-    /// Where it takes requests.
+    /// Path of its API socket.
     pub socket: PathBuf,
 }
 
 /// Why a page server ended with an error.
 #[derive(Debug, Error)]
 pub enum PageServerError {
-    /// Descriptors, a thread.
+    /// A descriptor or thread cannot be created.
     #[error("the page server cannot be set up")]
     SetUp(#[source] io::Error),
-    /// The VMM does not say what it should.
+    /// The VMM's description of the memory is invalid.
     #[error("the page server has not got the guest's memory from its VMM")]
     Memory(#[source] Cause),
-    /// No requests could be taken.
+    /// The API socket cannot be set up.
     #[error("the page server cannot take requests")]
     Api(#[source] SocketError),
-    /// What it was to do made no sense.
+    /// The takeover request is invalid.
     #[error("the page server was told what it cannot do")]
     TakeoverRequest(#[source] Cause),
-    /// It could not take over, or was told to give up.
+    /// Serving failed or was cancelled.
     #[error("the page server does not serve")]
     Serve(#[source] Box<MigrationError>),
 }
 
-/// Tells log and events how it goes.
+/// Sends migration events to the log and the event monitor.
 struct EventObserver;
 
 impl Observer for EventObserver {
@@ -75,22 +75,22 @@ impl Observer for EventObserver {
     }
 }
 
-/// How the thread that serves has ended.
+/// How the serving thread has ended.
 enum End {
-    /// It was never told to serve, or there was nothing left to serve: the VMM sees to the end.
+    /// No takeover was requested, or no page was left to serve: the VMM handles the end.
     Unneeded,
-    /// The destination has everything.
+    /// The destination has all pages.
     Served,
 }
 
-/// What both threads see.
+/// State shared by both threads.
 struct Shared {
     progress: Arc<Progress>,
     steering: Steering,
 }
 
-/// Makes this process a page server and nothing else: closes what it was started with alongside the
-/// three standard descriptors, and takes a name by which it is found. First thing in `main`.
+/// Turns this process into a page server: closes all inherited descriptors except the standard ones, and
+/// sets the process name. Called first in `main`.
 pub fn begin() {
     // SAFETY: takes no pointer. Nothing in this process has opened a descriptor yet, so none of
     // those that are closed is in use; they are left from the process that started the VMM.
@@ -99,10 +99,10 @@ pub fn begin() {
     unsafe { libc::prctl(libc::PR_SET_NAME, c"page-server".as_ptr()) };
 }
 
-/// Runs a page server. The VMM that has started it is at the other end of standard input.
+/// Runs a page server. Standard input is the connection to the VMM that started it.
 ///
 /// # Errors
-/// [`PageServerError`]; the VMM knows, if it is still there.
+/// [`PageServerError`]; it is reported to the VMM if that still runs.
 pub fn run(options: PageServerOptions) -> Result<(), PageServerError> {
     let signals = Signals::new().map_err(PageServerError::SetUp)?;
     let link = io::stdin().as_fd().try_clone_to_owned().map_err(PageServerError::SetUp)?;
@@ -140,13 +140,13 @@ impl std::fmt::Display for Mib {
     }
 }
 
-/// Tells how serving has ended.
+/// Signals that serving has ended.
 struct Ended {
     event: EventFd,
     end: Receiver<Result<End, PageServerError>>,
 }
 
-/// Starts the thread that serves.
+/// Starts the serving thread.
 fn start(page_server: PageServerEnd, ram: ServedRam, shared: &Arc<Shared>) -> io::Result<Ended> {
     let event = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
     let (wake, (sender, end)) = (event.try_clone()?, channel());
@@ -154,7 +154,7 @@ fn start(page_server: PageServerEnd, ram: ServedRam, shared: &Arc<Shared>) -> io
     stoppable_thread::spawn("serve", move || {
         let result = serve(page_server, ram, &shared);
         if sender.send(result).is_ok() {
-            // A full counter wakes as well.
+            // A saturated counter wakes the loop as well.
             let _ = wake.write(1);
         }
     })?;
@@ -189,7 +189,7 @@ const API: u64 = 0;
 const SIGNALS: u64 = 1;
 const ENDED: u64 = 2;
 
-/// Answers requests until serving has ended, and watchers have seen that.
+/// Answers requests until serving has ended and clients have read that.
 fn attend(
     api: &mut PageServerApi,
     queue: &ApiQueue,
@@ -220,7 +220,7 @@ fn attend(
                  --force discards the pages"
             );
         }
-        // WouldBlock means that it was clear.
+        // WouldBlock: it was clear already.
         let _ = ended.event.read();
         match ended.end.try_recv() {
             Ok(Ok(End::Unneeded)) => {
