@@ -39,10 +39,10 @@ option_family! {
 }
 
 impl BalloonConfig {
-    /// Checks the rules within the family, and against the guest's memory.
+    /// Validates the options within the family, and against the size of guest memory.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self, memory_bytes: u64) -> Result<(), ConfigError> {
         let refuse = |problem: String| {
             let id = self.id.clone().unwrap_or_default();

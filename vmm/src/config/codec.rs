@@ -12,30 +12,30 @@ use std::path::PathBuf;
 use super::option_string::{KeySyntax, OptionError, Options, Printer, list_items, quote, unquote};
 use super::value::MacAddr;
 
-/// Most entries of any list in an option string; more CPUs than any host has.
+/// Maximum number of entries of a list in an option string; more CPUs than any host has.
 pub const MAX_LIST_ENTRIES: usize = 8192;
 
-/// Reads and prints one value.
+/// Parses and prints one value of an option string.
 pub trait ValueCodec<T> {
-    /// What stands for the value in help.
+    /// Placeholder for the value in help texts.
     const SYNTAX: &'static str;
 
-    /// Reads the raw value; the error says what was expected.
+    /// Parses the raw value; the error says what is expected.
     fn parse(raw: &str) -> Result<T, String>;
 
-    /// Prints the value so that `parse` returns it.
+    /// Prints the value in a form that `parse` accepts.
     fn print(value: &T) -> String;
 }
 
-/// Ties a field to its key or keys in the option string.
+/// Maps a field to its key or keys in the option string.
 pub trait Codec<T> {
-    /// The keys that belong to the field.
+    /// The keys of the field.
     fn keys(key: &'static str) -> Vec<KeySyntax>;
 
-    /// Takes the field's value; `None` if it was not given.
+    /// Parses the field's value; `None` if the key was not given.
     fn take(key: &'static str, options: &Options<'_>) -> Result<Option<T>, OptionError>;
 
-    /// Prints the field.
+    /// Prints the field as keys and values.
     fn put(key: &'static str, value: &T, out: &mut Printer);
 }
 
@@ -43,7 +43,7 @@ pub trait Codec<T> {
 #[derive(Debug)]
 pub struct One<C>(std::marker::PhantomData<C>);
 
-/// A field with one key that may be absent.
+/// A field with one key and an optional value.
 #[derive(Debug)]
 pub struct Opt<C>(std::marker::PhantomData<C>);
 
@@ -241,7 +241,7 @@ impl ValueCodec<PathBuf> for File {
     }
 }
 
-/// Text that parses and prints by itself.
+/// Text in the format of the type's `FromStr` and `Display`.
 #[derive(Debug)]
 pub struct Address;
 
@@ -269,11 +269,11 @@ impl ValueCodec<MacAddr> for Address {
     }
 }
 
-/// An enum whose values have names of their own in option strings.
+/// An enum whose values have their own names in option strings.
 pub trait OptionEnum: Copy + PartialEq + 'static {
-    /// The choices as they stand in help, such as `acpi|virtio-mem`.
+    /// The choices in help texts, such as `acpi|virtio-mem`.
     const SYNTAX: &'static str;
-    /// Each value with its name.
+    /// The values with their names.
     const NAMES: &'static [(Self, &'static str)];
 }
 

@@ -94,7 +94,7 @@ fn validate_target(
         ConsoleMode::Socket => {
             Err(ConfigError::Unsupported { names: vec![format!("{what} mode Socket")] })
         }
-        // `vm.info` tells the path of a pseudo terminal here, and clients send back what they got.
+        // `vm.info` reports the path of a pseudo terminal here, and clients send that back.
         ConsoleMode::Pty | ConsoleMode::File => Ok(()),
         _ if file.is_some() => refuse("file needs mode File"),
         _ if socket.is_some() => refuse("socket needs mode Socket"),
@@ -103,36 +103,36 @@ fn validate_target(
 }
 
 impl ConsoleConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         validate_target("console", self.mode, self.file.as_ref(), self.socket.as_ref())
     }
 }
 
 impl SerialConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         validate_target("serial", self.mode, self.file.as_ref(), self.socket.as_ref())
     }
 }
 
 impl DebugConsoleConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         validate_target("debug-console", self.mode, self.file.as_ref(), None)
     }
 }
 
-/// The mode as a bare word or through `file=` and `socket=`.
+/// The mode as a bare word, or implied by `file=` and `socket=`.
 #[derive(Debug)]
 pub struct ModeWords;
 

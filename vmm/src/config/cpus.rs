@@ -10,11 +10,10 @@ use super::error::ConfigError;
 use super::family::option_family;
 use super::option_string::list_items;
 
-/// Maximum number of vCPUs: local APIC ids are eight bits wide in the guest's firmware tables, and
-/// 255 means "all".
+/// Maximum number of vCPUs: local APIC ids have eight bits in the firmware tables, and 255 is broadcast.
 pub const MAX_VCPUS: u32 = 254;
 
-/// Highest local APIC id: interrupts name it with eight bits, and 255 means "all".
+/// Highest local APIC id: interrupts address it with eight bits, and 255 is broadcast.
 pub const MAX_APIC_ID: u32 = 254;
 
 /// Physical address bits of a guest that was booted through PVH with 4-level paging.
@@ -55,8 +54,8 @@ impl CpuTopology {
             * u64::from(self.packages)
     }
 
-    /// The highest APIC id: each level has bits of its own, so that counts which are no powers of two
-    /// leave gaps. Nothing for a topology that cannot be.
+    /// The highest APIC id. Each level has its own bits, so counts that are not powers of two leave gaps.
+    /// `None` if the topology is invalid.
     pub fn highest_apic_id(&self) -> Option<u32> {
         let Self { threads_per_core, cores_per_die, dies_per_package, packages } = *self;
         let topology = arch::cpuid::CpuTopology::new(
@@ -114,8 +113,7 @@ option_family! {
 }
 
 impl CpusConfig {
-    /// Reads the option string. `max` follows `boot` if it is not given, which a plain default
-    /// cannot say.
+    /// Parses the option string. `max` defaults to `boot`, which a constant default cannot express.
     ///
     /// # Errors
     /// As [`super::family::Family::parse`].
@@ -133,10 +131,10 @@ impl CpusConfig {
         Ok(config)
     }
 
-    /// Checks that interrupts reach every vCPU.
+    /// Checks that interrupts can address every vCPU.
     ///
     /// # Errors
-    /// One has an id that they do not carry.
+    /// An APIC id is above the limit.
     pub fn check_apic_ids(&self) -> Result<(), ConfigError> {
         let highest = self.topology.as_ref().and_then(CpuTopology::highest_apic_id);
         match highest.filter(|id| *id > MAX_APIC_ID) {
@@ -145,10 +143,10 @@ impl CpusConfig {
         }
     }
 
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.max_vcpus < self.boot_vcpus {
             return Err(ConfigError::VcpusMaxBelowBoot {

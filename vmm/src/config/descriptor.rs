@@ -22,14 +22,14 @@ use super::option_string::list_items;
 use super::value::FieldValue;
 use super::{ReceiveMigrationData, RestoreConfig, VmConfig};
 
-/// An open descriptor of this process.
+/// A descriptor that the configuration names.
 #[derive(Clone, Debug)]
 pub struct ConfigFd {
     number: i32,
     owner: Option<Arc<OwnedFd>>,
 }
 
-/// Two are the same if their numbers are.
+/// Equal if the numbers are equal.
 impl PartialEq for ConfigFd {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
@@ -39,25 +39,26 @@ impl PartialEq for ConfigFd {
 impl Eq for ConfigFd {}
 
 impl ConfigFd {
-    /// One of another process, which only its number is known of.
+    /// A descriptor of another process, which cannot be used here.
     const ELSEWHERE: Self = Self::inherited(-1);
 
-    /// One that the process was started with.
+    /// A descriptor that the process inherited.
     pub const fn inherited(number: i32) -> Self {
         Self { number, owner: None }
     }
 
-    /// One that came with a request; it is closed when the last configuration that names it goes.
+    /// A descriptor received with a request; it is closed when the last configuration that names it is
+    /// dropped.
     pub fn received(fd: OwnedFd) -> Self {
         Self { number: fd.as_raw_fd(), owner: Some(Arc::new(fd)) }
     }
 
-    /// Its number in this process.
+    /// The number in this process.
     pub fn number(&self) -> i32 {
         self.number
     }
 
-    /// What it is called where it was given; `place` is its place in a list, from 0.
+    /// Name of the descriptor for messages; `place` is its index in a list.
     pub fn name(&self, place: usize) -> String {
         match self.owner {
             None => format!("descriptor {}", self.number),
@@ -70,10 +71,10 @@ impl ConfigFd {
         }
     }
 
-    /// Whether a device can use it; why not, if it cannot.
+    /// Whether a device can use the descriptor.
     ///
     /// # Errors
-    /// It came in JSON, or is one of the standard streams.
+    /// The reason: it is a number in JSON, or one of the standard streams.
     pub fn check(&self) -> Result<(), &'static str> {
         match self.number {
             _ if self.owner.is_some() => Ok(()),
@@ -86,10 +87,10 @@ impl ConfigFd {
         }
     }
 
-    /// Another descriptor of the same open file, for a device: this one stays for a reboot.
+    /// A duplicate for a device; the original is kept for a reboot.
     ///
     /// # Errors
-    /// Nothing is open there.
+    /// The descriptor is not open.
     pub fn duplicate(&self) -> io::Result<OwnedFd> {
         if let Some(owner) = &self.owner {
             return owner.try_clone();
@@ -130,13 +131,13 @@ impl FieldValue for ConfigFd {
     }
 }
 
-/// Some of them.
+/// A list of descriptors.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct ConfigFds(pub Vec<ConfigFd>);
 
 impl ConfigFds {
-    /// Some that the process was started with.
+    /// Descriptors that the process inherited.
     pub fn inherited(numbers: impl IntoIterator<Item = i32>) -> Self {
         Self(numbers.into_iter().map(ConfigFd::inherited).collect())
     }
@@ -173,7 +174,7 @@ impl ValueCodec<ConfigFd> for Fd {
     }
 }
 
-/// Several, `3` or `[3,4]`.
+/// Several descriptors, `3` or `[3,4]`.
 #[derive(Debug)]
 pub struct Fds;
 
@@ -262,26 +263,26 @@ impl ValueCodec<Vec<RestoredVfioConfig>> for VfioFds {
     }
 }
 
-/// All descriptors for the devices of a restored or incoming VM.
+/// All descriptors for the devices of a restored or received VM.
 #[derive(Clone, Debug, Default)]
 pub struct ArrivingFds {
-    /// By network device.
+    /// Those of network devices.
     pub nets: Vec<RestoredNetConfig>,
-    /// By passed-through device; nothing if none is meant, which asks for no iommufd either.
+    /// Those of passed-through devices; `None` if the request names none, and so no iommufd either.
     pub vfio: Option<Vec<RestoredVfioConfig>>,
-    /// The iommufd that the latter are bound to.
+    /// The iommufd that the passed-through devices are bound to.
     pub iommufd: Option<ConfigFd>,
 }
 
 impl ArrivingFds {
-    /// How many come with the request: for network devices, then passed-through devices, then the
-    /// iommufd.
+    /// Number of descriptors that come with the request: those of network devices, then of passed-through
+    /// devices, then the iommufd.
     pub fn expected(&self) -> usize {
         let nets: usize = self.nets.iter().map(|net| usize::from(net.num_fds)).sum();
         nets + self.vfio.as_ref().map_or(0, |vfio| vfio.len() + 1)
     }
 
-    /// Takes what came with the request, in that order; what is missing stays without.
+    /// Assigns the descriptors received with the request, in that order; missing ones stay unset.
     pub fn fill(&mut self, fds: Vec<ConfigFd>) {
         let mut fds = fds.into_iter();
         for net in &mut self.nets {
@@ -293,17 +294,17 @@ impl ArrivingFds {
         self.iommufd = fds.next();
     }
 
-    /// All of them in that order, as they are sent with a request.
+    /// All descriptors in that order, as they are sent with a request.
     pub fn in_order(&self) -> Vec<ConfigFd> {
         let nets = self.nets.iter().filter_map(|net| net.fds.as_ref()).flat_map(|fds| &fds.0);
         let vfio = self.vfio.iter().flatten().filter_map(|device| device.fd.as_ref());
         nets.chain(vfio).chain(&self.iommufd).cloned().collect()
     }
 
-    /// Puts them into a configuration that has arrived, before it is completed and checked.
+    /// Inserts the descriptors into a received configuration, before it is completed and validated.
     ///
     /// # Errors
-    /// Naming a device that is not there or is named twice.
+    /// Names a device that is unknown or named twice.
     pub fn place(&self, config: &mut VmConfig) -> Result<(), ConfigError> {
         let refuse = |what: &'static str, id: &str, problem: &str| {
             Err(ConfigError::Device { what, id: id.to_owned(), problem: problem.to_owned() })
@@ -319,7 +320,7 @@ impl ArrivingFds {
                 return refuse("net_fds", &net.id, "is no network device of the VM");
             };
             found.fds.clone_from(&net.fds);
-            // Its name was that of a tap elsewhere.
+            // The tap name is that of another host.
             found.tap = None;
         }
         for device in self.vfio.iter().flatten() {
@@ -343,11 +344,11 @@ impl ArrivingFds {
     }
 }
 
-/// Gives a request for a VM that arrives its descriptors in one piece.
+/// Gives a request type access to all descriptors for the received VM at once.
 macro_rules! arriving_fds {
     ($($request:ty),+) => {$(
         impl $request {
-            /// The descriptors for the VM that arrives.
+            /// The descriptors for the received VM.
             pub fn arriving_fds(&self) -> ArrivingFds {
                 ArrivingFds {
                     nets: self.net_fds.clone().unwrap_or_default(),
@@ -356,7 +357,7 @@ macro_rules! arriving_fds {
                 }
             }
 
-            /// Changes them.
+            /// Replaces the descriptors.
             pub fn set_arriving_fds(&mut self, fds: ArrivingFds) {
                 self.net_fds = (!fds.nets.is_empty()).then_some(fds.nets);
                 self.vfio_fds = fds.vfio;

@@ -52,10 +52,10 @@ option_family! {
 }
 
 impl DeviceConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self, platform: Option<&PlatformConfig>) -> Result<(), ConfigError> {
         let id = self.id.clone().unwrap_or_default();
         let refuse = |problem: &str| {
@@ -71,7 +71,7 @@ impl DeviceConfig {
             Some(_) if has_path => return refuse("path and fd exclude each other"),
             Some(fd) => {
                 fd.check().or_else(refuse)?;
-                // It stays bound to the iommufd that it was first used with, across a reboot, too.
+                // It stays bound to the iommufd that it was first used with, also after a reboot.
                 if platform.is_none_or(|platform| platform.iommufd_fd.is_none()) {
                     return refuse(
                         "fd needs --platform iommufd=on,iommufd_fd=..., to which it is bound",

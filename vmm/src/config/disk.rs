@@ -120,10 +120,10 @@ option_family! {
 }
 
 impl DiskConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
         let name = self.id.as_deref().unwrap_or_default();
         let refuse = |problem: String| {

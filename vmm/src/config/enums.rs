@@ -73,8 +73,8 @@ macro_rules! option_enum {
 }
 
 /// Names the values of an enum of another crate, in JSON (the variants) and in option strings. The
-/// configuration has a wrapper of the enum under the name of its schema. A variant without a name does not
-/// compile.
+/// configuration wraps the enum in a type with the name of its schema. A variant without a name is a
+/// compile error.
 macro_rules! option_names {
     (
         $(#[doc = $about:literal])+

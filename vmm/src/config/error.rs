@@ -10,10 +10,10 @@ use vm_migration::transport::AddressError;
 
 use super::option_string::OptionError;
 
-/// Why a configuration was refused.
+/// Why a configuration is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
-    /// An option string could not be read.
+    /// An option string cannot be parsed.
     #[error("--{option} cannot be read")]
     Option {
         /// The command line option, without dashes.
@@ -28,44 +28,44 @@ pub enum ConfigError {
         /// JSON paths or options.
         names: Vec<String>,
     },
-    /// No boot payload.
+    /// There is no boot payload.
     #[error(
         "there is no kernel to boot, give --kernel or payload.kernel, or --firmware or payload.firmware"
     )]
     KernelMissing,
-    /// Both kernel and firmware.
+    /// Both kernel and firmware are given.
     #[error(
         "a VM boots a kernel or firmware, not both: leave payload.kernel or payload.firmware out"
     )]
     TwoPayloads,
-    /// The command line does not fit.
+    /// The kernel command line is too long.
     #[error("the kernel command line has {bytes} bytes; the maximum is {max_bytes}")]
     CmdlineTooLong {
-        /// Bytes that it has.
+        /// Its length in bytes.
         bytes: usize,
-        /// Bytes that it may have.
+        /// The limit in bytes.
         max_bytes: usize,
     },
-    /// The command line has a zero byte.
+    /// The kernel command line contains a zero byte.
     #[error("the kernel command line contains a zero byte")]
     CmdlineHasNul,
-    /// Fewer vCPUs at most than at boot.
+    /// The maximum number of vCPUs is below the number at boot.
     #[error("the maximum number of vCPUs ({max}) is below the number at boot ({boot})")]
     VcpusMaxBelowBoot {
-        /// Most vCPUs.
+        /// Maximum number of vCPUs.
         max: u32,
         /// vCPUs at boot.
         boot: u32,
     },
-    /// The topology describes another number of vCPUs.
+    /// The topology has another number of vCPUs.
     #[error("the topology has {product} logical CPUs, but the VM has at most {max} vCPUs")]
     TopologyProduct {
         /// Threads times cores times dies times packages.
         product: u64,
-        /// Most vCPUs.
+        /// Maximum number of vCPUs.
         max: u32,
     },
-    /// The topology leaves gaps in the numbers of vCPUs.
+    /// The topology's gaps lead to APIC ids above the limit.
     #[error(
         "the topology gives a vCPU the APIC id {apic_id}, but interrupts reach ids up to {max} only: use \
          counts of threads, cores and dies that are powers of two, or fewer packages"
@@ -73,103 +73,103 @@ pub enum ConfigError {
     TopologyApicId {
         /// The highest id.
         apic_id: u32,
-        /// The highest that can be.
+        /// The limit.
         max: u32,
     },
-    /// Affinity of a vCPU that is not there.
+    /// The affinity of a nonexistent vCPU is given.
     #[error("affinity names vCPU {vcpu}, but the VM has at most {max} vCPUs")]
     AffinityVcpu {
         /// The vCPU.
         vcpu: u32,
-        /// Most vCPUs.
+        /// Maximum number of vCPUs.
         max: u32,
     },
-    /// Affinity given twice, or to no CPU.
+    /// An affinity is given twice, or is empty.
     #[error("affinity of vCPU {vcpu} is empty or given twice")]
     AffinityEntry {
         /// The vCPU.
         vcpu: u32,
     },
-    /// Memory or a zone that cannot be made.
+    /// Memory or a zone is invalid.
     #[error("{what}: {problem}")]
     Memory {
-        /// `memory`, or which zone.
+        /// `memory`, or the zone.
         what: String,
         /// What is wrong.
         problem: String,
     },
-    /// A device that cannot be made.
+    /// A device is invalid.
     #[error("{what}{}{}{}: {problem}", if id.is_empty() { "" } else { " '" }, id, if id.is_empty() { "" } else { "'" })]
     Device {
-        /// Family.
+        /// Option family of the device.
         what: &'static str,
-        /// Its name, if it has one.
+        /// Id of the device, if it has one.
         id: String,
         /// What is wrong.
         problem: String,
     },
-    /// A name that is used twice.
+    /// An id is used twice.
     #[error("the id '{id}' is used twice")]
     DuplicateId {
-        /// The name.
+        /// The id.
         id: String,
     },
-    /// A reserved name.
+    /// An id has the reserved prefix.
     #[error("the id '{id}' begins with '__', which is reserved for names assigned by the VMM")]
     ReservedId {
-        /// The name.
+        /// The id.
         id: String,
     },
-    /// A name without letters.
+    /// An id is empty.
     #[error("a {family} has an empty id")]
     EmptyId {
-        /// Family.
+        /// Option family of the device.
         family: &'static str,
     },
-    /// Two devices in one PCI slot.
+    /// Two devices have the same PCI device number.
     #[error("pci_device_id {slot} is used twice")]
     DuplicateSlot {
         /// PCI device number.
         slot: u8,
     },
-    /// One device of the host twice.
+    /// A host device is given twice.
     #[error("the device at {path} is already passed through")]
     DuplicatePath {
-        /// The device.
+        /// Path of the device.
         path: std::path::PathBuf,
     },
-    /// A resource that only one device can use.
+    /// Two devices share a resource that only one can use.
     #[error("'{first}' and '{second}' both name {what}, which only one device can use")]
     InUse {
-        /// An image or a tap.
+        /// The image or tap.
         what: String,
-        /// The device that has it.
+        /// The first device.
         first: String,
-        /// The other one.
+        /// The second device.
         second: String,
     },
-    /// A second socket device.
+    /// There is more than one vsock device.
     #[error("the VM already has the vsock device '{id}', and can have only one")]
     SecondVsock {
-        /// The device that it has.
+        /// The first one.
         id: String,
     },
-    /// One terminal for two consoles.
+    /// Two consoles use the terminal.
     #[error("console and serial cannot both be tty, set one of them to off, null or file")]
     DoubleTty,
-    /// Not an address of a snapshot.
+    /// The URL of a snapshot is invalid.
     #[error("'{url}' is not a snapshot URL, expected file://<directory>")]
     SnapshotUrl {
-        /// What was given.
+        /// The URL.
         url: String,
     },
-    /// Not an address of a migration.
+    /// The address of a migration is invalid.
     #[error(transparent)]
     MigrationAddress(#[from] AddressError),
-    /// Options of a migration that cannot be, or not together.
+    /// The options of a migration are invalid or contradict each other.
     #[error(transparent)]
     MigrationOptions(#[from] OptionsError),
-    /// No random bytes for a MAC address.
+    /// The host provides no random bytes for a MAC address.
     #[error("the host provided no random bytes for a MAC address")]
     Random,
 }

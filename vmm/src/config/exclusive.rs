@@ -13,17 +13,17 @@ use super::error::ConfigError;
 use super::net::NetConfig;
 use super::value::MacAddr;
 
-/// Prefix of names that the VMM assigns.
+/// Prefix of ids that the VMM assigns.
 pub const RESERVED_PREFIX: &str = "__";
 
 fn id(id: Option<&String>) -> String {
     id.cloned().unwrap_or_default()
 }
 
-/// Checks that the address of a network device, which has a name by now, is one.
+/// Checks the MAC address of a network device, which has an id by now.
 ///
 /// # Errors
-/// Naming the device.
+/// Names the device.
 pub(super) fn check_mac(net: &NetConfig) -> Result<(), ConfigError> {
     if !net.mac.is_some_and(MacAddr::is_zero) {
         return Ok(());
@@ -33,19 +33,19 @@ pub(super) fn check_mac(net: &NetConfig) -> Result<(), ConfigError> {
 }
 
 impl VmConfig {
-    /// Checks that no two devices, which have names by now, have what only one can have.
+    /// Checks that no two devices share an exclusive resource; all have ids by now.
     ///
     /// # Errors
-    /// Naming both.
+    /// Names both devices.
     pub(super) fn check_exclusive(&self) -> Result<(), ConfigError> {
         self.check_images()?;
         self.check_interfaces()
     }
 
-    /// Checks that names and addresses are not those that have a meaning of their own.
+    /// Checks ids and addresses for reserved ones.
     ///
     /// # Errors
-    /// Naming the first.
+    /// Names the first.
     pub(super) fn check_reserved(&self) -> Result<(), ConfigError> {
         self.net.iter().flatten().try_for_each(check_mac)?;
         let mut zones = self.memory.zones.iter().flatten();
@@ -55,12 +55,12 @@ impl VmConfig {
         }
     }
 
-    /// Several disks may read one image; it can be written by one that is alone with it.
+    /// Checks that images are shared by read-only disks only.
     fn check_images(&self) -> Result<(), ConfigError> {
         let mut users: BTreeMap<PathBuf, (String, bool)> = BTreeMap::new();
         for disk in self.disks.iter().flatten() {
             let Some(path) = &disk.path else { continue };
-            // Without doubled slashes and dots.
+            // Normalised, without doubled slashes and dots.
             let path: PathBuf = path.components().collect();
             let what = format!("the image {}", path.display());
             let (second, readonly) = (id(disk.id.as_ref()), disk.readonly);
@@ -78,7 +78,7 @@ impl VmConfig {
         let mut users: BTreeMap<&str, String> = BTreeMap::new();
         for net in self.net.iter().flatten() {
             let second = id(net.id.as_ref());
-            // The kernel makes another interface each time it is given a pattern, such as `vmtap%d`.
+            // A pattern such as `vmtap%d` gives a new interface each time.
             let Some(tap) = net.tap.as_ref().filter(|tap| !tap.contains('%')) else { continue };
             if let Some(first) = users.insert(tap, second.clone()) {
                 let what = format!("the tap {tap}");

@@ -24,10 +24,10 @@ use utoipa::openapi::{Deprecated, RefOr};
 
 use super::option_string::{KeySyntax, OptionError};
 
-/// The first version of this program; every field that does not say otherwise exists since then.
+/// First version of this program, and default of [`FieldSpec::since`].
 pub const FIRST_VERSION: &str = "0.1";
 
-/// What is known about a field alongside its type and its default.
+/// Properties of a field in addition to its type and default.
 #[derive(Debug, Clone, Copy)]
 pub struct FieldSpec {
     /// Name in JSON.
@@ -36,23 +36,23 @@ pub struct FieldSpec {
     pub key: &'static str,
     /// One or two sentences of documentation.
     pub help: &'static str,
-    /// JSON must have it.
+    /// Whether JSON must have the field.
     pub required_json: bool,
-    /// The option string must have it.
+    /// Whether the option string must have the field.
     pub required_key: bool,
-    /// Known by name; refused when it is set to anything but its default.
+    /// Recognised, and refused if set to anything but its default.
     pub unsupported: bool,
-    /// For tests and tuning: not in help, schema or reference, in JSON only if set.
+    /// For tests and tuning: not in help, schema or reference, and in JSON only if set.
     pub hidden: bool,
     /// Kept for old clients.
     pub deprecated: bool,
-    /// Occurs in answers only, so that a default means nothing to a reader of the schema.
+    /// Only in answers, for which the schema shows no default.
     pub answer: bool,
-    /// Smallest and largest number.
+    /// Minimum and maximum of a number.
     pub range: Option<(u64, u64)>,
-    /// First version that has it.
+    /// First version that has the field.
     pub since: &'static str,
-    /// Another name that JSON may use.
+    /// Alternative name in JSON.
     pub alias: Option<&'static str>,
 }
 
@@ -75,7 +75,7 @@ impl FieldSpec {
         }
     }
 
-    /// Both forms must have it.
+    /// Required in JSON and in the option string.
     #[must_use]
     pub const fn required(mut self) -> Self {
         self.required_json = true;
@@ -83,14 +83,14 @@ impl FieldSpec {
         self
     }
 
-    /// JSON must have it; the option string has a default.
+    /// Required in JSON; the option string has a default.
     #[must_use]
     pub const fn required_json(mut self) -> Self {
         self.required_json = true;
         self
     }
 
-    /// Known by name and refused when set.
+    /// Recognised, and refused if set.
     #[must_use]
     pub const fn unsupported(mut self) -> Self {
         self.unsupported = true;
@@ -111,14 +111,14 @@ impl FieldSpec {
         self
     }
 
-    /// Occurs in answers only.
+    /// Only in answers.
     #[must_use]
     pub const fn answer(mut self) -> Self {
         self.answer = true;
         self
     }
 
-    /// Smallest and largest number allowed.
+    /// Sets minimum and maximum of a number.
     #[must_use]
     pub const fn range(mut self, min: u64, max: u64) -> Self {
         self.range = Some((min, max));
@@ -132,7 +132,7 @@ impl FieldSpec {
         self
     }
 
-    /// Another name that JSON may use.
+    /// Sets an alternative name in JSON.
     #[must_use]
     pub const fn alias(mut self, name: &'static str) -> Self {
         self.alias = Some(name);
@@ -149,7 +149,7 @@ impl FieldSpec {
         }
     }
 
-    /// Completes the schema of the field's type with what the field knows.
+    /// Adds the properties of the field to the schema of its type.
     pub fn property(
         &self,
         schema: RefOr<Schema>,
@@ -179,29 +179,29 @@ impl FieldSpec {
     }
 }
 
-/// A family as the help and the reference page see it.
+/// Description of a family for help and the reference page.
 #[derive(Debug, Clone)]
 pub struct FamilyInfo {
     /// Name as in the command line option, without dashes.
     pub name: &'static str,
     /// Name of the JSON object.
     pub type_name: &'static str,
-    /// What the family is.
+    /// Description of the family.
     pub about: &'static str,
-    /// Its fields in order.
+    /// The fields in order.
     pub fields: Vec<FieldInfo>,
 }
 
-/// A field as the help and the reference page see it.
+/// Description of a field for help and the reference page.
 #[derive(Debug, Clone)]
 pub struct FieldInfo {
-    /// Everything the definition says.
+    /// The properties of the field.
     pub spec: FieldSpec,
-    /// Its keys in the option string.
+    /// The keys in the option string.
     pub keys: Vec<KeySyntax>,
     /// JSON type.
     pub type_name: String,
-    /// Default as JSON, or nothing.
+    /// Default as JSON, if there is one.
     pub default: Option<String>,
 }
 
@@ -225,35 +225,35 @@ impl FamilyInfo {
     }
 }
 
-/// A group of fields that has an option string, a JSON object and a schema.
+/// A group of fields with an option string, a JSON object and a schema.
 pub trait Family: Sized + Default + PartialEq {
     /// Name as in the command line option, without dashes.
     const NAME: &'static str;
 
-    /// The definition, for help and reference.
+    /// The definition, for help and the reference page.
     fn info() -> FamilyInfo;
 
-    /// Reads an option string.
+    /// Parses an option string.
     ///
     /// # Errors
-    /// Unknown, missing, misshapen or unreadable keys, and numbers out of range.
+    /// Unknown, missing, malformed or invalid keys, and numbers out of range.
     fn parse(text: &str) -> Result<Self, OptionError>;
 
-    /// Writes the option string that [`Family::parse`] turns back into this value.
+    /// Prints the option string, which [`Family::parse`] turns back into this value.
     fn print(&self) -> String;
 }
 
-/// Whether a JSON key names this field.
+/// Whether a JSON key is a name of this field.
 pub fn json_name_matches(spec: &FieldSpec, key: &str) -> bool {
     spec.field == key || spec.alias == Some(key)
 }
 
-/// `outer.field`, or the field alone at the top.
+/// `outer.field`, or the field alone at the top level.
 pub fn join_path(path: &str, field: &str) -> String {
     if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") }
 }
 
-/// Names the key or keys of a field in the error about its absence.
+/// The error for a missing key, or choice of keys.
 pub fn missing(family: &'static str, keys: &[KeySyntax]) -> OptionError {
     let names: Vec<_> =
         keys.iter()
@@ -307,7 +307,7 @@ macro_rules! option_family {
             use $crate::config::option_string::{OptionError, Options, Printer};
             use $crate::config::value::{FieldValue, SchemaSet};
 
-            /// One description per field, each under the field's own name.
+            /// One description per field, under the name of the field.
             struct Spec;
 
             #[expect(non_upper_case_globals, reason = "the constants are named after the fields")]
@@ -421,8 +421,8 @@ macro_rules! option_family {
                                         continue;
                                     }
                                 )+
-                                // A client may know fields that are not here and have nothing to
-                                // say in them; what it does say must not be lost unnoticed.
+                                // Clients may know fields that do not exist here, and send them with their
+                                // default; other values must be refused rather than ignored.
                                 let value = map.next_value::<serde_json::Value>()?;
                                 if !$crate::config::foreign::says_nothing(
                                     stringify!($name),

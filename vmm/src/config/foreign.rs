@@ -8,7 +8,8 @@
 
 use serde_json::Value;
 
-/// Fields by type, and the text that is their default where that is not empty.
+/// Fields of cloud-hypervisor that do not exist here: type, field, and the default that clients send, if
+/// not empty.
 const FIELDS: [(&str, &str, &str); 20] = [
     ("ConsoleConfig", "iobase", ""),
     ("CpusConfig", "profile", "Host"),
@@ -32,8 +33,8 @@ const FIELDS: [(&str, &str, &str); 20] = [
     ("VmConfig", "sgx_epc", ""),
 ];
 
-/// Whether `value` says nothing in a field that is not ours: `null` in any field, and in the known
-/// ones what their clients send when nothing was set.
+/// Whether `value` is the default of an unknown field: `null` in any field, and in known ones of
+/// cloud-hypervisor what clients send if nothing was set.
 pub fn says_nothing(type_name: &str, field: &str, value: &Value) -> bool {
     if value.is_null() {
         return true;
@@ -104,7 +105,7 @@ mod tests {
             (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "skylake"}}), "profile"),
             (json!({"gdb": true}), "gdb"),
             (json!({"sgx_epc": [{"id": "a", "size": 1}]}), "sgx_epc"),
-            // A wrong name with a value that would mean nothing elsewhere is still wrong.
+            // An unknown name is refused, whatever its value.
             (json!({"serail": {}}), "serail"),
             (json!({"memory": {"size": 1 << 20, "shard": false}}), "shard"),
         ] {

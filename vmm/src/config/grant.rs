@@ -17,20 +17,20 @@ use super::codec::ValueCodec;
 use super::option_string::{list_items, quote, unquote};
 use super::value::FieldValue;
 
-/// The kind of a host resource that a configuration names.
+/// Kind of a host resource that a configuration names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GrantKind {
-    /// Images of disks.
+    /// Disk images.
     Disk,
     /// Files of memory zones.
     Memory,
-    /// Sockets of pools of memory.
+    /// Sockets of memory pools.
     Pool,
-    /// Files and sockets of consoles, the socket of a vsock device; the terminal of this process.
+    /// Files and sockets of consoles, the socket of a vsock device, and the terminal of this process.
     Console,
-    /// Kernel, initramfs and firmware, which are read when the guest reboots.
+    /// Kernel, initramfs and firmware, which are read again when the guest reboots.
     Payload,
-    /// Sources of random numbers.
+    /// Entropy sources.
     Rng,
     /// Passed-through devices.
     Device,
@@ -38,7 +38,7 @@ pub enum GrantKind {
     Tap,
 }
 
-/// All kinds by their names.
+/// All kinds with their names.
 pub const GRANT_KINDS: [(GrantKind, &str); 8] = [
     (GrantKind::Disk, "disk"),
     (GrantKind::Memory, "memory"),
@@ -50,20 +50,20 @@ pub const GRANT_KINDS: [(GrantKind, &str); 8] = [
     (GrantKind::Tap, "tap"),
 ];
 
-/// The root that means the terminal of this process.
+/// The root that stands for the terminal of this process.
 pub const TERMINAL: &str = "tty";
 
-/// Longest name of a network interface.
+/// Maximum length of the name of a network interface.
 const INTERFACE_CHARS_MAX: usize = 15;
 
 impl GrantKind {
-    /// Its name.
+    /// Name of the kind.
     pub fn name(self) -> &'static str {
         GRANT_KINDS.iter().find(|(kind, _)| *kind == self).map_or("", |(_, name)| name)
     }
 }
 
-/// One rule.
+/// A rule that allows a received configuration to name resources of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
     root: String,
@@ -71,12 +71,12 @@ pub struct Grant {
 }
 
 impl Grant {
-    /// The file or directory, with everything below it, if the rule is of this kind and about one.
+    /// The allowed file or directory with everything below it, if the rule has one and is of this kind.
     pub fn path(&self, kind: GrantKind) -> Option<&Path> {
         (self.kinds.contains(&kind) && self.root.starts_with('/')).then(|| Path::new(&self.root))
     }
 
-    /// Whether the rule is about this tap.
+    /// Whether the rule allows this tap.
     pub fn is_of_tap(&self, name: &str) -> bool {
         self.kinds.contains(&GrantKind::Tap)
             && match self.root.strip_suffix('*') {
@@ -85,7 +85,7 @@ impl Grant {
             }
     }
 
-    /// Whether the rule is about the terminal.
+    /// Whether the rule allows the terminal.
     pub fn is_of_terminal(&self) -> bool {
         self.root == TERMINAL && self.kinds.contains(&GrantKind::Console)
     }
@@ -158,7 +158,7 @@ impl FieldValue for Grant {
     }
 }
 
-/// `<root>:<kind>+<kind>`, or a list of them in brackets.
+/// `<root>:<kind>+<kind>`, or a bracketed list of them.
 #[derive(Debug)]
 pub struct GrantList;
 

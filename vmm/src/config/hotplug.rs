@@ -28,12 +28,12 @@ pub enum NewDevice {
     Disk(DiskConfig),
     /// A network device.
     Net(NetConfig),
-    /// The socket device.
+    /// A vsock device.
     Vsock(VsockConfig),
 }
 
 impl NewDevice {
-    /// Its name, once it is complete.
+    /// Id of the device, once completed.
     pub fn id(&self) -> &str {
         let id = match self {
             Self::Host(device) => &device.id,
@@ -44,11 +44,12 @@ impl NewDevice {
         id.as_deref().unwrap_or_default()
     }
 
-    /// `config` with the device, and the device with everything that was filled in. What is there was let
-    /// in before, and may have begun with what is refused now; rules of the begin are for the device alone.
+    /// Adds the device: the new configuration, and the device with its defaults filled in. Only the device
+    /// is validated by the rules for new devices, as the existing ones may have been accepted by an earlier
+    /// version.
     ///
     /// # Errors
-    /// A rule that it breaks, by itself or together with the existing devices.
+    /// A rule that the device violates, by itself or together with the existing devices.
     pub fn add_to(self, config: &VmConfig) -> Result<(VmConfig, Self), ConfigError> {
         let mut config = config.clone();
         match &self {
@@ -77,7 +78,7 @@ impl NewDevice {
     }
 }
 
-/// A list without the elements that are meant; whether there was one.
+/// Removes the matching elements from a list; returns whether there was one.
 fn take_out<T>(list: &mut Option<Vec<T>>, is_meant: impl Fn(&T) -> bool) -> bool {
     let Some(elements) = list else { return false };
     let before = elements.len();
@@ -90,7 +91,7 @@ fn take_out<T>(list: &mut Option<Vec<T>>, is_meant: impl Fn(&T) -> bool) -> bool
 }
 
 impl VmConfig {
-    /// The configuration without a device; nothing if it has no such device that can go.
+    /// The configuration without a device; `None` if there is no such hot-pluggable device.
     #[must_use]
     pub fn without(&self, id: &str) -> Option<Self> {
         let mut config = self.clone();
@@ -102,7 +103,7 @@ impl VmConfig {
         found.then_some(config)
     }
 
-    /// Names of devices that can come and go which `other` does not have.
+    /// Ids of the hot-pluggable devices that `other` lacks.
     #[must_use]
     pub fn ids_not_in(&self, other: &Self) -> Vec<String> {
         let ids = |config: &Self| -> Vec<String> {
@@ -116,7 +117,7 @@ impl VmConfig {
         ids(self).into_iter().filter(|id| !others.contains(id)).collect()
     }
 
-    /// Lets a device ask for the PCI device number that it has.
+    /// Records the PCI device number of a device in the configuration.
     pub fn set_pci_device_id(&mut self, id: &str, number: u8) {
         let disks = self.disks.iter_mut().flatten().map(|disk| (&disk.id, &mut disk.pci_device_id));
         let nets = self.net.iter_mut().flatten().map(|net| (&net.id, &mut net.pci_device_id));
@@ -209,7 +210,7 @@ mod tests {
         assert!(matches!(refused(host(serde_json::json!({}))), ConfigError::Device { .. }));
     }
 
-    /// What an earlier version let a guest begin with.
+    /// A guest may run with what only an earlier version accepted.
     #[test]
     fn a_guest_that_has_begun_with_what_is_refused_now_is_given_devices() {
         let json = serde_json::json!({

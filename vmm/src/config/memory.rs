@@ -13,10 +13,10 @@ use super::error::ConfigError;
 use super::family::option_family;
 use super::prefault::{Prefault, PrefaultWord};
 
-/// Guest memory is cut at multiples of this.
+/// Granularity of guest memory sizes.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// Huge page size that is assumed for rules if none is given.
+/// Huge page size assumed by the rules if none is given.
 pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
 
 /// Minimum block size of hot-plugged memory.
@@ -25,7 +25,7 @@ const BLOCK_BYTES_MIN: u64 = 2 << 20;
 /// Maximum number of blocks of a zone with blocks of minimum size.
 const BLOCKS_MAX: u64 = 16 << 10;
 
-/// Guest memory if no size is given.
+/// Guest memory size if none is given.
 pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
 
 option_enum! {
@@ -106,7 +106,7 @@ option_family! {
     }
 }
 
-/// The properties that memory as a whole and a zone have in common.
+/// Properties that memory as a whole and a zone share.
 struct Backing<'a> {
     what: &'a str,
     size_bytes: u64,
@@ -121,15 +121,15 @@ struct Backing<'a> {
     hotplugged_size: Option<u64>,
 }
 
-/// The length of the blocks in which memory of this size comes and goes: as small as huge pages are, but
-/// for large memory not more of them than a host maps for passed-through devices with ease.
+/// Block size of hot-plugged memory: the huge page size, or larger for large memory, so that a host can map
+/// the blocks for passed-through devices easily.
 fn block_bytes(size_bytes: u64, page_bytes: u64) -> u64 {
     let few = (size_bytes / BLOCKS_MAX).max(1).next_power_of_two();
     few.max(page_bytes).max(BLOCK_BYTES_MIN)
 }
 
 impl MemoryZoneConfig {
-    /// How many bytes may come later, and in blocks of how many.
+    /// Maximum bytes to be hot-plugged, and the block size; `None` without hot-plug.
     pub fn later(&self) -> Option<(u64, u64)> {
         let size_bytes = self.hotplug_size.filter(|bytes| *bytes > 0)?;
         let page = if self.hugepages { self.hugepage_size } else { None };
@@ -138,7 +138,7 @@ impl MemoryZoneConfig {
 }
 
 impl Backing<'_> {
-    /// The rules of memory that comes later.
+    /// Validates the options of hot-plugged memory.
     fn validate_later(&self) -> Result<(), String> {
         let plugged = self.hotplugged_size.unwrap_or(0);
         let Some(size) = self.hotplug_size.filter(|bytes| *bytes > 0) else {
@@ -214,22 +214,22 @@ impl Backing<'_> {
 }
 
 impl MemoryConfig {
-    /// Bytes of guest memory at boot, zones included; `None` if the sum does not fit.
+    /// Bytes of guest memory at boot, zones included; `None` on overflow.
     pub fn total_bytes(&self) -> Option<u64> {
         self.zones.iter().flatten().try_fold(self.size, |sum, zone| sum.checked_add(zone.size))
     }
 
-    /// Bytes that may be there one day; `None` if the sum does not fit.
+    /// Maximum bytes of guest memory, with all hot-plugged memory; `None` on overflow.
     pub fn most_bytes(&self) -> Option<u64> {
         let zones = self.zones.iter().flatten().map(|zone| zone.hotplug_size);
         let later = zones.chain([self.hotplug_size]).flatten();
         later.fold(self.total_bytes(), |sum, size| sum?.checked_add(size))
     }
 
-    /// Checks the rules within the two families.
+    /// Validates the options within the two families.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let zones = self.zones.as_deref().unwrap_or_default();
         if self.most_bytes().is_none_or(|bytes| bytes > 1 << 46) {
@@ -254,8 +254,8 @@ impl MemoryConfig {
             }
             .validate();
         }
-        // An option that is on here applies to all zones; Kata's runtimes set it here and for each zone. It
-        // has no effect of its own, so it must be so.
+        // A toggle that is on here applies to all zones. Kata's runtimes set it both here and for each
+        // zone. It has no effect of its own, so each zone must have it.
         let all = |of_memory: bool, of_zone: fn(&MemoryZoneConfig) -> bool| {
             !of_memory || zones.iter().all(of_zone)
         };

@@ -24,13 +24,13 @@ use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
 use super::value::MacAddr;
 
-/// Most parallel connections of a migration.
+/// Maximum number of parallel connections of a migration.
 const CONNECTIONS_MAX: u64 = options::CONNECTIONS_MAX as u64;
 
-/// Longest downtime that can be asked for: a day, in milliseconds.
+/// Maximum configurable downtime in milliseconds: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
 
-/// Longest timeout that can be asked for: a year, in seconds.
+/// Maximum configurable timeout in seconds: a year.
 const TIMEOUT_MAX_S: u64 = 31_536_000;
 
 option_names! {
@@ -244,7 +244,7 @@ option_enum! {
     GuestClock = "catch-up|continue", default CatchUp {
         /// They move on by the time that has passed.
         CatchUp = "catch-up",
-        /// They go on where they stood.
+        /// They continue where they stood.
         Continue = "continue",
     }
 }
@@ -265,7 +265,7 @@ option_family! {
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
         /// Let the guest run afterwards.
         resume: bool = false, "resume" as One<Toggle>;
-        /// Whether the guest's clocks have moved on when it runs, as its wall clock needs, or go on where
+        /// Whether the guest's clocks have moved on when it runs, as its wall clock needs, or continue where
         /// they stood.
         clock: GuestClock = GuestClock::CatchUp, "clock" as One<Choice>;
         /// Other host NUMA nodes for memory zones.
@@ -291,17 +291,17 @@ option_family! {
     }
 }
 
-/// Reads the address of a migration.
+/// Parses the address of a migration.
 fn address(url: &str) -> Result<Address, ConfigError> {
     Ok(url.parse()?)
 }
 
-/// A number of connections; one that is out of range stays so.
+/// A number of connections as `u16`; out of range saturates, so that validation refuses it.
 fn connections(number: u64) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
-/// The directory of a snapshot's address.
+/// The directory of a snapshot URL.
 fn directory_of(url: &str) -> Result<PathBuf, ConfigError> {
     match url.strip_prefix("file://") {
         Some(path) if !path.is_empty() => Ok(PathBuf::from(path)),
@@ -310,34 +310,34 @@ fn directory_of(url: &str) -> Result<PathBuf, ConfigError> {
 }
 
 impl VmSnapshotConfig {
-    /// The directory.
+    /// The directory of the snapshot.
     ///
     /// # Errors
-    /// The address is not that of one.
+    /// The URL is not one of a directory.
     pub fn directory(&self) -> Result<PathBuf, ConfigError> {
         directory_of(&self.destination_url)
     }
 }
 
 impl RestoreConfig {
-    /// The directory.
+    /// The directory of the snapshot.
     ///
     /// # Errors
-    /// The address is not that of one.
+    /// The URL is not one of a directory.
     pub fn directory(&self) -> Result<PathBuf, ConfigError> {
         directory_of(&self.source_url)
     }
 }
 
-/// Whether the text is an address by itself rather than an option string.
+/// Whether the text is a bare address rather than an option string.
 fn is_bare_url(text: &str) -> bool {
     let scheme = ["tcp:", "unix:"].iter().any(|scheme| text.starts_with(scheme));
-    // Without a key it can only be meant as an address, a wrong one perhaps.
+    // Text without a key can only be meant as an address, if perhaps an invalid one.
     (scheme && !text.contains(',')) || (!text.is_empty() && !text.contains('='))
 }
 
 impl SendMigrationData {
-    /// Reads an option string or an address alone.
+    /// Parses an option string or a bare address.
     ///
     /// # Errors
     /// As [`super::family::Family::parse`].
@@ -348,10 +348,10 @@ impl SendMigrationData {
         Self::parse(text)
     }
 
-    /// The options of the migration, checked.
+    /// The validated options of the migration.
     ///
     /// # Errors
-    /// The text is not an address, or the first rule between options that is broken.
+    /// The address is invalid, or the first violated rule between options.
     pub fn options(&self) -> Result<SendOptions, ConfigError> {
         let options = SendOptions {
             memory_mode: self.memory_mode.0,
@@ -377,10 +377,10 @@ impl SendMigrationData {
         Ok(options)
     }
 
-    /// Checks the request.
+    /// Validates the request.
     ///
     /// # Errors
-    /// As [`Self::options`], or what this version does not support.
+    /// As [`Self::options`], or an unsupported option.
     pub fn validate(&self) -> Result<(), ConfigError> {
         super::refuse_unsupported(self)?;
         self.options().map(drop)
@@ -388,7 +388,7 @@ impl SendMigrationData {
 }
 
 impl MigrationRecoverData {
-    /// Reads an option string or an address alone.
+    /// Parses an option string or a bare address.
     ///
     /// # Errors
     /// As [`super::family::Family::parse`].
@@ -399,17 +399,17 @@ impl MigrationRecoverData {
         Self::parse(text)
     }
 
-    /// Checks the address.
+    /// Validates the address.
     ///
     /// # Errors
-    /// The text is not an address.
+    /// The address is invalid.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.url.as_deref().map_or(Ok(()), |url| address(url).map(drop))
     }
 }
 
 impl ReceiveMigrationData {
-    /// Reads an option string or an address alone.
+    /// Parses an option string or a bare address.
     ///
     /// # Errors
     /// As [`super::family::Family::parse`].
@@ -420,10 +420,10 @@ impl ReceiveMigrationData {
         Self::parse(text)
     }
 
-    /// Checks the request.
+    /// Validates the request.
     ///
     /// # Errors
-    /// The text is not an address, or what this version does not support.
+    /// The address is invalid, or an option is unsupported.
     pub fn validate(&self) -> Result<(), ConfigError> {
         super::refuse_unsupported(self)?;
         match address(&self.receiver_url)? {
@@ -543,7 +543,7 @@ mod tests {
         let with = |sent: SendOptions| SendOptions { steering: expected.steering.clone(), ..sent };
         let sent = SendMigrationData::parse_or_url(text).unwrap().options().unwrap();
         assert_eq!(with(sent), expected);
-        // What is not given has the default of the migration.
+        // Omitted options have the defaults of the migration crate.
         let plain = SendMigrationData::parse_or_url("tcp:h:1").unwrap().options().unwrap();
         let defaults = SendOptions::new("tcp:h:1".parse().unwrap());
         assert_eq!(with(plain), SendOptions { steering: expected.steering.clone(), ..defaults });

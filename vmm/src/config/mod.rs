@@ -77,7 +77,7 @@ pub use vsock::VsockConfig;
 
 use value::FieldValue;
 
-/// Refuses everything in `value` that this version knows by name only, all of it at once.
+/// Refuses all unsupported options that are set in `value`, together.
 ///
 /// # Errors
 /// [`ConfigError::Unsupported`] with the JSON paths.
@@ -87,7 +87,7 @@ pub fn refuse_unsupported<T: FieldValue>(value: &T) -> Result<(), ConfigError> {
     if names.is_empty() { Ok(()) } else { Err(ConfigError::Unsupported { names }) }
 }
 
-/// Feeds bytes to every option string parser: the first line chooses the family.
+/// Fuzzes the option string parsers; the first line selects the family.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_option_string(data: &[u8]) {
     fn check<T: Family + std::fmt::Debug>(text: &str) {
@@ -130,13 +130,13 @@ pub fn fuzz_option_string(data: &[u8]) {
     }
 }
 
-/// Feeds bytes to the JSON parsers of the API.
+/// Fuzzes the JSON parsers of the API.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_api_json(data: &[u8]) {
     if let Ok(config) = serde_json::from_slice::<VmConfig>(data)
         && let Ok(config) = config.complete()
     {
-        // A complete configuration survives the way through JSON and stays what it is.
+        // A complete configuration survives a round trip through JSON and stays complete.
         let json = serde_json::to_vec(&config).unwrap_or_default();
         let again = serde_json::from_slice::<VmConfig>(&json).map_err(|e| e.to_string());
         let again = again.and_then(|config| config.complete().map_err(|e| e.to_string()));

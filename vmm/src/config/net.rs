@@ -17,7 +17,7 @@ use super::value::MacAddr;
 /// Smallest MTU that the virtio specification lets a device offer together with IPv6.
 pub const MIN_MTU: u16 = 1280;
 
-/// Longest name of a network interface in Linux.
+/// Maximum length of the name of a network interface in Linux.
 pub const MAX_IFNAME_BYTES: usize = 15;
 
 option_enum! {
@@ -77,10 +77,10 @@ option_family! {
 }
 
 impl NetConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
         let name = self.id.clone().unwrap_or_default();
         let refuse =

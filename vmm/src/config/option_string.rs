@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 
 use thiserror::Error;
 
-/// Why an option string was refused.
+/// Why an option string is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum OptionError {
     /// Brackets or quotes do not match up.
@@ -21,7 +21,7 @@ pub enum OptionError {
         /// The whole option string.
         text: String,
     },
-    /// A key that the family does not have.
+    /// The family has no such key.
     #[error("'{key}' is not an option of {family}{hint}")]
     UnknownKey {
         /// Family name, as in `--disk`.
@@ -31,7 +31,7 @@ pub enum OptionError {
         /// Empty, or a suggestion that starts with a comma.
         hint: String,
     },
-    /// A key that takes a value stands alone, or a flag has one.
+    /// A key lacks its value, or a flag has one.
     #[error("'{key}' of {family} {problem}")]
     Shape {
         /// Family name.
@@ -41,7 +41,7 @@ pub enum OptionError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// A value that cannot be read.
+    /// The value of a key is invalid.
     #[error("'{value}' is not a valid {family} {key}: {reason}")]
     BadValue {
         /// Family name.
@@ -50,10 +50,10 @@ pub enum OptionError {
         key: String,
         /// The value as written.
         value: String,
-        /// What was expected.
+        /// What is expected.
         reason: String,
     },
-    /// A key that must be given is missing.
+    /// A required key is missing.
     #[error("{family} needs {what}")]
     Missing {
         /// Family name.
@@ -63,7 +63,7 @@ pub enum OptionError {
     },
 }
 
-/// One key of a family with the text that stands for its value in help (`None`: a bare flag).
+/// A key of a family with the placeholder for its value in help texts (`None`: a bare flag).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeySyntax {
     /// The key.
@@ -72,7 +72,7 @@ pub struct KeySyntax {
     pub value: Option<&'static str>,
 }
 
-/// An option string split into keys and raw values, checked against the keys of one family.
+/// An option string split into keys and raw values, with the keys checked against a family.
 #[derive(Debug)]
 pub struct Options<'a> {
     family: &'static str,
@@ -121,7 +121,7 @@ impl<'a> Options<'a> {
         self.family
     }
 
-    /// Whether `key` was given, as a flag or with a value that is not empty.
+    /// Whether `key` was given, as a flag or with a non-empty value.
     pub fn is_set(&self, key: &str) -> bool {
         let last = self.items.iter().rev().find(|(item, _)| *item == key);
         last.is_some_and(|(_, value)| *value != Some(""))
@@ -133,7 +133,7 @@ impl<'a> Options<'a> {
         value.filter(|value| !value.is_empty())
     }
 
-    /// Builds the error for the value of `key`.
+    /// The error for an invalid value of `key`.
     pub fn bad_value(&self, key: &str, reason: impl Into<String>) -> OptionError {
         OptionError::BadValue {
             family: self.family,
@@ -163,10 +163,10 @@ fn unknown_key(family: &'static str, key: &str, known: &[KeySyntax]) -> OptionEr
     OptionError::UnknownKey { family, key: key.to_owned(), hint }
 }
 
-/// Longest key that is compared with the known ones; longer rubbish gets no suggestion.
+/// Maximum length of an unknown key that is compared with the known ones for a suggestion.
 const MAX_COMPARED_KEY_BYTES: usize = 64;
 
-/// Number of single-byte edits between two keys.
+/// Edit distance between two keys in bytes.
 fn edit_distance(left: &str, right: &str) -> usize {
     if left.len() > MAX_COMPARED_KEY_BYTES {
         return usize::MAX;
@@ -188,7 +188,7 @@ fn edit_distance(left: &str, right: &str) -> usize {
     row.last().copied().unwrap_or(usize::MAX)
 }
 
-/// Splits at commas outside brackets and quotes; `None` if those do not balance.
+/// Splits at commas outside brackets and quotes; `None` if those do not match up.
 pub fn split_commas(text: &str) -> Option<Vec<&str>> {
     let mut parts = Vec::new();
     let (mut start, mut depth, mut quoted) = (0_usize, 0_usize, false);
@@ -236,7 +236,7 @@ pub fn quote(text: &str) -> String {
     if plain { text.to_owned() } else { format!("\"{}\"", text.replace('"', "\"\"")) }
 }
 
-/// The items of a bracketed list `[a,b]`; a single item may stand without brackets.
+/// The items of a bracketed list `[a,b]`; a single item needs no brackets.
 pub fn list_items(raw: &str) -> Option<Vec<&str>> {
     let raw = raw.trim();
     let inner = match (raw.strip_prefix('['), raw.ends_with(']')) {

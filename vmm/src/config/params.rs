@@ -10,7 +10,7 @@ use super::family::Family;
 use super::payload::PayloadConfig;
 use super::vm::VmConfig;
 
-/// The option strings of a command line that describe a VM, as they were written.
+/// The unparsed option strings of a command line that describe a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmParams {
     /// `--cpus`.
@@ -99,18 +99,18 @@ fn many<T: Family>(texts: &[String]) -> Result<Option<Vec<T>>, ConfigError> {
 }
 
 impl VmParams {
-    /// Reads all option strings and completes the configuration.
+    /// Parses all option strings and completes the configuration.
     ///
     /// # Errors
-    /// As [`VmConfig::complete`], or an option string that cannot be read.
+    /// As [`VmConfig::complete`], or an option string cannot be parsed.
     pub fn into_config(self) -> Result<VmConfig, ConfigError> {
         self.raw_config()?.complete()
     }
 
-    /// Reads all option strings without checking what they mean together.
+    /// Parses all option strings without validating them together.
     ///
     /// # Errors
-    /// An option string that cannot be read.
+    /// An option string cannot be parsed.
     pub fn raw_config(&self) -> Result<VmConfig, ConfigError> {
         let mut config = VmConfig {
             payload: PayloadConfig {

@@ -10,7 +10,7 @@ use super::codec::{File, Opt, Text};
 use super::error::ConfigError;
 use super::family::option_family;
 
-/// Longest kernel command line that x86 Linux takes, without its terminating zero.
+/// Maximum length of the kernel command line on x86, without its terminating zero.
 pub const MAX_CMDLINE_BYTES: usize = 2047;
 
 option_family! {
@@ -33,10 +33,10 @@ option_family! {
 }
 
 impl PayloadConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let given =
             |path: &Option<PathBuf>| path.as_ref().is_some_and(|path| !path.as_os_str().is_empty());

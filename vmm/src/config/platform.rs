@@ -9,7 +9,7 @@ use super::descriptor::{ConfigFd, Fd};
 use super::error::ConfigError;
 use super::family::option_family;
 
-/// Longest string in an SMBIOS table that common guests still show.
+/// Maximum length of an SMBIOS string that common guests display in full.
 pub const MAX_SMBIOS_STRING_BYTES: usize = 255;
 
 option_family! {
@@ -69,21 +69,21 @@ option_family! {
 }
 
 impl PlatformConfig {
-    /// Serial number under either name.
+    /// The serial number, under either option.
     pub fn serial(&self) -> Option<&str> {
         self.system_serial_number.as_deref().or(self.serial_number.as_deref())
     }
 
-    /// UUID under either name, as its sixteen bytes in the order of the text; `None` if there is
-    /// none or it is not one.
+    /// The UUID, under either option, as its sixteen bytes in textual order; `None` if it is absent or
+    /// invalid.
     pub fn uuid_bytes(&self) -> Option<[u8; 16]> {
         parse_uuid(self.system_uuid.as_deref().or(self.uuid.as_deref())?)
     }
 
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let refuse = |problem: String| {
             Err(ConfigError::Device { what: "platform", id: String::new(), problem })
@@ -131,7 +131,7 @@ impl PlatformConfig {
     }
 }
 
-/// Reads `xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, with or without dashes.
+/// Parses `xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, with or without dashes.
 fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits: Vec<u32> =
         text.chars().filter(|c| *c != '-').map(|c| c.to_digit(16)).collect::<Option<_>>()?;

@@ -26,7 +26,7 @@ pub enum Prefault {
     Background,
 }
 
-/// Its form in option strings.
+/// The value in option strings.
 #[derive(Debug)]
 pub struct PrefaultWord;
 
@@ -91,7 +91,7 @@ impl<'de> Deserialize<'de> for Prefault {
 
 impl FieldValue for Prefault {
     fn schema() -> RefOr<Schema> {
-        // What clients are generated from: they send and expect a boolean.
+        // Generated clients send and expect a boolean.
         bool::schema()
     }
 

@@ -47,7 +47,7 @@ option_family! {
 #[derive(Debug)]
 pub struct RateLimiterKeys;
 
-/// The six keys of a rate limiter that must be there.
+/// The six keys of a required rate limiter.
 #[derive(Debug)]
 pub struct GroupKeys;
 

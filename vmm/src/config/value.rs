@@ -20,39 +20,39 @@ use utoipa::openapi::schema::{
 /// Schemas by name, collected from the types that a document uses.
 pub type SchemaSet = BTreeMap<String, RefOr<Schema>>;
 
-/// A type that can be the type of a configuration field.
+/// A type of a configuration field.
 pub trait FieldValue: Sized + Serialize {
-    /// JSON schema, a reference for a type with a name of its own.
+    /// The JSON schema; a reference for a named type.
     fn schema() -> RefOr<Schema>;
 
     /// Short name of the JSON type for the reference page.
     fn type_name() -> String;
 
-    /// The value as a number, where it is one.
+    /// The value as a number, if it is one.
     fn number(&self) -> Option<u64> {
         None
     }
 
-    /// Whether this is an absent optional value, which JSON leaves out.
+    /// Whether this is an absent optional value, which JSON omits.
     fn is_absent(&self) -> bool {
         false
     }
 
-    /// Whether this says nothing at all (absent or an empty list).
+    /// Whether this is absent or an empty list.
     fn is_trivial(&self) -> bool {
         self.is_absent()
     }
 
-    /// The value as JSON without what says the same as its absence: the form in which it is kept and sent,
-    /// so that a program that does not know a field only meets it when it is used.
+    /// The value as JSON without fields that have their default. This form is saved and sent, so that a
+    /// program that lacks a field only meets it if it is used.
     ///
     /// # Errors
-    /// A value that has no JSON form.
+    /// A value has no JSON form.
     fn sparse(&self) -> Result<serde_json::Value, serde_json::Error> {
         serde_json::to_value(self)
     }
 
-    /// Adds the JSON path of everything in here that this version cannot do.
+    /// Adds the JSON path of each unsupported option that is set.
     fn refuse(&self, _path: &str, _out: &mut Vec<String>) {}
 
     /// Adds the schemas that [`FieldValue::schema`] refers to.
@@ -182,7 +182,7 @@ impl MacAddr {
         Self(bytes)
     }
 
-    /// The six bytes, as they go on the wire.
+    /// The six bytes in network order.
     pub const fn bytes(self) -> [u8; 6] {
         self.0
     }
@@ -193,12 +193,12 @@ impl MacAddr {
         Self(bytes)
     }
 
-    /// Whether it is the address that no interface has.
+    /// Whether the address is all zero, which no interface has.
     pub const fn is_zero(self) -> bool {
         matches!(self.0, [0, 0, 0, 0, 0, 0])
     }
 
-    /// Whether the address names a group of stations, which no interface may have.
+    /// Whether the address is a multicast one, which no interface may have.
     pub const fn is_multicast(self) -> bool {
         self.0[0] & 1 == 1
     }

@@ -33,13 +33,13 @@ use super::unsupported::{
 use super::value::MacAddr;
 use super::vsock::VsockConfig;
 
-/// Name of the console device.
+/// Id of the console device.
 pub const CONSOLE_ID: &str = "__console";
-/// Name of the entropy device.
+/// Id of the entropy device.
 pub const RNG_ID: &str = "__rng";
-/// Name of the balloon.
+/// Id of the balloon.
 pub const BALLOON_ID: &str = "__balloon";
-/// Name of the watchdog.
+/// Id of the watchdog.
 pub const WATCHDOG_ID: &str = "__watchdog";
 /// Name of the panic device.
 pub const PVPANIC_ID: &str = "__pvpanic";
@@ -108,10 +108,10 @@ option_family! {
 }
 
 impl VmConfig {
-    /// Checks every rule and fills in the names and MAC addresses that were left out.
+    /// Validates the configuration, and fills in missing ids and MAC addresses.
     ///
     /// # Errors
-    /// Everything unsupported at once, or the first rule that is broken.
+    /// All unsupported options together, or the first violated rule.
     pub fn complete(self) -> Result<Self, ConfigError> {
         self.complete_with(|config| {
             config.cpus.check_apic_ids()?;
@@ -119,19 +119,19 @@ impl VmConfig {
         })
     }
 
-    /// The same for a guest that already runs, at a migration source or in a snapshot: names and numbers
-    /// that an earlier version accepted are kept.
+    /// Like [`Self::complete`], for a guest that has run, at a migration source or before a snapshot: ids
+    /// and numbers that an earlier version accepted are kept.
     ///
     /// # Errors
-    /// As above.
+    /// As [`Self::complete`].
     pub fn complete_begun(self) -> Result<Self, ConfigError> {
         self.complete_with(|_| Ok(()))
     }
 
-    /// The same with rules of the caller, by which devices have names.
+    /// Like [`Self::complete`], with further rules of the caller, which run once devices have ids.
     ///
     /// # Errors
-    /// As above.
+    /// As [`Self::complete`].
     pub(super) fn complete_with(
         mut self,
         check: impl FnOnce(&Self) -> Result<(), ConfigError>,
@@ -182,7 +182,7 @@ impl VmConfig {
         Ok(())
     }
 
-    /// Gives `_disk0`, `_net1` and so on to the devices without a name; one count for all kinds.
+    /// Assigns the ids `_disk0`, `_net1` and so on to devices without one; one counter for all kinds.
     fn assign_ids(&mut self) -> Result<(), ConfigError> {
         let mut ids = BTreeSet::new();
         let mut take = |family: &'static str, id: &str, own: &str| {
@@ -271,7 +271,7 @@ fn random_mac() -> Result<MacAddr, ConfigError> {
     random_bytes().map(MacAddr::locally_administered).ok_or(ConfigError::Random)
 }
 
-/// Random bytes of the host, up to 256 of them; nothing if it gives none.
+/// Up to 256 random bytes from the host; `None` if it provides none.
 pub fn random_bytes<const LEN: usize>() -> Option<[u8; LEN]> {
     let mut bytes = [0_u8; LEN];
     // SAFETY: the kernel writes at most `bytes.len()` bytes into `bytes`, which outlives the call.

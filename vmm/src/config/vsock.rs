@@ -10,7 +10,7 @@ use super::codec::{File, Id, Int, One, Opt, Toggle};
 use super::error::ConfigError;
 use super::family::option_family;
 
-/// Longest path, so that with `_` and a port of the guest's choice behind it is one of a socket (107 bytes).
+/// Maximum length of the path, so that with `_` and a port appended it is a valid socket path (107 bytes).
 const SOCKET_BYTES_MAX: usize = 107 - "_4294967295".len();
 
 option_family! {
@@ -33,10 +33,10 @@ option_family! {
 }
 
 impl VsockConfig {
-    /// Checks the rules within the family.
+    /// Validates the options within the family.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let problem = match self.socket.as_os_str().len() {
             0 => "needs a socket".to_owned(),
