@@ -13,14 +13,14 @@ use pci::ENTRY_LEN_BYTES;
 use pci::{BAR_PORTS_LENS, BARS_COUNT, register};
 use pci::{BarDescription, BarKind};
 
-/// Grain of memory slots and of the host's mappings.
+/// Granularity of memory slots and of host mappings.
 const PAGE_BYTES: u64 = 4096;
 const BAR_IS_IO: u32 = 1;
 const BAR_TYPE_MASK: u32 = 0b110;
 const BAR_TYPE_64: u32 = 0b100;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 
-/// The BARs that `config` and the host speak of.
+/// The BARs of a function, from its configuration space and from VFIO's region sizes.
 pub fn describe(config: &[u8], host: &dyn HostFunction) -> Vec<BarDescription> {
     let mut bars = Vec::new();
     let mut index = 0;
@@ -32,7 +32,7 @@ pub fn describe(config: &[u8], host: &dyn HostFunction) -> Vec<BarDescription> {
             _ => BarKind::Memory32,
         };
         let len_bytes = host.bar(index).map_or(0, |bar| bar.len_bytes);
-        // More ports than PCI knows are left out: a function has to be of use without.
+        // An I/O BAR larger than PCI allows is left out, as the function is usable without it.
         let is_shown = kind != BarKind::Ports
             || len_bytes.is_power_of_two() && BAR_PORTS_LENS.contains(&len_bytes);
         if len_bytes > 0 && is_shown {
@@ -44,17 +44,17 @@ pub fn describe(config: &[u8], host: &dyn HostFunction) -> Vec<BarDescription> {
     bars
 }
 
-/// What of a BAR belongs to MSI-X, and is kept from the guest to whole pages.
+/// The parts of BARs that hold the MSI-X table and pending bits; trapped, to whole pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MsixRanges {
-    /// BAR and bytes of the table.
+    /// BAR and byte range of the table.
     pub table: (u8, Range<u64>),
-    /// BAR and bytes of the pending bits.
+    /// BAR and byte range of the pending bits.
     pub pending: (u8, Range<u64>),
 }
 
 impl MsixRanges {
-    /// The ranges of a layout; `None` if they lie outside of the BARs or overlap.
+    /// The ranges of a layout; `None` if they are outside the BARs or overlap.
     pub fn of(layout: &MsixLayout, bars: &[BarDescription]) -> Option<Self> {
         let count = u64::from(layout.count);
         let range = |bar: u8, offset: u32, len_bytes: u64| {
@@ -77,8 +77,8 @@ impl MsixRanges {
     }
 }
 
-/// The parts of a BAR that the guest may reach directly: what the host can map, less the pages on
-/// which MSI-X lies. In order, without overlaps, whole pages.
+/// The parts of a BAR that the guest can access directly: what the host can map, except the pages with
+/// MSI-X structures. Ordered, disjoint, whole pages.
 pub fn direct_areas(index: u8, bar: &HostBar, msix: Option<&MsixRanges>) -> Vec<Range<u64>> {
     let mut areas: Vec<Range<u64>> = Vec::new();
     let mut mappable: Vec<Range<u64>> = bar

@@ -17,8 +17,8 @@ pub const MSIX: u8 = 0x11;
 /// PCI Express (PCI Express 4.0, 7.5.3).
 pub const EXPRESS: u8 = 0x10;
 
-/// Extended capabilities that a guest must not see, as they speak of more than this function: single
-/// root I/O virtualisation, alternative routing ID, and resizable BARs, whose size is the host's.
+/// Extended capabilities hidden from a guest, as they concern more than this function: SR-IOV, ARI, and
+/// resizable BARs, whose size is up to the host.
 pub const HIDDEN_EXTENDED: [u16; 4] = [0x0010, 0x000e, 0x0015, 0x0024];
 
 const STATUS_CAPABILITIES: u8 = 1 << 4;
@@ -41,7 +41,7 @@ pub fn double_word(config: &[u8], offset: u16) -> Option<u32> {
     Some(u32::from(high) << 16 | u32::from(low))
 }
 
-/// Offsets and IDs of all capabilities that are not extended.
+/// Offsets and ids of the conventional capabilities.
 pub fn conventional(config: &[u8]) -> Vec<(u16, u16)> {
     let mut found = Vec::new();
     let has_list =
@@ -59,13 +59,13 @@ pub fn conventional(config: &[u8]) -> Vec<(u16, u16)> {
     found
 }
 
-/// Offset of the first capability with this ID.
+/// Offset of the first capability with this id.
 pub fn find(config: &[u8], id: u8) -> Option<u16> {
     let all = conventional(config);
     all.into_iter().find_map(|(offset, found)| (found == u16::from(id)).then_some(offset))
 }
 
-/// Offsets and IDs of all extended capabilities.
+/// Offsets and ids of all extended capabilities.
 pub fn extended(config: &[u8]) -> Vec<(u16, u16)> {
     let mut found = Vec::new();
     let mut offset = CONVENTIONAL_END;

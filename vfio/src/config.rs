@@ -38,30 +38,30 @@ const MSI_COUNT_SHIFT: u16 = 4;
 const MSI_64_BIT: u16 = 1 << 7;
 const MSI_MASKABLE: u16 = 1 << 8;
 const MSI_CONTROL_WRITABLE: u16 = MSI_ENABLE | 0b111 << MSI_COUNT_SHIFT;
-/// 32 messages are the most (PCI 3.0, 6.8.1.3).
+/// Maximum of 32 messages (PCI 3.0, 6.8.1.3).
 const MSI_COUNT_LOG2_MAX: u16 = 5;
 const MSIX_CONTROL_WRITABLE: u16 = 0b11 << 14;
 const MSIX_COUNT_MASK: u16 = 0x7ff;
 
-/// Where MSI-X lies.
+/// Layout of MSI-X: the capability, table and pending bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsixLayout {
     /// Offset of the capability.
     pub offset: u16,
-    /// Entries of the table.
+    /// Number of table entries.
     pub count: u16,
-    /// BAR of the table.
+    /// BAR that holds the table.
     pub table_bar: u8,
-    /// Where in it.
+    /// Offset of the table in the BAR.
     pub table_offset: u32,
-    /// BAR of the pending bits.
+    /// BAR that holds the pending bits.
     pub pending_bar: u8,
-    /// Where in it.
+    /// Offset of the pending bits in the BAR.
     pub pending_offset: u32,
 }
 
 impl MsixLayout {
-    /// As `config` has it.
+    /// The layout in configuration space; `None` without the capability.
     pub fn find(config: &[u8]) -> Option<Self> {
         let offset = capabilities::find(config, capabilities::MSIX)?;
         let place = |register: u16| {
@@ -75,7 +75,7 @@ impl MsixLayout {
     }
 }
 
-/// Where the registers of MSI lie.
+/// Layout of the MSI registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsiLayout {
     offset: u16,
@@ -87,7 +87,7 @@ pub struct MsiLayout {
 }
 
 impl MsiLayout {
-    /// As `config` has it; `None` as well if it does not fit.
+    /// The layout in configuration space; `None` without the capability, or if it does not fit.
     pub fn find(config: &[u8]) -> Option<Self> {
         let offset = capabilities::find(config, capabilities::MSI)?;
         let control = word(config, offset + 2)?;
@@ -98,45 +98,45 @@ impl MsiLayout {
         (end <= CONVENTIONAL_END).then_some(Self { offset, control, data, mask, end, count_log2 })
     }
 
-    /// Messages that the function can send.
+    /// Number of messages that the function can request.
     pub fn count(&self) -> u16 {
         1 << self.count_log2
     }
 }
 
-/// What the guest has written to the registers of MSI.
+/// The MSI registers as the guest has set them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsiRegisters {
-    /// It is on.
+    /// Whether MSI is enabled.
     pub enabled: bool,
-    /// Messages that the function may send.
+    /// Number of messages that are enabled.
     pub count: u16,
-    /// The first message; its number is in the low bits of the others' data.
+    /// The first message; the low bits of the data are the message number.
     pub message: MsiMessage,
-    /// A bit for each message that is held back.
+    /// Mask bit of each message.
     pub masks: u32,
 }
 
-/// Configuration space between a guest and a host's function.
+/// Configuration space as the guest sees it: emulated bits over those of the host's function.
 pub struct ShadowConfig {
-    /// The values of the bits that are made up here.
+    /// The values of the emulated bits.
     space: ConfigSpace,
-    /// Which bits these are.
+    /// Which bits are emulated.
     emulated: Box<[u8; LEN]>,
     msi: Option<MsiLayout>,
     msix: Option<MsixLayout>,
     express: Option<Express>,
-    /// What is made up for it alone: offsets, and bits of the byte there.
+    /// Bits emulated for the PCI Express capability alone: offsets, and bits of the byte there.
     express_bits: Vec<(u16, u8)>,
     len_bytes: u16,
 }
 
 impl ShadowConfig {
-    /// From the host's configuration space. MSI and MSI-X are hidden from the guest unless their
-    /// layout is given; `has_pin` says whether the interrupt pin leads anywhere.
+    /// Builds it from the host's configuration space. MSI and MSI-X are hidden from the guest unless their
+    /// layout is given; `has_pin` says whether the interrupt pin is connected.
     ///
     /// # Errors
-    /// No endpoint, or a BAR that cannot be.
+    /// The function is not an endpoint, or has an invalid BAR.
     pub fn new(
         config: &[u8],
         bars: &[BarDescription],
@@ -168,7 +168,7 @@ impl ShadowConfig {
         };
         shadow.emulate(register::COMMAND, &[COMMAND_IO | COMMAND_MEMORY]);
         shadow.emulate(HEADER_TYPE, &[HEADER_MULTI_FUNCTION]);
-        // All BARs and the ROM, so that what is not shown reads as zero.
+        // All BARs and the ROM, so that unsupported ones read as zero.
         shadow.emulate(register::BAR0, &[0xff; 24]);
         shadow.emulate(ROM, &[0xff; 4]);
         shadow.emulate(register::INTERRUPT_LINE, &[0xff; 2]);
@@ -185,7 +185,7 @@ impl ShadowConfig {
         shadow.lay_out_express();
         for (offset, id) in capabilities::extended(config) {
             if HIDDEN_EXTENDED.contains(&id) {
-                // ID and version zero: a capability without meaning, whose link still leads on.
+                // Id and version zero: a null capability, whose next pointer still works.
                 shadow.emulate(offset, &[0xff, 0xff, 0x0f]);
             }
         }
@@ -216,7 +216,7 @@ impl ShadowConfig {
         }
     }
 
-    /// The guest has all functions on its root bus, where none has a link.
+    /// All functions are on the guest's root bus, where they have no link.
     fn lay_out_express(&mut self) {
         let Some(express) = self.express else { return };
         for (offset, masks, values) in express.made_up() {
@@ -240,7 +240,7 @@ impl ShadowConfig {
         self.len_bytes
     }
 
-    /// Replaces the bits that are made up here in what was read from the host at `offset`.
+    /// Overlays the emulated bits on data read from the host at `offset`.
     pub fn overlay(&self, offset: u16, data: &mut [u8]) {
         for (byte, at) in data.iter_mut().zip(usize::from(offset)..) {
             let at16 = u16::try_from(at).unwrap_or(u16::MAX);
@@ -255,7 +255,7 @@ impl ShadowConfig {
         }
     }
 
-    /// Takes a guest's write; returns what of it goes to the host, and where.
+    /// Handles a guest write; returns what is to be written to the host, by offset.
     pub fn write(&mut self, offset: u16, data: &[u8]) -> Vec<(u16, Vec<u8>)> {
         self.space.write(offset, data);
         let mut forwards: Vec<(u16, Vec<u8>)> = Vec::new();
@@ -281,30 +281,30 @@ impl ShadowConfig {
         forwards
     }
 
-    /// Whether a write would let the function read and write memory.
+    /// Whether a write sets Bus Master Enable.
     pub fn asks_for_bus_master(offset: u16, data: &[u8]) -> bool {
         let at = register::COMMAND.checked_sub(offset);
         let byte = at.and_then(|at| data.get(usize::from(at)));
         byte.is_some_and(|byte| byte & COMMAND_BUS_MASTER != 0)
     }
 
-    /// The first write to the host's command register: memory decode only.
+    /// Initial value of the host's command register: memory decoding only.
     pub fn first_command() -> [u8; 2] {
         [COMMAND_MEMORY, 0]
     }
 
-    /// What is made up here, to be saved.
+    /// Saves the emulated registers.
     pub fn save(&self) -> ConfigSpaceState {
         self.space.save()
     }
 
-    /// What was saved, if it is of such a function. To be taken by [`Self::take`].
+    /// Validates a saved state for this function; applied by [`Self::take`].
     ///
     /// # Errors
-    /// Naming the register.
+    /// Names the register.
     pub fn restored(&self, state: &ConfigSpaceState) -> Result<ConfigSpace, ConfigStateError> {
         match self.express {
-            // The guest has been shown the host's registers, and must keep seeing them.
+            // The guest was shown the host's registers, and must continue to see them.
             Some(express) if express.is_of_host(state) => {
                 let mut earlier = self.space.clone();
                 express.show_port_of_host(&mut earlier);
@@ -314,7 +314,7 @@ impl ShadowConfig {
         }
     }
 
-    /// Takes what was saved.
+    /// Applies a validated state.
     pub fn take(&mut self, restored: ConfigSpace) {
         self.space = restored;
         let Some(express) = self.express else { return };
@@ -330,27 +330,27 @@ impl ShadowConfig {
         self.space.bars().collect()
     }
 
-    /// Whether an endpoint of the host is shown as an integrated one.
+    /// Whether an endpoint of the host is shown as an integrated endpoint.
     pub fn is_integrated_endpoint(&self) -> bool {
         self.express.is_some_and(|express| express.is_shown_integrated(&self.space))
     }
 
-    /// What the guest's BAR registers and its decode bits say.
+    /// The guest's BAR registers and decode bits.
     pub fn bar_decode(&self) -> BarDecode {
         self.space.bar_decode()
     }
 
-    /// Programs a BAR register.
+    /// Sets a BAR register.
     pub fn set_bar_gpa(&mut self, index: u8, gpa: u64) {
         self.space.set_bar_gpa(index, gpa);
     }
 
-    /// The guest's message control word of MSI-X.
+    /// The guest's MSI-X message control register.
     pub fn msix_control(&self) -> Option<u16> {
         self.msix.map(|msix| self.space.read_u16(msix.offset + 2))
     }
 
-    /// What the guest wants of MSI.
+    /// The MSI registers as the guest has set them.
     pub fn msi(&self) -> Option<MsiRegisters> {
         let msi = self.msi?;
         let control = self.space.read_u16(msi.offset + 2);

@@ -27,22 +27,22 @@ use super::sysfs::{HostPlace, SysfsFunction};
 
 const CONTAINER: &str = "/dev/vfio/vfio";
 
-/// A container. Functions that were opened in it hold a share.
+/// A type 1 container. The functions opened in it share ownership.
 pub struct Type1Container {
-    // Order matters on drop: the mappings go before what they map.
+    // Drop order matters: mappings end before the memory.
     container: Arc<VfioContainer>,
-    /// What is mapped of guest memory: guest physical addresses and lengths.
+    /// Mapped guest memory: guest physical addresses and lengths.
     mapped: Mutex<BTreeMap<u64, usize>>,
     ram: Arc<GuestRam>,
 }
 
 impl Type1Container {
-    /// An empty container whose groups KVM is told of.
+    /// An empty container that registers its groups with KVM.
     ///
     /// # Errors
     /// The host has no VFIO.
     pub fn new(vm: &Vm, ram: Arc<GuestRam>) -> Result<Self, VfioError> {
-        // First of all: it says most about what the host lacks.
+        // Checked first, for the most helpful error.
         File::options()
             .read(true)
             .write(true)
@@ -59,7 +59,7 @@ impl DmaSpace for Type1Container {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError> {
         let HostPlace::Sysfs(path) = place else { return Err(VfioError::NeedsIommufd) };
         let SysfsFunction { path, group } = SysfsFunction::find(&path)?;
-        // The container tells KVM of the group.
+        // The container registers the group with KVM.
         let device = VfioDevice::new(&path, self.container.clone(), false)
             .map_err(|source| VfioError::Open { path, group, source })?;
         Ok(OpenedFunction { device, told: None })
@@ -103,15 +103,15 @@ impl P2pTarget for Type1Container {
 }
 
 impl DmaTarget for Type1Container {
-    /// The kernel counts what it pins under the lock of the whole address space, which threads that populate
-    /// holds for long. Huge pages are pinned in next to no time, and a thread that waits for the lock keeps
-    /// all others out of it meanwhile; with small pages there is more to gain than to lose.
+    /// The kernel accounts pinned pages under mmap_lock, which populating threads hold for long. Huge pages
+    /// are pinned almost instantly, and a thread that waits for the lock blocks all others meanwhile; with
+    /// small pages mapping early is a net gain.
     fn maps_last(&self, region: &RamRegion) -> bool {
         region.wants_huge_pages() && !region.is_prezeroed()
     }
 
-    /// The kernel pins what the process's page tables have; memory that came populated is not in them yet,
-    /// and one fault for each of its pages would come while no other thread can map.
+    /// The kernel pins pages through the process's page tables. Prezeroed memory is not in them yet, and
+    /// would cost one fault per page while no other thread can map.
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
         if region.is_prezeroed()
             && let Err(error) = region.map_present(range)

@@ -19,10 +19,10 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::error::VfioError;
 use super::host::{DeviceEvent, HostFunction};
 
-/// Told of the function's id and of what there is to tell; must not wait.
+/// Called with the function's id and the event; must not block.
 pub type OnDeviceEvent = Box<dyn Fn(&str, DeviceEvent) + Send>;
 
-/// The token of the event that ends the thread.
+/// Token of the event that ends the thread.
 const STOP: u64 = 0;
 
 struct Source {
@@ -34,7 +34,7 @@ struct Source {
 struct Shared {
     epoll: Epoll,
     stop: EventFd,
-    /// By token; taken to look something up, and when functions come and go.
+    /// By token; locked for look-ups and for registration.
     sources: Mutex<Sources>,
 }
 
@@ -44,7 +44,7 @@ struct Sources {
     by_token: BTreeMap<u64, Source>,
 }
 
-/// Listens until it is dropped.
+/// Listens for events of functions until dropped.
 pub struct DeviceEvents {
     shared: Arc<Shared>,
     _thread: StoppableThread,
@@ -55,10 +55,10 @@ fn new_event() -> io::Result<EventFd> {
 }
 
 impl DeviceEvents {
-    /// Starts the thread, without a function yet.
+    /// Starts the thread, with no function registered.
     ///
     /// # Errors
-    /// No descriptor or no thread.
+    /// The descriptors or the thread cannot be created.
     pub fn start(on_notice: OnDeviceEvent) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             epoll: Epoll::new()?,
@@ -70,7 +70,7 @@ impl DeviceEvents {
         let inner = Arc::clone(&shared);
         let stop = {
             let shared = Arc::clone(&shared);
-            // A full counter wakes as well.
+            // A saturated counter wakes the thread as well.
             move || drop(shared.stop.write(1))
         };
         let body = move || inner.listen(&on_notice);
@@ -78,10 +78,10 @@ impl DeviceEvents {
         Ok(Self { shared, _thread: thread })
     }
 
-    /// Listens to a function, as far as it has something to tell.
+    /// Registers a function, for the events that it supports.
     ///
     /// # Errors
-    /// The host refuses; what was connected before stays.
+    /// The host refuses; earlier registrations are kept.
     pub fn watch(&self, id: &str, function: &dyn HostFunction) -> Result<(), VfioError> {
         for notice in [DeviceEvent::Failed, DeviceEvent::WantedBack] {
             let failed = |source| VfioError::Io { what: "make an eventfd for notices", source };
@@ -96,14 +96,14 @@ impl DeviceEvents {
         Ok(())
     }
 
-    /// Listens to a function no more.
+    /// Unregisters a function.
     pub fn forget(&self, id: &str) {
         let mut sources = self.shared.sources.lock();
         sources.by_token.retain(|_, source| {
             let stays = source.id != id;
             if !stays {
                 let (fd, none) = (source.event.as_raw_fd(), EpollEvent::default());
-                // An event that is closed next has no use.
+                // It is closed next, so an error does not matter.
                 let _ = self.shared.epoll.ctl(ControlOperation::Delete, fd, none);
             }
             stays
@@ -144,7 +144,7 @@ impl Shared {
         }
     }
 
-    /// What an event stands for, unless it is not listened to any more.
+    /// The function and event of a token, unless it was unregistered.
     fn take(&self, token: u64) -> Option<(String, DeviceEvent)> {
         let sources = self.sources.lock();
         let source = sources.by_token.get(&token)?;
@@ -163,7 +163,7 @@ mod tests {
     use crate::fakes::FakeFunction;
     use crate::gate::DmaGate;
 
-    /// Longer than anything here takes.
+    /// Longer than any of these tests takes.
     const PATIENCE: Duration = Duration::from_secs(20);
 
     fn rig() -> (DeviceEvents, mpsc::Receiver<(String, DeviceEvent)>) {
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), DeviceEvent::WantedBack));
         assert!(gpu.tell(DeviceEvent::Failed));
         assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("gpu".into(), DeviceEvent::Failed));
-        // The host asks again until it has it.
+        // The host repeats the request until it is met.
         assert!(nic.tell(DeviceEvent::WantedBack));
         assert_eq!(heard.recv_timeout(PATIENCE).unwrap(), ("nic".into(), DeviceEvent::WantedBack));
     }

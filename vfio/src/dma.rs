@@ -14,65 +14,65 @@ use memory::{ChunkHook, GuestRam, Prefault, PrefaultError, PrefaultOptions, RamR
 
 use super::limits::DmaLimits;
 
-/// An IOMMU's mappings of one VM: guest physical addresses become addresses for DMA.
+/// The DMA mappings of one VM in an IOMMU, from guest physical addresses to memory.
 pub trait DmaTarget: Send + Sync {
-    /// What can be done before a part of guest memory is mapped, on several threads at once. It may be
-    /// mapped without.
+    /// Optional preparation before a part of guest memory is mapped; called on several threads
+    /// concurrently.
     fn prepare(&self, _region: &RamRegion, _range: &Range<u64>) {}
-    /// Whether a region is better mapped when all memory is populated than while other parts still are.
+    /// Whether mapping a region is best deferred until all memory is populated.
     fn maps_last(&self, _region: &RamRegion) -> bool {
         false
     }
-    /// Maps a part of guest memory, given in bytes of the region, at its guest physical address, and
-    /// pins it. It stays mapped, in this one piece, until it is unmapped or the target is gone, and so
-    /// does the memory.
+    /// Maps a part of guest memory, given as a byte range of the region, at its guest physical address, and
+    /// pins it. It stays mapped, in one piece, until it is unmapped or the target is dropped; the memory is
+    /// kept as long.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()>;
-    /// Unmaps and unpins guest physical addresses: one piece that was mapped, or several that follow
-    /// each other without a gap. No function may be using them.
+    /// Unmaps and unpins a range of guest physical addresses: one mapped piece, or several adjacent ones.
+    /// No function may be using it.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()>;
     /// Unmaps and unpins everything; no function may use it any more.
     fn unmap_all(&self);
-    /// The limits that hold for this process here and now.
+    /// The current limits of this process.
     fn limits(&self) -> DmaLimits;
 }
 
-/// Gives guest memory its pages, chunk by chunk.
+/// Populates guest memory chunk by chunk.
 pub trait Populator: Send + Sync {
-    /// Bytes in all, and how many of them are on pages that a cgroup counts.
+    /// Total bytes, and how many of them a cgroup counts.
     fn total_bytes(&self) -> (u64, u64);
-    /// All of the memory.
+    /// All regions of the memory.
     fn regions(&self) -> &[Arc<RamRegion>];
-    /// In how many pieces of at most `chunk_bytes` it calls its hook, at most.
+    /// Upper bound of the number of hook calls with at most `chunk_bytes` each.
     fn chunks(&self, chunk_bytes: u64) -> u64;
-    /// Populates everything and returns when that is done. Ends soon after an error of the hook.
+    /// Populates everything, and returns when done; stops soon after an error of the hook.
     ///
     /// # Errors
-    /// Memory cannot be had, or the first error of the hook.
+    /// Memory cannot be populated, or the first error of the hook.
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError>;
 }
 
 /// How memory is populated.
 pub struct Populating<'a> {
-    /// What is populated at once, in bytes.
+    /// Bytes populated at a time.
     pub chunk_bytes: u64,
-    /// Called, on several threads, for each piece as soon as its pages are there.
+    /// Called on several threads, with each chunk as soon as it is populated.
     pub on_chunk: ChunkHook,
-    /// The guest runs meanwhile and goes first.
+    /// Whether populating yields to the running guest.
     pub yields_to_guest: bool,
-    /// Told at the beginning what a thread can do that would only wait.
+    /// Called at the start with a helper for threads that would otherwise only wait.
     pub begun: &'a dyn Fn(PopulateHelper),
 }
 
-/// Called by a thread that would otherwise only wait; returns when there is nothing left to do.
+/// Work for a thread that would otherwise only wait; returns when nothing is left to do.
 pub type PopulateHelper = Arc<dyn Fn() + Send + Sync>;
 
-/// The engine of the memory room, on all of a guest's RAM.
+/// Populates all of a guest's RAM with the `memory` crate's prefault engine.
 pub struct GuestRamPopulator(pub Arc<GuestRam>);
 
 impl Populator for GuestRamPopulator {
@@ -86,7 +86,7 @@ impl Populator for GuestRamPopulator {
     }
 
     fn chunks(&self, chunk_bytes: u64) -> u64 {
-        // A chunk ends at a huge page of the host, so that a region may begin or end with a short one.
+        // Chunks end at host huge pages, so that the first and the last of a region may be short.
         let of_region = |len_bytes: u64| len_bytes.div_ceil(chunk_bytes.max(1)) + 1;
         self.0.regions().iter().map(|region| of_region(region.len_bytes())).sum()
     }

@@ -24,16 +24,16 @@ use parking_lot::{Mutex, MutexGuard};
 use super::dma::{DmaTarget, Populator};
 use super::error::PinError;
 
-/// Not larger than needed for the kernel to pin large runs at once.
+/// Piece size in bytes; large enough for the kernel to pin large runs at once, and no larger.
 const PIECE_BYTES: u64 = 64 << 20;
-/// Where memory is to go and come back: what a guest has in its balloon is whole huge pages of its own
-/// for the most part. Half of this would cost the IOMMU its large pages, twice this would leave
-/// much with the host.
+/// Piece size where memory is discarded and populated again: balloon pages are mostly whole huge pages of
+/// the guest. Half of this would cost the IOMMU its large pages; twice this would leave much memory
+/// undiscarded.
 const LENT_PIECE_BYTES: u64 = 2 << 20;
-/// What a thread populates at once. Larger than a piece, so that the threads do not meet too often.
+/// Bytes that a thread populates at a time. No smaller than a piece, so that threads rarely contend.
 const CHUNK_BYTES: u64 = 64 << 20;
 
-/// Told why when a piece could not be mapped again: devices must not continue. Once.
+/// Called once with the reason when a piece could not be mapped again: devices must stop.
 pub type OnLost = Box<dyn Fn(&Arc<str>) + Send + Sync>;
 
 /// Whether pieces may be mapped and unmapped.
@@ -41,41 +41,41 @@ pub type OnLost = Box<dyn Fn(&Arc<str>) + Send + Sync>;
 enum Phase {
     #[default]
     Open,
-    /// All of it is about to be unmapped.
+    /// Everything is about to be unmapped.
     Closed,
-    /// Devices were told that they cannot continue, for this reason.
+    /// Mapping has failed for this reason, and devices were stopped.
     Lost(Arc<str>),
 }
 
-/// What is mapped and what is not at the moment: guest physical addresses and lengths.
+/// Currently mapped and unmapped pieces: guest physical addresses and lengths.
 #[derive(Default)]
 struct State {
     mapped: BTreeMap<u64, u64>,
     unmapped: BTreeMap<u64, u64>,
 }
 
-/// See the module.
+/// The pieces in which guest memory is mapped; see the module.
 pub struct DmaMap {
     target: Arc<dyn DmaTarget>,
     piece_bytes: u64,
     chunk_bytes: u64,
-    /// Held while pieces are mapped and unmapped, as the kernel holds its own lock.
+    /// Held while pieces are mapped and unmapped, like the kernel's own lock.
     state: Mutex<State>,
-    /// Locked last, to read and to set, so that ending the mapping does not wait for the kernel.
+    /// Locked last and only briefly, so that closing does not wait for the kernel.
     phase: Mutex<Phase>,
-    /// For status requests, which do not wait either.
+    /// For status requests, which must not wait either.
     mapped_bytes: AtomicU64,
     on_lost: OnLost,
 }
 
-/// What of the map has a part in `range`.
+/// The pieces that overlap `range`.
 fn overlapping(map: &BTreeMap<u64, u64>, range: &Range<u64>) -> Vec<(u64, u64)> {
     let before = map.range(..range.start).next_back();
     let first = before.filter(|(start, len)| start.saturating_add(**len) > range.start);
     first.into_iter().chain(map.range(range.clone())).map(|(start, len)| (*start, *len)).collect()
 }
 
-/// The lengths of pieces that follow each other without a gap, as runs.
+/// Groups adjacent pieces into runs.
 fn runs(mappings: &[(u64, u64)]) -> Vec<Vec<(u64, u64)>> {
     let mut runs: Vec<Vec<(u64, u64)>> = Vec::new();
     for piece in mappings {
@@ -95,8 +95,8 @@ fn span(run: &[(u64, u64)]) -> Range<u64> {
 }
 
 impl DmaMap {
-    /// Nothing is mapped yet. `lent`: memory is to go and come back, so the pieces are small; as small as
-    /// the limit on mappings allows, of which a quarter is left for other things.
+    /// A map with nothing mapped. `lent`: memory is to be discarded and populated again, so pieces are as
+    /// small as the limit on mappings allows, a quarter of which is left for other uses.
     pub fn plan(
         target: Arc<dyn DmaTarget>,
         populator: &dyn Populator,
@@ -120,7 +120,7 @@ impl DmaMap {
         })
     }
 
-    /// All of `mapped` is mapped in the target already, in pieces of `piece_bytes`.
+    /// A map of which all of `mapped` is mapped in the target already, in pieces of `piece_bytes`.
     pub fn prepinned(
         target: Arc<dyn DmaTarget>,
         mapped: BTreeMap<u64, u64>,
@@ -143,25 +143,25 @@ impl DmaMap {
         self.target.as_ref()
     }
 
-    /// The size of a piece, where the host's pages are no larger.
+    /// Size of a piece in bytes, unless the host page is larger.
     pub fn piece_bytes(&self) -> u64 {
         self.piece_bytes
     }
 
-    /// What is to be populated at once.
+    /// Bytes to be populated at a time.
     pub(super) fn chunk_bytes(&self) -> u64 {
         self.chunk_bytes
     }
 
-    /// Bytes that are mapped now.
+    /// Bytes that are currently mapped.
     pub(super) fn mapped_bytes(&self) -> u64 {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
 
-    /// Maps a part of a region that is populated.
+    /// Maps a part of a region, which must be populated.
     pub(super) fn map(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let grain = self.grain_bytes(region);
-        // Where one thread at a time maps, this is what several can do meanwhile.
+        // The target maps on one thread at a time; preparation runs concurrently.
         self.target.prepare(region, range);
         let mut at = range.start;
         while at < range.end {
@@ -198,19 +198,18 @@ impl DmaMap {
         Ok(())
     }
 
-    /// Nothing more is mapped or unmapped, but for a piece that the kernel is at: all of it is about to be
+    /// Ends mapping and unmapping, except for a kernel call in progress: everything is about to be
     /// unmapped.
     pub(super) fn close(&self) {
         *self.phase.lock() = Phase::Closed;
     }
 
-    /// Waits for that piece.
+    /// Waits for the kernel call in progress.
     pub(super) fn wait_for_call(&self) {
         drop(self.state.lock());
     }
 
-    /// Nothing more is mapped, and what is unmapped does not come back: devices cannot continue, for this reason
-    /// if there is none yet.
+    /// Ends mapping for good: devices must stop, for this reason unless there is one already.
     pub(super) fn lose(&self, reason: &Arc<str>) {
         let mut phase = self.phase.lock();
         if matches!(*phase, Phase::Open) {
@@ -218,7 +217,7 @@ impl DmaMap {
         }
     }
 
-    /// Unmaps all of it, after [`lose`](Self::lose). Waits for a piece that the kernel is at.
+    /// Unmaps everything, after [`lose`](Self::lose). Waits for a kernel call in progress.
     pub(super) fn unmap_lost(&self) {
         let mut state = self.state.lock();
         self.target.unmap_all();
@@ -226,7 +225,7 @@ impl DmaMap {
         self.mapped_bytes.store(0, Ordering::Relaxed);
     }
 
-    /// Why devices could not continue, if that is so.
+    /// The reason why devices must stop, if they must.
     pub(super) fn lost(&self) -> Option<Arc<str>> {
         match &*self.phase.lock() {
             Phase::Lost(reason) => Some(Arc::clone(reason)),
@@ -255,7 +254,7 @@ impl DmaMap {
 
 impl Pins for DmaMap {
     fn grain_bytes(&self, region: &RamRegion) -> u64 {
-        // All are powers of two. What comes block by block goes so, too.
+        // All are powers of two. Hot-plugged memory is mapped by its blocks.
         region.block_bytes().unwrap_or_else(|| self.piece_bytes.max(region.page_bytes()))
     }
 
@@ -282,7 +281,7 @@ impl Pins for DmaMap {
             for (start, len) in run {
                 state.mapped.remove(&start);
                 self.mapped_bytes.fetch_sub(len, Ordering::Relaxed);
-                // What was unplugged does not come back by being asked for.
+                // Unplugged blocks are not mapped again on request.
                 if region.is_usable(&(start - gpa..start - gpa + len)).1 {
                     state.unmapped.insert(start, len);
                 }
@@ -422,7 +421,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever goes and comes back, what the guest may use is mapped, in the pieces of the beginning.
+        /// Whatever is unmapped and mapped again, all memory that the guest may use is mapped, in the
+        /// original pieces.
         #[test]
         fn what_the_guest_may_use_is_mapped(
             steps in prop::collection::vec((any::<bool>(), 0..20 * MIB, 0..8 * MIB), 1..40),

@@ -15,46 +15,46 @@ use thiserror::Error;
 use pci::ConfigError;
 use pci::MsixError;
 
-/// Why a function could not be passed through.
+/// Why a function cannot be passed through.
 #[derive(Debug, Error)]
 pub enum VfioError {
-    /// Nothing at that path.
+    /// No device exists at the path.
     #[error("there is no PCI device at {path}; give its directory in /sys/bus/pci/devices")]
     NoDevice {
-        /// What was given.
+        /// The path as given.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The host's IOMMU does not know it.
+    /// The device has no IOMMU group.
     #[error(
         "the device at {path} is in no IOMMU group: switch the IOMMU on in the firmware and with \
          intel_iommu=on on the host's kernel command line"
     )]
     NoGroup {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
     },
-    /// Another driver has it.
+    /// The device is bound to another driver.
     #[error(
         "the device at {path} belongs to {driver}; bind it to vfio-pci first (write vfio-pci to \
          its driver_override, then unbind it and write its address to \
          /sys/bus/pci/drivers_probe)"
     )]
     Driver {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
-        /// The process that has it.
+        /// The driver that it is bound to.
         driver: String,
     },
-    /// The VFIO container cannot be had.
+    /// The VFIO container cannot be opened.
     #[error(
         "cannot use VFIO: the modules vfio-pci and vfio_iommu_type1 have to be loaded, and \
          /dev/vfio/vfio to be accessible"
     )]
     Container(#[source] vfio_ioctls::VfioError),
-    /// KVM's part.
+    /// KVM's VFIO device failed.
     #[error("KVM cannot be told of passed-through devices")]
     Kvm(#[from] KvmError),
     /// The group or the device cannot be opened.
@@ -64,108 +64,108 @@ pub enum VfioError {
          needs access to /dev/vfio/{group}"
     )]
     Open {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
         /// Its IOMMU group.
         group: String,
-        /// VFIO's answer.
+        /// The cause.
         #[source]
         source: vfio_ioctls::VfioError,
     },
-    /// iommufd cannot be had.
+    /// iommufd cannot be opened.
     #[error(
         "cannot use iommufd: the host's kernel has to be Linux 6.6 or newer with CONFIG_IOMMUFD and \
          CONFIG_VFIO_DEVICE_CDEV, the module iommufd to be loaded, and /dev/iommu to be accessible; \
          without iommufd=on devices are passed through by type1, which every kernel with VFIO has"
     )]
     Iommufd(#[source] io::Error),
-    /// No address space in it.
+    /// An address space cannot be allocated.
     #[error("iommufd gives no address space")]
     AddressSpace(#[source] vfio_ioctls::VfioError),
-    /// A device without a character device of its own.
+    /// The device has no VFIO character device.
     #[error(
         "the device at {path} has no character device for iommufd: the host's kernel lacks \
          CONFIG_VFIO_DEVICE_CDEV (Linux 6.6 or newer); leave iommufd=on out to use type1"
     )]
     NoNode {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
     },
-    /// Its character device cannot be opened.
+    /// The character device cannot be opened.
     #[error("cannot open the device at {path}: this process needs access to {node}")]
     OpenNode {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
-        /// Its character device.
+        /// Path of its character device.
         node: PathBuf,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// A descriptor of something else.
+    /// The descriptor is not a VFIO character device.
     #[error("what was opened is no device of /dev/vfio/devices")]
     NotANode(#[source] KvmError),
-    /// It cannot be used through iommufd.
+    /// The device cannot be attached through iommufd.
     #[error("cannot use the device through iommufd{}", attach_hint(source))]
     Attach {
-        /// VFIO's answer.
+        /// The cause.
         #[source]
         source: vfio_ioctls::VfioError,
     },
-    /// Memory that was mapped before is not the VM's.
+    /// Memory mapped by a pool is not the VM's.
     #[error("what is mapped for the device is not this VM's memory: {0}")]
     OtherMemory(&'static str),
-    /// A pool's device that its iommufd does not know.
+    /// The pool's iommufd does not know the device.
     #[error("the iommufd that came with the device does not know it")]
     NotInSlot(#[source] iommufd_ioctls::IommufdError),
-    /// A pool's device that is another one.
+    /// The pool's device is not the VM's.
     #[error("the open device that came is not the one at {path}")]
     OtherDevice {
-        /// Where the VM's is.
+        /// Path of the VM's device.
         path: PathBuf,
     },
-    /// A descriptor in place of a path, without iommufd.
+    /// A descriptor is given instead of a path, without iommufd.
     #[error("a device can be given by its descriptor only with iommufd")]
     NeedsIommufd,
-    /// A system call on an open device.
+    /// A system call on an open device failed.
     #[error("cannot {what}")]
     Io {
-        /// An infinitive clause.
+        /// What was attempted, as an infinitive clause.
         what: &'static str,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// VFIO refused.
+    /// A VFIO call failed.
     #[error("the kernel refused to {what}")]
     Refused {
-        /// An infinitive clause.
+        /// What was attempted, as an infinitive clause.
         what: String,
-        /// VFIO's answer.
+        /// The cause.
         #[source]
         source: vfio_ioctls::VfioError,
     },
-    /// A bridge, or nothing that answers.
+    /// The function is not an endpoint, or does not respond.
     #[error("the function has a header of type {found:#x}; only endpoints can be passed through")]
     Header {
         /// The header type.
         found: u8,
     },
-    /// A BAR that cannot be shown to a guest.
+    /// A BAR cannot be emulated.
     #[error("BAR {index} of {len_bytes} bytes cannot be shown to the guest")]
     Bar {
         /// Its index.
         index: u8,
         /// Its length.
         len_bytes: u64,
-        /// Why.
+        /// The cause.
         #[source]
         source: ConfigError,
     },
-    /// MSI-X cannot be had.
+    /// MSI-X cannot be set up.
     #[error("MSI-X cannot be set up")]
     Msix(#[from] MsixError),
-    /// MSI cannot be had.
+    /// MSI cannot be set up.
     #[error("MSI cannot be set up")]
     Msi(#[source] IrqError),
 }
@@ -173,72 +173,72 @@ pub enum VfioError {
 /// Why guest memory cannot be mapped for DMA.
 #[derive(Debug, Error)]
 pub enum PinError {
-    /// RLIMIT_MEMLOCK.
+    /// RLIMIT_MEMLOCK is too low.
     #[error(
         "{needed_bytes} bytes of guest memory have to be locked for DMA, and this process may lock \
          {limit_bytes} bytes and has locked {used_bytes}: raise the limit (ulimit -l, LimitMEMLOCK= \
          of a systemd unit) by what is missing, or give the process CAP_IPC_LOCK"
     )]
     LockedMemory {
-        /// Guest memory.
+        /// Bytes of guest memory.
         needed_bytes: u64,
         /// The limit.
         limit_bytes: u64,
-        /// What counts against it already.
+        /// Bytes already counted against it.
         used_bytes: u64,
     },
-    /// type1's limit on mappings.
+    /// The type 1 limit on mappings is too low.
     #[error(
         "{needed} DMA mappings are needed, and the kernel allows {limit}: raise \
          /sys/module/vfio_iommu_type1/parameters/dma_entry_limit"
     )]
     Entries {
-        /// Mappings needed.
+        /// Number of mappings needed.
         needed: u64,
         /// The limit.
         limit: u64,
     },
-    /// A cgroup's limit.
+    /// A cgroup's memory limit is too low.
     #[error(
         "{needed_bytes} bytes of guest memory have to be there at once for DMA, and the cgroup's \
          limit {path} is {limit_bytes} bytes: raise it (MemoryMax= of a systemd unit)"
     )]
     Cgroup {
-        /// Guest memory on ordinary pages.
+        /// Bytes of guest memory on ordinary pages.
         needed_bytes: u64,
         /// The limit.
         limit_bytes: u64,
-        /// Where it is set.
+        /// File that sets the limit.
         path: PathBuf,
     },
-    /// The IOMMU did not take a range.
+    /// The IOMMU refused a range.
     #[error("cannot map {len_bytes:#x} bytes of guest memory at {gpa:#x} for DMA{}", hint(source))]
     Map {
         /// Guest physical address.
         gpa: u64,
-        /// Length.
+        /// Length in bytes.
         len_bytes: u64,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It could not be populated, or one of the above came up on the way.
+    /// The memory could not be populated, or another error occurred meanwhile.
     #[error("guest memory could not be made ready for DMA")]
     Populate(#[from] PrefaultError),
-    /// What the balloon had cannot be had again.
+    /// Memory released by the balloon could not be populated again.
     #[error(
         "guest memory that was in the balloon could not be made ready for DMA again: the host needs \
          as much free memory as the guest may take out of its balloon"
     )]
     Repopulate {
-        /// Why.
+        /// The cause.
         #[source]
         source: AccessError,
     },
-    /// No thread.
+    /// A thread could not be started.
     #[error("could not start a thread to map guest memory for DMA")]
     Thread(#[source] io::Error),
-    /// The machine went away first.
+    /// Mapping was cancelled.
     #[error("mapping guest memory for DMA was cancelled")]
     Cancelled,
 }

@@ -11,7 +11,7 @@ use super::capabilities::{self, word};
 use pci::{ConfigSpace, ConfigSpaceState};
 
 const CONVENTIONAL_END: u16 = 0x100;
-/// Flags of the capability (7.5.3.2): version and type of port.
+/// Offset of the flags register (7.5.3.2): capability version and port type.
 const FLAGS: u16 = 0x02;
 const VERSION_MASK: u16 = 0xf;
 const PORT_SHIFT: u16 = 4;
@@ -19,27 +19,27 @@ const PORT_MASK: u8 = 0xf0;
 const ENDPOINT: u16 = 0;
 const LEGACY_ENDPOINT: u16 = 1;
 const INTEGRATED_ENDPOINT: u8 = 9;
-/// Registers of the link: capabilities, control and status (7.5.3.6 to 7.5.3.8).
+/// Offset of the link registers: capabilities, control and status (7.5.3.6 to 7.5.3.8).
 const LINK: u16 = 0x0c;
-/// The same of the second version (7.5.3.18 to 7.5.3.20).
+/// Offset of the second link registers (7.5.3.18 to 7.5.3.20).
 const LINK_2: u16 = 0x2c;
 const LINK_LEN_BYTES: u16 = 8;
 
-/// Bits that are made up: where, which, and their values.
+/// Emulated bits: offset, mask, and values.
 pub(super) type EmulatedBits = (u16, &'static [u8], &'static [u8]);
 
 const NO_LINK: (&[u8], &[u8]) = (&[0xff; LINK_LEN_BYTES as usize], &[0; LINK_LEN_BYTES as usize]);
 
-/// What the guest has been shown of a function that is an endpoint on the host.
+/// Port type shown to the guest for a function that is an endpoint on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Port {
-    /// What it is on the host.
+    /// The type that it has on the host.
     Host,
-    /// An integrated endpoint of the root complex.
+    /// A root complex integrated endpoint.
     RootComplex,
 }
 
-/// The capability of a function that is an endpoint on the host.
+/// The PCI Express capability of a function that is an endpoint on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Express {
     offset: u16,
@@ -48,7 +48,7 @@ pub(super) struct Express {
 }
 
 impl Express {
-    /// As `config` has it; `None` as well for a function that is no endpoint of a link.
+    /// The capability in configuration space; `None` also for a function without a link.
     pub(super) fn find(config: &[u8]) -> Option<Self> {
         let offset = capabilities::find(config, capabilities::EXPRESS)?;
         let flags = word(config, offset + FLAGS)?;
@@ -60,13 +60,13 @@ impl Express {
         Some(Self { offset, version: flags & VERSION_MASK, is_legacy })
     }
 
-    /// All bits that are made up.
+    /// All emulated bits.
     pub(super) fn made_up(self) -> impl Iterator<Item = EmulatedBits> {
         const PORT: (&[u8], &[u8]) = (&[PORT_MASK], &[INTEGRATED_ENDPOINT << PORT_SHIFT]);
         const NO_CAPABILITY: (&[u8], &[u8]) = (&[0xff], &[0]);
         let second = (self.version >= 2).then_some((LINK_2, NO_LINK));
         let integrated = [(FLAGS, PORT), (LINK, NO_LINK)].into_iter().chain(second);
-        // An ID without meaning, whose link still leads on.
+        // A null capability, whose next pointer still works.
         let legacy = [(0, NO_CAPABILITY)].into_iter();
         let (integrated, legacy) =
             if self.is_legacy { (None, Some(legacy)) } else { (Some(integrated), None) };
@@ -78,18 +78,18 @@ impl Express {
         })
     }
 
-    /// What the guest has been shown; `space` has the bits that are made up.
+    /// The port type shown to the guest; `space` holds the emulated bits.
     pub(super) fn port(self, space: &ConfigSpace) -> Port {
         let [flags, _] = space.read_u16(self.offset.saturating_add(FLAGS)).to_le_bytes();
         self.port_by(flags)
     }
 
-    /// Whether that is an integrated endpoint, rather than no capability.
+    /// Whether the guest sees an integrated endpoint, rather than no capability.
     pub(super) fn is_shown_integrated(self, space: &ConfigSpace) -> bool {
         !self.is_legacy && self.port(space) == Port::RootComplex
     }
 
-    /// Whether a saved state is of a guest that has been shown the host's registers, as all were once.
+    /// Whether a saved state is of a guest that was shown the host's registers, as in earlier versions.
     pub(super) fn is_of_host(self, state: &ConfigSpaceState) -> bool {
         let register = state.registers.get(usize::from(self.offset / 4));
         register.is_some_and(|register| {
@@ -102,7 +102,7 @@ impl Express {
         if self.is_legacy || flags & PORT_MASK != 0 { Port::RootComplex } else { Port::Host }
     }
 
-    /// Takes the type of the port out of what is made up.
+    /// Removes the emulated port type, so that the host's is shown.
     pub(super) fn show_port_of_host(self, space: &mut ConfigSpace) {
         space.put(self.offset.saturating_add(FLAGS), &[0]);
     }
@@ -114,7 +114,7 @@ mod tests {
     use crate::config::ShadowConfig;
     use crate::fakes::FakeFunction;
 
-    /// What a guest reads of the capability, over the host's registers, which are ones.
+    /// What a guest reads of the capability, over host registers that are all ones.
     fn read(shadow: &ShadowConfig) -> (u8, [u8; 8]) {
         let (mut flags, mut link) = ([0x02], [0xff; 8]);
         shadow.overlay(0x82, &mut flags);
@@ -133,7 +133,7 @@ mod tests {
             let mut shadow = new();
             shadow.take(shadow.restored(&state).unwrap());
             assert_eq!(read(&shadow), expected);
-            // And in the next move.
+            // Also in the next migration.
             assert_eq!(shadow.save(), state);
             let forwarded = shadow.write(0x90, &[3, 0]);
             assert_eq!(forwarded.is_empty(), expected.0 == 0x92, "link control");

@@ -25,7 +25,7 @@ const WINDOWS: MmioWindows = MmioWindows {
     below_4g: MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x100_0000 },
     above_4g: MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x100_0000 },
 };
-/// Accesses in one run, so that a long input does not look like a hang.
+/// Maximum number of accesses per run, so that a long input does not look like a hang.
 const ACCESSES_MAX: usize = 4096;
 
 fn take<'a>(input: &mut &'a [u8], len: usize) -> &'a [u8] {
@@ -39,7 +39,7 @@ fn byte(input: &mut &[u8]) -> u8 {
 }
 
 fn offset(input: &mut &[u8]) -> u16 {
-    // Mostly where something is.
+    // Mostly offsets of existing registers.
     const PLACES: [u16; 8] = [0x04, 0x10, 0x30, 0x3c, 0x50, 0x70, 0x100, 0x140];
     let low = u16::from(byte(input));
     match byte(input) {
@@ -48,7 +48,8 @@ fn offset(input: &mut &[u8]) -> u16 {
     }
 }
 
-/// The configuration space, the gate (first bit of the first byte), the accesses.
+/// Fuzzes configuration space; the input gives the configuration, the gate (first bit of the first byte)
+/// and the accesses.
 pub fn fuzz_vfio_config(mut input: &[u8]) {
     let kind = byte(&mut input);
     let gate = Arc::new(DmaGate::default());
@@ -72,13 +73,13 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
     let iommu = Arc::new(FakeP2p::new(Arc::clone(&slots), Arc::clone(&gate)));
     let peers = P2pBars::new(iommu.clone());
-    // Another function, so that it matters.
+    // A second function, so that sharing has an effect.
     let _other = peers.join("other");
     drive(&host, &slots, &mapper, (&gate, &peers), input);
     assert_eq!(host.violations(), Vec::<String>::new());
     assert_eq!(slots.violations(), Vec::<String>::new());
     assert_eq!(mapper.violations(), Vec::<String>::new());
-    // Its windows keep the device.
+    // Its windows keep the device alive.
     drop(mapper);
     assert_eq!(slots.shown(), Vec::<std::ops::Range<u64>>::new());
     assert_eq!(iommu.mapped(), Vec::<std::ops::Range<u64>>::new());
@@ -86,7 +87,7 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     assert_eq!(host.connected(), None);
 }
 
-/// Saved states: those parts of a good one are replaced that `input`, a JSON object, names.
+/// Fuzzes saved states: `input`, a JSON object, replaces parts of a valid one.
 pub fn fuzz_vfio_state(input: &[u8]) {
     let Ok(changes) = serde_json::from_slice::<serde_json::Map<_, _>>(input) else { return };
     let gate = Arc::new(DmaGate::default());

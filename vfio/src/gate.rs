@@ -18,19 +18,19 @@ use super::dma::PopulateHelper;
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("guest memory is not mapped for DMA: {reason}")]
 pub struct GateClosed {
-    /// Why.
+    /// The reason.
     pub reason: Arc<str>,
 }
 
 #[derive(Clone)]
 enum State {
-    /// Work that waiters can do, once it is known.
+    /// With work for waiting threads, once known.
     Closed(Option<PopulateHelper>),
     Open,
     Failed(GateClosed),
 }
 
-/// The gate of all functions that share one set of DMA mappings.
+/// The gate that delays the DMA of all functions of a VM until memory is mapped.
 pub struct DmaGate {
     state: Mutex<State>,
     changed: Condvar,
@@ -43,12 +43,12 @@ impl Default for DmaGate {
 }
 
 impl DmaGate {
-    /// All memory is mapped: lets every waiter through, from now on. No effect after a failure.
+    /// Opens the gate: all memory is mapped, and all waiters continue. No effect after a failure.
     pub fn open(&self) {
         self.decide(State::Open);
     }
 
-    /// Memory will not be mapped: fails every waiter. No effect once the gate is open.
+    /// Fails all waiters: memory will not be mapped. No effect once the gate is open.
     pub fn fail(&self, reason: &str) {
         self.decide(State::Failed(GateClosed { reason: reason.into() }));
     }
@@ -61,12 +61,12 @@ impl DmaGate {
         }
     }
 
-    /// Whether DMA is possible now.
+    /// Whether the gate is open.
     pub fn is_open(&self) -> bool {
         matches!(*self.state.lock(), State::Open)
     }
 
-    /// Sets the work that waiters can do from now on. No effect once it is decided.
+    /// Sets work for waiting threads. No effect once the gate is decided.
     pub fn helped_by(&self, help: PopulateHelper) {
         let mut state = self.state.lock();
         if matches!(*state, State::Closed(_)) {
@@ -75,7 +75,7 @@ impl DmaGate {
         }
     }
 
-    /// Does the waiters' work, if it is known and not done.
+    /// Runs the work for waiting threads, if it is known and not finished.
     pub fn help(&self) {
         let help = match &*self.state.lock() {
             State::Closed(help) => help.clone(),
@@ -86,7 +86,7 @@ impl DmaGate {
         }
     }
 
-    /// Waits until it is known.
+    /// Waits until the gate is decided.
     ///
     /// # Errors
     /// Memory will not be mapped.

@@ -14,10 +14,10 @@ use super::error::VfioError;
 use super::mapping::BarMapping;
 use super::migration::MigrationPort;
 
-/// Ways in which a function interrupts. A function uses one at a time.
+/// Interrupt mechanism of a function, which uses one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum InterruptKind {
-    /// The pin.
+    /// Interrupt pin.
     Intx,
     /// MSI.
     Msi,
@@ -25,55 +25,55 @@ pub enum InterruptKind {
     Msix,
 }
 
-/// What the host tells of a function by itself.
+/// An event that the host reports for a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DeviceEvent {
-    /// It has failed beyond repair.
+    /// The function has failed beyond repair.
     Failed,
-    /// The host wants it back, and waits for it.
+    /// The host requests the function back, and waits for it.
     WantedBack,
 }
 
-/// A BAR as the host has it.
+/// A BAR of the host's function.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostBar {
-    /// Its length.
+    /// Length in bytes.
     pub len_bytes: u64,
-    /// The parts of it that can be mapped into a process; whole host pages.
+    /// The ranges that can be mapped into a process; whole host pages.
     pub mappable: Vec<Range<u64>>,
 }
 
-/// A function of the host that was opened for this VM.
+/// An open function of the host.
 ///
-/// All methods may be called from several vCPUs at once. Accesses that the host refuses read as ones
-/// and are lost when written.
+/// All methods may be called from several vCPUs concurrently. Reads that the host refuses return ones; such
+/// writes are dropped.
 pub trait HostFunction: MigrationPort {
-    /// Length of its configuration space: 256 or 4096, or a byte less of some mediated devices.
+    /// Length of its configuration space in bytes: 256 or 4096, or one less for some mediated devices.
     fn config_len_bytes(&self) -> u16;
-    /// Fills `data` from its configuration space.
+    /// Reads configuration space.
     fn read_config(&self, offset: u16, data: &mut [u8]);
-    /// Writes to its configuration space.
+    /// Writes configuration space.
     fn write_config(&self, offset: u16, data: &[u8]);
-    /// Its BAR, if it has that one; a 64-bit BAR is at its first index.
+    /// The BAR, if it exists; a 64-bit BAR has its first index.
     fn bar(&self, index: u8) -> Option<HostBar>;
-    /// Fills `data` from a BAR.
+    /// Reads a BAR.
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]);
-    /// Writes to a BAR.
+    /// Writes a BAR.
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]);
     /// Maps a part of a BAR into this process.
     ///
     /// # Errors
     /// The host refuses.
     fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>>;
-    /// How many interrupts of a kind it has; zero if it has none.
+    /// Number of interrupts of a kind; zero if not supported.
     fn interrupts_count(&self, kind: InterruptKind) -> u32;
-    /// Lets it signal `events`, the first for its first interrupt. It must not use another kind.
+    /// Connects interrupts to `events`, in order. No other kind may be connected.
     ///
     /// # Errors
-    /// The host refuses, mostly for want of interrupt vectors.
+    /// The host refuses, usually as interrupt vectors are exhausted.
     fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError>;
-    /// Unmasks the pin whenever `event` is signalled; false if the host cannot, and the caller has to call
-    /// [`HostFunction::unmask_pin`] then.
+    /// Has the host unmask the pin whenever `event` is signalled; false if that is not supported, and the
+    /// caller must use [`HostFunction::unmask_pin`].
     ///
     /// # Errors
     /// The host refuses.
@@ -83,7 +83,7 @@ pub trait HostFunction: MigrationPort {
     /// # Errors
     /// The host refuses.
     fn unmask_pin(&self) -> Result<(), VfioError>;
-    /// Lets the host signal `event` when there is that to tell; false if there never is.
+    /// Has the host signal `event` for this kind of event; false if not supported.
     ///
     /// # Errors
     /// The host refuses.
@@ -92,11 +92,11 @@ pub trait HostFunction: MigrationPort {
         notice: DeviceEvent,
         event: BorrowedFd<'_>,
     ) -> Result<bool, VfioError>;
-    /// Lets it interrupt in that way no more.
+    /// Disconnects interrupts of a kind.
     ///
     /// # Errors
     /// The host refuses.
     fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError>;
-    /// Resets it, if it can be reset by itself.
+    /// Resets the function, if it supports a reset of its own.
     fn reset(&self);
 }

@@ -25,11 +25,11 @@ use pci::Msix;
 
 const MSIX_ENABLE: u16 = 1 << 15;
 
-/// A level-triggered line for the pin of a function.
+/// A level-triggered interrupt line for the pin of a function.
 pub trait IntxLine: Send + Sync {
-    /// Raises the line.
+    /// Eventfd that raises the line.
     fn trigger(&self) -> BorrowedFd<'_>;
-    /// Is signalled when the guest has served the interrupt.
+    /// Eventfd that is signalled when the guest has acknowledged the interrupt.
     fn resample(&self) -> BorrowedFd<'_>;
 }
 
@@ -45,7 +45,7 @@ impl IntxLine for LevelLine {
     }
 }
 
-/// What is connected at the host.
+/// Which kind of interrupt is connected at the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Connected {
     Nothing,
@@ -62,16 +62,16 @@ pub struct Interrupts {
     msi: Option<Msi>,
     intx: Option<Box<dyn IntxLine>>,
     connected: Mutex<Connected>,
-    /// For a pin that the kernel does not unmask. Taken after `connected`, by the thread that changes that.
+    /// For a pin that the kernel cannot unmask. Locked after `connected`, by the thread that changes it.
     unmasking: Mutex<Option<Unmasking>>,
     log_limit: LogLimit,
 }
 
 impl Interrupts {
-    /// With vectors for what the layouts say; nothing is connected yet.
+    /// Allocates vectors for the layouts; nothing is connected yet.
     ///
     /// # Errors
-    /// The VM has no room for the vectors.
+    /// Interrupt routes are exhausted.
     pub fn new(
         id: &str,
         host: Arc<dyn HostFunction>,
@@ -95,28 +95,28 @@ impl Interrupts {
         })
     }
 
-    /// MSI-X, for its table and pending bits.
+    /// The MSI-X table and pending bits, if the function has MSI-X.
     pub fn msix(&self) -> Option<&Msix> {
         self.msix.as_ref()
     }
 
-    /// MSI, if the function has it.
+    /// The MSI vectors, if the function has MSI.
     pub fn msi(&self) -> Option<&Msi> {
         self.msi.as_ref()
     }
 
-    /// Follows what the guest writes to its registers, which cannot be refused: what does not work is
-    /// logged. One call at a time, in the order of the writes.
+    /// Applies guest writes to the registers. These cannot be refused, so failures are logged. One call at
+    /// a time, in the order of the writes.
     pub fn apply(&self, msix_control: Option<u16>, msi: Option<&MsiRegisters>) {
         if let Err(error) = self.connect_as(msix_control, msi) {
             self.complain(&error);
         }
     }
 
-    /// Connects what the registers ask for. One call at a time.
+    /// Connects what the registers request. One call at a time.
     ///
     /// # Errors
-    /// The host refuses an interrupt; the others are connected all the same.
+    /// The host refuses an interrupt; the others are connected.
     pub fn connect_as(
         &self,
         msix_control: Option<u16>,
@@ -147,7 +147,7 @@ impl Interrupts {
         routed
     }
 
-    /// Cuts the function off: it interrupts no more.
+    /// Disconnects all interrupts for good.
     pub fn cut_off(&self) {
         self.disconnect(&mut self.connected.lock());
     }

@@ -39,26 +39,26 @@ use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 
 const IOMMUFD: &str = "/dev/iommu";
 
-/// An address space of iommufd. Functions that were opened in it hold a share.
+/// An iommufd address space (IOAS). The functions opened in it share ownership.
 pub struct IommufdSpace {
-    // Order matters on drop: the mappings go before what they map.
+    // Drop order matters: mappings end before the memory.
     space: Arc<VfioIommufd>,
-    /// The address space that is used; of a pool's it is not that of `space`, which then stays empty.
+    /// Id of the IOAS in use; for one from a pool it is not that of `space`, which then stays empty.
     space_id: u32,
-    /// The page table that devices are attached to, if it was there before.
+    /// Id of an existing page table (HWPT) to attach devices to, if there is one.
     table_id: Option<u32>,
-    /// What is mapped: guest physical addresses and lengths.
+    /// Mapped ranges: guest physical addresses and lengths.
     mapped: Mutex<BTreeMap<u64, usize>>,
-    /// The kernel maps files; known not to after the first answer that says so.
+    /// Whether the kernel may support mapping files; cleared once it has refused.
     maps_files: AtomicBool,
-    /// Devices that come as descriptors may have been bound to this iommufd before.
+    /// Whether the iommufd was passed in: then devices passed as descriptors may be bound to it already.
     is_given: bool,
     files: VfioFiles,
     ram: Arc<GuestRam>,
 }
 
 impl IommufdSpace {
-    /// An empty address space, in the iommufd that is given or in one of its own.
+    /// An empty address space, in the given iommufd or in a new one.
     ///
     /// # Errors
     /// The host has no iommufd.
@@ -71,7 +71,8 @@ impl IommufdSpace {
             }
         };
         let iommufd = Arc::new(IommuFd::new_from_fd(file));
-        // KVM is told of each device here: the crate would not take it back if it cannot be used.
+        // KVM is told of each device separately: the crate would not undo that if the device cannot be
+        // used.
         let space = VfioIommufd::new(iommufd, None, None).map_err(VfioError::AddressSpace)?;
         Ok(Self {
             space_id: space.ioas().id(),
@@ -85,10 +86,10 @@ impl IommufdSpace {
         })
     }
 
-    /// The address space of a pool, in which all of `ram` is mapped as `grant` says.
+    /// The address space of a pool, in which all of `ram` is mapped according to `grant`.
     ///
     /// # Errors
-    /// What is mapped is not this memory, or the iommufd does not know the device.
+    /// The mappings are not of this memory, or the iommufd does not know the device.
     pub fn prepinned(
         vm: &Vm,
         ram: Arc<GuestRam>,
@@ -103,7 +104,7 @@ impl IommufdSpace {
             space_id: grant.space_id,
             table_id: Some(grant.table_id),
             mapped: Mutex::new(mapped.into_iter().filter_map(in_words).collect()),
-            // The device comes open, others do not.
+            // Its own device comes open and bound, others do not.
             is_given: false,
             ..space
         })
@@ -113,7 +114,7 @@ impl IommufdSpace {
         Ioas::with_id(self.space.iommufd(), self.space_id)
     }
 
-    /// Maps a piece by the file that it is in; false if the kernel cannot do that.
+    /// Maps a piece through its file; false if the kernel does not support that.
     fn map_file(&self, region: &RamRegion, start: u64, piece: &Mapping) -> io::Result<bool> {
         let Some(file) = region.file().filter(|_| self.maps_files.load(Ordering::Relaxed)) else {
             return Ok(false);
@@ -127,7 +128,7 @@ impl IommufdSpace {
                 Ok(false)
             }
             Err(MapFileError::Refused(error)) => match error.raw_os_error() {
-                // A file of a file system: memfds and hugetlb only are taken.
+                // Only memfd and hugetlb files are supported, not those of other file systems.
                 Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(false),
                 _ => Err(error),
             },
@@ -141,7 +142,7 @@ impl IommufdSpace {
         self.ioas().map_address(piece.address.addr() as u64, mapped(piece.gpa, piece.len))
     }
 
-    /// Tells KVM of an open character device.
+    /// Registers an open character device with KVM.
     fn tell(&self, node: &File) -> Result<AttachedFile, VfioError> {
         self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
             libc::EINVAL => VfioError::NotANode(error),
@@ -149,8 +150,7 @@ impl IommufdSpace {
         })
     }
 
-    /// Attaches a device to the page table that was there before. One with another IOMMU gets a table of
-    /// its own.
+    /// Attaches a device to the existing page table; one behind another IOMMU gets its own.
     fn attach(&self, device: &VfioDevice) -> Result<(), VfioError> {
         let Some(table_id) = self.table_id else { return Ok(()) };
         let attached = match device.attach_hwpt(table_id) {
@@ -162,7 +162,7 @@ impl IommufdSpace {
         attached.map_err(|source| VfioError::Attach { source })
     }
 
-    /// Puts the device into the space that came with it.
+    /// Attaches the pool's device to the address space that came with it.
     fn take_prepinned(&self, path: &Path, node: File) -> Result<OpenedFunction, VfioError> {
         let SysfsFunction { path, .. } = SysfsFunction::find(path)?;
         if !is_node_of(&path, &node) {
@@ -178,9 +178,9 @@ impl IommufdSpace {
         Ok(OpenedFunction { device, told: Some(told) })
     }
 
-    /// Binds an open character device and puts it into the space.
+    /// Binds an open character device and attaches it to the address space.
     fn take(&self, node: File, may_be_bound: bool) -> Result<OpenedFunction, VfioError> {
-        // First: the kernel wants to know the VM when it opens the device.
+        // First: the kernel needs the VM when it opens the device.
         let told = self.tell(&node)?;
         let again = may_be_bound.then(|| node.try_clone()).transpose();
         let again = again.map_err(|source| VfioError::Io {
@@ -190,13 +190,14 @@ impl IommufdSpace {
         let to_space = self.table_id.is_none();
         let bound = VfioDevice::new_from_fd(node, Arc::clone(&self.space), to_space);
         let device = match (bound, again) {
-            // Bound for as long as its descriptor is open somewhere: by its owner, or before a reboot.
+            // Bound already, as its descriptor is open elsewhere: in the owner's process, or before a
+            // reboot.
             (Err(IoctlError::VfioDeviceBindIommufd(errno)), Some(node))
                 if errno.errno() == libc::EINVAL =>
             {
                 let device = VfioDevice::new_from_bound_fd(node, Arc::clone(&self.space), true);
                 device.map_err(|error| match error {
-                    // It is not, so that was not why it could not be bound.
+                    // It is not bound, so binding failed for another reason.
                     IoctlError::VfioDeviceAttachIommufdPt(other)
                         if other.errno() == libc::EINVAL =>
                     {
@@ -221,7 +222,7 @@ impl DmaSpace for IommufdSpace {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError> {
         let path = match place {
             HostPlace::Sysfs(path) => path,
-            // Only of the iommufd that came with it is it known that it may be bound to that.
+            // Only for a passed-in iommufd may a descriptor be bound already.
             HostPlace::Descriptor(node) => return self.take(File::from(node), self.is_given),
             HostPlace::Prepinned { path, node } => {
                 return self.take_prepinned(&path, File::from(node));

@@ -12,26 +12,26 @@ use super::error::PinError;
 
 const TYPE1_ENTRIES: &str = "/sys/module/vfio_iommu_type1/parameters/dma_entry_limit";
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
-/// Bit of CAP_IPC_LOCK in a capability set, which lifts the limit on locked memory.
+/// Bit of CAP_IPC_LOCK in a capability set, which lifts RLIMIT_MEMLOCK.
 const CAP_IPC_LOCK: u32 = 14;
 
-/// How much memory this process may lock.
+/// The limit of locked memory for this process, and its use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LockedMemory {
-    /// The limit; `None` if there is none for this process.
+    /// The limit in bytes; `None` if unlimited.
     pub limit_bytes: Option<u64>,
-    /// What counts against it already.
+    /// Bytes counted against it already.
     pub used_bytes: u64,
 }
 
 impl LockedMemory {
-    /// As the kernel has it now for type1, which counts by process.
+    /// The current values for type 1, which counts per process.
     pub fn of_this_process() -> Self {
         Self::counted_by("VmLck:")
     }
 
-    /// As the kernel has it now for iommufd. That counts all processes of the user together, but how
-    /// much that is cannot be read: what this process has pinned is the least that it can be.
+    /// The current values for iommufd. It counts all processes of the user together, which cannot be read:
+    /// the memory pinned by this process is a lower bound.
     pub fn for_iommufd() -> Self {
         Self::counted_by("VmPin:")
     }
@@ -60,19 +60,19 @@ fn may_lock(status: &str) -> bool {
     effective.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 != 0)
 }
 
-/// All limits on DMA mappings; what is `None` is not limited, as far as can be known.
+/// All limits on DMA mappings; `None` means none known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DmaLimits {
-    /// Mappings that the IOMMU driver takes.
+    /// Maximum number of mappings of the IOMMU driver.
     pub entries: Option<u64>,
     /// Locked memory.
     pub locked: LockedMemory,
-    /// The lowest limit of the cgroups that this process is in, and its file.
+    /// The lowest memory limit of the process's cgroups, with its file.
     pub cgroup: Option<(u64, PathBuf)>,
 }
 
 impl DmaLimits {
-    /// type1's limit on the mappings of a container.
+    /// The type 1 limit on mappings of a container.
     pub fn type1_entries() -> Option<u64> {
         fs::read_to_string(TYPE1_ENTRIES).ok()?.trim().parse().ok()
     }
@@ -83,7 +83,7 @@ impl DmaLimits {
         lowest_cgroup_limit(Path::new(CGROUP_ROOT), &membership)
     }
 
-    /// Compares what is needed: mappings, bytes in all, and bytes that a cgroup counts.
+    /// Checks the required mappings, total bytes, and bytes that a cgroup counts.
     ///
     /// # Errors
     /// The first limit that is too low.
@@ -110,7 +110,7 @@ impl DmaLimits {
 fn lowest_cgroup_limit(root: &Path, membership: &str) -> Option<(u64, PathBuf)> {
     let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let mut lowest: Option<(u64, PathBuf)> = None;
-    // Every group above counts its children as well.
+    // Each ancestor counts its children as well.
     for relative in Path::new(own).ancestors() {
         let path = root.join(relative).join("memory.max");
         let limit = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse::<u64>().ok());

@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Mapped device memory. While one is there the device's file stays open in the kernel.
+/// Mapped device memory, which keeps the device's file open in the kernel.
 #[derive(Debug)]
 pub struct BarMapping {
     address: *mut libc::c_void,
@@ -22,10 +22,10 @@ unsafe impl Send for BarMapping {}
 unsafe impl Sync for BarMapping {}
 
 impl BarMapping {
-    /// Maps `len_bytes` of `file` from `offset`, shared, for reading and writing.
+    /// Maps `len_bytes` of `file` from `offset`, shared, readable and writable.
     ///
     /// # Errors
-    /// The kernel refuses, or the numbers are not those of a mapping.
+    /// The kernel refuses, or the numbers are out of range.
     pub fn new(file: BorrowedFd<'_>, offset: u64, len_bytes: u64) -> io::Result<Self> {
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let len = usize::try_from(len_bytes).map_err(|_| invalid())?;
@@ -47,17 +47,17 @@ impl BarMapping {
         Ok(Self { address, len })
     }
 
-    /// Its first address in this process.
+    /// Start address in this process.
     pub fn host_addr(&self) -> u64 {
         self.address.addr() as u64
     }
 
-    /// The same, for the kernel alone.
+    /// Start address, to be passed to the kernel only.
     pub(super) fn as_ptr(&self) -> *mut u8 {
         self.address.cast()
     }
 
-    /// Its length.
+    /// Length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len as u64
     }

@@ -12,13 +12,13 @@ use hypervisor::irq::{IrqError, MsiMessage, MsiSource, MsiVector};
 
 use super::config::MsiRegisters;
 
-/// The vectors of one function.
+/// The MSI vectors of one function.
 pub struct Msi {
     vectors: Vec<Arc<dyn MsiVector>>,
 }
 
 impl Msi {
-    /// Vectors for `count` messages, all held back.
+    /// Vectors for `count` messages, all masked.
     pub fn new(count: u16, source: &dyn MsiSource) -> Result<Self, IrqError> {
         let vectors = (0..count).map(|_| source.create_vector()).collect::<Result<_, _>>()?;
         Ok(Self { vectors })
@@ -29,7 +29,7 @@ impl Msi {
         self.vectors.iter().take(count.into()).map(|vector| vector.eventfd()).collect()
     }
 
-    /// Messages that came while they were held back, a bit for each; they still wait.
+    /// Pending bits of messages that arrived while masked.
     pub fn pending(&self) -> u32 {
         let mut pending = 0;
         for (index, vector) in (0_u32..).zip(&self.vectors) {
@@ -43,7 +43,7 @@ impl Msi {
         pending
     }
 
-    /// Lets these messages wait. All are held back.
+    /// Sets pending messages. All must be masked.
     ///
     /// # Errors
     /// The host refuses.
@@ -53,7 +53,7 @@ impl Msi {
         waiting.map(|(_, vector)| vector).try_for_each(|vector| vector.trigger())
     }
 
-    /// Brings all vectors in line with the registers.
+    /// Updates all vectors from the registers.
     ///
     /// # Errors
     /// The interrupt controller refuses.
@@ -62,7 +62,7 @@ impl Msi {
             let masked = registers.masks.checked_shr(index.into()).unwrap_or(0) & 1 != 0;
             if registers.enabled && index < registers.count && !masked {
                 let MsiMessage { address, data } = registers.message;
-                // The function replaces the low bits of the data by the number of the message.
+                // The function replaces the low bits of the data with the message number.
                 let data = data & !u32::from(registers.count - 1) | u32::from(index);
                 vector.program(MsiMessage { address, data })?;
             } else {

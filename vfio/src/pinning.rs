@@ -20,30 +20,30 @@ use super::dma_map::DmaMap;
 use super::error::PinError;
 use super::gate::DmaGate;
 
-/// How far it is.
+/// State of mapping memory for DMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PinState {
-    /// Under way.
+    /// In progress.
     Pinning,
     /// All memory is mapped.
     Pinned {
-        /// For how long it was being mapped.
+        /// Duration of the mapping.
         took: Duration,
-        /// When the last piece was. The gate opens after this.
+        /// When the last piece was mapped. The gate opens after this.
         at: Instant,
     },
-    /// It is not, and will not be: the reason.
+    /// Failed for good, with the reason.
     Failed(Arc<str>),
 }
 
-/// How far it is, in bytes.
+/// Progress in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinProgress {
-    /// Bytes mapped; what the balloon has taken out is not.
+    /// Bytes mapped; without what the balloon has unmapped.
     pub pinned_bytes: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total_bytes: u64,
-    /// Its outcome.
+    /// State.
     pub state: PinState,
 }
 
@@ -56,23 +56,23 @@ struct Shared {
     yields_to_guest: bool,
 }
 
-/// Told once how it ended, unless it was cancelled; on the pipeline's thread.
+/// Called once with the result, unless cancelled; on the mapping thread.
 pub type OnEnd = Box<dyn FnOnce(&PinState) + Send>;
 
-/// Guest memory on its way into the IOMMU. Dropping it cancels and waits for the threads.
+/// Guest memory being populated and mapped for DMA. Dropping this cancels it and waits for the threads.
 pub struct Pinning {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<Result<(), PinError>>>,
-    /// Disconnected when the thread has nothing more to do.
+    /// Disconnected when the thread has finished.
     ended: Receiver<()>,
 }
 
 impl Pinning {
-    /// Checks the limits and begins; `gate` is settled at the end, whatever that is. `yields_to_guest`: the guest runs
-    /// meanwhile, and goes first until it waits at the gate.
+    /// Checks the limits and starts; `gate` is decided at the end in any case. `yields_to_guest`:
+    /// populating yields to the running guest until it waits at the gate.
     ///
     /// # Errors
-    /// A limit that is too low, or no thread.
+    /// A limit is too low, or the thread cannot be started.
     pub fn start(
         dma_map: Arc<DmaMap>,
         populator: Arc<dyn Populator>,
@@ -101,7 +101,7 @@ impl Pinning {
         Ok(Self { shared, thread: Some(thread.map_err(PinError::Thread)?), ended })
     }
 
-    /// All memory of `pieces` is mapped: the gate is open, and nothing remains to be done.
+    /// For memory that is mapped already: the gate is open, and nothing is left to do.
     pub fn complete(dma_map: Arc<DmaMap>, gate: Arc<DmaGate>, on_end: OnEnd) -> Self {
         let state = PinState::Pinned { took: Duration::ZERO, at: Instant::now() };
         gate.open();
@@ -117,31 +117,31 @@ impl Pinning {
         Self { shared, thread: None, ended: channel().1 }
     }
 
-    /// Whether the limits allow it, without beginning.
+    /// Checks the limits without starting.
     ///
     /// # Errors
-    /// The one that is too low.
+    /// The limit that is too low.
     pub fn check(dma_map: &DmaMap, populator: &dyn Populator) -> Result<(), PinError> {
         let (total_bytes, counted_bytes) = populator.total_bytes();
         let entries = populator.chunks(dma_map.piece_bytes());
         dma_map.target().limits().check(entries, total_bytes, counted_bytes)
     }
 
-    /// How far it is.
+    /// The current progress.
     pub fn progress(&self) -> PinProgress {
         let Shared { total_bytes, dma_map, state, .. } = &*self.shared;
         let lost = dma_map.lost().map(PinState::Failed);
         let pinned_bytes = dma_map.mapped_bytes();
         PinProgress {
             pinned_bytes,
-            // A guest may have got more memory since.
+            // The guest may have got more memory since.
             total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| state.lock().clone()),
         }
     }
 
-    /// Waits for the end, for no longer than `timeout`; returns whether it has ended. [`Pinning::wait`] does
-    /// not block then.
+    /// Waits for the end, up to `timeout`; returns whether it has ended. [`Pinning::wait`] does not block
+    /// then.
     pub fn has_ended_within(&self, timeout: Duration) -> bool {
         self.shared.gate.help();
         self.ended.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
@@ -160,12 +160,12 @@ impl Pinning {
         }
     }
 
-    /// What ends it without owning it.
+    /// A handle that can abort the mapping without owning it.
     pub fn abandonment(&self) -> PinningAbort {
         PinningAbort(Arc::clone(&self.shared))
     }
 
-    /// Ends it soon; accesses that wait at the gate are refused. Nothing is mapped again.
+    /// Cancels it; accesses that wait at the gate are refused. Nothing is mapped again.
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.gate.fail("the VM ends");
@@ -173,13 +173,13 @@ impl Pinning {
     }
 }
 
-/// Ends a [`Pinning`] without owning it: no function needs memory any more, nor will one again.
+/// Aborts a [`Pinning`] without owning it, once no function needs memory, now or later.
 #[derive(Clone)]
 pub struct PinningAbort(Arc<Shared>);
 
 impl PinningAbort {
-    /// Nothing more is mapped; the state is failed from here on, for this reason or the one for which mapping
-    /// has failed already, and vCPUs that wait at the gate continue without. Does not wait.
+    /// Ends mapping and sets the state to failed, for this reason unless it has failed already; vCPUs that
+    /// wait at the gate are refused. Does not block.
     pub fn begin(&self, reason: &Arc<str>) {
         let failed = match &*self.0.state.lock() {
             PinState::Failed(first) => Some(Arc::clone(first)),
@@ -191,7 +191,7 @@ impl PinningAbort {
         self.0.dma_map.lose(reason);
     }
 
-    /// Unmaps and unpins everything, after [`begin`](Self::begin). No function may reach memory.
+    /// Unmaps and unpins everything, after [`begin`](Self::begin). No function may access memory.
     pub fn unmap(&self) {
         self.0.dma_map.unmap_lost();
     }
@@ -200,13 +200,13 @@ impl PinningAbort {
 impl Drop for Pinning {
     fn drop(&mut self) {
         self.cancel();
-        // The failure of something that is not wanted any more.
+        // The failure of a cancelled mapping does not matter.
         let _ = self.wait();
         self.shared.dma_map.wait_for_call();
     }
 }
 
-/// Settles the gate in whatever way its thread ends.
+/// Decides the gate however its thread ends.
 struct FailGateOnExit<'a>(&'a DmaGate);
 
 impl Drop for FailGateOnExit<'_> {
@@ -233,7 +233,7 @@ impl Shared {
         };
         *self.state.lock() = state.clone();
         match &state {
-            // The callback looks at functions that have been let through, or refused.
+            // After the gate: the callback examines functions that were let through or refused.
             PinState::Failed(reason) => self.gate.fail(reason),
             _ => self.gate.open(),
         }
@@ -271,7 +271,7 @@ impl Shared {
                 self.dma_map.map(region, &range)?;
             }
         }
-        // What was left out, such as memory whose contents are still to arrive, is not mapped.
+        // Regions left out, such as those whose contents are still to arrive, are not mapped.
         let is_whole = self.dma_map.mapped_bytes() == self.total_bytes;
         if is_whole { Ok(()) } else { Err(PinError::Cancelled) }
     }

@@ -13,10 +13,10 @@ use prezero_pool_client::{PinnedGrant, PinnedRegion, pieces};
 
 use super::error::VfioError;
 
-/// The pieces that are mapped, guest physical addresses and lengths, if they are all of `ram`.
+/// The mapped pieces, as guest physical addresses and lengths, if they cover all of `ram`.
 ///
 /// # Errors
-/// They are not.
+/// They do not.
 pub fn mapped_pieces(ram: &GuestRam, grant: &PinnedGrant) -> Result<BTreeMap<u64, u64>, VfioError> {
     let other = |what| Err(VfioError::OtherMemory(what));
     let regions = ram.regions();
@@ -58,7 +58,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const LAYOUT: RamLayout = RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, end: 1 << 40 };
 
-    /// Memory of 6 MiB in two regions, a pool's or the VM's own.
+    /// 6 MiB of memory in two regions, from a pool or not.
     fn ram(is_pools: bool) -> Arc<GuestRam> {
         let zone = ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 6 * MIB) };
         let config = RamConfig { zones: vec![zone] };

@@ -18,28 +18,28 @@ use super::error::VfioError;
 use super::p2p::P2pTarget;
 use super::sysfs::HostPlace;
 
-/// One IOMMU address space for all passed-through functions of a VM.
+/// The IOMMU address space for all passed-through functions of a VM.
 pub trait DmaSpace: DmaTarget {
-    /// Opens a function and puts it into the space: it reaches what is mapped, now and later.
+    /// Opens a function and attaches it to the space: it can access everything mapped, now and later.
     ///
     /// # Errors
-    /// Saying what the host lacks.
+    /// Names what the host lacks.
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
-    /// The memory that may be mapped in it. The holder of a function of the space holds this, too.
+    /// The memory that may be mapped, kept as long as a function of the space.
     fn memory(&self) -> Arc<GuestRam>;
-    /// The same as what takes device memory alongside it, if it does.
+    /// The same space as a target for device memory, if it supports that.
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;
 }
 
-/// A function in a space. It leaves it when it is dropped.
+/// A function attached to an address space, until dropped.
 pub struct OpenedFunction {
     /// The function.
     pub device: VfioDevice,
-    /// KVM's knowledge of it, which goes after it.
+    /// Its registration with KVM, dropped after it.
     pub told: Option<AttachedFile>,
 }
 
-/// A checked part of guest memory.
+/// A validated part of guest memory.
 pub(super) struct Mapping {
     pub gpa: u64,
     pub len: usize,
@@ -47,7 +47,7 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    /// `range` of `region`, which is one of `ram`.
+    /// The part `range` of `region`, which must be one of `ram`.
     ///
     /// # Errors
     /// It is not.

@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 
 use super::error::VfioError;
 
-/// How a function is named to this process.
+/// Location of a function on the host.
 #[derive(Debug)]
 pub enum HostPlace {
     /// Its directory in sysfs.
     Sysfs(PathBuf),
-    /// Its character device, opened already.
+    /// Its open character device.
     Descriptor(OwnedFd),
-    /// The same, bound to an iommufd in which memory is mapped for it; and where it is to be.
+    /// Its open character device, bound to an iommufd with memory mapped for it, and the expected location.
     Prepinned {
         /// Its directory in sysfs.
         path: PathBuf,
@@ -28,10 +28,10 @@ pub enum HostPlace {
 }
 
 impl HostPlace {
-    /// What can be said about the function without opening it.
+    /// Checks the function without opening it.
     ///
     /// # Errors
-    /// Saying what the host lacks.
+    /// Names what the host lacks.
     pub fn check(&self) -> Result<(), VfioError> {
         match self {
             Self::Sysfs(path) | Self::Prepinned { path, .. } => {
@@ -42,20 +42,20 @@ impl HostPlace {
     }
 }
 
-/// A function in sysfs that has an IOMMU and a driver for passing through.
+/// A function in sysfs with an IOMMU and a VFIO driver.
 #[derive(Debug)]
 pub(super) struct SysfsFunction {
-    /// Its directory, without links.
+    /// Its directory, without symbolic links.
     pub path: PathBuf,
     /// Its IOMMU group.
     pub group: String,
 }
 
-/// The bus of mediated devices: parts of a device, or made up, by a driver on the host.
+/// The bus of mediated devices: devices that a host driver emulates, or parts of one.
 const MEDIATED_BUS: &str = "mdev";
 const NO_DRIVER: &str = "no driver";
 
-/// Name that a link points to.
+/// Name of a link's target.
 fn link_name(path: &Path) -> Option<String> {
     Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
 }
@@ -72,10 +72,10 @@ pub(super) fn is_node_of(path: &Path, node: &File) -> bool {
 }
 
 impl SysfsFunction {
-    /// Looks at the directory.
+    /// Examines the sysfs directory.
     ///
     /// # Errors
-    /// Saying what the host lacks.
+    /// Names what the host lacks.
     pub fn find(path: &Path) -> Result<Self, VfioError> {
         let path = path
             .canonicalize()
@@ -83,8 +83,8 @@ impl SysfsFunction {
         let group = link_name(&path.join("iommu_group"))
             .ok_or_else(|| VfioError::NoGroup { path: path.clone() })?;
         let driver = link_name(&path.join("driver")).unwrap_or_else(|| NO_DRIVER.to_owned());
-        // Variant drivers of vendors have vfio in their names, too. Mediated devices have no other drivers
-        // than those for passing them through, whatever their names are.
+        // Names of vendors' variant drivers contain vfio too. Mediated devices only have drivers for
+        // passthrough, whatever their names.
         let is_mediated = link_name(&path.join("subsystem")).is_some_and(|bus| bus == MEDIATED_BUS);
         let is_for_vfio = driver.contains("vfio") || (is_mediated && driver != NO_DRIVER);
         if !is_for_vfio {
@@ -93,7 +93,7 @@ impl SysfsFunction {
         Ok(Self { path, group })
     }
 
-    /// Its character device, by which iommufd has it; `None` if the kernel makes none.
+    /// Its character device for iommufd; `None` if the kernel provides none.
     pub fn node(&self) -> Option<PathBuf> {
         let mut nodes = self.path.join("vfio-dev").read_dir().ok()?;
         Some(Path::new("/dev/vfio/devices").join(nodes.next()?.ok()?.file_name()))

@@ -16,21 +16,21 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::host::HostFunction;
 
-/// The token of the event that ends the thread.
+/// Token of the event that ends the thread.
 const STOP: u64 = 0;
-/// The token of the event by which the guest is done.
+/// Token of the event that the guest has acknowledged the interrupt.
 const DONE: u64 = 1;
 
-/// Unmasks a pin until it is dropped.
+/// Unmasks a pin after each interrupt, on a thread, until dropped.
 pub struct Unmasking {
     _thread: StoppableThread,
 }
 
 impl Unmasking {
-    /// Unmasks the pin of `host` whenever `done` is signalled.
+    /// Starts the thread, which unmasks the pin of `host` whenever `done` is signalled.
     ///
     /// # Errors
-    /// No descriptor or no thread.
+    /// A descriptor or the thread cannot be created.
     pub fn start(id: &str, host: Arc<dyn HostFunction>, done: BorrowedFd<'_>) -> io::Result<Self> {
         let done = done.try_clone_to_owned()?;
         // SAFETY: the descriptor is an eventfd's, and from here on belongs to the new value alone.
@@ -42,7 +42,7 @@ impl Unmasking {
             epoll.ctl(ControlOperation::Add, event.as_raw_fd(), interest)?;
         }
         let id = id.to_owned();
-        // A full counter wakes as well.
+        // A saturated counter wakes the thread as well.
         let stop = move || drop(stop.write(1));
         let body = move || unmask(&id, host.as_ref(), &epoll, &done);
         Ok(Self { _thread: StoppableThread::spawn("vfio-unmask", stop, body)? })
@@ -64,7 +64,7 @@ fn unmask(id: &str, host: &dyn HostFunction, epoll: &Epoll, done: &EventFd) {
         if tokens.any(|token| token == STOP) {
             return;
         }
-        // Several may have come; one answer is enough for them.
+        // One unmasking is enough for several signals.
         if done.read().is_ok()
             && let Err(error) = host.unmask_pin()
         {

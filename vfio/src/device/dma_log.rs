@@ -17,34 +17,34 @@ use super::VfioPciDevice;
 use crate::migration::LOG_PAGE_BYTES;
 use pci::PciDevice as _;
 
-/// What is asked for at once: 32 KiB of bits.
+/// Bytes of guest memory per query: 32 KiB of bits.
 const REPORT_BYTES: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tracking {
-    /// The function logs.
+    /// The function logs its writes.
     Logged,
-    /// It may write anything, until it stops.
+    /// The function may write anywhere until it stops.
     Anything,
-    /// Nothing is to come: it has stopped, and what it may have written is known.
+    /// The function has stopped, and all of its writes have been collected.
     Complete,
 }
 
-/// The writes of one function, from the moment at which this is made until it is dropped.
+/// The DMA writes of one function to guest memory, from creation until dropped.
 pub struct DmaLog {
     device: Arc<VfioPciDevice>,
-    /// Locked by the one thread that begins a round.
+    /// Locked by the one thread that starts a round.
     tracking: Mutex<Tracking>,
 }
 
 impl DmaLog {
-    /// Begins to watch. Writes to guest memory that come later are reported.
+    /// Starts the log; later writes to guest memory are reported.
     pub fn start(device: Arc<VfioPciDevice>, ram: &GuestRam) -> Self {
         let id = device.id();
         let ranges: Vec<_> =
             ram.regions().iter().map(|region| span(region.gpa(), region)).collect();
         let tracking = if device.is_stopped() {
-            // Stopped by its owner, so it has written nothing since memory was last looked at.
+            // Already stopped, so nothing was written since memory was last read.
             Tracking::Complete
         } else {
             match device.port().start_dma_log(&ranges) {
@@ -65,10 +65,10 @@ impl DmaLog {
         Self { device, tracking: Mutex::new(tracking) }
     }
 
-    /// Marks what was written since the last time in the regions' own logs of device writes.
+    /// Marks the pages written since the last call in the regions' logs of device writes.
     pub fn collect(&self, ram: &GuestRam) {
         let mut tracking = self.tracking.lock();
-        // Before the log is read: what is written between the two is in the next report.
+        // Before the log is read: writes in between are in the next report.
         let stopped = self.device.is_stopped();
         if *tracking == Tracking::Logged
             && let Err(error) = self.take(ram)

@@ -22,65 +22,65 @@ use pci::MsixError;
 use pci::register;
 use pci::{PciDevice as _, PciStateError};
 
-/// Device control, and device control 2, in the capability of PCI Express.
+/// Offsets of Device Control and Device Control 2 in the PCI Express capability.
 const EXPRESS_CONTROLS: [u16; 2] = [0x08, 0x28];
-/// In its second register: how much of it there is.
+/// Capability version, in its second register; determines its length.
 const EXPRESS_VERSION_MASK: u16 = 0xf;
-/// In device control: resets the function.
+/// Bit of Device Control that resets the function.
 const INITIATE_RESET: u16 = 1 << 15;
 
 impl VfioPciDevice {
-    /// What its hardware and the driver on the host can do.
+    /// The migration support of hardware and host driver.
     ///
     /// # Errors
-    /// Why it cannot be moved.
+    /// Why the function cannot be migrated.
     pub fn movable(&self) -> Result<MigrationSupport, &NotMigratable> {
         if self.is_lost() { Err(&NotMigratable::Lost) } else { self.migration.support() }
     }
 
-    /// Begins nothing that reaches other functions from here on.
+    /// Enters the p2p-quiescent state: no new DMA to other functions.
     ///
     /// # Errors
-    /// The kernel refuses, or it has failed; then it is gone for the guest.
+    /// The kernel refuses or the function has failed, and is lost to the guest.
     pub fn quiesce(&self) -> Result<(), MigrationError> {
         self.unless_lost(|this| this.migration.quiesce())
     }
 
-    /// Does nothing from here on, if it is one that can be stopped.
+    /// Stops the function, if that is supported.
     ///
     /// # Errors
-    /// As with [`Self::quiesce`].
+    /// As [`Self::quiesce`].
     pub fn stop(&self) -> Result<(), MigrationError> {
         self.unless_lost(|this| this.migration.stop())
     }
 
-    /// Answers other functions again.
+    /// Leaves the stopped state for the p2p-quiescent one.
     ///
     /// # Errors
-    /// As with [`Self::quiesce`].
+    /// As [`Self::quiesce`].
     pub fn wake(&self) -> Result<(), MigrationError> {
         self.unless_lost(|this| this.migration.wake())
     }
 
-    /// Works again.
+    /// Sets the function running.
     ///
     /// # Errors
-    /// As with [`Self::quiesce`].
+    /// As [`Self::quiesce`].
     pub fn run(&self) -> Result<(), MigrationError> {
         self.unless_lost(|this| this.migration.run())
     }
 
-    /// Whether it does nothing, so that what it wrote to guest memory is there.
+    /// Whether the function has stopped, so that its DMA writes are complete.
     pub fn is_stopped(&self) -> bool {
         self.migration.is_stopped()
     }
 
-    /// An estimate of the length of the hardware's state.
+    /// Estimated length in bytes of the hardware state.
     pub fn estimated_state_len_bytes(&self) -> u64 {
         self.migration.estimated_len_bytes()
     }
 
-    /// Watches what it writes to guest memory, from here on.
+    /// Starts to log DMA writes to guest memory.
     pub fn watch_dma(self: &Arc<Self>, ram: &GuestRam) -> DmaLog {
         DmaLog::start(Arc::clone(self), ram)
     }
@@ -109,7 +109,7 @@ impl VfioPciDevice {
         PciStateError::Device { id: self.id.clone(), source: Box::new(error) }
     }
 
-    /// Its state. It has to be stopped.
+    /// Saves the state of the function, which must be stopped.
     pub(crate) fn saved(&self) -> Result<VfioState, MigrationError> {
         if self.is_lost() {
             return Err(NotMigratable::Lost.into());
@@ -134,7 +134,7 @@ impl VfioPciDevice {
         })
     }
 
-    /// Puts a state in; waits until all guest memory is mapped. It has to be stopped.
+    /// Restores a state, once all guest memory is mapped. The function must be stopped.
     pub(crate) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
         if self.is_lost() {
             return Err(NotMigratable::Lost.into());
@@ -154,7 +154,7 @@ impl VfioPciDevice {
                 return Err(MsixError::StateLength { found, expected }.into());
             }
         }
-        // The guest does not run, so no vCPU waits for these registers meanwhile.
+        // The guest does not run, so no vCPU waits for these registers.
         self.gate.wait()?;
         let complete = || self.complete(&mut config, registers, &raw, state);
         let put = self.migration.load(&state.state.0, complete);
@@ -164,7 +164,8 @@ impl VfioPciDevice {
         })
     }
 
-    /// What is kept here, once the hardware has its part. The hardware is still waiting.
+    /// Restores the emulated part, after the hardware has its state but before it has completed the
+    /// transition.
     fn complete(
         &self,
         config: &mut ShadowConfig,
@@ -185,8 +186,8 @@ impl VfioPciDevice {
         if let (Some(msix), Some(saved)) = (self.interrupts.msix(), &state.msix) {
             msix.restore(saved, config.msix_control().unwrap_or(0))?;
         }
-        // The source can still take the guest back, so a device that would never interrupt again is a
-        // failure here and not a line in the log.
+        // The source can still resume the guest, so a device without working interrupts is an error here
+        // rather than a log message.
         let cannot = |source| MigrationError::Interrupts(Box::new(source));
         if let Some(msi) = self.interrupts.msi() {
             msi.set_pending(state.msi_pending).map_err(|error| cannot(VfioError::Msi(error)))?;
@@ -202,11 +203,11 @@ impl VfioPciDevice {
     }
 }
 
-/// Where the control registers of PCI Express are, if the capability has both.
+/// Offsets of the PCI Express control registers, if the capability has both.
 fn express_controls(raw: &[u8]) -> Option<[u16; 2]> {
     let offset = capabilities::find(raw, capabilities::EXPRESS)?;
     let version = word(raw, offset.checked_add(2)?)? & EXPRESS_VERSION_MASK;
     let places = EXPRESS_CONTROLS.map(|register| offset.saturating_add(register));
-    // The older form of the capability ends before the second.
+    // Version 1 of the capability ends before the second.
     (version >= 2 && places.iter().all(|at| word(raw, *at).is_some())).then_some(places)
 }

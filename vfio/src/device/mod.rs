@@ -40,50 +40,50 @@ use pci::register;
 use pci::{BarDecode, BarDescription, BarKind, MapError};
 use pci::{PciDevice, PciDeviceState, PciStateError};
 
-/// Kind of a passed-through function, as it stands in saved state.
+/// Kind of a passed-through function in saved state.
 pub const VFIO_PCI_KIND: &str = "vfio-pci";
 
-/// The guest's memory slots, as far as BARs are concerned.
+/// The memory slots for BARs.
 ///
-/// Calls come from inside of a vCPU's access to configuration space.
+/// Called from within a vCPU's access to configuration space.
 pub trait BarSlots: Send + Sync {
-    /// Shows device memory to the guest at `gpa`; returns a number for it. The mapping is kept until
-    /// the guest reaches it no more.
+    /// Maps device memory at `gpa`; returns the slot number. The mapping is kept while the guest can access
+    /// it.
     ///
     /// # Errors
     /// KVM refuses.
     fn map(&self, gpa: u64, memory: &Arc<BarMapping>) -> Result<u32, MapError>;
-    /// Takes it from the guest.
+    /// Removes a slot.
     ///
     /// # Errors
     /// KVM refuses.
     fn unmap(&self, slot: u32) -> Result<(), MapError>;
 }
 
-/// What a function is wired to.
+/// What a function is connected to.
 pub struct VfioWiring<'a> {
     /// Interrupt vectors.
     pub msi_source: &'a dyn MsiSource,
-    /// Memory slots.
+    /// Memory slots for BARs.
     pub slots: Arc<dyn BarSlots>,
-    /// The gate before DMA.
+    /// The gate that delays DMA until memory is mapped.
     pub gate: Arc<DmaGate>,
-    /// A line for the interrupt pin, if the guest is told of one.
+    /// Line for the interrupt pin, if it is connected.
     pub intx: Option<Box<dyn IntxLine>>,
-    /// BARs that every access to leaves the guest, by their indexes.
+    /// Indexes of BARs to which all accesses are trapped.
     pub trapped_bars: Vec<u8>,
-    /// The functions that are to reach its BARs by DMA, and it theirs.
+    /// The functions with which it is to share BARs for p2p.
     pub peers: Option<Arc<P2pBars>>,
 }
 
-/// A part of a BAR that the guest may reach directly.
+/// A part of a BAR that the guest can access directly.
 struct DirectArea {
     offset: u64,
     memory: Arc<BarMapping>,
     shown: Option<Shown>,
 }
 
-/// Where the guest reaches it.
+/// Where the part is mapped in the guest.
 struct Shown {
     gpa: u64,
     slot: u32,
@@ -94,16 +94,16 @@ struct DirectBar {
     areas: Vec<DirectArea>,
 }
 
-/// When the guest asked for bus mastering, and when it got it.
+/// When the guest set Bus Master Enable, and when that took effect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BusMasterTimes {
-    /// The first write that set the bit.
+    /// Time of the first write that set the bit.
     pub asked: Option<Instant>,
-    /// When that write was let through.
+    /// Time at which the write was let through.
     pub granted: Option<Instant>,
 }
 
-/// A passed-through function.
+/// A passed-through PCI function.
 pub struct VfioPciDevice {
     pub(super) id: String,
     pub(super) config: Mutex<ShadowConfig>,
@@ -114,22 +114,22 @@ pub struct VfioPciDevice {
     peer: Option<Peer>,
     pub(super) gate: Arc<DmaGate>,
     lost: AtomicBool,
-    /// It reaches no memory, for good.
+    /// Set once the function can never access memory again.
     disarmed: AtomicBool,
     asked: OnceLock<Instant>,
     granted: OnceLock<Instant>,
     log_limit: LogLimit,
-    /// What moving it takes.
+    /// State of its migration interface.
     pub(super) migration: Migration,
-    /// Last, as it releases its group when nothing else uses the function.
+    /// Declared last, as dropping it releases the group once the function is unused.
     pub(super) host: Arc<dyn HostFunction>,
 }
 
 impl VfioPciDevice {
-    /// Takes a function for a guest. Its BARs are mapped into this process, not yet into the guest.
+    /// Prepares a function for a guest. Its BARs are mapped into this process, and not yet into the guest.
     ///
     /// # Errors
-    /// It is no endpoint, or the VM has no room for its interrupts.
+    /// The function is not an endpoint, or interrupt routes are exhausted.
     pub fn new(
         id: String,
         host: Arc<dyn HostFunction>,
@@ -158,7 +158,7 @@ impl VfioPciDevice {
         host.write_config(register::COMMAND, &ShadowConfig::first_command());
         let direct =
             map_bars(&id, host.as_ref(), &bars, msix_ranges.as_ref(), &wiring.trapped_bars);
-        // A driver may use the pin without ever asking for it.
+        // A driver may use the pin without enabling it.
         interrupts.apply(config.msix_control(), config.msi().as_ref());
         let port: Arc<dyn MigrationPort> = Arc::<dyn HostFunction>::clone(&host);
         let peer = wiring.peers.map(|peers| peers.join(&id));
@@ -181,13 +181,13 @@ impl VfioPciDevice {
         })
     }
 
-    /// Takes the function from the guest for good: configuration space and BARs read as ones, nothing
-    /// interrupts. It may keep reaching memory: see [`disarm`](Self::disarm). Idempotent.
+    /// Takes the function from the guest for good: configuration space and BARs read as ones, and
+    /// interrupts are disconnected. DMA may continue: see [`disarm`](Self::disarm). Idempotent.
     pub fn lose(&self) {
         if self.lost.swap(true, Ordering::AcqRel) {
             return;
         }
-        // A write that is on its way has connected what it connects.
+        // Waits for a write in progress, which may still connect interrupts.
         drop(self.config.lock());
         self.interrupts.cut_off();
         for bar in self.direct.lock().iter_mut() {
@@ -195,12 +195,12 @@ impl VfioPciDevice {
         }
     }
 
-    /// Makes the host's function harmless: it is gone for the guest, reaches no memory, and is reset. No
-    /// write of the guest lets it reach memory again, not even one that waits at the gate meanwhile.
-    /// Memory may be unmapped when this returns.
+    /// Stops the function's DMA for good: it is lost to the guest, bus mastering is disabled, and it is
+    /// reset. No guest write can enable DMA again, not even one that waits at the gate. Memory may be
+    /// unmapped when this returns.
     pub fn disarm(&self) {
         self.lose();
-        // Under the lock, after the mark: of a write that was under way this is the next one.
+        // Under the lock and after the mark, so that it follows any write in progress.
         let config = self.config.lock();
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         drop(config);
@@ -209,12 +209,12 @@ impl VfioPciDevice {
         self.disarmed.store(true, Ordering::Release);
     }
 
-    /// Whether it has been [disarmed](Self::disarm), and needs no memory any more.
+    /// Whether the function was [disarmed](Self::disarm), and needs no memory mapped any more.
     pub fn is_disarmed(&self) -> bool {
         self.disarmed.load(Ordering::Acquire)
     }
 
-    /// Lets `notices` hear what the host tells of it.
+    /// Registers the function's events with `notices`.
     ///
     /// # Errors
     /// The host refuses.
@@ -222,29 +222,29 @@ impl VfioPciDevice {
         notices.watch(&self.id, self.host.as_ref())
     }
 
-    /// Its BARs and what their registers say, or nothing while an access to its configuration space goes
-    /// on: that waits for hardware, a reset of the function among it, which a description must not.
+    /// Its BARs with their registers; `None` while an access to its configuration space is in progress,
+    /// which waits for hardware (a reset, for example), as a description must not.
     pub fn bars_if_idle(&self) -> Option<(Vec<BarDescription>, BarDecode)> {
         let config = self.config.try_lock()?;
         Some((config.bars(), config.bar_decode()))
     }
 
-    /// Whether the guest has been shown it as an integrated endpoint, which it is not on the host.
+    /// Whether it is shown as an integrated endpoint, which it is not on the host.
     pub fn is_integrated_endpoint(&self) -> bool {
         self.config.lock().is_integrated_endpoint()
     }
 
-    /// Whether it is gone for the guest.
+    /// Whether it is lost to the guest.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Acquire)
     }
 
-    /// When the guest asked for bus mastering, and when it got it.
+    /// When the guest set Bus Master Enable, and when that took effect.
     pub fn bus_master_times(&self) -> BusMasterTimes {
         BusMasterTimes { asked: self.asked.get().copied(), granted: self.granted.get().copied() }
     }
 
-    /// Waits until DMA is possible; false if it never will be.
+    /// Waits until memory is mapped for DMA; false if it never will be.
     fn pass_gate(&self) -> bool {
         self.asked.get_or_init(Instant::now);
         match self.gate.wait() {
@@ -275,7 +275,7 @@ impl VfioPciDevice {
                         peer.show(gpa, &area.memory);
                     }
                 }
-                // The guest's accesses still arrive here, only slower.
+                // Guest accesses are trapped instead, only slower.
                 Err(error) => self.complain("show", bar.index, &error),
             }
         }
@@ -284,7 +284,7 @@ impl VfioPciDevice {
     fn hide(&self, bar: &mut DirectBar) {
         for area in &mut bar.areas {
             let Some(Shown { gpa, slot }) = area.shown.take() else { continue };
-            // First: others reach it only as long as the guest does.
+            // First: other functions may only access it while the guest can.
             if let Some(peer) = &self.peer {
                 peer.hide(gpa, &area.memory);
             }
@@ -325,7 +325,7 @@ enum MsixPlace {
     Elsewhere,
 }
 
-/// Maps what the guest may reach directly; what cannot be mapped is trapped.
+/// Maps the parts of BARs for direct access; parts that cannot be mapped are trapped.
 fn map_bars(
     id: &str,
     host: &dyn HostFunction,
@@ -355,7 +355,7 @@ fn map_bars(
 
 impl Drop for VfioPciDevice {
     fn drop(&mut self) {
-        // The guest's slots hold shares of the mappings, which keep the function open.
+        // The guest's slots share ownership of the mappings, which keep the function open.
         self.lose();
         self.direct.lock().clear();
     }
@@ -389,7 +389,7 @@ impl PciDevice for VfioPciDevice {
             return;
         }
         let mut config = self.config.lock();
-        // It may have gone while this waited, at the gate or for the lock.
+        // It may have been lost while this waited at the gate or for the lock.
         if self.is_lost() {
             return;
         }
@@ -419,8 +419,8 @@ impl PciDevice for VfioPciDevice {
         let mut direct = self.direct.lock();
         let Some(bar) = direct.iter_mut().find(|bar| bar.index == index) else { return };
         self.hide(bar);
-        // Under the lock that `lose` takes after it has set its mark: either this sees the mark, or
-        // that hides what is shown here.
+        // Under the lock that `lose` takes after setting its mark: either the mark is seen here, or `lose`
+        // hides what is shown here.
         if let Some(gpa) = gpa.filter(|_| !self.is_lost()) {
             self.show(bar, gpa);
         }

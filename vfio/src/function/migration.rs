@@ -13,7 +13,7 @@ use vfio_ioctls::{DmaLoggingRange, VfioError as IoctlError};
 use super::VfioFunction;
 use crate::migration::{DeviceState, LOG_PAGE_BYTES, MigrationPort, MigrationSupport};
 
-/// The kernel's own answer, where there is one.
+/// The errno of an ioctl, if it has one.
 fn to_io(error: IoctlError) -> io::Error {
     match error {
         IoctlError::VfioDeviceFeature(errno) => io::Error::from_raw_os_error(errno.errno()),
@@ -54,7 +54,7 @@ impl MigrationPort for VfioFunction {
 
     fn start_dma_log(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         let ranges: Vec<_> = ranges.iter().map(logged).collect();
-        // The kernel turns the function's own grain into the one that is asked for when it reports.
+        // The kernel converts the function's own granularity to the requested one in its reports.
         self.device().start_dma_logging(LOG_PAGE_BYTES, &ranges).map(|_grain| ()).map_err(to_io)
     }
 

@@ -32,26 +32,26 @@ use crate::space::{DmaSpace, OpenedFunction};
 use crate::sysfs::HostPlace;
 use pci::BARS_COUNT;
 
-/// A function that belongs to this VM until it is dropped.
+/// An open VFIO function, owned by this VM until dropped.
 pub struct VfioFunction {
     id: String,
-    /// A duplicate for reading and writing; it goes before the device, which releases the group.
+    /// A duplicate for reading and writing; closed before the device, which releases the group.
     file: File,
     device: VfioDevice,
-    /// Goes after the device: that leaves the IOMMU's address space first.
+    /// Closed after the device has left the IOMMU address space.
     _told: Option<AttachedFile>,
     config_len_bytes: u16,
-    /// Until the device is gone its address space may have guest memory mapped.
+    /// Guest memory may stay mapped in the address space until the device is closed.
     _memory: Arc<GuestRam>,
     log_limit: LogLimit,
 }
 
 impl VfioFunction {
-    /// Opens the function at `place` and puts it into `space`. `id` is for messages. The process that had it before
-    /// may have left something in it, so it is to be reset before a guest has it, which takes long.
+    /// Opens the function at `place` and attaches it to `space`. `id` is for messages. An earlier process
+    /// may have left state in it, so it must be reset before a guest gets it, which takes long.
     ///
     /// # Errors
-    /// Saying what the host lacks.
+    /// Names what the host lacks.
     pub fn attach(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
         let OpenedFunction { device, told } = space.open(place)?;
         // SAFETY: the device keeps its descriptor open across this statement.
@@ -68,12 +68,12 @@ impl VfioFunction {
         Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_limit })
     }
 
-    /// The device, for the rest of its interface.
+    /// The underlying VFIO device.
     fn device(&self) -> &VfioDevice {
         &self.device
     }
 
-    /// Where a range of a region lies in the device's file.
+    /// Offset in the device's file of a range of a region.
     fn offset(&self, region: u32, offset: u64, len: usize) -> Option<u64> {
         let end = offset.checked_add(u64::try_from(len).ok()?)?;
         (end <= self.device.get_region_size(region))
@@ -118,7 +118,7 @@ fn index_of(kind: InterruptKind) -> u32 {
     }
 }
 
-/// Duplicates of eventfds, in the form that the ioctls' crate takes.
+/// Duplicates of eventfds as the type that the ioctl crate takes.
 fn duplicates(events: &[BorrowedFd<'_>]) -> Result<Vec<EventFd>, VfioError> {
     let duplicate = |event: &BorrowedFd<'_>| {
         let owned = event.try_clone_to_owned().map_err(|source| VfioError::Io {
@@ -191,7 +191,7 @@ impl HostFunction for VfioFunction {
 
     fn connect(&self, kind: InterruptKind, events: &[BorrowedFd<'_>]) -> Result<(), VfioError> {
         let events = duplicates(events)?;
-        // VFIO takes a share of its own in each eventfd, so the duplicates may go.
+        // VFIO keeps its own reference to each eventfd, so the duplicates may be closed.
         self.device
             .enable_irq(index_of(kind), events.iter().collect())
             .map_err(Self::refused(format!("connect {} {kind:?} interrupts", events.len())))
@@ -199,7 +199,7 @@ impl HostFunction for VfioFunction {
 
     fn connect_resample(&self, event: BorrowedFd<'_>) -> Result<bool, VfioError> {
         let events = duplicates(&[event])?;
-        // The ioctl's own answer does not come through, so whatever it is, the other way is tried.
+        // The crate hides the ioctl's errno, so any error leads to the alternative.
         let answer =
             self.device.set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, events.iter().collect());
         Ok(answer.is_ok())

@@ -15,22 +15,22 @@ use crate::gate::GateClosed;
 use pci::ConfigStateError;
 use pci::MsixError;
 
-/// Why a function cannot be moved at all.
+/// Why a function cannot be migrated at all.
 #[derive(Clone, Debug, Error)]
 pub enum NotMigratable {
-    /// No driver for it.
+    /// The host driver has no migration support.
     #[error(
         "its driver on the host cannot save the state of the hardware (no VFIO migration v2, as with \
          plain vfio-pci)"
     )]
     Unsupported,
-    /// The kernel did not say.
+    /// The kernel did not report its migration support.
     #[error("the kernel did not say whether the state of its hardware can be saved")]
     Unknown(#[source] Arc<io::Error>),
-    /// Half of the interface.
+    /// The driver lacks stop-and-copy.
     #[error("its driver on the host cannot stop it and save its state (no STOP_COPY)")]
     NoStopCopy,
-    /// It is gone.
+    /// The function is lost to the guest.
     #[error("it is gone for the guest; remove it first")]
     Lost,
 }
@@ -38,93 +38,93 @@ pub enum NotMigratable {
 /// Why a step of a migration failed.
 #[derive(Debug, Error)]
 pub enum MigrationError {
-    /// It never could.
+    /// The function does not support migration.
     #[error(transparent)]
     NotMigratable(#[from] NotMigratable),
-    /// A step that does not follow on the last.
+    /// The step does not follow from the current state.
     #[error("the device is in state {now}, and has to be in {needed} for this")]
     Order {
-        /// Where it is.
+        /// Current state.
         now: DeviceState,
-        /// Where it should be.
+        /// Required state.
         needed: DeviceState,
     },
-    /// The kernel refused a step.
+    /// The kernel refused a state transition.
     #[error("the kernel refused to bring the device from state {from} to {to}; it is in {now}")]
     Refused {
-        /// Where it was.
+        /// State before it.
         from: DeviceState,
-        /// Where it should be.
+        /// Requested state.
         to: DeviceState,
-        /// Where it is.
+        /// State after it.
         now: DeviceState,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The function broke on the way.
+    /// The function failed during a state transition.
     #[error(
         "the device failed on its way from state {from} to {to}, and is of no use until it has been \
          reset"
     )]
     Failed {
-        /// Where it was.
+        /// State before it.
         from: DeviceState,
-        /// Where it should be.
+        /// Requested state.
         to: DeviceState,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Reading.
+    /// Reading the state failed.
     #[error("the device's state cannot be read beyond its first {read_bytes} bytes")]
     Read {
-        /// What was read.
+        /// Bytes read before.
         read_bytes: u64,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Too much of it.
+    /// The state is too long.
     #[error(
         "the device's state is longer than {limit_bytes} bytes, which is the most that is moved"
     )]
     TooLong {
-        /// The limit.
+        /// The limit in bytes.
         limit_bytes: u64,
     },
-    /// Writing.
+    /// Writing the state failed.
     #[error(
         "the device does not take its state, {len_bytes} bytes; is it of the same kind as at the \
          source, with the same firmware?"
     )]
     Write {
-        /// What was to be written.
+        /// Length of the state in bytes.
         len_bytes: u64,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The state is of other hardware.
+    /// The state is of different hardware.
     #[error("the state is that of another device: {what} is {found} there and {expected} here")]
     OtherHardware {
         /// What differs.
         what: &'static str,
-        /// In the state.
+        /// The value in the state.
         found: String,
-        /// Here.
+        /// The value here.
         expected: String,
     },
-    /// Registers that do not fit.
+    /// The saved registers do not fit.
     #[error("its configuration space does not fit")]
     Config(#[from] ConfigStateError),
-    /// The vectors.
+    /// The saved MSI-X table does not fit.
     #[error("its interrupts do not fit")]
     Msix(#[from] MsixError),
-    /// Those of the host.
+    /// The interrupts cannot be connected at the host.
     #[error("the device's interrupts cannot be connected")]
     Interrupts(#[source] Box<VfioError>),
-    /// DMA would go wrong.
+    /// Memory cannot be mapped for DMA.
     #[error("the device cannot continue here")]
     Gate(#[from] GateClosed),
 }

@@ -21,33 +21,33 @@ use vfio_bindings::bindings::vfio::{
     vfio_device_mig_state_VFIO_DEVICE_STATE_STOP_COPY as STOP_COPY,
 };
 
-/// Grain of the log of a function's writes: a page of the guest.
+/// Granularity of the DMA log in bytes: a guest page.
 pub const LOG_PAGE_BYTES: u64 = 4096;
 
-/// States of a function, as the kernel names them.
+/// Migration states of a function, named as in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum DeviceState {
-    /// It has failed; only a reset helps.
+    /// Failed; only a reset helps.
     Error = ERROR,
-    /// It does nothing, and nothing in it changes.
+    /// Stopped; the state does not change.
     Stop = STOP,
-    /// It works.
+    /// Running.
     Running = RUNNING,
-    /// It does nothing, and its state can be read.
+    /// Stopped, with the state readable.
     StopCopy = STOP_COPY,
-    /// It does nothing, and takes a state.
+    /// Stopped, accepting a state.
     Resuming = RESUMING,
-    /// It answers others and begins nothing: no DMA to other functions.
+    /// Running, without starting DMA to other functions.
     RunningP2p = RUNNING_P2P,
-    /// It works, and a part of its state can be read.
+    /// Running, with a part of the state readable.
     PreCopy = PRE_COPY,
-    /// Both of the last two.
+    /// `PreCopy` and `RunningP2p` combined.
     PreCopyP2p = PRE_COPY_P2P,
 }
 
 impl DeviceState {
-    /// The state that the kernel means by `number`.
+    /// The state for the kernel's number.
     pub fn from_number(number: u32) -> Option<Self> {
         [
             Self::Error,
@@ -79,19 +79,19 @@ impl fmt::Display for DeviceState {
     }
 }
 
-/// What a function and its driver on the host can do.
+/// Migration support of a function and its host driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MigrationSupport {
-    /// It can be stopped, its state read, and put in elsewhere. Nothing works without.
+    /// It can be stopped, and its state read and restored elsewhere; required.
     pub stop_copy: bool,
-    /// It can stop to reach other functions before it stops altogether.
+    /// It can be p2p-quiesced before it is stopped.
     pub p2p: bool,
-    /// Part of its state can be read while it works.
+    /// A part of the state can be read while it runs.
     pub pre_copy: bool,
 }
 
 impl MigrationSupport {
-    /// What the kernel's flags say.
+    /// From the kernel's flags.
     pub fn from_flags(flags: u64) -> Self {
         let has = |flag: u32| flags & u64::from(flag) != 0;
         Self {
@@ -102,53 +102,52 @@ impl MigrationSupport {
     }
 }
 
-/// The migration interface of a function. Every method is one question or order to the kernel.
+/// The migration interface of a function. Each method is one call to the kernel.
 pub trait MigrationPort: Send + Sync {
-    /// What it can do; `None` if it knows nothing of migration.
+    /// The migration support; `None` if the driver has none.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn migration_support(&self) -> io::Result<Option<MigrationSupport>>;
-    /// Brings it to a state. On the way to `StopCopy` and `Resuming` a stream of data is opened; on
-    /// the way from there it is closed.
+    /// Changes the state. Entering `StopCopy` or `Resuming` opens a data stream; leaving them closes it.
     ///
     /// # Errors
-    /// The kernel's answer. It may be in any state then, see [`Self::device_state`].
+    /// The kernel's error. The function may be in any state then, see [`Self::device_state`].
     fn set_device_state(&self, state: DeviceState) -> io::Result<()>;
-    /// The number of the state that it is in.
+    /// The number of the current state.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn device_state(&self) -> io::Result<u32>;
-    /// How long its state may be, in bytes; an estimate.
+    /// Estimated length of the state in bytes.
     ///
     /// # Errors
     /// The kernel does not know.
     fn state_len_bytes(&self) -> io::Result<u64>;
-    /// Reads on in the stream; zero at its end.
+    /// Reads the next bytes of the stream; zero at its end.
     ///
     /// # Errors
-    /// There is no stream, or the function cannot give its state.
+    /// There is no stream, or the function cannot save its state.
     fn read_state(&self, buffer: &mut [u8]) -> io::Result<usize>;
     /// Writes all of `data` to the stream.
     ///
     /// # Errors
-    /// There is no stream, or the function does not take it.
+    /// There is no stream, or the function refuses the state.
     fn write_state(&self, data: &[u8]) -> io::Result<()>;
-    /// Begins to log what it writes to these guest physical addresses.
+    /// Starts to log DMA writes to these guest physical ranges.
     ///
     /// # Errors
-    /// It cannot, or not for so much.
+    /// Not supported, or not for ranges of this size.
     fn start_dma_log(&self, ranges: &[Range<u64>]) -> io::Result<()>;
-    /// Takes what was logged since the last time: a bit for each page of [`LOG_PAGE_BYTES`].
+    /// Reads and clears the log: a bit for each page of [`LOG_PAGE_BYTES`].
     ///
     /// # Errors
-    /// The kernel's answer; what was written is not known any more then.
+    /// The kernel's error; the writes are unknown then.
     fn take_dma_log(&self, range: &Range<u64>) -> io::Result<Vec<u64>>;
-    /// Ends the log.
+    /// Stops the log.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn stop_dma_log(&self) -> io::Result<()>;
 }
 

@@ -21,13 +21,12 @@ use pci::BarDescription;
 use pci::MsixState;
 use pci::{ConfigSpaceState, register};
 
-/// Version of [`VfioState`] of a function that the guest has been shown as an integrated endpoint, which it is not
-/// on the host.
+/// Version of [`VfioState`] for a function shown as an integrated endpoint, which it is not on the host.
 pub const INTEGRATED_ENDPOINT_VERSION: u32 = 2;
-/// The newest version of [`VfioState`] that is read. What is written has the lowest that can say it.
+/// Newest version of [`VfioState`] that is read. The lowest version that can represent a state is written.
 pub const VFIO_STATE_VERSION: u32 = INTEGRATED_ENDPOINT_VERSION;
 
-/// The bytes that the driver on the host gave. In JSON they are base64, with their number alongside them.
+/// The state returned by the host driver. In JSON it is base64, with its length.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Encoded", into = "Encoded")]
 pub struct HardwareState(pub Vec<u8>);
@@ -39,21 +38,21 @@ struct Encoded {
     base64: String,
 }
 
-/// Why bytes are not the state of hardware.
+/// Why bytes are not a hardware state.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum HardwareStateError {
-    /// Some are missing, or there are too many.
+    /// The length differs from the announced one.
     #[error("the state of the hardware has {found} bytes in place of {expected}")]
     Length {
-        /// What is there.
+        /// Actual length.
         found: u64,
-        /// What was announced.
+        /// Announced length.
         expected: u64,
     },
-    /// More than is ever moved.
+    /// The state exceeds the limit.
     #[error("the state of the hardware has {0} bytes, at most {STATE_LEN_BYTES_MAX} are possible")]
     TooLong(u64),
-    /// No base64.
+    /// The base64 is malformed.
     #[error("the state of the hardware is no base64")]
     Base64(#[from] base64::DecodeError),
 }
@@ -69,7 +68,7 @@ impl TryFrom<Encoded> for HardwareState {
 
     fn try_from(encoded: Encoded) -> Result<Self, HardwareStateError> {
         let Encoded { len_bytes, base64 } = encoded;
-        // What is decoded is shorter than its text, which has limits of its own where it came from.
+        // The decoded state is shorter than its text, whose length was limited where it was received.
         if len_bytes > STATE_LEN_BYTES_MAX {
             return Err(HardwareStateError::TooLong(len_bytes));
         }
@@ -88,31 +87,31 @@ impl fmt::Debug for HardwareState {
     }
 }
 
-/// What a guest's driver has seen of the hardware, and relies on.
+/// Properties of the hardware that the guest's driver has seen and relies on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    /// Vendor and device.
+    /// Device and vendor id.
     pub device: u32,
-    /// Class and revision.
+    /// Class code and revision.
     pub class: u32,
-    /// Subsystem and its vendor.
+    /// Subsystem and subsystem vendor id.
     pub subsystem: u32,
     /// Length of configuration space.
     pub config_len_bytes: u16,
-    /// Offsets and IDs of capabilities, extended ones included.
+    /// Offsets and ids of capabilities, extended ones included.
     pub capabilities: Vec<(u16, u16)>,
     /// Indexes and lengths of BARs.
     pub bars: Vec<(u8, u64)>,
 }
 
 impl Hardware {
-    /// Of a function with this configuration space.
+    /// The properties of a function with this configuration space.
     pub fn of(config: &[u8], bars: &[BarDescription]) -> Self {
         let register = |offset| double_word(config, offset).unwrap_or(u32::MAX);
         let mut all = capabilities::conventional(config);
         let extended = capabilities::extended(config);
-        // What the guest does not see may differ.
+        // Hidden capabilities may differ.
         all.extend(extended.into_iter().filter(|(_, id)| !HIDDEN_EXTENDED.contains(id)));
         Self {
             device: register(register::VENDOR_ID),
@@ -124,10 +123,10 @@ impl Hardware {
         }
     }
 
-    /// Whether what was saved of `self` fits `here`.
+    /// Checks that the saved hardware `self` matches `here`.
     ///
     /// # Errors
-    /// Naming the first difference.
+    /// Names the first difference.
     pub fn check(&self, here: &Self) -> Result<(), MigrationError> {
         let numbers = [
             ("its vendor and device", self.device, here.device),
@@ -163,30 +162,30 @@ impl Hardware {
     }
 }
 
-/// Entries of a list that a message names: as many capabilities as could have a use.
+/// Maximum number of list entries in a message.
 const SHOWN_MAX: usize = 48;
 
 fn differs(what: &'static str, found: String, expected: String) -> MigrationError {
     MigrationError::OtherHardware { what, found, expected }
 }
 
-/// A saved function: plain and untrusted.
+/// State of a saved function; plain data, untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VfioState {
-    /// What it was.
+    /// The hardware that it was saved from.
     pub hardware: Hardware,
-    /// What of configuration space is made up here.
+    /// Emulated registers of configuration space.
     pub registers: ConfigSpaceState,
-    /// The command register, as the guest sees it.
+    /// The command register as the guest sees it.
     pub command: u16,
-    /// Device control and device control 2 of PCI Express, as the guest has set them.
+    /// Device Control and Device Control 2 of PCI Express, as the guest has set them.
     pub express_controls: Option<[u16; 2]>,
     /// The table of MSI-X.
     pub msix: Option<MsixState>,
-    /// MSI messages that wait to be let through, a bit for each.
+    /// Pending bits of masked MSI messages.
     pub msi_pending: u32,
-    /// What the hardware says.
+    /// State of the hardware.
     pub state: HardwareState,
 }
 

@@ -21,25 +21,25 @@ use parking_lot::Mutex;
 use super::error::{MigrationError, NotMigratable};
 use super::port::{DeviceState, MigrationPort, MigrationSupport};
 
-/// The longest state of a function that is moved. All states travel in one message with those of
-/// vCPUs and devices, in base64, which may be 256 MiB long.
+/// Maximum length in bytes of a function's state. All states are sent in one message of at most 256 MiB, in
+/// base64, with those of vCPUs and devices.
 pub const STATE_LEN_BYTES_MAX: u64 = 128 << 20;
 
-/// What is read of a state at once.
+/// Bytes of a state read at a time.
 const READ_BYTES: usize = 1 << 20;
 
-/// The states of one function.
+/// The migration state machine of one function.
 pub struct Migration {
     id: String,
     port: Arc<dyn MigrationPort>,
     support: Result<MigrationSupport, NotMigratable>,
-    /// As far as is known here. Held across a step.
+    /// Last known state. Locked during a transition.
     state: Mutex<DeviceState>,
 }
 
 impl Migration {
-    /// Of a function that was just opened, and works from here on: not every driver on the host sets it to
-    /// work again when the process that stopped it is gone.
+    /// For a function that was just opened; sets it running, as not every host driver does that itself
+    /// after the process that stopped it has exited.
     pub fn new(id: &str, port: Arc<dyn MigrationPort>) -> Self {
         let support = match port.migration_support() {
             Ok(Some(support)) if support.stop_copy => Ok(support),
@@ -57,24 +57,23 @@ impl Migration {
         this
     }
 
-    /// What it can do.
+    /// The migration support.
     ///
     /// # Errors
-    /// It cannot be moved.
+    /// The function cannot be migrated.
     pub fn support(&self) -> Result<MigrationSupport, &NotMigratable> {
         self.support.as_ref().copied()
     }
 
-    /// Whether it does nothing.
+    /// Whether the function is stopped.
     pub fn is_stopped(&self) -> bool {
         !matches!(*self.state.lock(), DeviceState::Running | DeviceState::RunningP2p)
     }
 
-    /// Begins nothing that reaches other functions from here on. No effect if it does nothing, or cannot
-    /// do that.
+    /// Enters `RunningP2p`. No effect if the function is stopped or does not support it.
     ///
     /// # Errors
-    /// See [`Self::go`].
+    /// As [`Self::go`].
     pub fn quiesce(&self) -> Result<(), MigrationError> {
         let mut state = self.state.lock();
         if *state == DeviceState::Running && self.has_p2p() {
@@ -83,10 +82,10 @@ impl Migration {
         Ok(())
     }
 
-    /// Does nothing from here on. No effect on one that cannot be moved.
+    /// Stops the function. No effect on one that cannot be migrated.
     ///
     /// # Errors
-    /// See [`Self::go`].
+    /// As [`Self::go`].
     pub fn stop(&self) -> Result<(), MigrationError> {
         if self.support.is_err() {
             return Ok(());
@@ -94,10 +93,10 @@ impl Migration {
         self.go(&mut self.state.lock(), DeviceState::Stop)
     }
 
-    /// Is ready to work again, as far as others need it to. No effect if it works.
+    /// Leaves the stopped state for `RunningP2p`, if supported. No effect if the function runs.
     ///
     /// # Errors
-    /// See [`Self::go`].
+    /// As [`Self::go`].
     pub fn wake(&self) -> Result<(), MigrationError> {
         let mut state = self.state.lock();
         if *state != DeviceState::Running && self.has_p2p() {
@@ -106,35 +105,35 @@ impl Migration {
         Ok(())
     }
 
-    /// Works. No effect if it does.
+    /// Sets the function running. No effect if it runs.
     ///
     /// # Errors
-    /// See [`Self::go`].
+    /// As [`Self::go`].
     pub fn run(&self) -> Result<(), MigrationError> {
         self.go(&mut self.state.lock(), DeviceState::Running)
     }
 
-    /// It was reset, which makes it work.
+    /// Records a reset, after which the function runs.
     pub fn was_reset(&self) {
         *self.state.lock() = DeviceState::Running;
     }
 
-    /// An estimate of the length of its state; zero if there is none.
+    /// Estimated length of the state in bytes; zero if it has none.
     pub fn estimated_len_bytes(&self) -> u64 {
         if self.support.is_err() { 0 } else { self.port.state_len_bytes().unwrap_or(0) }
     }
 
-    /// Its state. It has to be stopped, and is so afterwards.
+    /// Reads the state. The function must be stopped, and stays so.
     ///
     /// # Errors
-    /// It is not stopped, the kernel does not give its state, or it is too long.
+    /// It is not stopped, the state cannot be read, or it is too long.
     pub fn save(&self) -> Result<Vec<u8>, MigrationError> {
         let mut state = self.state.lock();
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::StopCopy)?;
         let data = self.read();
         let back = self.go(&mut state, DeviceState::Stop);
-        // Why it cannot be read says more than what comes of it.
+        // The read error is more helpful than that of the transition back.
         let data = data?;
         back.map(|()| data)
     }
@@ -159,11 +158,11 @@ impl Migration {
         }
     }
 
-    /// Puts a state in; `complete` does what is left to do before the function has taken it. It has to be
-    /// stopped, and is so afterwards. All guest memory has to be mapped.
+    /// Writes a state; `complete` runs before the function has accepted it. The function must be stopped,
+    /// and stays so; all guest memory must be mapped.
     ///
     /// # Errors
-    /// It is not stopped, or does not take the state; it is of no use then.
+    /// It is not stopped or refuses the state; it is unusable then.
     pub fn load(
         &self,
         data: &[u8],
@@ -177,7 +176,7 @@ impl Migration {
             .write_state(data)
             .map_err(|source| MigrationError::Write { len_bytes, source })?;
         complete()?;
-        // Only now the function says whether it has understood.
+        // The function reports only here whether the state is valid.
         self.go(&mut state, DeviceState::Stop)
     }
 
@@ -185,7 +184,7 @@ impl Migration {
         self.support.as_ref().is_ok_and(|support| support.p2p)
     }
 
-    /// One step; none if it is there.
+    /// Makes one transition, if needed.
     ///
     /// # Errors
     /// The kernel refuses, or the function has failed.

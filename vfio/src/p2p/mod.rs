@@ -29,44 +29,44 @@ use parking_lot::Mutex;
 
 use super::mapping::BarMapping;
 
-/// Of the mappings that the IOMMU allows, BARs get one in so many: half of what is left alongside guest memory.
+/// Inverse of the share of the IOMMU's mappings that BARs may take: half of what guest memory leaves.
 const ENTRIES_SHARE: u64 = 8;
 
-/// An IOMMU that takes device memory.
+/// An IOMMU address space that can map device memory.
 pub trait P2pTarget: Send + Sync {
     /// Maps device memory at a guest physical address. The caller keeps `memory` until it is unmapped.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()>;
-    /// Unmaps what was mapped there as one.
+    /// Unmaps a range that was mapped as one.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     fn unmap_bar(&self, gpa: &Range<u64>) -> io::Result<()>;
-    /// How many mappings it takes in all, if that is limited.
+    /// Maximum number of mappings, if limited.
     fn entries(&self) -> Option<u64>;
 }
 
-/// A function whose BARs these are.
+/// The function that owns BARs.
 #[derive(Debug)]
 struct Owner {
     id: String,
-    /// A line was logged that something of it cannot be reached.
+    /// Whether it was logged that a part of it is not reachable.
     was_told: AtomicBool,
 }
 
-/// Outcome for a part of a BAR.
+/// State of a part of a BAR in the IOMMU.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MapState {
-    /// It could not be used yet.
+    /// To be mapped once functions may use DMA.
     Waits,
     Mapped,
-    /// The kernel did not want it; it is asked again when the BAR moves.
+    /// The kernel refused it; retried when the BAR moves.
     Refused,
 }
 
-/// A part of a BAR that a guest reaches.
+/// A part of a BAR that is mapped in the guest.
 struct Bar {
     owner: Arc<Owner>,
     memory: Arc<BarMapping>,
@@ -76,11 +76,11 @@ struct Bar {
 #[derive(Default)]
 struct State {
     functions: usize,
-    /// A function has passed the gate.
+    /// Whether a function has passed the gate.
     may_dma: bool,
     bars: BTreeMap<u64, Bar>,
     mapped: u64,
-    /// Mapped forever, as the kernel did not unmap it; so the device stays with the VM.
+    /// Mappings that the kernel refused to unmap; their devices are kept open as long as the VM.
     stuck: Vec<Arc<BarMapping>>,
 }
 
@@ -88,19 +88,19 @@ struct State {
 pub struct P2pBars {
     target: Arc<dyn P2pTarget>,
     entries_max: u64,
-    /// Held while BARs are mapped and unmapped. Only changes of the decoding of BARs, and writes that set
-    /// Bus Master Enable, come here; locked last.
+    /// Held while BARs are mapped and unmapped. Only used by changes of BAR decoding and by writes that set
+    /// Bus Master Enable; locked last.
     state: Mutex<State>,
 }
 
 impl P2pBars {
-    /// None yet.
+    /// Without BARs.
     pub fn new(target: Arc<dyn P2pTarget>) -> Arc<Self> {
         let entries_max = target.entries().map_or(u64::MAX, |entries| entries / ENTRIES_SHARE);
         Arc::new(Self { target, entries_max, state: Mutex::default() })
     }
 
-    /// Adds a function, which is one of them until the answer is dropped.
+    /// Adds a function, until the returned value is dropped.
     pub fn join(self: &Arc<Self>, id: &str) -> Peer {
         let owner = Arc::new(Owner { id: id.to_owned(), was_told: AtomicBool::new(false) });
         let mut state = self.state.lock();
@@ -151,16 +151,16 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// The guest reaches a part of a BAR of it at `gpa`.
+    /// Adds a part of its BARs that the guest has mapped at `gpa`.
     pub fn show(&self, gpa: u64, memory: &Arc<BarMapping>) {
         let mut state = self.bars.state.lock();
         let (owner, memory) = (Arc::clone(&self.owner), Arc::clone(memory));
-        // BARs never overlap in the guest, so nothing can be there.
+        // BARs never overlap in the guest, so the entry is free.
         state.bars.entry(gpa).or_insert(Bar { owner, memory, state: MapState::Waits });
         self.bars.map_what_is_not(&mut state);
     }
 
-    /// The guest is about to reach it there no more.
+    /// Removes a part before the guest unmaps it.
     pub fn hide(&self, gpa: u64, memory: &Arc<BarMapping>) {
         let mut state = self.bars.state.lock();
         let Some(bar) = state.bars.remove(&gpa).filter(|bar| bar.state == MapState::Mapped) else {
@@ -179,7 +179,7 @@ impl Peer {
         }
     }
 
-    /// It is about to be let through the gate: from now on functions may reach each other.
+    /// Records that a function passes the gate: from now on functions may use p2p.
     pub fn pass_gate(&self) {
         let mut state = self.bars.state.lock();
         if !state.may_dma {
