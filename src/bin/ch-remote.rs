@@ -8,7 +8,7 @@ use godwit::cli::exit::{self, Failure};
 use godwit::cli::remote;
 
 fn main() -> ExitCode {
-    // clap prints help and mistakes by itself, with exit codes 0 and 2.
+    // clap prints help and usage errors itself, with exit codes 0 and 2.
     let matches = remote::command().get_matches();
     let printed = remote::run(&matches)
         .and_then(|answer| answer.map_or(Ok(()), |answer| remote::print(&matches, &answer)));

@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     unsafe { libc::umask(0o077) };
     let launch = match launch::parse(std::env::args_os()) {
         Ok(launch) => launch,
-        // Help and mistakes, with exit codes 0 and 2.
+        // Help and usage errors, with exit codes 0 and 2.
         Err(error) => error.exit(),
     };
     let result = match launch {
@@ -66,7 +66,7 @@ fn run(args: RunArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A process that a VMM has started to send the last pages of its guest.
+/// Runs a page server, started by a VMM to send the last pages of its guest.
 fn serve_pages(args: PageServerArgs) -> Result<(), Failure> {
     page_server::begin();
     sandbox::begin(Process::PageServer, args.seccomp).map_err(|error| Failure::failed(&error))?;

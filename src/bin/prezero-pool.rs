@@ -11,7 +11,7 @@ use vmm::sandbox::{self, Process};
 
 fn main() -> ExitCode {
     vmm::events::start_clock();
-    // clap prints help and mistakes by itself, with exit codes 0 and 2.
+    // clap prints help and usage errors itself, with exit codes 0 and 2.
     let call = pool::Call::new(&pool::command().get_matches());
     let result = sandbox::begin(Process::PrezeroPool, call.seccomp)
         .map_err(|error| Failure::failed(&error))

@@ -19,14 +19,14 @@ use std::process::ExitCode;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-/// Longest wait for a reader of the reason of the end.
+/// Longest wait for a reader of stderr.
 const PRINT_TIME: Duration = Duration::from_secs(1);
 
-/// Done.
+/// Success.
 pub const OK: u8 = 0;
-/// It failed.
+/// Failure.
 pub const FAILED: u8 = 1;
-/// The command line is wrong.
+/// Invalid command line.
 pub const USAGE: u8 = 2;
 
 /// A migration was cancelled; the guest runs at the source.
@@ -48,17 +48,17 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// It failed.
+    /// A failure with exit code 1.
     pub fn failed(error: &dyn Error) -> Self {
         Self { code: FAILED, message: error_text::chain(error), hint: None }
     }
 
-    /// The command line is wrong.
+    /// A failure with the exit code for an invalid command line.
     pub fn usage(error: &dyn Error) -> Self {
         Self { code: USAGE, message: error_text::chain(error), hint: None }
     }
 
-    /// The same with another code.
+    /// The same failure with another exit code.
     #[must_use]
     pub fn with_code(mut self, code: u8) -> Self {
         self.code = code;
@@ -72,13 +72,13 @@ impl Failure {
         self
     }
 
-    /// Prints it once, on stderr, and returns the exit code. Does not wait for a reader of stderr.
+    /// Prints the failure on stderr, and returns the exit code. Does not wait for a reader of stderr.
     pub fn report(&self) -> ExitCode {
         log::logger().flush();
         let text = self.text();
         let (printed, is_printed) = channel();
         let print = move || {
-            // Nothing is left that could be told of a failure.
+            // There is nowhere to report an error to.
             let _ = writeln!(std::io::stderr(), "{text}");
             let _ = printed.send(());
         };

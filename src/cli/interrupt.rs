@@ -7,10 +7,10 @@
 use vmm::panicking;
 use vmm::signals::is_ignored;
 
-/// Prints `words` on stderr when SIGINT comes, which then ends the process as it always does. One that is
-/// ignored stays so.
+/// Prints `words` on stderr on SIGINT, which then ends the process as usual. If SIGINT is ignored, that
+/// stays so.
 pub fn explain(words: String) {
-    // A signal that is blocked comes to `sigwait` also if it is ignored.
+    // `sigwait` returns a blocked signal also if it is ignored.
     if is_ignored(libc::SIGINT) {
         return;
     }
@@ -57,7 +57,7 @@ mod tests {
     const DISPOSITION: &str = "GODWIT_TEST_SIGINT";
     const IGNORED: &str = "ignored";
 
-    /// What the process does that gets the signal.
+    /// Body of the process that gets the signal.
     fn interrupted(disposition: &str) {
         let action = if disposition == IGNORED { libc::SIG_IGN } else { libc::SIG_DFL };
         // SAFETY: sets one of the two dispositions that call nothing.
@@ -96,7 +96,7 @@ mod tests {
     fn a_full_pipe_keeps_no_signal_from_ending_the_process() {
         if std::env::var_os(FULL_PIPE).is_some() {
             explain("it continues".to_owned());
-            // From here on the signal may come.
+            // From here on the signal may be sent.
             println!("ready");
             loop {
                 std::thread::park();

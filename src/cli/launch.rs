@@ -36,62 +36,62 @@ pub enum Launch {
 /// Arguments of a page server, given by the VMM that starts it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PageServerArgs {
-    /// `-v`, counted.
+    /// Number of `-v` options.
     pub verbosity: u8,
-    /// `--event-monitor`.
+    /// Value of `--event-monitor`.
     pub event_monitor: Option<String>,
-    /// `--log-format`.
+    /// Value of `--log-format`.
     pub log_format: Option<String>,
     /// Path of its API socket.
     pub socket: PathBuf,
-    /// Uptime of the VMM.
+    /// Uptime of the VMM, which the page server continues.
     pub uptime: Duration,
-    /// `--seccomp`.
+    /// Value of `--seccomp`.
     pub seccomp: SeccompMode,
 }
 
-/// Arguments of a VMM. Descriptors and sockets are still text: they are opened later, once.
+/// Arguments of a VMM. Descriptors and sockets are kept as text, and opened once, later.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct RunArgs {
-    /// `-v`, counted.
+    /// Number of `-v` options.
     pub verbosity: u8,
-    /// `--log-file`.
+    /// Value of `--log-file`.
     pub log_file: Option<PathBuf>,
-    /// `--log-format`.
+    /// Value of `--log-format`.
     pub log_format: Option<String>,
-    /// `--event-monitor`.
+    /// Value of `--event-monitor`.
     pub event_monitor: Option<String>,
-    /// `--api-socket`.
+    /// Value of `--api-socket`.
     pub api_socket: Option<String>,
-    /// `--seccomp`.
+    /// Value of `--seccomp`.
     pub seccomp: SeccompMode,
-    /// `--no-shutdown`.
+    /// Whether `--no-shutdown` is given.
     pub no_shutdown: bool,
-    /// The VM, if one is described.
+    /// The VM, if the command line describes one.
     pub vm: Option<VmParams>,
-    /// `--restore`.
+    /// Value of `--restore`.
     pub restore: Option<String>,
 }
 
 /// Errors in a command line that clap accepts.
 #[derive(Debug, Error)]
 pub enum LaunchError {
-    /// The configuration.
+    /// The VM configuration is invalid.
     #[error("the configuration is not valid")]
     Config(#[source] ConfigError),
-    /// `--api-socket`.
+    /// `--api-socket` is invalid.
     #[error("the API socket cannot be opened")]
     ApiSocket(#[source] SocketError),
-    /// `--restore`.
+    /// `--restore` cannot be parsed.
     #[error("the value of --restore cannot be parsed")]
     Restore(#[source] OptionError),
-    /// `--restore` with a URL that is none.
+    /// The URL of `--restore` is invalid.
     #[error("--restore cannot be used")]
     RestoreUrl(#[source] ConfigError),
-    /// `--event-monitor`.
+    /// `--event-monitor` is invalid.
     #[error("the event monitor cannot be opened")]
     Events(#[source] EventError),
-    /// A restored VM together with options of a VM.
+    /// `--restore` is combined with an option of the VM configuration.
     #[error(
         "--restore takes the configuration from the snapshot, so --{option} cannot be given with it"
     )]
@@ -99,7 +99,7 @@ pub enum LaunchError {
         /// The option.
         option: String,
     },
-    /// Options of a VM without a boot payload.
+    /// An option of the VM configuration is given without a boot payload.
     #[error(
         "--{option} is part of a VM's configuration, but neither --kernel nor --firmware is given"
     )]
@@ -107,22 +107,22 @@ pub enum LaunchError {
         /// The option.
         option: String,
     },
-    /// An option of builds that upstream does not ship.
+    /// The option exists in other builds of cloud-hypervisor only.
     #[error("--{option} is not supported by this version")]
     Unsupported {
         /// The option.
         option: String,
     },
-    /// Nothing to do.
+    /// The command line requests nothing.
     #[error("nothing to do: give a VM (--kernel) or an API socket (--api-socket)")]
     Nothing,
 }
 
 impl RunArgs {
-    /// Opens what was inherited and reads the configuration.
+    /// Opens inherited descriptors and parses the configuration.
     ///
     /// # Errors
-    /// What is wrong with the command line.
+    /// The command line is invalid.
     pub fn into_options(self) -> Result<(VmmOptions, Option<EventTarget>), LaunchError> {
         let initial_vm =
             self.vm.map(VmParams::into_config).transpose().map_err(LaunchError::Config)?;
@@ -153,17 +153,17 @@ impl RunArgs {
     }
 }
 
-/// Reads a command line; the first argument is the program.
+/// Parses a command line; the first argument is the program.
 ///
 /// # Errors
-/// What clap says about it, help included.
+/// clap's error, or its help text.
 pub fn parse<I>(args: I) -> Result<Result<Launch, LaunchError>, clap::Error>
 where
     I: IntoIterator,
     I::Item: Into<OsString>,
 {
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    // Making the help texts costs more than everything else, and they are seldom read.
+    // Building the help texts costs more than the rest of parsing, and is rarely needed.
     let with_help = args.len() == 1 || args.iter().any(|arg| arg == "--help" || arg == "-h");
     let matches = command(with_help).try_get_matches_from(args)?;
     Ok(read(&matches))
@@ -351,8 +351,7 @@ mod tests {
         assert!(error_text::chain(&config).ends_with("did you mean 'path'?"));
     }
 
-    /// The options of cloud-hypervisor v53 and of its builds with more features, each with a value that
-    /// it takes.
+    /// The options of cloud-hypervisor v53, also of builds with more features, each with a valid value.
     const UPSTREAM: [(&str, Option<&str>); 47] = [
         ("api-socket", Some("/s")),
         ("balloon", Some("size=0")),

@@ -11,21 +11,21 @@ use log::{Level, Record};
 use thiserror::Error;
 use vmm::events;
 
-/// What is wrong with a format.
+/// Why a log format is invalid.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FormatError {
-    /// An opening brace without its closing one.
+    /// An opening brace is not closed.
     #[error("the log format has a '{{' without a '}}'; '{{{{' stands for the character")]
     Unclosed,
-    /// A closing brace without its opening one.
+    /// A closing brace has no opening one.
     #[error("the log format has a '}}' without a '{{'; '}}}}' stands for the character")]
     Unopened,
-    /// A name that no token has.
+    /// No token has this name.
     #[error("the log format has an unknown token '{{{0}}}'; docs/usage.md lists them")]
     Unknown(String),
 }
 
-/// A part of a date, or of a time of day.
+/// A component of date or time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Field {
     Year,
@@ -38,7 +38,7 @@ enum Field {
     Offset,
 }
 
-/// Whose time of day.
+/// Time zone of a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Zone {
     Utc,
@@ -95,12 +95,12 @@ impl Token {
     }
 }
 
-/// A format that has been read.
+/// A parsed log format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFormat(Vec<Token>);
 
 impl LogFormat {
-    /// The format of a program to which nothing else was said.
+    /// The default format of a program.
     pub fn default_of(program: &str) -> Self {
         let text = |text: &str| Token::Text(text.to_owned());
         Self(vec![
@@ -117,10 +117,10 @@ impl LogFormat {
         ])
     }
 
-    /// Reads a format: tokens in braces, everything else as it stands, `{{` and `}}` for braces.
+    /// Parses a format: tokens in braces, other text literally, `{{` and `}}` for braces.
     ///
     /// # Errors
-    /// The brace or the token that makes no sense.
+    /// The unmatched brace or unknown token.
     pub fn parse(format: &str) -> Result<Self, FormatError> {
         let mut tokens = Vec::new();
         let mut text = String::new();
@@ -156,7 +156,7 @@ impl LogFormat {
         Ok(Self(tokens))
     }
 
-    /// The line of a record, without its end. All tokens of a line are of one moment.
+    /// Formats a record as a line, without a newline. All tokens of a line use the same time.
     pub fn line(&self, record: &Record<'_>) -> String {
         self.line_at(record, Timestamp::now())
     }
@@ -230,14 +230,14 @@ fn write_token(
     }
 }
 
-/// A moment of the real-time clock.
+/// A time of the real-time clock.
 #[derive(Clone, Copy, Debug)]
 struct Timestamp {
     seconds: libc::time_t,
     micros: i64,
 }
 
-/// A point in time as text.
+/// A calendar date and time of day.
 #[derive(Clone, Copy, Debug)]
 struct Calendar {
     year: i64,
@@ -246,7 +246,7 @@ struct Calendar {
     hour: libc::c_int,
     minute: libc::c_int,
     second: libc::c_int,
-    /// East of UTC.
+    /// Offset from UTC in seconds, positive to the east.
     offset_s: i64,
 }
 

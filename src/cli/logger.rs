@@ -21,36 +21,36 @@ use vmm::output_queue::OutputQueue;
 
 use super::log_format::LogFormat;
 
-/// Why there is no log.
+/// Why logging cannot be started.
 #[derive(Debug, Error)]
 pub enum LogError {
-    /// The file cannot be made.
+    /// The log file cannot be created.
     #[error("the log file '{path}' cannot be made")]
     Create {
-        /// Its path.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The host gives no descriptor or thread for it.
+    /// A descriptor or thread cannot be created.
     #[error("logging cannot be started")]
     Start(#[source] io::Error),
-    /// There is one already.
+    /// Logging was started before.
     #[error("there is a logger already")]
     Twice,
 }
 
-/// Lines that wait for their reader.
+/// Maximum number of queued lines.
 const QUEUE_LINES: usize = 1024;
 
-/// Longest wait at the end for a slow reader.
+/// Longest wait for a slow reader at the end of the process.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 enum Output {
-    /// A file, which has no reader that a write could wait for.
+    /// A file, writing to which does not wait for a reader.
     File(Arc<File>),
-    /// A terminal, a pipe or a socket.
+    /// A terminal, pipe or socket.
     Reader(OutputQueue<String>),
 }
 
@@ -78,7 +78,7 @@ impl Log for Logger {
     fn log(&self, record: &Record<'_>) {
         let line = self.format.line(record) + self.line_end;
         match &self.output {
-            // No one is left to be told that telling failed.
+            // There is nowhere to report an error to.
             Output::File(file) => drop((&**file).write_all(line.as_bytes())),
             Output::Reader(queue) => queue.put(|lost| match lost {
                 0 => line,
@@ -94,7 +94,7 @@ impl Log for Logger {
     }
 }
 
-/// Makes or empties a file. What has a reader, a named pipe for example, is neither emptied nor waited for.
+/// Creates or truncates a file. A named pipe or other file with a reader is neither truncated nor waited
 fn create(path: &Path) -> io::Result<File> {
     if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
         let open = |with_read: bool| {
@@ -111,10 +111,10 @@ fn create(path: &Path) -> io::Result<File> {
     File::create(path)
 }
 
-/// Starts logging. Gives the file, for processes that log to it as well.
+/// Starts logging. Returns the log file, for child processes that log to it as well.
 ///
 /// # Errors
-/// The file cannot be made, or logging was started before.
+/// The file cannot be created, or logging was started before.
 pub fn start(
     format: LogFormat,
     verbosity: u8,
@@ -126,7 +126,7 @@ pub fn start(
             create(path).map(Arc::new).map_err(failed)
         })
         .transpose()?;
-    // A terminal may be in raw mode while the guest uses it.
+    // A terminal is in raw mode while the guest uses it.
     let raw = file.is_none() && io::stderr().is_terminal();
     let output = match &file {
         Some(file) => Ok(Arc::clone(file)),

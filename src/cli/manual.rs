@@ -13,18 +13,18 @@ use vmm::config::Family;
 use vmm::config::family::{FamilyInfo, FieldInfo};
 use vmm::config::reference::{UNSUPPORTED_FAMILIES, help};
 
-/// Widths of lines: where none is set, and within which what a terminal says is used.
+/// Line width if the terminal reports none, and the range within which its width is used.
 const WIDTH_DEFAULT: usize = 80;
 const WIDTH_MIN: usize = 40;
 const WIDTH_MAX: usize = 100;
 
-/// Where the meaning of a key begins.
+/// Indentation of the description of a key.
 const INDENT: usize = 6;
 
-/// Where clap puts the long text of an option.
+/// Indentation of clap's long help of an option.
 const CLAP_INDENT: usize = 10;
 
-/// How wide lines may be: as wide as the terminal, if stdout is one.
+/// Line width for help texts: that of the terminal, if stdout is one.
 pub fn width() -> usize {
     let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
     // SAFETY: the kernel writes one winsize, which lives across the call, or nothing.
@@ -35,7 +35,7 @@ pub fn width() -> usize {
     }
 }
 
-/// Text in lines of at most `width`, each behind `indent` spaces; a word that is longer stands alone.
+/// Text wrapped to lines of at most `width`, indented by `indent` spaces; a longer word has its own line.
 pub fn wrapped(text: &str, indent: usize, width: usize) -> String {
     let (mut out, mut line) = (String::new(), String::new());
     let margin = " ".repeat(indent);
@@ -58,7 +58,7 @@ pub fn wrapped(text: &str, indent: usize, width: usize) -> String {
     out
 }
 
-/// A default as an option string has it; nothing where there is none.
+/// The default as in an option string; `None` if there is none.
 fn default_of(field: &FieldInfo) -> Option<String> {
     if field.spec.required_key {
         return Some("required".to_owned());
@@ -73,7 +73,7 @@ fn default_of(field: &FieldInfo) -> Option<String> {
     Some(format!("default {}", text.to_ascii_lowercase()))
 }
 
-/// The unit, where the name of a key or the form of its value says one.
+/// The unit, if the name of a key or its value syntax shows one.
 fn unit_of(key: &str, value: Option<&str>) -> Option<&'static str> {
     match value {
         Some("<bytes>" | "<size>") => Some("bytes; K, M, G and T may follow the number"),
@@ -84,7 +84,7 @@ fn unit_of(key: &str, value: Option<&str>) -> Option<&'static str> {
     }
 }
 
-/// The keys of a family, one after the other.
+/// Descriptions of all keys of a family.
 pub fn keys(info: &FamilyInfo, width: usize) -> String {
     let mut out = String::from("Keys (key=value,key=value):\n");
     let mut refused = Vec::new();
@@ -117,7 +117,7 @@ pub fn keys(info: &FamilyInfo, width: usize) -> String {
     out
 }
 
-/// What a family is, and all its keys.
+/// Description of a family with all its keys.
 pub fn page<T: Family>(width: usize) -> String {
     let info = T::info();
     if UNSUPPORTED_FAMILIES.contains(&info.name) {
@@ -126,7 +126,7 @@ pub fn page<T: Family>(width: usize) -> String {
     keys(&info, width)
 }
 
-/// What a family is, in a line.
+/// Description of a family in one line.
 pub fn about<T: Family>() -> String {
     let info = T::info();
     if UNSUPPORTED_FAMILIES.contains(&info.name) {
@@ -135,8 +135,8 @@ pub fn about<T: Family>() -> String {
     info.about.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
 }
 
-/// The option of `cloud-hypervisor` that takes a family: its syntax with `-h`, its keys with `--help`.
-/// Making the texts takes time that a VM need not wait for.
+/// The option of `cloud-hypervisor` for a family: its syntax with `-h`, its keys with `--help`. Building
+/// the texts takes time, and is skipped when a VM is started.
 pub fn option<T: Family>(name: &'static str, with_help: bool) -> Arg {
     let arg = Arg::new(name).long(name).num_args(1).value_name("OPTIONS");
     if !with_help {
@@ -147,7 +147,7 @@ pub fn option<T: Family>(name: &'static str, with_help: bool) -> Arg {
     arg.help(help::<T>()).long_help(long)
 }
 
-/// The same of an option that may be given several times.
+/// The same for an option that may be given several times.
 pub fn list<T: Family>(name: &'static str, with_help: bool) -> Arg {
     option::<T>(name, with_help).num_args(1..).action(ArgAction::Append)
 }
@@ -171,7 +171,7 @@ mod tests {
                         assert!(text.contains(key.key), "{}: {}", info.name, key.key);
                     }
                 }
-                // The form of a value is one word, however long.
+                // The syntax of a value is one word, however long.
                 let long = |line: &&str| line.chars().count() > width && !line.starts_with("  ");
                 assert_eq!(text.lines().find(long), None, "{}", info.name);
                 let told = text.lines().filter(|line| line.starts_with("      "));

@@ -25,7 +25,8 @@ pub mod pool;
 pub mod remote;
 pub mod watch;
 
-/// Prints lines on stdout. Its reader may have closed it; the exit code still tells.
+/// Prints a line on stdout. An error is ignored, as the reader may have left; the exit code still reports
+/// the result.
 pub fn print_line(line: &str) {
     use std::io::Write;
     let mut out = std::io::stdout();
@@ -41,7 +42,7 @@ mod tests {
     use serde_json::{Value, json};
     use vmm::api::{MigrationReport, ProgressDocument};
 
-    /// Puts the values of one object into another, those of objects in it likewise.
+    /// Merges the values of one object into another, recursively.
     fn put(into: &mut Value, values: Value) {
         match (into, values) {
             (Value::Object(into), Value::Object(values)) => {
@@ -53,7 +54,7 @@ mod tests {
         }
     }
 
-    /// A document of version 1 in which nothing is known yet.
+    /// A progress document of version 1 without any values.
     fn empty() -> Value {
         json!({
             "version": 1, "side": "source", "phase": "idle", "postcopy": false, "elapsed_ms": 0,

@@ -21,7 +21,7 @@ use vmm::config::{BalloonConfig, DeviceConfig, DiskConfig, NetConfig, RngConfig,
 
 use super::manual;
 
-/// Options that make no sense without a VM.
+/// Options that require a VM configuration.
 pub(super) const VM_OPTIONS: [&str; 29] = [
     "cpus",
     "memory",
@@ -54,14 +54,14 @@ pub(super) const VM_OPTIONS: [&str; 29] = [
     "landlock-rules",
 ];
 
-/// Options of other builds of cloud-hypervisor: refused by name.
+/// Options of other builds of cloud-hypervisor, which are refused by name.
 pub(super) const ELSEWHERE: [&str; 3] = ["fw-cfg-config", "gdb", "ivshmem"];
 
 fn elsewhere(name: &'static str) -> Arg {
     Arg::new(name).long(name).num_args(1).help("Not supported by this version").hide(true)
 }
 
-/// The command line; with empty help texts unless they are wanted.
+/// The command line of cloud-hypervisor; without help texts unless requested.
 pub fn command(with_help: bool) -> Command {
     let say = |help: &'static str| if with_help { help } else { "" };
     let one = |name: &'static str, help: String| {

@@ -17,27 +17,27 @@ const CONFIG: &str = "/etc/prezero-pool.toml";
 /// Errors of the program.
 #[derive(Debug, Error)]
 pub enum PoolCommandError {
-    /// The configuration.
+    /// The configuration is invalid.
     #[error("the configuration of the pool is not valid")]
     Config(#[from] ConfigError),
-    /// The daemon.
+    /// The daemon failed.
     #[error("the pool cannot be served")]
     Serve(#[from] ServeError),
     /// The configuration names no socket for statistics.
     #[error("the configuration names no stats_socket, so there are no statistics to read")]
     NoStats,
-    /// There is no answer.
+    /// The statistics cannot be read.
     #[error("cannot read the statistics at {}", path.display())]
     Stats {
-        /// The socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// The command line.
+/// The command line of prezero-pool.
 pub fn command() -> Command {
     let config = Arg::new("config")
         .long("config")
@@ -77,12 +77,12 @@ pub struct Call {
     config: PathBuf,
     /// Log verbosity.
     pub verbosity: u8,
-    /// The sandbox of the daemon.
+    /// Mode of the daemon's system call filter.
     pub seccomp: SeccompMode,
 }
 
 impl Call {
-    /// Reads the words, which clap has found to be right.
+    /// Reads the arguments that clap has validated.
     pub fn new(matches: &ArgMatches) -> Self {
         let (name, arguments) =
             matches.subcommand().map_or(("", matches), |(name, arguments)| (name, arguments));
@@ -90,16 +90,16 @@ impl Call {
         let verbosity = if name == "run" { arguments.get_count("v") } else { 0 };
         let seccomp = match arguments.try_get_one::<String>("seccomp") {
             Ok(Some(text)) => SeccompMode::parse(text),
-            // What prints and ends needs none.
+            // Commands that only print need none.
             _ => SeccompMode::Off,
         };
         Self { name: name.to_owned(), config, verbosity, seccomp }
     }
 
-    /// Does it; gives what is to be printed.
+    /// Carries out the action; returns the text to print.
     ///
     /// # Errors
-    /// What is missing and what to do.
+    /// Names what is missing and what to do.
     pub fn carry_out(&self) -> Result<String, PoolCommandError> {
         let config = Config::read(&self.config)?;
         match self.name.as_str() {

@@ -19,60 +19,60 @@ use vmm::api::types::document::{FailureReport, GuestLocation, LatencySnapshot, P
 
 use super::{exit, print_line};
 
-/// Time between two looks.
+/// Poll interval.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Time between two plain lines in which nothing but amounts changed.
+/// Interval of plain lines while only amounts change.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
-/// Drawings of the bar at most: several for each look, or the last of them would be left out.
+/// Maximum redraws of the bar per second: several for each poll, or the last of them would be left out.
 const DRAWS_PER_S: u8 = 100;
 
-/// How fast the shown rate follows the measured one.
+/// Weight of the newest measurement in the displayed rate.
 const RATE_WEIGHT: f64 = 0.3;
 
 /// How a migration is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
-    /// Not at all.
+    /// Not shown.
     None,
-    /// As lines.
+    /// As lines of text.
     Lines,
-    /// As a bar that is drawn over.
+    /// As a progress bar.
     Bar,
 }
 
 impl View {
-    /// What fits stdout.
+    /// The view that fits stdout.
     pub fn for_stdout() -> Self {
         if std::io::stdout().is_terminal() { Self::Bar } else { Self::Lines }
     }
 }
 
-/// Why a migration that was followed did not end well.
+/// Why a followed migration did not end well.
 #[derive(Debug, Error)]
 pub enum FollowError {
-    /// There is none.
+    /// There is no migration.
     #[error("there is no migration to follow")]
     Nothing(#[source] ClientError),
-    /// What the VMM says of it makes no sense.
+    /// The progress document is malformed.
     #[error("the progress document of the VMM cannot be read")]
     Document(#[source] serde_json::Error),
-    /// It failed, or was cancelled.
+    /// The migration failed or was cancelled.
     #[error("{}", reasons(failure))]
     Failed {
-        /// What the VMM says.
+        /// The failure as reported by the VMM.
         failure: Box<FailureReport>,
     },
-    /// It failed, and the document does not say why.
+    /// The migration failed without a reported reason.
     #[error("the migration failed; see the log of the VMM")]
     NoReason,
-    /// The VMM went away.
+    /// The VMM is gone.
     #[error("the VMM ended in phase {phase} of the migration; check the other side")]
     Vanished {
-        /// The last phase that was seen.
+        /// The last phase seen.
         phase: Phase,
-        /// What asking ended with.
+        /// The error of the last request.
         #[source]
         source: ClientError,
     },
@@ -106,29 +106,28 @@ fn reasons(failure: &FailureReport) -> String {
     failure.chain.join(": ")
 }
 
-/// What is shown of the progress document.
+/// The displayed contents of a progress document.
 trait Shown {
-    /// Whether nothing more will happen.
+    /// Whether the migration has ended.
     fn is_over(&self) -> bool;
     /// Whether postcopy has lost its connections.
     fn is_reconnecting(&self) -> bool;
     /// Bytes that this side has sent or received.
     fn moved(&self) -> u64;
-    /// The process that continues when the VMM does not.
+    /// The page server that continues when the VMM has exited.
     fn page_server_socket(&self) -> Option<&Path>;
-    /// Phase, and its round.
+    /// Phase, and round if any.
     fn heading(&self) -> String;
-    /// Everything but the phase. `rate` is what was measured from here, in bytes per second.
+    /// Everything except the phase. `rate` is the measured rate in bytes per second.
     fn details(&self, rate: u64) -> String;
-    /// Whether memory is on its way.
+    /// Whether memory is being transferred.
     fn is_moving(&self) -> bool;
-    /// The last line.
+    /// The final line.
     fn summary(&self) -> String;
 }
 
 impl Shown for ProgressDocument {
-    /// Nothing more will happen. A postcopy that has lost its connections continues when it has them
-    /// again, by itself or on request; it is over only when it has failed.
+    /// A postcopy that has lost its connections can still recover, and has only ended once it has failed.
     fn is_over(&self) -> bool {
         match self.phase {
             Phase::Done | Phase::Failed => true,
@@ -150,7 +149,7 @@ impl Shown for ProgressDocument {
         server.map(|server| Path::new(&server.socket))
     }
 
-    /// Phase, and its round.
+    /// Phase, and round if any.
     fn heading(&self) -> String {
         match (self.phase, self.round) {
             (phase @ (Phase::Precopy | Phase::Receive), Some(round @ 1..)) => {
@@ -160,7 +159,7 @@ impl Shown for ProgressDocument {
         }
     }
 
-    /// Everything but the phase. `rate` is what was measured from here, in bytes per second.
+    /// Everything except the phase. `rate` is the measured rate in bytes per second.
     fn details(&self, rate: u64) -> String {
         let mut text = String::new();
         let mut add = |part: std::fmt::Arguments<'_>| {
@@ -186,7 +185,7 @@ impl Shown for ProgressDocument {
                 None => add(format_args!("{} of {all} here", BinaryBytes(self.moved()))),
             }
         }
-        // The end of a long line is cut off, so what counts most comes first.
+        // A long line is cut off at its end, so the most important part comes first.
         if let Some(us) = self.downtime_us {
             add(format_args!("downtime {}", time_us(us)));
         } else if let Some(us) = self.expected_downtime_us {
@@ -222,7 +221,7 @@ impl Shown for ProgressDocument {
         )
     }
 
-    /// The last line.
+    /// The final line.
     fn summary(&self) -> String {
         let time = time_us(self.elapsed_ms.saturating_mul(1000));
         let moved = BinaryBytes(self.moved());
@@ -248,7 +247,7 @@ fn time_us(us: u64) -> String {
     }
 }
 
-/// The rate at which memory moves, as seen from here.
+/// The measured rate of the transfer.
 #[derive(Default)]
 struct Rate {
     last: Option<(Instant, u64)>,
@@ -276,7 +275,7 @@ impl Rate {
     }
 }
 
-/// Where it is shown.
+/// The output of a view.
 enum Screen {
     None,
     Lines { heading: String, printed: Option<Instant> },
@@ -335,7 +334,7 @@ impl Screen {
         }
     }
 
-    /// The last words; what went wrong is for stderr and comes from elsewhere.
+    /// Prints the final line; errors go to stderr elsewhere.
     fn end(self, last: Option<&ProgressDocument>) {
         if let Self::Bar(bar) = &self {
             bar.finish_and_clear();
@@ -347,13 +346,13 @@ impl Screen {
     }
 }
 
-/// Tells the VMM that there is a watcher, so that it stays until the watcher has read the end.
+/// Tells the VMM that a client is watching, so that it stays until the client has read the end.
 pub fn announce(client: &Client) {
-    // There may be nothing to see yet, and a VMM that is not there is found out about soon.
+    // There may be no migration yet; an unreachable VMM is noticed soon enough.
     let _ = client.ask(Method::Get, "vm.migration-progress", None);
 }
 
-/// Follows the current migration, or the last one, to its end, at its page server too.
+/// Follows the current or last migration to its end, including at its page server.
 ///
 /// # Errors
 /// It did not end well, or its end was not seen.
@@ -417,7 +416,7 @@ mod tests {
 
     use super::*;
 
-    /// The document of a migration that has not begun, with other values.
+    /// The document of a migration that has not started, with these values.
     fn document(values: serde_json::Value) -> ProgressDocument {
         crate::cli::tests::progress(values)
     }

@@ -9,18 +9,18 @@ use std::fmt::Write as _;
 
 use super::{LEFT, PANEL, RIGHT, WIDTH};
 
-/// Ticks of an axis, about.
+/// Approximate number of ticks of an axis.
 const TICKS: f64 = 5.0;
 
-/// Most powers of ten that a logarithmic axis shows.
+/// Maximum number of powers of ten on a logarithmic axis.
 const POWERS_MAX: i32 = 16;
 
-/// Room between the sides of a panel.
+/// Inner width of a panel.
 pub fn inner() -> f64 {
     WIDTH - LEFT - RIGHT
 }
 
-/// Values along a side of a panel.
+/// A linear or logarithmic axis of a panel.
 pub struct Axis {
     low: f64,
     high: f64,
@@ -29,7 +29,7 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// From 0 to `most` at least, with round numbers that `name` puts in words.
+    /// A linear axis from 0 to at least `most`, with ticks at round numbers that `name` formats.
     pub fn of(most: f64, name: impl Fn(f64) -> String) -> Self {
         let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
         let step = round_step(most / TICKS);
@@ -43,7 +43,7 @@ impl Axis {
         Self { low: 0.0, high, powers: false, ticks }
     }
 
-    /// The same in bytes, whose round numbers are those of their unit; `more` follows the words.
+    /// The same for bytes, with ticks at round numbers of the unit; `more` is appended to the labels.
     pub fn of_bytes(most: f64, more: &str) -> Self {
         let mut unit = 1.0;
         while unit * 1024.0 <= most {
@@ -55,7 +55,7 @@ impl Axis {
         axis
     }
 
-    /// Times in milliseconds from 0 to `end`, no longer than that.
+    /// A time axis in milliseconds, from 0 to exactly `end`.
     pub fn of_times(end_ms: f64) -> Self {
         let mut axis = Self::of(end_ms, |ms| time_of(ms * 1e3));
         axis.ticks.retain(|(at, _)| *at <= end_ms);
@@ -63,7 +63,7 @@ impl Axis {
         axis
     }
 
-    /// Times in microseconds, each tick ten times the one before.
+    /// A logarithmic time axis in microseconds, with a tick for each power of ten.
     pub fn of_powers(from_us: f64, to_us: f64) -> Self {
         let log = |us: f64| us.max(1.0).log10();
         let low = log(from_us).floor();
@@ -78,26 +78,26 @@ impl Axis {
         Self { low, high, powers: true, ticks }
     }
 
-    /// Which share of the side lies before a value.
+    /// Relative position of a value on the axis, from 0 to 1.
     fn share(&self, value: f64) -> f64 {
         let value = if self.powers { value.max(1.0).log10() } else { value };
         ((value - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
     }
 
-    /// The place of a value from left to right.
+    /// Horizontal position of a value.
     pub fn across(&self, value: f64) -> f64 {
         LEFT + inner() * self.share(value)
     }
 }
 
-/// The next of 1, 2, 5, 10 and so on.
+/// The next larger number of the form 1, 2 or 5 times a power of ten.
 fn round_step(least: f64) -> f64 {
     let power = 10_f64.powf(least.log10().floor());
     let step = [1.0, 2.0, 5.0].into_iter().map(|digit| digit * power).find(|step| *step >= least);
     step.unwrap_or(10.0 * power)
 }
 
-/// A frame with a heading and an axis below.
+/// A frame with a heading and a horizontal axis.
 pub struct Panel {
     top: f64,
     across: Axis,
@@ -105,7 +105,7 @@ pub struct Panel {
 }
 
 impl Panel {
-    /// Draws what is empty of it.
+    /// Draws the frame, heading and horizontal axis.
     pub fn new(out: &mut String, top: f64, heading: &str, across: Axis, up: Axis) -> Self {
         let _ = writeln!(
             out,
@@ -123,7 +123,7 @@ impl Panel {
         Self { top, across, up }
     }
 
-    /// The same panel with other values from bottom to top.
+    /// The same panel with another vertical axis.
     pub fn with(&self, up: Axis) -> Self {
         let Axis { low, high, powers, .. } = self.across;
         let across = Axis { low, high, powers, ticks: Vec::new() };
@@ -134,7 +134,7 @@ impl Panel {
         self.top + PANEL * (1.0 - self.up.share(value))
     }
 
-    /// Values on the left, with lines across.
+    /// Draws the ticks of the left axis, with horizontal lines.
     pub fn left_ticks(&self, out: &mut String, colour: &str) {
         for (value, name) in &self.up.ticks {
             let y = self.height(*value);
@@ -143,7 +143,7 @@ impl Panel {
         }
     }
 
-    /// Values on the right.
+    /// Draws the ticks of the right axis.
     pub fn right_ticks(&self, out: &mut String, colour: &str) {
         let right = LEFT + inner();
         for (value, name) in &self.up.ticks {
@@ -168,7 +168,7 @@ impl Panel {
         );
     }
 
-    /// A bar from the bottom; its tooltip is `told`.
+    /// Draws a bar from the bottom, with the tooltip `told`.
     pub fn bar(&self, out: &mut String, (from, to): (f64, f64), value: f64, told: &str) {
         let (left, right) = (self.across.across(from), self.across.across(to));
         let y = self.height(value);
@@ -183,7 +183,7 @@ impl Panel {
         );
     }
 
-    /// A dashed line from top to bottom.
+    /// Draws a dashed vertical line.
     pub fn mark(&self, out: &mut String, value: f64) {
         let x = self.across.across(value);
         let _ = writeln!(
@@ -204,7 +204,7 @@ fn stroke(out: &mut String, from: (f64, f64), to: (f64, f64), colour: &str) {
     );
 }
 
-/// Words at a place.
+/// Draws text.
 pub fn text(out: &mut String, (x, y): (f64, f64), anchor: &str, size: u32, words: &str) {
     let words = escaped(words);
     let _ = writeln!(
@@ -223,12 +223,12 @@ fn coloured(out: &mut String, (x, y): (f64, f64), anchor: &str, words: &str, col
     );
 }
 
-/// Names of threads and phases come from elsewhere.
+/// Escapes text: names of threads and phases come from the report.
 fn escaped(words: &str) -> String {
     words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// A number without more digits than it needs.
+/// A number with as few digits as needed.
 fn short(value: f64) -> String {
     let digits = match value {
         _ if value >= 100.0 || value.fract() == 0.0 => 0,

@@ -18,24 +18,24 @@ use axes::{Axis, Panel, bytes_of, count_of, text, time_of};
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 90.0;
 const RIGHT: f64 = 90.0;
-/// Height of a panel, and what is between two of them: the ticks of one, the heading of the next.
+/// Height of a panel, and of the gap between two, which holds ticks and a heading.
 const PANEL: f64 = 160.0;
 const GAP: f64 = 62.0;
 const LINE: f64 = 18.0;
-/// Height of the band of phases.
+/// Height of the phase band.
 const BAND: f64 = 22.0;
-/// Room that a letter takes.
+/// Width of a character.
 const LETTER: f64 = 6.5;
-/// Threads that are listed; the report has all of them.
+/// Maximum number of threads in the table; the report has all.
 const THREADS_SHOWN: usize = 32;
-/// Phases that are listed.
+/// Maximum number of phases in the list.
 const PHASES_SHOWN: usize = 24;
 
 const BLUE: &str = "#4878a8";
 const RED: &str = "#c04040";
 const GREY: &str = "#777";
 
-/// Draws it; `vm` is the name of the VM in the request.
+/// Draws the chart of a report; `vm` is the name of the VM.
 pub fn svg(report: &MigrationReport, vm: &str) -> String {
     let mut body = String::new();
     text(&mut body, (LEFT, 28.0), "start", 16, &title(&report.progress, vm));
@@ -54,7 +54,7 @@ pub fn svg(report: &MigrationReport, vm: &str) -> String {
     )
 }
 
-/// Which VM, how, when, and what happened to it.
+/// The title: VM, mode, time, and result.
 fn title(progress: &ProgressDocument, vm: &str) -> String {
     let ProgressDocument { side, phase, mode, postcopy, began_unix_ms, .. } = progress;
     let mode = match (mode, postcopy) {
@@ -76,7 +76,7 @@ fn title(progress: &ProgressDocument, vm: &str) -> String {
     title
 }
 
-/// What it came to; nothing is said of what is not known.
+/// The key figures that are known.
 fn figures(progress: &ProgressDocument) -> String {
     let mut parts = vec![format!("{} in all", time_of(number(progress.elapsed_ms) * 1e3))];
     let mut add = |name: &str, value: Option<String>| {
@@ -92,7 +92,7 @@ fn figures(progress: &ProgressDocument) -> String {
     parts.join(", ")
 }
 
-/// The last moment of the picture.
+/// End of the time axis in milliseconds.
 fn end_ms(report: &MigrationReport) -> u64 {
     let last = report.timeline.last().map_or(0, |sample| sample.at_ms);
     last.max(report.progress.elapsed_ms).max(1)
@@ -102,9 +102,9 @@ fn time_axis(report: &MigrationReport) -> Axis {
     Axis::of_times(number(end_ms(report)))
 }
 
-/// A band with a number for each phase, and a list of what the numbers mean. Gives its bottom.
+/// Draws the numbered band of phases and its legend. Returns the bottom.
 fn phases(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
-    // Waiting for a source is no part of it, and what lasted no time is only listed.
+    // Waiting for a source is not part of the migration; phases without duration are only listed.
     let known: Vec<_> = report.phases.iter().filter(|one| one.phase != Phase::Listen).collect();
     let axis = time_axis(report);
     let mut entries = Vec::new();
@@ -131,7 +131,7 @@ fn phases(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
     if hidden > 0 {
         entries.push(format!("and {hidden} more"));
     }
-    // Line by line, so that none runs into another or out of the picture.
+    // Wrapped, so that the legend stays within the chart.
     let (mut line, mut y) = (String::new(), top + BAND + LINE);
     for entry in entries {
         if !line.is_empty() && (count(&line) + count(&entry) + 4.0) * LETTER > axes::inner() {
@@ -147,12 +147,12 @@ fn phases(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
     y
 }
 
-/// What was left, where it is known, and what had moved.
+/// Draws the remaining memory, if known, and the memory transferred.
 fn amounts(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     report.timeline.first()?;
     let samples = &report.timeline;
     let moved = samples.iter().map(|sample| sample.moved_bytes).max().unwrap_or(0);
-    // A single point is no line.
+    // A single point makes no line.
     let known = samples.iter().filter_map(|sample| sample.remaining_bytes);
     let left = known.clone().max().filter(|_| known.count() > 1);
     let most = number(moved.max(left.unwrap_or(0)));
@@ -167,7 +167,7 @@ fn amounts(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> 
     Some(top + PANEL)
 }
 
-/// How fast memory moved, and in postcopy how many faults there were.
+/// Draws the transfer rate, and the faults in postcopy.
 fn rates(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let rates: Vec<(f64, f64, f64)> = report
         .timeline
@@ -196,7 +196,7 @@ fn rates(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     Some(top + PANEL)
 }
 
-/// What each round had to send, and how fast the guest wrote in the one before it.
+/// Draws the bytes to send in each round, and the guest's write rate in the one before.
 fn rounds(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let (rounds, end) = (&report.rounds, number(end_ms(report)));
     rounds.first()?;
@@ -222,7 +222,7 @@ fn rounds(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     Some(top + PANEL)
 }
 
-/// How long faults waited, the time on a logarithmic scale.
+/// Draws how long faults waited, on a logarithmic time axis.
 fn latency(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> {
     let (first, last) = (report.latency.first()?, report.latency.last()?);
     let LatencySnapshot { count, p50, p99, max, .. } = report.progress.faults.latency_us?;
@@ -245,7 +245,7 @@ fn latency(out: &mut String, report: &MigrationReport, top: f64) -> Option<f64> 
     Some(top + PANEL)
 }
 
-/// Waits of each thread. Gives the height of the picture.
+/// Draws the table of waiting times by thread. Returns the height of the chart.
 fn table(out: &mut String, report: &MigrationReport, top: f64) -> f64 {
     if report.threads.is_empty() {
         return top;
@@ -272,7 +272,7 @@ fn number(value: u64) -> f64 {
     value as f64
 }
 
-/// Letters of a text.
+/// Number of characters of a text.
 fn count(text: &str) -> f64 {
     number(text.chars().count() as u64)
 }

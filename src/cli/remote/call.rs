@@ -24,38 +24,38 @@ use super::RemoteError;
 use super::commands::SIMPLE;
 use crate::cli::watch::View;
 
-/// What is sent.
+/// A request to the VMM.
 #[derive(Debug, PartialEq)]
 pub struct Call {
-    /// Method.
+    /// HTTP method.
     pub method: Method,
     /// Path below the root of the API.
     pub path: &'static str,
     /// Body as JSON text.
     pub body: Option<String>,
-    /// How the migration that this begins, or that continues, is followed to its end.
+    /// How to follow the migration that the request starts or continues.
     pub follow: Option<View>,
-    /// Descriptors of this process that go with it.
+    /// Descriptors of this process to send with the request.
     pub fds: Vec<ConfigFd>,
 }
 
 impl Call {
-    /// Without a body or anything else.
+    /// A request without a body.
     const fn bare(method: Method, path: &'static str) -> Self {
         Self { method, path, body: None, follow: None, fds: Vec::new() }
     }
 }
 
-/// A request that may be forced.
+/// A request with an optional `force` flag.
 fn forced(path: &'static str, matches: &ArgMatches) -> Call {
     let body = matches.get_flag("force").then(|| json!({"force": true}).to_string());
     Call { body, ..Call::bare(Method::Put, path) }
 }
 
-/// Turns a subcommand into a request.
+/// Builds the request of a subcommand.
 ///
 /// # Errors
-/// Its arguments cannot be read.
+/// The arguments are invalid.
 pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
     if let Some((_, method, path, _)) = SIMPLE.iter().find(|(known, ..)| *known == name) {
         return Ok(Call::bare(*method, path));
@@ -127,12 +127,12 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             let fds = data.arriving_fds().in_order();
             Call { fds, ..put("vm.receive-migration", &to_json(&data)) }
         }
-        // clap knows no other.
+        // clap accepts no other.
         other => unreachable!("subcommand {other}"),
     })
 }
 
-/// How a migration is to be followed.
+/// How a migration is followed.
 fn view(matches: &ArgMatches) -> Option<View> {
     if matches.get_flag("watch") {
         return Some(View::for_stdout());
@@ -160,7 +160,7 @@ fn send(matches: &ArgMatches, config: &str) -> Result<Call, RemoteError> {
 }
 
 fn to_json<T: Serialize>(value: &T) -> Value {
-    // Families have string keys and plain values only; writing them cannot fail.
+    // Families have only string keys and plain values, so serialising them cannot fail.
     serde_json::to_value(value).unwrap_or_default()
 }
 

@@ -18,7 +18,7 @@ use vmm::config::{
 
 use crate::cli::manual;
 
-/// A subcommand without arguments.
+/// Subcommands without arguments: name, method, endpoint, help.
 pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Show the counters of the VM's devices"),
@@ -50,7 +50,7 @@ pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ),
 ];
 
-/// A subcommand that takes the keys of an option family.
+/// A subcommand with the keys of an option family.
 fn of_family<T: Family>(name: &'static str) -> Command {
     option(name, manual::about::<T>()).after_help(manual::page::<T>(manual::width()))
 }
@@ -156,7 +156,7 @@ fn migration_commands() -> Vec<Command> {
     ]
 }
 
-/// The command line.
+/// The command line of ch-remote.
 pub fn command() -> Command {
     let mut commands: Vec<Command> =
         SIMPLE.iter().map(|(name, _, _, about)| Command::new(*name).about(*about)).collect();

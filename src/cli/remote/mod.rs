@@ -26,101 +26,101 @@ use super::{chart, exit, interrupt};
 pub use call::{Call, call};
 pub use commands::command;
 
-/// Why a command was not carried out.
+/// Why a command failed.
 #[derive(Debug, Error)]
 pub enum RemoteError {
-    /// The VMM refuses, or does not answer.
+    /// The VMM refuses the request, or does not answer.
     #[error("{command} failed")]
     Request {
         /// The subcommand.
         command: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: ClientError,
     },
-    /// An option string cannot be read.
+    /// An option string cannot be parsed.
     #[error("the argument of {command} cannot be read")]
     Option {
         /// The subcommand.
         command: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: OptionError,
     },
-    /// An argument is not allowed.
+    /// An argument is invalid.
     #[error("the argument of {command} is not valid")]
     Config {
         /// The subcommand.
         command: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: ConfigError,
     },
-    /// A number cannot be read.
+    /// A number cannot be parsed.
     #[error("'{text}' is not a valid {what}: {reason}")]
     Number {
-        /// What it should be.
+        /// What the number is.
         what: &'static str,
-        /// What it is.
+        /// The text as given.
         text: String,
-        /// What was expected.
+        /// What is expected.
         reason: String,
     },
     /// A descriptor is not open.
     #[error("the descriptor {number} cannot be sent: is it open in this process?")]
     Descriptor {
-        /// Its number.
+        /// Number of the descriptor.
         number: i32,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
     /// The configuration cannot be read.
     #[error("the configuration '{path}' cannot be read")]
     Read {
-        /// The file, `-` for stdin.
+        /// Path of the file, `-` for stdin.
         path: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The report of a migration is not one.
+    /// The migration report is malformed.
     #[error("the VMM's report of the migration cannot be read")]
     Report(#[source] serde_json::Error),
-    /// The answer is not what it should be.
+    /// The answer is malformed.
     #[error("the VMM's answer to {command} cannot be read")]
     Answer {
         /// The subcommand.
         command: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
-    /// The answer cannot be passed on.
+    /// The answer cannot be written to stdout.
     #[error("{command} succeeded, but its answer cannot be written to standard output")]
     Output {
         /// The subcommand.
         command: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
     /// A file cannot be written.
     #[error("'{path}' cannot be written")]
     Write {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The migration that was followed did not end well, or its end was not seen.
+    /// The migration that was followed failed, or its end was not seen.
     #[error(transparent)]
     Followed(#[from] FollowError),
 }
 
 impl RemoteError {
-    /// Whether the command line is to blame and nothing was sent.
+    /// Whether the command line is invalid and nothing was sent.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Option { .. } | Self::Config { .. } | Self::Number { .. })
     }
@@ -136,10 +136,10 @@ impl RemoteError {
     }
 }
 
-/// Carries out what the command line says; the text is what goes to stdout.
+/// Carries out the command line; returns the text for stdout.
 ///
 /// # Errors
-/// It was not done.
+/// The command failed.
 pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     let socket = matches.get_one::<String>("api-socket").map(PathBuf::from).unwrap_or_default();
     let Some((name, sub)) = matches.subcommand() else { return Ok(None) };
@@ -160,7 +160,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
             Ok(None)
         }
         Some(view) => {
-            // A VMM that has been asked before stays until the end has been seen.
+            // A VMM that was asked for progress before stays until the end has been read.
             watch::announce(&client);
             client.ask(call.method, call.path, call.body).map_err(request)?;
             watch::follow(&client, view)?;
@@ -178,7 +178,7 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
     }
 }
 
-/// The descriptors that the command line names by their numbers.
+/// Duplicates of the descriptors that the command line names by number.
 fn open(fds: &[ConfigFd]) -> Result<Vec<OwnedFd>, RemoteError> {
     let duplicate = |fd: &ConfigFd| {
         let number = fd.number();
@@ -194,10 +194,11 @@ fn pretty(command: &str, text: &str) -> Result<String, RemoteError> {
         .map_err(|source| RemoteError::Answer { command: command.to_owned(), source })
 }
 
-/// Writes an answer to stdout. Its reader may have left; the exit code still tells.
+/// Writes an answer to stdout. It is no error if the reader has left; the exit code still reports the
+/// result.
 ///
 /// # Errors
-/// There is a reader, or a file, and it does not take all.
+/// An error other than a closed pipe.
 pub fn print(matches: &ArgMatches, answer: &str) -> Result<(), RemoteError> {
     let mut out = std::io::stdout();
     match writeln!(out, "{answer}").and_then(|()| out.flush()) {
@@ -209,7 +210,7 @@ pub fn print(matches: &ArgMatches, answer: &str) -> Result<(), RemoteError> {
     }
 }
 
-/// Draws a report; what is to go to stdout comes back.
+/// Draws the chart of a report to a file, or returns it if it is to go to stdout.
 fn draw(path: &str, report: &str, vm: &str) -> Result<Option<String>, RemoteError> {
     let report = serde_json::from_str(report).map_err(RemoteError::Report)?;
     let picture = chart::svg(&report, vm);
