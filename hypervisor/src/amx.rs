@@ -17,23 +17,23 @@ const TILE_DATA: libc::c_ulong = 18;
 /// Why guests of this process cannot have AMX.
 #[derive(Debug, thiserror::Error)]
 pub enum AmxError {
-    /// It is too late.
+    /// A VM without AMX has run in this process.
     #[error(
         "guests of this process cannot be given AMX any more, as one without it has run: start a new \
          process for this VM"
     )]
     TooLate,
-    /// The host has none, or does not give it.
+    /// The host has no AMX, or does not permit it.
     #[error(
         "this host does not give AMX to guests: leave features=amx out, or use a host with AMX"
     )]
     Refused(#[source] io::Error),
-    /// KVM does not say what it has.
+    /// KVM does not report its features.
     #[error(transparent)]
     Kvm(#[from] crate::KvmError),
 }
 
-/// Asks for the permission; again and again changes nothing.
+/// Requests the permission. Idempotent.
 pub fn request_permission() -> Result<(), AmxError> {
     // SAFETY: this arch_prctl takes two numbers and touches no memory of the process.
     let result =

@@ -10,14 +10,14 @@ use serde::de::{Error as _, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
-/// Longest blob that is read from outside. The largest XSAVE area today is about 11 KiB (AMX).
+/// Maximum length of a blob that is parsed. The largest XSAVE area today is about 11 KiB (AMX).
 pub const BLOB_LEN_BYTES_MAX: usize = 64 * 1024;
 
-/// Bytes of kernel state; trailing zeros are not kept.
+/// Opaque kernel state; trailing zeros are dropped.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Blob(Vec<u8>);
 
-/// A blob does not fit the structure that it should fill.
+/// A blob is too long for the structure that it should fill.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error(
     "{len_bytes} bytes of state do not fit in the {room_bytes} bytes that this host has for it"
@@ -30,7 +30,7 @@ pub struct BlobError {
 }
 
 impl Blob {
-    /// Takes the bytes of a structure, without its trailing zeros.
+    /// Copies a structure, without its trailing zeros.
     pub fn new(bytes: &[u8]) -> Self {
         let len = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
         Self(bytes.get(..len).unwrap_or_default().to_vec())
@@ -41,7 +41,7 @@ impl Blob {
         &self.0
     }
 
-    /// Fills `target`: the bytes, then zeros.
+    /// Copies the bytes to `target` and fills the rest with zeros.
     pub fn fill(&self, target: &mut [u8]) -> Result<(), BlobError> {
         let room_bytes = target.len();
         let too_long = BlobError { len_bytes: self.0.len(), room_bytes };
@@ -85,7 +85,7 @@ impl<'de> Deserialize<'de> for Blob {
     }
 }
 
-/// Reads pairs of hexadecimal digits; `None` for anything else and for what is too long.
+/// Parses pairs of hexadecimal digits; `None` if malformed or too long.
 fn parse(text: &str) -> Option<Blob> {
     if !text.len().is_multiple_of(2) || text.len() / 2 > BLOB_LEN_BYTES_MAX {
         return None;

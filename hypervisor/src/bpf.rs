@@ -17,25 +17,25 @@ const MAP_LOOKUP_AND_DELETE_ELEM: libc::c_int = 21;
 const MAP_TYPE_HASH: u32 = 1;
 const PROG_TYPE_RAW_TRACEPOINT: u32 = 17;
 
-/// Says what the program may call; it calls nothing that asks for more.
+/// Licence of the program, which the kernel checks for calls of GPL-only functions; there are none.
 const LICENCE: &CStr = c"Apache-2.0 OR BSD-3-Clause";
 
-/// One instruction.
+/// A BPF instruction.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Insn {
     code: u8,
-    /// Destination in the lower half, source in the upper.
+    /// Destination register in the lower half, source in the upper.
     registers: u8,
     offset: i16,
     immediate: i32,
 }
 
-/// A register; 0 has results, 1 to 5 are arguments, 6 to 9 survive calls, 10 is the frame.
+/// A register: 0 holds results, 1 to 5 arguments, 6 to 9 survive calls, 10 is the frame pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct Reg(pub u8);
 
-/// Functions of the kernel.
+/// A helper function of the kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum Helper {
     /// `bpf_map_update_elem`.
@@ -64,7 +64,7 @@ impl Insn {
         Self::new(0x07, to, Reg(0), 0, value)
     }
 
-    /// `to = value` of 64 bits: two instructions.
+    /// `to = value` of 64 bits, which takes two instructions.
     pub const fn set_wide(to: Reg, value: u64) -> [Self; 2] {
         Self::wide(to, Reg(0), value)
     }
@@ -106,7 +106,7 @@ impl Insn {
         Self::new(0x55, register, Reg(0), over, value)
     }
 
-    /// Calls.
+    /// Calls a helper.
     pub const fn call(helper: Helper) -> Self {
         Self::new(0x85, Reg(0), Reg(0), 0, helper as i32)
     }
@@ -117,11 +117,11 @@ impl Insn {
     }
 }
 
-/// Makes one request with its part of `union bpf_attr`.
+/// Makes a BPF system call with its part of `union bpf_attr`.
 ///
 /// # Safety
-/// `attributes` is what the request takes, and what its addresses point to is there, and as long as
-/// the kernel expects it.
+/// `attributes` must be those of the request, and the memory that their addresses point to must be valid
+/// for the lengths that the kernel expects.
 unsafe fn bpf<T>(request: libc::c_int, attributes: &mut T) -> io::Result<libc::c_long> {
     // SAFETY: the kernel reads and writes no more of the attributes than the size says; the caller
     // vouches for what they point to.
@@ -131,7 +131,7 @@ unsafe fn bpf<T>(request: libc::c_int, attributes: &mut T) -> io::Result<libc::c
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer) }
 }
 
-/// Owns a descriptor that a request gave.
+/// Takes ownership of a descriptor returned by a request.
 fn own(answer: libc::c_long) -> io::Result<OwnedFd> {
     let fd = i32::try_from(answer).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
@@ -142,10 +142,10 @@ fn address<T: ?Sized>(of: *const T) -> u64 {
     of.cast::<u8>().expose_provenance() as u64
 }
 
-/// A table of `entries` 64-bit values by 32-bit keys.
+/// Creates a table of `entries` 64-bit values with 32-bit keys.
 ///
 /// # Errors
-/// What the kernel says: `EPERM` without the right to.
+/// The kernel's error: `EPERM` without the permission.
 pub fn create_table(entries: u32) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attributes {
@@ -161,10 +161,10 @@ pub fn create_table(entries: u32) -> io::Result<OwnedFd> {
     own(unsafe { bpf(MAP_CREATE, &mut attributes) }?)
 }
 
-/// Takes the value of a key out of a table.
+/// Removes a key from a table, and returns its value.
 ///
 /// # Errors
-/// What the kernel says: `ENOENT` when there is none.
+/// The kernel's error: `ENOENT` if there is none.
 pub fn take_value(table: &OwnedFd, key: u32) -> io::Result<u64> {
     #[repr(C)]
     struct Attributes {
@@ -191,8 +191,7 @@ pub fn take_value(table: &OwnedFd, key: u32) -> io::Result<u64> {
 /// Loads a program for a raw tracepoint.
 ///
 /// # Errors
-/// What the kernel says: `EPERM` without the right to, `EACCES` or `EINVAL` for a program that it
-/// does not take.
+/// The kernel's error: `EPERM` without the permission, `EACCES` or `EINVAL` for a program that it refuses.
 pub fn load(program: &[Insn]) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attributes {
@@ -217,11 +216,11 @@ pub fn load(program: &[Insn]) -> io::Result<OwnedFd> {
     own(unsafe { bpf(PROG_LOAD, &mut attributes) }?)
 }
 
-/// Runs a program at a tracepoint until the answer is dropped.
+/// Attaches a program to a tracepoint, until the returned descriptor is closed.
 ///
 /// # Errors
-/// What the kernel says: `ENOENT` when there is no such tracepoint, `EINVAL` when it has fewer
-/// arguments than the program reads.
+/// The kernel's error: `ENOENT` if there is no such tracepoint, `EINVAL` if it has fewer arguments than the
+/// program reads.
 pub fn attach(program: &OwnedFd, tracepoint: &CStr) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attributes {

@@ -26,7 +26,7 @@ use crate::userfault::UserfaultSupport;
 /// The only API version that was ever released for general use.
 const API_VERSION: i32 = 12;
 
-/// What cannot be done without, and what for.
+/// Required capabilities, with what they are needed for.
 const REQUIRED: [(u32, &str); 19] = [
     (kvm::KVM_CAP_USER_MEMORY, "KVM_CAP_USER_MEMORY (memory slots)"),
     (kvm::KVM_CAP_READONLY_MEM, "KVM_CAP_READONLY_MEM (read-only memory slots)"),
@@ -49,14 +49,14 @@ const REQUIRED: [(u32, &str); 19] = [
     (kvm::KVM_CAP_GET_TSC_KHZ, "KVM_CAP_GET_TSC_KHZ (the guest's TSC)"),
 ];
 
-/// Where KVM's modules say whether they use two-dimensional paging.
+/// Module parameters that say whether KVM uses two-dimensional paging.
 const TWO_DIMENSIONAL_PAGING: [&str; 2] =
     ["/sys/module/kvm_intel/parameters/ept", "/sys/module/kvm_amd/parameters/npt"];
 
 /// Why KVM cannot be used.
 #[derive(Debug, Error)]
 pub enum OpenError {
-    /// There is no such file.
+    /// The device does not exist.
     #[error(
         "{path} does not exist: load the module kvm_intel or kvm_amd, and switch virtualisation \
          on in the firmware or, in a virtual machine, on its host"
@@ -65,30 +65,30 @@ pub enum OpenError {
         /// Path of the device.
         path: PathBuf,
     },
-    /// The caller may not use it.
+    /// The process lacks the permission.
     #[error("no permission to open {path}: add the user to the group that owns it, or run as root")]
     NoPermission {
         /// Path of the device.
         path: PathBuf,
     },
-    /// The path contains a NUL or cannot be opened for another reason.
+    /// The device cannot be opened for another reason, or the path contains a NUL.
     #[error("cannot open {path}")]
     Open {
         /// Path of the device.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// This is not the KVM API that the program was written for.
+    /// The KVM API has an unknown version.
     #[error("{path} answers with API version {version} where KVM has {API_VERSION}")]
     WrongVersion {
         /// Path of the device.
         path: PathBuf,
-        /// What it answered; -1 if it is no KVM device at all.
+        /// The version; -1 if it is not a KVM device.
         version: i32,
     },
-    /// Something that this program needs is not there.
+    /// Required capabilities are missing.
     #[error("KVM of this kernel lacks {}: use a newer kernel", missing.join(", "))]
     Incapable {
         /// Names of the missing capabilities, with what they are for.
@@ -99,61 +99,61 @@ pub enum OpenError {
     Probe(#[source] KvmError),
 }
 
-/// How far dirty pages can be tracked by hand (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2).
+/// Support for a manual dirty log (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum ManualDirtyLog {
-    /// Reading the log also clears it, and write-protects everything at once.
+    /// Not supported: reading the log also clears it, and write-protects everything at once.
     None,
     /// Reading and clearing are separate.
     Protect,
-    /// Also, all pages start dirty, and none is write-protected until its bit is cleared.
+    /// As `Protect`, and all pages start dirty, and are write-protected only when their bit is cleared.
     InitiallySet,
 }
 
-/// What the kernel can do beyond what is required. Numbers are zero when the thing is missing.
+/// Optional capabilities of KVM. Numbers are zero if the capability is missing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
-    /// Manual dirty log.
+    /// Support for a manual dirty log.
     pub manual_dirty_log: ManualDirtyLog,
-    /// Largest dirty ring per vCPU in bytes.
+    /// Maximum size of the dirty ring of a vCPU in bytes.
     pub dirty_ring_len_bytes_max: u32,
-    /// A vCPU's TSC may have another frequency than the host's.
+    /// Whether a vCPU's TSC can have another frequency than the host's.
     pub tsc_control: bool,
-    /// The same for a whole VM, before it has vCPUs.
+    /// Whether the TSC frequency of a VM can be set, before it has vCPUs.
     pub vm_tsc_control: bool,
-    /// Attributes of vCPUs, among them the TSC offset.
+    /// Whether vCPUs have attributes, such as the TSC offset.
     pub vcpu_attributes: bool,
-    /// XSAVE areas of more than 4 KiB.
+    /// Whether XSAVE areas can exceed 4 KiB.
     pub xsave2: bool,
-    /// Special registers with page directory pointers.
+    /// Whether the special registers include page directory pointers.
     pub sregs2: bool,
-    /// Largest nested virtualisation state in bytes. Some hosts announce it and then have none.
+    /// Maximum size of the nested state in bytes. Some hosts report it and have no nested state.
     pub nested_state_len_bytes: u32,
-    /// Filling stage-2 tables ahead of time.
+    /// Whether stage-2 can be filled in advance.
     pub pre_fault_memory: bool,
-    /// Memory fault exits carry an address. Not every fault does even so.
+    /// Whether memory fault exits carry an address. Even so, some do not.
     pub memory_fault_info: bool,
-    /// Exits for pages that have not arrived, which no released kernel has.
+    /// Userfault exits for missing pages, which no released kernel has.
     pub userfault: Option<UserfaultSupport>,
-    /// Telling the guest that it was paused.
+    /// Whether the guest can be told that it was paused.
     pub kvmclock_ctrl: bool,
-    /// The clock can be set relative to real time.
+    /// Whether the clock can be set relative to real time.
     pub clock_realtime: bool,
-    /// The clock is read together with the host's TSC.
+    /// Whether the clock is read together with the host's TSC.
     pub clock_host_tsc: bool,
-    /// Memory slots a VM can have.
+    /// Maximum number of memory slots of a VM.
     pub memory_slots_max: u32,
-    /// Interrupt routes a VM can have.
+    /// Maximum number of interrupt routes of a VM.
     pub irq_routes_max: u32,
-    /// vCPUs a VM can have.
+    /// Maximum number of vCPUs of a VM.
     pub vcpus_max: u32,
-    /// vCPUs that the kernel recommends as a maximum.
+    /// Number of vCPUs that KVM recommends as a maximum.
     pub vcpus_recommended: u32,
-    /// Memory that only the guest can touch.
+    /// Whether a guest can have memory that the host cannot access.
     pub guest_memfd: bool,
-    /// Registers of vCPUs that are not model-specific ones, one at a time.
+    /// Whether vCPU registers other than MSRs can be accessed one at a time.
     pub one_reg: bool,
-    /// A pending triple fault is among the events of a vCPU.
+    /// Whether the events of a vCPU include a pending triple fault.
     pub triple_fault_event: bool,
 }
 
@@ -182,7 +182,7 @@ impl Capabilities {
             nested_state_len_bytes: number(kvm::KVM_CAP_NESTED_STATE),
             pre_fault_memory: is(kvm::KVM_CAP_PRE_FAULT_MEMORY),
             memory_fault_info: is(kvm::KVM_CAP_MEMORY_FAULT_INFO),
-            // Not by a number: see the module.
+            // Not known by a capability number: see the module.
             userfault: None,
             kvmclock_ctrl: is(kvm::KVM_CAP_KVMCLOCK_CTRL),
             clock_realtime: has_all(kvm::KVM_CAP_ADJUST_CLOCK, kvm::KVM_CLOCK_REALTIME),
@@ -199,18 +199,17 @@ impl Capabilities {
 }
 
 impl Capabilities {
-    /// Whether KVM walks the guest's page tables itself and keeps tables of its own, because the
-    /// processor's two-dimensional paging is not there or not in use.
+    /// Whether KVM uses shadow paging, as two-dimensional paging is not available or not in use.
     pub fn uses_shadow_paging(&self) -> bool {
         let says_yes = |path: &&str| {
             std::fs::read_to_string(path).is_ok_and(|text| text.starts_with(['Y', '1']))
         };
-        // KVM announces the capability with two-dimensional paging only; it is newer than that.
+        // The capability exists with two-dimensional paging only, and is newer than the parameters.
         !self.pre_fault_memory && !TWO_DIMENSIONAL_PAGING.iter().any(says_yes)
     }
 }
 
-/// An open and suitable KVM.
+/// An open KVM that has all required capabilities.
 #[derive(Debug)]
 pub struct Hypervisor {
     kvm: Kvm,
@@ -219,7 +218,7 @@ pub struct Hypervisor {
 }
 
 impl Hypervisor {
-    /// Opens the KVM device at `path`, which is /dev/kvm but in tests.
+    /// Opens the KVM device at `path`, which is /dev/kvm except in tests.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         let open_error = |source| OpenError::Open { path: path.to_owned(), source };
         let name = CString::new(path.as_os_str().as_bytes())
@@ -250,13 +249,12 @@ impl Hypervisor {
         Ok(Self { kvm, capabilities, msr_indices })
     }
 
-    /// What the kernel can do beyond what is required.
+    /// The optional capabilities.
     pub fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
 
-    /// The same KVM as if it had no manual dirty log: reading the log of a VM that is made from this
-    /// clears it.
+    /// The same KVM as if it had no manual dirty log: reading the log of its VMs clears it.
     #[cfg(feature = "testing")]
     #[must_use]
     pub fn without_manual_dirty_log(mut self) -> Self {
@@ -264,8 +262,7 @@ impl Hypervisor {
         self
     }
 
-    /// The CPUID leaves that KVM can give to a guest here, without features whose state could not be
-    /// saved.
+    /// The CPUID that KVM supports for guests, without features whose state cannot be saved.
     pub fn supported_cpuid(&self) -> Result<CpuId, KvmError> {
         let mut cpuid = self
             .kvm
@@ -275,23 +272,21 @@ impl Hypervisor {
         Ok(cpuid)
     }
 
-    /// The same with AMX, for which the kernel is asked first.
+    /// The same with AMX, for which it requests permission from the kernel.
     ///
     /// # Errors
-    /// This host has none, or a VM without it has run in this process.
+    /// The host has no AMX, or a VM without it has run in this process.
     pub fn supported_cpuid_with_amx(&self) -> Result<CpuId, AmxError> {
         amx::request_permission()?;
         Ok(self.supported_cpuid()?)
     }
 
-    /// Indices of the model-specific registers that a vCPU's state has.
+    /// Indices of the MSRs in the state of a vCPU.
     pub fn msr_indices(&self) -> &[u32] {
         &self.msr_indices
     }
 
-    /// Values of the registers that describe what the processor can do, as KVM supports it.
-    ///
-    /// Registers that the host does not have are left out.
+    /// Values of the feature MSRs that KVM supports, without those that the host lacks.
     pub fn feature_msrs(&self) -> Result<Vec<msr::MsrValue>, KvmError> {
         let list = self.kvm.get_msr_feature_index_list().context("list the feature registers")?;
         Ok(msr::read_all(list.as_slice(), |chunk: &mut Msrs| self.kvm.get_msrs(chunk))
@@ -308,7 +303,7 @@ impl Hypervisor {
     }
 }
 
-/// Names of the required capabilities that `ask` does not have.
+/// Names of the required capabilities for which `ask` reports no support.
 fn missing(ask: impl Fn(u32) -> i32) -> Vec<&'static str> {
     REQUIRED.iter().filter(|(cap, _)| ask(*cap) <= 0).map(|(_, name)| *name).collect()
 }

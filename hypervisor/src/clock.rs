@@ -20,17 +20,17 @@ use serde::{Deserialize, Serialize};
 use crate::error::{KvmContext, KvmError};
 use crate::vm::Vm;
 
-/// What happens to guest time between save and restore.
+/// How guest time continues after a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClockPolicy {
-    /// Guest time stands still: right for a snapshot that is restored some day.
+    /// From the saved time: for a snapshot that is restored at any later time.
     Continue,
-    /// Guest time moves on by the real time that passed, if it passed: right for a migration
-    /// between hosts whose clocks agree.
+    /// From the saved time plus the real time passed, if positive: for a migration between hosts whose
+    /// clocks agree.
     CatchUp,
 }
 
-/// The guest's clock; untrusted.
+/// State of the guest clock; untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClockState {
@@ -38,18 +38,18 @@ pub struct ClockState {
     pub clock_ns: u64,
     /// Real time of the reading, in nanoseconds since 1970.
     pub realtime_ns: u64,
-    /// The host's TSC at the same moment, if the host could tell.
+    /// The host's TSC at the same moment, if known.
     #[serde(default)]
     pub host_tsc: Option<u64>,
-    /// Frequency of the host's TSC.
+    /// Frequency of the host's TSC in kHz.
     #[serde(default)]
     pub host_tsc_khz: Option<u32>,
 }
 
-/// How guest time moved in a restore, for the TSC of each vCPU.
+/// Progress of guest time in a restore, by which the TSC of each vCPU is set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimeBase {
-    /// Guest time from the saved reading to the one after the restore.
+    /// Guest time between the saved reading and the one after the restore.
     pub elapsed_ns: u64,
     /// The saved reading.
     pub source: ClockState,
@@ -72,13 +72,13 @@ impl Vm {
         })
     }
 
-    /// Sets the guest's clock to `clock_ns`, from which it continues at once.
+    /// Sets the guest's clock to `clock_ns`, from where it runs at once.
     pub fn set_clock(&self, clock_ns: u64) -> Result<(), KvmError> {
         let data = kvm_clock_data { clock: clock_ns, ..Default::default() };
         self.shared().fd.set_clock(&data).context("set the guest's clock")
     }
 
-    /// Lets guest time continue from `state`. All vCPUs must exist, and none may have its state yet.
+    /// Sets guest time from `state`. All vCPUs must exist, and none may have its state yet.
     pub fn restore_clock(
         &self,
         state: &ClockState,

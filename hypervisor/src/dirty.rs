@@ -30,9 +30,8 @@ impl Vm {
             .map_err(|source| MemslotError::Kernel { what: "read the dirty log of", slot, source })
     }
 
-    /// Adds the log of `slot` to the bits that are in `bitmap` already, which grows to the length of
-    /// the log. A reader that keeps pages noted between two readings needs this: where reading clears
-    /// the log, what an earlier reading found is nowhere else.
+    /// Adds the log of `slot` to the bits in `bitmap`, which grows to the length of the log. Needed where
+    /// reading clears the log, and a caller collects the bits of several readings.
     ///
     /// # Errors
     /// Those of [`Vm::dirty_log`].
@@ -74,7 +73,7 @@ impl Vm {
     }
 }
 
-/// Adds the bits of `now` to `bitmap`, which grows to its length.
+/// Adds the bits of `now` to `bitmap`, which grows to the same length.
 fn add(now: &[u64], bitmap: &mut Vec<u64>) {
     if bitmap.len() < now.len() {
         bitmap.resize(now.len(), 0);
@@ -84,7 +83,7 @@ fn add(now: &[u64], bitmap: &mut Vec<u64>) {
     }
 }
 
-/// Checks what `KVM_CLEAR_DIRTY_LOG` would refuse, and that the bitmap covers the range.
+/// Checks the conditions of `KVM_CLEAR_DIRTY_LOG`, and that the bitmap covers the range.
 fn check_clear(
     slot: u32,
     slot_pages: u64,

@@ -9,25 +9,25 @@ use std::io;
 
 use thiserror::Error;
 
-/// The kernel refused a request that names nothing but itself.
+/// A failed KVM call.
 #[derive(Debug, Error)]
 #[error("the kernel refused to {what}")]
 pub struct KvmError {
-    /// What was asked for, as an infinitive clause.
+    /// What was attempted, as an infinitive clause.
     pub what: &'static str,
-    /// The kernel's answer.
+    /// The cause.
     #[source]
     pub source: io::Error,
 }
 
 impl KvmError {
-    /// The error number, zero when the error did not come from the kernel.
+    /// The errno, or zero if the error did not come from the kernel.
     pub fn errno(&self) -> i32 {
         self.source.raw_os_error().unwrap_or(0)
     }
 }
 
-/// Names the request of a failed ioctl.
+/// Adds the name of the request to a failed ioctl.
 pub(crate) trait KvmContext<T> {
     /// `what` is an infinitive clause.
     fn context(self, what: &'static str) -> Result<T, KvmError>;

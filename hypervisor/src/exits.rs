@@ -18,28 +18,28 @@ use crate::stage2::MapStage2;
 use crate::userfault::FaultedAccess;
 use crate::vcpu::Vcpu;
 
-/// What a guest misses at a time.
+/// Granularity of missing memory in bytes.
 const PAGE_BYTES: u64 = 4096;
 
-/// What a vCPU does after its handler has dealt with an exit.
+/// What a vCPU does after its handler has handled an exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterExit {
-    /// Goes back into the guest.
+    /// Re-enter the guest.
     Resume,
-    /// Finishes the access and parks itself, as after a reset request: no further instruction of
-    /// the guest runs until it is resumed.
+    /// Complete the access and park the vCPU, as after a reset request: no further guest instruction runs
+    /// until it is resumed.
     Leave,
 }
 
 /// What a vCPU does after a memory fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultAction {
-    /// The memory may be there now: goes back into the guest.
+    /// Re-enter the guest: the memory may be resident now.
     Retry,
-    /// The memory is there now: KVM maps it, and then it goes back into the guest, which would otherwise
-    /// leave it once more for that. Only where [`crate::Capabilities::pre_fault_memory`] says so.
+    /// Map the resident memory and re-enter the guest, which saves another exit. Only with
+    /// [`crate::Capabilities::pre_fault_memory`].
     Map,
-    /// Gives up, with [`StopReason::MemoryFault`].
+    /// Stop with [`StopReason::MemoryFault`].
     Stop,
 }
 
@@ -48,77 +48,77 @@ pub enum FaultAction {
 pub enum StopReason {
     /// Triple fault.
     Shutdown,
-    /// The guest halted without interrupt controllers in the kernel.
+    /// The guest halted without an in-kernel interrupt controller.
     Halted,
-    /// The guest asked for reset, shutdown or the like (KVM_SYSTEM_EVENT_*).
+    /// The guest requested a reset, shutdown or similar (KVM_SYSTEM_EVENT_*).
     SystemEvent {
         /// Kind of the event.
         kind: u32,
     },
-    /// KVM gave up.
+    /// A KVM internal error.
     InternalError {
         /// Kind of the error (KVM_INTERNAL_ERROR_*).
         suberror: u32,
-        /// Explanation with the instruction pointer.
+        /// Explanation, with the instruction pointer.
         text: String,
     },
     /// The processor refused to enter the guest.
     FailEntry {
-        /// The processor's code.
+        /// Reason code of the processor.
         hardware_reason: u64,
         /// Host CPU.
         cpu: u32,
     },
-    /// Guest memory could not be provided.
+    /// Guest memory is not available.
     MemoryFault(FaultedAccess),
     /// KVM_RUN failed.
     RunFailed {
-        /// Error number.
+        /// The errno.
         errno: i32,
     },
     /// An unexpected exit.
     UnexpectedExit {
-        /// What kvm-ioctls calls it.
+        /// Name of the exit in kvm-ioctls.
         name: String,
     },
 }
 
-/// Deals with a VM's exits. Called on the vCPUs' threads, on several at once.
+/// Handles the exits of a VM's vCPUs. Called on the vCPU threads, concurrently.
 ///
-/// Methods must not call [`crate::VcpuThreads::pause_all`] and the like: a vCPU cannot wait for
-/// itself. Those calls are refused.
+/// Methods must not call [`crate::VcpuThreads::pause_all`] and the like, as a vCPU cannot wait for itself.
+/// Such calls are refused.
 pub trait ExitHandler: Send + Sync {
-    /// The guest reads a port; `data` is 1, 2 or 4 bytes long.
+    /// Port read by the guest; `data` is 1, 2 or 4 bytes long.
     fn pio_read(&self, port: u16, data: &mut [u8]);
-    /// The guest writes a port; `data` is 1, 2 or 4 bytes long.
+    /// Port write by the guest; `data` is 1, 2 or 4 bytes long.
     fn pio_write(&self, port: u16, data: &[u8]) -> AfterExit;
-    /// The guest reads memory where there is none; `data` is 1 to 8 bytes long.
+    /// MMIO read by the guest; `data` is 1 to 8 bytes long.
     fn mmio_read(&self, gpa: u64, data: &mut [u8]);
-    /// The guest writes memory where there is none; `data` is 1 to 8 bytes long.
+    /// MMIO write by the guest; `data` is 1 to 8 bytes long.
     fn mmio_write(&self, gpa: u64, data: &[u8]) -> AfterExit;
-    /// Where the calling vCPU was when KVM_RUN failed without saying it, if that is known
-    /// otherwise: see [`crate::FaultTracer`].
+    /// Where the calling vCPU faulted when KVM_RUN failed without an address, if known otherwise: see
+    /// [`crate::FaultTracer`].
     fn faulted_at(&self, vcpu_index: u32) -> Option<FaultedAt> {
         let _ = vcpu_index;
         None
     }
-    /// The guest touched memory that the host cannot provide.
+    /// Guest access to memory that the host cannot provide.
     fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
         let _ = (vcpu_index, access);
         FaultAction::Stop
     }
-    /// A vCPU has stopped for good; its state can still be read. The others continue.
+    /// A vCPU has stopped for good; its state can still be read. The others keep running.
     fn stopped(&self, vcpu_index: u32, reason: StopReason);
 }
 
-/// What came of one pass.
+/// Result of one KVM_RUN.
 #[derive(Debug)]
 pub(crate) enum RunOutcome {
-    /// An exit was dealt with; the next pass finishes it.
+    /// The exit was handled; the next KVM_RUN completes it.
     Handled,
-    /// The same, and the vCPU is to park itself.
+    /// As `Handled`, and the vCPU is to park.
     Leave,
-    /// A signal or `immediate_exit`: nothing is unfinished.
+    /// A signal or `immediate_exit`; nothing is pending.
     Interrupted,
     /// The vCPU cannot continue.
     Stopped(StopReason),
@@ -133,7 +133,7 @@ impl From<AfterExit> for RunOutcome {
     }
 }
 
-/// Enters the guest once, and deals with the exit.
+/// Enters the guest once, and handles the exit.
 pub(crate) fn run_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
     let pass = enter_once(vcpu, handler);
     match &pass {
@@ -154,7 +154,7 @@ fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
     let index = vcpu.index();
     match vcpu.fd.run() {
         Ok(VcpuExit::IoIn(port, data)) => {
-            // A string instruction comes as one exit with all its elements.
+            // A string instruction gives one exit with all its elements.
             let element_len_bytes = vcpu.run_page.pio_element_len_bytes();
             data.chunks_mut(element_len_bytes).for_each(|data| handler.pio_read(port, data));
             RunOutcome::Handled
@@ -189,7 +189,7 @@ fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
         Ok(other) => RunOutcome::Stopped(StopReason::UnexpectedExit { name: format!("{other:?}") }),
         Err(error) => match error.errno() {
             libc::EINTR => RunOutcome::Interrupted,
-            // A vCPU that waited for INIT and SIPI was woken up.
+            // A vCPU that waited for INIT and SIPI was woken.
             libc::EAGAIN => RunOutcome::Handled,
             libc::EFAULT => {
                 let gpa = handler.faulted_at(index).and_then(|at| vcpu.gpa_of(at));
@@ -211,7 +211,7 @@ fn fault(
         FaultAction::Retry => RunOutcome::Handled,
         FaultAction::Map => {
             let page = access.gpa.map(|gpa| gpa & !(PAGE_BYTES - 1));
-            // What KVM cannot map ahead, the guest's own access maps, or is refused again.
+            // If KVM cannot map it in advance, the guest's access maps it, or is refused again.
             if let Some(Err(error)) = page.map(|page| vcpu.fill(page, PAGE_BYTES)) {
                 log::trace!("vcpu{index}: {error}: {}", error.source);
             }
@@ -227,7 +227,7 @@ fn internal_error(vcpu: &Vcpu) -> StopReason {
     StopReason::InternalError { suberror, text: describe(suberror, &data, rip) }
 }
 
-/// Explains an internal error for the log.
+/// Describes an internal error for the log.
 fn describe(suberror: u32, data: &[u64], rip: Option<u64>) -> String {
     let mut text = match suberror {
         KVM_INTERNAL_ERROR_EMULATION => "KVM cannot emulate the guest's instruction",
@@ -259,7 +259,7 @@ mod tests {
     use crate::error::KvmError;
     use crate::vcpu::LostDeliveries;
 
-    /// Answers memory faults, and nothing else.
+    /// A handler for memory faults only.
     struct Faults(FaultAction);
 
     impl ExitHandler for Faults {
@@ -278,7 +278,7 @@ mod tests {
         fn stopped(&self, _vcpu_index: u32, _reason: StopReason) {}
     }
 
-    /// Notes what it is to map; cannot do it.
+    /// Records what it should map, and fails.
     #[derive(Default)]
     struct Tables(Mutex<Vec<(u64, u64)>>);
 

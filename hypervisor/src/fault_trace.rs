@@ -22,13 +22,13 @@ use thiserror::Error;
 use crate::bpf::{self, Helper, Insn, Reg};
 use crate::caps::Capabilities;
 
-/// Threads that fault at a time, at most: more than a VM has vCPUs.
+/// Maximum number of threads with a pending fault: more than a VM has vCPUs.
 const THREADS_MAX: u32 = 4096;
 
 /// Why faults cannot be traced.
 #[derive(Debug, Error)]
 pub enum FaultTraceError {
-    /// No right to.
+    /// The permission to load BPF programs is missing.
     #[error(
         "this process may not load BPF programs, which tell where a vCPU faulted on a KVM without \
          the bundled patches: give them to the program with \
@@ -36,35 +36,35 @@ pub enum FaultTraceError {
         program.display()
     )]
     NotPermitted {
-        /// This program.
+        /// Path of this program.
         program: PathBuf,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Not in this kernel.
+    /// The kernel lacks the tracepoint.
     #[error(
         "KVM of this kernel has no tracepoint {tracepoint} of the form that is known here (Linux \
          6.1 and later have)"
     )]
     NoTracepoint {
-        /// Its name.
+        /// Name of the tracepoint.
         tracepoint: &'static str,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("the program that traces KVM's page faults cannot be loaded")]
     Load(#[source] io::Error),
 }
 
-/// An address of the guest.
+/// Address of a fault in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultedAt {
-    /// A physical one.
+    /// Guest physical address.
     Gpa(u64),
-    /// A virtual one, in the address space that the vCPU uses.
+    /// Guest virtual address, in the vCPU's current address space.
     Gva(u64),
 }
 
@@ -83,17 +83,17 @@ impl Paging {
         }
     }
 
-    /// Offsets of the tracepoint's arguments: the address, and the last that it must have.
+    /// Offsets of the tracepoint's arguments: the address, and the last one that must exist.
     fn arguments(self) -> (i16, i16) {
         match self {
-            // Before Linux 6.1 it lacked the first, the vCPU, and so had two.
+            // Before Linux 6.1 the tracepoint lacked its first argument, the vCPU, and so had two.
             Self::TwoDimensional => (8, 16),
             Self::Shadow => (0, 8),
         }
     }
 }
 
-/// Notes where threads of this process fault, until it is dropped.
+/// Records where threads of this process fault, until dropped.
 #[derive(Debug)]
 pub struct FaultTracer {
     paging: Paging,
@@ -102,10 +102,10 @@ pub struct FaultTracer {
 }
 
 impl FaultTracer {
-    /// Begins.
+    /// Starts tracing.
     ///
     /// # Errors
-    /// What is missing, and how to get it.
+    /// Names what is missing and how to provide it.
     pub fn start(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
         let paging =
             if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
@@ -124,7 +124,7 @@ impl FaultTracer {
         Ok(Self { paging, table, _attached: attached })
     }
 
-    /// Where the calling thread faulted last, unless it has been told already.
+    /// Where the calling thread last faulted, unless that was returned before.
     pub fn take(&self) -> Option<FaultedAt> {
         // SAFETY: takes nothing and touches no memory.
         let thread = u32::try_from(unsafe { libc::gettid() }).ok()?;
@@ -146,10 +146,10 @@ fn refusal(source: io::Error) -> FaultTraceError {
     }
 }
 
-/// A process, as the kernel tells it from others.
+/// Identity of a process in the kernel.
 struct Process {
     id: i32,
-    /// Device, as the kernel counts it, and inode of its namespace of process ids.
+    /// Device number, in the kernel's encoding, and inode of its PID namespace.
     namespace: (u64, u64),
 }
 
@@ -163,19 +163,19 @@ impl Process {
     }
 }
 
-/// Notes the address by thread, if the thread is one of `process`.
+/// The program that records the address by thread, for threads of `process`.
 fn program(paging: Paging, process: &Process, table: &OwnedFd) -> Vec<Insn> {
     const FRAME: Reg = Reg(10);
     const ADDRESS: i16 = -8;
-    /// Thread and process id, 32 bits each.
+    /// Stack offsets of thread and process id, 32 bits each.
     const THREAD: i16 = -16;
     const PROCESS: i16 = -12;
     const IDS_BYTES: i32 = 8;
-    /// From after the check of the process to the end.
+    /// Number of instructions after the check of the process.
     const REST: i16 = 8;
     let (address, last) = paging.arguments();
     let mut program = vec![
-        // Nothing needs it; attaching fails where the tracepoint does not have it.
+        // Not used; makes attaching fail if the tracepoint lacks the argument.
         Insn::load(Reg(6), Reg(1), last),
         Insn::load(Reg(7), Reg(1), address),
         Insn::store(FRAME, ADDRESS, Reg(7)),

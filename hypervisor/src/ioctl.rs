@@ -30,9 +30,9 @@ ioctl_iowr_nr!(KVM_PRE_FAULT_MEMORY, KVMIO, 0xd5, kvm_pre_fault_memory);
 ioctl_iow_nr!(KVM_SET_DEVICE_ATTR, KVMIO, 0xe1, kvm_device_attr);
 ioctl_iow_nr!(KVM_GET_DEVICE_ATTR, KVMIO, 0xe2, kvm_device_attr);
 
-/// Bytes of the largest nested state that exists: the header and two VMCS pages.
+/// Maximum length of nested state in bytes: the header and two VMCS pages.
 pub const NESTED_STATE_LEN_BYTES: usize = 128 + 2 * 4096;
-/// Bytes of the XSAVE area that `KVM_GET_XSAVE` knows, and the least that KVM_GET_XSAVE2 writes.
+/// Length in bytes of the XSAVE area of `KVM_GET_XSAVE`, and the minimum for KVM_GET_XSAVE2.
 pub const XSAVE_LEN_BYTES: usize = 4096;
 
 fn done(answer: i32) -> io::Result<()> {
@@ -123,11 +123,11 @@ pub fn set_sregs2(vcpu: &impl AsRawFd, sregs: &kvm_sregs2) -> io::Result<()> {
     done(unsafe { ioctl_with_ref(vcpu, KVM_SET_SREGS2(), sregs) })
 }
 
-/// An XSAVE area with the alignment that the kernel's structure has.
+/// An XSAVE area, aligned like the kernel's structure.
 pub struct XsaveArea(Vec<u32>);
 
 impl XsaveArea {
-    /// A zeroed area of `len_bytes`, rounded up, and never under 4 KiB.
+    /// A zeroed area of at least `len_bytes` and 4 KiB.
     pub fn new(len_bytes: usize) -> Self {
         Self(vec![0; len_bytes.max(XSAVE_LEN_BYTES).div_ceil(4)])
     }
@@ -170,7 +170,7 @@ pub unsafe fn set_xsave(vcpu: &impl AsRawFd, area: &XsaveArea) -> io::Result<()>
     done(unsafe { ioctl_with_ptr(vcpu, KVM_SET_XSAVE(), area.0.as_ptr()) })
 }
 
-/// A buffer for nested state, as long as any kernel can want it.
+/// A buffer for the nested state of any kernel.
 pub struct NestedBuffer([u64; NESTED_STATE_LEN_BYTES / 8]);
 
 impl NestedBuffer {
@@ -189,7 +189,7 @@ impl NestedBuffer {
         zerocopy::IntoBytes::as_mut_bytes(&mut self.0[..])
     }
 
-    /// The `size` field of the header, which the kernel believes.
+    /// The `size` field of the header, which the kernel trusts.
     pub fn size_bytes(&self) -> usize {
         usize::try_from(self.0[0] >> 32).unwrap_or(usize::MAX)
     }
@@ -249,7 +249,7 @@ pub fn set_vcpu_attribute(
     done(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR(), &request) })
 }
 
-/// Fills stage-2 tables (KVM_CAP_PRE_FAULT_MEMORY); returns the bytes that were done.
+/// Fills stage-2 (KVM_CAP_PRE_FAULT_MEMORY); returns the number of bytes done.
 pub fn pre_fault_memory(vcpu: &impl AsRawFd, gpa: u64, len_bytes: u64) -> io::Result<u64> {
     let mut request = kvm_pre_fault_memory { gpa, size: len_bytes, ..Default::default() };
     // SAFETY: the kernel reads and writes one kvm_pre_fault_memory and touches guest memory only

@@ -11,27 +11,27 @@ use std::sync::Arc;
 use thiserror::Error;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Why an interrupt or an I/O event could not be set up.
+/// Why an interrupt or ioeventfd cannot be set up.
 #[derive(Debug, Error)]
 pub enum IrqError {
-    /// All interrupt routes of the VM are taken.
+    /// All interrupt routes of the VM are in use.
     #[error("no free interrupt route: the VM has {limit} at most")]
     Exhausted {
-        /// Routes that this VM can have.
+        /// Maximum number of routes.
         limit: u32,
     },
     /// The kernel refused the request.
     #[error("the kernel refused to {what}")]
     Kernel {
-        /// What was asked for, as an infinitive clause.
+        /// What was attempted, as an infinitive clause.
         what: &'static str,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// The address and data words of a message-signalled interrupt (PCI 3.0, 6.8.1).
+/// Address and data of a message-signalled interrupt (PCI 3.0, 6.8.1).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
     /// 64-bit message address.
@@ -42,27 +42,26 @@ pub struct MsiMessage {
 
 /// One message-signalled interrupt vector, backed by an interrupt route and an irqfd.
 pub trait MsiVector: Send + Sync {
-    /// Sets the message and enables delivery. A trigger that came while masked is delivered.
+    /// Sets the message and unmasks the vector. A trigger that arrived while masked is delivered.
     fn program(&self, message: MsiMessage) -> Result<(), IrqError>;
-    /// Stops delivery until the next [`MsiVector::program`]; triggers meanwhile are remembered.
+    /// Masks the vector until the next [`MsiVector::program`]; triggers meanwhile stay pending.
     fn mask(&self) -> Result<(), IrqError>;
     /// Raises the interrupt.
     fn trigger(&self) -> Result<(), IrqError>;
-    /// The eventfd behind [`MsiVector::trigger`], for back ends that raise it by themselves.
+    /// The eventfd behind [`MsiVector::trigger`], for back ends that signal it directly.
     fn eventfd(&self) -> BorrowedFd<'_>;
-    /// Takes, without delivering it, a trigger that came while the vector was masked.
-    ///
-    /// Used to save the pending bit; returns whether there was one.
+    /// Clears a trigger that arrived while the vector was masked, without delivering it; returns whether
+    /// there was one. Used to save the pending bit.
     fn take_pending(&self) -> bool;
 }
 
-/// Hands out interrupt vectors of one VM.
+/// Allocates interrupt vectors of one VM.
 pub trait MsiSource: Send + Sync {
-    /// Makes a vector; it is masked until it is programmed. Dropping it frees the route.
+    /// Allocates a vector, masked until it is programmed. Dropping it frees the route.
     fn create_vector(&self) -> Result<Arc<dyn MsiVector>, IrqError>;
 }
 
-/// Where a guest write that should signal an eventfd happens.
+/// Address of guest writes that signal an eventfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoEventAddress {
     /// A port.
@@ -71,10 +70,10 @@ pub enum IoEventAddress {
     Mmio(u64),
 }
 
-/// Lets a guest write signal an eventfd without leaving the kernel (KVM_IOEVENTFD).
+/// Has guest writes signal an eventfd without an exit to user space (KVM_IOEVENTFD).
 pub trait IoEvents: Send + Sync {
-    /// Signals `event` for each guest write to `address` of any length and value.
+    /// Signals `event` on each guest write to `address`, of any length and value.
     fn register(&self, event: &EventFd, address: IoEventAddress) -> Result<(), IrqError>;
-    /// Takes a registration back.
+    /// Removes a registration.
     fn unregister(&self, event: &EventFd, address: IoEventAddress) -> Result<(), IrqError>;
 }

@@ -16,10 +16,10 @@ use crate::blob::{Blob, BlobError};
 use crate::error::{KvmContext, KvmError};
 use crate::vm::Vm;
 
-/// Version of [`IrqchipState`] that this program writes, and the only one that it reads.
+/// Version of [`IrqchipState`] that is written, and the only one read.
 const VERSION: u32 = 1;
 
-/// State of PICs and IOAPIC; untrusted until [`Vm::set_irqchips`] has taken it.
+/// State of PICs and IOAPIC; untrusted until accepted by [`Vm::set_irqchips`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IrqchipState {
@@ -27,28 +27,28 @@ pub struct IrqchipState {
     pub version: u32,
     /// The kernel's `struct kvm_irqchip` of the first PIC.
     pub pic_master: Blob,
-    /// The same of the second PIC.
+    /// The kernel's `struct kvm_irqchip` of the second PIC.
     pub pic_slave: Blob,
-    /// The same of the IOAPIC.
+    /// The kernel's `struct kvm_irqchip` of the IOAPIC.
     pub ioapic: Blob,
 }
 
-/// Why interrupt controllers could not be restored.
+/// Why the interrupt controllers cannot be restored.
 #[derive(Debug, Error)]
 pub enum IrqchipStateError {
-    /// Another program wrote it.
+    /// The version is unknown.
     #[error("interrupt controller state has version {0}, and only {VERSION} is known here")]
     Version(u32),
     /// A part is too long.
     #[error("interrupt controller state is malformed")]
     Blob(#[source] BlobError),
-    /// The kernel refused it.
+    /// The kernel refused a part.
     #[error("interrupt controller state was not taken")]
     Kernel(#[source] KvmError),
 }
 
 impl Vm {
-    /// State of PICs and IOAPIC. The vCPUs should be parked.
+    /// Reads the state of PICs and IOAPIC. The vCPUs should be parked.
     pub fn irqchips(&self) -> Result<IrqchipState, KvmError> {
         let read = |chip_id| {
             let mut chip = kvm_irqchip { chip_id, ..Default::default() };
@@ -80,7 +80,7 @@ impl Vm {
             let mut bytes = [0; size_of::<kvm_irqchip>()];
             blob.fill(&mut bytes).map_err(IrqchipStateError::Blob)?;
             let mut chip = kvm_irqchip::read_from_bytes(&bytes).unwrap_or_default();
-            // Which chip it is does not come from outside.
+            // The chip id is not taken from the untrusted state.
             chip.chip_id = chip_id;
             self.shared()
                 .fd

@@ -13,8 +13,7 @@ use std::thread::JoinHandle;
 
 use vmm_sys_util::signal::SIGRTMIN;
 
-/// Signals a vCPU's thread, and wakes it where it has parked itself: a signal alone does not end
-/// that.
+/// Signals a vCPU thread, and unparks it if it has parked itself, as a signal alone does not end that.
 pub(crate) fn kick(thread: &JoinHandle<()>) {
     thread.thread().unpark();
     // SAFETY: a thread whose handle is there has not been joined, so its pthread_t is valid, and
@@ -24,10 +23,10 @@ pub(crate) fn kick(thread: &JoinHandle<()>) {
 
 extern "C" fn on_kick(_signal: libc::c_int) {}
 
-/// Gives the kick's signal a handler that does nothing, once per process.
+/// Installs an empty handler for the kick signal, once per process.
 ///
-/// Not through vmm-sys-util, which cannot set SA_RESTART: the signal may also hit a device that is
-/// in a system call. KVM_RUN returns EINTR all the same.
+/// Not through vmm-sys-util, which cannot set SA_RESTART: the signal may also interrupt a system call of a
+/// device. KVM_RUN returns EINTR all the same.
 pub(crate) fn install_kick_handler() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let install = || {
@@ -45,7 +44,7 @@ pub(crate) fn install_kick_handler() -> io::Result<()> {
     INSTALLED.get_or_init(install).map_err(io::Error::from_raw_os_error)
 }
 
-/// Lets only the kick, and signals of this thread's own making, interrupt a vCPU thread.
+/// Blocks all signals in a vCPU thread except the kick and synchronous ones.
 pub(crate) fn set_signal_mask() -> io::Result<()> {
     let open = [
         SIGRTMIN(),

@@ -11,22 +11,22 @@ use kvm_bindings::{KVM_MAX_MSR_ENTRIES, Msrs, kvm_msr_entry};
 use kvm_ioctls::Error;
 use serde::{Deserialize, Serialize};
 
-/// The time-stamp counter: saved and restored apart, with the clock.
+/// The time-stamp counter, which is saved and restored separately, with the clock.
 pub const IA32_TSC: u32 = 0x10;
 
-/// Memory type range registers, which KVM keeps and does not list: variable, fixed, default type.
+/// MTRRs, which KVM supports and does not list: variable, fixed, default type.
 const MTRRS: [std::ops::RangeInclusive<u32>; 6] =
     [0x200..=0x20f, 0x250..=0x250, 0x258..=0x259, 0x268..=0x26f, 0x2ff..=0x2ff, 0x277..=0x277];
-/// Machine check banks, which KVM keeps and does not list: 32 banks of four registers.
+/// Machine check banks, which KVM supports and does not list: 32 banks of four MSRs.
 const MCE_BANKS: std::ops::RangeInclusive<u32> = 0x400..=0x47f;
 
-/// One model-specific register.
+/// An MSR with its value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MsrValue {
-    /// Number of the register.
+    /// Index of the MSR.
     pub index: u32,
-    /// Its contents.
+    /// Value of the MSR.
     pub value: u64,
 }
 
@@ -36,7 +36,7 @@ impl From<kvm_msr_entry> for MsrValue {
     }
 }
 
-/// The registers to save on a host that lists `host_list`, each once, in ascending order.
+/// Indices of the MSRs to save on a host that lists `host_list`, ascending and without duplicates.
 pub fn indices_to_save(host_list: &[u32]) -> Vec<u32> {
     let mut indices: BTreeSet<u32> = host_list.iter().copied().collect();
     indices.extend(MTRRS.into_iter().flatten());
@@ -45,21 +45,21 @@ pub fn indices_to_save(host_list: &[u32]) -> Vec<u32> {
     indices.into_iter().collect()
 }
 
-/// What came of reading registers.
+/// Result of reading MSRs.
 #[derive(Debug, Default)]
 pub struct ReadMsrs {
-    /// Those that could be read.
+    /// Those that were read.
     pub values: Vec<MsrValue>,
-    /// Those that could not.
+    /// Indices that the kernel refused.
     pub refused: Vec<u32>,
 }
 
-/// Makes one request; the kernel stops at the first register that it refuses.
+/// A request for a chunk; the kernel stops at the first MSR that it refuses.
 fn chunk(entries: &[kvm_msr_entry]) -> Result<Msrs, Error> {
     Msrs::from_entries(entries).map_err(|_| Error::new(libc::E2BIG))
 }
 
-/// Reads `indices` with `get`, which answers how many of a request it did.
+/// Reads `indices` with `get`, which returns how many of a request were read.
 pub fn read_all(
     indices: &[u32],
     get: impl Fn(&mut Msrs) -> Result<usize, Error>,
@@ -79,7 +79,7 @@ pub fn read_all(
     Ok(read)
 }
 
-/// Writes `values` with `set`, which answers how many of a request it did; returns the refused.
+/// Writes `values` with `set`, which returns how many of a request were written; returns the refused ones.
 pub fn write_all(
     values: &[MsrValue],
     set: impl Fn(&Msrs) -> Result<usize, Error>,
@@ -96,7 +96,7 @@ pub fn write_all(
     Ok(refused)
 }
 
-/// An entry that asks for the register `index`.
+/// A request entry for the MSR `index`.
 fn msr_entry(index: u32, data: u64) -> kvm_msr_entry {
     kvm_msr_entry { index, reserved: 0, data }
 }

@@ -16,44 +16,44 @@ use kvm_bindings::{
 
 use crate::irq::MsiMessage;
 
-/// Lines of the IOAPIC, which are GSIs 0 to 23.
+/// Number of IOAPIC lines, which are GSIs 0 to 23.
 pub const IOAPIC_LINES: u32 = 24;
-/// Lines of the two PICs, which are GSIs 0 to 15 as well.
+/// Number of lines of the two PICs, which are GSIs 0 to 15.
 const PIC_LINES: u32 = 16;
 const PIC_LINES_EACH: u32 = 8;
-/// Entries that the fixed lines take of the table.
+/// Number of table entries for the fixed lines.
 const FIXED_ROUTES: u32 = IOAPIC_LINES + PIC_LINES;
-/// What every kernel since 5.9 takes (`KVM_MAX_IRQ_ROUTES`), and what the bindings can carry.
+/// Maximum that every kernel since 5.9 accepts (`KVM_MAX_IRQ_ROUTES`) and the bindings can carry.
 const ROUTES_MAX: u32 = 4096;
 
-/// Routes of one VM.
+/// The interrupt routes of one VM.
 #[derive(Debug)]
 pub struct RouteTable {
-    /// Entries that the kernel takes, the fixed ones included.
+    /// Maximum number of entries, including the fixed ones.
     limit: u32,
     /// Vectors by GSI; `None` until they have a message.
     vectors: BTreeMap<u32, Option<MsiMessage>>,
-    /// Every free number is at or above this one, or there is none below `end`.
+    /// Lower bound of the free GSIs below `end`.
     next: u32,
 }
 
 impl RouteTable {
-    /// A table with the fixed lines only. `limit` is what the kernel says that it takes.
+    /// A table with only the fixed lines. `limit` is the maximum that the kernel reports.
     pub fn new(limit: u32) -> Self {
         Self { limit: limit.min(ROUTES_MAX), vectors: BTreeMap::new(), next: IOAPIC_LINES }
     }
 
-    /// Entries that the kernel takes.
+    /// Maximum number of entries.
     pub fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Vectors that there can be.
+    /// Maximum number of vectors.
     fn capacity(&self) -> u32 {
         self.limit.saturating_sub(FIXED_ROUTES)
     }
 
-    /// Takes a free number for a vector.
+    /// Allocates a GSI for a vector.
     pub fn allocate(&mut self) -> Option<u32> {
         let end = IOAPIC_LINES + self.capacity();
         let free = |table: &Self, range: std::ops::Range<u32>| {
@@ -65,12 +65,12 @@ impl RouteTable {
         Some(gsi)
     }
 
-    /// Returns a number. Numbers that were not handed out are ignored.
+    /// Frees a GSI; one that is not allocated is ignored.
     pub fn free(&mut self, gsi: u32) {
         self.vectors.remove(&gsi);
     }
 
-    /// Routes a vector; returns whether the table changed.
+    /// Sets the route of a vector; returns whether the table changed.
     pub fn set(&mut self, gsi: u32, message: MsiMessage) -> bool {
         match self.vectors.get_mut(&gsi) {
             Some(route) if *route != Some(message) => {
@@ -81,14 +81,14 @@ impl RouteTable {
         }
     }
 
-    /// Takes a vector's route away, as after a failed update.
+    /// Removes the route of a vector, as after a failed update.
     pub fn unset(&mut self, gsi: u32) {
         if let Some(route) = self.vectors.get_mut(&gsi) {
             *route = None;
         }
     }
 
-    /// The table in the kernel's form.
+    /// The table as kernel entries.
     pub fn entries(&self) -> Vec<kvm_irq_routing_entry> {
         let pic = (0..PIC_LINES).map(|gsi| {
             let chip =

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use kvm_bindings::kvm_run;
 
-/// `struct kvm_run` lies within the first page of a vCPU's mapping.
+/// `struct kvm_run` is within the first page of a vCPU's mapping.
 const LEN_BYTES: usize = 4096;
 const _: () = assert!(size_of::<kvm_run>() <= LEN_BYTES);
 
@@ -50,7 +50,7 @@ impl RunPage {
             .ok_or_else(|| io::Error::from_raw_os_error(libc::EFAULT))
     }
 
-    /// Makes the next KVM_RUN, or not, finish pending I/O and return at once.
+    /// Sets whether the next KVM_RUN completes pending I/O and returns at once.
     pub fn set_immediate_exit(&self, on: bool) {
         // SAFETY: the byte lies within the mapping, which lives as long as `self`; all accesses
         // through this mapping are atomic.
@@ -62,7 +62,7 @@ impl RunPage {
         byte.store(u8::from(on), Ordering::SeqCst);
     }
 
-    /// Copies one field of the exit information out of the page.
+    /// Copies a field of the exit information from the page.
     fn exit_field<T: Copy>(&self) -> T {
         const OFFSET: usize = offset_of!(kvm_run, __bindgen_anon_1);
         const { assert!(size_of::<T>() <= 256 && align_of::<T>() <= 8) };
@@ -72,13 +72,13 @@ impl RunPage {
         unsafe { self.0.as_ptr().cast::<u8>().add(OFFSET).cast::<T>().read_volatile() }
     }
 
-    /// Bytes per element of the port access that KVM_RUN just left with; at least 1.
+    /// Bytes per element of the port access of the last exit; at least 1.
     pub fn pio_element_len_bytes(&self) -> usize {
         let io = self.exit_field::<kvm_bindings::kvm_run__bindgen_ty_1__bindgen_ty_4>();
         usize::from(io.size).max(1)
     }
 
-    /// Kind and data words of the internal error that KVM_RUN just left with.
+    /// Kind and data words of the internal error of the last exit.
     pub fn internal_error(&self) -> (u32, Vec<u64>) {
         let error = self.exit_field::<kvm_bindings::kvm_run__bindgen_ty_1__bindgen_ty_13>();
         let count = usize::try_from(error.ndata).map_or(0, |count| count.min(error.data.len()));

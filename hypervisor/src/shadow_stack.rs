@@ -9,29 +9,29 @@
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::{Error, VcpuFd};
 
-/// Register of x86, 64 bits wide, of the kind that KVM defines, number 0 (KVM_REG_GUEST_SSP).
+/// Id of the shadow stack pointer: x86, 64 bits, KVM register 0 (KVM_REG_GUEST_SSP).
 const GUEST_SSP: u64 = 0x2030_0003_0000_0000;
 /// MSR_IA32_U_CET, MSR_IA32_S_CET, MSR_IA32_PL0_SSP to PL3_SSP, MSR_IA32_INT_SSP_TAB.
 pub const CET_MSRS: [u32; 7] = [0x6a0, 0x6a2, 0x6a4, 0x6a5, 0x6a6, 0x6a7, 0x6a8];
 
 const LEAF_FEATURES: u32 = 7;
 const LEAF_XSAVE: u32 = 0xd;
-/// In ECX of leaf 7.
+/// Bit in ECX of leaf 7.
 const SHSTK: u32 = 1 << 7;
-/// In EDX of leaf 7.
+/// Bit in EDX of leaf 7.
 const IBT: u32 = 1 << 20;
-/// XSAVE components of both, in ECX of leaf 0xD, subleaf 1.
+/// XSAVE components of both features, in ECX of leaf 0xD, subleaf 1.
 const XSS_CET: u32 = 3 << 11;
 
-/// Whether a table of CPUID leaves shows shadow stacks: only then is there a pointer.
+/// Whether CPUID entries show shadow stacks; only then does the pointer exist.
 pub fn is_shown(cpuid: &[kvm_cpuid_entry2]) -> bool {
     cpuid
         .iter()
         .any(|leaf| (leaf.function, leaf.index) == (LEAF_FEATURES, 0) && leaf.ecx & SHSTK != 0)
 }
 
-/// Takes out what a host cannot save: shadow stacks without access to their pointer, and both features
-/// where KVM does not list their registers.
+/// Hides features that this host cannot save: shadow stacks without access to their pointer, and both
+/// features if KVM does not list their MSRs.
 pub fn hide_unsaved(cpuid: &mut CpuId, one_reg: bool, msr_indices: &[u32]) {
     let listed = CET_MSRS.iter().all(|msr| msr_indices.contains(msr));
     let (shadow_stacks, branches) = (one_reg && listed, listed);
@@ -47,11 +47,11 @@ pub fn hide_unsaved(cpuid: &mut CpuId, one_reg: bool, msr_indices: &[u32]) {
     }
 }
 
-/// A vCPU's registers that have numbers of KVM's own.
+/// vCPU registers with KVM's register ids.
 pub trait OneRegs {
-    /// Fills `bytes` with register `number`.
+    /// Reads register `number` into `bytes`.
     fn get(&self, number: u64, bytes: &mut [u8]) -> Result<(), Error>;
-    /// Sets register `number`.
+    /// Writes register `number`.
     fn set(&self, number: u64, bytes: &[u8]) -> Result<(), Error>;
 }
 
@@ -65,7 +65,7 @@ impl OneRegs for VcpuFd {
     }
 }
 
-/// The shadow-stack pointer of a vCPU, if it was shown shadow stacks.
+/// The shadow stack pointer of a vCPU, if it was shown shadow stacks.
 pub fn save(vcpu: &impl OneRegs, cpuid: &[kvm_cpuid_entry2]) -> Result<Option<u64>, Error> {
     if !is_shown(cpuid) {
         return Ok(None);
@@ -75,7 +75,7 @@ pub fn save(vcpu: &impl OneRegs, cpuid: &[kvm_cpuid_entry2]) -> Result<Option<u6
     Ok(Some(u64::from_ne_bytes(bytes)))
 }
 
-/// Sets the pointer that was saved, if one was; KVM wants the vCPU's CPUID first.
+/// Sets the saved pointer, if there is one; the vCPU's CPUID must be set first.
 pub fn restore(vcpu: &impl OneRegs, pointer: Option<u64>) -> Result<(), Error> {
     pointer.map_or(Ok(()), |pointer| vcpu.set(GUEST_SSP, &pointer.to_ne_bytes()))
 }
@@ -106,7 +106,7 @@ mod tests {
     fn a_guest_is_shown_what_can_be_saved() {
         assert_eq!(shown(true, &CET_MSRS), [u32::MAX; 3]);
         assert_eq!(shown(false, &CET_MSRS), [!SHSTK, u32::MAX, u32::MAX]);
-        // Registers without a place in the saved state: neither feature.
+        // MSRs that cannot be saved: neither feature is shown.
         for one_reg in [false, true] {
             assert_eq!(shown(one_reg, &CET_MSRS[1..]), [!SHSTK, !IBT, !XSS_CET]);
             assert_eq!(shown(one_reg, &[]), [!SHSTK, !IBT, !XSS_CET]);

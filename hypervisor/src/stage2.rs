@@ -21,18 +21,18 @@ use stoppable_thread::StoppableThread;
 use crate::error::KvmError;
 use crate::vcpu::Vcpu;
 
-/// How long a vCPU works at a time, unless one piece takes longer.
+/// Time that a vCPU works at a time, unless one piece takes longer.
 const TIME_SLICE: Duration = Duration::from_millis(1);
 
-/// What is filled between two looks at the time: 512 small pages, or one large.
+/// Bytes filled between two checks of the time: 512 small pages, or a large one.
 const PIECE_BYTES: u64 = 2 << 20;
 
-/// Between two looks whether to stop, while a vCPU does not answer.
+/// Interval of checks for a stop while a vCPU does not respond.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A vCPU whose tables can be filled.
+/// A vCPU whose stage-2 can be filled.
 pub(crate) trait MapStage2 {
-    /// Fills from `gpa` on; returns the bytes that were done.
+    /// Fills from `gpa` on; returns the number of bytes done.
     fn fill(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError>;
 }
 
@@ -42,38 +42,38 @@ impl MapStage2 for Vcpu {
     }
 }
 
-/// Work on a vCPU's thread.
+/// Work to run on a vCPU thread.
 pub(crate) type VcpuTask = Box<dyn FnOnce(&dyn MapStage2) + Send>;
 
-/// A vCPU whose thread takes such work.
+/// A vCPU whose thread accepts such work.
 pub(crate) trait RunOnVcpu: Send + Sync {
-    /// Has it done on the vCPU's thread, soon, wherever the vCPU is; false if there is no thread any
-    /// more. Does not wait.
+    /// Queues work for the vCPU thread, to run soon even while the guest runs; false if the thread has
+    /// ended. Does not block.
     fn run_on_vcpu(&self, task: VcpuTask) -> bool;
 }
 
-/// How filling ended.
+/// Result of filling stage-2.
 #[derive(Debug)]
 pub struct Stage2Filled {
-    /// Guest memory that the tables have now because of it.
+    /// Bytes of guest memory filled.
     pub filled_bytes: u64,
-    /// How long it took.
+    /// Duration.
     pub took: Duration,
-    /// Why it ended before its end.
+    /// The error that ended it early.
     pub error: Option<KvmError>,
-    /// It was stopped.
+    /// Whether it was stopped.
     pub is_stopped: bool,
 }
 
-/// Tables being filled. Dropping it stops and waits for that.
+/// A stage-2 prefault in progress. Dropping this stops it and waits for that.
 #[derive(Debug)]
 pub struct Stage2Fill {
     _thread: StoppableThread,
 }
 
 impl Stage2Fill {
-    /// Begins. `runs` gives the guest physical addresses that have memory; it and `done` are called
-    /// on a thread of their own.
+    /// Starts the prefault. `runs` returns the guest physical ranges with memory; it and `done` are called
+    /// on a separate thread.
     pub(crate) fn start(
         vcpus: Vec<Arc<dyn RunOnVcpu>>,
         runs: impl FnOnce() -> Vec<Range<u64>> + Send + 'static,
@@ -93,14 +93,14 @@ impl Stage2Fill {
     }
 }
 
-/// What is to be done, and what happened to it.
+/// Remaining work and results.
 #[derive(Debug, Default)]
 struct Work {
-    /// Locked for an instant.
+    /// Only locked briefly.
     left: Mutex<VecDeque<Range<u64>>>,
     filled_bytes: AtomicU64,
     stopped: AtomicBool,
-    /// Signalled when it is stopped, with this lock; held for an instant.
+    /// Signalled with this lock when stopped; only locked briefly.
     rest: Mutex<()>,
     changed: Condvar,
     error: Mutex<Option<KvmError>>,
@@ -130,7 +130,7 @@ impl Work {
         }
     }
 
-    /// All vCPUs, turn by turn.
+    /// Uses all vCPUs in turns.
     fn fill_with(self: &Arc<Self>, vcpus: &[Arc<dyn RunOnVcpu>]) {
         while !self.is_over() {
             let begin = Instant::now();
@@ -146,7 +146,7 @@ impl Work {
                 return self.stop();
             }
             drop(answer);
-            // Ends when all have dropped their ends: done, or gone.
+            // Disconnects when all tasks have finished or were dropped.
             while answers.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout)
                 && !self.stopped.load(Ordering::SeqCst)
             {}
@@ -156,7 +156,7 @@ impl Work {
         }
     }
 
-    /// One vCPU works for its time.
+    /// One time slice of a vCPU.
     fn turn(&self, vcpu: &dyn MapStage2) {
         let begin = Instant::now();
         while begin.elapsed() < TIME_SLICE && !self.is_over() {
@@ -177,9 +177,9 @@ impl Work {
 
     fn failed(&self, error: KvmError, left: Range<u64>) {
         match error.errno() {
-            // The vCPU is wanted elsewhere.
+            // The vCPU has other work.
             libc::EINTR | libc::EAGAIN => self.lock().push_front(left),
-            // The guest's memory has gone meanwhile: it returned it.
+            // The guest has returned the memory in the meantime.
             libc::ENOENT | libc::EFAULT => {}
             _ => {
                 self.error.lock().get_or_insert(error);
@@ -187,7 +187,7 @@ impl Work {
         }
     }
 
-    /// The next piece, up to a multiple of its size.
+    /// The next piece, which ends at a multiple of the piece size.
     fn take(&self) -> Option<Range<u64>> {
         let mut left = self.lock();
         let run = left.pop_front()?;
@@ -207,11 +207,11 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Notes what it was told to fill; fails as it is told to.
+    /// Records the requested ranges; fails as told.
     #[derive(Default)]
     struct Fake {
         filled: Mutex<Vec<Range<u64>>>,
-        /// Error numbers, one for each call, from the last on.
+        /// The errno of each call, from the last element on.
         fail: Mutex<Vec<i32>>,
     }
 
@@ -221,7 +221,7 @@ mod tests {
                 let source = io::Error::from_raw_os_error(errno);
                 return Err(KvmError { what: "fill", source });
             }
-            // As KVM: no more than a page, here of 1 MiB.
+            // Like KVM, no more than a page, here of 1 MiB.
             let done = len_bytes.min(MIB - gpa % MIB);
             self.filled.lock().push(gpa..gpa + done);
             Ok(done)
@@ -235,7 +235,7 @@ mod tests {
         }
     }
 
-    /// A vCPU whose thread has gone.
+    /// A vCPU whose thread has ended.
     struct ExitedVcpu;
 
     impl RunOnVcpu for ExitedVcpu {
@@ -298,7 +298,7 @@ mod tests {
         assert!(end.is_stopped && end.filled_bytes == 0, "{end:?}");
     }
 
-    /// Takes tasks and never does them.
+    /// Accepts tasks and never runs them.
     struct UnresponsiveVcpu(Mutex<Vec<VcpuTask>>);
 
     impl RunOnVcpu for UnresponsiveVcpu {

@@ -59,27 +59,27 @@ use crate::vcpu::Vcpu;
 
 use runner::Runner;
 
-/// After this long, a wait for a vCPU is worth a line in the log.
+/// Time after which waiting for a vCPU is logged.
 const SLOW_PAUSE: Duration = Duration::from_secs(5);
 
 thread_local! {
-    /// Whether this is a vCPU's thread, which must not wait for vCPUs.
+    /// Whether this is a vCPU thread, which must not wait for vCPUs.
     static IS_VCPU: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs on a new vCPU thread before anything else, with the vCPU's number.
+/// Called first on each new vCPU thread, with the index of the vCPU.
 pub type OnStart = Arc<dyn Fn(u32) -> io::Result<()> + Send + Sync>;
 
-/// What vCPU threads need.
+/// Configuration of the vCPU threads.
 #[derive(Clone)]
 pub struct ThreadsConfig {
-    /// Deals with exits.
+    /// Handles exits.
     pub handler: Arc<dyn ExitHandler>,
-    /// Sets up each thread: affinity, system call filter.
+    /// Prepares each thread: CPU affinity, system call filter.
     pub on_start: Option<OnStart>,
 }
 
-/// Why vCPU threads could not do what they were asked for.
+/// Why an operation on vCPU threads failed.
 #[derive(Debug, Error)]
 pub enum ThreadsError {
     /// The kick's signal handler cannot be installed.
@@ -88,53 +88,53 @@ pub enum ThreadsError {
     /// A thread cannot be started.
     #[error("cannot start the thread of vCPU {index}")]
     Spawn {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The hook for new threads failed.
+    /// The hook for a new thread failed.
     #[error("cannot set up the thread of vCPU {index}")]
     Start {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// There is no such vCPU.
     #[error("there is no vCPU {index}")]
     Unknown {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
     },
-    /// The vCPU runs.
+    /// The vCPU is running.
     #[error("vCPU {index} is not paused")]
     NotParked {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
     },
-    /// The thread is gone, or the closure panicked.
+    /// The thread has ended, or the closure panicked.
     #[error("the thread of vCPU {index} has ended")]
     Exited {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
     },
-    /// A vCPU takes too long to leave.
+    /// A vCPU has not left the guest in time.
     #[error("vCPU {index} has not left the guest or its device within {} ms", .within.as_millis())]
     Timeout {
-        /// Number of the vCPU.
+        /// Index of the vCPU.
         index: u32,
-        /// How long it was waited for.
+        /// The time limit.
         within: Duration,
     },
-    /// A vCPU's thread tried to wait for vCPUs.
+    /// The operation waits for vCPUs and was called on a vCPU thread.
     #[error("a vCPU's thread cannot wait for vCPUs")]
     FromVcpu,
 }
 
-/// What a thread should do.
+/// Requested state of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Park,
@@ -142,16 +142,16 @@ enum Target {
     Exit,
 }
 
-/// What a thread does.
+/// Actual state of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Waits outside of the guest.
+    /// Waiting outside the guest.
     Parked,
-    /// In the guest or in the handler.
+    /// In the guest or in the exit handler.
     Running,
-    /// Waits outside of the guest and will never enter it again.
+    /// Waiting outside the guest, which it never enters again.
     Stopped,
-    /// There is no thread any more.
+    /// The thread has ended.
     Exited,
 }
 
@@ -163,21 +163,21 @@ struct Control {
     jobs: VecDeque<Job>,
 }
 
-/// One vCPU as both sides see it.
+/// State of a vCPU shared between its thread and the others.
 struct Shared {
     index: u32,
     control: Mutex<Control>,
-    /// Signalled on every change of `control`.
+    /// Notified on every change of `control`.
     changed: Condvar,
     /// Whether the vCPU is to leave the guest; written under the lock of `control`.
     leave: AtomicBool,
-    /// Whether the vCPU is to stay out of the guest for now; written under the lock of `control`.
+    /// Whether the throttle keeps the vCPU out of the guest; written under the lock of `control`.
     hold: AtomicBool,
-    /// Whether there are jobs that a running vCPU comes out of the guest for; written under the lock
-    /// of `control`, and cleared by the vCPU's thread before it looks for them.
+    /// Whether a running vCPU has to leave the guest for queued jobs; written under the lock of `control`,
+    /// and cleared by the vCPU thread before it checks the queue.
     tasks_pending: AtomicBool,
     run_page: Arc<RunPage>,
-    /// The thread, until it is joined. Held for one signal, or to take it.
+    /// The thread, until joined. Locked to signal or to take it.
     handle: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -223,7 +223,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// What the thread is to do next; waits for it.
+    /// Waits for the thread's next action.
     fn next(&self) -> Next {
         let mut control = self.lock();
         loop {
@@ -244,7 +244,7 @@ impl Shared {
     }
 }
 
-/// Says when it is dropped that the thread of a vCPU is about to end, so that nothing waits for it in vain.
+/// When dropped, marks the vCPU thread as ended, so that no other thread waits for it.
 struct Exited<'a>(&'a Shared);
 
 impl Drop for Exited<'_> {
@@ -264,7 +264,7 @@ struct Thread {
 }
 
 impl Thread {
-    /// Asks the thread to leave the guest; does not wait.
+    /// Requests a state; does not wait.
     fn request(&self, target: Target) {
         let mut control = self.shared.lock();
         if control.target == Target::Exit || control.phase == Phase::Exited {
@@ -280,7 +280,7 @@ impl Thread {
         self.shared.changed.notify_all();
     }
 
-    /// Waits until the thread is out of the guest, or the time has come; whether it is.
+    /// Waits until the thread is out of the guest, up to a time; returns whether it is.
     fn is_out_by(&self, until: Instant) -> bool {
         let mut control = self.shared.lock();
         while control.phase == Phase::Running {
@@ -322,6 +322,7 @@ impl Thread {
 
 /// The vCPUs of a VM, each on its own thread.
 ///
+/// Methods may be called from any thread except vCPU threads. Dropping this ends the threads.
 /// All methods may be called from any thread but a vCPU's. Dropping it stops the threads.
 pub struct VcpuThreads {
     threads: Vec<Thread>,
@@ -329,7 +330,7 @@ pub struct VcpuThreads {
 }
 
 impl VcpuThreads {
-    /// Starts a thread per vCPU. All are parked.
+    /// Starts a thread per vCPU, all parked.
     pub fn start(vcpus: Vec<Vcpu>, config: &ThreadsConfig) -> Result<Self, ThreadsError> {
         install_kick_handler().map_err(ThreadsError::Signal)?;
         let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
@@ -401,9 +402,9 @@ impl VcpuThreads {
         self.first_run.get().copied()
     }
 
-    /// Gets every vCPU out of the guest, and returns when all are and their state is whole.
+    /// Pauses all vCPUs; returns when all have left the guest and their state is complete.
     ///
-    /// Waits for handlers: a vCPU whose handler does not return cannot be paused.
+    /// Waits for exit handlers: a vCPU whose handler does not return cannot be paused.
     pub fn pause_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         self.threads.iter().for_each(|thread| thread.request(Target::Park));
@@ -411,10 +412,10 @@ impl VcpuThreads {
         Ok(())
     }
 
-    /// The same, for so long at most: then those that ran run on.
+    /// The same with a time limit, after which those that ran continue to run.
     ///
     /// # Errors
-    /// [`ThreadsError::Timeout`] names one that did not leave.
+    /// [`ThreadsError::Timeout`] names a vCPU that did not leave.
     pub fn pause_all_within(&self, within: Duration) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         let until = Instant::now() + within;
@@ -429,12 +430,12 @@ impl VcpuThreads {
         Err(ThreadsError::Timeout { index: slow.shared.index, within })
     }
 
-    /// Lets every vCPU run that has not stopped for good. Returns at once.
+    /// Resumes all vCPUs that have not stopped for good. Does not block.
     pub fn resume_all(&self) {
         self.threads.iter().for_each(|thread| thread.request(Target::Run));
     }
 
-    /// Ends all threads, wherever their vCPUs are, and waits for them.
+    /// Ends all threads, whatever their vCPUs do, and joins them.
     pub fn stop_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         self.threads.iter().for_each(|thread| thread.request(Target::Exit));
@@ -442,7 +443,7 @@ impl VcpuThreads {
         Ok(())
     }
 
-    /// A throttle on all vCPUs. It does not stop them from being paused or ended.
+    /// A throttle on all vCPUs. Throttled vCPUs can still be paused and ended.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -456,7 +457,7 @@ impl VcpuThreads {
         self.threads.iter().all(|thread| thread.shared.lock().phase != Phase::Running)
     }
 
-    /// Runs `f` on the parked vCPU `index`, on its own thread.
+    /// Runs `f` for the parked vCPU `index`, on its thread.
     pub fn on_one<R, F>(&self, index: u32, f: F) -> Result<R, ThreadsError>
     where
         R: Send + 'static,
@@ -471,9 +472,8 @@ impl VcpuThreads {
         thread.submit(f)?.recv().map_err(|_| ThreadsError::Exited { index })
     }
 
-    /// Runs `f` on every parked vCPU, on their own threads at the same time.
-    ///
-    /// The results are in the order in which the vCPUs were given to [`VcpuThreads::start`].
+    /// Runs `f` for every parked vCPU, on their threads concurrently. Results are in the order of the vCPUs
+    /// in [`VcpuThreads::start`].
     pub fn on_each<R, F>(&self, f: F) -> Result<Vec<R>, ThreadsError>
     where
         R: Send + 'static,
@@ -521,7 +521,7 @@ impl Thread {
 impl Drop for VcpuThreads {
     fn drop(&mut self) {
         if self.stop_all().is_err() {
-            // The last owner is a handler: its own thread ends by itself, and is not joined.
+            // Dropped by a handler: that thread ends by itself, and cannot be joined.
             self.threads.iter().for_each(|thread| thread.request(Target::Exit));
         }
     }

@@ -13,23 +13,22 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use stoppable_thread::StoppableThread;
 
-/// Length of one stay inside and one outside of the guest together, where that leaves the guest
-/// enough time.
+/// Length of a duty cycle, unless that would leave the guest less than the minimum.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Shortest stay inside: less would be spent on coming and going.
+/// Minimum time inside the guest: with less, entry and exit would dominate.
 const INSIDE_MIN: Duration = Duration::from_millis(1);
 
-/// Greatest share of the time outside.
+/// Maximum share of the time outside the guest in percent.
 pub const THROTTLE_PERCENT_MAX: u8 = 99;
 
 /// A vCPU that can be kept out of the guest.
 pub(crate) trait Throttled: Send + Sync {
-    /// From now on stays out of the guest, or may enter it again. Does not wait.
+    /// Keeps the vCPU out of the guest, or lets it enter again. Does not wait.
     fn hold(&self, on: bool);
 }
 
-/// A throttle on all vCPUs of a VM. Dropping it lets them run freely.
+/// A throttle on all vCPUs of a VM. Dropping it ends the throttling.
 pub struct VcpuThrottle {
     shared: Arc<Shared>,
     _thread: StoppableThread,
@@ -37,7 +36,7 @@ pub struct VcpuThrottle {
 
 struct Shared {
     order: Mutex<Order>,
-    /// Signalled on every change of `order`.
+    /// Notified on every change of `order`.
     changed: Condvar,
 }
 
@@ -57,7 +56,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits for `time`, or until the order is another than `order`; returns what it is then.
+    /// Waits for `time`, or until the order differs from `order`; returns the current order.
     fn wait(&self, order: Order, time: Option<Duration>) -> Order {
         let mut now = self.lock();
         let same = |now: &mut Order| *now == order;
@@ -71,7 +70,7 @@ impl Shared {
     }
 }
 
-/// Times outside and inside of the guest for a share of 1 to 99 percent outside.
+/// Times outside and inside the guest for a share of 1 to 99 percent outside.
 fn duty_cycle(percent: u8) -> (Duration, Duration) {
     let outside = u32::from(percent.min(THROTTLE_PERCENT_MAX));
     let inside = (PERIOD * (100 - outside) / 100).max(INSIDE_MIN);
@@ -87,8 +86,7 @@ impl VcpuThrottle {
             let shared = Arc::clone(&shared);
             move || run_duty_cycle(&shared, &vcpus)
         };
-        // Managers look for the threads of vCPUs by names that begin with `vcpu`, and give up at
-        // one that no number follows.
+        // Managers find vCPU threads by the prefix `vcpu`, and fail if no number follows.
         let stop = {
             let shared = Arc::clone(&shared);
             move || shared.set(Order::End)
@@ -97,7 +95,7 @@ impl VcpuThrottle {
         Ok(Self { shared, _thread: thread })
     }
 
-    /// Sets the share of wall time outside of the guest, up to [`THROTTLE_PERCENT_MAX`].
+    /// Sets the percentage of wall time outside the guest, up to [`THROTTLE_PERCENT_MAX`].
     pub fn set(&self, percent: u8) {
         self.shared.set(Order::Percent(percent.min(THROTTLE_PERCENT_MAX)));
     }
@@ -172,7 +170,7 @@ mod tests {
         let fake = Arc::new(Fake::default());
         let throttle = VcpuThrottle::start(vec![fake.clone()]).expect("a thread");
         throttle.set(99);
-        // It has its name before it does anything.
+        // The thread has its name before its first action.
         while fake.times.load(Ordering::SeqCst) == 0 {
             std::thread::yield_now();
         }

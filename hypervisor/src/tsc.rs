@@ -11,48 +11,48 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::TimeBase;
 
-/// Group and number of the TSC offset among a vCPU's attributes.
+/// Group and number of the TSC offset attribute of a vCPU.
 pub const OFFSET_ATTRIBUTE: (u32, u32) = (KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET);
-/// Frequencies that differ by no more are the same one where a host does not say what it tolerates: KVM's own
-/// default, half of what NTP can put right. KVM neither scales nor trails such a counter.
+/// Default tolerance between frequencies, in ppm, if the host does not report its own: KVM's default, half
+/// of what NTP can correct. KVM neither scales such a TSC nor adjusts it by software.
 const TOLERANCE_PPM: u64 = 250;
 
-/// A vCPU's TSC; untrusted.
+/// State of a vCPU's TSC; untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TscState {
-    /// Frequency, if the host knows it.
+    /// Frequency in kHz, if known.
     pub khz: Option<u32>,
-    /// Counter at some moment of the save.
+    /// Value at some moment of the save.
     pub value: u64,
-    /// Difference to the host's counter, if the host can tell and does not scale it.
+    /// Offset to the host's TSC, if known and not scaled.
     pub offset: Option<u64>,
 }
 
 /// How a vCPU's TSC is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TscTarget {
-    /// By its difference to the host's counter: exact.
+    /// By its offset to the host's TSC, which is exact.
     Offset(u64),
-    /// By its value at about now: the kernel makes vCPUs agree that are set within a second.
+    /// By its current value, approximately: KVM synchronises vCPUs that are set within a second.
     Value(u64),
 }
 
-/// Outcome for the frequency of a vCPU.
+/// What to do about the TSC frequency of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frequency {
-    /// It is the host's.
+    /// It is the host's frequency.
     Keep,
-    /// KVM is told. Also where it changes nothing: KVM says the guest's frequency from then on and not the
-    /// host's, so that a guest does not stray by the tolerance of each host that it comes to.
+    /// Set it. Also if nothing changes: KVM then reports the guest's frequency and not the host's, so that
+    /// a guest does not drift by the tolerance of each host that it is migrated to.
     Set(u32),
-    /// The counter would run at the wrong speed.
+    /// The TSC would run at the wrong speed.
     Refuse,
 }
 
-/// What to do on a host of `host_khz` for a guest that knows `wanted_khz`, as KVM decides in
-/// `kvm_set_tsc_khz`: within `tolerance_ppm` of the host's frequency it does nothing, and beyond it scales, if
-/// the host can. If not, it would trail the counter by hand.
+/// The decision on a host of `host_khz` for a guest of `wanted_khz`, as KVM makes it in `kvm_set_tsc_khz`:
+/// within `tolerance_ppm` of the host's frequency nothing changes; beyond, KVM scales the TSC if the host
+/// supports that, or else would adjust it by software.
 pub fn frequency(wanted_khz: u32, host_khz: u32, scales: bool, tolerance_ppm: u64) -> Frequency {
     match wanted_khz {
         _ if wanted_khz == host_khz => Frequency::Keep,
@@ -61,43 +61,43 @@ pub fn frequency(wanted_khz: u32, host_khz: u32, scales: bool, tolerance_ppm: u6
     }
 }
 
-/// The tolerance counts from the host's frequency, and KVM rounds the limits down.
+/// The tolerance is relative to the host's frequency, and KVM rounds the limits down.
 fn is_within(host_khz: u32, khz: u32, tolerance_ppm: u64) -> bool {
     let limit = u64::from(host_khz).saturating_mul(tolerance_ppm) / 1_000_000;
     u64::from(host_khz.abs_diff(khz)) <= limit
 }
 
-/// The host's counter now.
+/// Reads the host's TSC.
 pub fn of_host() -> u64 {
     // SAFETY: every x86-64 processor has both instructions; neither touches memory.
     unsafe {
-        // Or the processor may read it before what comes before.
+        // Keeps the processor from reading it early.
         std::arch::x86_64::_mm_lfence();
         std::arch::x86_64::_rdtsc()
     }
 }
 
-/// Whether a vCPU's counter was `value` at some moment between two readings of the host's, if it is `offset`
-/// ahead of that: one that the host scales was not, unless by less than lies between the readings.
+/// Whether a vCPU's TSC is unscaled: then its value minus `offset` is between two readings of the host's
+/// TSC. A scaled one is not, unless it deviates by less than the interval.
 pub fn is_unscaled(value: u64, offset: u64, host: (u64, u64)) -> bool {
     let (before, after) = host;
     value.wrapping_sub(offset).wrapping_sub(before) <= after.wrapping_sub(before)
 }
 
-/// How far a vCPU's frequency may be from this host's before its counter is scaled, in millionths.
+/// Maximum deviation of a vCPU's frequency from the host's without scaling, in ppm.
 pub fn tolerance_ppm() -> u64 {
     let set = std::fs::read_to_string("/sys/module/kvm/parameters/tsc_tolerance_ppm");
     set.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(TOLERANCE_PPM)
 }
 
-/// Cycles of a counter of `khz` in `elapsed_ns`, modulo 2^64 as the counter itself.
+/// Cycles at `khz` in `elapsed_ns`, modulo 2^64 like the TSC.
 fn cycles(elapsed_ns: u64, khz: u32) -> u64 {
     let cycles = u128::from(elapsed_ns) * u128::from(khz) / 1_000_000;
     u64::try_from(cycles & u128::from(u64::MAX)).unwrap_or(0)
 }
 
-/// What to set, on a vCPU whose frequency is `khz` by now. This host scales no counter whose frequency
-/// is within `tolerance_ppm` of its own: hosts of one kind differ by some millionths.
+/// How to set the TSC of a vCPU whose frequency has been set to `khz`. This host does not scale within
+/// `tolerance_ppm` of its own frequency: hosts of one model differ by a few ppm.
 pub fn target(
     state: &TscState,
     time: &TimeBase,
@@ -221,10 +221,10 @@ mod tests {
             assert_eq!(on_host(far, true, 250), Frequency::Set(far));
             assert_eq!(on_host(far, false, 250), Frequency::Refuse);
         }
-        // What this host was told to tolerate.
+        // The tolerance that is configured on this host.
         assert_eq!(on_host(2_000_002, false, 0), Frequency::Refuse);
         assert_eq!(on_host(2_000_600, false, 300), Frequency::Set(2_000_600));
-        // Of the host's frequency and not of the guest's.
+        // Relative to the host's frequency, not the guest's.
         assert_eq!(frequency(4_000_000, 3_999_000, false, 250), Frequency::Refuse);
     }
 

@@ -18,7 +18,7 @@ use vmm_sys_util::ioctl_iowr_nr;
 
 const MAGIC_ASK: u64 = 0x4b56_4d55_4661_5331;
 const MAGIC_ANSWER: u64 = 0x3141_6e53_5546_4d6b;
-/// The only version of the interface that this program speaks.
+/// The only supported version of the interface.
 const VERSION: u32 = 1;
 const FEATURE_REFUSED_FAULT: u64 = 1 << 0;
 const FEATURE_BITMAP: u64 = 1 << 1;
@@ -42,40 +42,39 @@ const _: () = assert!(size_of::<Info>() == 64);
 
 ioctl_iowr_nr!(KVM_GET_USERFAULT_INFO, KVMIO, 0xfe, Info);
 
-/// What this KVM can do about pages that have not arrived, with the numbers that it uses.
+/// Userfault support of this KVM, with its flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct UserfaultSupport {
-    /// An access that the host refuses leaves with its address, and never waits in an asynchronous
-    /// page fault.
+    /// Whether a refused access exits with its address, and never as an asynchronous page fault.
     pub refused_faults: bool,
-    /// Flag of a memory slot with a bitmap; `None` without that feature.
+    /// Flag of a memory slot with a bitmap; `None` if not supported.
     pub slot_flag: Option<u32>,
-    /// Flag of a memory fault exit that says that the page's bit was set.
+    /// Flag of a memory fault exit for a page whose bit was set.
     exit_flag: u64,
 }
 
 /// A guest access that the host could not resolve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultedAccess {
-    /// Where, if the kernel says so: stock kernels often do not.
+    /// Guest physical address, if known: unpatched kernels often do not report it.
     pub gpa: Option<u64>,
-    /// How much the kernel wants resolved; 0 if it does not say.
+    /// Length of the range to resolve; 0 if unknown.
     pub len_bytes: u64,
     /// The kernel's flags (KVM_MEMORY_EXIT_FLAG_*).
     pub flags: u64,
 }
 
-/// Why a vCPU left the guest at a page.
+/// Cause of a fault exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultCause {
-    /// The page's bit is set in the slot's bitmap; the host's memory was not looked at.
+    /// The page's bit is set in the slot's bitmap; host memory was not accessed.
     Marked,
     /// The host refused the access, as a userfaultfd in SIGBUS mode does.
     Refused,
 }
 
 impl UserfaultSupport {
-    /// Asks KVM; `None` without userfault exits, or with a version that is not spoken here.
+    /// Queries KVM; `None` without userfault exits, or with an unknown version.
     pub(crate) fn probe(kvm: &impl AsRawFd) -> Option<Self> {
         let nonce = nonce();
         let mut info = Info { magic: MAGIC_ASK, nonce, ..Default::default() };
@@ -97,7 +96,7 @@ impl UserfaultSupport {
         })
     }
 
-    /// Why a vCPU left, of an exit that has an address.
+    /// Cause of an exit that has an address.
     pub fn cause(&self, access: &FaultedAccess) -> FaultCause {
         if self.slot_flag.is_some() && access.flags & self.exit_flag != 0 {
             FaultCause::Marked
@@ -107,16 +106,16 @@ impl UserfaultSupport {
     }
 }
 
-/// A number that an answer from elsewhere does not contain by accident.
+/// A random number that an unrelated response does not contain by accident.
 fn nonce() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
     RandomState::new().build_hasher().finish()
 }
 
-/// One bit per 4 KiB page of a memory slot; KVM reads it while vCPUs fault.
+/// One bit per 4 KiB page of a memory slot, which KVM reads on vCPU faults.
 ///
-/// A set bit makes a vCPU leave the guest at that page, as long as KVM has not mapped it. Any thread
-/// may change bits at any time, without a system call.
+/// A set bit makes a vCPU exit at that page while KVM has not mapped it. Any thread may change bits at any
+/// time, without a system call.
 #[derive(Debug)]
 pub struct UserfaultBitmap {
     words: Box<[AtomicU64]>,
@@ -124,7 +123,7 @@ pub struct UserfaultBitmap {
 }
 
 impl UserfaultBitmap {
-    /// A bitmap for `pages` pages, of which every bit is set or none.
+    /// A bitmap for `pages` pages, with all bits set or clear.
     ///
     /// # Errors
     /// [`io::ErrorKind::OutOfMemory`] if the address space cannot hold it.
@@ -137,18 +136,18 @@ impl UserfaultBitmap {
         Ok(Self { words: words.into_boxed_slice(), pages })
     }
 
-    /// Pages that it covers.
+    /// Number of pages.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The page's contents have arrived; a vCPU that sees the bit clear sees them too. Says whether
-    /// the bit was set: of several threads that resolve a page, one gets `true`. Pages out of range are clear.
+    /// Marks a page resident; a vCPU that sees the bit clear also sees the contents. Returns whether the
+    /// bit was set: of several threads that resolve a page, one gets `true`. Pages out of range are clear.
     pub fn clear(&self, page: u64) -> bool {
         self.word(page).is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::AcqRel) & bit != 0)
     }
 
-    /// The contents of `count` pages from `first` have arrived. What is out of range is left out.
+    /// Marks `count` pages from `first` resident; pages out of range are ignored.
     pub fn clear_range(&self, first: u64, count: u64) {
         let end = first.saturating_add(count).min(self.pages);
         let mut page = first;
@@ -163,20 +162,20 @@ impl UserfaultBitmap {
         }
     }
 
-    /// The page's contents are missing. Has an effect once KVM has the page mapped no longer: set
-    /// the bit before the page is taken from the host's mapping, or before the bitmap is used.
+    /// Marks a page missing. Effective once KVM has unmapped the page: set the bit before the page is
+    /// removed from the host mapping, or before the bitmap is used.
     pub fn set(&self, page: u64) {
         if let Some((word, bit)) = self.word(page) {
             word.fetch_or(bit, Ordering::SeqCst);
         }
     }
 
-    /// Whether the page's contents are missing.
+    /// Whether the page is missing.
     pub fn is_set(&self, page: u64) -> bool {
         self.word(page).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
     }
 
-    /// Where KVM finds it: as long as this value lives.
+    /// Address of the bitmap for KVM, valid while this value lives.
     pub(crate) fn hva(&self) -> u64 {
         self.words.as_ptr().expose_provenance() as u64
     }

@@ -21,19 +21,19 @@ use crate::run_page::RunPage;
 use crate::vcpu_state::VcpuStateError;
 use crate::vm::{Vm, VmShared};
 
-/// Offsets of the local vector table entries of the two local interrupt pins.
+/// Offsets of the LVT entries of the two local interrupt pins.
 const APIC_LVT_LINT0: usize = 0x350;
 const APIC_LVT_LINT1: usize = 0x360;
-/// Delivery modes of a local vector table entry (Intel SDM volume 3, 13.5.1).
+/// Delivery modes of an LVT entry (Intel SDM volume 3, 13.5.1).
 const APIC_MODE_NMI: u32 = 0b100 << 8;
 const APIC_MODE_EXT_INT: u32 = 0b111 << 8;
 
-/// Registers of the processor that runs first.
+/// Registers of the boot vCPU.
 #[derive(Clone, Debug)]
 pub struct BootRegisters {
     /// General registers.
     pub regs: kvm_regs,
-    /// Special registers. Begin with [`Vcpu::sregs`]: the APIC base must stay.
+    /// Special registers. Start from [`Vcpu::sregs`]: the APIC base must be kept.
     pub sregs: kvm_sregs,
     /// Floating point registers.
     pub fpu: kvm_fpu,
@@ -42,53 +42,53 @@ pub struct BootRegisters {
 /// State of a vCPU before its first instruction.
 #[derive(Clone, Debug)]
 pub struct VcpuInit {
-    /// Features that the guest sees.
+    /// CPUID of the guest.
     pub cpuid: CpuId,
     /// Registers; without them the vCPU waits for INIT and SIPI.
     pub registers: Option<BootRegisters>,
-    /// Model-specific registers, of each vCPU.
+    /// MSRs of each vCPU.
     pub msrs: Vec<kvm_msr_entry>,
-    /// Numbers of model-specific registers, and bits that are set in them besides those that are.
+    /// Indices of MSRs, and bits to set in addition to their current value.
     pub msr_bits: Vec<(u32, u64)>,
 }
 
-/// How often in a row a vCPU left the guest because an event could not be delivered.
+/// Consecutive exits because an event could not be delivered.
 ///
-/// KVM keeps the event and delivers it with the next entry, and has continued by itself until Linux 6.14,
-/// which leaves it to us. A processor that says falsely that it was delivering something (QEMU's
-/// emulation of SVM does now and then) is right the next time; a guest whose interrupt stack is no
-/// memory never is.
+/// KVM keeps the event and delivers it with the next entry. Up to Linux 6.13 KVM re-entered by itself;
+/// later versions leave that to user space. A processor that falsely reports an event in delivery (as
+/// QEMU's SVM emulation occasionally does) succeeds the next time; a guest whose interrupt stack is not in
+/// memory never does.
 #[derive(Debug, Default)]
 pub(crate) struct LostDeliveries(u8);
 
 impl LostDeliveries {
     const IN_A_ROW_MAX: u8 = 3;
 
-    /// One more; says whether to enter the guest again.
+    /// Counts one more; returns whether to re-enter the guest.
     pub(crate) fn again(&mut self) -> bool {
         self.0 = self.0.saturating_add(1);
         self.0 <= Self::IN_A_ROW_MAX
     }
 
-    /// The guest was left for another reason.
+    /// Resets the count, after an exit for another reason.
     pub(crate) fn none(&mut self) {
         self.0 = 0;
     }
 }
 
-/// A virtual processor.
+/// A vCPU.
 pub struct Vcpu {
     pub(crate) fd: VcpuFd,
     pub(crate) run_page: Arc<RunPage>,
     index: u32,
     xsave_len_bytes: usize,
     pub(crate) lost_deliveries: LostDeliveries,
-    /// Keeps guest memory mapped; last, so that it outlives the file descriptor.
+    /// Keeps guest memory mapped; declared last, so that it outlives the descriptor.
     vm: Arc<VmShared>,
 }
 
 impl Vm {
-    /// Makes the vCPU whose number, and APIC number, is `index`.
+    /// Creates the vCPU with this index, which is also its APIC id.
     pub fn create_vcpu(&self, index: u32) -> Result<Vcpu, KvmError> {
         let vm = Arc::clone(self.shared());
         let fd = vm.fd.create_vcpu(u64::from(index)).context("create a vCPU")?;
@@ -96,7 +96,7 @@ impl Vm {
         if let Ok(khz) = fd.get_tsc_khz() {
             vm.host_tsc_khz.get_or_init(|| khz);
         }
-        // After the vCPU exists, as that is when the kernel fixes the answer.
+        // After the vCPU exists, as the kernel fixes the length then.
         let xsave_len_bytes = vm.xsave_len_bytes();
         let lost_deliveries = LostDeliveries::default();
         Ok(Vcpu { fd, run_page, index, xsave_len_bytes, lost_deliveries, vm })
@@ -104,7 +104,7 @@ impl Vm {
 }
 
 impl Vcpu {
-    /// Number of the vCPU, which is its APIC number.
+    /// Index of the vCPU, which is also its APIC id.
     pub fn index(&self) -> u32 {
         self.index
     }
@@ -117,7 +117,7 @@ impl Vcpu {
         self.xsave_len_bytes
     }
 
-    /// Frequency of the TSC, if the host knows it.
+    /// Frequency of the TSC in kHz, if known.
     pub fn tsc_khz(&self) -> Option<u32> {
         self.fd.get_tsc_khz().ok().filter(|khz| *khz != 0)
     }
@@ -132,7 +132,7 @@ impl Vcpu {
         self.fd.get_sregs().context("read a vCPU's special registers")
     }
 
-    /// Gives the vCPU the state that it boots with.
+    /// Sets the state in which the vCPU boots.
     pub fn init(&self, init: &VcpuInit) -> Result<(), VcpuStateError> {
         let kernel = VcpuStateError::Kernel;
         self.fd.set_cpuid2(&init.cpuid).context("set a vCPU's features").map_err(kernel)?;
@@ -170,7 +170,7 @@ impl Vcpu {
         if refused.is_empty() { Ok(()) } else { Err(VcpuStateError::MsrsRefused(refused)) }
     }
 
-    /// Connects the local APIC's pins as on a PC: LINT0 to the PIC, LINT1 to NMI.
+    /// Connects the local APIC pins as on a PC: LINT0 to the PIC, LINT1 to NMI.
     fn connect_local_pins(&self) -> Result<(), KvmError> {
         let mut apic = self.fd.get_lapic().context("read a local APIC")?;
         set_apic_register(&mut apic, APIC_LVT_LINT0, APIC_MODE_EXT_INT);
@@ -178,27 +178,27 @@ impl Vcpu {
         self.fd.set_lapic(&apic).context("set a local APIC")
     }
 
-    /// Writes registers; returns those that the kernel refused.
+    /// Writes MSRs; returns those that the kernel refused.
     pub(crate) fn write_msrs(&self, values: &[MsrValue]) -> Result<Vec<MsrValue>, KvmError> {
         msr::write_all(values, |chunk: &Msrs| self.fd.set_msrs(chunk))
             .context("set a vCPU's model-specific registers")
     }
 
-    /// Reads registers; those that the kernel refuses are left out.
+    /// Reads MSRs, without those that the kernel refuses.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// The kernel's error.
     pub fn read_registers(&self, indices: &[u32]) -> Result<Vec<MsrValue>, KvmError> {
         let read = msr::read_all(indices, |chunk: &mut Msrs| self.fd.get_msrs(chunk))
             .context("read a vCPU's model-specific registers")?;
         Ok(read.values)
     }
 
-    /// Sets a register that was left out of the vCPU's state but for its lowest bit, unless the guest
-    /// has written something else meanwhile.
+    /// Sets an MSR that was left out of the vCPU state except for its lowest bit, unless the guest has
+    /// written it in the meantime.
     ///
     /// # Errors
-    /// The kernel refuses the register.
+    /// The kernel refuses the MSR.
     pub fn restore_msr(&self, msr: MsrValue) -> Result<(), KvmError> {
         let read = msr::read_all(&[msr.index], |chunk: &mut Msrs| self.fd.get_msrs(chunk))
             .context("read a vCPU's model-specific registers")?;
@@ -211,18 +211,17 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Tells the guest's watchdogs that it was stopped. Best effort: most guests have none.
+    /// Informs the guest's watchdogs that it was paused. Best effort, as few guests support it.
     pub(crate) fn tell_paused(&self) {
         if self.vm.capabilities.kvmclock_ctrl
             && let Err(error) = self.fd.kvmclock_ctrl()
         {
-            // EINVAL: the guest does not use the clock.
+            // EINVAL: the guest does not use kvmclock.
             log::trace!("vcpu{}: the guest cannot be told of the pause: {error}", self.index);
         }
     }
 
-    /// The guest physical address of where it faulted; `None` if the guest's page tables say that
-    /// there is nothing.
+    /// The guest physical address of a fault; `None` if the guest's page tables do not map it.
     pub(crate) fn gpa_of(&self, at: FaultedAt) -> Option<u64> {
         match at {
             FaultedAt::Gpa(gpa) => Some(gpa),
@@ -238,9 +237,9 @@ impl Vcpu {
         self.fd.nmi().context("send a non-maskable interrupt")
     }
 
-    /// Fills stage-2 tables for guest memory that is there already; returns bytes done.
+    /// Fills stage-2 for guest memory that is populated; returns the number of bytes done.
     ///
-    /// Fails with ENOTTY or EOPNOTSUPP where [`crate::Capabilities::pre_fault_memory`] is false.
+    /// Fails with ENOTTY or EOPNOTSUPP if [`crate::Capabilities::pre_fault_memory`] is false.
     pub fn pre_fault_memory(&self, gpa: u64, len_bytes: u64) -> Result<u64, KvmError> {
         ioctl::pre_fault_memory(&self.fd, gpa, len_bytes).context("fill second-stage tables")
     }

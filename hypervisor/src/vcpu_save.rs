@@ -39,7 +39,7 @@ use crate::vcpu_state::{
     has_triple_fault,
 };
 
-/// Registers whose loss a guest survives: performance counters and machine check banks.
+/// Whether a guest survives the loss of an MSR: performance counters and machine check banks.
 pub(crate) fn is_diagnostic(index: u32) -> bool {
     matches!(
         index,
@@ -57,8 +57,8 @@ pub(crate) fn is_diagnostic(index: u32) -> bool {
     )
 }
 
-/// Events without the word that no triple fault is pending, which a KVM that was not asked for such
-/// events refuses; a vCPU that has never run has none.
+/// The events without the flag that no triple fault is pending, which a KVM without that capability
+/// refuses; a vCPU that has never run has none.
 pub(crate) fn plain_events(mut events: kvm_vcpu_events) -> kvm_vcpu_events {
     if !has_triple_fault(&events) {
         events.flags &= !KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
@@ -67,8 +67,8 @@ pub(crate) fn plain_events(mut events: kvm_vcpu_events) -> kvm_vcpu_events {
     events
 }
 
-/// Special registers in one of KVM's two forms, from the other: what both have, and what only the
-/// wanted one has.
+/// Converts between KVM's two forms of the special registers: the common fields, and those of the target
+/// form only.
 macro_rules! special_registers {
     ($from:expr => $to:ident { $($rest:tt)* }) => {
         special_registers!(
@@ -81,9 +81,9 @@ macro_rules! special_registers {
     };
 }
 
-/// Splits the newer form of the special registers into the older one and what is new.
+/// Splits the newer form of the special registers into the older one and the additional fields.
 fn split_sregs(new: &kvm_sregs2) -> (kvm_sregs, Option<[u64; 4]>) {
-    // A pending interrupt is among the events.
+    // The events include a pending interrupt.
     let sregs = special_registers!(new => kvm_sregs { interrupt_bitmap: [0; 4] });
     let valid = new.flags & u64::from(KVM_SREGS2_FLAGS_PDPTRS_VALID) != 0;
     (sregs, valid.then_some(new.pdptrs))
@@ -96,7 +96,7 @@ fn join_sregs(old: &kvm_sregs, pdptrs: Option<[u64; 4]>) -> kvm_sregs2 {
 }
 
 impl Vcpu {
-    /// Reads the complete state. The vCPU must be parked; see the module's head for the order.
+    /// Reads the complete state. The vCPU must be parked; see the module for the order.
     pub fn state(&self) -> Result<VcpuState, VcpuStateError> {
         let mp_state = self.fd.get_mp_state().context("read whether a vCPU runs")?.mp_state;
         let events = plain_events(self.fd.get_vcpu_events().context("read a vCPU's events")?);
@@ -107,7 +107,7 @@ impl Vcpu {
         } else {
             (self.sregs()?, None)
         };
-        // A pending interrupt is among the events already.
+        // The events already include a pending interrupt.
         sregs.interrupt_bitmap = [0; 4];
         let xsave = self.read_xsave()?;
         let xcrs = self.fd.get_xcrs().context("read a vCPU's extended control registers")?;
@@ -152,10 +152,10 @@ impl Vcpu {
         Ok(state)
     }
 
-    /// Sets the complete state of a vCPU that has never run. On failure the vCPU is not usable.
+    /// Sets the complete state of a vCPU that has never run. On failure the vCPU is unusable.
     ///
-    /// `time` is what [`crate::Vm::restore_clock`] answered. KVM writes guest memory here (the wall
-    /// clock, for one): see [`VcpuState::pages_used_by_kvm`].
+    /// `time` is the result of [`crate::Vm::restore_clock`]. KVM writes guest memory here, such as the wall
+    /// clock: see [`VcpuState::pages_used_by_kvm`].
     pub fn set_state(&self, state: &VcpuState, time: &TimeBase) -> Result<(), VcpuStateError> {
         state.check()?;
         let events = plain_events(state.events);
@@ -184,7 +184,7 @@ impl Vcpu {
         shadow_stack::restore(&self.fd, state.ssp).context("set a vCPU's shadow-stack pointer")?;
         self.fd.set_vcpu_events(&events).context("set a vCPU's events")?;
         self.write_nested(state)?;
-        // The source's note to the guest does not travel with the state.
+        // The source's notification of the guest is not part of the state.
         self.tell_paused();
         Ok(())
     }
@@ -205,8 +205,8 @@ impl Vcpu {
         Ok(unsafe { ioctl::set_xsave(&self.fd, &area) }.context("set a vCPU's XSAVE area")?)
     }
 
-    /// Reads what is there of the host's list. Machine check banks that are zero are left out: that
-    /// is how a vCPU begins.
+    /// Reads the host's MSRs that exist. Machine check banks of zero are left out, as that is their initial
+    /// value.
     fn read_msrs(&self) -> Result<Vec<MsrValue>, KvmError> {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
         let mut read = msr::read_all(&self.vm().msr_indices, get)
@@ -296,7 +296,7 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Guests that run without virtualisation hardware see the host's counter.
+    /// Guests without hardware virtualisation see the host's TSC.
     fn say_that_the_tsc_stays(&self) {
         log::info!("vcpu{}: this host cannot move a guest's TSC", self.index());
     }
@@ -311,7 +311,7 @@ impl Vcpu {
                 let size_bytes = buffer.size_bytes().min(ioctl::NESTED_STATE_LEN_BYTES);
                 Ok(Some(Blob::new(&buffer.bytes()[..size_bytes])))
             }
-            // Some hosts announce nested state and have none.
+            // Some hosts report nested state and have none.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(None),
             Err(error) => Err(error).context("read a vCPU's nested state"),
         }

@@ -21,18 +21,18 @@ use crate::ioctl::{self, NestedBuffer};
 use crate::msr::MsrValue;
 use crate::tsc::TscState;
 
-/// Newest version of [`VcpuState`] that this program reads. Version 2 has `ssp` and a pending triple
-/// fault. What is written has the lowest version that can say it.
+/// Newest version of [`VcpuState`] that is read. Version 2 adds `ssp` and a pending triple fault. The
+/// lowest version that can represent a state is written.
 pub const VCPU_STATE_VERSION: u32 = 2;
-/// More registers than any kernel lists, with the unlisted ones.
+/// Maximum number of MSRs: more than any kernel supports.
 const MSRS_MAX: usize = 1024;
-/// A nested state that is only a header: the guest does not run guests.
+/// Length of a nested state with only a header, of a guest without nested guests.
 pub(crate) const NESTED_HEADER_LEN_BYTES: usize = 128;
 
 const PAGE_LEN_BYTES: u64 = 4096;
-/// Structures that a guest shares with KVM: MSR, bits that are not part of the address, length.
+/// Structures shared between guest and KVM: MSR, bits of it that are not address bits, length.
 const SHARED_STRUCTURES: [(u32, u64, u64); 7] = [
-    // Wall clock and system time, by their old and new numbers.
+    // Wall clock and system time, with old and new MSR numbers.
     (0x11, 0, 12),
     (0x4b56_4d00, 0, 12),
     (0x12, 1, 32),
@@ -43,7 +43,7 @@ const SHARED_STRUCTURES: [(u32, u64, u64); 7] = [
     (0x4b56_4d04, 3, 4),
 ];
 
-/// One CPUID leaf.
+/// A CPUID entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CpuidEntry {
@@ -51,27 +51,27 @@ pub struct CpuidEntry {
     pub function: u32,
     /// Sub-leaf.
     pub index: u32,
-    /// The kernel's flags: whether the sub-leaf counts.
+    /// The kernel's flags, such as whether the sub-leaf is significant.
     pub flags: u32,
-    /// Answer in EAX, EBX, ECX and EDX.
+    /// EAX, EBX, ECX and EDX.
     pub answer: [u32; 4],
 }
 
-/// Complete state of a vCPU; untrusted until [`crate::Vcpu::set_state`] has taken it.
+/// Complete state of a vCPU; untrusted until accepted by [`crate::Vcpu::set_state`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VcpuState {
     /// Version of this structure.
     pub version: u32,
-    /// Features that the guest sees.
+    /// CPUID of the guest.
     pub cpuid: Vec<CpuidEntry>,
-    /// Whether the vCPU runs, is halted, or waits for another to start it.
+    /// Whether the vCPU runs, is halted, or waits for its start by another vCPU.
     pub mp_state: u32,
     /// General registers.
     pub regs: kvm_regs,
     /// Special registers.
     pub sregs: kvm_sregs,
-    /// Page directory pointers of 32-bit PAE paging, where the host tells them.
+    /// Page directory pointers of PAE paging, if the host reports them.
     pub pdptrs: Option<[u64; 4]>,
     /// XSAVE area in the standard format.
     pub xsave: Blob,
@@ -81,61 +81,61 @@ pub struct VcpuState {
     pub debugregs: kvm_debugregs,
     /// Register page of the local APIC.
     pub lapic: Blob,
-    /// Model-specific registers without the TSC.
+    /// MSRs without the TSC.
     pub msrs: Vec<MsrValue>,
     /// Pending exceptions, interrupts, NMI and SMI.
     pub events: kvm_vcpu_events,
     /// Time-stamp counter.
     pub tsc: TscState,
-    /// Nested virtualisation, where there is any.
+    /// Nested state, if any.
     pub nested: Option<Blob>,
-    /// Shadow-stack pointer of a vCPU that was shown shadow stacks. Since version 2.
+    /// Shadow stack pointer, if the vCPU was shown shadow stacks. Since version 2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ssp: Option<u64>,
 }
 
-/// Why a vCPU's state could not be read or set.
+/// Why a vCPU state cannot be read or set.
 #[derive(Debug, Error)]
 pub enum VcpuStateError {
-    /// Another program wrote it.
+    /// The version is unknown.
     #[error("vCPU state has version {0}, and {VCPU_STATE_VERSION} is the newest known here")]
     Version(u32),
-    /// It has what its version does not know.
+    /// The state has a part that its version does not include.
     #[error("vCPU state of version {version} has {what}, which came with a later version")]
     NotInVersion {
-        /// Its version.
+        /// Version of the state.
         version: u32,
-        /// What is in it.
+        /// Name of the part.
         what: &'static str,
     },
-    /// The guest uses shadow stacks, and this KVM cannot set their pointer.
+    /// The guest uses shadow stacks, and this KVM cannot set the pointer.
     #[error(
         "the guest uses shadow stacks, whose pointer KVM of this host cannot set (Linux 6.18 can)"
     )]
     ShadowStack,
-    /// A triple fault waits for the vCPU, and this KVM cannot be told.
+    /// A triple fault is pending, which this KVM cannot represent.
     #[error("a triple fault waits for the vCPU, which KVM of this host cannot be told")]
     TripleFault,
-    /// A list is longer than it can be.
+    /// A list is too long.
     #[error("vCPU state has {count} {what}, and at most {limit} are possible")]
     TooMany {
-        /// What there is too much of.
+        /// Name of the list.
         what: &'static str,
-        /// How many there are.
+        /// Its length.
         count: usize,
-        /// How many there may be.
+        /// The maximum.
         limit: usize,
     },
-    /// A part does not fit.
+    /// A part is too long.
     #[error("the {what} of the vCPU state cannot be used on this host")]
     Blob {
         /// Name of the part.
         what: &'static str,
-        /// What is wrong with it.
+        /// The cause.
         #[source]
         source: BlobError,
     },
-    /// The nested state contradicts itself, or the host has no nested virtualisation.
+    /// The nested state is inconsistent, or the host has no nested virtualisation.
     #[error("the guest runs guests of its own, which this host cannot take over")]
     Nested,
     /// The TSC cannot run at the guest's frequency.
@@ -144,12 +144,12 @@ pub enum VcpuStateError {
          cannot scale it: migrate between hosts of the same frequency"
     )]
     TscFrequency {
-        /// What the guest is used to.
+        /// Frequency of the guest's TSC.
         wanted_khz: u32,
-        /// What there is.
+        /// Frequency of the host's TSC.
         host_khz: u32,
     },
-    /// Registers that the guest relies on cannot have their values here.
+    /// MSRs that the guest relies on cannot have their values on this host.
     #[error("this host does not take {}", list(.0))]
     MsrsRefused(Vec<MsrValue>),
     /// The kernel refused a part.
@@ -170,7 +170,7 @@ fn list(msrs: &[MsrValue]) -> String {
 }
 
 impl VcpuState {
-    /// Checks every length in the state. Values are checked by the kernel.
+    /// Checks all lengths in the state. Values are checked by the kernel.
     pub fn check(&self) -> Result<(), VcpuStateError> {
         let at_most = |what, count, limit| {
             if count > limit { Err(VcpuStateError::TooMany { what, count, limit }) } else { Ok(()) }
@@ -188,7 +188,7 @@ impl VcpuState {
         Ok(())
     }
 
-    /// What version 1 cannot say of this vCPU, if there is such a thing.
+    /// The part of this state that version 1 cannot represent, if any.
     pub(crate) fn beyond_version_1(&self) -> Option<&'static str> {
         if self.ssp.is_some() {
             Some("a shadow-stack pointer")
@@ -199,10 +199,10 @@ impl VcpuState {
         }
     }
 
-    /// Guest pages that KVM itself reads and writes for this vCPU, as guest physical addresses.
+    /// Guest physical addresses of pages that KVM itself accesses for this vCPU.
     ///
-    /// KVM reaches them from [`crate::Vcpu::set_state`] on, and cannot wait for them in every kind of
-    /// postcopy: bring them in first.
+    /// KVM accesses them from [`crate::Vcpu::set_state`] on, and cannot wait for them with every fault
+    /// source of postcopy, so they must be fetched first.
     pub fn pages_used_by_kvm(&self) -> BTreeSet<u64> {
         let mut pages = BTreeSet::new();
         for (index, flag_bits, len_bytes) in SHARED_STRUCTURES {
@@ -224,7 +224,7 @@ impl VcpuState {
         Ok(kvm_lapic_state::read_from_bytes(&bytes).unwrap_or_default())
     }
 
-    /// The nested state in a buffer; `None` if there is nothing in it that matters.
+    /// The nested state in a buffer; `None` if there is no relevant one.
     pub(crate) fn nested_buffer(&self) -> Result<Option<Box<NestedBuffer>>, VcpuStateError> {
         let Some(blob) = &self.nested else { return Ok(None) };
         let mut buffer = NestedBuffer::new();
@@ -238,7 +238,7 @@ impl VcpuState {
         }
     }
 
-    /// The CPUID leaves in the kernel's form.
+    /// The CPUID as the kernel's structure.
     pub(crate) fn kernel_cpuid(&self) -> Result<CpuId, VcpuStateError> {
         let entries: Vec<_> = self
             .cpuid
@@ -257,7 +257,7 @@ impl VcpuState {
     }
 }
 
-/// Whether a triple fault waits for the vCPU.
+/// Whether a triple fault is pending.
 pub(crate) fn has_triple_fault(events: &kvm_vcpu_events) -> bool {
     events.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0 && events.triple_fault.pending != 0
 }

@@ -20,11 +20,11 @@ use crate::irq::IrqError;
 use crate::routing::IOAPIC_LINES;
 use crate::vm::{Vm, VmShared, kernel, new_event};
 
-/// A line of the interrupt controllers that stays high until the guest has served it.
+/// A level-triggered interrupt line, high until the guest has acknowledged the interrupt.
 ///
-/// The device signals [`LevelLine::event`], which raises the line. When the guest says that it is
-/// done, KVM lowers the line and signals [`LevelLine::resample`], upon which the device looks
-/// whether it still wants to interrupt. Several devices may share a line.
+/// The device signals [`LevelLine::event`], which raises the line. On the guest's EOI, KVM lowers the line
+/// and signals [`LevelLine::resample`], and the device checks whether it still has an interrupt pending.
+/// Several devices may share a line.
 pub struct LevelLine {
     vm: Arc<VmShared>,
     gsi: u32,
@@ -33,26 +33,26 @@ pub struct LevelLine {
 }
 
 impl LevelLine {
-    /// Raises the line.
+    /// The eventfd that raises the line.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 
-    /// Signalled by KVM when the guest is done with the interrupt.
+    /// The eventfd that KVM signals when the guest has acknowledged the interrupt.
     pub fn resample(&self) -> &EventFd {
         &self.resample
     }
 }
 
-/// KVM's VFIO device, for a caller that opens devices one by one. A VM has one at most.
+/// KVM's VFIO device, for a caller that opens devices one by one. At most one per VM.
 #[derive(Clone)]
 pub struct VfioFiles(Arc<DeviceFd>);
 
 impl VfioFiles {
-    /// Tells KVM of the open file of a device.
+    /// Registers the open file of a device with KVM.
     ///
     /// # Errors
-    /// It is no such file, or KVM knows it already.
+    /// It is not such a file, or is registered already.
     pub fn tell(&self, file: BorrowedFd<'_>) -> Result<AttachedFile, KvmError> {
         let what = "take note of a passed-through device";
         let file = file.try_clone_to_owned().context(what)?;
@@ -69,7 +69,7 @@ impl VfioFiles {
     }
 }
 
-/// A file that KVM was told of. It holds the file open, and so does KVM, until this is dropped.
+/// A file registered with KVM, kept open on both sides until this is dropped.
 pub struct AttachedFile {
     files: VfioFiles,
     file: OwnedFd,
@@ -92,10 +92,10 @@ impl Drop for LevelLine {
 }
 
 impl Vm {
-    /// KVM's VFIO device, by which it learns of the groups whose devices this VM has.
+    /// Creates KVM's VFIO device, with which the VFIO groups of this VM are registered.
     ///
     /// # Errors
-    /// When the kernel has none.
+    /// The kernel has none.
     pub fn create_vfio_device(&self) -> Result<DeviceFd, KvmError> {
         let mut request =
             kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
@@ -105,15 +105,15 @@ impl Vm {
     /// The same, for devices that are opened one by one.
     ///
     /// # Errors
-    /// When the kernel has none, or this VM has one already.
+    /// The kernel has none, or this VM has one already.
     pub fn vfio_files(&self) -> Result<VfioFiles, KvmError> {
         self.create_vfio_device().map(|device| VfioFiles(Arc::new(device)))
     }
 
-    /// Makes a level-triggered line of `gsi` (0 to 23).
+    /// Creates a level-triggered line for `gsi` (0 to 23).
     ///
     /// # Errors
-    /// When there is no such line, or the kernel refuses.
+    /// The number is out of range, or the kernel refuses.
     pub fn create_level_line(&self, gsi: u32) -> Result<LevelLine, IrqError> {
         if gsi >= IOAPIC_LINES {
             return Err(IrqError::Exhausted { limit: IOAPIC_LINES });

@@ -16,7 +16,7 @@ use crate::stage2::{RunOnVcpu, Stage2Fill, Stage2Filled, VcpuTask};
 use crate::vcpu::Vcpu;
 
 impl Shared {
-    /// Has a job done on the vCPU's thread, while the guest runs or not; false when the thread ends.
+    /// Queues a job for the vCPU thread, whether the guest runs or not; false if the thread is ending.
     fn begin_job(&self, job: Job) -> bool {
         let mut control = self.lock();
         if control.phase == Phase::Exited || control.target == Target::Exit {
@@ -41,9 +41,8 @@ impl RunOnVcpu for Shared {
 }
 
 impl VcpuThreads {
-    /// Begins to fill the stage-2 tables on the vCPUs' threads, while the guest runs or not.
-    /// `runs` gives the guest physical addresses that have memory; it and `done` are called on a
-    /// thread of their own.
+    /// Starts to fill stage-2 on the vCPU threads, whether the guest runs or not. `runs` returns the guest
+    /// physical ranges with memory; it and `done` are called on a separate thread.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -56,9 +55,8 @@ impl VcpuThreads {
         Stage2Fill::start(self.threads.iter().map(vcpu).collect(), runs, done)
     }
 
-    /// Sends each vCPU a non-maskable interrupt, as a button on a server's front does. One that is
-    /// paused takes it when it runs again. Does not wait: the interrupt is pending when the vCPU's thread
-    /// has come out of the guest.
+    /// Sends each vCPU a non-maskable interrupt, like the NMI button of a server. A paused vCPU takes it
+    /// when resumed. Does not wait: the interrupt becomes pending once the vCPU thread has left the guest.
     pub fn send_nmi(&self) {
         for Thread { shared } in &self.threads {
             shared.begin_job(Box::new(|vcpu| {
@@ -71,7 +69,7 @@ impl VcpuThreads {
 }
 
 impl Runner<'_> {
-    /// What the vCPU came out of the guest for, although it runs.
+    /// Runs the jobs for which a running vCPU has left the guest.
     pub(super) fn run_pending_tasks(&mut self) {
         self.shared.tasks_pending.store(false, Ordering::SeqCst);
         let next = || self.shared.lock().jobs.pop_front();

@@ -12,7 +12,7 @@ use super::{Next, Phase, Shared, Target};
 use crate::exits::{ExitHandler, RunOutcome, StopReason, run_once};
 use crate::vcpu::Vcpu;
 
-/// A vCPU's thread from the inside.
+/// The loop of a vCPU thread.
 pub(super) struct Runner<'a> {
     pub(super) shared: &'a Shared,
     pub(super) vcpu: Vcpu,
@@ -21,7 +21,7 @@ pub(super) struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    /// Does what the thread is asked to until it is to end.
+    /// Follows the requested state until the thread is to end.
     pub(super) fn work(&mut self) {
         loop {
             match self.shared.next() {
@@ -51,7 +51,7 @@ impl Runner<'_> {
                 RunOutcome::Interrupted if is(leave) => return Ok(()),
                 RunOutcome::Interrupted if is(hold) => self.shared.stand_by(),
                 RunOutcome::Interrupted if is(tasks_pending) => self.run_pending_tasks(),
-                // Interrupted without being asked to leave: by a signal that came late.
+                // Interrupted without a request, by a late signal.
                 RunOutcome::Handled | RunOutcome::Interrupted => {}
                 RunOutcome::Leave => self.leave_by_itself(),
                 RunOutcome::Stopped(reason) => return Err(reason),
@@ -59,7 +59,7 @@ impl Runner<'_> {
         }
     }
 
-    /// As if this vCPU had been paused.
+    /// Parks as if this vCPU had been paused.
     fn leave_by_itself(&self) {
         let mut control = self.shared.lock();
         if control.target == Target::Run {
@@ -74,7 +74,7 @@ impl Runner<'_> {
     }
 
     fn end(&self, reason: StopReason) {
-        // Before the report, so that the reader of the report can pause the VM.
+        // Before the report, so that its receiver can pause the VM.
         self.shared.set_phase(Phase::Stopped);
         self.handler.stopped(self.shared.index, reason);
     }

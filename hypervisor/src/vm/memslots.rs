@@ -22,10 +22,10 @@ use super::Vm;
 use crate::ioctl;
 use crate::userfault::UserfaultBitmap;
 
-/// KVM counts memory in these, whatever the size of the host's pages behind it.
+/// Page size of KVM's interfaces in bytes, whatever the host page size.
 const PAGE_LEN_BYTES: u64 = 4096;
 
-/// Where a memory slot is and how it behaves.
+/// Location and properties of a memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemslotConfig {
     /// Number of the slot, chosen by the caller.
@@ -38,14 +38,14 @@ pub struct MemslotConfig {
     pub len_bytes: u64,
     /// Whether writes are logged from the start.
     pub log_dirty: bool,
-    /// Whether guest writes leave as MMIO.
+    /// Whether guest writes exit as MMIO.
     pub readonly: bool,
 }
 
-/// Why a memory slot or its dirty log could not be used.
+/// Why an operation on a memory slot or its dirty log failed.
 #[derive(Debug, Error)]
 pub enum MemslotError {
-    /// The addresses or the length cannot be those of a slot.
+    /// The addresses or the length are invalid.
     #[error(
         "memory slot {slot} ({len_bytes:#x} bytes at guest address {gpa:#x}) is empty, not a \
          multiple of 4 KiB, or too large"
@@ -58,7 +58,7 @@ pub enum MemslotError {
         /// Length in bytes.
         len_bytes: u64,
     },
-    /// The number is in use.
+    /// The slot number is in use.
     #[error("memory slot {slot} exists already")]
     Taken {
         /// Number of the slot.
@@ -70,13 +70,13 @@ pub enum MemslotError {
         /// Number of the slot.
         slot: u32,
     },
-    /// The slot's writes are not logged.
+    /// Dirty logging is off for the slot.
     #[error("writes to memory slot {slot} are not logged")]
     NotLogged {
         /// Number of the slot.
         slot: u32,
     },
-    /// The range to clear is not one that KVM takes.
+    /// The range to clear is invalid.
     #[error(
         "cannot clear {pages} pages from page {first_page} of the dirty log of memory slot {slot}, \
          which has {slot_pages}: the start must be a multiple of 64, the length too unless it ends \
@@ -97,7 +97,7 @@ pub enum MemslotError {
         "KVM of this kernel has no userfault exits: scripts/kvm-modules builds one that has them"
     )]
     NoUserfault,
-    /// The bitmap is for a slot of another size.
+    /// The bitmap has another size than the slot.
     #[error(
         "a userfault bitmap of {pages} pages cannot be that of memory slot {slot}, which has {slot_pages}"
     )]
@@ -112,11 +112,11 @@ pub enum MemslotError {
     /// The kernel refused the request.
     #[error("the kernel refused to {what} memory slot {slot}")]
     Kernel {
-        /// What was asked for, as an infinitive clause.
+        /// What was attempted, as an infinitive clause.
         what: &'static str,
         /// Number of the slot.
         slot: u32,
-        /// The kernel's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -124,9 +124,9 @@ pub enum MemslotError {
 
 pub(crate) struct Memslot {
     pub(crate) config: MemslotConfig,
-    /// The bitmap that the kernel reads; dropped only after the kernel has been told.
+    /// The bitmap that the kernel reads; only dropped after the kernel has been told.
     userfault: Option<Arc<UserfaultBitmap>>,
-    /// Keeps the mapping at `config.hva` alive; never looked at.
+    /// Keeps the mapping at `config.hva` alive.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -141,7 +141,7 @@ impl Memslot {
 pub(crate) struct Memslots(Mutex<BTreeMap<u32, Memslot>>);
 
 impl Memslots {
-    /// The lock is held across the kernel's call, so that the table and the kernel agree.
+    /// Held across the ioctl, so that table and kernel agree.
     pub(crate) fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Memslot>> {
         self.0.lock()
     }
@@ -243,7 +243,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Takes the slot's memory from the guest. Accesses to it are MMIO from now on.
+    /// Removes the slot. Guest accesses to it are MMIO from now on.
     pub fn remove_memory_slot(&self, slot: u32) -> Result<(), MemslotError> {
         let mut slots = self.shared().slots.lock();
         let config = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?.config;
@@ -254,7 +254,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Begins or ends logging the guest's writes to a slot.
+    /// Starts or stops dirty logging of a slot.
     ///
     /// With [`ManualDirtyLog::InitiallySet`] all pages are dirty at first.
     pub fn set_dirty_logging(&self, slot: u32, on: bool) -> Result<(), MemslotError> {
@@ -270,16 +270,16 @@ impl Vm {
         Ok(())
     }
 
-    /// Makes vCPUs leave the guest at the pages of a slot that are marked in `bitmap`
-    /// ([`crate::FaultCause::Marked`]), or, with `None`, no longer.
+    /// Makes vCPUs exit at the pages of a slot that are marked in `bitmap` ([`crate::FaultCause::Marked`]);
+    /// `None` ends that.
     ///
-    /// Both may be done while vCPUs run. Pages that KVM had mapped fault again afterwards; without
-    /// the bitmap, huge mappings come back. A vCPU may still report an exit of before.
+    /// May be called while vCPUs run. Pages that KVM had mapped fault again afterwards; without the bitmap,
+    /// huge mappings are restored. A vCPU may still report an earlier exit.
     ///
     /// # Errors
-    /// [`MemslotError::NoUserfault`] on a KVM without that; [`MemslotError::BitmapLength`] if the bitmap
-    /// is not as long as the slot; [`MemslotError::Kernel`] otherwise, e.g. for another bitmap while
-    /// one is in use.
+    /// [`MemslotError::NoUserfault`] if KVM lacks support; [`MemslotError::BitmapLength`] if the bitmap is
+    /// not as long as the slot; [`MemslotError::Kernel`] otherwise, such as for another bitmap while one is
+    /// in use.
     pub fn set_userfault(
         &self,
         slot: u32,
@@ -303,7 +303,7 @@ impl Vm {
         self.capabilities().userfault.and_then(|support| support.slot_flag)
     }
 
-    /// All slots, in order of their numbers.
+    /// All slots, in order of slot number.
     pub fn memory_slots(&self) -> Vec<MemslotConfig> {
         self.shared().slots.lock().values().map(|slot| slot.config).collect()
     }

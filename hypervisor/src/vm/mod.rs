@@ -23,7 +23,7 @@ pub use msi::InterruptLine;
 use msi::Routes;
 pub(crate) use msi::{kernel, new_event};
 
-/// Addresses that a VM needs below 4 GiB on processors that cannot run real mode directly.
+/// Addresses below 4 GiB that a VM needs on processors that cannot run real mode directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmConfig {
     /// Guest physical address of three pages that the guest never uses.
@@ -33,37 +33,37 @@ pub struct VmConfig {
 }
 
 impl Default for VmConfig {
-    /// The identity map at 0xfffb_c000, the three pages behind it at 0xfffb_d000.
+    /// The identity map at 0xfffb_c000, followed by the three pages at 0xfffb_d000.
     fn default() -> Self {
         Self { tss_gpa: 0xfffb_d000, identity_map_gpa: 0xfffb_c000 }
     }
 }
 
-/// What a VM, its vCPUs and its interrupt vectors share.
+/// State shared by a VM, its vCPUs and its interrupt vectors.
 pub(crate) struct VmShared {
     pub(crate) fd: VmFd,
     pub(crate) capabilities: Capabilities,
     pub(crate) msr_indices: Arc<[u32]>,
     pub(crate) routes: Routes,
-    /// Frequency that a vCPU has before it is set; unknown until there is a vCPU.
+    /// Default TSC frequency of vCPUs in kHz; unknown until there is a vCPU.
     pub(crate) host_tsc_khz: OnceLock<u32>,
-    /// Last, so that the mappings outlive the VM's file descriptor.
+    /// Declared last, so that the mappings outlive the VM's descriptor.
     pub(crate) slots: Memslots,
 }
 
-/// A virtual machine; clones are the same one.
+/// A virtual machine; clones refer to the same one.
 #[derive(Clone)]
 pub struct Vm(Arc<VmShared>);
 
 impl Vm {
-    /// Makes a VM with PIC, IOAPIC and local APICs in the kernel, and no timer chip.
+    /// Creates a VM with in-kernel PIC, IOAPIC and local APICs, and no PIT.
     pub fn create(hypervisor: &Hypervisor, config: &VmConfig) -> Result<Self, KvmError> {
         Self::create_with_memory(hypervisor, config, |_| Ok(()))
     }
 
-    /// Makes a VM as [`Vm::create`] does, with the memory slots that `add_memory` adds. The
-    /// interrupt controllers come after them: KVM registers those with a deferred grace period,
-    /// behind which the first slot would have to wait (5 to 8 ms on Linux 6.18).
+    /// Creates a VM like [`Vm::create`], with the memory slots that `add_memory` adds before the interrupt
+    /// controllers: KVM registers those with a deferred grace period, for which the first slot would have
+    /// to wait (5 to 8 ms on Linux 6.18).
     ///
     /// # Errors
     /// Those of KVM and of `add_memory`.
@@ -116,22 +116,22 @@ impl Vm {
         })))
     }
 
-    /// What the kernel can do beyond what is required.
+    /// The optional capabilities of KVM.
     pub fn capabilities(&self) -> &Capabilities {
         &self.0.capabilities
     }
 
-    /// Lets vCPUs that halt occupy their processor instead of leaving the guest; only before there
-    /// are any. KVM then makes no asynchronous page faults for a guest that does not want them.
+    /// Keeps halted vCPUs in the guest, where they occupy their processor; must be called before vCPUs are
+    /// created. KVM then makes no asynchronous page faults for a guest that has not enabled them.
     ///
     /// # Errors
-    /// KVM cannot, or there are vCPUs.
+    /// KVM does not support it, or there are vCPUs.
     pub fn keep_halted_vcpus_in_guest(&self) -> Result<(), KvmError> {
         enable(&self.0.fd, kvm::KVM_CAP_X86_DISABLE_EXITS, kvm::KVM_X86_DISABLE_EXITS_HLT)
             .context("keep halted vCPUs in the guest")
     }
 
-    /// Sets the level of a line of the interrupt controllers.
+    /// Sets the level of an interrupt line.
     pub fn set_interrupt_level(&self, gsi: u32, high: bool) -> Result<(), KvmError> {
         self.0.fd.set_irq_line(gsi, high).context("set the level of an interrupt line")
     }
@@ -142,13 +142,13 @@ impl Vm {
 }
 
 impl VmShared {
-    /// Length of the XSAVE area of this VM's vCPUs. Fixed once there is a vCPU.
+    /// Length of the XSAVE area of this VM's vCPUs in bytes. Fixed once there is a vCPU.
     pub(crate) fn xsave_len_bytes(&self) -> usize {
         usize::try_from(self.fd.check_extension_int(Cap::Xsave2)).unwrap_or(0)
     }
 }
 
-/// Creating a VM is interrupted by any signal, so it is tried again.
+/// Creates a VM; retries when interrupted by a signal.
 fn create_fd(hypervisor: &Hypervisor) -> Result<VmFd, kvm_ioctls::Error> {
     loop {
         match hypervisor.kvm().create_vm() {

@@ -43,7 +43,7 @@ pub(crate) fn new_event() -> Result<EventFd, IrqError> {
         .map_err(|source| IrqError::Kernel { what: "create an eventfd", source })
 }
 
-/// Signals an eventfd. A full counter means that the signal is there already.
+/// Signals an eventfd. A saturated counter means that it is signalled already.
 fn signal(event: &EventFd) -> Result<(), IrqError> {
     match event.write(1) {
         Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
@@ -58,12 +58,12 @@ fn borrow(event: &EventFd) -> BorrowedFd<'_> {
     unsafe { BorrowedFd::borrow_raw(event.as_raw_fd()) }
 }
 
-/// A vector of one VM.
+/// An MSI vector of a VM.
 struct Vector {
     vm: Arc<VmShared>,
     gsi: u32,
     event: EventFd,
-    /// Whether the eventfd is attached to the kernel, which means not masked.
+    /// Whether the irqfd is attached, which means unmasked.
     attached: Mutex<bool>,
 }
 
@@ -92,8 +92,8 @@ impl MsiVector for Vector {
             let table = KvmIrqRouting::from_entries(&routes.entries())
                 .map_err(|_| IrqError::Exhausted { limit: routes.limit() })?;
             if let Err(error) = self.vm.fd.set_gsi_routing(&table) {
-                // The kernel keeps its old table. Ours forgets the message, so that the next
-                // program() is not taken for one that changes nothing.
+                // The kernel keeps its old table. The message is forgotten here, so that the next program()
+                // is not taken for a no-op.
                 routes.unset(self.gsi);
                 return Err(kernel("set the interrupt routes")(error));
             }
@@ -133,7 +133,7 @@ impl Drop for Vector {
         if attached && let Err(error) = self.vm.fd.unregister_irqfd(&self.event, self.gsi) {
             log::warn!("interrupt {}: cannot detach its eventfd: {error}", self.gsi);
         }
-        // The kernel's table loses the entry with the next update; until then nothing raises it.
+        // The kernel drops the entry with its next table update; until then nothing raises it.
         self.vm.routes.lock().free(self.gsi);
     }
 }
@@ -150,7 +150,7 @@ impl MsiSource for Vm {
     }
 }
 
-/// An edge-triggered line of the interrupt controllers, raised by an eventfd.
+/// An edge-triggered interrupt line, raised through an eventfd.
 pub struct InterruptLine {
     vm: Arc<VmShared>,
     gsi: u32,
@@ -158,7 +158,7 @@ pub struct InterruptLine {
 }
 
 impl InterruptLine {
-    /// Number of the line.
+    /// GSI of the line.
     pub fn gsi(&self) -> u32 {
         self.gsi
     }
@@ -183,7 +183,7 @@ impl Drop for InterruptLine {
 }
 
 impl Vm {
-    /// Makes an eventfd that raises line `gsi` (0 to 23) as an edge.
+    /// Creates an eventfd that raises line `gsi` (0 to 23) as an edge.
     pub fn create_line(&self, gsi: u32) -> Result<InterruptLine, IrqError> {
         if gsi >= IOAPIC_LINES {
             return Err(IrqError::Exhausted { limit: IOAPIC_LINES });
