@@ -323,7 +323,6 @@ impl Thread {
 /// The vCPUs of a VM, each on its own thread.
 ///
 /// Methods may be called from any thread except vCPU threads. Dropping this ends the threads.
-/// All methods may be called from any thread but a vCPU's. Dropping it stops the threads.
 pub struct VcpuThreads {
     threads: Vec<Thread>,
     first_run: Arc<OnceLock<Instant>>,

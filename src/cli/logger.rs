@@ -95,6 +95,7 @@ impl Log for Logger {
 }
 
 /// Creates or truncates a file. A named pipe or other file with a reader is neither truncated nor waited
+/// for.
 fn create(path: &Path) -> io::Result<File> {
     if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
         let open = |with_read: bool| {
