@@ -5,19 +5,19 @@
 //! Owns the descriptions that devices, configuration space and placement share. It must never decide where a BAR is
 //! placed or mapped: see `bar_placement`.
 
-/// What a BAR decodes.
+/// Type of a BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarKind {
-    /// 32-bit address, one register.
+    /// 32-bit memory address, one register.
     Memory32,
-    /// 64-bit address, two registers.
+    /// 64-bit memory address, two registers.
     Memory64,
-    /// Ports, one register.
+    /// I/O ports, one register.
     Ports,
 }
 
 impl BarKind {
-    /// How many registers it takes.
+    /// Number of registers.
     pub fn registers_count(self) -> u8 {
         match self {
             Self::Memory32 | Self::Ports => 1,
@@ -31,20 +31,20 @@ impl BarKind {
 pub struct BarDescription {
     /// Index of its (first) register, 0 to 5.
     pub index: u8,
-    /// What it decodes.
+    /// Type of the BAR.
     pub kind: BarKind,
     /// Whether reads have no side effects.
     pub prefetchable: bool,
-    /// Size, a power of two.
+    /// Length in bytes, a power of two.
     pub len_bytes: u64,
 }
 
-/// What a function's BAR registers say.
+/// The BAR registers and decode bits of a function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BarDecode {
-    /// Memory decode is on.
+    /// Whether memory decoding is enabled.
     pub enabled: bool,
-    /// I/O decode is on.
+    /// Whether I/O decoding is enabled.
     pub ports_enabled: bool,
     /// Index and address of each BAR.
     pub gpas: Vec<(u8, u64)>,

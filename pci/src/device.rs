@@ -11,20 +11,20 @@ use thiserror::Error;
 
 use crate::bar::{BarDecode, BarDescription};
 
-/// A function's saved state: plain, versioned and untrusted until the function has checked it.
+/// Saved state of a function; plain data, versioned, untrusted until validated by the function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PciDeviceState {
-    /// What kind of function wrote it, for example `virtio-pci`.
+    /// Kind of the function, such as `virtio-pci`.
     pub kind: String,
-    /// Version of `data`; a reader refuses versions that it does not know.
+    /// Version of `data`; unknown versions are refused.
     pub version: u32,
-    /// The function's own part.
+    /// State of the function itself.
     pub data: serde_json::Value,
 }
 
 impl PciDeviceState {
-    /// Wraps a function's own state.
+    /// Serialises a function's own state.
     pub fn encode<T: Serialize>(
         device: &dyn PciDevice,
         version: u32,
@@ -35,7 +35,7 @@ impl PciDeviceState {
         Ok(Self { kind: device.kind().to_owned(), version, data })
     }
 
-    /// Unwraps a function's own state, if it is of this function's kind and version.
+    /// Deserialises a function's own state, if kind and version match.
     pub fn decode<T: DeserializeOwned>(
         &self,
         device: &dyn PciDevice,
@@ -54,95 +54,95 @@ impl PciDeviceState {
     }
 }
 
-/// Why a function's state could not be saved or was refused.
+/// Why a function's state cannot be saved or restored.
 #[derive(Debug, Error)]
 pub enum PciStateError {
-    /// Another kind of function wrote it.
+    /// The state is of another kind of function.
     #[error("the state given for PCI device {id} is that of a {found}, not of a {expected}")]
     Kind {
         /// Id of the device.
         id: String,
-        /// The kind that this function is.
+        /// Kind of this function.
         expected: &'static str,
-        /// The kind that the state names.
+        /// Kind in the state.
         found: String,
     },
-    /// A newer program wrote it.
+    /// The version is unknown.
     #[error("state version {found} of PCI device {id} is not known here (newest known: {newest})")]
     Version {
         /// Id of the device.
         id: String,
-        /// Version found.
+        /// The version.
         found: u32,
-        /// Newest version that can be read.
+        /// Newest known version.
         newest: u32,
     },
-    /// The data do not have the form of this function's state.
+    /// The state is malformed.
     #[error("the state of PCI device {id} cannot be read")]
     Malformed {
         /// Id of the device.
         id: String,
-        /// What the parser says.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
-    /// The function refused it.
+    /// The function refused its state.
     #[error("the state of PCI device {id} cannot be saved or restored")]
     Device {
         /// Id of the device.
         id: String,
-        /// The function's reason.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// One PCI function.
+/// A PCI function.
 ///
-/// All methods take `&self`: several vCPUs may be in them at once, and each function has its own
-/// locks. Any offset and any length are allowed in accesses; what makes no sense reads as ones
-/// (configuration space) or zeroes (BARs) and is ignored when written.
+/// All methods take `&self`: several vCPUs may call them concurrently, and each function has its own locks.
+/// Accesses may have any offset and length; invalid reads return all ones (configuration space) or zeros
+/// (BARs), and invalid writes are ignored.
 pub trait PciDevice: Send + Sync {
-    /// Id given in the VM's configuration.
+    /// Id of the device in the VM's configuration.
     fn id(&self) -> &str;
-    /// Kind of function, as it stands in saved state.
+    /// Kind of the function in saved state.
     fn kind(&self) -> &'static str;
 
-    /// Fills `data` from configuration space at `offset`.
+    /// Reads configuration space at `offset`.
     fn read_config(&self, offset: u16, data: &mut [u8]);
-    /// Takes a write to configuration space at `offset`. May wait (a passed-through device waits
-    /// here for its DMA mappings); the bus holds no lock meanwhile.
+    /// Writes configuration space at `offset`. May block (a passed-through device waits here for memory to
+    /// be mapped); the bus holds no lock meanwhile.
     fn write_config(&self, offset: u16, data: &[u8]);
 
-    /// The BARs that the function has. What changes is the width of a memory BAR at most, with
-    /// [`PciDevice::widen_bar`] and [`PciDevice::restore`].
+    /// The BARs of the function. Only the width of a memory BAR can change, by [`PciDevice::widen_bar`] and
+    /// [`PciDevice::restore`].
     fn bars(&self) -> Vec<BarDescription>;
-    /// Makes a 32-bit BAR a 64-bit one, if the function can have that, and says whether it did. Before
-    /// the guest knows the function only.
+    /// Makes a 32-bit BAR a 64-bit one, if supported; returns whether it did. Only before the guest knows
+    /// the function.
     fn widen_bar(&self, _index: u8) -> bool {
         false
     }
-    /// What the BAR registers and the decode bits say now.
+    /// The current BAR registers and decode bits.
     fn bar_decode(&self) -> BarDecode;
-    /// Programs a BAR register, as firmware would.
+    /// Sets a BAR register, as firmware would.
     fn place_bar(&self, index: u8, gpa: u64);
-    /// The guest reaches the BAR at `gpa` from now on, or not at all any more.
+    /// Reports that the guest can access the BAR at `gpa`, or no longer.
     ///
-    /// Comes with `None` before a mapping is taken away or moved, and with `Some` after one was
-    /// made, so that I/O events only ever exist inside a mapped BAR.
+    /// Called with `None` before a mapping is removed or moved, and with `Some` after one was made, so that
+    /// ioeventfds only exist inside a mapped BAR.
     fn bar_moved(&self, index: u8, gpa: Option<u64>);
-    /// Fills `data` from a BAR.
+    /// Reads a BAR.
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]);
-    /// Takes a write to a BAR.
+    /// Writes a BAR.
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]);
 
-    /// Stops all work on guest memory. Idempotent.
+    /// Pauses the function, so that it does not access guest memory. Idempotent.
     fn pause(&self) {}
-    /// Goes on after [`PciDevice::pause`] or [`PciDevice::restore`]. Idempotent.
+    /// Resumes the function after [`PciDevice::pause`] or [`PciDevice::restore`]. Idempotent.
     fn resume(&self) {}
-    /// The function's state; only while paused.
+    /// Saves the state; only while paused.
     fn save(&self) -> Result<PciDeviceState, PciStateError>;
-    /// Takes a saved state. The function stays paused until [`PciDevice::resume`]; the segment has
-    /// to be told by [`crate::PciSegment::refresh_mappings`] when all its devices were restored.
+    /// Restores a state. The function stays paused until [`PciDevice::resume`]; once all devices are
+    /// restored, [`crate::PciSegment::refresh_mappings`] must be called.
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError>;
 }

@@ -23,10 +23,10 @@ const WINDOWS: MmioWindows = MmioWindows {
     above_4g: MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x100_0000 },
 };
 const MEMORY_LEN_BYTES: usize = 0x10_0000;
-/// Accesses in one run, so that a long input does not look like a hang.
+/// Maximum number of accesses per run, so that a long input does not look like a hang.
 const ACCESSES_MAX: usize = 4096;
 
-/// A machine with devices and nothing real behind them.
+/// A machine with devices and fake back ends.
 struct Rig {
     segment: Arc<PciSegment>,
     ecam: PciEcam,
@@ -49,7 +49,7 @@ impl Rig {
             let device = VirtioPciDevice::new(
                 format!("device{number}"),
                 FakeDevice::with_record().0,
-                // Both widths.
+                // Both widths occur.
                 if number % 2 == 1 { BarWidth::Bits64 } else { BarWidth::Bits32 },
                 memory.clone(),
                 &FakeMsiSource::new(1024),
@@ -79,7 +79,7 @@ impl Rig {
     }
 }
 
-/// Bytes read from the front; zeroes when there are no more.
+/// Reads bytes from the front; zeros at the end.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -102,7 +102,7 @@ impl Input<'_> {
         u16::from_le_bytes(self.take())
     }
 
-    /// One to eight bytes of data; mostly widths that a processor has.
+    /// One to eight bytes of data, mostly of the widths that processors use.
     fn data(&mut self) -> Vec<u8> {
         let choice = self.byte();
         let len = match choice & 0xf {
@@ -117,7 +117,7 @@ impl Input<'_> {
     }
 }
 
-/// Accesses to configuration space of a bus with three devices, by ECAM and by ports.
+/// Fuzzes configuration space accesses to a bus with three devices, through ECAM and ports.
 #[doc(hidden)]
 pub fn fuzz_config_space(bytes: &[u8]) {
     let Some(rig) = Rig::new(3) else { return };
@@ -127,7 +127,7 @@ pub fn fuzz_config_space(bytes: &[u8]) {
             break;
         }
         let kind = input.byte();
-        // Mostly the standard header of the devices that are there.
+        // Mostly the standard headers of existing devices.
         let device = u64::from(kind >> 4 & 3);
         let offset = match kind & 0xc {
             0 => u64::from(input.byte()),
@@ -146,8 +146,8 @@ pub fn fuzz_config_space(bytes: &[u8]) {
     rig.check();
 }
 
-/// What a driver does to get to DRIVER_OK, with the input's idea of a queue; random accesses alone
-/// would hardly ever get there.
+/// Takes the device to DRIVER_OK, with a queue from the input; random accesses alone would rarely get
+/// there.
 fn drive(rig: &Rig, bar_gpa: u64, input: &mut Input) {
     let write = |offset: u64, data: &[u8]| rig.mapper.write(bar_gpa + offset, data);
     for status in [&[0_u8][..], &[1], &[3]] {
@@ -169,7 +169,7 @@ fn drive(rig: &Rig, bar_gpa: u64, input: &mut Input) {
     write(0x14, &[15]);
 }
 
-/// Accesses to the BAR of a virtio device, with pauses and resumes between them.
+/// Fuzzes accesses to the BAR of a virtio device, with pauses and resumes in between.
 #[doc(hidden)]
 pub fn fuzz_transport(bytes: &[u8]) {
     let Some(rig) = Rig::new(1) else { return };
@@ -182,7 +182,7 @@ pub fn fuzz_transport(bytes: &[u8]) {
             break;
         }
         let kind = input.byte();
-        // Mostly the common configuration, and there mostly at registers.
+        // Mostly the common configuration, and mostly registers there.
         let offset = match kind >> 4 & 7 {
             0..=2 => u64::from(input.byte() & 0x3e),
             3 => 0x14,
@@ -208,7 +208,7 @@ pub fn fuzz_transport(bytes: &[u8]) {
     rig.check();
 }
 
-/// A saved state from outside, restored into a new device and resumed.
+/// Fuzzes the restore of a saved state into a new device, which is then resumed.
 #[doc(hidden)]
 pub fn fuzz_state(bytes: &[u8]) {
     let Ok(state) = serde_json::from_slice::<VirtioPciState>(bytes) else { return };
@@ -243,7 +243,7 @@ mod tests {
     }
 
     proptest! {
-        /// A state in which single characters were replaced.
+        /// A valid state in which single characters were replaced.
         #[test]
         fn states_survive(changes in prop::collection::vec((any::<prop::sample::Index>(), "[0-9a-z]"), 0..4)) {
             let rig = driven();

@@ -35,12 +35,12 @@ use crate::device::PciDevice;
 pub struct MmioRange {
     /// First guest physical address.
     pub start_gpa: u64,
-    /// Length.
+    /// Length in bytes.
     pub len_bytes: u64,
 }
 
-/// The ranges in which BARs may lie. Nothing else may lie there: no RAM, no ECAM, no interrupt
-/// controller, no other segment's BARs.
+/// The address windows for BARs, which must not contain anything else: no RAM, ECAM, interrupt controller,
+/// or BARs of another segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MmioWindows {
     /// Below 4 GiB; 32-bit BARs are placed here.
@@ -49,40 +49,40 @@ pub struct MmioWindows {
     pub above_4g: MmioRange,
 }
 
-/// The ports in which I/O BARs may lie. No other device may have one of them, nor another segment.
+/// The ports for I/O BARs, which no other device or segment may use.
 pub struct PortWindow {
     /// First port.
     pub first: u16,
     /// Last port.
     pub last: u16,
-    /// Where they are mapped.
+    /// The address space of the ports.
     pub mapper: Arc<dyn BarMapper>,
 }
 
-/// Why the address space refused a mapping.
+/// Why a BAR cannot be mapped.
 #[derive(Debug, Error)]
 #[error("the address space refused the range")]
 pub struct MapError {
-    /// Its reason.
+    /// The cause.
     #[from]
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
-/// An address space in which BARs are mapped: device memory, or ports.
+/// An address space in which BARs are mapped: MMIO or I/O ports.
 ///
-/// Calls come from inside an access of a vCPU to configuration space, so an implementation must
-/// not hold a lock during dispatch that it needs here. Calls come one at a time from a segment.
+/// Called from within a vCPU's access to configuration space, so an implementation must not hold a lock
+/// during dispatch that it needs here. A segment makes one call at a time.
 pub trait BarMapper: Send + Sync {
-    /// Accesses to `range` go to `device` from now on.
+    /// Dispatches accesses to `range` to `device`.
     fn map(&self, range: MmioRange, device: Arc<dyn BusDevice>) -> Result<(), MapError>;
-    /// Accesses to `range` go nowhere from now on; it was mapped before.
+    /// Removes the mapping of `range`.
     fn unmap(&self, range: MmioRange) -> Result<(), MapError>;
-    /// What was mapped at `from` is at `to` from now on, which has the same length. After an error
-    /// it is still at `from`.
+    /// Moves the mapping from `from` to `to`, which has the same length. After an error it is still at
+    /// `from`.
     fn relocate(&self, from: MmioRange, to: MmioRange) -> Result<(), MapError>;
 }
 
-/// One BAR of one function, as the bus of its address space sees it.
+/// A mapped BAR, as the bus of its address space sees it.
 pub struct BarWindow {
     device: Arc<dyn PciDevice>,
     index: u8,
@@ -98,21 +98,21 @@ impl BusDevice for BarWindow {
     }
 }
 
-/// Why BARs could not be placed.
+/// Why BARs cannot be placed.
 #[derive(Debug, Error)]
 pub enum PlacementError {
-    /// A window is impossible.
+    /// A window is invalid.
     #[error("the PCI window of {len_bytes:#x} bytes at {start_gpa:#x} is impossible")]
     Window {
-        /// Its start.
+        /// Its first address.
         start_gpa: u64,
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
-        /// What is wrong with it.
+        /// The cause.
         #[source]
         source: vm_allocator::Error,
     },
-    /// The segment has no ports.
+    /// The segment has no port window.
     #[error("no room for BAR {index} of PCI device {id}: its PCI segment has no ports")]
     NoPorts {
         /// Id of the device.
@@ -120,7 +120,7 @@ pub enum PlacementError {
         /// Index of the BAR.
         index: u8,
     },
-    /// A window is full.
+    /// A window has no space left.
     #[error(
         "no room for BAR {index} of PCI device {id} ({len_bytes:#x} bytes) in the window from \
          {start_gpa:#x} to {last_gpa:#x}"
@@ -130,19 +130,19 @@ pub enum PlacementError {
         id: String,
         /// Index of the BAR.
         index: u8,
-        /// Size of the BAR.
+        /// Length of the BAR in bytes.
         len_bytes: u64,
         /// First address of the window.
         start_gpa: u64,
         /// Last address of the window.
         last_gpa: u64,
-        /// The allocator's reason.
+        /// The cause.
         #[source]
         source: vm_allocator::Error,
     },
 }
 
-/// A range held in one of the windows.
+/// A range allocated in one of the windows.
 #[derive(Clone, Copy, Debug)]
 struct Claim {
     window: usize,
@@ -150,21 +150,21 @@ struct Claim {
 }
 
 impl Claim {
-    /// Windows lie apart, or in different address spaces.
+    /// Windows are disjoint, or in different address spaces.
     fn overlaps(&self, other: &Self) -> bool {
         self.window == other.window && self.range.overlaps(&other.range)
     }
 }
 
-/// All that is known of one BAR.
+/// State of a BAR.
 struct PlacedBar {
     owner: DeviceNumber,
     device: Arc<dyn PciDevice>,
-    /// As it was when it was placed: a saved state may have given it another width since.
+    /// As at placement; a restored state may have changed its width since.
     description: BarDescription,
-    /// Where the register points.
+    /// Address in the register.
     wanted_gpa: u64,
-    /// Whether the function decodes accesses to it.
+    /// Whether the function decodes the BAR.
     decodes: bool,
     claim: Option<Claim>,
     mapped: Option<MmioRange>,
@@ -188,14 +188,14 @@ const WINDOW_PORTS: usize = 2;
 pub struct BarPlacement {
     mapper: Arc<dyn BarMapper>,
     port_mapper: Option<Arc<dyn BarMapper>>,
-    /// Those of memory, then that of ports, if there is one.
+    /// The memory windows, then the port window if there is one.
     windows: Vec<AddressAllocator>,
     bars: Vec<PlacedBar>,
     log_limit: LogLimit,
 }
 
 impl BarPlacement {
-    /// A placement without BARs. Where there is no window of ports, I/O BARs lie nowhere.
+    /// A placement without BARs. Without a port window, I/O BARs are never mapped.
     pub fn new(
         windows: MmioWindows,
         mapper: Arc<dyn BarMapper>,
@@ -222,17 +222,16 @@ impl BarPlacement {
         })
     }
 
-    /// Gives every BAR of a function an address; all or none. An I/O BAR for which there is no room
-    /// gets none: functions have to be of use without (PCIe 4.0, 1.3.2.2), or are asked for by guests
-    /// that know how to make room. A 32-bit BAR for which there is none becomes a 64-bit one, if the
-    /// function can have that.
+    /// Allocates addresses for all BARs of a function, or none. An I/O BAR for which there is no space gets
+    /// none: functions must work without (PCIe 4.0, 1.3.2.2), unless the guest makes space. A 32-bit BAR
+    /// for which there is no space becomes a 64-bit one, if the function supports that.
     pub fn add(
         &mut self,
         owner: DeviceNumber,
         device: &Arc<dyn PciDevice>,
     ) -> Result<(), PlacementError> {
         let mut descriptions = device.bars();
-        // Large ones first leaves the fewest gaps.
+        // Large ones first, for the fewest gaps.
         descriptions.sort_by_key(|bar| std::cmp::Reverse(bar.len_bytes));
         let mut claims = Vec::with_capacity(descriptions.len());
         for mut description in descriptions {
@@ -273,7 +272,7 @@ impl BarPlacement {
         Ok(())
     }
 
-    /// Forgets the BARs of a function; what was mapped of them is not any more.
+    /// Removes the BARs of a function and their mappings.
     pub fn remove(&mut self, owner: DeviceNumber) {
         for at in (0..self.bars.len())
             .rev()
@@ -286,7 +285,7 @@ impl BarPlacement {
                 self.free(claim);
             }
         }
-        // Others may have waited for these ranges.
+        // Other BARs may be waiting for these ranges.
         self.resolve_claims();
     }
 
@@ -313,13 +312,13 @@ impl BarPlacement {
             })
     }
 
-    /// Brings the mappings of a function in line with its registers.
+    /// Updates the mappings of a function from its registers.
     pub fn refresh(&mut self, owner: DeviceNumber) {
         self.observe(|bar| bar.owner == owner);
         self.resolve_claims();
     }
 
-    /// Brings all mappings in line with the registers.
+    /// Updates all mappings from the registers.
     pub fn refresh_all(&mut self) {
         self.observe(|_| true);
         self.resolve_claims();
@@ -339,12 +338,12 @@ impl BarPlacement {
         }
     }
 
-    /// Goes over all BARs until nothing changes: what one gives up, another may be waiting for.
+    /// Iterates over all BARs until nothing changes, as one may wait for a range that another frees.
     ///
-    /// Ends because a decoding BAR only ever takes a range that is free or softly held, and others
+    /// Terminates because a decoding BAR only takes ranges that are free or softly held, and other BARs
     /// take free ones only.
     fn resolve_claims(&mut self) {
-        // First of all, as the range of a BAR that does not decode may be taken at once.
+        // First, as the range of a BAR that does not decode may be taken at once.
         for at in 0..self.bars.len() {
             if !self.bars[at].decodes {
                 self.unmap(at);
@@ -383,7 +382,7 @@ impl BarPlacement {
         changed
     }
 
-    /// Holds the range that the register points to, if it lies in a window and is free.
+    /// Allocates the range in the register, if it is in a window and free.
     fn claim_wanted(&mut self, at: usize) -> Option<Claim> {
         let bar = &self.bars[at];
         let len_bytes = bar.description.len_bytes;
@@ -399,7 +398,7 @@ impl BarPlacement {
         if bar.decodes && !self.take_soft_claims(&wanted) {
             return None;
         }
-        // Asked for an exact range inside of one that is taken, the allocator gives it.
+        // The allocator returns an exact range even inside one that is taken.
         let taken = |bar: &PlacedBar| bar.claim.is_some_and(|claim| claim.overlaps(&wanted));
         if self.bars.iter().any(taken) {
             return None;
@@ -411,8 +410,8 @@ impl BarPlacement {
             .map(|range| Claim { window, range })
     }
 
-    /// Frees what soft holders have of `wanted`, unless a decoding BAR has a part of it: taking
-    /// anything then would have no use, and the holders would take it back forever.
+    /// Frees the soft claims that overlap `wanted`, unless a decoding BAR holds a part of it: then nothing
+    /// would be gained, and the holders would take it back forever.
     fn take_soft_claims(&mut self, wanted: &Claim) -> bool {
         let overlaps = |claim: &Claim| claim.overlaps(wanted);
         if self.bars.iter().any(|bar| bar.decodes && bar.claim.as_ref().is_some_and(overlaps)) {
@@ -435,7 +434,7 @@ impl BarPlacement {
         debug_assert!(freed, "a claim that the allocator does not know");
     }
 
-    /// The address space of a BAR. One that is mapped has one, as it holds a range in a window.
+    /// The address space of a BAR. A mapped one has one, as it holds a range in a window.
     fn mapper(&self, at: usize) -> &Arc<dyn BarMapper> {
         match (self.bars[at].description.kind, &self.port_mapper) {
             (BarKind::Ports, Some(ports)) => ports,
@@ -476,7 +475,7 @@ impl BarPlacement {
         true
     }
 
-    /// Moves a mapped BAR to where it points now; does nothing for one that is not mapped.
+    /// Moves a mapped BAR to the address in its register; no effect on one that is not mapped.
     fn relocate(&mut self, at: usize) {
         let mapper = Arc::clone(self.mapper(at));
         let bar = &mut self.bars[at];

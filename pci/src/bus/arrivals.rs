@@ -7,7 +7,7 @@
 
 use parking_lot::{Condvar, Mutex};
 
-/// Told of every slot whose function has come, or will not.
+/// Notifies waiters of slots whose function was added or will not be.
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
     turn: Mutex<()>,
@@ -15,13 +15,13 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
-    /// Waits until `look` finds something. It is called again after each [`Arrivals::tell`], and must
-    /// not call this.
+    /// Waits until `look` returns a value. It is called again after each [`Arrivals::tell`], and must not
+    /// call this.
     pub fn wait_for<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
         let mut turn = self.turn.lock();
         loop {
-            // A slot that changes from here on is told of when this thread waits: telling takes the
-            // lock that only waiting gives up.
+            // A later change notifies this thread while it waits: `tell` takes the lock that only waiting
+            // releases.
             if let Some(found) = look() {
                 return found;
             }
@@ -29,7 +29,7 @@ impl Arrivals {
         }
     }
 
-    /// A slot has changed.
+    /// Notifies waiters of a changed slot.
     pub fn tell(&self) {
         drop(self.turn.lock());
         self.changed.notify_all();

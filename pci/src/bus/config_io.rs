@@ -12,30 +12,30 @@ use devices::bus::BusDevice;
 use super::{ConfigAddress, PciSegment};
 
 const ADDRESS_ENABLE: u32 = 1 << 31;
-/// Reserved bits and the two lowest ones read as zero.
+/// The reserved and the two lowest bits read as zero.
 const ADDRESS_WRITABLE: u32 = 0x80ff_fffc;
 const DATA_OFFSET: u64 = 4;
 const PORTS_LEN_BYTES: u64 = 8;
 
-/// The eight ports from 0xCF8.
+/// The eight configuration ports from 0xCF8.
 pub struct PciConfigIo {
     segment: Weak<PciSegment>,
-    /// The address register. A guest that shares it between vCPUs has a lock of its own.
+    /// The address register. Guests that share it between vCPUs use a lock.
     address: AtomicU32,
 }
 
 impl PciConfigIo {
-    /// The ports of `segment`.
+    /// The configuration ports of `segment`.
     pub fn new(segment: &Arc<PciSegment>) -> Self {
         Self { segment: Arc::downgrade(segment), address: AtomicU32::new(0) }
     }
 
-    /// The address register, to save.
+    /// The address register, to be saved.
     pub fn address(&self) -> u32 {
         self.address.load(Ordering::Relaxed)
     }
 
-    /// Takes a saved address register; any value is harmless.
+    /// Restores the address register; any value is harmless.
     pub fn set_address(&self, address: u32) {
         self.address.store(address & ADDRESS_WRITABLE, Ordering::Relaxed);
     }
@@ -70,8 +70,8 @@ impl BusDevice for PciConfigIo {
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        // The address register takes whole words only; its single bytes are other devices' ports
-        // on real machines.
+        // Only 32-bit accesses reach the address register; its single bytes are ports of other devices on
+        // real machines.
         if offset == 0 {
             if let Ok(word) = <[u8; 4]>::try_from(data) {
                 self.set_address(u32::from_le_bytes(word));

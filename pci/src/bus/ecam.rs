@@ -11,7 +11,7 @@ use devices::bus::BusDevice;
 use super::{ConfigAddress, PciSegment};
 use crate::config_space::CONFIG_SPACE_LEN_BYTES;
 
-/// Size of the memory range of one segment: 1 bus of 32 devices of 8 functions of 4 KiB.
+/// Length of the ECAM range of a segment: 1 bus of 32 devices of 8 functions of 4 KiB.
 pub const ECAM_SEGMENT_LEN_BYTES: u64 = 1 << 20;
 
 /// The configuration space of a segment as a memory range.
@@ -20,7 +20,7 @@ pub struct PciEcam {
 }
 
 impl PciEcam {
-    /// The memory range of `segment`.
+    /// The ECAM range of `segment`.
     pub fn new(segment: &Arc<PciSegment>) -> Self {
         Self { segment: Arc::downgrade(segment) }
     }

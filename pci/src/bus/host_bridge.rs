@@ -12,7 +12,7 @@ const KIND: &str = "pci-host-bridge";
 const STATE_VERSION: u32 = 1;
 
 const VENDOR_ID_INTEL: u16 = 0x8086;
-/// The device ID that cloud-hypervisor's guests know as the host bridge.
+/// Device id of the host bridge, as in cloud-hypervisor.
 const DEVICE_ID_VIRTUAL_HOST: u16 = 0x0d57;
 const CLASS_HOST_BRIDGE: u32 = 0x06_00_00;
 
@@ -23,7 +23,7 @@ pub struct HostBridge {
 }
 
 impl HostBridge {
-    /// The bridge of a segment.
+    /// The host bridge of a segment.
     pub fn new(segment: u16) -> Self {
         let identity = Identity {
             vendor_id: VENDOR_ID_INTEL,

@@ -28,19 +28,19 @@ pub use config_io::PciConfigIo;
 pub use ecam::{ECAM_SEGMENT_LEN_BYTES, PciEcam};
 pub use host_bridge::HostBridge;
 
-/// Why a function could not be put on the bus.
+/// Why a function cannot be added to the bus.
 #[derive(Debug, Error)]
 pub enum PciError {
-    /// The device number asked for is taken.
+    /// The requested device number is taken.
     #[error(
         "PCI address {bdf} asked for by {id} is taken by {holder}; choose another pci_device_id"
     )]
     Taken {
-        /// Address asked for.
+        /// The requested address.
         bdf: Bdf,
-        /// The device that asked.
+        /// Id of the device.
         id: String,
-        /// Id of the device that has it.
+        /// Id of the device that has the number.
         holder: String,
     },
     /// All device numbers are taken.
@@ -48,10 +48,10 @@ pub enum PciError {
     Full {
         /// The segment.
         segment: u16,
-        /// The device that asked.
+        /// Id of the device.
         id: String,
     },
-    /// Two functions have one id.
+    /// Another function has the same id.
     #[error("PCI segment {segment} has a device {id} already")]
     DuplicateId {
         /// The segment.
@@ -59,51 +59,51 @@ pub enum PciError {
         /// The id.
         id: String,
     },
-    /// The BARs found no room.
+    /// The BARs cannot be placed.
     #[error("cannot place the BARs of PCI segment {segment}")]
     Placement {
         /// The segment.
         segment: u16,
-        /// The reason.
+        /// The cause.
         #[source]
         source: PlacementError,
     },
 }
 
-/// What a segment is made of.
+/// Configuration of a segment.
 #[derive(Clone, Copy, Debug)]
 pub struct PciSegmentOptions {
     /// Segment number (ACPI `_SEG`).
     pub segment: u16,
-    /// Where its BARs may lie.
+    /// Address windows for its BARs.
     pub windows: MmioWindows,
 }
 
 #[derive(Clone)]
 enum Slot {
     Free,
-    /// Kept for a device that will ask for this number.
+    /// Reserved for a device that will request the number.
     Reserved,
-    /// Kept for one that the guest has, though it is still being opened.
+    /// Reserved for a device that the guest has, and that is still being opened.
     Opening,
     Taken(Arc<dyn PciDevice>),
 }
 
-/// One root bus.
+/// A PCI segment with one root bus.
 ///
-/// The MMIO bus holds [`PciEcam`], which holds this only weakly, as this holds the MMIO bus by its
-/// [`BarMapper`]: the owner of the VM keeps segments alive.
+/// The MMIO bus holds [`PciEcam`], which only has a weak reference to this, as this holds the MMIO bus
+/// through its [`BarMapper`]: the owner of the VM keeps segments alive.
 pub struct PciSegment {
     segment: u16,
     slots: RwLock<[Slot; DEVICES_PER_BUS_COUNT as usize]>,
-    /// A bit for each device number whose function does not answer any more.
+    /// A bit for each device number whose function no longer responds.
     hidden: AtomicU32,
     arrivals: Arrivals,
     placement: Mutex<BarPlacement>,
 }
 
 impl PciSegment {
-    /// A segment with nothing but a host bridge at device number 0.
+    /// A segment with only a host bridge, at device number 0.
     pub fn new(
         options: PciSegmentOptions,
         mapper: Arc<dyn BarMapper>,
@@ -111,10 +111,10 @@ impl PciSegment {
         Self::with_ports(options, mapper, None)
     }
 
-    /// As [`PciSegment::new`], with ports for I/O BARs.
+    /// Like [`PciSegment::new`], with ports for I/O BARs.
     ///
     /// # Errors
-    /// A window is impossible.
+    /// A window is invalid.
     pub fn with_ports(
         options: PciSegmentOptions,
         mapper: Arc<dyn BarMapper>,
@@ -139,8 +139,7 @@ impl PciSegment {
         self.segment
     }
 
-    /// Keeps a device number for a later [`PciSegment::add_device`] that asks for it, so that no
-    /// device without a wish gets it.
+    /// Reserves a device number for a later [`PciSegment::add_device`] that requests it.
     pub fn reserve(&self, number: DeviceNumber, id: &str) -> Result<(), PciError> {
         let mut slots = self.slots.write();
         let slot = &mut slots[usize::from(number.get())];
@@ -156,9 +155,8 @@ impl PciSegment {
         }
     }
 
-    /// Keeps `wish`, or the lowest free number, for a device that is about to be made; `wish` may be
-    /// kept for it already. A caller that does not add the device releases the number with
-    /// [`PciSegment::release`].
+    /// Reserves `wish`, or the lowest free number, for a device to be created; `wish` may be reserved for
+    /// it already. If the device is not added, the number must be released with [`PciSegment::release`].
     ///
     /// # Errors
     /// The number is taken, or none is left.
@@ -169,9 +167,9 @@ impl PciSegment {
         Ok(number)
     }
 
-    /// As [`PciSegment::choose`], for a device that the guest has from its first instruction on, but
-    /// that takes time to open: an access to its configuration space waits until it is added or the
-    /// number returned.
+    /// Like [`PciSegment::choose`], for a device that the guest has from its first instruction, but that
+    /// takes time to open: accesses to its configuration space wait until it is added or the number
+    /// released.
     ///
     /// # Errors
     /// The number is taken, or none is left.
@@ -182,7 +180,7 @@ impl PciSegment {
         Ok(number)
     }
 
-    /// Returns a number that was kept for a device.
+    /// Releases a reserved number.
     pub fn release(&self, number: DeviceNumber) {
         let slot = &mut self.slots.write()[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
@@ -209,8 +207,8 @@ impl PciSegment {
         }
     }
 
-    /// Puts a function on the bus, at `requested` or at the lowest free device number, and gives
-    /// its BARs addresses. They are mapped when the guest switches decoding on.
+    /// Adds a function, at `requested` or the lowest free device number, and allocates addresses for its
+    /// BARs. They are mapped once the guest enables decoding.
     pub fn add_device(
         &self,
         device: &Arc<dyn PciDevice>,
@@ -219,11 +217,11 @@ impl PciSegment {
         self.put(&mut *self.slots.write(), device, requested)
     }
 
-    /// As [`PciSegment::add_device`] with a number that [`PciSegment::expect`] has kept; lets those go
-    /// accesses continue that wait for the function.
+    /// Like [`PciSegment::add_device`], with a number that [`PciSegment::expect`] has reserved; accesses
+    /// that wait for the function continue.
     ///
     /// # Errors
-    /// As there; a waiting access does so until the number is returned.
+    /// As [`PciSegment::add_device`]; waiting accesses then wait until the number is released.
     pub fn deliver(
         &self,
         device: &Arc<dyn PciDevice>,
@@ -263,14 +261,14 @@ impl PciSegment {
         Ok(Bdf::on_root_bus(self.segment, number))
     }
 
-    /// Lets a function answer no more in configuration space, as if it were pulled out; what is
-    /// mapped of it stays until [`PciSegment::remove_device`].
+    /// Makes a function stop responding in configuration space, as if unplugged; its mappings stay until
+    /// [`PciSegment::remove_device`].
     pub fn hide(&self, number: DeviceNumber) {
         self.hidden.fetch_or(1 << number.get(), Ordering::AcqRel);
     }
 
-    /// Takes a function off the bus: nothing of it is mapped when this returns, and its number and
-    /// addresses are free. An access of another vCPU may still be in it.
+    /// Removes a function: on return none of it is mapped, and its number and addresses are free. An access
+    /// of another vCPU may still be in progress.
     pub fn remove_device(&self, number: DeviceNumber) -> Option<Arc<dyn PciDevice>> {
         let slot = &mut self.slots.write()[usize::from(number.get())];
         if !matches!(slot, Slot::Taken(_)) || number == DeviceNumber::HOST_BRIDGE {
@@ -290,7 +288,7 @@ impl PciSegment {
         }
     }
 
-    /// All functions, the host bridge included, in the order of their addresses.
+    /// All functions, including the host bridge, by address.
     pub fn devices(&self) -> Vec<(Bdf, Arc<dyn PciDevice>)> {
         let slots = self.slots.read();
         DeviceNumber::all()
@@ -304,13 +302,13 @@ impl PciSegment {
             .collect()
     }
 
-    /// Brings all mappings in line with the BAR registers, after the devices were restored.
+    /// Updates all mappings from the BAR registers, after devices were restored.
     pub fn refresh_mappings(&self) {
         self.placement.lock().refresh_all();
     }
 
-    /// Fills `data` from a function's configuration space; ones where there is no function. Waits for
-    /// one that is coming, as does a write.
+    /// Reads the configuration space of a function; all ones if there is none. Waits for a function that is
+    /// expected, as does a write.
     pub fn read_config(&self, address: ConfigAddress, data: &mut [u8]) {
         match self.function(address) {
             Some((_, device)) => device.read_config(address.offset, data),
@@ -318,13 +316,13 @@ impl PciSegment {
         }
     }
 
-    /// Takes a write to a function's configuration space.
+    /// Writes the configuration space of a function.
     pub fn write_config(&self, address: ConfigAddress, data: &[u8]) {
         let Some((number, device)) = self.function(address) else { return };
         device.write_config(address.offset, data);
         if concerns_decoding(address.offset, data.len()) {
-            // The last thread sees the registers as they are by then, so the mappings end up
-            // right in whatever order concurrent writers get here.
+            // The last thread sees the current registers, so the mappings are right whatever the order of
+            // concurrent writers.
             self.placement.lock().refresh(number);
         }
     }
@@ -337,7 +335,7 @@ impl PciSegment {
         if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
             return None;
         }
-        // The slot's function, if it has one; nothing yet if it is coming.
+        // The function of the slot, if any; `None` while it is expected.
         let look = || match &self.slots.read()[usize::from(number.get())] {
             Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
             Slot::Free | Slot::Reserved => Some(None),
@@ -347,7 +345,7 @@ impl PciSegment {
     }
 }
 
-/// Where in the configuration space of a segment an access goes.
+/// Address in the configuration space of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConfigAddress {
     /// Bus number.

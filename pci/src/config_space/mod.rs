@@ -17,14 +17,14 @@ use crate::bar::{BarDecode, BarDescription, BarKind};
 
 pub use state::{ConfigSpaceState, ConfigStateError};
 
-/// Size of the configuration space of a PCI Express function.
+/// Length of the configuration space of a PCI Express function.
 pub const CONFIG_SPACE_LEN_BYTES: u16 = 4096;
 const LEN: usize = CONFIG_SPACE_LEN_BYTES as usize;
 
-/// End of the part that conventional PCI knows; extended capabilities begin here.
+/// End of conventional configuration space, where extended capabilities start.
 const EXTENDED_OFFSET: u16 = 0x100;
 const FIRST_CAPABILITY_OFFSET: u16 = 0x40;
-/// BARs of a type 0 header.
+/// Number of BARs of a type 0 header.
 pub const BARS_COUNT: u8 = 6;
 
 /// Registers of the type 0 header (PCI 3.0, 6.1).
@@ -56,8 +56,8 @@ pub mod register {
 const COMMAND_IO: u16 = 1;
 const COMMAND_MEMORY: u16 = 1 << 1;
 const COMMAND_BUS_MASTER: u16 = 1 << 2;
-/// Memory decode, bus master, parity response, SERR, INTx disable. I/O decode comes with the first
-/// I/O BAR; the bits that PCI Express hardwires to zero are left out.
+/// Memory decoding, bus master, parity response, SERR, INTx disable. I/O decoding is added with the first
+/// I/O BAR; bits that PCI Express hardwires to zero are left out.
 const COMMAND_WRITABLE: u16 = COMMAND_MEMORY | COMMAND_BUS_MASTER | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS_CAPABILITIES: u16 = 1 << 4;
 
@@ -66,40 +66,40 @@ const BAR_TYPE_64: u32 = 0b10 << 1;
 const BAR_PREFETCHABLE: u32 = 1 << 3;
 const BAR_ADDRESS_MASK: u64 = !0xf;
 const BAR_PORTS_MASK: u64 = !0x3;
-/// The flag bits leave this as the smallest memory BAR (PCI 3.0, 6.2.5.1).
+/// Minimum length of a memory BAR, given its flag bits (PCI 3.0, 6.2.5.1).
 const BAR_LEN_MIN_BYTES: u64 = 16;
-/// Lengths of an I/O BAR, by the same.
+/// Valid lengths of an I/O BAR, likewise.
 pub const BAR_PORTS_LENS: std::ops::RangeInclusive<u64> = 4..=256;
 
-/// Why a configuration space could not be laid out. These are mistakes of the program.
+/// Why a configuration space cannot be built. These are programming errors.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// No such BAR, or it is taken (a 64-bit BAR takes two).
+    /// The BAR index is out of range or taken (a 64-bit BAR takes two).
     #[error("BAR {index} does not exist or is taken")]
     BarIndex {
         /// Index of the BAR.
         index: u8,
     },
-    /// A BAR size that cannot be decoded.
+    /// The BAR length is invalid.
     #[error(
         "a BAR cannot be {len_bytes} bytes long; it takes a power of two, 16 at least, and an I/O BAR \
          4 to 256"
     )]
     BarSize {
-        /// Size asked for.
+        /// The requested length.
         len_bytes: u64,
     },
-    /// The capability area is full.
+    /// No space is left for a capability.
     #[error("no room for capability {id:#x} of {len_bytes} bytes")]
     CapabilityRoom {
         /// Capability ID.
         id: u16,
-        /// Its length, header included.
+        /// Its length in bytes, including the header.
         len_bytes: usize,
     },
 }
 
-/// Identity of a function.
+/// Identification registers of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Vendor ID.
@@ -122,7 +122,7 @@ pub struct ConfigSpace {
     bytes: Box<[u8; LEN]>,
     writable: Box<[u8; LEN]>,
     bars: [Option<BarDescription>; BARS_COUNT as usize],
-    /// Where the link to the next capability goes, and where that one will start.
+    /// Offset of the pointer to the next capability, and offset of that one.
     capability_link: u16,
     capability_next: u16,
     extended_last: Option<u16>,
@@ -130,8 +130,8 @@ pub struct ConfigSpace {
 }
 
 impl ConfigSpace {
-    /// A type 0 function without BARs and capabilities. It has no interrupt pin: message-signalled
-    /// interrupts are the only ones here.
+    /// A type 0 function without BARs and capabilities. It has no interrupt pin, as only message-signalled
+    /// interrupts are supported.
     pub fn endpoint(identity: &Identity) -> Self {
         let mut space = Self {
             bytes: Box::new([0; LEN]),
@@ -154,14 +154,14 @@ impl ConfigSpace {
         space
     }
 
-    /// A host bridge: as an endpoint, but nothing of it can be switched.
+    /// A host bridge: an endpoint without writable registers.
     pub fn host_bridge(identity: &Identity) -> Self {
         let mut space = Self::endpoint(identity);
         space.writable.fill(0);
         space
     }
 
-    /// Adds a BAR. It reads as address zero until it is placed.
+    /// Adds a BAR, which reads as address zero until placed.
     pub fn add_bar(&mut self, bar: BarDescription) -> Result<(), ConfigError> {
         let index = bar.index;
         let registers = bar.kind.registers_count();
@@ -189,7 +189,7 @@ impl ConfigSpace {
         } else if bar.prefetchable {
             flags |= BAR_PREFETCHABLE;
         }
-        // What a guest can write is what it reads back after writing ones: the size.
+        // The writable bits are those that read back as ones for sizing.
         let address_bits = (!(len_bytes - 1)).to_le_bytes();
         let offset = bar_offset(index);
         self.put(offset, &flags.to_le_bytes());
@@ -198,10 +198,10 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Gives a memory BAR another width. It reads as address zero until it is placed.
+    /// Changes the width of a memory BAR, which reads as address zero until placed.
     ///
     /// # Errors
-    /// There is no such memory BAR, or no register for its upper half; everything is as before.
+    /// There is no such memory BAR, or no register for the upper half; nothing has changed then.
     pub fn set_bar_width(&mut self, index: u8, kind: BarKind) -> Result<(), ConfigError> {
         let bar = self.bars.get(usize::from(index)).copied().flatten();
         let (Some(bar), false) =
@@ -239,8 +239,8 @@ impl ConfigSpace {
 
     /// Appends a capability (PCI 3.0, 6.7); returns its offset.
     ///
-    /// `body` follows the two header bytes (ID and link). `writable` marks the bits of `body` that
-    /// the guest can write; bytes beyond its end are read-only.
+    /// `body` follows the two header bytes (id and next pointer). `writable` is the mask of guest-writable
+    /// bits of `body`; bytes beyond its end are read-only.
     pub fn add_capability(
         &mut self,
         id: u8,
@@ -295,14 +295,14 @@ impl ConfigSpace {
         Ok(offset)
     }
 
-    /// Fills `data` from `offset`; beyond the end it reads as ones.
+    /// Reads from `offset`; all ones beyond the end.
     pub fn read(&self, offset: u16, data: &mut [u8]) {
         for (byte, at) in data.iter_mut().zip(usize::from(offset)..) {
             *byte = self.bytes.get(at).copied().unwrap_or(0xff);
         }
     }
 
-    /// Takes a guest's write; bits that are not writable keep their value.
+    /// Handles a guest write; bits that are not writable keep their value.
     pub fn write(&mut self, offset: u16, data: &[u8]) {
         for (byte, at) in data.iter().zip(usize::from(offset)..) {
             let (Some(current), Some(mask)) = (self.bytes.get_mut(at), self.writable.get(at))
@@ -313,14 +313,14 @@ impl ConfigSpace {
         }
     }
 
-    /// Sets registers that the guest cannot write.
+    /// Sets registers regardless of the write mask.
     pub fn put(&mut self, offset: u16, data: &[u8]) {
         for (byte, current) in data.iter().zip(self.bytes.iter_mut().skip(offset.into())) {
             *current = *byte;
         }
     }
 
-    /// Marks bits that the guest can write.
+    /// Makes bits writable by the guest.
     pub fn allow(&mut self, offset: u16, masks: &[u8]) {
         for (mask, current) in masks.iter().zip(self.writable.iter_mut().skip(offset.into())) {
             *current |= mask;
@@ -341,27 +341,27 @@ impl ConfigSpace {
         u32::from_le_bytes(data)
     }
 
-    /// Whether the function answers accesses to its memory BARs.
+    /// Whether memory decoding is enabled.
     pub fn memory_decode(&self) -> bool {
         self.read_u16(register::COMMAND) & COMMAND_MEMORY != 0
     }
 
-    /// Whether the function answers accesses to its I/O BARs.
+    /// Whether I/O decoding is enabled.
     pub fn io_decode(&self) -> bool {
         self.read_u16(register::COMMAND) & COMMAND_IO != 0
     }
 
-    /// Whether the function may read and write memory.
+    /// Whether Bus Master Enable is set.
     pub fn bus_master(&self) -> bool {
         self.read_u16(register::COMMAND) & COMMAND_BUS_MASTER != 0
     }
 
-    /// The BARs that were added.
+    /// The BARs.
     pub fn bars(&self) -> impl Iterator<Item = BarDescription> + '_ {
         self.bars.iter().flatten().copied()
     }
 
-    /// Where a BAR's register points; `None` for a BAR that does not exist.
+    /// Address in a BAR register; `None` if there is no such BAR.
     pub fn bar_gpa(&self, index: u8) -> Option<u64> {
         let bar = self.bars.get(usize::from(index)).copied().flatten()?;
         let offset = bar_offset(index);
@@ -375,15 +375,15 @@ impl ConfigSpace {
         })
     }
 
-    /// Programs a BAR register; bits below the BAR's size, and a BAR that does not exist, are
-    /// ignored as they are in a guest's write.
+    /// Sets a BAR register; bits below the BAR's size are ignored, as is a BAR that does not exist, as in a
+    /// guest write.
     pub fn set_bar_gpa(&mut self, index: u8, gpa: u64) {
         let Some(bar) = self.bars.get(usize::from(index)).copied().flatten() else { return };
         let registers_len = usize::from(bar.kind.registers_count()) * 4;
         self.write(bar_offset(index), &gpa.to_le_bytes()[..registers_len]);
     }
 
-    /// What the BAR registers and the decode bits say.
+    /// The BAR registers and decode bits.
     pub fn bar_decode(&self) -> BarDecode {
         BarDecode {
             enabled: self.memory_decode(),

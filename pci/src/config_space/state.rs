@@ -12,13 +12,13 @@ use thiserror::Error;
 use super::{BAR_TYPE_64, CONFIG_SPACE_LEN_BYTES, ConfigSpace, EXTENDED_OFFSET, register};
 use crate::bar::BarKind;
 
-/// Version of [`ConfigSpaceState`] that this program writes, and the newest that it reads.
+/// Version of [`ConfigSpaceState`] that is written, and the newest that is read.
 const VERSION: u32 = 1;
-/// Ports or memory, and the type of memory.
+/// Type bits of a BAR: I/O or memory, and width.
 const BAR_WIDTH_BITS: u32 = 0b111;
 const STANDARD_REGISTERS_COUNT: usize = EXTENDED_OFFSET as usize / 4;
 
-/// A saved configuration space: plain and untrusted.
+/// State of a configuration space; plain data, untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConfigSpaceState {
@@ -26,12 +26,12 @@ pub struct ConfigSpaceState {
     pub version: u32,
     /// The 64 registers of the first 256 bytes.
     pub registers: Vec<u32>,
-    /// Offset and value of the registers beyond them that are not zero, rising.
+    /// Offset and value of the non-zero registers beyond them, ascending.
     pub extended_registers: Vec<(u16, u32)>,
 }
 
 impl ConfigSpaceState {
-    /// How wide a memory BAR is; `None` for anything else that the register may say (PCI 3.0, 6.2.5.1).
+    /// Width of a memory BAR; `None` for anything else in the register (PCI 3.0, 6.2.5.1).
     pub fn bar_width(&self, index: u8) -> Option<BarKind> {
         let register = usize::from(register::BAR0 / 4).saturating_add(index.into());
         match self.registers.get(register)? & BAR_WIDTH_BITS {
@@ -42,10 +42,10 @@ impl ConfigSpaceState {
     }
 }
 
-/// Why a saved configuration space was refused.
+/// Why a saved configuration space is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ConfigStateError {
-    /// A newer program wrote it.
+    /// The version is unknown.
     #[error(
         "configuration space state version {found} is not known here (newest known: {VERSION})"
     )]
@@ -53,19 +53,19 @@ pub enum ConfigStateError {
         /// Version found.
         found: u32,
     },
-    /// The number of registers is not that of a configuration space.
+    /// The number of registers is wrong.
     #[error("the configuration space state has {found} registers instead of 64")]
     Length {
-        /// Registers found.
+        /// Number of registers.
         found: usize,
     },
-    /// An extended register lies outside, is not aligned or is out of order.
+    /// The offset of an extended register is out of range, misaligned or out of order.
     #[error("the configuration space state names an impossible register at {offset:#x}")]
     Offset {
         /// Its offset.
         offset: u16,
     },
-    /// Bits that a guest cannot have changed are different.
+    /// A read-only bit differs.
     #[error(
         "the register at {offset:#x} of the saved configuration space is {found:#010x}, which does \
          not fit this device ({expected:#010x}, writable bits {writable:#010x})"
@@ -75,15 +75,15 @@ pub enum ConfigStateError {
         offset: u16,
         /// Value in the state.
         found: u32,
-        /// Value that this device has.
+        /// Value of this device.
         expected: u32,
-        /// Bits that may differ.
+        /// Writable bits, which may differ.
         writable: u32,
     },
 }
 
 impl ConfigSpace {
-    /// The state to save.
+    /// Saves the configuration space.
     pub fn save(&self) -> ConfigSpaceState {
         let standard = (0..EXTENDED_OFFSET).step_by(4);
         let extended = (EXTENDED_OFFSET..CONFIG_SPACE_LEN_BYTES).step_by(4);
@@ -97,7 +97,7 @@ impl ConfigSpace {
         }
     }
 
-    /// The configuration space that a saved state describes, with the layout of this one.
+    /// The configuration space with the saved register values and the layout of this one.
     pub fn restored(&self, state: &ConfigSpaceState) -> Result<Self, ConfigStateError> {
         if state.version != VERSION {
             return Err(ConfigStateError::Version { found: state.version });
@@ -115,7 +115,7 @@ impl ConfigSpace {
             let found = extended.next_if(|(at, _)| *at == offset).map_or(0, |(_, value)| value);
             restored.restore_register(offset, found)?;
         }
-        // What is left could not be matched: misaligned, out of order or outside.
+        // A remaining register is misaligned, out of order or out of range.
         match extended.next() {
             Some((offset, _)) => Err(ConfigStateError::Offset { offset }),
             None => Ok(restored),

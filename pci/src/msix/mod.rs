@@ -20,11 +20,11 @@ use thiserror::Error;
 
 pub use state::{MsixEntryState, MsixState};
 
-/// What a driver writes to leave an event without a vector (virtio 1.3, 4.1.5.1.2).
+/// Vector number for an event without a vector (virtio 1.3, 4.1.5.1.2).
 pub const NO_VECTOR: u16 = 0xffff;
-/// The table size field has 11 bits (PCI 3.0, 6.8.2.3).
+/// Maximum number of vectors: the table size field has 11 bits (PCI 3.0, 6.8.2.3).
 pub const VECTORS_MAX_COUNT: u16 = 2048;
-/// Length of a table entry.
+/// Length of a table entry in bytes.
 pub const ENTRY_LEN_BYTES: u64 = ENTRY_LEN as u64;
 const ENTRY_LEN: usize = 16;
 
@@ -37,33 +37,33 @@ const CONTROL_FUNCTION_MASK: u16 = 1 << 14;
 const VECTOR_CONTROL_OFFSET: usize = 12;
 const VECTOR_CONTROL_MASK: u8 = 1;
 
-/// Why MSI-X could not be set up or restored.
+/// Why MSI-X cannot be set up or restored.
 #[derive(Debug, Error)]
 pub enum MsixError {
-    /// The table cannot have that many entries.
+    /// The number of entries is invalid.
     #[error("an MSI-X table of {count} vectors is impossible (1 to {VECTORS_MAX_COUNT})")]
     Count {
-        /// Entries asked for.
+        /// The requested number.
         count: u16,
     },
-    /// A vector could not be had or programmed.
+    /// A vector cannot be allocated or programmed.
     #[error("cannot set up MSI-X vector {vector}")]
     Vector {
         /// Its index.
         vector: u16,
-        /// The interrupt controller's reason.
+        /// The cause.
         #[source]
         source: IrqError,
     },
-    /// A newer program wrote the state.
+    /// The version of the state is unknown.
     #[error("MSI-X state version {found} is not known here (newest known: {newest})")]
     StateVersion {
-        /// Version found.
+        /// The version.
         found: u32,
-        /// Newest version that can be read.
+        /// Newest known version.
         newest: u32,
     },
-    /// The state is that of another table.
+    /// The state has another number of entries.
     #[error("the MSI-X state has {found} vectors, the device has {expected}")]
     StateLength {
         /// Entries in the state.
@@ -78,10 +78,10 @@ pub enum MsixError {
 struct Entry {
     message: MsiMessage,
     masked: bool,
-    /// An interrupt came while the vector was held back, and is known to us; another may still be
-    /// remembered by the [`MsiVector`].
+    /// An interrupt arrived while the vector was masked and was collected; another may still be pending in
+    /// the [`MsiVector`].
     pending: bool,
-    /// What the vector delivers now; `None` while it is held back.
+    /// The message currently delivered; `None` while masked.
     programmed: Option<MsiMessage>,
 }
 
@@ -115,21 +115,21 @@ impl Entry {
 struct Table {
     enabled: bool,
     function_masked: bool,
-    /// The function may write to memory, and so may send messages.
+    /// Whether Bus Master Enable is set, without which no messages are sent.
     bus_master: bool,
     entries: Vec<Entry>,
 }
 
-/// MSI-X of one function.
+/// MSI-X of a function: the table and the pending bits.
 pub struct Msix {
-    /// Fixed for life, so that raising an interrupt takes no lock.
+    /// Never changes, so that raising an interrupt takes no lock.
     vectors: Vec<Arc<dyn MsiVector>>,
     table: Mutex<Table>,
     log_limit: LogLimit,
 }
 
 impl Msix {
-    /// MSI-X with `count` vectors, off and all masked.
+    /// MSI-X with `count` vectors, disabled and masked.
     pub fn new(count: u16, source: &dyn MsiSource) -> Result<Self, MsixError> {
         if count == 0 || count > VECTORS_MAX_COUNT {
             return Err(MsixError::Count { count });
@@ -157,8 +157,7 @@ impl Msix {
         u16::try_from(self.vectors.len()).unwrap_or(VECTORS_MAX_COUNT)
     }
 
-    /// Body of the capability and its writable bits, with the table and the pending bits at these
-    /// offsets of one BAR.
+    /// Body and writable bits of the capability, for a table and pending bits at these offsets of one BAR.
     pub fn capability(&self, bar: u8, table_offset: u32, pba_offset: u32) -> ([u8; 10], [u8; 2]) {
         let mut body = [0; 10];
         body[..2].copy_from_slice(&(self.vectors_count() - 1).to_le_bytes());
@@ -167,7 +166,7 @@ impl Msix {
         (body, (CONTROL_ENABLE | CONTROL_FUNCTION_MASK).to_le_bytes())
     }
 
-    /// Takes the message control register after the guest may have written it.
+    /// Applies the message control register after a guest write.
     pub fn set_control(&self, control: u16) {
         let mut table = self.table.lock();
         let enabled = control & CONTROL_ENABLE != 0;
@@ -181,9 +180,9 @@ impl Msix {
         }
     }
 
-    /// Takes the Bus Master Enable bit of the command register. A message is a write to memory, so
-    /// without it all vectors are held back, as with the function mask (PCI 3.0, 6.2.2). Set in a
-    /// new table, for functions whose hardware obeys the bit by itself.
+    /// Applies Bus Master Enable. A message is a memory write, so without it all vectors are masked, as
+    /// with the function mask (PCI 3.0, 6.2.2). Set initially, for functions whose hardware implements the
+    /// bit.
     pub fn set_bus_master(&self, bus_master: bool) {
         let mut table = self.table.lock();
         if bus_master != table.bus_master {
@@ -202,12 +201,12 @@ impl Msix {
         }
     }
 
-    /// A vector, for back ends that raise it by its eventfd.
+    /// A vector, for back ends that signal its eventfd directly.
     pub fn vector(&self, vector: u16) -> Option<&Arc<dyn MsiVector>> {
         self.vectors.get(usize::from(vector))
     }
 
-    /// Fills `data` from the table; beyond its end it reads as zero.
+    /// Reads the table; zeros beyond its end.
     pub fn read_table(&self, offset: u64, data: &mut [u8]) {
         let table = self.table.lock();
         for (byte, index) in data.iter_mut().zip(0..) {
@@ -217,8 +216,7 @@ impl Msix {
         }
     }
 
-    /// Takes a write to the table. Drivers write aligned words; anything else is taken byte by
-    /// byte.
+    /// Writes the table. Drivers write aligned words; other accesses are handled byte by byte.
     pub fn write_table(&self, offset: u64, data: &[u8]) {
         let mut table = self.table.lock();
         let mut rest = data;
@@ -238,7 +236,7 @@ impl Msix {
         }
     }
 
-    /// Fills `data` from the pending bit array; beyond its end it reads as zero.
+    /// Reads the pending bits; zeros beyond their end.
     pub fn read_pba(&self, offset: u64, data: &mut [u8]) {
         let mut table = self.table.lock();
         for (byte, index) in data.iter_mut().zip(0..) {
@@ -254,8 +252,7 @@ impl Msix {
         }
     }
 
-    /// Whether an interrupt waits for its vector to be unmasked; remembers it if the vector gave it
-    /// away.
+    /// Whether an interrupt is pending for a masked vector; records it if the vector had it.
     fn collect_pending(&self, table: &mut Table, vector: usize) -> bool {
         let (Some(entry), Some(msi)) = (table.entries.get_mut(vector), self.vectors.get(vector))
         else {
@@ -267,7 +264,7 @@ impl Msix {
         entry.pending
     }
 
-    /// Brings a vector in line with the table.
+    /// Updates a vector from the table.
     fn apply(&self, table: &mut Table, vector: usize) -> Result<(), IrqError> {
         let delivers = table.enabled && !table.function_masked && table.bus_master;
         let (Some(entry), Some(msi)) = (table.entries.get_mut(vector), self.vectors.get(vector))
@@ -276,7 +273,7 @@ impl Msix {
         };
         if delivers && !entry.masked {
             if entry.pending {
-                // Both would be one interrupt.
+                // They coalesce into one interrupt.
                 msi.take_pending();
             }
             if entry.programmed != Some(entry.message) {
@@ -302,7 +299,7 @@ impl Msix {
         log_limited!(self.log_limit, Warn, "MSI-X vector {vector}: {error}");
     }
 
-    /// Back to the state after power-on: off, all masked, nothing pending.
+    /// Resets to the power-on state: disabled, masked, nothing pending.
     pub fn reset(&self) {
         let mut table = self.table.lock();
         table.enabled = false;
@@ -315,7 +312,7 @@ impl Msix {
     }
 }
 
-/// Entry and offset in it of a byte of the table.
+/// Entry index and offset in the entry of a table offset.
 fn split(offset: u64) -> Option<(usize, usize)> {
     let entry = usize::try_from(offset / ENTRY_LEN_BYTES).ok()?;
     let offset_in_entry = usize::try_from(offset % ENTRY_LEN_BYTES).ok()?;

@@ -10,11 +10,10 @@ use hypervisor::irq::MsiMessage;
 
 use super::{Entry, Msix, MsixError};
 
-/// Version of [`MsixState`] that this program writes, and the newest that it reads.
+/// Version of [`MsixState`] that is written, and the newest that is read.
 const VERSION: u32 = 1;
 
-/// A saved table: plain and untrusted. Any value of an entry is one that a guest could have
-/// written.
+/// State of a table; plain data, untrusted. All entry values are ones that a guest could have written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MsixState {
@@ -34,12 +33,12 @@ pub struct MsixEntryState {
     pub data: u32,
     /// The entry's own mask bit.
     pub masked: bool,
-    /// An interrupt waits for the vector to be unmasked.
+    /// Whether an interrupt is pending.
     pub pending: bool,
 }
 
 impl Msix {
-    /// The state to save. Changes nothing that the guest could notice.
+    /// Saves the table, without effects that the guest could notice.
     pub fn save(&self) -> MsixState {
         let mut table = self.table.lock();
         let entries = (0..self.vectors.len())
@@ -57,7 +56,7 @@ impl Msix {
         MsixState { version: VERSION, entries }
     }
 
-    /// Checks a state without taking it.
+    /// Validates a state.
     pub fn check(&self, state: &MsixState) -> Result<(), MsixError> {
         if state.version != VERSION {
             return Err(MsixError::StateVersion { found: state.version, newest: VERSION });
@@ -69,7 +68,7 @@ impl Msix {
         Ok(())
     }
 
-    /// Takes a saved table, with the message control register of the same moment.
+    /// Restores a table, with the message control register of the same state.
     pub fn restore(&self, state: &MsixState, control: u16) -> Result<(), MsixError> {
         self.check(state)?;
         let mut table = self.table.lock();

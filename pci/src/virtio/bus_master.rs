@@ -7,19 +7,19 @@
 //! rust-hypervisor-firmware) drives virtio devices without ever setting it, because hypervisors
 //! have ignored it. A driver that clears the bit, however, means it.
 
-/// Bus Master Enable of a virtio function.
+/// State of Bus Master Enable of a virtio function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BusMaster {
-    /// It has not been set yet.
+    /// Never set.
     NotUsed,
-    /// It is set.
+    /// Set.
     On,
-    /// It was set, and is not any more.
+    /// Cleared after having been set.
     Off,
 }
 
 impl BusMaster {
-    /// After the command register was written.
+    /// The state after a write to the command register.
     pub(super) fn written(self, is_set: bool) -> Self {
         match (self, is_set) {
             (_, true) => Self::On,
@@ -28,8 +28,8 @@ impl BusMaster {
         }
     }
 
-    /// From a saved state: a device that works without the bit belongs to a driver that does not use
-    /// it, and one that needs a reset was stopped by clearing it.
+    /// The state after a restore: a device that works without the bit has a driver that never sets it, and
+    /// one that needs a reset was stopped by clearing it.
     pub(super) fn restored(is_set: bool, needs_reset: bool) -> Self {
         match (is_set, needs_reset) {
             (true, _) => Self::On,
@@ -38,7 +38,7 @@ impl BusMaster {
         }
     }
 
-    /// Whether the device may reach guest memory and send messages.
+    /// Whether the device may access guest memory and send messages.
     pub(super) fn allows(self) -> bool {
         self != Self::Off
     }

@@ -34,7 +34,7 @@ mod register {
 }
 
 impl Transport {
-    /// Fills `data` from the common configuration; beyond its end it reads as zero.
+    /// Reads the common configuration; zeros beyond its end.
     pub(super) fn read_common(&self, offset: u64, data: &mut [u8]) {
         let image = self.common_image();
         let start = usize::try_from(offset).unwrap_or(LEN_BYTES);
@@ -78,7 +78,7 @@ impl Transport {
         image
     }
 
-    /// Takes a write to the common configuration.
+    /// Writes the common configuration.
     pub(super) fn write_common(&mut self, offset: u64, data: &[u8]) {
         match *data {
             [value] if offset == register::DEVICE_STATUS => self.write_status(value),
@@ -100,12 +100,12 @@ impl Transport {
             register::QUEUE_MSIX_VECTOR => {
                 self.interrupt.set_queue_vector(self.queue_select, value);
             }
-            // Whether the size makes sense is seen when the queue is used.
+            // The size is validated when the queue is activated.
             register::QUEUE_SIZE => match self.queue_in_setup() {
                 Some(queue) => queue.size = value,
                 None => self.log_ignored(offset, 2),
             },
-            // A driver only ever writes one here.
+            // A driver only ever writes 1.
             register::QUEUE_ENABLE if value == 1 => match self.queue_in_setup() {
                 Some(queue) => queue.enabled = true,
                 None => self.log_ignored(offset, 2),
@@ -161,7 +161,7 @@ fn is_address(offset: u64) -> bool {
     (register::QUEUE_DESC..register::QUEUE_DEVICE_END).contains(&offset)
 }
 
-/// Word `select` of a set of features; there are two.
+/// 32-bit word `select` of a feature set, which has two.
 fn word(features: u64, select: u32) -> [u8; 4] {
     let word = match select {
         0 => features & 0xffff_ffff,
@@ -171,7 +171,7 @@ fn word(features: u64, select: u32) -> [u8; 4] {
     u32::try_from(word).unwrap_or(0).to_le_bytes()
 }
 
-/// `value` with one of its halves replaced.
+/// `value` with one half replaced.
 fn with_half(value: u64, upper: bool, half: u32) -> u64 {
     let half = u64::from(half);
     if upper { value & 0xffff_ffff | half << 32 } else { value & !0xffff_ffff | half }

@@ -7,9 +7,9 @@ use virtio_bindings::virtio_ids as ids;
 use crate::config_space::Identity;
 
 const VENDOR_ID_VIRTIO: u16 = 0x1af4;
-/// Device IDs of modern devices begin here.
+/// PCI device id of the modern virtio device with id 0.
 const DEVICE_ID_BASE: u16 = 0x1040;
-/// Modern devices have a revision of at least 1.
+/// Modern devices have revision 1 or above.
 const REVISION: u8 = 1;
 
 const CLASS_NETWORK_ETHERNET: u32 = 0x02_00_00;
@@ -18,7 +18,7 @@ const CLASS_STORAGE_OTHER: u32 = 0x01_80_00;
 const CLASS_COMMUNICATION_OTHER: u32 = 0x07_80_00;
 const CLASS_UNASSIGNED: u32 = 0xff_00_00;
 
-/// The identity of a virtio device; `None` for an ID that leaves the 16 bits.
+/// The identification registers of a virtio device; `None` if the device id exceeds 16 bits.
 pub fn identity(virtio_device_id: u16) -> Option<Identity> {
     let device_id = DEVICE_ID_BASE.checked_add(virtio_device_id)?;
     Some(Identity {
@@ -31,8 +31,7 @@ pub fn identity(virtio_device_id: u16) -> Option<Identity> {
     })
 }
 
-/// Class code by kind of device. Drivers go by the device ID; this is for what people and firmware
-/// see.
+/// Class code by device type, for people and firmware; drivers only use the device id.
 fn class(virtio_device_id: u16) -> u32 {
     match u32::from(virtio_device_id) {
         ids::VIRTIO_ID_NET => CLASS_NETWORK_ETHERNET,

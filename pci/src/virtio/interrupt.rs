@@ -11,12 +11,12 @@ use devices::virtio::VirtioInterrupt;
 
 use crate::msix::{Msix, NO_VECTOR};
 
-/// ISR bits (virtio 1.3, 4.1.4.5).
+/// ISR bit of a queue interrupt (virtio 1.3, 4.1.4.5).
 pub const ISR_QUEUE: u8 = 1;
-/// The device configuration changed.
+/// ISR bit of a configuration change.
 pub const ISR_CONFIG: u8 = 2;
 
-/// The way from a device to its driver.
+/// Interrupts from a device to its driver.
 pub struct PciInterrupt {
     msix: Arc<Msix>,
     isr: AtomicU8,
@@ -27,7 +27,7 @@ pub struct PciInterrupt {
 }
 
 impl PciInterrupt {
-    /// Without any event mapped to a vector.
+    /// Without vectors assigned to events.
     pub fn new(msix: Arc<Msix>, queues_count: usize) -> Self {
         Self {
             msix,
@@ -39,7 +39,7 @@ impl PciInterrupt {
         }
     }
 
-    /// After a device reset. The generation keeps counting, so that a driver that compares
+    /// Resets the device's interrupts. The generation keeps counting, so that a driver that compares it
     /// across the reset sees a change.
     pub fn reset(&self) {
         self.isr.store(0, Ordering::Release);
@@ -65,7 +65,7 @@ impl PciInterrupt {
         self.isr.store(isr & (ISR_QUEUE | ISR_CONFIG), Ordering::Release);
     }
 
-    /// Whether the device asked for a reset.
+    /// Whether DEVICE_NEEDS_RESET is set.
     pub fn is_reset_needed(&self) -> bool {
         self.needs_reset.load(Ordering::Acquire)
     }
@@ -75,12 +75,12 @@ impl PciInterrupt {
         self.needs_reset.store(needed, Ordering::Release);
     }
 
-    /// Counts configuration changes, modulo 256.
+    /// Number of configuration changes, modulo 256.
     pub fn config_generation(&self) -> u8 {
         self.config_generation.load(Ordering::Acquire)
     }
 
-    /// Sets the count from a saved state.
+    /// Restores the configuration generation.
     pub fn set_config_generation(&self, generation: u8) {
         self.config_generation.store(generation, Ordering::Release);
     }
@@ -95,8 +95,8 @@ impl PciInterrupt {
         self.config_vector.load(Ordering::Acquire)
     }
 
-    /// Maps configuration changes; a vector that does not exist becomes [`NO_VECTOR`], by which
-    /// the driver sees that it failed (virtio 1.3, 4.1.5.1.2).
+    /// Sets the vector of configuration changes; an invalid one becomes [`NO_VECTOR`], which tells the
+    /// driver that it failed (virtio 1.3, 4.1.5.1.2).
     pub fn set_config_vector(&self, vector: u16) {
         self.config_vector.store(self.valid_or_none(vector), Ordering::Release);
     }
@@ -108,7 +108,7 @@ impl PciInterrupt {
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::Acquire))
     }
 
-    /// Maps a queue, as [`PciInterrupt::set_config_vector`].
+    /// Sets the vector of a queue, like [`PciInterrupt::set_config_vector`].
     pub fn set_queue_vector(&self, queue_index: u16, vector: u16) {
         if let Some(entry) = self.queue_vectors.get(usize::from(queue_index)) {
             entry.store(self.valid_or_none(vector), Ordering::Release);
@@ -119,7 +119,7 @@ impl PciInterrupt {
         if self.is_vector_valid(vector) { vector } else { NO_VECTOR }
     }
 
-    /// Tells the driver to look at the configuration and the status again.
+    /// Interrupts the driver for a change of configuration or status.
     pub fn raise_config(&self) {
         self.isr.fetch_or(ISR_CONFIG, Ordering::AcqRel);
         self.msix.trigger(self.config_vector());

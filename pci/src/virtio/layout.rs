@@ -9,15 +9,15 @@ use crate::bar::{BarDescription, BarKind};
 use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState};
 use crate::msix::{self, Msix};
 
-/// The BAR of the transport.
+/// Index of the transport's BAR.
 pub const BAR_INDEX: u8 = 0;
-/// Its size.
+/// Length of the BAR in bytes.
 pub const BAR_LEN_BYTES: u64 = 0x1_0000;
-/// How wide the address in the BAR is.
+/// Width of the BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarWidth {
-    /// Below 4 GiB while there is room: for a device that a guest drives before it has page tables for
-    /// more, as firmware does with its disks.
+    /// Below 4 GiB if there is space: for a device that a guest drives before it has page tables for more,
+    /// as firmware does with disks.
     Bits32,
     /// Above 4 GiB.
     Bits64,
@@ -31,7 +31,7 @@ impl BarWidth {
         }
     }
 
-    /// What a saved configuration space has; 64 bits if it is not one of a virtio device.
+    /// Width in a saved configuration space; 64 bits if it is not one of a virtio device.
     pub fn of(state: &ConfigSpaceState) -> Self {
         match state.bar_width(BAR_INDEX) {
             Some(BarKind::Memory32) => Self::Bits32,
@@ -39,7 +39,7 @@ impl BarWidth {
         }
     }
 
-    /// Gives the BAR this width.
+    /// Sets the width of the BAR.
     ///
     /// # Errors
     /// There is no such BAR.
@@ -48,9 +48,9 @@ impl BarWidth {
     }
 }
 
-/// Queues of one device: what the page of notification addresses has room for.
+/// Maximum number of queues of a device, limited by the page of notification addresses.
 pub const VIRTIO_QUEUES_MAX_COUNT: u16 = 1024;
-/// Distance between the notification addresses of neighbouring queues.
+/// Distance in bytes between the notification addresses of adjacent queues.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
 
 const COMMON: Structure = Structure { offset: 0x0000, len_bytes: 0x40 };
@@ -61,7 +61,7 @@ const MSIX_TABLE: Structure = Structure { offset: 0x4000, len_bytes: 0x8000 };
 const MSIX_PBA: Structure = Structure { offset: 0xc000, len_bytes: 0x1000 };
 
 const VENDOR_CAPABILITY_ID: u8 = 0x09;
-/// Length of `virtio_pci_cap`, and of the two that have a word more.
+/// Length of `virtio_pci_cap`, and of the two variants with another word.
 const CAPABILITY_LEN_BYTES: u8 = 16;
 const CAPABILITY_LONG_LEN_BYTES: u8 = 20;
 
@@ -86,7 +86,7 @@ impl Structure {
     }
 }
 
-/// What an access to the BAR is for, with the offset in it.
+/// Target of an access to the BAR, with the offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
     /// Common configuration.
@@ -101,12 +101,12 @@ pub enum Region {
     MsixTable(u64),
     /// MSI-X pending bits.
     MsixPba(u64),
-    /// Nothing.
+    /// Unused.
     Hole,
 }
 
 impl Region {
-    /// The region at an offset of the BAR.
+    /// The target of an offset in the BAR.
     pub fn at(bar_offset: u64) -> Self {
         let within = |structure: Structure| structure.offset_of(bar_offset);
         within(COMMON)
@@ -120,26 +120,26 @@ impl Region {
     }
 }
 
-/// Offsets of the capabilities that the transport has to watch.
+/// Offsets of the capabilities that the transport handles.
 #[derive(Clone, Copy, Debug)]
 pub struct Capabilities {
     /// MSI-X.
     msix: u16,
-    /// The window from configuration space into the BAR.
+    /// The PCI configuration access capability.
     window: u16,
 }
 
-/// An access to the BAR through the window in configuration space.
+/// An access to the BAR through the PCI configuration access capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowAccess {
-    /// Where in the BAR.
+    /// Offset in the BAR.
     pub bar_offset: u64,
-    /// 1, 2 or 4.
+    /// Length: 1, 2 or 4.
     pub len_bytes: usize,
 }
 
 impl Capabilities {
-    /// Adds the BAR and all capabilities.
+    /// Adds the BAR and the capabilities.
     pub fn add(
         config: &mut ConfigSpace,
         msix: &Msix,
@@ -167,7 +167,7 @@ impl Capabilities {
         let nowhere = Structure { offset: 0, len_bytes: 0 };
         let mut window = capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_PCI, nowhere).to_vec();
         window.extend_from_slice(&[0; 4]);
-        // The driver chooses BAR, offset and length, and moves data.
+        // The driver writes BAR, offset and length, and transfers data.
         let mut writable = [0xff; 18];
         writable[..2].fill(0);
         writable[3..6].fill(0);
@@ -191,8 +191,8 @@ impl Capabilities {
         config.read_u16(self.msix + msix::CONTROL_OFFSET)
     }
 
-    /// The access to the BAR that an access to configuration space stands for, if it touches the
-    /// window's data and the window points to a place that exists (virtio 1.3, 4.1.4.9).
+    /// The BAR access for a configuration space access, if it touches the data field and the capability
+    /// points to a valid location (virtio 1.3, 4.1.4.9).
     pub fn window_access(
         self,
         config: &ConfigSpace,
@@ -211,7 +211,7 @@ impl Capabilities {
             .then_some(WindowAccess { bar_offset, len_bytes })
     }
 
-    /// Where the window's data lie.
+    /// Offset of the data field.
     pub fn window_data_offset(self) -> u16 {
         self.window + u16::from(CAPABILITY_LEN_BYTES)
     }

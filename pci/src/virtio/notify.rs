@@ -17,18 +17,18 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
 
-/// Which ioeventfds there are.
+/// State of the ioeventfds.
 #[derive(Default)]
 struct Registrations {
-    /// Where the BAR is mapped.
+    /// Address at which the BAR is mapped.
     bar_gpa: Option<u64>,
-    /// Queues that should have one.
+    /// Queues that need an ioeventfd.
     armed: Vec<u16>,
-    /// Queues that have one, and its address.
+    /// Queues with a registered ioeventfd, and its address.
     registered: Vec<(u16, u64)>,
 }
 
-/// The eventfds of a device's queues.
+/// The notification eventfds of a device's queues.
 pub struct Notify {
     kicks: Vec<EventFd>,
     events: Arc<dyn IoEvents>,
@@ -37,14 +37,14 @@ pub struct Notify {
 }
 
 impl Notify {
-    /// One eventfd for each queue, none registered.
+    /// One eventfd per queue, none registered.
     pub fn new(queues_count: usize, events: Arc<dyn IoEvents>) -> io::Result<Self> {
         let kicks =
             (0..queues_count).map(|_| EventFd::new(EFD_NONBLOCK)).collect::<io::Result<_>>()?;
         Ok(Self { kicks, events, registrations: Mutex::default(), log_limit: LogLimit::default() })
     }
 
-    /// A handle to a queue's eventfd, for the device.
+    /// A duplicate of a queue's eventfd, for the device.
     pub fn handle(&self, queue_index: u16) -> io::Result<EventFd> {
         self.kicks
             .get(usize::from(queue_index))
@@ -52,22 +52,22 @@ impl Notify {
             .try_clone()
     }
 
-    /// Signals a queue; one that does not exist is ignored.
+    /// Signals a queue; an invalid index is ignored.
     pub fn kick(&self, queue_index: u16) {
         if let Some(kick) = self.kicks.get(usize::from(queue_index)) {
-            // Fails only when the counter is full, and then the queue is signalled already.
+            // Fails only if the counter is saturated, and the queue is signalled already.
             let _ = kick.write(1);
         }
     }
 
-    /// Takes a trapped write to the notification addresses.
+    /// Handles a trapped write to the notification addresses.
     pub fn trapped(&self, offset: u64) {
         if let Ok(queue_index) = u16::try_from(offset / u64::from(NOTIFY_MULTIPLIER)) {
             self.kick(queue_index);
         }
     }
 
-    /// Lets the kernel signal these queues from now on, wherever the BAR is.
+    /// Registers ioeventfds for these queues, at the BAR's current and later addresses.
     pub fn arm(&self, queues: Vec<u16>) {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
@@ -75,18 +75,18 @@ impl Notify {
         self.register(&mut registrations);
     }
 
-    /// Ends that, and drops signals that were not taken.
+    /// Unregisters the ioeventfds, and drops pending signals.
     pub fn disarm(&self) {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed.clear();
         for kick in &self.kicks {
-            // Fails when there is no signal.
+            // Fails if there is no signal.
             let _ = kick.read();
         }
     }
 
-    /// The BAR is mapped at `gpa`, or not at all.
+    /// Follows the BAR, which is mapped at `gpa` or unmapped.
     pub fn bar_moved(&self, gpa: Option<u64>) {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);

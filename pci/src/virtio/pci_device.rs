@@ -29,67 +29,67 @@ use crate::config_space::{ConfigError, ConfigSpace};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::msix::{Msix, MsixError};
 
-/// Why a virtio device could not become a PCI function.
+/// Why a virtio device cannot be a PCI function.
 #[derive(Debug, Error)]
 pub enum VirtioPciError {
-    /// Its type does not fit into a PCI device ID.
+    /// The device type is too large for a PCI device id.
     #[error("virtio device type {device_id} has no PCI device ID")]
     DeviceId {
-        /// The type.
+        /// The device type.
         device_id: u16,
     },
-    /// It does not offer VERSION_1.
+    /// The device does not offer VERSION_1.
     #[error("virtio device {id} does not offer VERSION_1, without which there is no modern device")]
     Legacy {
-        /// Its id.
+        /// Id of the device.
         id: String,
     },
-    /// It has too many queues.
+    /// The device has too many queues.
     #[error("virtio device {id} has {count} queues; {VIRTIO_QUEUES_MAX_COUNT} are possible")]
     QueueCount {
-        /// Its id.
+        /// Id of the device.
         id: String,
         /// Number of queues.
         count: usize,
     },
-    /// A queue size cannot be.
+    /// A queue size is invalid.
     #[error("virtio device {id} has a queue of size {size}; it must be a power of two up to 32768")]
     QueueSize {
-        /// Its id.
+        /// Id of the device.
         id: String,
         /// The size.
         size: u16,
     },
-    /// Interrupts could not be set up.
+    /// Interrupts cannot be set up.
     #[error("cannot set up the interrupts of virtio device {id}")]
     Msix {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// The reason.
+        /// The cause.
         #[source]
         source: MsixError,
     },
-    /// The host gives no eventfd.
+    /// An eventfd cannot be created.
     #[error("cannot create the eventfds of virtio device {id}; raise the limit of open files")]
     Eventfd {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The configuration space could not be laid out.
+    /// The configuration space cannot be built.
     #[error("cannot lay out the configuration space of virtio device {id}")]
     Config {
-        /// Its id.
+        /// Id of the device.
         id: String,
-        /// The reason.
+        /// The cause.
         #[source]
         source: ConfigError,
     },
 }
 
-/// A virtio device on the PCI bus.
+/// A virtio device with the PCI transport.
 pub struct VirtioPciDevice {
     id: String,
     config: Mutex<ConfigSpace>,
@@ -101,9 +101,8 @@ pub struct VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
-    /// Makes a PCI function of `device`, with one MSI-X vector for each queue and one for the
-    /// configuration. Its BAR has `width`, unless there is no room for that or a saved state says
-    /// otherwise.
+    /// Creates a PCI function for `device`, with one MSI-X vector per queue and one for configuration
+    /// changes. Its BAR has `width`, unless there is no space for that or a restored state has another.
     pub fn new(
         id: String,
         device: Box<dyn VirtioDevice>,
@@ -153,45 +152,44 @@ impl VirtioPciDevice {
         })
     }
 
-    /// Runs `f` on the device, while no one else is in it. It must not call back into this.
+    /// Runs `f` with exclusive access to the device. It must not call back into this.
     pub fn with_device<R>(&self, f: impl FnOnce(&mut dyn VirtioDevice) -> R) -> R {
         f(self.transport.lock().device.as_mut())
     }
 
-    /// Whether the device works on its queues, or would if it were not paused.
+    /// Whether the device is activated, also while paused.
     pub fn is_active(&self) -> bool {
         !matches!(self.transport.lock().run, Run::Stopped)
     }
 
-    /// Stops the device and forgets all driver state, as a driver's reset does; waits until it
-    /// touches guest memory no more.
+    /// Resets device and transport, as a driver's reset does; waits until the device has ended all accesses
+    /// to guest memory.
     pub fn reset(&self) {
         self.transport.lock().reset();
     }
 
-    /// Tells the device to hold still, without waiting for it or for a driver that has it reset now:
-    /// `None` then. [`VirtioPciDevice::pause`] waits for the rest.
+    /// Starts to pause the device, without waiting for its requests; `None` if a driver is resetting it.
+    /// [`VirtioPciDevice::pause`] completes it.
     pub fn begin_pause(&self) -> Option<PendingPause> {
         self.transport.try_lock().map(|mut transport| transport.begin_pause())
     }
 
-    /// Makes the device hold still. Returns when it touches guest memory no more. Idempotent.
+    /// Pauses the device. Returns once it no longer accesses guest memory. Idempotent.
     pub fn pause(&self) {
         self.transport.lock().pause();
     }
 
-    /// Lets the device continue after [`VirtioPciDevice::pause`], or start after
+    /// Resumes the device after [`VirtioPciDevice::pause`], or starts it after
     /// [`VirtioPciDevice::restore`]. Idempotent.
     ///
-    /// Every queue is kicked and every queue interrupt raised once, so that no notification and no
-    /// interrupt that was under way when the VM stopped is lost; drivers and devices find out for
-    /// themselves that there is nothing to do. A restored device that cannot be activated asks
-    /// its driver for a reset.
+    /// Each queue is notified and its interrupt raised once, so that no notification or interrupt that was
+    /// in flight is lost; spurious ones are harmless. A restored device that cannot be activated requests a
+    /// reset by its driver.
     pub fn resume(&self) {
         self.transport.lock().resume();
     }
 
-    /// The state to save; only while paused or not active.
+    /// Saves the state; only while paused or not activated.
     pub fn save(&self) -> Result<VirtioPciState, VirtioStateError> {
         let transport = self.transport.lock();
         let queues = transport.save_queues()?;
@@ -207,16 +205,15 @@ impl VirtioPciDevice {
         })
     }
 
-    /// Takes a saved state, after checking all of it; a new device only.
+    /// Restores a state into a new device, after validating all of it.
     ///
-    /// An active device gets its queues back and is activated by [`VirtioPciDevice::resume`], so
-    /// that it cannot write to a guest that may yet continue elsewhere. After an error the
-    /// transport is as after a reset, and another state may be restored. BARs move when the segment
-    /// is told ([`crate::PciSegment::refresh_mappings`]).
+    /// An activated device gets its queues back and is activated by [`VirtioPciDevice::resume`], so that it
+    /// cannot write to the memory of a guest that may still resume elsewhere. After an error the transport
+    /// is reset, and another state may be restored. BARs move with [`crate::PciSegment::refresh_mappings`].
     pub fn restore(&self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
         let mut transport = self.transport.lock();
         let mut config = self.config.lock();
-        // The guest has found a BAR of that width; programs differ in which they give.
+        // The guest has found a BAR of that width, which depends on the program's version.
         let mut as_saved = config.clone();
         BarWidth::of(&state.config).apply(&mut as_saved)?;
         let restored = as_saved.restored(&state.config)?;
@@ -242,11 +239,11 @@ impl VirtioPciDevice {
         Ok(())
     }
 
-    /// Makes transport and interrupts obey Bus Master Enable. Waits for what the device has in
-    /// flight, without the lock of the configuration space.
+    /// Applies Bus Master Enable to transport and interrupts. Waits for requests in flight, without the
+    /// lock of the configuration space.
     fn apply_bus_master(&self) {
         let mut transport = self.transport.lock();
-        // As it is now: of two vCPUs that write it at a time the last one counts.
+        // The current value: of two concurrent writes by vCPUs the last one counts.
         let bus_master = transport.bus_master.written(self.config.lock().bus_master());
         self.msix.set_bus_master(bus_master.allows());
         transport.set_bus_master(bus_master);
@@ -261,7 +258,7 @@ impl VirtioPciDevice {
 
 impl Drop for VirtioPciDevice {
     fn drop(&mut self) {
-        // Ends the device's threads before its queues' memory goes.
+        // Ends the device's threads before the memory of its queues is dropped.
         self.reset();
     }
 }
@@ -280,7 +277,7 @@ impl PciDevice for VirtioPciDevice {
             let config = self.config.lock();
             self.capabilities.window_access(&config, offset, data.len())
         };
-        // The lock is free meanwhile: what is read may be a status register behind a long reset.
+        // The lock is free meanwhile: a read of the status register may wait for a long reset.
         let window = access.map(|access| self.read_window(access));
         let mut config = self.config.lock();
         if let Some(window) = window {
@@ -295,7 +292,7 @@ impl PciDevice for VirtioPciDevice {
             let was_bus_master = config.bus_master();
             config.write(offset, data);
             let is_changed = config.bus_master() != was_bus_master;
-            // Under the lock, so that the last writer's value is the one that counts.
+            // Under the lock, so that the value of the last writer counts.
             if let Some(control) =
                 self.capabilities.written_msix_control(&config, offset, data.len())
             {

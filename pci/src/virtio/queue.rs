@@ -12,36 +12,36 @@ use vm_memory::{GuestAddress, GuestMemoryBackend};
 
 use super::state::QueueProgressState;
 
-/// Why registers do not make a queue.
+/// Why queue registers are invalid.
 #[derive(Debug, Error)]
 pub enum QueueError {
-    /// Size or alignment are against the rules (virtio 1.3, 2.7).
+    /// Size or alignment violates the standard (virtio 1.3, 2.7).
     #[error("its size or the alignment of its addresses is not allowed")]
     Registers {
-        /// Which of them.
+        /// The violated rule.
         #[source]
         source: virtio_queue::Error,
     },
-    /// A ring lies outside of guest memory.
+    /// A ring is outside guest memory.
     #[error("its {ring} of {len_bytes} bytes at {gpa:#x} is not in guest memory")]
     Outside {
-        /// Which ring.
+        /// The ring.
         ring: &'static str,
-        /// Where it begins.
+        /// Its address.
         gpa: u64,
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
     },
 }
 
-/// What the driver wrote for one queue.
+/// The registers of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueRegisters {
-    /// Largest size, from the device.
+    /// Maximum size, given by the device.
     pub size_max: u16,
-    /// Size chosen.
+    /// Size chosen by the driver.
     pub size: u16,
-    /// Enabled by the driver.
+    /// Whether the driver has enabled it.
     pub enabled: bool,
     /// Descriptor area.
     pub desc_gpa: u64,
@@ -52,12 +52,12 @@ pub struct QueueRegisters {
 }
 
 impl QueueRegisters {
-    /// After a reset.
+    /// The registers after a reset.
     pub fn new(size_max: u16) -> Self {
         Self { size_max, size: size_max, enabled: false, desc_gpa: 0, driver_gpa: 0, device_gpa: 0 }
     }
 
-    /// Checks the registers against the rules and against guest memory.
+    /// Validates the registers, and builds the queue.
     pub fn build(
         &self,
         progress: QueueProgressState,
@@ -76,7 +76,7 @@ impl QueueRegisters {
             used_ring: self.device_gpa,
         };
         let queue = Queue::try_from(state).map_err(|source| QueueError::Registers { source })?;
-        // Lengths with the event words that VIRTIO_F_EVENT_IDX adds (virtio 1.3, 2.7).
+        // Lengths include the event fields of VIRTIO_F_EVENT_IDX (virtio 1.3, 2.7).
         let size = u64::from(self.size);
         inside(memory, "descriptor table", self.desc_gpa, 16 * size)?;
         inside(memory, "available ring", self.driver_gpa, 6 + 2 * size)?;

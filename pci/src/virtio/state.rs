@@ -19,15 +19,16 @@ use super::transport::{Run, Transport, build_queues};
 use crate::config_space::{ConfigError, ConfigSpaceState, ConfigStateError};
 use crate::msix::{MsixError, MsixState};
 
-/// Kind of function, as it stands alongside a saved [`VirtioPciState`].
+/// Kind of the function in saved state.
 pub const VIRTIO_PCI_KIND: &str = "virtio-pci";
-/// Version of [`VirtioPciState`] that a device with a 32-bit BAR needs; all others have version 1. A
-/// program that knows no such BAR cannot lay the device out as its guest has found it.
+/// Version of [`VirtioPciState`] for a device with a 32-bit BAR; others have version 1. A program without
+/// such BARs cannot give the device the layout that the guest knows.
 pub const NARROW_BAR_VERSION: u32 = 2;
-/// The newest version of [`VirtioPciState`] that is read. What is written has the lowest that can say it.
+/// Newest version of [`VirtioPciState`] that is read. The lowest version that can represent a state is
+/// written.
 pub(super) const VERSION: u32 = NARROW_BAR_VERSION;
 
-/// A saved device with its transport.
+/// Saved state of a device with its transport.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VirtioPciState {
@@ -39,33 +40,33 @@ pub struct VirtioPciState {
     pub config: ConfigSpaceState,
     /// MSI-X table.
     pub msix: MsixState,
-    /// Registers of the device as a whole.
+    /// Common registers of the device.
     pub common: CommonState,
     /// Registers of each queue.
     pub queues: Vec<QueueRegisterState>,
-    /// The device's own part.
+    /// State of the device itself.
     pub device: DeviceSnapshot,
 }
 
-/// Registers of the device as a whole (virtio 1.3, 4.1.4.3).
+/// Common registers of a device (virtio 1.3, 4.1.4.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CommonState {
-    /// Which word of the offered features is shown.
+    /// Selected word of the offered features.
     pub device_feature_select: u32,
-    /// Which word of the accepted features is shown.
+    /// Selected word of the accepted features.
     pub driver_feature_select: u32,
     /// Features that the driver accepted.
     pub driver_features: u64,
-    /// The driver accepted a feature beyond bit 63.
+    /// Whether the driver accepted a feature above bit 63.
     pub driver_features_beyond: bool,
-    /// Which queue's registers are shown.
+    /// Selected queue.
     pub queue_select: u16,
     /// Status register.
     pub status: u8,
-    /// The device works on its queues (DRIVER_OK, and its activation did not fail).
+    /// Whether the device is activated (DRIVER_OK, without failure).
     pub active: bool,
-    /// Counts configuration changes.
+    /// Configuration generation.
     pub config_generation: u8,
     /// ISR register.
     pub isr: u8,
@@ -73,13 +74,13 @@ pub struct CommonState {
     pub config_vector: u16,
 }
 
-/// Registers of one queue, and where it stands.
+/// Registers and progress of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QueueRegisterState {
     /// Size that the driver chose.
     pub size: u16,
-    /// The driver enabled it.
+    /// Whether the driver has enabled it.
     pub enabled: bool,
     /// Descriptor area.
     pub desc_gpa: u64,
@@ -89,48 +90,48 @@ pub struct QueueRegisterState {
     pub device_gpa: u64,
     /// Vector of used buffers.
     pub vector: u16,
-    /// Where the queue stands; for enabled queues of an active device only.
+    /// Progress; only for enabled queues of an activated device.
     pub progress: Option<QueueProgressState>,
 }
 
-/// Where a queue stands.
+/// Progress of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QueueProgressState {
-    /// Next entry of the available ring to take.
+    /// Next available ring index to process.
     pub next_avail: u16,
-    /// Next entry of the used ring to fill.
+    /// Next used ring index to write.
     pub next_used: u16,
 }
 
-/// Why a state could not be saved or was refused.
+/// Why a state cannot be saved or restored.
 #[derive(Debug, Error)]
 pub enum VirtioStateError {
-    /// The device works; its state is moving.
+    /// The device is not paused.
     #[error("virtio device {id} is not paused")]
     NotPaused {
-        /// Its id.
+        /// Id of the device.
         id: String,
     },
-    /// The device has been used already.
+    /// The device is not new.
     #[error("virtio device {id} has a driver already; a state is restored into a new device only")]
     InUse {
-        /// Its id.
+        /// Id of the device.
         id: String,
     },
-    /// A newer program wrote it.
+    /// The version is unknown.
     #[error("virtio state version {found} is not known here (newest known: {VERSION})")]
     Version {
         /// Version found.
         found: u32,
     },
-    /// There is more in it than its version knows.
+    /// The state has a part that its version does not include.
     #[error("virtio state version {found} has a 32-bit BAR, which came with {NARROW_BAR_VERSION}")]
     NotInVersion {
         /// Version found.
         found: u32,
     },
-    /// Another kind of device wrote it.
+    /// The state is of another type of device.
     #[error("the state is that of a virtio device of type {found}, not {expected}")]
     DeviceId {
         /// Type of this device.
@@ -146,15 +147,15 @@ pub enum VirtioStateError {
         /// Queues in the state.
         found: usize,
     },
-    /// The status cannot be.
+    /// The status is invalid.
     #[error("status {status:#x} (active: {active}) is impossible")]
     Status {
         /// Status register.
         status: u8,
-        /// Whether the device works.
+        /// Whether the device is activated.
         active: bool,
     },
-    /// This device does not have the features that the driver uses.
+    /// This device lacks features that the driver uses.
     #[error("the driver uses features {found:#x}, this device offers {offered:#x}")]
     Features {
         /// Features in the state.
@@ -162,34 +163,34 @@ pub enum VirtioStateError {
         /// Features of this device.
         offered: u64,
     },
-    /// There is no such vector.
+    /// A vector does not exist.
     #[error("interrupt vector {vector} does not exist")]
     Vector {
         /// The vector.
         vector: u16,
     },
-    /// The ISR register has bits that do not exist.
+    /// The ISR register has unknown bits.
     #[error("ISR status {isr:#x} is impossible")]
     Isr {
-        /// The register.
+        /// The ISR register.
         isr: u8,
     },
-    /// Progress is there for a queue that is not in use, or missing for one that is.
+    /// Progress is given for a queue that is not in use, or missing for one that is.
     #[error("queue {index} is in use or not, and its saved position says the opposite")]
     Progress {
         /// Index of the queue.
         index: u16,
     },
-    /// A queue cannot be used.
+    /// A queue is invalid.
     #[error("queue {index} cannot be used")]
     Queue {
         /// Index of the queue.
         index: u16,
-        /// The reason.
+        /// The cause.
         #[source]
         source: QueueError,
     },
-    /// The configuration space has no place for the BAR.
+    /// The BAR cannot have the saved width.
     #[error("the BAR cannot have the width that it was saved with")]
     BarWidth(#[from] ConfigError),
     /// The configuration space does not fit.
@@ -198,7 +199,7 @@ pub enum VirtioStateError {
     /// The MSI-X table does not fit.
     #[error("the MSI-X table cannot be restored")]
     Msix(#[from] MsixError),
-    /// The device refused its own part.
+    /// The device refused its state.
     #[error("the device refused its own part")]
     Device(#[from] StateError),
     /// The host is out of file descriptors.
@@ -263,8 +264,7 @@ impl Transport {
         })
     }
 
-    /// Takes a state's registers, if all of them make sense, and readies the activation. Changes
-    /// nothing before everything has been checked.
+    /// Restores the registers, after validating all of them, and prepares the activation.
     pub(super) fn restore(&mut self, state: &VirtioPciState) -> Result<(), VirtioStateError> {
         let common = &state.common;
         let (status, needs_reset) = self.check_registers(state)?;
@@ -281,7 +281,7 @@ impl Transport {
                 device_gpa: saved.device_gpa,
             })
             .collect();
-        // A device that waits for its reset does nothing until then, wherever it is.
+        // A device that needs a reset does nothing until then.
         let works = common.active && !needs_reset;
         let queues = if works {
             let progress = |index: u16| {
@@ -296,7 +296,7 @@ impl Transport {
         } else {
             Vec::new()
         };
-        // What the driver has changed since it accepted them is in the device's own part.
+        // Changes by the driver since it accepted them are in the state of the device itself.
         if status.phase >= Phase::FeaturesOk {
             self.device.acknowledge_features(common.driver_features);
         }
@@ -321,7 +321,7 @@ impl Transport {
         Ok(())
     }
 
-    /// Checks what can be checked without guest memory.
+    /// Validates what does not need guest memory.
     fn check_registers(
         &self,
         state: &VirtioPciState,
@@ -375,7 +375,7 @@ impl Transport {
     }
 }
 
-/// The lowest version that can say this.
+/// The lowest version that can represent this configuration space.
 pub(super) fn needed_version(config: &ConfigSpaceState) -> u32 {
     match BarWidth::of(config) {
         BarWidth::Bits32 => NARROW_BAR_VERSION,

@@ -23,18 +23,18 @@ mod bit {
     pub const FAILED: u8 = bits::VIRTIO_CONFIG_S_FAILED as u8;
 }
 
-/// How far the driver has come.
+/// Initialisation phase of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Nothing has happened since the reset.
+    /// Reset.
     Reset,
-    /// The guest has noticed the device.
+    /// ACKNOWLEDGE: the guest has noticed the device.
     Acknowledged,
-    /// The guest has a driver for it.
+    /// DRIVER: the guest has a driver for it.
     Driver,
-    /// Features are agreed on.
+    /// FEATURES_OK: features are negotiated.
     FeaturesOk,
-    /// The driver is ready.
+    /// DRIVER_OK: the driver is ready.
     DriverOk,
 }
 
@@ -42,7 +42,7 @@ impl Phase {
     const ALL: [Self; 5] =
         [Self::Reset, Self::Acknowledged, Self::Driver, Self::FeaturesOk, Self::DriverOk];
 
-    /// Its bits in the register.
+    /// The status bits of the phase.
     pub const fn bits(self) -> u8 {
         match self {
             Self::Reset => 0,
@@ -57,39 +57,39 @@ impl Phase {
         Self::ALL.into_iter().find(|phase| phase.bits() == bits)
     }
 
-    /// The phase after this one.
+    /// The next phase.
     pub fn next(self) -> Option<Self> {
         Self::ALL.into_iter().find(|phase| *phase > self)
     }
 }
 
-/// Phase, and whether the driver gave up.
+/// Phase, and whether the driver has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceStatus {
-    /// How far the driver has come.
+    /// The phase.
     pub phase: Phase,
-    /// The driver set FAILED.
+    /// Whether the driver has set FAILED.
     pub failed: bool,
 }
 
-/// What a write to the register asks for.
+/// Meaning of a write to the status register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatusRequest {
     /// Reset the device.
     Reset,
-    /// Continue to this phase, through those between (to the present one: nothing to do).
+    /// Advance to this phase through those in between; nothing if it is the current one.
     Advance(Phase),
-    /// Note that the driver gave up.
+    /// The driver has failed.
     Fail,
-    /// Bits that cannot be together, or a phase that was passed.
+    /// Invalid: an impossible combination of bits, or an earlier phase.
     Nonsense,
 }
 
 impl DeviceStatus {
-    /// After a reset.
+    /// The status after a reset.
     pub const RESET: Self = Self { phase: Phase::Reset, failed: false };
 
-    /// The register's value.
+    /// Value of the register.
     pub fn bits(self, needs_reset: bool) -> u8 {
         let mut bits = self.phase.bits();
         if self.failed {
@@ -101,17 +101,17 @@ impl DeviceStatus {
         bits
     }
 
-    /// The status and DEVICE_NEEDS_RESET that a register's value stands for.
+    /// Status and DEVICE_NEEDS_RESET from a value of the register.
     pub fn from_bits(bits: u8) -> Option<(Self, bool)> {
         let phase = Phase::from_bits(bits & !(bit::FAILED | bit::NEEDS_RESET))?;
         let status = Self { phase, failed: bits & bit::FAILED != 0 };
         Some((status, bits & bit::NEEDS_RESET != 0))
     }
 
-    /// What a driver that writes `value` wants.
+    /// The meaning of a write of `value`.
     ///
-    /// Drivers read the register and write it back with a bit more, so DEVICE_NEEDS_RESET comes
-    /// back as well and means nothing. Of a driver that gave up, only a reset counts.
+    /// Drivers read the register and write it back with another bit, so DEVICE_NEEDS_RESET is ignored.
+    /// After FAILED, only a reset counts.
     pub fn request(self, value: u8) -> StatusRequest {
         if value == 0 {
             return StatusRequest::Reset;

@@ -25,9 +25,8 @@ use super::status::{DeviceStatus, Phase, StatusRequest};
 
 const VERSION_1: u64 = 1 << feature::VIRTIO_F_VERSION_1;
 const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
-/// Features that need a transport or queue that we do not have: packed rings, virtual functions,
-/// notifications with data, reset of single queues, administration queues. Never offered, even if
-/// a device names them.
+/// Features that transport or queues do not support: packed rings, SR-IOV, notification data, queue reset,
+/// admin queues. Never offered, even if a device lists them.
 const UNSUPPORTED: u64 = 1 << feature::VIRTIO_F_RING_PACKED
     | 1 << feature::VIRTIO_F_SR_IOV
     | 1 << feature::VIRTIO_F_NOTIFICATION_DATA
@@ -35,20 +34,20 @@ const UNSUPPORTED: u64 = 1 << feature::VIRTIO_F_RING_PACKED
     | 1 << feature::VIRTIO_F_RING_RESET
     | 1 << feature::VIRTIO_F_ADMIN_VQ;
 
-/// What the device does now.
+/// Activation state of the device.
 pub(super) enum Run {
-    /// Not activated, or reset since.
+    /// Not activated since the last reset.
     Stopped,
-    /// Ready, and not activated yet, so that it touches no guest memory: until the VM resumes, of a
-    /// restored device, and until the driver sets Bus Master Enable.
+    /// Ready to be activated, with no access to guest memory yet: until the VM resumes, for a restored
+    /// device, or until the driver sets Bus Master Enable.
     Prepared(Activation),
-    /// Works on its queues.
+    /// Activated.
     Running,
-    /// Holds still; where its queues stand.
+    /// Paused, with the progress of its queues.
     Paused(Vec<(u16, QueueState)>),
 }
 
-/// A device and the registers that steer it.
+/// A device with its transport registers.
 pub(super) struct Transport {
     pub(super) id: String,
     pub(super) device: Box<dyn VirtioDevice>,
@@ -59,15 +58,15 @@ pub(super) struct Transport {
     pub(super) device_feature_select: u32,
     pub(super) driver_feature_select: u32,
     pub(super) driver_features: u64,
-    /// The driver accepted a feature beyond bit 63; there are none.
+    /// Whether the driver accepted a feature above bit 63; none exists.
     pub(super) driver_features_beyond: bool,
     pub(super) queue_select: u16,
     pub(super) queues: Vec<QueueRegisters>,
     pub(super) run: Run,
-    /// Where the queues stood when the device was activated. A driver may enable queues that belong to
-    /// features it has not accepted; a device that serves none of them reports nothing about them.
+    /// Progress of the queues at activation. A driver may enable queues of features that it has not
+    /// accepted; a device that does not serve them reports no progress for them.
     pub(super) begun: Vec<(u16, QueueState)>,
-    /// Whether the function may reach guest memory.
+    /// Whether the function may access guest memory.
     pub(super) bus_master: BusMaster,
     log_limit: LogLimit,
 }
@@ -101,12 +100,12 @@ impl Transport {
         }
     }
 
-    /// Features that the driver may accept.
+    /// Features offered to the driver.
     pub(super) fn offered_features(&self) -> u64 {
         self.device.features() & !UNSUPPORTED
     }
 
-    /// Whether the driver may end negotiation with these features.
+    /// Whether these features are acceptable at the end of negotiation.
     pub(super) fn are_features_acceptable(&self, features: u64, beyond: bool) -> bool {
         features & !self.offered_features() == 0 && features & VERSION_1 != 0 && !beyond
     }
@@ -115,7 +114,7 @@ impl Transport {
         self.queues.get(usize::from(self.queue_select))
     }
 
-    /// The selected queue, if the driver may set it up now.
+    /// The selected queue, if the driver may configure it now.
     pub(super) fn queue_in_setup(&mut self) -> Option<&mut QueueRegisters> {
         if self.status.phase >= Phase::DriverOk {
             return None;
@@ -123,7 +122,7 @@ impl Transport {
         self.queues.get_mut(usize::from(self.queue_select)).filter(|queue| !queue.enabled)
     }
 
-    /// Takes a write to the status register.
+    /// Handles a write to the status register.
     pub(super) fn write_status(&mut self, value: u8) {
         match self.status.request(value) {
             StatusRequest::Reset => self.reset(),
@@ -139,7 +138,7 @@ impl Transport {
         }
     }
 
-    /// Goes to the next phase; false if it cannot be reached.
+    /// Advances to the next phase; false if it cannot be reached.
     fn advance(&mut self) -> bool {
         let Some(next) = self.status.phase.next() else { return false };
         if next == Phase::FeaturesOk {
@@ -158,7 +157,7 @@ impl Transport {
         true
     }
 
-    /// Checks all enabled queues and starts the device; DEVICE_NEEDS_RESET if that fails.
+    /// Validates all enabled queues and activates the device; sets DEVICE_NEEDS_RESET on failure.
     fn activate(&mut self) {
         let activation = match self.build_queues(|_| QueueProgressState::default()) {
             Ok(queues) => self.activation(queues),
@@ -180,7 +179,7 @@ impl Transport {
         }
     }
 
-    /// The enabled queues, rising.
+    /// The enabled queues, by index.
     pub(super) fn build_queues(
         &self,
         progress: impl Fn(u16) -> QueueProgressState,
@@ -188,7 +187,7 @@ impl Transport {
         build_queues(&self.queues, self.driver_features, &self.memory, progress)
     }
 
-    /// What the device needs to start.
+    /// Builds what the device needs for activation.
     pub(super) fn activation(&self, queues: Vec<(u16, Queue)>) -> std::io::Result<Activation> {
         let queues = queues
             .into_iter()
@@ -220,11 +219,10 @@ impl Transport {
         }
     }
 
-    /// Back to the state after power-on. Waits for the device to end all work.
+    /// Resets to the power-on state. Waits until the device has ended all work.
     pub(super) fn reset(&mut self) {
         self.run = Run::Stopped;
-        // Called even on a device that was not active: it may hold features that the driver
-        // accepted.
+        // Called also on a device that is not activated, as it may hold accepted features.
         self.device.reset();
         self.notify.disarm();
         self.interrupt.reset();
@@ -239,13 +237,12 @@ impl Transport {
         }
     }
 
-    /// Takes Bus Master Enable as the driver has set it; called on the thread of a running vCPU.
+    /// Applies Bus Master Enable; called on the thread of a running vCPU.
     ///
-    /// Without it the device must not touch guest memory (PCI 3.0, 6.2.2): it ends its work, waits
-    /// for what is in flight, and needs a reset. It does not continue where it was when the bit is set
-    /// again: a guest that started anew in the same memory (kexec) sets the bit before it resets
-    /// the device, and its rings are memory of something else by then. A device that became ready
-    /// after the bit was cleared has not begun, and does so now.
+    /// Without it the device must not access guest memory (PCI 3.0, 6.2.2): it stops, waits for requests in
+    /// flight, and needs a reset. It does not continue when the bit is set again: a guest restarted in the
+    /// same memory (kexec) sets the bit before it resets the device, and its rings have been reused by
+    /// then. A device that became ready while the bit was clear has not started, and does so now.
     pub(super) fn set_bus_master(&mut self, bus_master: BusMaster) {
         self.bus_master = bus_master;
         let allows = bus_master.allows();
@@ -261,7 +258,7 @@ impl Transport {
         }
     }
 
-    /// Tells an active device to hold still.
+    /// Starts to pause an activated device.
     pub(super) fn begin_pause(&mut self) -> PendingPause {
         match self.run {
             Run::Running => self.device.begin_pause(),
@@ -269,17 +266,18 @@ impl Transport {
         }
     }
 
-    /// Makes an active device hold still.
+    /// Pauses an activated device.
     pub(super) fn pause(&mut self) {
         if matches!(self.run, Run::Running) {
             self.run = Run::Paused(self.device.pause());
         }
     }
 
-    /// Lets a paused or restored device continue.
+    /// Resumes a paused or restored device.
     ///
-    /// A notification may have reached the eventfd of the machine that was left and no other, an
-    /// interrupt may have been under way in an irqfd that is gone. So each queue is signalled and
+    /// A notification may only have reached the eventfd of the machine at the source, and an interrupt may
+    /// have been in flight in its irqfd. So each queue is notified and its interrupt raised once; both are
+    /// harmless if spurious.
     /// each of its interrupts raised once; both are harmless when there is nothing to do.
     pub(super) fn resume(&mut self) {
         match std::mem::replace(&mut self.run, Run::Stopped) {
@@ -313,20 +311,20 @@ impl Transport {
         self.raise_config_again();
     }
 
-    /// Raises the interrupt of configuration changes if the driver has not looked at one.
+    /// Raises the configuration interrupt again if the driver has not handled it.
     fn raise_config_again(&self) {
         if self.interrupt.isr() & super::interrupt::ISR_CONFIG != 0 {
             self.interrupt.raise_config();
         }
     }
 
-    /// Logs what the driver did, as far as the device's limit allows.
+    /// Logs a driver's misbehaviour, within the device's rate limit.
     pub(super) fn log(&self, what: impl FnOnce() -> String) {
         log_limited!(self.log_limit, Warn, "virtio device {}: {}", self.id, what());
     }
 }
 
-/// The enabled ones of `registers` as queues, rising, or the first that cannot be one.
+/// Builds the enabled queues of `registers`, by index, or returns the first invalid one.
 pub(super) fn build_queues(
     registers: &[QueueRegisters],
     features: u64,
@@ -345,7 +343,7 @@ pub(super) fn build_queues(
         .collect()
 }
 
-/// An error and what caused it, in one line.
+/// An error with its source, in one line.
 fn with_source(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {source}"),
@@ -353,7 +351,7 @@ fn with_source(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Whether a device names the feature without which there is no modern device.
+/// Whether a device offers VERSION_1, which is required of modern devices.
 pub(super) fn offers_version_1(device: &dyn VirtioDevice) -> bool {
     device.features() & VERSION_1 != 0
 }
