@@ -13,51 +13,51 @@ use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use thiserror::Error;
 
-/// A device that answers accesses in an address range.
+/// A device that handles accesses to an address range.
 ///
-/// Methods take `&self`, as several vCPUs may access a device at once; a device that needs it has
-/// a lock of its own, held only for the access. `data` is 1, 2, 4 or 8 bytes long (little endian);
-/// any other length, and any offset, must be harmless.
+/// Methods take `&self`, as several vCPUs may access a device concurrently; a device that needs it has its
+/// own lock, held only for the access. `data` is 1, 2, 4 or 8 bytes long (little endian); any other length,
+/// and any offset, must be harmless.
 pub trait BusDevice: Send + Sync {
-    /// Fills `data` with what the guest reads at `offset` from the start of the range.
+    /// Handles a guest read at `offset` from the start of the range.
     fn read(&self, offset: u64, data: &mut [u8]);
-    /// Takes what the guest wrote at `offset` from the start of the range.
+    /// Handles a guest write at `offset` from the start of the range.
     fn write(&self, offset: u64, data: &[u8]);
 }
 
-/// Why a range could not be put on the bus, taken off it or moved.
+/// Why a range cannot be added, removed or moved.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum BusError {
     /// The range is empty or reaches beyond the end of the address space.
     #[error("the range of {name} at {base:#x}, {len_bytes:#x} bytes long, is empty or overflows")]
     BadRange {
-        /// Name given to the range.
+        /// Name of the range.
         name: String,
         /// Its first address.
         base: u64,
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
     },
-    /// Another range is in the way.
+    /// The range overlaps another one.
     #[error(
         "the range of {name} at {base:#x}, {len_bytes:#x} bytes long, overlaps that of {other} at {other_base:#x}"
     )]
     Overlap {
-        /// Name given to the range.
+        /// Name of the range.
         name: String,
         /// Its first address.
         base: u64,
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
-        /// Name of the range that is there already.
+        /// Name of the existing range.
         other: String,
-        /// First address of that range.
+        /// First address of the existing range.
         other_base: u64,
     },
-    /// No range begins there.
+    /// No range starts at the address.
     #[error("no range begins at {base:#x}")]
     NotFound {
-        /// The address asked for.
+        /// The address.
         base: u64,
     },
 }
@@ -65,7 +65,7 @@ pub enum BusError {
 #[derive(Clone)]
 struct Range {
     base: u64,
-    /// Last address of the range, so that a range may end at the top of the address space.
+    /// Last address, inclusive, so that a range may end at the top of the address space.
     last: u64,
     name: Arc<str>,
     device: Arc<dyn BusDevice>,
@@ -74,9 +74,9 @@ struct Range {
 /// The devices of one address space.
 #[derive(Default)]
 pub struct Bus {
-    /// Sorted by base, without overlaps.
+    /// Sorted by base, disjoint.
     ranges: ArcSwap<Vec<Range>>,
-    /// Held while a new map is built from the old one; never taken on the access path.
+    /// Held while a new map is built from the old one; never on the access path.
     change: Mutex<()>,
 }
 
@@ -86,7 +86,7 @@ impl Bus {
         Self::default()
     }
 
-    /// Puts `device` at `base` for `len_bytes` bytes; `name` is used in errors.
+    /// Adds `device` at `base` for `len_bytes` bytes; `name` is used in errors.
     pub fn insert(
         &self,
         name: &str,
@@ -98,15 +98,14 @@ impl Bus {
         self.change(|ranges| place(ranges, range))
     }
 
-    /// Takes the range off the bus that begins at `base`.
+    /// Removes the range that starts at `base`.
     ///
-    /// An access that has already found the device may still be under way when this returns.
+    /// An access that has already found the device may still be in progress on return.
     pub fn remove(&self, base: u64) -> Result<Arc<dyn BusDevice>, BusError> {
         self.change(|ranges| take(ranges, base).map(|range| range.device))
     }
 
-    /// Moves the range that begins at `from` so that it begins at `to` (BAR relocation). When
-    /// that fails, it stays where it was.
+    /// Moves the range that starts at `from` to `to` (BAR relocation). On failure it stays where it was.
     pub fn move_range(&self, from: u64, to: u64) -> Result<(), BusError> {
         self.change(|ranges| {
             let old = take(ranges, from)?;
@@ -119,8 +118,8 @@ impl Bus {
         })
     }
 
-    /// Reads from the device at `address`. Where there is none, or where the access crosses the
-    /// end of its range, all bits read as ones. Says whether a device answered.
+    /// Reads from the device at `address`. All bits read as ones without a device, or if the access crosses
+    /// the end of its range. Returns whether a device handled it.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         let ranges = self.ranges.load();
         if let Some((range, offset)) = find(&ranges, address, data.len()) {
@@ -131,8 +130,8 @@ impl Bus {
         false
     }
 
-    /// Writes to the device at `address`. Where there is none, or where the access crosses the
-    /// end of its range, nothing happens. Says whether a device took the write.
+    /// Writes to the device at `address`. Ignored without a device, or if the access crosses the end of its
+    /// range. Returns whether a device handled it.
     pub fn write(&self, address: u64, data: &[u8]) -> bool {
         let ranges = self.ranges.load();
         if let Some((range, offset)) = find(&ranges, address, data.len()) {
@@ -318,7 +317,7 @@ mod tests {
         assert!(bus.move_range(0x1080, u64::MAX).is_err());
     }
 
-    /// Moves itself when it is written to, as the BARs of a PCI device do.
+    /// Moves its range when written to, like the BARs of a PCI device.
     struct Mover(std::sync::Weak<Bus>);
 
     impl BusDevice for Mover {

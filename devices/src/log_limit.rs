@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Lines that may follow each other at once unless a device says otherwise; enough to see a pattern.
+/// Default burst in lines; enough to see a pattern.
 const BURST_LINES: u32 = 32;
-/// Time after which one more may be written.
+/// Time after which another line is allowed.
 const LINE_EVERY: Duration = Duration::from_mins(1);
 
-/// The lines that may still be written; see the module. Used by [`crate::log_limited`].
+/// Rate limit of log lines; see the module. Used by [`crate::log_limited`].
 #[derive(Debug)]
 pub struct LogLimit {
     burst_lines: u32,
@@ -28,7 +28,7 @@ pub struct LogLimit {
 #[derive(Debug, Default)]
 struct State {
     used: u32,
-    /// When a line was last added to those that may be written; set while some are used.
+    /// When a line was last added to the allowance; set while the allowance is below its maximum.
     refilled: Option<Instant>,
     suppressed: u64,
 }
@@ -50,12 +50,12 @@ impl Default for LogLimit {
 }
 
 impl LogLimit {
-    /// Lets `lines` follow each other at once.
+    /// A limit with a burst of `lines`.
     pub fn with_burst(lines: u32) -> Self {
         Self { burst_lines: lines, state: Mutex::default() }
     }
 
-    /// Whether one more line may be written, and what it has to end with.
+    /// Takes a line from the allowance, with the suffix that it must end with; `None` if it is used up.
     pub fn take(&self) -> Option<SuppressedLines> {
         self.take_at(Instant::now())
     }
@@ -73,7 +73,7 @@ impl LogLimit {
     }
 }
 
-/// How many lines were left out before this one; nothing is written for none.
+/// Number of lines suppressed before this one; formats as nothing if zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 
@@ -87,8 +87,8 @@ impl fmt::Display for SuppressedLines {
     }
 }
 
-/// Writes a line that a guest can cause, as far as a [`LogLimit`] allows: limit, level ([`log::Level`]
-/// by its name), then as for `format!`.
+/// Logs a line that a guest can cause, within a [`LogLimit`]: limit, name of the level ([`log::Level`]),
+/// then as for `format!`.
 #[macro_export]
 macro_rules! log_limited {
     ($limit:expr, $level:ident, $($text:tt)+) => {

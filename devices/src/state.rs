@@ -10,49 +10,49 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// A device's saved state: plain, versioned and untrusted until the device has checked it.
+/// Saved state of a device; plain data, versioned, untrusted until validated by the device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceSnapshot {
-    /// What kind of device wrote it, for example `virtio-block`.
+    /// Kind of the device, such as `virtio-block`.
     pub kind: String,
-    /// Version of `data`; a reader refuses versions that it does not know.
+    /// Version of `data`; unknown versions are refused.
     pub version: u32,
-    /// The device's own part.
+    /// State of the device itself.
     pub data: serde_json::Value,
 }
 
-/// Why a saved state was refused.
+/// Why a saved state is refused.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// Another kind of device wrote it.
+    /// The state is of another kind of device.
     #[error("the state is that of a {found}, not of a {expected}")]
     Kind {
-        /// The kind that this device is.
+        /// Kind of this device.
         expected: &'static str,
-        /// The kind that the state names.
+        /// Kind in the state.
         found: String,
     },
-    /// A newer program wrote it.
+    /// The version is unknown.
     #[error("state version {found} of {kind} is not known here (newest known: {newest})")]
     Version {
         /// Kind of device.
         kind: &'static str,
-        /// Version found.
+        /// The version.
         found: u32,
-        /// Newest version that can be read.
+        /// Newest known version.
         newest: u32,
     },
-    /// The data do not parse.
+    /// The state is malformed.
     #[error("the state of {kind} cannot be read")]
     Malformed {
         /// Kind of device.
         kind: &'static str,
-        /// What the parser says.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
-    /// A value is impossible.
+    /// A value is invalid.
     #[error("the state of {kind} is inconsistent: {why}")]
     Invalid {
         /// Kind of device.
@@ -62,17 +62,17 @@ pub enum StateError {
     },
 }
 
-/// A legacy device whose state can be saved and restored.
+/// A legacy device with saved state.
 ///
-/// Both are called while the vCPUs do not run.
+/// Both methods are called while the vCPUs are paused.
 pub trait Snapshot {
-    /// The device's state.
+    /// Saves the state.
     fn save(&self) -> DeviceSnapshot;
-    /// Takes a saved state. On an error the device is as it was.
+    /// Restores a state. On error the device is unchanged.
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError>;
 }
 
-/// What identifies a device's saved state.
+/// Kind and version of a device's state.
 #[derive(Clone, Copy)]
 pub(crate) struct StateFormat {
     /// Kind of device.
@@ -83,8 +83,8 @@ pub(crate) struct StateFormat {
 
 impl StateFormat {
     pub(crate) fn encode<T: Serialize>(self, state: &T) -> DeviceSnapshot {
-        // Plain structs of numbers, strings and lists always have a JSON form; were it ever not
-        // so, the reader refuses the null.
+        // Plain structs of numbers, strings and lists always have a JSON form; if not, the reader refuses
+        // the null.
         let data = serde_json::to_value(state).unwrap_or_default();
         DeviceSnapshot { kind: self.kind.to_owned(), version: self.newest, data }
     }

@@ -9,12 +9,12 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Turns a return value of -1 into the error of the last system call.
+/// Converts a return value of -1 to the error of the last system call.
 pub(crate) fn check(value: libc::c_int) -> io::Result<libc::c_int> {
     if value < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
 }
 
-/// Turns a negative length into the error of the last system call.
+/// Converts a negative length to the error of the last system call.
 pub(crate) fn check_len(value: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(value).map_err(|_| io::Error::last_os_error())
 }
@@ -24,7 +24,7 @@ pub(crate) fn poll_now(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<
     poll(fd, events, 0)
 }
 
-/// The same, once it is ready for one of them, however long that takes.
+/// The same, blocking until it is ready.
 pub(crate) fn poll_for(fd: BorrowedFd<'_>, events: libc::c_short) -> io::Result<libc::c_short> {
     poll(fd, events, -1)
 }
@@ -40,8 +40,8 @@ fn poll(
     Ok(entry.revents)
 }
 
-/// Connects to the Unix socket at a path without waiting for its listener: one that has no room
-/// for another peer is `WouldBlock`, one without a listener `ConnectionRefused`.
+/// Connects to a Unix socket without blocking: fails with `WouldBlock` if the backlog is full, and with
+/// `ConnectionRefused` without a listener.
 pub(crate) fn connect_now(path: &std::path::Path) -> io::Result<OwnedFd> {
     use std::os::unix::ffi::OsStrExt as _;
     // SAFETY: all zero is a valid sockaddr_un.
@@ -65,14 +65,14 @@ pub(crate) fn connect_now(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Looks at what can be read from a stream, and leaves it there.
+/// Reads from a stream without consuming the data.
 pub(crate) fn peek(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
     let (at, len_bytes) = (to.as_mut_ptr().cast(), to.len());
     // SAFETY: the kernel writes at most `len_bytes` bytes into `to`, which outlives the call.
     check_len(unsafe { libc::recv(stream.as_raw_fd(), at, len_bytes, libc::MSG_PEEK) })
 }
 
-/// Makes reads and writes of the open file description not wait.
+/// Makes the open file description non-blocking.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: F_GETFL takes no third argument; the descriptor is open.
     let flags = check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) })?;
@@ -81,8 +81,8 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens what a descriptor is connected to once more, with `access` (`O_RDONLY`, `O_WRONLY`): reads and
-/// writes of the new open file description do not wait, whatever those of the other do.
+/// Reopens the file of a descriptor with `access` (`O_RDONLY`, `O_WRONLY`): the new file description is
+/// non-blocking, the original unchanged.
 pub(crate) fn open_again(fd: BorrowedFd<'_>, access: libc::c_int) -> io::Result<OwnedFd> {
     let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     let flags = access | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_CLOEXEC;
@@ -92,7 +92,7 @@ pub(crate) fn open_again(fd: BorrowedFd<'_>, access: libc::c_int) -> io::Result<
     Ok(unsafe { OwnedFd::from_raw_fd(again) })
 }
 
-/// The user as which this process opens files.
+/// The effective user id of this process.
 pub(crate) fn effective_user() -> libc::uid_t {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::geteuid() }
@@ -107,10 +107,10 @@ pub(crate) fn make_fifo(path: &std::path::Path) -> io::Result<()> {
     check(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }).map(drop)
 }
 
-/// Takes from the calling thread what a superuser may beyond others, for good.
+/// Drops all capabilities of the calling thread.
 #[cfg(test)]
 pub(crate) fn drop_capabilities() -> io::Result<()> {
-    /// Of linux/capability.h: version 3, whose sets have two words each.
+    /// From linux/capability.h: version 3, whose sets have two words each.
     const VERSION: u32 = 0x2008_0522;
     let (header, sets) = ([VERSION, 0], [0_u32; 6]);
     // SAFETY: capset reads a header of two words, in which 0 is the calling thread, and three sets of two
@@ -125,7 +125,7 @@ pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
     unsafe { libc::isatty(fd.as_raw_fd()) == 1 }
 }
 
-/// Settings of a terminal.
+/// Reads the settings of a terminal.
 pub(crate) fn terminal_settings(fd: BorrowedFd<'_>) -> io::Result<libc::termios> {
     // SAFETY: termios is a plain C struct for which all zeros is a valid value.
     let mut settings: libc::termios = unsafe { std::mem::zeroed() };
@@ -134,7 +134,7 @@ pub(crate) fn terminal_settings(fd: BorrowedFd<'_>) -> io::Result<libc::termios>
     Ok(settings)
 }
 
-/// Changes the settings of a terminal at once.
+/// Changes the settings of a terminal immediately.
 pub(crate) fn set_terminal_settings(
     fd: BorrowedFd<'_>,
     settings: &libc::termios,
@@ -144,7 +144,7 @@ pub(crate) fn set_terminal_settings(
     Ok(())
 }
 
-/// The settings with all processing of input and output switched off.
+/// The settings with all processing of input and output disabled.
 pub(crate) fn raw_settings(mut settings: libc::termios) -> libc::termios {
     // SAFETY: `settings` is a valid termios that is changed in place.
     unsafe { libc::cfmakeraw(&raw mut settings) };
@@ -167,7 +167,7 @@ pub(crate) fn set_terminal_size(fd: BorrowedFd<'_>, columns: u16, rows: u16) -> 
     check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCSWINSZ, &raw const size) }).map(drop)
 }
 
-/// Opens a new pseudo terminal: its master (not blocking), its slave, and the slave's path.
+/// Opens a new pseudo terminal: its master (non-blocking), its slave, and the slave's path.
 pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
     // SAFETY: the path is a C string; the result is checked before use.
@@ -187,7 +187,7 @@ pub(crate) fn open_pty() -> io::Result<(OwnedFd, OwnedFd, String)> {
     Ok((master, slave, format!("/dev/pts/{number}")))
 }
 
-/// Binds the calling thread to CPUs. CPUs beyond the kernel's limit are an error.
+/// Sets the CPU affinity of the calling thread. CPUs beyond the kernel's limit are an error.
 pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
     // SAFETY: cpu_set_t is a plain bit set for which all zeros is the empty set.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -204,14 +204,15 @@ pub(crate) fn bind_thread(cpus: &[usize]) -> io::Result<()> {
     Ok(())
 }
 
-/// A set of CPUs as the kernel has it: a bit for each, in words.
+/// A CPU set as the kernel represents it: a bit for each CPU, in words.
 type CpuWords = Vec<libc::c_ulong>;
 
-/// Words of a set for 1024 CPUs, and of the largest that is tried, for 65536: Linux is not built for more.
+/// Words of a set for 1024 CPUs; and of the largest that is tried, for 65536, which is beyond Linux's
+/// maximum.
 const CPU_WORDS: usize = 1024 / libc::c_ulong::BITS as usize;
 const CPU_WORDS_MAX: usize = 64 * CPU_WORDS;
 
-/// Has a set of CPUs filled by `get`, which refuses one that is smaller than the kernel's by `EINVAL`.
+/// Has `get` fill a CPU set; `get` fails with `EINVAL` if the set is smaller than the kernel's.
 fn get_cpus(get: impl Fn(&mut CpuWords) -> io::Result<()>) -> io::Result<CpuWords> {
     let mut cpus = vec![0; CPU_WORDS];
     loop {
@@ -227,8 +228,8 @@ fn get_cpus(get: impl Fn(&mut CpuWords) -> io::Result<()>) -> io::Result<CpuWord
     }
 }
 
-/// Lets the calling thread run wherever the process may, which is where its first thread may: a thread
-/// begins with what the one that started it was bound to.
+/// Resets the CPU affinity of the calling thread to that of the process's first thread; a new thread
+/// inherits that of its creator.
 pub(crate) fn unbind_thread() -> io::Result<()> {
     // SAFETY: takes nothing and cannot fail.
     let process = unsafe { libc::getpid() };
@@ -244,7 +245,7 @@ pub(crate) fn unbind_thread() -> io::Result<()> {
     Ok(())
 }
 
-/// Fills a buffer from the kernel's random number generator.
+/// Fills a buffer with random bytes from the kernel.
 pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
@@ -258,7 +259,7 @@ pub(crate) fn random(buffer: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A file without a name that lives in memory.
+/// An anonymous file in memory.
 #[cfg(any(test, feature = "testing"))]
 pub(crate) fn memory_file(len_bytes: u64) -> io::Result<std::fs::File> {
     // SAFETY: the name is a C string; the result is checked before use.

@@ -17,17 +17,16 @@ use super::listener::PathListener;
 use super::standard::{self, Carrier};
 use crate::syscalls;
 
-/// Puts a terminal into raw mode, and back when it is dropped, unless another has it by then.
+/// Raw mode of a terminal; restored when dropped, unless another owner has the terminal by then.
 ///
-/// A machine may end late, when the next one uses the same terminal already. So each terminal has one
-/// owner in this process, which is the last that asked for it, and only that one puts it back, as it was
-/// before the first.
+/// A machine may end late, when the next one already uses the same terminal. So each terminal has one owner
+/// in this process, the most recent one, and only that restores the original settings.
 pub struct RawTerminal {
     fd: OwnedFd,
     number: u64,
 }
 
-/// Device and inode of a terminal, and which device it is.
+/// Device and inode of a terminal, and its device number.
 type TerminalId = (u64, u64, u64);
 
 /// A terminal in raw mode.
@@ -42,7 +41,7 @@ struct Owners {
     last: u64,
 }
 
-/// Locked while a terminal is set, which no reader of it can hold up.
+/// Locked while a terminal's settings are changed, which does not block on its reader.
 static OWNERS: Mutex<Owners> = Mutex::new(Owners { terminals: Vec::new(), last: 0 });
 
 fn owners() -> MutexGuard<'static, Owners> {
@@ -55,7 +54,7 @@ fn terminal_id(fd: BorrowedFd<'_>) -> io::Result<TerminalId> {
 }
 
 impl RawTerminal {
-    /// Puts the terminal into raw mode; `None` if the descriptor is not a terminal.
+    /// Sets raw mode; `None` if the descriptor is not a terminal.
     pub fn enter(fd: BorrowedFd<'_>) -> io::Result<Option<Self>> {
         if !syscalls::is_terminal(fd) {
             return Ok(None);
@@ -73,12 +72,12 @@ impl RawTerminal {
             now
         };
         let set = syscalls::set_terminal_settings(fd, &syscalls::raw_settings(before));
-        // What puts it back if that fails takes the lock.
+        // The cleanup on failure takes the lock.
         drop(owners);
         set.map(|()| Some(guard))
     }
 
-    /// Puts the terminal back as it was, if no other has it by now; safe to be called more than once.
+    /// Restores the terminal, unless it has another owner by now. Idempotent.
     pub fn restore(&self) {
         let mut owners = owners();
         let owned = owners.terminals.iter().position(|owned| owned.owner == self.number);
@@ -95,8 +94,8 @@ impl Drop for RawTerminal {
     }
 }
 
-/// Where bytes come from and go to now. Input and output are descriptors of their own even when
-/// they are the same file, as each is watched by itself.
+/// Current source of input and sink of output. They are separate descriptors even for the same file, as
+/// each is polled by itself.
 #[derive(Default)]
 pub(super) struct Channel {
     pub(super) input: Option<File>,
@@ -104,8 +103,7 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// Writes what can be written without waiting, and says how much that was. A broken output is
-    /// closed.
+    /// Writes without blocking; returns the number of bytes written. A broken output is closed.
     pub(super) fn write(&mut self, bytes: &[u8]) -> usize {
         let mut written = 0;
         while let Some(output) = &mut self.output {
@@ -131,7 +129,7 @@ impl Channel {
         written
     }
 
-    /// Reads what is there. At the end of the input `Err` is given.
+    /// Reads available input; `Err` at the end of the input.
     fn read(&mut self, buffer: &mut [u8]) -> Result<usize, ()> {
         let Some(input) = &mut self.input else { return Ok(0) };
         if buffer.is_empty() {
@@ -158,16 +156,16 @@ impl Channel {
     }
 }
 
-/// What keeps the channel open or makes new ones.
+/// Keeps the channel open, or opens new ones.
 enum OutputSource {
     Nothing,
-    /// Standard output as it was given, and what is dropped with the endpoint.
+    /// Standard output, with what is dropped with the endpoint.
     Standard {
         output: OwnedFd,
         _carrier: Option<Carrier>,
         _raw: Option<RawTerminal>,
     },
-    /// As long as a slave is open somewhere, the master neither hangs up nor fails.
+    /// Keeps a slave open, so that the master neither hangs up nor fails.
     Slave {
         _slave: OwnedFd,
     },
@@ -192,8 +190,7 @@ impl Backend {
         })
     }
 
-    /// What `input` and `output` are connected to; a terminal at the input is in raw mode as long as this
-    /// lives.
+    /// A channel of `input` and `output`; a terminal at the input is in raw mode while this lives.
     pub(super) fn standard(input: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Self> {
         let standard::Output { file, carrier } = standard::output(output)?;
         let source = OutputSource::Standard {
@@ -224,12 +221,12 @@ impl Backend {
         Ok(Self { channel: Channel::default(), source })
     }
 
-    /// Whether output can never be read.
+    /// Whether all output is discarded.
     pub(super) fn discards(&self) -> bool {
         self.channel.output.is_none() && !matches!(self.source, OutputSource::Listener(_))
     }
 
-    /// The terminal whose size is the console's, if it is one.
+    /// The terminal whose size is that of the console, if there is one.
     pub(super) fn screen(&self) -> Option<BorrowedFd<'_>> {
         match &self.source {
             OutputSource::Standard { output, .. } => Some(output.as_fd()),
@@ -237,7 +234,7 @@ impl Backend {
         }
     }
 
-    /// The listener's descriptor while there is no peer.
+    /// The descriptor of the listener while there is no peer.
     pub(super) fn waiting_listener(&self) -> Option<RawFd> {
         match &self.source {
             OutputSource::Listener(listener) if self.needs_peer() => Some(listener.as_raw_fd()),

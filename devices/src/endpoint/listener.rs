@@ -17,15 +17,15 @@ use log::{info, warn};
 
 use crate::syscalls;
 
-/// How often, and how far apart, the lock on the folder is tried.
+/// Number of attempts to lock the directory, and the time between them.
 const LOCK_TRIES: u32 = 50;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// A socket that listens at a path; the path is removed when it is dropped.
+/// A socket that listens at a path; the path is removed when this is dropped.
 pub(crate) struct PathListener {
     listener: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket file that was made here.
+    /// Device and inode of the created socket file.
     made: (u64, u64),
 }
 
@@ -34,11 +34,11 @@ fn file_at(path: &Path) -> io::Result<(u64, u64)> {
 }
 
 impl PathListener {
-    /// Listens at `path`, also if a process that is gone did before.
+    /// Listens at `path`; replaces the stale socket of a process that has ended.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
-        // Between the look at a stale socket and its removal no other process may put another one there.
+        // Keeps other processes from binding between the check of a stale socket and its removal.
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        // One that cannot be read can be bound in all the same, without the lock.
+        // A directory that cannot be read is used without the lock.
         let _folder = match fs::File::open(folder.unwrap_or(Path::new("."))) {
             Ok(folder) => {
                 lock(&folder);
@@ -57,9 +57,9 @@ impl PathListener {
         self.listener.accept().map(|(peer, _)| peer)
     }
 
-    /// Removes the path, if what is there was made here.
+    /// Removes the path, if it is still the socket created here.
     pub(crate) fn remove(&self) {
-        // Another process may have put its own there meanwhile.
+        // Another process may have put its own socket there in the meantime.
         if file_at(&self.path).is_ok_and(|there| there == self.made)
             && let Err(error) = fs::remove_file(&self.path)
         {
@@ -84,8 +84,8 @@ impl Drop for PathListener {
     }
 }
 
-/// Until the folder is closed. A stranger can hold this lock forever: it is not waited for longer than any
-/// VMM has it.
+/// Locks the directory until it is closed. Another user can hold this lock forever, so the wait is limited
+/// to the time that any VMM holds it.
 fn lock(folder: &fs::File) {
     for _ in 0..LOCK_TRIES {
         match folder.try_lock() {
@@ -98,7 +98,7 @@ fn lock(folder: &fs::File) {
 fn remove_stale(path: &Path) -> io::Result<()> {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|there| there.file_type().is_socket());
     if !is_socket {
-        // Binding fails by the name of what is there.
+        // Binding fails with the name of the existing file.
         return Ok(());
     }
     match syscalls::connect_now(path) {

@@ -32,48 +32,48 @@ pub use backend::RawTerminal;
 use backend::{Backend, Channel};
 pub use output::open_output;
 
-/// Output that is kept for a reader that is slow or not there yet.
+/// Maximum output kept for a slow or absent reader, in bytes.
 const PENDING_BYTES_MAX: usize = 64 << 10;
-/// Written at a time after the descriptor said that it is ready.
+/// Bytes written at a time once the descriptor is ready.
 const WRITE_CHUNK_BYTES: usize = 512;
 
-/// Why an endpoint could not be opened.
+/// Why an endpoint cannot be opened.
 #[derive(Debug, Error)]
 pub enum EndpointError {
     /// The output file cannot be created.
     #[error("cannot open {path} for console output")]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// No pseudo terminal.
+    /// A pseudo terminal cannot be created.
     #[error("cannot open a pseudo terminal")]
     Pty(#[source] io::Error),
-    /// The terminal cannot be used.
+    /// The terminal cannot be set up.
     #[error("cannot set up the terminal")]
     Terminal(#[source] io::Error),
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen on the console socket {path}")]
     Socket {
         /// Path of the socket.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// No event descriptor.
+    /// The epoll descriptor cannot be created.
     #[error("cannot watch the console")]
     Epoll(#[source] io::Error),
 }
 
-/// What a console is connected to. See the module's description.
+/// The back end of a console; see the module.
 pub struct ConsoleEndpoint {
     epoll: Epoll,
     pty_path: Option<PathBuf>,
-    /// Held for one read or write that does not wait.
+    /// Held for one non-blocking read or write.
     inner: Mutex<Inner>,
 }
 
@@ -82,7 +82,7 @@ struct Inner {
     pending: VecDeque<u8>,
     lost_bytes: u64,
     input_wanted: bool,
-    /// Descriptors that the epoll instance has now.
+    /// Descriptors registered with epoll.
     watched: Watched,
 }
 
@@ -94,7 +94,7 @@ struct Watched {
 }
 
 impl ConsoleEndpoint {
-    /// Drops output and has no input.
+    /// Discards output; no input.
     pub fn null() -> Result<Self, EndpointError> {
         Self::new(Backend::null(), None)
     }
@@ -119,13 +119,13 @@ impl ConsoleEndpoint {
         Self::new(Backend::standard(input, output).map_err(EndpointError::Terminal)?, None)
     }
 
-    /// A new pseudo terminal; [`Self::pty_path`] tells its path.
+    /// A new pseudo terminal; [`Self::pty_path`] returns its path.
     pub fn pty() -> Result<Self, EndpointError> {
         let (backend, path) = Backend::pty().map_err(EndpointError::Pty)?;
         Self::new(backend, Some(path))
     }
 
-    /// Listens on a Unix socket for one peer at a time. The socket is removed on drop.
+    /// Listens on a Unix socket for one peer at a time. The socket is removed when dropped.
     pub fn socket(path: &Path) -> Result<Self, EndpointError> {
         let backend = Backend::socket(path)
             .map_err(|source| EndpointError::Socket { path: path.to_owned(), source })?;
@@ -146,7 +146,7 @@ impl ConsoleEndpoint {
         Ok(endpoint)
     }
 
-    /// Path of the pseudo terminal, if that is what the endpoint is.
+    /// Path of the pseudo terminal, if the endpoint is one.
     pub fn pty_path(&self) -> Option<&Path> {
         self.pty_path.as_deref()
     }
@@ -164,7 +164,7 @@ impl ConsoleEndpoint {
         self.epoll.as_raw_fd()
     }
 
-    /// Whether input is to be read by [`Self::service`]. At first it is not.
+    /// Sets whether [`Self::service`] reads input; initially it does not.
     pub fn want_input(&self, wanted: bool) {
         self.with(|inner, epoll| {
             inner.input_wanted = wanted;
@@ -172,7 +172,7 @@ impl ConsoleEndpoint {
         });
     }
 
-    /// Takes output of the guest; never waits and never fails.
+    /// Writes guest output; never blocks and never fails.
     pub fn write(&self, bytes: &[u8]) {
         self.with(|inner, epoll| {
             inner.write(bytes);
@@ -180,8 +180,8 @@ impl ConsoleEndpoint {
         });
     }
 
-    /// Accepts a peer, writes what is pending, and reads input if that is wanted; says how many
-    /// bytes of `buffer` it filled.
+    /// Accepts a peer, writes pending output, and reads input if wanted; returns the number of bytes read
+    /// into `buffer`.
     pub fn service(&self, buffer: &mut [u8]) -> usize {
         self.with(|inner, epoll| {
             inner.backend.accept();
@@ -192,21 +192,20 @@ impl ConsoleEndpoint {
         })
     }
 
-    /// Has what it is connected to as it was before: a terminal is put back, a socket removed. Output is
-    /// dropped from now on.
+    /// Restores the terminal or removes the socket. Later output is discarded.
     pub fn close(&self) {
         self.with(Inner::close);
     }
 
-    /// The same, unless another thread has the endpoint for longer than `within`: one that has panicked, for
-    /// example, or waits. False then.
+    /// The same, unless another thread holds the endpoint for longer than `within`, such as one that has
+    /// panicked or is blocked; false then.
     pub fn try_close(&self, within: Duration) -> bool {
         let Some(mut inner) = self.inner.try_lock_for(within) else { return false };
         inner.close(&self.epoll);
         true
     }
 
-    /// Bytes of output that were lost because they were not read.
+    /// Bytes of output that were discarded unread.
     pub fn lost_bytes(&self) -> u64 {
         self.with(|inner, _| inner.lost_bytes)
     }
@@ -270,19 +269,19 @@ impl Inner {
     }
 }
 
-/// Replaces one watched descriptor by another and says which one is watched then.
+/// Replaces a watched descriptor by another; returns the one that is watched now.
 fn watch(epoll: &Epoll, old: Option<RawFd>, new: Option<RawFd>, events: EventSet) -> Option<RawFd> {
     if old == new {
         return new;
     }
     if let Some(fd) = old {
-        // Fails only for a descriptor that was closed meanwhile, which removed it as well.
+        // Fails only for a closed descriptor, which epoll has removed already.
         let _ = epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
     }
     let fd = new?;
     match epoll.ctl(ControlOperation::Add, fd, EpollEvent::new(events, 0)) {
         Ok(()) => {}
-        // Regular files cannot be watched and never need to be: they are always ready.
+        // Regular files cannot be polled, and are always ready.
         Err(error) if error.raw_os_error() == Some(libc::EPERM) => {}
         Err(error) => warn!("cannot watch a console descriptor: {error}"),
     }

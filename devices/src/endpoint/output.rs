@@ -13,14 +13,14 @@ use std::path::Path;
 
 use crate::syscalls;
 
-/// How often it is tried to open what others create and remove at the same time.
+/// Maximum number of attempts to open a path that others create and remove concurrently.
 const TRIES_MAX: u32 = 16;
 
-/// Opens a file for output. A new one is created; to what is there output is appended: a file, a pipe, a
-/// terminal. A pipe need not have a reader yet.
+/// Opens a file for output, created or appended to; also a pipe or terminal. A pipe need not have a reader
+/// yet.
 ///
 /// # Errors
-/// The host's, or what is there is nothing to write text to, or a link into a file of another owner.
+/// The host's error; or the path is of another file type, or a link to a file of another owner.
 pub fn open_output(path: &Path) -> io::Result<File> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for _ in 0..TRIES_MAX {
@@ -55,7 +55,7 @@ fn open_existing(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Opens what a link leads to.
+/// Opens the target of a link.
 fn follow(path: &Path) -> io::Result<File> {
     let link_owner = fs::symlink_metadata(path)?.uid();
     let following = || {
@@ -81,12 +81,12 @@ fn follow(path: &Path) -> io::Result<File> {
     ))
 }
 
-/// A link is trusted that this user or the administrator has made, and to a file of this user.
+/// A link is trusted if this user or root owns it, and this user owns the target.
 fn may_follow(link_owner: u32, file_owner: u32, ours: u32) -> bool {
     file_owner == ours && (link_owner == ours || link_owner == 0)
 }
 
-/// Whether it is what this process was given to write to, as /dev/stdout is.
+/// Whether the file is one of the process's standard streams, as with /dev/stdout.
 fn is_a_stream_of_ours(file: &File) -> bool {
     let identity = |fd: BorrowedFd<'_>| {
         let data = File::from(fd.try_clone_to_owned()?).metadata()?;
@@ -98,7 +98,7 @@ fn is_a_stream_of_ours(file: &File) -> bool {
         .any(|stream| stream.is_ok_and(|stream| stream == there))
 }
 
-/// Refuses what is none of the things that text is written to.
+/// Refuses file types other than those for text output.
 fn check_kind(file: &File) -> io::Result<()> {
     let kind = file.metadata()?.file_type();
     if kind.is_file() || kind.is_fifo() || kind.is_char_device() {

@@ -15,46 +15,45 @@ use std::time::Duration;
 
 use crate::syscalls;
 
-/// Longest wait at the end for the last output, which may be what the guest had to say of its end.
+/// Longest wait at the end for the last output, which may be the guest's final message.
 const LAST_OUTPUT_TIME: Duration = Duration::from_millis(200);
 
-/// Copied at a time by the thread.
+/// Bytes that the thread copies at a time.
 const CARRY_BYTES: usize = 4096;
 
-/// An output whose writes do not wait.
+/// An output with non-blocking writes.
 pub(super) struct Output {
     pub(super) file: File,
-    /// The thread that does the waiting, if there is one. It is to be dropped after the file.
+    /// The thread that does blocking writes, if needed. Dropped after the file.
     pub(super) carrier: Option<Carrier>,
 }
 
-/// A thread that carries bytes from a pipe to an output. Dropping it waits for the last of them, and not
-/// for long.
+/// A thread that copies bytes from a pipe to an output. Dropping it waits briefly for the last of them.
 pub(super) struct Carrier {
     done: Receiver<()>,
 }
 
 impl Drop for Carrier {
     fn drop(&mut self) {
-        // An error is the end of the thread, or too long a wait for a reader that does not read.
+        // An error means that the thread has ended, or that the reader is too slow.
         let _ = self.done.recv_timeout(LAST_OUTPUT_TIME);
     }
 }
 
-/// What `fd` is connected to, for output.
+/// A non-blocking output to the file of `fd`.
 ///
 /// # Errors
-/// The host's.
+/// The host's error.
 pub(super) fn output(fd: BorrowedFd<'_>) -> io::Result<Output> {
     let own = fd.try_clone_to_owned()?;
     let file = File::from(own);
-    // A file has no reader that could keep it waiting, and another description would write over it.
+    // Writes to a regular file do not block, and another file description would have its own offset.
     if file.metadata()?.file_type().is_file() {
         return Ok(Output { file, carrier: None });
     }
     match open_again(&file, libc::O_WRONLY) {
         Ok(file) => Ok(Output { file, carrier: None }),
-        // A socket cannot be opened, nor can a terminal of another user.
+        // A socket cannot be reopened, nor can a terminal of another user.
         Err(error) => {
             log::debug!("standard output is written to by a thread of its own: {error}");
             carried(file)
@@ -62,21 +61,21 @@ pub(super) fn output(fd: BorrowedFd<'_>) -> io::Result<Output> {
     }
 }
 
-/// What `fd` is connected to, for input. Where it cannot be opened once more, only another reader of the
-/// same terminal can make a read wait.
+/// A non-blocking input from the file of `fd`. If it cannot be reopened, a read can block only because of
+/// another reader of the same terminal.
 ///
 /// # Errors
-/// The host's.
+/// The host's error.
 pub(super) fn input(fd: BorrowedFd<'_>) -> io::Result<File> {
     let file = File::from(fd.try_clone_to_owned()?);
     Ok(open_again(&file, libc::O_RDONLY).unwrap_or(file))
 }
 
-/// A description of its own of the same terminal, pipe or device.
+/// A new file description of the same terminal, pipe or device.
 fn open_again(file: &File, access: libc::c_int) -> io::Result<File> {
     let there = file.metadata()?;
     let kind = there.file_type();
-    // Opening the outer end of a pseudo terminal makes another one.
+    // Opening /dev/ptmx would create another pseudo terminal.
     let is_master = kind.is_char_device() && there.rdev() == libc::makedev(5, 2);
     if is_master || !kind.is_char_device() && !kind.is_fifo() {
         return Err(io::ErrorKind::Unsupported.into());
@@ -84,7 +83,7 @@ fn open_again(file: &File, access: libc::c_int) -> io::Result<File> {
     syscalls::open_again(file.as_fd(), access).map(File::from)
 }
 
-/// Writes it all, also where another program has made writes not wait.
+/// Writes everything, also if another program has made the output non-blocking.
 fn write_waiting(to: &mut File, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match to.write(bytes) {
@@ -100,7 +99,7 @@ fn write_waiting(to: &mut File, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A pipe to a thread that writes to `to` and waits as long as that takes.
+/// A pipe to a thread that writes to `to`, which may block.
 pub(super) fn carried(mut to: File) -> io::Result<Output> {
     let (mut from, pipe) = io::pipe()?;
     let pipe = OwnedFd::from(pipe);

@@ -20,18 +20,18 @@ use crate::{LogLimit, Snapshot, log_limited};
 
 /// Default port of [`PowerControl`].
 pub const POWER_CONTROL_PORT: u16 = 0x600;
-/// Ports that [`PowerControl`] takes.
+/// Number of ports of [`PowerControl`].
 pub const POWER_CONTROL_LEN_BYTES: u64 = 8;
-/// Written to the sleep control register, it switches the machine off: sleep type 5 in bits 2 to
-/// 4, sleep enable in bit 5 (ACPI 6.5, 4.8.3.7).
+/// Value of the sleep control register that powers the machine off: sleep type 5 in bits 2 to 4, sleep
+/// enable in bit 5 (ACPI 6.5, 4.8.3.7).
 pub const SLEEP_S5_VALUE: u8 = (5 << 2) | (1 << 5);
-/// Written to the reset register, it resets the machine.
+/// Value of the reset register that resets the machine.
 pub const RESET_VALUE: u8 = 1;
 
 /// Sleep control, sleep status and reset register in one byte (ACPI 6.5, 4.8.3.6 and 4.8.3.7).
 ///
-/// The FADT may name the same address for all three, as their values do not collide. The register
-/// reads as zero: the wake status is never set, because there is no sleep to wake from.
+/// The FADT may give the same address for all three, as their values do not collide. The register reads as
+/// zero: the wake status is never set, as there is no sleep state to wake from.
 pub struct PowerControl {
     events: Arc<dyn PowerEvents>,
     log: LogLimit,
@@ -49,7 +49,7 @@ impl BusDevice for PowerControl {
         data.fill(0);
     }
 
-    /// The register is the first byte, whatever comes with it; there is nothing in the others.
+    /// The register is the first byte, whatever the access width; the others are unused.
     fn write(&self, offset: u64, data: &[u8]) {
         match (offset, data.first()) {
             (0, Some(&RESET_VALUE)) => {
@@ -83,12 +83,12 @@ impl Snapshot for PowerControl {
 
 /// Default port of the [`PmTimer`].
 pub const PM_TIMER_PORT: u16 = 0x608;
-/// Ports that the [`PmTimer`] takes.
+/// Number of ports of the [`PmTimer`].
 pub const PM_TIMER_LEN_BYTES: u64 = 4;
 /// Rate of the [`PmTimer`] (ACPI 6.5, 4.8.2.1).
 pub const PM_TIMER_FREQUENCY_HZ: u64 = 3_579_545;
 
-/// The ACPI PM timer: 32 bits that count up.
+/// The ACPI PM timer, a 32-bit up-counter.
 pub struct PmTimer {
     epoch: Mutex<Epoch>,
 }
@@ -103,7 +103,7 @@ struct Epoch {
 }
 
 impl PmTimer {
-    /// A timer that begins at zero.
+    /// A timer that starts at zero.
     pub fn new() -> Self {
         Self { epoch: Mutex::new(Epoch { at: Instant::now(), ticks: 0, read_at: None }) }
     }
@@ -112,13 +112,13 @@ impl PmTimer {
         self.epoch.lock()
     }
 
-    /// Has the state that is saved next be that of `at`, when the guest's other clocks were read: one
-    /// that compares them takes a clock that differs by a millisecond for broken.
+    /// Sets the time as of which the timer is saved, that of reading the guest's other clocks: a guest that
+    /// compares them considers a clock broken that differs by a millisecond.
     pub fn read_at(&self, at: Instant) {
         self.lock().read_at = Some(at);
     }
 
-    /// Lets guest time have passed between the saved state and `at`, as it has for the other clocks.
+    /// Advances guest time by what has passed between the saved state and `at`, as for the other clocks.
     pub fn advance(&self, passed: Duration, at: Instant) {
         let mut epoch = self.lock();
         epoch.at = at;
@@ -181,20 +181,20 @@ impl Snapshot for PmTimer {
 
 /// Length of the register of the [`GedDevice`].
 pub const GED_REGISTER_LEN_BYTES: u64 = 1;
-/// Bit of the [`GedDevice`]'s register: CPUs came or went.
+/// Bit of the [`GedDevice`]'s register: CPUs were added or removed.
 pub const GED_CPU_DEVICES_CHANGED: u8 = 1 << 0;
-/// Bit of the [`GedDevice`]'s register: memory came or went.
+/// Bit of the [`GedDevice`]'s register: memory was added or removed.
 pub const GED_MEMORY_DEVICES_CHANGED: u8 = 1 << 1;
-/// Bit of the [`GedDevice`]'s register: PCI devices came or went.
+/// Bit of the [`GedDevice`]'s register: PCI devices were added or are to be removed.
 pub const GED_PCI_DEVICES_CHANGED: u8 = 1 << 2;
 /// Bit of the [`GedDevice`]'s register: the power button was pressed.
 pub const GED_POWER_BUTTON_CHANGED: u8 = 1 << 3;
-/// Bit of the [`GedDevice`]'s register: the guest is a copy, with another generation ID.
+/// Bit of the [`GedDevice`]'s register: the generation ID has changed.
 pub const GED_GENERATION_CHANGED: u8 = 1 << 4;
 
-/// The register behind the ACPI generic event device (ACPI 6.5, 5.6.9).
+/// The register of the ACPI generic event device (ACPI 6.5, 5.6.9).
 ///
-/// The interrupt tells the guest to run the event method, which reads the byte; reading clears it.
+/// On its interrupt the guest runs the event method, which reads the byte; reading clears it.
 pub struct GedDevice {
     pending: AtomicU8,
     interrupt: EventFd,
@@ -207,7 +207,7 @@ impl GedDevice {
         Self { pending: AtomicU8::new(0), interrupt, log: LogLimit::default() }
     }
 
-    /// Tells the guest that its power button was pressed.
+    /// Signals that the power button was pressed.
     pub fn set_power_button(&self) {
         self.notify(GED_POWER_BUTTON_CHANGED);
     }
@@ -218,8 +218,8 @@ impl GedDevice {
         self.interrupt();
     }
 
-    /// Raises the interrupt once more if something is pending: what was raised where the state comes
-    /// from may not have become an interrupt before it was saved. To be called when the guest continues.
+    /// Raises the interrupt again if events are pending, when the guest resumes: an interrupt raised before
+    /// the state was saved may not have been delivered.
     pub fn resume(&self) {
         if self.pending.load(Ordering::Acquire) != 0 {
             self.interrupt();

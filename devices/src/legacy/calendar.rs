@@ -6,15 +6,15 @@
 
 use serde::{Deserialize, Serialize};
 
-/// From 1 March of the year 0.
+/// Days from 1 March of the year 0.
 const DAYS_BEFORE_1970: i64 = 719_468;
 const DAYS_OF_400_YEARS: i64 = 146_097;
 const SECONDS_PER_DAY: i64 = 86_400;
-/// 1 January of the year 1, and the last second of the year 9999: what two registers of two digits can say.
+/// 1 January of the year 1; and the last second of the year 9999: the range of two two-digit registers.
 const FIRST_SECOND: i64 = -62_135_596_800;
 const LAST_SECOND: i64 = 253_402_300_799;
 
-/// A date and a time of day as the chip has them.
+/// Date and time of day as in the registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Calendar {
@@ -30,7 +30,7 @@ pub(super) struct Calendar {
 }
 
 impl Calendar {
-    /// The proleptic Gregorian date of a number of seconds since 1970; of the years 1 to 9999 the nearest.
+    /// The proleptic Gregorian date of a number of seconds since 1970, clamped to the years 1 to 9999.
     ///
     /// Days are counted from 1 March of the year 0, so that a leap day is the last of its year.
     pub(super) fn from_epoch_seconds(seconds: i64) -> Self {
@@ -61,7 +61,7 @@ impl Calendar {
         }
     }
 
-    /// Whether each number is one that its register can have. It may be the 31st of any month.
+    /// Whether each number is valid for its register. Any month may have a 31st.
     pub(super) fn can_be_shown(self) -> bool {
         self.second < 60
             && self.minute < 60
@@ -73,12 +73,12 @@ impl Calendar {
             && self.century < 100
     }
 
-    /// The other way round; the day of the week has no part in it. A day that its month does not have is one of
-    /// the next month.
+    /// Seconds since 1970, ignoring the day of the week. A day beyond the end of its month belongs to the
+    /// next one.
     pub(super) fn epoch_seconds(self) -> i64 {
         let month = i64::from(self.month.clamp(1, 12));
         let year = i64::from(self.century) * 100 + i64::from(self.year_of_century);
-        // Years begin in March here.
+        // Years start in March here.
         let year = year.max(1) - i64::from(month <= 2);
         let month_index = (month + 9) % 12;
         let day_of_year = (153 * month_index + 2) / 5 + i64::from(self.day) - 1;

@@ -19,7 +19,7 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 /// First port of the [`Cmos`].
 pub const CMOS_PORT: u16 = 0x70;
-/// Ports that the [`Cmos`] takes.
+/// Number of ports of the [`Cmos`].
 pub const CMOS_LEN_BYTES: u64 = 2;
 
 const REGISTERS: usize = 128;
@@ -42,27 +42,27 @@ const EXTENDED_MEMORY: usize = 0x34;
 /// Memory above 4 GiB, in units of 64 KiB, three bytes.
 const HIGH_MEMORY: usize = 0x5b;
 
-/// 32,768 Hz time base, 1,024 Hz rate: what firmware leaves behind.
+/// 32,768 Hz time base, 1,024 Hz rate: as firmware sets it.
 const STATUS_A_DEFAULT: u8 = 0x26;
 const UPDATE_IN_PROGRESS: u8 = 0x80;
 const STATUS_B_24_HOURS: u8 = 0x02;
 const STATUS_B_BINARY: u8 = 0x04;
-/// Time stands still, to be set.
+/// The clock is stopped, to be set.
 const STATUS_B_SET: u8 = 0x80;
-/// The hour is one after noon, in the format of 12 hours.
+/// The hour is PM, in 12-hour format.
 const AFTERNOON: u8 = 0x80;
-/// Power and memory are good.
+/// Power and memory are valid.
 const STATUS_D_VALID: u8 = 0x80;
-/// The chip shows an update 244 us before it comes.
+/// Time in nanoseconds for which an update is announced before it happens.
 const UPDATE_WARNING_NS: u32 = 244_000;
 const NANOS_PER_SECOND: u32 = 1_000_000_000;
 
 const MIB: u64 = 1 << 20;
 const UNIT_BYTES: u64 = 64 << 10;
 
-/// Where the real-time clock takes the time from.
+/// Source of the time of the real-time clock.
 pub trait Clock: Send {
-    /// Time since the beginning of 1970, UTC.
+    /// Time since the start of 1970, UTC.
     fn since_epoch(&self) -> Duration;
 }
 
@@ -77,7 +77,7 @@ impl Clock for HostClock {
 
 /// CMOS memory with the real-time clock.
 pub struct Cmos {
-    /// Held for the time of one access.
+    /// Held for one access.
     inner: Mutex<Inner>,
 }
 
@@ -85,14 +85,14 @@ struct Inner {
     index: u8,
     bytes: [u8; REGISTERS],
     clock: Box<dyn Clock>,
-    /// How far the guest's clock is ahead of the host's, in seconds: what it has been set to.
+    /// Offset of the guest's clock to the host's in seconds, as the guest has set it.
     ahead_s: i64,
-    /// The time while it stands still.
+    /// The time, while the clock is stopped.
     held: Option<Calendar>,
 }
 
 impl Cmos {
-    /// CMOS memory that tells firmware of `low_bytes` of RAM below and `high_bytes` above 4 GiB.
+    /// CMOS memory that reports `low_bytes` of RAM below and `high_bytes` above 4 GiB to firmware.
     pub fn new(low_bytes: u64, high_bytes: u64, clock: Box<dyn Clock>) -> Self {
         let mut bytes = [0; REGISTERS];
         let extended = low_bytes.saturating_sub(16 * MIB) / UNIT_BYTES;
@@ -107,7 +107,7 @@ impl Cmos {
 }
 
 impl Inner {
-    /// Seconds of the host's clock.
+    /// The host's clock in seconds.
     fn host_seconds(&self) -> i64 {
         i64::try_from(self.clock.since_epoch().as_secs()).unwrap_or(i64::MAX)
     }
@@ -145,10 +145,10 @@ impl Inner {
     fn write(&mut self, value: u8) {
         match self.index {
             SECONDS | MINUTES | HOURS | DAY | MONTH | YEAR | CENTURY => self.set_time(value),
-            // The day of the week follows from the date.
+            // The day of the week is derived from the date.
             WEEKDAY | STATUS_A | STATUS_C | STATUS_D => {}
             STATUS_B => {
-                // No interrupts: only the format of the numbers can be chosen, and time be held.
+                // Interrupts are not supported: only the number format and stopping the clock.
                 let kept = value & (STATUS_B_24_HOURS | STATUS_B_BINARY | STATUS_B_SET);
                 self.hold(kept & STATUS_B_SET != 0);
                 self.bytes[usize::from(STATUS_B)] = kept;
@@ -161,7 +161,7 @@ impl Inner {
         }
     }
 
-    /// Lets time stand still, or continue from what it has been set to.
+    /// Stops the clock, or starts it from the time set.
     fn hold(&mut self, on: bool) {
         match (on, self.held.take()) {
             (true, held) => self.held = Some(held.unwrap_or_else(|| self.time())),
@@ -174,7 +174,7 @@ impl Inner {
         self.ahead_s = time.epoch_seconds().saturating_sub(self.host_seconds());
     }
 
-    /// Sets one of the numbers that make up the time; one that cannot be is left as it was.
+    /// Sets a register of the time; an invalid value is ignored.
     fn set_time(&mut self, value: u8) {
         let mut time = self.time();
         let number = self.number_of(value);
@@ -208,7 +208,7 @@ impl Inner {
         }
     }
 
-    /// What [`Self::number`] would show so.
+    /// Inverse of [`Self::number`].
     fn number_of(&self, value: u8) -> Option<u8> {
         if self.status_b() & STATUS_B_BINARY != 0 {
             return Some(value);
@@ -225,7 +225,7 @@ impl Inner {
         self.number(if hour.is_multiple_of(12) { 12 } else { hour % 12 }) | afternoon
     }
 
-    /// What [`Self::hour`] would show so.
+    /// Inverse of [`Self::hour`].
     fn hour_of(&self, value: u8) -> Option<u8> {
         if self.status_b() & STATUS_B_24_HOURS != 0 {
             return self.number_of(value).filter(|hour| *hour < 24);
@@ -255,9 +255,9 @@ impl BusDevice for Cmos {
     }
 }
 
-/// Version 1 has no clock of the guest's own, and is written as long as there is none.
+/// Version 1 has no clock of the guest's own, and is written unless there is one.
 const CMOS_STATE: StateFormat = StateFormat { kind: "cmos", newest: 2 };
-/// The version that has one.
+/// First version with a clock of the guest's own.
 pub const CMOS_CLOCK_VERSION: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
@@ -269,19 +269,19 @@ struct CmosState {
     clock: Option<ClockState>,
 }
 
-/// A clock that the guest has set, or is about to.
+/// A clock that the guest has set or is setting.
 #[derive(Clone, Copy, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ClockState {
     ahead_s: i64,
-    /// The time at which it stands still. Not in seconds: while it is being set it may be no date that there is.
+    /// The time at which it is stopped. As registers, as it may be an invalid date while being set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     held: Option<Calendar>,
 }
 
 impl Cmos {
-    /// The state for a reader that knows no clock of the guest's own: there it shows the host's again. Whether
-    /// there was one.
+    /// Removes the guest's own clock from a state, for a reader that does not support it and shows the
+    /// host's clock. Returns whether there was one.
     pub fn forget_clock(state: &mut DeviceSnapshot) -> bool {
         let Some(data) = state.data.as_object_mut() else { return false };
         let had_one = data.remove("clock").is_some();
@@ -318,7 +318,7 @@ impl Snapshot for Cmos {
         if held.is_some_and(|held| !held.can_be_shown()) {
             return Err(CMOS_STATE.invalid(format!("no clock shows {held:?}")));
         }
-        // The register says what is so, whatever comes in.
+        // The register bit follows from the state, whatever its saved value.
         let held_bit = if held.is_some() { STATUS_B_SET } else { 0 };
         let status = &mut bytes[usize::from(STATUS_B)];
         *status = *status & !STATUS_B_SET | held_bit;

@@ -14,20 +14,21 @@ use crate::{LogLimit, Snapshot, log_limited};
 
 /// Default port of the [`DebugConsole`].
 pub const DEBUG_CONSOLE_PORT: u16 = 0xe9;
-/// Ports that the [`DebugConsole`] takes.
+/// Number of ports of the [`DebugConsole`].
 pub const DEBUG_CONSOLE_LEN_BYTES: u64 = 1;
 /// Port of the [`DebugPort`].
 pub const DEBUG_PORT: u16 = 0x80;
-/// Ports that the [`DebugPort`] takes.
+/// Number of ports of the [`DebugPort`].
 pub const DEBUG_PORT_LEN_BYTES: u64 = 1;
 
-/// Codes that are logged at once; firmware writes some hundred, and Linux uses the port to wait.
+/// Maximum number of codes logged in a burst; firmware writes some hundred, and Linux uses the port for
+/// delays.
 const POST_CODES: u32 = 4096;
 
-/// What a read gives: firmware recognises the console by it, whatever port it is at.
+/// Value read from the port, by which firmware detects the console.
 const DEBUG_CONSOLE_MAGIC: u8 = 0xe9;
 
-/// A port of which each written byte is a character of output.
+/// A port to which output is written byte by byte.
 pub struct DebugConsole {
     endpoint: Arc<ConsoleEndpoint>,
 }
@@ -65,7 +66,7 @@ impl Snapshot for DebugConsole {
     }
 }
 
-/// The port of the POST codes: writes go to the log at debug level and have no other effect.
+/// The POST code port: writes are logged at debug level, and otherwise ignored.
 pub struct DebugPort {
     log: LogLimit,
 }

@@ -14,7 +14,7 @@ use crate::Snapshot;
 use crate::state::StateFormat;
 use crate::virtio::{DeviceSnapshot, StateError};
 
-/// Bytes of the ID.
+/// Length of the ID in bytes.
 pub const GENERATION_ID_LEN_BYTES: usize = 16;
 
 /// The generation ID of one machine.
@@ -24,17 +24,17 @@ pub struct GenerationId {
 }
 
 impl GenerationId {
-    /// A place at `gpa`; the guest has not been told of it.
+    /// An ID at `gpa`, not present for the guest yet.
     pub fn new(gpa: u64) -> Self {
         Self { gpa, is_present: AtomicBool::new(false) }
     }
 
-    /// Where it is, if the guest has one.
+    /// Address of the ID, if the guest has one.
     pub fn gpa(&self) -> Option<u64> {
         self.is_present.load(Ordering::Acquire).then_some(self.gpa)
     }
 
-    /// The guest has been told of it, or has booted without.
+    /// Sets whether the guest has an ID.
     pub fn set_present(&self, is_present: bool) {
         self.is_present.store(is_present, Ordering::Release);
     }
@@ -49,12 +49,12 @@ struct GenerationIdState {
 }
 
 impl Snapshot for GenerationId {
-    /// Means something only if the guest has one.
+    /// Only relevant if the guest has an ID.
     fn save(&self) -> DeviceSnapshot {
         FORMAT.encode(&GenerationIdState { gpa: self.gpa })
     }
 
-    /// The guest has one.
+    /// The guest has an ID.
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
         let GenerationIdState { gpa } = FORMAT.decode(state)?;
         if gpa != self.gpa {

@@ -16,17 +16,17 @@ use crate::{LogLimit, Snapshot, log_limited};
 
 /// First port of the [`I8042`].
 pub const I8042_PORT: u16 = 0x60;
-/// Ports that the [`I8042`] takes: data, system control port B and command.
+/// Number of ports of the [`I8042`]: data, system control port B and command.
 pub const I8042_LEN_BYTES: u64 = 5;
 
 const SYSTEM_CONTROL_B_OFFSET: u64 = 1;
 const COMMAND_OFFSET: u64 = 4;
-/// Pulses output line 0, which is wired to the CPUs' reset pin.
+/// Pulses output line 0, which is connected to the reset pin of the CPUs.
 const COMMAND_RESET: u8 = 0xfe;
-/// The output of timer 2 is high, so that loops that wait for it end.
+/// The output of timer 2 is high, so that loops waiting for it end.
 const TIMER_2_OUTPUT: u8 = 0x20;
 
-/// Keyboard controller that can reset the machine.
+/// A keyboard controller whose only function is to reset the machine.
 pub struct I8042 {
     events: Arc<dyn PowerEvents>,
     log: LogLimit,

@@ -35,13 +35,12 @@ pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
 pub use pci_hotplug::{OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PciHotplug};
 pub use serial::{SERIAL_COM1_IRQ, SERIAL_COM1_PORT, SERIAL_LEN_BYTES, Serial, SerialError};
 
-/// What the guest can ask of the whole machine.
+/// Requests of the guest that concern the whole machine.
 ///
-/// Called from vCPU threads, so an implementation only leaves a note (an eventfd, say) for the
-/// thread that owns the VM.
+/// Called on vCPU threads, so an implementation must only notify the thread that owns the VM.
 pub trait PowerEvents: Send + Sync {
-    /// The guest wants a reset.
+    /// The guest requests a reset.
     fn reset(&self);
-    /// The guest wants to be switched off.
+    /// The guest requests power-off.
     fn shutdown(&self);
 }

@@ -16,7 +16,7 @@ use crate::virtio::{DeviceSnapshot, StateError, read_config_bytes};
 
 /// Default port of [`PciHotplug`].
 pub const PCI_HOTPLUG_PORT: u16 = 0x610;
-/// Ports that [`PciHotplug`] takes.
+/// Number of ports of [`PciHotplug`].
 pub const PCI_HOTPLUG_LEN_BYTES: u64 = 16;
 
 const UP_OFFSET: u64 = 0;
@@ -25,35 +25,35 @@ const EJECT_OFFSET: u64 = 8;
 /// Bit 0 would be the host bridge.
 const SLOTS: u32 = !1;
 
-/// Told, on a vCPU's thread, that the guest has ejected these devices, a bit for each number.
+/// Called on a vCPU thread with the devices that the guest has ejected, a bit for each device number.
 pub type OnEject = Box<dyn Fn(u32) + Send + Sync>;
 
-/// The registers.
+/// The hot-plug registers.
 pub struct PciHotplug {
-    /// Came, and the guest has not looked yet.
+    /// Added, and not read by the guest yet.
     up: AtomicU32,
-    /// Are to go, and the guest has not looked yet.
+    /// To be removed, and not read by the guest yet.
     down: AtomicU32,
-    /// Are to go, and the guest has not let go.
+    /// To be removed, and not ejected by the guest yet.
     leaving: AtomicU32,
-    /// The guest has let go, and they are still there.
+    /// Ejected by the guest, and not removed yet.
     ejected: AtomicU32,
     on_eject: OnEject,
 }
 
 impl PciHotplug {
-    /// Registers in which nothing has happened yet.
+    /// Registers without pending events.
     pub fn new(on_eject: OnEject) -> Self {
         let none = || AtomicU32::new(0);
         Self { up: none(), down: none(), leaving: none(), ejected: none(), on_eject }
     }
 
-    /// A device came; the guest has to be told by the event device.
+    /// Marks a device as added; the guest is notified by the event device.
     pub fn add(&self, number: u8) {
         self.up.fetch_or(bit(number), Ordering::AcqRel);
     }
 
-    /// A device is to go; the guest has to be told by the event device.
+    /// Marks a device as to be removed; the guest is notified by the event device.
     pub fn request_unplug(&self, number: u8) {
         self.leaving.fetch_or(bit(number), Ordering::AcqRel);
         self.down.fetch_or(bit(number), Ordering::AcqRel);
@@ -64,12 +64,12 @@ impl PciHotplug {
         self.leaving.load(Ordering::Acquire)
     }
 
-    /// Devices that the guest has ejected and that are still there.
+    /// Devices that the guest has ejected and that still exist.
     pub fn ejected(&self) -> u32 {
         self.ejected.load(Ordering::Acquire)
     }
 
-    /// A device has gone: its number is free for another one.
+    /// Marks a device as removed, so that its number is free.
     pub fn gone(&self, number: u8) {
         for register in [&self.up, &self.down, &self.leaving, &self.ejected] {
             register.fetch_and(!bit(number), Ordering::AcqRel);
@@ -98,7 +98,7 @@ impl BusDevice for PciHotplug {
             DOWN_OFFSET => &self.down,
             _ => return,
         };
-        // A guest that reads a part of a word would clear bits that it does not see.
+        // A partial read would clear bits that the guest does not see.
         if data.len() == 4 {
             let value = register.swap(0, Ordering::AcqRel).to_le_bytes();
             read_config_bytes(&value, 0, data);

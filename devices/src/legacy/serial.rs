@@ -28,18 +28,18 @@ use crate::{LogLimit, Snapshot, log_limited};
 pub const SERIAL_COM1_PORT: u16 = 0x3f8;
 /// Interrupt line of the first serial port.
 pub const SERIAL_COM1_IRQ: u32 = 4;
-/// Ports that a serial port takes.
+/// Number of ports of a serial port.
 pub const SERIAL_LEN_BYTES: u64 = 8;
 
-/// The port's receive buffer, which is also the most that is read from the endpoint at once.
+/// Size of the receive FIFO in bytes, and maximum read from the endpoint at a time.
 const FIFO_BYTES: usize = 64;
 const ENDPOINT_TOKEN: u64 = 0;
 const STOP_TOKEN: u64 = 1;
 
-/// Why a serial port could not be made.
+/// Why a serial port cannot be created.
 #[derive(Debug, Error)]
 pub enum SerialError {
-    /// The thread for its input cannot be set up.
+    /// Its input thread cannot be set up.
     #[error("cannot start the input thread of the serial port")]
     Thread(#[source] io::Error),
 }
@@ -87,12 +87,12 @@ impl Shared {
     fn with<T>(&self, work: impl FnOnce(&mut PortInner) -> T) -> T {
         let mut port = self.port.lock();
         let result = work(&mut port);
-        // Decided under the lock, so that it always fits the state that it was derived from.
+        // Under the lock, so that it always matches the registers.
         self.endpoint.want_input(!port.paused && port.registers.fifo_capacity() > 0);
         result
     }
 
-    /// Moves input from the endpoint into the port.
+    /// Moves input from the endpoint to the port.
     fn pump(&self) {
         self.with(|port| {
             let mut buffer = [0; FIFO_BYTES];
@@ -107,14 +107,14 @@ impl Shared {
     }
 }
 
-/// A serial port that is connected to an endpoint.
+/// A serial port connected to an endpoint.
 pub struct Serial {
     shared: Arc<Shared>,
     _input: StoppableThread,
 }
 
 impl Serial {
-    /// A port whose interrupt line is `interrupt`, and starts the thread for its input.
+    /// Creates a port with the interrupt line `interrupt`, and starts its input thread.
     pub fn new(endpoint: Arc<ConsoleEndpoint>, interrupt: EventFd) -> Result<Self, SerialError> {
         Self::try_new(endpoint, interrupt).map_err(SerialError::Thread)
     }
@@ -133,18 +133,18 @@ impl Serial {
         add(shared.endpoint.poll_fd(), ENDPOINT_TOKEN)?;
         add(std::os::fd::AsRawFd::as_raw_fd(&stop), STOP_TOKEN)?;
         let for_thread = Arc::clone(&shared);
-        // A full counter wakes as well.
+        // A saturated counter wakes the thread as well.
         let stop = move || drop(stop.write(1));
         let input = StoppableThread::spawn("serial", stop, move || serve(&for_thread, &epoll))?;
         Ok(Self { shared, _input: input })
     }
 
-    /// Takes no more input until [`Self::resume`].
+    /// Stops taking input until [`Self::resume`].
     pub fn pause(&self) {
         self.shared.with(|port| port.paused = true);
     }
 
-    /// Takes input again.
+    /// Resumes taking input.
     pub fn resume(&self) {
         self.shared.with(|port| port.paused = false);
     }

@@ -278,7 +278,6 @@ impl Transport {
     /// A notification may only have reached the eventfd of the machine at the source, and an interrupt may
     /// have been in flight in its irqfd. So each queue is notified and its interrupt raised once; both are
     /// harmless if spurious.
-    /// each of its interrupts raised once; both are harmless when there is nothing to do.
     pub(super) fn resume(&mut self) {
         match std::mem::replace(&mut self.run, Run::Stopped) {
             Run::Stopped => {
