@@ -19,17 +19,17 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
 
 use crate::syscalls::check_len;
 
-/// Most ranges that one system call takes (`IOV_MAX`).
+/// Maximum number of iovecs of a system call (`IOV_MAX`).
 pub(crate) const RANGES_MAX: usize = 1024;
 
-/// A range of guest physical addresses, not known to be RAM.
+/// A range of guest physical addresses, not validated to be RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub(crate) gpa: GuestAddress,
     pub(crate) len_bytes: u32,
 }
 
-/// Ranges that together are one buffer.
+/// The ranges of a buffer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Segments(Vec<Segment>);
 
@@ -49,7 +49,7 @@ impl Segments {
         self.0.iter().map(|segment| (segment.gpa.0, segment.len_bytes))
     }
 
-    /// Takes `len_bytes` off the front; `None`, and nothing is taken, if there is less.
+    /// Splits `len_bytes` off the front; `None`, and no change, if there is less.
     pub(crate) fn split_front(&mut self, len_bytes: u64) -> Option<Segments> {
         if len_bytes > self.len_bytes() {
             return None;
@@ -64,7 +64,7 @@ impl Segments {
                 front.push(Segment { gpa: segment.gpa, len_bytes: taken });
             }
             if taken < segment.len_bytes {
-                // An address that overflows is no RAM anyway, which is found out on access.
+                // An address that overflows is not RAM, which the access reports.
                 let gpa = GuestAddress(segment.gpa.0.saturating_add(u64::from(taken)));
                 back.push(Segment { gpa, len_bytes: segment.len_bytes - taken });
             }
@@ -73,13 +73,13 @@ impl Segments {
         Some(Segments(front))
     }
 
-    /// Takes `len_bytes` off the back; `None`, and nothing is taken, if there is less.
+    /// Splits `len_bytes` off the back; `None`, and no change, if there is less.
     pub(crate) fn split_back(&mut self, len_bytes: u64) -> Option<Segments> {
         let front = self.split_front(self.len_bytes().checked_sub(len_bytes)?)?;
         Some(std::mem::replace(self, front))
     }
 
-    /// Copies from guest memory; fills the front of `to` and says how much.
+    /// Copies from guest memory to the front of `to`; returns the length.
     pub(crate) fn copy_out(
         &self,
         memory: &GuestMemory,
@@ -95,7 +95,7 @@ impl Segments {
         Ok(done)
     }
 
-    /// Copies to guest memory; takes the front of `from` and says how much.
+    /// Copies the front of `from` to guest memory; returns the length.
     pub(crate) fn copy_in(
         &self,
         memory: &GuestMemory,
@@ -111,8 +111,7 @@ impl Segments {
         Ok(done)
     }
 
-    /// Copies to guest memory, `offset` bytes behind the start of the buffer; all of `from` or, if
-    /// there is no room for it, less.
+    /// Copies `from` to guest memory at `offset` in the buffer; less than all of it if there is no space.
     pub(crate) fn copy_in_at(
         &self,
         memory: &GuestMemory,
@@ -126,7 +125,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Notes that the first `len_bytes` were written by the kernel.
+    /// Marks the first `len_bytes` dirty, after the kernel has written them.
     pub(crate) fn mark_written(&self, memory: &GuestMemory, len_bytes: u64) {
         let mut left = len_bytes;
         for segment in &self.0 {
@@ -161,10 +160,10 @@ fn usize_of(len_bytes: u32) -> usize {
     usize::try_from(len_bytes).unwrap_or(usize::MAX)
 }
 
-/// Host addresses of guest buffers, which stay mapped as long as this lives.
+/// Host ranges of guest buffers, which stay mapped while this lives.
 pub(crate) struct HostRanges<M> {
     ranges: Vec<libc::iovec>,
-    /// Keeps the mapping.
+    /// Keeps the memory mapped.
     memory: M,
 }
 
@@ -173,18 +172,18 @@ pub(crate) struct HostRanges<M> {
 unsafe impl<M: Send> Send for HostRanges<M> {}
 
 impl HostRanges<Arc<GuestMemory>> {
-    /// The memory that the ranges lie in.
+    /// The memory of the ranges.
     pub(crate) fn memory_arc(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 }
 
 impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
-    /// Adds a buffer of the device's own behind the guest's.
+    /// Appends a buffer of the device to those of the guest.
     ///
     /// # Safety
-    /// `len_bytes` bytes at `base` must be valid for reads and writes until this value is dropped
-    /// or was last used in a system call.
+    /// `len_bytes` bytes at `base` must be valid for reads and writes until this value is dropped or its
+    /// last system call has ended.
     pub(crate) unsafe fn push_own(&mut self, base: *mut u8, len_bytes: usize) {
         self.ranges.push(libc::iovec { iov_base: base.cast(), iov_len: len_bytes });
     }
@@ -193,7 +192,7 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
         self.ranges.iter().map(|range| range.iov_len).sum()
     }
 
-    /// Whether each range begins and ends at a multiple of `align_bytes`.
+    /// Whether each range starts and ends at a multiple of `align_bytes`.
     pub(crate) fn is_aligned(&self, align_bytes: usize) -> bool {
         self.ranges.iter().all(|range| {
             range.iov_base.addr().is_multiple_of(align_bytes)
@@ -201,7 +200,7 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
         })
     }
 
-    /// Drops the first `len_bytes`, after they were transferred.
+    /// Drops the first `len_bytes`, which have been transferred.
     pub(crate) fn advance(&mut self, mut len_bytes: usize) {
         let mut gone = 0;
         for range in &mut self.ranges {
@@ -217,8 +216,8 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
         self.ranges.drain(..gone);
     }
 
-    /// Address and number of the first ranges, as many as one system call takes. Valid until the
-    /// value is changed or dropped; moving it does not matter.
+    /// Pointer to and number of the first iovecs, as many as a system call takes. Valid until the value is
+    /// changed or dropped; it may be moved.
     pub(crate) fn as_raw(&self) -> (*const libc::iovec, u32) {
         let count = self.ranges.len().min(RANGES_MAX);
         (self.ranges.as_ptr(), u32::try_from(count).unwrap_or(0))

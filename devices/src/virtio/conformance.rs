@@ -22,7 +22,7 @@ use super::watchdog::{Watchdog, WatchdogConfig};
 use super::{ActivateError, Activation, StateError, VirtioDevice};
 use crate::endpoint::ConsoleEndpoint;
 
-/// A device with whatever must outlive it.
+/// A device, with what must outlive it.
 struct Subject {
     device: Box<dyn VirtioDevice>,
     kind: &'static str,
@@ -173,7 +173,7 @@ fn starts_paused_if_it_was_paused_before(make: fn() -> Subject) {
     let mut device = make().device;
     assert_eq!(device.pause(), []);
     let mut driver = driver_for(device.as_ref());
-    // A breach of the rules, which a device that works would find at once.
+    // A violation that a working device would detect at once.
     driver.queues[0].set_available(1000);
     driver.activate_all(device.as_mut());
     device.pause();

@@ -5,13 +5,13 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A device's counters, by the names under which the API shows them.
+/// The counters of a device, with their names in the API.
 pub trait Counters: Send + Sync {
-    /// The counters now; they wrap at 2^64.
+    /// The current values, which wrap at 2^64.
     fn counters(&self) -> BTreeMap<&'static str, u64>;
 }
 
-/// One counter. Updates are independent of each other, so no order is asked for.
+/// A counter. Updates are independent of each other, so relaxed ordering suffices.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 

@@ -37,16 +37,16 @@ use super::worker::{Watch, Work};
 use crate::endpoint::ConsoleEndpoint;
 use crate::syscalls;
 
-/// Guest memory: two regions, so that buffers can lie across their border.
+/// Guest memory, in two regions, so that buffers can cross their border.
 pub const MEMORY_BYTES: u64 = 0x1_0000;
 const BORDER: u64 = MEMORY_BYTES / 2;
-/// Where the parts of queue N are: this times N, plus the offsets below.
+/// Distance between the rings of adjacent queues; offsets in it are below.
 pub const QUEUE_STRIDE: u64 = 0x1000;
 /// Available ring of queue 0.
 pub const AVAILABLE_OFFSET: u64 = 0x400;
 /// Used ring of queue 0.
 pub const USED_OFFSET: u64 = 0x800;
-/// Entries of each queue.
+/// Size of each queue.
 pub const QUEUE_SIZE: u16 = 16;
 const DISK_BYTES: u64 = 64 << 10;
 
@@ -58,7 +58,7 @@ impl VirtioInterrupt for NoInterrupt {
     fn needs_reset(&self) {}
 }
 
-/// What could not be had on this host; nothing was tested then.
+/// Fails if a host resource is missing; nothing is tested then.
 type Setup<T> = Result<T, Box<dyn std::error::Error>>;
 
 struct Guest {
@@ -108,7 +108,7 @@ fn run(mut work: impl Work) -> Setup<()> {
             result = work.ready(token, &mut watch);
         }
     }
-    // A breach of the rules is what is to be expected here.
+    // A violation is expected here.
     let _ = work.drain();
     let _ = work.queue_states();
     Ok(())
@@ -120,7 +120,7 @@ fn report(result: Setup<()>) {
     }
 }
 
-/// A guest in that RAM, which it begins with `data`.
+/// A guest in that RAM, which starts with `data`.
 fn guest_over(ram: &memory::GuestRam, data: &[u8]) -> Setup<Guest> {
     let memory = ram.guest_memory();
     let len_bytes = data.len().min(usize::try_from(MEMORY_BYTES)?);
@@ -129,7 +129,7 @@ fn guest_over(ram: &memory::GuestRam, data: &[u8]) -> Setup<Guest> {
     Ok(Guest::over(memory, features_of(data)))
 }
 
-/// Serves all queues of a balloon, a hint being wanted.
+/// Fuzzes the queues of a balloon, with hints requested.
 pub fn fuzz_balloon(data: &[u8]) {
     report(run_balloon(data));
 }
@@ -151,7 +151,7 @@ fn run_balloon(data: &[u8]) -> Setup<()> {
     run(balloon::worker::BalloonWorker::new(queues, &shared, u64::MAX, None)?)
 }
 
-/// Serves the queue of a block device.
+/// Fuzzes the queue of a block device.
 pub fn fuzz_block(data: &[u8]) {
     report(run_block(data));
 }
@@ -178,7 +178,7 @@ fn run_block(data: &[u8]) -> Setup<()> {
     run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
 }
 
-/// Serves the queues of a console.
+/// Fuzzes the queues of a console.
 pub fn fuzz_console(data: &[u8]) {
     report(run_console(data));
 }
@@ -189,8 +189,8 @@ fn run_console(data: &[u8]) -> Setup<()> {
     run(ConsoleWorker::new(guest.queue(0)?, guest.queue(1)?, ConsoleResizer::new(endpoint)))
 }
 
-/// Serves the queue of a memory device. Its region begins at 4 GiB and has eight blocks of 2 MiB, of which
-/// the guest may have six.
+/// Fuzzes the queue of a virtio-mem device. Its region starts at 4 GiB and has eight blocks of 2 MiB, of
+/// which the guest may have six.
 pub fn fuzz_mem(data: &[u8]) {
     report(run_mem(data));
 }
@@ -213,7 +213,7 @@ fn run_mem(data: &[u8]) -> Setup<()> {
     Ok(())
 }
 
-/// Serves the queue of an entropy device.
+/// Fuzzes the queue of an entropy device.
 pub fn fuzz_rng(data: &[u8]) {
     report(run_rng(data));
 }
@@ -233,7 +233,7 @@ fn link() -> Setup<(Arc<Link>, UnixDatagram)> {
     Ok((Arc::new(Link::new(slot, MacAddress([2; 6]), 1, None)), far))
 }
 
-/// Serves a queue pair of a network device.
+/// Fuzzes a queue pair of a network device.
 pub fn fuzz_net(data: &[u8]) {
     report(run_net(data));
 }
@@ -251,7 +251,7 @@ fn run_net(data: &[u8]) -> Setup<()> {
     run(NetWorker::new(receive, transmit, 0, link, counters, choice & 2 != 0))
 }
 
-/// Serves the control queue of a network device.
+/// Fuzzes the control queue of a network device.
 pub fn fuzz_net_control(data: &[u8]) {
     report(run_net_control(data));
 }
@@ -262,7 +262,7 @@ fn run_net_control(data: &[u8]) -> Setup<()> {
     run(ControlWorker::new(guest.queue(0)?, link, u64::MAX))
 }
 
-/// Serves the queues of a socket device. Ports 1 and 2 of the host are listened to.
+/// Fuzzes the queues of a vsock device, with listeners on host ports 1 and 2.
 #[doc(hidden)]
 pub fn fuzz_vsock(data: &[u8]) {
     report(run_vsock(data));
@@ -276,7 +276,7 @@ fn run_vsock(data: &[u8]) -> Setup<()> {
     let path = folder.join("s");
     let listen = |port: u32| {
         let path = folder.join(format!("s_{port}"));
-        // Left by an input before, whose listener is gone.
+        // Left by an earlier input, whose listener is gone.
         let _ = std::fs::remove_file(&path);
         UnixListener::bind(path)
     };
@@ -292,7 +292,7 @@ fn run_vsock(data: &[u8]) -> Setup<()> {
     run(VsockWorker::new(receive, transmit, event, muxer, is_restored)?)
 }
 
-/// Serves the queue of a watchdog.
+/// Fuzzes the queue of a watchdog.
 #[doc(hidden)]
 pub fn fuzz_watchdog(data: &[u8]) {
     report(run_watchdog(data));
@@ -305,7 +305,7 @@ fn run_watchdog(data: &[u8]) -> Setup<()> {
     run(WatchdogWorker::new(guest.queue(0)?, timeout, Arc::default(), handle, Arc::new(|| ()))?)
 }
 
-/// Reads bytes as the saved state of every device.
+/// Fuzzes the saved state of every device.
 pub fn fuzz_state(data: &[u8]) {
     report(run_state(data));
 }

@@ -47,11 +47,11 @@ pub use device::{
 };
 pub use worker::PendingPause;
 
-/// Features that every device offers, whatever it does.
+/// Features that every device offers.
 pub(crate) const RING_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX;
 
-/// Serves a read of any width and offset from a configuration space; the rest reads as zero.
+/// Handles a configuration read of any width and offset; bytes beyond the end read as zero.
 pub(crate) fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
     data.fill(0);
     let start = usize::try_from(offset).unwrap_or(usize::MAX);

@@ -23,13 +23,13 @@ pub(crate) trait OneQueue: Send + 'static {
     fn kind(&self) -> &'static str;
     /// The queue.
     fn queue(&self) -> &WorkQueue;
-    /// Takes what has come. After enough of it, it may kick the queue itself and return.
+    /// Serves available requests. After a limited number it may kick the queue itself and return.
     fn serve(&mut self) -> Result<(), Broken>;
-    /// Readable when there is other work than the queue's.
+    /// Readable when there is work other than the queue's.
     fn event(&self) -> Option<&EventFd> {
         None
     }
-    /// Does that work. Called at the start, too; may signal the event itself and return.
+    /// Does that work. Also called at the start; may signal the event itself and return.
     fn other_work(&mut self) {}
 }
 
@@ -50,7 +50,7 @@ impl<W: OneQueue> Work for W {
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
         if token == EVENT_TOKEN {
             if let Some(event) = self.event() {
-                // Another wake-up may have taken it, which is as good.
+                // Another wake-up may have cleared it, which does not matter.
                 let _ = event.read();
             }
             self.other_work();
@@ -73,7 +73,7 @@ impl<W: OneQueue> Work for W {
     }
 }
 
-/// The queue of a device that has one.
+/// The queue of a device with a single one.
 pub(crate) fn only_queue(activation: Activation) -> Result<WorkQueue, ActivateError> {
     let Activation { memory, interrupt, queues, features } = activation;
     let queue = queues.into_iter().find(|queue| queue.index == 0);

@@ -19,10 +19,10 @@ use vmm_sys_util::eventfd::EventFd;
 use super::buffers::{RANGES_MAX, Segment, Segments};
 use super::device::{ActiveQueue, VirtioInterrupt};
 
-/// What is wrong with a chain whose buffers are not RAM.
+/// Error text for a chain whose buffers are not RAM.
 pub(crate) const NOT_RAM: &str = "points outside of guest RAM";
 
-/// The driver broke a rule of the queue; the device needs a reset.
+/// The driver has violated the queue's rules; the device needs a reset.
 #[derive(Debug, Error)]
 pub(crate) enum Broken {
     #[error("queue {index}: {source}")]
@@ -40,22 +40,22 @@ pub(crate) enum Broken {
 /// A descriptor chain: readable buffers, then writable ones.
 #[derive(Debug, Default)]
 pub(crate) struct Chain {
-    /// Identifies the chain to the driver.
+    /// Head descriptor, which identifies the chain to the driver.
     pub(crate) head: u16,
-    /// What the driver wrote for the device.
+    /// Buffers that the driver has written for the device.
     pub(crate) readable: Segments,
-    /// What the device may write to.
+    /// Buffers that the device may write.
     pub(crate) writable: Segments,
 }
 
-/// A queue that the driver enabled, with what is needed to serve it.
+/// An enabled queue, with what is needed to serve it.
 pub(crate) struct WorkQueue {
     index: u16,
     queue: Queue,
     kick: EventFd,
     memory: GuestMemoryHandle,
     interrupt: Arc<dyn VirtioInterrupt>,
-    /// The next notification is sent whatever the event index says.
+    /// Whether to send the next notification whatever the event index says.
     notify_anyway: bool,
 }
 
@@ -78,7 +78,7 @@ impl WorkQueue {
         }
     }
 
-    /// Its number among the queues of the device.
+    /// Index of the queue in the device.
     pub(crate) fn index(&self) -> u16 {
         self.index
     }
@@ -99,29 +99,29 @@ impl WorkQueue {
         &self.interrupt
     }
 
-    /// Guest memory as it is now.
+    /// A snapshot of guest memory.
     pub(crate) fn memory(&self) -> GuestMemoryLoadGuard<GuestMemory> {
         self.memory.memory()
     }
 
-    /// Guest memory, as it will be when it is asked for.
+    /// Handle to guest memory, for later snapshots.
     pub(crate) fn memory_handle(&self) -> &GuestMemoryHandle {
         &self.memory
     }
 
-    /// Takes note of a notification.
+    /// Clears a notification.
     pub(crate) fn take_kick(&self) {
-        // An error means that there was none, which is as good.
+        // An error means that there was none, which does not matter.
         let _ = self.kick.read();
     }
 
-    /// Notifies itself, to continue after other events were looked at.
+    /// Kicks the queue itself, to continue after other events.
     pub(crate) fn kick_self(&self) {
-        // Fails only if the counter is full, and then it is readable as well.
+        // Fails only if the counter is saturated, and then it is readable as well.
         let _ = self.kick.write(1);
     }
 
-    /// Takes the next chain, if there is one.
+    /// Takes the next available chain, if there is one.
     pub(crate) fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
@@ -135,13 +135,13 @@ impl WorkQueue {
         parse(chain).map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
     }
 
-    /// Returns the chain to the available ring that was taken last.
+    /// Returns the last chain taken to the available ring.
     pub(crate) fn undo_pop(&mut self) {
         self.queue.go_to_previous_position();
     }
 
-    /// Serves requests until there is none, or others have waited for `budget` of them: then the
-    /// queue is kicked. `request` says how many bytes it wrote, or what is wrong with a chain.
+    /// Serves available requests, up to `budget`, after which the queue is kicked. `request` returns the
+    /// bytes written, or the error of a chain.
     pub(crate) fn serve(
         &mut self,
         budget: u32,
@@ -150,7 +150,7 @@ impl WorkQueue {
         self.serve_by_cost(budget, |memory, chain| request(memory, chain).map(|done| (done, 1)))
     }
 
-    /// The same for requests that take unlike times: each also says how much of `budget` it was.
+    /// The same for requests of different cost, which each returns as its share of `budget`.
     pub(crate) fn serve_by_cost(
         &mut self,
         mut budget: u32,
@@ -177,12 +177,12 @@ impl WorkQueue {
         }
     }
 
-    /// The error for a chain that does not have what a request of this device needs.
+    /// The error for a chain that is not valid for this device.
     pub(crate) fn bad_chain(&self, head: u16, why: &'static str) -> Broken {
         Broken::Chain { index: self.index, head, why }
     }
 
-    /// Returns a chain to the driver, with `written_bytes` written to its writable part.
+    /// Adds a chain to the used ring, with `written_bytes` written to its writable part.
     pub(crate) fn add_used(
         &mut self,
         memory: &GuestMemory,
@@ -194,7 +194,7 @@ impl WorkQueue {
         self.queue.add_used(memory, head, written).map_err(|source| Broken::Ring { index, source })
     }
 
-    /// Returns several chains in such a way that the driver sees all of them at once.
+    /// Adds several chains to the used ring such that the driver sees all of them at once.
     pub(crate) fn add_used_together(
         &mut self,
         memory: &GuestMemory,
@@ -219,13 +219,13 @@ impl WorkQueue {
                 source: virtio_queue::Error::GuestMemory(error),
             })?;
             self.queue.set_next_used(self.queue.next_used().wrapping_add(1));
-            // The queue counts only what it adds itself, by which it decides on notifications.
+            // The queue only counts what it adds itself, and decides on notifications by that.
             self.notify_anyway = true;
         }
         self.add_used(memory, *last_head, *last_bytes)
     }
 
-    /// Tells the driver about used chains, if it wants to know.
+    /// Notifies the driver of used chains, if it wants that.
     pub(crate) fn notify(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
@@ -247,27 +247,26 @@ impl WorkQueue {
         Ok(())
     }
 
-    /// Asks the driver not to notify while chains are taken anyway.
+    /// Suppresses driver notifications while chains are being taken anyway.
     pub(crate) fn suppress_kicks(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
         let index = self.index;
         self.queue.disable_notification(memory).map_err(|source| Broken::Ring { index, source })
     }
 
-    /// Asks the driver for notifications again; `true` if a chain came meanwhile that would not
-    /// be notified.
+    /// Enables driver notifications again; `true` if a chain has arrived in the meantime without one.
     pub(crate) fn allow_kicks(&mut self, memory: &GuestMemory) -> Result<bool, Broken> {
         let index = self.index;
         self.queue.enable_notification(memory).map_err(|source| Broken::Ring { index, source })
     }
 
-    /// Like [`Self::allow_kicks`], for a queue of which `seen` chains are available and too few:
-    /// asks for a notification when there are more. `true` if there are already.
+    /// Like [`Self::allow_kicks`], for a queue with `seen` available chains that are too few: requests a
+    /// notification for further ones. `true` if there are more already.
     pub(crate) fn allow_kicks_beyond(
         &mut self,
         memory: &GuestMemory,
         seen: u16,
     ) -> Result<bool, Broken> {
-        // The notification is asked for by the position that the queue is at.
+        // The event index is relative to the current position of the queue.
         let position = self.queue.next_avail();
         self.queue.set_next_avail(position.wrapping_add(seen));
         let more = self.allow_kicks(memory);
@@ -276,10 +275,10 @@ impl WorkQueue {
     }
 }
 
-/// Reads a chain's descriptors.
+/// Parses the descriptors of a chain.
 ///
-/// The iterator below ends at the end of a chain and at anything that is wrong with it, and does
-/// not tell which. A chain has ended well if its last descriptor says so.
+/// The iterator ends alike at the end of a chain and at an invalid descriptor. A chain is complete if its
+/// last descriptor has no next flag.
 fn parse(chain: DescriptorChain<&GuestMemory>) -> Result<Chain, (u16, &'static str)> {
     let head = chain.head_index();
     let mut parsed = Chain { head, ..Chain::default() };

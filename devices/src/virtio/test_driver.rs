@@ -19,12 +19,12 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::device::{Activation, ActiveQueue, VirtioDevice, VirtioInterrupt};
 
-/// Two regions meet here.
+/// Border between two regions.
 pub(crate) const BORDER: u64 = 2 << 20;
-/// Above all rings.
+/// Start of buffers, above all rings.
 pub(crate) const DATA: u64 = 1 << 20;
 const QUEUE_STRIDE: u64 = 0x8000;
-/// A wait that takes this long has failed.
+/// Time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Default)]
@@ -34,7 +34,7 @@ struct Seen {
     broken: bool,
 }
 
-/// Notes what a device tells its driver.
+/// Records the interrupts of a device.
 #[derive(Default)]
 pub(crate) struct TestInterrupt {
     seen: Mutex<Seen>,
@@ -93,7 +93,7 @@ pub(crate) fn writable(gpa: u64, len_bytes: u32) -> Buffer {
     (gpa, len_bytes, true)
 }
 
-/// The driver's side of one queue.
+/// The driver's side of a queue.
 pub(crate) struct DriverQueue {
     pub(crate) index: u16,
     memory: GuestMemoryHandle,
@@ -132,7 +132,7 @@ impl DriverQueue {
         (self.available_ring() + 6 + 2 * u64::from(self.size)).next_multiple_of(4)
     }
 
-    /// The queue as it is after the driver has set it up.
+    /// The queue as set up by the driver.
     fn active(&self) -> ActiveQueue {
         let mut queue = Queue::new(self.size).unwrap();
         queue.try_set_desc_table_address(GuestAddress(self.base())).unwrap();
@@ -163,7 +163,7 @@ impl DriverQueue {
         self.write(next, gpa + 14);
     }
 
-    /// Makes a chain available; gives its head.
+    /// Makes a chain available; returns its head.
     pub(crate) fn add(&mut self, buffers: &[Buffer]) -> u16 {
         let head = self.next_descriptor;
         for (index, buffer) in buffers.iter().enumerate() {
@@ -193,7 +193,7 @@ impl DriverQueue {
         head
     }
 
-    /// The head of the chain that is added next.
+    /// The head of the next chain.
     pub(crate) fn next_head(&self) -> u16 {
         self.next_descriptor
     }
@@ -203,7 +203,7 @@ impl DriverQueue {
         self.used != self.used_index()
     }
 
-    /// Puts a head on the available ring.
+    /// Adds a head to the available ring.
     pub(crate) fn publish(&mut self, head: u16) {
         let slot = u64::from(self.available % self.size);
         self.write(head, self.available_ring() + 4 + 2 * slot);
@@ -232,7 +232,7 @@ impl DriverQueue {
         self.memory.memory().load(index, Ordering::Acquire).unwrap()
     }
 
-    /// Takes the next used chain: its head, and the length that was written.
+    /// Takes the next used chain: its head, and the length written.
     pub(crate) fn take_used(&mut self) -> Option<(u16, u32)> {
         if self.used == self.used_index() {
             return None;
@@ -247,7 +247,7 @@ impl DriverQueue {
     }
 }
 
-/// A driver of one device, with a guest memory of its own.
+/// A driver of one device, with its own guest memory.
 pub(crate) struct Driver {
     pub(crate) memory: GuestMemoryHandle,
     pub(crate) interrupt: Arc<TestInterrupt>,
@@ -263,7 +263,7 @@ impl Driver {
         Self::over(GuestMemoryHandle::new(memory), count, size)
     }
 
-    /// The same in a memory that has these regions, at least.
+    /// The same, in memory that has at least these regions.
     pub(crate) fn over(memory: GuestMemoryHandle, count: u16, size: u16) -> Self {
         let queues = (0..count).map(|index| DriverQueue::new(&memory, index, size)).collect();
         Self { memory, interrupt: Arc::default(), queues }
@@ -274,24 +274,24 @@ impl Driver {
         Activation { memory: self.memory.clone(), interrupt, queues, features }
     }
 
-    /// What the transport hands over when the driver is ready.
+    /// The activation of a ready driver.
     pub(crate) fn fresh(&self, features: u64) -> Activation {
         self.activation(self.queues.iter().map(DriverQueue::active).collect(), features)
     }
 
-    /// Acknowledges `features` and starts the device.
+    /// Acknowledges `features` and activates the device.
     pub(crate) fn activate(&self, device: &mut dyn VirtioDevice, features: u64) {
         device.acknowledge_features(features);
         device.activate(self.fresh(features)).unwrap();
     }
 
-    /// Acknowledges all that the device offers and starts it.
+    /// Acknowledges all offered features and activates the device.
     pub(crate) fn activate_all(&self, device: &mut dyn VirtioDevice) {
         let features = device.features();
         self.activate(device, features);
     }
 
-    /// Starts the device with the queues as they were saved.
+    /// Activates the device with saved queues.
     pub(crate) fn activate_restored(
         &self,
         device: &mut dyn VirtioDevice,
@@ -327,7 +327,7 @@ impl Driver {
         bytes
     }
 
-    /// Begins to log what devices write.
+    /// Starts to log device writes.
     pub(crate) fn track_writes(&self) {
         for region in self.memory.memory().iter() {
             let mapping: &vm_memory::MmapRegion<_> = region;

@@ -34,34 +34,33 @@ use super::queue::Broken;
 use crate::{LogLimit, log_limited, syscalls};
 
 const CONTROL_TOKEN: u64 = u64::MAX;
-/// Events taken from the kernel at a time; the rest comes with the next call.
+/// Maximum number of events taken from epoll at a time.
 const EVENTS_MAX: usize = 16;
 
-/// What a worker's thread runs. All methods are called on that thread.
+/// The work of a worker thread. All methods are called on that thread.
 pub(crate) trait Work: Send + 'static {
-    /// The kind of its thread, for what the process has threads of a kind do first: names of devices come from
-    /// outside.
+    /// Kind of the thread, by which the process prepares threads; device ids are chosen by clients.
     fn kind(&self) -> &'static str;
-    /// Begins to work, or continues after a pause: sets what is to be watched and serves what has
-    /// come already, as notifications may have been taken by the thread that served the queue before.
+    /// Starts, or continues after a pause: sets the watched descriptors and serves pending requests, as an
+    /// earlier thread may have cleared their notifications.
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
-    /// Something that is watched is ready.
+    /// Handles a watched descriptor that is ready.
     fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken>;
-    /// Finishes what is in flight, so that guest memory is not touched afterwards.
+    /// Completes all requests in flight, so that guest memory is not accessed afterwards.
     fn drain(&mut self) -> Result<(), Broken>;
-    /// Begins nothing new, finishes what has completed, and says whether nothing is in flight any
-    /// more. If something is, its completion is all that is watched, and the thread comes back here
-    /// with it. A device that has nothing in flight between two events does not need this.
+    /// Starts nothing new, handles completions, and returns whether nothing is in flight. Otherwise only
+    /// their completion is watched, and this is called again. Not needed by a device with nothing in flight
+    /// between two events.
     fn try_drain(&mut self, _watch: &mut Watch) -> Result<bool, Broken> {
         self.drain().map(|()| true)
     }
     /// The state of the queues, after `drain`.
     fn queue_states(&self) -> Vec<(u16, QueueState)>;
-    /// Tells the driver that the device needs a reset.
+    /// Reports to the driver that the device needs a reset.
     fn report_broken(&self);
 }
 
-/// The descriptors that a worker watches for input.
+/// The descriptors that a worker polls for input.
 pub(crate) struct Watch {
     epoll: Epoll,
     watched: Vec<(u64, RawFd)>,
@@ -80,7 +79,7 @@ impl Watch {
         }
         if let (Some(index), Some(old)) = (index, old) {
             self.watched.swap_remove(index);
-            // Fails only for a descriptor that was closed, which removed it as well.
+            // Fails only for a closed descriptor, which epoll has removed already.
             let _ = self.epoll.ctl(ControlOperation::Delete, old, EpollEvent::default());
         }
         if let Some(fd) = fd {
@@ -91,7 +90,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Watches `fd` for input under `token`, instead of what was watched under it.
+    /// Watches `fd` for input under `token`, in place of an earlier one.
     pub(crate) fn on(&mut self, token: u64, fd: RawFd) -> Result<(), Broken> {
         self.set(token, Some(fd)).map_err(|error| {
             error!("cannot watch a descriptor: {error}");
@@ -99,7 +98,7 @@ impl Watch {
         })
     }
 
-    /// Watches nothing under `token`.
+    /// Stops watching the descriptor of `token`.
     pub(crate) fn off(&mut self, token: u64) {
         // Removing cannot fail.
         let _ = self.set(token, None);
@@ -135,10 +134,10 @@ enum Actual {
 }
 
 struct Control {
-    /// Held only to look and to set; never while work is done.
+    /// Only locked briefly, never during work.
     state: Mutex<(Wanted, Actual)>,
     changed: Condvar,
-    /// Wakes the thread from its wait for events.
+    /// Wakes the thread from epoll.
     wake: EventFd,
 }
 
@@ -151,12 +150,12 @@ impl Control {
         self.lock().0 = wanted;
         self.changed.notify_all();
         if let Err(error) = self.wake.write(1) {
-            // The counter is full: the thread has wake-ups enough.
+            // The counter is saturated: the thread has been woken already.
             debug!("worker is being woken already: {error}");
         }
     }
 
-    /// Takes a wish to pause back, and no other: the thread may be told to end by now.
+    /// Withdraws a request to pause, and no other, as the thread may have been told to end by now.
     fn withdraw_pause(&self) {
         let mut state = self.lock();
         if state.0 == Wanted::Pause {
@@ -172,7 +171,7 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// Called by the thread when it is paused; returns what comes next.
+    /// Called by the paused thread; returns the next request.
     fn wait_while_paused(&self) -> Wanted {
         let mut state = self.lock();
         while state.0 == Wanted::Pause {
@@ -182,7 +181,7 @@ impl Control {
         state.0
     }
 
-    /// Waits until the thread has paused or ended, or the time has come; whether it has.
+    /// Waits until the thread has paused or ended, up to a time; returns whether it has.
     fn is_paused_by(&self, until: Instant) -> bool {
         let mut state = self.lock();
         loop {
@@ -210,24 +209,23 @@ impl Control {
     }
 }
 
-/// The threads of devices that have been told to hold still.
+/// Worker threads of devices that are being paused.
 #[derive(Clone, Default)]
 pub struct PendingPause(Vec<Arc<Control>>);
 
 impl PendingPause {
-    /// Waits until all do, or the time has come; whether they do.
+    /// Waits until all have paused, up to a time; returns whether they have.
     pub fn wait_until(&self, until: Instant) -> bool {
         self.0.iter().all(|control| control.is_paused_by(until))
     }
 
-    /// Lets them continue, whether they hold still by now or not. Only as long as no thread has had the
-    /// device paused since.
+    /// Lets them continue, whether paused yet or not; unless the device was paused again since.
     pub fn withdraw(&self) {
         self.0.iter().for_each(|control| control.withdraw_pause());
     }
 }
 
-/// Says that the thread has ended, whatever ended it.
+/// Reports the end of the thread, whatever its cause.
 struct EndGuard(Arc<Control>);
 
 impl Drop for EndGuard {
@@ -241,24 +239,24 @@ struct Worker {
     _thread: StoppableThread,
 }
 
-/// All threads of one device.
+/// All worker threads of a device.
 #[derive(Default)]
 pub(crate) struct Workers {
     threads: Vec<Worker>,
-    /// Set by `pause`, also while there are no threads: those that come start paused.
+    /// Set by `pause`, also without threads: later ones start paused.
     paused: bool,
-    /// What the threads may log of what the driver does, together and however often it starts them.
+    /// Rate limit for messages that the driver can cause, shared by all threads of the device over time.
     log: Arc<LogLimit>,
 }
 
 impl Workers {
-    /// What is logged of the device because of its driver has to come by here.
+    /// Rate limit for messages about the device that its driver can cause.
     pub(crate) fn log_limit(&self) -> Arc<LogLimit> {
         Arc::clone(&self.log)
     }
 
-    /// Starts a thread, bound to `cpus` if there are any, and to none otherwise: the one that calls is a
-    /// vCPU's.
+    /// Starts a thread with the affinity `cpus`, or with none if empty: it must not inherit that of the
+    /// caller, a vCPU thread.
     pub(crate) fn spawn(
         &mut self,
         name: &str,
@@ -283,7 +281,7 @@ impl Workers {
         });
         let for_thread = Arc::clone(&control);
         let (cpus, log, device) = (cpus.to_vec(), Arc::clone(&self.log), name.to_owned());
-        // Linux cuts names of threads off after 15 bytes.
+        // Linux truncates thread names to 15 bytes.
         let stop = {
             let control = Arc::clone(&control);
             move || control.want(Wanted::Stop)
@@ -306,7 +304,7 @@ impl Workers {
         Ok(())
     }
 
-    /// Tells all threads to finish what is in flight and to stop. Those that come meanwhile run.
+    /// Starts to pause all threads; those started meanwhile run.
     pub(crate) fn begin_pause(&mut self) -> PendingPause {
         for worker in &self.threads {
             worker.control.want(Wanted::Pause);
@@ -314,8 +312,8 @@ impl Workers {
         PendingPause(self.threads.iter().map(|worker| Arc::clone(&worker.control)).collect())
     }
 
-    /// Makes all threads finish what is in flight and stop; returns the states of their queues in
-    /// rising order of their indexes.
+    /// Pauses all threads once their requests in flight are completed; returns the states of their queues
+    /// by ascending index.
     pub(crate) fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.paused = true;
         self.begin_pause();
@@ -332,7 +330,7 @@ impl Workers {
         }
     }
 
-    /// Ends all threads and waits for them.
+    /// Ends and joins all threads.
     pub(crate) fn stop(&mut self) {
         for worker in &self.threads {
             worker.control.want(Wanted::Stop);
@@ -376,7 +374,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
             continue;
         }
         if broken && !is_draining {
-            // What a drain that was taken back has left watched is looked at by no thread.
+            // Descriptors left watched by a withdrawn drain are handled by no thread.
             watch.clear();
         }
         if !serving && !broken && !is_draining {
@@ -396,7 +394,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
         };
         for token in tokens {
             if token == CONTROL_TOKEN {
-                // An error means that there is nothing to take, which is as good.
+                // An error means that it was not signalled, which does not matter.
                 let _ = control.wake.read();
             } else if !broken && !is_draining {
                 let served = work.ready(token, &mut watch);

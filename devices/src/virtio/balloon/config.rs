@@ -5,19 +5,19 @@
 //! Owns its layout and which of its bytes a driver may write. The command for hints, one of its fields,
 //! belongs to [`super::hinting`].
 
-/// Bytes of the configuration.
+/// Length of the configuration in bytes.
 pub(super) const CONFIG_BYTES: usize = 16;
 const ACTUAL_AT: usize = 4;
 const POISON_AT: usize = 12;
 
-/// What the driver reads and writes, but for the command for hints.
+/// The device configuration, except the hinting command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ConfigSpace {
-    /// Pages that the balloon is to have.
+    /// Target size of the balloon in pages.
     pub(super) target_pages: u32,
-    /// Pages that the driver says it has. Believed in nothing that matters.
+    /// Size that the driver reports, in pages. Untrusted; only informative.
     pub(super) actual_pages: u32,
-    /// What the driver fills free pages with.
+    /// Value with which the driver fills free pages.
     pub(super) poison: u32,
 }
 
@@ -31,7 +31,7 @@ impl ConfigSpace {
         bytes
     }
 
-    /// Takes a write of any width; bytes of other fields are ignored.
+    /// Handles a write of any width; bytes of other fields are ignored.
     pub(super) fn write(&mut self, offset: u64, data: &[u8]) {
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
         let mut bytes = self.bytes(0);

@@ -18,17 +18,17 @@ pub(super) struct OperationCounters {
     pub(super) inflated_given_back_bytes: Counter,
     pub(super) reported_bytes: Counter,
     pub(super) reported_given_back_bytes: Counter,
-    /// Calls that returned memory, to be compared with the bytes.
+    /// Number of discard calls, to relate to the bytes.
     pub(super) runs: Counter,
-    /// Bytes that could not be discarded when they were offered.
+    /// Bytes that could not be discarded when inflated.
     pub(super) deferred_bytes: Counter,
     pub(super) hinted_bytes: Counter,
-    /// Pages that are no RAM, or not in one piece.
+    /// Page numbers outside RAM, or not contiguous.
     pub(super) rejected_pages: Counter,
     pub(super) failures: Counter,
 }
 
-/// Counters of a balloon, and what the guest last said of its memory.
+/// Counters of a balloon, and the guest's latest memory statistics.
 pub struct BalloonCounters(pub(super) Weak<Shared>);
 
 impl Counters for BalloonCounters {

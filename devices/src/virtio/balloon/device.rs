@@ -29,79 +29,80 @@ use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of traditional balloons.
 const DEVICE_ID: u16 = 5;
-/// What upstream's balloon has. Linux never has more than one request in a queue, but for hints.
+/// As in cloud-hypervisor. Linux has at most one request per queue, except for hints.
 const QUEUE_SIZE: u16 = 128;
 
-/// What a balloon is made from.
+/// Configuration of a balloon.
 #[derive(Clone, Debug, Default)]
 pub struct BalloonConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
-    /// Bytes that the balloon is to have when the guest has `coming_bytes` more than now; until then
-    /// what is missing of those counts as if it were in the balloon.
+    /// Target size in bytes, once `coming_bytes` more memory is plugged; until then the missing part counts
+    /// as if it were in the balloon.
     pub size_bytes: u64,
-    /// Bytes that the guest is to get by memory devices and has not.
+    /// Bytes that the virtio-mem devices are still to plug.
     pub coming_bytes: u64,
-    /// The guest may take pages out when it runs out of memory.
+    /// Whether the guest may deflate the balloon when it runs out of memory.
     pub deflate_on_oom: bool,
-    /// The guest may report free pages.
+    /// Whether free page reporting is offered.
     pub free_page_reporting: bool,
-    /// The guest may be asked for free pages during a migration.
+    /// Whether free page hints are offered, for migrations.
     pub free_page_hinting: bool,
-    /// How often the guest is asked for statistics.
+    /// Interval of memory statistics.
     pub statistics_every: Option<Duration>,
-    /// The guest is told which pages come back as zeros, by feature bits that are not standard yet.
+    /// Whether the guest is told which pages are returned as zeros, by feature bits that are not standard
+    /// yet.
     pub prezero_hints: bool,
 }
 
-/// Why a balloon could not be made or changed.
+/// Why a balloon cannot be created or resized.
 #[derive(Debug, Error)]
 pub enum BalloonError {
-    /// The host refused a resource.
+    /// A host resource is not available.
     #[error("the host refuses an event descriptor")]
     Resource(#[source] io::Error),
-    /// Larger than the guest.
+    /// The size exceeds guest memory.
     #[error(
         "a balloon of {size_bytes} bytes does not fit into the {ram_bytes} bytes of the guest: \
          make it smaller"
     )]
     TooLarge {
-        /// What was asked for.
+        /// Requested size in bytes.
         size_bytes: u64,
-        /// What there is.
+        /// Guest memory in bytes.
         ram_bytes: u64,
     },
 }
 
-/// A handle of the balloon, for the VMM while the transport owns the device.
+/// A handle to the balloon for the VMM, while the transport owns the device.
 #[derive(Clone)]
 pub struct BalloonHandle {
     shared: Arc<Shared>,
 }
 
 impl BalloonHandle {
-    /// Whether it could be so large.
+    /// Whether the balloon could have this size.
     ///
     /// # Errors
-    /// It is larger than the guest's memory.
+    /// It exceeds guest memory.
     pub fn check(&self, size_bytes: u64) -> Result<(), BalloonError> {
         pages_of(size_bytes, self.shared.ram.total_bytes()).map(drop)
     }
 
-    /// Sets how large the balloon is to be; the guest brings it there when it can. A guest that took
-    /// pages out because it had no others does not put them in again by itself: it is told whenever it
-    /// has not what it is to have, also if that is what it was to have before.
+    /// Sets the target size; the guest inflates or deflates when it can. A guest that has deflated because
+    /// it ran out of memory does not inflate again by itself, so it is notified whenever its size differs
+    /// from the target, even if the target is unchanged.
     ///
     /// # Errors
-    /// It is larger than the guest's memory.
+    /// It exceeds guest memory.
     pub fn resize(&self, size_bytes: u64) -> Result<(), BalloonError> {
         let target_pages = pages_of(size_bytes, self.shared.ram.total_bytes())?;
         self.tell(self.shared.set_target(target_pages));
         Ok(())
     }
 
-    /// To be called when the guest has got more memory, so that a balloon that has been waiting for it
-    /// can become as large as it is to be. May be called on any thread.
+    /// Raises the target of a balloon that has been waiting for memory, when the guest has got more. May be
+    /// called on any thread.
     pub fn memory_has_grown(&self) {
         self.tell(self.shared.memory_has_grown());
     }
@@ -112,29 +113,29 @@ impl BalloonHandle {
         }
     }
 
-    /// Bytes that the balloon is to have.
+    /// The target size in bytes.
     pub fn target_bytes(&self) -> u64 {
         self.shared.target_bytes()
     }
 
-    /// Bytes that the guest says it has.
+    /// The size that the guest reports, in bytes.
     pub fn actual_bytes(&self) -> u64 {
         self.shared.actual_bytes()
     }
 
-    /// What the guest last said of its memory.
+    /// The guest's latest memory statistics.
     pub fn statistics(&self) -> Statistics {
         self.shared.statistics()
     }
 
-    /// Memory that is in the balloon and could not be discarded before may be discarded now.
+    /// Retries discards of balloon memory that were not possible before.
     pub fn retry(&self) {
-        // A full counter also means that the thread will look.
+        // A saturated counter wakes the thread as well.
         let _ = self.shared.retry().write(1);
     }
 
-    /// Asks the guest for its free pages. Writes must have been logged since before this call, and
-    /// a page that was written since is not free whatever the hints say.
+    /// Requests free page hints from the guest. Writes must have been logged since before this call: a page
+    /// written since is not free, whatever the hints say.
     ///
     /// `None` if the guest gives no hints now.
     pub fn ask_for_hints(&self) -> Option<FreePageHints> {
@@ -150,8 +151,8 @@ fn pages_of(size_bytes: u64, ram_bytes: u64) -> Result<u32, BalloonError> {
     u32::try_from(size_bytes / PAGE_BYTES).map_err(|_| too_large())
 }
 
-/// Memory that the guest has once all that may ever come has come. A guest may have less than its
-/// balloon is to have: one that is returning memory, or has just booted.
+/// Maximum memory of the guest in bytes, once all of it is plugged. A guest may have less than its
+/// balloon's target: one that is unplugging memory, or has just booted.
 fn most_bytes(ram: &GuestRam) -> u64 {
     ram.regions().iter().map(|region| region.len_bytes()).fold(0, u64::saturating_add)
 }
@@ -165,10 +166,10 @@ pub struct Balloon {
 }
 
 impl Balloon {
-    /// A balloon over this memory, empty.
+    /// An empty balloon for this memory.
     ///
     /// # Errors
-    /// It is to be larger than the memory that the guest can ever have, or the host refuses a resource.
+    /// The target exceeds the maximum memory of the guest, or a host resource is not available.
     pub fn new(config: BalloonConfig, ram: Arc<GuestRam>) -> Result<Self, BalloonError> {
         let wanted_pages = pages_of(config.size_bytes, most_bytes(&ram))?;
         let full_bytes = ram.total_bytes().saturating_add(config.coming_bytes);
@@ -178,23 +179,23 @@ impl Balloon {
         Ok(Self { config, features, shared, workers: Workers::default() })
     }
 
-    /// The handle by which a running VM reaches it.
+    /// A handle to the balloon.
     pub fn handle(&self) -> BalloonHandle {
         BalloonHandle { shared: Arc::clone(&self.shared) }
     }
 
-    /// Its counters.
+    /// The counters of the balloon.
     pub fn counters(&self) -> Arc<BalloonCounters> {
         Arc::new(BalloonCounters(Arc::downgrade(&self.shared)))
     }
 }
 
-/// The features of a balloon that is made so.
+/// The features offered with this configuration.
 fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
     let mut reporting = config.free_page_reporting;
     if reporting && let Some(reason) = ram.discards_banned() {
-        // The guest uses reported pages again without a word, and a device may be the first to
-        // touch them: nothing could be done in between.
+        // The guest reuses reported pages without notice, and a device may be the first to access them:
+        // they could not be pinned again in time.
         warn!(
             "free_page_reporting=on is not offered to the guest: {reason}; a balloon size \
              (vm.resize, desired_balloon) or virtio-mem return memory alongside such a device"
@@ -207,7 +208,7 @@ fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
         | bit(config.statistics_every.is_some(), F_STATS_VQ)
         | bit(config.deflate_on_oom, F_DEFLATE_ON_OOM)
         | bit(config.free_page_hinting, F_FREE_PAGE_HINT)
-        // Also for hints alone: what is zero for the device need not be what the guest wants.
+        // Also for hints alone: pages that are zero for the device need not match the guest's fill value.
         | bit(config.free_page_hinting || reporting || config.prezero_hints, F_PAGE_POISON)
         | bit(reporting, F_PAGE_REPORTING)
         | bit(reporting && config.prezero_hints, F_DEVICE_INIT_REPORTED)
@@ -220,7 +221,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn queue_sizes_max(&self) -> &[u16] {
-        // All that there can be: drivers count the optional ones in two ways.
+        // All possible queues: drivers number the optional ones in two ways.
         &[QUEUE_SIZE; 5]
     }
 
@@ -253,7 +254,7 @@ impl VirtioDevice for Balloon {
         self.shared.set_driver(None);
         self.workers.stop();
         self.shared.hinting.end(HintingEnd::Reset);
-        // The driver has forgotten what it had in the balloon, and asks for nothing before it uses it.
+        // The driver has forgotten the pages in the balloon, and uses them again without notice.
         self.shared.ram.repin(&(0..u64::MAX));
         self.shared.change_config(|config| {
             config.actual_pages = 0;

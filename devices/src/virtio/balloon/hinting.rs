@@ -24,11 +24,11 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::PAGE_BYTES;
 use super::shared::Shared;
 
-/// The driver shall stop; pages that it named stay with it.
+/// Command: the driver stops; hinted pages stay reserved.
 const STOP: u32 = 0;
-/// The driver shall stop and may use the pages that it named.
+/// Command: the driver stops and may reuse the hinted pages.
 const DONE: u32 = 1;
-/// The first number that is a command.
+/// Lowest command number of a request.
 const FIRST: u32 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,17 +41,17 @@ enum Stage {
 
 struct State {
     stage: Stage,
-    /// What the driver reads.
+    /// Command for the driver to read.
     command: u32,
-    /// The last number that was a command; none is used twice in a row.
+    /// Command number of the last request; no number is used twice in a row.
     last: u32,
-    /// By region, while hints are wanted.
+    /// Free pages by region, while hints are wanted.
     maps: Option<Arc<Vec<PageBitmap>>>,
 }
 
-/// The device's side of hinting.
+/// State of free page hinting.
 pub(super) struct Hinting {
-    /// Held only to look and to set.
+    /// Only locked briefly.
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -68,24 +68,24 @@ impl Hinting {
         self.state.lock()
     }
 
-    /// What the driver reads.
+    /// The command for the driver to read.
     pub(super) fn command(&self) -> u32 {
         self.lock().command
     }
 
-    /// The last number that was a command, to be saved.
+    /// Command number of the last request, to be saved.
     pub(super) fn last_command(&self) -> u32 {
         self.lock().last
     }
 
-    /// Goes on from a saved state, in which nothing was asked.
+    /// Restores the state, in which no request is pending.
     pub(super) fn restore(&self, last: u32) {
         let mut state = self.lock();
         state.last = last.max(FIRST - 1);
         state.command = DONE;
     }
 
-    /// Asks for hints; `None` while another migration does. The driver has to be told of the change.
+    /// Requests hints; `None` while another migration does. The driver must be notified of the change.
     pub(super) fn ask(&self, maps: Vec<PageBitmap>) -> Option<Arc<Vec<PageBitmap>>> {
         let mut state = self.lock();
         if state.stage != Stage::Idle {
@@ -99,27 +99,27 @@ impl Hinting {
         Some(maps)
     }
 
-    /// The driver has sent a command number.
+    /// Handles a command number sent by the driver.
     pub(super) fn driver_said(&self, command: u32) {
         let mut state = self.lock();
         let current = command == state.command;
         state.stage = match state.stage {
             Stage::Requested if current => Stage::Receiving,
             Stage::Receiving if command == STOP => Stage::Complete,
-            // A late answer to an earlier command; or one that says nothing new.
+            // A late answer to an earlier command, or a repeated one.
             stage => stage,
         };
         drop(state);
         self.changed.notify_all();
     }
 
-    /// The maps that take hints now.
+    /// The maps to which hints are added now.
     pub(super) fn taking(&self) -> Option<Arc<Vec<PageBitmap>>> {
         let state = self.lock();
         state.maps.clone().filter(|_| state.stage == Stage::Receiving)
     }
 
-    /// Hints are not wanted any more.
+    /// Ends the request.
     pub(super) fn end(&self, command_is: HintingEnd) {
         let mut state = self.lock();
         state.stage = Stage::Idle;
@@ -132,7 +132,7 @@ impl Hinting {
         self.changed.notify_all();
     }
 
-    /// Waits until the driver has told all that it has to tell; false if that takes longer.
+    /// Waits until the driver has sent all hints; false if that exceeds the limit.
     fn wait_told(&self, limit: Duration) -> bool {
         let going_on =
             |state: &mut State| matches!(state.stage, Stage::Requested | Stage::Receiving);
@@ -142,12 +142,12 @@ impl Hinting {
     }
 }
 
-/// What a driver finds when hints are not wanted any more.
+/// What the driver reads after the end of a request.
 #[derive(Clone, Copy)]
 pub(super) enum HintingEnd {
-    /// It may use what it named.
+    /// It may reuse the hinted pages.
     Done,
-    /// It has forgotten everything itself.
+    /// The driver was reset.
     Reset,
 }
 
@@ -156,7 +156,7 @@ pub(super) fn maps(ram: &GuestRam) -> io::Result<Vec<PageBitmap>> {
     ram.regions().iter().map(|region| PageBitmap::sparse(region.len_pages())).collect()
 }
 
-/// Notes the whole pages of a hint; returns the bytes that are RAM.
+/// Records the whole pages of a hint; returns the number of bytes in RAM.
 pub(super) fn note(ram: &GuestRam, maps: &[PageBitmap], hint: &Range<u64>) -> u64 {
     let mut noted = 0;
     for (region, map) in ram.regions().iter().zip(maps) {
@@ -175,17 +175,17 @@ pub(super) fn note(ram: &GuestRam, maps: &[PageBitmap], hint: &Range<u64>) -> u6
     noted
 }
 
-/// Hints that a migration has asked for. Dropping it lets the guest use its free pages again.
+/// Free page hints requested by a migration. Dropping this lets the guest reuse its free pages.
 pub struct FreePageHints {
     shared: Arc<Shared>,
     maps: Arc<Vec<PageBitmap>>,
 }
 
 impl FreePageHints {
-    /// Asks the driver; `None` if it gives no hints now.
+    /// Requests hints; `None` if the driver gives none now.
     pub(super) fn ask(shared: &Arc<Shared>) -> Option<Self> {
         let interrupt = shared.hints_interrupt()?;
-        // A guest that fills free pages with a pattern relies on them.
+        // A guest that fills free pages with a pattern relies on their contents.
         if shared.config().poison != 0 {
             return None;
         }
@@ -194,17 +194,17 @@ impl FreePageHints {
         Some(Self { shared: Arc::clone(shared), maps })
     }
 
-    /// Waits until the guest has told all that it has to tell, at most for `limit`; true if it has.
+    /// Waits until the guest has sent all hints, up to `limit`; true if it has.
     pub fn wait(&self, limit: Duration) -> bool {
         self.shared.hinting.wait_told(limit)
     }
 
-    /// Bytes that the guest has named since it was made; some of them more than once.
+    /// Bytes hinted since the request, some possibly more than once.
     pub fn named_bytes(&self) -> u64 {
         self.shared.counters.hinted_bytes.get()
     }
 
-    /// The free pages of each region of guest RAM, as far as they are known.
+    /// The known free pages of each region.
     pub fn maps(&self) -> &[PageBitmap] {
         &self.maps
     }

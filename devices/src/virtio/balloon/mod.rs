@@ -40,23 +40,23 @@ pub(super) use queues::Queues;
 #[cfg(any(test, feature = "testing"))]
 pub(super) use shared::Shared;
 
-/// Pages of the balloon are counted in these, whatever the guest's own are (virtio 1.3, 5.5.6).
+/// Unit of balloon sizes, whatever the guest's page size (virtio 1.3, 5.5.6).
 const PAGE_BYTES: u64 = 4096;
 
-/// The driver tells the device before it uses pages of the balloon.
+/// The driver notifies the device before it uses pages of the balloon.
 const F_MUST_TELL_HOST: u64 = 1 << 0;
-/// There is a queue for statistics.
+/// There is a statistics queue.
 const F_STATS_VQ: u64 = 1 << 1;
-/// The driver may take pages out of the balloon when it runs out of memory.
+/// The driver may deflate the balloon when it runs out of memory.
 const F_DEFLATE_ON_OOM: u64 = 1 << 2;
-/// There is a queue for hints.
+/// There is a free page hinting queue.
 const F_FREE_PAGE_HINT: u64 = 1 << 3;
-/// The driver says with which value it fills free pages.
+/// The driver reports the value with which it fills free pages.
 const F_PAGE_POISON: u64 = 1 << 4;
-/// There is a queue for reports.
+/// There is a free page reporting queue.
 const F_PAGE_REPORTING: u64 = 1 << 5;
-/// Reported pages come back initialized as far as the used length says. Proposed (virtio-spec issue
-/// 244), as posted in 2026.
+/// Reported pages are returned initialised up to the used length. Proposed (virtio-spec issue 244), as
+/// posted in 2026.
 const F_DEVICE_INIT_REPORTED: u64 = 1 << 6;
-/// The device says which inflated pages come back initialized. Proposed with the one above.
+/// The device reports which inflated pages are returned initialised. Proposed with the above.
 const F_DEVICE_INIT_ON_INFLATE: u64 = 1 << 7;

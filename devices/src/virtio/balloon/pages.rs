@@ -17,21 +17,21 @@ use super::shared::Shared;
 use super::{PAGE_BYTES, hinting};
 use crate::{LogLimit, log_limited};
 
-/// The balloon's pages; belongs to the device's thread.
+/// The pages in the balloon; owned by the device's thread.
 pub(super) struct BalloonPages {
     ram: Arc<GuestRam>,
-    /// By region.
+    /// Inflated pages by region.
     inflated: Vec<PageBitmap>,
-    /// The guest tells before it uses pages of the balloon again.
+    /// Whether the guest notifies before it uses pages of the balloon again.
     must_tell_host: bool,
-    /// Something in the balloon could not be discarded when it came.
+    /// Whether inflated pages could not be discarded.
     deferred: bool,
-    /// Whether pinned memory could be discarded when it was last looked at.
+    /// Whether memory was pinned at the last check.
     was_pinned: bool,
     log: Arc<LogLimit>,
 }
 
-/// Sorts ranges and joins those that touch or overlap.
+/// Sorts ranges and merges adjacent and overlapping ones.
 fn merge(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();
@@ -62,7 +62,7 @@ impl BalloonPages {
         })
     }
 
-    /// The parts of `range` that are RAM: region, and pages in it.
+    /// The parts of `range` in RAM: region, and pages in it.
     fn parts(&self, range: &Range<u64>) -> Vec<(usize, Range<u64>)> {
         let mut parts = Vec::new();
         for (index, region) in self.ram.regions().iter().enumerate() {
@@ -76,7 +76,7 @@ impl BalloonPages {
         parts
     }
 
-    /// Pages have entered the balloon; says which memory was discarded, in order.
+    /// Adds pages to the balloon; returns the discarded ranges, in order.
     pub(super) fn inflate(&mut self, pfns: &[u32], counters: &OperationCounters) -> Discarded {
         let mut discarded = Discarded::default();
         let mut pages = 0;
@@ -98,8 +98,7 @@ impl BalloonPages {
         discarded
     }
 
-    /// Discards those units of memory that `pages` of the region have a part in, and that are in the
-    /// balloon as a whole.
+    /// Discards the units of memory that overlap `pages` of the region and are entirely in the balloon.
     fn discard_whole_units(&self, index: usize, pages: Range<u64>, discarded: &mut Discarded) {
         let (Some(region), Some(map)) = (self.ram.regions().get(index), self.inflated.get(index))
         else {
@@ -124,13 +123,13 @@ impl BalloonPages {
                     },
                 );
             }
-            // Behind the unit that is not complete.
+            // After the incomplete unit.
             at = (end + unit).max(at + unit);
         }
     }
 
-    /// Pages are about to leave the balloon. They come back as zeros when they are touched; devices
-    /// reach them when this returns.
+    /// Removes pages from the balloon. They are zero on their next access; on return they are pinned again
+    /// for devices.
     pub(super) fn deflate(&mut self, pfns: &[u32], counters: &OperationCounters) {
         for run in runs_of(pfns) {
             self.ram.repin(&run);
@@ -143,8 +142,8 @@ impl BalloonPages {
         }
     }
 
-    /// Discards what is in the balloon and could not be discarded when it came, or has come back
-    /// for a device since.
+    /// Discards pages in the balloon that could not be discarded when inflated, or have been populated
+    /// since for a device.
     pub(super) fn retry(&mut self, counters: &OperationCounters) {
         let is_pinned = self.ram.can_unpin();
         let newly_pinned = is_pinned && !std::mem::replace(&mut self.was_pinned, is_pinned);
@@ -162,7 +161,7 @@ impl BalloonPages {
         self.account(&discarded, counters);
     }
 
-    /// Discards free memory that the guest may use again as soon as it has the answer.
+    /// Discards reported free memory, which the guest may reuse after the answer.
     pub(super) fn report(
         &mut self,
         ranges: Vec<Range<u64>>,

@@ -10,7 +10,7 @@
 use super::{F_FREE_PAGE_HINT, F_PAGE_REPORTING, F_STATS_VQ};
 use crate::virtio::device::{ActivateError, ActiveQueue};
 
-/// Queues by what they are for.
+/// The queues by purpose.
 pub(crate) struct Queues<Q> {
     pub(crate) inflate: Q,
     pub(crate) deflate: Q,
@@ -21,7 +21,7 @@ pub(crate) struct Queues<Q> {
 
 const INFLATE: u16 = 0;
 const DEFLATE: u16 = 1;
-/// The optional ones with their features, in the order of their numbers.
+/// Optional queues with their features, in standard order.
 const OPTIONAL: [(u16, u64); 3] = [(2, F_STATS_VQ), (3, F_FREE_PAGE_HINT), (4, F_PAGE_REPORTING)];
 
 impl Queues<ActiveQueue> {
@@ -54,7 +54,7 @@ impl Queues<ActiveQueue> {
 }
 
 impl<Q> Queues<Q> {
-    /// The same with other values, made one by one.
+    /// The queues with each value converted.
     pub(crate) fn map<R>(self, mut to: impl FnMut(Q) -> R) -> Queues<R> {
         Queues {
             inflate: to(self.inflate),

@@ -20,18 +20,18 @@ use super::{F_FREE_PAGE_HINT, PAGE_BYTES};
 use crate::LogLimit;
 use crate::virtio::VirtioInterrupt;
 
-/// A driver that is there.
+/// The current driver.
 #[derive(Clone)]
 pub(super) struct Driver {
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
     pub(super) features: u64,
 }
 
-/// What is changed together.
+/// State that changes together.
 #[derive(Default)]
 struct GuardedConfig {
     space: ConfigSpace,
-    /// While the guest is still to get some of its memory.
+    /// Present while the guest is still to get memory.
     staged: Option<StagedTarget>,
 }
 
@@ -40,12 +40,12 @@ pub(crate) struct Shared {
     pub(super) ram: Arc<GuestRam>,
     pub(super) counters: OperationCounters,
     pub(super) hinting: Hinting,
-    /// For what goes wrong because of what the driver does.
+    /// Rate limit for messages about the driver's misbehaviour.
     pub(super) log: Arc<LogLimit>,
     config: Mutex<GuardedConfig>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
-    /// Signalled when memory may be discarded that could not be discarded before.
+    /// Signalled when memory may be discarded that could not be before.
     retry: EventFd,
 }
 
@@ -71,7 +71,7 @@ impl Shared {
         change(&mut self.config.lock().space)
     }
 
-    /// The balloon is to have what there is of `staged` now, and the rest as memory comes.
+    /// Sets a target that grows with the guest's memory.
     pub(super) fn stage(&self, staged: StagedTarget) {
         let target_pages = staged.pages_at(self.ram.total_bytes());
         let mut held = self.config.lock();
@@ -79,15 +79,14 @@ impl Shared {
         held.staged = Some(staged).filter(|staged| !staged.is_over(target_pages));
     }
 
-    /// Goes on from a saved target.
+    /// Restores a saved target.
     pub(super) fn restore(&self, space: ConfigSpace) {
         let mut held = self.config.lock();
         held.space = space;
         held.staged = held.staged.filter(|staged| !staged.is_over(space.target_pages));
     }
 
-    /// Sets what the balloon is to have from now on, whatever is still to come. True if the driver has
-    /// to be told.
+    /// Sets the target, whatever memory is still to be plugged. True if the driver must be notified.
     pub(super) fn set_target(&self, target_pages: u32) -> bool {
         let mut held = self.config.lock();
         held.staged = None;
@@ -95,14 +94,13 @@ impl Shared {
         changed || held.space.actual_pages != target_pages
     }
 
-    /// The guest has more memory than before: the balloon may be larger, as far as it is to be. True
-    /// if the driver has to be told.
+    /// Raises a staged target after memory was plugged. True if the driver must be notified.
     pub(super) fn memory_has_grown(&self) -> bool {
         let usable_bytes = self.ram.total_bytes();
         let mut held = self.config.lock();
         let Some(staged) = held.staged else { return false };
         let target_pages = staged.pages_at(usable_bytes);
-        // Two threads may tell of growth the wrong way round.
+        // Two threads may report growth in the wrong order.
         let grows = target_pages > held.space.target_pages;
         if grows {
             held.space.target_pages = target_pages;
@@ -115,7 +113,7 @@ impl Shared {
         u64::from(self.config().target_pages) * PAGE_BYTES
     }
 
-    /// What the driver says the balloon has, and not more than there is.
+    /// The size that the driver reports in bytes, at most that of guest memory.
     pub(super) fn actual_bytes(&self) -> u64 {
         (u64::from(self.config().actual_pages) * PAGE_BYTES).min(self.ram.total_bytes())
     }
@@ -136,13 +134,13 @@ impl Shared {
         *self.driver.lock() = driver;
     }
 
-    /// The way to tell a driver of a command for hints, if it knows such.
+    /// The interrupt for a hinting command, if the driver supports hints.
     pub(super) fn hints_interrupt(&self) -> Option<Arc<dyn VirtioInterrupt>> {
         let driver = self.driver()?;
         (driver.features & F_FREE_PAGE_HINT != 0).then_some(driver.interrupt)
     }
 
-    /// As if a migration had asked, for callers without a driver.
+    /// Requests hints without a migration, for callers without a driver.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn want_hints(&self) {
         self.hinting.ask(super::hinting::maps(&self.ram).unwrap_or_default());

@@ -13,14 +13,14 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 const FORMAT: StateFormat = StateFormat { kind: "virtio-balloon", newest: 1 };
 
-/// Plain and untrusted.
+/// Plain data, untrusted.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BalloonState {
     target_pages: u32,
     actual_pages: u32,
     poison: u32,
-    /// Last number that was a command for hints.
+    /// Command number of the last hint request.
     hint_command: u32,
 }
 
@@ -29,8 +29,7 @@ pub(super) fn save(config: ConfigSpace, hint_command: u32) -> DeviceSnapshot {
     FORMAT.encode(&BalloonState { target_pages, actual_pages, poison, hint_command })
 }
 
-/// The configuration and the last command for hints, checked against the memory that the guest may
-/// ever have, in pages.
+/// Validates the configuration and last command against the maximum memory of the guest in pages.
 pub(super) fn check(
     snapshot: &DeviceSnapshot,
     ram_pages: u64,

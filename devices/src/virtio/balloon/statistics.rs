@@ -5,7 +5,7 @@
 //! Owns the format of a statistics buffer. It comes from a guest: it may contain anything, and
 //! nothing here depends on its values.
 
-/// Names by tag. The later ones are Linux's.
+/// Names by tag; later tags are Linux's.
 const NAMES: [&str; 16] = [
     "guest_swap_in_bytes",
     "guest_swap_out_bytes",
@@ -25,23 +25,23 @@ const NAMES: [&str; 16] = [
     "guest_direct_reclaimed_pages",
 ];
 
-/// One statistic: a tag of 16 bits, a value of 64.
+/// Length of an entry: a 16-bit tag and a 64-bit value.
 const ENTRY_BYTES: usize = 10;
 
-/// Bytes of a buffer that are looked at: far more than there are tags, so that order and repetition
-/// do not matter.
+/// Maximum bytes of a buffer that are parsed: far more than there are tags, so order and repetition do not
+/// matter.
 pub(super) const STATISTICS_BYTES_MAX: u64 = 4096;
 
-/// Statistics by tag; a guest gives those that it has.
+/// Statistics by tag, as far as the guest provides them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     values: [Option<u64>; NAMES.len()],
-    /// How many times the guest has given statistics.
+    /// Number of updates by the guest.
     updates: u64,
 }
 
 impl Statistics {
-    /// Takes a buffer; unknown tags are ignored, and of a tag that comes twice the last value counts.
+    /// Parses a buffer; unknown tags are ignored, and the last value of a repeated tag counts.
     pub(super) fn take(&mut self, buffer: &[u8]) {
         self.values = [None; NAMES.len()];
         for entry in buffer.chunks_exact(ENTRY_BYTES) {
@@ -57,7 +57,7 @@ impl Statistics {
         self.updates = self.updates.wrapping_add(1);
     }
 
-    /// What the guest gave, by name, and how many times it did. Empty before the first time.
+    /// The statistics by name, and the number of updates. Empty before the first.
     pub fn named(&self) -> Vec<(&'static str, u64)> {
         if self.updates == 0 {
             return Vec::new();

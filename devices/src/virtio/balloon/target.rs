@@ -10,30 +10,29 @@
 
 use super::PAGE_BYTES;
 
-/// A balloon that is smaller than it is to be until the guest has all of its memory.
+/// A balloon target that is reduced until the guest has all of its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StagedTarget {
-    /// Pages that the balloon has in the end.
+    /// Final size in pages.
     wanted_pages: u32,
-    /// Memory that the guest has then, what is in the balloon included.
+    /// Memory of the guest then in bytes, including the balloon.
     full_bytes: u64,
 }
 
 impl StagedTarget {
-    /// A balloon that is to have `wanted_pages` when the guest has `full_bytes`; never more than
-    /// those.
+    /// A target of `wanted_pages`, at most `full_bytes`, for when the guest has `full_bytes`.
     pub(super) fn new(wanted_pages: u32, full_bytes: u64) -> Self {
         let full_pages = u32::try_from(full_bytes / PAGE_BYTES).unwrap_or(u32::MAX);
         Self { wanted_pages: wanted_pages.min(full_pages), full_bytes }
     }
 
-    /// Pages that the balloon is to have while the guest has `usable_bytes`.
+    /// The target in pages while the guest has `usable_bytes`.
     pub(super) fn pages_at(self, usable_bytes: u64) -> u32 {
         let missing_pages = self.full_bytes.saturating_sub(usable_bytes).div_ceil(PAGE_BYTES);
         self.wanted_pages.saturating_sub(u32::try_from(missing_pages).unwrap_or(u32::MAX))
     }
 
-    /// Whether there is nothing left to wait for.
+    /// Whether the final target has been reached.
     pub(super) fn is_over(self, target_pages: u32) -> bool {
         target_pages >= self.wanted_pages
     }
@@ -48,7 +47,7 @@ mod tests {
 
     #[test]
     fn what_is_still_to_come_counts_as_if_it_were_in_the_balloon() {
-        // 1 GiB at boot, 8 more to come, 4 in the balloon: 5 stay.
+        // 1 GiB at boot, 8 GiB to be plugged, 4 GiB in the balloon: 5 GiB remain.
         let staged = StagedTarget::new(4 * GIB_PAGES, 9 * GIB);
         let expected = [(1, 0), (4, 0), (5, 0), (6, 1), (8, 3), (9, 4), (12, 4)];
         for (usable, target) in expected {
@@ -61,7 +60,7 @@ mod tests {
     fn a_guest_that_is_to_get_nothing_more_has_the_whole_balloon_at_once() {
         let staged = StagedTarget::new(GIB_PAGES, 4 * GIB);
         assert_eq!(staged.pages_at(4 * GIB), GIB_PAGES);
-        // More than all is all.
+        // Limited to all of memory.
         let staged = StagedTarget::new(u32::MAX, 4 * GIB);
         assert_eq!((staged.pages_at(4 * GIB), staged.pages_at(0)), (4 * GIB_PAGES, 0));
     }

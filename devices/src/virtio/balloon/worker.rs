@@ -33,26 +33,26 @@ const REPORTING_TOKEN: u64 = 4;
 const TIMER_TOKEN: u64 = 5;
 const RETRY_TOKEN: u64 = 6;
 
-/// Chains taken before other events are looked at.
+/// Maximum number of chains handled before other events.
 const BUDGET: u32 = 16;
 
-/// Page numbers taken before other events are looked at, a pause among them. Each may be a range of its
-/// own, and then costs a system call.
+/// Maximum number of page numbers handled before other events, such as a pause. Each may be a range of its
+/// own, which costs a system call.
 const PAGES_BUDGET: u32 = 32 << 10;
 
-/// Page numbers of one chain: 128 MiB of memory. Linux sends 256, Windows 1024.
+/// Maximum number of page numbers of a chain: 128 MiB of memory. Linux sends 256, Windows 1024.
 const CHAIN_PFNS_MAX: u64 = PAGES_BUDGET as u64;
 
-/// Reads more than this much of a request in pieces.
+/// Bytes of a request that are read at a time.
 const PIECE_BYTES: u64 = 64 << 10;
 
-/// Serves a balloon.
+/// Serves the queues of a balloon.
 pub(crate) struct BalloonWorker {
     queues: Queues<WorkQueue>,
     shared: Arc<Shared>,
     pages: BalloonPages,
     features: u64,
-    /// The buffer of statistics that is kept, to ask for others with it.
+    /// The statistics buffer kept to request the next statistics.
     kept: Option<u16>,
     timer: Option<(TimerFd, Duration)>,
 }
@@ -64,7 +64,7 @@ fn read(memory: &GuestMemory, from: &Segments, len_bytes: u64) -> Result<Vec<u8>
     Ok(bytes)
 }
 
-/// The page numbers in a request.
+/// The page numbers of a request.
 fn pfns(memory: &GuestMemory, chain: &mut Chain) -> Result<Vec<u32>, &'static str> {
     let mut left = chain.readable.len_bytes() / 4 * 4;
     if left > CHAIN_PFNS_MAX * 4 {
@@ -84,19 +84,19 @@ fn pfns(memory: &GuestMemory, chain: &mut Chain) -> Result<Vec<u32>, &'static st
     Ok(pfns)
 }
 
-/// What a request takes of [`PAGES_BUDGET`].
+/// Cost of a request in [`PAGES_BUDGET`].
 fn cost(pfns: &[u32]) -> u32 {
     u32::try_from(pfns.len()).unwrap_or(u32::MAX).max(PAGES_BUDGET / BUDGET)
 }
 
-/// The ranges of a buffer that only its addresses matter of; those that wrap round are empty.
+/// The ranges of a buffer of which only the addresses matter; those that overflow are empty.
 fn ranges(segments: &Segments) -> Vec<Range<u64>> {
     let range = |(gpa, len_bytes): (u64, u32)| gpa..gpa.saturating_add(u64::from(len_bytes));
     segments.iter().map(range).collect()
 }
 
 impl BalloonWorker {
-    /// `statistics_every` is how often statistics are asked for.
+    /// `statistics_every` is the interval of statistics.
     pub(crate) fn new(
         queues: Queues<WorkQueue>,
         shared: &Arc<Shared>,
@@ -147,12 +147,12 @@ impl BalloonWorker {
         let Some(queue) = &mut queues.reporting else { return Ok(()) };
         queue.serve(BUDGET, |_, chain| {
             let ranges = ranges(&chain.writable);
-            // What comes back is zero, and the guest relies on another value.
+            // Returned pages are zero, and the guest relies on another value.
             if shared.config().poison != 0 {
                 return Ok(0);
             }
             let discarded = pages.report(ranges.clone(), &shared.counters);
-            // The used length counts from the front of the buffer.
+            // The used length counts from the start of the buffer.
             let whole = ranges.iter().take_while(|range| discarded.covers(range));
             Ok(whole.map(|range| range.end - range.start).sum())
         })
@@ -176,7 +176,7 @@ impl BalloonWorker {
         })
     }
 
-    /// Takes statistics, and keeps the buffer to ask for others with it.
+    /// Reads statistics, and keeps the buffer to request the next ones.
     fn statistics(&mut self) -> Result<(), Broken> {
         let Some(queue) = &mut self.queues.statistics else { return Ok(()) };
         let memory = queue.memory();
@@ -196,7 +196,7 @@ impl BalloonWorker {
         Ok(())
     }
 
-    /// Gives the kept buffer back, upon which the driver fills it again.
+    /// Returns the kept buffer, upon which the driver fills it again.
     fn ask_for_statistics(&mut self) -> Result<(), Broken> {
         if let (Some(queue), Some(head)) = (&mut self.queues.statistics, self.kept.take()) {
             let memory = queue.memory();
@@ -269,13 +269,13 @@ impl Work for BalloonWorker {
             }
             TIMER_TOKEN => {
                 if let Some((timer, _)) = &mut self.timer {
-                    // It is readable; an error would only mean to ask once more.
+                    // It is readable; an error only leads to another request.
                     let _ = timer.wait();
                 }
                 self.ask_for_statistics()
             }
             _ => {
-                // Another wake-up may have taken it, which is as good.
+                // Another wake-up may have cleared it, which does not matter.
                 let _ = self.shared.retry().read();
                 self.pages.retry(&self.shared.counters);
                 Ok(())
@@ -293,7 +293,7 @@ impl Work for BalloonWorker {
                 "the timer of the statistics cannot be stopped: {error}"
             );
         }
-        // The thread that serves the queue next takes the kept buffer again.
+        // The next thread that serves the queue takes the kept buffer again.
         if let (Some(queue), Some(_)) = (&mut self.queues.statistics, self.kept.take()) {
             queue.undo_pop();
         }

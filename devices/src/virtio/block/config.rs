@@ -4,26 +4,26 @@
 
 use super::image::{Disk, SECTOR_BYTES};
 
-/// Length of the part that this device has.
+/// Length of the supported part of the configuration.
 const LEN_BYTES: usize = 60;
-/// Offset of the only field that the driver may write.
+/// Offset of the only writable field.
 pub(super) const WRITEBACK_OFFSET: u64 = 32;
-/// How much one request may change without a transfer. A queue's thread does nothing else
-/// meanwhile, so this bounds what its other requests and a pause may have to wait for.
+/// Limits of requests without data transfer. The thread of a queue does nothing else meanwhile, so this
+/// bounds the delay of its other requests and of a pause.
 #[derive(Clone, Copy)]
 pub(super) struct RangeLimits {
-    /// Elements of one request.
+    /// Maximum number of segments of a request.
     pub(super) count_max: u32,
-    /// Sectors of one element.
+    /// Maximum number of sectors of a segment.
     pub(super) sectors_max: u32,
 }
 
-/// 32 times 2 GiB: no host writes anything for it.
+/// 32 times 2 GiB: no host writes data for it.
 pub(super) const DISCARD: RangeLimits = RangeLimits { count_max: 32, sectors_max: 1 << 22 };
-/// 64 MiB, which are written out where the host knows no better way.
+/// 64 MiB, which is written out if the host has no better way.
 pub(super) const WRITE_ZEROES: RangeLimits = RangeLimits { count_max: 1, sectors_max: 1 << 17 };
 
-/// What the configuration depends on besides the disk.
+/// Input of the configuration in addition to the disk.
 pub(super) struct ConfigInput {
     pub(super) seg_max: u32,
     pub(super) num_queues: u16,
@@ -31,7 +31,7 @@ pub(super) struct ConfigInput {
     pub(super) sparse: bool,
 }
 
-/// The bytes of the configuration space.
+/// Builds the configuration.
 pub(super) fn build(disk: &Disk, input: &ConfigInput) -> [u8; LEN_BYTES] {
     let topology = disk.topology();
     let block_bytes = topology.logical_block_bytes;
@@ -58,7 +58,7 @@ pub(super) fn build(disk: &Disk, input: &ConfigInput) -> [u8; LEN_BYTES] {
     put(44, &block_sectors.to_le_bytes());
     put(48, &WRITE_ZEROES.sectors_max.to_le_bytes());
     put(52, &WRITE_ZEROES.count_max.to_le_bytes());
-    // Writing zeroes may free the space behind it.
+    // Writing zeroes may deallocate storage.
     put(56, &[u8::from(input.sparse)]);
     bytes
 }

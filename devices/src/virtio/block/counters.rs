@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::virtio::Counters;
 use crate::virtio::counters::Counter;
 
-/// What one direction of transfer has done.
+/// Counters of one transfer direction.
 #[derive(Debug)]
 pub(super) struct Direction {
     bytes: Counter,
@@ -41,7 +41,7 @@ impl Direction {
         self.latency_min_us.fetch_min(took_us, Ordering::Relaxed);
     }
 
-    /// Shortest, longest and mean latency; zeros before the first transfer.
+    /// Minimum, maximum and mean latency in microseconds; zeros before the first transfer.
     fn latencies_us(&self) -> [u64; 3] {
         let ops = self.ops.get();
         if ops == 0 {
@@ -53,7 +53,7 @@ impl Direction {
     }
 }
 
-/// Counters of all queues of a block device together.
+/// Counters of all queues of a block device.
 #[derive(Debug, Default)]
 pub struct BlockCounters {
     pub(super) read: Direction,

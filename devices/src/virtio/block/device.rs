@@ -28,35 +28,35 @@ use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of block devices.
 const DEVICE_ID: u16 = 2;
-/// Descriptors of a request besides those of its data: header and status.
+/// Descriptors of a request in addition to its data: header and status.
 const OVERHEAD_DESCRIPTORS: u32 = 2;
 
-/// What a block device is made from.
+/// Configuration of a block device.
 #[derive(Clone, Debug)]
 pub struct BlockConfig {
-    /// Name of the device, for its threads and for messages.
+    /// Id of the device, for thread names and messages.
     pub id: String,
     /// Raw image or block device.
     pub path: PathBuf,
-    /// The guest cannot write.
+    /// Whether the disk is read-only.
     pub readonly: bool,
-    /// Go past the host's page cache.
+    /// Whether to bypass the host's page cache.
     pub direct: bool,
-    /// Offer discard and write zeroes that free space.
+    /// Whether to offer discard, and write zeroes with deallocation.
     pub sparse: bool,
-    /// Queues, each with a thread of its own.
+    /// Number of queues, each with its own thread.
     pub num_queues: u16,
     /// Size of each queue, a power of two.
     pub queue_size: u16,
-    /// Serial string; the ID if none. At most 20 bytes are used.
+    /// Serial string, by default the id; truncated to 20 bytes.
     pub serial: Option<String>,
-    /// Do not use io_uring.
+    /// Whether to avoid io_uring.
     pub disable_io_uring: bool,
-    /// Which bytes [`DiskLock`] locks.
+    /// Byte range that [`DiskLock`] locks.
     pub lock_granularity: LockGranularity,
-    /// CPUs of the host for each queue's thread; none means all.
+    /// Host CPUs for the thread of each queue; empty for all.
     pub queue_affinity: Vec<Vec<usize>>,
-    /// Outcome for a request that the host has no room for.
+    /// Handling of requests for which the host has no space.
     pub on_full: OnFull,
 }
 
@@ -100,8 +100,8 @@ impl Block {
         Ok(Self::with_disk(config, disk))
     }
 
-    /// A device on the image that another device of this process has open, with its lock: between
-    /// the two no other VM can have it. What the configuration says of opening it is as it was.
+    /// A device with the open image and lock of another device of this process, so that no other VM can
+    /// take it in between. Options for opening it keep their earlier values.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -125,13 +125,13 @@ impl Block {
         }
     }
 
-    /// The lock of the image, to be taken before the guest runs and to be released when another
-    /// VMM takes the guest over.
+    /// The lock of the image, to be taken before the guest runs and released when another VMM takes the
+    /// guest over.
     pub fn lock(&self) -> DiskLock {
         DiskLock { disk: Arc::clone(&self.disk), granularity: self.config.lock_granularity }
     }
 
-    /// The requests that the host has no room for, of a device that keeps them.
+    /// Handle to the requests that wait for free space, if the device keeps them (on_full=pause).
     pub fn full_disk(&self) -> Option<FullDisk> {
         let keeps = self.config.on_full == OnFull::Pause;
         keeps.then(|| FullDisk::new(&self.full, &self.disk))
@@ -246,7 +246,8 @@ impl VirtioDevice for Block {
 
     fn acknowledge_features(&mut self, features: u64) {
         self.acknowledged = features & self.features;
-        // A driver that switches the cache and cannot flush it finds it off (virtio 1.3, 5.2.5.2).
+        // For a driver that can change the cache mode and cannot flush, the cache starts off (virtio 1.3,
+        // 5.2.5.2).
         let starts_through = has(self.acknowledged, abi::VIRTIO_BLK_F_CONFIG_WCE)
             && !has(self.acknowledged, abi::VIRTIO_BLK_F_FLUSH);
         self.writeback.store(!starts_through, Ordering::Release);

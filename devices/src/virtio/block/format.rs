@@ -14,27 +14,27 @@ use std::path::Path;
 
 use super::image::DiskError;
 
-/// Bytes at either end that are looked at.
+/// Bytes examined at each end.
 const END_BYTES: usize = 512;
-/// A disk with a VHD footer of 511 bytes, as early versions wrote it, has it one byte later.
+/// A 511-byte VHD footer, as written by early versions, has it one byte later.
 const VHD_COOKIE: &[u8] = b"conectix";
 
-/// A format that is not raw.
+/// An image format other than raw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageFormat {
-    /// QEMU's copy-on-write image, version 1 to 3.
+    /// QEMU copy-on-write image, versions 1 to 3.
     Qcow,
-    /// QEMU's enhanced disk.
+    /// QEMU enhanced disk.
     Qed,
     /// Fixed, dynamic or differencing VHD.
     Vhd,
     /// VHDX.
     Vhdx,
-    /// VMware's disk: sparse, or the text that describes one.
+    /// VMware disk: sparse, or a descriptor.
     Vmdk,
-    /// VirtualBox's disk.
+    /// VirtualBox disk.
     Vdi,
-    /// Parallels' disk.
+    /// Parallels disk.
     Parallels,
 }
 
@@ -53,12 +53,12 @@ impl fmt::Display for ImageFormat {
 }
 
 impl ImageFormat {
-    /// The format of the image at `path`; nothing if it is raw.
+    /// The format of the image at `path`; `None` if it is raw.
     ///
     /// # Errors
     /// The file cannot be opened or read.
     pub fn of(path: &Path) -> Result<Option<Self>, DiskError> {
-        // Without O_NONBLOCK opening a FIFO waits for its other end.
+        // Without O_NONBLOCK, opening a FIFO blocks.
         let flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
         let path = path.to_owned();
@@ -78,7 +78,7 @@ impl ImageFormat {
         if let Some(format) = Self::by_head(first.get(..len).unwrap_or_default()) {
             return Ok(Some(format));
         }
-        // A fixed VHD is raw data with a footer. A block device is larger than what is in it.
+        // A fixed VHD is raw data with a footer. A block device is larger than its contents.
         let file_len_bytes = file.metadata()?.len();
         let Some(offset) = file_len_bytes.checked_sub(END_BYTES as u64) else { return Ok(None) };
         let mut last = [0; END_BYTES];
@@ -86,7 +86,7 @@ impl ImageFormat {
         Ok(Self::by_footer(last.get(..len).unwrap_or_default()))
     }
 
-    /// By the first bytes.
+    /// The format by the first bytes.
     fn by_head(bytes: &[u8]) -> Option<Self> {
         const HEADS: [(&[u8], ImageFormat); 9] = [
             (b"QFI\xfb", ImageFormat::Qcow),
@@ -107,14 +107,14 @@ impl ImageFormat {
         HEADS.iter().find(|(head, _)| bytes.starts_with(head)).map(|(_, format)| *format)
     }
 
-    /// By the last [`END_BYTES`].
+    /// The format by the last [`END_BYTES`].
     fn by_footer(bytes: &[u8]) -> Option<Self> {
         let has = |at: usize| bytes.get(at..).is_some_and(|bytes| bytes.starts_with(VHD_COOKIE));
         (has(0) || has(1)).then_some(Self::Vhd)
     }
 }
 
-/// Reads until the buffer is full or the file ends, and says how much.
+/// Reads until the buffer is full or the file ends; returns the number of bytes.
 fn read_up_to(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
@@ -161,7 +161,7 @@ mod tests {
             (b"WithoutFreeSpace", ImageFormat::Parallels),
         ] {
             assert_eq!(of(&[head, &zeros]), Some(format));
-            // The signature means nothing elsewhere.
+            // The signature only counts at its offset.
             assert_eq!(of(&[&zeros, head, &zeros]), None);
         }
         assert_eq!(

@@ -20,12 +20,12 @@ use crate::syscalls::check;
 
 /// Unit of sector numbers (virtio 1.3, 5.2.4).
 pub(super) const SECTOR_BYTES: u64 = 512;
-/// Largest logical block that is taken over from the host.
+/// Maximum logical block size adopted from the host.
 const BLOCK_BYTES_MAX: u64 = 4096;
-/// Alignment for direct I/O where the host does not say.
+/// Alignment for direct I/O if the host does not report one.
 const DIRECT_ALIGN_DEFAULT_BYTES: u64 = 4096;
 
-// Block device ioctls (linux/fs.h), which libc has not.
+// Block device ioctls (linux/fs.h) that libc lacks.
 const BLKSSZGET: libc::Ioctl = 0x1268;
 const BLKPBSZGET: libc::Ioctl = 0x127b;
 const BLKIOMIN: libc::Ioctl = 0x1278;
@@ -39,81 +39,81 @@ pub enum DiskError {
     /// The image cannot be opened.
     #[error("cannot open disk {path}{}", if *.direct { " with direct=on" } else { "" })]
     Open {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Whether direct I/O was asked for.
+        /// Whether direct I/O is configured.
         direct: bool,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It is neither a file nor a block device.
+    /// The path is neither a regular file nor a block device.
     #[error("disk {path} is neither a regular file nor a block device")]
     Kind {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// Its size is not known.
+    /// The size cannot be determined.
     #[error("cannot find out about disk {path}")]
     Inspect {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Another VM has the lock.
+    /// Another VM holds the lock.
     #[error(
         "disk {path} is in use by another VM (lock held): stop that VM, or give both readonly=on"
     )]
     InUse {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
     },
-    /// The lock cannot be set.
+    /// The lock cannot be taken or released.
     #[error("cannot change the lock on disk {path}")]
     Lock {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// What was written is not on stable storage.
+    /// Written data could not be made stable.
     #[error(
         "writes to disk {path} that the guest counts as done could not be put on stable storage"
     )]
     NotStable {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The host's answer, now or to an earlier flush.
+        /// The error of this or an earlier flush.
         #[source]
         source: io::Error,
     },
-    /// The page cache may hold what the image held before another host wrote to it.
+    /// The page cache cannot be dropped, and may hold outdated contents.
     #[error("cannot drop what the page cache of this host has of disk {path}")]
     Cache {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// A queue count or size that a device cannot have.
+    /// The number or size of queues is invalid.
     #[error("disk {path} cannot have {what} {value}: it must be {allowed}")]
     Queues {
-        /// The image.
+        /// Path of the image.
         path: PathBuf,
-        /// Which number.
+        /// Name of the value.
         what: &'static str,
-        /// The number.
+        /// The value.
         value: u16,
-        /// What it may be.
+        /// The valid range.
         allowed: &'static str,
     },
 }
 
-/// Sizes that the guest is told for its own layout.
+/// Block sizes reported to the guest.
 #[expect(clippy::struct_field_names, reason = "the unit belongs to the name")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Topology {
@@ -130,14 +130,14 @@ pub(crate) struct Disk {
     readonly: bool,
     direct: bool,
     is_device: bool,
-    /// Of the open file, whichever devices have had it.
+    /// State of the open file, shared by successive devices.
     pub(super) condition: Arc<Condition>,
     file_len_bytes: u64,
     topology: Topology,
-    /// Alignment of addresses and of offsets that direct I/O needs; 1 without direct I/O.
+    /// Alignment of addresses and offsets for direct I/O in bytes; 1 without direct I/O.
     address_align_bytes: usize,
     offset_align_bytes: u64,
-    /// Held while a block is read, changed in part and written.
+    /// Held during read-modify-write of a block.
     pub(super) partial_write: Mutex<()>,
     #[cfg(test)]
     pub(super) refusal: super::tests::Refusal,
@@ -145,7 +145,7 @@ pub(crate) struct Disk {
 
 impl Disk {
     pub(crate) fn open(path: &Path, readonly: bool, direct: bool) -> Result<Self, DiskError> {
-        // Opening a pipe waits for its other end. (A disk is not opened with O_NONBLOCK, which io_uring obeys.)
+        // Opening a FIFO blocks, and O_NONBLOCK is not used for disks, as io_uring honours it.
         if path.metadata().is_ok_and(|there| there.file_type().is_fifo()) {
             return Err(DiskError::Kind { path: path.to_owned() });
         }
@@ -159,8 +159,7 @@ impl Disk {
         Self::inspect(path, Arc::new(file), readonly, direct)
     }
 
-    /// The same open file, with its lock, for the next device that has it; its size is asked for
-    /// again.
+    /// The same open file and lock, for the next device; its size is determined again.
     pub(super) fn again(&self) -> Result<Self, DiskError> {
         let mut disk =
             Self::inspect(&self.path, Arc::clone(&self.file), self.readonly, self.direct)?;
@@ -228,7 +227,7 @@ impl Disk {
         &self.file
     }
 
-    /// The file for a write that the kernel carries out by itself: of a test, one that refuses it.
+    /// The file for a write within the kernel; tests may refuse it.
     pub(super) fn file_to_change(&self) -> &File {
         #[cfg(test)]
         if let Some(full) = self.refusal.file() {
@@ -237,7 +236,7 @@ impl Disk {
         &self.file
     }
 
-    /// Whether the image may be changed by a call that follows: always, but in tests.
+    /// Whether the next call may change the image: always, except in tests.
     #[cfg_attr(not(test), expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "tests"))]
     pub(super) fn may_change(&self) -> io::Result<()> {
         #[cfg(test)]
@@ -253,14 +252,13 @@ impl Disk {
         self.direct
     }
 
-    /// Whether it is a block device of the host.
+    /// Whether the image is a host block device.
     pub(super) fn is_device(&self) -> bool {
         self.is_device
     }
 
-    /// Tells a block device that nothing in a range is needed any more. Punching a hole would have it
-    /// read as zeros, which costs a device that cannot do that by itself a write of all of it, and is
-    /// refused by others.
+    /// Discards a range of a block device. Punching a hole would make it read as zeros, which some devices
+    /// implement by writing all of it, and others refuse.
     pub(super) fn discard_on_device(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
         let range = [offset, len_bytes];
         // SAFETY: BLKDISCARD reads two u64, which is what it gets; the descriptor is open.
@@ -276,7 +274,7 @@ impl Disk {
         self.topology
     }
 
-    /// Size of the disk in sectors, in whole blocks.
+    /// Size in sectors, rounded down to whole blocks.
     pub(super) fn capacity_sectors(&self) -> u64 {
         let block_bytes = self.topology.logical_block_bytes;
         self.file_len_bytes / block_bytes * (block_bytes / SECTOR_BYTES)
@@ -290,7 +288,7 @@ impl Disk {
         self.offset_align_bytes
     }
 
-    /// The disk with other alignments, as if the host had asked for them.
+    /// The disk with other alignments, as if the host required them.
     #[cfg(test)]
     pub(super) fn with_alignment(mut self, address_bytes: usize, offset_bytes: u64) -> Self {
         self.address_align_bytes = address_bytes;
@@ -311,7 +309,7 @@ fn direct_alignment(file: &File, is_device: bool) -> (u64, u64) {
     (DIRECT_ALIGN_DEFAULT_BYTES, DIRECT_ALIGN_DEFAULT_BYTES)
 }
 
-/// What the kernel says (Linux 6.1 and later), if it is usable.
+/// The alignment that the kernel reports (Linux 6.1 and later), if usable.
 fn reported_alignment(file: &File) -> Option<(u64, u64)> {
     // SAFETY: statx is a plain C struct for which all zeros is a valid value.
     let mut answer: libc::statx = unsafe { std::mem::zeroed() };

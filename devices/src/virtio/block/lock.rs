@@ -15,20 +15,20 @@ use super::device::BlockConfig;
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
 
-/// Which bytes of the image are locked.
+/// Byte range of the image lock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LockGranularity {
-    /// The bytes of the disk. Some network file systems treat a lock on a whole file differently.
+    /// The bytes of the disk. Some network file systems treat whole-file locks differently.
     #[default]
     ByteRange,
     /// The whole file, whatever its length.
     Full,
 }
 
-/// The lock of a block device's image: shared if it is read-only, exclusive otherwise.
+/// The lock of an image: shared if read-only, exclusive otherwise.
 ///
-/// A handle, so that the lock can be taken when the VM starts and be handed over with the
-/// acknowledgement of a migration while the transport owns the device.
+/// A handle, so that it can be taken when the VM starts, and handed over when a migration is acknowledged,
+/// while the transport owns the device.
 #[derive(Clone)]
 pub struct DiskLock {
     pub(super) disk: Arc<Disk>,
@@ -36,7 +36,7 @@ pub struct DiskLock {
 }
 
 impl DiskLock {
-    /// Takes the lock, or fails at once. Taking it again changes nothing.
+    /// Takes the lock, or fails without waiting. Idempotent.
     pub fn lock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();
         let len_bytes = Some(self.disk.file_len_bytes());
@@ -64,8 +64,7 @@ impl DiskLock {
         })
     }
 
-    /// Releases the lock. The device must hold still, and what it wrote must have been written
-    /// back ([`Self::write_back`]).
+    /// Releases the lock. The device must be paused and its writes written back ([`Self::write_back`]).
     pub fn unlock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();
         self.set(libc::F_UNLCK)
@@ -74,7 +73,7 @@ impl DiskLock {
         Ok(())
     }
 
-    /// Whether a device of `config` can have this open image ([`super::Block::over`]).
+    /// Whether a device of `config` can take over this open image ([`super::Block::over`]).
     pub fn fits(&self, config: &BlockConfig) -> bool {
         let disk = &self.disk;
         disk.path() == config.path
@@ -83,21 +82,21 @@ impl DiskLock {
             && self.granularity == config.lock_granularity
     }
 
-    /// The image.
+    /// Path of the image.
     pub fn path(&self) -> &Path {
         self.disk.path()
     }
 
-    /// Whether there may be something to write back: the disk is not read-only.
+    /// Whether the disk is writable, and so may need writing back.
     pub fn is_writable(&self) -> bool {
         !self.disk.readonly()
     }
 
-    /// Puts on stable storage what was written before. Takes as long as the disk takes.
+    /// Makes earlier writes stable. Takes as long as the storage does.
     ///
     /// # Errors
-    /// [`DiskError::NotStable`], also if an earlier flush, of the guest or from here, has failed:
-    /// what was lost then is lost, and only opening the image anew forgets it.
+    /// [`DiskError::NotStable`], also if an earlier flush by the guest or the VMM has failed: the lost data
+    /// cannot be recovered, and the error persists until the image is opened again.
     pub fn write_back(&self) -> Result<(), DiskError> {
         self.disk.flush().map_err(|source| self.not_stable(source))
     }
@@ -110,11 +109,11 @@ impl DiskLock {
         self.disk.check_stable().map_err(|source| self.not_stable(source))
     }
 
-    /// Has the image read anew, after another host may have written to it. Nothing is done for a
-    /// read-only disk, to which no other VM may write as long as it is locked.
+    /// Drops the cached contents of the image, to which another host may have written. Nothing is done for
+    /// a read-only disk, to which no other VM can write while it is locked.
     ///
     /// # Errors
-    /// The host's answer.
+    /// The host's error.
     pub fn drop_cache(&self) -> Result<(), DiskError> {
         if self.is_writable() { self.disk.drop_cache() } else { Ok(()) }
     }
@@ -125,7 +124,7 @@ impl DiskLock {
 
     fn set(&self, kind: libc::c_int) -> io::Result<()> {
         let len_bytes = match self.granularity {
-            // A length of zero means to the end, however far that is.
+            // A length of zero extends to the end of the file.
             LockGranularity::Full => 0,
             LockGranularity::ByteRange => self.disk.file_len_bytes(),
         };

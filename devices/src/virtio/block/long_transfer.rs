@@ -14,15 +14,14 @@ use super::perform::Failure;
 use super::request::{Operation, Request};
 use crate::virtio::buffers::Segments;
 
-/// Longest transfer that is done at once, and of a longer one a piece. Drivers stay far below: those of Linux
-/// ask for 1.25 MiB at a time, and for at most 32 MiB when they are told to.
+/// Maximum length of a transfer done at once, and length of the pieces of a longer one. Linux drivers
+/// request 1.25 MiB at a time, and at most 32 MiB if configured.
 pub(super) const PIECE_BYTES: u64 = 16 << 20;
 
-/// Transfers of a queue that are under way at a time take no more than this and one of them: a pause waits
-/// for that much.
+/// Limit on the bytes in flight of a queue, which one more transfer may exceed: a pause waits for them.
 pub(super) const UNDER_WAY_BYTES: u64 = 64 << 20;
 
-/// A long transfer that is under way.
+/// A long transfer in progress.
 pub(super) struct LongTransfer {
     request: Request,
     started: Instant,
@@ -30,16 +29,16 @@ pub(super) struct LongTransfer {
     rest: Segments,
 }
 
-/// What a piece has come to.
+/// Result of a piece.
 pub(super) enum Progress {
-    /// There are more.
+    /// More pieces are left.
     Unfinished(LongTransfer),
-    /// The request is to be answered.
+    /// The request can be completed.
     Finished { request: Request, started: Instant, outcome: Result<u64, Failure> },
 }
 
 impl Operation {
-    /// Bytes that it transfers.
+    /// Length of the transfer in bytes.
     pub(super) fn transfer_bytes(&self) -> u64 {
         match self {
             Self::Read { data, .. } | Self::Write { data, .. } => data.len_bytes(),
@@ -49,7 +48,7 @@ impl Operation {
 }
 
 impl LongTransfer {
-    /// Begins with a request if it is one of these; otherwise it comes back.
+    /// Starts a request that needs pieces; returns any other.
     pub(super) fn begin(request: Request) -> Result<Self, Request> {
         match &request.operation {
             Operation::Read { data, .. } | Operation::Write { data, .. }
@@ -62,7 +61,7 @@ impl LongTransfer {
         }
     }
 
-    /// Has the next piece done by `perform`.
+    /// Does the next piece with `perform`.
     pub(super) fn go_on(
         mut self,
         perform: impl FnOnce(&Operation) -> Result<u64, Failure>,

@@ -19,22 +19,22 @@ use super::image::Disk;
 use super::perform::{Engine, Failure};
 use super::request::Request;
 
-/// Outcome for a request that the host has no room for.
+/// Handling of a request for which the host has no space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
     /// The driver gets an I/O error.
     #[default]
     Report,
-    /// It is kept until there is room; the owner of the VM is told, to pause it.
+    /// The request waits for free space; the VMM thread is notified, to pause the VM.
     Pause,
 }
 
-/// Whether the host had no room.
+/// Whether the host is out of space.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
 }
 
-/// One that is kept.
+/// A request that waits for free space.
 struct PendingRequest {
     queue: u16,
     request: Request,
@@ -42,10 +42,10 @@ struct PendingRequest {
     memory: GuestMemoryHandle,
 }
 
-/// The requests of one device that are kept.
+/// The requests of a device that wait for free space.
 #[derive(Default)]
 pub(crate) struct NoSpace {
-    /// Held for an instant, never while a request is carried out.
+    /// Only locked briefly, never while a request is carried out.
     kept: Mutex<Vec<PendingRequest>>,
     tell: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -55,7 +55,7 @@ impl NoSpace {
         self.kept.lock()
     }
 
-    /// Keeps a request of a queue.
+    /// Adds a request of a queue.
     pub(super) fn keep(
         &self,
         queue: u16,
@@ -66,15 +66,15 @@ impl NoSpace {
         self.lock().push(PendingRequest { queue, request, engine, memory });
     }
 
-    /// Says that there are requests that are kept. Called once by each queue after it was started.
+    /// Reports that requests are waiting. Called once by each queue when it starts.
     pub(super) fn tell(&self) {
         if let Some(tell) = self.tell.get() {
             tell();
         }
     }
 
-    /// Takes those of a queue, in the order in which they came: to be begun again, or as its driver is not to
-    /// be answered any more.
+    /// Removes the requests of a queue, in order of arrival: to be retried, or dropped because the driver
+    /// must not be answered any more.
     pub(super) fn take(&self, queue: u16) -> Vec<Request> {
         let mut kept = self.lock();
         let (own, others) =
@@ -84,13 +84,13 @@ impl NoSpace {
         own.into_iter().map(|kept| kept.request).collect()
     }
 
-    /// Forgets them all, as the driver that waited for them is gone; gives their number.
+    /// Drops all requests, as the driver is gone; returns their number.
     pub(super) fn forget(&self) -> usize {
         std::mem::take(&mut *self.lock()).len()
     }
 }
 
-/// What the owner of a VM may ask of a disk that keeps requests; cheap to clone.
+/// Handle to a disk with requests that wait for free space; cheap to clone.
 #[derive(Clone)]
 pub struct FullDisk {
     full: Arc<NoSpace>,
@@ -102,31 +102,31 @@ impl FullDisk {
         Self { full: Arc::clone(full), disk: Arc::clone(disk) }
     }
 
-    /// Has `tell` called, on a thread of the device, when a request has been kept; it must not wait. Only the
-    /// first one set counts.
+    /// Sets the callback for a request that starts to wait; called on a thread of the device, and must not
+    /// block. Only the first callback set counts.
     pub fn on_full(&self, tell: impl Fn() + Send + Sync + 'static) {
-        // The one that is set first stays.
+        // A callback set before is kept.
         let _ = self.full.tell.set(Box::new(tell));
     }
 
-    /// Requests that are kept.
+    /// Number of waiting requests.
     pub fn kept(&self) -> usize {
         self.full.lock().len()
     }
 
-    /// The image.
+    /// Path of the image.
     pub fn path(&self) -> &Path {
         self.disk.path()
     }
 
-    /// Carries out what is kept, as far as there is room, and answers none of it: the device, which must hold
-    /// still, begins it again when it continues. To write the same to the same place twice changes nothing.
-    /// Takes as long as the storage takes.
+    /// Carries out the waiting requests as far as there is space, without completing them: the device,
+    /// which must be paused, repeats them when it resumes, as writing the same data again changes nothing.
+    /// Takes as long as the storage does.
     ///
     /// # Errors
-    /// There is no room yet. Any other failure is the driver's to be told of, when the device continues.
+    /// There is no space yet. Other errors are reported to the driver when the device resumes.
     pub fn try_again(&self) -> io::Result<()> {
-        // In turn and without the lock, which others look behind meanwhile.
+        // One at a time and without the lock, which other threads use meanwhile.
         let next = |at: usize| {
             let kept = self.full.lock();
             let kept = kept.get(at)?;

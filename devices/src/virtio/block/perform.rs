@@ -16,12 +16,12 @@ use super::no_space::OnFull;
 use super::request::{Operation, SERIAL_BYTES, Status};
 use super::synchronous;
 
-/// Whether written data may stay in a cache until a flush.
+/// Cache mode, on which it depends whether writes may stay in a cache until a flush.
 #[derive(Clone)]
 pub(crate) struct CacheMode {
-    /// The driver knows how to flush.
+    /// Whether the driver can flush.
     pub(crate) flush_negotiated: bool,
-    /// The configuration field, which the driver may change.
+    /// The writeback field of the configuration, which the driver may change.
     pub(crate) writeback: Arc<AtomicBool>,
 }
 
@@ -31,25 +31,25 @@ impl CacheMode {
     }
 }
 
-/// How a write gets onto stable storage.
+/// How a write becomes stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stability {
-    /// By a flush of the driver.
+    /// By a later flush of the driver.
     Later,
     /// By the write itself.
     AtOnce,
-    /// By a flush behind it.
+    /// By a flush after it.
     Behind,
 }
 
 /// Why a request failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The driver asked for something impossible.
+    /// The request is invalid or unsupported.
     Status(Status),
-    /// The host refused.
+    /// The host refused it.
     Host(io::Error),
-    /// The host has not put on stable storage what it had taken.
+    /// The host could not make earlier writes stable.
     Flush(io::Error),
 }
 
@@ -65,30 +65,30 @@ impl From<Status> for Failure {
     }
 }
 
-/// What requests are carried out with; cheap to clone.
+/// What carries out requests; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Engine {
     pub(crate) disk: Arc<Disk>,
     pub(crate) serial: [u8; SERIAL_BYTES],
     pub(crate) cache: CacheMode,
-    /// Space may be freed.
+    /// Whether storage may be deallocated.
     pub(crate) sparse: bool,
     pub(crate) on_full: OnFull,
 }
 
 impl Engine {
-    /// How a write that is begun now is to get onto stable storage.
+    /// How a write that starts now becomes stable.
     pub(super) fn stability(&self) -> Stability {
         if !self.cache.through() {
             return Stability::Later;
         }
-        // The answer to a write through the page cache that is to be stable at once does not tell a full disk,
-        // for which the write may be kept, from earlier data that could not be written back and are lost.
+        // The error of a stable write through the page cache does not distinguish a full disk, for which
+        // the request may wait, from earlier data that could not be written back and are lost.
         let is_ambiguous = self.on_full == OnFull::Pause && !self.disk.direct();
         if is_ambiguous { Stability::Behind } else { Stability::AtOnce }
     }
 
-    /// Does an operation; gives the number of bytes written to guest memory.
+    /// Carries out an operation; returns the number of bytes written to guest memory.
     pub(super) fn perform(
         &self,
         operation: &Operation,
@@ -115,7 +115,7 @@ impl Engine {
                 Ok(0)
             }
             Operation::GetId { data } => Ok(synchronous::get_id(memory, data, &self.serial)?),
-            // Offered only where space may be freed.
+            // Only offered if storage may be deallocated.
             Operation::Discard(_) if !self.sparse => Err(Failure::Status(Status::Unsupported)),
             Operation::Discard(ranges) => {
                 let is_done = synchronous::discard(disk, ranges)?;

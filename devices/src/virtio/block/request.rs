@@ -17,12 +17,12 @@ use crate::virtio::queue::Chain;
 const HEADER_BYTES: usize = 16;
 /// Length of the device's serial string (virtio 1.3, 5.2.6).
 pub(super) const SERIAL_BYTES: usize = 20;
-/// One element of a discard or write-zeroes request.
+/// Length of a segment of a discard or write-zeroes request.
 const RANGE_BYTES: usize = 16;
-/// Flag of an element: the space may be freed. All other bits are reserved.
+/// Flag of a segment: storage may be deallocated. All other bits are reserved.
 const RANGE_FLAG_UNMAP: u32 = 1;
 
-/// The answer to a request: the byte at its end.
+/// Status of a request, its last byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
     Ok,
@@ -40,36 +40,36 @@ impl Status {
     }
 }
 
-/// Sectors, checked to lie on the disk.
+/// A range of sectors, validated to be on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     pub(super) offset: u64,
     pub(super) len_bytes: u64,
-    /// The space may be freed.
+    /// Whether storage may be deallocated.
     pub(super) unmap: bool,
 }
 
-/// What is to be done.
+/// Operation of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// Transfer from the disk at `offset` to guest memory.
+    /// Read from the disk at `offset` to guest memory.
     Read { offset: u64, data: Segments },
-    /// Transfer from guest memory to the disk at `offset`.
+    /// Write from guest memory to the disk at `offset`.
     Write { offset: u64, data: Segments },
-    /// Put on stable storage what was written before.
+    /// Make earlier writes stable.
     Flush,
-    /// Tell the device's serial string.
+    /// Return the serial string.
     GetId { data: Segments },
-    /// The content of these ranges is not needed any more.
+    /// Discard these ranges.
     Discard(Vec<Range>),
-    /// These ranges shall read as zeros.
+    /// Write zeros to these ranges.
     WriteZeroes(Vec<Range>),
-    /// Nothing: this is the answer.
+    /// None; complete the request with this status.
     Refused(Status),
 }
 
 impl Operation {
-    /// For messages.
+    /// Name for messages.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Read { .. } => "read",
@@ -81,23 +81,23 @@ impl Operation {
         }
     }
 
-    /// Whether it takes room, so that it may be carried out when there is more.
+    /// Whether it needs space, so that it can be retried when there is more.
     pub(super) fn takes_room(&self) -> bool {
         matches!(self, Self::Write { .. } | Self::Discard(_) | Self::WriteZeroes(_))
     }
 }
 
-/// A request and where its answer goes.
+/// A request with the location of its status.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) head: u16,
     status: Segments,
-    /// Room for data in front of the answer.
+    /// Length of the data buffer before the status.
     room_bytes: u64,
     pub(super) operation: Operation,
 }
 
-/// What the checks depend on.
+/// Limits for validation.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
     pub(super) capacity_sectors: u64,
@@ -105,7 +105,7 @@ pub(super) struct Limits {
 }
 
 impl Request {
-    /// Takes a chain apart; an error says why there can be no answer to it.
+    /// Parses a chain; the error says why it cannot have a status.
     pub(super) fn parse(
         mut chain: Chain,
         memory: &GuestMemory,
@@ -125,14 +125,13 @@ impl Request {
         Ok(Self { head: chain.head, status, room_bytes, operation })
     }
 
-    /// How many bytes from its front the driver's buffer has got, of which `data_bytes` are data: with
-    /// the answer, which is at its end, if nothing is missing before it (virtio 1.3, 2.7.8.2).
+    /// Used length for `data_bytes` of data written from the front: including the status at the end, if
+    /// nothing before it is missing (virtio 1.3, 2.7.8.2).
     pub(super) fn used_bytes(&self, data_bytes: u64) -> u64 {
         if data_bytes == self.room_bytes { data_bytes.saturating_add(1) } else { data_bytes }
     }
 
-    /// Writes the answer. An answer that cannot be written is lost, and so is the chain's use to
-    /// the driver; there is no place for an answer.
+    /// Writes the status. A failure is ignored, as there is nowhere to report it to.
     pub(super) fn answer(&self, memory: &GuestMemory, status: Status) {
         let _ = self.status.copy_in(memory, &[status.byte()]);
     }
@@ -163,7 +162,7 @@ fn operation(
         abi::VIRTIO_BLK_T_DISCARD => {
             refuse_if_readonly(limits)?;
             let ranges = ranges(&chain.readable, memory, limits, DISCARD)?;
-            // The flag belongs to writing zeroes only (virtio 1.3, 5.2.6.2).
+            // The flag is only valid for write zeroes (virtio 1.3, 5.2.6.2).
             if ranges.iter().any(|range| range.unmap) {
                 return Err(Status::Unsupported);
             }
@@ -182,7 +181,7 @@ fn refuse_if_readonly(limits: Limits) -> Result<(), Status> {
     if limits.readonly { Err(Status::IoError) } else { Ok(()) }
 }
 
-/// The offset of a transfer in bytes, if it consists of whole sectors and lies on the disk.
+/// Byte offset of a transfer, if it consists of whole sectors on the disk.
 fn place(sector: u64, data: &Segments, limits: Limits) -> Result<u64, Status> {
     let len_bytes = data.len_bytes();
     if !len_bytes.is_multiple_of(SECTOR_BYTES) {

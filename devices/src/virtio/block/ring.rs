@@ -20,30 +20,30 @@ use super::long_transfer::UNDER_WAY_BYTES;
 use super::request::Request;
 use crate::virtio::buffers::HostRanges;
 
-/// Most operations in flight of one queue.
+/// Maximum number of operations in flight of a queue.
 const DEPTH_MAX: u16 = 1024;
 
-/// What the kernel does with the host ranges.
+/// Type of an operation on host ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Read,
-    /// Onto stable storage at once, if so.
+    /// With stability of the data on completion, if set.
     Write {
         through: bool,
     },
     Flush,
 }
 
-/// An operation to be done.
+/// An operation to be submitted.
 pub(super) struct Job {
     pub(super) request: Request,
     pub(super) action: Action,
-    /// Where on the disk the rest begins.
+    /// Offset on the disk of the remaining part.
     pub(super) offset: u64,
-    /// The rest of the host's addresses; empty for a flush.
+    /// Remaining host ranges; empty for a flush.
     pub(super) ranges: HostRanges<Arc<GuestMemory>>,
     pub(super) started: Instant,
-    /// Transferred up to now.
+    /// Bytes transferred so far.
     pub(super) done_bytes: u64,
 }
 
@@ -53,27 +53,27 @@ pub(super) struct Done {
     pub(super) result: io::Result<()>,
 }
 
-/// An io_uring instance of one queue.
+/// The io_uring instance of one queue.
 pub(super) struct Ring {
     uring: IoUring,
     completed: EventFd,
     disk: Arc<Disk>,
-    /// Operations in flight; the index is what the kernel returns.
+    /// Operations in flight; the index is their user data.
     slots: Vec<Option<Box<Job>>>,
     free: Vec<usize>,
-    /// What the operations in flight transfer together, when they are begun.
+    /// Bytes of the operations in flight, counted when they start.
     in_flight_bytes: u64,
 }
 
 impl Ring {
-    /// Whether the host lets this process use all that is needed.
+    /// Whether this process may use all required io_uring features.
     pub(super) fn is_available() -> bool {
         let Ok(ring) = IoUring::new(2) else { return false };
         let mut probe = Probe::new();
         if ring.submitter().register_probe(&mut probe).is_err() {
             return false;
         }
-        // SUBMIT_STABLE: the kernel has read the array of ranges when the submission returns.
+        // SUBMIT_STABLE: the kernel has copied the iovecs when the submission returns.
         ring.params().is_feature_submit_stable()
             && [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE]
                 .iter()
@@ -90,7 +90,7 @@ impl Ring {
         Ok(Self { uring: ring, completed, disk, slots, free, in_flight_bytes: 0 })
     }
 
-    /// Signalled when operations completed.
+    /// Signalled when operations complete.
     pub(super) fn completed(&self) -> &EventFd {
         &self.completed
     }
@@ -103,8 +103,7 @@ impl Ring {
         self.free.len() == self.slots.len()
     }
 
-    /// Takes an operation, to be given to the kernel by [`Self::submit`]. Without room it comes
-    /// back.
+    /// Queues an operation for [`Self::submit`]; returns it if there is no slot.
     pub(super) fn push(&mut self, job: Box<Job>) -> Result<(), Box<Job>> {
         let len_bytes = job.request.operation.transfer_bytes();
         let Some(slot) = self.free.pop() else { return Err(job) };
@@ -116,7 +115,7 @@ impl Ring {
             self.in_flight_bytes = self.in_flight_bytes.saturating_add(len_bytes);
             return Ok(());
         }
-        // The submission queue is as long as there are slots, and is emptied by `submit`.
+        // The submission queue has an entry per slot, and `submit` empties it.
         self.free.push(slot);
         match self.slots.get_mut(slot).and_then(Option::take) {
             Some(job) => Err(job),
@@ -133,7 +132,7 @@ impl Ring {
         unsafe { self.uring.submission().push(&entry) }.is_ok()
     }
 
-    /// Gives the kernel what was pushed; `false` if it is too busy to take all of it now.
+    /// Submits queued operations; `false` if the kernel could not accept all of them now.
     pub(super) fn submit(&mut self) -> bool {
         while let Err(error) = self.uring.submit() {
             if error.kind() != io::ErrorKind::Interrupted {
@@ -144,7 +143,7 @@ impl Ring {
         self.uring.submission().is_empty()
     }
 
-    /// Waits until something completed, if anything is in flight.
+    /// Waits for a completion, if anything is in flight.
     pub(super) fn wait(&self) {
         if self.is_idle() {
             return;
@@ -157,9 +156,9 @@ impl Ring {
         }
     }
 
-    /// Takes completed operations; continues with those of which only a part is done.
+    /// Takes completed operations; continues partial ones.
     pub(super) fn take_completed(&mut self) -> Vec<Done> {
-        // An error means that there is nothing to take, which is as good.
+        // An error means that it was not signalled, which does not matter.
         let _ = self.completed.read();
         let completions: Vec<(u64, i32)> =
             self.uring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
@@ -221,7 +220,7 @@ fn entry(disk: &Disk, job: &Job) -> squeue::Entry {
     }
 }
 
-/// Takes note of what the kernel did; `None` if there is a rest to be done.
+/// Handles a completion; `None` if a part remains.
 fn advance(job: &mut Job, result: i32) -> Option<io::Result<()>> {
     let Ok(len_bytes) = usize::try_from(result) else {
         let error = io::Error::from_raw_os_error(result.saturating_neg());
@@ -238,6 +237,6 @@ fn advance(job: &mut Job, result: i32) -> Option<io::Result<()>> {
     if job.ranges.len_bytes() == 0 {
         return Some(Ok(()));
     }
-    // The image is shorter than it was.
+    // The image has been truncated.
     if len_bytes == 0 { Some(Err(io::ErrorKind::UnexpectedEof.into())) } else { None }
 }

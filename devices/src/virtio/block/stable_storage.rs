@@ -18,12 +18,12 @@ use parking_lot::{Mutex, MutexGuard};
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
 
-/// What is known of an open image besides its contents.
+/// State of an open image.
 #[derive(Debug, Default)]
 pub(super) struct Condition {
-    /// Number of the error of the first flush that failed; 0 if none has.
+    /// The errno of the first failed flush; 0 if none.
     failed: AtomicI32,
-    /// How many bytes are locked, if any are. Held while the lock is changed.
+    /// Number of bytes locked, if any. Held while the lock is changed.
     locked_bytes: Mutex<Option<u64>>,
 }
 
@@ -34,7 +34,7 @@ impl Condition {
 }
 
 impl Disk {
-    /// Puts on stable storage what was written before. Nothing was, if the disk is read-only.
+    /// Makes earlier writes stable. No effect on a read-only disk.
     pub(super) fn flush(&self) -> io::Result<()> {
         if self.readonly() {
             return Ok(());
@@ -43,11 +43,11 @@ impl Disk {
         self.note_flush(self.file().sync_data())
     }
 
-    /// Takes note of how a flush went; returns what the flush request is completed with.
+    /// Records the result of a flush; returns the result for the request.
     pub(super) fn note_flush(&self, result: io::Result<()>) -> io::Result<()> {
         if let Err(error) = result {
             let number = error.raw_os_error().unwrap_or(libc::EIO);
-            // The first one stays.
+            // The first error is kept.
             let _ = self.condition.failed.compare_exchange(
                 0,
                 number,
@@ -56,12 +56,12 @@ impl Disk {
             );
             return Err(error);
         }
-        // The host tells of a failure once: perhaps in answer to a flush of another queue.
+        // The host reports an error once, perhaps to the flush of another queue.
         self.check_stable()
     }
 
-    /// Takes note of a write that was to be on stable storage when it was done, and failed. Through
-    /// the page cache, the failure may be that of another write.
+    /// Records a failed write that was to be stable on completion. Through the page cache, the error may be
+    /// that of another write.
     pub(super) fn note_failed_through(&self, error: &io::Error) {
         if !self.direct()
             && let Some(number) = error.raw_os_error()
@@ -70,7 +70,7 @@ impl Disk {
         }
     }
 
-    /// The error of the first flush that failed.
+    /// The error of the first failed flush.
     pub(super) fn check_stable(&self) -> io::Result<()> {
         match self.condition.failed.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -78,22 +78,21 @@ impl Disk {
         }
     }
 
-    /// Forgets what the page cache of this host has of the image, so that what another host wrote is
-    /// read. What was written here before and is still in the cache is written back first; what has
-    /// no copy elsewhere is never dropped.
+    /// Drops the host's cached contents of the image, so that writes of another host are read. Dirty pages
+    /// are written back first; data without a copy elsewhere is never dropped.
     pub(super) fn drop_cache(&self) -> Result<(), DiskError> {
         self.drop_cache_after(write_out)
     }
 
-    /// The same, with what writes the cache of a file back.
+    /// The same, with the function that writes a file's cache back.
     pub(super) fn drop_cache_after(
         &self,
         write_out: impl FnOnce(&File) -> io::Result<()>,
     ) -> Result<(), DiskError> {
         let error = |source| DiskError::Cache { path: self.path().to_owned(), source };
         if !self.readonly() {
-            // The host has told of a failed writeback with this answer, and tells no flush of it
-            // again: it counts as a flush that failed.
+            // This error reports a failed write-back, which no later flush reports again: it counts as a
+            // failed flush.
             write_out(self.file()).or_else(|failed| self.note_flush(Err(failed))).map_err(error)?;
         }
         let fd = self.file().as_raw_fd();
@@ -105,8 +104,8 @@ impl Disk {
     }
 }
 
-/// Writes out what the page cache has of a file, and waits for it. Unlike a flush it does not have the
-/// device put it on stable storage, which another reader of the device does not need.
+/// Writes a file's dirty pages back and waits for it. Unlike a flush this does not make the data stable on
+/// the device, which another reader of the device does not need.
 fn write_out(file: &File) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
         | libc::SYNC_FILE_RANGE_WRITE

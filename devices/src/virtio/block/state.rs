@@ -10,11 +10,11 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 const FORMAT: StateFormat = StateFormat { kind: "virtio-block", newest: 1 };
 
-/// Plain and untrusted.
+/// Plain data, untrusted.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BlockState {
-    /// What the driver chose in the configuration space.
+    /// The writeback field, as set by the driver.
     writeback: bool,
     /// Size of the disk, which the driver has read.
     capacity_sectors: u64,
@@ -29,7 +29,7 @@ pub(super) fn save(disk: &Disk, writeback: bool) -> DeviceSnapshot {
     })
 }
 
-/// Checks a saved state against the disk that is there; gives the writeback field.
+/// Validates a saved state against the present disk; returns the writeback field.
 pub(super) fn check(disk: &Disk, snapshot: &DeviceSnapshot) -> Result<bool, StateError> {
     let state: BlockState = FORMAT.decode(snapshot)?;
     let here = disk.capacity_sectors();

@@ -19,12 +19,12 @@ use super::request::{Range, SERIAL_BYTES, Status};
 use crate::syscalls::check;
 use crate::virtio::buffers::{HostRanges, Segments};
 
-/// Largest piece that goes through a bounce buffer at once.
+/// Maximum bytes in a bounce buffer at a time.
 const BOUNCE_BYTES_MAX: usize = 1 << 20;
-/// Strictest alignment that any disk asks for.
+/// Strictest alignment that any disk requires.
 const BOUNCE_ALIGN_BYTES: usize = 4096;
 
-/// Whether a transfer can be given to the kernel as the driver described it.
+/// Whether a transfer is aligned for direct I/O without a bounce buffer.
 pub(super) fn is_direct_ready<M>(disk: &Disk, offset: u64, ranges: &HostRanges<M>) -> bool
 where
     M: std::ops::Deref<Target = GuestMemory>,
@@ -48,7 +48,7 @@ pub(super) fn read(
         return read_bounced(disk, memory, offset, data);
     }
     let mut done = 0;
-    // Whatever happens, what was written so far is noted.
+    // In any case, mark what was written so far.
     let result = transfer(&mut ranges, |ranges| {
         let len_bytes = ranges.read_at(disk.file(), offset + done)?;
         done += u64::try_from(len_bytes).unwrap_or(0);
@@ -58,8 +58,8 @@ pub(super) fn read(
     result
 }
 
-/// Writes `data.len_bytes()` bytes at `offset`; with `through`, onto stable storage where one call can do
-/// both. Says whether they are there.
+/// Writes `data.len_bytes()` bytes at `offset`; with `through`, stable on completion if one call can do
+/// both. Returns whether they are stable.
 pub(super) fn write(
     disk: &Disk,
     memory: &GuestMemory,
@@ -95,7 +95,7 @@ where
 {
     while ranges.len_bytes() > 0 {
         match step(ranges) {
-            // The image is shorter than it was.
+            // The image has been truncated.
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(len_bytes) => ranges.advance(len_bytes),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -105,10 +105,10 @@ where
     Ok(())
 }
 
-/// Pieces of a transfer: offset and length of what is wanted, and the aligned range around it.
+/// A piece of a transfer: the requested range, and the aligned range around it.
 struct Piece {
     wanted: Segments,
-    /// Bytes between the start of the aligned range and the wanted part.
+    /// Bytes between the start of the aligned range and the requested one.
     skip: usize,
     wanted_bytes: usize,
     aligned_offset: u64,
@@ -180,7 +180,7 @@ fn not_ram(error: vm_memory::GuestMemoryError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, error)
 }
 
-/// Writes the serial string, padded with zeros; the driver's buffer must have room for it.
+/// Writes the serial string, padded with zeros; the buffer must be large enough.
 pub(super) fn get_id(
     memory: &GuestMemory,
     data: &Segments,
@@ -193,7 +193,7 @@ pub(super) fn get_id(
     Ok(u64::try_from(len_bytes).unwrap_or(0))
 }
 
-/// Frees the space behind ranges; `false` if the host cannot do it at all.
+/// Deallocates ranges; `false` if the host does not support it.
 pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> io::Result<bool> {
     disk.may_change()?;
     for range in ranges {
@@ -209,8 +209,8 @@ pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Makes ranges read as zeros: by freeing the space if both the driver and `unmap` allow it, by
-/// telling the file system, or else by writing.
+/// Makes ranges read as zeros: by deallocation if both driver and `unmap` allow it, through the file
+/// system, or else by writing.
 pub(super) fn write_zeroes(disk: &Disk, ranges: &[Range], unmap: bool) -> io::Result<()> {
     disk.may_change()?;
     for range in ranges {
@@ -226,7 +226,7 @@ pub(super) fn write_zeroes(disk: &Disk, ranges: &[Range], unmap: bool) -> io::Re
     Ok(())
 }
 
-/// `false` if the host cannot do it at all.
+/// `false` if the host does not support the operation.
 fn accepted(result: io::Result<()>) -> io::Result<bool> {
     match result {
         Ok(()) => Ok(true),
@@ -252,8 +252,8 @@ fn fallocate(file: &File, mode: libc::c_int, range: Range) -> io::Result<()> {
     Ok(())
 }
 
-/// The range is in whole sectors; where the host's blocks are larger, the parts of blocks at its
-/// ends are kept.
+/// Writes zeros to whole sectors; if the host's blocks are larger, partial blocks at the ends keep their
+/// other data.
 fn write_zero_bytes(disk: &Disk, range: Range) -> io::Result<()> {
     let align = disk.offset_align_bytes().max(1);
     let bounce_bytes = u64::try_from(BOUNCE_BYTES_MAX).unwrap_or(0);
@@ -279,14 +279,14 @@ fn write_zero_bytes(disk: &Disk, range: Range) -> io::Result<()> {
     Ok(())
 }
 
-/// Memory that direct I/O takes on every disk.
+/// Memory aligned for direct I/O on any disk.
 struct AlignedBuffer {
     start: NonNull<u8>,
     layout: Layout,
 }
 
 impl AlignedBuffer {
-    /// Room for a transfer with the parts of blocks at both of its ends, or for a piece of it.
+    /// A buffer for a transfer with partial blocks at both ends, or for a piece of it.
     fn for_transfer(disk: &Disk, len_bytes: u64) -> Self {
         let room = len_bytes.saturating_add(2 * disk.offset_align_bytes());
         Self::new(usize::try_from(room).unwrap_or(usize::MAX).min(BOUNCE_BYTES_MAX))

@@ -26,17 +26,17 @@ use crate::{LogLimit, log_limited};
 
 const KICK_TOKEN: u64 = 0;
 const RING_TOKEN: u64 = 1;
-/// Chains taken before other events are looked at.
+/// Maximum number of chains handled before other events.
 const BUDGET: u32 = 128;
 
-/// What a queue's worker shares with the others of the device.
+/// State shared by the workers of a device.
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) counters: Arc<BlockCounters>,
-    /// The requests that the host had no room for.
+    /// Requests that wait for free space.
     pub(crate) full: Arc<NoSpace>,
-    /// Failed requests are logged by it; the counter has them all.
+    /// Rate limit for logging failed requests; the counter includes all.
     pub(crate) log: Arc<LogLimit>,
 }
 
@@ -45,13 +45,13 @@ pub(crate) struct BlockWorker {
     queue: WorkQueue,
     shared: Shared,
     ring: Option<Ring>,
-    /// The request that was taken last, if it is long; then no other one is under way.
+    /// The last request taken, if it is long; no other is in flight then.
     long: Option<LongTransfer>,
-    /// Requests of the queue are kept, and no other is begun before they are.
+    /// Set while requests of the queue wait for free space, and no other may start.
     is_full: bool,
-    /// Those that were kept have been begun again, and are to be done before any other is begun.
+    /// Set while waiting requests are being retried, before any other may start.
     is_retrying: bool,
-    /// The driver broke a rule, and is answered no more.
+    /// Set once the driver has broken a rule; it gets no more completions.
     is_broken: Cell<bool>,
 }
 
@@ -91,21 +91,21 @@ impl BlockWorker {
         &self.shared.engine.disk
     }
 
-    /// Takes and starts, or does, all that the driver made available.
+    /// Takes and starts, or carries out, all available requests.
     fn serve(&mut self) -> Result<(), Broken> {
         let memory = self.queue.memory().into_inner();
         loop {
             self.queue.suppress_kicks(&memory)?;
             let taken = self.take_all(&memory);
-            // Also after a breach of the rules: what came before it was in order.
+            // Also after a violation: earlier requests were valid.
             if self.ring.as_mut().is_some_and(|ring| !ring.submit()) {
-                // Comes back here after other events were looked at.
+                // Called again after other events.
                 self.queue.kick_self();
             }
             self.queue.notify(&memory)?;
             match taken? {
                 Taken::All => {}
-                // Whatever completes, or the start after a pause, will come back here.
+                // A completion, or the start after a pause, leads back here.
                 Taken::NoRoom => return Ok(()),
                 Taken::Budget => {
                     self.queue.kick_self();
@@ -123,7 +123,7 @@ impl BlockWorker {
         for _ in 0..BUDGET {
             if let Some(long) = self.long.take() {
                 self.go_on(long, memory)?;
-                // Other events are looked at between two pieces, a pause among them.
+                // Other events, such as a pause, are handled between two pieces.
                 return Ok(Taken::Budget);
             }
             if !self.may_take() {
@@ -135,7 +135,7 @@ impl BlockWorker {
                 .map_err(|why| self.queue.bad_chain(head, why))?;
             let request = match LongTransfer::begin(request) {
                 Ok(_) if self.ring.as_ref().is_some_and(|ring| !ring.is_idle()) => {
-                    // Whatever completes will come back here, and it is taken when all have.
+                    // Completions lead back here; it is taken once all have arrived.
                     self.queue.undo_pop();
                     return Ok(Taken::NoRoom);
                 }
@@ -166,21 +166,21 @@ impl BlockWorker {
         }
     }
 
-    /// Gives a long request back to the driver's ring: it is begun anew when the queue continues.
+    /// Returns a long request to the available ring; it is restarted when the queue resumes.
     fn put_back(&mut self) {
         if self.long.take().is_some() {
             self.queue.undo_pop();
         }
     }
 
-    /// Whether another request may be begun now.
+    /// Whether another request may start now.
     fn may_take(&mut self) -> bool {
         let Some(ring) = &self.ring else { return !self.is_full };
         self.is_retrying &= !ring.is_idle();
         !self.is_full && !self.is_retrying && ring.has_room()
     }
 
-    /// Starts a request, or does it; how many bytes were transferred here and now.
+    /// Starts a request, or carries it out; returns the bytes transferred synchronously.
     fn begin(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Result<u64, Broken> {
         let Some(request) = self.start_in_ring(request, memory) else { return Ok(0) };
         let (started, len_bytes) = (Instant::now(), request.operation.transfer_bytes());
@@ -189,8 +189,8 @@ impl BlockWorker {
         Ok(len_bytes)
     }
 
-    /// Begins what was kept again. A long request was alone in its queue, so it is the only one that was, and the
-    /// one that was taken last.
+    /// Retries waiting requests. A long request was alone in its queue, and so is the only one and the last
+    /// one taken.
     fn begin_kept(&mut self) -> Result<(), Broken> {
         self.is_full = false;
         let kept = self.shared.full.take(self.queue.index());
@@ -207,7 +207,7 @@ impl BlockWorker {
         Ok(())
     }
 
-    /// Returns the request if it has to be done here and now.
+    /// Returns the request if it has to be carried out synchronously.
     fn start_in_ring(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Option<Request> {
         let Some(ring) = &mut self.ring else { return Some(request) };
         let nothing = Segments::default();
@@ -223,7 +223,7 @@ impl BlockWorker {
                 (Action::Write { through }, *offset, data)
             }
             Operation::Flush if !disk.readonly() => {
-                // The answer to a flush after one that failed is known.
+                // After a failed flush the result is known.
                 if disk.check_stable().is_err() {
                     return Some(request);
                 }
@@ -251,7 +251,7 @@ impl BlockWorker {
             let memory = Arc::clone(ranges.memory_arc());
             let mut written = 0;
             if let Operation::Read { data, .. } = &request.operation {
-                // Also after an error: a part may have been transferred before it.
+                // Also after an error, as a part may have been transferred before.
                 data.mark_written(&memory, done_bytes);
                 written = done_bytes;
             }
@@ -264,7 +264,7 @@ impl BlockWorker {
                 _ => done.map_err(Failure::Host),
             };
             let outcome = done.map(|()| written);
-            // Each is finished, whatever happened to those before.
+            // Each is completed, whatever the result of earlier ones.
             result = self.finish(&memory, request, outcome, started).and(result);
         }
         result
@@ -378,14 +378,14 @@ impl Work for BlockWorker {
         self.put_back();
         let reaped = self.reap();
         watch.off(KICK_TOKEN);
-        // The kernel may not have had room for all of it.
+        // The kernel may not have accepted all of it.
         let is_watched = self.ring.as_mut().filter(|ring| !ring.is_idle()).is_some_and(|ring| {
             ring.submit() && watch.on(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()
         });
         if is_watched && reaped.is_ok() {
             return Ok(false);
         }
-        // Also of a driver that broke a rule: what is in flight writes to guest memory all the same.
+        // Also if the driver broke a rule: operations in flight write to guest memory all the same.
         self.drain().and(reaped).map(|()| true)
     }
 
