@@ -22,30 +22,30 @@ const DEVICE_ID: u16 = 3;
 const QUEUE_SIZE: u16 = 256;
 const RECEIVE_QUEUE: u16 = 0;
 const TRANSMIT_QUEUE: u16 = 1;
-/// The configuration has the console's size (virtio 1.3, 5.3.3).
+/// The configuration contains the console size (virtio 1.3, 5.3.3).
 const F_SIZE: u64 = 1 << 0;
 const CONFIG_BYTES: usize = 12;
 
-/// What a console is made from.
+/// Configuration of a console.
 pub struct ConsoleConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
-    /// What it is connected to.
+    /// The back end.
     pub endpoint: Arc<ConsoleEndpoint>,
 }
 
 #[derive(Default)]
 struct Shared {
     size: (u16, u16),
-    /// Set while the driver wants to know about changes.
+    /// Set while a driver wants to be notified of changes.
     interrupt: Option<Arc<dyn VirtioInterrupt>>,
 }
 
-/// Tells the guest about a new size of the terminal, while the transport owns the device.
+/// Handle to change the console size while the transport owns the device.
 #[derive(Clone)]
 pub struct ConsoleResizer {
     endpoint: Arc<ConsoleEndpoint>,
-    /// Held only to look and to set.
+    /// Only locked briefly.
     shared: Arc<Mutex<Shared>>,
 }
 
@@ -54,7 +54,7 @@ impl ConsoleResizer {
         self.shared.lock()
     }
 
-    /// The resizer of a console that has no size yet.
+    /// The resizer of a console without a size yet.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn new(endpoint: Arc<ConsoleEndpoint>) -> Self {
         Self { endpoint, shared: Arc::default() }
@@ -64,15 +64,15 @@ impl ConsoleResizer {
         Arc::clone(&self.endpoint)
     }
 
-    /// Takes the size that the terminal has now, if the console is connected to one.
+    /// Adopts the current size of the terminal, if the back end is one.
     pub fn follow_terminal(&self) {
-        // A pseudo terminal that nothing has opened has no size.
+        // A pseudo terminal that no process has opened has no size.
         if let Some((columns, rows)) = self.endpoint.size().filter(|size| *size != (0, 0)) {
             self.resize(columns, rows);
         }
     }
 
-    /// Sets the size; the driver is notified if it changed.
+    /// Sets the size, and notifies the driver of a change.
     pub fn resize(&self, columns: u16, rows: u16) {
         let interrupt = {
             let mut shared = self.lock();
@@ -96,7 +96,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console whose size is that of its endpoint, as far as it has one.
+    /// A console with the size of its endpoint, if that has one.
     pub fn new(config: ConsoleConfig) -> Self {
         let size = config.endpoint.size().unwrap_or_default();
         let shared = Shared { size, interrupt: None };
@@ -105,7 +105,7 @@ impl Console {
         Self { config, shared, workers: Workers::default() }
     }
 
-    /// The handle by which the size is changed.
+    /// The handle to change the size.
     pub fn resizer(&self) -> ConsoleResizer {
         self.shared.clone()
     }

@@ -9,7 +9,7 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 const FORMAT: StateFormat = StateFormat { kind: "virtio-console", newest: 1 };
 
-/// Plain and untrusted; every value is possible.
+/// Plain data, untrusted; every value is valid.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ConsoleState {

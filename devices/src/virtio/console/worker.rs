@@ -15,15 +15,15 @@ use crate::virtio::worker::{Watch, Work};
 const RECEIVE_TOKEN: u64 = 0;
 const TRANSMIT_TOKEN: u64 = 1;
 const ENDPOINT_TOKEN: u64 = 2;
-/// Chains taken before other events are looked at.
+/// Maximum number of chains handled before other events.
 const BUDGET: u32 = 256;
-/// Copied at a time.
+/// Bytes copied at a time.
 const BUFFER_BYTES: usize = 4096;
-/// Output taken from one chain. No driver sends more, and a chain of 4 GiB would keep the thread
-/// from a pause.
+/// Maximum output bytes taken from one chain. No driver sends more, and a chain of 4 GiB would delay a
+/// pause.
 const CHAIN_BYTES_MAX: u64 = 1 << 20;
 
-/// Serves a console.
+/// Serves the queues of a console.
 pub(crate) struct ConsoleWorker {
     receive: WorkQueue,
     transmit: WorkQueue,
@@ -36,7 +36,7 @@ impl ConsoleWorker {
         Self { receive, transmit, endpoint: resizer.endpoint(), resizer }
     }
 
-    /// Writes out what the driver made available.
+    /// Writes the available output.
     fn transmit(&mut self) -> Result<(), Broken> {
         let Self { transmit, endpoint, .. } = self;
         transmit.serve(BUDGET, |memory, chain| {
@@ -53,11 +53,11 @@ impl ConsoleWorker {
         })
     }
 
-    /// Brings input to the driver as long as there are both input and buffers.
+    /// Passes input to the driver while there are both input and buffers.
     fn receive(&mut self) -> Result<(), Broken> {
         let memory = self.receive.memory();
         self.receive.suppress_kicks(&memory)?;
-        // The endpoint stays ready if the budget ends first.
+        // The endpoint stays readable if the budget is used up first.
         for _ in 0..BUDGET {
             let Some(chain) = self.receive.pop(&memory)? else {
                 self.endpoint.want_input(false);
@@ -79,7 +79,7 @@ impl ConsoleWorker {
                 self.receive.undo_pop();
                 break;
             }
-            // No signal tells of the size of a pseudo terminal.
+            // No signal reports size changes of a pseudo terminal.
             self.resizer.follow_terminal();
             let input = buffer.get(..len_bytes).unwrap_or_default();
             let copied = chain
@@ -116,7 +116,7 @@ impl Work for ConsoleWorker {
                 self.receive()
             }
             _ => {
-                // Output that was kept, or a new peer.
+                // Writes pending output, or accepts a peer.
                 self.endpoint.service(&mut []);
                 self.receive()
             }

@@ -4,10 +4,10 @@
 //!
 //! Owns its layout. A driver can read it but not write it.
 
-/// Bytes of the configuration.
+/// Length of the configuration in bytes.
 const CONFIG_BYTES: usize = 56;
 
-/// What the driver reads; all in bytes, but for the address.
+/// The device configuration; sizes in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ConfigSpace {
     pub(super) block_bytes: u64,
@@ -19,7 +19,7 @@ pub(super) struct ConfigSpace {
 
 impl ConfigSpace {
     pub(super) fn bytes(&self) -> [u8; CONFIG_BYTES] {
-        // The second holds a NUMA node, which counts only with a feature that is not offered.
+        // The second holds a NUMA node, which needs a feature that is not offered.
         let fields = [
             self.block_bytes,
             0,

@@ -16,51 +16,51 @@ use crate::virtio::one_queue::only_queue;
 use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
-/// Virtio device ID of memory devices.
+/// Virtio device ID of virtio-mem devices.
 const DEVICE_ID: u16 = 24;
 const QUEUE_SIZE: u16 = 128;
 
-/// What a memory device is made from.
+/// Configuration of a virtio-mem device.
 #[derive(Clone, Debug)]
 pub struct MemConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
-    /// The zone that it gives the guest block by block.
+    /// The zone whose blocks it plugs.
     pub zone: String,
-    /// Bytes of it that the guest is to have at first.
+    /// Initially requested size in bytes.
     pub requested_bytes: u64,
 }
 
-/// Why a memory device could not be made or changed.
+/// Why a virtio-mem device cannot be created or resized.
 #[derive(Debug, Error)]
 pub enum MemError {
-    /// Its zone.
+    /// There is no such zone.
     #[error("there is no memory zone '{zone}' that comes in blocks")]
     NoZone {
-        /// The name.
+        /// Id of the zone.
         zone: String,
     },
-    /// The host.
+    /// A host resource is not available.
     #[error("the host gives no descriptor for a memory device")]
     Resource(#[source] io::Error),
-    /// An amount that it cannot have.
+    /// The size is too large or not a multiple of the block size.
     #[error(
         "{wanted_bytes} bytes cannot be added by '{id}': it has room for {room_bytes}, in blocks of \
          {block_bytes}"
     )]
     Size {
-        /// The device.
+        /// Id of the device.
         id: String,
-        /// What was asked for.
+        /// Requested size in bytes.
         wanted_bytes: u64,
-        /// The most there can be.
+        /// Maximum size in bytes.
         room_bytes: u64,
-        /// What it must be a multiple of.
+        /// Block size in bytes.
         block_bytes: u64,
     },
 }
 
-/// A handle of the device, for the VMM while the transport owns it.
+/// A handle to the device for the VMM, while the transport owns it.
 #[derive(Clone)]
 pub struct MemHandle {
     id: String,
@@ -68,10 +68,10 @@ pub struct MemHandle {
 }
 
 impl MemHandle {
-    /// Sets how much the guest is to have; its driver takes or gives blocks until it is there.
+    /// Sets the requested size; the driver plugs or unplugs blocks to reach it.
     ///
     /// # Errors
-    /// It is more than there is room for, or not whole blocks.
+    /// It exceeds the maximum, or is not a multiple of the block size.
     pub fn resize(&self, wanted_bytes: u64) -> Result<(), MemError> {
         let (room_bytes, block_bytes) = (self.room_bytes(), self.block_bytes());
         if wanted_bytes > room_bytes || !wanted_bytes.is_multiple_of(block_bytes) {
@@ -82,8 +82,8 @@ impl MemHandle {
         Ok(())
     }
 
-    /// What could not be had or given before may be now: gives the host what is left of blocks that were
-    /// unplugged, and tells the driver, which would wait for up to some minutes.
+    /// Retries what was not possible before: discards unplugged blocks, and notifies the driver, which
+    /// would otherwise wait for up to some minutes.
     pub fn retry(&self) {
         self.shared.ask_for_retry();
         if self.plugged_bytes() != self.requested_bytes() {
@@ -91,34 +91,34 @@ impl MemHandle {
         }
     }
 
-    /// Has `listener` called, on the device's thread, whenever the guest has got more memory. Only the
-    /// first one is; it must not wait.
+    /// Sets a callback for when the guest has plugged more memory, called on the device's thread; it must
+    /// not block. Only the first callback set counts.
     pub fn on_growth(&self, listener: Arc<dyn Fn() + Send + Sync>) {
         let _ = self.shared.growth.set(listener);
     }
 
-    /// Bytes that the guest is to have.
+    /// The requested size in bytes.
     pub fn requested_bytes(&self) -> u64 {
         self.shared.requested_bytes()
     }
 
-    /// Bytes that it has.
+    /// The plugged size in bytes.
     pub fn plugged_bytes(&self) -> u64 {
         self.shared.region().usable_bytes()
     }
 
-    /// Bytes that it can have at most.
+    /// The maximum size in bytes.
     pub fn room_bytes(&self) -> u64 {
         self.shared.region().len_bytes()
     }
 
-    /// What sizes are multiples of.
+    /// The block size in bytes.
     pub fn block_bytes(&self) -> u64 {
         self.shared.block_bytes
     }
 }
 
-/// A memory device.
+/// A virtio-mem device.
 pub struct Mem {
     id: String,
     shared: Arc<Shared>,
@@ -126,10 +126,10 @@ pub struct Mem {
 }
 
 impl Mem {
-    /// A device for a zone of this memory; the guest has nothing of it yet.
+    /// A device for a zone of this memory, with nothing plugged.
     ///
     /// # Errors
-    /// There is no such zone, or the guest cannot have so much of it.
+    /// There is no such zone, or the requested size is invalid.
     pub fn new(config: &MemConfig, ram: &Arc<GuestRam>) -> Result<Self, MemError> {
         let no_zone = || MemError::NoZone { zone: config.zone.clone() };
         let region = ram.regions().iter().find(|region| region.zone_id() == config.zone);
@@ -142,7 +142,7 @@ impl Mem {
         Ok(device)
     }
 
-    /// The handle by which a running VM reaches it.
+    /// A handle to the device.
     pub fn handle(&self) -> MemHandle {
         MemHandle { id: self.id.clone(), shared: Arc::clone(&self.shared) }
     }
@@ -174,7 +174,7 @@ impl VirtioDevice for Mem {
     }
 
     fn reset(&mut self) {
-        // What is plugged stays so: a driver that comes next keeps it, or unplugs it.
+        // Plugged blocks stay: the next driver keeps or unplugs them.
         self.shared.set_driver(None);
         self.workers.stop();
     }

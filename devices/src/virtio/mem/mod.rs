@@ -20,5 +20,5 @@ pub use device::{Mem, MemConfig, MemError, MemHandle};
 
 pub(super) use shared::Shared;
 
-/// The driver must not touch what it has not plugged.
+/// The driver must not access unplugged blocks.
 const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;

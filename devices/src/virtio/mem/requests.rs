@@ -4,49 +4,49 @@
 //!
 //! Owns the two layouts. A request comes from a guest: what it names is checked where it is carried out.
 
-/// Bytes of a request.
+/// Length of a request in bytes.
 pub(super) const REQUEST_BYTES: usize = 24;
-/// Bytes of a response.
+/// Length of a response in bytes.
 pub(super) const RESPONSE_BYTES: usize = 10;
 
-/// What a driver asks for.
+/// A request of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Request {
-    /// To have blocks.
+    /// Plug blocks.
     Plug(Blocks),
-    /// To have them no more.
+    /// Unplug blocks.
     Unplug(Blocks),
-    /// To have none.
+    /// Unplug all blocks.
     UnplugAll,
-    /// Which of them it has.
+    /// Return the state of blocks.
     State(Blocks),
-    /// Something that no standard knows.
+    /// An unknown request type.
     Unknown(u16),
 }
 
-/// Blocks that follow each other.
+/// A range of consecutive blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub(super) gpa: u64,
     pub(super) count: u16,
 }
 
-/// What the device says to it.
+/// Response to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Response {
     /// Done.
     Ack,
-    /// More than the guest is to have now.
+    /// Refused: it exceeds the requested size.
     Nack,
-    /// Not now; the driver tries again.
+    /// Not possible now; the driver retries.
     Busy,
-    /// Not a request that could be carried out.
+    /// The request is invalid.
     Error,
-    /// Done, and the guest has all of these blocks, some, or none.
+    /// Done, with the state of the blocks.
     State(PlugState),
 }
 
-/// How many of some blocks a guest has.
+/// State of a range of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PlugState {
     Plugged,

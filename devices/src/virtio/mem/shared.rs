@@ -25,29 +25,29 @@ pub(crate) struct Shared {
     region: Arc<RamRegion>,
     pub(super) block_bytes: u64,
     requested_bytes: AtomicU64,
-    /// A driver that is there. Held to look and to set.
+    /// Interrupt of the current driver. Only locked briefly.
     driver: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
-    /// Called when the guest has got more of the region.
+    /// Called when the guest has plugged more memory.
     pub(super) growth: OnceLock<Arc<dyn Fn() + Send + Sync>>,
-    /// Wakes the device's thread to give the host what it could not be given before.
+    /// Wakes the device's thread to retry discards.
     retry_event: EventFd,
-    /// The block with which that continues.
+    /// Block with which the retry continues.
     retry_from: AtomicU64,
-    /// Asked for since it began with the first one.
+    /// Whether another retry was requested since this one started.
     retry_asked: AtomicBool,
     log: LogLimit,
-    /// Of lines that tell of every request: they must not use up those of `log`.
+    /// Rate limit for messages about every request, apart from that of `log`.
     debug_log: LogLimit,
 }
 
-/// What is given to the host at a time: a request, or a pause, waits until that is done.
+/// Bytes discarded at a time; a request or a pause waits for that.
 const RETRY_BYTES: u64 = 1 << 30;
 
 impl Shared {
-    /// `None` if the region does not come in blocks.
+    /// `None` if the region is not divided into blocks.
     ///
     /// # Errors
-    /// The host has no descriptor left.
+    /// The event descriptor cannot be created.
     pub(crate) fn new(ram: Arc<GuestRam>, region: Arc<RamRegion>) -> io::Result<Option<Self>> {
         let Some(block_bytes) = region.block_bytes() else { return Ok(None) };
         let (requested_bytes, driver) = (AtomicU64::new(0), Mutex::new(None));
@@ -72,19 +72,19 @@ impl Shared {
         &self.retry_event
     }
 
-    /// Has the device's thread try again to give unplugged blocks to the host.
+    /// Has the device's thread retry the discard of unplugged blocks.
     pub(super) fn ask_for_retry(&self) {
         self.retry_asked.store(true, Ordering::Release);
         self.wake();
     }
 
     fn wake(&self) {
-        // A full counter also means that the thread will look.
+        // A saturated counter wakes the thread as well.
         let _ = self.retry_event.write(1);
     }
 
-    /// Gives some of them, and signals the event again if there are more. Only on the device's thread,
-    /// which is also the one that plugs.
+    /// Discards some of them, and signals the event again if more are left. Only on the device's thread,
+    /// which also plugs.
     pub(super) fn retry_unplugged(&self) {
         let from = self.retry_from.load(Ordering::Relaxed);
         if from == 0 {
@@ -115,14 +115,14 @@ impl Shared {
         self.requested_bytes.load(Ordering::Acquire)
     }
 
-    /// Sets what the guest is to have, and tells its driver if that is another amount.
+    /// Sets the requested size, and notifies the driver of a change.
     pub(crate) fn request(&self, bytes: u64) {
         if self.requested_bytes.swap(bytes, Ordering::AcqRel) != bytes {
             self.tell_driver();
         }
     }
 
-    /// Makes the driver compare what it has with what it is to have.
+    /// Has the driver compare the plugged with the requested size.
     pub(super) fn tell_driver(&self) {
         if let Some(driver) = &*self.driver.lock() {
             driver.config_changed();
@@ -180,7 +180,7 @@ impl Shared {
         Response::Ack
     }
 
-    /// The guest addresses of blocks within the region.
+    /// The guest physical range of blocks in the region.
     fn range(&self, blocks: Blocks) -> Option<Range<u64>> {
         let start = blocks.gpa.checked_sub(self.region.gpa())?;
         let len_bytes = u64::from(blocks.count).checked_mul(self.block_bytes)?;
@@ -207,7 +207,7 @@ impl Shared {
                 Response::Busy
             }
             PlugError::NoPages(_) | PlugError::NotCleared { .. } | PlugError::NotMapped { .. } => {
-                // Drivers try again after a while, and the limit may have been raised by then.
+                // Drivers retry later, and the limit may have been raised by then.
                 let reason = error_text::chain(error);
                 log_limited!(
                     self.log,

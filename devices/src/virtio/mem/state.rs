@@ -11,14 +11,14 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 const FORMAT: StateFormat = StateFormat { kind: "virtio-mem", newest: 1 };
 
-/// Plain and untrusted.
+/// Plain data, untrusted.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MemState {
-    /// In bytes; the state of another division of memory is of no use here.
+    /// Block size in bytes; a state with another one cannot be restored.
     block_bytes: u64,
     requested_bytes: u64,
-    /// First block and number of blocks, by rising first block.
+    /// First block and number of blocks of each plugged range, ascending.
     plugged: Vec<(u64, u64)>,
 }
 
@@ -32,7 +32,7 @@ pub(super) fn save(
     FORMAT.encode(&MemState { block_bytes, requested_bytes, plugged })
 }
 
-/// What the guest is to have, and what it has in bytes of the region, checked against the region.
+/// The requested size, and the plugged ranges in bytes of the region, validated against the region.
 pub(super) fn check(
     snapshot: &DeviceSnapshot,
     block_bytes: u64,

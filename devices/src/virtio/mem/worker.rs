@@ -12,10 +12,11 @@ use super::requests::{REQUEST_BYTES, RESPONSE_BYTES, Request};
 use crate::virtio::one_queue::OneQueue;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 
-/// A request may take long, and a pause waits for no more than one.
+/// Maximum number of requests before other events: a request may take long, and a pause waits for one at
+/// most.
 const BUDGET: u32 = 1;
 
-/// Serves the queue of a memory device.
+/// Serves the queue of a virtio-mem device.
 pub(crate) struct MemWorker {
     queue: WorkQueue,
     shared: Arc<Shared>,

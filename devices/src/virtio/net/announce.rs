@@ -16,25 +16,25 @@ use log::debug;
 use super::config::Link;
 use super::tap::{HEADER_BYTES, MacAddress};
 
-/// Length of the shortest Ethernet frame, without its checksum.
+/// Minimum length of an Ethernet frame, without its checksum.
 const FRAME_BYTES: usize = 60;
 
-/// Pauses between the announcements: one at once, the last after less than a second, as long as a
-/// bridge takes to notice a new port.
+/// Delays before the repeated announcements: the first one is sent at once, the last within a second, by
+/// when a bridge has learned of a new port.
 const PAUSES_MS: [u64; 4] = [50, 150, 250, 350];
 
-/// Makes a guest's new place known; a handle for the VMM while the transport owns the device.
+/// Announces a guest on the network; a handle for the VMM while the transport owns the device.
 #[derive(Clone)]
 pub struct Announcer {
     pub(super) link: Arc<Link>,
 }
 
 impl Announcer {
-    /// Teaches switches the way to the guest's Ethernet address, and asks the driver, if it knows
-    /// how, to announce its other addresses (virtio 1.3, 5.1.6.5.4).
+    /// Updates the switches' forwarding tables for the guest's MAC address, and asks the driver, if it
+    /// supports that, to announce its other addresses (virtio 1.3, 5.1.6.5.4).
     pub fn announce(&self) {
         announce_once(&self.link);
-        // The others are not waited for, least of all by a guest that is about to run.
+        // Repetitions are not waited for, as the guest is about to run.
         let link = Arc::downgrade(&self.link);
         if let Err(error) = stoppable_thread::spawn("announce", move || repeat(&link)) {
             debug!("only one announcement is sent: {error}");
@@ -42,7 +42,7 @@ impl Announcer {
     }
 }
 
-/// Sends the others, until the device or its tap is gone.
+/// Sends the repetitions, until the device or its tap is gone.
 fn repeat(link: &Weak<Link>) {
     for pause_ms in PAUSES_MS {
         std::thread::sleep(Duration::from_millis(pause_ms));
@@ -53,7 +53,7 @@ fn repeat(link: &Weak<Link>) {
     }
 }
 
-/// Sends a frame and asks the driver; false when there is no tap.
+/// Sends a frame and notifies the driver; false without a tap.
 fn announce_once(link: &Link) -> bool {
     let mac = link.state().mac;
     let Some(tap) = link.tap.pair(0) else { return false };
@@ -68,8 +68,8 @@ fn announce_once(link: &Link) -> bool {
     true
 }
 
-/// A reverse ARP request by the guest for itself (RFC 903), with the tap's header before it. It
-/// needs no IP address and gets no answer.
+/// A reverse ARP request by the guest for itself (RFC 903), with the tap's header. It needs no IP address
+/// and gets no reply.
 fn announcement(mac: MacAddress) -> [u8; HEADER_BYTES + FRAME_BYTES] {
     let mut bytes = [0; HEADER_BYTES + FRAME_BYTES];
     let mut position = HEADER_BYTES;
@@ -82,7 +82,7 @@ fn announcement(mac: MacAddress) -> [u8; HEADER_BYTES + FRAME_BYTES] {
     put(&[0xff; 6]);
     put(&mac.0);
     put(&0x8035_u16.to_be_bytes());
-    // Ethernet and IPv4 with the lengths of their addresses; reverse request.
+    // Ethernet and IPv4 with their address lengths; reverse request.
     put(&[0, 1, 0x08, 0, 6, 4, 0, 3]);
     put(&mac.0);
     put(&[0; 4]);

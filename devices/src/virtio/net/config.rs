@@ -12,17 +12,17 @@ use super::slot::{Settings, TapSlot};
 use super::tap::MacAddress;
 use crate::virtio::device::VirtioInterrupt;
 
-/// Length of the part of the configuration that this device has.
+/// Length of the supported part of the configuration.
 const CONFIG_BYTES: usize = 12;
 
-/// The guest's offloads that the driver may switch at run time.
+/// Guest offloads that the driver may change at run time.
 pub(super) const GUEST_OFFLOADS: u64 = 1 << abi::VIRTIO_NET_F_GUEST_CSUM
     | 1 << abi::VIRTIO_NET_F_GUEST_TSO4
     | 1 << abi::VIRTIO_NET_F_GUEST_TSO6
     | 1 << abi::VIRTIO_NET_F_GUEST_ECN
     | 1 << abi::VIRTIO_NET_F_GUEST_UFO;
 
-/// The tap's flags for guest offloads, which are named by their feature bits.
+/// The tap's flags for guest offloads, given as feature bits.
 pub(super) fn tun_flags(offloads: u64) -> u32 {
     let flags = [
         (abi::VIRTIO_NET_F_GUEST_CSUM, libc::TUN_F_CSUM),
@@ -31,24 +31,24 @@ pub(super) fn tun_flags(offloads: u64) -> u32 {
         (abi::VIRTIO_NET_F_GUEST_ECN, libc::TUN_F_TSO_ECN),
         (abi::VIRTIO_NET_F_GUEST_UFO, libc::TUN_F_UFO),
     ];
-    // Segmentation without checksums is nothing that a tap can do.
+    // A tap does not support segmentation without checksums.
     if offloads & 1 << abi::VIRTIO_NET_F_GUEST_CSUM == 0 {
         return 0;
     }
     let flags = flags.iter().filter(|(bit, _)| offloads & 1 << bit != 0);
     let all = flags.fold(0, |all, (_, flag)| all | flag);
-    // The same of congestion marks without segmentation.
+    // Nor ECN without segmentation.
     if all & (libc::TUN_F_TSO4 | libc::TUN_F_TSO6) == 0 { all & !libc::TUN_F_TSO_ECN } else { all }
 }
 
-/// What the driver has chosen, and what it is told.
+/// Settings of the driver, and the state reported to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinkState {
     pub(super) mac: MacAddress,
-    /// Guest offloads, named by their feature bits.
+    /// Guest offloads as feature bits.
     pub(super) offloads: u64,
     pub(super) active_pairs: u16,
-    /// The driver was asked to announce itself and has not yet answered.
+    /// Whether the driver was asked to announce itself and has not acknowledged that.
     pub(super) announce_pending: bool,
 }
 
@@ -56,12 +56,12 @@ fn settings(state: &LinkState) -> Settings {
     Settings { offloads: tun_flags(state.offloads), active_pairs: state.active_pairs }
 }
 
-/// What all parts of one network device share.
+/// State shared by all parts of a network device.
 pub(crate) struct Link {
     pub(super) tap: Arc<TapSlot>,
     pub(super) max_pairs: u16,
     pub(super) mtu: Option<u16>,
-    /// Held to look, and to set it together with the tap.
+    /// Locked to read, and to change together with the tap.
     state: Mutex<LinkState>,
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
@@ -88,7 +88,7 @@ impl Link {
         *self.lock()
     }
 
-    /// Changes what the driver has chosen, and the tap with it as far as the host lets it.
+    /// Changes driver settings, and the tap as far as the host allows.
     pub(super) fn change(&self, change: impl FnOnce(&mut LinkState)) {
         let mut state = self.lock();
         change(&mut state);
@@ -97,8 +97,8 @@ impl Link {
         }
     }
 
-    /// Changes what the driver has chosen if the tap can be changed so; whether it has been. Otherwise
-    /// all is as it was.
+    /// Changes driver settings if the tap can be changed accordingly; returns whether it was. Otherwise
+    /// nothing changes.
     pub(super) fn try_change(&self, change: impl FnOnce(&mut LinkState)) -> bool {
         let mut state = self.lock();
         let mut wanted = *state;
@@ -123,7 +123,7 @@ impl Link {
         self.lock().announce_pending = true;
     }
 
-    /// The interrupt for configuration changes, while there is a driver.
+    /// Sets the interrupt for configuration changes, while there is a driver.
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
         *self.interrupt.lock() = interrupt;
     }

@@ -15,9 +15,9 @@ use super::tap::MacAddress;
 use crate::virtio::one_queue::OneQueue;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 
-/// Chains taken before other events are looked at.
+/// Maximum number of chains handled before other events.
 const BUDGET: u32 = 64;
-/// Longest command that is looked at: a table of addresses is longer, and is not looked at.
+/// Maximum length of a command that is parsed; only MAC tables are longer, and not supported.
 const COMMAND_BYTES_MAX: usize = 64;
 const OK: u8 = 0;
 const ERROR: u8 = 1;
@@ -35,14 +35,14 @@ impl ControlWorker {
     }
 }
 
-/// Carries out what comes by the control queue.
+/// Executes commands of the control queue.
 struct Commands<'a> {
     link: &'a Link,
     features: u64,
 }
 
 impl Commands<'_> {
-    /// Says how many bytes it wrote.
+    /// Executes a command; returns the number of bytes written.
     fn execute(&self, memory: &GuestMemory, chain: &Chain) -> Result<u64, &'static str> {
         if chain.writable.len_bytes() == 0 {
             return Err("has no room for an answer");
@@ -62,7 +62,7 @@ impl Commands<'_> {
         self.features & 1 << feature != 0
     }
 
-    /// Says whether the command was carried out.
+    /// Executes a command; returns whether it was successful.
     fn command(&self, class: u32, command: u8, data: &[u8]) -> bool {
         let command = u32::from(command);
         match (class, command, data) {

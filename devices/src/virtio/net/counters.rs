@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use crate::virtio::Counters;
 use crate::virtio::counters::Counter;
 
-/// Counters of all queue pairs of a network device together. Directions are the guest's.
+/// Counters of all queue pairs of a network device. Directions are those of the guest.
 #[derive(Debug, Default)]
 pub struct NetCounters {
     pub(super) rx_bytes: Counter,
@@ -18,7 +18,7 @@ pub struct NetCounters {
 }
 
 impl NetCounters {
-    /// Frames that did not fit, or that the host did not take.
+    /// Frames dropped because they did not fit, or the host refused them.
     pub fn dropped(&self) -> u64 {
         self.dropped.get()
     }

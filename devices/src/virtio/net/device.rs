@@ -26,29 +26,29 @@ use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of network devices.
 const DEVICE_ID: u16 = 1;
-/// Queue pairs at most: as many as a tap has queues.
+/// Maximum number of queue pairs, which is that of a tap.
 const PAIRS_MAX: u16 = 256;
 
-/// What a network device is made from.
+/// Configuration of a network device.
 #[derive(Debug)]
 pub struct NetConfig {
-    /// Name of the device, for its threads and for messages.
+    /// Id of the device, for thread names and messages.
     pub id: String,
-    /// The tap, if it is opened by name. Its `queue_pairs` is that of the device.
+    /// The tap to open by name. Its `queue_pairs` is that of the device.
     pub tap: TapConfig,
-    /// Descriptors of the tap, one for each queue pair, if another process opened it.
+    /// Tap descriptors, one per queue pair, if another process has opened it.
     pub fds: Vec<OwnedFd>,
-    /// The guest's Ethernet address; a random one if none.
+    /// MAC address of the guest; random by default.
     pub mac: Option<MacAddress>,
     /// Size of each queue, a power of two.
     pub queue_size: u16,
-    /// Offer TCP segmentation in both directions.
+    /// Whether to offer TCP segmentation in both directions.
     pub offload_tso: bool,
-    /// Offer UDP fragmentation in both directions.
+    /// Whether to offer UDP fragmentation in both directions.
     pub offload_ufo: bool,
-    /// Offer checksums in both directions, which the other two rest on.
+    /// Whether to offer checksums in both directions, which the other offloads require.
     pub offload_csum: bool,
-    /// Leave the tap closed until the device runs (the destination of a migration).
+    /// Whether to open the tap only when the device runs, as at a migration destination.
     pub open_tap_later: bool,
 }
 
@@ -68,36 +68,36 @@ impl Default for NetConfig {
     }
 }
 
-/// Why a network device could not be made.
+/// Why a network device cannot be created.
 #[derive(Debug, Error)]
 pub enum NetError {
-    /// The tap.
+    /// The tap cannot be opened or configured.
     #[error("network device {id} has no tap")]
     Tap {
-        /// Name of the device.
+        /// Id of the device.
         id: String,
-        /// What is wrong with it.
+        /// The cause.
         #[source]
         source: TapError,
     },
-    /// A number that the device cannot have.
+    /// A number is out of range.
     #[error("network device {id} cannot have {what} {value}: it must be {allowed}")]
     Number {
-        /// Name of the device.
+        /// Id of the device.
         id: String,
-        /// Which number.
+        /// Name of the value.
         what: &'static str,
-        /// The number.
+        /// The value.
         value: u16,
-        /// What it may be.
+        /// The valid range.
         allowed: &'static str,
     },
-    /// No address.
+    /// No random MAC address is available.
     #[error("network device {id} gets no random MAC address")]
     Mac {
-        /// Name of the device.
+        /// Id of the device.
         id: String,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
@@ -107,7 +107,7 @@ pub enum NetError {
 pub struct Net {
     id: String,
     link: Arc<Link>,
-    /// What `reset` goes back to.
+    /// The address that `reset` restores.
     mac: MacAddress,
     queue_sizes: Vec<u16>,
     features: u64,
@@ -116,7 +116,7 @@ pub struct Net {
 }
 
 impl Net {
-    /// Makes the device and, unless it is to be opened later, opens the tap.
+    /// Creates the device and opens the tap, unless it is to be opened later.
     pub fn new(config: NetConfig) -> Result<Self, NetError> {
         let id = config.id.clone();
         let tap_error = |source| NetError::Tap { id: id.clone(), source };
@@ -156,7 +156,7 @@ impl Net {
             None => MacAddress::random()
                 .map_err(|source| NetError::Mac { id: settings.id.clone(), source })?,
         };
-        // A queue more, for control.
+        // Plus the control queue.
         let queues = usize::from(settings.pairs) * 2 + 1;
         Ok(Self {
             link: Arc::new(Link::new(slot, mac, settings.pairs, settings.mtu)),
@@ -169,17 +169,17 @@ impl Net {
         })
     }
 
-    /// The guest's Ethernet address.
+    /// MAC address of the guest.
     pub fn mac(&self) -> MacAddress {
         self.link.state().mac
     }
 
-    /// The tap, to be given to another VMM and to be taken from one.
+    /// The tap, to be released to or taken over from another VMM.
     pub fn tap(&self) -> Arc<TapSlot> {
         Arc::clone(&self.link.tap)
     }
 
-    /// The handle by which the guest's new place is made known after a migration.
+    /// The handle to announce the guest after a migration.
     pub fn announcer(&self) -> Announcer {
         Announcer { link: Arc::clone(&self.link) }
     }
@@ -189,7 +189,7 @@ impl Net {
         Arc::clone(&self.counters)
     }
 
-    /// Index of the control queue, which depends on whether the driver knows of several pairs.
+    /// Index of the control queue, which depends on whether the driver uses several pairs.
     fn control_index(&self, features: u64) -> u16 {
         let known = features & 1 << abi::VIRTIO_NET_F_MQ != 0;
         if known { self.link.max_pairs * 2 } else { 2 }
@@ -219,7 +219,7 @@ impl Net {
             }
             let (receive, transmit) = match (take(receive_index), take(transmit_index)) {
                 (Some(receive), Some(transmit)) => (receive, transmit),
-                // Only the first pair has to be there.
+                // Only the first pair is required.
                 (None, _) if pair == 0 => {
                     return Err(ActivateError::MissingQueue { index: receive_index });
                 }
@@ -245,7 +245,7 @@ impl Net {
     }
 }
 
-/// What the device itself is made from, without the tap.
+/// Settings of the device, without the tap.
 pub(super) struct NetSettings {
     pub(super) id: String,
     pub(super) mac: Option<MacAddress>,
@@ -269,7 +269,7 @@ impl NetSettings {
         if !size.is_power_of_two() || !(2..=32768).contains(&size) {
             return error("queue_size", size, "a power of two from 2 to 32768");
         }
-        // The least that IPv6 needs is more, the least that virtio allows is this.
+        // IPv6 needs more; this is the minimum of the virtio standard.
         if self.mtu.is_some_and(|mtu| mtu < 68) {
             return error("mtu", self.mtu.unwrap_or(0), "at least 68");
         }
@@ -326,7 +326,7 @@ impl VirtioDevice for Net {
         self.features
     }
 
-    /// The offloads that the driver may change at run time begin as those that it accepted.
+    /// The offloads that the driver may change at run time start as those it has accepted.
     fn acknowledge_features(&mut self, features: u64) {
         self.link.change(|state| state.offloads = features & self.features & GUEST_OFFLOADS);
     }
@@ -379,7 +379,7 @@ impl VirtioDevice for Net {
 
 #[cfg(test)]
 impl Net {
-    /// A device with one queue pair, whose tap is anything that keeps the borders between frames.
+    /// A device with one queue pair, whose tap is any file that preserves frame boundaries.
     pub(in crate::virtio) fn for_test(tap: std::fs::File) -> Self {
         let slot = TapSlot::with_taps(TapConfig::default(), vec![super::tap::Tap::from_file(tap)]);
         let settings = NetSettings {

@@ -15,28 +15,28 @@ use parking_lot::{Mutex, MutexGuard};
 use super::tap::{MacAddress, Tap, TapError};
 use crate::{LogLimit, log_limited};
 
-/// What a tap is to be.
+/// Configuration of a tap.
 #[derive(Clone, Debug, Default)]
 pub struct TapConfig {
-    /// Name of the interface; it is made if there is none. Without a name a new one is made.
+    /// Name of the interface, which is created if it does not exist; without a name a new one is created.
     pub name: Option<String>,
-    /// Address of the host's side.
+    /// IP address of the host's side.
     pub ip: Option<IpAddr>,
     /// Netmask of the host's side.
     pub mask: Option<IpAddr>,
-    /// Ethernet address of the host's side.
+    /// MAC address of the host's side.
     pub host_mac: Option<MacAddress>,
     /// MTU of the host's side.
     pub mtu: Option<u16>,
-    /// Queue pairs, each of which is a descriptor of the tap.
+    /// Number of queue pairs, each with a descriptor of the tap.
     pub queue_pairs: u16,
 }
 
-/// Holds a tap or the recipe for it; a handle for the VMM while the transport owns the device.
+/// A tap, or the configuration to open it; a handle for the VMM while the transport owns the device.
 pub struct TapSlot {
     config: TapConfig,
     log: LogLimit,
-    /// Held while the tap is opened or let go, and to look something up.
+    /// Held while the tap is opened or closed, and for look-ups.
     inner: Mutex<Inner>,
 }
 
@@ -44,16 +44,16 @@ pub struct TapSlot {
 struct Inner {
     taps: Vec<Arc<Tap>>,
     settings: Settings,
-    /// The taps do what the settings say.
+    /// Whether the settings have been applied to the taps.
     is_applied: bool,
-    /// The descriptors came from outside, so they cannot be opened again.
+    /// Whether the descriptors were passed in, and so cannot be opened again.
     from_outside: bool,
-    /// They are duplicates of some that this process keeps anyway: closing them would let nothing
-    /// go, and the guest could not continue here.
+    /// Whether the descriptors are duplicates of some that this process keeps open: closing them would not
+    /// release the tap, and the guest could not continue here.
     kept: bool,
 }
 
-/// What the driver chose; applied to whatever tap comes.
+/// Settings of the driver, applied to each tap that is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Settings {
     /// `TUN_F_*`.
@@ -94,18 +94,18 @@ impl TapSlot {
             self.configure(tap)?;
         }
         inner.taps = taps.into_iter().map(Arc::new).collect();
-        // The guest goes without what the host does not do for it.
+        // The guest does without what the host does not support.
         if let Err(error) = inner.apply() {
             self.complain(&error);
         }
         Ok(())
     }
 
-    /// Whether the tap could be opened: the driver, the right to use it, its kind. That another process
-    /// else has it now does not matter.
+    /// Whether the tap could be opened: driver, permission and kind. It does not matter whether another
+    /// process has it open now.
     ///
     /// # Errors
-    /// What would keep it from being opened.
+    /// The reason why it cannot be opened.
     pub fn check(&self) -> Result<(), TapError> {
         let inner = self.lock();
         if !inner.taps.is_empty() || inner.from_outside {
@@ -114,7 +114,7 @@ impl TapSlot {
         match Tap::open(self.config.name.as_deref(), self.config.queue_pairs) {
             Ok(_) => Ok(()),
             Err(TapError::InUse { name }) if Tap::is_persistent(&name) => Ok(()),
-            // It goes with the process that has it, and is made anew then.
+            // It is removed when that process closes it, and is created again then.
             Err(TapError::InUse { name }) => match Tap::open(None, 1) {
                 Ok(_) => Ok(()),
                 Err(TapError::Missing { .. } | TapError::Permission { .. }) => {
@@ -140,9 +140,9 @@ impl TapSlot {
         tap.set_up()
     }
 
-    /// Closes the tap. The device must be paused, or frames are lost until [`Self::acquire`].
-    /// Descriptors that were passed in from outside stay: their originals stay open in this process
-    /// as well, and a guest that continues here after all needs them.
+    /// Closes the tap. The device must be paused, or frames are lost until [`Self::acquire`]. Descriptors
+    /// that were passed in stay open: their originals are open in this process as well, and a guest that
+    /// continues here needs them.
     pub fn release(&self) {
         let mut inner = self.lock();
         if !inner.kept {
@@ -155,7 +155,7 @@ impl TapSlot {
         !self.lock().taps.is_empty()
     }
 
-    /// Name of the host's interface, while it is open.
+    /// Name of the host's interface, while the tap is open.
     pub fn name(&self) -> Option<String> {
         self.lock().taps.first().map(|tap| tap.name().to_owned())
     }
@@ -164,7 +164,7 @@ impl TapSlot {
         self.lock().taps.get(usize::from(pair)).cloned()
     }
 
-    /// Applies the driver's choice to the tap, if there is one, and to any that comes.
+    /// Applies driver settings to the tap, if it is open, and to any opened later.
     pub(super) fn set(&self, settings: Settings) -> Result<(), TapError> {
         let mut inner = self.lock();
         if inner.settings == settings && inner.is_applied {
@@ -174,23 +174,23 @@ impl TapSlot {
         inner.apply()
     }
 
-    /// Logs what the tap did not do.
+    /// Logs a setting that the tap has refused.
     pub(super) fn complain(&self, error: &TapError) {
         log_limited!(self.log, Warn, "{}", error_text::chain(error));
     }
 }
 
 impl Inner {
-    /// Applies all of it, and says what went wrong first.
+    /// Applies all settings; returns the first error.
     fn apply(&mut self) -> Result<(), TapError> {
         self.is_applied = true;
         let Some(first) = self.taps.first() else { return Ok(()) };
-        // Offloads are the interface's, whichever queue they are set through.
+        // Offloads are per interface, whichever queue they are set through.
         let mut result = first.set_offloads(self.settings.offloads);
         let several = self.taps.len() > 1;
         for (index, tap) in self.taps.iter().enumerate().filter(|_| several) {
             let attached = index < usize::from(self.settings.active_pairs.max(1));
-            // Changing nothing is an error to the kernel alone.
+            // The kernel reports an error if nothing changes.
             match tap.set_attached(attached) {
                 Err(error) if error.raw_os_error() != Some(libc::EINVAL) => {
                     result = result.and(Err(tap.failed("change the queues", error)));

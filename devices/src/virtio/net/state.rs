@@ -11,7 +11,7 @@ use crate::virtio::{DeviceSnapshot, StateError};
 
 const FORMAT: StateFormat = StateFormat { kind: "virtio-net", newest: 1 };
 
-/// Plain and untrusted.
+/// Plain data, untrusted.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NetState {
@@ -26,7 +26,7 @@ pub(super) fn save(link: &Link) -> DeviceSnapshot {
     FORMAT.encode(&NetState { mac, offloads, active_pairs, announce_pending })
 }
 
-/// Checks a saved state against the device that is there.
+/// Validates a saved state against the present device.
 pub(super) fn check(link: &Link, snapshot: &DeviceSnapshot) -> Result<LinkState, StateError> {
     let NetState { mac, offloads, active_pairs, announce_pending } = FORMAT.decode(snapshot)?;
     if !(1..=link.max_pairs).contains(&active_pairs) {

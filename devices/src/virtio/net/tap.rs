@@ -19,9 +19,9 @@ use thiserror::Error;
 
 use crate::syscalls::{check, set_nonblocking};
 
-/// Length of the header in front of each frame (virtio 1.3, 5.1.6).
+/// Length of the header before each frame (virtio 1.3, 5.1.6).
 pub(super) const HEADER_BYTES: usize = 12;
-/// Let the kernel choose a number for the name.
+/// Name pattern in which the kernel fills in a number.
 const NAME_PATTERN: &str = "vmtap%d";
 
 // linux/if.h and linux/if_tun.h
@@ -33,12 +33,12 @@ const SIOCSIFADDR: libc::Ioctl = 0x8916;
 const SIOCSIFNETMASK: libc::Ioctl = 0x891c;
 const ARPHRD_ETHER: libc::c_ushort = 1;
 
-/// An Ethernet address.
+/// A MAC address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
-    /// A random address: administered locally, not a group's.
+    /// A random, locally administered unicast address.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 6];
         crate::syscalls::random(&mut bytes)?;
@@ -57,7 +57,7 @@ impl std::fmt::Display for MacAddress {
     }
 }
 
-/// The text is not an Ethernet address.
+/// The text is not a MAC address.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0} is not a MAC address (six bytes in hexadecimal with colons between them)")]
 pub struct BadMacAddress(String);
@@ -83,16 +83,16 @@ impl FromStr for MacAddress {
 /// Why a tap cannot be used.
 #[derive(Debug, Error)]
 pub enum TapError {
-    /// The name is not one for an interface.
+    /// The interface name is invalid.
     #[error("{name} is not a name for a tap (1 to 15 characters, without / and spaces)")]
     Name {
         /// The name.
         name: String,
     },
-    /// This process may not use taps at all.
+    /// This process may not use /dev/net/tun.
     #[error("cannot open /dev/net/tun")]
     Driver(#[source] io::Error),
-    /// No such interface, and no permission to make it.
+    /// The interface does not exist, and may not be created.
     #[error("tap {name} does not exist, and creating it needs CAP_NET_ADMIN")]
     Missing {
         /// Name of the tap.
@@ -104,7 +104,7 @@ pub enum TapError {
         /// Name of the tap.
         name: String,
     },
-    /// Not allowed.
+    /// The process lacks the permission.
     #[error(
         "no permission to use tap {name}: it belongs to another user, or CAP_NET_ADMIN is missing"
     )]
@@ -112,50 +112,50 @@ pub enum TapError {
         /// Name of the tap.
         name: String,
     },
-    /// The interface is not a tap, or is one with another number of queues.
+    /// The interface is not a tap, or does not match in multi-queue mode.
     #[error("interface {name} cannot be used: it is not a tap {}", if *.multi_queue { "with multi_queue" } else { "without multi_queue" })]
     Kind {
         /// Name of the interface.
         name: String,
-        /// Whether several queues were asked for.
+        /// Whether multi-queue was requested.
         multi_queue: bool,
     },
-    /// A descriptor that was passed is not that of a tap.
+    /// A descriptor that was passed in is not a tap.
     #[error("descriptor {fd} is not a tap")]
     NotTap {
-        /// The descriptor.
+        /// Number of the descriptor.
         fd: i32,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// It cannot be configured.
+    /// The tap cannot be configured.
     #[error("cannot {what} of tap {name}")]
     Configure {
-        /// What was tried, as an infinitive clause.
+        /// What was attempted, as an infinitive clause.
         what: &'static str,
         /// Name of the tap.
         name: String,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// One queue of a tap.
+/// A queue of a tap.
 #[derive(Debug)]
 pub(crate) struct Tap {
     file: File,
     name: String,
-    /// Something else in the place of a tap.
+    /// Set for another file in place of a tap.
     plain: Option<Plain>,
 }
 
-/// What stands for the settings of a tap that is none.
+/// Replaces the settings of a tap for another file.
 #[derive(Debug, Default)]
 pub(super) struct Plain {
     pub(super) offloads: AtomicU32,
-    /// Answers the next changes of offloads with an error.
+    /// Whether changes of offloads fail.
     pub(super) refuses: AtomicBool,
 }
 
@@ -178,7 +178,7 @@ fn name_of(request: &libc::ifreq) -> String {
     bytes.filter_map(|byte| u8::try_from(*byte).ok()).map(char::from).collect()
 }
 
-/// IFF_PERSIST of linux/if_tun.h, in the flags that sysfs shows.
+/// IFF_PERSIST of linux/if_tun.h, as in the flags in sysfs.
 const PERSISTENT: u32 = 0x0800;
 
 impl Tap {
@@ -217,7 +217,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Whether the tap stays when no process has it open.
+    /// Whether the tap persists when no process has it open.
     pub(super) fn is_persistent(name: &str) -> bool {
         let flags =
             std::fs::read_to_string(Path::new("/sys/class/net").join(name).join("tun_flags"));
@@ -227,7 +227,7 @@ impl Tap {
         flags.is_some_and(|flags| flags & PERSISTENT != 0)
     }
 
-    /// Takes a descriptor that another process has opened.
+    /// Uses a descriptor opened by another process.
     pub(super) fn from_fd(fd: OwnedFd) -> Result<Self, TapError> {
         let number = fd.as_raw_fd();
         let not_tap = |source| TapError::NotTap { fd: number, source };
@@ -251,7 +251,7 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Anything that keeps the borders between frames, in the place of a tap.
+    /// Uses any file that preserves frame boundaries in place of a tap.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn from_file(file: File) -> Self {
         Self { file, name: "none".to_owned(), plain: Some(Plain::default()) }
@@ -280,7 +280,7 @@ impl Tap {
         Ok(())
     }
 
-    /// What the guest takes in received frames: `TUN_F_*`.
+    /// Sets the offloads that the guest accepts in received frames: `TUN_F_*`.
     pub(super) fn set_offloads(&self, offloads: u32) -> Result<(), TapError> {
         if let Some(plain) = &self.plain {
             if plain.refuses.load(Ordering::Acquire) {
@@ -297,7 +297,7 @@ impl Tap {
         Ok(())
     }
 
-    /// Whether the kernel gives frames to this queue.
+    /// Sets whether the kernel passes frames to this queue.
     pub(super) fn set_attached(&self, attached: bool) -> io::Result<()> {
         // SAFETY: ifreq is a plain C struct for which all zeros is a valid value.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -316,7 +316,7 @@ impl Tap {
         })
     }
 
-    /// Sets the Ethernet address of the host's interface.
+    /// Sets the MAC address of the host's interface.
     pub(super) fn set_mac(&self, mac: MacAddress) -> Result<(), TapError> {
         self.interface_call(libc::SIOCSIFHWADDR, "set the MAC address", |request| {
             // SAFETY: sockaddr is a plain C struct for which all zeros is a valid value.
@@ -330,7 +330,7 @@ impl Tap {
         })
     }
 
-    /// Sets address and netmask of the host's interface.
+    /// Sets IP address and netmask of the host's interface.
     pub(super) fn set_ip(&self, address: IpAddr, mask: IpAddr) -> Result<(), TapError> {
         match (address, mask) {
             (IpAddr::V4(address), IpAddr::V4(mask)) => {
@@ -388,7 +388,7 @@ impl Tap {
         }
     }
 
-    /// Makes the host's interface work, if it does not already.
+    /// Brings the host's interface up, if it is not.
     pub(super) fn set_up(&self) -> Result<(), TapError> {
         const WHAT: &str = "switch on the interface";
         let fail = |source| self.failed(WHAT, source);

@@ -19,11 +19,11 @@ use crate::virtio::worker::{Watch, Work};
 const RECEIVE_TOKEN: u64 = 0;
 const TRANSMIT_TOKEN: u64 = 1;
 const TAP_TOKEN: u64 = 2;
-/// Frames moved before other events are looked at.
+/// Maximum number of frames handled before other events.
 const BUDGET: u32 = 256;
-/// Longest frame that a tap gives or takes: 64 KiB of IP with Ethernet and VLAN headers.
+/// Maximum length of a tap's frame: 64 KiB of IP with Ethernet and VLAN headers.
 const FRAME_BYTES_MAX: usize = HEADER_BYTES + 14 + 4 + 65_535;
-/// Where the header tells the number of buffers that a frame is in.
+/// Offset in the header of the number of buffers of a frame.
 const NUM_BUFFERS_OFFSET: usize = 10;
 
 /// Serves a queue pair.
@@ -33,31 +33,31 @@ pub(crate) struct NetWorker {
     pair: u16,
     link: Arc<Link>,
     counters: Arc<NetCounters>,
-    /// The driver takes a frame in several buffers.
+    /// Whether the driver accepts a frame in several buffers.
     mergeable: bool,
-    /// Only while running: paused, the tap may be given to another process.
+    /// Only while running: paused, the tap may be taken over by another process.
     tap: Option<Arc<Tap>>,
-    /// What does not fit into the first buffer is read into here.
+    /// Receives what does not fit into the first buffer.
     tail: Box<[u8]>,
     /// A frame that waits for buffers.
     waiting: Option<Vec<u8>>,
 }
 
-/// Why receiving stops for now.
+/// Why receiving has stopped for now.
 enum Pause {
-    /// Until the driver gives buffers.
+    /// Until the driver adds buffers.
     NoBuffers,
-    /// Until the driver gives more buffers than these.
+    /// Until the driver adds more buffers than these.
     FewBuffers(u16),
     /// Until the tap has a frame.
     NoFrame,
-    /// Until the tap works again; looked at with the next notification.
+    /// Until the tap works again; checked at the next notification.
     NoTap,
-    /// Until other events were looked at.
+    /// Until other events have been handled.
     Budget,
 }
 
-/// Outcome for a frame.
+/// Result of delivering a frame.
 enum Delivery {
     /// It was delivered or dropped.
     Finished,
@@ -87,7 +87,7 @@ impl NetWorker {
         }
     }
 
-    /// Sends what the driver made available.
+    /// Sends the available frames.
     fn transmit(&mut self) -> Result<(), Broken> {
         let Self { transmit, tap, counters, .. } = self;
         transmit.serve(BUDGET, |memory, chain| {
@@ -96,7 +96,7 @@ impl NetWorker {
         })
     }
 
-    /// Receives as long as there are both frames and buffers.
+    /// Receives while there are both frames and buffers.
     fn receive(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         let memory = self.receive.memory();
         loop {
@@ -118,12 +118,12 @@ impl NetWorker {
                 }
                 Pause::NoTap => {
                     watch.off(TAP_TOKEN);
-                    // What comes with a race is not lost: the next notification is enough.
+                    // A buffer that arrives in this race is used at the next notification.
                     self.receive.allow_kicks(&memory)?;
                     return Ok(());
                 }
                 Pause::NoFrame | Pause::Budget => {
-                    // The tap is ready at once if there are more.
+                    // The tap is readable at once if there are more.
                     if let Some(tap) = &self.tap {
                         watch.on(TAP_TOKEN, tap.file().as_raw_fd())?;
                     }
@@ -169,7 +169,7 @@ impl NetWorker {
         Ok(Pause::Budget)
     }
 
-    /// Reads a frame into a buffer, and what does not fit into the tail.
+    /// Reads a frame into a buffer, and the rest into the tail.
     fn read_frame(
         &mut self,
         tap: &Tap,
@@ -186,7 +186,7 @@ impl NetWorker {
         Ok(ranges.read(tap.file()))
     }
 
-    /// Completes the delivery of a frame that was read into `chain` and, perhaps, the tail.
+    /// Completes a frame that was read into `chain` and possibly the tail.
     fn received(
         &mut self,
         memory: &GuestMemory,
@@ -221,8 +221,8 @@ impl NetWorker {
         self.deliver(memory, chain, frame)
     }
 
-    /// Copies a frame into as many buffers as it takes, the first of which is `chain`. If there
-    /// are too few, all of them are returned and the frame is kept.
+    /// Copies a frame to as many buffers as needed, starting with `chain`. If there are too few, all are
+    /// returned and the frame is kept.
     fn deliver(
         &mut self,
         memory: &GuestMemory,
@@ -276,7 +276,7 @@ impl NetWorker {
     }
 }
 
-/// Sends a frame or drops it: whatever is wrong with a frame is between driver and network.
+/// Sends a frame or drops it; the contents are not validated.
 fn send(tap: Option<&Tap>, counters: &NetCounters, memory: &GuestMemory, chain: &Chain) {
     let len_bytes = chain.readable.len_bytes();
     let sent = tap.is_some_and(|tap| {
@@ -302,7 +302,7 @@ impl Work for NetWorker {
             warn!("network device continues without its tap: {error}");
         }
         self.tap = self.link.tap.pair(self.pair);
-        // A new tap may have the number of the old one, which must not be taken for being watched.
+        // A new tap may have the number of the old one, and must not be taken for watched.
         watch.off(TAP_TOKEN);
         watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
         watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;

@@ -22,12 +22,12 @@ use crate::virtio::worker::{PendingPause, Workers};
 const DEVICE_ID: u16 = 4;
 const QUEUE_SIZE: u16 = 256;
 
-/// What an entropy device is made from.
+/// Configuration of an entropy device.
 #[derive(Clone, Debug)]
 pub struct RngConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
-    /// Where the bytes come from.
+    /// Path of the entropy source.
     pub source: PathBuf,
 }
 
@@ -37,15 +37,15 @@ impl Default for RngConfig {
     }
 }
 
-/// Why an entropy device could not be made.
+/// Why an entropy device cannot be created.
 #[derive(Debug, Error)]
 pub enum RngError {
     /// The source cannot be opened.
     #[error("cannot open {path} as a source of entropy")]
     Open {
-        /// The source.
+        /// Path of the source.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },

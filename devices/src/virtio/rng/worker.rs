@@ -12,13 +12,13 @@ use crate::virtio::one_queue::OneQueue;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::{LogLimit, log_limited, syscalls};
 
-/// Chains taken before other events are looked at.
+/// Maximum number of chains handled before other events.
 const BUDGET: u32 = 64;
-/// Bytes given for one chain. Drivers ask for at most some hundred; the device may give fewer
-/// than there is room for (virtio 1.3, 5.4.6.1).
+/// Maximum number of bytes for one chain. Drivers request some hundred at most; the device may return fewer
+/// than requested (virtio 1.3, 5.4.6.1).
 const CHAIN_BYTES_MAX: u64 = 64 << 10;
 
-/// Serves an entropy device.
+/// Serves the queue of an entropy device.
 pub(crate) struct RngWorker {
     queue: WorkQueue,
     source: Arc<File>,
@@ -26,7 +26,7 @@ pub(crate) struct RngWorker {
 }
 
 impl RngWorker {
-    /// `source` must not wait.
+    /// `source` must be non-blocking.
     pub(crate) fn new(queue: WorkQueue, source: Arc<File>, log: Arc<LogLimit>) -> Self {
         Self { queue, source, log }
     }
@@ -47,7 +47,7 @@ impl OneQueue for RngWorker {
     }
 }
 
-/// Says how many bytes it wrote.
+/// Fills a chain; returns the number of bytes written.
 fn fill(
     memory: &GuestMemory,
     chain: &mut Chain,

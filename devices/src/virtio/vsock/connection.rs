@@ -23,31 +23,31 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 
-/// Most that is kept of what one guest's connection sends and the host does not take. The guest is told
-/// it as its credit; it is what cloud-hypervisor tells.
+/// Maximum data of a connection that is buffered for the host, reported to the guest as its credit; as in
+/// cloud-hypervisor.
 pub(crate) const BUFFER_BYTES: u32 = 64 << 10;
-/// The guest is told that the host has taken its data when it is this much more than it knows of.
+/// Consumed bytes unknown to the guest that trigger a credit update.
 const TELL_CREDIT_BYTES: u32 = BUFFER_BYTES / 4;
-/// Time in which the guest has to answer a client that connects.
+/// Time limit for the guest to respond to a connecting client.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
-/// Time in which the guest has to end a connection whose client has gone.
+/// Time limit for the guest to close a connection whose client has gone.
 const END_TIME: Duration = Duration::from_secs(2);
-/// Time in which a client has to take what the guest sent before it closed the connection.
+/// Time limit for a client to read the guest's last data after the guest has closed the connection.
 const LINGER_TIME: Duration = Duration::from_mins(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The guest has not answered the host's client yet.
+    /// The guest has not responded to the host's client yet.
     Requested,
-    /// Data may flow.
+    /// Established.
     Open,
-    /// For the guest it is closed, and the host has still to take data.
+    /// Closed for the guest, with data left for the host.
     Lingering,
-    /// Nothing is left of it.
+    /// Closed.
     Over,
 }
 
-/// Packets other than data that are to be sent to the guest.
+/// Control packets to be sent to the guest.
 #[derive(Clone, Copy, Debug, Default)]
 struct Due {
     request: bool,
@@ -56,7 +56,7 @@ struct Due {
     credit: bool,
 }
 
-/// A packet for the guest; the data are where they were asked for.
+/// A packet for the guest; its data are in the caller's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Packet {
     pub(super) op: u16,
@@ -65,31 +65,31 @@ pub(super) struct Packet {
     pub(super) fwd_cnt: u32,
 }
 
-/// A connection. See the module.
+/// A vsock connection; see the module.
 pub(super) struct Connection {
     stream: UnixStream,
     phase: Phase,
     due: Due,
-    /// Sent by the guest, and not taken by the host yet.
+    /// Data from the guest that the host has not read yet.
     to_host: VecDeque<u8>,
-    /// Bytes that the host took, and of how many of them the guest knows.
+    /// Bytes consumed by the host, and the count last reported to the guest.
     fwd_cnt: Wrapping<u32>,
     fwd_cnt_told: Wrapping<u32>,
-    /// Bytes sent to the guest, and what it says of its room for them.
+    /// Bytes sent to the guest, and the guest's reported buffer space.
     sent_cnt: Wrapping<u32>,
     peer_fwd_cnt: Wrapping<u32>,
     peer_buf_alloc: u32,
-    /// The guest was asked for credit and has given none since.
+    /// Whether credit was requested and not granted since.
     has_asked: bool,
     guest_receives: bool,
     guest_sends: bool,
     host_receives: bool,
     host_sends: bool,
-    /// Flags of the last SHUTDOWN that the guest got.
+    /// Flags of the last SHUTDOWN sent to the guest.
     shutdown_told: u32,
-    /// There may be data of the host, or its end.
+    /// Whether the host's stream may have data, or has ended.
     is_readable: bool,
-    /// Both directions of the stream have ended; what is left can be read.
+    /// Whether the stream has ended in both directions; remaining data can be read.
     has_hung_up: bool,
     deadline: Option<(Duration, Instant)>,
 }
@@ -118,7 +118,7 @@ impl Connection {
         }
     }
 
-    /// For a client of the host; the guest is asked. `stream` must not wait.
+    /// A connection by a host client, to be requested from the guest. `stream` must be non-blocking.
     pub(super) fn of_host(stream: UnixStream) -> Self {
         let mut connection = Self::new(stream, Phase::Requested);
         connection.due.request = true;
@@ -126,7 +126,7 @@ impl Connection {
         connection
     }
 
-    /// For a guest's request, which is granted. `stream` must not wait.
+    /// A connection requested by the guest, and accepted. `stream` must be non-blocking.
     pub(super) fn of_guest(stream: UnixStream, request: &Header) -> Self {
         let mut connection = Self::new(stream, Phase::Open);
         connection.due.response = true;
@@ -138,17 +138,17 @@ impl Connection {
         &self.stream
     }
 
-    /// Whether the guest knows it.
+    /// Whether the guest knows the connection.
     pub(super) fn is_known(&self) -> bool {
         matches!(self.phase, Phase::Requested | Phase::Open)
     }
 
-    /// Whether nothing is left of it.
+    /// Whether the connection is closed.
     pub(super) fn is_over(&self) -> bool {
         self.phase == Phase::Over
     }
 
-    /// When it has waited long enough for the other side.
+    /// When its time limit passes.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline.map(|(_, deadline)| deadline)
     }
@@ -157,24 +157,24 @@ impl Connection {
         self.deadline = Some((time, Instant::now() + time));
     }
 
-    /// Begins to wait anew, after time in which neither side could do anything.
+    /// Restarts the time limit, after time in which neither side could act.
     pub(super) fn wait_anew(&mut self) {
         if let Some((time, _)) = self.deadline {
             self.wait_for(time);
         }
     }
 
-    /// It has waited long enough.
+    /// Ends the connection after its time limit.
     pub(super) fn end_overdue(&mut self) {
         if self.phase == Phase::Lingering { self.phase = Phase::Over } else { self.fail() }
     }
 
-    /// The guest closed it at once, or broke a rule: what the host has not taken is lost.
+    /// Handles an immediate close or a violation by the guest: data not read by the host are dropped.
     pub(super) fn drop_data(&mut self) {
         self.to_host.clear();
     }
 
-    /// Ends it by RST, whenever the guest has a buffer for that: there is nothing to wait for any more.
+    /// Resets the connection; the RST is sent once the guest has a buffer, with nothing else to wait for.
     pub(super) fn fail(&mut self) {
         self.drop_data();
         self.deadline = None;
@@ -184,17 +184,18 @@ impl Connection {
     fn take_credit(&mut self, header: &Header) {
         self.peer_buf_alloc = header.buf_alloc;
         self.peer_fwd_cnt = Wrapping(header.fwd_cnt);
-        // A guest that has none tells when its program reads, and would answer each time until then.
+        // A guest without space reports it when its program reads, and would answer each request until
+        // then.
         self.has_asked &= self.credit_bytes() == 0;
     }
 
-    /// What the guest has room for. One that says that it took more than was sent has none.
+    /// The guest's free buffer space; zero if it claims to have consumed more than was sent.
     fn credit_bytes(&self) -> u32 {
         let Wrapping(in_flight) = self.sent_cnt - self.peer_fwd_cnt;
         self.peer_buf_alloc.saturating_sub(in_flight)
     }
 
-    /// Takes a packet of the guest, RST apart; `host_port` is what the client is told.
+    /// Handles a packet of the guest, except RST; `host_port` is reported to the client.
     pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>, host_port: u32) {
         if self.due.rst {
             return;
@@ -217,7 +218,7 @@ impl Connection {
         self.phase = Phase::Open;
         self.deadline = None;
         let answer = format!("OK {host_port}\n");
-        // Nothing was written before, so there is room unless the client has gone.
+        // Nothing was written before, so it fits unless the client has gone.
         match self.stream.write(answer.as_bytes()) {
             Ok(written) if written == answer.len() => {}
             _ => self.fail(),
@@ -234,7 +235,7 @@ impl Connection {
         self.flush();
     }
 
-    /// Gives the host what it takes now.
+    /// Writes as much as the host accepts now.
     fn flush(&mut self) {
         while self.host_receives && !self.to_host.is_empty() {
             let (front, _) = self.to_host.as_slices();
@@ -247,7 +248,7 @@ impl Connection {
             }
         }
         if !self.host_receives {
-            // No reader is left. What was sent so far may still be read from the other side.
+            // The reader is gone. Data sent before may still be read from the other side.
             self.forwarded(self.to_host.len());
         }
         if !self.to_host.is_empty() {
@@ -281,7 +282,7 @@ impl Connection {
         }
     }
 
-    /// The stream is ready.
+    /// Handles a stream that is ready.
     pub(super) fn stream_ready(&mut self, events: EventSet) {
         if events.intersects(EventSet::HANG_UP | EventSet::ERROR) {
             self.has_hung_up = true;
@@ -294,7 +295,7 @@ impl Connection {
         }
     }
 
-    /// What the stream is to be watched for; without an answer it is not watched at all.
+    /// The events to poll the stream for; `None` to stop polling.
     pub(super) fn interest(&self) -> Option<EventSet> {
         if self.has_hung_up || self.is_over() {
             return None;
@@ -313,13 +314,13 @@ impl Connection {
         self.phase == Phase::Open && self.host_sends && self.guest_receives && !self.due.rst
     }
 
-    /// Flags of a SHUTDOWN that the guest has not got yet.
+    /// Flags of a SHUTDOWN that is still to be sent to the guest.
     fn shutdown_due(&self) -> Option<u32> {
         let mut flags = 0;
         if !self.host_sends {
             flags |= SHUTDOWN_SEND;
         }
-        // A client that has gone receives no more, but its last data come first.
+        // A client that has gone reads no more, but its last data are delivered first.
         if !self.host_receives || self.has_hung_up && !self.host_sends {
             flags |= SHUTDOWN_RECEIVE;
         }
@@ -331,7 +332,7 @@ impl Connection {
         self.due.credit || self.phase == Phase::Open && untold >= TELL_CREDIT_BYTES
     }
 
-    /// Whether [`Self::next_packet`] may have one.
+    /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn has_packets(&self) -> bool {
         let Due { request, response, rst, credit: _ } = self.due;
         let reads = self.may_read() && self.is_readable;
@@ -343,7 +344,7 @@ impl Connection {
             || self.credit_update_is_due()
     }
 
-    /// The next packet for the guest, with data in the front of `room`.
+    /// The next packet for the guest, with its data at the front of `room`.
     pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Packet> {
         let (op, flags, len_bytes) = self.next_op(room)?;
         self.due.credit = false;
@@ -381,7 +382,7 @@ impl Connection {
         self.credit_update_is_due().then_some((op::CREDIT_UPDATE, 0, 0))
     }
 
-    /// Data of the host, within the guest's credit; `None` if there are none now, or no more.
+    /// Reads data of the host, within the guest's credit; `None` if there are none now, or at the end.
     fn read(&mut self, room: &mut [u8]) -> Option<usize> {
         let credit = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
         let room_bytes = room.len().min(credit);
@@ -428,7 +429,7 @@ mod tests {
         let mut connection = Connection::of_host(ours);
         assert!(connection.deadline().is_some(), "the guest has to answer in time");
         connection.end_overdue();
-        // A guest without a buffer for the RST would have the worker woken for it again and again.
+        // A guest without a buffer for the RST must not cause repeated wake-ups.
         assert_eq!(connection.deadline(), None);
         connection.wait_anew();
         assert_eq!(connection.deadline(), None);

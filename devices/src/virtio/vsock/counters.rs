@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use crate::virtio::Counters;
 use crate::virtio::counters::Counter;
 
-/// Counters of all connections of a socket device together. Directions are the guest's.
+/// Counters of all connections of a vsock device. Directions are those of the guest.
 #[derive(Debug, Default)]
 pub struct VsockCounters {
     pub(super) rx_bytes: Counter,

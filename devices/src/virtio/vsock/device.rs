@@ -17,28 +17,28 @@ use crate::virtio::queue::WorkQueue;
 use crate::virtio::worker::{PendingPause, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
-/// Virtio device ID of socket devices.
+/// Virtio device ID of vsock devices.
 const DEVICE_ID: u16 = 19;
 const QUEUE_SIZE: u16 = 256;
 const QUEUES: usize = 3;
 
-/// What a socket device is made from.
+/// Configuration of a vsock device.
 #[derive(Clone, Debug)]
 pub struct VsockConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
     /// Context ID of the guest.
     pub cid: u64,
-    /// Path of the device's own socket.
+    /// Path of the device's listening socket.
     pub path: PathBuf,
 }
 
-/// A socket device.
+/// A vsock device.
 pub struct Vsock {
     config: VsockConfig,
     socket: Arc<VsockSocket>,
     counters: Arc<VsockCounters>,
-    /// The driver believes in connections of another process.
+    /// Whether the driver still has to be told that the connections of another process are gone.
     reset_is_due: bool,
     workers: Workers,
 }
@@ -56,12 +56,12 @@ impl Vsock {
         }
     }
 
-    /// Its socket, which is to listen before the guest runs.
+    /// The listening socket, to be bound before the guest runs.
     pub fn socket(&self) -> Arc<VsockSocket> {
         Arc::clone(&self.socket)
     }
 
-    /// Its counters.
+    /// The counters of the device.
     pub fn counters(&self) -> Arc<VsockCounters> {
         Arc::clone(&self.counters)
     }

@@ -10,21 +10,21 @@ use std::os::unix::net::UnixStream;
 
 use crate::syscalls;
 
-/// Longest line, its end included; the longest that makes sense has 19 bytes.
+/// Maximum length of a line, including its end; the longest valid one has 19 bytes.
 const LINE_BYTES_MAX: usize = 32;
 
-/// Result of parsing a client's line.
+/// Result of reading a client's line.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Greeted {
-    /// The rest of the line is still to come.
+    /// The line is incomplete.
     NotYet,
-    /// The port that it names.
+    /// The requested port.
     Port(u32),
-    /// It is no such line, or the client has gone.
+    /// The line is invalid, or the client has gone.
     Nonsense,
 }
 
-/// A client and its line.
+/// A client that has not sent its line yet.
 pub(super) struct Greeting {
     stream: UnixStream,
     line: [u8; LINE_BYTES_MAX],
@@ -32,7 +32,7 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// `stream` must not wait.
+    /// `stream` must be non-blocking.
     pub(super) fn new(stream: UnixStream) -> Self {
         Self { stream, line: [0; LINE_BYTES_MAX], len_bytes: 0 }
     }
@@ -45,7 +45,7 @@ impl Greeting {
         self.stream
     }
 
-    /// Takes what has come of the line, and nothing behind it.
+    /// Reads the line as far as it has arrived, and nothing after it.
     pub(super) fn read(&mut self) -> Greeted {
         let room = self.line.get_mut(self.len_bytes..).unwrap_or_default();
         if room.is_empty() {
@@ -60,7 +60,7 @@ impl Greeting {
         let seen = room.get_mut(..seen).unwrap_or_default();
         let end = seen.iter().position(|byte| *byte == b'\n');
         let taken = end.map_or(seen.len(), |end| end + 1);
-        // It was there a moment ago, and this thread alone takes it.
+        // The data was there before, and only this thread reads it.
         if self.stream.read_exact(seen.get_mut(..taken).unwrap_or_default()).is_err() {
             return Greeted::Nonsense;
         }
@@ -73,7 +73,7 @@ impl Greeting {
     }
 }
 
-/// The port in a line. Clients of cloud-hypervisor write the word large or small.
+/// The port in a line. The keyword is case-insensitive, as in cloud-hypervisor.
 fn parse(line: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(line).ok()?;
     let rest = text.strip_prefix("CONNECT ").or_else(|| text.strip_prefix("connect "))?;

@@ -23,36 +23,36 @@ use super::socket::VsockSocket;
 use crate::endpoint::listener::PathListener;
 use crate::{LogLimit, log_limited};
 
-/// Most connections at a time, those of which only data for the host are left included. Each may keep
-/// [`BUFFER_BYTES`], so all together 64 MiB; as many as cloud-hypervisor has.
+/// Maximum number of connections, including those with only data for the host left. Each may buffer
+/// [`BUFFER_BYTES`], so 64 MiB in total; as in cloud-hypervisor.
 const CONNECTIONS_MAX: usize = 1023;
-/// Most clients that have not named their port; beyond that the oldest has to go.
+/// Maximum number of clients that have not sent their port; beyond that the oldest is dropped.
 const GREETINGS_MAX: usize = 64;
-/// Answers to packets of no connection that wait for buffers of the guest; as many as a queue has.
+/// Maximum number of RSTs without a connection that wait for guest buffers; the size of a queue.
 const ANSWERS_MAX: usize = 256;
-/// Clients that are accepted before other events are looked at.
+/// Maximum number of clients accepted before other events.
 const ACCEPTED_MAX: usize = 16;
-/// Events taken from the kernel at a time; the rest comes with the next call.
+/// Maximum number of events taken from epoll at a time.
 const EVENTS_MAX: usize = 32;
-/// First port of the host's clients; those above belong to them up to the last that is a positive
-/// number to programs that take ports for one.
+/// First port for the host's clients; their range ends at the largest positive 32-bit integer, for programs
+/// that treat ports as signed.
 const FIRST_CLIENT_PORT: u32 = 1 << 30;
 const LAST_CLIENT_PORT: u32 = (1 << 31) - 1;
-/// After a client could not be accepted for want of descriptors or memory.
+/// Delay after a client could not be accepted for lack of descriptors or memory.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 const LISTENER_TOKEN: u64 = 0;
 
-/// Ports of host and guest.
+/// Host port and guest port.
 type Ports = (u32, u32);
 
-/// A packet for the guest; the data are where they were asked for.
+/// A packet for the guest; its data are in the caller's buffer.
 pub(super) struct Outgoing {
     pub(super) header: Header,
     pub(super) len_bytes: usize,
 }
 
-/// An RST for a packet of no connection.
+/// An RST for a packet without a connection.
 struct Answer {
     ports: Ports,
     kind: u16,
@@ -62,23 +62,23 @@ struct Entry {
     connection: Connection,
     token: u64,
     watched: Option<EventSet>,
-    /// It is among those that have packets.
+    /// Whether it is queued as having packets.
     is_ready: bool,
 }
 
-/// All connections. See the module.
+/// All connections; see the module.
 pub(crate) struct Muxer {
     cid: u64,
     socket: Arc<VsockSocket>,
     counters: Arc<VsockCounters>,
     log: Arc<LogLimit>,
     epoll: Epoll,
-    /// Held while the device works.
+    /// Held while the device runs.
     listener: Option<Arc<PathListener>>,
     accept_again: Option<Instant>,
     greetings: BTreeMap<u64, Greeting>,
     connections: BTreeMap<Ports, Entry>,
-    /// Connections by the tokens of their streams.
+    /// Connections by the epoll tokens of their streams.
     tokens: BTreeMap<u64, Ports>,
     deadlines: BTreeMap<Ports, Instant>,
     ready: VecDeque<Ports>,
@@ -113,12 +113,12 @@ impl Muxer {
         })
     }
 
-    /// Readable when [`Self::serve_streams`] has something to do.
+    /// Readable when [`Self::serve_streams`] has work to do.
     pub(super) fn poll_fd(&self) -> RawFd {
         self.epoll.as_raw_fd()
     }
 
-    /// Begins to accept clients; what waits for an answer does so from now on.
+    /// Starts to accept clients, and restarts time limits.
     pub(super) fn start(&mut self) {
         self.listen();
         let waiting: Vec<Ports> = self.deadlines.keys().copied().collect();
@@ -127,7 +127,7 @@ impl Muxer {
         }
     }
 
-    /// Accepts no more clients, and gives up its part in the listening socket.
+    /// Stops accepting clients, and drops its reference to the listening socket.
     pub(super) fn stop(&mut self) {
         self.accept_again = None;
         self.unlisten();
@@ -146,18 +146,18 @@ impl Muxer {
 
     fn unlisten(&self) {
         if let Some(listener) = &self.listener {
-            // Fails if it is not watched now.
+            // Fails if it is not registered.
             let fd = listener.as_raw_fd();
             let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
         }
     }
 
-    /// Whether a packet of the guest may be taken, whatever it is.
+    /// Whether any packet of the guest can be handled now.
     pub(super) fn has_room_for_answers(&self) -> bool {
         self.answers.len() < ANSWERS_MAX
     }
 
-    /// Takes a packet of the guest; without `data` it does not have what its header says.
+    /// Handles a packet of the guest; without `data` its data are incomplete.
     pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>) {
         self.counters.tx_packets.add(1);
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
@@ -190,7 +190,7 @@ impl Muxer {
         }
     }
 
-    /// Connects the guest to what listens for it; whether that could be done.
+    /// Connects the guest to the listener of a port; returns whether that succeeded.
     fn connect(&mut self, ports: Ports, request: &Header) -> bool {
         if self.connections.len() >= CONNECTIONS_MAX {
             log_limited!(self.log, Warn, "the guest has {CONNECTIONS_MAX} connections already");
@@ -224,14 +224,14 @@ impl Muxer {
     }
 
     fn remove(&mut self, ports: Ports) {
-        // The stream is closed, and with that no longer watched.
+        // Closes the stream, which removes it from epoll.
         if let Some(entry) = self.connections.remove(&ports) {
             self.tokens.remove(&entry.token);
         }
         self.deadlines.remove(&ports);
     }
 
-    /// Changes a connection, and draws the conclusions.
+    /// Changes a connection, and updates its queueing, polling and time limit.
     fn with(&mut self, ports: Ports, change: impl FnOnce(&mut Connection)) {
         let Some(entry) = self.connections.get_mut(&ports) else { return };
         change(&mut entry.connection);
@@ -251,19 +251,19 @@ impl Muxer {
         }
     }
 
-    /// Whether [`Self::next_packet`] may have one.
+    /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn has_packets(&self) -> bool {
         !self.answers.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, with data in the front of `room`.
+    /// The next packet for the guest, with its data at the front of `room`.
     pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Outgoing> {
         if let Some(Answer { ports, kind }) = self.answers.pop_front() {
             let header = Header { kind, op: op::RST, ..self.header(ports) };
             return Some(self.count(header, 0));
         }
         while let Some(ports) = self.ready.pop_front() {
-            // It may be gone, and its ports may be another's by now, which is in its turn then.
+            // It may be closed, and its ports reused by another connection, which has its own turn.
             let Some(entry) = self.connections.get_mut(&ports).filter(|it| it.is_ready) else {
                 continue;
             };
@@ -296,14 +296,14 @@ impl Muxer {
         Outgoing { header, len_bytes }
     }
 
-    /// Looks at the streams that are ready.
+    /// Handles the streams that are ready.
     pub(super) fn serve_streams(&mut self) {
         let mut events = [EpollEvent::default(); EVENTS_MAX];
-        // An error is an interruption; what is ready stays so.
+        // An error is an interruption; ready streams stay ready.
         let count = self.epoll.wait(0, &mut events).unwrap_or(0);
         for event in events.iter().take(count) {
             let token = event.data();
-            // What was closed meanwhile has a token that is not known any more.
+            // A token of a stream closed meanwhile is unknown.
             if token == LISTENER_TOKEN {
                 self.accept();
             } else if let Some(ports) = self.tokens.get(&token).copied() {
@@ -332,7 +332,7 @@ impl Muxer {
                     ) => {}
                 Err(error) => {
                     log_limited!(self.log, Warn, "a client of the guest cannot be let in: {error}");
-                    // It would be told again at once, for as long as the host lacks something.
+                    // It would be readable again at once while the host lacks the resource.
                     self.unlisten();
                     self.accept_again = Some(Instant::now() + ACCEPT_AGAIN_AFTER);
                     return;
@@ -363,20 +363,20 @@ impl Muxer {
             Greeted::Nonsense => None,
         };
         let Some(greeting) = self.greetings.remove(&token) else { return };
-        // Which closes it, and with that it is no longer watched.
+        // Closes the stream, which removes it from epoll.
         let Some(guest_port) = guest_port else { return };
         if self.connections.len() >= CONNECTIONS_MAX {
             log_limited!(self.log, Warn, "the guest has {CONNECTIONS_MAX} connections already");
             return;
         }
         let fd = greeting.stream().as_raw_fd();
-        // Watched anew as a connection; cannot fail.
+        // It is registered again as a connection; cannot fail.
         let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
         let ports = (self.next_client_port(guest_port), guest_port);
         self.insert(ports, Connection::of_host(greeting.into_stream()), token);
     }
 
-    /// A port that no connection to `guest_port` has; there are more of them than connections.
+    /// A port that no connection to `guest_port` uses; there are more ports than connections.
     fn next_client_port(&mut self, guest_port: u32) -> u32 {
         loop {
             self.last_port = match self.last_port {
@@ -389,12 +389,12 @@ impl Muxer {
         }
     }
 
-    /// When [`Self::end_overdue`] has something to do.
+    /// When [`Self::end_overdue`] has work to do.
     pub(super) fn first_deadline(&self) -> Option<Instant> {
         self.deadlines.values().copied().chain(self.accept_again).min()
     }
 
-    /// Ends what has waited long enough.
+    /// Ends connections and clients whose time limit has passed.
     pub(super) fn end_overdue(&mut self, now: Instant) {
         if self.accept_again.is_some_and(|again| again <= now) {
             self.accept_again = None;
@@ -407,7 +407,7 @@ impl Muxer {
         }
     }
 
-    /// Connections, and clients that are none yet.
+    /// Number of connections, and of clients that are not connected yet.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.connections.len(), self.greetings.len())
@@ -415,7 +415,7 @@ impl Muxer {
 }
 
 impl Entry {
-    /// Has the stream watched for what the connection waits for.
+    /// Updates the events that the stream is polled for.
     fn watch(&mut self, epoll: &Epoll) -> io::Result<()> {
         let wanted = self.connection.interest();
         if self.watched == wanted {

@@ -5,13 +5,13 @@
 //! Owns their layout. A header may lie across any number of buffers, as may what follows it, so it is
 //! copied out of guest memory before it is read.
 
-/// Length of a header.
+/// Length of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 44;
 /// Context ID of the host.
 pub(crate) const HOST_CID: u64 = 2;
-/// Type of packets of streams, the only one there is.
+/// Type of stream packets, the only one supported.
 pub(crate) const TYPE_STREAM: u16 = 1;
-/// Most data of one packet, in either direction: what Linux sends at most.
+/// Maximum data of a packet, in either direction: that of Linux.
 pub(crate) const DATA_BYTES_MAX: usize = 64 << 10;
 
 /// The sender will receive no more.
@@ -19,25 +19,25 @@ pub(crate) const SHUTDOWN_RECEIVE: u32 = 1;
 /// The sender will send no more.
 pub(crate) const SHUTDOWN_SEND: u32 = 2;
 
-/// What a packet is for. Values that are not here are answered as any packet out of place is.
+/// Packet operations. Unknown values are handled like any unexpected packet.
 pub(crate) mod op {
-    /// A connection is asked for.
+    /// Request a connection.
     pub(crate) const REQUEST: u16 = 1;
-    /// It is granted.
+    /// Accept a connection.
     pub(crate) const RESPONSE: u16 = 2;
-    /// There is no such connection, or no more.
+    /// Reset: there is no such connection, or no longer.
     pub(crate) const RST: u16 = 3;
-    /// One or both directions end.
+    /// Shut down one or both directions.
     pub(crate) const SHUTDOWN: u16 = 4;
     /// Data.
     pub(crate) const RW: u16 = 5;
-    /// The fields for credit have changed.
+    /// Report the credit fields.
     pub(crate) const CREDIT_UPDATE: u16 = 6;
-    /// They are asked for.
+    /// Request the credit fields.
     pub(crate) const CREDIT_REQUEST: u16 = 7;
 }
 
-/// A header, untrusted.
+/// A packet header; untrusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) src_cid: u64,

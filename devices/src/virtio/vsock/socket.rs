@@ -18,33 +18,33 @@ use thiserror::Error;
 use crate::endpoint::listener::PathListener;
 use crate::syscalls;
 
-/// Why the path is not ours.
+/// Why the socket path cannot be used.
 #[derive(Debug, Error)]
 pub enum VsockSocketError {
-    /// It cannot be listened at.
+    /// The socket cannot be bound.
     #[error("cannot listen at {path}")]
     Listen {
         /// The path.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// There is no directory for it.
+    /// The directory does not exist.
     #[error("cannot look at the directory of {path}")]
     Directory {
         /// The path.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// The socket of one device. See the module.
+/// The listening socket of a device; see the module.
 pub struct VsockSocket {
     path: PathBuf,
-    /// Held only to look and to set.
+    /// Only locked briefly.
     listener: Mutex<Option<Arc<PathListener>>>,
 }
 
@@ -53,10 +53,10 @@ impl VsockSocket {
         Self { path, listener: Mutex::new(None) }
     }
 
-    /// Listens, if it does not yet. A socket that a process left behind is replaced.
+    /// Starts listening, if it does not. A stale socket is replaced.
     ///
     /// # Errors
-    /// Naming the path: another process listens there, or it cannot be made.
+    /// Names the path: another process listens there, or it cannot be bound.
     pub fn attach(&self) -> Result<(), VsockSocketError> {
         let mut listener = self.listener.lock();
         if listener.is_none() {
@@ -72,10 +72,10 @@ impl VsockSocket {
         self.listener().is_some()
     }
 
-    /// Whether it could listen, if no other process did: its directory is there.
+    /// Whether it could listen if no other process did: its directory exists.
     ///
     /// # Errors
-    /// Naming the path.
+    /// Names the path.
     pub fn check(&self) -> Result<(), VsockSocketError> {
         let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
         match std::fs::metadata(parent.unwrap_or(Path::new("."))) {
@@ -84,13 +84,13 @@ impl VsockSocket {
         }
     }
 
-    /// Gives the path back. The device must be paused or gone; its connections stay as they are.
+    /// Releases the path. The device must be paused or gone; its connections are kept.
     pub fn detach(&self) {
         *self.listener.lock() = None;
     }
 
-    /// Removes the path, for a process that ends without the rest: a stale one is replaced, but says that
-    /// a guest is there.
+    /// Removes the path, for a process that exits without cleanup: a stale socket would be replaced, but
+    /// suggests that a guest exists.
     pub fn remove_path(&self) {
         if let Some(listener) = self.listener() {
             listener.remove();
@@ -101,7 +101,7 @@ impl VsockSocket {
         self.listener.lock().clone()
     }
 
-    /// Connects to what listens for connections of the guest to `port`, without waiting for it.
+    /// Connects to the listener for guest connections to `port`, without blocking.
     pub(super) fn connect_to_port(&self, port: u32) -> io::Result<OwnedFd> {
         let mut path = OsString::from(self.path.as_os_str());
         path.push(format!("_{port}"));

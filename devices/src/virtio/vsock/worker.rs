@@ -23,12 +23,12 @@ const TRANSMIT_TOKEN: u64 = 1;
 const EVENT_TOKEN: u64 = 2;
 const STREAMS_TOKEN: u64 = 3;
 const TIMER_TOKEN: u64 = 4;
-/// Packets of one direction before other events are looked at.
+/// Maximum number of packets of one direction before other events.
 const BUDGET: u32 = 256;
-/// An event that all connections are closed (`VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`).
+/// The event that all connections are closed (`VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`).
 const TRANSPORT_RESET: [u8; 4] = 0_u32.to_le_bytes();
 
-/// Serves a socket device.
+/// Serves the queues of a vsock device.
 pub(crate) struct VsockWorker {
     receive: WorkQueue,
     transmit: WorkQueue,
@@ -36,7 +36,7 @@ pub(crate) struct VsockWorker {
     muxer: Muxer,
     reset_is_due: bool,
     timer: TimerFd,
-    /// For the data of one packet.
+    /// Buffer for the data of one packet.
     data: Vec<u8>,
 }
 
@@ -53,7 +53,7 @@ impl VsockWorker {
         Ok(Self { receive, transmit, event, muxer, reset_is_due, timer, data })
     }
 
-    /// Takes packets of the guest as long as there is room for answers.
+    /// Handles packets of the guest while there is space for answers.
     fn transmit(&mut self) -> Result<(), Broken> {
         let memory = self.transmit.memory();
         let mut budget = BUDGET;
@@ -70,7 +70,7 @@ impl VsockWorker {
                 }
             }
             self.transmit.notify(&memory)?;
-            // Without room it is come back to when the guest has taken answers.
+            // Without space, this continues when the guest has taken answers.
             if !self.muxer.has_room_for_answers() || !self.transmit.allow_kicks(&memory)? {
                 return Ok(());
             }
@@ -88,7 +88,7 @@ impl VsockWorker {
         let header = Header::parse(&bytes);
         let data = chain.readable.split_front(header.len_bytes.into());
         let room = self.data.get_mut(..usize::try_from(header.len_bytes).unwrap_or(usize::MAX));
-        // Without data, what says that it has some is no packet of its connection.
+        // If its data are missing, the packet is not one of its connection.
         let data = match (data, room) {
             (Some(data), Some(room)) => {
                 data.copy_out(memory, room).map_err(|_| not_ram(&self.transmit))?;
@@ -100,7 +100,7 @@ impl VsockWorker {
         Ok(())
     }
 
-    /// Gives the guest packets as long as there are both packets and buffers.
+    /// Sends packets to the guest while there are both packets and buffers.
     fn receive(&mut self) -> Result<(), Broken> {
         let memory = self.receive.memory();
         self.receive.suppress_kicks(&memory)?;
@@ -113,7 +113,7 @@ impl VsockWorker {
                 return self.receive.notify(&memory);
             };
             if !self.muxer.has_packets() {
-                // The buffers stay for later; more of them need not be told.
+                // The buffers stay for later; further ones need no notification.
                 self.receive.undo_pop();
                 return self.receive.notify(&memory);
             }
@@ -163,7 +163,7 @@ impl VsockWorker {
         Ok(())
     }
 
-    /// Serves both directions until neither can continue by itself.
+    /// Serves both directions until neither can continue.
     fn serve(&mut self) -> Result<(), Broken> {
         let had_room = self.muxer.has_room_for_answers();
         self.receive()?;
@@ -174,7 +174,7 @@ impl VsockWorker {
         self.arm()
     }
 
-    /// Has the timer tell of the first connection that has waited long enough.
+    /// Sets the timer to the first time limit of a connection.
     fn arm(&mut self) -> Result<(), Broken> {
         let armed = match self.muxer.first_deadline() {
             Some(deadline) => {
@@ -221,7 +221,7 @@ impl Work for VsockWorker {
             }
             STREAMS_TOKEN => self.muxer.serve_streams(),
             _ => {
-                // It has told, or was set anew meanwhile: what is due is looked at all the same.
+                // It has expired, or was set again meanwhile: overdue connections are checked in any case.
                 let _ = self.timer.clear();
                 self.muxer.end_overdue(Instant::now());
             }

@@ -19,24 +19,24 @@ use crate::virtio::worker::{PendingPause, Workers};
 /// Virtio device ID of watchdogs.
 const DEVICE_ID: u16 = 35;
 const QUEUE_SIZE: u16 = 8;
-/// The driver of cloud-hypervisor's guests gives a buffer every 15 s at the latest, and may be 5 s late.
+/// The driver of cloud-hypervisor's guests adds a buffer at least every 15 s, and may be 5 s late.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Called once when a guest is taken for stuck; must not wait.
+/// Called once when a guest counts as stuck; must not block.
 pub type Expired = Arc<dyn Fn() + Send + Sync>;
 
-/// What a watchdog is made from.
+/// Configuration of a watchdog.
 pub struct WatchdogConfig {
-    /// Name of the device, for its thread.
+    /// Id of the device, for its thread name.
     pub id: String,
-    /// Time after which a guest that gives no buffer is taken for stuck.
+    /// Time without a buffer after which the guest counts as stuck.
     pub timeout: Duration,
-    /// Hears of it.
+    /// Called when that happens.
     pub expired: Expired,
 }
 
 impl WatchdogConfig {
-    /// A watchdog as cloud-hypervisor's.
+    /// A watchdog with the timeout of cloud-hypervisor's.
     pub fn new(id: String, expired: Expired) -> Self {
         Self { id, timeout: TIMEOUT, expired }
     }
@@ -45,20 +45,20 @@ impl WatchdogConfig {
 /// A watchdog device.
 pub struct Watchdog {
     config: WatchdogConfig,
-    /// The driver has given a buffer. Set by the thread as well.
+    /// Whether the driver has added a buffer. Also set by the thread.
     is_armed: Arc<AtomicBool>,
     handle: WatchdogHandle,
     workers: Workers,
 }
 
 impl Watchdog {
-    /// A watchdog whose clock stands.
+    /// A watchdog that is not armed.
     pub fn new(config: WatchdogConfig) -> Self {
         let handle = WatchdogHandle::new();
         Self { config, is_armed: Arc::default(), handle, workers: Workers::default() }
     }
 
-    /// What stops and starts its clock.
+    /// The handle to stop and start its clock.
     pub fn handle(&self) -> WatchdogHandle {
         self.handle.clone()
     }

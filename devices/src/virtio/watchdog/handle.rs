@@ -10,30 +10,31 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Stops and starts the clock of one watchdog; clones are the same.
+/// Stops and starts the clock of a watchdog; clones refer to the same one.
 #[derive(Clone, Debug)]
 pub struct WatchdogHandle {
-    /// Since when time counts, if it does. Held for a copy.
+    /// When the clock was started, if it runs. Only locked briefly.
     counts_since: Arc<Mutex<Option<Instant>>>,
 }
 
 impl WatchdogHandle {
-    /// Of a clock that may run.
+    /// The handle of a running clock.
     pub(crate) fn new() -> Self {
         Self { counts_since: Arc::new(Mutex::new(Some(Instant::now()))) }
     }
 
-    /// From now on the clock stands: the guest is not taken for stuck.
+    /// Stops the clock: the guest does not count as stuck.
     pub fn stop(&self) {
         *self.counts_since.lock() = None;
     }
 
-    /// Where the clock stands it begins anew, and the guest has the whole time.
+    /// Starts the clock if it is stopped, with the full time for the guest.
     pub fn start(&self) {
         self.counts_since.lock().get_or_insert_with(Instant::now);
     }
 
-    /// What is left of `timeout` for a guest that set its watchdog back at `set_back`; `None` when it is over.
+    /// What is left of `timeout` for a guest that reset its watchdog at `set_back`; `None` when it has
+    /// passed.
     pub(super) fn left(&self, timeout: Duration, set_back: Instant) -> Option<Duration> {
         let Some(since) = *self.counts_since.lock() else { return Some(timeout) };
         let left = timeout.saturating_sub(since.max(set_back).elapsed());

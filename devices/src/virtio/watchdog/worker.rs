@@ -18,17 +18,17 @@ use crate::virtio::worker::{Watch, Work};
 
 const QUEUE_TOKEN: u64 = 0;
 const TIMER_TOKEN: u64 = 1;
-/// Buffers served before the clock is looked at.
+/// Maximum number of buffers handled before the clock is checked.
 const BUDGET: u32 = 64;
-/// What a driver finds in a buffer that the device has seen.
+/// Contents of a returned buffer.
 const SEEN: [u8; 1] = [1];
 
-/// Serves a watchdog.
+/// Serves the queue of a watchdog.
 pub(crate) struct WatchdogWorker {
     queue: WorkQueue,
     timeout: Duration,
     timer: TimerFd,
-    /// When the guest set it back, or it began to run here.
+    /// When the guest last reset the watchdog, or started to run here.
     set_back: Instant,
     is_armed: Arc<AtomicBool>,
     handle: WatchdogHandle,
@@ -36,7 +36,7 @@ pub(crate) struct WatchdogWorker {
 }
 
 impl WatchdogWorker {
-    /// `expired` is called when there was no buffer for `timeout` in which the clock did not stand.
+    /// `expired` is called after `timeout` without a buffer while the clock runs.
     pub(crate) fn new(
         queue: WorkQueue,
         timeout: Duration,
@@ -70,7 +70,7 @@ impl WatchdogWorker {
         self.look_in(self.timeout)
     }
 
-    /// Has the clock looked at in so much time, which is not none.
+    /// Sets the timer to a check after this non-zero time.
     fn look_in(&mut self, time: Duration) -> Result<(), Broken> {
         self.timer.reset(time, None).map_err(|error| {
             log::error!("cannot set the clock of a watchdog: {error}");
@@ -79,7 +79,7 @@ impl WatchdogWorker {
     }
 
     fn stop_clock(&mut self) {
-        // Fails for no timer that is there.
+        // Cannot fail for an existing timer.
         let _ = self.timer.clear();
     }
 }
@@ -103,12 +103,12 @@ impl Work for WatchdogWorker {
             self.queue.take_kick();
             return self.serve();
         }
-        // A buffer that is there was given in time, however late this thread runs.
+        // A buffer that is available was added in time, however late this thread runs.
         self.serve()?;
         if let Some(left) = self.handle.left(self.timeout, self.set_back) {
             return self.look_in(left);
         }
-        // The machine is about to be another: it is told once.
+        // Reported once, as the machine is about to be replaced.
         self.stop_clock();
         self.is_armed.store(false, Ordering::Release);
         (self.expired)();
