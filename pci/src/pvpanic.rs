@@ -16,7 +16,7 @@ use crate::device::{PciDevice, PciDeviceState, PciStateError};
 
 /// Kind of the function in saved state.
 pub const PANIC_DEVICE_KIND: &str = "pvpanic-pci";
-/// Version of its state that is written, and the newest that is read.
+/// Version of the saved state that is written, and the newest that is read.
 const VERSION: u32 = 1;
 const VENDOR_ID: u16 = 0x1b36;
 const DEVICE_ID: u16 = 0x0011;
@@ -33,9 +33,9 @@ const CRASH_LOADED: u8 = 1 << 1;
 /// An event that a guest reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PanicEvent {
-    /// Its kernel has panicked.
+    /// The guest's kernel has panicked.
     Panicked,
-    /// Its kernel has panicked, and a crash kernel takes over.
+    /// The guest's kernel has panicked, and a crash kernel takes over.
     CrashLoaded,
     /// A value that the device does not list as supported.
     Unknown,
@@ -50,7 +50,7 @@ impl PanicEvent {
         }
     }
 
-    /// Its name in events, which is cloud-hypervisor's.
+    /// Name of the event, as in cloud-hypervisor.
     pub fn name(self) -> &'static str {
         match self {
             Self::Panicked => "panic",
@@ -80,7 +80,7 @@ impl PanicDevice {
     /// A device that passes its events to `sink`.
     ///
     /// # Errors
-    /// Its configuration space cannot be laid out: a mistake of the program.
+    /// The configuration space cannot be built, which is a programming error.
     pub fn new(id: String, sink: PanicSink) -> Result<Self, ConfigError> {
         let mut config = ConfigSpace::endpoint(&Identity {
             vendor_id: VENDOR_ID,

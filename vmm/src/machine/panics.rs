@@ -19,7 +19,7 @@ use crate::config::vm::PVPANIC_ID;
 pub type PanicFunction = (Bdf, Arc<PanicDevice>);
 
 /// Adds the device to the bus if the configuration asks for it; `taken` are device numbers in use or reserved.
-/// Of a guest that writes without end a few events are reported, and then one a minute.
+/// From a guest that reports events continuously, a few are passed on, and then one per minute.
 ///
 /// # Errors
 /// No device number is free.

@@ -69,12 +69,12 @@ pub enum VirtioError {
         #[source]
         source: BdfError,
     },
-    /// The configuration space of the panic device.
+    /// The configuration space of the panic device cannot be built.
     #[error("cannot lay out '{id}'")]
     Layout {
         /// Id of the device.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: pci::ConfigError,
     },
@@ -90,7 +90,7 @@ pub enum VirtioError {
     /// The device cannot be placed on the PCI bus.
     #[error("cannot give '{id}' a place on the PCI bus")]
     Bus {
-        /// The device.
+        /// Id of the device.
         id: String,
         /// The cause.
         #[source]
