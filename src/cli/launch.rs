@@ -335,6 +335,10 @@ mod tests {
     #[test]
     fn mistakes() {
         assert!(matches!(error("--api-socket /s --disk path=a"), LaunchError::NoKernel { .. }));
+        let nothing_confined = error("--api-socket /s --landlock");
+        assert!(
+            matches!(nothing_confined, LaunchError::NoKernel { option } if option == "landlock")
+        );
         assert!(matches!(error("-v"), LaunchError::Nothing));
         let both = error("--restore source_url=file:///x --kernel k");
         assert!(matches!(both, LaunchError::TwoVms { option } if option == "kernel"));

@@ -14,15 +14,17 @@ use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::unsupported::{
-    FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
-    UserDeviceConfig, VdpaConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig,
+    VdpaConfig,
 };
-use vmm::config::{BalloonConfig, DeviceConfig, DiskConfig, NetConfig, RngConfig, VsockConfig};
+use vmm::config::{
+    BalloonConfig, DeviceConfig, DiskConfig, LandlockConfig, NetConfig, RngConfig, VsockConfig,
+};
 
 use super::manual;
 
 /// Options that require a VM configuration.
-pub(super) const VM_OPTIONS: [&str; 29] = [
+pub(super) const VM_OPTIONS: [&str; 30] = [
     "cpus",
     "memory",
     "memory-zone",
@@ -51,6 +53,7 @@ pub(super) const VM_OPTIONS: [&str; 29] = [
     "tpm",
     "watchdog",
     "pvpanic",
+    "landlock",
     "landlock-rules",
 ];
 
@@ -100,7 +103,7 @@ pub fn command(with_help: bool) -> Command {
             path("igvm", "IGVM image (not supported by this version)"),
             path("initramfs", "Initial RAM file system"),
             path("kernel", "Kernel: an ELF file with a PVH entry, or a bzImage"),
-            flag("landlock", "Confine the process with Landlock (not supported by this version)"),
+            flag("landlock", "Confine the process with Landlock to the paths of its configuration"),
             manual::list::<LandlockConfig>("landlock-rules", with_help),
             path("log-file", "File for log messages instead of stderr"),
             one(

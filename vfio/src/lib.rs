@@ -71,4 +71,4 @@ pub use p2p::{P2pBars, P2pTarget, Peer};
 pub use pinning::{PinProgress, PinState, Pinning, PinningAbort};
 pub use prepinned::mapped_pieces;
 pub use space::{DmaSpace, OpenedFunction};
-pub use sysfs::HostPlace;
+pub use sysfs::{HostPlace, host_nodes};

@@ -60,6 +60,15 @@ fn link_name(path: &Path) -> Option<String> {
     Some(path.read_link().ok()?.file_name()?.to_string_lossy().into_owned())
 }
 
+/// Character devices by which VFIO opens the function at `path` in sysfs: of its IOMMU group, and its own, which an
+/// iommufd takes.
+pub fn host_nodes(path: &Path) -> Vec<PathBuf> {
+    let group = link_name(&path.join("iommu_group"));
+    let own = path.join("vfio-dev").read_dir().into_iter().flatten().flatten();
+    let own = own.map(|node| Path::new("/dev/vfio/devices").join(node.file_name()));
+    group.map(|group| Path::new("/dev/vfio").join(group)).into_iter().chain(own).collect()
+}
+
 /// Whether an open file is the character device of the function at `path`.
 pub(super) fn is_node_of(path: &Path, node: &File) -> bool {
     let Ok(metadata) = node.metadata() else { return false };
@@ -127,6 +136,8 @@ mod tests {
         assert_eq!(function.node(), None);
         fs::create_dir_all(device.join("vfio-dev/vfio3")).unwrap();
         assert_eq!(function.node(), Some("/dev/vfio/devices/vfio3".into()));
+        let nodes = ["/dev/vfio/7", "/dev/vfio/devices/vfio3"].map(PathBuf::from);
+        assert_eq!(host_nodes(&function.path), nodes);
 
         let open = |path: &str| File::open(path).unwrap();
         assert!(!is_node_of(&function.path, &open("/dev/null")));

@@ -4,6 +4,8 @@
 //!
 //! Owns one enum; each variant names the thing and says what to change.
 
+use std::path::PathBuf;
+
 use thiserror::Error;
 use vm_migration::options::OptionsError;
 use vm_migration::transport::AddressError;
@@ -49,6 +51,17 @@ pub enum ConfigError {
     /// The kernel command line contains a zero byte.
     #[error("the kernel command line contains a zero byte")]
     CmdlineHasNul,
+    /// A Landlock rule without a path.
+    #[error("a Landlock rule needs a path")]
+    LandlockPath,
+    /// Access of a Landlock rule.
+    #[error("access '{access}' of the Landlock rule for {} is not 'r', 'w' or 'rw'", path.display())]
+    LandlockAccess {
+        /// Its path.
+        path: PathBuf,
+        /// What is not access.
+        access: String,
+    },
     /// The maximum number of vCPUs is below the number at boot.
     #[error("the maximum number of vCPUs ({max}) is below the number at boot ({boot})")]
     VcpusMaxBelowBoot {

@@ -25,6 +25,7 @@ pub mod family;
 pub(crate) mod foreign;
 pub mod grant;
 pub mod hotplug;
+pub mod landlock;
 pub mod memory;
 pub mod migration;
 pub mod net;
@@ -58,6 +59,7 @@ pub use error::ConfigError;
 pub use family::Family;
 pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
+pub use landlock::{LandlockConfig, RuleAccess};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
     FaultSourceChoice, ForceData, GuestClock, MemoryRestoreMode, MigrationRecoverData,
@@ -125,6 +127,7 @@ pub fn fuzz_option_string(data: &[u8]) {
             check::<ReceiveMigrationData>(text);
         }
         "restore" => check::<RestoreConfig>(text),
+        "landlock-rules" => check::<LandlockConfig>(text),
         "rate-limit-group" => check::<rate_limiter::RateLimitGroupConfig>(text),
         _ => check::<DiskConfig>(text),
     }

@@ -39,7 +39,7 @@ pub fn families() -> Vec<FamilyInfo> {
         rate_limiter::RateLimitGroupConfig::info(),
         numa::NumaConfig::info(),
         unsupported::TpmConfig::info(),
-        unsupported::LandlockConfig::info(),
+        super::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
         unsupported::VdpaConfig::info(),
@@ -50,11 +50,10 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 11] = [
+pub const UNSUPPORTED_FAMILIES: [&str; 10] = [
     "rate-limit-group",
     "numa",
     "tpm",
-    "landlock-rules",
     "pci-segment",
     "user-device",
     "vdpa",

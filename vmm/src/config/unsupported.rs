@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
 //! Option families that are recognised but not supported: file systems, persistent memory, vDPA and
-//! other vhost-user devices, the virtio real-time clock, the TPM and Landlock rules.
+//! other vhost-user devices, the virtio real-time clock and the TPM.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
 //! the option is unsupported rather than unknown.
@@ -120,15 +120,5 @@ option_family! {
     TpmConfig "tpm" {
         /// Socket of the process that implements it.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-    }
-}
-
-option_family! {
-    /// A path that the sandboxed process may use.
-    LandlockConfig "landlock-rules" {
-        /// The path.
-        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
-        /// `r`, `w` or `rw`.
-        access: String = String::new(), "access" as One<Text>, required();
     }
 }

@@ -19,6 +19,7 @@ use super::device::DeviceConfig;
 use super::disk::DiskConfig;
 use super::error::ConfigError;
 use super::family::option_family;
+use super::landlock::LandlockConfig;
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
 use super::numa::NumaConfig;
@@ -27,8 +28,8 @@ use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
 use super::unsupported::{
-    FsConfig, GenericVhostUserConfig, LandlockConfig, PmemConfig, RtcConfig, TpmConfig,
-    UserDeviceConfig, VdpaConfig,
+    FsConfig, GenericVhostUserConfig, PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig,
+    VdpaConfig,
 };
 use super::value::MacAddr;
 use super::vsock::VsockConfig;
@@ -100,10 +101,10 @@ option_family! {
         platform: Option<PlatformConfig> = None, "" as JsonOnly;
         /// Trusted platform module.
         tpm: Option<TpmConfig> = None, "" as JsonOnly, unsupported();
-        /// Confine the process with Landlock.
-        landlock_enable: bool = false, "" as JsonOnly, unsupported();
-        /// Paths that remain accessible with Landlock.
-        landlock_rules: Option<Vec<LandlockConfig>> = None, "" as JsonOnly, unsupported();
+        /// Confine the process with Landlock to the paths of this configuration.
+        landlock_enable: bool = false, "" as JsonOnly;
+        /// Paths that remain accessible with Landlock beyond those.
+        landlock_rules: Option<Vec<LandlockConfig>> = None, "" as JsonOnly;
     }
 }
 
@@ -179,7 +180,7 @@ impl VmConfig {
         if let Some(platform) = &self.platform {
             platform.validate()?;
         }
-        Ok(())
+        self.landlock_rules.iter().flatten().try_for_each(LandlockConfig::validate)
     }
 
     /// Assigns the ids `_disk0`, `_net1` and so on to devices without one; one counter for all kinds.

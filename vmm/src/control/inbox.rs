@@ -12,6 +12,7 @@ use std::time::Instant;
 use vm_migration::destination::PostcopyPaused;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::confining::ConfineRequest;
 use super::doubt::InDoubtVm;
 use super::pausing::{ArrivedEnd, PauseEnd, TransitionEnd};
 use super::receiving::ReceiveEnd;
@@ -36,6 +37,8 @@ pub enum Message {
     HandedOver,
     /// All pages of a guest received in postcopy are resident, or the source is lost.
     PagesComplete(Result<(), Box<PostcopyPaused<MigratingRam>>>),
+    /// A thread that is about to build a machine requests that the VMM thread be confined by Landlock.
+    Confine(ConfineRequest),
     /// A machine has been created and runs, or its start has failed.
     Started(Box<StartEnd>),
     /// A pause, resume or device change of the machine has ended.

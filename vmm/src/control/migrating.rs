@@ -231,6 +231,7 @@ impl Vmm {
             fds: data.arriving_fds(),
             rules: data.allow.clone(),
             late_reconnects: self.late_reconnects.clone(),
+            confiner: self.confiner(),
             inbox_sender: self.inbox_sender.clone(),
         };
         self.prefault_stage2 = data.prefault_stage2;

@@ -51,6 +51,7 @@
 //! | `threads` | threads that own what the VMM thread has given them |
 
 mod cancel;
+mod confining;
 mod deferred;
 mod describe;
 mod device_tree;
@@ -93,6 +94,7 @@ use crate::migration::destination::ArrivingMachine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::source::Remains;
 use crate::options::{ChildLogging, ExitReason};
+use crate::sandbox::landlock::Confinement;
 
 pub(crate) use migrating::WATCHER_TIME;
 pub(crate) use observer::{announce, tell_end};
@@ -228,6 +230,8 @@ struct Vmm {
     no_shutdown: bool,
     /// Path of the API socket, if it has one.
     api_path: Option<PathBuf>,
+    /// Landlock rulesets in force on this thread.
+    confinement: Confinement,
     /// Logging configuration for child processes.
     child_logging: ChildLogging,
     /// Requests to delete a machine that was not started and still receives pages.
@@ -273,6 +277,7 @@ impl Vmm {
             ending: None,
             no_shutdown,
             api_path: None,
+            confinement: Confinement::default(),
             child_logging,
             deleters: Vec::new(),
             late_reconnects: LateReconnects::default(),
@@ -470,6 +475,10 @@ impl Vmm {
             Message::Saved(end) => {
                 self.saved(*end);
                 self.go_on_ending()
+            }
+            Message::Confine(request) => {
+                self.confine(request);
+                Next::Continue
             }
             Message::Started(end) => self.started(*end),
             Message::TransitionOver(end) => self.transition_over(*end),

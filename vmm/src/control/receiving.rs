@@ -16,6 +16,7 @@ use vm_migration::{
     Steering,
 };
 
+use super::confining::Confiner;
 use super::describe;
 use super::doubt::{self, DecisionRequest, InDoubtVm};
 use super::inbox::{InboxSender, Message};
@@ -23,12 +24,13 @@ use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::{ArrivingFds, Grant};
+use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
 use crate::migration::destination::{ArrivingBuilder, ArrivingMachine, DoubtObserver};
 use crate::migration::faults::FaultPlan;
 use crate::migration::memory::MigratingRam;
+use crate::sandbox::PathRule;
 
 /// Outcome of an incoming migration.
 pub enum ReceiveOutcome {
@@ -97,6 +99,8 @@ pub struct ReceiveContext {
     pub rules: Option<Vec<Grant>>,
     /// Handles reconnections of sources that may not know that their migration to here has ended.
     pub late_reconnects: LateReconnects,
+    /// Confines the process as the VM's configuration requests.
+    pub confiner: Confiner,
     /// Informs the VMM thread.
     pub inbox_sender: InboxSender,
 }
@@ -147,6 +151,18 @@ fn tell_ready(listener: &Listener) {
 }
 
 impl ListenTarget {
+    /// The socket that is made for it, and removed afterwards.
+    fn made_socket(&self) -> Option<&Path> {
+        match self {
+            Self::Bound(listener) => match listener.address() {
+                Address::Unix(path) => Some(path),
+                Address::Tcp { .. } => None,
+            },
+            // A name is of a host.
+            Self::Unresolved(..) => None,
+        }
+    }
+
     /// Listens on the target.
     fn listen(
         self,
@@ -222,12 +238,22 @@ pub fn start(
     let steering = options.steering.clone();
     let (own_progress, own_cancel) = (Arc::clone(&progress), cancel.clone());
     let spawned = spawn_with("migration-recv", responder, move |responder| {
-        let ReceiveContext { host, sink, faults, fds, rules, late_reconnects, inbox_sender } =
-            context;
+        let ReceiveContext {
+            host,
+            sink,
+            faults,
+            fds,
+            rules,
+            late_reconnects,
+            confiner,
+            inbox_sender,
+        } = context;
+        let confiner = confiner.with(target.made_socket().map(PathRule::remove_socket));
+        let confine = Box::new(move |config: &VmConfig| confiner.confine(config));
         let slot = Arc::new(Mutex::new(Some(responder)));
         let doubts = tell_doubts(Arc::clone(&slot), inbox_sender.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
-        let builder = builder.within(rules).with_descriptors(fds);
+        let builder = builder.within(rules).with_descriptors(fds).confined_by(confine);
         let received = target
             .listen(&late_reconnects, &own_progress, &own_cancel)
             .map(|listener| listener.receive(builder, &options, &own_progress, &own_cancel));

@@ -23,12 +23,13 @@ use super::threads::spawn_with;
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
-use crate::config::{RestoreConfig, VmSnapshotConfig};
+use crate::config::{RestoreConfig, VmConfig, VmSnapshotConfig};
 use crate::events;
 use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
 use crate::migration::snapshot::{self, Restored, prefault_ram};
 use crate::panicking;
+use crate::sandbox::PathRule;
 
 /// Exit code of a process whose guest has lost its memory.
 const MEMORY_LOST: i32 = 1;
@@ -235,8 +236,12 @@ impl Vmm {
         let at_launch = responder.is_none();
         let (host, sink) = (Arc::clone(&self.host), self.new_sink());
         let (inbox_sender, own_cancel) = (self.inbox_sender.clone(), cancel.clone());
+        let confiner = self.confiner();
         let thread = spawn_with("restore", responder, move |responder| {
-            let restored = snapshot::restore(&config, &host, sink, &own_cancel);
+            let read = config.directory().ok().map(PathRule::read);
+            let confiner = confiner.with(read);
+            let confine = |config: &VmConfig| confiner.confine(config);
+            let restored = snapshot::restore(&config, &host, sink, &own_cancel, &confine);
             inbox_sender.send(Message::Restored(Box::new(RestoreEnd {
                 restored: restored.map_err(|error| failed(&error)),
                 resume: config.resume,

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::confining::Confiner;
 use super::inbox::Message;
 use super::threads::spawn_with;
 use super::{Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
@@ -161,11 +162,15 @@ impl Start {
         sink: EventSink,
         cancel: &CancelToken,
         begun: &GuestBegun,
+        confiner: &Confiner,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
         let (consoles, mut locks) = match self {
-            Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
+            Self::Boot => {
+                confiner.confine(&config).map_err(|error| failed(&error))?;
+                (Consoles::open(&mut config).map_err(console)?, Box::default())
+            }
             Self::Reboot { consoles, locks } => (consoles, locks),
         };
         let mut machine =
@@ -215,10 +220,12 @@ impl Vmm {
             (self.host.clone(), self.inbox_sender.clone(), cancel.clone());
         let begun = GuestBegun::default();
         let own_begun = begun.clone();
+        let confiner = self.confiner();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
         let spawned = spawn_with(name, load, move |(start, config, responder)| {
-            let result = start.machine(*config, &host, sink, &own, &own_begun).map(Box::new);
+            let result = start.machine(*config, &host, sink, &own, &own_begun, &confiner);
+            let result = result.map(Box::new);
             inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
         let (end_requests, until) = (Vec::new(), None);

@@ -23,6 +23,7 @@ use super::memory::MigratingRam;
 use super::resident::{self, KvmLimits};
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
+use crate::sandbox::landlock::LandlockError;
 
 /// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
 /// long as the source waits for the write-back, and less than it waits for an answer.
@@ -36,7 +37,11 @@ pub struct ArrivingBuilder {
     rules: Option<Vec<Grant>>,
     doubts: DoubtObserver,
     fds: ArrivingFds,
+    confine: ConfineArrival,
 }
+
+/// Confines the process to the paths of a VM, if it is to be.
+pub type ConfineArrival = Box<dyn Fn(&VmConfig) -> Result<(), LandlockError> + Send>;
 
 /// Called with a VM that has come into doubt, and again, with `true`, when that has lasted longer than its
 /// source can act on the acknowledgement.
@@ -47,13 +52,20 @@ impl ArrivingBuilder {
     /// pages, and `doubts` is called with VMs in doubt. The configuration may name any file or device of
     /// this host.
     pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: DoubtObserver) -> Self {
-        Self { host, sink, faults, rules: None, doubts, fds: ArrivingFds::default() }
+        let (fds, confine) = (ArrivingFds::default(), Box::new(|_: &VmConfig| Ok(())));
+        Self { host, sink, faults, rules: None, doubts, fds, confine }
     }
 
     /// The same builder, restricted to configurations that the rules allow, if there are any.
     #[must_use]
     pub fn within(self, rules: Option<Vec<Grant>>) -> Self {
         Self { rules, ..self }
+    }
+
+    /// The same, for VMs that say to which paths the process is confined.
+    #[must_use]
+    pub fn confined_by(self, confine: ConfineArrival) -> Self {
+        Self { confine, ..self }
     }
 
     /// The same builder, with descriptors for the devices.
@@ -114,6 +126,7 @@ impl DestinationBuilder for ArrivingBuilder {
         self.fds.place(&mut vm_config)?;
         let config = vm_config.complete_begun()?;
         grants::check(self.rules.as_deref(), &config)?;
+        (self.confine)(&config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();

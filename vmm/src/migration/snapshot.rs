@@ -30,6 +30,7 @@ use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
     MachineStateError, StateJsonError, WriteBackError, features,
 };
+use crate::sandbox::landlock::LandlockError;
 
 /// Poll interval for cancellation while a snapshot waits for disks or storage.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -97,6 +98,8 @@ enum RestoreCause {
     MissingPages(#[from] DmaToMissingPages),
     #[error("state.json cannot be used")]
     StateJson(#[source] MachineStateError),
+    #[error(transparent)]
+    Landlock(#[from] LandlockError),
     #[error(transparent)]
     Console(#[from] ConsoleError),
     #[error("the machine of its configuration cannot be made")]
@@ -191,6 +194,9 @@ fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     Err(SnapshotError::Cancelled.into())
 }
 
+/// Confines the process to the paths of a VM, if it is to be.
+pub type Confine<'a> = &'a dyn Fn(&VmConfig) -> Result<(), LandlockError>;
+
 /// Creates a machine from a snapshot directory. Its disks are locked and its taps open.
 ///
 /// # Errors
@@ -200,11 +206,12 @@ pub fn restore(
     host: &Host,
     sink: EventSink,
     cancel: &Cancel,
+    confine: Confine<'_>,
 ) -> Result<Restored, RestoreError> {
     let at = |directory: String| move |source| RestoreError { directory, source };
     let directory = config.directory().map_err(|e| at(config.source_url.clone())(e.into()))?;
     let name = directory.display().to_string();
-    restore_from(&directory, config, host, sink, cancel).map_err(at(name))
+    restore_from(&directory, config, host, sink, cancel, confine).map_err(at(name))
 }
 
 fn restore_from(
@@ -213,6 +220,7 @@ fn restore_from(
     host: &Host,
     sink: EventSink,
     cancel: &Cancel,
+    confine: Confine<'_>,
 ) -> Result<Restored, RestoreCause> {
     let snapshot = Opened::open(directory)?;
     let config: VmConfig =
@@ -222,6 +230,7 @@ fn restore_from(
     request.arriving_fds().place(&mut config)?;
     updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
+    confine(&config)?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
     if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());

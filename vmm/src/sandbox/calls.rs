@@ -455,10 +455,16 @@ group! {
         SYS_rt_sigtimedwait "a signal that waits";
         SYS_prctl [Check::First(START)] "no dumps of this process";
         SYS_seccomp [Check::First(FILTER)] "whether the kernel has filters";
-        SYS_landlock_create_ruleset "paths of the process";
-        SYS_landlock_add_rule "paths of the process";
-        SYS_landlock_restrict_self "paths of the process";
         SYS_arch_prctl [Check::First(&[0x1022, 0x1023, 0x1024, 0x1025])] "AMX: the state that guests may have";
+    }
+}
+
+group! {
+    /// Confining a thread to paths, before a machine is built on it.
+    LANDLOCK "Landlock" {
+        SYS_landlock_create_ruleset "what the kernel knows of Landlock, and a set of paths";
+        SYS_landlock_add_rule "a path of the configuration";
+        SYS_landlock_restrict_self "no other paths for this thread and those that it starts";
     }
 }
 

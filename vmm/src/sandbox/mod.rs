@@ -4,8 +4,9 @@
 //!
 //! Owns the order: `main` gets the filter of all that the process may ever call while it is the only thread, so every
 //! thread inherits it; each thread adds that of its own kind before its body, by the start hook of `stoppable-thread`.
-//! Filters add up, and the strictest answer counts. It must never know what a thread does beyond its entry in
-//! the table.
+//! Filters add up, and the strictest answer counts. Paths are those of a VM: the threads that build it and `main` are
+//! confined to them by `landlock`, if its configuration says so. It must never know what a thread does beyond its entry
+//! in the table.
 //!
 //! | module | owns |
 //! | --- | --- |
@@ -15,9 +16,13 @@
 //! | `seccomp` | the table as filters |
 //! | `report` | the end of a process that makes another call |
 //! | `names` | names of system calls |
+//! | `landlock` | paths: a set of them for a thread, and which sets are in force |
+//! | `paths` | which paths a VM needs, by its configuration |
 
 mod calls;
+pub mod landlock;
 mod names;
+mod paths;
 #[cfg(test)]
 mod reference;
 mod report;
@@ -33,6 +38,7 @@ use std::sync::OnceLock;
 
 use thiserror::Error;
 
+pub use paths::PathRule;
 pub use report::STOPPED;
 pub use seccomp::FilterError;
 

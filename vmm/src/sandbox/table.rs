@@ -9,9 +9,9 @@
 
 use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_TRACE, FILES, Group, INTERNET_SOCKETS,
-    KVM_CREATION, KVM_REQUESTS, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS,
-    RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN, TIMERS,
-    VFIO_REQUESTS,
+    KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS,
+    PSEUDOTERMINALS, RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN,
+    TIMERS, VFIO_REQUESTS,
 };
 
 /// Threads that may call the same.
@@ -83,6 +83,17 @@ const BUILD: &[&Group] = &[
     &TIMERS,
 ];
 
+/// The same for a thread that confines itself to the paths of the configuration first.
+const CONFINE_AND_BUILD: &[&Group] = &{
+    let mut all: [&Group; BUILD.len() + 1] = [&LANDLOCK; BUILD.len() + 1];
+    let mut at = 0;
+    while at < BUILD.len() {
+        all[at] = BUILD[at];
+        at += 1;
+    }
+    all
+};
+
 /// What moving pages over connections needs.
 const MOVE: &[&Group] =
     &[&CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING];
@@ -95,7 +106,7 @@ macro_rules! kinds {
 
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
-    "main": BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
+    "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
         "pause", "open-device", "give-back", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer"]],
@@ -150,7 +161,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "write-back": &[&FILES, &OPEN, &DISKS, &RING], starts &[], "writes images back";
     "give-back": BUILD, starts MACHINE, "drops a machine that was not wanted any more";
     "open-device": BUILD, starts MACHINE, "opens what is behind a device";
-    "vm-boot": BUILD, starts MACHINE, "builds a machine";
+    "vm-boot": CONFINE_AND_BUILD, starts MACHINE, "builds a machine";
     "vm-reboot": BUILD, starts MACHINE, "ends a machine and builds the next";
     "vm-shutdown": BUILD, starts MACHINE, "ends a machine";
     "vm-delete": BUILD, starts MACHINE, "ends a machine";
@@ -163,7 +174,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-look"]],
         "writes the files of a snapshot";
     "snapshot-mem": &[&FILES, &MEMORY, &OPEN], starts &[], "writes or reads memory";
-    "restore": BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["restore-fault",
+    "restore": CONFINE_AND_BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["restore-fault",
         "restore-fill", "restore-wait", "snapshot-mem", "mig-look"]],
         "builds a machine from a snapshot";
     "restore-fault": MOVE, starts &[], "answers faults from a snapshot";
@@ -178,7 +189,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "give-back"]],
         "owns a machine that leaves, and starts the page server, whose calls have to be among its own";
-    "migration-recv": BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["mig-receive",
+    "migration-recv": CONFINE_AND_BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["mig-receive",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
         "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns a machine that arrives";
     "mig-send": MOVE, starts &[&["mig-look"]], "sends a part of the memory";

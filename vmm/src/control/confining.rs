@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Confining the process to the paths of its VM, before the VM is built.
+//!
+//! Owns the way of a set of paths between the thread that builds the machine, which knows its configuration first, and
+//! the VMM thread, from which all later threads come: both are confined before anything of the configuration is opened,
+//! so before the guest runs. A machine that is built anew after a reset has what its VM has had.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use super::Vmm;
+use super::inbox::{InboxSender, Message};
+use crate::config::VmConfig;
+use crate::sandbox::PathRule;
+use crate::sandbox::landlock::{Confinement, LandlockError, PathSet};
+
+/// For the VMM thread to answer. It waits for other threads at times, and for none longer than this.
+const ANSWER_TIME: Duration = Duration::from_secs(30);
+
+/// What confines a thread that builds a machine, and the process with it.
+pub struct Confiner {
+    /// What the thread has inherited.
+    confinement: Confinement,
+    api_socket: Option<PathBuf>,
+    of_request: Vec<PathRule>,
+    inbox_sender: InboxSender,
+}
+
+/// A set of paths for the VMM thread.
+pub struct ConfineRequest {
+    set: Arc<PathSet>,
+    answer: Sender<Result<(), LandlockError>>,
+}
+
+impl Confiner {
+    /// With rules for what the request names by which the VM comes.
+    #[must_use]
+    pub fn with(mut self, rules: impl IntoIterator<Item = PathRule>) -> Self {
+        self.of_request.extend(rules);
+        self
+    }
+
+    /// Confines the calling thread and the VMM thread, if the VM is to be confined and they are not yet.
+    ///
+    /// # Errors
+    /// [`LandlockError`]; the VM must not be built.
+    pub fn confine(&self, config: &VmConfig) -> Result<(), LandlockError> {
+        if !config.landlock_enable {
+            return Ok(());
+        }
+        let (socket, rules) = (self.api_socket.as_deref(), self.of_request.clone());
+        let Some(set) = PathSet::of(config, socket, rules, &self.confinement)? else {
+            return Ok(());
+        };
+        let set = Arc::new(set);
+        let (answer, answered) = channel();
+        let request = ConfineRequest { set: Arc::clone(&set), answer };
+        self.inbox_sender.send(Message::Confine(request));
+        // A VMM thread that ends takes no message any more.
+        answered.recv_timeout(ANSWER_TIME).map_err(|_| LandlockError::NoVmmThread)??;
+        set.confine_thread()?;
+        log::info!("Landlock confines this process to the paths of its VM");
+        Ok(())
+    }
+}
+
+impl Vmm {
+    /// For a thread that is about to be started.
+    pub(super) fn confiner(&self) -> Confiner {
+        Confiner {
+            confinement: self.confinement.clone(),
+            api_socket: self.api_path.clone(),
+            of_request: Vec::new(),
+            inbox_sender: self.inbox_sender.clone(),
+        }
+    }
+
+    /// A thread that builds a machine knows what its VM may use.
+    pub(super) fn confine(&mut self, request: ConfineRequest) {
+        let ConfineRequest { set, answer } = request;
+        let confined = set.confine_thread();
+        if confined.is_ok() {
+            self.confinement.note(&set);
+        }
+        // The thread may have waited too long.
+        let _ = answer.send(confined);
+    }
+}
