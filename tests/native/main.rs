@@ -32,6 +32,7 @@ mod hotplug;
 mod http;
 mod hung_disk;
 mod in_doubt;
+mod landlock;
 mod leaks;
 mod lifecycle;
 mod locks;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
     let mut suite = harness::Suite::default();
     boot::add(&mut suite);
     sandbox::add(&mut suite);
+    landlock::add(&mut suite);
     firmware::add(&mut suite);
     lifecycle::add(&mut suite);
     starting::add(&mut suite);

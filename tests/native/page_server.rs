@@ -13,6 +13,7 @@ use crate::harness::vmm::{finish, write_file};
 use crate::harness::{
     Api, HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, ch_remote, is_root, skip, wait_for,
 };
+use crate::landlock;
 use crate::postcopy::{Cutter, SPARING, phase, progress, wait_for_phase};
 
 /// Bytes per second with which 96 MiB of a sparing guest take some 12 s.
@@ -36,6 +37,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("page_server::private_memory_is_refused_by_name", private);
     suite.add("page_server::without_its_socket_the_guest_stays", no_socket);
     suite.add("page_server::one_that_dies_early_is_done_without", dies_early);
+    suite.add("page_server::one_of_a_confined_vm_serves", of_confined);
 }
 
 /// A page server; ended with the test.
@@ -200,6 +202,16 @@ fn source_ends() {
     println!("     the destination held still for {held_us} us");
     let last = run.finish();
     assert_eq!(last["recovery"]["recoveries"], 1, "one planned loss: {last}");
+}
+
+fn of_confined() {
+    let source = landlock::confined_guest(2, "size=192M,shared=on", SPARING).start();
+    let mut run = Middle::leave(source, Mode::Postcopy, &format!(",{SLOW}"));
+    run.source_has_ended();
+    // Devices are added when all pages are here.
+    wait_for_phase(&run.destination, "done");
+    landlock::assert_confined(&run.destination);
+    run.finish();
 }
 
 fn source_is_killed() {

@@ -26,6 +26,9 @@ pub const GUEST_PATIENCE: Patience = Patience::millis(60_000);
 /// What a file is to be called that holds guest memory, so that the guest is found in it.
 pub const RAM_FILE: &str = "godwit-ram";
 
+/// Set to 1, it has each VM of a command line run with `--landlock`.
+const LANDLOCK_SWITCH: &str = "GODWIT_TEST_LANDLOCK";
+
 /// Process ids that have not been waited for; a test that overran left them behind.
 static RUNNING: Mutex<Vec<u32>> = Mutex::new(Vec::new());
 
@@ -90,6 +93,20 @@ impl VmmBuilder {
         self
     }
 
+    /// What confines a VM of the command line, if the whole run is to be confined: to its own paths, and to where
+    /// tests have their files.
+    fn landlock(&self) -> Vec<OsString> {
+        let has = |word: &str| self.arguments.iter().any(|argument| argument == word);
+        let is_wanted = std::env::var_os(LANDLOCK_SWITCH).is_some_and(|value| value == "1");
+        if !is_wanted || !has("--kernel") || has("--landlock") || has("--landlock-rules") {
+            return Vec::new();
+        }
+        let folders = [std::env::temp_dir(), "/dev/shm".into(), "/dev/net/tun".into()];
+        let rule = |path: PathBuf| OsString::from(format!("path={},access=rw", path.display()));
+        let rules = folders.into_iter().filter(|path| path.exists()).map(rule);
+        ["--landlock".into(), "--landlock-rules".into()].into_iter().chain(rules).collect()
+    }
+
     /// Starts it without waiting for anything.
     pub fn spawn(&self) -> Vmm {
         let folder = TempDir::with_prefix("godwit-test-").expect("a folder");
@@ -97,7 +114,7 @@ impl VmmBuilder {
         let mut words = self.wrapper.clone();
         words.push(VMM.into());
         let mut command = Command::new(&words[0]);
-        command.args(&words[1..]).args(&self.arguments);
+        command.args(&words[1..]).args(&self.arguments).args(self.landlock());
         if self.socket {
             let event_path = format!("path={}", at("events").display());
             command.arg("--api-socket").arg(at("api")).args(["--event-monitor", &event_path]);
