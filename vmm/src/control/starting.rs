@@ -154,6 +154,14 @@ impl Starting {
 }
 
 impl Start {
+    /// Confines the process to the paths of the VM, unless an earlier machine of it has had them.
+    fn confine(&self, config: &VmConfig, confiner: &Confiner) -> Result<(), ApiError> {
+        match self {
+            Self::Boot => confiner.confine(config).map_err(|error| failed(&error)),
+            Self::Reboot { .. } => Ok(()),
+        }
+    }
+
     /// Creates the machine and starts it. Kept resources that it does not take are returned.
     fn machine(
         self,
@@ -162,15 +170,11 @@ impl Start {
         sink: EventSink,
         cancel: &CancelToken,
         begun: &GuestBegun,
-        confiner: &Confiner,
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
         let (consoles, mut locks) = match self {
-            Self::Boot => {
-                confiner.confine(&config).map_err(|error| failed(&error))?;
-                (Consoles::open(&mut config).map_err(console)?, Box::default())
-            }
+            Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
             Self::Reboot { consoles, locks } => (consoles, locks),
         };
         let mut machine =
@@ -224,7 +228,9 @@ impl Vmm {
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
         let spawned = spawn_with(name, load, move |(start, config, responder)| {
-            let result = start.machine(*config, &host, sink, &own, &own_begun, &confiner);
+            let result = start
+                .confine(&config, &confiner)
+                .and_then(|()| start.machine(*config, &host, sink, &own, &own_begun));
             let result = result.map(Box::new);
             inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
