@@ -89,3 +89,63 @@ impl Vmm {
         let _ = answer.send(confined);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::fs;
+    use std::thread;
+
+    use super::*;
+    use crate::control::inbox::Inbox;
+
+    fn confiner(inbox_sender: InboxSender) -> Confiner {
+        let confinement = Confinement::default();
+        Confiner { confinement, api_socket: None, of_request: Vec::new(), inbox_sender }
+    }
+
+    fn config(landlock_enable: bool) -> VmConfig {
+        VmConfig { landlock_enable, ..VmConfig::default() }
+    }
+
+    #[test]
+    fn both_threads_are_confined_before_the_machine_is_built() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "x").unwrap();
+        let file_of_main = file.clone();
+        let (inbox_sender, inbox) = Inbox::new().unwrap();
+        let main = thread::spawn(move || {
+            let request = loop {
+                match inbox.take() {
+                    Some(Message::Confine(request)) => break request,
+                    Some(_) => unreachable!("nothing else is sent"),
+                    None => thread::yield_now(),
+                }
+            };
+            let ConfineRequest { set, answer } = request;
+            answer.send(set.confine_thread()).unwrap();
+            fs::read(file_of_main).is_err()
+        });
+        let builder = thread::spawn(move || {
+            confiner(inbox_sender).confine(&config(true)).unwrap();
+            fs::read(file).is_err()
+        });
+        assert!(builder.join().unwrap(), "the thread that builds the machine");
+        assert!(main.join().unwrap(), "the VMM thread");
+    }
+
+    #[test]
+    fn without_the_vmm_thread_no_machine_is_built() {
+        let (inbox_sender, inbox) = Inbox::new().unwrap();
+        drop(inbox);
+        let free = thread::spawn(move || {
+            let confiner = confiner(inbox_sender);
+            confiner.confine(&config(false)).unwrap();
+            let error = confiner.confine(&config(true)).unwrap_err();
+            assert!(matches!(error, LandlockError::NoVmmThread), "{error}");
+        });
+        free.join().unwrap();
+    }
+}
