@@ -56,6 +56,12 @@ fn run(args: RunArgs) -> Result<(), Failure> {
     let log = logger::start(format, args.verbosity, args.log_file.as_deref())
         .map_err(|e| Failure::failed(&e))?;
     panicking::end_with_process();
+    if args.confines_nothing {
+        log::warn!(
+            "--landlock confines nothing without a VM on the command line: a VM of the API or of a snapshot says by \
+             landlock_enable whether it is confined"
+        );
+    }
     let (mut options, event_target) = args.into_options().map_err(|error| usage(&error))?;
     options.child_logging.log = log;
     if let Some(target) = event_target {

@@ -67,6 +67,8 @@ pub struct RunArgs {
     pub seccomp: SeccompMode,
     /// Whether `--no-shutdown` is given.
     pub no_shutdown: bool,
+    /// `--landlock`, but no VM is described that it could confine.
+    pub confines_nothing: bool,
     /// The VM, if the command line describes one.
     pub vm: Option<VmParams>,
     /// Value of `--restore`.
@@ -216,6 +218,7 @@ fn read(matches: &ArgMatches) -> Result<Launch, LaunchError> {
         api_socket: one("api-socket"),
         seccomp,
         no_shutdown: matches.get_flag("no-shutdown"),
+        confines_nothing: vm.is_none() && matches.get_flag("landlock"),
         vm,
         restore: one("restore"),
     };
@@ -296,6 +299,9 @@ mod tests {
         assert_eq!(vm.disks, ["path=a", "path=b", "path=c"]);
         assert_eq!(vm.net, ["tap=t"]);
         assert_eq!(run("--kernel k -vvv").verbosity, 3);
+        assert!(run("--api-socket /s --landlock").confines_nothing);
+        let confined = run("--kernel k --landlock");
+        assert!(!confined.confines_nothing && confined.vm.unwrap().landlock);
     }
 
     #[test]
@@ -335,10 +341,8 @@ mod tests {
     #[test]
     fn mistakes() {
         assert!(matches!(error("--api-socket /s --disk path=a"), LaunchError::NoKernel { .. }));
-        let nothing_confined = error("--api-socket /s --landlock");
-        assert!(
-            matches!(nothing_confined, LaunchError::NoKernel { option } if option == "landlock")
-        );
+        let rules = error("--api-socket /s --landlock-rules path=/p,access=r");
+        assert!(matches!(rules, LaunchError::NoKernel { option } if option == "landlock-rules"));
         assert!(matches!(error("-v"), LaunchError::Nothing));
         let both = error("--restore source_url=file:///x --kernel k");
         assert!(matches!(both, LaunchError::TwoVms { option } if option == "kernel"));

@@ -24,7 +24,7 @@ use vmm::config::{
 use super::manual;
 
 /// Options that require a VM configuration.
-pub(super) const VM_OPTIONS: [&str; 30] = [
+pub(super) const VM_OPTIONS: [&str; 29] = [
     "cpus",
     "memory",
     "memory-zone",
@@ -53,7 +53,6 @@ pub(super) const VM_OPTIONS: [&str; 30] = [
     "tpm",
     "watchdog",
     "pvpanic",
-    "landlock",
     "landlock-rules",
 ];
 
