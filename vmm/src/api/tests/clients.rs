@@ -102,11 +102,8 @@ fn bodies_that_are_wrong_get_reasons() {
     assert!(refused("vm.create", "{").contains("EOF"));
     assert!(refused("vm.create", "{}").contains("missing field `payload`"));
     assert!(refused("vm.create", r#"{"payload":{}}"#).contains("no kernel"));
-    let unsupported = refused("vm.create", r#"{"payload":{"kernel":"/k"},"landlock_enable":true}"#);
-    assert!(
-        unsupported.ends_with("'landlock_enable' is not supported by this version"),
-        "{unsupported}"
-    );
+    let unsupported = refused("vm.create", r#"{"payload":{"kernel":"/k"},"iommu":true}"#);
+    assert!(unsupported.ends_with("'iommu' is not supported by this version"), "{unsupported}");
     assert!(refused("vm.send-migration", "{}").contains("destination_url"));
     let url = r#"{"destination_url":"http://x"}"#;
     assert!(refused("vm.send-migration", url).contains("is not a migration address"));
