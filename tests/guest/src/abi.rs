@@ -224,8 +224,12 @@ pub mod workload {
     pub const DISK_WRITE: u64 = 9;
     /// vCPU 0 attacks all devices at random, see `hostile.rs`; the others write at random.
     pub const HOSTILE: u64 = 10;
+    /// vCPU 0 reads blocks of the first disk in order, one at a time.
+    pub const DISK_READ: u64 = 11;
+    /// Read a word of PCI configuration space over and over: each read leaves the guest for user space.
+    pub const CONFIG_READ: u64 = 12;
     /// Names, by number.
-    pub const NAMES: [&str; 11] = [
+    pub const NAMES: [&str; 13] = [
         "idle",
         "fill",
         "verify",
@@ -237,6 +241,8 @@ pub mod workload {
         "balloon-inflate",
         "disk-write",
         "hostile",
+        "disk-read",
+        "config-read",
     ];
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A block driver that writes numbered blocks, so that a reader of the image knows which of them were
-//! acknowledged.
+//! acknowledged, or only reads them.
 //!
 //! Owns the requests, one at a time. Must never count a block before the device said that it is done.
 
@@ -55,6 +55,11 @@ impl Disk {
         }
         words().for_each(|gpa| mem::store(gpa, number + 1));
         self.request(WRITE, number, meanwhile)
+    }
+
+    /// Reads block `number`, whatever it holds.
+    pub fn read(&mut self, number: u64, meanwhile: impl FnMut()) -> Result<(), u64> {
+        self.request(READ, number, meanwhile)
     }
 
     fn request(&mut self, kind: u32, number: u64, meanwhile: impl FnMut()) -> Result<(), u64> {

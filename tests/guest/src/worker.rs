@@ -321,6 +321,16 @@ impl Worker {
                     return;
                 }
             }
+            workload::DISK_READ => {
+                if let Err(why) = self.read_from_disk() {
+                    self.disk_failed(why);
+                    return;
+                }
+            }
+            workload::CONFIG_READ => {
+                mem::load32(PARAM.get(param::ECAM_GPA));
+                self.block.add(vcpu::ITERATIONS, 1);
+            }
             workload::DISK_WRITE => {
                 if self.vcpu == 0 && PARAM.get(param::EJECT) != 0 {
                     self.disk = None;
@@ -331,9 +341,7 @@ impl Worker {
                     return;
                 }
                 if let Err(why) = self.write_to_disk() {
-                    self.block.set(vcpu::DISK_FAILURE, why);
-                    self.block.add(vcpu::ERRORS, 1);
-                    self.enter(state::DONE, 0);
+                    self.disk_failed(why);
                     return;
                 }
             }
@@ -366,14 +374,40 @@ impl Worker {
         self.block.add(vcpu::ITERATIONS, 1);
     }
 
+    fn disk_failed(&mut self, why: u64) {
+        self.block.set(vcpu::DISK_FAILURE, why);
+        self.block.add(vcpu::ERRORS, 1);
+        self.enter(state::DONE, 0);
+    }
+
+    /// Starts the disk's driver, if it has not been started.
+    fn start_disk(&mut self) -> Result<(), u64> {
+        if self.disk.is_none() {
+            self.disk = Some(Disk::start(PARAM.get(param::ECAM_GPA))?);
+        }
+        Ok(())
+    }
+
+    /// Reads the next block of the disk; vCPU 0 alone does so.
+    fn read_from_disk(&mut self) -> Result<(), u64> {
+        if self.vcpu != 0 {
+            return Ok(());
+        }
+        self.start_disk()?;
+        let Some(disk) = &mut self.disk else { return Err(balloon_failure::DEVICE) };
+        let number = self.block.get(vcpu::ITERATIONS);
+        let clock = &mut self.clock;
+        disk.read(number, || _ = clock.tick())?;
+        self.block.set(vcpu::ITERATIONS, number + 1);
+        Ok(())
+    }
+
     /// Writes one block to the disk; vCPU 0 alone does so.
     fn write_to_disk(&mut self) -> Result<(), u64> {
         if self.vcpu != 0 {
             return Ok(());
         }
-        if self.disk.is_none() {
-            self.disk = Some(Disk::start(PARAM.get(param::ECAM_GPA))?);
-        }
+        self.start_disk()?;
         let Some(disk) = &mut self.disk else { return Err(balloon_failure::DEVICE) };
         let number = self.block.get(vcpu::DISK_WRITES);
         let clock = &mut self.clock;
