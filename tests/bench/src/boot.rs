@@ -28,7 +28,8 @@ const SETTLE: Duration = Duration::from_millis(200);
 /// Interval at which guest RAM is polled.
 const POLL: Duration = Duration::from_micros(200);
 
-const VMMS: [&str; 3] = ["godwit", "qemu microvm", "qemu q35"];
+const OURS: &str = "godwit";
+const VMMS: [&str; 3] = [OURS, "qemu microvm", "qemu q35"];
 const SIZES: [(u32, u64); 4] = [(1, 256), (2, 256), (1, 8192), (2, 8192)];
 
 const FIRST_RUN: &str = "exec to first guest instruction";
@@ -79,10 +80,24 @@ pub fn run(vmm: &Path, guest: &Path, runs: usize) -> Result<Report, Box<dyn Erro
     Ok(report(&samples, notes))
 }
 
+/// Milliseconds from exec to the first guest instruction of our VMM with these further options.
+pub fn first_run_ms(
+    (vmm, guest): (&Path, &Path),
+    (vcpus, mib): (u32, u64),
+    options: &[&str],
+    trace: &Trace,
+) -> Result<f64, Box<dyn Error>> {
+    let mut command = command(OURS, vmm, guest, vcpus, mib);
+    command.args(options);
+    let figures = measure(command, Some(trace))?;
+    let found = figures.into_iter().find(|(what, _)| *what == FIRST_RUN);
+    found.map(|(_, value)| value).ok_or_else(|| format!("no {FIRST_RUN}").into())
+}
+
 fn command(name: &str, vmm: &Path, guest: &Path, vcpus: u32, mib: u64) -> Command {
     let cmdline = format!("workload=idle prefill=0 vcpus={vcpus}");
     let mut command;
-    if name == "godwit" {
+    if name == OURS {
         command = Command::new(vmm);
         command
             .args(["--serial", "off", "--console", "off", "--cmdline", &cmdline, "--kernel"])

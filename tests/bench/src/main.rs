@@ -21,6 +21,7 @@ mod qemu;
 mod raw;
 mod report;
 mod reuse;
+mod sandbox;
 mod slots;
 mod snapshot;
 mod tls;
@@ -83,6 +84,9 @@ fn main() -> ExitCode {
         .subcommand(common("tls", "3").about(
             "What TLS costs: the rate of precopy, and accesses that wait for a page in postcopy",
         ))
+        .subcommand(common("sandbox", "5").about(
+            "What the filters of system calls cost: boot, exits, requests to a disk, pages that arrive",
+        ))
         .get_matches();
     let Some((name, arguments)) = matches.subcommand() else { return ExitCode::from(2) };
     match run(name, arguments) {
@@ -110,7 +114,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     let runs = arguments.get_one::<u64>("runs").copied().unwrap_or(1).max(1);
     let runs = usize::try_from(runs)?;
     let remote = vmm.with_file_name("ch-remote");
-    let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest };
+    let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest, options: &[] };
     let baseline = baseline(arguments)?;
     let baseline =
         baseline.as_ref().map(|(vmm, remote)| pair::Programs { vmm, remote, ..programs });
@@ -123,6 +127,7 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
         "postcopy-latency" => postcopy::latency::run(&programs, baseline.as_ref(), runs),
         "postcopy-throughput" => postcopy::throughput::run(&programs, runs),
         "tls" => tls::run(&programs, runs),
+        "sandbox" => sandbox::run(&programs, runs),
         "postcopy-scaling" => postcopy::scaling::run(runs),
         _ => {
             let downtime_ms = arguments.get_one::<u64>("downtime-ms").copied().unwrap_or(300);

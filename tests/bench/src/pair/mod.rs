@@ -34,6 +34,8 @@ pub struct Programs<'a> {
     pub remote: &'a Path,
     /// The test guest's image.
     pub guest: &'a Path,
+    /// Further options of each `cloud-hypervisor`.
+    pub options: &'a [&'a str],
 }
 
 /// Two VMMs, the first one with the guest.

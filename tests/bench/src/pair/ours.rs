@@ -74,9 +74,11 @@ impl Ours {
         command
             .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
             .arg(programs.guest)
-            .args(["--cpus", &format!("boot={VCPUS}"), "--memory", &memory]);
+            .args(["--cpus", &format!("boot={VCPUS}"), "--memory", &memory])
+            .args(programs.options);
         let mut source = Vmm::spawn(&mut command, folder.path(), "a")?;
-        let mut destination = Vmm::spawn(&mut Command::new(programs.vmm), folder.path(), "b")?;
+        let mut destination =
+            Vmm::spawn(Command::new(programs.vmm).args(programs.options), folder.path(), "b")?;
         source.wait_for_socket()?;
         destination.wait_for_socket()?;
         let receiver = Killed::spawn(
