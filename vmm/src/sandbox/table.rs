@@ -230,6 +230,13 @@ pub(super) static KINDS: &[Kind] = kinds! {
 };
 
 impl Kind {
+    /// Whether a thread of this kind keeps the filters of the thread that starts it and adds none. `vm-boot` needs
+    /// nearly all that `main` has, runs before the guest does, and is on the path to its first instruction: a filter
+    /// of this size takes the kernel half a millisecond.
+    pub(super) fn adds_no_filter(&self) -> bool {
+        self.name == "vm-boot"
+    }
+
     /// The kind of a thread of this name: a name, or one with a number (`vcpu3`, `prefault0.1`).
     pub(super) fn of_thread(name: &str) -> Option<(usize, &'static Kind)> {
         let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
