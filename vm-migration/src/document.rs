@@ -26,13 +26,13 @@ pub const DOCUMENT_VERSION: u32 = 1;
 #[schema(as = MigrationProgressMode)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// All of it before the guest.
+    /// All memory is sent before the guest runs at the destination.
     Precopy,
-    /// All of it after the guest.
+    /// All memory is sent after the guest has started at the destination.
     Postcopy,
-    /// Before the guest, and if that does not get done, after it.
+    /// Precopy first; if it does not converge, the rest is sent by postcopy.
     Auto,
-    /// Handed over as file descriptors.
+    /// Memory is handed over as file descriptors on the same host.
     Local,
 }
 
@@ -64,8 +64,8 @@ const fn first_version() -> u32 {
     DOCUMENT_VERSION
 }
 
-/// Progress of a migration, as one of its sides knows it. Bytes are of guest memory. What this side has not
-/// measured, and the peer has not told it, is null and never 0.
+/// Progress of a migration as known to one side. Byte counts refer to guest memory. A value that this side
+/// has not measured and the peer has not reported is null, never 0.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = MigrationProgress)]
 pub struct ProgressDocument {
@@ -120,23 +120,23 @@ pub struct ProgressDocument {
     pub faults: FaultSnapshot,
     /// Why the migration failed; null if it has not.
     pub error: Option<FailureReport>,
-    /// Lost connections of postcopy.
+    /// Lost connections and recovery in postcopy.
     pub recovery: RecoverySnapshot,
-    /// The page server; at the source, if one was asked for.
+    /// The page server, if one was requested; at the source only.
     pub page_server: Option<PageServerSnapshot>,
 }
 
-/// Lost connections of postcopy, and reconnections.
+/// Lost connections and recovery in postcopy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = MigrationRecovery)]
 pub struct RecoverySnapshot {
     /// How many times the connections were lost.
     pub losses: u32,
-    /// How many times they were made again.
+    /// How many times the connections were re-established.
     pub recoveries: u32,
-    /// Why they were lost last, or why reconnecting failed last.
+    /// Reason for the last loss, or for the last failed attempt to reconnect.
     pub reason: Option<String>,
-    /// Milliseconds for which the source still reconnects by itself; null while connected.
+    /// Milliseconds for which the source will keep trying to reconnect by itself; null while connected.
     pub left_ms: Option<u64>,
 }
 
@@ -146,19 +146,19 @@ pub struct RecoverySnapshot {
 pub struct CompressionSnapshot {
     /// Bytes of memory that were sent compressed.
     pub raw_bytes: u64,
-    /// Their size after compression.
+    /// Size of that memory after compression.
     pub frame_bytes: u64,
     /// Connections that compress now, because that was measured to be faster.
     pub connections_on: u32,
-    /// How many times a connection compared both ways and chose one.
+    /// How many times a connection compared sending with and without compression, and chose one.
     pub decisions: u32,
 }
 
-/// Faults at a postcopy destination; the source is told of them at the end.
+/// Faults at a postcopy destination; reported to the source at the end of the migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = MigrationFaults)]
 pub struct FaultSnapshot {
-    /// Mechanism that catches them.
+    /// Mechanism that catches the faults.
     pub source: Option<FaultSourceKind>,
     /// All reported faults.
     pub seen: Option<u64>,
@@ -180,7 +180,7 @@ pub struct FaultSnapshot {
     pub bulk_bytes_per_s: u64,
     /// Rate of requested and prefetched pages in the last second.
     pub urgent_bytes_per_s: u64,
-    /// Estimated milliseconds until the last page at these rates; null while none moves.
+    /// Estimated milliseconds until the last page is transferred at these rates; null while no page is.
     pub remaining_ms: Option<u64>,
     /// Microseconds that all threads together waited for the peer.
     pub waited_us: Option<u64>,
@@ -210,11 +210,11 @@ pub struct FailureReport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PageServerState {
-    /// It waits for the guest to be handed over.
+    /// Waiting for the guest to be handed over.
     Ready,
-    /// It sends the remaining pages.
+    /// Sending the remaining pages.
     Serving,
-    /// It did not take over; the VMM sends them.
+    /// Did not take over; the VMM sends the remaining pages.
     Failed,
 }
 
@@ -222,15 +222,15 @@ pub enum PageServerState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = MigrationPageServer)]
 pub struct PageServerSnapshot {
-    /// Its state.
+    /// State of the page server.
     pub state: PageServerState,
-    /// Path of its API socket.
+    /// Path of the page server's API socket.
     pub socket: String,
-    /// Its process ID.
+    /// Process ID of the page server.
     pub pid: u32,
-    /// Microseconds that it took to take over.
+    /// Microseconds that taking over took.
     pub took_over_us: Option<u64>,
-    /// Why it did not take over.
+    /// Why the page server did not take over.
     pub reason: Option<String>,
 }
 

@@ -33,7 +33,7 @@ pub struct Sample {
     pub moved_bytes: u64,
     /// Faults so far.
     pub faults: u64,
-    /// Pages sent on request so far, and along with such.
+    /// Pages sent so far on request, or along with requested ones.
     pub urgent_pages: u64,
 }
 
@@ -50,7 +50,7 @@ pub struct PhaseEntry {
 /// Most rounds that are kept, the last ones: they are sent to the destination in one short message.
 const ROUNDS_MAX: usize = 64;
 
-/// The beginning of a round of precopy, with the rates of the round before.
+/// The beginning of a round of precopy, with the rates of the previous round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = MigrationRound)]
 pub struct RoundBegin {
@@ -58,11 +58,11 @@ pub struct RoundBegin {
     pub at_ms: u64,
     /// Number of the round, from 1.
     pub round: u32,
-    /// Bytes to send in it.
+    /// Bytes to send in the round.
     pub remaining_bytes: u64,
-    /// Rate at which memory was sent in the round before.
+    /// Rate at which memory was sent in the previous round.
     pub link_bytes_per_s: Option<u64>,
-    /// Rate at which the guest dirtied memory in the round before.
+    /// Rate at which the guest dirtied memory in the previous round.
     pub dirty_bytes_per_s: Option<u64>,
 }
 
@@ -76,7 +76,7 @@ pub struct History {
     pub phases: Vec<PhaseEntry>,
     /// Samples over the duration of the migration.
     pub timeline: Vec<Sample>,
-    /// The last rounds of precopy; the destination is told of them at the end.
+    /// The last rounds of precopy; reported to the destination at the end of the migration.
     pub rounds: Vec<RoundBegin>,
     /// Distribution of fault latencies, of all threads.
     pub latency: Vec<LatencyBucket>,

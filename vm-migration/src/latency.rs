@@ -54,7 +54,7 @@ pub struct LatencyBucket {
 pub struct ThreadLatency {
     /// Name of the thread: `vcpu` and a number for a vCPU.
     pub name: String,
-    /// Its latencies.
+    /// Latencies of its faults.
     pub latency_us: LatencySnapshot,
 }
 

@@ -94,10 +94,10 @@ pub enum TimeoutStrategy {
 #[schema(as = MigrationConvergence)]
 #[serde(rename_all = "kebab-case")]
 pub enum Convergence {
-    /// Not at all: the guest may write less before the timeout.
+    /// No method is applied: precopy converges only if the guest writes less before the timeout.
     #[default]
     None,
-    /// The vCPUs are throttled: 20 % of the time, then 10 % more at each step, up to 99 %.
+    /// The vCPUs are throttled: for 20 % of the time, then 10 % more at each step, up to 99 %.
     Throttle,
     /// The allowed downtime is doubled at each step, up to [`SendOptions::downtime_max`].
     RaiseDowntime,

@@ -14,9 +14,9 @@ use crate::latency::micros;
 /// Identity of a page server, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// Path of its API socket.
+    /// Path of the page server's API socket.
     pub socket: String,
-    /// Its process ID.
+    /// Process ID of the page server.
     pub pid: u32,
 }
 

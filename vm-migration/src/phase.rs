@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 #[serde(rename_all = "kebab-case")]
 #[repr(u8)]
 pub enum Phase {
-    /// Not begun.
+    /// Not started.
     Idle,
     /// Source: connecting.
     Connect,
@@ -27,11 +27,11 @@ pub enum Phase {
     Precopy,
     /// Destination: memory arrives.
     Receive,
-    /// Source: the guest is stopped, the last pages are sent.
+    /// Source: the guest is stopped; the last pages are sent.
     Stop,
-    /// Source: the state of the machine is sent, the destination acknowledges.
+    /// Source: the machine state is sent, and the destination acknowledges the handover.
     Handover,
-    /// Destination: the machine takes its state.
+    /// Destination: the machine state is restored.
     Prepare,
     /// Destination: the guest starts.
     Run,
@@ -39,16 +39,16 @@ pub enum Phase {
     Serve,
     /// Destination: pages arrive on demand.
     Fault,
-    /// Both: postcopy has lost its connections; pages do not move.
+    /// Both: postcopy has lost its connections; no pages are transferred.
     PostcopyPaused,
-    /// Both: postcopy reconnects.
+    /// Both: the connections of postcopy are being re-established.
     PostcopyRecover,
     /// Both: the connection was lost at the handover. The destination does not know whether it owns the
     /// guest; the source does not know whether the destination knows.
     InDoubt,
     /// Both: succeeded.
     Done,
-    /// Source: succeeded here; a page server sends the remaining pages.
+    /// Source: succeeded; a page server sends the remaining pages.
     HandedOn,
     /// Both: failed or cancelled.
     Failed,
@@ -111,9 +111,9 @@ impl fmt::Display for Phase {
 #[schema(as = MigrationSide)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
-    /// The host that the guest leaves.
+    /// The VMM that sends the VM.
     Source,
-    /// The host that it arrives at.
+    /// The VMM that receives the VM.
     Destination,
 }
 
@@ -139,8 +139,7 @@ pub enum GuestLocation {
     NotHere,
     /// The destination owns it.
     OnDestination,
-    /// On this destination, complete, and it never ran: whether the source still runs it is not
-    /// known here.
+    /// On this destination, complete but never run; whether the source still runs it is not known here.
     InDoubt,
     /// On the destination with pages missing; postcopy is paused.
     PostcopyPaused,

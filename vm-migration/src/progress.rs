@@ -43,7 +43,7 @@ pub enum Event {
     Round {
         /// Number, from 1.
         round: u32,
-        /// Bytes to send in it.
+        /// Bytes to send in the round.
         remaining_bytes: u64,
     },
     /// A precopy round did not reduce the expected downtime.
