@@ -165,8 +165,8 @@ option_family! {
         balloon: Option<BTreeMap<String, u64>> = None, "" as JsonOnly, answer();
         /// Devices by name.
         device_tree: Option<BTreeMap<String, DeviceNode>> = None, "" as JsonOnly, answer();
-        /// The operation in progress that other requests wait for, if any: booted, rebooted,
-        /// paused, resumed, changed, saved, restored, migrated, ended.
+        /// What is being done to the VM while other requests wait, if anything: booted, rebooted, paused,
+        /// resumed, changed, saved, restored, migrated, ended.
         doing: Option<String> = None, "" as JsonOnly, answer();
         /// Set at a migration destination while it is not known whether the source still runs the VM
         /// (the state is Paused): the reason.
@@ -186,11 +186,11 @@ option_family! {
 option_family! {
     /// Result of a cancelled migration.
     MigrationCancelled "migration-cancelled" {
-        /// The side that was asked: source or destination.
+        /// Side that was asked to cancel: source or destination.
         side: String = String::new(), "" as JsonOnly, answer(), required_json();
         /// Location of the guest: on-source, paused-on-source, not-here.
         guest: String = String::new(), "" as JsonOnly, answer(), required_json();
-        /// The same as a sentence.
+        /// The result as a sentence.
         message: String = String::new(), "" as JsonOnly, answer(), required_json();
     }
 }

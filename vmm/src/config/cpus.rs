@@ -24,7 +24,7 @@ option_enum! {
     CoreSchedulingMode = "vm|off", default Vm {
         /// Only vCPUs of the same VM.
         Vm = "vm",
-        /// Only the vCPU itself; refused.
+        /// Only the vCPU itself (not supported).
         Vcpu = "vcpu",
         /// No restriction.
         Off = "off",

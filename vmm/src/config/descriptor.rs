@@ -195,14 +195,14 @@ impl ValueCodec<ConfigFds> for Fds {
 }
 
 option_family! {
-    /// Open tap descriptors for a network device of a migrated or restored VM, in place of those
-    /// that it had before.
+    /// Open tap descriptors for a network device of a migrated or restored VM, replacing those in its
+    /// configuration.
     RestoredNetConfig "net-fds" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// Number of descriptors sent for it with the request.
+        /// Number of descriptors sent for the device with the request.
         num_fds: u16 = 0, "" as JsonOnly, required_json(), range(1, 254);
-        /// The descriptors; in a request they are sent by SCM_RIGHTS.
+        /// The descriptors; sent with a request by SCM_RIGHTS.
         fds: Option<ConfigFds> = None, "" as JsonOnly;
     }
 }
@@ -212,7 +212,7 @@ option_family! {
     RestoredVfioConfig "vfio-fds" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// The descriptor of its node in /dev/vfio/devices; in a request it is sent by SCM_RIGHTS.
+        /// Descriptor of the device's node in /dev/vfio/devices; sent with a request by SCM_RIGHTS.
         fd: Option<ConfigFd> = None, "" as JsonOnly;
     }
 }

@@ -39,7 +39,7 @@ option_enum! {
 option_enum! {
     /// Which part of a disk image is locked while it is in use.
     LockGranularity = "byte-range|full", default ByteRange {
-        /// The byte range that the image has when it is opened.
+        /// The byte range that the image covers when it is opened.
         ByteRange = "byte-range",
         /// The whole file, even if it grows.
         Full = "full",

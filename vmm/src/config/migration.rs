@@ -77,11 +77,11 @@ option_names! {
 }
 
 option_enum! {
-    /// How memory is brought in from a snapshot.
+    /// How memory is loaded from a snapshot.
     MemoryRestoreMode = "copy|ondemand", default Copy {
-        /// All of it before the guest runs.
+        /// All memory is read before the guest runs.
         Copy = "copy",
-        /// When the guest touches it.
+        /// Each page is read when the guest accesses it.
         OnDemand = "ondemand",
     }
 }
@@ -89,10 +89,11 @@ option_enum! {
 option_enum! {
     /// How accesses to pages that have not arrived are caught in postcopy.
     FaultSourceChoice = "auto|exit|sigbus|uffd", default Auto {
-        /// The patched KVM's exits where they are, else userfaultfd; SIGBUS mode only on a KVM that
-        /// says itself where a vCPU was refused a page.
+        /// Fault exits if KVM has the patches, otherwise userfaultfd; SIGBUS mode only on a KVM that itself
+        /// reports the address of a failed access.
         Auto = "auto",
-        /// A vCPU leaves the guest and brings its page itself; needs the patched KVM.
+        /// Fault exits: a vCPU leaves the guest, and its own thread resolves the fault; needs the patched
+        /// KVM.
         Exit = "exit",
         /// The same with userfaultfd in SIGBUS mode, on any KVM; needs BPF without the patches.
         Sigbus = "sigbus",
@@ -102,7 +103,7 @@ option_enum! {
 }
 
 option_family! {
-    /// Another host NUMA node for a memory zone.
+    /// New host NUMA node for a memory zone.
     VmMemoryZoneUpdateData "zone-update" {
         /// The zone.
         id: String = String::new(), "" as JsonOnly, required_json();
@@ -124,7 +125,7 @@ option_family! {
         /// Longest duration of precopy in seconds.
         timeout_s: u64 = options::TIMEOUT_DEFAULT.as_secs(), "timeout_s" as One<Int>,
             range(1, TIMEOUT_MAX_S);
-        /// What happens when precopy has not converged by then.
+        /// What happens when precopy has not converged within timeout_s.
         timeout_strategy: TimeoutStrategy = TimeoutStrategy::default(),
             "timeout_strategy" as One<Choice>;
         /// How precopy is made to converge when further rounds do not help: throttle slows the vCPUs
@@ -140,27 +141,28 @@ option_family! {
         compression: MigrationCompression = MigrationCompression::default(), "compression" as One<Choice>;
         /// Number of parallel connections.
         connections: u64 = 1, "connections" as One<Int>, range(1, CONNECTIONS_MAX);
-        /// All connections use TLS: directory with ca-cert.pem, client-cert.pem and client-key.pem; needs a
-        /// tcp address, the host of which the certificate of the destination has to name.
+        /// Use TLS for all connections: directory with ca-cert.pem, client-cert.pem and client-key.pem. Needs
+        /// a tcp address whose host is named in the destination's certificate.
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>;
         /// When memory is sent.
         memory_mode: MigrationMode = MigrationMode::default(), "memory_mode" as One<Choice>;
         /// Seconds of precopy after which memory_mode=auto switches to postcopy at the latest.
         postcopy_after_s: Option<u64> = None, "postcopy_after_s" as Opt<Int>, range(0, TIMEOUT_MAX_S);
-        /// Connections only for pages that the guest waits for in postcopy; with 0 they share the other
-        /// connections. Chosen by the number of vCPUs if not given.
+        /// Connections reserved for pages that the guest waits for in postcopy; with 0 these pages share the
+        /// other connections. By default chosen by the number of vCPUs.
         preempt: Option<u64> = None, "preempt" as Opt<Int>, range(0, CONNECTIONS_MAX);
         /// Bandwidth limit in bytes per second for memory that no fault waits for: all memory in
         /// precopy, before compression, and background pages in postcopy; 0 for no limit.
         bandwidth: u64 = 0, "bandwidth" as One<Bytes>;
-        /// Seconds for which a postcopy that lost its connections reconnects by itself, and for which a
-        /// destination in doubt is told which side has the VM; afterwards migration-recover does both.
+        /// Seconds for which the source tries by itself to re-establish the lost connections of a postcopy
+        /// migration, or to tell a destination in doubt which side owns the VM; after that, migration-recover
+        /// does either.
         recover_timeout_s: u64 = options::RECOVER_TIMEOUT_DEFAULT.as_secs(),
             "recover_timeout_s" as One<Int>, range(0, TIMEOUT_MAX_S);
-        /// In postcopy, send the last pages from a separate process, so that this one exits as soon as
-        /// that process has taken over; needs shared memory.
+        /// In postcopy, send the last pages from a separate process, the page server, so that the VMM can
+        /// exit as soon as the page server has taken over; needs shared memory.
         page_server: bool = false, "page_server" as One<Toggle>;
-        /// API socket of that process; this VMM's API socket path with .pages appended if not given.
+        /// API socket of the page server; by default the path of the VMM's API socket with .pages appended.
         page_server_socket: Option<PathBuf> = None, "page_server_socket" as Opt<File>;
     }
 }
@@ -168,45 +170,46 @@ option_family! {
 option_family! {
     /// How a postcopy migration that has lost its connections reconnects.
     MigrationRecoverData "migration-recover" {
-        /// Another address: where the source connects to, or where the destination listens.
+        /// Another address for the source to connect to, or for the destination to listen on.
         url: Option<String> = None, "url" as Opt<Text>;
-        /// At the source, most connections of each kind to make; no more than the migration began with.
+        /// At the source, the maximum number of connections of each kind; at most as many as the migration
+        /// began with.
         connections: Option<u64> = None, "connections" as Opt<Int>, range(1, CONNECTIONS_MAX);
     }
 }
 
 option_family! {
-    /// Whether to act even if that loses a guest at another host.
+    /// Whether to carry out a request even if it loses a guest on another host.
     ForceData "force" {
-        /// Act even so.
+        /// Carry out the request even then.
         force: bool = false, "force" as One<Toggle>;
     }
 }
 
 option_family! {
-    /// Where to wait for a VM.
+    /// Where and how to receive a VM.
     ReceiveMigrationData "receive-migration" {
         /// `tcp:<address>:<port>` or `unix:<path>`.
         receiver_url: String = String::new(), "receiver_url" as One<Text>, required();
-        /// Connections have to use TLS, with certificates of one CA on both sides: directory with
-        /// ca-cert.pem, server-cert.pem and server-key.pem; needs a tcp address.
+        /// Require TLS, with certificates of one CA on both sides: directory with ca-cert.pem,
+        /// server-cert.pem and server-key.pem. Needs a tcp address.
         tls_dir: Option<PathBuf> = None, "tls_dir" as Opt<File>;
-        /// When memory is expected; a hint, the source decides.
+        /// When memory is expected to arrive; a hint only, as the source decides.
         memory_mode: MigrationMode = MigrationMode::default(), "memory_mode" as One<Choice>;
         /// How accesses of vCPUs to pages that have not arrived are caught in postcopy.
         fault_source: FaultSourceChoice = FaultSourceChoice::Auto, "fault_source" as One<Choice>;
-        /// Fill the second-stage tables of the vCPUs when all memory is here, while the guest runs;
-        /// skipped where KVM cannot do it.
+        /// Fill the stage-2 tables once all memory is resident, while the guest runs; skipped if KVM does not
+        /// support it.
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
-        /// Rules of what the arriving configuration may name on this host, each `<root>:<kinds>`, like
-        /// [/var/lib/vms:disk+console,vm*:tap]; kinds are disk, memory, pool, console, payload, rng,
-        /// device and tap. Anything if not given.
+        /// Rules for what the received configuration may name on this host, each `<root>:<kinds>`, like
+        /// [/var/lib/vms:disk+console,vm*:tap]; kinds are disk, memory, pool, console, payload, rng, device
+        /// and tap. If not given, everything is allowed.
         allow: Option<Vec<Grant>> = None, "allow" as Opt<GrantList>;
-        /// Other host NUMA nodes for memory zones.
+        /// New host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
-        /// Open tap descriptors for network devices, in place of those that they had.
+        /// Open tap descriptors for network devices, replacing those in the configuration.
         net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
-        /// Open descriptors for passed-through devices, in place of what they had.
+        /// Open descriptors for passed-through devices, replacing what the configuration has.
         vfio_fds: Option<Vec<RestoredVfioConfig>> = None, "vfio_fds" as Opt<VfioFds>;
         /// The open descriptor of /dev/iommu that vfio_fds are bound to.
         iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
@@ -214,27 +217,27 @@ option_family! {
 }
 
 option_family! {
-    /// What a network device of a restored VM has in place of what was saved.
+    /// Changes to a network device of a restored VM.
     VmNetUpdateData "net-update" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// Another name.
+        /// New name.
         new_id: Option<String> = None, "" as JsonOnly;
-        /// Another MAC address; the guest finds it when its driver starts anew.
+        /// New MAC address; the guest sees it when its driver next initializes the device.
         mac: Option<MacAddr> = None, "" as JsonOnly;
-        /// Another tap.
+        /// New tap.
         tap: Option<String> = None, "" as JsonOnly;
     }
 }
 
 option_family! {
-    /// What a disk of a restored VM has in place of what was saved.
+    /// Changes to a disk of a restored VM.
     VmDiskUpdateData "disk-update" {
         /// The device.
         id: String = String::new(), "" as JsonOnly, required_json();
-        /// Another name.
+        /// New name.
         new_id: Option<String> = None, "" as JsonOnly;
-        /// Another file, with the contents that the disk had when the VM was saved.
+        /// New file, with the contents that the disk had when the VM was saved.
         path: Option<PathBuf> = None, "" as JsonOnly;
     }
 }
@@ -242,9 +245,9 @@ option_family! {
 option_enum! {
     /// Adjustment of the guest's clocks for the time spent in a snapshot.
     GuestClock = "catch-up|continue", default CatchUp {
-        /// They move on by the time that has passed.
+        /// The clocks are advanced by the time that has passed.
         CatchUp = "catch-up",
-        /// They continue where they stood.
+        /// The clocks continue from where they stopped.
         Continue = "continue",
     }
 }
@@ -257,26 +260,26 @@ option_family! {
         /// Populate all memory, also where the snapshot has only zeros: before the guest runs, or
         /// in the background with `memory_restore_mode=ondemand`.
         prefault: bool = false, "prefault" as One<Toggle>;
-        /// Bring memory in before the guest runs, or while it runs.
+        /// Load memory before the guest runs, or on demand while it runs.
         memory_restore_mode: MemoryRestoreMode = MemoryRestoreMode::Copy,
             "memory_restore_mode" as One<Choice>;
-        /// Fill the second-stage tables of the vCPUs when all memory is here, while the guest runs;
-        /// skipped where KVM cannot do it.
+        /// Fill the stage-2 tables once all memory is resident, while the guest runs; skipped if KVM does not
+        /// support it.
         prefault_stage2: bool = true, "prefault_stage2" as One<Toggle>;
-        /// Let the guest run afterwards.
+        /// Resume the VM after the restore.
         resume: bool = false, "resume" as One<Toggle>;
-        /// Whether the guest's clocks have moved on when it runs, as its wall clock needs, or continue where
-        /// they stood.
+        /// Whether the guest's clocks are advanced by the time spent in the snapshot, as its wall clock
+        /// needs, or continue from where they stopped.
         clock: GuestClock = GuestClock::CatchUp, "clock" as One<Choice>;
-        /// Other host NUMA nodes for memory zones.
+        /// New host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
-        /// Other names, MAC addresses and taps for network devices.
+        /// New names, MAC addresses and taps for network devices.
         net_updates: Option<Vec<VmNetUpdateData>> = None, "" as JsonOnly;
-        /// Other names and files for disks.
+        /// New names and files for disks.
         disk_updates: Option<Vec<VmDiskUpdateData>> = None, "" as JsonOnly;
-        /// Open tap descriptors for network devices, in place of those that they had.
+        /// Open tap descriptors for network devices, replacing those in the configuration.
         net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
-        /// Open descriptors for passed-through devices, in place of what they had.
+        /// Open descriptors for passed-through devices, replacing what the configuration has.
         vfio_fds: Option<Vec<RestoredVfioConfig>> = None, "vfio_fds" as Opt<VfioFds>;
         /// The open descriptor of /dev/iommu that vfio_fds are bound to.
         iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
@@ -286,7 +289,7 @@ option_family! {
 option_family! {
     /// Where to save a VM.
     VmSnapshotConfig "snapshot" {
-        /// `file://<directory>`, an existing one without a snapshot.
+        /// `file://<directory>`; the directory must exist and contain no snapshot.
         destination_url: String = String::new(), "destination_url" as One<Text>, required_json();
     }
 }

@@ -25,7 +25,7 @@ option_enum! {
     VhostMode = "client|server", default Client {
         /// The other process.
         Client = "client",
-        /// This one.
+        /// The VMM.
         Server = "server",
     }
 }

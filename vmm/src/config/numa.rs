@@ -22,15 +22,15 @@ option_family! {
     NumaConfig "numa" {
         /// Number of the node.
         guest_numa_id: u32 = 0, "guest_numa_id" as One<Int>, required_json();
-        /// Its vCPUs.
+        /// vCPUs of the node.
         cpus: Option<Vec<u32>> = None, "cpus" as Opt<IntList>;
         /// Distances to other nodes.
         distances: Option<Vec<NumaDistance>> = None, "distances" as Opt<DistancesText>;
-        /// Its memory zones.
+        /// Memory zones of the node.
         memory_zones: Option<Vec<String>> = None, "memory_zones" as Opt<TextList>;
-        /// Its PCI segments.
+        /// PCI segments of the node.
         pci_segments: Option<Vec<u16>> = None, "pci_segments" as Opt<IntList>;
-        /// Its device.
+        /// Device of the node.
         device_id: Option<String> = None, "device_id" as Opt<Id>;
     }
 }

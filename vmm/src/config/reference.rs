@@ -78,11 +78,11 @@ pub fn reference_page() -> String {
     let mut out = String::from(
         "<!-- SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause -->\n\
          # Options\n\n\
-         This page is made from the definitions in `vmm/src/config/`; a test keeps it up to \
+         This page is generated from the definitions in `vmm/src/config/`; a test keeps it up to \
          date.\n\n\
-         An option string is a list `key=value,key=value`. Lists stand in brackets, values with \
-         commas in double quotes. JSON uses the field names. What is marked *refused* is known by \
-         name, and only its default is accepted.\n",
+         An option string is a list `key=value,key=value`. Lists are enclosed in brackets, values with \
+         commas in double quotes. JSON uses the field names. An option marked *refused* is known by \
+         name, but only its default is accepted.\n",
     );
     for family in families() {
         let refused = UNSUPPORTED_FAMILIES.contains(&family.name);

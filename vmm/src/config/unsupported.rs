@@ -102,7 +102,7 @@ option_family! {
 }
 
 option_family! {
-    /// The virtio real-time clock.
+    /// The virtio real-time clock device.
     RtcConfig "rtc" {
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;

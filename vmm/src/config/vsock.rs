@@ -18,10 +18,10 @@ option_family! {
     VsockConfig "vsock" {
         /// Context ID of the guest.
         cid: u64 = 3, "cid" as One<Int>, required(), range(3, 0xffff_fffe);
-        /// Unix socket for connections to the guest. Its own to port P go to the socket of this path with
-        /// `_P` behind it.
+        /// Unix socket for connections to the guest. Connections from the guest to port P go to the socket at
+        /// this path with `_P` appended.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-        /// Behind the virtual IOMMU.
+        /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
