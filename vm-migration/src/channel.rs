@@ -116,7 +116,7 @@ impl Channel {
         };
         std::thread::scope(|scope| {
             if let Err(error) = stoppable_thread::spawn_scoped(scope, "mig-alive", tell) {
-                log::warn!("the peer does not hear from this side while it works: {error}");
+                log::warn!("no keep-alive messages are sent to the peer: {error}");
             }
             let done = work();
             drop(working);

@@ -266,7 +266,7 @@ impl ProgressDocument {
     /// The final figures in one line, for the log.
     pub fn final_line(&self) -> String {
         let mut text = match (self.mode, self.postcopy) {
-            (Some(Mode::Auto), true) => "auto, at the end postcopy".to_owned(),
+            (Some(Mode::Auto), true) => "auto, switched to postcopy".to_owned(),
             (Some(mode), _) => mode.to_string(),
             (None, _) => "in an unknown mode".to_owned(),
         };
@@ -290,7 +290,9 @@ impl ProgressDocument {
         }
         if self.recovery.losses > 0 {
             let RecoverySnapshot { losses, recoveries, .. } = &self.recovery;
-            add(format_args!("connections lost {losses} times and made again {recoveries} times"));
+            add(format_args!(
+                "connections lost {losses} times and re-established {recoveries} times"
+            ));
         }
         text
     }

@@ -35,13 +35,13 @@ pub enum Cause {
     #[error("the peer refused: {0}")]
     Refused(String),
     /// The source abandoned the migration.
-    #[error("the source gave up: {0}")]
+    #[error("the source abandoned the migration: {0}")]
     Abandoned(String),
     /// An error of the machine.
     #[error("the virtual machine reported an error")]
     Vm(#[source] VmError),
     /// An error in handling guest memory.
-    #[error("guest memory could not be handled")]
+    #[error("guest memory could not be accessed")]
     Memory(#[source] std::io::Error),
     /// An error of userfaultfd.
     #[error(transparent)]
@@ -57,8 +57,8 @@ pub enum Cause {
     /// Precopy ended without reaching the allowed downtime.
     #[error(
         "the guest writes faster than the link carries: after {rounds} rounds and {elapsed_s} s \
-         the expected downtime is {expected_ms} ms ({fixed_ms} ms of it whatever the guest writes) \
-         with {downtime_ms} ms allowed; raise downtime_ms, use convergence=throttle, \
+         the expected downtime is {expected_ms} ms ({fixed_ms} ms of it independent of what the \
+         guest writes), but only {downtime_ms} ms are allowed; raise downtime_ms, use convergence=throttle, \
          timeout_strategy=ignore or memory_mode=postcopy"
     )]
     NotConverging {

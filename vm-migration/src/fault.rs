@@ -132,7 +132,7 @@ pub trait FaultResolver: Send + Sync {
 /// The error for a page that could not be made visible to the thread that needs it; the migration reports
 /// the cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a missing page cannot be brought in")]
+#[error("a missing page cannot be made resident")]
 pub struct FaultError;
 
 /// Refuses vCPUs access to missing pages, in addition to a watch on their mapping or instead of it.

@@ -151,13 +151,13 @@ impl fmt::Display for GuestLocation {
             Self::OnSource => "the guest continues at the source",
             Self::PausedOnSource => "the guest is paused at the source and could not be resumed",
             Self::NotHere => "the guest stays at the source",
-            Self::OnDestination => "the guest belongs to the destination, look there how it is",
+            Self::OnDestination => "the guest belongs to the destination; check its state there",
             Self::InDoubt => {
                 "the guest did not start here; start it by hand only if the source does not run it"
             }
             Self::PostcopyPaused => {
-                "postcopy is paused: the guest waits at the destination for pages of the source, \
-                 end neither of the two"
+                "postcopy is paused: the guest at the destination waits for pages from the source; \
+                 end neither VMM"
             }
         })
     }

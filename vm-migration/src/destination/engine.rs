@@ -230,7 +230,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 Err(error) if is_abandoned() => return Err(error),
                 Err(error) if !warned => {
                     warned = true;
-                    log::warn!("accesses are still watched: {}", error_text::chain(&error));
+                    log::warn!("page faults are still intercepted: {}", error_text::chain(&error));
                 }
                 Err(_) => {}
             }

@@ -180,7 +180,7 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
         };
         let session = &mut self.session;
         if let Err(error) = poll_while(look, || session.end()) {
-            log::warn!("nothing ends the wait for pages of the host: {error}");
+            log::warn!("the wait for pages of the host cannot be interrupted: {error}");
             self.session.end();
         }
     }
@@ -237,7 +237,10 @@ impl<M: GuestMemoryMap> FaultThreads<M> {
     pub(crate) fn release_waiters(&self) {
         let since = Instant::now();
         if let Err(error) = self.engine.release(|| since.elapsed() > LET_GO_MAX) {
-            log::warn!("the machine may not end: {}", error_text::chain(&error));
+            log::warn!(
+                "threads may still wait for pages, which keeps the machine from ending: {}",
+                error_text::chain(&error)
+            );
         }
     }
 

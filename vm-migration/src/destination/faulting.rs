@@ -222,7 +222,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         let progress = Arc::clone(engine.progress());
         self.control.connection.shut_down();
         self.threads.disconnect();
-        log::warn!("postcopy holds still: {}", lost.for_peer());
+        log::warn!("postcopy is paused: {}", lost.for_peer());
         progress.lost(lost.for_peer());
         let mut returned = returned;
         loop {

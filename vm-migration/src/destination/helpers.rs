@@ -75,7 +75,9 @@ impl Helpers {
                         // Nothing proves that the connection was the source's, which notices the end
                         // of its own.
                         let why = error.for_peer();
-                        log::warn!("an extra connection brought nothing: {why}");
+                        log::warn!(
+                            "an extra connection was dropped before it carried memory: {why}"
+                        );
                         return None;
                     }
                     failure.lock().get_or_insert(error);

@@ -81,7 +81,10 @@ pub(crate) fn listen<V: crate::vm::DestinationVm>(
                     Err(reason) => arrivals.refuse(other, reason),
                 },
                 Hello::Message(_, other) | Hello::Extra(_, _, other) | Hello::Other(other) => {
-                    arrivals.refuse(other, "a VM is awaited here, and this is no beginning of one");
+                    arrivals.refuse(
+                        other,
+                        "a migration is awaited here, and this message does not begin one",
+                    );
                 }
             }
         }

@@ -148,7 +148,7 @@ impl Preparing {
             let spawned = StoppableThread::spawn("mig-prepare", stop, body);
             match spawned {
                 Ok(thread) => self.threads.push(thread),
-                Err(error) => log::debug!("no thread prepares memory: {error}"),
+                Err(error) => log::debug!("no thread to populate memory ahead: {error}"),
             }
         }
     }
@@ -173,7 +173,7 @@ fn prepare_all<M: GuestMemoryMap>(queue: &Queue, memory: &M, fresh: &Unpopulated
             Method::Small => memory.populate(run),
         };
         if let Err(error) = prepared {
-            log::debug!("memory that will come is not prepared: {error}");
+            log::debug!("memory is not populated ahead: {error}");
             return;
         }
         costs.took(way, run.count, began.elapsed());

@@ -198,7 +198,7 @@ impl<V: DestinationVm> Mapped<V> {
                     self.bulk.extend(helpers.return_channels()?);
                     let stale = stale.get_or_insert_with(|| Stale::new(memory));
                     let thrown_away = stale.throw_away(memory, &units, context.cancel);
-                    thrown_away.step("throwing away what is old")?;
+                    thrown_away.step("discarding outdated pages")?;
                 }
                 Message::Pending(bytes) if faults.is_none() => {
                     let engine = self.start_engine(&bytes, stale.take(), &mut helpers, context)?;
@@ -322,7 +322,7 @@ impl<V: DestinationVm> Mapped<V> {
                 Ok(())
             }
             _ if self.parts.terms.local() => {
-                log::warn!("an extra connection was turned away: memory does not travel");
+                log::warn!("an extra connection was turned away: local=on sends no memory");
                 Ok(())
             }
             Role::Memory if mode == MemoryMode::Postcopy => {

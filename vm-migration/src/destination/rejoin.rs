@@ -171,7 +171,7 @@ impl Rejoin {
                 Ok(WaitEnd::TimedOut | WaitEnd::Ready(_)) => {}
                 Err(error) => {
                     // The host lacks a resource now; the guest waits, and so does this thread.
-                    log::warn!("nothing can be waited for: {error}");
+                    log::warn!("cannot wait for the source: {error}");
                     std::thread::sleep(LOOK_EVERY);
                 }
             }
@@ -190,7 +190,7 @@ impl Rejoin {
         missing: impl FnOnce() -> Result<Vec<u8>, Cause>,
         cancel: &Cancel,
     ) -> Result<Connections, Failure> {
-        const STEP: &str = "taking the connections of a recovery";
+        const STEP: &str = "accepting the connections of a recovery";
         let Returned { mut control, recover } = returned;
         let token = random_token().map_err(Cause::Resource).step(STEP)?;
         let answer = Answer::Ok { offer_taken: recover.alive, payload: token.to_vec() };

@@ -121,15 +121,15 @@ pub enum ProtocolError {
         why: &'static str,
     },
     /// A compressed payload that does not decompress.
-    #[error("the peer's compressed memory does not unpack")]
+    #[error("the peer's compressed memory cannot be decompressed")]
     Zstd(#[source] std::io::Error),
     /// A range that is not guest memory.
     #[error("the peer named memory that the guest does not have")]
     Layout(#[from] LayoutError),
     /// A guest with more pages than a set of missing pages can list.
     #[error(
-        "postcopy cannot name the missing pages of a guest of {gib} GiB: a set of them ends at 8 TiB of pages \
-         of 4 KiB. Move it with memory_mode=precopy, or boot it with hugepages=on"
+        "postcopy cannot list the missing pages of a guest of {gib} GiB: with pages of 4 KiB a list covers at \
+         most 8 TiB. Migrate it with memory_mode=precopy, or boot it with hugepages=on"
     )]
     TooManyPages {
         /// Size of the guest's memory in GiB.

@@ -25,7 +25,7 @@ pub enum SnapshotError {
         source: io::Error,
     },
     /// A document above the size that can be restored.
-    #[error("{what} of the VM has {len_bytes} bytes, and a snapshot holds {limit_bytes} of it")]
+    #[error("{what} of the VM has {len_bytes} bytes, but a snapshot holds at most {limit_bytes}")]
     TooLong {
         /// The document.
         what: &'static str,
@@ -35,7 +35,7 @@ pub enum SnapshotError {
         limit_bytes: u64,
     },
     /// A directory that is not empty.
-    #[error("{} is there already; give an empty directory for a new snapshot", .0.display())]
+    #[error("{} exists already; give an empty directory for a new snapshot", .0.display())]
     Exists(PathBuf),
     /// Two snapshots to one directory at the same time.
     #[error("another snapshot is being written to {}", .0.display())]
@@ -45,7 +45,7 @@ pub enum SnapshotError {
     NotFinished(PathBuf),
     /// The manifest is missing.
     #[error(
-        "{} holds no whole snapshot of this program: {} is missing",
+        "{} contains no complete snapshot of this program: {} is missing",
         .0.display(),
         super::MANIFEST_FILE
     )]
@@ -93,19 +93,19 @@ pub enum SnapshotError {
     #[error("the memory of the snapshot is not that of the machine in its configuration")]
     Layout(#[source] LayoutError),
     /// An error in handling guest memory.
-    #[error("guest memory could not be handled")]
+    #[error("guest memory could not be accessed")]
     Memory(#[source] io::Error),
     /// An error of the fault source.
-    #[error("guest memory cannot be brought in on demand; use memory_restore_mode=copy")]
+    #[error("guest memory cannot be restored on demand; use memory_restore_mode=copy")]
     OnDemand(#[source] UffdError),
     /// Pages that were read could not be made visible.
-    #[error("a page of the snapshot could not be brought in: {0}")]
+    #[error("a page of the snapshot could not be loaded: {0}")]
     Pages(String),
     /// A thread could not be started, or a descriptor not created.
     #[error("the host refused a resource for the snapshot")]
     Resource(#[source] io::Error),
     /// A cancel was requested.
-    #[error("it was cancelled")]
+    #[error("the snapshot was cancelled")]
     Cancelled,
 }
 

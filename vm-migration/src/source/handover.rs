@@ -81,7 +81,7 @@ impl<V: SourceVm> HandedOver<V> {
         let Some(Doubt { failure, state, teller: Some(teller) }) = unconfirmed else {
             return Ok((remains, Phase::Done));
         };
-        log::warn!("the destination may not know that it has the guest: {}", failure.for_peer());
+        log::warn!("the destination may not know that it owns the guest: {}", failure.for_peer());
         context.progress.cannot_recover(failure.for_peer());
         match teller.confirm(state, control, context) {
             Ok(()) => Ok((remains, Phase::Done)),
@@ -205,7 +205,7 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
             let pending = Message::Pending(pending.take().unwrap_or_default());
             control
                 .ask(&pending, context.options.limits.answer)
-                .step("telling the destination what is missing")?;
+                .step("telling the destination which pages are missing")?;
             serve_bulk(server, &mut serving, std::mem::take(&mut links.memory))?;
         } else {
             serve_urgent(server, &mut serving, std::mem::take(&mut links.urgent))?;

@@ -339,7 +339,9 @@ fn offer<M: GuestMemoryMap>(
                 },
             ));
         }
-        log::info!("the destination speaks plain version 0: zero pages and reasons do not travel");
+        log::info!(
+            "the destination speaks plain version 0, which has no zero pages and no reasons"
+        );
         if options.local || options.compression != Compression::None {
             return Err(Failure::new(
                 "negotiating",

@@ -206,16 +206,16 @@ impl<V: SourceVm> Negotiated<V> {
         let began = Instant::now();
         let (mut named, mut since) = (hints.named(), began);
         while !hints.wait(HINTS_LOOK) {
-            check_cancel(context.cancel, "waiting for the guest to name its free pages")?;
+            check_cancel(context.cancel, "waiting for the guest to report its free pages")?;
             if named != hints.named() {
                 (named, since) = (hints.named(), Instant::now());
             }
             if since.elapsed() >= HINTS_PAUSE || began.elapsed() >= HINTS_TIME_MAX {
-                log::info!("the guest takes long to name its free pages: the first round begins");
+                log::info!("the guest is still reporting its free pages: the first round begins");
                 return Ok(Some(hints));
             }
         }
-        log::info!("the guest named its free pages within {} ms", began.elapsed().as_millis());
+        log::info!("the guest reported its free pages within {} ms", began.elapsed().as_millis());
         Ok(Some(hints))
     }
 
@@ -227,7 +227,7 @@ impl<V: SourceVm> Negotiated<V> {
         machine_is_built: bool,
         context: Context<'_>,
     ) -> Result<Rounds, Failure> {
-        log::info!("precopy is over: the rest of memory follows the guest");
+        log::info!("precopy ends: the rest of memory is sent by postcopy");
         if !machine_is_built {
             self.await_machine(context.options.limits.prepare)?;
         }
@@ -251,7 +251,7 @@ impl<V: SourceVm> Negotiated<V> {
         pages: &[PageBitmap],
         context: Context<'_>,
     ) -> Result<Vec<PageBitmap>, Failure> {
-        const STEP: &str = "telling the destination what is old";
+        const STEP: &str = "telling the destination which pages are outdated";
         let mut told = in_units(pages, &self.links);
         told.iter().for_each(PageBitmap::clear);
         let mut before = u64::MAX;
@@ -322,7 +322,7 @@ impl<'a> ConvergenceController<'a> {
                 let what = "this machine has no means to slow down its vCPUs".to_string();
                 let remedy = "use another value of convergence";
                 let missing = Cause::Unsupported { what, remedy };
-                Some(vm.throttle().ok_or(missing).step("preparing to slow the guest down")?)
+                Some(vm.throttle().ok_or(missing).step("preparing to throttle the vCPUs")?)
             }
             _ => None,
         };
@@ -370,7 +370,7 @@ impl<'a> ConvergenceController<'a> {
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
         if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
             log::warn!(
-                "the guest will stand still for about {} ms: {} ms of state, round trips and start \
+                "the downtime will be about {} ms: {} ms of state, round trips and start \
                  alone exceed the {} ms that are allowed",
                 expected.total().as_millis(),
                 expected.fixed.as_millis(),

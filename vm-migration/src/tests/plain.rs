@@ -126,7 +126,7 @@ fn postcopy_to_an_old_destination_is_refused_and_the_guest_continues() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(peer.join().unwrap(), [1, 6], "it was told that the source gave up");
+    assert_eq!(peer.join().unwrap(), [1, 6], "it was told that the source abandoned the migration");
 }
 
 #[test]

@@ -98,8 +98,8 @@ pub enum TransportError {
     InUse(Address),
     /// Connections to the address must use TLS, and the new listener has no certificates.
     #[error(
-        "cannot listen on {0} without TLS: the source of a migration that is over may still come back there, \
-         and that used TLS; give tls_dir, or use another port"
+        "cannot listen on {0} without TLS: the source of an earlier migration, which used TLS, may still \
+         reconnect there; give tls_dir, or use another port"
     )]
     NeedsTls(Address),
     /// The peer ended the connection.
@@ -133,8 +133,8 @@ pub enum TransportError {
     Cancelled,
     /// The host has no page for guest memory.
     #[error(
-        "the host has no page for guest memory while this side is {what}; give its pool of huge pages \
-         (hugetlb, nr_hugepages) as many as the VM has memory"
+        "the host has no free page for guest memory while this side is {what}; enlarge its pool of huge \
+         pages (hugetlb, nr_hugepages) to the size of the VM's memory"
     )]
     NoPage {
         /// The step.

@@ -218,7 +218,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
                 Some(libc::EAGAIN) if done > 0 => {}
                 Some(libc::ENOMEM) if !self.stop.is_cancelled() => {
                     if !short_of_memory {
-                        log::warn!("the host has no memory for the guest's pages: it waits");
+                        log::warn!("the host has no memory for the guest's pages: waiting for it");
                     }
                     short_of_memory = true;
                     std::thread::sleep(NO_MEMORY_PAUSE);

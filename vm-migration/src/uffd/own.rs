@@ -192,7 +192,9 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         for region in 0..self.memory.layout().regions().len() {
             if let Err(error) = self.barrier.remove(region) {
                 let why = error_text::chain(&error);
-                log::warn!("region {region} keeps its marks, all of them clear: {why}");
+                log::warn!(
+                    "the userfault bitmap of region {region}, which is clear, cannot be removed: {why}"
+                );
             }
         }
         self.others.release()?;

@@ -240,8 +240,8 @@ fn background_pace(options: &SendOptions, piece_bytes: u64) -> u64 {
         return wanted;
     }
     log::warn!(
-        "memory goes at {least} bytes per second, not at the {wanted} of the option bandwidth: the \
-         destination takes it in pieces of {piece_bytes} bytes, and would take the connection for lost"
+        "memory is sent at {least} bytes per second, not at the {wanted} of the option bandwidth: the \
+         destination receives it in pieces of {piece_bytes} bytes, and would regard the connection as lost"
     );
     least
 }
@@ -323,7 +323,7 @@ impl<M: GuestMemoryMap> Server<M> {
                 Ok(End::Lost(failure)) | Err(failure) => failure,
             };
             session.end();
-            log::warn!("postcopy holds still: {}", lost.for_peer());
+            log::warn!("postcopy is paused: {}", lost.for_peer());
             self.progress.lost(lost.for_peer());
             let Some(connected) = relay.reconnect.until_connected(self)? else {
                 return Ok(Phase::Done);
@@ -366,7 +366,7 @@ impl<M: GuestMemoryMap> Server<M> {
         session: &Session,
         context: Context<'_>,
     ) -> Result<End, Failure> {
-        const STEP: &str = "waiting for the destination to be complete";
+        const STEP: &str = "waiting for the destination to have all pages";
         let fate = session.fate();
         let stall = context.options.limits.stall;
         control.connection.set_cancel(fate.stop());

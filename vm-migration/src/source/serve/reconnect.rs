@@ -204,7 +204,7 @@ impl Reconnect {
         let mut bulk_channels = opening.all(&roles).step("opening further connections")?;
         let urgent = bulk_channels.split_off(bulk.into());
         let missing = hear_missing(&mut control, limits.answer)?;
-        const HEAR: &str = "hearing what is missing";
+        const HEAR: &str = "receiving the set of missing pages";
         control.busy(alive, || server.pend(&missing)).step(HEAR)?;
         control.yes().step(HEAR)?;
         Ok(Some(Connections { control, bulk: bulk_channels, urgent }))
@@ -214,7 +214,7 @@ impl Reconnect {
 /// Waits for the list of missing pages, as long as the destination sends keep-alives; abandoning the
 /// migration ends the wait.
 fn hear_missing(control: &mut Channel, limit: Duration) -> Result<Vec<u8>, Failure> {
-    const STEP: &str = "hearing what is missing";
+    const STEP: &str = "receiving the set of missing pages";
     loop {
         if !control.reader.has_buffered() {
             control.connection.wait_for_data(Some(limit)).step(STEP)?;

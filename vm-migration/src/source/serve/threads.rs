@@ -192,7 +192,7 @@ fn take_request<M: GuestMemoryMap>(
     channel: &mut Channel,
     answers: &mut Answers<'_, M>,
 ) -> Result<(), Failure> {
-    const STEP: &str = "taking page requests";
+    const STEP: &str = "receiving page requests";
     match channel.timed(Message::read).step(STEP)? {
         Message::PageFault(ranges) => answers.wait_for(&ranges).step(STEP),
         Message::Ahead(ranges) => answers.add_readahead(&ranges).step(STEP),
