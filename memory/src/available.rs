@@ -48,9 +48,9 @@ impl fmt::Display for MemoryLimit {
 /// The error when memory is insufficient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "guest memory needs {} MiB that it has not got yet, and {limit} has {} MiB to give, of which {} MiB \
-     are kept free for others: make the guest smaller, make room, or leave memory to come when it is \
-     touched (prefault=off)",
+    "guest memory needs {} MiB more, but {limit} has {} MiB available, of which {} MiB are kept free for \
+     others: make the guest smaller, free memory, or let the guest's accesses allocate it \
+     (prefault=off)",
     needed_bytes >> 20, available_bytes >> 20, margin_bytes >> 20
 )]
 pub struct InsufficientMemory {

@@ -67,20 +67,20 @@ pub enum BackingError {
         source: io::Error,
     },
     #[error(
-        "memory zone '{zone}': another file takes the place of {} again and again while it is opened",
+        "memory zone '{zone}': {} is replaced by another file again and again while it is opened",
         path.display()
     )]
     Replaced { zone: String, path: PathBuf },
     #[error(
-        "memory zone '{zone}': {} holds data, which memory that arrives would replace, and only the arriving \
-         configuration names it: allow it (receive-migration allow=[{}:memory,...], with all else that \
-         may be named), remove the file, or use another",
+        "memory zone '{zone}': {} holds data, which the received memory would replace, and only the received \
+         configuration names it: allow it (receive-migration allow=[{}:memory,...], with everything else \
+         that may be named), remove the file, or use another",
         path.display(), path.display()
     )]
     HoldsData { zone: String, path: PathBuf },
     #[error(
-        "memory zone '{zone}': could not throw away what {} holds, which is to be replaced by the \
-         memory that arrives",
+        "memory zone '{zone}': could not discard the contents of {}, which the incoming memory is \
+         to replace",
         path.display()
     )]
     EmptyFile {

@@ -135,7 +135,7 @@ impl GuestRam {
         let pins = self.pins_or_busy()?;
         // Contents that arrive later would replace the zeros.
         if region.resident().absent_runs(RamRegion::pages_of(&bytes)).next().is_some() {
-            return Err(PlugError::Busy { reason: "contents of the block are still to arrive" });
+            return Err(PlugError::Busy { reason: "the contents of the block are still missing" });
         }
         // Pages may have stayed at the unplug, or the guest has written to blocks that it did not have.
         region
@@ -192,7 +192,7 @@ impl GuestRam {
             plugged.unreturned.claim_range(blocks);
         } else if let Some(error) = discarded.error {
             // The guest does not miss the memory, but the host does.
-            log::warn!("unplugged memory stays with the guest: {error}");
+            log::warn!("unplugged memory could not be discarded: {error}");
         }
     }
 

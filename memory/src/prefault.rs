@@ -540,7 +540,7 @@ fn yield_processor() {
     };
     if result != 0 {
         let error = std::io::Error::last_os_error();
-        log::debug!("populating does not give way: {error}");
+        log::debug!("the priority of a prefault thread cannot be lowered: {error}");
     }
 }
 

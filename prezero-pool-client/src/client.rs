@@ -53,7 +53,7 @@ pub enum PoolError {
         source: io::Error,
     },
     /// It says something else.
-    #[error("the pool of prezeroed memory at {} says what is not understood", path.display())]
+    #[error("the pool of prezeroed memory at {} sent an invalid message", path.display())]
     Protocol {
         /// Its socket.
         path: PathBuf,

@@ -24,7 +24,7 @@ pub(crate) struct Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum ProtocolError {
     /// Another protocol, or another version of this one.
-    #[error("the message does not begin with GPZ1: this is no pool of this version")]
+    #[error("the message does not begin with GPZ1: the peer is not a pool of this version")]
     Magic,
     /// A kind that this side does not take.
     #[error("message of kind {0} is not expected here")]

@@ -39,7 +39,7 @@ pub enum ConfigError {
         source: io::Error,
     },
     /// It is not TOML of this form.
-    #[error("the configuration is not understood")]
+    #[error("the configuration is not valid")]
     Syntax(#[from] toml::de::Error),
     /// A value makes no sense.
     #[error("{key} = {value:?}: {problem}")]

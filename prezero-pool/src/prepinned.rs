@@ -38,14 +38,14 @@ pub enum PinError {
     /// The device is not there for passing through.
     #[error(
         "cannot open device {0} (is it bound to vfio-pci, has the kernel CONFIG_VFIO_DEVICE_CDEV, may \
-         the pool open what is in /dev/vfio/devices?)"
+         the pool open its node in /dev/vfio/devices?)"
     )]
     Open(Bdf, #[source] VfioError),
     /// Another process has it.
-    #[error("cannot have device {0}: a VM or another process has it")]
+    #[error("cannot use device {0}: a VM or another process uses it")]
     Bind(Bdf, #[source] VfioError),
     /// An object of iommufd.
-    #[error("cannot make what device {0} needs in iommufd")]
+    #[error("cannot create the iommufd objects for device {0}")]
     Object(Bdf, #[source] IommufdError),
     /// Pinning.
     #[error(

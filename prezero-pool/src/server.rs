@@ -220,14 +220,14 @@ impl Server {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                log::warn!("a connection cannot be taken: {error}");
+                log::warn!("a connection cannot be accepted: {error}");
                 // Out of descriptors, most likely: others must end first.
                 std::thread::sleep(Duration::from_millis(20));
                 return;
             }
         };
         if let Err(error) = self.admit(stream) {
-            log::info!("a connection is not taken: {error}");
+            log::info!("a connection is not accepted: {error}");
         }
     }
 

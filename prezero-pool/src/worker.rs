@@ -126,7 +126,7 @@ impl Worker {
         if self.options.idle_only
             && let Err(error) = sys::run_when_idle()
         {
-            log::warn!("a thread cannot be made to wait for idle processors: {error}");
+            log::warn!("the priority of a thread cannot be lowered to idle: {error}");
         }
         if let Some(node) = self.node {
             memory::run_on_node(node);

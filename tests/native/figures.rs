@@ -141,5 +141,5 @@ fn too_large() {
     let (code, output) = VmmBuilder::guest(1, "size=8T,shared=on,prefault=on", "").bare().run();
     assert_eq!(code, 1, "{output}");
     assert!(output.contains("guest memory needs 8388608 MiB"), "{output}");
-    assert!(output.contains("MiB to give") && output.contains("prefault=off"), "{output}");
+    assert!(output.contains("MiB available") && output.contains("prefault=off"), "{output}");
 }

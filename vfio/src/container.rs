@@ -116,7 +116,10 @@ impl DmaTarget for Type1Container {
         if region.is_prezeroed()
             && let Err(error) = region.map_present(range)
         {
-            log::debug!("pages of zone '{}' are found one by one: {error}", region.zone_id());
+            log::debug!(
+                "pages of zone '{}' are faulted in one by one while they are pinned: {error}",
+                region.zone_id()
+            );
         }
     }
 

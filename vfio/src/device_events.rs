@@ -129,7 +129,7 @@ impl Shared {
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    warn!("the host's notices on passed-through devices are not heard: {error}");
+                    warn!("events of passed-through devices cannot be received: {error}");
                     return;
                 }
             };

@@ -55,7 +55,7 @@ pub enum VfioError {
     )]
     Container(#[source] vfio_ioctls::VfioError),
     /// KVM's VFIO device failed.
-    #[error("KVM cannot be told of passed-through devices")]
+    #[error("KVM cannot be informed of passed-through devices")]
     Kvm(#[from] KvmError),
     /// The group or the device cannot be opened.
     #[error(
@@ -80,7 +80,7 @@ pub enum VfioError {
     )]
     Iommufd(#[source] io::Error),
     /// An address space cannot be allocated.
-    #[error("iommufd gives no address space")]
+    #[error("iommufd provides no address space")]
     AddressSpace(#[source] vfio_ioctls::VfioError),
     /// The device has no VFIO character device.
     #[error(
@@ -103,7 +103,7 @@ pub enum VfioError {
         source: io::Error,
     },
     /// The descriptor is not a VFIO character device.
-    #[error("what was opened is no device of /dev/vfio/devices")]
+    #[error("the opened file is not a device in /dev/vfio/devices")]
     NotANode(#[source] KvmError),
     /// The device cannot be attached through iommufd.
     #[error("cannot use the device through iommufd{}", attach_hint(source))]
@@ -113,13 +113,13 @@ pub enum VfioError {
         source: vfio_ioctls::VfioError,
     },
     /// Memory mapped by a pool is not the VM's.
-    #[error("what is mapped for the device is not this VM's memory: {0}")]
+    #[error("the memory mapped for the device is not that of this VM: {0}")]
     OtherMemory(&'static str),
     /// The pool's iommufd does not know the device.
-    #[error("the iommufd that came with the device does not know it")]
+    #[error("the device is not bound to the iommufd that was passed with it")]
     NotInSlot(#[source] iommufd_ioctls::IommufdError),
     /// The pool's device is not the VM's.
-    #[error("the open device that came is not the one at {path}")]
+    #[error("the open device that was passed is not the one at {path}")]
     OtherDevice {
         /// Path of the VM's device.
         path: PathBuf,
@@ -152,7 +152,7 @@ pub enum VfioError {
         found: u8,
     },
     /// A BAR cannot be emulated.
-    #[error("BAR {index} of {len_bytes} bytes cannot be shown to the guest")]
+    #[error("BAR {index} of {len_bytes} bytes cannot be exposed to the guest")]
     Bar {
         /// Its index.
         index: u8,
@@ -223,7 +223,7 @@ pub enum PinError {
         source: io::Error,
     },
     /// The memory could not be populated, or another error occurred meanwhile.
-    #[error("guest memory could not be made ready for DMA")]
+    #[error("guest memory could not be prepared for DMA")]
     Populate(#[from] PrefaultError),
     /// Memory released by the balloon could not be populated again.
     #[error(

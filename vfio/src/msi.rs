@@ -36,7 +36,7 @@ impl Msi {
             if vector.take_pending() {
                 pending |= 1_u32.checked_shl(index).unwrap_or(0);
                 if let Err(error) = vector.trigger() {
-                    log::warn!("an interrupt that waited to be let through is lost: {error}");
+                    log::warn!("an interrupt that was pending while masked is lost: {error}");
                 }
             }
         }

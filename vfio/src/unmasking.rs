@@ -56,7 +56,7 @@ fn unmask(id: &str, host: &dyn HostFunction, epoll: &Epoll, done: &EventFd) {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => {
-                warn!("passed-through device {id} interrupts no more by its pin: {error}");
+                warn!("passed-through device {id} can no longer interrupt by its pin: {error}");
                 return;
             }
         };
@@ -69,7 +69,7 @@ fn unmask(id: &str, host: &dyn HostFunction, epoll: &Epoll, done: &EventFd) {
             && let Err(error) = host.unmask_pin()
         {
             let error = error_text::chain(&error);
-            warn!("passed-through device {id} interrupts no more by its pin: {error}");
+            warn!("passed-through device {id} can no longer interrupt by its pin: {error}");
             return;
         }
     }

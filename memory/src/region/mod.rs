@@ -100,7 +100,7 @@ pub enum AccessError {
         reason: &'static str,
     },
     /// A region index that does not exist.
-    #[error("there is no region {index} of guest memory, which has {regions}")]
+    #[error("guest memory has {regions} regions, and none with index {index}")]
     NoRegion {
         /// The index.
         index: usize,
@@ -108,7 +108,7 @@ pub enum AccessError {
         regions: usize,
     },
     /// The host has no pages.
-    #[error("memory zone '{zone}' got no pages for bytes {start:#x}..{end:#x} from the host")]
+    #[error("the host has no pages for bytes {start:#x}..{end:#x} of memory zone '{zone}'")]
     Populate {
         /// The zone.
         zone: String,

@@ -95,7 +95,7 @@ check refuses_a_path_that_it_may_not_open refuses_without_access
 refuses_what_is_no_device() {
   cloud-hypervisor --platform iommufd=on,iommufd_fd=8 --kernel /lab/vmlinuz --memory size=256M --device fd=7 >$T/refused.log 2>&1 && return 1
   cat $T/refused.log
-  grep -q "no device of /dev/vfio/devices" $T/refused.log
+  grep -q "not a device in /dev/vfio/devices" $T/refused.log
 }
 check refuses_a_descriptor_of_something_else refuses_what_is_no_device
 PASS_BY="--platform iommufd=on,iommufd_fd=8"

@@ -257,7 +257,7 @@ impl VfioPciDevice {
             }
             Err(closed) => {
                 if !self.is_lost() {
-                    error!("passed-through device {} is taken from the guest: {closed}", self.id);
+                    error!("passed-through device {} is closed for the guest: {closed}", self.id);
                 }
                 self.lose();
                 false

@@ -64,7 +64,7 @@ pub enum MigrationError {
     },
     /// The function failed during a state transition.
     #[error(
-        "the device failed on its way from state {from} to {to}, and is of no use until it has been \
+        "the device failed on its way from state {from} to {to}, and cannot be used until it has been \
          reset"
     )]
     Failed {
@@ -86,16 +86,14 @@ pub enum MigrationError {
         source: io::Error,
     },
     /// The state is too long.
-    #[error(
-        "the device's state is longer than {limit_bytes} bytes, which is the most that is moved"
-    )]
+    #[error("the device's state is longer than {limit_bytes} bytes, the most that can be migrated")]
     TooLong {
         /// The limit in bytes.
         limit_bytes: u64,
     },
     /// Writing the state failed.
     #[error(
-        "the device does not take its state, {len_bytes} bytes; is it of the same kind as at the \
+        "the device refused its state of {len_bytes} bytes; is it of the same kind as at the \
          source, with the same firmware?"
     )]
     Write {

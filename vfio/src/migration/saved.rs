@@ -53,7 +53,7 @@ pub enum HardwareStateError {
     #[error("the state of the hardware has {0} bytes, at most {STATE_LEN_BYTES_MAX} are possible")]
     TooLong(u64),
     /// The base64 is malformed.
-    #[error("the state of the hardware is no base64")]
+    #[error("the state of the hardware is not valid base64")]
     Base64(#[from] base64::DecodeError),
 }
 

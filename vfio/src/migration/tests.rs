@@ -291,7 +291,7 @@ fn a_state_that_does_not_fit_is_refused_before_the_hardware_hears_of_it() {
         ("/state/base64", json!("cmlu"), "has 3 bytes in place of"),
         ("/state/len_bytes", json!(3), "in place of 3"),
         ("/state/len_bytes", json!(1_u64 << 40), "at most 134217728 are possible"),
-        ("/state/base64", json!("?"), "is no base64"),
+        ("/state/base64", json!("?"), "is not valid base64"),
         ("/command", json!(-1), "cannot be read"),
     ];
     for (path, value, expected) in cases {
