@@ -150,7 +150,7 @@ fn pause() {
             api.put("vm.resume", "").ok();
             assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
             let pause = pause.join().expect("an answer");
-            assert!(pause.status == 409 && pause.body.contains("taken back"), "{pause:?}");
+            assert!(pause.status == 409 && pause.body.contains("was cancelled"), "{pause:?}");
         });
         assert_eq!(api.state(), "Running");
         hung.vmm.wait_for_heartbeat();

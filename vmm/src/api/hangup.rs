@@ -25,7 +25,7 @@ impl Hangup {
         let again = stream.as_fd().try_clone_to_owned().map(StdStream::from);
         let again = again.and_then(UnixStream::from_std);
         if let Err(error) = &again {
-            log::debug!("whether a client of the API is gone is not seen: {error}");
+            log::debug!("the end of a connection to the API cannot be detected: {error}");
         }
         Self(again.ok())
     }

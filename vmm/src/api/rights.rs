@@ -36,7 +36,7 @@ pub enum RightsError {
     TooMany,
     /// The descriptor limit of this process is reached.
     #[error(
-        "not all descriptors that were sent could be taken: the VMM has as many open as it may \
+        "not all descriptors that were sent could be received: the VMM has as many open as it may have \
          (RLIMIT_NOFILE)"
     )]
     Truncated,

@@ -242,7 +242,7 @@ async fn client(
     let mut ending = false;
     let result = poll_fn(|cx| {
         if leave.as_mut().poll(cx).is_ready() {
-            log::debug!("a client of the API makes room for another");
+            log::debug!("a connection to the API is closed in favour of another");
             return Poll::Ready(Ok(()));
         }
         if !ending && end.as_mut().poll(cx).is_ready() {

@@ -109,7 +109,7 @@ impl<'a> Options<'a> {
                 return Err(OptionError::Shape { family, key: key.to_owned(), problem });
             }
             if items.iter().any(|(seen, _)| *seen == key) {
-                log::warn!("{family}: '{key}' is given more than once, the last one counts");
+                log::warn!("{family}: '{key}' is given more than once; the last one is used");
             }
             items.push((key, value));
         }

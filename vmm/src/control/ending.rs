@@ -52,7 +52,7 @@ impl Vmm {
     pub(super) fn vmm_shutdown(&mut self, force: bool, responder: Responder) -> Next {
         match &self.vm {
             VmLifecycle::Serving(_) | VmLifecycle::NotStarted { .. } if force => {
-                log::warn!("told to end, whatever is lost by it");
+                log::warn!("told to end, even if data is lost");
                 self.end_vm();
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
@@ -64,7 +64,7 @@ impl Vmm {
             | VmLifecycle::TearingDown(_)
                 if force =>
             {
-                log::warn!("told to end, whatever is lost by it");
+                log::warn!("told to end, even if data is lost");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
                 self.end_here(ExitReason::ApiShutdown, Some(responder))
             }
@@ -247,7 +247,9 @@ impl Vmm {
                     if is_second {
                         self.at_latest = Some(Instant::now() + AT_ONCE);
                     }
-                    log::warn!("told to end: what arrives here is cancelled, if it still can be");
+                    log::warn!(
+                        "told to end: the incoming migration is cancelled, if it still can be"
+                    );
                 }
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
@@ -274,7 +276,9 @@ impl Vmm {
                             | VmLifecycle::Live(_)
                     )
                 {
-                    log::info!("told to end: when the devices have finished; once more, at once");
+                    log::info!(
+                        "told to end: ends when the devices have finished; a second request ends at once"
+                    );
                 }
                 return self.end_here(ExitReason::Signal, None);
             }

@@ -151,7 +151,7 @@ impl Vmm {
         for disk in self.full.note(self.machine_number, full, Instant::now()) {
             tell("disk-full", &disk.id, &disk.path);
             let (id, path) = (&disk.id, disk.path.display());
-            log::warn!("disk '{id}' ({path}) is full: requests of the guest wait for room");
+            log::warn!("disk '{id}' ({path}) is full: requests of the guest wait for free space");
         }
     }
 
@@ -186,7 +186,7 @@ impl Vmm {
     pub(super) fn found_room(&mut self) {
         for (id, path) in self.full.clear(self.machine_number, Instant::now()) {
             tell("disk-has-room", &id, &path);
-            log::info!("disk '{id}' ({}) has room again", path.display());
+            log::info!("disk '{id}' ({}) has free space again", path.display());
         }
     }
 

@@ -173,13 +173,15 @@ impl Vmm {
         if !machine.may_act_on(&event) {
             match machine {
                 MachineStatus::AwaitingPages => {
-                    log::info!("what the guest does ({event:?}) waits until its last page is here");
+                    log::info!("the guest's {event:?} waits until its last page is here");
                 }
-                MachineStatus::LackingPages => log::warn!(
-                    "the guest does {event:?}, and pages of it are lost: it stays as it is"
-                ),
+                MachineStatus::LackingPages => {
+                    log::warn!(
+                        "the guest's {event:?} has no effect, as pages of the guest are lost"
+                    );
+                }
                 MachineStatus::Paused => {
-                    log::info!("what the guest did ({event:?}) waits until it is resumed");
+                    log::info!("the guest's {event:?} waits until the VM is resumed");
                 }
                 MachineStatus::Running | MachineStatus::Elsewhere | MachineStatus::Gone => {}
             }
@@ -230,7 +232,7 @@ impl Vmm {
                 self.reboot_for(None)
             }
             GuestEvent::WatchdogExpired => {
-                log::warn!("the guest has not set its watchdog back in time, and is reset");
+                log::warn!("the guest did not reset its watchdog in time, and is reset");
                 events::emit("guest", "watchdog-expired", &[]);
                 self.reboot_for(None)
             }

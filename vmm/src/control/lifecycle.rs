@@ -42,7 +42,7 @@ impl Vmm {
             && sending.has_sent_nothing()
         {
             log::warn!(
-                "the VM is resumed: its migration, which has not begun to send it, is cancelled"
+                "the VM is resumed: its migration, which has not started to send it, is cancelled"
             );
             sending.cancel.cancel();
             return sending.resumers.push(responder);

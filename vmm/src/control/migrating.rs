@@ -492,7 +492,7 @@ fn tell_end(last: Option<&ProgressDocument>) {
     properties.extend(figures.iter().map(|(key, value)| (*key, value.as_str())));
     events::emit("vm", "migration-handed-on", &properties);
     let line = last.map(ProgressDocument::final_line).unwrap_or_default();
-    log::info!("the VM has moved: {line}; process {pid} sends its last pages");
+    log::info!("the VM has migrated: {line}; process {pid} sends its last pages");
 }
 
 fn nothing_migrated() -> ApiError {

@@ -177,7 +177,7 @@ impl ListenTarget {
             }
             Self::Unresolved(address, tls) => (address, tls),
         };
-        log::info!("asking where {address} is");
+        log::info!("resolving {address}");
         let bound = Listener::bind_over(&address, tls, late_reconnects, cancel).inspect(tell_ready);
         bound.map_err(|error| {
             let is_cancelled = matches!(error, TransportError::Cancelled);

@@ -40,10 +40,10 @@ pub enum RunError {
     #[error("cannot restore the VM")]
     Restore(#[source] ApiError),
     /// The VM could not be booted again after a reboot of the guest.
-    #[error("the VM did not come back from its reboot")]
+    #[error("the VM could not be rebooted")]
     Reboot(#[source] ApiError),
     /// The VM could not be shut down after a shutdown of the guest.
-    #[error("the VM did not end well")]
+    #[error("the VM could not be shut down")]
     Shutdown(#[source] ApiError),
     /// A vCPU has stopped with an error.
     #[error("vCPU {index} cannot continue: {reason}")]

@@ -149,8 +149,9 @@ impl EventMonitor {
     pub fn start(target: EventTarget) -> Result<Self, EventError> {
         let file = target.open()?;
         let lent = file.try_clone().map_err(EventError::Thread)?;
-        let failed =
-            |error: &io::Error| log::error!("events are lost, as they cannot be written: {error}");
+        let failed = |error: &io::Error| {
+            log::error!("events are lost, because they cannot be written: {error}");
+        };
         let queue = OutputQueue::start("event-monitor", file, QUEUE_EVENTS, failed)
             .map_err(EventError::Thread)?;
         Ok(Self { queue, lent })

@@ -28,7 +28,7 @@ use super::write_back::WriteBackError;
 #[derive(Debug, Error)]
 pub enum MachineError {
     /// Guest memory cannot be set up.
-    #[error("cannot give the VM its memory")]
+    #[error("cannot set up guest memory")]
     Ram(#[from] MachineRamError),
     /// A KVM call failed.
     #[error("cannot make the VM")]
@@ -53,7 +53,7 @@ pub enum MachineError {
     },
     /// A device does not finish its requests, as its storage or network does not respond.
     #[error(
-        "'{id}' has not finished its requests within {} ms: what is behind it does not answer",
+        "'{id}' has not finished its requests within {} ms: its backend does not answer",
         .within.as_millis()
     )]
     DeviceBusy {
@@ -63,7 +63,7 @@ pub enum MachineError {
         within: Duration,
     },
     /// A pause was cancelled before it was complete.
-    #[error("the pause was taken back before all devices had finished their requests")]
+    #[error("the pause was cancelled before all devices had finished their requests")]
     PauseWithdrawn,
     /// A device was removed before it had been opened.
     #[error("'{id}' was removed before it could be opened")]

@@ -24,7 +24,7 @@ use crate::config::VmConfig;
 #[derive(Debug, Error)]
 pub enum ExclusiveError {
     /// An image cannot be locked.
-    #[error("disk '{id}' is not ours")]
+    #[error("disk '{id}' cannot be locked")]
     Disk {
         /// Id of the device.
         id: String,
@@ -70,7 +70,7 @@ pub enum ExclusiveError {
         within: Duration,
     },
     /// A tap cannot be opened.
-    #[error("the tap of '{id}' is not ours")]
+    #[error("the tap of '{id}' cannot be opened")]
     Tap {
         /// Id of the device.
         id: String,
@@ -79,7 +79,7 @@ pub enum ExclusiveError {
         source: TapError,
     },
     /// A socket cannot be bound.
-    #[error("the socket of '{id}' is not ours")]
+    #[error("the socket of '{id}' cannot be bound")]
     Socket {
         /// Id of the device.
         id: String,
@@ -304,8 +304,8 @@ fn release(id: &str, lock: &DiskLock) -> Result<(), ExclusiveError> {
 /// A flush of a disk has failed.
 #[derive(Debug, Error)]
 #[error(
-    "a flush of disk '{id}' has failed, so what its image holds is not what the guest counts as \
-     written; only a VM that opens it anew (vm.shutdown, then vm.boot) can use it again"
+    "a flush of disk '{id}' has failed, so its image may lack data that the guest regards as written; \
+     only a VM that opens it anew (vm.shutdown, then vm.boot) can use it again"
 )]
 pub struct WriteBackFailed {
     id: String,

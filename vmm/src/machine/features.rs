@@ -78,8 +78,8 @@ pub fn check_msrs(
     let can_read = was_shown(7, EDX, 29);
     if let Some(names) = untold_weaknesses(&saved, &here).filter(|_| can_read) {
         log::warn!(
-            "this processor has weaknesses that the guest was not told of when it booted: {names}; its \
-             kernel deals with them when it boots again"
+            "this processor has vulnerabilities that were not reported to the guest when it booted: {names}; its \
+             kernel mitigates them when it boots again"
         );
     }
     Ok(())

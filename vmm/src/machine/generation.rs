@@ -49,7 +49,7 @@ impl Machine {
             write_new(&self.parts.ram)?;
             self.parts.legacy.tell_generation_changed();
         } else {
-            log::info!("the guest has no generation ID, so it cannot be told that it is a copy");
+            log::info!("the guest has no generation ID, so it cannot detect that it is a copy");
         }
         Ok(())
     }

@@ -102,7 +102,9 @@ impl Machine {
     pub fn restore_huge_pages(&mut self) {
         match Collapse::start(self.parts.ram.regions()) {
             Ok(collapse) => self.collapse = collapse,
-            Err(error) => log::warn!("the guest stays on small pages: no thread: {error}"),
+            Err(error) => {
+                log::warn!("guest memory is not collapsed into huge pages: no thread: {error}");
+            }
         }
     }
 

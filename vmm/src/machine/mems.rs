@@ -32,8 +32,8 @@ pub enum ResizeMemoryError {
     Zones,
     /// The size is below the boot size.
     #[error(
-        "memory zone '{zone}' cannot have {wanted_bytes} bytes: {boot_bytes} are there since the \
-         guest booted and stay"
+        "memory zone '{zone}' cannot have {wanted_bytes} bytes: {boot_bytes} have been there since the \
+         guest booted and cannot be removed"
     )]
     BelowBoot {
         /// Id of the zone.

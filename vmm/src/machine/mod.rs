@@ -260,7 +260,7 @@ impl Machine {
         self.parts.devices.release_numbers(&self.parts.segment);
         self.parts.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
-            log::warn!("vCPU threads did not end well: {error}");
+            log::warn!("vCPU threads did not end cleanly: {error}");
         }
         self.end_devices();
     }

@@ -34,10 +34,10 @@ pub enum MachineRamError {
     #[error("cannot populate guest memory, as prefault=on asks")]
     Prefault(#[source] PrefaultError),
     /// KVM refuses a memory slot.
-    #[error("KVM does not take guest memory")]
+    #[error("KVM refused guest memory")]
     Slot(#[source] MemslotError),
     /// KVM would handle refused accesses as asynchronous page faults.
-    #[error("KVM cannot be kept from asynchronous page faults, as fault_source=sigbus needs")]
+    #[error("KVM's asynchronous page faults cannot be disabled, as fault_source=sigbus needs")]
     AsyncFaults(#[source] KvmError),
 }
 

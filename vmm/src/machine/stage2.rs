@@ -20,7 +20,7 @@ impl Machine {
     pub fn prefault_stage2(&mut self) {
         if !self.parts.vm.capabilities().pre_fault_memory {
             log::debug!(
-                "second-stage tables are not filled ahead: this KVM has no KVM_PRE_FAULT_MEMORY \
+                "stage-2 tables are not prefaulted: this KVM has no KVM_PRE_FAULT_MEMORY \
                  (Linux 6.11 with two-dimensional paging has)"
             );
             return;
@@ -30,7 +30,7 @@ impl Machine {
             .vcpus
             .fill_stage2(move || populated(&ram), report)
             .inspect_err(|error| {
-                log::warn!("second-stage tables are not filled ahead: no thread: {error}");
+                log::warn!("stage-2 tables are not prefaulted: no thread: {error}");
             })
             .ok();
     }
@@ -60,14 +60,11 @@ fn report(end: Stage2Filled) {
     let Stage2Filled { filled_bytes, took, error, is_stopped } = end;
     let (bytes, took_ms) = (filled_bytes.to_string(), took.as_millis().to_string());
     if let Some(error) = error {
-        log::debug!("second-stage tables are not filled any further: {error}: {}", error.source);
+        log::debug!("stage-2 tables are not filled any further: {error}: {}", error.source);
     } else if is_stopped {
-        log::debug!("second-stage tables were filled for {bytes} bytes when it was stopped");
+        log::debug!("stage-2 tables were filled for {bytes} bytes when the prefault was stopped");
     } else {
-        log::info!(
-            "second-stage tables are filled for {} MiB, in {took_ms} ms",
-            filled_bytes >> 20
-        );
+        log::info!("stage-2 tables are filled for {} MiB, in {took_ms} ms", filled_bytes >> 20);
         let properties: &[(&'static str, &str)] =
             &[("filled_bytes", &bytes), ("took_ms", &took_ms)];
         events::emit("vm", "stage2-prefault-completed", properties);

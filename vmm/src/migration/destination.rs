@@ -96,8 +96,8 @@ pub struct ArrivingMachine {
 /// A device cannot wait for a missing page as a vCPU can.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the VM has passed-through devices, which may reach any of its memory at any time and cannot wait \
-     for pages that are still to come: it can be moved in precopy only"
+    "the VM has passed-through devices, which may access any of its memory at any time and cannot wait \
+     for pages that are still to come: it can be migrated in precopy only"
 )]
 pub struct DmaToMissingPages;
 

@@ -55,7 +55,7 @@ impl Drop for MachineDirtyLog {
     fn drop(&mut self) {
         for region in 0..self.ram.regions().len() {
             if let Err(error) = self.vm.set_dirty_logging(slot_of(region), false) {
-                log::warn!("the dirty log of region {region} stays on: {error}");
+                log::warn!("the dirty log of region {region} cannot be stopped: {error}");
             }
         }
         self.ram.track_device_writes(false);

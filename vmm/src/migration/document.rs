@@ -35,7 +35,7 @@ pub enum DocumentError {
     #[error("the configuration that the source sent cannot be read")]
     Json(#[from] serde_json::Error),
     /// More values than any configuration has.
-    #[error("the configuration that the source sent cannot be taken")]
+    #[error("the configuration that the source sent cannot be used")]
     TooLarge(#[from] TooManyValues),
     /// More CPUID entries than KVM accepts.
     #[error("the source names {0} CPUID entries, at most {CPUID_ENTRIES_MAX} are possible")]

@@ -49,18 +49,18 @@ pub enum VcpuFaultsUnavailable {
     ShadowPaging,
     /// Refused addresses would have to be traced, and halted vCPUs would have to stay in the guest.
     #[error(
-        "this KVM does not say where a vCPU was refused a page (fault_source=sigbus traces it, and \
+        "this KVM does not report the address of a failed access (fault_source=sigbus traces it, and \
          then an idle vCPU occupies a processor for as long as the VM runs in this process)"
     )]
     NoAddress,
     /// Private memory has only one mapping.
     #[error(
-        "the VM has private memory, which vCPUs can have no mapping of their own of (shared=on or \
-         hugepages=on gives one)"
+        "the VM has private memory, which cannot be mapped separately for vCPUs (shared=on or \
+         hugepages=on memory can)"
     )]
     PrivateMemory,
     /// It has a cost, which is only worth paying for postcopy.
-    #[error("receive-migration was not asked for with memory_mode=postcopy or auto")]
+    #[error("receive-migration was not given memory_mode=postcopy or auto")]
     NotExpected,
     /// KVM itself reads the state of nested guests.
     #[error(

@@ -50,7 +50,7 @@ pub enum FaultPlanError {
     )]
     NoExits,
     /// KVM reports no address, and the process may not trace.
-    #[error("fault_source=sigbus cannot be used here; fault_source=uffd needs none of this")]
+    #[error("fault_source=sigbus cannot be used here; use fault_source=uffd")]
     Trace(#[from] FaultTraceError),
 }
 
@@ -70,7 +70,7 @@ pub enum FaultSetupError {
     #[error("pages cannot be marked as missing for KVM")]
     SetBitmap(#[from] MemslotError),
     /// The bitmaps cannot be allocated.
-    #[error("there is no memory for the marks of missing pages")]
+    #[error("there is no memory for the userfault bitmaps")]
     Bitmap(#[source] io::Error),
 }
 
@@ -337,7 +337,7 @@ impl VcpuFaults {
         if repeats.is_some_and(|repeats| repeats.note(page, self.start.elapsed())) {
             return FaultAction::Retry;
         }
-        log::error!("vcpu{vcpu} is refused memory again and again: {access:?}");
+        log::error!("vcpu{vcpu} fails repeatedly on the same access: {access:?}");
         FaultAction::Stop
     }
 

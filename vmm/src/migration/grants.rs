@@ -22,7 +22,7 @@ const UNNAMED_TAP: &str = "vmtap";
 pub enum NotGranted {
     /// No rule allows the name.
     #[error(
-        "the arriving configuration names {name:?} as the {what}, and no rule of this \
+        "the received configuration names {name:?} as the {what}, and no rule of this \
          receive-migration allows that (allow=<root>:{kind})"
     )]
     Refused {
@@ -35,8 +35,8 @@ pub enum NotGranted {
     },
     /// The target of the path cannot be resolved.
     #[error(
-        "the arriving configuration names {name:?} as the {what}, and it cannot be told where on \
-         this host that is: {why}"
+        "the received configuration names {name:?} as the {what}, which cannot be resolved on \
+         this host: {why}"
     )]
     Unclear {
         /// What the configuration uses it for.
@@ -180,10 +180,10 @@ fn resolve(path: &Path) -> Result<PathBuf, String> {
         Err(error) => return Err(error.to_string()),
     }
     if path.symlink_metadata().is_ok() {
-        return Err("it is a link that leads to nothing".to_owned());
+        return Err("it is a dangling symbolic link".to_owned());
     }
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err("it is no name of a file".to_owned());
+        return Err("it is not the name of a file".to_owned());
     };
     Ok(parent.canonicalize().map_err(|error| error.to_string())?.join(name))
 }

@@ -91,7 +91,7 @@ impl PageServerProcess {
         let mut process = Self { child, source_end, socket: socket.clone(), has_socket, pid };
         process.source_end.give_memory(memory).map_err(failed)?;
         process.has_socket = true;
-        log::info!("a page server waits at {} (process {pid})", socket.display());
+        log::info!("a page server is ready at {} (process {pid})", socket.display());
         Ok(process)
     }
 }

@@ -67,8 +67,8 @@ enum TakeCause {
     #[error("a thread for it cannot be started")]
     Thread(#[source] io::Error),
     #[error(
-        "it was cancelled while the storage does not answer; the hidden files there are removed when it \
-         does, and no other snapshot can be written there before"
+        "the snapshot was cancelled while its storage does not answer; the hidden files in the directory are \
+         removed when it does, and until then no other snapshot can be written there"
     )]
     LeftBehind,
 }
@@ -90,7 +90,7 @@ enum RestoreCause {
     ConfigJson(#[source] serde_json::Error),
     #[error("the configuration in config.json cannot be used")]
     Config(#[from] ConfigError),
-    #[error("what is to be changed cannot be")]
+    #[error("the requested changes cannot be made")]
     Update(#[from] UpdateError),
     #[error(transparent)]
     Generation(#[from] GenerationError),

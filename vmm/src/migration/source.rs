@@ -98,8 +98,8 @@ pub struct Remains {
 /// The guest has requested a reset or shutdown, and cannot be migrated as it is.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the guest is rebooting or shutting down; try again when it runs, which a VM that is paused does \
-     after vm.resume"
+    "the guest is rebooting or shutting down; try again when it runs (a paused VM runs \
+     after vm.resume)"
 )]
 pub struct GuestIsEnding;
 

@@ -32,7 +32,7 @@ pub enum UpdateError {
         id: String,
     },
     /// The MAC address is zero.
-    #[error("net_updates gives '{0}' a MAC address of zeros, which is none")]
+    #[error("net_updates gives '{0}' a MAC address of zeros, which is not valid")]
     ZeroMac(String),
     /// The state has no such device, or none with a MAC address.
     #[error("the saved state has no MAC address of '{0}'")]

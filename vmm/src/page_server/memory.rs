@@ -22,10 +22,10 @@ use vm_migration::ram::GuestMemoryMap;
 #[derive(Debug, Error)]
 pub enum ServedRamError {
     /// The description is invalid.
-    #[error("the description of guest memory makes no sense")]
+    #[error("the description of guest memory is invalid")]
     Description(#[source] ProtocolError),
     /// The file of a zone is missing.
-    #[error("memory zone '{zone}' has come without its file")]
+    #[error("memory zone '{zone}' was received without its file")]
     NoFile {
         /// Id of the zone.
         zone: String,

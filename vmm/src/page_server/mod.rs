@@ -53,16 +53,16 @@ pub enum PageServerError {
     #[error("the page server cannot be set up")]
     SetUp(#[source] io::Error),
     /// The VMM's description of the memory is invalid.
-    #[error("the page server has not got the guest's memory from its VMM")]
+    #[error("the page server did not receive the guest's memory from its VMM")]
     Memory(#[source] Cause),
     /// The API socket cannot be set up.
     #[error("the page server cannot take requests")]
     Api(#[source] SocketError),
     /// The takeover request is invalid.
-    #[error("the page server was told what it cannot do")]
+    #[error("the page server received an invalid takeover request")]
     TakeoverRequest(#[source] Cause),
     /// Serving failed or was cancelled.
-    #[error("the page server does not serve")]
+    #[error("the page server stopped serving pages")]
     Serve(#[source] Box<MigrationError>),
 }
 

@@ -71,10 +71,10 @@ impl Process {
 #[derive(Debug, Error)]
 pub enum SandboxError {
     /// The handler of SIGSYS, no_new_privs, limits.
-    #[error("the process cannot give up what it does not need")]
+    #[error("the process cannot drop what it does not need")]
     Process(#[source] io::Error),
     /// The filter.
-    #[error("there is no sandbox of system calls (--seccomp false runs without)")]
+    #[error("system calls cannot be sandboxed (--seccomp false runs without a sandbox)")]
     Filter(#[source] FilterError),
 }
 
@@ -135,7 +135,7 @@ fn confine_as(name: &str) -> Result<(), FilterError> {
 fn confine(name: &str) {
     if let Err(error) = confine_as(name) {
         log::error!(
-            "a thread ({name}) gets no filter, and the process ends: {}",
+            "no seccomp filter for thread {name}, and the process ends: {}",
             error_text::chain(&error)
         );
         log::logger().flush();

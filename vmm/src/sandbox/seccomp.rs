@@ -22,10 +22,10 @@ use crate::options::SeccompMode;
 #[derive(Debug, Error)]
 pub enum FilterError {
     /// The table cannot be written as a program.
-    #[error("a filter of system calls cannot be made")]
+    #[error("a seccomp filter cannot be built")]
     Compile(#[from] BackendError),
     /// The kernel.
-    #[error("the kernel does not take a filter of system calls")]
+    #[error("the kernel refused a seccomp filter")]
     Install(#[source] seccompiler::Error),
 }
 

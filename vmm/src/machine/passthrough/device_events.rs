@@ -27,7 +27,9 @@ pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvent
         match notice {
             DeviceEvent::Failed => fail(device, &list),
             DeviceEvent::WantedBack => {
-                log::warn!("the host wants device '{id}' back: the guest is asked to eject it");
+                log::warn!(
+                    "the host requests the release of device '{id}': the guest is asked to eject it"
+                );
                 events::emit("vm", "passthrough-device-wanted", &[("id", id)]);
                 sink(GuestEvent::DeviceWanted { id: id.to_owned() });
             }

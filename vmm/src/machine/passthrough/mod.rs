@@ -121,7 +121,7 @@ pub enum PassthroughError {
         place: String,
     },
     /// The VM is to end, or the addition of the device was cancelled.
-    #[error("it was cancelled before all passed-through devices were of use")]
+    #[error("the operation was cancelled before all passed-through devices were ready")]
     Cancelled,
     /// A device does not stop.
     #[error("cannot stop passed-through device '{id}'")]

@@ -70,7 +70,7 @@ impl EnableDiscards {
         self.ban.except_unpinned(self.dma_map);
         if let Some(balloon) = self.discarding.balloon {
             log::info!(
-                "memory goes from the balloon to the host in pieces of {} MiB, as it is mapped for \
+                "memory of the balloon returns to the host in pieces of {} MiB, as it is mapped for \
                  passed-through devices",
                 piece_bytes >> 20
             );

@@ -144,7 +144,7 @@ impl PrepinnedSlot {
         // Closes iommufd and device, unless the failed attempt has consumed them.
         drop(self);
         let why = error_text::chain(error);
-        log::warn!("what the pool has mapped is not used, memory is mapped anew: {why}");
+        log::warn!("memory mapped by the pool is not used, and memory is mapped anew: {why}");
         events::emit("vm", "prepinned-unavailable", &[("device", &device), ("error", &why)]);
     }
 }
