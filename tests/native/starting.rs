@@ -157,7 +157,7 @@ fn boot_cancelled() {
             wait_until_doing(&vmm, "ended");
             slow.open();
             let booted = booting.join().expect("an answer");
-            assert!(booted.status == 409 && booted.body.contains("was to end"), "{booted:?}");
+            assert!(booted.status == 409 && booted.body.contains("was ended"), "{booted:?}");
             ending.join().expect("an answer").ok();
         });
         assert_eq!(api.state(), after, "{name}");
@@ -251,7 +251,7 @@ fn restore_cancelled() {
             if let Some(restoring) = restoring {
                 let refused = finish(restoring);
                 let error = String::from_utf8_lossy(&refused.stderr);
-                assert!(!refused.status.success() && error.contains("was to end"), "{error}");
+                assert!(!refused.status.success() && error.contains("was ended"), "{error}");
             }
             vmm.end();
             assert_failed(&vmm, "restore-failed");

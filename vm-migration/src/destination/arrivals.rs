@@ -174,9 +174,9 @@ impl Arrivals {
                     self.leave(pending.connection);
                 }
                 HelloState::Partial if now < pending.deadline => self.pending.push(pending),
-                HelloState::Partial => self.complaints.about("it did not say what it is for"),
+                HelloState::Partial => self.complaints.about("it did not announce its purpose"),
                 HelloState::Closed => {
-                    log::debug!("a connection ended before it said what it is for");
+                    log::debug!("a connection ended before it announced its purpose");
                 }
             }
         }
@@ -194,7 +194,7 @@ impl Arrivals {
             match listener.accept_now(cancel, self.limit) {
                 Ok(Some(connection)) => {
                     if self.pending.len() >= PENDING_MAX {
-                        self.complaints.about("it is the oldest of too many that say nothing");
+                        self.complaints.about("it is the oldest of too many silent ones");
                         self.pending.remove(0);
                     }
                     let handshake = match listener.handshake() {

@@ -122,7 +122,7 @@ impl<V> Drop for Building<V> {
             let _ = thread.join();
         } else {
             log::warn!(
-                "a machine that is not needed any more is still being built, and ends when that does: \
+                "a machine that is no longer needed is still being built, and is released afterwards: \
                  what it has opened stays open until then"
             );
         }

@@ -150,7 +150,7 @@ impl LateReconnects {
 
 fn warn_of_silence(error: &dyn std::error::Error) {
     log::warn!(
-        "a source will not learn that all pages of its guest are here: {}",
+        "the source will not be told that all pages have arrived: {}",
         error_text::chain(error)
     );
 }
@@ -209,7 +209,7 @@ pub(super) fn reply(message: &Message, ended: &[EndedMigration]) -> Result<(), &
     match message {
         Message::Recover(recover) if is_past(ended, &recover.id) => Ok(()),
         Message::Recover(_) => {
-            Err("no VM of another host waits here for its pages; recover where the VM runs")
+            Err("no VM waits for pages from another host here; recover where the VM runs")
         }
         Message::Verdict { .. } => Err("no VM here is in doubt about that migration"),
         _ => Err(NOTHING),

@@ -126,13 +126,13 @@ impl Rejoin {
 
     fn check(&self, recover: &Recover) -> Result<(), &'static str> {
         if recover.id != self.id {
-            return Err("this is another migration: the VM here did not come from there");
+            return Err("this is another migration: the VM here has another source");
         }
         if recover.attempt <= self.attempt {
-            return Err("this attempt to recover is older than one that was made already");
+            return Err("this attempt to recover is older than an earlier one");
         }
         if recover.bulk == 0 || recover.bulk.max(recover.urgent) > CONNECTIONS_MAX {
-            return Err("the numbers of connections make no sense");
+            return Err("the numbers of connections are not valid");
         }
         Ok(())
     }

@@ -434,7 +434,9 @@ fn read_verdict(
     let verdict = match verdict {
         WITHHELD => Verdict::Withheld,
         COMMITTED => Verdict::Committed,
-        _ => return Err(ProtocolError::Malformed { what, why: "it says neither of two things" }),
+        _ => {
+            return Err(ProtocolError::Malformed { what, why: "it has neither of its two values" });
+        }
     };
     Ok(Message::Verdict { id, verdict })
 }

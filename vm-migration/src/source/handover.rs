@@ -280,7 +280,7 @@ fn make_usable(
         let offered = outdated.asked_again(clock::now());
         control
             .ask(&Message::Renew, context.options.limits.answer)
-            .step("asking for another acknowledgement")?;
+            .step("requesting another acknowledgement")?;
         acknowledged = offered.acknowledged();
     }
     acknowledged.still_usable(clock::now(), usable).map_err(|outdated| too_old(outdated, usable))

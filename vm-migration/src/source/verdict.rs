@@ -58,11 +58,18 @@ impl Retraction {
         let body = move || {
             let never = match Cancel::new() {
                 Ok(never) => never,
-                Err(error) => return log::warn!("the destination is not told: {error}"),
+                Err(error) => {
+                    return log::warn!(
+                        "the destination is not told which side has the guest: {error}"
+                    );
+                }
             };
             match teller.tell(withheld.says(), HandoverAnswer(None), &never) {
                 Ok(()) => log::info!("the destination knows that the guest is here"),
-                Err(failure) => log::info!("the destination is not told: {}", failure.for_peer()),
+                Err(failure) => log::info!(
+                    "the destination is not told which side has the guest: {}",
+                    failure.for_peer()
+                ),
             }
         };
         if let Err(error) = stoppable_thread::spawn("mig-verdict", body) {

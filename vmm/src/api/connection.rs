@@ -35,7 +35,7 @@ pub struct Peer {
     pub slot: Rc<ConnectionSlot>,
     /// Descriptors that the client has sent.
     pub received: ReceivedFds,
-    /// Detects that the client has hung up.
+    /// Detects that the client has closed the connection.
     pub hangup: Rc<Hangup>,
 }
 
@@ -131,7 +131,7 @@ async fn carry_out(
 
 /// The error of a request whose client has hung up; it is never read.
 fn client_is_gone() -> ApiError {
-    ApiError::new(ApiErrorKind::Failed, "the client has hung up")
+    ApiError::new(ApiErrorKind::Failed, "the client has closed the connection")
 }
 
 /// Reads a body within its limits of size and time.

@@ -185,7 +185,7 @@ impl Vmm {
 
     /// Ends the process without waiting; operations that have not finished end with it.
     fn end_at_once(&mut self) -> ExitReason {
-        log::warn!("ending without what has not ended: {}", self.vm.why_not_live());
+        log::warn!("ending without waiting for what has not ended: {}", self.vm.why_not_live());
         let has_machine = match &self.vm {
             VmLifecycle::Transitioning(transition) => {
                 transition.consoles.close();
@@ -254,7 +254,7 @@ impl Vmm {
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
             _ if is_second && self.told_by_signal => {
-                log::warn!("told to end again: nothing is waited for");
+                log::warn!("told to end again: ending without waiting");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
             }
             _ => {
@@ -353,7 +353,7 @@ impl Vmm {
             return self.ended();
         }
         let Some(ending) = self.take_ending() else { return Next::Continue };
-        log::warn!("not ending: the VM has arrived meanwhile");
+        log::warn!("not ending: the VM has arrived in the meantime");
         ending.answer(&Err(ApiError::new(
             ApiErrorKind::Conflict,
             "the VM has arrived here before the migration could be cancelled",

@@ -523,13 +523,13 @@ impl VmLifecycle {
             ),
             Self::Serving(sending) if sending.progress.phase() == Phase::InDoubt => ApiError::new(
                 ApiErrorKind::Conflict,
-                "the VM belongs to the destination of its migration, which may not know it yet and \
-                 is told when it can be reached; with force that ends",
+                "the destination of the migration owns the VM; it may not know that yet, and is informed when it \
+                 can be reached; force ends that",
             ),
             Self::Serving(_) => ApiError::new(
                 ApiErrorKind::Conflict,
-                "the VM runs at the destination of its migration, which gets its last pages from \
-                 here; this VMM ends by itself when it has them, and with force the VM is lost",
+                "the VM runs at the destination of its migration, which receives the last pages from \
+                 here; this VMM ends by itself when all are sent, and with force the VM is lost",
             ),
             Self::Busy(busy) => ApiError::new(
                 ApiErrorKind::Conflict,
@@ -546,7 +546,7 @@ impl VmLifecycle {
             Self::Starting(starting) => ApiError::new(
                 ApiErrorKind::Conflict,
                 format!(
-                    "the VM is being {}, which waits for what it is made from; wait until that is \
+                    "the VM is being {}, which waits for its resources; wait until that is \
                      over, or discard it with vm.shutdown",
                     starting.name()
                 ),
@@ -557,7 +557,7 @@ impl VmLifecycle {
                     "the VM is being {}; wait until that is over{}",
                     transition.kind.name(),
                     if transition.kind == pausing::TransitionKind::Pause {
-                        ", or take it back with vm.resume"
+                        ", or cancel it with vm.resume"
                     } else {
                         ""
                     }
@@ -566,7 +566,7 @@ impl VmLifecycle {
             Self::TearingDown(_) => ApiError::new(
                 ApiErrorKind::Conflict,
                 "the VM is being ended, which waits until its devices have finished their requests \
-                 and its disks are written back; vmm.shutdown with force waits for nothing",
+                 and its disks are written back; vmm.shutdown with force does not wait",
             ),
             Self::Receiving(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
             Self::Receiving(_) => ApiError::new(

@@ -511,9 +511,8 @@ impl Vmm {
         });
         if let Err(((_left_to_it, responder), error)) = spawned {
             emit("paused");
-            responder.answer(Err(failed(&error).context(
-                "the VM is paused, and that its disks are written back is not waited for",
-            )));
+            responder.answer(Err(failed(&error)
+                .context("the VM is paused, without waiting until its disks are written back")));
         }
     }
 

@@ -33,7 +33,7 @@ impl Vmm {
             VmLifecycle::Serving(_) => Err(conflict("the migration is in postcopy already")),
             _ => Err(ApiError::new(
                 ApiErrorKind::NotCreated,
-                "no VM is being sent from here that could continue in postcopy",
+                "no migration from here can switch to postcopy",
             )),
         }
     }
@@ -58,7 +58,7 @@ impl Vmm {
             _ => {
                 return Err(ApiError::new(
                     ApiErrorKind::NotCreated,
-                    "there is no postcopy migration here that could be recovered",
+                    "there is no postcopy migration to recover here",
                 ));
             }
         };

@@ -107,7 +107,7 @@ pub struct StartEnd {
 
 /// The error for a request to start a VM, after another request has cancelled that.
 pub(super) fn start_cancelled() -> ApiError {
-    ApiError::new(ApiErrorKind::Conflict, "the VM was to end before it ran")
+    ApiError::new(ApiErrorKind::Conflict, "the VM was ended before it ran")
 }
 
 impl Starting {

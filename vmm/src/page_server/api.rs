@@ -96,7 +96,7 @@ impl PageServerApi {
     fn abandon(&mut self, responder: Responder) {
         match self.progress.phase() {
             Phase::Idle => responder.answer(Err(conflict(
-                "the VM has not left its VMM yet; cancel the migration there",
+                "the page server has not taken over yet; cancel the migration at the VMM",
             ))),
             Phase::Done => responder.answer(Ok(ApiReply::Empty)),
             _ => {
