@@ -318,7 +318,7 @@ fn hardware_that_does_not_take_its_state_refuses() {
         (here.device.is_lost(), error)
     };
     let (is_lost, error) = refused(&|hardware| hardware.takes_at_most = Some(8));
-    assert!(!is_lost && error.contains("does not take its state, 36 bytes"), "{error}");
+    assert!(!is_lost && error.contains("refused its state of 36 bytes"), "{error}");
     let way_in = Some((DeviceState::Resuming, StepFailure::Refused));
     let (is_lost, error) = refused(&|hardware| hardware.failure = way_in);
     assert!(!is_lost && error.contains("from state STOP to RESUMING"), "{error}");
