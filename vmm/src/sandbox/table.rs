@@ -144,7 +144,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "console-out": &[&CONNECTIONS, &FILES], starts &[],
         "output that a terminal does not take at once";
     "announce": &[&KVM_REQUESTS, &CONNECTIONS], starts &[], "announces a guest that has arrived";
-    "prefault": &[&MEMORY, &SCHEDULING], starts &[], "populates guest memory";
+    "prefault": &[&MEMORY, &VFIO_REQUESTS, &KVM_REQUESTS, &OPEN, &FILES, &SCHEDULING],
+        starts &[],
+        "populates guest memory, and maps each chunk for devices";
     "pin": &[&MEMORY, &VFIO_REQUESTS, &KVM_REQUESTS, &OPEN, &FILES, &SCHEDULING],
         starts &[&["prefault"]],
         "populates guest memory and maps it for devices";
