@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use devices::bus::BusDevice;
 use devices::virtio::{
-    ActivateError, Activation, DeviceSnapshot, PendingPause, StateError, VirtioDevice,
+    ActivateError, Activation, DeviceSnapshot, Pausing, PendingPause, StateError, VirtioDevice,
     VirtioInterrupt,
 };
 use hypervisor::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
@@ -343,6 +343,33 @@ impl FakeDevice {
     }
 }
 
+impl Pausing for FakeDevice {
+    fn begin_pause(&mut self) -> PendingPause {
+        PendingPause::default()
+    }
+
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        let mut record = self.record.lock();
+        record.calls.push(DeviceCall::Pause);
+        let progress = std::mem::take(&mut record.progress);
+        record
+            .activation
+            .iter()
+            .flat_map(|activation| &activation.queues)
+            .map(|active| {
+                let mut state = active.queue.state();
+                state.next_avail = state.next_avail.wrapping_add(progress);
+                state.next_used = state.next_used.wrapping_add(progress);
+                (active.index, state)
+            })
+            .collect()
+    }
+
+    fn resume(&mut self) {
+        self.record.lock().calls.push(DeviceCall::Resume);
+    }
+}
+
 impl VirtioDevice for FakeDevice {
     fn device_id(&self) -> u16 {
         Self::DEVICE_ID
@@ -394,29 +421,8 @@ impl VirtioDevice for FakeDevice {
         record.activation = None;
     }
 
-    fn begin_pause(&mut self) -> PendingPause {
-        PendingPause::default()
-    }
-
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        let mut record = self.record.lock();
-        record.calls.push(DeviceCall::Pause);
-        let progress = std::mem::take(&mut record.progress);
-        record
-            .activation
-            .iter()
-            .flat_map(|activation| &activation.queues)
-            .map(|active| {
-                let mut state = active.queue.state();
-                state.next_avail = state.next_avail.wrapping_add(progress);
-                state.next_used = state.next_used.wrapping_add(progress);
-                (active.index, state)
-            })
-            .collect()
-    }
-
-    fn resume(&mut self) {
-        self.record.lock().calls.push(DeviceCall::Resume);
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        self
     }
 
     fn save(&self) -> DeviceSnapshot {

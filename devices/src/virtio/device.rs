@@ -9,7 +9,7 @@ use thiserror::Error;
 use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::worker::PendingPause;
+use super::worker::{Pausing, PendingPause};
 pub use crate::state::{DeviceSnapshot, StateError};
 
 /// Interrupts from a device to its driver (virtio 1.3, 2.3).
@@ -89,18 +89,20 @@ pub trait VirtioDevice: Send {
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
     /// Stops the device and drops all driver state. No effect on a device that is not active.
     fn reset(&mut self);
-    /// Ends all accesses to guest memory, including requests in flight, and returns the state of the active
-    /// queues with their indexes; none for a device that is not active. Idempotent.
-    ///
-    /// A device that is paused while not active starts paused when activated, and does not access guest
-    /// memory before `resume`: that is how a VM is restored.
-    fn pause(&mut self) -> Vec<(u16, QueueState)>;
-    /// Starts a pause without waiting: no new request is taken from now on. `pause` waits for the rest. The
-    /// caller may withdraw it ([`PendingPause::withdraw`]) at any point; a driver that resets and activates
-    /// the device again also ends it.
-    fn begin_pause(&mut self) -> PendingPause;
-    /// Resumes after `pause`. Idempotent.
-    fn resume(&mut self);
+    /// What pauses and resumes the device.
+    fn pausing(&mut self) -> &mut dyn Pausing;
+    /// As [`Pausing::pause`].
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        self.pausing().pause()
+    }
+    /// As [`Pausing::begin_pause`].
+    fn begin_pause(&mut self) -> PendingPause {
+        self.pausing().begin_pause()
+    }
+    /// As [`Pausing::resume`].
+    fn resume(&mut self) {
+        self.pausing().resume();
+    }
     /// Saves the device's own state, without the queues; called while paused or not active.
     fn save(&self) -> DeviceSnapshot;
     /// Restores a state; called before `activate`, and after `acknowledge_features` if the driver had

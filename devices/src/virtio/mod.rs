@@ -45,7 +45,7 @@ pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
     VirtioInterrupt,
 };
-pub use worker::PendingPause;
+pub use worker::{Pausing, PendingPause};
 
 /// Features that every device offers.
 pub(crate) const RING_FEATURES: u64 =

@@ -304,8 +304,34 @@ impl Workers {
         Ok(())
     }
 
+    /// Ends and joins all threads.
+    pub(crate) fn stop(&mut self) {
+        for worker in &self.threads {
+            worker.control.want(Wanted::Stop);
+        }
+        self.threads.clear();
+    }
+}
+
+/// Pauses and resumes the threads of a device.
+pub trait Pausing {
+    /// Ends all accesses to guest memory, including requests in flight, and returns the state of the active
+    /// queues with their indexes; none for a device that is not active. Idempotent.
+    ///
+    /// A device that is paused while not active starts paused when activated, and does not access guest
+    /// memory before `resume`: that is how a VM is restored.
+    fn pause(&mut self) -> Vec<(u16, QueueState)>;
+    /// Starts a pause without waiting: no new request is taken from now on. `pause` waits for the rest. The
+    /// caller may withdraw it ([`PendingPause::withdraw`]) at any point; a driver that resets and activates
+    /// the device again also ends it.
+    fn begin_pause(&mut self) -> PendingPause;
+    /// Resumes after `pause`. Idempotent.
+    fn resume(&mut self);
+}
+
+impl Pausing for Workers {
     /// Starts to pause all threads; those started meanwhile run.
-    pub(crate) fn begin_pause(&mut self) -> PendingPause {
+    fn begin_pause(&mut self) -> PendingPause {
         for worker in &self.threads {
             worker.control.want(Wanted::Pause);
         }
@@ -314,7 +340,7 @@ impl Workers {
 
     /// Pauses all threads once their requests in flight are completed; returns the states of their queues
     /// by ascending index.
-    pub(crate) fn pause(&mut self) -> Vec<(u16, QueueState)> {
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
         self.paused = true;
         self.begin_pause();
         let states = self.threads.iter().flat_map(|worker| worker.control.wait_until_paused());
@@ -323,19 +349,11 @@ impl Workers {
         states
     }
 
-    pub(crate) fn resume(&mut self) {
+    fn resume(&mut self) {
         self.paused = false;
         for worker in &self.threads {
             worker.control.want(Wanted::Run);
         }
-    }
-
-    /// Ends and joins all threads.
-    pub(crate) fn stop(&mut self) {
-        for worker in &self.threads {
-            worker.control.want(Wanted::Stop);
-        }
-        self.threads.clear();
     }
 }
 

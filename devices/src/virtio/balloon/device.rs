@@ -9,7 +9,6 @@ use std::time::Duration;
 use log::warn;
 use memory::GuestRam;
 use thiserror::Error;
-use virtio_queue::QueueState;
 
 use super::counters::BalloonCounters;
 use super::hinting::{FreePageHints, HintingEnd};
@@ -24,7 +23,7 @@ use super::{
 };
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of traditional balloons.
@@ -262,16 +261,8 @@ impl VirtioDevice for Balloon {
         });
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use virtio_bindings::virtio_blk as abi;
-use virtio_queue::QueueState;
 
 use super::config::{self, ConfigInput};
 use super::counters::BlockCounters;
@@ -23,7 +22,7 @@ use crate::log_limited;
 use crate::virtio::buffers::RANGES_MAX;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of block devices.
@@ -296,16 +295,8 @@ impl VirtioDevice for Block {
         self.writeback.store(true, Ordering::Release);
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

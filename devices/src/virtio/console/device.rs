@@ -5,7 +5,6 @@
 use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
-use virtio_queue::QueueState;
 
 use super::state;
 use super::worker::ConsoleWorker;
@@ -14,7 +13,7 @@ use crate::virtio::device::{
     ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice, VirtioInterrupt,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of consoles.
@@ -165,16 +164,8 @@ impl VirtioDevice for Console {
         self.workers.stop();
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

@@ -7,13 +7,12 @@ use std::sync::Arc;
 
 use memory::GuestRam;
 use thiserror::Error;
-use virtio_queue::QueueState;
 
 use super::worker::MemWorker;
 use super::{F_UNPLUGGED_INACCESSIBLE, Shared, state};
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of virtio-mem devices.
@@ -179,16 +178,8 @@ impl VirtioDevice for Mem {
         self.workers.stop();
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

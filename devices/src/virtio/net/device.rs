@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use thiserror::Error;
 use virtio_bindings::virtio_net as abi;
-use virtio_queue::QueueState;
 
 use super::announce::Announcer;
 use super::config::{GUEST_OFFLOADS, Link};
@@ -21,7 +20,7 @@ use crate::virtio::device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
 };
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of network devices.
@@ -354,16 +353,8 @@ impl VirtioDevice for Net {
         });
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

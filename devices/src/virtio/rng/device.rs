@@ -9,14 +9,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use thiserror::Error;
-use virtio_queue::QueueState;
 
 use super::state;
 use super::worker::RngWorker;
 use crate::virtio::RING_FEATURES;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 
 /// Virtio device ID of entropy devices.
 const DEVICE_ID: u16 = 4;
@@ -93,16 +92,8 @@ impl VirtioDevice for Rng {
         self.workers.stop();
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

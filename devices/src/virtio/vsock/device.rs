@@ -5,8 +5,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use virtio_queue::QueueState;
-
 use super::counters::VsockCounters;
 use super::muxer::Muxer;
 use super::socket::VsockSocket;
@@ -14,7 +12,7 @@ use super::state;
 use super::worker::VsockWorker;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of vsock devices.
@@ -118,16 +116,8 @@ impl VirtioDevice for Vsock {
         self.reset_is_due = false;
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

@@ -6,15 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use virtio_queue::QueueState;
-
 use super::handle::WatchdogHandle;
 use super::state;
 use super::worker::WatchdogWorker;
 use crate::virtio::RING_FEATURES;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
-use crate::virtio::worker::{PendingPause, Workers};
+use crate::virtio::worker::{Pausing, Workers};
 
 /// Virtio device ID of watchdogs.
 const DEVICE_ID: u16 = 35;
@@ -91,16 +89,8 @@ impl VirtioDevice for Watchdog {
         self.is_armed.store(false, Ordering::Release);
     }
 
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        self.workers.pause()
-    }
-
-    fn begin_pause(&mut self) -> PendingPause {
-        self.workers.begin_pause()
-    }
-
-    fn resume(&mut self) {
-        self.workers.resume();
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        &mut self.workers
     }
 
     fn save(&self) -> DeviceSnapshot {

@@ -3,7 +3,7 @@
 //! What a driver must not do, and devices that no transport can carry.
 
 use devices::virtio::{
-    ActivateError, Activation, DeviceSnapshot, PendingPause, StateError, VirtioDevice,
+    ActivateError, Activation, DeviceSnapshot, Pausing, PendingPause, StateError, VirtioDevice,
 };
 use virtio_queue::QueueState;
 
@@ -219,6 +219,16 @@ struct OddDevice {
     queue_sizes: Vec<u16>,
 }
 
+impl Pausing for OddDevice {
+    fn pause(&mut self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+    fn begin_pause(&mut self) -> PendingPause {
+        PendingPause::default()
+    }
+    fn resume(&mut self) {}
+}
+
 impl VirtioDevice for OddDevice {
     fn device_id(&self) -> u16 {
         self.device_id
@@ -236,13 +246,9 @@ impl VirtioDevice for OddDevice {
         Ok(())
     }
     fn reset(&mut self) {}
-    fn pause(&mut self) -> Vec<(u16, QueueState)> {
-        Vec::new()
+    fn pausing(&mut self) -> &mut dyn Pausing {
+        self
     }
-    fn begin_pause(&mut self) -> PendingPause {
-        PendingPause::default()
-    }
-    fn resume(&mut self) {}
     fn save(&self) -> DeviceSnapshot {
         DeviceSnapshot { kind: "odd".to_owned(), version: 1, data: serde_json::Value::Null }
     }
