@@ -333,11 +333,15 @@ impl VcpuThreads {
     pub fn start(vcpus: Vec<Vcpu>, config: &ThreadsConfig) -> Result<Self, ThreadsError> {
         install_kick_handler().map_err(ThreadsError::Signal)?;
         let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
-        for vcpu in vcpus {
-            let thread = threads.spawn(vcpu, config)?;
-            threads.threads.push(thread);
-        }
-        Ok(threads)
+        // All of them inherit one filter of system calls: making it takes longer than starting a thread.
+        let started = stoppable_thread::start_group("vcpu", move || {
+            for vcpu in vcpus {
+                let thread = threads.spawn(vcpu, config)?;
+                threads.threads.push(thread);
+            }
+            Ok(threads)
+        });
+        started.map_err(|source| ThreadsError::Spawn { index: 0, source })?
     }
 
     fn spawn(&self, vcpu: Vcpu, config: &ThreadsConfig) -> Result<Thread, ThreadsError> {

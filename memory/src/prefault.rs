@@ -223,10 +223,17 @@ impl Prefault {
             idle: Condvar::new(),
             failure: Mutex::new(None),
         });
-        let mut started = Self { engine: Arc::clone(&engine), threads: Vec::new() };
+        let started = Self { engine, threads: Vec::new() };
+        // All threads inherit one filter of system calls: making it takes longer than starting a thread.
+        stoppable_thread::start_group("prefault", move || started.start_threads(counts))
+            .map_err(PrefaultError::Spawn)?
+    }
+
+    /// Starts so many threads for each queue.
+    fn start_threads(mut self, counts: Vec<usize>) -> Result<Self, PrefaultError> {
         for (queue, count) in counts.into_iter().enumerate() {
             for number in 0..count {
-                let engine = Arc::clone(&engine);
+                let engine = Arc::clone(&self.engine);
                 let name = format!("prefault{queue}.{number}");
                 let stop = {
                     let engine = Arc::clone(&engine);
@@ -235,10 +242,10 @@ impl Prefault {
                 let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
                 let thread = StoppableThread::build(builder, stop, move || engine.serve(queue))
                     .map_err(PrefaultError::Spawn)?;
-                started.threads.push(thread);
+                self.threads.push(thread);
             }
         }
-        Ok(started)
+        Ok(self)
     }
 
     /// Current progress.

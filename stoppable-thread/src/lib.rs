@@ -10,5 +10,7 @@
 mod start;
 mod stoppable;
 
-pub use start::{Builder, HookIsSet, StartHook, set_start_hook, spawn, spawn_scoped};
+pub use start::{
+    Builder, HookIsSet, Kinds, StartHook, set_start_hook, spawn, spawn_scoped, start_group,
+};
 pub use stoppable::StoppableThread;

@@ -4,17 +4,28 @@
 //!
 //! Owns the hook. Must never start a thread that does not run it.
 
+use std::cell::RefCell;
 use std::io;
+use std::panic::resume_unwind;
 use std::sync::OnceLock;
 use std::thread::{JoinHandle, Scope, ScopedJoinHandle};
 
-/// Is called on each new thread with its kind, before its body.
+/// Called on each new thread before its body, with the kinds of the thread and of the thread that started it.
 ///
-/// The kind is the thread's name, the whole one, also where Linux cuts it off after 15 bytes, or what
-/// [`Builder::kind`] says. The hook is the place for what a
-/// thread of that name needs for the whole of its life, such as a filter of system calls. It cannot fail: where a
-/// thread must not run without it, it has to end the process.
-pub type StartHook = fn(&str);
+/// The kind is the thread's full name, also where Linux truncates it to 15 bytes, or the argument of
+/// [`Builder::kind`]. The hook is the place for what a thread of that kind needs for its whole life, such as a filter
+/// of system calls. It cannot fail: where a thread must not run without it, it has to end the process.
+pub type StartHook = fn(Kinds<'_>);
+
+/// The kinds of two threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kinds<'a> {
+    /// Of the new thread.
+    pub own: &'a str,
+    /// Of the thread that started it, if that was started here as well: what it passes on to the threads that it
+    /// starts, the new thread has already.
+    pub starter: Option<&'a str>,
+}
 
 static START_HOOK: OnceLock<StartHook> = OnceLock::new();
 
@@ -31,9 +42,15 @@ pub fn set_start_hook(hook: StartHook) -> Result<(), HookIsSet> {
     START_HOOK.set(hook).map_err(|_| HookIsSet)
 }
 
-fn run_start_hook(kind: &str) {
+thread_local! {
+    /// Kind of this thread, if it was started here.
+    static KIND: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+fn run_start_hook(own: &str, starter: Option<&str>) {
+    KIND.set(Some(own.to_owned()));
     if let Some(hook) = START_HOOK.get() {
-        hook(kind);
+        hook(Kinds { own, starter });
     }
 }
 
@@ -80,8 +97,9 @@ impl Builder {
         self,
         body: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<JoinHandle<T>> {
+        let starter = KIND.with_borrow(Option::clone);
         self.of_std().spawn(move || {
-            run_start_hook(self.kind.unwrap_or(&self.name));
+            run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
             body()
         })
     }
@@ -95,8 +113,9 @@ impl Builder {
         scope: &'scope Scope<'scope, '_>,
         body: impl FnOnce() -> T + Send + 'scope,
     ) -> io::Result<ScopedJoinHandle<'scope, T>> {
+        let starter = KIND.with_borrow(Option::clone);
         self.of_std().spawn_scoped(scope, move || {
-            run_start_hook(self.kind.unwrap_or(&self.name));
+            run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
             body()
         })
     }
@@ -123,4 +142,16 @@ pub fn spawn_scoped<'scope, T: Send + 'scope>(
     body: impl FnOnce() -> T + Send + 'scope,
 ) -> io::Result<ScopedJoinHandle<'scope, T>> {
     Builder::new(name).spawn_scoped(scope, body)
+}
+
+/// Calls `start` on a thread of this kind, for it to start several threads of the same kind, and returns its result.
+/// What the start hook does for a kind and threads inherit is then done once for all of them.
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn start_group<T: Send>(kind: &str, start: impl FnOnce() -> T + Send) -> io::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = spawn_scoped(scope, kind, start)?;
+        Ok(thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
 }

@@ -6,15 +6,24 @@
 
 use std::cell::RefCell;
 
-use stoppable_thread::{Builder, HookIsSet, set_start_hook, spawn, spawn_scoped};
+use stoppable_thread::{
+    Builder, HookIsSet, Kinds, set_start_hook, spawn, spawn_scoped, start_group,
+};
 
 thread_local! {
-    /// Names that the hook was called with on this thread.
+    /// Kinds that the hook was called with on this thread.
     static SEEN: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+    /// Kinds of the threads that started it.
+    static STARTERS: RefCell<Vec<Option<String>>> = const { RefCell::new(Vec::new()) };
 }
 
-fn note(name: &str) {
-    SEEN.with_borrow_mut(|seen| seen.push(name.to_owned()));
+fn note(kinds: Kinds<'_>) {
+    SEEN.with_borrow_mut(|seen| seen.push(kinds.own.to_owned()));
+    STARTERS.with_borrow_mut(|starters| starters.push(kinds.starter.map(ToOwned::to_owned)));
+}
+
+fn starters() -> Vec<Option<String>> {
+    STARTERS.with_borrow(Vec::clone)
 }
 
 fn seen() -> Vec<String> {
@@ -43,4 +52,14 @@ fn each_thread_runs_the_hook_once_before_its_body() {
         assert_eq!(scoped.join().unwrap(), expected("scoped"));
     });
     assert!(seen().is_empty(), "not on the thread that starts others");
+
+    assert_eq!(spawn("first", starters).unwrap().join().unwrap(), [None]);
+    let started = start_group("vcpu", || {
+        let of_kind = Builder::new("_disk0_q0")
+            .kind("disk")
+            .spawn(|| (starters(), spawn("last", starters).unwrap().join().unwrap()));
+        (starters(), of_kind.unwrap().join().unwrap())
+    });
+    let by = |kind: &str| vec![Some(kind.to_owned())];
+    assert_eq!(started.unwrap(), (vec![None], (by("vcpu"), by("disk"))));
 }

@@ -36,6 +36,7 @@ mod tests;
 use std::io;
 use std::sync::OnceLock;
 
+use stoppable_thread::Kinds;
 use thiserror::Error;
 
 pub use paths::PathRule;
@@ -121,19 +122,22 @@ pub fn begin(process: Process, mode: SeccompMode) -> Result<(), SandboxError> {
     report::end_with_line().map_err(SandboxError::Process)?;
     // Set by this function alone, once.
     let _ = stoppable_thread::set_start_hook(confine);
-    confine_as(process.kind()).map_err(SandboxError::Filter)
+    confine_as(process.kind(), None).map_err(SandboxError::Filter)
 }
 
-fn confine_as(name: &str) -> Result<(), FilterError> {
+fn confine_as(name: &str, starter: Option<&str>) -> Result<(), FilterError> {
     // A thread of another name stays with the filters of the thread that has started it.
     let Some((index, kind)) = Kind::of_thread(name) else { return Ok(()) };
     report::set_kind(kind.name);
-    if kind.adds_no_filter() { Ok(()) } else { seccomp::install(index, mode()) }
+    // A thread has the filters of the one that started it.
+    let inherited = starter.and_then(Kind::of_thread).is_some_and(|(other, _)| other == index);
+    if inherited || kind.adds_no_filter() { Ok(()) } else { seccomp::install(index, mode()) }
 }
 
 /// The start hook.
-fn confine(name: &str) {
-    if let Err(error) = confine_as(name) {
+fn confine(kinds: Kinds<'_>) {
+    let name = kinds.own;
+    if let Err(error) = confine_as(name, kinds.starter) {
         log::error!(
             "no seccomp filter for thread {name}, and the process ends: {}",
             error_text::chain(&error)
