@@ -74,7 +74,7 @@ impl DeviceEvents {
             move || drop(shared.stop.write(1))
         };
         let body = move || inner.listen(&on_notice);
-        let thread = StoppableThread::spawn("vfio-notices", stop, body)?;
+        let thread = StoppableThread::spawn("vfio-events", stop, body)?;
         Ok(Self { shared, _thread: thread })
     }
 

@@ -242,7 +242,7 @@ impl Vmm {
             Ok(_detached) => Next::Continue,
             Err(((start, _, responder), error)) => {
                 // Dropping what was kept waits for the disks; so does the end of the process.
-                drop(spawn_with("give-back", start, drop));
+                drop(spawn_with("discard-vm", start, drop));
                 self.started(StartEnd { result: Err(failed(&error)), responder })
             }
         }

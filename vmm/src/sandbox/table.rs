@@ -14,12 +14,12 @@ use super::calls::{
     TIMERS, VFIO_REQUESTS,
 };
 
-/// Threads that may call the same.
+/// Threads with the same system calls.
 #[derive(Debug)]
 pub(super) struct Kind {
     /// Name of the kind: what the start hook gets, without a number.
     pub(super) name: &'static str,
-    /// What it has beside [`RUNTIME`].
+    /// What it has in addition to [`RUNTIME`].
     pub(super) groups: &'static [&'static Group],
     /// Kinds that it starts.
     pub(super) starts: &'static [&'static [&'static str]],
@@ -40,8 +40,8 @@ const DEVICES: &[&str] = &[
     "device-watchdog",
 ];
 
-/// Other threads that a device of a machine has.
-const BESIDE_DEVICES: &[&str] = &["serial", "console-out", "announce", "vfio-unmask"];
+/// Other threads of a machine's devices.
+const OTHER_OF_DEVICES: &[&str] = &["serial", "console-out", "announce", "vfio-unmask"];
 
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
@@ -49,19 +49,19 @@ const OF_MACHINE: &[&str] = &[
     "prefault",
     "pin",
     "vfio-open",
-    "vfio-notices",
+    "vfio-events",
     "stage2-fill",
     "huge-pages",
     "throttle",
     "write-back",
-    "give-back",
+    "discard-vm",
     "open-device",
 ];
 
-/// What a thread starts that makes a machine, changes it or goes on with it.
-const MACHINE: &[&[&str]] = &[DEVICES, BESIDE_DEVICES, OF_MACHINE];
+/// Threads started by one that builds, changes or continues a machine.
+const MACHINE: &[&[&str]] = &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE];
 
-/// What building, changing and ending a machine needs.
+/// Groups that building, changing and ending a machine needs.
 const BUILD: &[&Group] = &[
     &KVM_REQUESTS,
     &KVM_CREATION,
@@ -94,7 +94,7 @@ const CONFINE_AND_BUILD: &[&Group] = &{
     all
 };
 
-/// What moving pages over connections needs.
+/// Groups that transferring pages over connections needs.
 const MOVE: &[&Group] =
     &[&CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING];
 
@@ -107,43 +107,43 @@ macro_rules! kinds {
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
     "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
-        "pause", "open-device", "give-back", "write-back", "log", "event-monitor", "put-back",
+        "pause", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer"]],
-        "the VMM thread, and `main` of the process: what it starts is all that is started";
+        "the VMM thread; it starts all other threads, directly or not";
     "log": &[&FILES], starts &[], "writes lines to a file or a pipe";
     "event-monitor": &[&FILES, &CONNECTIONS], starts &[],
         "writes events to a file, a pipe or a socket";
-    "put-back": &[], starts &[], "removes a socket's path, puts terminals back";
-    "end": &[], starts &[], "ends the process in time";
-    "print-error": &[], starts &[], "prints why the process ends";
+    "put-back": &[], starts &[], "restores terminals and removes socket paths after a panic";
+    "end": &[], starts &[], "ends the process at a time limit";
+    "print-error": &[], starts &[], "prints the error with which the process ends";
     "http-server": &[&CONNECTIONS, &FILES], starts &[],
-        "serves connections, with the descriptors that come along";
+        "serves API connections, and receives the descriptors passed over them";
     "vcpu": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &RING, &FILES, &CONNECTIONS, &TAPS, &DISKS,
         &SCHEDULING, &FAULT_TRACE,
         &PSEUDOTERMINALS, &TIMERS,
-    ], starts &[DEVICES, BESIDE_DEVICES],
-        "runs a vCPU; what its guest asks of devices: a queue that starts, offloads, registers of passed-through \
-        devices, memory that is given up";
-    "device-block": &[&RING, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[], "a disk";
+    ], starts &[DEVICES, OTHER_OF_DEVICES],
+        "runs a vCPU, and handles its exits: device registers, activation of queues, offloads, configuration of \
+        passed-through devices, discards of memory";
+    "device-block": &[&RING, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[], "serves the queues of a disk";
     "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS], starts &[&["announce"]],
-        "a network card and its control queue";
+        "serves the queues of a network device";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],
-        "a console and its endpoint";
+        "serves the queues of a console";
     "device-balloon": &[&MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING, &TIMERS],
         starts &[],
-        "gives memory up and takes it back, also from devices";
+        "discards and populates balloon pages, and unmaps and maps them for devices";
     "device-mem": &[&MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING], starts &[],
-        "plugs memory and unplugs it, also from devices";
+        "plugs and unplugs memory, and maps and unmaps it for devices";
     "device-vsock": &[&CONNECTIONS, &LOCAL_SOCKETS, &TIMERS, &FILES, &SCHEDULING], starts &[],
-        "carries connections, and connects to sockets of the host for the guest";
-    "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "waits for a guest that is stuck";
+        "forwards vsock connections, and connects to Unix sockets for the guest";
+    "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
-    "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "input of the serial port";
+    "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";
     "console-out": &[&CONNECTIONS, &FILES], starts &[],
-        "output that a terminal does not take at once";
-    "announce": &[&KVM_REQUESTS, &CONNECTIONS], starts &[], "announces a guest that has arrived";
+        "writes console output to endpoints that block";
+    "announce": &[&KVM_REQUESTS, &CONNECTIONS], starts &[], "announces the guest to the network after a migration";
     "prefault": &[&MEMORY, &VFIO_REQUESTS, &KVM_REQUESTS, &OPEN, &FILES, &SCHEDULING],
         starts &[],
         "populates guest memory, and maps each chunk for devices";
@@ -152,23 +152,23 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "populates guest memory and maps it for devices";
     "vfio-open": &[&VFIO_REQUESTS, &KVM_REQUESTS, &KVM_CREATION, &MEMORY, &OPEN, &FILES, &SCHEDULING,
         &CONNECTIONS],
-        starts &[&["vfio-notices", "vfio-unmask", "pin", "prefault"]],
+        starts &[&["vfio-events", "vfio-unmask", "pin", "prefault"]],
         "opens passed-through devices";
-    "vfio-notices": &[&VFIO_REQUESTS, &KVM_REQUESTS, &FILES], starts &[],
-        "errors and requests of the host";
-    "vfio-unmask": &[&VFIO_REQUESTS, &KVM_REQUESTS], starts &[], "INTx";
+    "vfio-events": &[&VFIO_REQUESTS, &KVM_REQUESTS, &FILES], starts &[],
+        "handles device errors and unplug requests of the host";
+    "vfio-unmask": &[&VFIO_REQUESTS, &KVM_REQUESTS], starts &[], "unmasks INTx interrupts of passed-through devices";
     "stage2-fill": &[&KVM_REQUESTS, &SCHEDULING, &MEMORY], starts &[], "fills second-stage tables";
     "huge-pages": &[&MEMORY, &SCHEDULING, &OPEN], starts &[], "collapses memory into huge pages";
-    "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "slows vCPUs down";
-    "write-back": &[&FILES, &OPEN, &DISKS, &RING], starts &[], "writes images back";
-    "give-back": BUILD, starts MACHINE, "drops a machine that was not wanted any more";
-    "open-device": BUILD, starts MACHINE, "opens what is behind a device";
+    "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "throttles vCPUs";
+    "write-back": &[&FILES, &OPEN, &DISKS, &RING], starts &[], "writes the dirty pages of disk images to storage";
+    "discard-vm": BUILD, starts MACHINE, "discards a machine whose boot was cancelled";
+    "open-device": BUILD, starts MACHINE, "opens the image, tap or device node of an added device";
     "vm-boot": CONFINE_AND_BUILD, starts MACHINE, "builds a machine";
-    "vm-reboot": BUILD, starts MACHINE, "ends a machine and builds the next";
+    "vm-reboot": BUILD, starts MACHINE, "ends a machine and builds its successor";
     "vm-shutdown": BUILD, starts MACHINE, "ends a machine";
     "vm-delete": BUILD, starts MACHINE, "ends a machine";
-    "pause": BUILD, starts MACHINE, "pauses a machine and writes its images back";
-    "disk-writer": &[&FILES, &OPEN, &DISKS, &RING, &SCHEDULING], starts &[], "writes images back";
+    "pause": BUILD, starts MACHINE, "pauses a machine and writes its disk images to storage";
+    "disk-writer": &[&FILES, &OPEN, &DISKS, &RING, &SCHEDULING], starts &[], "writes the dirty pages of disk images to storage";
     "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
         "write-back", "disk-writer"]],
         "saves a machine's state";
@@ -176,49 +176,49 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-look"]],
         "writes the files of a snapshot";
     "snapshot-mem": &[&FILES, &MEMORY, &OPEN], starts &[], "writes or reads memory";
-    "restore": CONFINE_AND_BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["restore-fault",
+    "restore": CONFINE_AND_BUILD, starts &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE, &["restore-fault",
         "restore-fill", "restore-wait", "snapshot-mem", "mig-look"]],
         "builds a machine from a snapshot";
-    "restore-fault": MOVE, starts &[], "answers faults from a snapshot";
-    "restore-fill": MOVE, starts &[&["mig-look"]], "brings what no fault has asked for";
-    "restore-wait": BUILD, starts MACHINE, "waits for a snapshot that is brought on demand";
+    "restore-fault": MOVE, starts &[], "resolves faults from a snapshot";
+    "restore-fill": MOVE, starts &[&["mig-look"]], "restores the pages that no fault requested";
+    "restore-wait": BUILD, starts MACHINE, "waits for the end of an on-demand restore";
     "migration-send": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &RING, &CONNECTIONS,
         &LOCAL_SOCKETS,
         &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &FAULT_TRACE, &PSEUDOTERMINALS, &PROCESS,
         &TIMERS, &START_PAGE_SERVER, &END_PAGE_SERVER,
-    ], starts &[DEVICES, BESIDE_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
+    ], starts &[DEVICES, OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
-        "disk-writer", "throttle", "vcpu", "write-back", "give-back"]],
-        "owns a machine that leaves, and starts the page server, whose calls have to be among its own";
-    "migration-recv": CONFINE_AND_BUILD, starts &[DEVICES, BESIDE_DEVICES, OF_MACHINE, &["mig-receive",
+        "disk-writer", "throttle", "vcpu", "write-back", "discard-vm"]],
+        "owns the machine of an outgoing migration, and starts the page server, which inherits its filter";
+    "migration-recv": CONFINE_AND_BUILD, starts &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
-        "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns a machine that arrives";
-    "mig-send": MOVE, starts &[&["mig-look"]], "sends a part of the memory";
+        "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns the machine of an incoming migration";
+    "mig-send": MOVE, starts &[&["mig-look"]], "sends memory over one connection";
     "mig-connect": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[&["mig-resolve"]],
         "opens a connection";
-    "mig-alive": &[&CONNECTIONS], starts &[], "tells the peer that this side is there";
+    "mig-alive": &[&CONNECTIONS], starts &[], "sends keep-alive messages";
     "mig-urgent": MOVE, starts &[&["mig-look"]],
-        "sends pages that a fault waits for, or takes them";
-    "mig-bulk": MOVE, starts &[&["mig-look"]], "sends the rest";
+        "sends or receives requested pages";
+    "mig-bulk": MOVE, starts &[&["mig-look"]], "sends the pages that no fault requested";
     "mig-verdict": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[&["mig-resolve"]],
-        "asks who owns the guest";
+        "asks the destination which side owns the guest";
     "mig-hand-on": &[
         &CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING,
         &END_PAGE_SERVER,
-    ], starts &[], "transfers the rest to the page server, or ends it where that fails";
+    ], starts &[], "transfers the remaining pages to the page server, or ends it if that fails";
     "mig-resolve": &[&RESOLVER, &CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[],
-        "looks a host's name up";
-    "mig-look": MOVE, starts &[], "looks at a condition beside other work";
-    "mig-receive": MOVE, starts &[&["mig-look"]], "takes a part of the memory";
+        "resolves a host name";
+    "mig-look": MOVE, starts &[], "polls a condition during other work";
+    "mig-receive": MOVE, starts &[&["mig-look"]], "receives memory over one connection";
     "mig-build": BUILD, starts MACHINE, "builds the machine";
     "mig-prepare": BUILD, starts MACHINE, "prepares the machine";
     "mig-faults": MOVE, starts &[&["mig-look"]], "reads faults";
-    "mig-pages": MOVE, starts &[&["mig-look"]], "takes pages that arrive";
-    "mig-linger": MOVE, starts &[&["mig-look"]], "answers a source that comes back late";
+    "mig-pages": MOVE, starts &[&["mig-look"]], "receives the pages that no fault requested";
+    "mig-linger": MOVE, starts &[&["mig-look"]], "answers a source that reconnects after the end of the migration";
     "page-server": BUILD, starts &[&["serve", "http-server", "log", "event-monitor", "put-back",
         "end", "print-error"]],
         "`main` of the page server";
@@ -226,7 +226,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         &SCHEDULING], starts &[&["mig-send", "mig-connect", "mig-alive", "mig-urgent", "mig-bulk",
         "mig-verdict", "mig-resolve", "mig-look"]], "sends the last pages of a guest";
     "prezero-pool": BUILD, starts &[&["zeroer", "log", "put-back", "end", "print-error"]],
-        "`main` of the daemon: memory, its address space for devices, its sockets";
+        "`main` of the pool daemon: memory, its I/O address space, its sockets";
     "zeroer": &[&MEMORY, &VFIO_REQUESTS, &SCHEDULING, &FILES, &OPEN, &NAMES], starts &[],
         "populates and zeroes memory";
 };
