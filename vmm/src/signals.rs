@@ -52,13 +52,28 @@ pub fn is_ignored(signal: libc::c_int) -> bool {
     done == 0 && unsafe { action.assume_init() }.sa_sigaction == libc::SIG_IGN
 }
 
-/// Blocks all signals in the calling thread, so that they reach the signalfd.
+/// Signals that a thread causes itself. The kernel ends a process in which such a signal is blocked, without a call
+/// of its handler.
+const SYNCHRONOUS: [libc::c_int; 7] = [
+    libc::SIGSEGV,
+    libc::SIGBUS,
+    libc::SIGILL,
+    libc::SIGFPE,
+    libc::SIGTRAP,
+    libc::SIGABRT,
+    libc::SIGSYS,
+];
+
+/// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigfillset initialises the set it is given; pthread_sigmask only reads it and
-    // changes nothing but the mask of the calling thread.
+    // SAFETY: sigfillset initialises the set it is given, from which sigdelset removes valid numbers; pthread_sigmask
+    // only reads it and changes nothing but the mask of the calling thread.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
+        for signal in SYNCHRONOUS {
+            libc::sigdelset(all.as_mut_ptr(), signal);
+        }
         libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
     }
 }

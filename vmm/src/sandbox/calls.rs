@@ -133,6 +133,10 @@ const UNIX: &[u32] = &[1];
 /// AF_INET and AF_INET6.
 const INTERNET: &[u32] = &[2, 10];
 const NETLINK: &[u32] = &[16];
+/// BPF_MAP_CREATE, BPF_PROG_LOAD, BPF_RAW_TRACEPOINT_OPEN.
+const BPF_START: &[u32] = &[0, 5, 17];
+/// BPF_MAP_LOOKUP_AND_DELETE_ELEM.
+const BPF_LOOKUP: &[u32] = &[21];
 /// SECCOMP_SET_MODE_FILTER, SECCOMP_GET_ACTION_AVAIL.
 const FILTER: &[u32] = &[1, 2];
 
@@ -427,8 +431,15 @@ group! {
 group! {
     /// The trace of faults, by which a fault is told from a defect where KVM does not say.
     FAULT_TRACE "fault trace" {
-        SYS_bpf "a program on the tracepoint of page faults";
-        SYS_perf_event_open "a program on the tracepoint of page faults";
+        SYS_bpf [Check::First(BPF_START)] "a program on the tracepoint of page faults, and its table";
+        SYS_bpf [Check::First(BPF_LOOKUP)] "the faults that it has recorded";
+    }
+}
+
+group! {
+    /// What the trace of faults has recorded for the calling vCPU.
+    FAULT_LOOKUP "fault lookup" {
+        SYS_bpf [Check::First(BPF_LOOKUP)] "the fault that the program has recorded";
     }
 }
 

@@ -185,7 +185,8 @@ pub(super) fn rules(config: &VmConfig, process: &ProcessPaths) -> Vec<PathRule> 
         let access = rule.rule_access().unwrap_or_default();
         let mut rights = BitFlags::EMPTY;
         if access.read {
-            rights |= READ;
+            // A block device is asked for its size and sectors by ioctl(2).
+            rights |= READ | AccessFs::IoctlDev;
         }
         if access.write {
             rights |= AccessFs::from_write(NEWEST);
@@ -389,10 +390,10 @@ mod tests {
             {"path": "/r", "access": "r"}, {"path": "/w", "access": "w"}, {"path": "/k", "access": "rw"},
         ]}));
         let required = |path: &str, rights| PathRule { is_required: true, ..uses(path, rights) };
-        let write = AccessFs::from_write(NEWEST);
+        let (read, write) = (READ | AccessFs::IoctlDev, AccessFs::from_write(NEWEST));
         assert_eq!(
             rules,
-            [required("/k", READ | write), required("/r", READ), required("/w", write)]
+            [required("/k", read | write), required("/r", read), required("/w", write)]
         );
     }
 

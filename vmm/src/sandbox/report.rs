@@ -64,7 +64,8 @@ fn telling_argument(call: i64, arguments: [u64; 3]) -> Option<u64> {
     let [first, second, third] = arguments;
     match call {
         libc::SYS_ioctl | libc::SYS_fcntl => Some(second),
-        libc::SYS_socket
+        libc::SYS_bpf
+        | libc::SYS_socket
         | libc::SYS_socketpair
         | libc::SYS_prctl
         | libc::SYS_arch_prctl

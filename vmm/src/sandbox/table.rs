@@ -8,10 +8,10 @@
 //! does not exist in `docs/architecture.md`.
 
 use super::calls::{
-    CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_TRACE, FILES, Group, INTERNET_SOCKETS,
-    KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS,
-    PSEUDOTERMINALS, RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS, TAPS_AGAIN,
-    TIMERS, VFIO_REQUESTS,
+    CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
+    INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
+    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS,
+    TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
 };
 
 /// Threads with the same system calls.
@@ -54,6 +54,7 @@ const OF_MACHINE: &[&str] = &[
     "huge-pages",
     "throttle",
     "write-back",
+    "drop-cache",
     "discard-vm",
     "open-device",
 ];
@@ -121,7 +122,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "serves API connections, and receives the descriptors passed over them";
     "vcpu": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &RING, &FILES, &CONNECTIONS, &TAPS, &DISKS,
-        &SCHEDULING, &FAULT_TRACE,
+        &SCHEDULING, &FAULT_LOOKUP,
         &PSEUDOTERMINALS, &TIMERS,
     ], starts &[DEVICES, OTHER_OF_DEVICES],
         "runs a vCPU, and handles its exits: device registers, activation of queues, offloads, configuration of \
@@ -160,6 +161,8 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "stage2-fill": &[&KVM_REQUESTS, &SCHEDULING, &MEMORY], starts &[], "fills second-stage tables";
     "huge-pages": &[&MEMORY, &SCHEDULING, &OPEN], starts &[], "collapses memory into huge pages";
     "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "throttles vCPUs";
+    "drop-cache": &[&FILES, &OPEN, &DISKS], starts &[],
+        "drops cached pages of disk images that another host has written";
     "write-back": &[&FILES, &OPEN, &DISKS, &RING], starts &[], "writes the dirty pages of disk images to storage";
     "discard-vm": BUILD, starts MACHINE, "discards a machine whose boot was cancelled";
     "open-device": BUILD, starts MACHINE, "opens the image, tap or device node of an added device";

@@ -11,6 +11,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use io_uring::register::Restriction;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use memory::GuestMemory;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -22,6 +23,9 @@ use crate::virtio::buffers::HostRanges;
 
 /// Maximum number of operations in flight of a queue.
 const DEPTH_MAX: u16 = 1024;
+
+/// Operations that a ring accepts. Operations of a ring do not pass the filters of system calls.
+const OPERATIONS: [u8; 3] = [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE];
 
 /// Type of an operation on host ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,26 +69,36 @@ pub(super) struct Ring {
     in_flight_bytes: u64,
 }
 
+/// A ring that accepts [`OPERATIONS`] only, without flags, and nothing more to be registered
+/// (`io_uring_register(2)`, Linux 5.10). It signals `completed`.
+fn restricted(depth: u32, completed: &EventFd) -> io::Result<IoUring> {
+    let ring = IoUring::builder().setup_r_disabled().build(depth)?;
+    ring.submitter().register_eventfd(completed.as_raw_fd())?;
+    ring.submitter().register_restrictions(&mut OPERATIONS.map(Restriction::sqe_op))?;
+    ring.submitter().register_enable_rings()?;
+    Ok(ring)
+}
+
 impl Ring {
     /// Whether this process may use all required io_uring features.
     pub(super) fn is_available() -> bool {
         let Ok(ring) = IoUring::new(2) else { return false };
+        let is_restricted =
+            EventFd::new(EFD_NONBLOCK).is_ok_and(|event| restricted(2, &event).is_ok());
         let mut probe = Probe::new();
         if ring.submitter().register_probe(&mut probe).is_err() {
             return false;
         }
         // SUBMIT_STABLE: the kernel has copied the iovecs when the submission returns.
-        ring.params().is_feature_submit_stable()
-            && [opcode::Readv::CODE, opcode::Writev::CODE, opcode::Fsync::CODE]
-                .iter()
-                .all(|code| probe.is_supported(*code))
+        is_restricted
+            && ring.params().is_feature_submit_stable()
+            && OPERATIONS.iter().all(|code| probe.is_supported(*code))
     }
 
     pub(super) fn new(disk: Arc<Disk>, queue_size: u16) -> io::Result<Self> {
         let depth = queue_size.clamp(1, DEPTH_MAX);
-        let ring = IoUring::new(depth.into())?;
         let completed = EventFd::new(EFD_NONBLOCK)?;
-        ring.submitter().register_eventfd(completed.as_raw_fd())?;
+        let ring = restricted(depth.into(), &completed)?;
         let slots = (0..depth).map(|_| None).collect();
         let free = (0..depth.into()).rev().collect();
         Ok(Self { uring: ring, completed, disk, slots, free, in_flight_bytes: 0 })
@@ -239,4 +253,36 @@ fn advance(job: &mut Job, result: i32) -> Option<io::Result<()>> {
     }
     // The image has been truncated.
     if len_bytes == 0 { Some(Err(io::ErrorKind::UnexpectedEof.into())) } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use super::*;
+
+    fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> i32 {
+        // SAFETY: the operations of this test refer to no memory but a string literal.
+        unsafe { ring.submission().push(entry).unwrap() };
+        ring.submit_and_wait(1).unwrap();
+        ring.completion().next().unwrap().result()
+    }
+
+    #[test]
+    fn a_ring_opens_nothing_and_connects_nowhere() {
+        if !Ring::is_available() {
+            return;
+        }
+        let event = EventFd::new(EFD_NONBLOCK).unwrap();
+        let mut ring = restricted(8, &event).unwrap();
+        let at = types::Fd(libc::AT_FDCWD);
+        let open = opcode::OpenAt::new(at, c"/dev/null".as_ptr()).build();
+        assert_eq!(answer(&mut ring, &open), -libc::EACCES);
+        let socket = opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build();
+        assert_eq!(answer(&mut ring, &socket), -libc::EACCES);
+        let file = tempfile::tempfile().unwrap();
+        let flush = opcode::Fsync::new(types::Fd(file.as_raw_fd())).build();
+        assert_eq!(answer(&mut ring, &flush), 0);
+        ring.submitter().register_eventfd(event.as_raw_fd()).unwrap_err();
+    }
 }
