@@ -29,8 +29,9 @@ fn each_thread_has_its_filters() {
         assert_eq!(field(&status, "NoNewPrivs"), 1, "{status}");
         assert_eq!(field(&status, "Seccomp"), 2, "{status}");
         let of_main = task.file_name().to_string_lossy() == vmm.pid().to_string();
+        // `main` has its table's and the one that has clone3(2) fail.
         let filters = field(&status, "Seccomp_filters");
-        assert!(if of_main { filters == 1 } else { filters > 1 }, "{status}");
+        assert!(if of_main { filters == 2 } else { filters > 2 }, "{status}");
     }
     assert!(threads > 3, "{threads} threads");
     vmm.verify();

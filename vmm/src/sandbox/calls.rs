@@ -14,6 +14,8 @@ pub(super) enum Check {
     Any,
     /// The third argument, a protection, is without PROT_EXEC.
     NotExecutable,
+    /// The first argument, flags of clone(2), asks for no namespace.
+    NoNamespace,
     /// The third argument is PROT_READ | PROT_EXEC, and the fourth has no MAP_ANONYMOUS: the text of a library.
     Library,
     /// The first argument is one of these.
@@ -199,11 +201,11 @@ group! {
         SYS_restart_syscall "a call that a signal or a stop has interrupted";
         SYS_set_robust_list "start of a thread";
         SYS_rseq "start of a thread";
-        SYS_clone3 "start of a thread; its arguments are behind a pointer and are not checked";
-        SYS_clone "start of a thread where clone3(2) is missing";
+        SYS_clone3 "start of a thread: fails with ENOSYS, as its arguments are behind a pointer";
+        SYS_clone [Check::NoNamespace] "start of a thread";
         SYS_prctl [Check::First(THREAD)] "name of a thread, its own filter";
         SYS_seccomp [Check::First(&[1])] "a thread's own filter, which only takes away";
-        SYS_prlimit64 "limits of descriptors and locked memory, the size of a stack";
+        SYS_prlimit64 [Check::First(&[0])] "limits of descriptors and locked memory of this process, the size of a stack";
         SYS_membarrier "the standard library";
         SYS_exit "end of a thread";
         SYS_exit_group "end of the process, also after a panic";

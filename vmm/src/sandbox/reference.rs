@@ -16,6 +16,7 @@ fn checked(check: Check) -> String {
     match check {
         Check::Any => String::new(),
         Check::NotExecutable => "without `PROT_EXEC`".to_owned(),
+        Check::NoNamespace => "without `CLONE_NEW*`".to_owned(),
         Check::Library => "`PROT_READ` and `PROT_EXEC` of a file".to_owned(),
         Check::First(values) => format!("first argument {}", list(values)),
         Check::Second(values) => format!("request {}", list(values)),

@@ -65,6 +65,8 @@ fn telling_argument(call: i64, arguments: [u64; 3]) -> Option<u64> {
     match call {
         libc::SYS_ioctl | libc::SYS_fcntl => Some(second),
         libc::SYS_bpf
+        | libc::SYS_clone
+        | libc::SYS_prlimit64
         | libc::SYS_socket
         | libc::SYS_socketpair
         | libc::SYS_prctl

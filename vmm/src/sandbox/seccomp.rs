@@ -40,6 +40,9 @@ const _: () = assert!(MAX_KINDS >= 64);
 /// library and a backtrace do without.
 const OPENING: [i64; 3] = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2];
 
+/// Flags of clone(2) that ask for a namespace: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
+const NAMESPACES: u64 = 0x7e02_0000;
+
 /// The number -1, of 32 bits as filters see it. It is no call: a tracer such as strace(1) leaves it where it has a call
 /// fail without being made, and the kernel answers ENOSYS to one that a thread makes.
 const NO_CALL: i64 = 0xffff_ffff;
@@ -68,6 +71,10 @@ fn rules(check: Check) -> Result<Vec<SeccompRule>, BackendError> {
             let masked = SeccompCmpOp::MaskedEq(executable.into());
             Ok(vec![SeccompRule::new(vec![condition(2, masked, 0)?])?])
         }
+        Check::NoNamespace => {
+            let masked = SeccompCmpOp::MaskedEq(NAMESPACES);
+            Ok(vec![SeccompRule::new(vec![condition(0, masked, 0)?])?])
+        }
         Check::Library => {
             let protection = executable | libc::PROT_READ.unsigned_abs();
             let anonymous = SeccompCmpOp::MaskedEq(libc::MAP_ANONYMOUS.unsigned_abs().into());
@@ -92,6 +99,7 @@ fn rules(check: Check) -> Result<Vec<SeccompRule>, BackendError> {
 pub(super) fn programs<'a>(
     calls: impl Iterator<Item = &'a Call>,
     mode: SeccompMode,
+    is_first: bool,
 ) -> Result<Vec<BpfProgram>, BackendError> {
     let mut table: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     let calls: Vec<&Call> = calls.collect();
@@ -136,6 +144,12 @@ pub(super) fn programs<'a>(
         programs.push(compile(opening, SeccompAction::Allow, fails)?);
     }
     programs.push(compile(table, refusal, SeccompAction::Allow)?);
+    if mode == SeccompMode::Enforce && is_first {
+        // The C library then calls clone(2), whose flags a filter sees. All threads inherit this program.
+        let clone3 = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+        let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());
+        programs.push(compile(clone3, SeccompAction::Allow, missing)?);
+    }
     Ok(programs)
 }
 
@@ -156,7 +170,7 @@ pub(super) fn install(index: usize, mode: SeccompMode) -> Result<(), FilterError
     let filters = if let Some(made) = filters.get() {
         made
     } else {
-        let made = programs(Kind::calls(kind), mode)?;
+        let made = programs(Kind::calls(kind), mode, kind.is_first())?;
         filters.get_or_init(|| made)
     };
     filters

@@ -235,6 +235,11 @@ pub(super) static KINDS: &[Kind] = kinds! {
 };
 
 impl Kind {
+    /// Whether this is the first thread of a process.
+    pub(super) fn is_first(&self) -> bool {
+        ["main", "page-server", "prezero-pool"].contains(&self.name)
+    }
+
     /// Whether a thread of this kind keeps the filters of the thread that starts it and adds none. `vm-boot` needs
     /// nearly all that `main` has, runs before the guest does, and is on the path to its first instruction: a filter
     /// of this size takes the kernel half a millisecond.

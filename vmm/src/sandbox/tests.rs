@@ -152,7 +152,7 @@ fn each_call_says_why_it_is_there() {
 fn each_filter_can_be_made() {
     for mode in [SeccompMode::Enforce, SeccompMode::Log, SeccompMode::Errno] {
         for kind in KINDS {
-            assert!(!seccomp::programs(kind.calls(), mode).unwrap().is_empty());
+            assert!(!seccomp::programs(kind.calls(), mode, kind.is_first()).unwrap().is_empty());
         }
     }
 }
@@ -253,6 +253,32 @@ fn a_panic_in_the_narrowest_thread_ends_the_process_as_ever() {
         assert_eq!(ended.status.code(), Some(panicking::PANICKED.into()), "{text}");
         assert!(text.contains("as a test wants it"), "{text}");
     }
+}
+
+#[test]
+fn no_namespace_is_made() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        // Threads start without clone3(2).
+        stoppable_thread::spawn("end", || {}).unwrap().join().unwrap();
+        let (arguments, no_bytes) = (std::ptr::null::<libc::c_void>(), 0_usize);
+        // SAFETY: the kernel reads nothing of no bytes.
+        let answer = unsafe { libc::syscall(libc::SYS_clone3, arguments, no_bytes) };
+        println!("clone3 {answer} {:?}", io::Error::last_os_error().raw_os_error());
+        // SAFETY: does not return where it is let through: it is refused without privileges, or the child ends.
+        unsafe {
+            if libc::syscall(libc::SYS_clone, libc::CLONE_NEWUSER, 0, 0, 0, 0) == 0 {
+                libc::_exit(0);
+            }
+        }
+        return;
+    }
+    let stopped = run("no_namespace_is_made", SeccompMode::Enforce);
+    let text = String::from_utf8_lossy(&stopped.stdout).into_owned();
+    assert!(text.contains(&format!("clone3 -1 Some({})", libc::ENOSYS)), "{text}");
+    let text = String::from_utf8_lossy(&stopped.stderr).into_owned();
+    assert_eq!(stopped.status.code(), Some(STOPPED.into()), "{text}");
+    assert!(text.contains("(clone 0x10000000)"), "{text}");
 }
 
 #[test]
