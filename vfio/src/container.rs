@@ -33,6 +33,9 @@ pub struct Type1Container {
     container: Arc<VfioContainer>,
     /// Mapped guest memory: guest physical addresses and lengths.
     mapped: Mutex<BTreeMap<u64, usize>>,
+    /// Held during a call that pins or unpins guest memory. Threads that wait for the kernel's own lock spin
+    /// while its owner runs, and would take the processors from the guest and from threads that populate.
+    calls: Mutex<()>,
     ram: Arc<GuestRam>,
 }
 
@@ -51,7 +54,12 @@ impl Type1Container {
         let tell_kvm = VfioDeviceFd::new_from_kvm(vm.create_vfio_device()?);
         let container =
             VfioContainer::new(Some(Arc::new(tell_kvm))).map_err(VfioError::Container)?;
-        Ok(Self { container: Arc::new(container), mapped: Mutex::default(), ram })
+        Ok(Self {
+            container: Arc::new(container),
+            mapped: Mutex::default(),
+            calls: Mutex::new(()),
+            ram,
+        })
     }
 }
 
@@ -125,10 +133,12 @@ impl DmaTarget for Type1Container {
 
     fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
         let Mapping { gpa, len, address } = Mapping::of(&self.ram, region, range)?;
+        let calls = self.calls.lock();
         // SAFETY: the range lies in a region of `self.ram`, which outlives the container and so its
         // mappings (this value and every function opened in it hold it). Guest RAM is reached only by
         // volatile and atomic accesses and by system calls: vCPUs write to it at any time, too.
         let mapped = unsafe { self.container.vfio_dma_map(gpa, len, address) };
+        drop(calls);
         mapped.map_err(errno_of)?;
         self.mapped.lock().insert(gpa, len);
         Ok(())
@@ -136,7 +146,9 @@ impl DmaTarget for Type1Container {
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
         let len = usize::try_from(gpa.end.saturating_sub(gpa.start)).map_err(io::Error::other)?;
+        let calls = self.calls.lock();
         self.container.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
+        drop(calls);
         self.mapped.lock().retain(|start, _| !gpa.contains(start));
         Ok(())
     }

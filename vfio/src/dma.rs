@@ -25,7 +25,7 @@ pub trait DmaTarget: Send + Sync {
     }
     /// Maps a part of guest memory, given as a byte range of the region, at its guest physical address, and
     /// pins it. It stays mapped, in one piece, until it is unmapped or the target is dropped; the memory is
-    /// kept as long.
+    /// kept as long. Called on several threads concurrently, as `unmap` is, for ranges that do not overlap.
     ///
     /// # Errors
     /// The kernel's error.

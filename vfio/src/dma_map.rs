@@ -11,6 +11,11 @@
 //!     ^                                          |
 //!     +-- populated, mapped <-- the guest takes some of it back, and waits
 //! ```
+//!
+//! Kernel calls on different ranges run concurrently, on as many threads as ask for them; those on
+//! overlapping ranges exclude each other. Each call has its range locked, while the lock of the
+//! record itself is held for look-ups only. A thread locks one range at a time, so no two threads wait for
+//! each other.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,10 +24,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memory::{Pins, RamRegion};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dma::{DmaTarget, Populator};
 use super::error::PinError;
+use super::ranges::overlapping;
 
 /// Piece size in bytes; large enough for the kernel to pin large runs at once, and no larger.
 const PIECE_BYTES: u64 = 64 << 20;
@@ -52,6 +58,27 @@ enum Phase {
 struct State {
     mapped: BTreeMap<u64, u64>,
     unmapped: BTreeMap<u64, u64>,
+    /// Ranges with a kernel call in progress, each locked by one thread: disjoint.
+    locked: BTreeMap<u64, u64>,
+}
+
+impl State {
+    fn is_locked(&self, range: &Range<u64>) -> bool {
+        overlapping(&self.locked, range).next().is_some()
+    }
+}
+
+/// A locked range of guest physical addresses; unlocked when dropped, also by a panic.
+struct RangeLock<'a> {
+    dma_map: &'a DmaMap,
+    start: u64,
+}
+
+impl Drop for RangeLock<'_> {
+    fn drop(&mut self) {
+        self.dma_map.state.lock().locked.remove(&self.start);
+        self.dma_map.unlocked.notify_all();
+    }
 }
 
 /// The pieces in which guest memory is mapped; see the module.
@@ -59,20 +86,15 @@ pub struct DmaMap {
     target: Arc<dyn DmaTarget>,
     piece_bytes: u64,
     chunk_bytes: u64,
-    /// Held while pieces are mapped and unmapped, like the kernel's own lock.
+    /// Locked briefly, never during a kernel call.
     state: Mutex<State>,
+    /// Notified when a range is unlocked.
+    unlocked: Condvar,
     /// Locked last and only briefly, so that closing does not wait for the kernel.
     phase: Mutex<Phase>,
     /// For status requests, which must not wait either.
     mapped_bytes: AtomicU64,
     on_lost: OnLost,
-}
-
-/// The pieces that overlap `range`.
-fn overlapping(map: &BTreeMap<u64, u64>, range: &Range<u64>) -> Vec<(u64, u64)> {
-    let before = map.range(..range.start).next_back();
-    let first = before.filter(|(start, len)| start.saturating_add(**len) > range.start);
-    first.into_iter().chain(map.range(range.clone())).map(|(start, len)| (*start, *len)).collect()
 }
 
 /// Groups adjacent pieces into runs.
@@ -114,6 +136,7 @@ impl DmaMap {
             piece_bytes,
             chunk_bytes: piece_bytes.max(CHUNK_BYTES),
             state: Mutex::default(),
+            unlocked: Condvar::new(),
             phase: Mutex::default(),
             mapped_bytes: AtomicU64::new(0),
             on_lost,
@@ -132,7 +155,8 @@ impl DmaMap {
             target,
             piece_bytes,
             chunk_bytes: piece_bytes.max(CHUNK_BYTES),
-            state: Mutex::new(State { mapped, unmapped: BTreeMap::new() }),
+            state: Mutex::new(State { mapped, ..State::default() }),
+            unlocked: Condvar::new(),
             phase: Mutex::default(),
             mapped_bytes,
             on_lost,
@@ -158,55 +182,78 @@ impl DmaMap {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
 
-    /// Maps a part of a region, which must be populated.
+    /// Maps a part of a region, which must be populated. Called on several threads concurrently.
     pub(super) fn map(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let grain = self.grain_bytes(region);
-        // The target maps on one thread at a time; preparation runs concurrently.
         self.target.prepare(region, range);
         let mut at = range.start;
         while at < range.end {
             let end = (at / grain).saturating_add(1).saturating_mul(grain).min(range.end);
-            let mut state = self.open()?;
-            self.map_piece(&mut state, region, &(at..end))?;
-            drop(state);
+            let (_lock, ()) = self
+                .lock_range(|_| (region.gpa() + at..region.gpa() + end, ()))
+                .ok_or(PinError::Cancelled)?;
+            self.map_piece(region, &(at..end))?;
             at = end;
         }
         Ok(())
     }
 
-    fn open(&self) -> Result<MutexGuard<'_, State>, PinError> {
-        let state = self.state.lock();
-        if self.is_open() { Ok(state) } else { Err(PinError::Cancelled) }
+    /// Locks the range that `choose` finds in the record, as soon as no other thread has any of it locked;
+    /// `None` if pieces may not be mapped and unmapped any more.
+    fn lock_range<T>(
+        &self,
+        choose: impl Fn(&State) -> (Range<u64>, T),
+    ) -> Option<(RangeLock<'_>, T)> {
+        let mut state = self.state.lock();
+        loop {
+            // Under the lock of the record: what waits until no range is locked, after it has closed the map,
+            // has every call behind it.
+            if !self.is_open() {
+                return None;
+            }
+            let (range, chosen) = choose(&state);
+            if !state.is_locked(&range) {
+                state.locked.insert(range.start, range.end.saturating_sub(range.start));
+                return Some((RangeLock { dma_map: self, start: range.start }, chosen));
+            }
+            self.unlocked.wait(&mut state);
+        }
+    }
+
+    /// The record, when no kernel call is in progress.
+    fn state_without_calls(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        while !state.locked.is_empty() {
+            self.unlocked.wait(&mut state);
+        }
+        state
     }
 
     fn is_open(&self) -> bool {
         matches!(*self.phase.lock(), Phase::Open)
     }
 
-    fn map_piece(
-        &self,
-        state: &mut State,
-        region: &RamRegion,
-        piece: &Range<u64>,
-    ) -> Result<(), PinError> {
+    /// Maps a piece, which the calling thread has locked.
+    fn map_piece(&self, region: &RamRegion, piece: &Range<u64>) -> Result<(), PinError> {
         let (gpa, len_bytes) = (region.gpa() + piece.start, piece.end - piece.start);
         let failed = |source: io::Error| PinError::Map { gpa, len_bytes, source };
         self.target.map(region, piece).map_err(failed)?;
+        let mut state = self.state.lock();
         state.unmapped.remove(&gpa);
         state.mapped.insert(gpa, len_bytes);
         self.mapped_bytes.fetch_add(len_bytes, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Ends mapping and unmapping, except for a kernel call in progress: everything is about to be
+    /// Ends mapping and unmapping, except for kernel calls in progress: everything is about to be
     /// unmapped.
     pub(super) fn close(&self) {
         *self.phase.lock() = Phase::Closed;
     }
 
-    /// Waits for the kernel call in progress.
-    pub(super) fn wait_for_call(&self) {
-        drop(self.state.lock());
+    /// Waits for the kernel calls in progress, after [`close`](Self::close).
+    pub(super) fn wait_for_calls(&self) {
+        drop(self.state_without_calls());
     }
 
     /// Ends mapping for good: devices must stop, for this reason unless there is one already.
@@ -217,9 +264,9 @@ impl DmaMap {
         }
     }
 
-    /// Unmaps everything, after [`lose`](Self::lose). Waits for a kernel call in progress.
+    /// Unmaps everything, after [`lose`](Self::lose). Waits for kernel calls in progress.
     pub(super) fn unmap_lost(&self) {
-        let mut state = self.state.lock();
+        let mut state = self.state_without_calls();
         self.target.unmap_all();
         *state = State::default();
         self.mapped_bytes.store(0, Ordering::Relaxed);
@@ -235,17 +282,28 @@ impl DmaMap {
 
     fn map_again(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let gpa = region.gpa();
-        let mut state = self.state.lock();
-        if !self.is_open() {
+        let asked = gpa + range.start..gpa + range.end;
+        if asked.is_empty() {
             return Ok(());
         }
-        let wanted = overlapping(&state.unmapped, &(gpa + range.start..gpa + range.end));
+        // Also what lies in the range and is being mapped by another thread: it is waited for.
+        let locked = self.lock_range(|state| {
+            let wanted: Vec<_> = overlapping(&state.unmapped, &asked).collect();
+            let pieces = span(&wanted);
+            let all = if wanted.is_empty() {
+                asked.clone()
+            } else {
+                asked.start.min(pieces.start)..asked.end.max(pieces.end)
+            };
+            (all, wanted)
+        });
+        let Some((_lock, wanted)) = locked else { return Ok(()) };
         for run in runs(&wanted) {
             let bytes = span(&run);
             let pages = bytes.start - gpa..bytes.end - gpa;
             region.populate_for_io(&pages).map_err(|source| PinError::Repopulate { source })?;
             for (start, len) in run {
-                self.map_piece(&mut state, region, &(start - gpa..start - gpa + len))?;
+                self.map_piece(region, &(start - gpa..start - gpa + len))?;
             }
         }
         Ok(())
@@ -261,15 +319,22 @@ impl Pins for DmaMap {
     fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {
         let gpa = region.gpa();
         let range = gpa + range.start..gpa + range.end;
-        let mut state = self.state.lock();
-        if !self.is_open() {
+        if range.is_empty() {
             return Vec::new();
         }
-        let is_inside = |(start, len): &(u64, u64)| start + len <= range.end;
-        let inside = state.mapped.range(range.clone()).map(|(start, len)| (*start, *len));
-        let inside: Vec<_> = inside.filter(is_inside).collect();
-        state.unmapped.retain(|start, len| {
-            !range.contains(start) || region.is_usable(&(start - gpa..start - gpa + *len)).1
+        let is_usable =
+            |start: u64, len: u64| region.is_usable(&(start - gpa..start - gpa + len)).1;
+        let is_inside = |(start, len): &(u64, u64)| {
+            range.start <= *start && start.saturating_add(*len) <= range.end
+        };
+        let locked = self.lock_range(|state| {
+            let pieces = overlapping(&state.mapped, &range).filter(is_inside);
+            (range.clone(), pieces.collect::<Vec<_>>())
+        });
+        let Some((_lock, inside)) = locked else { return Vec::new() };
+        // Unplugged blocks are not mapped again on request.
+        self.state.lock().unmapped.retain(|start, len| {
+            !range.contains(start) || is_usable(*start, *len)
         });
         let mut gone = Vec::new();
         for run in runs(&inside) {
@@ -278,11 +343,11 @@ impl Pins for DmaMap {
                 log::warn!("memory at {:#x} stays mapped for DMA: {error}", bytes.start);
                 continue;
             }
+            let mut state = self.state.lock();
             for (start, len) in run {
                 state.mapped.remove(&start);
                 self.mapped_bytes.fetch_sub(len, Ordering::Relaxed);
-                // Unplugged blocks are not mapped again on request.
-                if region.is_usable(&(start - gpa..start - gpa + len)).1 {
+                if is_usable(start, len) {
                     state.unmapped.insert(start, len);
                 }
             }

@@ -6,7 +6,7 @@
 //! Owns the address space and a reference to guest RAM, which therefore outlives every mapping. Memory backed by
 //! a file is mapped by the file (`IOMMU_IOAS_MAP_FILE`, Linux 6.14), so that the kernel need not walk
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
-//! pinned one at a time, however many threads populate, because mappings are recorded under a lock.
+//! pinned in parallel where several threads map: no lock is held during a call.
 //!
 //! An address space may also come from a pool, with all memory mapped and a filled page table
 //! ([`IommufdSpace::prepinned`]): devices are then attached to that one.
@@ -47,7 +47,7 @@ pub struct IommufdSpace {
     space_id: u32,
     /// Id of an existing page table (HWPT) to attach devices to, if there is one.
     table_id: Option<u32>,
-    /// Mapped ranges: guest physical addresses and lengths.
+    /// Mapped ranges: guest physical addresses and lengths. Locked briefly, never during a call.
     mapped: Mutex<BTreeMap<u64, usize>>,
     /// Whether the kernel may support mapping files; cleared once it has refused.
     maps_files: AtomicBool,

@@ -27,6 +27,8 @@ mod device;
 mod device_events;
 mod dma;
 mod dma_map;
+#[cfg(test)]
+mod dma_map_tests;
 mod error;
 mod express;
 #[cfg(any(test, feature = "testing"))]
@@ -47,6 +49,7 @@ mod pinning;
 #[cfg(test)]
 mod pinning_tests;
 mod prepinned;
+mod ranges;
 mod space;
 mod sysfs;
 #[cfg(test)]

@@ -202,7 +202,7 @@ impl Drop for Pinning {
         self.cancel();
         // The failure of a cancelled mapping does not matter.
         let _ = self.wait();
-        self.shared.dma_map.wait_for_call();
+        self.shared.dma_map.wait_for_calls();
     }
 }
 
