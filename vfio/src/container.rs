@@ -22,6 +22,7 @@ use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
 use super::mapping::BarMapping;
 use super::p2p::P2pTarget;
+use super::ranges::remove_in;
 use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction};
 
@@ -149,7 +150,7 @@ impl DmaTarget for Type1Container {
         let calls = self.calls.lock();
         self.container.vfio_dma_unmap(gpa.start, len).map_err(io::Error::other)?;
         drop(calls);
-        self.mapped.lock().retain(|start, _| !gpa.contains(start));
+        remove_in(&mut *self.mapped.lock(), gpa, |_, _| true);
         Ok(())
     }
 

@@ -28,7 +28,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dma::{DmaTarget, Populator};
 use super::error::PinError;
-use super::ranges::overlapping;
+use super::ranges::{overlapping, remove_in};
 
 /// Piece size in bytes; large enough for the kernel to pin large runs at once, and no larger.
 const PIECE_BYTES: u64 = 64 << 20;
@@ -333,9 +333,7 @@ impl Pins for DmaMap {
         });
         let Some((_lock, inside)) = locked else { return Vec::new() };
         // Unplugged blocks are not mapped again on request.
-        self.state.lock().unmapped.retain(|start, len| {
-            !range.contains(start) || is_usable(*start, *len)
-        });
+        remove_in(&mut self.state.lock().unmapped, &range, |start, len| !is_usable(*start, *len));
         let mut gone = Vec::new();
         for run in runs(&inside) {
             let bytes = span(&run);

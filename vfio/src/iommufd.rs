@@ -34,6 +34,7 @@ use super::error::VfioError;
 use super::limits::{DmaLimits, LockedMemory};
 use super::p2p::P2pTarget;
 use super::prepinned::mapped_pieces;
+use super::ranges::remove_in;
 use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 
@@ -263,7 +264,7 @@ impl DmaTarget for IommufdSpace {
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
         let len_bytes = gpa.end.saturating_sub(gpa.start);
         self.ioas().unmap(Mapped { iova: gpa.start, len_bytes })?;
-        self.mapped.lock().retain(|start, _| !gpa.contains(start));
+        remove_in(&mut *self.mapped.lock(), gpa, |_, _| true);
         Ok(())
     }
 

@@ -19,9 +19,61 @@ pub(super) fn overlapping(
     first.into_iter().chain(others).map(|(start, len)| (*start, *len))
 }
 
+/// Removes the pieces that begin in `range` and of which `goes` is true.
+pub(super) fn remove_in<K: Ord + Copy, V>(
+    pieces: &mut BTreeMap<K, V>,
+    range: &Range<K>,
+    goes: impl Fn(&K, &V) -> bool,
+) {
+    if range.is_empty() {
+        return;
+    }
+    let going = pieces.range(range.start..range.end).filter(|(start, len)| goes(start, len));
+    for start in going.map(|(start, _)| *start).collect::<Vec<_>>() {
+        pieces.remove(&start);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::cmp::Ordering;
+
     use super::*;
+
+    thread_local! {
+        /// Comparisons of addresses so far.
+        static COMPARED: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// An address that counts comparisons.
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    struct Counted(u64);
+
+    impl Ord for Counted {
+        fn cmp(&self, other: &Self) -> Ordering {
+            COMPARED.set(COMPARED.get() + 1);
+            self.0.cmp(&other.0)
+        }
+    }
+
+    impl PartialOrd for Counted {
+        fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+            Some(self.cmp(other))
+        }
+    }
+
+    #[test]
+    fn a_piece_is_removed_without_a_look_at_the_others() {
+        let mut pieces: BTreeMap<_, _> = (0..1 << 16).map(|at| (Counted(at * 2), 2)).collect();
+        COMPARED.set(0);
+        remove_in(&mut pieces, &(Counted(1000)..Counted(1004)), |start, _| start.0 != 1002);
+        assert!(COMPARED.get() < 1000, "{} comparisons", COMPARED.get());
+        assert_eq!(pieces.len(), (1 << 16) - 1);
+        assert!(!pieces.contains_key(&Counted(1000)) && pieces.contains_key(&Counted(1002)));
+        remove_in(&mut pieces, &(Counted(9)..Counted(7)), |_, _| true);
+        assert_eq!(pieces.len(), (1 << 16) - 1, "an invalid range");
+    }
 
     #[test]
     fn a_piece_that_begins_before_the_range_overlaps_it() {
