@@ -182,6 +182,8 @@ impl Mapping {
         if pages.len() < len.div_ceil(4096) {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
+        #[cfg(all(test, not(loom)))]
+        tests::MINCORE_PAGES.set(tests::mincore_pages() + len.div_ceil(4096) as u64);
         // SAFETY: the range is ours and `pages` has room for its answer, as checked.
         match unsafe { libc::mincore(address.cast(), len, pages.as_mut_ptr()) } {
             0 => Ok(()),
@@ -216,10 +218,21 @@ impl Mapping {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests {
+pub mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+    use std::cell::Cell;
+
     use super::*;
+
+    thread_local! {
+        /// Pages that this thread has asked about.
+        pub static MINCORE_PAGES: Cell<u64> = const { Cell::new(0) };
+    }
+
+    pub fn mincore_pages() -> u64 {
+        MINCORE_PAGES.get()
+    }
 
     fn maps() -> Vec<(usize, usize, String)> {
         let text = std::fs::read_to_string("/proc/self/maps").unwrap();

@@ -266,7 +266,8 @@ pub struct HugetlbMapping {
 /// hugetlbfs cannot list its holes, and a page shows only in the page tables of a process that touched it. So
 /// the mappings of this process are examined first, and what none of them shows is read from the file, which
 /// does not populate a hole: zeros are no data. For the whole file this is skipped if the file has no more
-/// pages than the mappings show. The time grows with `range` alone.
+/// pages than the mappings show. The time grows with `range` alone: of a page that extends beyond it, only
+/// the part inside is examined and read.
 pub fn hugetlb_runs(
     file: &File,
     file_bytes: u64,
@@ -281,7 +282,7 @@ pub fn hugetlb_runs(
     let pages = range.start / page_bytes..range.end.div_ceil(page_bytes);
     let mut seen = vec![false; to_usize(pages.end - pages.start)];
     for mapped in mappings {
-        mark_present(mapped, page_bytes, &pages, &mut seen)?;
+        mark_present(mapped, page_bytes, &range, &mut seen)?;
     }
     let seen_pages = seen.iter().filter(|seen| **seen).count() as u64;
     let is_whole = range == (0..file_bytes);
@@ -290,9 +291,9 @@ pub fn hugetlb_runs(
     let mut buffer = Vec::new();
     for (page, seen) in pages.zip(seen) {
         let start = page * page_bytes;
-        let whole = start..start + page_bytes;
-        if seen || !none_hidden && !reads_as_zero(file, &whole, &mut buffer)? {
-            push_run(&mut runs, whole.start.max(range.start)..whole.end.min(range.end));
+        let part = start.max(range.start)..(start + page_bytes).min(range.end);
+        if seen || !none_hidden && !reads_as_zero(file, &part, &mut buffer)? {
+            push_run(&mut runs, part);
         }
     }
     Ok(runs)
@@ -315,30 +316,32 @@ fn reads_as_zero(file: &File, range: &Range<u64>, buffer: &mut Vec<u8>) -> io::R
     Ok(true)
 }
 
-/// Notes which of `pages` (huge pages of the file) a mapping shows.
+/// Notes which of the huge pages that `range` of the file overlaps a mapping shows.
 fn mark_present(
     mapped: &HugetlbMapping,
     page_bytes: u64,
-    pages: &Range<u64>,
+    range: &Range<u64>,
     seen: &mut [bool],
 ) -> io::Result<()> {
-    /// Divided by 4 KiB the result length of one call; a multiple of every huge page but 1 GiB.
+    /// Divided by 4 KiB the result length of one call.
     const STEP_BYTES: u64 = 256 << 20;
-    let (start, len_bytes) = (mapped.file_offset, mapped.mapping.len_bytes());
-    let mut at = (pages.start * page_bytes).saturating_sub(start);
-    let end = (pages.end * page_bytes).saturating_sub(start).min(len_bytes);
-    let mut answer = vec![0; to_usize(STEP_BYTES.min(end.saturating_sub(at)) / PAGE_BYTES)];
+    let (start, first) = (mapped.file_offset, range.start / page_bytes);
+    let mut at = range.start.max(start);
+    let end = range.end.min(start + mapped.mapping.len_bytes());
+    let mut answer = vec![0; to_usize(STEP_BYTES.min(end.saturating_sub(at)).div_ceil(PAGE_BYTES))];
     while at < end {
         let step_end = end.min(at + STEP_BYTES);
-        mapped.mapping.mincore(&(at..step_end), &mut answer)?;
+        mapped.mapping.mincore(&(at - start..step_end - start), &mut answer)?;
         // All base pages of a huge page agree, so one of each is enough.
-        for offset in (at..step_end).step_by(to_usize(page_bytes.min(STEP_BYTES))) {
+        let mut probe = at;
+        while probe < step_end {
             let present =
-                answer.get(to_usize((offset - at) / PAGE_BYTES)).is_some_and(|b| b & 1 == 1);
-            let page = ((start + offset) / page_bytes).checked_sub(pages.start);
-            if let Some(seen) = page.and_then(|page| seen.get_mut(to_usize(page))) {
+                answer.get(to_usize((probe - at) / PAGE_BYTES)).is_some_and(|b| b & 1 == 1);
+            let page = probe / page_bytes;
+            if let Some(seen) = seen.get_mut(to_usize(page - first)) {
                 *seen |= present;
             }
+            probe = (page + 1) * page_bytes;
         }
         at = step_end;
     }
@@ -351,6 +354,7 @@ mod tests {
 
     use super::*;
     use crate::mapping::MapRequest;
+    use crate::mapping::tests::mincore_pages;
 
     #[test]
     fn holes_are_rounded_to_pages() {
@@ -430,6 +434,54 @@ mod tests {
         assert_eq!(found, expected);
         // Examining each page would take more than ten seconds on any host.
         assert!(began.elapsed() < std::time::Duration::from_secs(4), "{:?}", began.elapsed());
+    }
+
+    /// Bytes that this thread has read from files.
+    fn bytes_read() -> Option<u64> {
+        let text = std::fs::read_to_string("/proc/thread-self/io").ok()?;
+        text.lines().find_map(|line| line.strip_prefix("rchar: ")?.parse().ok())
+    }
+
+    /// A migration asks for a slice of at most 4 MiB at a time, which may be a small part of a huge page.
+    #[test]
+    fn a_part_of_a_huge_page_costs_no_look_at_the_rest() {
+        const PAGE: u64 = 256 << 20;
+        const SLICE: u64 = 4 << 20;
+        let len_bytes = 2 * PAGE;
+        // A memfd of small pages answers as hugetlb does, but that the pages of a huge one may differ.
+        let file = crate::backing::memfd("huge", 0).unwrap();
+        file.set_len(len_bytes).unwrap();
+        file.write_all_at(&[1], PAGE + SLICE).unwrap();
+        let request = MapRequest {
+            len_bytes: PAGE,
+            align_bytes: PAGE_BYTES,
+            congruent_to: 0,
+            file: Some((&file, PAGE)),
+            shared: true,
+            reserve: false,
+        };
+        let mapping = Arc::new(Mapping::new(&request).unwrap());
+        let mappings = [HugetlbMapping { mapping: Arc::clone(&mapping), file_offset: PAGE }];
+        let asked = mincore_pages();
+        let ask = |range: Range<u64>| {
+            let before = bytes_read();
+            let runs = hugetlb_runs(&file, len_bytes, PAGE, &mappings, range).unwrap();
+            (runs, bytes_read().zip(before).map(|(after, before)| after - before))
+        };
+        // Shown by the mapping.
+        let slice = PAGE + SLICE..PAGE + 2 * SLICE;
+        let (runs, read) = ask(slice.clone());
+        assert_eq!(runs, [slice]);
+        assert!(read.is_none_or(|read| read < SLICE / 2), "{read:?}");
+        assert_eq!(mincore_pages() - asked, SLICE / PAGE_BYTES);
+        // Shown by none, and not asked either.
+        let (runs, read) = ask(PAGE - SLICE..PAGE);
+        assert_eq!(runs, []);
+        assert!(read.is_none_or(|read| (SLICE..2 * SLICE).contains(&read)), "{read:?}");
+        assert_eq!(mincore_pages() - asked, SLICE / PAGE_BYTES);
+        // Across two pages and the start of the mapping.
+        let (runs, _) = ask(PAGE - SLICE..PAGE + 2 * SLICE);
+        assert!(runs.iter().eq([&(PAGE..PAGE + 2 * SLICE)]), "{runs:x?}");
     }
 
     #[test]
