@@ -27,6 +27,7 @@ use super::mapping::BarMapping;
 use super::migration::fakes::FakeMigration;
 use super::migration::{DeviceState, MigrationPort, MigrationSupport};
 use super::p2p::P2pTarget;
+pub use super::p2p::fakes::FakeP2p;
 use super::space::{DmaSpace, OpenedFunction};
 use super::sysfs::HostPlace;
 use super::{BarSlots, IntxLine};
@@ -42,10 +43,19 @@ pub const TABLE_OFFSET: u64 = 0x2000;
 pub const PENDING_OFFSET: u64 = 0x3000;
 const BAR_LENS: [u64; 6] = [0x4000, 0, 0x1000, 0, 0x20, 0];
 
+/// BARs that can be mapped as a whole.
+fn host_bars() -> [HostBar; 6] {
+    BAR_LENS.map(|len_bytes| {
+        let mappable = (len_bytes >= 0x1000).then_some(0..len_bytes).into_iter().collect();
+        HostBar { len_bytes, mappable }
+    })
+}
+
 /// A function that remembers.
 pub struct FakeFunction {
     config: Mutex<Vec<u8>>,
     bars: Mutex<BTreeMap<(u8, u64), u8>>,
+    host_bars: Mutex<[HostBar; 6]>,
     file: File,
     gate: Arc<DmaGate>,
     connected: Mutex<Option<(InterruptKind, usize)>>,
@@ -99,10 +109,10 @@ impl FakeFunction {
     pub fn new(config: Vec<u8>, gate: Arc<DmaGate>) -> io::Result<Arc<Self>> {
         let file = TempFile::new().map_err(|error| io::Error::from_raw_os_error(error.errno()))?;
         let file = file.into_file();
-        file.set_len(6 << 16)?;
         Ok(Arc::new(Self {
             config: Mutex::new(config),
             bars: Mutex::default(),
+            host_bars: Mutex::new(host_bars()),
             file,
             gate,
             connected: Mutex::default(),
@@ -143,6 +153,13 @@ impl FakeFunction {
 
     pub fn is_bus_master(&self) -> bool {
         self.command() & 4 != 0
+    }
+
+    /// Has this BAR from now on; called before the function is taken for a guest.
+    pub fn set_bar(&self, index: u8, bar: HostBar) {
+        if let Some(current) = self.host_bars.lock().get_mut(usize::from(index)) {
+            *current = bar;
+        }
     }
 
     /// Signals what a host would; false if no event is connected.
@@ -211,9 +228,7 @@ impl HostFunction for FakeFunction {
     }
 
     fn bar(&self, index: u8) -> Option<HostBar> {
-        let len_bytes = BAR_LENS.get(usize::from(index)).copied().filter(|len| *len > 0)?;
-        let mappable = (len_bytes >= 0x1000).then_some(0..len_bytes).into_iter().collect();
-        Some(HostBar { len_bytes, mappable })
+        self.host_bars.lock().get(usize::from(index)).filter(|bar| bar.len_bytes > 0).cloned()
     }
 
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
@@ -231,8 +246,13 @@ impl HostFunction for FakeFunction {
     }
 
     fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {
-        let offset = (u64::from(index) << 16) + range.start;
-        BarMapping::new(self.file.as_fd(), offset, range.end - range.start).map(Arc::new)
+        let bars = self.host_bars.lock();
+        let len = |bar: &HostBar| bar.len_bytes.next_multiple_of(0x1000);
+        let start: u64 = bars.iter().take(index.into()).map(len).sum();
+        self.file.set_len(bars.iter().map(len).sum())?;
+        let bar_len_bytes = bars.get(usize::from(index)).map_or(0, |bar| bar.len_bytes);
+        let offset = start + range.start;
+        BarMapping::new(self.file.as_fd(), offset, bar_len_bytes, range).map(Arc::new)
     }
 
     fn interrupts_count(&self, kind: InterruptKind) -> u32 {
@@ -341,15 +361,21 @@ impl MigrationPort for FakeFunction {
 /// Memory slots that may not overlap.
 #[derive(Default)]
 pub struct FakeSlots {
-    slots: Mutex<BTreeMap<u32, Range<u64>>>,
+    /// Guest physical addresses, and the host address of the first.
+    slots: Mutex<BTreeMap<u32, (Range<u64>, u64)>>,
     violations: Mutex<Vec<String>>,
 }
 
 impl FakeSlots {
     /// First and last guest physical addresses of what is shown, in order.
     pub fn shown(&self) -> Vec<Range<u64>> {
+        self.shown_at().into_iter().map(|(range, _)| range).collect()
+    }
+
+    /// The same, each with its first host address.
+    pub fn shown_at(&self) -> Vec<(Range<u64>, u64)> {
         let mut shown: Vec<_> = self.slots.lock().values().cloned().collect();
-        shown.sort_by_key(|range| range.start);
+        shown.sort_by_key(|(range, _)| range.start);
         shown
     }
 
@@ -363,11 +389,11 @@ impl BarSlots for FakeSlots {
         let end = gpa.checked_add(memory.len_bytes());
         let end = end.ok_or_else(|| MapError { source: "the range wraps around".into() })?;
         let mut slots = self.slots.lock();
-        if slots.values().any(|other| other.start < end && gpa < other.end) {
+        if slots.values().any(|(other, _)| other.start < end && gpa < other.end) {
             self.violations.lock().push(format!("{gpa:#x}..{end:#x} overlaps another"));
         }
         let number = slots.keys().next_back().map_or(0, |last| last + 1);
-        slots.insert(number, gpa..end);
+        slots.insert(number, (gpa..end, memory.host_addr()));
         Ok(number)
     }
 
@@ -487,89 +513,5 @@ impl DmaTarget for FakeTarget {
 
     fn limits(&self) -> DmaLimits {
         self.limits.clone()
-    }
-}
-
-/// An IOMMU that takes device memory which the guest reaches, and no other.
-pub struct FakeP2p {
-    pub slots: Arc<FakeSlots>,
-    pub gate: Arc<DmaGate>,
-    pub entries: Option<u64>,
-    /// Maps nothing from now on.
-    pub refuses: AtomicBool,
-    /// Unmaps nothing from now on.
-    pub keeps: AtomicBool,
-    mapped: Mutex<BTreeMap<u64, u64>>,
-    calls: AtomicU64,
-    violations: Mutex<Vec<String>>,
-}
-
-impl FakeP2p {
-    pub fn new(slots: Arc<FakeSlots>, gate: Arc<DmaGate>) -> Self {
-        Self {
-            slots,
-            gate,
-            entries: None,
-            refuses: AtomicBool::new(false),
-            keeps: AtomicBool::new(false),
-            mapped: Mutex::default(),
-            calls: AtomicU64::new(0),
-            violations: Mutex::default(),
-        }
-    }
-
-    /// First and last guest physical addresses of what is mapped, in order.
-    pub fn mapped(&self) -> Vec<Range<u64>> {
-        self.mapped.lock().iter().map(|(start, len)| *start..start + len).collect()
-    }
-
-    /// How often it was asked to map something.
-    pub fn calls(&self) -> u64 {
-        self.calls.load(Ordering::Relaxed)
-    }
-
-    pub fn violations(&self) -> Vec<String> {
-        self.violations.lock().clone()
-    }
-
-    fn check(&self, what: &str, gpa: &Range<u64>) {
-        if !self.slots.shown().contains(gpa) {
-            self.violations.lock().push(format!("{what} {gpa:x?}, which the guest does not reach"));
-        }
-    }
-}
-
-impl P2pTarget for FakeP2p {
-    fn map_bar(&self, gpa: u64, memory: &BarMapping) -> io::Result<()> {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        let range = gpa..gpa.saturating_add(memory.len_bytes());
-        self.check("maps", &range);
-        if !self.gate.is_open() {
-            self.violations.lock().push(format!("{range:x?} is mapped behind a closed gate"));
-        }
-        if self.refuses.load(Ordering::Relaxed) {
-            return Err(io::Error::from_raw_os_error(libc::EEXIST));
-        }
-        let mut mapped = self.mapped.lock();
-        if mapped.iter().any(|(start, len)| *start < range.end && gpa < start + len) {
-            self.violations.lock().push(format!("{range:x?} overlaps another"));
-        }
-        mapped.insert(gpa, memory.len_bytes());
-        Ok(())
-    }
-
-    fn unmap_bar(&self, gpa: &Range<u64>) -> io::Result<()> {
-        self.check("unmaps", gpa);
-        if self.keeps.load(Ordering::Relaxed) {
-            return Err(io::Error::from_raw_os_error(libc::EINVAL));
-        }
-        if self.mapped.lock().remove(&gpa.start) != Some(gpa.end - gpa.start) {
-            self.violations.lock().push(format!("{gpa:x?} was not mapped as one"));
-        }
-        Ok(())
-    }
-
-    fn entries(&self) -> Option<u64> {
-        self.entries
     }
 }

@@ -60,7 +60,7 @@ pub trait HostFunction: MigrationPort {
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]);
     /// Writes a BAR.
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]);
-    /// Maps a part of a BAR into this process.
+    /// Maps a part of a BAR into this process, where huge pages are possible: see [`BarMapping`].
     ///
     /// # Errors
     /// The host refuses.

@@ -38,6 +38,8 @@ mod function;
 pub mod fuzzing;
 mod gate;
 mod host;
+#[cfg(test)]
+mod huge_bar_tests;
 mod interrupts;
 mod iommufd;
 mod limits;

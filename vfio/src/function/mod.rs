@@ -182,7 +182,8 @@ impl HostFunction for VfioFunction {
         let at = self
             .offset(index.into(), range.start, len)
             .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-        BarMapping::new(self.file.as_fd(), at, len_bytes).map(Arc::new)
+        let bar_len_bytes = self.device.get_region_size(index.into());
+        BarMapping::new(self.file.as_fd(), at, bar_len_bytes, range).map(Arc::new)
     }
 
     fn interrupts_count(&self, kind: InterruptKind) -> u32 {

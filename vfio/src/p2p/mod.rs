@@ -15,6 +15,8 @@
 //! need the IOMMU to reach its own BARs. So the guest's first accesses to configuration space do not wait
 //! for the kernel, which is busy with guest memory then, and those of a VM with one device never do.
 
+#[cfg(any(test, feature = "testing"))]
+pub mod fakes;
 #[cfg(test)]
 mod tests;
 
