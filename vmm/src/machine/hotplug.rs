@@ -108,6 +108,9 @@ impl Machine {
             Opened::Host(device) => {
                 let discarding = self.parts.devices.discarding_devices();
                 let added = self.parts.passthrough.add(&device, &context, discarding, cancel);
+                if added.is_err() {
+                    self.discard_what_devices_had();
+                }
                 let bdf = added.map_err(|error| match error {
                     PassthroughError::Cancelled => {
                         MachineError::AddWithdrawn { id: device.id.clone().unwrap_or_default() }
@@ -185,6 +188,9 @@ impl Machine {
         for number in numbers(self.parts.hotplug.registers.ejected()) {
             let bdf = Bdf::on_root_bus(self.parts.segment.segment(), number);
             let id = self.parts.passthrough.remove(bdf, &self.parts.segment);
+            if id.is_some() {
+                self.discard_what_devices_had();
+            }
             let id = id.or_else(|| self.parts.devices.remove(bdf, &self.parts.segment));
             self.parts.hotplug.registers.gone(number.get());
             let Some(id) = id else { continue };
@@ -197,6 +203,16 @@ impl Machine {
         }
         // Memory may be discarded again when no passed-through device is left.
         self.retry_discards();
+    }
+
+    /// Discards balloon memory that was populated for passed-through devices, if there are none any more: it
+    /// was not, or not all of it, when they went before all memory was mapped.
+    fn discard_what_devices_had(&self) {
+        if let Some(balloon) = self.balloon()
+            && self.parts.ram.discards_banned().is_none()
+        {
+            balloon.memory_was_populated();
+        }
     }
 
     /// The configuration for the time after the guest has ended: without the devices to be removed.

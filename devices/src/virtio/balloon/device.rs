@@ -133,6 +133,13 @@ impl BalloonHandle {
         let _ = self.shared.retry().write(1);
     }
 
+    /// Discards all balloon memory again: it may have been populated since, for passed-through devices or by a
+    /// prefault.
+    pub fn memory_was_populated(&self) {
+        self.shared.note_populated();
+        self.retry();
+    }
+
     /// Requests free page hints from the guest. Writes must have been logged since before this call: a page
     /// written since is not free, whatever the hints say.
     ///

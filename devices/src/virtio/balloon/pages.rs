@@ -26,8 +26,6 @@ pub(super) struct BalloonPages {
     must_tell_host: bool,
     /// Whether inflated pages could not be discarded.
     deferred: bool,
-    /// Whether memory was pinned at the last check.
-    was_pinned: bool,
     log: Arc<LogLimit>,
 }
 
@@ -57,7 +55,6 @@ impl BalloonPages {
             inflated: hinting::maps(ram)?,
             must_tell_host,
             deferred: false,
-            was_pinned: ram.can_unpin(),
             log: Arc::clone(&shared.log),
         })
     }
@@ -142,12 +139,10 @@ impl BalloonPages {
         }
     }
 
-    /// Discards pages in the balloon that could not be discarded when inflated, or have been populated
-    /// since for a device.
-    pub(super) fn retry(&mut self, counters: &OperationCounters) {
-        let is_pinned = self.ram.can_unpin();
-        let newly_pinned = is_pinned && !std::mem::replace(&mut self.was_pinned, is_pinned);
-        if !std::mem::take(&mut self.deferred) && !newly_pinned {
+    /// Discards pages in the balloon if some could not be discarded when inflated, or all memory was
+    /// `populated` since, for devices or by a prefault.
+    pub(super) fn retry(&mut self, populated: bool, counters: &OperationCounters) {
+        if !std::mem::take(&mut self.deferred) && !populated {
             return;
         }
         let mut discarded = Discarded::default();

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use memory::GuestRam;
 use parking_lot::Mutex;
@@ -45,8 +46,10 @@ pub(crate) struct Shared {
     config: Mutex<GuardedConfig>,
     statistics: Mutex<Statistics>,
     driver: Mutex<Option<Driver>>,
-    /// Signalled when memory may be discarded that could not be before.
+    /// Signalled when memory may be discarded that could not be before, or was populated since.
     retry: EventFd,
+    /// Whether memory in the balloon may have been populated since the last retry.
+    populated: AtomicBool,
 }
 
 impl Shared {
@@ -60,6 +63,7 @@ impl Shared {
             statistics: Mutex::default(),
             driver: Mutex::default(),
             retry: EventFd::new(EFD_NONBLOCK)?,
+            populated: AtomicBool::new(false),
         })
     }
 
@@ -148,5 +152,15 @@ impl Shared {
 
     pub(super) fn retry(&self) -> &EventFd {
         &self.retry
+    }
+
+    /// Notes that memory in the balloon may have been populated; before the event is signalled.
+    pub(super) fn note_populated(&self) {
+        self.populated.store(true, Ordering::Release);
+    }
+
+    /// Whether that was noted since the last call; after the event was read.
+    pub(super) fn take_populated(&self) -> bool {
+        self.populated.swap(false, Ordering::AcqRel)
     }
 }

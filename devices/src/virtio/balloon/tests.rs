@@ -380,7 +380,7 @@ fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
     guest.driver.write(UNUSED_GPA, &[7; 4096]);
     guest.send_pages(INFLATE, &[first + 8]);
     ban.except_unpinned(pins.clone());
-    guest.device.handle().retry();
+    guest.device.handle().memory_was_populated();
     // Another request is behind the wake-up at the latest when the thread has started again.
     guest.device.pause();
     guest.device.resume();
@@ -394,6 +394,34 @@ fn what_is_pinned_goes_in_whole_units_and_is_back_before_the_guest_is_told() {
     assert_eq!(pins.gone(), [1]);
     guest.device.reset();
     assert_eq!(pins.gone(), [0; 0], "the driver asks for nothing any more");
+}
+
+#[test]
+fn what_was_populated_for_a_second_device_goes_again() {
+    let mut guest = Guest::new(|_| {}).start();
+    let first = pfn(UNUSED_GPA);
+    guest.send_pages(INFLATE, &(first..first + 8).collect::<Vec<_>>());
+    for round in 0..3 {
+        // A device comes, for which everything is populated and pinned, and goes.
+        let ban = guest.ram.ban_discards("a device writes guest memory");
+        let pins = Arc::new(FakePins::default());
+        guest.driver.write(UNUSED_GPA, &[7; 4096]);
+        ban.except_unpinned(pins.clone());
+        guest.device.handle().memory_was_populated();
+        // A request is behind the wake-up at the latest when the thread has started again.
+        guest.device.pause();
+        guest.device.resume();
+        guest.send_pages(DEFLATE, &[]);
+        assert_eq!((pins.gone(), guest.byte(UNUSED_GPA)), (vec![0], 0), "device {round}");
+        drop(ban);
+    }
+    // Without that, nothing is discarded again.
+    guest.driver.write(UNUSED_GPA, &[7; 4096]);
+    guest.device.handle().retry();
+    guest.device.pause();
+    guest.device.resume();
+    guest.send_pages(DEFLATE, &[]);
+    assert_eq!(guest.byte(UNUSED_GPA), 7);
 }
 
 #[test]

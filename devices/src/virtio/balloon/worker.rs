@@ -237,7 +237,7 @@ impl Work for BalloonWorker {
             }
             watch.on(TIMER_TOKEN, timer.as_raw_fd())?;
         }
-        self.pages.retry(&self.shared.counters);
+        self.pages.retry(self.shared.take_populated(), &self.shared.counters);
         self.inflate()?;
         self.deflate()?;
         self.statistics()?;
@@ -277,7 +277,7 @@ impl Work for BalloonWorker {
             _ => {
                 // Another wake-up may have cleared it, which does not matter.
                 let _ = self.shared.retry().read();
-                self.pages.retry(&self.shared.counters);
+                self.pages.retry(self.shared.take_populated(), &self.shared.counters);
                 Ok(())
             }
         }

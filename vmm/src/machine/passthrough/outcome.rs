@@ -74,7 +74,8 @@ impl EnableDiscards {
                  passed-through devices",
                 piece_bytes >> 20
             );
-            balloon.retry();
+            // All of it was populated and pinned.
+            balloon.memory_was_populated();
         }
         self.discarding.mems.iter().for_each(MemHandle::retry);
     }
