@@ -79,6 +79,9 @@ pub struct PrefaultOptions {
     /// The threads yield to all others in the process. Because they may then get almost no CPU time, a caller
     /// that comes to wait for them should [help](Prefault::helper).
     pub yields_to_guest: bool,
+    /// Memory that was discarded before its turn is left alone: for a guest that runs meanwhile, and has a
+    /// balloon or reports free pages. It counts as done.
+    pub spares_discarded: bool,
 }
 
 impl Default for PrefaultOptions {
@@ -89,6 +92,7 @@ impl Default for PrefaultOptions {
             on_chunk: None,
             observer: None,
             yields_to_guest: false,
+            spares_discarded: false,
         }
     }
 }
@@ -101,6 +105,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("on_chunk", &self.on_chunk.is_some())
             .field("observer", &self.observer.is_some())
             .field("yields_to_guest", &self.yields_to_guest)
+            .field("spares_discarded", &self.spares_discarded)
             .finish()
     }
 }
@@ -178,6 +183,7 @@ struct Engine {
     on_chunk: Option<ChunkHook>,
     observer: Option<PrefaultObserver>,
     yields_to_guest: bool,
+    spares_discarded: bool,
     /// Running threads and helpers; the last one reports the end. Locked briefly.
     working: Mutex<usize>,
     /// Notified when none is left.
@@ -219,6 +225,7 @@ impl Prefault {
             on_chunk: options.on_chunk.clone(),
             observer: options.observer.clone(),
             yields_to_guest: options.yields_to_guest,
+            spares_discarded: options.spares_discarded,
             working: Mutex::new(counts.iter().sum()),
             idle: Condvar::new(),
             failure: Mutex::new(None),
@@ -411,12 +418,15 @@ impl Engine {
 
     fn populate(&self, chunk: &Chunk) -> Result<(), PrefaultError> {
         let region = &*chunk.region;
-        region.populate(&chunk.bytes, |range| {
+        let mut done = |range: Range<u64>| {
             let Some(hook) = &self.on_chunk else { return Ok(()) };
             let at = range.start;
             let zone = || region.zone_id().to_owned();
             hook(region, range).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
-        })
+        };
+        let all = vec![chunk.bytes.clone()];
+        let parts = if self.spares_discarded { region.never_discarded(&chunk.bytes) } else { all };
+        parts.into_iter().try_for_each(|part| region.populate(&part, &mut done))
     }
 }
 

@@ -44,6 +44,8 @@ impl RamRegion {
             end: range.end,
             source,
         };
+        // Before the pages go: a prefault that looks after that leaves them alone.
+        self.discarded.set_range(Self::pages_of(range));
         match self.kind() {
             ZoneKind::PrivateAnonymous => {
                 self.main.advise(range, Advice::DontNeed).map_err(failed)?;

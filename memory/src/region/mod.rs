@@ -20,6 +20,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
 
+use page_bitmap::PageBitmap;
 use parking_lot::{Mutex, MutexGuard};
 use vm_memory::VolatileSlice;
 
@@ -189,6 +190,8 @@ pub struct RamRegion {
     pagemap: Option<Arc<File>>,
     resident: ResidentMap,
     zero: ZeroMap,
+    /// Pages that were discarded at any time: a prefault leaves them to the guest's accesses.
+    discarded: PageBitmap,
     device_dirty: DeviceDirtyLog,
     /// Ranges that are read or discarded, where reading a hole would populate it.
     holds: Holds,
@@ -219,6 +222,7 @@ impl RamRegion {
             pagemap,
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
+            discarded: PageBitmap::sparse(pages)?,
             plugged: zone
                 .spec
                 .block_bytes

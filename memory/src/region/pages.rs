@@ -91,6 +91,25 @@ impl RamRegion {
         }
     }
 
+    /// The parts of `range` of which nothing was discarded, in whole pages of the backing: what the guest has
+    /// given back it takes by its own accesses.
+    pub(crate) fn never_discarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let page = self.page_bytes();
+        let mut parts = Vec::new();
+        let mut at = range.start;
+        for run in self.discarded.runs_in(Self::pages_of(range)) {
+            let start = (run.start * PAGE_BYTES).next_multiple_of(page).max(at);
+            let end = (run.end * PAGE_BYTES / page * page).min(range.end);
+            if start < end {
+                parts.push(at..start);
+                at = end;
+            }
+        }
+        parts.push(at..range.end);
+        parts.retain(|part| !part.is_empty());
+        parts
+    }
+
     /// Populates the parts of `range` whose contents are here, and calls `done` for each. Parts that are
     /// still to arrive are skipped, in whole pages of the backing.
     pub(crate) fn populate<E: From<PopulateError>>(

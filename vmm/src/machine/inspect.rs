@@ -87,7 +87,8 @@ impl Machine {
         if populating {
             let memory = &self.config.memory;
             let modes = ram::prefault_modes(memory);
-            self.prefault = Background::start(&self.parts.ram, memory, &modes);
+            let balloon = self.balloon().cloned();
+            self.prefault = Background::start(&self.parts.ram, memory, &modes, balloon);
         }
         if collapsing {
             self.restore_huge_pages();

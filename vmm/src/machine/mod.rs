@@ -228,7 +228,8 @@ impl Machine {
         machine.feature_msrs = described.transpose()?.unwrap_or_default();
         let memory = &machine.config.memory;
         let modes = ram::prefault_modes(memory);
-        machine.prefault = prefault::Background::start(&machine.parts.ram, memory, &modes);
+        let balloon = machine.balloon().cloned();
+        machine.prefault = prefault::Background::start(&machine.parts.ram, memory, &modes, balloon);
         Ok(machine)
     }
 

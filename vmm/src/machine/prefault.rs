@@ -3,12 +3,14 @@
 //! Prefault of guest memory: before the guest runs, or while it does.
 //!
 //! Owns which zones are populated when, the events about it, and how far it is.
-//! Must never populate memory whose contents are still to arrive.
+//! Must never populate memory whose contents are still to arrive, and leaves with the host what the
+//! running guest has given back.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use devices::virtio::balloon::BalloonHandle;
 use memory::available::InsufficientMemory;
 use memory::{GuestRam, PrefaultError, PrefaultEvent, PrefaultOptions, PrefaultProgress};
 use parking_lot::Mutex;
@@ -60,12 +62,14 @@ fn emit(event: &'static str, mode: &str, progress: PrefaultProgress) {
     events::emit("vm", event, properties);
 }
 
-/// Starts to prefault the zones configured for `when`; `None` if there are none.
+/// Starts to prefault the zones configured for `when`; `None` if there are none. `balloon`: discards its
+/// memory again at the end, of which some may have been populated.
 fn start(
     ram: &GuestRam,
     config: &MemoryConfig,
     zones: &[(String, Prefault)],
     when: Prefault,
+    balloon: Option<BalloonHandle>,
 ) -> Result<Option<Background>, PrefaultError> {
     let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode == when);
     let regions: Vec<_> = ram
@@ -86,33 +90,41 @@ fn start(
     let note = move |end| {
         *ended.lock() = Some(end);
     };
-    let watcher = move |notice: PrefaultEvent<'_>| match notice {
-        PrefaultEvent::Progress(progress) => {
-            let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
-            // The end has its own event.
-            if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
-                emit("prefault-progress", mode, progress);
+    let watcher = move |notice: PrefaultEvent<'_>| {
+        match notice {
+            PrefaultEvent::Progress(progress) => {
+                let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
+                // The end has its own event.
+                if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
+                    emit("prefault-progress", mode, progress);
+                }
+                return;
+            }
+            PrefaultEvent::Completed(progress) => {
+                note(PrefaultEnd::Completed);
+                emit("prefault-completed", mode, progress);
+            }
+            PrefaultEvent::Cancelled(progress) => {
+                note(PrefaultEnd::Cancelled);
+                emit("prefault-cancelled", mode, progress);
+            }
+            PrefaultEvent::Failed(error) => {
+                let why = error_text::chain(error);
+                log::warn!("guest memory is not populated any further: {why}");
+                events::emit("vm", "prefault-failed", &[("mode", mode), ("error", &why)]);
+                note(PrefaultEnd::Failed(why));
             }
         }
-        PrefaultEvent::Completed(progress) => {
-            note(PrefaultEnd::Completed);
-            emit("prefault-completed", mode, progress);
-        }
-        PrefaultEvent::Cancelled(progress) => {
-            note(PrefaultEnd::Cancelled);
-            emit("prefault-cancelled", mode, progress);
-        }
-        PrefaultEvent::Failed(error) => {
-            let why = error_text::chain(error);
-            log::warn!("guest memory is not populated any further: {why}");
-            events::emit("vm", "prefault-failed", &[("mode", mode), ("error", &why)]);
-            note(PrefaultEnd::Failed(why));
+        // What came into it while its memory was being populated.
+        if let Some(balloon) = &balloon {
+            balloon.memory_was_populated();
         }
     };
     let threads = config.prefault_threads.and_then(|count| usize::try_from(count).ok());
     let options = PrefaultOptions {
         threads: threads.and_then(NonZeroUsize::new),
         observer: Some(Arc::new(watcher)),
+        spares_discarded: when == Prefault::Background,
         ..PrefaultOptions::default()
     };
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
@@ -139,7 +151,7 @@ pub fn complete(
     zones: &[(String, Prefault)],
     cancel: &CancelToken,
 ) -> Result<(), PrefaultError> {
-    let Some(running) = start(ram, config, zones, Prefault::Boot)? else { return Ok(()) };
+    let Some(running) = start(ram, config, zones, Prefault::Boot, None)? else { return Ok(()) };
     running.engine.wait_unless(&|| cancel.is_cancelled())
 }
 
@@ -150,8 +162,9 @@ impl Background {
         ram: &GuestRam,
         config: &MemoryConfig,
         zones: &[(String, Prefault)],
+        balloon: Option<BalloonHandle>,
     ) -> Option<Self> {
-        start(ram, config, zones, Prefault::Background).unwrap_or_else(|error| {
+        start(ram, config, zones, Prefault::Background, balloon).unwrap_or_else(|error| {
             log::warn!(
                 "guest memory is not populated in the background: {}",
                 error_text::chain(&error)
