@@ -48,8 +48,6 @@ pub trait Populator: Send + Sync {
     fn total_bytes(&self) -> (u64, u64);
     /// All regions of the memory.
     fn regions(&self) -> &[Arc<RamRegion>];
-    /// Upper bound of the number of hook calls with at most `chunk_bytes` each.
-    fn chunks(&self, chunk_bytes: u64) -> u64;
     /// Populates everything, and returns when done; stops soon after an error of the hook.
     ///
     /// # Errors
@@ -83,12 +81,6 @@ impl Populator for GuestRamPopulator {
 
     fn regions(&self) -> &[Arc<RamRegion>] {
         self.0.regions()
-    }
-
-    fn chunks(&self, chunk_bytes: u64) -> u64 {
-        // Chunks end at host huge pages, so that the first and the last of a region may be short.
-        let of_region = |len_bytes: u64| len_bytes.div_ceil(chunk_bytes.max(1)) + 1;
-        self.0.regions().iter().map(|region| of_region(region.len_bytes())).sum()
     }
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {

@@ -27,6 +27,7 @@ use memory::{Pins, RamRegion};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::dma::{DmaTarget, Populator};
+use super::entries::{self, Entries};
 use super::error::PinError;
 use super::ranges::{overlapping, remove_in};
 
@@ -118,7 +119,8 @@ fn span(run: &[(u64, u64)]) -> Range<u64> {
 
 impl DmaMap {
     /// A map with nothing mapped. `lent`: memory is to be discarded and populated again, so pieces are as
-    /// small as the limit on mappings allows, a quarter of which is left for other uses.
+    /// small as the limit on mappings allows, a quarter of which is left for other uses. Blocks that may be
+    /// plugged have a mapping each, whatever the size of pieces; room for all of them is left where possible.
     pub fn plan(
         target: Arc<dyn DmaTarget>,
         populator: &dyn Populator,
@@ -126,10 +128,24 @@ impl DmaMap {
         on_lost: OnLost,
     ) -> Arc<Self> {
         let allowed = target.limits().entries.map_or(u64::MAX, |entries| entries - entries / 4);
-        let (total_bytes, _) = populator.total_bytes();
+        let entries = |piece_bytes| Entries::of(populator.regions(), piece_bytes);
+        // More blocks than that may be refused when they are plugged, in favour of the memory that is there.
+        let for_blocks = |entries: &Entries| entries.blocks.min(allowed / 2);
+        let is_over = |entries: &Entries| entries.pieces > allowed - for_blocks(entries);
         let mut piece_bytes = if lent { LENT_PIECE_BYTES } else { PIECE_BYTES };
-        while piece_bytes < total_bytes && populator.chunks(piece_bytes) > allowed {
+        let longest_bytes = populator.regions().iter().map(|region| region.len_bytes()).max();
+        while longest_bytes.is_some_and(|longest| piece_bytes < longest)
+            && is_over(&entries(piece_bytes))
+        {
             piece_bytes *= 2;
+        }
+        let wanted = entries(piece_bytes);
+        if wanted.pieces.saturating_add(wanted.blocks) > allowed {
+            log::warn!(
+                "the {} blocks that memory may have plugged may exceed what the IOMMU maps for \
+                 passed-through devices, {allowed} pieces: raise dma_entry_limit for all of them",
+                wanted.blocks
+            );
         }
         Arc::new(Self {
             target,
@@ -312,8 +328,7 @@ impl DmaMap {
 
 impl Pins for DmaMap {
     fn grain_bytes(&self, region: &RamRegion) -> u64 {
-        // All are powers of two. Hot-plugged memory is mapped by its blocks.
-        region.block_bytes().unwrap_or_else(|| self.piece_bytes.max(region.page_bytes()))
+        entries::grain_bytes(region, self.piece_bytes)
     }
 
     fn unpin(&self, region: &RamRegion, range: &Range<u64>) -> Vec<Range<u64>> {

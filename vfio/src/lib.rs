@@ -29,6 +29,7 @@ mod dma;
 mod dma_map;
 #[cfg(test)]
 mod dma_map_tests;
+mod entries;
 mod error;
 mod express;
 #[cfg(any(test, feature = "testing"))]

@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use super::dma::{Populating, Populator};
 use super::dma_map::DmaMap;
+use super::entries::Entries;
 use super::error::PinError;
 use super::gate::DmaGate;
 
@@ -123,8 +124,8 @@ impl Pinning {
     /// The limit that is too low.
     pub fn check(dma_map: &DmaMap, populator: &dyn Populator) -> Result<(), PinError> {
         let (total_bytes, counted_bytes) = populator.total_bytes();
-        let entries = populator.chunks(dma_map.piece_bytes());
-        dma_map.target().limits().check(entries, total_bytes, counted_bytes)
+        let entries = Entries::of(populator.regions(), dma_map.piece_bytes());
+        dma_map.target().limits().check(entries.now(), total_bytes, counted_bytes)
     }
 
     /// The current progress.

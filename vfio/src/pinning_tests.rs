@@ -106,10 +106,6 @@ impl Populator for Watched {
         self.inner.regions()
     }
 
-    fn chunks(&self, chunk_bytes: u64) -> u64 {
-        self.inner.chunks(chunk_bytes)
-    }
-
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
         assert_eq!(how.yields_to_guest, self.needs_help, "whether the guest goes first");
         if self.needs_help {

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The number of IOMMU mappings that guest memory needs, by the grain in which each region is mapped.
+//!
+//! Owns that grain. type1 has a limit on mappings, so the count has to be neither too low, or mapping fails in the
+//! middle, nor too high, or pieces become so large that a balloon can give nothing back.
+
+use std::sync::Arc;
+
+use memory::RamRegion;
+
+/// Size of the mappings of a region in bytes. Hot-plugged memory is mapped by its blocks; all others in pieces of
+/// `piece_bytes`, or of a host page, if that is larger. All are powers of two.
+pub(super) fn grain_bytes(region: &RamRegion, piece_bytes: u64) -> u64 {
+    region.block_bytes().unwrap_or_else(|| piece_bytes.max(region.page_bytes())).max(1)
+}
+
+/// Numbers of mappings; upper bounds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Entries {
+    /// Of memory that is there from the start.
+    pub pieces: u64,
+    /// Of plugged blocks.
+    pub plugged: u64,
+    /// Of all blocks, plugged or not.
+    pub blocks: u64,
+}
+
+impl Entries {
+    /// Those of `regions`, with pieces of `piece_bytes`.
+    pub(super) fn of(regions: &[Arc<RamRegion>], piece_bytes: u64) -> Self {
+        let mut entries = Self::default();
+        for region in regions {
+            let grain = grain_bytes(region, piece_bytes);
+            if region.block_bytes().is_some() {
+                entries.plugged += region.usable_bytes().div_ceil(grain);
+                entries.blocks += region.len_bytes().div_ceil(grain);
+            } else {
+                // Chunks end at host huge pages, so that the first and the last piece of a region may be short.
+                entries.pieces += region.len_bytes().div_ceil(grain) + 1;
+            }
+        }
+        entries
+    }
+
+    /// Those that are needed now.
+    pub(super) fn now(self) -> u64 {
+        self.pieces.saturating_add(self.plugged)
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+
+    use super::*;
+    use crate::fakes::FakeTarget;
+    use crate::{DmaLimits, DmaMap, GuestRamPopulator, Pinning};
+
+    const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
+
+    /// Memory that is never touched: some from the start, and zones that may get so many blocks each.
+    fn ram(boot_bytes: u64, zones: u64, blocks: u64, block_bytes: u64) -> Arc<GuestRam> {
+        let mut all = vec![ZoneSpec { shared: true, ..ZoneSpec::new("boot", boot_bytes) }];
+        for zone in 0..zones {
+            let id = format!("later{zone}");
+            let zone = ZoneSpec::new(&id, blocks * block_bytes);
+            all.push(ZoneSpec { shared: true, block_bytes: Some(block_bytes), ..zone });
+        }
+        Arc::new(GuestRam::new(&RamConfig { zones: all }, RamLayout::default()).unwrap())
+    }
+
+    fn planned(ram: &Arc<GuestRam>, limit: u64) -> (u64, bool) {
+        let limits = DmaLimits { entries: Some(limit), ..DmaLimits::default() };
+        let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
+        let populator = GuestRamPopulator(Arc::clone(ram));
+        let dma_map = DmaMap::plan(target, &populator, true, Box::new(|_| {}));
+        (dma_map.piece_bytes(), Pinning::check(&dma_map, &populator).is_ok())
+    }
+
+    #[test]
+    fn memory_that_may_come_is_counted_by_its_blocks() {
+        let ram = ram(GIB, 1, 256, 16 * MIB);
+        let entries = Entries::of(ram.regions(), 2 * MIB);
+        assert_eq!(entries, Entries { pieces: 513, plugged: 0, blocks: 256 });
+        // Its 4 GiB would be 2048 pieces. A quarter of the limit is left for other uses.
+        assert_eq!(planned(&ram, 1100), (2 * MIB, true));
+        assert_eq!(planned(&ram, 1000), (4 * MIB, true), "250, and 256 blocks");
+        let gpa = ram.regions()[1].gpa();
+        ram.plug(&(gpa..gpa + 32 * MIB)).unwrap();
+        assert_eq!(Entries::of(ram.regions(), 2 * MIB).now(), 515);
+    }
+
+    #[test]
+    fn memory_that_is_there_comes_before_blocks_beyond_the_limit() {
+        let ram = ram(GIB, 4, 256, 16 * MIB);
+        assert_eq!(planned(&ram, 2100), (2 * MIB, true), "787 are left for 1024 blocks");
+        assert_eq!(planned(&ram, 1000), (4 * MIB, true), "375 are left for them");
+        assert!(planned(&ram, 2).1, "one piece and a short one");
+        assert!(!planned(&ram, 1).1);
+    }
+}
