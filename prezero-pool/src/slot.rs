@@ -155,7 +155,7 @@ impl SlotMemory {
     /// Fills holes, clears all of it in place, and looks at every byte. No other process may have it.
     ///
     /// # Errors
-    /// There is no memory for the holes, or it does not stay zero.
+    /// There is no memory for the holes, `keep_free` included, or it does not stay zero.
     pub fn scrub(&self, class: &Class, options: &ZeroingOptions) -> Result<(), PoolSlotError> {
         let size_bytes = class.size_bytes;
         let config = RamConfig { zones: vec![zone_of(class)] };
@@ -200,10 +200,14 @@ fn work_on(
 ) -> Result<(), PoolSlotError> {
     let bytes = chunk.end - chunk.start;
     let keep_free_bytes = options.keep_free_bytes;
-    // Huge pages were set aside before; what is cleared in place takes nothing.
-    if what == Work::Build && !region.is_hugetlb() {
+    // Huge pages were set aside before.
+    if !region.is_hugetlb() {
+        // What is cleared in place takes nothing, but what its user gave back does.
+        let there = if what == Work::Scrub { region.populated_runs(chunk)? } else { Vec::new() };
+        let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
+        let missing_bytes = bytes.saturating_sub(there_bytes);
         let available_bytes = memory::available::available_bytes(class.node);
-        if available_bytes < keep_free_bytes.saturating_add(bytes) {
+        if missing_bytes > 0 && available_bytes < keep_free_bytes.saturating_add(missing_bytes) {
             return Err(PoolSlotError::HostFull { available_bytes, keep_free_bytes });
         }
     }
@@ -293,5 +297,22 @@ mod tests {
         };
         let error = SlotMemory::build(&class(), &options).unwrap_err();
         assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_full_host_is_left_alone_when_holes_are_filled() {
+        let full = ZeroingOptions { keep_free_bytes: u64::MAX, ..options() };
+        let memory = SlotMemory::build(&class(), &options()).unwrap();
+        memory.scrub(&class(), &full).unwrap();
+        // The user's balloon has given a page back.
+        let user = memory.lease().unwrap();
+        let (at, mode) = (SIZE / 2, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE);
+        let at = libc::off_t::try_from(at).unwrap();
+        // SAFETY: takes numbers only; the descriptor is open.
+        assert_eq!(unsafe { libc::fallocate(user.as_raw_fd(), mode, at, 4096) }, 0);
+        drop(user);
+        let error = memory.scrub(&class(), &full).unwrap_err();
+        assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
+        memory.scrub(&class(), &options()).unwrap();
     }
 }
