@@ -4,7 +4,8 @@
 //!
 //! Owns the connection: the memory that came over it is leased for as long as the connection is open.
 //! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`]): a VM without
-//! prezeroed memory starts later, a VM whose pool hangs must start all the same.
+//! prezeroed memory starts later, a VM whose pool hangs must start all the same. Must never read an answer
+//! as that to another request: answers do not name theirs, so a connection with an answer outstanding is not used again.
 
 use std::fs::File;
 use std::io;
@@ -61,6 +62,15 @@ pub enum PoolError {
         #[source]
         source: ProtocolError,
     },
+    /// An answer is outstanding, or was not understood, and may still come.
+    #[error(
+        "the pool of prezeroed memory at {} has not answered an earlier request, so nothing more is asked of it",
+        path.display()
+    )]
+    Unanswered {
+        /// Its socket.
+        path: PathBuf,
+    },
     /// It breaks its own rules.
     #[error("the pool of prezeroed memory at {} {what}", path.display())]
     Misbehaved {
@@ -109,8 +119,15 @@ pub struct PinnedMemory {
 #[derive(Debug)]
 pub struct PoolConnection {
     path: PathBuf,
-    /// Locked for one question and its answer.
-    stream: Mutex<UnixStream>,
+    /// Locked for one request and its answer.
+    link: Mutex<Link>,
+}
+
+#[derive(Debug)]
+struct Link {
+    stream: UnixStream,
+    /// Whether a request was made whose answer has not been read in full.
+    is_unanswered: bool,
 }
 
 impl PoolConnection {
@@ -121,7 +138,7 @@ impl PoolConnection {
     pub fn open(path: &Path) -> Result<Self, PoolError> {
         let stream =
             connect(path).map_err(|source| PoolError::Connect { path: path.to_owned(), source })?;
-        Ok(Self { path: path.to_owned(), stream: Mutex::new(stream) })
+        Ok(Self { path: path.to_owned(), link: Mutex::new(Link { stream, is_unanswered: false }) })
     }
 
     /// Asks for memory.
@@ -129,12 +146,9 @@ impl PoolConnection {
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take(&self, request: &Take) -> Result<PoolMemory, PoolError> {
-        let stream = self.stream.lock();
         let path = || self.path.clone();
-        let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        io::Write::write_all(&mut &*stream, &request.encode()).map_err(io_error)?;
-        let (reply, mut files) = self.receive(&stream, PATIENCE)?;
+        let (reply, mut files) = self.ask(&request.encode(), PATIENCE)?;
         if files.len() > 1 {
             return Err(misbehaved("sent two descriptors for one"));
         }
@@ -162,15 +176,9 @@ impl PoolConnection {
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
-        let stream = self.stream.lock();
         let path = || self.path.clone();
-        let io_error = |source| PoolError::Io { path: path(), source };
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        io::Write::write_all(&mut &*stream, &request.encode()).map_err(io_error)?;
-        stream.set_read_timeout(Some(PATIENCE_PINNED)).map_err(io_error)?;
-        let received = self.receive(&stream, PATIENCE_PINNED);
-        stream.set_read_timeout(Some(PATIENCE)).map_err(io_error)?;
-        let (reply, files) = received?;
+        let (reply, files) = self.ask(&request.encode(), PATIENCE_PINNED)?;
         let grant = match reply {
             Reply::GrantedPinned(grant) => grant,
             Reply::Granted { .. } => return Err(misbehaved("gave memory without the device")),
@@ -188,6 +196,20 @@ impl PoolConnection {
         let [file, iommufd, device] =
             files.map_err(|_| misbehaved("granted a device and sent too little"))?;
         Ok(PinnedMemory { file, iommufd, device, grant })
+    }
+
+    /// Makes a request and waits for its answer.
+    fn ask(&self, request: &[u8], patience: Duration) -> Result<(Reply, Vec<File>), PoolError> {
+        let mut link = self.link.lock();
+        let io_error = |source| PoolError::Io { path: self.path.clone(), source };
+        if std::mem::replace(&mut link.is_unanswered, true) {
+            return Err(PoolError::Unanswered { path: self.path.clone() });
+        }
+        io::Write::write_all(&mut &link.stream, request).map_err(io_error)?;
+        link.stream.set_read_timeout(Some(patience)).map_err(io_error)?;
+        let answer = self.receive(&link.stream, patience)?;
+        link.is_unanswered = false;
+        Ok(answer)
     }
 
     fn receive(
@@ -292,6 +314,29 @@ mod tests {
         .unwrap();
         assert_eq!((memory.size_bytes, memory.pages), (8192, SlotPages::Transparent));
         assert_eq!(memory.file.metadata().unwrap().len(), 8192);
+    }
+
+    /// The first answer is too late, and would be taken for that to the second request.
+    #[test]
+    fn a_late_answer_is_none_to_another_request() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        let listener = UnixListener::bind(&path).unwrap();
+        let connection = PoolConnection::open(&path).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        let late = connection.ask(&REQUEST.encode(), Duration::from_millis(1));
+        assert!(matches!(late, Err(PoolError::Io { .. })), "{late:?}");
+        let file = tempfile::tempfile().unwrap();
+        let reply = granted(8192, SlotPages::Small);
+        stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
+        let other = Take { size_bytes: 8192, ..REQUEST };
+        let answer = connection.take(&other);
+        assert!(matches!(answer, Err(PoolError::Unanswered { .. })), "{answer:?}");
+        // With the connection goes what was granted late.
+        drop(connection);
+        let mut request = [0; 32];
+        stream.read_exact(&mut request).unwrap();
+        assert_eq!(stream.read(&mut request).unwrap_or(0), 0, "nothing more was asked");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use memory::{Backing, HugePageSize, Lease, ProvidedFile, ZoneSpec};
-use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, Take};
+use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, PoolMemory, Take};
 
 use crate::events;
 
@@ -28,7 +28,9 @@ pub fn pages(zone: &ZoneSpec) -> PagesWanted {
     }
 }
 
-/// Connections by socket; `None` for one that could not be reached, which is not tried again.
+/// Connections by socket; `None` for one that could not be reached or has not answered, which is not tried
+/// again. Such a connection is closed with that, unless memory came over it before: what the pool grants too late
+/// goes back.
 #[derive(Default)]
 struct Pools<'a>(BTreeMap<&'a Path, Option<Arc<PoolConnection>>>);
 
@@ -40,6 +42,23 @@ impl<'a> Pools<'a> {
         let opened = PoolConnection::open(socket).map(Arc::new);
         self.0.insert(socket, opened.as_ref().ok().cloned());
         opened.map(Some)
+    }
+
+    /// Memory from the pool at `socket`, with its connection; `None` if the pool has failed before.
+    fn take(
+        &mut self,
+        socket: &'a Path,
+        request: &Take,
+    ) -> Result<Option<(Arc<PoolConnection>, PoolMemory)>, PoolError> {
+        let Some(pool) = self.at(socket)? else { return Ok(None) };
+        match pool.take(request) {
+            Ok(memory) => Ok(Some((pool, memory))),
+            Err(refused @ PoolError::Refused { .. }) => Err(refused),
+            Err(error) => {
+                self.0.insert(socket, None);
+                Err(error)
+            }
+        }
     }
 }
 
@@ -60,11 +79,7 @@ pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
         let Some(socket) = socket else { continue };
         let request =
             Take { size_bytes: zone.size_bytes, pages: pages(zone), node: zone.host_numa_node };
-        let taken = pools.at(socket).and_then(|pool| match pool {
-            Some(pool) => pool.take(&request).map(|memory| Some((pool, memory))),
-            None => Ok(None),
-        });
-        match taken {
+        match pools.take(socket, &request) {
             Ok(Some((pool, memory))) => {
                 let size = memory.size_bytes.to_string();
                 let properties =
