@@ -2,9 +2,8 @@
 
 //! The physical address space of the guest: where RAM, boot data, tables and device windows are.
 //!
-//! Owns every fixed address, port and interrupt number of the machine, with the reason for it, and
-//! the rule that splits a RAM size into ranges. It must never depend on what is configured: a
-//! number that varies between two VMs belongs to the caller.
+//! Owns every fixed address, port and interrupt number of the machine, with the reason for it. It must never
+//! depend on what is configured: a number that varies between two VMs belongs to the caller.
 //!
 //! ```text
 //!            0  zero page, GDT, page tables, PVH start info, command line
@@ -14,6 +13,7 @@
 //!    E800_0000  PCI ECAM, one MiB for each bus
 //!    F800_0000  unassigned; FEC0_0000 I/O APIC, FEE0_0000 local APIC, FFFB_C000 KVM's own pages
 //!  1_0000_0000  RAM again (what did not fit below 3 GiB)
+//! FD_0000_0000  12 GiB without RAM and devices where an IOMMU of AMD's cannot map them, then RAM again
 //!   after RAM   64-bit device window, up to the end of the guest's address space
 //! ```
 
@@ -179,47 +179,24 @@ impl GpaRange {
     }
 }
 
-/// What may not be RAM beyond the holes every machine has.
+/// Guest addresses above 4 GiB that are left out: neither RAM nor a device has them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HighHole {
-    /// Nothing: RAM above 4 GiB is one range. What cloud-hypervisor does.
+    /// None: RAM above 4 GiB is one range. What cloud-hypervisor does.
     #[default]
     None,
-    /// Leave out [`AMD_HT_GPA`]: for an AMD host with passed-through devices and more RAM than
-    /// fits below it (1012 GiB).
+    /// [`AMD_HT_GPA`] to [`AMD_HT_END_GPA`]: for passed-through devices on an AMD host.
     AmdHyperTransport,
 }
 
-/// The range of RAM did not fit in the guest's address space.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{len_bytes} bytes of memory do not fit in the 64-bit guest address space")]
-pub struct RamTooLarge {
-    /// What was asked for.
-    pub len_bytes: u64,
-}
-
-/// Splits `len_bytes` of RAM into address ranges: up to 3 GiB from zero, the rest from 4 GiB.
-///
-/// The order is ascending, no range is empty, and the lengths add up to `len_bytes`.
-pub fn ram_ranges(len_bytes: u64, hole: HighHole) -> Result<Vec<GpaRange>, RamTooLarge> {
-    let mut usable = vec![GpaRange::between(0, LOW_RAM_END_GPA)];
-    match hole {
-        HighHole::None => usable.push(GpaRange::between(HIGH_RAM_64_GPA, u64::MAX)),
-        HighHole::AmdHyperTransport => {
-            usable.push(GpaRange::between(HIGH_RAM_64_GPA, AMD_HT_GPA));
-            usable.push(GpaRange::between(AMD_HT_END_GPA, u64::MAX));
+impl HighHole {
+    /// The addresses that are left out.
+    pub const fn range(self) -> Option<GpaRange> {
+        match self {
+            Self::None => None,
+            Self::AmdHyperTransport => Some(GpaRange::between(AMD_HT_GPA, AMD_HT_END_GPA)),
         }
     }
-    let mut left_bytes = len_bytes;
-    let mut ranges = Vec::with_capacity(usable.len());
-    for space in usable {
-        let len = left_bytes.min(space.len_bytes);
-        if len > 0 {
-            ranges.push(GpaRange { gpa: space.gpa, len_bytes: len });
-        }
-        left_bytes -= len;
-    }
-    if left_bytes > 0 { Err(RamTooLarge { len_bytes }) } else { Ok(ranges) }
 }
 
 /// The 64-bit device window: from the first GiB boundary after `ram_end_gpa` (all memory that may
@@ -233,11 +210,11 @@ pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<
         1_u64.checked_shl(u32::from(phys_bits)).unwrap_or(u64::MAX).saturating_sub(0x1_0000);
     let start_gpa = ram_end_gpa.max(HIGH_RAM_64_GPA).checked_next_multiple_of(GIB)?;
     let whole = GpaRange::between(start_gpa, limit_gpa);
-    let window = match hole {
-        HighHole::None => whole,
-        HighHole::AmdHyperTransport => {
-            let below = GpaRange::between(start_gpa, limit_gpa.min(AMD_HT_GPA));
-            let above = GpaRange::between(start_gpa.max(AMD_HT_END_GPA), limit_gpa);
+    let window = match hole.range() {
+        None => whole,
+        Some(hole) => {
+            let below = GpaRange::between(start_gpa, limit_gpa.min(hole.gpa));
+            let above = GpaRange::between(start_gpa.max(hole.end_gpa()), limit_gpa);
             if above.len_bytes > below.len_bytes { above } else { below }
         }
     };
@@ -260,38 +237,6 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn ram_up_to_three_gib_is_one_range() {
-        let len_bytes = LOW_RAM_END_GPA;
-        assert_eq!(
-            ram_ranges(len_bytes, HighHole::None).unwrap(),
-            [GpaRange { gpa: 0, len_bytes }]
-        );
-        assert!(ram_ranges(0, HighHole::None).unwrap().is_empty());
-    }
-
-    #[test]
-    fn ram_continues_at_four_gib() {
-        assert_eq!(
-            ram_ranges(4 * GIB, HighHole::None).unwrap(),
-            [GpaRange { gpa: 0, len_bytes: 3 * GIB }, GpaRange { gpa: 4 * GIB, len_bytes: GIB }]
-        );
-    }
-
-    #[test]
-    fn hypertransport_range_holds_no_ram() {
-        let ranges = ram_ranges(2048 * GIB, HighHole::AmdHyperTransport).unwrap();
-        assert_eq!(ranges.len(), 3);
-        let hole = GpaRange::between(AMD_HT_GPA, AMD_HT_END_GPA);
-        assert!(ranges.iter().all(|range| !range.overlaps(&hole)));
-        assert_eq!(ranges.iter().map(|range| range.len_bytes).sum::<u64>(), 2048 * GIB);
-    }
-
-    #[test]
-    fn too_much_ram_is_refused() {
-        assert_eq!(ram_ranges(u64::MAX, HighHole::None), Err(RamTooLarge { len_bytes: u64::MAX }));
-    }
 
     #[test]
     fn device_window_follows_ram() {

@@ -6,16 +6,25 @@
 //! address space ends with its iommufd, or with the process that made it.
 
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use iommufd_bindings::iommufd::{
-    iommu_hw_info, iommu_hwpt_alloc, iommu_ioas_alloc, iommu_ioas_map, iommu_ioas_map_file,
-    iommu_ioas_unmap, iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
+    iommu_hw_info, iommu_hwpt_alloc, iommu_ioas_alloc, iommu_ioas_iova_ranges, iommu_ioas_map,
+    iommu_ioas_map_file, iommu_ioas_unmap, iommu_iova_range,
+    iommufd_ioas_map_flags_IOMMU_IOAS_MAP_FIXED_IOVA as FIXED_IOVA,
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_READABLE as READABLE,
     iommufd_ioas_map_flags_IOMMU_IOAS_MAP_WRITEABLE as WRITEABLE,
 };
 use iommufd_ioctls::{IommuFd, IommufdError};
 use thiserror::Error;
+
+/// `IOMMU_IOAS_IOVA_RANGES`, which the crate of iommufd's ioctls lacks.
+const IOVA_RANGES: libc::Ioctl = 0x3b84;
+/// Ranges for which there is room at first: more than hosts are known to have.
+const FIRST_RANGES_COUNT: usize = 64;
+/// Limit on ranges, in case the kernel names an absurd number.
+const RANGES_COUNT_MAX: usize = 1 << 16;
 
 /// Memory that could not be mapped by the file that it is in.
 #[derive(Debug, Error)]
@@ -134,6 +143,38 @@ impl<'a> Ioas<'a> {
             IommufdError::IommuIoasMap(errno) => io::Error::from_raw_os_error(errno.errno()),
             other => io::Error::other(other),
         })
+    }
+
+    /// The addresses that can be mapped for the devices that are attached: first and last of each range, in
+    /// order.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn valid_ranges(&self) -> io::Result<Vec<RangeInclusive<u64>>> {
+        let mut ranges = vec![iommu_iova_range::default(); FIRST_RANGES_COUNT];
+        loop {
+            let mut query = iommu_ioas_iova_ranges {
+                size: size_of_u32::<iommu_ioas_iova_ranges>(),
+                ioas_id: self.id,
+                num_iovas: u32::try_from(ranges.len()).map_err(io::Error::other)?,
+                allowed_iovas: ranges.as_mut_ptr().expose_provenance() as u64,
+                ..Default::default()
+            };
+            // SAFETY: the kernel reads and writes the query, and writes as many ranges as it says are there.
+            let result =
+                unsafe { libc::ioctl(self.iommufd.as_raw_fd(), IOVA_RANGES, &raw mut query) };
+            let count = usize::try_from(query.num_iovas).map_err(io::Error::other)?;
+            if result == 0 {
+                ranges.truncate(count);
+                return Ok(ranges.iter().map(|range| range.start..=range.last).collect());
+            }
+            let error = io::Error::last_os_error();
+            let is_longer = (ranges.len() + 1..=RANGES_COUNT_MAX).contains(&count);
+            if error.raw_os_error() != Some(libc::EMSGSIZE) || !is_longer {
+                return Err(error);
+            }
+            ranges.resize(count, iommu_iova_range::default());
+        }
     }
 
     /// Unmaps what was mapped, whole mappings only.

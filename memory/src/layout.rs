@@ -3,13 +3,23 @@
 //! Placement of zones in the guest's physical address space.
 //!
 //! Owns the rule: zones one after another from address 0, cut at the hole for devices below
-//! 4 GiB. Must never depend on the host, or a migrated guest would find its memory elsewhere.
+//! 4 GiB, and at a second one above, if there is one. Must never depend on the host, or a migrated guest would
+//! find its memory elsewhere.
 
 use std::ops::Range;
 
 /// Alignment of memory that is added later: the largest unit in which a 64-bit guest adds memory, so
 /// that all of it is usable.
 const LATER_ALIGN_BYTES: u64 = 2 << 30;
+
+/// A range of guest physical addresses without RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RamHole {
+    /// First address.
+    pub start: u64,
+    /// First address at which RAM continues.
+    pub end: u64,
+}
 
 /// Guest physical addresses for RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +28,8 @@ pub struct RamLayout {
     pub hole_start: u64,
     /// First guest physical address at which RAM continues.
     pub hole_end: u64,
+    /// A second range without RAM, above the first.
+    pub high_hole: Option<RamHole>,
     /// No RAM at or above this guest physical address.
     pub end: u64,
 }
@@ -25,7 +37,7 @@ pub struct RamLayout {
 impl Default for RamLayout {
     /// A hole from 3 to 4 GiB and an address space of 52 bits, the most that x86-64 has.
     fn default() -> Self {
-        Self { hole_start: 0xC000_0000, hole_end: 0x1_0000_0000, end: 1 << 52 }
+        Self { hole_start: 0xC000_0000, hole_end: 0x1_0000_0000, high_hole: None, end: 1 << 52 }
     }
 }
 
@@ -58,8 +70,9 @@ pub enum LayoutError {
     },
     /// The hole would cut a huge page.
     #[error(
-        "memory zone '{id}' would be cut at its byte {at:#x} by the hole for devices, which is not \
-         a multiple of its page size, {page_bytes} bytes: put smaller zones behind it"
+        "memory zone '{id}' would be cut at its byte {at:#x} by guest addresses that are kept free of \
+         memory, which is not a multiple of its page size, {page_bytes} bytes: put smaller zones \
+         behind it"
     )]
     CutPage {
         /// The zone.
@@ -70,7 +83,10 @@ pub enum LayoutError {
         page_bytes: u64,
     },
     /// The hole is invalid.
-    #[error("the hole for devices {start:#x}..{end:#x} is not an ordered, page-aligned range")]
+    #[error(
+        "the guest addresses without memory, {start:#x}..{end:#x}, are not an ordered, page-aligned \
+         range above those before"
+    )]
     BadHole {
         /// Start of the hole.
         start: u64,
@@ -90,11 +106,38 @@ pub(crate) struct ZoneExtent<'a> {
 }
 
 impl RamLayout {
-    pub(crate) fn place(&self, zones: &[ZoneExtent<'_>]) -> Result<Vec<Placement>, LayoutError> {
-        let (start, end) = (self.hole_start, self.hole_end);
-        if start > end || !start.is_multiple_of(4096) || !end.is_multiple_of(4096) {
-            return Err(LayoutError::BadHole { start, end });
+    /// The ranges without RAM, in order.
+    fn holes(&self) -> impl Iterator<Item = RamHole> {
+        let low = RamHole { start: self.hole_start, end: self.hole_end };
+        std::iter::once(low).chain(self.high_hole)
+    }
+
+    fn check_holes(&self) -> Result<(), LayoutError> {
+        let mut free_from = 0;
+        for RamHole { start, end } in self.holes() {
+            let is_of_pages = start.is_multiple_of(4096) && end.is_multiple_of(4096);
+            if start < free_from || start > end || !is_of_pages {
+                return Err(LayoutError::BadHole { start, end });
+            }
+            free_from = end;
         }
+        Ok(())
+    }
+
+    /// The first address from `gpa` on that may be RAM, and how many bytes there are from it to the next hole.
+    fn room_from(&self, gpa: u64) -> (u64, u64) {
+        let mut gpa = gpa;
+        for hole in self.holes() {
+            if (hole.start..hole.end).contains(&gpa) {
+                gpa = hole.end;
+            }
+        }
+        let next = self.holes().map(|hole| hole.start).find(|start| gpa < *start);
+        (gpa, next.map_or(u64::MAX, |start| start - gpa))
+    }
+
+    pub(crate) fn place(&self, zones: &[ZoneExtent<'_>]) -> Result<Vec<Placement>, LayoutError> {
+        self.check_holes()?;
         let mut placed = Vec::new();
         let mut gpa = 0;
         let (later, now): (Vec<_>, Vec<_>) =
@@ -103,10 +146,18 @@ impl RamLayout {
             gpa = self.place_zone(index, zone, gpa, &mut placed)?;
         }
         for (index, zone) in later {
-            let aligned = gpa.max(self.hole_end).checked_next_multiple_of(LATER_ALIGN_BYTES);
-            gpa = self.place_zone(index, zone, aligned.unwrap_or(u64::MAX), &mut placed)?;
+            let start = self.place_of_later(zone, gpa).unwrap_or(u64::MAX);
+            gpa = self.place_zone(index, zone, start, &mut placed)?;
         }
         Ok(placed)
+    }
+
+    /// Where a zone that is added later begins: in one piece, as one device gives it to the guest.
+    fn place_of_later(&self, zone: &ZoneExtent<'_>, after_gpa: u64) -> Option<u64> {
+        let aligned = |gpa: u64| gpa.checked_next_multiple_of(LATER_ALIGN_BYTES);
+        let (gpa, room) = self.room_from(aligned(after_gpa.max(self.hole_end))?);
+        let fits = room >= zone.size_bytes && gpa.is_multiple_of(LATER_ALIGN_BYTES);
+        if fits { Some(gpa) } else { aligned(gpa.max(self.high_hole?.end)) }
     }
 
     /// Places one zone from `gpa` on; returns where the next one begins.
@@ -119,11 +170,9 @@ impl RamLayout {
     ) -> Result<u64, LayoutError> {
         let mut at = 0;
         while at < zone.size_bytes {
-            if (self.hole_start..self.hole_end).contains(&gpa) {
-                gpa = self.hole_end;
-            }
             let left = zone.size_bytes - at;
-            let room = if gpa < self.hole_start { self.hole_start - gpa } else { u64::MAX };
+            let (start, room) = self.room_from(gpa);
+            gpa = start;
             let len = left.min(room);
             if len < left && !(at + len).is_multiple_of(zone.page_bytes) {
                 let (id, page_bytes) = (zone.id.to_owned(), zone.page_bytes);
@@ -210,6 +259,74 @@ mod tests {
             let layout = RamLayout { hole_start, hole_end, ..RamLayout::default() };
             assert!(matches!(layout.place(&[]), Err(LayoutError::BadHole { .. })));
         }
+        for (start, end) in [(2 * GIB, 8 * GIB), (8 * GIB, 7 * GIB), (8 * GIB + 1, 9 * GIB)] {
+            let layout =
+                RamLayout { high_hole: Some(RamHole { start, end }), ..RamLayout::default() };
+            assert!(matches!(layout.place(&[]), Err(LayoutError::BadHole { .. })), "{start:#x}");
+        }
+    }
+
+    /// As on hosts with AMD's IOMMU: the last 12 GiB below 1 TiB.
+    const HIGH_HOLE: RamHole = RamHole { start: 1012 * GIB, end: 1024 * GIB };
+
+    fn split() -> RamLayout {
+        RamLayout { high_hole: Some(HIGH_HOLE), ..RamLayout::default() }
+    }
+
+    /// Where a zone of so many GiB is: first address and length of each part, in GiB.
+    fn parts(layout: RamLayout, size_gib: u64) -> Vec<(u64, u64)> {
+        let placed = layout.place(&[zone("a", size_gib * GIB, GIB)]).unwrap();
+        let part = |part: &Placement| (part.gpa / GIB, (part.bytes.end - part.bytes.start) / GIB);
+        placed.iter().map(part).collect()
+    }
+
+    #[test]
+    fn memory_that_reaches_the_high_hole_continues_behind_it() {
+        let (whole, split) = (RamLayout::default(), split());
+        assert_eq!(parts(whole, 512), [(0, 3), (4, 509)]);
+        assert_eq!(parts(split, 512), [(0, 3), (4, 509)]);
+        // One GiB is missing below 4 GiB, so 1011 GiB fit below.
+        assert_eq!(parts(split, 1011), [(0, 3), (4, 1008)]);
+        assert_eq!(parts(whole, 1012), [(0, 3), (4, 1009)]);
+        assert_eq!(parts(split, 1012), [(0, 3), (4, 1008), (1024, 1)]);
+        assert_eq!(parts(whole, 1024), [(0, 3), (4, 1021)]);
+        assert_eq!(parts(split, 1024), [(0, 3), (4, 1008), (1024, 13)]);
+        assert_eq!(parts(whole, 4096), [(0, 3), (4, 4093)]);
+        assert_eq!(parts(split, 4096), [(0, 3), (4, 1008), (1024, 3085)]);
+    }
+
+    #[test]
+    fn zones_follow_each_other_around_the_high_hole() {
+        let zones = [zone("a", 1011 * GIB, GIB), zone("b", 512 * GIB, GIB)];
+        let placed = split().place(&zones).unwrap();
+        let at: Vec<_> = placed.iter().map(|piece| (piece.zone, piece.gpa / GIB)).collect();
+        assert_eq!(at, [(0, 0), (0, 4), (1, 1024)]);
+        let odd = split().place(&[zone("a", 4096, 4096), zone("b", 1024 * GIB, 4096)]).unwrap();
+        assert_eq!(odd.last().map(|piece| piece.gpa), Some(HIGH_HOLE.end));
+        let zones = [zone("a", 3 * GIB + 4096, 4096), zone("huge", 1024 * GIB, 2 << 20)];
+        let error = split().place(&zones).unwrap_err();
+        assert!(matches!(error, LayoutError::CutPage { ref id, .. } if id == "huge"), "{error}");
+        let small = RamLayout { end: 1 << 40, ..split() };
+        let error = small.place(&[zone("a", 1012 * GIB, GIB)]).unwrap_err();
+        assert!(matches!(error, LayoutError::TooLarge { end, .. } if end == 1025 * GIB), "{error}");
+    }
+
+    #[test]
+    fn what_comes_later_is_never_cut() {
+        let later =
+            |id, size_gib: u64| ZoneExtent { comes_later: true, ..zone(id, size_gib * GIB, GIB) };
+        let at = |layout: RamLayout, zones: &[ZoneExtent<'_>]| -> Vec<(usize, u64)> {
+            let placed = layout.place(zones).unwrap();
+            placed.iter().map(|piece| (piece.zone, piece.gpa / GIB)).collect()
+        };
+        let zones = [zone("a", GIB, GIB), later("l", 1000), later("m", 12), later("n", 2)];
+        assert_eq!(at(RamLayout::default(), &zones), [(0, 0), (1, 4), (2, 1004), (3, 1016)]);
+        assert_eq!(at(split(), &zones), [(0, 0), (1, 4), (2, 1024), (3, 1036)]);
+        // It ends where the hole begins, and the next begins inside.
+        let zones = [zone("a", GIB, GIB), later("l", 1008), later("m", 1)];
+        assert_eq!(at(split(), &zones), [(0, 0), (1, 4), (2, 1024)]);
+        let zones = [zone("a", GIB, GIB), later("l", 2048)];
+        assert_eq!(at(split(), &zones), [(0, 0), (1, 1024)]);
     }
 
     proptest! {
@@ -217,10 +334,19 @@ mod tests {
         fn pieces_cover_each_zone_once_and_never_the_hole(
             pages in prop::collection::vec(1..40_u64, 1..8),
             hole in (0..100_u64, 0..50_u64),
+            high in prop::option::of((0..100_u64, 0..50_u64)),
         ) {
             let hole = hole.0 * 4096..(hole.0 + hole.1) * 4096;
-            let layout =
-                RamLayout { hole_start: hole.start, hole_end: hole.end, ..RamLayout::default() };
+            let high_hole = high.map(|(after, pages)| {
+                let start = hole.end + after * 4096;
+                RamHole { start, end: start + pages * 4096 }
+            });
+            let layout = RamLayout {
+                hole_start: hole.start,
+                hole_end: hole.end,
+                high_hole,
+                ..RamLayout::default()
+            };
             let zones: Vec<_> = pages.iter().map(|n| zone("z", n * 4096, 4096)).collect();
             let placed = layout.place(&zones).unwrap();
             let mut next_gpa = 0;
@@ -229,7 +355,9 @@ mod tests {
                 let len = piece.bytes.end - piece.bytes.start;
                 prop_assert!(len > 0 && piece.gpa >= next_gpa);
                 next_gpa = piece.gpa + len;
-                prop_assert!(next_gpa <= hole.start || piece.gpa >= hole.end || hole.is_empty());
+                for hole in layout.holes().filter(|hole| hole.start < hole.end) {
+                    prop_assert!(next_gpa <= hole.start || piece.gpa >= hole.end);
+                }
                 prop_assert_eq!(piece.bytes.start, sizes[piece.zone]);
                 sizes[piece.zone] += len;
             }

@@ -92,7 +92,7 @@ pub struct SlotMemory {
 }
 
 /// Everything at its place from 0 on, without a hole.
-const LAYOUT: RamLayout = RamLayout { hole_start: 0, hole_end: 0, end: 1 << 52 };
+const LAYOUT: RamLayout = RamLayout { hole_start: 0, hole_end: 0, high_hole: None, end: 1 << 52 };
 
 pub fn zone_of(class: &Class) -> ZoneSpec {
     let huge = |page_size| Backing::Hugetlb { page_size };

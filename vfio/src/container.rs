@@ -9,7 +9,8 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use hypervisor::Vm;
@@ -23,6 +24,7 @@ use super::limits::{DmaLimits, LockedMemory};
 use super::mapping::BarMapping;
 use super::p2p::P2pTarget;
 use super::ranges::remove_in;
+use super::reach::type1;
 use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction};
 
@@ -64,6 +66,31 @@ impl Type1Container {
     }
 }
 
+/// `VFIO_IOMMU_GET_INFO` of Linux's `include/uapi/linux/vfio.h`.
+const GET_INFO: libc::Ioctl = 0x3b70;
+
+impl Type1Container {
+    /// Writes the kernel's description of the container to `info`, as far as it fits, and returns the length
+    /// in bytes that it has.
+    fn describe(&self, info: &mut [u64]) -> io::Result<usize> {
+        let [first, ..] = &mut *info else { return Err(io::ErrorKind::InvalidInput.into()) };
+        // The length, and no flags.
+        let len = u32::try_from(size_of_val(&*first) * info.len()).map_err(io::Error::other)?;
+        let mut head = [0; 8];
+        head[..4].copy_from_slice(&len.to_ne_bytes());
+        info[0] = u64::from_ne_bytes(head);
+        // SAFETY: the kernel writes at most as many bytes as the first four say, which `info` has, and any
+        // bits are valid there.
+        let result =
+            unsafe { libc::ioctl(self.container.as_raw_fd(), GET_INFO, info.as_mut_ptr()) };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let len = u32::from_ne_bytes(*info[0].to_ne_bytes().first_chunk::<4>().unwrap_or(&[0; 4]));
+        usize::try_from(len).map_err(io::Error::other)
+    }
+}
+
 impl DmaSpace for Type1Container {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError> {
         let HostPlace::Sysfs(path) = place else { return Err(VfioError::NeedsIommufd) };
@@ -72,6 +99,17 @@ impl DmaSpace for Type1Container {
         let device = VfioDevice::new(&path, self.container.clone(), false)
             .map_err(|source| VfioError::Open { path, group, source })?;
         Ok(OpenedFunction { device, told: None })
+    }
+
+    fn valid_ranges(&self) -> io::Result<Option<Vec<RangeInclusive<u64>>>> {
+        let mut info = vec![0; type1::INFO_BYTES / 8];
+        let len = self.describe(&mut info)?;
+        if len > type1::INFO_BYTES {
+            info = vec![0; len.min(type1::INFO_BYTES_MAX).div_ceil(8)];
+            self.describe(&mut info)?;
+        }
+        let bytes: Vec<u8> = info.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        Ok(type1::valid_ranges(&bytes))
     }
 
     fn memory(&self) -> Arc<GuestRam> {

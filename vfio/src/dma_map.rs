@@ -411,7 +411,8 @@ mod tests {
     const GPA: u64 = 8 * MIB;
 
     fn ram(len_bytes: u64) -> Arc<GuestRam> {
-        let layout = RamLayout { hole_start: GPA, hole_end: 2 * GPA, end: 1 << 40 };
+        let layout =
+            RamLayout { hole_start: GPA, hole_end: 2 * GPA, high_hole: None, end: 1 << 40 };
         let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
         Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
     }

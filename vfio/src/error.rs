@@ -127,6 +127,32 @@ pub enum VfioError {
     /// A descriptor is given instead of a path, without iommufd.
     #[error("a device can be given by its descriptor only with iommufd")]
     NeedsIommufd,
+    /// Guest memory is at addresses that the IOMMU does not map.
+    #[error(
+        "guest memory at {gpa:#x} cannot be mapped for it: the host's IOMMU keeps the addresses from \
+         {first:#x} to {last:#x} for other purposes{remedy}"
+    )]
+    ReservedAddress {
+        /// Guest physical address.
+        gpa: u64,
+        /// First address that is kept.
+        first: u64,
+        /// Last address that is kept.
+        last: u64,
+        /// The end of the sentence, if there is an option that helps.
+        remedy: &'static str,
+    },
+    /// Guest memory is above all addresses of the IOMMU.
+    #[error(
+        "guest memory at {gpa:#x} cannot be mapped for it: the last address that the host's IOMMU \
+         reaches is {last:#x}; give the VM less memory"
+    )]
+    BeyondIommu {
+        /// Guest physical address.
+        gpa: u64,
+        /// Last address that can be mapped.
+        last: u64,
+    },
     /// A system call on an open device failed.
     #[error("cannot {what}")]
     Io {

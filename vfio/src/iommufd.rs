@@ -14,7 +14,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -239,6 +239,10 @@ impl DmaSpace for IommufdSpace {
             .open(&node)
             .map_err(|source| VfioError::OpenNode { path, node, source })?;
         self.take(file, false)
+    }
+
+    fn valid_ranges(&self) -> io::Result<Option<Vec<RangeInclusive<u64>>>> {
+        self.ioas().valid_ranges().map(Some)
     }
 
     fn memory(&self) -> Arc<GuestRam> {

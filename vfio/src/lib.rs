@@ -53,6 +53,7 @@ mod pinning;
 mod pinning_tests;
 mod prepinned;
 mod ranges;
+mod reach;
 mod space;
 mod sysfs;
 #[cfg(test)]
@@ -76,5 +77,6 @@ pub use migration::INTEGRATED_ENDPOINT_VERSION;
 pub use p2p::{P2pBars, P2pTarget, Peer};
 pub use pinning::{PinProgress, PinState, Pinning, PinningAbort};
 pub use prepinned::mapped_pieces;
+pub use reach::{HYPERTRANSPORT, HostReach};
 pub use space::{DmaSpace, OpenedFunction};
 pub use sysfs::{HostPlace, host_nodes};

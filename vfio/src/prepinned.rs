@@ -56,7 +56,8 @@ mod tests {
     use crate::{DmaGate, DmaMap, PinState, Pinning};
 
     const MIB: u64 = 1 << 20;
-    const LAYOUT: RamLayout = RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, end: 1 << 40 };
+    const LAYOUT: RamLayout =
+        RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, high_hole: None, end: 1 << 40 };
 
     /// 6 MiB of memory in two regions, from a pool or not.
     fn ram(is_pools: bool) -> Arc<GuestRam> {

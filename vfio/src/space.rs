@@ -6,7 +6,7 @@
 //! Owns the trait, and the check that a range lies in the memory that the address space keeps.
 
 use std::io;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use hypervisor::AttachedFile;
@@ -25,6 +25,13 @@ pub trait DmaSpace: DmaTarget {
     /// # Errors
     /// Names what the host lacks.
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError>;
+    /// The I/O addresses that can be mapped for the functions that are open, if the kernel says so.
+    ///
+    /// # Errors
+    /// The kernel's.
+    fn valid_ranges(&self) -> io::Result<Option<Vec<RangeInclusive<u64>>>> {
+        Ok(None)
+    }
     /// The memory that may be mapped, kept as long as a function of the space.
     fn memory(&self) -> Arc<GuestRam>;
     /// The same space as a target for device memory, if it supports that.
@@ -75,7 +82,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn ram() -> GuestRam {
-        let layout = RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, end: 1 << 40 };
+        let layout =
+            RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, high_hole: None, end: 1 << 40 };
         GuestRam::new(&RamConfig { zones: vec![ZoneSpec::new("mem0", 4 * MIB)] }, layout).unwrap()
     }
 

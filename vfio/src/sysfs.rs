@@ -69,6 +69,13 @@ pub fn host_nodes(path: &Path) -> Vec<PathBuf> {
     group.map(|group| Path::new("/dev/vfio").join(group)).into_iter().chain(own).collect()
 }
 
+/// Directory in sysfs of the function that has this open character device.
+pub(super) fn path_of_node(node: &OwnedFd) -> Option<PathBuf> {
+    let number = File::from(node.try_clone().ok()?).metadata().ok()?.rdev();
+    let name = format!("{}:{}", libc::major(number), libc::minor(number));
+    Path::new("/sys/dev/char").join(name).join("device").canonicalize().ok()
+}
+
 /// Whether an open file is the character device of the function at `path`.
 pub(super) fn is_node_of(path: &Path, node: &File) -> bool {
     let Ok(metadata) = node.metadata() else { return false };

@@ -28,6 +28,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::error::VfioError;
 use crate::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use crate::mapping::BarMapping;
+use crate::reach;
 use crate::space::{DmaSpace, OpenedFunction};
 use crate::sysfs::HostPlace;
 use pci::BARS_COUNT;
@@ -53,7 +54,9 @@ impl VfioFunction {
     /// # Errors
     /// Names what the host lacks.
     pub fn attach(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
-        let OpenedFunction { device, told } = space.open(place)?;
+        let opened = space.open(place)?;
+        check_reach(id, space)?;
+        let OpenedFunction { device, told } = opened;
         // SAFETY: the device keeps its descriptor open across this statement.
         let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
         let file = file.try_clone_to_owned().map(File::from).map_err(|source| VfioError::Io {
@@ -107,6 +110,24 @@ impl VfioFunction {
 
     fn refused(what: String) -> impl FnOnce(vfio_ioctls::VfioError) -> VfioError {
         move |source| VfioError::Refused { what, source }
+    }
+}
+
+/// Checks that the memory of a space can be mapped for the function that was just opened in it.
+fn check_reach(id: &str, space: &dyn DmaSpace) -> Result<(), VfioError> {
+    match space.valid_ranges() {
+        Ok(Some(valid)) => {
+            let memory = space.memory();
+            let ranges = memory.regions().iter();
+            let ranges = ranges.map(|region| region.gpa()..region.gpa() + region.len_bytes());
+            reach::check(&valid, &ranges.collect::<Vec<_>>())
+        }
+        Ok(None) => Ok(()),
+        Err(error) => {
+            // Memory that cannot be reached is then found while it is mapped.
+            log::warn!("it is not known which addresses device '{id}' can reach by DMA: {error}");
+            Ok(())
+        }
     }
 }
 

@@ -38,6 +38,16 @@ option_enum! {
     }
 }
 
+option_enum! {
+    /// Guest addresses above 4 GiB that are left without memory and devices.
+    HighHole = "off|hypertransport", default Off {
+        /// None.
+        Off = "off",
+        /// Those that IOMMUs of AMD keep for HyperTransport, from 0xfd00000000 to 0xffffffffff.
+        HyperTransport = "hypertransport",
+    }
+}
+
 option_family! {
     /// A part of guest memory with its own properties.
     MemoryZoneConfig "memory-zone" {
@@ -101,6 +111,10 @@ option_family! {
         prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
         /// Request transparent huge pages.
         thp: bool = true, "thp" as One<Toggle>;
+        /// Guest addresses above 4 GiB that are left without memory and devices: `hypertransport` leaves
+        /// out 0xfd00000000 to 0xffffffffff, which IOMMUs of AMD cannot map. By default what the devices
+        /// passed through at boot need.
+        high_hole: Option<HighHole> = None, "high_hole" as Opt<Choice>;
         /// Memory zones, if memory is divided into zones.
         zones: Option<Vec<MemoryZoneConfig>> = None, "" as JsonOnly;
     }
@@ -214,6 +228,14 @@ impl Backing<'_> {
 }
 
 impl MemoryConfig {
+    /// The guest addresses above 4 GiB that are left out.
+    pub fn hole(&self) -> arch::layout::HighHole {
+        match self.high_hole {
+            None | Some(HighHole::Off) => arch::layout::HighHole::None,
+            Some(HighHole::HyperTransport) => arch::layout::HighHole::AmdHyperTransport,
+        }
+    }
+
     /// Bytes of guest memory at boot, zones included; `None` on overflow.
     pub fn total_bytes(&self) -> Option<u64> {
         self.zones.iter().flatten().try_fold(self.size, |sum, zone| sum.checked_add(zone.size))

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use arch::acpi::{self, AcpiError, AcpiInputs, AcpiMemory, IntxRoute};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
-use arch::layout::{self, GpaRange};
+use arch::layout::{self, GpaRange, HighHole};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
 use hypervisor::{BootRegisters, KvmError, Vcpu, VcpuInit};
@@ -115,11 +115,15 @@ pub fn vm_cpuid(
 ///
 /// # Errors
 /// RAM leaves no space for them.
-pub fn device_windows(ram: &GuestRam, phys_bits: u8) -> Result<MmioWindows, MachineBootError> {
+pub fn device_windows(
+    ram: &GuestRam,
+    phys_bits: u8,
+    hole: HighHole,
+) -> Result<MmioWindows, MachineBootError> {
     let ram_end =
         ram.regions().iter().map(|region| region.gpa() + region.len_bytes()).max().unwrap_or(0);
-    let high = layout::mmio64_window(ram_end, phys_bits, layout::HighHole::None)
-        .ok_or(MachineBootError::NoDeviceWindow)?;
+    let high =
+        layout::mmio64_window(ram_end, phys_bits, hole).ok_or(MachineBootError::NoDeviceWindow)?;
     Ok(MmioWindows {
         below_4g: MmioRange { start_gpa: layout::MMIO32_GPA, len_bytes: layout::MMIO32_BYTES },
         above_4g: MmioRange { start_gpa: high.gpa, len_bytes: high.len_bytes },

@@ -190,6 +190,7 @@ impl Machine {
         cancel: &CancelToken,
     ) -> Result<Self, MachineError> {
         disks::detect_formats(&mut config).map_err(VirtioError::from)?;
+        passthrough::choose_high_hole(&mut config);
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let slot = PrepinnedSlot::take(&config, bits)?;
         let provided = slot.iter().map(PrepinnedSlot::memory).collect();

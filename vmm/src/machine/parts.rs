@@ -79,7 +79,7 @@ impl MachineParts {
         let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
-        let windows = boot::device_windows(&ram, bits)?;
+        let windows = boot::device_windows(&ram, bits, config.memory.hole())?;
         let segment = space.new_segment(windows)?;
         space.insert_memory(
             layout::ECAM_GPA,

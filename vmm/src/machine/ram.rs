@@ -7,11 +7,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use arch::layout;
+use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
     Backing, BackingError, GuestRam, HugePageSize, InitialContents, PrefaultError, RamConfig,
-    RamError, RamLayout, RamRegion, RamSources, ZoneSpec,
+    RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -133,11 +133,13 @@ pub fn prefault_modes(config: &MemoryConfig) -> Vec<(String, Prefault)> {
     zones(config).into_iter().map(|zone| (zone.id, zone.prefault)).collect()
 }
 
-/// The layout of guest memory.
-pub fn layout_of(phys_bits: u8) -> RamLayout {
+/// The layout of guest memory. It depends on the configuration, which travels with the VM, not on the host.
+pub fn layout_of(phys_bits: u8, high_hole: HighHole) -> RamLayout {
+    let hole = |range: GpaRange| RamHole { start: range.gpa, end: range.end_gpa() };
     RamLayout {
         hole_start: layout::LOW_RAM_END_GPA,
         hole_end: layout::HIGH_RAM_64_GPA,
+        high_hole: high_hole.range().map(hole),
         end: 1 << phys_bits.min(52),
     }
 }
@@ -175,7 +177,7 @@ pub fn make(
         let spec = zone_spec(&zone.spec, config.thp)?;
         specs.push(ZoneSpec { block_bytes: Some(zone.block_bytes), ..spec });
     }
-    let layout = layout_of(phys_bits);
+    let layout = layout_of(phys_bits, config.hole());
     if populate {
         // Contents that arrive need memory that is not populated.
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());

@@ -274,6 +274,8 @@ fn devices(config: &VmConfig, process: &ProcessPaths, out: &mut Vec<PathRule>) {
     }
     out.extend(["/dev/vfio/vfio", "/dev/iommu"].map(|path| PathRule::new(path, USE_IN_PLACE)));
     out.push(PathRule::read("/sys/module/vfio_iommu_type1"));
+    // Addresses that the IOMMU of a device cannot map.
+    out.extend(["/sys/kernel/iommu_groups", "/sys/devices/virtual/iommu"].map(PathRule::read));
     for path in devices.filter_map(|device| device.path.as_deref()) {
         out.push(PathRule::read(path));
         let nodes = (process.device_nodes)(path);
@@ -379,6 +381,8 @@ mod tests {
             uses("/dev/vfio/vfio", USE_IN_PLACE),
             uses("/dev/iommu", USE_IN_PLACE),
             PathRule::read("/sys/d/7"),
+            PathRule::read("/sys/kernel/iommu_groups"),
+            PathRule::read("/sys/devices/virtual/iommu"),
         ] {
             assert!(device.contains(&rule), "{rule:?} of {device:?}");
         }

@@ -13,6 +13,7 @@
 //! | `prepinned` | memory from a pool that is mapped for the device already |
 //! | `slots` | BARs as memory slots of KVM |
 //! | `outcome` | what follows when memory is mapped, or cannot be |
+//! | `reach` | guest memory at addresses that the IOMMU can map |
 //! | `device_events` | error and request interrupts of the host |
 //! | `migration` | migration of devices, and their part in a pause |
 
@@ -23,6 +24,7 @@ mod migration;
 mod opening;
 mod outcome;
 mod prepinned;
+mod reach;
 mod slots;
 
 use std::collections::BTreeMap;
@@ -55,6 +57,7 @@ use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
 use slots::KvmBarSlots;
 
 pub use prepinned::PrepinnedSlot;
+pub use reach::choose_high_hole;
 
 /// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;

@@ -22,7 +22,7 @@ use vfio::{
 };
 
 use super::backend::place_of;
-use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device};
+use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device, reach};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
@@ -131,6 +131,7 @@ impl Passthrough {
     ) -> Result<Opener, PassthroughError> {
         let begun = Instant::now();
         let name = id.to_owned();
+        reach::check(config, context.ram).map_err(|source| no_device(config, id, source))?;
         if let Some(function) = self.attach_that_of_slot(config, id, context) {
             return Ok(Box::new(move || Ok(reset(&name, function, begun))));
         }

@@ -68,7 +68,7 @@ impl PrepinnedSlot {
         let Some((zone, socket)) = ram::only_zone(&config.memory)? else { return Ok(None) };
         // Opening the device reports what is wrong with the path.
         let Some(device) = address_of(&path) else { return Ok(None) };
-        let layout = ram::layout_of(phys_bits);
+        let layout = ram::layout_of(phys_bits, config.memory.hole());
         let request = TakePinned {
             size_bytes: zone.size_bytes,
             pages: prezeroed::pages(&zone),
@@ -151,6 +151,7 @@ impl PrepinnedSlot {
 
 #[cfg(test)]
 mod tests {
+    use arch::layout::HighHole;
     use memory::RamLayout;
 
     use super::*;
@@ -158,6 +159,6 @@ mod tests {
     /// A pool uses the memory crate's default layout.
     #[test]
     fn the_pool_and_the_machine_lay_memory_out_alike() {
-        assert_eq!(ram::layout_of(52), RamLayout::default());
+        assert_eq!(ram::layout_of(52, HighHole::None), RamLayout::default());
     }
 }
