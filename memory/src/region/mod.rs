@@ -11,6 +11,7 @@ mod discard;
 mod guest;
 mod huge;
 mod pages;
+mod populated;
 mod scrub;
 #[cfg(all(test, not(loom)))]
 mod tests;
@@ -34,7 +35,7 @@ use crate::mapping::{Advice, MapRequest, Mapping};
 use crate::maps::{ResidentMap, ZeroMap};
 use crate::plugged::Plugged;
 use crate::populate::THP_BYTES;
-use crate::populated::{HugetlbMapping, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::populated::{HugetlbMapping, mincore_tells};
 use crate::zero::is_zero_volatile;
 use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
@@ -141,13 +142,16 @@ pub(crate) struct Zone {
     /// Every mapping of a hugetlb file, because a page shows only where it was touched. Locked for a push
     /// or a copy, never during a system call.
     views: Mutex<Vec<(Weak<Mapping>, u64)>>,
+    /// Whether `mincore` can be asked about the file.
+    mincore_tells: bool,
     /// The lease of pool memory, kept for as long as the zone exists.
     _lease: Option<Lease>,
 }
 
 impl Zone {
     pub fn new(spec: ZoneSpec, backing: ZoneBacking, collapse: bool, lease: Option<Lease>) -> Self {
-        Self { spec, backing, collapse, views: Mutex::default(), _lease: lease }
+        let mincore_tells = backing.file.as_deref().is_none_or(mincore_tells);
+        Self { spec, backing, collapse, views: Mutex::default(), mincore_tells, _lease: lease }
     }
 
     /// The zone's file, if it has a lock to be kept.
@@ -164,7 +168,11 @@ impl Zone {
         }
     }
 
+    /// The mappings of a hugetlb file that show which of its pages are there.
     fn hugetlb_mappings(&self) -> Vec<HugetlbMapping> {
+        if !self.mincore_tells {
+            return Vec::new();
+        }
         let views = self.views.lock();
         let live = |(mapping, at): &(Weak<Mapping>, u64)| {
             mapping.upgrade().map(|mapping| HugetlbMapping { mapping, file_offset: *at })
@@ -516,61 +524,6 @@ impl RamRegion {
         let guard = slice.ptr_guard();
         // SAFETY: a whole page inside a mapping that `slice` borrows.
         Ok(unsafe { is_zero_volatile(guard.as_ptr().cast(), guard.len()) })
-    }
-
-    /// The parts of `range` that were populated and not discarded since, found without populating any.
-    /// May include too much, never too little; sorted, disjoint, whole pages.
-    ///
-    /// # Errors
-    /// When the range is not whole pages of the region.
-    pub fn populated_runs(&self, range: &Range<u64>) -> Result<Vec<Range<u64>>, AccessError> {
-        self.check_pages(range)?;
-        let answer = self.ask_populated(range);
-        Ok(answer.unwrap_or_else(|error| {
-            log::debug!("memory zone '{}': populated pages unknown: {error}", self.zone_id());
-            vec![range.clone()]
-        }))
-    }
-
-    fn ask_populated(&self, range: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        let base = self.file_offset;
-        let in_file = base + range.start..base + range.end;
-        let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
-            (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
-                let size = self.zone.spec.size_bytes;
-                hugetlb_runs(file, size, self.page_bytes(), &self.zone.hugetlb_mappings(), in_file)?
-            }
-            (ZoneKind::Shared, Some(file), _) => {
-                // SAFETY: the region maps its part of the file from `host_addr` on, and `range`
-                // lies in the region.
-                unsafe { mapped_data_runs(file, in_file, self.host_addr() + range.start)? }
-            }
-            (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
-                return private_runs(pagemap, &self.main, range.clone());
-            }
-            // The data of a private file shows in no page table.
-            _ => return Ok(vec![range.clone()]),
-        };
-        Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
-    }
-
-    fn note_populated(&self, range: Range<u64>) {
-        let runs = self.ask_populated(&range).unwrap_or_else(|_| vec![range]);
-        for run in runs {
-            self.zero.set_data(Self::pages_of(&run));
-        }
-    }
-
-    /// Updates the zero map from the kernel's information: whatever is populated may hold data.
-    ///
-    /// Switch dirty logging on first; see [`ZeroMap`].
-    ///
-    /// # Errors
-    /// When the range is not whole pages of the region.
-    pub fn sync_zero_map(&self, range: &Range<u64>) -> Result<(), AccessError> {
-        self.check_pages(range)?;
-        self.note_populated(range.clone());
-        Ok(())
     }
 }
 

@@ -4,16 +4,18 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::fs::Permissions;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::Path;
+use std::sync::Arc;
 
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, VolatileMemory};
 
 use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
 use crate::{
-    AccessError, Backing, GuestRam, HugePageSize, RamConfig, RamLayout, RamRegion, ZoneKind,
-    ZoneSpec,
+    AccessError, Backing, GuestRam, HugePageSize, ProvidedFile, RamConfig, RamLayout, RamRegion,
+    ZoneKind, ZoneSpec,
 };
 
 const MIB: u64 = 1 << 20;
@@ -376,4 +378,43 @@ fn no_mapping_of_shared_memory_gets_huge_pages_while_small_ones_are_wanted() {
     assert!(!region.collapse(&(0..8 * MIB)).unwrap(), "nothing makes a huge page meanwhile");
     region.use_small_pages(false);
     assert!(all_have("hg"));
+}
+
+/// Calls `act` on a thread that has the rights of another, ordinary user; `None` where that takes a right.
+fn as_another_user<T: Send>(act: impl FnOnce() -> T + Send) -> Option<T> {
+    const USER: libc::c_long = 54321;
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: takes numbers; unlike the C library's function, the call changes this thread alone.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, USER, USER, USER) };
+            (changed == 0).then(act)
+        });
+        thread.join().unwrap()
+    })
+}
+
+#[test]
+fn memory_of_another_user_is_populated_where_it_has_pages() {
+    let owner = memfd();
+    let file = Arc::clone(owner.regions()[0].file().unwrap());
+    file.set_permissions(Permissions::from_mode(0o600)).unwrap();
+    for page in [0, 1, 700] {
+        write_main(&owner, page * PAGE, &[7; 16]);
+    }
+    let asked = as_another_user(|| {
+        let given = [ProvidedFile::file("t", file)];
+        let config =
+            RamConfig { zones: vec![ZoneSpec { shared: true, ..ZoneSpec::new("t", 8 * MIB) }] };
+        let ram = GuestRam::with_provided(&config, RamLayout::default(), &given).unwrap();
+        let region = &ram.regions()[0];
+        let before = region.populated_runs(&(0..8 * MIB)).unwrap();
+        ram.discard(PAGE..2 * PAGE);
+        (before, region.populated_runs(&(0..MIB)).unwrap())
+    });
+    let Some((before, after)) = asked else {
+        test_skip::skip!("this thread cannot become another user");
+        return;
+    };
+    assert_eq!(before, [0..2 * PAGE, 700 * PAGE..701 * PAGE]);
+    assert!(after.iter().eq([&(0..PAGE)]), "{after:?}");
 }

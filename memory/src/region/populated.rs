@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Populated parts of a region.
+//!
+//! Owns which way of asking the kernel suits the kind of memory; the ways themselves are in
+//! [`crate::populated`]. Must never populate a page, and never leave out data when in doubt.
+
+use std::io;
+use std::ops::Range;
+
+use super::{AccessError, RamRegion};
+use crate::populated::{data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs};
+use crate::zone_kind::ZoneKind;
+
+impl RamRegion {
+    /// The parts of `range` that were populated and not discarded since, found without populating any.
+    /// May include too much, never too little; sorted, disjoint, whole pages.
+    ///
+    /// # Errors
+    /// When the range is not whole pages of the region.
+    pub fn populated_runs(&self, range: &Range<u64>) -> Result<Vec<Range<u64>>, AccessError> {
+        self.check_pages(range)?;
+        let answer = self.ask_populated(range);
+        Ok(answer.unwrap_or_else(|error| {
+            log::debug!("memory zone '{}': populated pages unknown: {error}", self.zone_id());
+            vec![range.clone()]
+        }))
+    }
+
+    pub(super) fn ask_populated(&self, range: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let base = self.file_offset;
+        let in_file = base + range.start..base + range.end;
+        let runs = match (self.kind(), &self.zone.backing.file, &self.pagemap) {
+            (ZoneKind::Shared, Some(file), _) if self.is_hugetlb() => {
+                let size = self.zone.spec.size_bytes;
+                hugetlb_runs(file, size, self.page_bytes(), &self.zone.hugetlb_mappings(), in_file)?
+            }
+            (ZoneKind::Shared, Some(file), _) if !self.zone.mincore_tells => {
+                data_runs_by_page(file, in_file)?
+            }
+            (ZoneKind::Shared, Some(file), _) => {
+                // SAFETY: the region maps its part of the file from `host_addr` on, and `range`
+                // lies in the region.
+                unsafe { mapped_data_runs(file, in_file, self.host_addr() + range.start)? }
+            }
+            (ZoneKind::PrivateAnonymous, _, Some(pagemap)) => {
+                return private_runs(pagemap, &self.main, range.clone());
+            }
+            // The data of a private file shows in no page table.
+            _ => return Ok(vec![range.clone()]),
+        };
+        Ok(runs.into_iter().map(|run| run.start - base..run.end - base).collect())
+    }
+
+    pub(super) fn note_populated(&self, range: Range<u64>) {
+        let runs = self.ask_populated(&range).unwrap_or_else(|_| vec![range]);
+        for run in runs {
+            self.zero.set_data(Self::pages_of(&run));
+        }
+    }
+
+    /// Updates the zero map from the kernel's information: whatever is populated may hold data.
+    ///
+    /// Switch dirty logging on first; see [`ZeroMap`].
+    ///
+    /// # Errors
+    /// When the range is not whole pages of the region.
+    pub fn sync_zero_map(&self, range: &Range<u64>) -> Result<(), AccessError> {
+        self.check_pages(range)?;
+        self.note_populated(range.clone());
+        Ok(())
+    }
+}
