@@ -149,7 +149,15 @@ pub(crate) struct Zone {
 }
 
 impl Zone {
-    pub fn new(spec: ZoneSpec, backing: ZoneBacking, collapse: bool, lease: Option<Lease>) -> Self {
+    pub fn new(
+        mut spec: ZoneSpec,
+        backing: ZoneBacking,
+        collapse: bool,
+        lease: Option<Lease>,
+    ) -> Self {
+        // The host's default for huge pages may be larger than the blocks were chosen for. A part of a page
+        // is never returned.
+        spec.block_bytes = spec.block_bytes.map(|bytes| bytes.max(backing.page_bytes));
         let mincore_tells = backing.file.as_deref().is_none_or(mincore_tells);
         Self { spec, backing, collapse, views: Mutex::default(), mincore_tells, _lease: lease }
     }

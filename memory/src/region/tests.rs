@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, VolatileMemory};
 
+use super::Zone;
+use crate::backing::ZoneBacking;
 use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
 use crate::{
     AccessError, Backing, GuestRam, HugePageSize, ProvidedFile, RamConfig, RamLayout, RamRegion,
@@ -378,6 +380,24 @@ fn no_mapping_of_shared_memory_gets_huge_pages_while_small_ones_are_wanted() {
     assert!(!region.collapse(&(0..8 * MIB)).unwrap(), "nothing makes a huge page meanwhile");
     region.use_small_pages(false);
     assert!(all_have("hg"));
+}
+
+#[test]
+fn a_block_is_no_smaller_than_a_page_of_the_host() {
+    let blocks = |page_bytes| {
+        let zone = ZoneSpec { block_bytes: Some(2 * MIB), ..ZoneSpec::new("t", 2 << 30) };
+        let backing = ZoneBacking {
+            kind: ZoneKind::PrivateAnonymous,
+            file: None,
+            page_bytes,
+            hugetlb: true,
+            holds_data: false,
+            prezeroed: false,
+            locked: false,
+        };
+        Zone::new(zone, backing, false, None).spec.block_bytes
+    };
+    assert_eq!((blocks(PAGE), blocks(1 << 30)), (Some(2 * MIB), Some(1 << 30)));
 }
 
 /// Calls `act` on a thread that has the rights of another, ordinary user; `None` where that takes a right.
