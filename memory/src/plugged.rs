@@ -2,11 +2,12 @@
 
 //! Maps of the blocks of a region that its guest gets one by one.
 //!
-//! Owns which blocks the guest has, and which of the others the host has not got back. In which order blocks come and
+//! Owns which blocks the guest has, how many, and which of the others the host has not got back. In which order blocks come and
 //! go is decided in [`crate::plugging`].
 
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use page_bitmap::PageBitmap;
 
@@ -16,7 +17,9 @@ pub(crate) struct Plugged {
     /// Length of a block.
     pub block_bytes: u64,
     /// The plugged blocks.
-    pub blocks: PageBitmap,
+    blocks: PageBitmap,
+    /// Their number: each request of the guest asks for it, which is to cost no look at all blocks.
+    count: AtomicU64,
     /// Unplugged blocks of which some pages were not returned to the host: contents were still to arrive, or
     /// pages were pinned.
     pub unreturned: PageBitmap,
@@ -32,8 +35,29 @@ impl Plugged {
         Ok(Self {
             block_bytes,
             blocks: PageBitmap::sparse(count)?,
+            count: AtomicU64::new(0),
             unreturned: PageBitmap::sparse(count)?,
         })
+    }
+
+    /// The plugged blocks, for look-ups.
+    pub fn blocks(&self) -> &PageBitmap {
+        &self.blocks
+    }
+
+    /// Number of plugged blocks.
+    pub fn count(&self) -> u64 {
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// Notes that these blocks are plugged. Only one thread at a time notes any.
+    pub fn plug(&self, blocks: Range<u64>) {
+        self.count.fetch_add(self.blocks.set_range(blocks), Ordering::AcqRel);
+    }
+
+    /// Notes that these blocks are not plugged.
+    pub fn unplug(&self, blocks: Range<u64>) {
+        self.count.fetch_sub(self.blocks.claim_range(blocks), Ordering::AcqRel);
     }
 
     /// The bytes of the region in these blocks.

@@ -68,7 +68,7 @@ impl RamRegion {
 
     /// Bytes that the guest may use now.
     pub fn usable_bytes(&self) -> u64 {
-        let blocks = |plugged: &Plugged| plugged.blocks.count() * plugged.block_bytes;
+        let blocks = |plugged: &Plugged| plugged.count() * plugged.block_bytes;
         self.plugged().map_or(self.len_bytes(), blocks)
     }
 
@@ -76,7 +76,7 @@ impl RamRegion {
     pub fn usable_runs(&self) -> Vec<Range<u64>> {
         match self.plugged() {
             None => std::iter::once(0..self.len_bytes()).collect(),
-            Some(plugged) => plugged.blocks.runs().map(|run| plugged.range_of(&run)).collect(),
+            Some(plugged) => plugged.blocks().runs().map(|run| plugged.range_of(&run)).collect(),
         }
     }
 
@@ -84,7 +84,7 @@ impl RamRegion {
     pub fn is_usable(&self, range: &Range<u64>) -> (bool, bool) {
         let Some(plugged) = self.plugged() else { return (true, true) };
         let blocks = range.start / plugged.block_bytes..range.end.div_ceil(plugged.block_bytes);
-        let count = plugged.blocks.count_range(blocks.clone());
+        let count = plugged.blocks().count_range(blocks.clone());
         (count > 0, count == blocks.end.saturating_sub(blocks.start))
     }
 
@@ -99,9 +99,9 @@ impl RamRegion {
             let all = self.gpa()..self.gpa() + self.len_bytes();
             return Err(not_blocks(&all, "plugged"));
         };
-        plugged.blocks.clear();
+        plugged.unplug(0..plugged.blocks().len());
         for run in blocks {
-            plugged.blocks.set_range(run);
+            plugged.plug(run);
         }
         Ok(())
     }
@@ -128,7 +128,7 @@ impl GuestRam {
     /// When they are not such blocks, or the host has no pages for them; then nothing has changed.
     pub fn plug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
         let (region, plugged, blocks) = self.blocks_at(gpa, "plugged")?;
-        if plugged.blocks.any(blocks.clone()) {
+        if plugged.blocks().any(blocks.clone()) {
             return Err(not_blocks(gpa, "plugged"));
         }
         let bytes = plugged.range_of(&blocks);
@@ -149,7 +149,7 @@ impl GuestRam {
         // A caller that bans discards after this maps all memory that the guest then has.
         let noted = self.discards().unless_banned(pins.is_some(), || {
             plugged.unreturned.claim_range(blocks.clone());
-            plugged.blocks.set_range(blocks.clone());
+            plugged.plug(blocks.clone());
         });
         if let Err(reason) = noted {
             self.discard_unpinned(gpa.clone());
@@ -158,7 +158,7 @@ impl GuestRam {
         if let Some(pins) = pins
             && let Err(source) = pins.pin(region, &bytes)
         {
-            plugged.blocks.claim_range(blocks);
+            plugged.unplug(blocks);
             self.discard_unpinned(gpa.clone());
             return Err(PlugError::NotMapped { gpa: gpa.start, source });
         }
@@ -172,12 +172,12 @@ impl GuestRam {
     /// When they are not such blocks, or devices cannot be unmapped from them now; then nothing has changed.
     pub fn unplug(&self, gpa: &Range<u64>) -> Result<(), PlugError> {
         let (_, plugged, blocks) = self.blocks_at(gpa, "unplugged")?;
-        if plugged.blocks.count_range(blocks.clone()) != blocks.end - blocks.start {
+        if plugged.blocks().count_range(blocks.clone()) != blocks.end - blocks.start {
             return Err(not_blocks(gpa, "unplugged"));
         }
         let pins = self.pins_or_busy()?;
         let noted = self.discards().unless_banned(pins.is_some(), || {
-            plugged.blocks.claim_range(blocks.clone());
+            plugged.unplug(blocks.clone());
             plugged.unreturned.set_range(blocks.clone());
         });
         noted.map_err(|reason| PlugError::Busy { reason })?;
@@ -396,6 +396,25 @@ mod tests {
     }
 
     proptest! {
+        /// However blocks come and go, and are restored, their number is that of the map.
+        #[test]
+        fn the_number_of_blocks_is_that_of_the_map(
+            steps in prop::collection::vec((0..3_u8, 0..8_u64, 1..4_u64), 1..40),
+        ) {
+            let ram = ram();
+            let region = &ram.regions()[1];
+            for (step, first, count) in steps {
+                let bytes = first * BLOCK..(first + count) * BLOCK;
+                match step {
+                    0 => drop(ram.plug(&blocks(first, count))),
+                    1 => drop(ram.unplug(&blocks(first, count))),
+                    _ => drop(region.set_usable(std::slice::from_ref(&bytes))),
+                }
+                let in_map: u64 = region.usable_runs().iter().map(|run| run.end - run.start).sum();
+                prop_assert_eq!(region.usable_bytes(), in_map);
+            }
+        }
+
         #[test]
         fn any_range_is_harmless(start: u64, end: u64, offset in 0..20 * BLOCK, len in 0..20 * BLOCK) {
             let ram = ram();
