@@ -7,6 +7,7 @@
 //! populate engine.
 
 use std::io;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -71,16 +72,26 @@ pub struct Populating<'a> {
 pub type PopulateHelper = Arc<dyn Fn() + Send + Sync>;
 
 /// Populates all of a guest's RAM with the `memory` crate's prefault engine.
-pub struct GuestRamPopulator(pub Arc<GuestRam>);
+pub struct GuestRamPopulator {
+    ram: Arc<GuestRam>,
+    threads: Option<NonZeroUsize>,
+}
+
+impl GuestRamPopulator {
+    /// On so many threads, or as many as the engine takes by default. They map what they have populated.
+    pub fn new(ram: Arc<GuestRam>, threads: Option<NonZeroUsize>) -> Self {
+        Self { ram, threads }
+    }
+}
 
 impl Populator for GuestRamPopulator {
     fn total_bytes(&self) -> (u64, u64) {
-        let counted = self.0.regions().iter().filter(|region| !region.is_hugetlb());
-        (self.0.total_bytes(), counted.map(|region| region.usable_bytes()).sum())
+        let counted = self.ram.regions().iter().filter(|region| !region.is_hugetlb());
+        (self.ram.total_bytes(), counted.map(|region| region.usable_bytes()).sum())
     }
 
     fn regions(&self) -> &[Arc<RamRegion>] {
-        self.0.regions()
+        self.ram.regions()
     }
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
@@ -88,9 +99,10 @@ impl Populator for GuestRamPopulator {
             chunk_bytes: how.chunk_bytes,
             on_chunk: Some(how.on_chunk),
             yields_to_guest: how.yields_to_guest,
+            threads: self.threads,
             ..PrefaultOptions::default()
         };
-        let prefault = Prefault::start(self.0.regions(), &options)?;
+        let prefault = Prefault::start(self.ram.regions(), &options)?;
         let helper = prefault.helper();
         (how.begun)(Arc::new(move || helper.help()));
         prefault.wait()

@@ -418,7 +418,7 @@ mod tests {
     }
 
     fn dma_map(target: &Arc<FakeTarget>, ram: &Arc<GuestRam>, on_lost: OnLost) -> Arc<DmaMap> {
-        let populator = GuestRamPopulator(Arc::clone(ram));
+        let populator = GuestRamPopulator::new(Arc::clone(ram), None);
         let target: Arc<dyn DmaTarget> = target.clone();
         let dma_map = DmaMap::plan(target, &populator, true, on_lost);
         for region in ram.regions() {
@@ -437,7 +437,7 @@ mod tests {
         let size = |entries, lent| {
             let limits = DmaLimits { entries, ..DmaLimits::default() };
             let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
-            let populator = GuestRamPopulator(Arc::clone(&ram));
+            let populator = GuestRamPopulator::new(Arc::clone(&ram), None);
             DmaMap::plan(target, &populator, lent, no_loss()).piece_bytes()
         };
         assert_eq!((size(None, true), size(None, false)), (2 * MIB, 64 * MIB));

@@ -16,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 use super::dma::DmaTarget;
 use super::fakes::FakeTarget;
 use super::limits::DmaLimits;
-use super::{DmaGate, DmaMap, GuestRamPopulator, OnLost};
+use super::{DmaGate, DmaMap, GuestRamPopulator, OnLost, Pinning};
 
 const MIB: u64 = 1 << 20;
 const PIECE: u64 = 2 * MIB;
@@ -30,7 +30,7 @@ fn ram(len_bytes: u64) -> Arc<GuestRam> {
 
 fn dma_map(target: Arc<dyn DmaTarget>, ram: &Arc<GuestRam>) -> Arc<DmaMap> {
     let no_loss: OnLost = Box::new(|reason| panic!("{reason}"));
-    DmaMap::plan(target, &GuestRamPopulator(Arc::clone(ram)), true, no_loss)
+    DmaMap::plan(target, &GuestRamPopulator::new(Arc::clone(ram), None), true, no_loss)
 }
 
 /// Where threads meet.
@@ -77,6 +77,24 @@ fn different_pieces_are_mapped_at_once() {
     });
     assert_eq!(target.is_mapped(0..THREADS * PIECE), Some(4));
     assert_eq!(dma_map.mapped_bytes(), THREADS * PIECE);
+}
+
+#[test]
+fn memory_is_pinned_on_all_threads_that_populate_it() {
+    const THREADS: usize = 4;
+    // A chunk for each.
+    let ram = ram(THREADS as u64 * 64 * MIB);
+    let target = meeting_target(THREADS);
+    let threads = std::num::NonZeroUsize::new(THREADS);
+    let populator = Arc::new(GuestRamPopulator::new(Arc::clone(&ram), threads));
+    let no_loss: OnLost = Box::new(|reason| panic!("{reason}"));
+    let dma_map = DmaMap::plan(target.clone(), populator.as_ref(), true, no_loss);
+    let gate = Arc::new(DmaGate::default());
+    let mut pinning =
+        Pinning::start(dma_map, populator, Arc::clone(&gate), false, Box::new(|_| {})).unwrap();
+    pinning.wait().unwrap();
+    assert!(gate.is_open());
+    assert_eq!(target.is_mapped(0..ram.total_bytes()), Some(4 * 32));
 }
 
 #[test]

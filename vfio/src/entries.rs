@@ -75,7 +75,7 @@ mod tests {
     fn planned(ram: &Arc<GuestRam>, limit: u64) -> (u64, bool) {
         let limits = DmaLimits { entries: Some(limit), ..DmaLimits::default() };
         let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
-        let populator = GuestRamPopulator(Arc::clone(ram));
+        let populator = GuestRamPopulator::new(Arc::clone(ram), None);
         let dma_map = DmaMap::plan(target, &populator, true, Box::new(|_| {}));
         (dma_map.piece_bytes(), Pinning::check(&dma_map, &populator).is_ok())
     }

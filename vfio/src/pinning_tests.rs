@@ -36,7 +36,7 @@ fn start(
     ram: &Arc<GuestRam>,
     gate: &Arc<DmaGate>,
 ) -> Result<Pinning, PinError> {
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
+    let populator = Arc::new(GuestRamPopulator::new(Arc::clone(ram), None));
     let dma_map = dma_map(Arc::new(target), &populator);
     Pinning::start(dma_map, populator, Arc::clone(gate), true, Box::new(|_| {}))
 }
@@ -68,7 +68,7 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
         }),
         ..FakeTarget::default()
     });
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
+    let populator = Arc::new(GuestRamPopulator::new(Arc::clone(&ram), None));
     let (told, end) = mpsc::channel();
     let on_end = Box::new(move |state: &PinState| told.send(state.clone()).unwrap());
     let dma_map = dma_map(target.clone(), &populator);
@@ -93,7 +93,7 @@ struct Watched {
 
 impl Watched {
     fn new(ram: &Arc<GuestRam>, needs_help: bool) -> Arc<Self> {
-        let inner = GuestRamPopulator(Arc::clone(ram));
+        let inner = GuestRamPopulator::new(Arc::clone(ram), None);
         Arc::new(Self { inner, needs_help, is_populated: AtomicBool::new(false) })
     }
 }
@@ -188,7 +188,7 @@ fn memory_that_no_function_needs_is_unmapped_and_not_waited_for() {
         }),
         ..FakeTarget::default()
     });
-    let populator = Arc::new(GuestRamPopulator(Arc::clone(&ram)));
+    let populator = Arc::new(GuestRamPopulator::new(Arc::clone(&ram), None));
     let dma_map = dma_map(target.clone(), &populator);
     let on_end = Box::new(|_: &PinState| panic!("the end of it is known already"));
     let mut pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), true, on_end).unwrap();

@@ -62,6 +62,14 @@ fn emit(event: &'static str, mode: &str, progress: PrefaultProgress) {
     events::emit("vm", event, properties);
 }
 
+/// The configured number of threads that populate memory, also for passed-through devices.
+pub fn prefault_threads(config: &MemoryConfig) -> Option<NonZeroUsize> {
+    config
+        .prefault_threads
+        .and_then(|count| usize::try_from(count).ok())
+        .and_then(NonZeroUsize::new)
+}
+
 /// Starts to prefault the zones configured for `when`; `None` if there are none. `balloon`: discards its
 /// memory again at the end, of which some may have been populated.
 fn start(
@@ -120,9 +128,8 @@ fn start(
             balloon.memory_was_populated();
         }
     };
-    let threads = config.prefault_threads.and_then(|count| usize::try_from(count).ok());
     let options = PrefaultOptions {
-        threads: threads.and_then(NonZeroUsize::new),
+        threads: prefault_threads(config),
         observer: Some(Arc::new(watcher)),
         spares_discarded: when == Prefault::Background,
         ..PrefaultOptions::default()

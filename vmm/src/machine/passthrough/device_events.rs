@@ -72,7 +72,7 @@ mod tests {
         let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
         let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
         let target = Arc::new(FakeTarget::default());
-        let populator = Arc::new(GuestRamPopulator(ram));
+        let populator = Arc::new(GuestRamPopulator::new(ram, None));
         let on_lost = Box::new(|reason: &Arc<str>| panic!("{reason}"));
         let dma_map = DmaMap::plan(target.clone(), populator.as_ref(), false, on_lost);
         let (gate, on_end) = (Arc::clone(&passthrough.gate), Box::new(|_: &PinState| {}));

@@ -207,6 +207,7 @@ pub(super) mod tests {
             withdrawn: Vec::new(),
             needs_p2p: false,
             peers: None,
+            threads: None,
             strict: false,
             ban: None,
         };

@@ -28,6 +28,7 @@ mod reach;
 mod slots;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -46,6 +47,7 @@ use vfio::{
 use super::events::EventSink;
 use super::opening::run_unless_cancelled;
 use super::pausing::{CancelToken, POLL_INTERVAL};
+use super::prefault::prefault_threads;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use backend::{Backend, real_place, shown_place};
@@ -168,6 +170,8 @@ pub struct Passthrough {
     needs_p2p: bool,
     /// BARs mapped for p2p; replaced like the gate.
     peers: Option<Arc<P2pBars>>,
+    /// Number of threads that populate and pin memory, if configured.
+    threads: Option<NonZeroUsize>,
     /// Whether a device requires all memory to be mapped before the guest resumes.
     strict: bool,
     /// Declared last: pages that devices may write are not discarded until the devices are closed or the
@@ -235,6 +239,7 @@ impl Passthrough {
             withdrawn: Vec::new(),
             needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
+            threads: prefault_threads(&config.memory),
             strict: false,
             ban: ban.map(Arc::new),
         };
@@ -391,7 +396,9 @@ impl Passthrough {
         let pinning = match &mut self.pinning {
             Some(pinning) => pinning,
             none => {
-                let populator = Arc::new(GuestRamPopulator(Arc::clone(ram)));
+                let total_bytes = ram.total_bytes();
+                let populator = GuestRamPopulator::new(Arc::clone(ram), self.threads);
+                let populator = Arc::new(populator);
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
                 let list = Arc::clone(&self.device_list);
                 let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &list));
@@ -403,7 +410,7 @@ impl Passthrough {
                     let discards = discarding.balloon.is_some();
                     DmaMap::plan(target, populator.as_ref(), discards, on_lost)
                 };
-                let (total_bytes, list) = (ram.total_bytes(), Arc::clone(&self.device_list));
+                let list = Arc::clone(&self.device_list);
                 let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &list);

@@ -209,7 +209,7 @@ impl Passthrough {
         let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
         };
-        let populator = GuestRamPopulator(Arc::clone(ram));
+        let populator = GuestRamPopulator::new(Arc::clone(ram), None);
         let discards = discarding.balloon.is_some();
         let target: Arc<dyn DmaTarget> = Arc::<dyn DmaSpace>::clone(space);
         let dma_map = DmaMap::plan(target, &populator, discards, Box::new(|_| {}));
