@@ -11,8 +11,8 @@ use std::io::{self, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Weak};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use devices::endpoint::ConsoleEndpoint;
@@ -98,14 +98,39 @@ fn put_back() {
     }
 }
 
-/// Starts the cleanup on a thread; the channel disconnects when it has finished, or could not be started.
+/// The thread that does the cleanup. It is started before any other: the thread that panics may not be allowed what
+/// the cleanup needs, and what it starts is not either.
+static CLEANUP: OnceLock<Sender<Sender<()>>> = OnceLock::new();
+
+/// Starts the thread that waits for the cleanup to be due, once in a process.
+///
+/// # Errors
+/// The host gives no thread.
+fn keep_cleanup_ready() -> io::Result<()> {
+    if CLEANUP.get().is_some() {
+        return Ok(());
+    }
+    let (due, is_due) = channel::<Sender<()>>();
+    stoppable_thread::spawn("put-back", move || {
+        while let Ok(done) = is_due.recv() {
+            put_back();
+            drop(done);
+        }
+    })?;
+    // Of two that are started at the same time one ends.
+    let _ = CLEANUP.set(due);
+    Ok(())
+}
+
+/// Starts the cleanup; the channel disconnects when it has finished, or if there is no thread for it.
 fn begin_to_put_back() -> Receiver<()> {
     let (done, is_done) = channel();
     // Without a thread `done` is dropped here.
-    let _ = stoppable_thread::spawn("put-back", move || {
-        put_back();
-        drop(done);
-    });
+    if keep_cleanup_ready().is_ok()
+        && let Some(due) = CLEANUP.get()
+    {
+        let _ = due.send(done);
+    }
     is_done
 }
 
@@ -153,8 +178,11 @@ pub fn say_at_once(text: &str) {
 }
 
 /// Installs a hook by which a panic of any thread is reported, runs the cleanup and ends the process with
-/// [`PANICKED`].
+/// [`PANICKED`]. Also starts the thread of the cleanup.
 pub fn end_with_process() {
+    if let Err(error) = keep_cleanup_ready() {
+        log::warn!("no thread for the cleanup after a panic: {error}");
+    }
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let ends = end_soon();

@@ -5,6 +5,7 @@
 //! | module | what it is |
 //! | --- | --- |
 //! | `device` | the contract with the transport |
+//! | `activation_thread` | the thread on which devices are activated |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
@@ -14,6 +15,7 @@
 //! impossible request is answered with an error. Neither ever makes
 //! a device panic, wait forever or touch memory outside guest RAM.
 
+mod activation_thread;
 pub mod balloon;
 pub mod block;
 mod buffers;
@@ -40,6 +42,7 @@ mod test_driver;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
+pub use activation_thread::{Activated, ActivationThread};
 pub use counters::Counters;
 pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,

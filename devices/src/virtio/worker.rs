@@ -256,7 +256,7 @@ impl Workers {
     }
 
     /// Starts a thread with the affinity `cpus`, or with none if empty: it must not inherit that of the
-    /// caller, a vCPU thread.
+    /// caller.
     pub(crate) fn spawn(
         &mut self,
         name: &str,

@@ -80,6 +80,9 @@ pub enum MachineError {
         #[source]
         source: std::io::Error,
     },
+    /// The thread that activates devices cannot be started.
+    #[error("cannot start the thread that activates devices")]
+    ActivationThread(#[source] std::io::Error),
     /// The vCPU threads cannot be started or stopped.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),

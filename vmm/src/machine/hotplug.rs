@@ -102,8 +102,12 @@ impl Machine {
         cancel: &CancelToken,
     ) -> Result<Bdf, MachineError> {
         let (opened, config) = opening::open(device, config, cancel)?;
-        let context =
-            PciContext { segment: &self.parts.segment, vm: &self.parts.vm, ram: &self.parts.ram };
+        let context = PciContext {
+            segment: &self.parts.segment,
+            vm: &self.parts.vm,
+            ram: &self.parts.ram,
+            activation: &self.parts.activation,
+        };
         let bdf = match opened {
             Opened::Host(device) => {
                 let discarding = self.parts.devices.discarding_devices();

@@ -241,8 +241,12 @@ impl Machine {
     /// Names the device, or says that the start was cancelled. The machine is unusable then, and its guest
     /// has run: [`Machine::end`] must be called.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
-        let context =
-            PciContext { segment: &self.parts.segment, vm: &self.parts.vm, ram: &self.parts.ram };
+        let context = PciContext {
+            segment: &self.parts.segment,
+            vm: &self.parts.vm,
+            ram: &self.parts.ram,
+            activation: &self.parts.activation,
+        };
         self.parts.passthrough.finish_opening(
             &context,
             self.parts.devices.discarding_devices(),

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use arch::cpuid::{CpuTopology, VmCpuid, phys_bits};
 use arch::layout;
+use devices::virtio::ActivationThread;
 use hypervisor::{Vcpu, Vm};
 use kvm_bindings::CpuId;
 use memory::GuestRam;
@@ -42,6 +43,7 @@ pub(super) struct MachineParts {
     pub(super) power: Arc<Power>,
     pub(super) vm: Vm,
     pub(super) ram: Arc<GuestRam>,
+    pub(super) activation: Arc<ActivationThread>,
     pub(super) topology: CpuTopology,
     pub(super) windows: MmioWindows,
 }
@@ -95,7 +97,8 @@ impl MachineParts {
             config_ports.clone(),
         )?;
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
-        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram };
+        let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
+        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram, activation: &activation };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
@@ -117,6 +120,7 @@ impl MachineParts {
             power,
             vm,
             ram,
+            activation,
             topology,
             windows,
         })

@@ -20,7 +20,7 @@ use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::vsock::{Vsock, VsockSocket};
 use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
-use devices::virtio::{Counters, VirtioDevice};
+use devices::virtio::{Activated, ActivationThread, Counters, VirtioDevice};
 use hypervisor::Vm;
 use hypervisor::irq::IoEvents;
 use memory::GuestRam;
@@ -139,6 +139,8 @@ pub struct PciContext<'a> {
     pub vm: &'a Vm,
     /// Guest memory.
     pub ram: &'a Arc<GuestRam>,
+    /// The thread on which virtio devices are activated.
+    pub activation: &'a Arc<ActivationThread>,
 }
 
 impl VirtioDevices {
@@ -288,7 +290,7 @@ impl VirtioDevices {
         let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
         let function = VirtioPciDevice::new(
             id.to_owned(),
-            device,
+            Box::new(Activated::on(context.activation, device)),
             width.of_bar(),
             context.ram.guest_memory(),
             context.vm,

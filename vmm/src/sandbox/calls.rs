@@ -107,6 +107,8 @@ const TAP: &[u32] = &[
     0x4004_54d9,
     0x4004_54dc,
 ];
+/// Requests by which a driver's settings reach an open tap: TUNSETOFFLOAD, TUNSETQUEUE.
+const TAP_SETTINGS: &[u32] = &[0x4004_54d0, 0x4004_54d9];
 /// Requests of network interfaces: flags, address, mask, MTU, hardware address, index; read and write.
 const INTERFACE: &[u32] = &[
     0x8910, 0x8913, 0x8914, 0x8915, 0x8916, 0x891b, 0x891c, 0x8921, 0x8922, 0x8927, 0x8924, 0x8933,
@@ -155,13 +157,11 @@ group! {
         SYS_ppoll "waiting with a limit";
         SYS_lseek "sizes, holes of sparse files and memory";
         SYS_fstat "the standard library, about to read a file";
-        SYS_newfstatat "the standard library; a socket's path after a panic";
-        SYS_statx "the standard library; a socket's path after a panic";
+        SYS_newfstatat "the standard library";
+        SYS_statx "the standard library";
         SYS_fcntl "copies of descriptors, O_NONBLOCK, locks of open files";
         SYS_dup "copies of descriptors";
         SYS_ioctl [Check::Second(TERMINAL)] "a terminal's settings are put back also after a panic; FIONBIO";
-        SYS_unlink "a socket's path is removed also after a panic";
-        SYS_unlinkat "a socket's path is removed also after a panic";
         SYS_shutdown "a connection is ended by the thread that gives it up";
         SYS_readlink "the program's own path in a backtrace";
         SYS_getcwd "paths in a backtrace";
@@ -258,6 +258,8 @@ group! {
         SYS_mkdir "directories of snapshots";
         SYS_mkdirat "directories of snapshots";
         SYS_rmdir "directories of snapshots";
+        SYS_unlink "paths of sockets, files of an unfinished snapshot";
+        SYS_unlinkat "paths of sockets, files of an unfinished snapshot";
         SYS_linkat "files without a name get one";
         SYS_symlink "links to pseudoterminals";
         SYS_symlinkat "links to pseudoterminals";
@@ -273,11 +275,26 @@ group! {
 }
 
 group! {
-    /// Asynchronous I/O. What a ring does no filter sees; which operations it takes the ring's restrictions say.
+    /// Removing what a thread listened at.
+    SOCKET_PATHS "paths of sockets" {
+        SYS_unlink "the path of a socket that nothing listens at any more";
+        SYS_unlinkat "the path of a socket that nothing listens at any more";
+    }
+}
+
+group! {
+    /// Making rings for asynchronous I/O. What a ring does no filter sees; which operations it takes the ring's
+    /// restrictions say.
     RING "ring" {
         SYS_io_uring_setup "rings of disks";
-        SYS_io_uring_enter "rings of disks";
         SYS_io_uring_register "rings of disks, and what they may do";
+    }
+}
+
+group! {
+    /// A ring that is there.
+    RING_REQUESTS "ring requests" {
+        SYS_io_uring_enter "requests to disks";
     }
 }
 
@@ -409,6 +426,13 @@ group! {
     TAPS "taps" {
         SYS_ioctl [Check::Second(TAP)] "offloads and queues of a tap";
         SYS_ioctl [Check::Second(INTERFACE)] "a tap's address and flags";
+    }
+}
+
+group! {
+    /// Settings of an open tap.
+    TAP_OF_DRIVER "tap of a driver" {
+        SYS_ioctl [Check::Second(TAP_SETTINGS)] "offloads and queues, as the driver has chosen them";
     }
 }
 

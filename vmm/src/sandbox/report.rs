@@ -94,6 +94,10 @@ fn line(call: i64, argument: Option<u64>, kind: &str) -> Line {
     line
 }
 
+/// The kind of thread on which other calls fail with ENOSYS rather than end the process: the C library loads what the
+/// host is configured to look up names with, and which calls that makes is not known here.
+const LIBRARIES_OF_THE_HOST: &str = "mig-resolve";
+
 /// Handles SIGSYS.
 extern "C" fn on_sigsys(
     _signal: libc::c_int,
@@ -117,6 +121,16 @@ extern "C" fn on_sigsys(
         let index = usize::try_from(index).unwrap_or(0);
         registers.get(index).copied().unwrap_or(0).cast_unsigned()
     };
+    if KIND.get() == LIBRARIES_OF_THE_HOST {
+        // SAFETY: as above. The thread goes on behind the call, with this as its result.
+        unsafe {
+            let registers = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
+            if let Some(result) = registers.get_mut(usize::try_from(libc::REG_RAX).unwrap_or(0)) {
+                *result = -i64::from(libc::ENOSYS);
+            }
+        }
+        return;
+    }
     let arguments = [register(libc::REG_RDI), register(libc::REG_RSI), register(libc::REG_RDX)];
     let call = i64::from(call);
     let line = line(call, telling_argument(call, arguments), KIND.get());

@@ -36,9 +36,10 @@ static FILTERS: [OnceLock<Vec<BpfProgram>>; MAX_KINDS] = [const { OnceLock::new(
 const MAX_KINDS: usize = 128;
 const _: () = assert!(MAX_KINDS >= 64);
 
-/// Calls that open something by its path. On threads that open nothing they fail rather than end the process: the C
-/// library and a backtrace do without.
-const OPENING: [i64; 3] = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2];
+/// Calls that fail on threads that may not make them, rather than end the process. The C library and a backtrace do
+/// without opening anything. A socket may be dropped by any thread, and a path that it leaves is replaced by the next
+/// process that listens there.
+const FAILING: [i64; 4] = [libc::SYS_open, libc::SYS_openat, libc::SYS_unlink, libc::SYS_unlinkat];
 
 /// Flags of clone(2) that ask for a namespace: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 const NAMESPACES: u64 = 0x7e02_0000;
@@ -136,12 +137,15 @@ pub(super) fn programs<'a>(
         SeccompMode::Errno => SeccompAction::Errno(libc::EPERM.unsigned_abs()),
     };
     let mut programs = Vec::new();
-    if mode == SeccompMode::Enforce && !OPENING.iter().any(|number| table.contains_key(number)) {
-        let opening: BTreeMap<_, _> =
-            OPENING.into_iter().map(|number| (number, Vec::new())).collect();
-        table.extend(opening.clone());
+    let failing: BTreeMap<_, _> = FAILING
+        .into_iter()
+        .filter(|number| !table.contains_key(number))
+        .map(|number| (number, Vec::new()))
+        .collect();
+    if mode == SeccompMode::Enforce && !failing.is_empty() {
+        table.extend(failing.clone());
         let fails = SeccompAction::Errno(libc::EACCES.unsigned_abs());
-        programs.push(compile(opening, SeccompAction::Allow, fails)?);
+        programs.push(compile(failing, SeccompAction::Allow, fails)?);
     }
     programs.push(compile(table, refusal, SeccompAction::Allow)?);
     if mode == SeccompMode::Enforce && is_first {

@@ -10,8 +10,8 @@
 use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
     INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
-    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RUNTIME, SCHEDULING, START_PAGE_SERVER, TAPS,
-    TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
+    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SOCKET_PATHS,
+    START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
 };
 
 /// Threads with the same system calls.
@@ -41,7 +41,8 @@ const DEVICES: &[&str] = &[
 ];
 
 /// Other threads of a machine's devices.
-const OTHER_OF_DEVICES: &[&str] = &["serial", "console-out", "announce", "vfio-unmask"];
+const OTHER_OF_DEVICES: &[&str] =
+    &["device-start", "serial", "console-out", "announce", "vfio-unmask"];
 
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
@@ -60,7 +61,7 @@ const OF_MACHINE: &[&str] = &[
 ];
 
 /// Threads started by one that builds, changes or continues a machine.
-const MACHINE: &[&[&str]] = &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE];
+const MACHINE: &[&[&str]] = &[OTHER_OF_DEVICES, OF_MACHINE];
 
 /// Groups that building, changing and ending a machine needs.
 const BUILD: &[&Group] = &[
@@ -71,7 +72,6 @@ const BUILD: &[&Group] = &[
     &OPEN,
     &FILES,
     &NAMES,
-    &RING,
     &CONNECTIONS,
     &LOCAL_SOCKETS,
     &INTERNET_SOCKETS,
@@ -96,8 +96,16 @@ const CONFINE_AND_BUILD: &[&Group] = &{
 };
 
 /// Groups that transferring pages over connections needs.
-const MOVE: &[&Group] =
-    &[&CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING];
+const MOVE: &[&Group] = &[
+    &CONNECTIONS,
+    &MEMORY,
+    &OPEN,
+    &FILES,
+    &KVM_REQUESTS,
+    &VFIO_REQUESTS,
+    &SCHEDULING,
+    &SOCKET_PATHS,
+];
 
 macro_rules! kinds {
     ($($name:literal: $groups:expr, starts $starts:expr, $why:literal;)*) => {
@@ -115,19 +123,21 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "log": &[&FILES], starts &[], "writes lines to a file or a pipe";
     "event-monitor": &[&FILES, &CONNECTIONS], starts &[],
         "writes events to a file, a pipe or a socket";
-    "put-back": &[], starts &[], "restores terminals and removes socket paths after a panic";
+    "put-back": &[&SOCKET_PATHS], starts &[], "restores terminals and removes socket paths after a panic";
     "end": &[], starts &[], "ends the process at a time limit";
     "print-error": &[], starts &[], "prints the error with which the process ends";
-    "http-server": &[&CONNECTIONS, &FILES], starts &[],
+    "http-server": &[&CONNECTIONS, &FILES, &SOCKET_PATHS], starts &[],
         "serves API connections, and receives the descriptors passed over them";
     "vcpu": &[
-        &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &RING, &FILES, &CONNECTIONS, &TAPS, &DISKS,
-        &SCHEDULING, &FAULT_LOOKUP,
-        &PSEUDOTERMINALS, &TIMERS,
-    ], starts &[DEVICES, OTHER_OF_DEVICES],
-        "runs a vCPU, and handles its exits: device registers, activation of queues, offloads, configuration of \
-        passed-through devices, discards of memory";
-    "device-block": &[&RING, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[], "serves the queues of a disk";
+        &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &FILES, &CONNECTIONS, &TAP_OF_DRIVER, &SCHEDULING,
+        &FAULT_LOOKUP,
+    ], starts &[&["vfio-unmask"]],
+        "runs a vCPU, and handles its exits: device registers, offloads, configuration of passed-through devices, \
+        discards of memory";
+    "device-start": &[&RING, &FILES, &CONNECTIONS, &TAPS, &SCHEDULING, &TIMERS], starts &[DEVICES],
+        "activates devices: opens what their queues work with, and starts the threads that serve them";
+    "device-block": &[&RING_REQUESTS, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
+        "serves the queues of a disk";
     "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS], starts &[&["announce"]],
         "serves the queues of a network device";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],
@@ -163,7 +173,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "throttles vCPUs";
     "drop-cache": &[&FILES, &OPEN, &DISKS], starts &[],
         "drops cached pages of disk images that another host has written";
-    "write-back": &[&FILES, &OPEN, &DISKS, &RING], starts &[], "writes the dirty pages of disk images to storage";
+    "write-back": &[&FILES, &OPEN, &DISKS], starts &[], "writes the dirty pages of disk images to storage";
     "discard-vm": BUILD, starts MACHINE, "discards a machine whose boot was cancelled";
     "open-device": BUILD, starts MACHINE, "opens the image, tap or device node of an added device";
     "vm-boot": CONFINE_AND_BUILD, starts MACHINE, "builds a machine";
@@ -171,7 +181,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "vm-shutdown": BUILD, starts MACHINE, "ends a machine";
     "vm-delete": BUILD, starts MACHINE, "ends a machine";
     "pause": BUILD, starts MACHINE, "pauses a machine and writes its disk images to storage";
-    "disk-writer": &[&FILES, &OPEN, &DISKS, &RING, &SCHEDULING], starts &[], "writes the dirty pages of disk images to storage";
+    "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[], "writes the dirty pages of disk images to storage";
     "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
         "write-back", "disk-writer"]],
         "saves a machine's state";
@@ -179,22 +189,22 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-look"]],
         "writes the files of a snapshot";
     "snapshot-mem": &[&FILES, &MEMORY, &OPEN], starts &[], "writes or reads memory";
-    "restore": CONFINE_AND_BUILD, starts &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE, &["restore-fault",
+    "restore": CONFINE_AND_BUILD, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["restore-fault",
         "restore-fill", "restore-wait", "snapshot-mem", "mig-look"]],
         "builds a machine from a snapshot";
     "restore-fault": MOVE, starts &[], "resolves faults from a snapshot";
     "restore-fill": MOVE, starts &[&["mig-look"]], "restores the pages that no fault requested";
     "restore-wait": BUILD, starts MACHINE, "waits for the end of an on-demand restore";
     "migration-send": &[
-        &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &RING, &CONNECTIONS,
+        &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &CONNECTIONS,
         &LOCAL_SOCKETS,
         &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &FAULT_TRACE, &PSEUDOTERMINALS, &PROCESS,
         &TIMERS, &START_PAGE_SERVER, &END_PAGE_SERVER,
-    ], starts &[DEVICES, OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
+    ], starts &[OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "discard-vm"]],
         "owns the machine of an outgoing migration, and starts the page server, which inherits its filter";
-    "migration-recv": CONFINE_AND_BUILD, starts &[DEVICES, OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
+    "migration-recv": CONFINE_AND_BUILD, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
         "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns the machine of an incoming migration";
     "mig-send": MOVE, starts &[&["mig-look"]], "sends memory over one connection";
@@ -210,7 +220,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "asks the destination which side owns the guest";
     "mig-hand-on": &[
         &CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING,
-        &END_PAGE_SERVER,
+        &SOCKET_PATHS, &END_PAGE_SERVER,
     ], starts &[], "transfers the remaining pages to the page server, or ends it if that fails";
     "mig-resolve": &[&RESOLVER, &CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],
         starts &[],
@@ -226,7 +236,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "end", "print-error"]],
         "`main` of the page server";
     "serve": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &MEMORY, &OPEN, &FILES,
-        &SCHEDULING], starts &[&["mig-send", "mig-connect", "mig-alive", "mig-urgent", "mig-bulk",
+        &SCHEDULING, &SOCKET_PATHS], starts &[&["mig-send", "mig-connect", "mig-alive", "mig-urgent", "mig-bulk",
         "mig-verdict", "mig-resolve", "mig-look"]], "sends the last pages of a guest";
     "prezero-pool": BUILD, starts &[&["zeroer", "log", "put-back", "end", "print-error"]],
         "`main` of the pool daemon: memory, its I/O address space, its sockets";

@@ -120,6 +120,47 @@ fn requests_and_sockets_are_never_unchecked() {
     }
 }
 
+/// A guest reaches the code of these threads first.
+#[test]
+fn threads_that_face_the_guest_open_and_connect_nothing() {
+    let opening = [
+        libc::SYS_open,
+        libc::SYS_openat,
+        libc::SYS_socket,
+        libc::SYS_bind,
+        libc::SYS_connect,
+        libc::SYS_unlink,
+        libc::SYS_unlinkat,
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_register,
+        libc::SYS_timerfd_create,
+    ];
+    // Each with the reason why it is there.
+    let excepted = [
+        // Takes a tap back that has been in another process.
+        ("device-net", libc::SYS_open),
+        ("device-net", libc::SYS_openat),
+        ("device-net", libc::SYS_socket),
+        // Connects to sockets of the host for the guest.
+        ("device-vsock", libc::SYS_socket),
+        ("device-vsock", libc::SYS_bind),
+        ("device-vsock", libc::SYS_connect),
+        ("device-vsock", libc::SYS_timerfd_create),
+        ("device-balloon", libc::SYS_timerfd_create),
+        ("device-watchdog", libc::SYS_timerfd_create),
+    ];
+    let faces = |kind: &&Kind| {
+        kind.name == "vcpu" || kind.name.starts_with("device-") && kind.name != "device-start"
+    };
+    let found: BTreeSet<_> = KINDS
+        .iter()
+        .filter(faces)
+        .flat_map(|kind| kind.calls().map(|call| (kind.name, call.number)))
+        .filter(|(_, number)| opening.contains(number))
+        .collect();
+    assert_eq!(found, BTreeSet::from(excepted));
+}
+
 #[test]
 fn only_threads_that_build_a_machine_make_a_vm() {
     let makes = |kind: &&Kind| {
@@ -155,6 +196,34 @@ fn each_filter_can_be_made() {
             assert!(!seccomp::programs(kind.calls(), mode, kind.is_first()).unwrap().is_empty());
         }
     }
+}
+
+/// Instructions of the longest chain of filters that a thread of this kind and those that it starts inherit.
+fn longest_chain(kind: &Kind, above: &mut Vec<&'static str>) -> usize {
+    /// What the kernel counts for each filter beyond its instructions (`kernel/seccomp.c`).
+    const EACH: usize = 4;
+    let programs = seccomp::programs(kind.calls(), SeccompMode::Enforce, kind.is_first()).unwrap();
+    let own: usize = programs.iter().map(|program| program.len() + EACH).sum();
+    above.push(kind.name);
+    let started: BTreeSet<_> = kind.starts.iter().copied().flatten().copied().collect();
+    let below = started
+        .into_iter()
+        .filter(|name| !above.contains(name))
+        .collect::<Vec<_>>()
+        .into_iter()
+        .map(|name| longest_chain(Kind::of_thread(name).unwrap().1, above))
+        .max();
+    above.pop();
+    own + below.unwrap_or(0)
+}
+
+#[test]
+fn no_thread_inherits_more_filters_than_the_kernel_takes() {
+    /// `MAX_INSNS_PER_PATH`.
+    const INSTRUCTIONS_MAX: usize = 32768;
+    let (_, main) = Kind::of_thread("main").unwrap();
+    let longest = longest_chain(main, &mut Vec::new());
+    assert!(longest <= INSTRUCTIONS_MAX, "{longest}");
 }
 
 #[test]
@@ -233,6 +302,24 @@ fn a_call_that_is_not_in_the_table_ends_as_the_mode_says() {
             "{mode:?}: {text}"
         );
     }
+}
+
+#[test]
+fn libraries_that_look_up_names_are_refused_other_calls() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        let ask = || {
+            // SAFETY: takes numbers only.
+            let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW, 0) };
+            (fd, io::Error::last_os_error().raw_os_error())
+        };
+        let answer = stoppable_thread::spawn("mig-resolve", ask).unwrap().join().unwrap();
+        println!("answer {answer:?}");
+        return;
+    }
+    let done = run("libraries_that_look_up_names_are_refused_other_calls", SeccompMode::Enforce);
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(text.contains(&format!("answer (-1, Some({}))", libc::ENOSYS)), "{text} {done:?}");
 }
 
 #[test]
