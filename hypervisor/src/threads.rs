@@ -335,16 +335,29 @@ impl VcpuThreads {
         let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
         // All of them inherit one filter of system calls: making it takes longer than starting a thread.
         let started = stoppable_thread::start_group("vcpu", move || {
+            let mut starting = Vec::new();
             for vcpu in vcpus {
-                let thread = threads.spawn(vcpu, config)?;
-                threads.threads.push(thread);
+                starting.push((vcpu.index(), threads.spawn(vcpu, config)?));
+            }
+            // They prepare at the same time. Dropping `threads` ends all of them.
+            for (index, started) in starting {
+                match started.recv() {
+                    Ok(Ok(())) => {}
+                    Ok(Err(source)) => return Err(ThreadsError::Start { index, source }),
+                    Err(_) => return Err(ThreadsError::Exited { index }),
+                }
             }
             Ok(threads)
         });
         started.map_err(|source| ThreadsError::Spawn { index: 0, source })?
     }
 
-    fn spawn(&self, vcpu: Vcpu, config: &ThreadsConfig) -> Result<Thread, ThreadsError> {
+    /// Starts the thread of `vcpu`; what comes back says whether it is ready.
+    fn spawn(
+        &mut self,
+        vcpu: Vcpu,
+        config: &ThreadsConfig,
+    ) -> Result<mpsc::Receiver<io::Result<()>>, ThreadsError> {
         let index = vcpu.index();
         let shared = Arc::new(Shared {
             index,
@@ -381,18 +394,8 @@ impl VcpuThreads {
         let handle = stoppable_thread::spawn(format!("vcpu{index}"), body)
             .map_err(|source| ThreadsError::Spawn { index, source })?;
         *shared.handle.lock() = Some(handle);
-        let thread = Thread { shared };
-        match answer.recv() {
-            Ok(Ok(())) => Ok(thread),
-            Ok(Err(source)) => {
-                thread.join();
-                Err(ThreadsError::Start { index, source })
-            }
-            Err(_) => {
-                thread.join();
-                Err(ThreadsError::Exited { index })
-            }
-        }
+        self.threads.push(Thread { shared });
+        Ok(answer)
     }
 
     /// Number of vCPUs.
