@@ -212,7 +212,7 @@ impl Vcpu {
     }
 
     /// Informs the guest's watchdogs that it was paused. Best effort, as few guests support it.
-    pub(crate) fn tell_paused(&self) {
+    pub(crate) fn notify_clock_paused(&self) {
         if self.vm.capabilities.kvmclock_ctrl
             && let Err(error) = self.fd.kvmclock_ctrl()
         {

@@ -185,7 +185,7 @@ impl Vcpu {
         self.fd.set_vcpu_events(&events).context("set a vCPU's events")?;
         self.write_nested(state)?;
         // The source's notification of the guest is not part of the state.
-        self.tell_paused();
+        self.notify_clock_paused();
         Ok(())
     }
 

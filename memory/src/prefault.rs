@@ -365,7 +365,7 @@ impl Engine {
         *working = working.saturating_sub(1);
         if *working == 0 {
             drop(working);
-            self.tell_end();
+            self.report_end();
             self.idle.notify_all();
         }
     }
@@ -384,7 +384,7 @@ impl Engine {
         }
     }
 
-    fn tell_end(&self) {
+    fn report_end(&self) {
         let Some(observer) = &self.observer else { return };
         let progress = self.progress();
         // No other thread is left that could hold the lock for long.

@@ -165,7 +165,7 @@ impl Server {
             for event in ready.iter().take(count) {
                 match event.data() {
                     CLIENTS => self.accept(),
-                    STATS => self.tell_stats(),
+                    STATS => self.send_stats(),
                     WORKERS => self.take_results(),
                     number => self.talk(number),
                 }
@@ -273,7 +273,7 @@ impl Server {
         }
     }
 
-    fn tell_stats(&mut self) {
+    fn send_stats(&mut self) {
         let Some(Ok((mut stream, _))) = self.stats.as_ref().map(UnixListener::accept) else {
             return;
         };

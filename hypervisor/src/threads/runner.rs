@@ -69,7 +69,7 @@ impl Runner<'_> {
     }
 
     fn park(&self) {
-        self.vcpu.tell_paused();
+        self.vcpu.notify_clock_paused();
         self.shared.set_phase(Phase::Parked);
     }
 

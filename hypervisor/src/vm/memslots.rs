@@ -153,7 +153,7 @@ impl Memslots {
 /// # Safety
 ///
 /// The mapping at `config.hva` must be there for as long as the kernel has the slot.
-unsafe fn tell_kernel(
+unsafe fn set_kernel_slot(
     fd: &VmFd,
     config: &MemslotConfig,
     len_bytes: u64,
@@ -237,7 +237,7 @@ impl Vm {
         }
         // SAFETY: the caller promises that the mapping lives as long as `owner`, which is kept in
         // the table below until the kernel has dropped the slot.
-        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, None) }
+        unsafe { set_kernel_slot(&self.shared().fd, &config, config.len_bytes, None) }
             .map_err(|source| MemslotError::Kernel { what: "make", slot, source })?;
         slots.insert(slot, Memslot { config, userfault: None, _owner: owner });
         Ok(())
@@ -248,7 +248,7 @@ impl Vm {
         let mut slots = self.shared().slots.lock();
         let config = slots.get(&slot).ok_or(MemslotError::Unknown { slot })?.config;
         // SAFETY: a length of zero removes the slot; no mapping is used.
-        unsafe { tell_kernel(&self.shared().fd, &config, 0, None) }
+        unsafe { set_kernel_slot(&self.shared().fd, &config, 0, None) }
             .map_err(|source| MemslotError::Kernel { what: "remove", slot, source })?;
         slots.remove(&slot);
         Ok(())
@@ -263,9 +263,12 @@ impl Vm {
         let changed = MemslotConfig { log_dirty: on, ..entry.config };
         let userfault = self.userfault_flag().zip(entry.userfault.as_deref());
         // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
-        unsafe { tell_kernel(&self.shared().fd, &changed, changed.len_bytes, userfault) }.map_err(
-            |source| MemslotError::Kernel { what: "change dirty logging of", slot, source },
-        )?;
+        unsafe { set_kernel_slot(&self.shared().fd, &changed, changed.len_bytes, userfault) }
+            .map_err(|source| MemslotError::Kernel {
+                what: "change dirty logging of",
+                slot,
+                source,
+            })?;
         entry.config = changed;
         Ok(())
     }
@@ -292,9 +295,12 @@ impl Vm {
         let userfault = bitmap.as_deref().map(|bitmap| (flag, bitmap));
         let config = entry.config;
         // SAFETY: same addresses as before, and the table keeps the owner of the mapping.
-        unsafe { tell_kernel(&self.shared().fd, &config, config.len_bytes, userfault) }.map_err(
-            |source| MemslotError::Kernel { what: "change userfault exits of", slot, source },
-        )?;
+        unsafe { set_kernel_slot(&self.shared().fd, &config, config.len_bytes, userfault) }
+            .map_err(|source| MemslotError::Kernel {
+                what: "change userfault exits of",
+                slot,
+                source,
+            })?;
         entry.userfault = bitmap;
         Ok(())
     }

@@ -384,7 +384,7 @@ impl<M: GuestMemoryMap> Engine<M> {
 
     /// Handles the source's reply that requested pages are sent on another connection. If they have arrived
     /// meanwhile, the waiting thread is woken to check again; otherwise their arrival wakes it.
-    pub(crate) fn take_elsewhere(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
+    pub(crate) fn expect_on_other_connection(&self, ranges: &[GpaRange]) -> Result<(), Cause> {
         for run in locate(self.memory.layout(), ranges)? {
             let unit = self.unit_pages[run.region];
             for index in run.first / unit..run.end().div_ceil(unit) {

@@ -299,7 +299,7 @@ fn take_pages<M: GuestMemoryMap>(
                 engine.take_contents(reader, &ranges, via, &mut scratch).step(STEP)?;
             }
             Message::ZeroPages(ranges) => engine.take_zeros(&ranges, via).step(STEP)?,
-            Message::Elsewhere(ranges) => engine.take_elsewhere(&ranges).step(STEP)?,
+            Message::Elsewhere(ranges) => engine.expect_on_other_connection(&ranges).step(STEP)?,
             other => return Err(unexpected(&other, "Memory or ZeroPages")),
         }
     }

@@ -25,7 +25,7 @@ use crate::{Side, Steering};
 const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A fault source on a host without memory for contents.
-struct Starved {
+struct OutOfMemorySource {
     /// Requested once a thread waits for memory.
     waits: Cancel,
     stop: Cancel,
@@ -33,7 +33,7 @@ struct Starved {
     refusals: AtomicU32,
 }
 
-impl Starved {
+impl OutOfMemorySource {
     fn new(refusals: u32) -> Arc<Self> {
         let (waits, stop) = (Cancel::new().unwrap(), Cancel::new().unwrap());
         Arc::new(Self { waits, stop, refusals: AtomicU32::new(refusals) })
@@ -45,7 +45,7 @@ impl Starved {
     }
 }
 
-impl FaultSource for Starved {
+impl FaultSource for OutOfMemorySource {
     fn kind(&self) -> FaultSourceKind {
         FaultSourceKind::Uffd
     }
@@ -94,7 +94,7 @@ impl FaultSource for Starved {
 
 /// The threads of a guest that may run, one of which waits for memory; and the source's end of the
 /// connection.
-fn starving(source: &Arc<Starved>) -> (FaultThreads<FakeMemory>, Connection) {
+fn out_of_memory(source: &Arc<OutOfMemorySource>) -> (FaultThreads<FakeMemory>, Connection) {
     let memory = FakeMemory::new(&[(0, 4)], Backing::Shared, PAGE_BYTES).unwrap();
     let missing = PageBitmap::new(4);
     missing.set_range(0..4);
@@ -128,13 +128,13 @@ fn ends(work: impl FnOnce() + Send + 'static) -> bool {
 
 #[test]
 fn a_thread_that_waits_for_memory_of_the_host_ends_with_the_others() {
-    let (threads, _theirs) = starving(&Starved::new(0));
+    let (threads, _theirs) = out_of_memory(&OutOfMemorySource::new(0));
     assert!(ends(move || drop(threads)));
 }
 
 #[test]
 fn giving_up_ends_a_wait_for_memory_of_the_host_when_connections_are_lost() {
-    let (mut threads, theirs) = starving(&Starved::new(0));
+    let (mut threads, theirs) = out_of_memory(&OutOfMemorySource::new(0));
     let steering: Steering = threads.rejoin.steering.clone();
     drop(theirs);
     steering.abandon();
@@ -146,8 +146,8 @@ fn giving_up_ends_a_wait_for_memory_of_the_host_when_connections_are_lost() {
 
 #[test]
 fn the_release_of_a_discarded_machine_is_retried_until_it_succeeds() {
-    let source = Starved::new(3);
-    let (threads, _theirs) = starving(&source);
+    let source = OutOfMemorySource::new(3);
+    let (threads, _theirs) = out_of_memory(&source);
     threads.release_waiters();
     assert_eq!(source.refusals.load(Ordering::SeqCst), 0);
     assert!(source.release().is_ok());

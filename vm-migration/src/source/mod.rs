@@ -189,7 +189,7 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
     };
     match phase_failure {
         PhaseFailure::Running(vm, peer, failure) => {
-            tell_peer(peer, &failure);
+            send_to_peer(peer, &failure);
             let error = fail(Phase::Failed, GuestLocation::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
@@ -197,9 +197,9 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
             // The guest is resumed first; the peer does not run it without a Confirm.
             let resumed = vm.resume();
             drop(log);
-            tell_peer(Some(peer), &failure);
+            send_to_peer(Some(peer), &failure);
             if let Some(retraction) = retraction {
-                retraction.tell_in_background();
+                retraction.send_in_background();
             }
             match resumed {
                 Ok(vm) => {
@@ -224,7 +224,7 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
     }
 }
 
-fn tell_peer(peer: Option<Channel>, failure: &Failure) {
+fn send_to_peer(peer: Option<Channel>, failure: &Failure) {
     if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
         peer.abandon(&failure.for_peer());
     }

@@ -234,7 +234,7 @@ impl<V: SourceVm> Negotiated<V> {
         self.prepare_stop(context)?;
         let maps = unsent.unwrap_or_else(|| empty_maps(self.memory.layout()));
         let told = if self.links.terms.stale() {
-            Some(self.tell_what_is_stale(log, &maps, context)?)
+            Some(self.send_stale_pages(log, &maps, context)?)
         } else {
             None
         };
@@ -245,7 +245,7 @@ impl<V: SourceVm> Negotiated<V> {
     /// long as that greatly reduces the work after the stop. Dirty pages are added to `pages` and
     /// their bits cleared; pages that are dirty at the stop are sent in addition. Returns what the
     /// destination was told.
-    fn tell_what_is_stale(
+    fn send_stale_pages(
         &mut self,
         log: &V::Log,
         pages: &[PageBitmap],

@@ -53,7 +53,7 @@ pub(crate) struct Retraction {
 
 impl Retraction {
     /// Reports the verdict from a thread of its own: the guest runs already and does not wait for it.
-    pub(crate) fn tell_in_background(self) {
+    pub(crate) fn send_in_background(self) {
         let Self { withheld, teller } = self;
         let body = move || {
             let never = match Cancel::new() {
@@ -169,7 +169,7 @@ impl VerdictSender {
         mut late: HandoverAnswer,
         never: &Cancel,
     ) -> Result<(), Failure> {
-        let told = self.tell_anew(verdict, &mut late, never);
+        let told = self.send_again(verdict, &mut late, never);
         match told {
             // The answer may have arrived meanwhile, which explains why nothing listens any more.
             Err(failure) => late.answer().unwrap_or(Err(failure.cause)).step(STEP),
@@ -177,7 +177,7 @@ impl VerdictSender {
         }
     }
 
-    fn tell_anew(
+    fn send_again(
         mut self,
         verdict: Verdict,
         late: &mut HandoverAnswer,

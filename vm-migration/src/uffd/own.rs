@@ -30,7 +30,7 @@ pub enum Refused {
     /// The access may be retried: the page is here, or the thread was unparked.
     TryAgain,
     /// No resolver is active: the access was refused before the release, or by something else.
-    NotByUs,
+    NoResolver,
     /// The address is not guest RAM.
     NotRam,
 }
@@ -101,7 +101,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         let Ok(run) = self.memory.layout().locate(page) else { return Ok(Refused::NotRam) };
         let resolver = self.resolver.get().and_then(Weak::upgrade);
         let Some(resolver) = resolver.filter(|_| !self.released.load(Ordering::SeqCst)) else {
-            return Ok(Refused::NotByUs);
+            return Ok(Refused::NoResolver);
         };
         let fault = Fault { region: run.region, page: run.first, thread: Some(thread_id()) };
         resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)

@@ -91,7 +91,7 @@ fn devices_wait_on_the_other_mapping_of_the_same_page() {
 #[test]
 fn who_is_refused_brings_the_page_at_the_desk() {
     let Some((memory, sigbus)) = watched() else { return };
-    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "there is no resolver yet");
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NoResolver, "there is no resolver yet");
     let resolver = Arc::new(Nines(Arc::clone(&sigbus), AtomicUsize::new(0)));
     let weak: Weak<Nines> = Arc::downgrade(&resolver);
     sigbus.set_resolver(weak);
@@ -102,7 +102,7 @@ fn who_is_refused_brings_the_page_at_the_desk() {
     }
     assert_eq!(resolver.1.load(Ordering::SeqCst), 1);
     drop(resolver);
-    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NotByUs, "the resolver is closed");
+    assert_eq!(sigbus.refused(1, GPA).unwrap(), Refused::NoResolver, "the resolver is closed");
 }
 
 #[test]
@@ -111,7 +111,7 @@ fn after_the_release_no_thread_is_refused() {
     assert!(is_refused(&memory, 1));
     sigbus.release().unwrap();
     assert_eq!(vcpu_reads(&memory, 1).unwrap(), 0);
-    assert_eq!(sigbus.refused(0, GPA).unwrap(), Refused::NotByUs);
+    assert_eq!(sigbus.refused(0, GPA).unwrap(), Refused::NoResolver);
 }
 
 #[test]
@@ -211,5 +211,5 @@ fn no_vcpu_is_refused_a_page_that_is_here_while_marks_are_taken_away() {
     faults.set_resolver(weak);
     faults.release().expect("marks that stay do no harm once they are clear");
     assert_eq!(*slow.removed.lock(), [0, 1]);
-    assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NotByUs);
+    assert_eq!(faults.refused(1, SECOND).unwrap(), Refused::NoResolver);
 }

@@ -138,7 +138,7 @@ impl Vmm {
     }
 
     /// Deletes such a machine once its page transfer has ended and no thread waits for a page.
-    pub(super) fn not_started_is_gone(&mut self) {
+    pub(super) fn delete_unstarted(&mut self) {
         self.pages = GuestPages::Resident;
         self.vm = VmLifecycle::None;
         events::emit("vm", "deleted", &[]);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use vm_migration::Phase;
 
-use super::snapshot::tell_failed_restore;
+use super::snapshot::report_failed_restore;
 use super::starting::start_cancelled;
 use super::{GuestPages, Next, VmLifecycle, Vmm, emit};
 use crate::api::request::Responder;
@@ -193,15 +193,15 @@ impl Vmm {
             }
             VmLifecycle::TearingDown(teardown) => {
                 teardown.consoles.close();
-                teardown.tell_failed();
+                teardown.report_failed();
                 true
             }
             VmLifecycle::Starting(starting) => {
-                starting.tell_failed(&start_cancelled());
+                starting.report_failed(&start_cancelled());
                 starting.has_begun()
             }
             VmLifecycle::Busy(busy) if busy.is_restore => {
-                tell_failed_restore(&start_cancelled());
+                report_failed_restore(&start_cancelled());
                 false
             }
             VmLifecycle::Live(_)

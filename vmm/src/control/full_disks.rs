@@ -133,7 +133,7 @@ fn tell(event: &'static str, id: &str, path: &std::path::Path) {
 impl Vmm {
     /// Emits the event of a full disk at once, also when the machine cannot be paused now, as during a
     /// migration.
-    pub(super) fn tell_of_full_disk(&mut self, id: &str) {
+    pub(super) fn report_full_disk(&mut self, id: &str) {
         let config = match &self.vm {
             VmLifecycle::Live(machine) => machine.config(),
             VmLifecycle::Migrating { info, .. }
@@ -144,10 +144,10 @@ impl Vmm {
         let disk = disks.find(|disk| disk.id.as_deref() == Some(id));
         let path = disk.and_then(|disk| disk.path.clone()).unwrap_or_default();
         let full = FullDiskStatus { id: id.to_owned(), path, requests: 1 };
-        self.tell_full(vec![full]);
+        self.report_full(vec![full]);
     }
 
-    fn tell_full(&mut self, full: Vec<FullDiskStatus>) {
+    fn report_full(&mut self, full: Vec<FullDiskStatus>) {
         for disk in self.full.note(self.machine_number, full, Instant::now()) {
             tell("disk-full", &disk.id, &disk.path);
             let (id, path) = (&disk.id, disk.path.display());
@@ -163,7 +163,7 @@ impl Vmm {
             // The driver has reset the device in the meantime, or a retry succeeded.
             return;
         }
-        self.tell_full(full);
+        self.report_full(full);
         if !is_paused && self.full.may_stop(Instant::now()) {
             emit("pausing");
             self.begin_transition(TransitionKind::Full, None);

@@ -162,7 +162,7 @@ impl Vmm {
             sending.cancel.cancel();
         }
         if let GuestEvent::DiskFull { id } = &event {
-            self.tell_of_full_disk(id);
+            self.report_full_disk(id);
         }
         if let GuestEvent::Panicked { event } = event {
             log::warn!("the guest reported an event to its panic device: {event}");
@@ -204,7 +204,7 @@ impl Vmm {
         }
     }
 
-    fn tell_of_triple_fault(&mut self, vcpu: u32, at: Instant) {
+    fn report_triple_fault(&mut self, vcpu: u32, at: Instant) {
         let ran = match &self.vm {
             // How long a guest has run that was started elsewhere is unknown.
             VmLifecycle::Live(machine) if self.started_number == self.machine_number => {
@@ -228,7 +228,7 @@ impl Vmm {
         match event {
             GuestEvent::Reset => self.reboot_for(None),
             GuestEvent::TripleFault { index } => {
-                self.tell_of_triple_fault(index, told);
+                self.report_triple_fault(index, told);
                 self.reboot_for(None)
             }
             GuestEvent::WatchdogExpired => {

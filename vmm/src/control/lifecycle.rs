@@ -101,7 +101,7 @@ impl Vmm {
         match &self.vm {
             VmLifecycle::None => return Err(ApiError::not_created()),
             // A machine that arrived and was not started, or is kept for a guest elsewhere, is given up;
-            // its pages first, as in `not_started_is_gone`.
+            // its pages first, as in `delete_unstarted`.
             VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,
             VmLifecycle::Created(_) | VmLifecycle::HandedOver { .. } => {}
             other => return Err(other.why_not_live()),

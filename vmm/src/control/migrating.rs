@@ -279,7 +279,7 @@ impl Vmm {
         let next = match end {
             SendEnd::Complete(remains) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
-                tell_end(last.as_ref());
+                report_end(last.as_ref());
                 cancel::refuse_all(&mut cancellers, &cancel::at_destination());
                 let age = |at: Instant| at.elapsed();
                 let stay = exit_delay(self.watched_at.map(age), self.end_seen_at.map(age));
@@ -373,9 +373,9 @@ impl Vmm {
                 }
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
                 if pages_missing {
-                    observer::tell_figures("migration-receive-finished", last.as_ref());
+                    observer::report_figures("migration-receive-finished", last.as_ref());
                 } else {
-                    observer::tell_end("migration-receive-finished", last.as_ref());
+                    observer::report_end("migration-receive-finished", last.as_ref());
                 }
                 cancel::refuse_all(&mut cancellers, &cancel::arrived());
                 answer(Ok(ApiReply::Empty));
@@ -423,13 +423,13 @@ impl Vmm {
             // The threads that receive the pages end before the machine, which has never run: a device that
             // waits for a page would block its end, and the VMM thread.
             drop(result);
-            self.not_started_is_gone();
+            self.delete_unstarted();
             return Next::Continue;
         }
         let next = match result {
             Ok(()) => {
                 let last = self.progress.as_ref().map(|progress| progress.snapshot());
-                observer::tell_end("postcopy-migration-completed", last.as_ref());
+                observer::report_end("postcopy-migration-completed", last.as_ref());
                 self.all_pages_resident();
                 GuestPages::Resident
             }
@@ -479,10 +479,10 @@ fn is_the_end(phase: Phase) -> bool {
 }
 
 /// Emits the event of a VM that has moved, with the page server that holds its last pages.
-fn tell_end(last: Option<&ProgressDocument>) {
+fn report_end(last: Option<&ProgressDocument>) {
     let server = last.filter(|last| last.phase == Phase::HandedOn);
     let Some(server) = server.and_then(|last| last.page_server.as_ref()) else {
-        observer::tell_end("migration-finished", last);
+        observer::report_end("migration-finished", last);
         return;
     };
     let (pid, took_us) = (server.pid.to_string(), server.took_over_us.map(|us| us.to_string()));

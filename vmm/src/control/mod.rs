@@ -97,7 +97,7 @@ use crate::options::{ChildLogging, ExitReason};
 use crate::sandbox::landlock::Confinement;
 
 pub(crate) use migrating::WATCHER_TIME;
-pub(crate) use observer::{announce, tell_end};
+pub(crate) use observer::{announce, report_end};
 pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
 
@@ -402,10 +402,10 @@ impl Vmm {
     /// Handles a changed terminal size; a machine owned by another thread is told when it returns.
     fn terminal_resized(&mut self) {
         self.tell_size = true;
-        self.tell_of_size();
+        self.report_size();
     }
 
-    fn tell_of_size(&mut self) {
+    fn report_size(&mut self) {
         if self.tell_size
             && let VmLifecycle::Live(machine) = &self.vm
         {
@@ -448,7 +448,7 @@ impl Vmm {
     fn message(&mut self, message: Message) -> Next {
         match self.take_message(message) {
             Next::Continue => {
-                self.tell_of_size();
+                self.report_size();
                 self.act_on_guest()
             }
             other => other,

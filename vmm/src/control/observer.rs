@@ -24,15 +24,15 @@ impl Observer for EventObserver {
 }
 
 /// Emits an event with the final figures of a migration, or without if they are unknown.
-pub fn tell_figures(event: &'static str, last: Option<&ProgressDocument>) {
+pub fn report_figures(event: &'static str, last: Option<&ProgressDocument>) {
     let figures = last.map(ProgressDocument::final_figures).unwrap_or_default();
     let properties: Vec<_> = figures.iter().map(|(key, value)| (*key, value.as_str())).collect();
     events::emit("vm", event, &properties);
 }
 
-/// Like [`tell_figures`], and writes a line to the log.
-pub fn tell_end(event: &'static str, last: Option<&ProgressDocument>) {
-    tell_figures(event, last);
+/// Like [`report_figures`], and writes a line to the log.
+pub fn report_end(event: &'static str, last: Option<&ProgressDocument>) {
+    report_figures(event, last);
     if let Some(last) = last {
         log::info!("the migration is over ({}): {}", last.side, last.final_line());
     }

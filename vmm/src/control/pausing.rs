@@ -173,9 +173,9 @@ impl TransitionKind {
     }
 }
 
-fn tell_failed_resume(kind: TransitionKind, error: &ApiError) {
+fn report_failed_resume(kind: TransitionKind, error: &ApiError) {
     if kind == TransitionKind::StartRestored {
-        return super::snapshot::tell_failed_restore(error);
+        return super::snapshot::report_failed_restore(error);
     }
     events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
 }
@@ -431,7 +431,7 @@ impl Vmm {
                 self.look_for_no_room();
                 let error = failed(&error);
                 log::error!("the VM stays paused: {error}");
-                tell_failed_resume(kind, &error);
+                report_failed_resume(kind, &error);
             }
             (kind, result) => {
                 if result.is_ok() {
@@ -449,7 +449,7 @@ impl Vmm {
                 let result = result
                     .map_err(why)
                     .inspect(|_| emit("resumed"))
-                    .inspect_err(|error| tell_failed_resume(kind, error));
+                    .inspect_err(|error| report_failed_resume(kind, error));
                 match (result, responder) {
                     (Err(error), None) if self.ending.is_none() => {
                         next = Next::Fail(RunError::Restore(error));

@@ -137,7 +137,7 @@ pub fn bind(
 }
 
 /// Reports that a source can connect, and whether it has to authenticate.
-fn tell_ready(listener: &Listener) {
+fn report_ready(listener: &Listener) {
     let address = listener.address().to_string();
     let tls = if listener.is_authenticated() { "on" } else { "off" };
     log::info!("waiting for a migration at {address}");
@@ -172,13 +172,14 @@ impl ListenTarget {
     ) -> Result<Listener, ReceiveOutcome> {
         let (address, tls) = match self {
             Self::Bound(listener) => {
-                tell_ready(&listener);
+                report_ready(&listener);
                 return Ok(listener);
             }
             Self::Unresolved(address, tls) => (address, tls),
         };
         log::info!("resolving {address}");
-        let bound = Listener::bind_over(&address, tls, late_reconnects, cancel).inspect(tell_ready);
+        let bound =
+            Listener::bind_over(&address, tls, late_reconnects, cancel).inspect(report_ready);
         bound.map_err(|error| {
             let is_cancelled = matches!(error, TransportError::Cancelled);
             let report = FailureReport::before_the_begin(Side::Destination, "listening", &error);
@@ -212,7 +213,7 @@ fn take(slot: &Mutex<Option<Responder>>) -> Option<Responder> {
 
 /// A callback that reports a VM in doubt to the VMM thread. When the doubt lasts, the request that awaits
 /// the VM is answered.
-fn tell_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -> DoubtObserver {
+fn report_doubts(slot: Arc<Mutex<Option<Responder>>>, inbox_sender: InboxSender) -> DoubtObserver {
     Box::new(move |machine, state, lasts| {
         let info = Box::new(describe::of_machine(machine));
         inbox_sender.send(Message::InDoubt(InDoubtVm { state, info }));
@@ -251,7 +252,7 @@ pub fn start(
         let confiner = confiner.with(target.made_socket().map(PathRule::remove_socket));
         let confine = Box::new(move |config: &VmConfig| confiner.confine(config));
         let slot = Arc::new(Mutex::new(Some(responder)));
-        let doubts = tell_doubts(Arc::clone(&slot), inbox_sender.clone());
+        let doubts = report_doubts(Arc::clone(&slot), inbox_sender.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
         let builder = builder.within(rules).with_descriptors(fds).confined_by(confine);
         let received = target

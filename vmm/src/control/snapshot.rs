@@ -257,7 +257,7 @@ impl Vmm {
             }
             Err((responder, error)) => {
                 let error = failed(&error);
-                tell_failed_restore(&error);
+                report_failed_restore(&error);
                 refuse(responder, error, RunError::Restore)
             }
         }
@@ -315,7 +315,7 @@ impl Vmm {
             emit("restored");
             Ok(())
         });
-        result.inspect_err(tell_failed_restore)
+        result.inspect_err(report_failed_restore)
     }
 
     fn watch(
@@ -377,7 +377,7 @@ fn no_snapshot() -> ApiError {
 }
 
 /// Reports that a VM could not be restored, or not be started afterwards.
-pub(super) fn tell_failed_restore(error: &ApiError) {
+pub(super) fn report_failed_restore(error: &ApiError) {
     log::error!("{error}");
     events::emit("vm", "restore-failed", &[("error", &error.to_string())]);
 }

@@ -143,7 +143,7 @@ impl Starting {
     }
 
     /// Reports that the start has failed.
-    pub fn tell_failed(&self, error: &ApiError) {
+    pub fn report_failed(&self, error: &ApiError) {
         let event = if self.is_reboot { "reboot-failed" } else { "boot-failed" };
         events::emit("vm", event, &[("error", &error.to_string())]);
     }
@@ -290,7 +290,7 @@ impl Vmm {
                 }
             }
             Err(error) => {
-                starting.tell_failed(&error);
+                starting.report_failed(&error);
                 self.vm = VmLifecycle::Created(starting.config);
                 if is_cancelled {
                     if let Some(responder) = responder {

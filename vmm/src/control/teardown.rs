@@ -66,9 +66,9 @@ impl AfterTeardown {
 
 impl Teardown {
     /// Reports that the reboot has failed, if there was one.
-    pub fn tell_failed(&self) {
+    pub fn report_failed(&self) {
         if matches!(self.after, AfterTeardown::Reboot { .. }) {
-            tell_failed_reboot();
+            report_failed_reboot();
         }
     }
 }
@@ -76,7 +76,7 @@ impl Teardown {
 /// Error for a VM that was to reboot in a process that ends.
 const TOLD_TO_END: &str = "the VMM has been told to end";
 
-fn tell_failed_reboot() {
+fn report_failed_reboot() {
     events::emit("vm", "reboot-failed", &[("error", TOLD_TO_END)]);
 }
 
@@ -215,7 +215,7 @@ impl Vmm {
                 responder.answer(Ok(ApiReply::Empty));
             }
             AfterTeardown::Reboot { locks, responder, .. } if self.ending.is_some() => {
-                tell_failed_reboot();
+                report_failed_reboot();
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }

@@ -47,7 +47,7 @@ impl Machine {
     pub fn renew_generation(&self) -> Result<(), GenerationError> {
         if self.parts.legacy.generation().gpa().is_some() {
             write_new(&self.parts.ram)?;
-            self.parts.legacy.tell_generation_changed();
+            self.parts.legacy.notify_generation_changed();
         } else {
             log::info!("the guest has no generation ID, so it cannot detect that it is a copy");
         }

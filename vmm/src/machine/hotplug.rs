@@ -143,7 +143,7 @@ impl Machine {
         self.config = config;
         self.record_device_numbers();
         self.parts.hotplug.registers.add(bdf.device());
-        self.parts.legacy.tell_pci_changed();
+        self.parts.legacy.notify_pci_changed();
         let id = device.id();
         log::info!("'{id}' was added at {bdf}");
         events::emit("vm", "device-added", &[("id", id), ("bdf", &bdf.to_string())]);
@@ -182,7 +182,7 @@ impl Machine {
         self.parts.hotplug.registers.request_unplug(function.bdf.device());
         // Not waited for: it shortens the write-back after the ejection.
         drop(self.write_back_early(id));
-        self.parts.legacy.tell_pci_changed();
+        self.parts.legacy.notify_pci_changed();
         events::emit("vm", "device-removing", &[("id", id)]);
         Ok(())
     }

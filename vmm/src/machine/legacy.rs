@@ -141,7 +141,7 @@ impl LegacyDevices {
     }
 
     /// Notifies the guest that PCI devices were added or are to be removed.
-    pub fn tell_pci_changed(&self) {
+    pub fn notify_pci_changed(&self) {
         self.ged.notify(GED_PCI_DEVICES_CHANGED);
     }
 
@@ -151,7 +151,7 @@ impl LegacyDevices {
     }
 
     /// Notifies the guest that its generation ID has changed.
-    pub fn tell_generation_changed(&self) {
+    pub fn notify_generation_changed(&self) {
         self.ged.notify(GED_GENERATION_CHANGED);
     }
 

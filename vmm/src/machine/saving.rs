@@ -35,7 +35,7 @@ impl Machine {
         for (bdf, function) in self.pci_functions() {
             let state = function
                 .save()
-                .inspect_err(|error| self.parts.passthrough.tell_if_lost(bdf, error))?;
+                .inspect_err(|error| self.parts.passthrough.report_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
         let mut state = MachineState {

@@ -331,7 +331,7 @@ struct VcpuFaults {
 impl VcpuFaults {
     /// Handles a refusal of a page that is not missing. The access is retried, as the page may have arrived
     /// since; a vCPU that keeps being refused is stopped.
-    fn not_by_us(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
+    fn no_resolver(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let page = access.gpa.map_or(u64::MAX, |gpa| gpa / PAGE_BYTES);
         let repeats = self.repeats.get(vcpu as usize);
         if repeats.is_some_and(|repeats| repeats.note(page, self.start.elapsed())) {
@@ -355,10 +355,10 @@ impl MissingPages for VcpuFaults {
     fn resolve(&self, vcpu: u32, access: FaultedAccess) -> FaultAction {
         let vcpu_index = vcpu as usize;
         // Without an address the refusal may be outdated, or not one of memory.
-        let Some(gpa) = access.gpa else { return self.not_by_us(vcpu, access) };
+        let Some(gpa) = access.gpa else { return self.no_resolver(vcpu, access) };
         match self.faults.refused(vcpu_index, gpa) {
             Ok(Refused::TryAgain) => self.when_here,
-            Ok(Refused::NotByUs) => self.not_by_us(vcpu, access),
+            Ok(Refused::NoResolver) => self.no_resolver(vcpu, access),
             Ok(Refused::NotRam) => FaultAction::Stop,
             Err(error) => {
                 // It waits, as with userfaultfd, until it is ended or paused.

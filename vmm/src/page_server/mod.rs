@@ -32,7 +32,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::api::{ApiListener, ApiQueue, ApiServer, ApiSocket, SocketError};
-use crate::control::{announce, tell_end};
+use crate::control::{announce, report_end};
 use crate::events;
 use crate::signals::{Signal, Signals};
 
@@ -228,7 +228,7 @@ fn attend(
                 return Ok(());
             }
             Ok(Ok(End::Served)) => {
-                tell_end("migration-finished", Some(&api.snapshot()));
+                report_end("migration-finished", Some(&api.snapshot()));
                 api.served(Instant::now());
             }
             Ok(Err(error)) => return api.abandoned(error),

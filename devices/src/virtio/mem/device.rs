@@ -86,7 +86,7 @@ impl MemHandle {
     pub fn retry(&self) {
         self.shared.ask_for_retry();
         if self.plugged_bytes() != self.requested_bytes() {
-            self.shared.tell_driver();
+            self.shared.notify_driver();
         }
     }
 

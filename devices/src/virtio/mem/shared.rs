@@ -118,12 +118,12 @@ impl Shared {
     /// Sets the requested size, and notifies the driver of a change.
     pub(crate) fn request(&self, bytes: u64) {
         if self.requested_bytes.swap(bytes, Ordering::AcqRel) != bytes {
-            self.tell_driver();
+            self.notify_driver();
         }
     }
 
     /// Has the driver compare the plugged with the requested size.
-    pub(super) fn tell_driver(&self) {
+    pub(super) fn notify_driver(&self) {
         if let Some(driver) = &*self.driver.lock() {
             driver.config_changed();
         }

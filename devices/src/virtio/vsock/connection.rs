@@ -158,7 +158,7 @@ impl Connection {
     }
 
     /// Restarts the time limit, after time in which neither side could act.
-    pub(super) fn wait_anew(&mut self) {
+    pub(super) fn restart_time_limit(&mut self) {
         if let Some((time, _)) = self.deadline {
             self.wait_for(time);
         }
@@ -431,7 +431,7 @@ mod tests {
         connection.end_overdue();
         // A guest without a buffer for the RST must not cause repeated wake-ups.
         assert_eq!(connection.deadline(), None);
-        connection.wait_anew();
+        connection.restart_time_limit();
         assert_eq!(connection.deadline(), None);
         assert!(connection.has_packets());
         assert_eq!(connection.next_packet(&mut []).unwrap().op, op::RST);

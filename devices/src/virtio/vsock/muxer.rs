@@ -123,7 +123,7 @@ impl Muxer {
         self.listen();
         let waiting: Vec<Ports> = self.deadlines.keys().copied().collect();
         for ports in waiting {
-            self.with(ports, Connection::wait_anew);
+            self.with(ports, Connection::restart_time_limit);
         }
     }
 

@@ -142,7 +142,7 @@ impl VsockWorker {
     }
 
     /// Tells the guest that its connections are gone, once it has a buffer for that.
-    fn tell_reset(&mut self) -> Result<(), Broken> {
+    fn send_reset(&mut self) -> Result<(), Broken> {
         let memory = self.event.memory();
         while self.reset_is_due {
             if let Some(chain) = self.event.pop(&memory)? {
@@ -202,7 +202,7 @@ impl Work for VsockWorker {
         watch.on(EVENT_TOKEN, self.event.kick().as_raw_fd())?;
         watch.on(STREAMS_TOKEN, self.muxer.poll_fd())?;
         watch.on(TIMER_TOKEN, self.timer.as_raw_fd())?;
-        self.tell_reset()?;
+        self.send_reset()?;
         self.muxer.start();
         self.transmit()?;
         self.serve()
@@ -217,7 +217,7 @@ impl Work for VsockWorker {
             }
             EVENT_TOKEN => {
                 self.event.take_kick();
-                return self.tell_reset();
+                return self.send_reset();
             }
             STREAMS_TOKEN => self.muxer.serve_streams(),
             _ => {

@@ -20,7 +20,7 @@ const WORKLOADS: [Workload; 2] = [IDLE, RANDOM_WRITING];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Candidate {
     RawAlone,
-    RawBeside,
+    RawAlongside,
     RawNew,
     Ours(u16),
     Qemu { preempt: bool },
@@ -28,7 +28,7 @@ enum Candidate {
 
 const CANDIDATES: [Candidate; 7] = [
     Candidate::RawAlone,
-    Candidate::RawBeside,
+    Candidate::RawAlongside,
     Candidate::RawNew,
     Candidate::Ours(1),
     Candidate::Ours(4),
@@ -40,7 +40,7 @@ impl Candidate {
     fn name(self) -> String {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
-            Self::RawBeside => "raw copy alongside the guest".to_owned(),
+            Self::RawAlongside => "raw copy alongside the guest".to_owned(),
             Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
@@ -60,7 +60,7 @@ impl Candidate {
             Ours::start(programs, workload.cmdline, ",memory_mode=postcopy", &send)
         };
         let mut pair: Box<dyn Pair> = match self {
-            Self::RawAlone | Self::RawBeside | Self::RawNew => {
+            Self::RawAlone | Self::RawAlongside | Self::RawNew => {
                 let pair = ours(1)?;
                 let prepared = prepare(pair.source_pid(), workload)?;
                 let _running = (self != Self::RawAlone).then_some(pair);
@@ -134,7 +134,7 @@ fn targets(figures: &[Figure]) -> Vec<Target> {
     let mut targets = Vec::new();
     for workload in WORKLOADS {
         let ours = total(workload, Candidate::Ours(1));
-        for raw in [Candidate::RawBeside, Candidate::RawNew] {
+        for raw in [Candidate::RawAlongside, Candidate::RawNew] {
             if let (Some(ours), Some(rival)) = (ours, total(workload, raw)) {
                 let name = format!("{}: godwit: {TOTAL} by a {}", workload.name, raw.name());
                 targets.push(Target::at_most(&name, ours / rival, 1.25));

@@ -72,7 +72,7 @@ fn targets(taken: &[Taken], downtime_ms: u64) -> Vec<Target> {
     let mut targets = Vec::new();
     for ours in OURS {
         let who = ours.name();
-        for raw in [Candidate::RawBeside, Candidate::RawNew] {
+        for raw in [Candidate::RawAlongside, Candidate::RawNew] {
             let rate = ratio(TOTAL, IDLE, raw, ours);
             let name = format!("idle: {who}: rate by that of a {}", raw.name());
             targets.extend(rate.map(|value| Target::at_least(&name, value, 0.8)));

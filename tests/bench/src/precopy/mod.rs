@@ -39,7 +39,7 @@ pub enum Candidate {
     /// A raw copy, with nothing else running.
     RawAlone,
     /// A raw copy while the guest runs.
-    RawBeside,
+    RawAlongside,
     /// The same, into memory that the host has to allocate, as a migration's destination has to.
     RawNew,
     /// This program, with this many connections.
@@ -59,7 +59,7 @@ pub enum Candidate {
 impl Candidate {
     const ALL: [Self; 11] = [
         Self::RawAlone,
-        Self::RawBeside,
+        Self::RawAlongside,
         Self::RawNew,
         Self::Ours(1),
         Self::Ours(4),
@@ -75,7 +75,7 @@ impl Candidate {
     pub fn name(self) -> String {
         match self {
             Self::RawAlone => "raw copy alone".to_owned(),
-            Self::RawBeside => "raw copy alongside the guest".to_owned(),
+            Self::RawAlongside => "raw copy alongside the guest".to_owned(),
             Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
@@ -188,7 +188,7 @@ fn sample(
     let qemu =
         |channels| Qemu::start(programs, workload.cmdline, Way::Precopy { downtime_ms, channels });
     let mut pair: Box<dyn Pair> = match candidate {
-        Candidate::RawAlone | Candidate::RawBeside | Candidate::RawNew => {
+        Candidate::RawAlone | Candidate::RawAlongside | Candidate::RawNew => {
             let pair = ours("")?;
             let prepared = prepare(pair.source_pid(), workload)?;
             let _running = (candidate != Candidate::RawAlone).then_some(pair);

@@ -141,7 +141,7 @@ impl Reconnect {
     }
 
     /// Reserves the number of the next attempt for another process.
-    pub(super) fn give_attempt(&mut self) -> u32 {
+    pub(super) fn reserve_attempt(&mut self) -> u32 {
         self.attempt += 1;
         self.attempt
     }

@@ -98,7 +98,7 @@ impl<M: GuestMemoryMap> Server<M> {
 
     /// The request for the page server, which gets the next attempt.
     fn takeover(&self, reconnect: &mut Reconnect) -> TakeoverRequest {
-        let attempt = reconnect.give_attempt();
+        let attempt = reconnect.reserve_attempt();
         let Reconnect { to, tls, id, bulk, urgent, timeout, limits, .. } = reconnect;
         let units = self.grains.iter().map(Grain::pages).collect();
         let terms = Terms { id: *id, attempt, bulk: *bulk, urgent: *urgent, units };

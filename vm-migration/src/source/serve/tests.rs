@@ -51,7 +51,7 @@ fn go_on(connection: &Connection, first: &[u8], more: &[u8]) {
 }
 
 /// A destination to which a source reconnects. It sends `first`, and then `more` again and again.
-fn take_back(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>) {
+fn serve_reconnect(listener: &Listener, first: &[u8], more: &[u8], begun: &Sender<()>) {
     let never = Cancel::new().unwrap();
     let mut control = Channel::new(listener.accept(&never, Some(LONG), LONG).unwrap());
     let recover = control.timed(Message::read).unwrap();
@@ -73,7 +73,7 @@ fn come_back(first: &[u8], more: &[u8], is_abandoned: bool) -> (Failure, Duratio
     let mut reconnect = Reconnect::new(&options, [1; 16], 1, 0);
     let (begun, begins) = channel();
     std::thread::scope(|scope| {
-        scope.spawn(|| take_back(&listener, first, more, &begun));
+        scope.spawn(|| serve_reconnect(&listener, first, more, &begun));
         let steering = options.steering.clone();
         scope.spawn(move || {
             begins.recv().unwrap();

@@ -105,7 +105,7 @@ impl Passthrough {
         for step in steps {
             for (_, device) in &self.devices {
                 if let Err(source) = step(device) {
-                    self.tell_of(device, &source);
+                    self.report_lost(device, &source);
                     let id = device.id().to_owned();
                     return Err(PassthroughError::Stop { id, source });
                 }
@@ -121,7 +121,7 @@ impl Passthrough {
             for (_, device) in &self.devices {
                 if let Err(error) = step(device) {
                     device.disarm();
-                    self.tell_of(device, &error);
+                    self.report_lost(device, &error);
                 }
             }
         }
@@ -129,13 +129,13 @@ impl Passthrough {
 
     /// Reports the passed-through device at `bdf` as lost to the guest, if there is one and `error` has
     /// made it so.
-    pub fn tell_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
+    pub fn report_if_lost(&self, bdf: Bdf, error: &dyn std::error::Error) {
         if let Some((_, device)) = self.devices.iter().find(|(at, _)| *at == bdf) {
-            self.tell_of(device, error);
+            self.report_lost(device, error);
         }
     }
 
-    fn tell_of(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
+    fn report_lost(&self, device: &VfioPciDevice, error: &dyn std::error::Error) {
         if device.is_lost() {
             let (id, reason) = (device.id(), error_text::chain(error));
             log::error!("passed-through device '{id}' is gone for the guest: {reason}");
