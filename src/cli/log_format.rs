@@ -250,6 +250,11 @@ struct Calendar {
     offset_s: i64,
 }
 
+/// Has the C library read the time zone of the host, which it does once.
+pub fn read_time_zone() {
+    let _ = Timestamp::now().calendar(Zone::Local);
+}
+
 impl Timestamp {
     fn now() -> Self {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -19,7 +19,7 @@ use log::{LevelFilter, Log, Metadata, Record};
 use thiserror::Error;
 use vmm::output_queue::OutputQueue;
 
-use super::log_format::LogFormat;
+use super::log_format::{self, LogFormat};
 
 /// Why logging cannot be started.
 #[derive(Debug, Error)]
@@ -127,6 +127,8 @@ pub fn start(
             create(path).map(Arc::new).map_err(failed)
         })
         .transpose()?;
+    // Later threads cannot open its file.
+    log_format::read_time_zone();
     // A terminal is in raw mode while the guest uses it.
     let raw = file.is_none() && io::stderr().is_terminal();
     let output = match &file {

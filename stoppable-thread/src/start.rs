@@ -47,6 +47,11 @@ thread_local! {
     static KIND: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
+/// The kind of the calling thread. One whose values are being dropped has none any more.
+fn own_kind() -> Option<String> {
+    KIND.try_with(|kind| kind.borrow().clone()).ok().flatten()
+}
+
 fn run_start_hook(own: &str, starter: Option<&str>) {
     KIND.set(Some(own.to_owned()));
     if let Some(hook) = START_HOOK.get() {
@@ -97,7 +102,7 @@ impl Builder {
         self,
         body: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<JoinHandle<T>> {
-        let starter = KIND.with_borrow(Option::clone);
+        let starter = own_kind();
         self.of_std().spawn(move || {
             run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
             body()
@@ -113,7 +118,7 @@ impl Builder {
         scope: &'scope Scope<'scope, '_>,
         body: impl FnOnce() -> T + Send + 'scope,
     ) -> io::Result<ScopedJoinHandle<'scope, T>> {
-        let starter = KIND.with_borrow(Option::clone);
+        let starter = own_kind();
         self.of_std().spawn_scoped(scope, move || {
             run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
             body()

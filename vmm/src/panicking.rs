@@ -19,7 +19,7 @@ use devices::endpoint::ConsoleEndpoint;
 use devices::virtio::vsock::VsockSocket;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::events;
+use crate::{events, signals};
 
 /// Exit code after a panic of any thread; that of Rust's own programs.
 pub const PANICKED: u8 = 101;
@@ -112,6 +112,8 @@ fn keep_cleanup_ready() -> io::Result<()> {
     }
     let (due, is_due) = channel::<Sender<()>>();
     stoppable_thread::spawn("put-back", move || {
+        // The main thread reads them from a descriptor.
+        signals::block_signals();
         while let Ok(done) = is_due.recv() {
             put_back();
             drop(done);

@@ -126,8 +126,9 @@ pub fn begin(process: Process, mode: SeccompMode) -> Result<(), SandboxError> {
 }
 
 fn confine_as(name: &str, starter: Option<&str>) -> Result<(), FilterError> {
-    // A thread of another name stays with the filters of the thread that has started it.
-    let Some((index, kind)) = Kind::of_thread(name) else { return Ok(()) };
+    let Some((index, kind)) = Kind::of_thread(name) else {
+        return Err(FilterError::UnknownKind(name.to_owned()));
+    };
     report::set_kind(kind.name);
     // A thread has the filters of the one that started it.
     let inherited = starter.and_then(Kind::of_thread).is_some_and(|(other, _)| other == index);

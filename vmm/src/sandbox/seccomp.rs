@@ -21,6 +21,9 @@ use crate::options::SeccompMode;
 /// Why a thread has no filter.
 #[derive(Debug, Error)]
 pub enum FilterError {
+    /// The thread is not in the table.
+    #[error("threads of kind '{0}' are not in the table of the sandbox")]
+    UnknownKind(String),
     /// The table cannot be written as a program.
     #[error("a seccomp filter cannot be built")]
     Compile(#[from] BackendError),

@@ -116,7 +116,7 @@ macro_rules! kinds {
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
     "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
-        "pause", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
+        "pause", "resume", "retry", "add-device", "eject", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer"]],
         "the VMM thread; it starts all other threads, directly or not";
@@ -181,7 +181,11 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "vm-shutdown": BUILD, starts MACHINE, "ends a machine";
     "vm-delete": BUILD, starts MACHINE, "ends a machine";
     "pause": BUILD, starts MACHINE, "pauses a machine and writes its disk images to storage";
-    "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[], "writes the dirty pages of disk images to storage";
+    "resume": BUILD, starts MACHINE, "locks disk images, opens taps, and lets a machine run";
+    "retry": BUILD, starts MACHINE, "repeats the requests that a full disk has refused";
+    "add-device": BUILD, starts MACHINE, "adds a device to a machine";
+    "eject": BUILD, starts MACHINE, "removes devices that the guest has ejected";
+    "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[&["write-back"]], "writes the dirty pages of disk images to storage";
     "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
         "write-back", "disk-writer"]],
         "saves a machine's state";
@@ -194,7 +198,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "builds a machine from a snapshot";
     "restore-fault": MOVE, starts &[], "resolves faults from a snapshot";
     "restore-fill": MOVE, starts &[&["mig-look"]], "restores the pages that no fault requested";
-    "restore-wait": BUILD, starts MACHINE, "waits for the end of an on-demand restore";
+    "restore-wait": BUILD, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["restore-fill", "snapshot-mem", "mig-look"]], "waits for the end of an on-demand restore";
     "migration-send": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &CONNECTIONS,
         &LOCAL_SOCKETS,
@@ -251,8 +255,8 @@ impl Kind {
     }
 
     /// Whether a thread of this kind keeps the filters of the thread that starts it and adds none. `vm-boot` needs
-    /// nearly all that `main` has, runs before the guest does, and is on the path to its first instruction: a filter
-    /// of this size takes the kernel half a millisecond.
+    /// nearly all that `main` has, and is on the path to the first instruction of the guest: a filter of this size takes
+    /// the kernel half a millisecond.
     pub(super) fn adds_no_filter(&self) -> bool {
         self.name == "vm-boot"
     }

@@ -305,6 +305,18 @@ fn a_call_that_is_not_in_the_table_ends_as_the_mode_says() {
 }
 
 #[test]
+fn a_thread_that_is_not_in_the_table_ends_the_process() {
+    if let Some(mode) = mode_of_test() {
+        begin(Process::Vmm, mode).unwrap();
+        let _ = stoppable_thread::spawn("no-such-kind", || {}).unwrap().join();
+        println!("it ran");
+        return;
+    }
+    let stopped = run("a_thread_that_is_not_in_the_table_ends_the_process", SeccompMode::Enforce);
+    assert_eq!(stopped.status.code(), Some(STOPPED.into()), "{stopped:?}");
+}
+
+#[test]
 fn libraries_that_look_up_names_are_refused_other_calls() {
     if let Some(mode) = mode_of_test() {
         begin(Process::Vmm, mode).unwrap();
