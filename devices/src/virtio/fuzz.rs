@@ -18,8 +18,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::RING_FEATURES;
 use super::balloon;
 use super::block::perform::{CacheMode, Engine};
+use super::block::pool::QueueThreads;
 use super::block::worker::{BlockWorker, Shared};
-use super::block::{Disk, OnFull};
+use super::block::{Block, BlockConfig, Disk, DiskFormat, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, VirtioInterrupt};
@@ -172,10 +173,42 @@ fn run_block(data: &[u8]) -> Setup<()> {
         sparse: choice & 8 != 0,
         on_full: OnFull::default(),
     };
-    let shared =
-        Shared { engine, counters: Arc::default(), full: Arc::default(), log: Arc::default() };
+    let shared = Shared {
+        engine,
+        threads: QueueThreads::default(),
+        counters: Arc::default(),
+        full: Arc::default(),
+        log: Arc::default(),
+    };
     let guest = Guest::new(data, features_of(data))?;
     run(BlockWorker::new(guest.queue(0)?, shared, choice & 16 != 0))
+}
+
+/// Opens a disk image, reads and writes it in several places, and opens it anew.
+pub fn fuzz_disk_image(data: &[u8]) {
+    report(run_disk_image(data));
+}
+
+fn run_disk_image(data: &[u8]) -> Setup<()> {
+    use std::io::Write as _;
+    use std::os::fd::AsRawFd;
+    let Some((choice, image)) = data.split_last() else { return Ok(()) };
+    let mut file = syscalls::memory_file(0)?;
+    file.write_all(image)?;
+    let config = BlockConfig {
+        path: format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
+        format: if choice & 1 == 0 { DiskFormat::Qcow2 } else { DiskFormat::FixedVhd },
+        readonly: choice & 2 != 0,
+        // A name in the image may lead to any file.
+        backing_files: false,
+        ..BlockConfig::default()
+    };
+    for _ in 0..2 {
+        // What is refused or fails is no finding.
+        let Ok(device) = Block::new(config.clone()) else { return Ok(()) };
+        device.try_image();
+    }
+    Ok(())
 }
 
 /// Fuzzes the queues of a console.

@@ -22,7 +22,7 @@ pub const MIN_QUEUE_SIZE: u16 = 4;
 
 option_enum! {
     /// Format of a disk image.
-    ImageType = "raw|unknown", default Unknown {
+    ImageType = "qcow2|raw|vhd|unknown", default Unknown {
         /// Fixed VHD.
         FixedVhd = "vhd",
         /// QCOW2.
@@ -31,7 +31,7 @@ option_enum! {
         Raw = "raw",
         /// VHDX.
         Vhdx = "vhdx",
-        /// Detected when the image is opened.
+        /// Raw, unless the image looks like another format: then it is refused.
         Unknown = "unknown",
     }
 }
@@ -100,11 +100,11 @@ option_family! {
         /// Host CPUs for each queue.
         queue_affinity: Option<Vec<VirtQueueAffinity>> = None,
             "queue_affinity" as Opt<QueueAffinityText>;
-        /// Follow references to backing files in the image.
-        backing_files: bool = false, "backing_files" as One<Toggle>, unsupported();
+        /// Open the backing files that a qcow2 image names.
+        backing_files: bool = false, "backing_files" as One<Toggle>;
         /// Deallocate storage on the host when the guest discards blocks.
         sparse: bool = true, "sparse" as One<Toggle>;
-        /// Format of the image; qcow2, vhd and vhdx are known by name and refused.
+        /// Format of the image: qcow2, raw, or fixed VHD; vhdx is known by name and refused.
         image_type: ImageType = ImageType::Unknown, "image_type" as One<Choice>;
         /// Which part of the image is locked while it is in use.
         lock_granularity: LockGranularity = LockGranularity::ByteRange,
@@ -162,7 +162,7 @@ impl DiskConfig {
         {
             return refuse(format!("serial '{serial}' is longer than {MAX_SERIAL_BYTES} bytes"));
         }
-        if !matches!(self.image_type, ImageType::Raw | ImageType::Unknown) {
+        if self.image_type == ImageType::Vhdx {
             return Err(ConfigError::Unsupported {
                 names: vec![format!("disk image_type {:?} ('{name}')", self.image_type)],
             });

@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use devices::virtio::block::{
-    Block, BlockConfig, DiskError, DiskLock, ImageFormat, LockGranularity, OnFull,
+    Block, BlockConfig, DiskError, DiskFormat, DiskLock, ImageFormat, LockGranularity, OnFull,
 };
 use thiserror::Error;
 
@@ -35,6 +35,22 @@ pub enum DiskWiringError {
         /// The format found.
         format: ImageFormat,
     },
+    /// The image has another format than raw, which is supported but not configured.
+    #[error(
+        "disk '{id}': {path} seems to be a {format} image: say image_type={option} to have it read as \
+         such, or image_type=raw to give the guest the bytes of the file as they are, and if a guest \
+         may have written what is there"
+    )]
+    FormatUnsaid {
+        /// Id of the disk.
+        id: String,
+        /// Path of the image.
+        path: PathBuf,
+        /// The format found.
+        format: ImageFormat,
+        /// Value of `image_type` for it.
+        option: &'static str,
+    },
     /// The device cannot be created.
     #[error("cannot make disk '{id}'")]
     Make {
@@ -60,7 +76,16 @@ pub fn detect_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
         match ImageFormat::of(path) {
             Ok(None) => disk.image_type = ImageType::Raw,
             Ok(Some(format)) => {
-                return Err(DiskWiringError::Format { id, path: path.clone(), format });
+                let path = path.clone();
+                return Err(match format {
+                    ImageFormat::Qcow => {
+                        DiskWiringError::FormatUnsaid { id, path, format, option: "qcow2" }
+                    }
+                    ImageFormat::Vhd => {
+                        DiskWiringError::FormatUnsaid { id, path, format, option: "vhd" }
+                    }
+                    _ => DiskWiringError::Format { id, path, format },
+                });
             }
             Err(source) => return Err(DiskWiringError::Make { id, source }),
         }
@@ -102,6 +127,13 @@ pub fn make(
     let config = BlockConfig {
         id: id.clone(),
         path,
+        // What an image of unknown format is was found out before; VHDX is refused with the options.
+        format: match config.image_type {
+            ImageType::Qcow2 => DiskFormat::Qcow2,
+            ImageType::FixedVhd => DiskFormat::FixedVhd,
+            ImageType::Raw | ImageType::Unknown | ImageType::Vhdx => DiskFormat::Raw,
+        },
+        backing_files: config.backing_files,
         readonly: config.readonly,
         direct: config.direct,
         sparse: config.sparse,
@@ -150,6 +182,22 @@ mod tests {
     }
 
     #[test]
+    fn what_is_said_of_an_image_is_how_it_is_read() {
+        let image = NamedTempFile::new().unwrap();
+        image.as_file().set_len(1 << 20).unwrap();
+        let make = |image_type| {
+            let config = config(&image, image_type);
+            let disk = config.disks.as_ref().and_then(|disks| disks.first()).unwrap();
+            make(disk, &mut LockedImages::default()).map(drop)
+        };
+        make(ImageType::Raw).unwrap();
+        for (image_type, name) in [(ImageType::Qcow2, "qcow2"), (ImageType::FixedVhd, "VHD")] {
+            let why = error_text::chain(&make(image_type).unwrap_err());
+            assert!(why.contains("'root'") && why.contains(name), "{why}");
+        }
+    }
+
+    #[test]
     fn an_image_is_looked_at_once_and_what_was_said_counts_more() {
         let mut image = NamedTempFile::new().unwrap();
         image.write_all(&[0; 4096]).unwrap();
@@ -168,7 +216,7 @@ mod tests {
 
         let mut unsaid = config(&image.0, ImageType::Unknown);
         let error = detect_formats(&mut unsaid).unwrap_err().to_string();
-        assert!(error.contains("'root'") && error.contains("is a qcow2 image"), "{error}");
+        assert!(error.contains("'root'") && error.contains("image_type=qcow2"), "{error}");
         assert_eq!(type_of(&unsaid), ImageType::Unknown);
         assume_raw(&mut unsaid);
         assert_eq!(type_of(&unsaid), ImageType::Raw);

@@ -32,6 +32,15 @@ pub enum ExclusiveError {
         #[source]
         source: DiskError,
     },
+    /// The tables of an image in a format cannot be loaded.
+    #[error("the image of disk '{id}' cannot be loaded")]
+    Load {
+        /// Id of the device.
+        id: String,
+        /// The cause.
+        #[source]
+        source: DiskError,
+    },
     /// An image cannot be unlocked.
     #[error("disk '{id}' stays locked")]
     Unlock {
@@ -213,6 +222,10 @@ impl VirtioDevices {
         if are_stale {
             self.drop_caches()?;
         }
+        // Under the lock and without stale caches, so that the tables are the current ones.
+        for (id, lock) in &self.locks {
+            lock.load().map_err(|source| ExclusiveError::Load { id: id.clone(), source })?;
+        }
         for (id, net) in &self.nets {
             net.attach().map_err(|source| ExclusiveError::Tap { id: id.clone(), source })?;
         }
@@ -259,12 +272,14 @@ impl VirtioDevices {
         Ok(())
     }
 
-    /// The same with a time limit; drops that have not finished by then continue.
+    /// The same with a time limit; also checks images in a format. Drops that have not finished by then
+    /// continue.
     ///
     /// # Errors
     /// Names the device.
     pub fn drop_caches_within(&self, within: Duration) -> Result<(), ExclusiveError> {
-        drop_caches_of(self.locks.iter().cloned(), within, DiskLock::drop_cache)
+        let drop_cache = |lock: &DiskLock| lock.drop_cache().and_then(|()| lock.check_format());
+        drop_caches_of(self.locks.iter().cloned(), within, drop_cache)
     }
 
     /// Whether no flush of a disk has failed.
@@ -366,7 +381,7 @@ impl Machine {
         Ok(self.parts.devices.drop_caches()?)
     }
 
-    /// The same with a time limit, for use while the guest is stopped.
+    /// The same with a time limit, for use while the guest is stopped; also checks images in a format.
     ///
     /// # Errors
     /// Names the device, also if its storage has not responded in time.
@@ -383,6 +398,13 @@ impl Machine {
     pub(super) fn write_back_early(&self, id: &str) -> WriteBack {
         let disks = self.parts.devices.writable_disks().into_iter();
         WriteBack::start(disks.filter(|(other, _)| other == id))
+    }
+
+    /// The backing files of its disks, with the ids of the disks.
+    pub fn backing_files(&self) -> impl Iterator<Item = (&str, PathBuf)> {
+        self.parts.devices.locks.iter().flat_map(|(id, lock)| {
+            lock.backing_paths().into_iter().map(move |path| (id.as_str(), path))
+        })
     }
 
     /// The disks that may need writing back.

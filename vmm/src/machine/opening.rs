@@ -82,6 +82,7 @@ fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig
                 disks::make(&disk, &mut LockedImages::default()).map_err(VirtioError::from)?;
             let id = || disk.id.clone().unwrap_or_default();
             made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
+            made.1.load().map_err(|source| ExclusiveError::Load { id: id(), source })?;
             Opened::Disk(disk, made)
         }
         NewDevice::Net(net) => {

@@ -150,10 +150,12 @@ impl MappedMachine for MappedArrival {
 
     fn build(self) -> Result<ArrivingMachine, VmError> {
         let Self { builder, mut config, memory } = self;
-        let ArrivingBuilder { host, sink, faults, doubts, .. } = builder;
+        let ArrivingBuilder { host, sink, faults, doubts, rules, .. } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
         let machine = Machine::arriving(config, consoles, &host, sink, ram)?;
+        // Their names are in the images: only headers have been read of any of them.
+        grants::check_behind(rules.as_deref(), machine.backing_files())?;
         machine.check_exclusive()?;
         // Repeated once the state has arrived, with little left to do then.
         machine.drop_disk_caches()?;

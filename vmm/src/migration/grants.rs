@@ -128,8 +128,28 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
 /// # Errors
 /// Names the first item that no rule allows.
 pub fn check(rules: Option<&[Grant]>, config: &VmConfig) -> Result<(), NotGranted> {
+    rules.map_or(Ok(()), |rules| check_names(rules, names(config)))
+}
+
+/// Compares the files that images of disks have behind them, by the ids of the disks, with rules: they are what the
+/// configuration leads to, and no less the guest's than what it names.
+///
+/// # Errors
+/// Naming the first one that no rule allows.
+pub fn check_behind<'a>(
+    rules: Option<&[Grant]>,
+    files: impl IntoIterator<Item = (&'a str, PathBuf)>,
+) -> Result<(), NotGranted> {
     let Some(rules) = rules else { return Ok(()) };
-    for Named { what, name } in names(config) {
+    for (id, file) in files {
+        let what = format!("backing file of disk {id:?}");
+        check_names(rules, vec![path(what, GrantKind::Disk, &file)])?;
+    }
+    Ok(())
+}
+
+fn check_names(rules: &[Grant], names: Vec<Named<'_>>) -> Result<(), NotGranted> {
+    for Named { what, name } in names {
         let (granted, kind, name) = match name {
             Name::Tap(name) => {
                 let granted = rules.iter().any(|rule| rule.is_of_tap(name));

@@ -192,6 +192,23 @@ fn no_path_of_a_configuration_is_forgotten() {
     assert_eq!(found, known, "a name of the host's: see names()");
 }
 
+#[test]
+fn what_an_image_leads_to_needs_a_rule_as_the_image_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().canonicalize().unwrap();
+    let rule = rules(&[&format!("{}:disk", root.display()), "/etc:payload"]);
+    let verdict = |rules: Option<&[Grant]>, file: &str| {
+        let files = [("root", root.join("base")), ("root", PathBuf::from(file))];
+        check_behind(rules, files).map_err(|error| error.to_string())
+    };
+    verdict(Some(&rule), root.join("other").to_str().unwrap()).unwrap();
+    let refused = verdict(Some(&rule), "/etc/passwd").unwrap_err();
+    assert!(refused.contains("backing file of disk \"root\""), "{refused}");
+    assert!(refused.contains(":disk"), "{refused}");
+    verdict(Some(&[]), "/etc/passwd").unwrap_err();
+    verdict(None, "/etc/passwd").unwrap();
+}
+
 proptest! {
     #[test]
     fn a_peers_words_are_below_a_root_or_refused(path in "[/a.\\n]{0,24}") {

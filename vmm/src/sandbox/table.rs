@@ -31,6 +31,7 @@ pub(super) struct Kind {
 /// Threads of virtio devices.
 const DEVICES: &[&str] = &[
     "device-block",
+    "device-image",
     "device-net",
     "device-console",
     "device-balloon",
@@ -138,6 +139,8 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "activates devices: opens what their queues work with, and starts the threads that serve them";
     "device-block": &[&RING_REQUESTS, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
         "serves the queues of a disk";
+    "device-image": &[&FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
+        "carries out requests on an image in a format";
     "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS], starts &[&["announce"]],
         "serves the queues of a network device";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],

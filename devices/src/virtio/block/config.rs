@@ -37,7 +37,7 @@ pub(super) fn build(disk: &Disk, input: &ConfigInput) -> [u8; LEN_BYTES] {
     let block_bytes = topology.logical_block_bytes;
     let in_blocks = |bytes: u64| bytes / block_bytes;
     let exponent = (topology.physical_block_bytes / block_bytes).checked_ilog2().unwrap_or(0);
-    let block_sectors = narrow(block_bytes / SECTOR_BYTES);
+    let discard_sectors = narrow(disk.discard_unit_bytes() / SECTOR_BYTES);
 
     let mut bytes = [0; LEN_BYTES];
     let mut put = |offset: usize, value: &[u8]| {
@@ -55,7 +55,7 @@ pub(super) fn build(disk: &Disk, input: &ConfigInput) -> [u8; LEN_BYTES] {
     put(34, &input.num_queues.to_le_bytes());
     put(36, &DISCARD.sectors_max.to_le_bytes());
     put(40, &DISCARD.count_max.to_le_bytes());
-    put(44, &block_sectors.to_le_bytes());
+    put(44, &discard_sectors.to_le_bytes());
     put(48, &WRITE_ZEROES.sectors_max.to_le_bytes());
     put(52, &WRITE_ZEROES.count_max.to_le_bytes());
     // Writing zeroes may deallocate storage.

@@ -10,13 +10,21 @@ use virtio_bindings::virtio_blk as abi;
 
 use super::config::{self, ConfigInput};
 use super::counters::BlockCounters;
+use super::formatted::DiskFormat;
+#[cfg(any(test, feature = "testing"))]
+use super::image::SECTOR_BYTES;
 use super::image::{Disk, DiskError};
 use super::lock::{DiskLock, LockGranularity};
 use super::no_space::{FullDisk, NoSpace, OnFull};
 use super::perform::{CacheMode, Engine};
+use super::pool::QueueThreads;
+#[cfg(any(test, feature = "testing"))]
+use super::request::Range;
 use super::request::SERIAL_BYTES;
 use super::ring::Ring;
 use super::state;
+#[cfg(any(test, feature = "testing"))]
+use super::synchronous;
 use super::worker::{BlockWorker, Shared};
 use crate::log_limited;
 use crate::virtio::buffers::RANGES_MAX;
@@ -35,8 +43,12 @@ const OVERHEAD_DESCRIPTORS: u32 = 2;
 pub struct BlockConfig {
     /// Id of the device, for thread names and messages.
     pub id: String,
-    /// Raw image or block device.
+    /// Image or block device.
     pub path: PathBuf,
+    /// Format of the image, which is never detected.
+    pub format: DiskFormat,
+    /// Whether to open the backing files that the image names.
+    pub backing_files: bool,
     /// Whether the disk is read-only.
     pub readonly: bool,
     /// Whether to bypass the host's page cache.
@@ -64,6 +76,8 @@ impl Default for BlockConfig {
         Self {
             id: String::new(),
             path: PathBuf::new(),
+            format: DiskFormat::Raw,
+            backing_files: false,
             readonly: false,
             direct: false,
             sparse: true,
@@ -95,7 +109,7 @@ impl Block {
     /// Opens the image. The lock is not taken: see [`Self::lock`].
     pub fn new(config: BlockConfig) -> Result<Self, DiskError> {
         check_queues(&config)?;
-        let disk = Arc::new(Disk::open(&config.path, config.readonly, config.direct)?);
+        let disk = Arc::new(Disk::open_as(&config)?);
         Ok(Self::with_disk(config, disk))
     }
 
@@ -141,6 +155,37 @@ impl Block {
         Arc::clone(&self.counters)
     }
 
+    /// Reads and writes in several places, whatever comes of it, and has the tables written.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn try_image(&self) {
+        const LEN_BYTES: usize = 24 << 10;
+        let disk = &self.disk;
+        let lock = self.lock();
+        if lock.lock().and_then(|()| lock.load()).is_err() {
+            return;
+        }
+        let size_bytes = disk.capacity_sectors().saturating_mul(SECTOR_BYTES);
+        let last = size_bytes.saturating_sub(u64::try_from(LEN_BYTES).unwrap_or(0));
+        let mut buffer = vec![0xa5; LEN_BYTES];
+        for offset in [0, 8192, 2 << 20, last] {
+            let offset = offset.min(last);
+            let len_bytes = size_bytes.min(16 << 10);
+            let range = |unmap| Range { offset, len_bytes, unmap };
+            let len = usize::try_from(size_bytes).unwrap_or(LEN_BYTES).min(LEN_BYTES);
+            let buffer = buffer.get_mut(..len).unwrap_or_default();
+            let _ = disk.read_exact_at(buffer, offset);
+            if !disk.readonly() {
+                let _ = disk.write_all_at(buffer, offset);
+                let _ = synchronous::discard(disk, &[range(false)]);
+                let _ = synchronous::write_zeroes(disk, &[range(true)], true);
+                let _ = synchronous::write_zeroes(disk, &[range(false)], true);
+                let _ = disk.write_all_at(buffer, offset);
+            }
+        }
+        let _ = lock.write_back();
+        let _ = lock.unlock();
+    }
+
     fn serial(&self) -> [u8; SERIAL_BYTES] {
         let text = self.config.serial.as_deref().unwrap_or(&self.config.id);
         let mut serial = [0; SERIAL_BYTES];
@@ -174,6 +219,11 @@ impl Block {
         };
         let shared = Shared {
             engine,
+            threads: QueueThreads {
+                device: self.config.id.clone(),
+                queues: self.config.num_queues,
+                cpus: Arc::new(self.config.queue_affinity.clone()),
+            },
             counters: Arc::clone(&self.counters),
             full: Arc::clone(&self.full),
             log: self.workers.log_limit(),

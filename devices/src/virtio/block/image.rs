@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The image behind a block device: a raw file or a block device of the host.
+//! The image behind a block device: a file or a block device of the host, raw or in a format.
 //!
-//! Owns the open file, and its size and alignment as the host reports them.
+//! Owns the open file, its size and alignment as the host reports them, and the size of the disk in it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt as _, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,7 +15,12 @@ use log::warn;
 use parking_lot::Mutex;
 use thiserror::Error;
 
+use super::device::BlockConfig;
+use super::formatted::{DiskFormat, FormatError, Formatted};
+use super::qcow2::Chain;
 use super::stable_storage::Condition;
+use super::synchronous::AlignedBuffer;
+use super::vhd;
 use crate::syscalls::check;
 
 /// Unit of sector numbers (virtio 1.3, 5.2.4).
@@ -52,6 +57,17 @@ pub enum DiskError {
     Kind {
         /// Path of the image.
         path: PathBuf,
+    },
+    /// The image cannot be used in the configured format.
+    #[error("disk {path} cannot be used as {format}")]
+    Format {
+        /// Path of the image.
+        path: PathBuf,
+        /// The format.
+        format: DiskFormat,
+        /// The cause.
+        #[source]
+        source: FormatError,
     },
     /// The size cannot be determined.
     #[error("cannot find out about disk {path}")]
@@ -130,9 +146,14 @@ pub(crate) struct Disk {
     readonly: bool,
     direct: bool,
     is_device: bool,
+    format: DiskFormat,
+    /// Maps the disk to the file, if they differ; shared by successive devices.
+    formatted: Option<Arc<Formatted>>,
     /// State of the open file, shared by successive devices.
     pub(super) condition: Arc<Condition>,
     file_len_bytes: u64,
+    /// Size of the disk.
+    size_bytes: u64,
     topology: Topology,
     /// Alignment of addresses and offsets for direct I/O in bytes; 1 without direct I/O.
     address_align_bytes: usize,
@@ -144,7 +165,20 @@ pub(crate) struct Disk {
 }
 
 impl Disk {
+    /// Opens a raw image.
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn open(path: &Path, readonly: bool, direct: bool) -> Result<Self, DiskError> {
+        let raw = BlockConfig { path: path.to_owned(), readonly, direct, ..BlockConfig::default() };
+        Self::open_as(&raw)
+    }
+
+    /// Opens an image in a format, with its backing files. Its tables are not read yet.
+    pub(crate) fn open_as(config: &BlockConfig) -> Result<Self, DiskError> {
+        let disk = Self::open_file(&config.path, config.readonly, config.direct)?;
+        disk.interpret(config.format, config.backing_files)
+    }
+
+    fn open_file(path: &Path, readonly: bool, direct: bool) -> Result<Self, DiskError> {
         // Opening a FIFO blocks, and O_NONBLOCK is not used for disks, as io_uring honours it.
         if path.metadata().is_ok_and(|there| there.file_type().is_fifo()) {
             return Err(DiskError::Kind { path: path.to_owned() });
@@ -164,7 +198,65 @@ impl Disk {
         let mut disk =
             Self::inspect(&self.path, Arc::clone(&self.file), self.readonly, self.direct)?;
         disk.condition = Arc::clone(&self.condition);
+        disk.format = self.format;
+        if let Some(formatted) = &self.formatted {
+            disk.take_format(Arc::clone(formatted));
+        } else if self.format != DiskFormat::Raw {
+            disk = disk.interpret(self.format, false)?;
+        }
         Ok(disk)
+    }
+
+    /// Finds out about the disk in the file.
+    fn interpret(mut self, format: DiskFormat, backing_files: bool) -> Result<Self, DiskError> {
+        self.format = format;
+        match format {
+            DiskFormat::Raw => {}
+            DiskFormat::FixedVhd => {
+                let size_bytes = self.vhd_size_bytes();
+                self.size_bytes = size_bytes.map_err(|source| self.format_error(source))?;
+            }
+            DiskFormat::Qcow2 => {
+                let chain = Chain::open(&self, backing_files);
+                let chain = chain.map_err(|source| self.format_error(source))?;
+                self.take_format(Arc::new(Formatted::new(Box::new(chain))));
+            }
+        }
+        self.warn_of_rest();
+        Ok(self)
+    }
+
+    fn take_format(&mut self, formatted: Arc<Formatted>) {
+        self.size_bytes = formatted.size_bytes();
+        // What the host needs, the format's driver sees to.
+        (self.address_align_bytes, self.offset_align_bytes) = (1, 1);
+        self.formatted = Some(formatted);
+    }
+
+    fn vhd_size_bytes(&self) -> Result<u64, FormatError> {
+        let too_short = || FormatError::Damaged("it is shorter than a footer".to_owned());
+        let footer_bytes = vhd::FOOTER_BYTES as u64;
+        let at = self.file_len_bytes.checked_sub(footer_bytes).ok_or_else(too_short)?;
+        // Direct I/O reads whole blocks, of which the file may have a part at its end.
+        let start = at / DIRECT_ALIGN_DEFAULT_BYTES * DIRECT_ALIGN_DEFAULT_BYTES;
+        let room = usize::try_from(2 * DIRECT_ALIGN_DEFAULT_BYTES).unwrap_or(usize::MAX);
+        let mut buffer = AlignedBuffer::new(room);
+        let buffer = buffer.get_mut(room)?;
+        // One call: where the file ends, none that goes on from there is aligned.
+        let len = self.file.read_at(buffer, start)?;
+        let skip = usize::try_from(at - start).unwrap_or(0);
+        let footer = buffer.get(..len).and_then(|read| read.get(skip..)?.first_chunk());
+        vhd::size_bytes(footer.ok_or_else(too_short)?, self.file_len_bytes)
+    }
+
+    fn warn_of_rest(&self) {
+        let rest_bytes = self.size_bytes % self.topology.logical_block_bytes;
+        if rest_bytes != 0 {
+            warn!(
+                "disk {}: the last {rest_bytes} bytes are not a whole block and are not visible to the guest",
+                self.path.display(),
+            );
+        }
     }
 
     fn inspect(
@@ -195,21 +287,17 @@ impl Disk {
             };
             (metadata.len(), topology)
         };
-        if !file_len_bytes.is_multiple_of(topology.logical_block_bytes) {
-            warn!(
-                "disk {}: the last {} bytes are not a whole block and are not visible to the guest",
-                path.display(),
-                file_len_bytes % topology.logical_block_bytes
-            );
-        }
         Ok(Self {
             path: path.to_owned(),
             file,
             readonly,
             direct,
             is_device,
+            format: DiskFormat::Raw,
+            formatted: None,
             condition: Arc::default(),
             file_len_bytes,
+            size_bytes: file_len_bytes,
             topology,
             address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
             offset_align_bytes: offset_align,
@@ -221,6 +309,41 @@ impl Disk {
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The same file, for what maps the disk to it.
+    pub(super) fn share_file(&self) -> Arc<File> {
+        Arc::clone(&self.file)
+    }
+
+    pub(super) fn format(&self) -> DiskFormat {
+        self.format
+    }
+
+    /// What maps the disk to the file, where the file is not the disk.
+    pub(super) fn formatted(&self) -> Option<&Formatted> {
+        self.formatted.as_deref()
+    }
+
+    /// Why the image cannot be used in its format.
+    pub(super) fn format_error(&self, source: FormatError) -> DiskError {
+        DiskError::Format { path: self.path.clone(), format: self.format, source }
+    }
+
+    /// Fills a buffer, which is aligned as the disk asks for, from the disk.
+    pub(super) fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        match &self.formatted {
+            Some(formatted) => formatted.read(buffer, offset),
+            None => self.file.read_exact_at(buffer, offset),
+        }
+    }
+
+    /// Puts such a buffer on the disk.
+    pub(super) fn write_all_at(&self, buffer: &[u8], offset: u64) -> io::Result<()> {
+        match &self.formatted {
+            Some(formatted) => formatted.write(buffer, offset),
+            None => self.file.write_all_at(buffer, offset),
+        }
     }
 
     pub(super) fn file(&self) -> &File {
@@ -277,7 +400,13 @@ impl Disk {
     /// Size in sectors, rounded down to whole blocks.
     pub(super) fn capacity_sectors(&self) -> u64 {
         let block_bytes = self.topology.logical_block_bytes;
-        self.file_len_bytes / block_bytes * (block_bytes / SECTOR_BYTES)
+        self.size_bytes / block_bytes * (block_bytes / SECTOR_BYTES)
+    }
+
+    /// What space is freed in units of.
+    pub(super) fn discard_unit_bytes(&self) -> u64 {
+        let unit_bytes = self.formatted.as_ref().map_or(0, |formatted| formatted.unit_bytes());
+        unit_bytes.max(self.topology.logical_block_bytes)
     }
 
     pub(super) fn address_align_bytes(&self) -> usize {
@@ -329,6 +458,12 @@ fn reported_alignment(file: &File) -> Option<(u64, u64)> {
     let (memory, offset) = (answer.stx_dio_mem_align, answer.stx_dio_offset_align);
     let known = answer.stx_mask & libc::STATX_DIOALIGN != 0;
     (known && usable(memory) && usable(offset)).then(|| (memory.into(), offset.into()))
+}
+
+/// Length of a file, or size of a device.
+pub(super) fn file_or_device_len_bytes(file: &File) -> io::Result<u64> {
+    let metadata = file.metadata()?;
+    if metadata.file_type().is_block_device() { device_len_bytes(file) } else { Ok(metadata.len()) }
 }
 
 fn device_len_bytes(file: &File) -> io::Result<u64> {

@@ -6,12 +6,14 @@
 //! it, and is not lost when another descriptor of the same file is closed. The thread that releases it
 //! has the image written back first, as another host may use it next.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::device::BlockConfig;
+use super::formatted::Formatted;
 use super::image::{Disk, DiskError};
 use crate::syscalls::check;
 
@@ -44,8 +46,36 @@ impl DiskLock {
             return Ok(());
         }
         self.take()?;
+        if let Some(formatted) = self.disk.formatted()
+            && let Err(source) = formatted.lock_others(true)
+        {
+            if locked.is_none() {
+                // Reported is why the other file cannot be locked.
+                let _ = self.set(libc::F_UNLCK);
+            }
+            return Err(self.disk.format_error(source));
+        }
         *locked = len_bytes;
         Ok(())
+    }
+
+    /// Reads the tables of an image in a format, which must be locked; until then it answers no request.
+    /// What another host wrote before is read if the cache was dropped ([`Self::drop_cache`]).
+    ///
+    /// # Errors
+    /// [`DiskError::Format`]: they are damaged, or cannot be read.
+    pub fn load(&self) -> Result<(), DiskError> {
+        let load = self.disk.formatted().map_or(Ok(()), Formatted::load);
+        load.map_err(|source| self.disk.format_error(source))
+    }
+
+    /// Whether it could be loaded, as far as can be found out without the lock, when no other VM writes to it.
+    ///
+    /// # Errors
+    /// [`DiskError::Format`].
+    pub fn check_format(&self) -> Result<(), DiskError> {
+        let check = self.disk.formatted().map_or(Ok(()), Formatted::check);
+        check.map_err(|source| self.disk.format_error(source))
     }
 
     /// Whether the lock is held.
@@ -67,6 +97,10 @@ impl DiskLock {
     /// Releases the lock. The device must be paused and its writes written back ([`Self::write_back`]).
     pub fn unlock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();
+        self.disk.unload();
+        if let Some(formatted) = self.disk.formatted() {
+            formatted.lock_others(false).map_err(|source| self.disk.format_error(source))?;
+        }
         self.set(libc::F_UNLCK)
             .map_err(|source| DiskError::Lock { path: self.disk.path().to_owned(), source })?;
         *locked = None;
@@ -79,7 +113,13 @@ impl DiskLock {
         disk.path() == config.path
             && disk.readonly() == config.readonly
             && disk.direct() == config.direct
+            && disk.format() == config.format
             && self.granularity == config.lock_granularity
+    }
+
+    /// Paths of the backing files.
+    pub fn backing_paths(&self) -> Vec<PathBuf> {
+        self.disk.formatted().map(Formatted::other_paths).unwrap_or_default()
     }
 
     /// Path of the image.
@@ -126,19 +166,29 @@ impl DiskLock {
         let len_bytes = match self.granularity {
             // A length of zero extends to the end of the file.
             LockGranularity::Full => 0,
+            // Its file grows.
+            LockGranularity::ByteRange if self.disk.formatted().is_some() => 0,
             LockGranularity::ByteRange => self.disk.file_len_bytes(),
         };
-        let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
-        let range = libc::flock {
-            l_type: libc::c_short::try_from(kind).map_err(invalid)?,
-            l_whence: libc::c_short::try_from(libc::SEEK_SET).map_err(invalid)?,
-            l_start: 0,
-            l_len: libc::off_t::try_from(len_bytes).map_err(invalid)?,
-            l_pid: 0,
-        };
-        let fd = self.disk.file().as_raw_fd();
-        // SAFETY: F_OFD_SETLK reads one flock, which lives during the call; the descriptor is open.
-        check(unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const range) })?;
-        Ok(())
+        set_lock(self.disk.file(), kind, len_bytes)
     }
+}
+
+/// Sets the lock on the whole of a file.
+pub(super) fn set_whole_lock(file: &File, kind: libc::c_int) -> io::Result<()> {
+    set_lock(file, kind, 0)
+}
+
+fn set_lock(file: &File, kind: libc::c_int, len_bytes: u64) -> io::Result<()> {
+    let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let range = libc::flock {
+        l_type: libc::c_short::try_from(kind).map_err(invalid)?,
+        l_whence: libc::c_short::try_from(libc::SEEK_SET).map_err(invalid)?,
+        l_start: 0,
+        l_len: libc::off_t::try_from(len_bytes).map_err(invalid)?,
+        l_pid: 0,
+    };
+    // SAFETY: F_OFD_SETLK reads one flock, which lives during the call; the descriptor is open.
+    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) })?;
+    Ok(())
 }

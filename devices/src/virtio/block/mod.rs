@@ -1,29 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! virtio block device (virtio 1.3, 5.2) on a raw image or a block device.
+//! virtio block device (virtio 1.3, 5.2) on an image, raw or in a format, or on a block device.
 //!
 //! ```text
 //!   queue > worker (a thread per queue) > request: parsed, checked against the disk
 //!                                            |
 //!                       io_uring  <----------+----------> synchronous calls
-//!                 (read, write, flush)              (discard, write zeroes, unaligned direct I/O,
-//!                                                    and everything where io_uring is not available)
-//!                           |                         |
-//!                           +-- no space on the host -+--> kept, if the VM is to be paused then
+//!                 (read, write, flush)       |      (discard, write zeroes, unaligned direct I/O,
+//!                           |                v       and everything where io_uring is not available)
+//!                           |      pool: threads that make       |
+//!                           |      such calls on an image        |
+//!                           |      in a format (formatted)       |
+//!                           |                |                   |
+//!                           +-----no space on the host-----------+--> kept, if the VM is to be paused then
 //! ```
 //!
-//! Owns the image and its lock. Never reads an image format other than raw; it knows the signatures of
-//! other formats, so that their images are not taken for raw ones.
+//! Owns the image and its lock. Never guesses the format of an image that a guest may have written to; it knows the
+//! signatures of formats, so that their images are not taken for raw ones.
 
 mod config;
 mod counters;
 mod device;
 mod format;
+mod formatted;
 mod image;
 mod lock;
 mod long_transfer;
 mod no_space;
 pub(super) mod perform;
+pub(super) mod pool;
+mod qcow2;
 mod request;
 mod ring;
 mod stable_storage;
@@ -31,13 +37,17 @@ mod state;
 mod synchronous;
 #[cfg(test)]
 mod tests;
+mod vhd;
 pub(super) mod worker;
 
 pub use counters::BlockCounters;
 pub use device::{Block, BlockConfig};
 pub use format::ImageFormat;
+pub use formatted::{DiskFormat, FormatError};
 #[cfg(any(test, feature = "testing"))]
 pub(super) use image::Disk;
 pub use image::DiskError;
 pub use lock::{DiskLock, LockGranularity};
 pub use no_space::{FullDisk, OnFull};
+#[cfg(any(test, feature = "testing"))]
+pub use qcow2::Sample as Qcow2Sample;

@@ -31,7 +31,8 @@ pub enum OnFull {
 
 /// Whether the host is out of space.
 pub(super) fn is_full(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
+    // What says more of an error than the host keeps only its kind.
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// A request that waits for free space.

@@ -111,6 +111,8 @@ impl Engine {
                 Ok(0)
             }
             Operation::Flush => {
+                // For want of room, this may be done again later; what comes behind it may not.
+                disk.write_tables()?;
                 flush()?;
                 Ok(0)
             }

@@ -81,9 +81,11 @@ impl Operation {
         }
     }
 
-    /// Whether it needs space, so that it can be retried when there is more.
+    /// Whether it needs space, so that it can be retried when there is more. A flush needs space for the tables
+    /// of an image in a format.
     pub(super) fn takes_room(&self) -> bool {
-        matches!(self, Self::Write { .. } | Self::Discard(_) | Self::WriteZeroes(_))
+        let writes = matches!(self, Self::Write { .. } | Self::Discard(_) | Self::WriteZeroes(_));
+        writes || matches!(self, Self::Flush)
     }
 }
 

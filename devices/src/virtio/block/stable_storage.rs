@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::image::{Disk, DiskError};
+use super::no_space::is_full;
 use crate::syscalls::check;
 
 /// State of an open image.
@@ -40,7 +41,29 @@ impl Disk {
             return Ok(());
         }
         self.check_stable()?;
+        self.write_tables()?;
         self.note_flush(self.file().sync_data())
+    }
+
+    /// Has the tables of an image in a format follow the data that they describe. What cannot be written now
+    /// for want of room is not lost, and written by the next flush.
+    pub(super) fn write_tables(&self) -> io::Result<()> {
+        let Some(formatted) = self.formatted().filter(|_| !self.readonly()) else { return Ok(()) };
+        match formatted.write_tables() {
+            Err(error) if !is_full(&error) => self.note_flush(Err(error)),
+            other => other,
+        }
+    }
+
+    /// Has the tables of an image in a format written and forgotten: the next VM that has its lock
+    /// changes them.
+    pub(super) fn unload(&self) {
+        let Some(formatted) = self.formatted() else { return };
+        if let Err(error) = formatted.unload() {
+            log::error!("disk {}: its tables could not be written: {error}", self.path().display());
+            // What a flush has not brought to the image now never gets there.
+            let _ = self.note_flush(Err(error));
+        }
     }
 
     /// Records the result of a flush; returns the result for the request.
@@ -89,6 +112,7 @@ impl Disk {
         &self,
         write_out: impl FnOnce(&File) -> io::Result<()>,
     ) -> Result<(), DiskError> {
+        self.unload();
         let error = |source| DiskError::Cache { path: self.path().to_owned(), source };
         if !self.readonly() {
             // This error reports a failed write-back, which no later flush reports again: it counts as a

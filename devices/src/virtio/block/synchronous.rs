@@ -2,14 +2,13 @@
 
 //! Operations on a disk by plain system calls.
 //!
-//! The only way where io_uring is not available; otherwise the way for rare operations: discard,
-//! write zeroes, and direct I/O with buffers that are not aligned as the host requires.
+//! The only way where io_uring is not available, and for images in a format; otherwise the way for rare operations:
+//! discard, write zeroes, and direct I/O with buffers that are not aligned as the host requires.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 
 use memory::GuestMemory;
@@ -24,11 +23,14 @@ const BOUNCE_BYTES_MAX: usize = 1 << 20;
 /// Strictest alignment that any disk requires.
 const BOUNCE_ALIGN_BYTES: usize = 4096;
 
-/// Whether a transfer is aligned for direct I/O without a bounce buffer.
+/// Whether a transfer is aligned for direct I/O without a bounce buffer; never for an image in a format.
 pub(super) fn is_direct_ready<M>(disk: &Disk, offset: u64, ranges: &HostRanges<M>) -> bool
 where
     M: std::ops::Deref<Target = GuestMemory>,
 {
+    if disk.formatted().is_some() {
+        return false;
+    }
     let align = disk.offset_align_bytes();
     let len_bytes = u64::try_from(ranges.len_bytes()).unwrap_or(u64::MAX);
     offset.is_multiple_of(align)
@@ -143,7 +145,7 @@ fn read_bounced(
     while rest.len_bytes() > 0 {
         let piece = next_piece(disk, offset, &mut rest).ok_or(io::ErrorKind::InvalidInput)?;
         let buffer = bounce.get_mut(piece.aligned_bytes)?;
-        disk.file().read_exact_at(buffer, piece.aligned_offset)?;
+        disk.read_exact_at(buffer, piece.aligned_offset)?;
         let content = buffer.get(piece.skip..piece.skip + piece.wanted_bytes).unwrap_or_default();
         piece.wanted.copy_in(memory, content).map_err(not_ram)?;
         offset += u64::try_from(piece.wanted_bytes).unwrap_or(0);
@@ -165,12 +167,12 @@ fn write_bounced(
         let partial = piece.wanted_bytes != piece.aligned_bytes;
         let _guard = partial.then(|| disk.partial_write.lock());
         if partial {
-            disk.file().read_exact_at(buffer, piece.aligned_offset)?;
+            disk.read_exact_at(buffer, piece.aligned_offset)?;
         }
         let content =
             buffer.get_mut(piece.skip..piece.skip + piece.wanted_bytes).unwrap_or_default();
         piece.wanted.copy_out(memory, content).map_err(not_ram)?;
-        disk.file().write_all_at(buffer, piece.aligned_offset)?;
+        disk.write_all_at(buffer, piece.aligned_offset)?;
         offset += u64::try_from(piece.wanted_bytes).unwrap_or(0);
     }
     Ok(())
@@ -196,6 +198,10 @@ pub(super) fn get_id(
 /// Deallocates ranges; `false` if the host does not support it.
 pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> io::Result<bool> {
     disk.may_change()?;
+    if let Some(formatted) = disk.formatted() {
+        ranges.iter().try_for_each(|range| formatted.discard(*range))?;
+        return Ok(true);
+    }
     for range in ranges {
         let done = if disk.is_device() && range.len_bytes > 0 {
             disk.discard_on_device(range.offset, range.len_bytes)
@@ -213,6 +219,11 @@ pub(super) fn discard(disk: &Disk, ranges: &[Range]) -> io::Result<bool> {
 /// system, or else by writing.
 pub(super) fn write_zeroes(disk: &Disk, ranges: &[Range], unmap: bool) -> io::Result<()> {
     disk.may_change()?;
+    if let Some(formatted) = disk.formatted() {
+        return ranges
+            .iter()
+            .try_for_each(|range| formatted.write_zeroes(*range, unmap && range.unmap));
+    }
     for range in ranges {
         let punched = unmap
             && range.unmap
@@ -268,19 +279,19 @@ fn write_zero_bytes(disk: &Disk, range: Range) -> io::Result<()> {
         let partial = offset != aligned_offset || wanted_end - aligned_offset != aligned_bytes;
         let _guard = partial.then(|| disk.partial_write.lock());
         if partial {
-            disk.file().read_exact_at(buffer, aligned_offset)?;
+            disk.read_exact_at(buffer, aligned_offset)?;
         }
         let start = usize::try_from(offset - aligned_offset).unwrap_or(usize::MAX);
         let stop = usize::try_from(wanted_end - aligned_offset).unwrap_or(usize::MAX);
         buffer.get_mut(start..stop).unwrap_or_default().fill(0);
-        disk.file().write_all_at(buffer, aligned_offset)?;
+        disk.write_all_at(buffer, aligned_offset)?;
         offset = wanted_end;
     }
     Ok(())
 }
 
 /// Memory aligned for direct I/O on any disk.
-struct AlignedBuffer {
+pub(super) struct AlignedBuffer {
     start: NonNull<u8>,
     layout: Layout,
 }
@@ -292,7 +303,7 @@ impl AlignedBuffer {
         Self::new(usize::try_from(room).unwrap_or(usize::MAX).min(BOUNCE_BYTES_MAX))
     }
 
-    fn new(len_bytes: usize) -> Self {
+    pub(super) fn new(len_bytes: usize) -> Self {
         let layout = Layout::from_size_align(len_bytes.max(1), BOUNCE_ALIGN_BYTES)
             .unwrap_or(Layout::new::<[u8; BOUNCE_ALIGN_BYTES]>());
         // SAFETY: the layout has a size other than zero.
@@ -302,7 +313,7 @@ impl AlignedBuffer {
     }
 
     /// The first `len_bytes` bytes.
-    fn get_mut(&mut self, len_bytes: usize) -> io::Result<&mut [u8]> {
+    pub(super) fn get_mut(&mut self, len_bytes: usize) -> io::Result<&mut [u8]> {
         if len_bytes > self.layout.size() {
             return Err(io::ErrorKind::InvalidInput.into());
         }

@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod formats;
 mod long_transfer;
 mod no_space;
 mod specification;

@@ -16,6 +16,7 @@ use super::image::Disk;
 use super::long_transfer::{LongTransfer, Progress, UNDER_WAY_BYTES};
 use super::no_space::{self, NoSpace, OnFull};
 use super::perform::{Engine, Failure, Stability};
+use super::pool::{Pool, PoolDone, PoolJob, QueueThreads};
 use super::request::{Limits, Operation, Request, Status};
 use super::ring::{Action, Done, Job, Ring};
 use super::synchronous;
@@ -26,6 +27,7 @@ use crate::{LogLimit, log_limited};
 
 const KICK_TOKEN: u64 = 0;
 const RING_TOKEN: u64 = 1;
+const POOL_TOKEN: u64 = 2;
 /// Maximum number of chains handled before other events.
 const BUDGET: u32 = 128;
 
@@ -33,6 +35,8 @@ const BUDGET: u32 = 128;
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
+    /// The threads that an image in a format has beside those of its queues.
+    pub(crate) threads: QueueThreads,
     pub(crate) counters: Arc<BlockCounters>,
     /// Requests that wait for free space.
     pub(crate) full: Arc<NoSpace>,
@@ -45,6 +49,8 @@ pub(crate) struct BlockWorker {
     queue: WorkQueue,
     shared: Shared,
     ring: Option<Ring>,
+    /// Replaces the ring for an image in a format.
+    pool: Option<Pool>,
     /// The last request taken, if it is long; no other is in flight then.
     long: Option<LongTransfer>,
     /// Set while requests of the queue wait for free space, and no other may start.
@@ -58,7 +64,8 @@ pub(crate) struct BlockWorker {
 impl BlockWorker {
     pub(crate) fn new(queue: WorkQueue, shared: Shared, with_ring: bool) -> Self {
         let mut ring = None;
-        if with_ring {
+        let pool = shared.engine.disk.formatted().and_then(|_| Self::pool(&queue, &shared));
+        if with_ring && shared.engine.disk.formatted().is_none() {
             match Ring::new(Arc::clone(&shared.engine.disk), queue.size()) {
                 Ok(made) => ring = Some(made),
                 Err(error) => {
@@ -75,11 +82,27 @@ impl BlockWorker {
             queue,
             shared,
             ring,
+            pool,
             long: None,
             is_full: false,
             is_retrying: false,
             is_broken: Cell::new(false),
         }
+    }
+
+    fn pool(queue: &WorkQueue, shared: &Shared) -> Option<Pool> {
+        match Pool::new(shared.engine.clone(), &shared.threads, queue.index()) {
+            Ok(pool) => Some(pool),
+            Err(error) => {
+                let path = shared.engine.disk.path().display();
+                log_limited!(shared.log, Warn, "disk {path} is served by one thread: {error}");
+                None
+            }
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.ring.as_ref().is_none_or(Ring::is_idle) && self.pool.as_ref().is_none_or(Pool::is_idle)
     }
 
     fn limits(&self) -> Limits {
@@ -134,7 +157,7 @@ impl BlockWorker {
             let request = Request::parse(chain, memory, self.limits())
                 .map_err(|why| self.queue.bad_chain(head, why))?;
             let request = match LongTransfer::begin(request) {
-                Ok(_) if self.ring.as_ref().is_some_and(|ring| !ring.is_idle()) => {
+                Ok(_) if !self.is_idle() => {
                     // Completions lead back here; it is taken once all have arrived.
                     self.queue.undo_pop();
                     return Ok(Taken::NoRoom);
@@ -175,13 +198,20 @@ impl BlockWorker {
 
     /// Whether another request may start now.
     fn may_take(&mut self) -> bool {
-        let Some(ring) = &self.ring else { return !self.is_full };
-        self.is_retrying &= !ring.is_idle();
-        !self.is_full && !self.is_retrying && ring.has_room()
+        self.is_retrying &= !self.is_idle();
+        let has_room = self.ring.as_ref().is_none_or(Ring::has_room)
+            && self.pool.as_ref().is_none_or(Pool::has_room);
+        !self.is_full && !self.is_retrying && has_room
     }
 
     /// Starts a request, or carries it out; returns the bytes transferred synchronously.
     fn begin(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Result<u64, Broken> {
+        if let Some(pool) = &mut self.pool
+            && !matches!(request.operation, Operation::GetId { .. } | Operation::Refused(_))
+        {
+            pool.push(PoolJob { request, memory: Arc::clone(memory), started: Instant::now() });
+            return Ok(0);
+        }
         let Some(request) = self.start_in_ring(request, memory) else { return Ok(0) };
         let (started, len_bytes) = (Instant::now(), request.operation.transfer_bytes());
         let outcome = self.shared.engine.perform(&request.operation, memory);
@@ -244,6 +274,21 @@ impl BlockWorker {
     }
 
     fn reap(&mut self) -> Result<(), Broken> {
+        self.reap_pool().and(self.reap_ring())
+    }
+
+    fn reap_pool(&mut self) -> Result<(), Broken> {
+        let Some(pool) = &mut self.pool else { return Ok(()) };
+        let mut result = Ok(());
+        for PoolDone { job, outcome } in pool.take_completed() {
+            let PoolJob { request, memory, started } = job;
+            // Each is finished, whatever happened to those before.
+            result = self.finish(&memory, request, outcome, started).and(result);
+        }
+        result
+    }
+
+    fn reap_ring(&mut self) -> Result<(), Broken> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
         let mut result = Ok(());
         for Done { job, result: done } in ring.take_completed() {
@@ -347,6 +392,9 @@ impl Work for BlockWorker {
         if let Some(ring) = &self.ring {
             watch.on(RING_TOKEN, ring.completed().as_raw_fd())?;
         }
+        if let Some(pool) = &self.pool {
+            watch.on(POOL_TOKEN, pool.completed().as_raw_fd())?;
+        }
         self.begin_kept()?;
         self.serve()
     }
@@ -363,10 +411,13 @@ impl Work for BlockWorker {
     fn drain(&mut self) -> Result<(), Broken> {
         self.put_back();
         let mut result = Ok(());
-        while let Some(ring) = &self.ring
-            && !ring.is_idle()
-        {
-            ring.wait();
+        while !self.is_idle() {
+            if let Some(ring) = &self.ring {
+                ring.wait();
+            }
+            if let Some(pool) = &self.pool {
+                pool.wait();
+            }
             result = self.reap().and(result);
         }
         result?;
@@ -378,6 +429,12 @@ impl Work for BlockWorker {
         self.put_back();
         let reaped = self.reap();
         watch.off(KICK_TOKEN);
+        if let Some(pool) = self.pool.as_ref().filter(|pool| !pool.is_idle())
+            && watch.on(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
+            && reaped.is_ok()
+        {
+            return Ok(false);
+        }
         // The kernel may not have accepted all of it.
         let is_watched = self.ring.as_mut().filter(|ring| !ring.is_idle()).is_some_and(|ring| {
             ring.submit() && watch.on(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()

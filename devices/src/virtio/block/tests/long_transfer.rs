@@ -5,6 +5,7 @@
 use super::super::long_transfer::{PIECE_BYTES, UNDER_WAY_BYTES};
 use super::super::no_space::OnFull;
 use super::super::perform::{CacheMode, Engine};
+use super::super::pool::QueueThreads;
 use super::super::worker::{BlockWorker, Shared};
 use super::*;
 use crate::virtio::queue::WorkQueue;
@@ -51,8 +52,13 @@ impl Steps {
         let cache = CacheMode { flush_negotiated: true, writeback: Arc::new(true.into()) };
         let engine =
             Engine { disk, serial: [0; 20], cache, sparse: true, on_full: OnFull::default() };
-        let shared =
-            Shared { engine, counters: Arc::default(), full: Arc::default(), log: Arc::default() };
+        let shared = Shared {
+            engine,
+            threads: QueueThreads::default(),
+            counters: Arc::default(),
+            full: Arc::default(),
+            log: Arc::default(),
+        };
         BlockWorker::new(queue, shared, with_ring)
     }
 

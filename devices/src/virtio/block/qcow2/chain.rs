@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The files of a qcow2 image: the image itself, and the backing files behind it.
+//!
+//! Owns the backing files: it opens them when the image is opened, for reading only, and locks them shared with the
+//! image, so that no other VM writes to one. It opens none unless following references is allowed, none but
+//! regular files, and none twice. What format a backing file has is what the file in front of it says; it is never
+//! found out by looking.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use imago::qcow2::Qcow2;
+use imago::raw::Raw;
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder as _};
+
+use super::driver::Qcow2Driver;
+use super::header::{BackingName, Header};
+use super::store::{Store, StoreFile};
+use super::tables;
+use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
+use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
+use crate::virtio::block::lock::set_whole_lock;
+
+/// Most backing files, each behind the next: for each the tables that are in use are kept in memory, up to 160
+/// clusters.
+const BACKING_FILES_MAX: usize = 10;
+
+/// One file.
+struct Layer {
+    file: StoreFile,
+    /// Nothing if it is raw.
+    header: Option<Header>,
+}
+
+/// The image and what is behind it, in this order.
+pub(in super::super) struct Chain {
+    image: StoreFile,
+    header: Header,
+    behind: Vec<Layer>,
+}
+
+impl Chain {
+    /// Reads the header of an image that is open, and opens its backing files, if that is allowed.
+    pub(in super::super) fn open(disk: &Disk, follow: bool) -> Result<Self, FormatError> {
+        let image = StoreFile::of(disk);
+        let header = read_header(&image)?;
+        let mut chain = Self { image, header, behind: Vec::new() };
+        while let Some((front, name)) = chain.next_name() {
+            if !follow {
+                return Err(FormatError::BackingRefused(name.name));
+            }
+            if chain.behind.len() == BACKING_FILES_MAX {
+                return Err(FormatError::BackingDepth(BACKING_FILES_MAX));
+            }
+            let layer = chain.open_behind(&front, &name)?;
+            chain.behind.push(layer);
+        }
+        Ok(chain)
+    }
+
+    /// The file at the end that has one behind it, and the name of that.
+    fn next_name(&self) -> Option<(PathBuf, BackingName)> {
+        let (file, header) = match self.behind.last() {
+            Some(layer) => (&layer.file, layer.header.as_ref()?),
+            None => (&self.image, &self.header),
+        };
+        Some((file.path.clone(), header.backing.clone()?))
+    }
+
+    fn open_behind(&self, front: &Path, name: &BackingName) -> Result<Layer, FormatError> {
+        let path = path_of(front, &name.name)?;
+        let is_qcow2 = match name.format.as_deref() {
+            Some("qcow2") => true,
+            Some("raw" | "file") => false,
+            Some(other) => {
+                let format = format!("the format {other}");
+                let source = Box::new(FormatError::Unsupported(format));
+                return Err(FormatError::Backing { path, source });
+            }
+            None => return Err(FormatError::BackingFormat(name.name.clone())),
+        };
+        let failed = |source| FormatError::BackingOpen { path: path.clone(), source };
+        // Without O_NONBLOCK opening a FIFO waits for its other end; a regular file knows no difference.
+        let mut flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
+        if self.image.offset_align_bytes > 1 {
+            flags |= libc::O_DIRECT;
+        }
+        let open = OpenOptions::new().read(true).custom_flags(flags).open(&path);
+        let file = open.map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(FormatError::BackingKind(path));
+        }
+        let others = std::iter::once(&self.image).chain(self.behind.iter().map(|it| &it.file));
+        for other in others {
+            let other = other.file.metadata().map_err(failed)?;
+            if (other.dev(), other.ino()) == (metadata.dev(), metadata.ino()) {
+                return Err(FormatError::BackingLoop(path));
+            }
+        }
+        let file = StoreFile {
+            path: path.clone(),
+            file: Arc::new(file),
+            is_writable: false,
+            ..self.image.clone()
+        };
+        let header = if is_qcow2 {
+            let read = read_header(&file);
+            Some(read.map_err(|source| FormatError::Backing { path, source: Box::new(source) })?)
+        } else {
+            None
+        };
+        Ok(Layer { file, header })
+    }
+
+    /// Reads the header anew and checks the tables; what the device was made by must be as it was.
+    fn check(&self) -> Result<(), FormatError> {
+        let now = check(&self.image)?;
+        let same = now.size_bytes == self.header.size_bytes
+            && now.cluster_bits == self.header.cluster_bits
+            && now.backing == self.header.backing;
+        if !same {
+            return super::header::damaged("its header is not the one that it had");
+        }
+        for layer in self.behind.iter().filter(|layer| layer.header.is_some()) {
+            let checked = check(&layer.file);
+            checked.map_err(|source| FormatError::Backing {
+                path: layer.file.path.clone(),
+                source: Box::new(source),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Unloaded for Chain {
+    fn size_bytes(&self) -> u64 {
+        self.header.size_bytes
+    }
+
+    fn unit_bytes(&self) -> u64 {
+        self.header.cluster_bytes()
+    }
+
+    fn other_paths(&self) -> Vec<PathBuf> {
+        self.behind.iter().map(|layer| layer.file.path.clone()).collect()
+    }
+
+    fn lock_others(&self, lock: bool) -> Result<(), FormatError> {
+        let kind = if lock { libc::F_RDLCK } else { libc::F_UNLCK };
+        for (index, layer) in self.behind.iter().enumerate() {
+            let Err(error) = set_whole_lock(&layer.file.file, kind) else { continue };
+            if lock {
+                for layer in self.behind.iter().take(index) {
+                    // Reported is why the other one cannot be locked.
+                    let _ = set_whole_lock(&layer.file.file, libc::F_UNLCK);
+                }
+            }
+            return Err(match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::EACCES) => {
+                    FormatError::BackingInUse(layer.file.path.clone())
+                }
+                _ => FormatError::Io(error),
+            });
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<(), FormatError> {
+        Self::check(self)
+    }
+
+    fn load(&self) -> Result<Box<dyn FormatDriver>, FormatError> {
+        self.check()?;
+        let mut behind = None;
+        for layer in self.behind.iter().rev() {
+            behind = Some(match &layer.header {
+                Some(header) => open_qcow2(&layer.file, header, behind.take())?,
+                None => {
+                    FormatAccess::new(Raw::open_image(Store::new(layer.file.clone(), 1), false)?)
+                }
+            });
+        }
+        let image = open_qcow2(&self.image, &self.header, behind)?;
+        let holes = Store::new(self.image.clone(), self.header.cluster_bytes());
+        Ok(Box::new(Qcow2Driver::new(image, holes, &self.header)))
+    }
+}
+
+fn open_qcow2(
+    file: &StoreFile,
+    header: &Header,
+    behind: Option<FormatAccess<Store>>,
+) -> io::Result<FormatAccess<Store>> {
+    let store = Store::new(file.clone(), header.cluster_bytes());
+    let image = Qcow2::<Store>::builder(store)
+        .write(file.is_writable)
+        .backing(behind)
+        .data_file(None)
+        .open(DenyImplicitOpenGate::default())?;
+    Ok(FormatAccess::new(image))
+}
+
+fn read_header(file: &StoreFile) -> Result<Header, FormatError> {
+    Header::read(&Store::new(file.clone(), Header::BYTES_MAX))
+}
+
+fn check(file: &StoreFile) -> Result<Header, FormatError> {
+    let header = read_header(file)?;
+    let store = Store::new(file.clone(), header.cluster_bytes());
+    let len_bytes = file_or_device_len_bytes(&file.file)?;
+    tables::check(&store, &header, len_bytes, file.is_writable)?;
+    Ok(header)
+}
+
+/// Where a backing file is: beside the file that names it, unless it says otherwise.
+fn path_of(front: &Path, name: &str) -> Result<PathBuf, FormatError> {
+    let path = name.strip_prefix("file:").unwrap_or(name);
+    // `json:{...}`, `nbd://...`: a protocol ends with a colon before the first slash.
+    let is_protocol = path.split('/').next().is_some_and(|first| first.contains(':'));
+    if is_protocol || path.is_empty() {
+        return Err(FormatError::BackingName(name.to_owned()));
+    }
+    Ok(front.parent().unwrap_or(Path::new("")).join(path))
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A file of a qcow2 image or of its backing files, as `imago` reads and writes it.
+//!
+//! Owns the limits of the file: a table that points beyond its end is an error, not zeros. It holds no state of
+//! its own beside the open file, so that what another host writes is read when the image is loaded anew.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use imago::Storage;
+use imago::io_buffers::{IoVector, IoVectorMut};
+use imago::storage::drivers::CommonStorageHelper;
+
+use crate::syscalls::check;
+use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
+
+/// What a store is made from.
+#[derive(Clone)]
+pub(super) struct StoreFile {
+    pub(super) path: PathBuf,
+    pub(super) file: Arc<File>,
+    pub(super) is_writable: bool,
+    /// What direct I/O needs; 1 without.
+    pub(super) address_align_bytes: usize,
+    pub(super) offset_align_bytes: usize,
+}
+
+impl StoreFile {
+    /// The file of an image whose format is not known to it yet.
+    pub(super) fn of(disk: &Disk) -> Self {
+        Self {
+            path: disk.path().to_owned(),
+            file: disk.share_file(),
+            is_writable: !disk.readonly(),
+            address_align_bytes: disk.address_align_bytes(),
+            offset_align_bytes: usize::try_from(disk.offset_align_bytes()).unwrap_or(4096),
+        }
+    }
+}
+
+/// A file that `imago` has open.
+pub(super) struct Store {
+    of: StoreFile,
+    /// A read may go on behind the end of the file in the unit in which it ends, which reads as zeros.
+    unit_bytes: u64,
+    helper: CommonStorageHelper,
+}
+
+impl Store {
+    pub(super) fn new(of: StoreFile, unit_bytes: u64) -> Self {
+        Self { of, unit_bytes, helper: CommonStorageHelper::default() }
+    }
+
+    fn read_piece(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut done = 0;
+        while let Some(rest) = buffer.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            match self.of.file.read_at(rest, offset + done as u64) {
+                // A call that would go on from what is not aligned was cut short by the end of the file.
+                Ok(0) => return self.fill_behind_end(rest, offset),
+                Ok(len) if !len.is_multiple_of(self.of.offset_align_bytes) => {
+                    let rest = rest.get_mut(len..).unwrap_or_default();
+                    return self.fill_behind_end(rest, offset);
+                }
+                Ok(len) => done += len,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// A read that begins at an offset met the end of the file before this part of its buffer.
+    fn fill_behind_end(&self, rest: &mut [u8], offset: u64) -> io::Result<()> {
+        rest.fill(0);
+        let len_bytes = file_or_device_len_bytes(&self.of.file)?;
+        if offset < len_bytes.checked_next_multiple_of(self.unit_bytes).unwrap_or(len_bytes) {
+            return Ok(());
+        }
+        let error = format!("the image points to {offset:#x}, behind its end at {len_bytes:#x}");
+        Err(io::Error::new(io::ErrorKind::UnexpectedEof, error))
+    }
+
+    fn check_writable(&self) -> io::Result<()> {
+        if self.of.is_writable { Ok(()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
+    }
+
+    fn fallocate(&self, mode: libc::c_int, offset: u64, len_bytes: u64) -> io::Result<()> {
+        self.check_writable()?;
+        let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
+        let offset = libc::off_t::try_from(offset).map_err(invalid)?;
+        let len_bytes = libc::off_t::try_from(len_bytes).map_err(invalid)?;
+        let fd = self.of.file.as_raw_fd();
+        // SAFETY: only numbers are passed; the descriptor is open.
+        match check(unsafe { libc::fallocate(fd, mode, offset, len_bytes) }) {
+            Ok(_) => Ok(()),
+            Err(error) => match error.raw_os_error() {
+                // What writes zeros itself then.
+                Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENODEV) => {
+                    Err(io::ErrorKind::Unsupported.into())
+                }
+                _ => Err(error),
+            },
+        }
+    }
+
+    /// Gives space of the file back to the host, if it takes it; it reads as zeros then, or as before.
+    pub(super) fn punch_hole(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        match self.fallocate(mode, offset, len_bytes) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+            other => other,
+        }
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.of.path.display(), f)
+    }
+}
+
+impl Storage for Store {
+    fn mem_align(&self) -> usize {
+        self.of.address_align_bytes
+    }
+
+    fn req_align(&self) -> usize {
+        self.of.offset_align_bytes
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        file_or_device_len_bytes(&self.of.file)
+    }
+
+    unsafe fn pure_readv(&self, bufv: IoVectorMut<'_>, mut offset: u64) -> io::Result<()> {
+        for mut piece in bufv.into_inner() {
+            self.read_piece(&mut piece, offset)?;
+            offset = offset.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
+        self.check_writable()?;
+        for piece in bufv.into_inner() {
+            self.of.file.write_all_at(&piece, offset)?;
+            offset = offset.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    unsafe fn pure_write_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        // Grows the file, unlike a hole: what is behind its end is an error.
+        self.fallocate(libc::FALLOC_FL_ZERO_RANGE, offset, length)
+    }
+
+    unsafe fn pure_write_allocated_zeroes(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.fallocate(libc::FALLOC_FL_ZERO_RANGE, offset, length)
+    }
+
+    unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.punch_hole(offset, length)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.of.file.sync_data()
+    }
+
+    unsafe fn invalidate_cache(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_storage_helper(&self) -> &CommonStorageHelper {
+        &self.helper
+    }
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Images in a format, seen from the driver.
+
+use std::time::{Duration, Instant};
+
+use super::super::no_space::OnFull;
+use super::super::{DiskFormat, Qcow2Sample, vhd};
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn qcow2() -> NamedTempFile {
+    let sample =
+        Qcow2Sample { cluster_bits: 12, size_bytes: SECTORS * 512, ..Qcow2Sample::default() };
+    let mut image = NamedTempFile::new().unwrap();
+    image.write_all(&sample.image()).unwrap();
+    image
+}
+
+fn vhd_of(mut image: NamedTempFile) -> NamedTempFile {
+    image.seek(SeekFrom::End(0)).unwrap();
+    image.write_all(&vhd::footer(SECTORS * 512, 2)).unwrap();
+    image
+}
+
+/// A device with the image locked and loaded.
+fn fixture(image: NamedTempFile, change: impl FnOnce(&mut BlockConfig)) -> Fixture {
+    let mut config = BlockConfig { format: DiskFormat::Qcow2, ..config(&image) };
+    change(&mut config);
+    let device = Block::new(config).unwrap();
+    let lock = device.lock();
+    lock.lock().unwrap();
+    lock.load().unwrap();
+    Fixture::with(device, image)
+}
+
+#[test]
+fn requests_reach_the_disk_in_the_image() {
+    let mut fixture = fixture(qcow2(), |_| {});
+    let mut capacity = [0; 8];
+    fixture.device.read_config(0, &mut capacity);
+    assert_eq!(u64::from_le_bytes(capacity), SECTORS);
+    // A driver frees whole clusters.
+    let mut unit = [0; 4];
+    fixture.device.read_config(44, &mut unit);
+    assert_eq!(u32::from_le_bytes(unit), 8);
+    for sector in 0..32 {
+        fixture.driver.write(BUFFER, &pattern(sector));
+        let status = fixture.request(abi::VIRTIO_BLK_T_OUT, sector, &[readable(BUFFER, 512)]);
+        assert_eq!(status, (OK, 1));
+    }
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, OK);
+    assert_eq!(fixture.ranges(abi::VIRTIO_BLK_T_DISCARD, &[(8, 8, 0)]), OK);
+    assert_eq!(fixture.ranges(abi::VIRTIO_BLK_T_WRITE_ZEROES, &[(20, 1, 1)]), OK);
+    for sector in 0..40 {
+        let read = [writable(BUFFER, 512)];
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, sector, &read), (OK, 513));
+        let is_zero = (8..16).contains(&sector) || sector == 20 || sector >= 32;
+        let expected = if is_zero { [0; 512] } else { pattern(sector) };
+        assert_eq!(fixture.driver.read(BUFFER, 512), expected, "sector {sector}");
+    }
+    let beyond = [readable(BUFFER, 512)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, SECTORS, &beyond).0, IO_ERROR);
+    let id = [writable(BUFFER, 20)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_GET_ID, 0, &id).0, OK);
+}
+
+#[test]
+fn an_image_that_is_not_loaded_answers_with_errors() {
+    let image = qcow2();
+    let device = Block::new(BlockConfig { format: DiskFormat::Qcow2, ..config(&image) }).unwrap();
+    let mut fixture = Fixture::with(device, image);
+    let read = [writable(BUFFER, 512)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &read).0, IO_ERROR);
+    let lock = fixture.device.lock();
+    lock.lock().unwrap();
+    lock.load().unwrap();
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 0, &read).0, OK);
+}
+
+#[test]
+fn many_requests_at_a_time_are_finished_before_a_pause() {
+    let mut fixture = fixture(qcow2(), |config| config.queue_size = 64);
+    for round in 0..4_u64 {
+        for slot in 0..16_u64 {
+            let at = DATA + 0x1_0000 + slot * 0x1000;
+            let mut header = [0; 16];
+            header[..4].copy_from_slice(&abi::VIRTIO_BLK_T_OUT.to_le_bytes());
+            let sector = (round * 16 + slot) * 3;
+            header[8..].copy_from_slice(&sector.to_le_bytes());
+            fixture.driver.write(at, &header);
+            fixture.driver.write(at + 0x200, &pattern(sector));
+            let buffers = [readable(at, 16), readable(at + 0x200, 512), writable(at + 0x10, 1)];
+            fixture.driver.queues[0].add(&buffers);
+        }
+        fixture.driver.queues[0].kick();
+        // In the last round they are under way, or not begun.
+        if round < 3 {
+            for _ in 0..16 {
+                fixture.driver.wait_used(0);
+            }
+        }
+    }
+    fixture.device.pause();
+    let answered = fixture.driver.queues[0].used_index();
+    assert!((48..=64).contains(&answered), "{answered}");
+    fixture.device.lock().write_back().unwrap();
+    fixture.device.resume();
+    let until = Instant::now() + PATIENCE;
+    while fixture.driver.queues[0].used_index() != 64 {
+        assert!(Instant::now() < until, "{}", fixture.driver.queues[0].used_index());
+        std::thread::yield_now();
+    }
+    let lock = fixture.device.lock();
+    for number in 0..64 {
+        let mut found = [0; 512];
+        lock.disk.read_exact_at(&mut found, number * 3 * 512).unwrap();
+        assert_eq!(found, pattern(number * 3));
+    }
+}
+
+#[test]
+fn a_write_for_which_there_is_no_room_is_kept() {
+    let mut fixture = fixture(qcow2(), |config| config.on_full = OnFull::Pause);
+    let full = fixture.device.full_disk().unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    full.on_full(move || tell.send(()).unwrap());
+    fixture.device.lock().disk.refusal.set(libc::ENOSPC);
+    fixture.driver.write(BUFFER, &pattern(5));
+    fixture.header(abi::VIRTIO_BLK_T_OUT, 5);
+    let buffers = [readable(HEADER, 16), readable(BUFFER, 512), writable(STATUS, 1)];
+    fixture.driver.queues[0].add(&buffers);
+    fixture.driver.queues[0].kick();
+    told.recv_timeout(PATIENCE).unwrap();
+    fixture.device.pause();
+    assert_eq!(full.kept(), 1);
+    full.try_again().unwrap_err();
+    fixture.device.lock().disk.refusal.set(0);
+    full.try_again().unwrap();
+    fixture.device.resume();
+    fixture.driver.wait_used(0);
+    assert_eq!(fixture.driver.read(STATUS, 1), [OK]);
+    let read = [writable(BUFFER + 0x1000, 512)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 5, &read).0, OK);
+    assert_eq!(fixture.driver.read(BUFFER + 0x1000, 512), pattern(5));
+}
+
+#[test]
+fn a_loaded_image_passes_to_the_next_device() {
+    let image = qcow2();
+    let config = BlockConfig { format: DiskFormat::Qcow2, ..config(&image) };
+    let first = Block::new(config.clone()).unwrap();
+    let kept = first.lock();
+    kept.lock().unwrap();
+    kept.load().unwrap();
+    kept.disk.write_all_at(&pattern(9), 9 * 512).unwrap();
+    assert!(kept.fits(&config));
+    assert!(!kept.fits(&BlockConfig { format: DiskFormat::Raw, ..config.clone() }));
+    drop(first);
+    let next = Block::over(config, &kept).unwrap();
+    drop(kept);
+    let mut found = [0; 512];
+    next.lock().disk.read_exact_at(&mut found, 9 * 512).unwrap();
+    assert_eq!(found, pattern(9));
+    assert_eq!(next.lock().disk.capacity_sectors(), SECTORS);
+}
+
+#[test]
+fn a_fixed_vhd_ends_before_its_footer() {
+    for direct in [false, true] {
+        let image = vhd_of(image());
+        let config = BlockConfig { format: DiskFormat::FixedVhd, direct, ..config(&image) };
+        let Ok(device) = Block::new(config.clone()) else {
+            assert!(direct, "it can be opened");
+            test_skip::skip!("no direct I/O here");
+            continue;
+        };
+        let mut fixture = Fixture::with(device, image);
+        let buffer = [readable(BUFFER, 512)];
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, SECTORS - 8, &buffer).0, OK);
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, SECTORS, &buffer).0, IO_ERROR);
+        let read = [writable(BUFFER, 512)];
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, SECTORS - 9, &read).0, OK);
+        assert_eq!(fixture.driver.read(BUFFER, 512), pattern(SECTORS - 9));
+        assert_eq!(fixture.on_disk(SECTORS, 1), vhd::footer(SECTORS * 512, 2));
+        let lock = fixture.device.lock();
+        let again = Block::over(config, &lock).unwrap();
+        assert_eq!(again.lock().disk.capacity_sectors(), SECTORS);
+    }
+    let raw = image();
+    let refused = Block::new(BlockConfig { format: DiskFormat::FixedVhd, ..config(&raw) });
+    assert!(matches!(refused, Err(DiskError::Format { .. })));
+}
