@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 34] = [
+const OPTION_STRINGS: [(&str, &str); 35] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -20,6 +20,7 @@ const OPTION_STRINGS: [(&str, &str); 34] = [
     ),
     ("platform", "num_pci_segments=1,iommu_segments=[0-1],system_manufacturer=a b,vfio_p2p_dma=on"),
     ("disk", "path=/images/root.raw,readonly=on,direct=on,id=root"),
+    ("disk", "path=a,image_type=qcow2,backing_files=on"),
     (
         "disk",
         "path=a,num_queues=4,queue_size=256,serial=s1,image_type=raw,sparse=off,pci_device_id=3",

@@ -7,6 +7,7 @@
 use std::io::{Seek, Write};
 
 use arch::{BootError, BootSpec};
+use devices::virtio::block::{Block, BlockConfig, DiskFormat};
 use memory::GuestMemory;
 use prezero_pool_client::{Reply, Request};
 use vm_memory::GuestAddress;
@@ -158,6 +159,21 @@ fn orders_to_a_page_server_are_understood() {
             rest = next;
         }
         assert!(rest.is_empty() && layout.is_some(), "{name}");
+    }
+}
+
+#[test]
+fn disk_images_are_opened() {
+    for seed in seeds_of("disk_image") {
+        let (choice, image) = seed.contents.split_last().unwrap();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(image).unwrap();
+        let format = if choice & 1 == 0 { DiskFormat::Qcow2 } else { DiskFormat::FixedVhd };
+        let path = file.path().to_owned();
+        let device = Block::new(BlockConfig { path, format, ..BlockConfig::default() }).unwrap();
+        let lock = device.lock();
+        lock.lock().unwrap();
+        lock.load().unwrap_or_else(|error| panic!("{}: {error:?}", seed.name));
     }
 }
 
