@@ -28,7 +28,7 @@ use crate::hung_disk::wait_until_it_hangs;
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy] {
         let name = format!("disks::another_host_reads_what_was_written_after_{}", mode.name());
-        suite.add(&name, move || moves(mode));
+        suite.add(&name, move || moves(&Disk::new(), mode));
     }
     suite.add("disks::a_pause_writes_back", paused);
     suite.add("disks::the_end_of_the_vm_writes_back", ended);
@@ -52,39 +52,42 @@ pub fn add(suite: &mut Suite) {
     );
 }
 
-const MEMORY: &str = "size=128M,shared=on";
+pub const MEMORY: &str = "size=128M,shared=on";
 const GUEST: &str = "workload=disk-write mem=16M";
-const DISK_BYTES: u64 = 8 << 20;
+pub const DISK_BYTES: u64 = 8 << 20;
 const BLOCK: usize = 4096;
 
 /// A disk in a folder of its own, by a name that may come to mean another device.
-struct Disk {
-    file: PathBuf,
+pub struct Disk {
+    pub file: PathBuf,
     name: PathBuf,
+    /// Options that say what the file is, and what gives the disk in it.
+    pub option: &'static str,
+    pub contents: fn(Vec<u8>) -> Vec<u8>,
     _folder: TempDir,
 }
 
 impl Disk {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = TempDir::with_prefix("godwit-disk-").expect("a folder");
         let (file, name) = (folder.path().join("file"), folder.path().join("disk"));
         File::create(&file).and_then(|file| file.set_len(DISK_BYTES)).expect("a file");
-        Self { file, name, _folder: folder }
+        Self { file, name, option: "", contents: |file| file, _folder: folder }
     }
 
     /// From now on the name means `to`.
-    fn name_is(&self, to: &Path) {
+    pub fn name_is(&self, to: &Path) {
         let next = self.name.with_extension("next");
         std::os::unix::fs::symlink(to, &next).expect("a link");
         fs::rename(&next, &self.name).expect("a name");
     }
 
-    fn guest(&self) -> Vmm {
+    pub fn guest(&self) -> Vmm {
         self.guest_with(1, GUEST)
     }
 
     fn guest_with(&self, vcpus: u32, cmdline: &str) -> Vmm {
-        let option = format!("path={},id=data", self.name.display());
+        let option = format!("path={},id=data{}", self.name.display(), self.option);
         let vmm = VmmBuilder::guest(vcpus, MEMORY, cmdline).with(&["--disk", &option]).start();
         write_more(&vmm, 2 * BLOCKS);
         vmm
@@ -103,8 +106,10 @@ impl Disk {
 
     /// Checks that the file has every block that was acknowledged.
     #[track_caller]
-    fn holds(&self, acknowledged: u64) {
-        holds(&self.file, acknowledged);
+    pub fn holds(&self, acknowledged: u64) {
+        let flat = self.file.with_extension("flat");
+        let copied = fs::read(&self.file).and_then(|it| fs::write(&flat, (self.contents)(it)));
+        copied.map(|()| holds(&flat, acknowledged)).expect("a copy");
     }
 }
 
@@ -173,8 +178,7 @@ fn lock(path: &Path) -> File {
     file
 }
 
-fn moves(mode: Mode) {
-    let disk = Disk::new();
+pub fn moves(disk: &Disk, mode: Mode) {
     let (here, there) = (Loop::over(&disk.file), Loop::over(&disk.file));
     disk.name_is(here.path());
     let source = disk.guest();

@@ -18,6 +18,7 @@ mod clock;
 mod copies;
 mod cuts;
 mod descriptors;
+mod disk_formats;
 mod disks;
 mod events;
 mod fault_sources;
@@ -96,6 +97,7 @@ fn main() -> ExitCode {
     balloon::add(&mut suite);
     memory_size::add(&mut suite);
     locks::add(&mut suite);
+    disk_formats::add(&mut suite);
     disks::add(&mut suite);
     hung_disk::add(&mut suite);
     full_disk::add(&mut suite);

@@ -13,6 +13,7 @@ pub mod payload;
 pub mod pool;
 pub mod process;
 pub mod programs;
+pub mod qcow2;
 pub mod relay;
 pub mod runner;
 pub mod taps;
