@@ -11,7 +11,7 @@ use devices::virtio::block::{Block, BlockConfig, DiskFormat};
 use memory::GuestMemory;
 use prezero_pool_client::{Reply, Request};
 use vm_memory::GuestAddress;
-use vm_migration::page_server::{TakeoverRequest, ServedMemory};
+use vm_migration::page_server::{ServedMemory, TakeoverRequest};
 use vm_migration::protocol::message::{Answer, Message, Role};
 use vmm::config::{self, Family, VmConfig};
 
@@ -166,6 +166,10 @@ fn orders_to_a_page_server_are_understood() {
 fn disk_images_are_opened() {
     for seed in seeds_of("disk_image") {
         let (choice, image) = seed.contents.split_last().unwrap();
+        // Only the entry point makes an image of these.
+        if choice & 4 != 0 {
+            continue;
+        }
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(image).unwrap();
         let format = if choice & 1 == 0 { DiskFormat::Qcow2 } else { DiskFormat::FixedVhd };

@@ -22,7 +22,7 @@ pub const MIN_QUEUE_SIZE: u16 = 4;
 
 option_enum! {
     /// Format of a disk image.
-    ImageType = "qcow2|raw|vhd|unknown", default Unknown {
+    ImageType = "qcow2|raw|vhd|vhdx|unknown", default Unknown {
         /// Fixed VHD.
         FixedVhd = "vhd",
         /// QCOW2.
@@ -104,7 +104,7 @@ option_family! {
         backing_files: bool = false, "backing_files" as One<Toggle>;
         /// Deallocate storage on the host when the guest discards blocks.
         sparse: bool = true, "sparse" as One<Toggle>;
-        /// Format of the image: qcow2, raw, or fixed VHD; vhdx is known by name and refused.
+        /// Format of the image.
         image_type: ImageType = ImageType::Unknown, "image_type" as One<Choice>;
         /// Which part of the image is locked while it is in use.
         lock_granularity: LockGranularity = LockGranularity::ByteRange,
@@ -161,11 +161,6 @@ impl DiskConfig {
             && serial.len() > MAX_SERIAL_BYTES
         {
             return refuse(format!("serial '{serial}' is longer than {MAX_SERIAL_BYTES} bytes"));
-        }
-        if self.image_type == ImageType::Vhdx {
-            return Err(ConfigError::Unsupported {
-                names: vec![format!("disk image_type {:?} ('{name}')", self.image_type)],
-            });
         }
         Ok(())
     }

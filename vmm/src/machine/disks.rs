@@ -84,6 +84,9 @@ pub fn detect_formats(config: &mut VmConfig) -> Result<(), DiskWiringError> {
                     ImageFormat::Vhd => {
                         DiskWiringError::FormatUnsaid { id, path, format, option: "vhd" }
                     }
+                    ImageFormat::Vhdx => {
+                        DiskWiringError::FormatUnsaid { id, path, format, option: "vhdx" }
+                    }
                     _ => DiskWiringError::Format { id, path, format },
                 });
             }
@@ -127,11 +130,12 @@ pub fn make(
     let config = BlockConfig {
         id: id.clone(),
         path,
-        // What an image of unknown format is was found out before; VHDX is refused with the options.
+        // What an image of unknown format is was found out before.
         format: match config.image_type {
             ImageType::Qcow2 => DiskFormat::Qcow2,
             ImageType::FixedVhd => DiskFormat::FixedVhd,
-            ImageType::Raw | ImageType::Unknown | ImageType::Vhdx => DiskFormat::Raw,
+            ImageType::Vhdx => DiskFormat::Vhdx,
+            ImageType::Raw | ImageType::Unknown => DiskFormat::Raw,
         },
         backing_files: config.backing_files,
         readonly: config.readonly,
@@ -191,7 +195,11 @@ mod tests {
             make(disk, &mut LockedImages::default()).map(drop)
         };
         make(ImageType::Raw).unwrap();
-        for (image_type, name) in [(ImageType::Qcow2, "qcow2"), (ImageType::FixedVhd, "VHD")] {
+        for (image_type, name) in [
+            (ImageType::Qcow2, "qcow2"),
+            (ImageType::FixedVhd, "fixed VHD"),
+            (ImageType::Vhdx, "VHDX"),
+        ] {
             let why = error_text::chain(&make(image_type).unwrap_err());
             assert!(why.contains("'root'") && why.contains(name), "{why}");
         }

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use parking_lot::RwLock;
 use thiserror::Error;
 
+use super::image::SECTOR_BYTES;
 use super::request::Range;
 
 /// Format of a disk image, as the configuration names it.
@@ -27,6 +28,8 @@ pub enum DiskFormat {
     FixedVhd,
     /// QCOW2, version 2 or 3.
     Qcow2,
+    /// VHDX, fixed or dynamic.
+    Vhdx,
 }
 
 impl fmt::Display for DiskFormat {
@@ -35,6 +38,7 @@ impl fmt::Display for DiskFormat {
             Self::Raw => "raw",
             Self::FixedVhd => "fixed VHD",
             Self::Qcow2 => "qcow2",
+            Self::Vhdx => "VHDX",
         })
     }
 }
@@ -117,12 +121,20 @@ pub(super) trait FormatDriver: Send + Sync {
 pub(super) trait Unloaded: Send + Sync {
     /// Size of the disk.
     fn size_bytes(&self) -> u64;
+    /// Smallest block that its user reads and writes.
+    fn sector_bytes(&self) -> u64 {
+        SECTOR_BYTES
+    }
     /// Unit of allocation.
     fn unit_bytes(&self) -> u64;
     /// Paths of the files that belong to it beside the image itself.
-    fn other_paths(&self) -> Vec<PathBuf>;
+    fn other_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
     /// Locks the files that belong to it beside the image itself, or gives the locks back.
-    fn lock_others(&self, lock: bool) -> Result<(), FormatError>;
+    fn lock_others(&self, _lock: bool) -> Result<(), FormatError> {
+        Ok(())
+    }
     /// Whether it could be loaded. It is only read; the host that has it may write nothing meanwhile.
     fn check(&self) -> Result<(), FormatError>;
     /// Reads its tables.
@@ -143,6 +155,10 @@ impl Formatted {
 
     pub(super) fn size_bytes(&self) -> u64 {
         self.unloaded.size_bytes()
+    }
+
+    pub(super) fn sector_bytes(&self) -> u64 {
+        self.unloaded.sector_bytes()
     }
 
     pub(super) fn unit_bytes(&self) -> u64 {

@@ -21,6 +21,7 @@ use super::qcow2::Chain;
 use super::stable_storage::Condition;
 use super::synchronous::AlignedBuffer;
 use super::vhd;
+use super::vhdx::Vhdx;
 use crate::syscalls::check;
 
 /// Unit of sector numbers (virtio 1.3, 5.2.4).
@@ -216,6 +217,11 @@ impl Disk {
                 let size_bytes = self.vhd_size_bytes();
                 self.size_bytes = size_bytes.map_err(|source| self.format_error(source))?;
             }
+            DiskFormat::Vhdx => {
+                let vhdx = Vhdx::open(&self);
+                let vhdx = vhdx.map_err(|source| self.format_error(source))?;
+                self.take_format(Arc::new(Formatted::new(Box::new(vhdx))));
+            }
             DiskFormat::Qcow2 => {
                 let chain = Chain::open(&self, backing_files);
                 let chain = chain.map_err(|source| self.format_error(source))?;
@@ -228,6 +234,11 @@ impl Disk {
 
     fn take_format(&mut self, formatted: Arc<Formatted>) {
         self.size_bytes = formatted.size_bytes();
+        let topology = &mut self.topology;
+        topology.logical_block_bytes = topology.logical_block_bytes.max(formatted.sector_bytes());
+        topology.physical_block_bytes =
+            topology.physical_block_bytes.max(topology.logical_block_bytes);
+        topology.io_min_bytes = topology.io_min_bytes.max(topology.logical_block_bytes);
         // What the host needs, the format's driver sees to.
         (self.address_align_bytes, self.offset_align_bytes) = (1, 1);
         self.formatted = Some(formatted);

@@ -34,10 +34,12 @@ mod request;
 mod ring;
 mod stable_storage;
 mod state;
+mod store;
 mod synchronous;
 #[cfg(test)]
 mod tests;
 mod vhd;
+pub(super) mod vhdx;
 pub(super) mod worker;
 
 pub use counters::BlockCounters;

@@ -19,11 +19,11 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder as _};
 
 use super::driver::Qcow2Driver;
 use super::header::{BackingName, Header};
-use super::store::{Store, StoreFile};
 use super::tables;
 use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
 use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
 use crate::virtio::block::lock::set_whole_lock;
+use crate::virtio::block::store::{Store, StoreFile};
 
 /// Most backing files, each behind the next: for each the tables that are in use are kept in memory, up to 160
 /// clusters.

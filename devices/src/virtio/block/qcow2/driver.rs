@@ -11,9 +11,9 @@ use std::io;
 use imago::{FormatAccess, Mapping};
 
 use super::header::Header;
-use super::store::Store;
 use crate::virtio::block::formatted::FormatDriver;
 use crate::virtio::block::request::Range;
+use crate::virtio::block::store::Store;
 
 /// Zeros that are written at a time.
 const ZEROS_BYTES: usize = 1 << 18;

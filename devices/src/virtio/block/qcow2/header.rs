@@ -7,8 +7,8 @@
 
 use imago::StorageExt as _;
 
-use super::store::Store;
 use crate::virtio::block::formatted::FormatError;
+use crate::virtio::block::store::Store;
 
 const MAGIC: &[u8] = b"QFI\xfb";
 const HEADER_BYTES_V2: usize = 72;

@@ -16,7 +16,6 @@ mod driver;
 mod header;
 #[cfg(any(test, feature = "testing"))]
 mod sample;
-mod store;
 mod tables;
 #[cfg(test)]
 mod tests;

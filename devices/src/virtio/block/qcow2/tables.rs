@@ -10,8 +10,8 @@
 use imago::StorageExt as _;
 
 use super::header::{Header, OFFSET_MAX, Table, damaged};
-use super::store::Store;
 use crate::virtio::block::formatted::FormatError;
+use crate::virtio::block::store::Store;
 
 /// Bits of an entry that are an offset, in both tables.
 const ENTRY_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;

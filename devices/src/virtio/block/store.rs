@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A file of a qcow2 image or of its backing files, as `imago` reads and writes it.
+//! A file of an image in a format, or of its backing files: what `imago` reads and writes, and the drivers of
+//! formats of this program by way of it, which sees to the alignment of direct I/O.
 //!
 //! Owns the limits of the file: a table that points beyond its end is an error, not zeros. It holds no state of
 //! its own beside the open file, so that what another host writes is read when the image is loaded anew.
@@ -17,8 +18,8 @@ use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
+use super::image::{Disk, file_or_device_len_bytes};
 use crate::syscalls::check;
-use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
 
 /// What a store is made from.
 #[derive(Clone)]
@@ -109,12 +110,24 @@ impl Store {
         }
     }
 
-    /// Gives space of the file back to the host, if it takes it; it reads as zeros then, or as before.
-    pub(super) fn punch_hole(&self, offset: u64, len_bytes: u64) -> io::Result<()> {
+    /// Has the file be of this length at least; what is added reads as zeros. A device has the length that it has.
+    pub(super) fn grow(&self, len_bytes: u64) -> io::Result<()> {
+        self.check_writable()?;
+        if file_or_device_len_bytes(&self.of.file)? >= len_bytes {
+            return Ok(());
+        }
+        if self.of.file.metadata()?.is_file() {
+            return self.of.file.set_len(len_bytes);
+        }
+        Err(io::ErrorKind::StorageFull.into())
+    }
+
+    /// Gives space of the file back to the host, and says whether it took it: then it reads as zeros.
+    pub(super) fn punch_hole(&self, offset: u64, len_bytes: u64) -> io::Result<bool> {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         match self.fallocate(mode, offset, len_bytes) {
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
-            other => other,
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(false),
+            other => other.map(|()| true),
         }
     }
 }
@@ -171,7 +184,7 @@ impl Storage for Store {
     }
 
     unsafe fn pure_discard(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.punch_hole(offset, length)
+        self.punch_hole(offset, length).map(drop)
     }
 
     fn flush(&self) -> io::Result<()> {

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The block allocation table of a VHDX image in memory.
+//!
+//! Owns which block of the disk is where in the file, which sectors of the table have changed, and where the next block
+//! goes. A block that is allocated becomes part of the table when what was written to it is in the file.
+
+use std::collections::BTreeSet;
+use std::io;
+
+use imago::StorageExt as _;
+
+use super::layout::{Area, Layout, MIB, damaged};
+use crate::virtio::block::formatted::FormatError;
+use crate::virtio::block::store::Store;
+
+const STATE: u64 = 7;
+const OFFSET: u64 = !0xf_ffff;
+const FULLY_PRESENT: u64 = 6;
+const PARTIALLY_PRESENT: u64 = 7;
+/// States in which a block has no data: not present, undefined, zero, unmapped.
+const ABSENT: std::ops::RangeInclusive<u64> = 0..=3;
+/// What is written of the table at a time: what a disk writes whole or not at all.
+const PIECE_ENTRIES: usize = 512;
+
+pub(super) struct BlockTable {
+    entries: Vec<u64>,
+    chunk_blocks: u64,
+    block_bytes: u64,
+    offset: u64,
+    /// Pieces that are not in the file.
+    changed: BTreeSet<usize>,
+    /// Where the next block goes.
+    end: u64,
+}
+
+impl BlockTable {
+    /// Reads and checks the table in a file of so many bytes.
+    pub(super) fn read(
+        store: &Store,
+        layout: &Layout,
+        file_len_bytes: u64,
+    ) -> Result<Self, FormatError> {
+        let count = usize::try_from(layout.entries()).unwrap_or(usize::MAX);
+        let mut bytes = vec![0; count.saturating_mul(8)];
+        store.read(&mut bytes, layout.table.offset)?;
+        let (entries, _) = bytes.as_chunks();
+        let entries = entries.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let mut table = Self {
+            entries,
+            chunk_blocks: layout.chunk_blocks(),
+            block_bytes: layout.block_bytes,
+            offset: layout.table.offset,
+            changed: BTreeSet::new(),
+            end: 0,
+        };
+        table.check(layout, file_len_bytes)?;
+        Ok(table)
+    }
+
+    fn check(&mut self, layout: &Layout, file_len_bytes: u64) -> Result<(), FormatError> {
+        let mut places = layout.reserved.clone();
+        for block in 0..layout.blocks() {
+            let entry = self.entry(block);
+            match entry & STATE {
+                FULLY_PRESENT => {
+                    places.push(Area { offset: entry & OFFSET, len_bytes: self.block_bytes });
+                }
+                PARTIALLY_PRESENT => return damaged("it has parts of blocks, and no parent image"),
+                state if ABSENT.contains(&state) => {}
+                state => return damaged(format!("it has a block in the state {state}")),
+            }
+        }
+        places.sort_unstable_by_key(|place| place.offset);
+        let mut end = 0;
+        for place in places {
+            let place_end = place.offset.saturating_add(place.len_bytes);
+            if place.offset < end || place_end > file_len_bytes {
+                return damaged(format!("it has a block at {:#x}", place.offset));
+            }
+            end = place_end;
+        }
+        // Behind what else may be in the file, such as the log.
+        self.end = file_len_bytes.next_multiple_of(MIB);
+        Ok(())
+    }
+
+    fn index(&self, block: u64) -> usize {
+        usize::try_from(block + block / self.chunk_blocks).unwrap_or(usize::MAX)
+    }
+
+    fn entry(&self, block: u64) -> u64 {
+        self.entries.get(self.index(block)).copied().unwrap_or(0)
+    }
+
+    /// Where a block is in the file; nothing if it has no data.
+    pub(super) fn place(&self, block: u64) -> Option<u64> {
+        let entry = self.entry(block);
+        (entry & STATE == FULLY_PRESENT).then_some(entry & OFFSET)
+    }
+
+    /// Where there is room for a block, until one is there.
+    pub(super) fn next_place(&self) -> u64 {
+        self.end
+    }
+
+    /// From now on a block is there.
+    pub(super) fn set(&mut self, block: u64, place: u64) {
+        let index = self.index(block);
+        self.end = self.end.max(place.saturating_add(self.block_bytes));
+        if let Some(entry) = self.entries.get_mut(index) {
+            *entry = place | FULLY_PRESENT;
+            self.changed.insert(index / PIECE_ENTRIES);
+        }
+    }
+
+    /// Writes what has changed; what cannot be written stays to be written.
+    pub(super) fn write(&mut self, store: &Store) -> io::Result<()> {
+        while let Some(piece) = self.changed.first().copied() {
+            let first = piece * PIECE_ENTRIES;
+            let last = self.entries.len().min(first + PIECE_ENTRIES);
+            let entries = self.entries.get(first..last).unwrap_or_default();
+            let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
+            store.write(&bytes, self.offset + 8 * first as u64)?;
+            self.changed.remove(&piece);
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_changed(&self) -> bool {
+        !self.changed.is_empty()
+    }
+}
