@@ -194,6 +194,12 @@ impl Formatted {
         driver.write_tables()
     }
 
+    /// As if an operation that has to be alone were under way, until the answer is dropped.
+    #[cfg(test)]
+    pub(super) fn hold(&self) -> impl Drop + '_ {
+        self.driver.write()
+    }
+
     fn with<T>(&self, work: impl FnOnce(&dyn FormatDriver) -> io::Result<T>) -> io::Result<T> {
         work(self.driver.read().as_deref().ok_or_else(not_loaded)?)
     }

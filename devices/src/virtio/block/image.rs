@@ -162,7 +162,7 @@ pub(crate) struct Disk {
     /// Held during read-modify-write of a block.
     pub(super) partial_write: Mutex<()>,
     #[cfg(test)]
-    pub(super) refusal: super::tests::Refusal,
+    pub(super) refusal: Arc<super::tests::Refusal>,
 }
 
 impl Disk {
@@ -199,6 +199,8 @@ impl Disk {
         let mut disk =
             Self::inspect(&self.path, Arc::clone(&self.file), self.readonly, self.direct)?;
         disk.condition = Arc::clone(&self.condition);
+        #[cfg(test)]
+        disk.refusal.clone_from(&self.refusal);
         disk.format = self.format;
         if let Some(formatted) = &self.formatted {
             disk.take_format(Arc::clone(formatted));
@@ -234,11 +236,15 @@ impl Disk {
 
     fn take_format(&mut self, formatted: Arc<Formatted>) {
         self.size_bytes = formatted.size_bytes();
-        let topology = &mut self.topology;
-        topology.logical_block_bytes = topology.logical_block_bytes.max(formatted.sector_bytes());
-        topology.physical_block_bytes =
-            topology.physical_block_bytes.max(topology.logical_block_bytes);
-        topology.io_min_bytes = topology.io_min_bytes.max(topology.logical_block_bytes);
+        // The blocks of the disk are those of the image, on every host that it moves to.
+        let logical_block_bytes = formatted.sector_bytes();
+        let physical_block_bytes = self.topology.physical_block_bytes.max(logical_block_bytes);
+        self.topology = Topology {
+            logical_block_bytes,
+            physical_block_bytes,
+            io_min_bytes: physical_block_bytes,
+            io_opt_bytes: 0,
+        };
         // What the host needs, the format's driver sees to.
         (self.address_align_bytes, self.offset_align_bytes) = (1, 1);
         self.formatted = Some(formatted);
@@ -314,7 +320,7 @@ impl Disk {
             offset_align_bytes: offset_align,
             partial_write: Mutex::new(()),
             #[cfg(test)]
-            refusal: super::tests::Refusal::default(),
+            refusal: Arc::default(),
         })
     }
 

@@ -30,6 +30,8 @@ pub(super) struct StoreFile {
     /// What direct I/O needs; 1 without.
     pub(super) address_align_bytes: usize,
     pub(super) offset_align_bytes: usize,
+    #[cfg(test)]
+    pub(super) refusal: Arc<super::tests::Refusal>,
 }
 
 impl StoreFile {
@@ -41,6 +43,8 @@ impl StoreFile {
             is_writable: !disk.readonly(),
             address_align_bytes: disk.address_align_bytes(),
             offset_align_bytes: usize::try_from(disk.offset_align_bytes()).unwrap_or(4096),
+            #[cfg(test)]
+            refusal: Arc::clone(&disk.refusal),
         }
     }
 }
@@ -50,12 +54,20 @@ pub(super) struct Store {
     of: StoreFile,
     /// A read may go on behind the end of the file in the unit in which it ends, which reads as zeros.
     unit_bytes: u64,
+    /// What the first unit begins with, where nothing else may be written to it.
+    head: Option<&'static [u8]>,
     helper: CommonStorageHelper,
 }
 
 impl Store {
     pub(super) fn new(of: StoreFile, unit_bytes: u64) -> Self {
-        Self { of, unit_bytes, helper: CommonStorageHelper::default() }
+        Self { of, unit_bytes, head: None, helper: CommonStorageHelper::default() }
+    }
+
+    /// The same, with a header in the first unit: whatever the tables of an image say, nothing but a header, which
+    /// begins like this, gets there. Programs that look at the header only can go on trusting it.
+    pub(super) fn with_header(self, head: &'static [u8]) -> Self {
+        Self { head: Some(head), ..self }
     }
 
     fn read_piece(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
@@ -87,12 +99,24 @@ impl Store {
         Err(io::Error::new(io::ErrorKind::UnexpectedEof, error))
     }
 
+    fn check_place(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        match self.head {
+            Some(head) if offset < self.unit_bytes && !(offset == 0 && bytes.starts_with(head)) => {
+                Err(io::Error::other("the image has data where its header is"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn check_writable(&self) -> io::Result<()> {
+        #[cfg(test)]
+        self.of.refusal.check()?;
         if self.of.is_writable { Ok(()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
     }
 
     fn fallocate(&self, mode: libc::c_int, offset: u64, len_bytes: u64) -> io::Result<()> {
         self.check_writable()?;
+        self.check_place(offset, &[])?;
         let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
         let offset = libc::off_t::try_from(offset).map_err(invalid)?;
         let len_bytes = libc::off_t::try_from(len_bytes).map_err(invalid)?;
@@ -168,6 +192,7 @@ impl Storage for Store {
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
         self.check_writable()?;
         for piece in bufv.into_inner() {
+            self.check_place(offset, &piece)?;
             self.of.file.write_all_at(&piece, offset)?;
             offset = offset.saturating_add(piece.len() as u64);
         }

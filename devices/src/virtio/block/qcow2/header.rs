@@ -10,7 +10,7 @@ use imago::StorageExt as _;
 use crate::virtio::block::formatted::FormatError;
 use crate::virtio::block::store::Store;
 
-const MAGIC: &[u8] = b"QFI\xfb";
+pub(super) const MAGIC: &[u8] = b"QFI\xfb";
 const HEADER_BYTES_V2: usize = 72;
 const HEADER_BYTES_V3: usize = 104;
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;

@@ -391,31 +391,56 @@ fn a_flush_brings_the_tables_with_it() {
 #[test]
 fn what_is_discarded_goes_back_to_the_host() {
     let images = Images::new();
-    let path = images.add("a", Sample { size_bytes: 64 << 20, ..Sample::default() }.image());
+    let path = images.add("a", Sample { size_bytes: 16 << 20, ..Sample::default() }.image());
     let lock = open(&config(&path)).unwrap();
-    lock.disk.write_all_at(&vec![1; 16 << 20], 0).unwrap();
+    lock.disk.write_all_at(&vec![1; 4 << 20], 0).unwrap();
     lock.write_back().unwrap();
     let blocks = || fs::metadata(&path).unwrap().blocks();
     let full = blocks();
     // A part of a cluster at both ends stays.
-    let range = Range { offset: 4096, len_bytes: (16 << 20) - 8192, unmap: false };
+    let range = Range { offset: 4096, len_bytes: (4 << 20) - 8192, unmap: false };
     lock.disk.formatted().unwrap().discard(range).unwrap();
     lock.write_back().unwrap();
-    if blocks() == full {
-        test_skip::skip!("the file system of temporary files punches no holes");
+    if punches_holes(&images) {
+        assert!(blocks() < full / 8, "{} of {full}", blocks());
     } else {
-        assert!(blocks() < full / 16, "{} of {full}", blocks());
+        test_skip::skip!("the file system of temporary files punches no holes");
     }
     let mut edge = [0; 8192];
     lock.disk.read_exact_at(&mut edge, 0).unwrap();
     assert_eq!(edge, [1; 8192]);
     // The clusters are used again.
     let len_bytes = fs::metadata(&path).unwrap().len();
-    lock.disk.write_all_at(&vec![2; 15 << 20], 32 << 20).unwrap();
+    lock.disk.write_all_at(&vec![2; 3 << 20], 8 << 20).unwrap();
     lock.write_back().unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), len_bytes);
     drop(lock);
     check_counts(&path);
+}
+
+fn punches_holes(images: &Images) -> bool {
+    let path = images.add("scratch", vec![1; 1 << 20]);
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    file.sync_all().unwrap();
+    let full = file.metadata().unwrap().blocks();
+    let raw = Disk::open(&path, false, false).unwrap();
+    let range = Range { offset: 0, len_bytes: 1 << 20, unmap: false };
+    crate::virtio::block::synchronous::discard(&raw, &[range]).unwrap()
+        && file.metadata().unwrap().blocks() < full
+}
+
+/// As after another host has had it: what this one had in memory is not used.
+#[test]
+fn an_image_whose_cache_was_dropped_is_read_anew() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let lock = open(&config(&path)).unwrap();
+    let before = fs::read(&path).unwrap();
+    lock.disk.write_all_at(&[3; 4096], 0).unwrap();
+    lock.drop_cache().unwrap();
+    fs::write(&path, before).unwrap();
+    lock.load().unwrap();
+    assert!(contents(&lock).iter().all(|byte| *byte == 0));
 }
 
 #[test]

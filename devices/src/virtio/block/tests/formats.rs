@@ -121,6 +121,35 @@ fn many_requests_at_a_time_are_finished_before_a_pause() {
 }
 
 #[test]
+fn what_is_under_way_keeps_a_pause_waiting_and_no_other_queue() {
+    let mut fixture = fixture(qcow2(), |_| {});
+    fixture.driver.write(BUFFER, &pattern(5));
+    let lock = fixture.device.lock();
+    let held = lock.disk.formatted().unwrap().hold();
+    fixture.header(abi::VIRTIO_BLK_T_OUT, 5);
+    let buffers = [readable(HEADER, 16), readable(BUFFER, 512), writable(STATUS, 1)];
+    fixture.driver.queues[0].add(&buffers);
+    fixture.driver.queues[0].kick();
+    // Waits for nothing of the image, so its answer comes first, from the thread of the queue.
+    let (header, status) = (DATA + 0x8000, DATA + 0x8100);
+    let mut id = [0; 16];
+    id[..4].copy_from_slice(&abi::VIRTIO_BLK_T_GET_ID.to_le_bytes());
+    fixture.driver.write(header, &id);
+    let buffers = [readable(header, 16), writable(DATA + 0x8200, 20), writable(status, 1)];
+    fixture.driver.queues[0].add(&buffers);
+    fixture.driver.queues[0].kick();
+    fixture.driver.wait_used(0);
+    assert_eq!(fixture.driver.read(status, 1), [OK]);
+    let still = fixture.device.begin_pause();
+    assert!(!still.wait_until(Instant::now() + Duration::from_millis(50)));
+    assert_eq!(fixture.driver.queues[0].used_index(), 1);
+    drop(held);
+    assert!(still.wait_until(Instant::now() + PATIENCE));
+    assert_eq!(fixture.driver.queues[0].used_index(), 2);
+    assert_eq!(fixture.driver.read(STATUS, 1), [OK]);
+}
+
+#[test]
 fn a_write_for_which_there_is_no_room_is_kept() {
     let mut fixture = fixture(qcow2(), |config| config.on_full = OnFull::Pause);
     let full = fixture.device.full_disk().unwrap();
@@ -144,6 +173,49 @@ fn a_write_for_which_there_is_no_room_is_kept() {
     let read = [writable(BUFFER + 0x1000, 512)];
     assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 5, &read).0, OK);
     assert_eq!(fixture.driver.read(BUFFER + 0x1000, 512), pattern(5));
+}
+
+/// The data are in the file, and the tables find no room: nothing is lost.
+#[test]
+fn a_flush_for_whose_tables_there_is_no_room_may_be_done_again() {
+    let data = [readable(BUFFER, 512)];
+    let read = [writable(BUFFER + 0x1000, 512)];
+    for on_full in [OnFull::Report, OnFull::Pause] {
+        let mut fixture = fixture(qcow2(), |config| config.on_full = on_full);
+        fixture.driver.write(BUFFER, &pattern(7));
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 7, &data).0, OK);
+        fixture.device.lock().disk.refusal.set(libc::ENOSPC);
+        if on_full == OnFull::Report {
+            assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, IO_ERROR);
+            fixture.device.lock().check_stable().unwrap();
+            fixture.device.lock().disk.refusal.set(0);
+            assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, OK);
+        } else {
+            let full = fixture.device.full_disk().unwrap();
+            let (tell, told) = std::sync::mpsc::channel();
+            full.on_full(move || tell.send(()).unwrap());
+            fixture.header(abi::VIRTIO_BLK_T_FLUSH, 0);
+            fixture.driver.queues[0].add(&[readable(HEADER, 16), writable(STATUS, 1)]);
+            fixture.driver.queues[0].kick();
+            told.recv_timeout(PATIENCE).unwrap();
+            fixture.device.pause();
+            fixture.device.lock().disk.refusal.set(0);
+            full.try_again().unwrap();
+            fixture.device.resume();
+            fixture.driver.wait_used(0);
+            assert_eq!(fixture.driver.read(STATUS, 1), [OK]);
+        }
+        fixture.device.lock().check_stable().unwrap();
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 7, &read).0, OK);
+        assert_eq!(fixture.driver.read(BUFFER + 0x1000, 512), pattern(7));
+        // Any other failure is not to be made good.
+        fixture.driver.write(BUFFER, &pattern(300));
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 300, &data).0, OK);
+        fixture.device.lock().disk.refusal.set(libc::EIO);
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, IO_ERROR);
+        fixture.device.lock().disk.refusal.set(0);
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, IO_ERROR);
+    }
 }
 
 #[test]

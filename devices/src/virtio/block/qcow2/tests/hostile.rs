@@ -2,7 +2,10 @@
 
 //! Images that lie.
 
+use imago::StorageExt as _;
+
 use super::*;
+use crate::virtio::block::store::{Store, StoreFile};
 
 fn changed(changes: &[(u64, &[u8])]) -> Vec<u8> {
     let mut image = small().image();
@@ -106,18 +109,41 @@ fn tables_outside_of_the_file_or_in_each_other_are_refused() {
 #[test]
 fn data_outside_of_the_file_are_an_error() {
     let images = Images::new();
-    let image = changed(&[(3 * CLUSTER, &((1 << 63) | (4 * CLUSTER)).to_be_bytes())]);
-    let mut l2 = vec![0; usize::try_from(CLUSTER).unwrap()];
-    // Behind the end, compressed behind the end, not aligned.
-    l2[..8].copy_from_slice(&((1_u64 << 63) | (1 << 40)).to_be_bytes());
-    l2[8..16].copy_from_slice(&((1_u64 << 62) | (1 << 40)).to_be_bytes());
-    l2[16..24].copy_from_slice(&((1_u64 << 63) | 512).to_be_bytes());
-    let path = images.add("a", [image, l2].concat());
-    let lock = open(&BlockConfig { readonly: true, ..config(&path) }).unwrap();
     let mut buffer = [0; 512];
-    for cluster in 0..3 {
-        lock.disk.read_exact_at(&mut buffer, cluster * CLUSTER).unwrap_err();
+    let end = 5 * CLUSTER;
+    for (entry, is_there) in [
+        ((1_u64 << 63) | (4 * CLUSTER), true),
+        // Behind the end, by one cluster and by far; compressed; not where a cluster begins.
+        (1 << 63 | end, false),
+        (1 << 63 | 1 << 40, false),
+        (1 << 62 | 1 << 40, false),
+        (1 << 63 | 512, false),
+    ] {
+        let image = changed(&[(3 * CLUSTER, &((1 << 63) | (4 * CLUSTER)).to_be_bytes())]);
+        let mut l2 = vec![0; usize::try_from(CLUSTER).unwrap()];
+        l2[..8].copy_from_slice(&entry.to_be_bytes());
+        let path = images.add("a", [image, l2].concat());
+        let lock = open(&BlockConfig { readonly: true, ..config(&path) }).unwrap();
+        let read = lock.disk.read_exact_at(&mut buffer, 0);
+        assert_eq!(read.is_ok(), is_there, "{entry:#x}: {read:?}");
     }
+}
+
+#[test]
+fn whatever_the_tables_say_the_header_stays() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let disk = Disk::open_as(&config(&path)).unwrap();
+    let store = Store::new(StoreFile::of(&disk), CLUSTER).with_header(b"QFI\xfb");
+    let before = fs::read(&path).unwrap();
+    for offset in [0, 8, 512, CLUSTER - 512] {
+        store.write(&[1; 512][..], offset).unwrap_err();
+        store.write_zeroes(offset, 512).unwrap_err();
+        store.punch_hole(offset, 512).unwrap_err();
+    }
+    assert!(fs::read(&path).unwrap() == before);
+    store.write(&before[..512], 0).unwrap();
+    store.write(&[1; 512][..], CLUSTER).unwrap();
 }
 
 #[test]
