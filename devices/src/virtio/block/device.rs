@@ -155,7 +155,7 @@ impl Block {
         Arc::clone(&self.counters)
     }
 
-    /// Reads and writes in several places, whatever comes of it, and has the tables written.
+    /// Reads and writes at several offsets, ignoring errors, and writes the tables.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn try_image(&self) {
         const LEN_BYTES: usize = 24 << 10;

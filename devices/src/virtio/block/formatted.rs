@@ -3,10 +3,10 @@
 //! Disk images in a format: the layer between the requests of a driver and a file that is not the disk byte
 //! for byte.
 //!
-//! Owns the time at which the tables of an image are in memory: from [`Formatted::load`], which comes after the
-//! image's lock, to [`Formatted::unload`], which comes before the lock is released. Outside of it no
-//! request reaches the file, so that tables that another host may change are never used or written. Must never find
-//! out a format by looking at an image: a guest may have written what is there.
+//! Owns the period in which the tables of an image are in memory: from [`Formatted::load`], after the image has been
+//! locked, to [`Formatted::unload`], before the lock is released. No request reaches the file at any other time, so
+//! that tables which another host may change are never used or written. Must never detect the format of an image: a
+//! guest may have written it.
 
 use std::fmt;
 use std::io;
@@ -18,13 +18,13 @@ use thiserror::Error;
 use super::image::SECTOR_BYTES;
 use super::request::Range;
 
-/// Format of a disk image, as the configuration names it.
+/// Format of a disk image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskFormat {
-    /// The file is the disk.
+    /// The file is the disk, byte for byte.
     #[default]
     Raw,
-    /// Fixed VHD: the disk, and a footer behind it.
+    /// Fixed VHD: the disk and a footer.
     FixedVhd,
     /// QCOW2, version 2 or 3.
     Qcow2,
@@ -43,42 +43,42 @@ impl fmt::Display for DiskFormat {
     }
 }
 
-/// Why an image cannot be used in the format that it is said to have.
+/// Error of an image in a format.
 #[derive(Debug, Error)]
 pub enum FormatError {
-    /// It is in another format, or none.
+    /// The image has another format.
     #[error("it is not a {0} image")]
     Signature(&'static str),
-    /// Part of the format that this version does not know.
+    /// The image uses an unsupported feature.
     #[error("it uses {0}, which this version does not support")]
     Unsupported(String),
-    /// Its tables contradict each other or the file.
+    /// The tables are inconsistent.
     #[error("it is damaged: {0}")]
     Damaged(String),
-    /// It needs another file, and following references is not allowed.
+    /// The image has a backing file, and `backing_files` is off.
     #[error("it has the backing file '{0}', which is opened only with backing_files=on")]
     BackingRefused(String),
-    /// The same, and how that file is to be read is not known.
+    /// The image does not state the format of its backing file.
     #[error(
         "it does not say the format of its backing file '{0}': have it written down (qemu-img rebase -u -F FORMAT)"
     )]
     BackingFormat(String),
-    /// A name that is not that of a file.
+    /// The name of the backing file is not a path.
     #[error("its backing file '{0}' is not named by a path")]
     BackingName(String),
     /// The backing file cannot be opened.
     #[error("cannot open its backing file {path}")]
     BackingOpen {
-        /// The file.
+        /// Path of the backing file.
         path: PathBuf,
-        /// The host's answer.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The backing file is a device, a directory or the like.
+    /// The backing file is not a regular file.
     #[error("its backing file {0} is not a regular file")]
     BackingKind(PathBuf),
-    /// The backing file is a file that is in the chain already.
+    /// The chain of backing files contains a cycle.
     #[error("its backing file {0} is an image that has it as a backing file")]
     BackingLoop(PathBuf),
     /// The chain of backing files is too long.
@@ -87,64 +87,64 @@ pub enum FormatError {
     /// The backing file cannot be used.
     #[error("its backing file {path} cannot be used")]
     Backing {
-        /// The file.
+        /// Path of the backing file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<FormatError>,
     },
-    /// Another VM writes to the backing file.
+    /// Another VM has the backing file locked.
     #[error("its backing file {0} is in use by another VM that may write to it (lock held)")]
     BackingInUse(PathBuf),
-    /// The host does not read or write it.
+    /// Input or output failed.
     #[error("cannot read it")]
     Io(#[from] io::Error),
 }
 
-/// An image whose tables are in memory.
+/// Driver of a format, for an image whose tables are in memory.
 pub(super) trait FormatDriver: Send + Sync {
-    /// Fills the buffer with what is on the disk from an offset on.
+    /// Reads from the disk at an offset.
     fn read(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
-    /// Puts the buffer on the disk from an offset on.
+    /// Writes to the disk at an offset.
     fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()>;
-    /// Frees what is behind the whole units of allocation of a range. No other operation is under way.
+    /// Deallocates the whole units of a range. No other operation is in progress.
     fn discard(&mut self, range: Range) -> io::Result<()>;
-    /// Makes a range read as zeros, and keeps its space.
+    /// Makes a range read as zeros and keeps it allocated.
     fn write_zeroes(&self, range: Range) -> io::Result<()>;
-    /// The same, and frees its space. No other operation is under way.
+    /// Makes a range read as zeros and deallocates it. No other operation is in progress.
     fn write_zeroes_and_free(&mut self, range: Range) -> io::Result<()>;
-    /// Writes tables that have changed to the file; the host may have them in its cache afterwards.
+    /// Writes modified tables to the file, not necessarily to stable storage.
     fn write_tables(&self) -> io::Result<()>;
 }
 
-/// What is known of an image without its tables: enough to make a device, and to load it when it is locked.
+/// An open image whose tables are not in memory.
 pub(super) trait Unloaded: Send + Sync {
     /// Size of the disk.
     fn size_bytes(&self) -> u64;
-    /// Smallest block that its user reads and writes.
+    /// Size of a logical block.
     fn sector_bytes(&self) -> u64 {
         SECTOR_BYTES
     }
     /// Unit of allocation.
     fn unit_bytes(&self) -> u64;
-    /// Paths of the files that belong to it beside the image itself.
+    /// Paths of the backing files.
     fn other_paths(&self) -> Vec<PathBuf> {
         Vec::new()
     }
-    /// Locks the files that belong to it beside the image itself, or gives the locks back.
+    /// Locks or unlocks the backing files.
     fn lock_others(&self, _lock: bool) -> Result<(), FormatError> {
         Ok(())
     }
-    /// Whether it could be loaded. It is only read; the host that has it may write nothing meanwhile.
+    /// Checks whether it can be loaded, without writing. No other host may write to it meanwhile.
     fn check(&self) -> Result<(), FormatError>;
-    /// Reads its tables.
+    /// Reads the tables.
     fn load(&self) -> Result<Box<dyn FormatDriver>, FormatError>;
 }
 
 /// An image in a format.
 pub(super) struct Formatted {
     unloaded: Box<dyn Unloaded>,
-    /// Held for reading while an operation is under way, and for writing where no other may be.
+    /// Held for reading during an operation, and for writing during one that must be alone.
     driver: RwLock<Option<Box<dyn FormatDriver>>>,
 }
 
@@ -173,12 +173,12 @@ impl Formatted {
         self.unloaded.lock_others(lock)
     }
 
-    /// Whether the image could be loaded, if it is not.
+    /// Checks whether the image can be loaded, unless it is.
     pub(super) fn check(&self) -> Result<(), FormatError> {
         if self.driver.read().is_some() { Ok(()) } else { self.unloaded.check() }
     }
 
-    /// Reads the tables of the image, if they are not in memory. The image must be locked.
+    /// Reads the tables, unless they are in memory. The image must be locked.
     pub(super) fn load(&self) -> Result<(), FormatError> {
         let mut driver = self.driver.write();
         if driver.is_none() {
@@ -187,14 +187,14 @@ impl Formatted {
         Ok(())
     }
 
-    /// Writes the tables and forgets them: whatever comes of it, the file is not touched again
-    /// before it is loaded anew.
+    /// Writes modified tables and drops all. Even after an error the file is not accessed again before the next
+    /// load.
     pub(super) fn unload(&self) -> io::Result<()> {
         let Some(driver) = self.driver.write().take() else { return Ok(()) };
         driver.write_tables()
     }
 
-    /// As if an operation that has to be alone were under way, until the answer is dropped.
+    /// Blocks all operations until the returned value is dropped.
     #[cfg(test)]
     pub(super) fn hold(&self) -> impl Drop + '_ {
         self.driver.write()
@@ -231,7 +231,7 @@ impl Formatted {
         }
     }
 
-    /// Nothing is to be written if it is not loaded: that was done when it was unloaded.
+    /// Writes modified tables; no effect on an image that is not loaded.
     pub(super) fn write_tables(&self) -> io::Result<()> {
         self.driver.read().as_ref().map_or(Ok(()), |driver| driver.write_tables())
     }

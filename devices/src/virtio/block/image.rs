@@ -342,7 +342,7 @@ impl Disk {
         self.formatted.as_deref()
     }
 
-    /// Why the image cannot be used in its format.
+    /// Adds the image to an error of its format.
     pub(super) fn format_error(&self, source: FormatError) -> DiskError {
         DiskError::Format { path: self.path.clone(), format: self.format, source }
     }

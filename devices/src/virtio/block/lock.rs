@@ -50,7 +50,7 @@ impl DiskLock {
             && let Err(source) = formatted.lock_others(true)
         {
             if locked.is_none() {
-                // Reported is why the other file cannot be locked.
+                // The first error is returned.
                 let _ = self.set(libc::F_UNLCK);
             }
             return Err(self.disk.format_error(source));
@@ -59,17 +59,17 @@ impl DiskLock {
         Ok(())
     }
 
-    /// Reads the tables of an image in a format, which must be locked; until then it answers no request.
-    /// What another host wrote before is read if the cache was dropped ([`Self::drop_cache`]).
+    /// Loads the tables of an image in a format, which must be locked. Until then all requests fail. Data written by
+    /// another host are seen only after [`Self::drop_cache`].
     ///
     /// # Errors
-    /// [`DiskError::Format`]: they are damaged, or cannot be read.
+    /// [`DiskError::Format`].
     pub fn load(&self) -> Result<(), DiskError> {
         let load = self.disk.formatted().map_or(Ok(()), Formatted::load);
         load.map_err(|source| self.disk.format_error(source))
     }
 
-    /// Whether it could be loaded, as far as can be found out without the lock, when no other VM writes to it.
+    /// Checks whether an image in a format can be loaded. Needs no lock, but no other VM may write to it meanwhile.
     ///
     /// # Errors
     /// [`DiskError::Format`].
@@ -166,7 +166,7 @@ impl DiskLock {
         let len_bytes = match self.granularity {
             // A length of zero extends to the end of the file.
             LockGranularity::Full => 0,
-            // Its file grows.
+            // The file of an image in a format grows.
             LockGranularity::ByteRange if self.disk.formatted().is_some() => 0,
             LockGranularity::ByteRange => self.disk.file_len_bytes(),
         };

@@ -15,8 +15,8 @@
 //!                           +-----no space on the host-----------+--> kept, if the VM is to be paused then
 //! ```
 //!
-//! Owns the image and its lock. Never guesses the format of an image that a guest may have written to; it knows the
-//! signatures of formats, so that their images are not taken for raw ones.
+//! Owns the image and its lock. Must never detect the format of an image to use it; the signatures of formats serve to
+//! refuse such images as raw disks.
 
 mod config;
 mod counters;

@@ -4,8 +4,8 @@
 //!
 //! Owns them from the error ENOSPC or EDQUOT until they are started again: they are not answered, so
 //! that the driver, which counts them as in flight, waits and loses nothing. No request of their queue is
-//! started meanwhile. Must never keep a flush: data that the host has accepted and could not write back is
-//! lost, and no later flush brings it back.
+//! started meanwhile. Must never keep a flush of data: what the host has accepted and could not write back is
+//! lost, and no later flush brings it back. Tables of an image in a format are not lost by a failed flush.
 
 use std::io;
 use std::path::Path;
@@ -31,7 +31,7 @@ pub enum OnFull {
 
 /// Whether the host is out of space.
 pub(super) fn is_full(error: &io::Error) -> bool {
-    // What says more of an error than the host keeps only its kind.
+    // An error with added context has a kind and no errno.
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 

@@ -111,7 +111,7 @@ impl Engine {
                 Ok(0)
             }
             Operation::Flush => {
-                // For want of room, this may be done again later; what comes behind it may not.
+                // Can be retried if there is no space, unlike the flush of data.
                 disk.write_tables()?;
                 flush()?;
                 Ok(0)

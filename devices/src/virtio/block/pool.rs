@@ -2,9 +2,9 @@
 
 //! Threads that carry out the requests of one queue on an image in a format.
 //!
-//! Owns every request from when it is taken to when its outcome is fetched, and the threads, which end with it:
-//! dropping it waits for what is under way. Such a request may read several places of several files, one after
-//! another, so that the thread of the queue would keep all others waiting meanwhile.
+//! Owns every request from its submission to its completion, and the threads: dropping the pool waits for requests in
+//! flight. Such a request may need several reads of several files one after another, during which the thread of the
+//! queue could not start any other.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,20 +21,20 @@ use super::perform::{Engine, Failure};
 use super::request::Request;
 use crate::syscalls;
 
-/// Threads of one disk, shared by its queues; each of them has one at least. They wait for storage, so their number
-/// is that of requests which storage gets at a time, not that of CPUs.
+/// Threads of one disk, divided among its queues; at least one for each. They mostly wait for storage, so their
+/// number limits the requests in flight and does not depend on the number of CPUs.
 const THREADS_PER_DISK: u16 = 8;
-/// Most requests of a queue that are taken at a time.
+/// Maximum number of requests of a queue in flight.
 const DEPTH_MAX: usize = 256;
 
-/// A request that is to be carried out.
+/// A submitted request.
 pub(super) struct PoolJob {
     pub(super) request: Request,
     pub(super) memory: Arc<GuestMemory>,
     pub(super) started: Instant,
 }
 
-/// One that was.
+/// A completed request.
 pub(super) struct PoolDone {
     pub(super) job: PoolJob,
     pub(super) outcome: Result<u64, Failure>,
@@ -49,11 +49,11 @@ struct State {
 
 struct Shared {
     engine: Engine,
-    /// Held for an instant, never while a request is carried out.
+    /// Only locked briefly, never while a request is carried out.
     state: Mutex<State>,
-    /// There is something to do, or the end.
+    /// Signalled for a submitted request and at the end.
     work: Condvar,
-    /// Something is done.
+    /// Signalled for a completed request.
     outcome: Condvar,
     completed: EventFd,
 }
@@ -87,13 +87,13 @@ impl Shared {
     }
 }
 
-/// What the threads of a disk are called, how many share it, and where they run.
+/// Configuration of the threads of a disk.
 #[derive(Clone, Default)]
 pub(crate) struct QueueThreads {
-    /// Name of the device.
+    /// Id of the device.
     pub(super) device: String,
     pub(super) queues: u16,
-    /// CPUs of the host for each queue; none means all.
+    /// Host CPUs of each queue; empty for all.
     pub(super) cpus: Arc<Vec<Vec<usize>>>,
 }
 
@@ -109,7 +109,7 @@ impl Pool {
     /// Starts the threads of a queue.
     ///
     /// # Errors
-    /// There is no thread at all.
+    /// No thread could be started.
     pub(super) fn new(engine: Engine, of: &QueueThreads, queue: u16) -> io::Result<Self> {
         let completed = EventFd::new(EFD_NONBLOCK)?;
         let (state, work, outcome) = (Mutex::default(), Condvar::new(), Condvar::new());
@@ -144,7 +144,7 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Signalled when requests were carried out.
+    /// Signalled when requests have completed.
     pub(super) fn completed(&self) -> &EventFd {
         &self.shared.completed
     }
@@ -165,7 +165,7 @@ impl Pool {
         self.shared.work.notify_one();
     }
 
-    /// Waits until something was carried out, if anything is under way.
+    /// Waits until a request has completed, if any is in flight.
     pub(super) fn wait(&self) {
         let mut state = self.shared.lock();
         while !self.is_idle() && state.done.is_empty() {

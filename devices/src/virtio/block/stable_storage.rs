@@ -45,8 +45,8 @@ impl Disk {
         self.note_flush(self.file().sync_data())
     }
 
-    /// Has the tables of an image in a format follow the data that they describe. What cannot be written now
-    /// for want of room is not lost, and written by the next flush.
+    /// Writes modified tables of an image in a format. Tables for which there is no space are not lost; the next
+    /// call writes them.
     pub(super) fn write_tables(&self) -> io::Result<()> {
         let Some(formatted) = self.formatted().filter(|_| !self.readonly()) else { return Ok(()) };
         match formatted.write_tables() {
@@ -55,13 +55,12 @@ impl Disk {
         }
     }
 
-    /// Has the tables of an image in a format written and forgotten: the next VM that has its lock
-    /// changes them.
+    /// Writes and drops the tables of an image in a format, before another VM may change them.
     pub(super) fn unload(&self) {
         let Some(formatted) = self.formatted() else { return };
         if let Err(error) = formatted.unload() {
             log::error!("disk {}: its tables could not be written: {error}", self.path().display());
-            // What a flush has not brought to the image now never gets there.
+            // The tables are dropped, so the data are lost.
             let _ = self.note_flush(Err(error));
         }
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A file of an image in a format, or of its backing files: what `imago` reads and writes, and the drivers of
-//! formats of this program by way of it, which sees to the alignment of direct I/O.
+//! File access for images in a format and their backing files, behind the `Storage` trait of `imago`, which aligns
+//! direct I/O.
 //!
-//! Owns the limits of the file: a table that points beyond its end is an error, not zeros. It holds no state of
-//! its own beside the open file, so that what another host writes is read when the image is loaded anew.
+//! Owns the limits of the file: a read beyond its end is an error and does not return zeros. Has no state except the
+//! open file, so that data written by another host are read after the image has been loaded again.
 
 use std::fmt;
 use std::fs::File;
@@ -21,13 +21,13 @@ use imago::storage::drivers::CommonStorageHelper;
 use super::image::{Disk, file_or_device_len_bytes};
 use crate::syscalls::check;
 
-/// What a store is made from.
+/// An open file and how to access it.
 #[derive(Clone)]
 pub(super) struct StoreFile {
     pub(super) path: PathBuf,
     pub(super) file: Arc<File>,
     pub(super) is_writable: bool,
-    /// What direct I/O needs; 1 without.
+    /// Alignment of addresses and offsets for direct I/O in bytes; 1 without direct I/O.
     pub(super) address_align_bytes: usize,
     pub(super) offset_align_bytes: usize,
     #[cfg(test)]
@@ -35,7 +35,7 @@ pub(super) struct StoreFile {
 }
 
 impl StoreFile {
-    /// The file of an image whose format is not known to it yet.
+    /// The file of a disk whose format has not been set yet.
     pub(super) fn of(disk: &Disk) -> Self {
         Self {
             path: disk.path().to_owned(),
@@ -49,12 +49,12 @@ impl StoreFile {
     }
 }
 
-/// A file that `imago` has open.
+/// A file as used by the driver of a format.
 pub(super) struct Store {
     of: StoreFile,
-    /// A read may go on behind the end of the file in the unit in which it ends, which reads as zeros.
+    /// Unit of allocation. The rest of the unit in which the file ends reads as zeros.
     unit_bytes: u64,
-    /// What the first unit begins with, where nothing else may be written to it.
+    /// Signature of the header, if the first unit must contain nothing else.
     head: Option<&'static [u8]>,
     helper: CommonStorageHelper,
 }
@@ -64,8 +64,8 @@ impl Store {
         Self { of, unit_bytes, head: None, helper: CommonStorageHelper::default() }
     }
 
-    /// The same, with a header in the first unit: whatever the tables of an image say, nothing but a header, which
-    /// begins like this, gets there. Programs that look at the header only can go on trusting it.
+    /// Refuses writes to the first unit except those of a header with this signature, whatever the tables of the
+    /// image state, so that a guest cannot change the header.
     pub(super) fn with_header(self, head: &'static [u8]) -> Self {
         Self { head: Some(head), ..self }
     }
@@ -88,7 +88,7 @@ impl Store {
         Ok(())
     }
 
-    /// A read that begins at an offset met the end of the file before this part of its buffer.
+    /// Completes a read at `offset` that reached the end of the file: `rest` is the part of its buffer beyond.
     fn fill_behind_end(&self, rest: &mut [u8], offset: u64) -> io::Result<()> {
         rest.fill(0);
         let len_bytes = file_or_device_len_bytes(&self.of.file)?;
@@ -134,7 +134,7 @@ impl Store {
         }
     }
 
-    /// Has the file be of this length at least; what is added reads as zeros. A device has the length that it has.
+    /// Extends the file with zeros to this length, if it is shorter. A device cannot be extended.
     pub(super) fn grow(&self, len_bytes: u64) -> io::Result<()> {
         self.check_writable()?;
         if file_or_device_len_bytes(&self.of.file)? >= len_bytes {
@@ -146,7 +146,7 @@ impl Store {
         Err(io::ErrorKind::StorageFull.into())
     }
 
-    /// Gives space of the file back to the host, and says whether it took it: then it reads as zeros.
+    /// Punches a hole, which reads as zeros; `false` if the host does not support it.
     pub(super) fn punch_hole(&self, offset: u64, len_bytes: u64) -> io::Result<bool> {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         match self.fallocate(mode, offset, len_bytes) {

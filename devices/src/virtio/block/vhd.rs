@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Fixed VHD: a raw disk with a footer of one sector behind it.
+//! Fixed VHD: a raw disk followed by a footer of one sector.
 //!
-//! Owns the footer, which it reads and never writes: everything before it is served as a raw disk.
+//! Owns parsing the footer, and never writes it. The data in front of it are handled as a raw disk.
 
 use super::formatted::FormatError;
 use super::image::SECTOR_BYTES;
@@ -17,7 +17,7 @@ const FIXED: u32 = 2;
 const DYNAMIC: u32 = 3;
 const DIFFERENCING: u32 = 4;
 
-/// Size of the disk, by the last sector of a file of so many bytes.
+/// Size of the disk according to the footer.
 pub(super) fn size_bytes(
     footer: &[u8; FOOTER_BYTES],
     file_len_bytes: u64,
@@ -51,7 +51,7 @@ fn number(footer: &[u8; FOOTER_BYTES], at: usize) -> u32 {
     bytes.copied().map_or(0, u32::from_be_bytes)
 }
 
-/// The complement of the sum of all bytes but those of the checksum.
+/// Complement of the sum of all bytes except the checksum.
 fn checksum(footer: &[u8; FOOTER_BYTES]) -> u32 {
     let counts = |at: usize| !(CHECKSUM_OFFSET..CHECKSUM_OFFSET + 4).contains(&at);
     let bytes = footer.iter().enumerate().filter(|(at, _)| counts(*at));

@@ -35,7 +35,7 @@ const BUDGET: u32 = 128;
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
-    /// The threads that an image in a format has beside those of its queues.
+    /// Additional threads for an image in a format.
     pub(crate) threads: QueueThreads,
     pub(crate) counters: Arc<BlockCounters>,
     /// Requests that wait for free space.

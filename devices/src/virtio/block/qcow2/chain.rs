@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The files of a qcow2 image: the image itself, and the backing files behind it.
+//! The chain of files of a qcow2 image: the image itself and its backing files.
 //!
-//! Owns the backing files: it opens them when the image is opened, for reading only, and locks them shared with the
-//! image, so that no other VM writes to one. It opens none unless following references is allowed, none but
-//! regular files, and none twice. What format a backing file has is what the file in front of it says; it is never
-//! found out by looking.
+//! Owns the backing files: opens them read-only together with the image, and holds a shared lock on each while the
+//! image is locked, so that no other VM writes to them. Must never open one unless that is allowed, one that is not a
+//! regular file, or one twice, and never detect the format of one: the file in front of it states it.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -25,18 +24,17 @@ use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
 use crate::virtio::block::lock::set_whole_lock;
 use crate::virtio::block::store::{Store, StoreFile};
 
-/// Most backing files, each behind the next: for each the tables that are in use are kept in memory, up to 160
-/// clusters.
+/// Maximum number of backing files in a chain. Each may use memory for up to 160 clusters of tables.
 const BACKING_FILES_MAX: usize = 10;
 
-/// One file.
+/// A backing file.
 struct Layer {
     file: StoreFile,
-    /// Nothing if it is raw.
+    /// `None` for a raw file.
     header: Option<Header>,
 }
 
-/// The image and what is behind it, in this order.
+/// An open image with its backing files.
 pub(in super::super) struct Chain {
     image: StoreFile,
     header: Header,
@@ -44,7 +42,7 @@ pub(in super::super) struct Chain {
 }
 
 impl Chain {
-    /// Reads the header of an image that is open, and opens its backing files, if that is allowed.
+    /// Reads the header of an open image, and opens its backing files if `follow` is set.
     pub(in super::super) fn open(disk: &Disk, follow: bool) -> Result<Self, FormatError> {
         let image = StoreFile::of(disk);
         let header = read_header(&image)?;
@@ -62,7 +60,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// The file at the end that has one behind it, and the name of that.
+    /// The last file, with the name of its backing file if it has one.
     fn next_name(&self) -> Option<(PathBuf, BackingName)> {
         let (file, header) = match self.behind.last() {
             Some(layer) => (&layer.file, layer.header.as_ref()?),
@@ -117,7 +115,7 @@ impl Chain {
         Ok(Layer { file, header })
     }
 
-    /// Reads the header anew and checks the tables; what the device was made by must be as it was.
+    /// Reads the headers again and checks all tables. Size, clusters and backing file must not have changed.
     fn check(&self) -> Result<(), FormatError> {
         let now = check(&self.image)?;
         let same = now.size_bytes == self.header.size_bytes
@@ -156,7 +154,7 @@ impl Unloaded for Chain {
             let Err(error) = set_whole_lock(&layer.file.file, kind) else { continue };
             if lock {
                 for layer in self.behind.iter().take(index) {
-                    // Reported is why the other one cannot be locked.
+                    // The first error is returned.
                     let _ = set_whole_lock(&layer.file.file, libc::F_UNLCK);
                 }
             }
@@ -218,7 +216,7 @@ fn check(file: &StoreFile) -> Result<Header, FormatError> {
     Ok(header)
 }
 
-/// Where a backing file is: beside the file that names it, unless it says otherwise.
+/// Path of a backing file; relative names start at the directory of the file that contains them.
 fn path_of(front: &Path, name: &str) -> Result<PathBuf, FormatError> {
     let path = name.strip_prefix("file:").unwrap_or(name);
     // `json:{...}`, `nbd://...`: a protocol ends with a colon before the first slash.

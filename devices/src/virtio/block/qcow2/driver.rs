@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A qcow2 image whose tables are in memory, by way of `imago`.
+//! Driver for qcow2 images, on top of `imago`.
 //!
-//! Owns the mapping of the operations of a disk to those of the library, and giving freed space back to the host,
-//! which the library leaves in the file. The library writes tables in an order in which a crash leaves at most
-//! space that is not used.
+//! Owns the mapping of disk operations to those of the library, and punching holes for freed clusters, which the library
+//! does not do. The library orders its writes of tables so that a crash at most leaks clusters.
 
 use std::io;
 
@@ -15,12 +14,12 @@ use crate::virtio::block::formatted::FormatDriver;
 use crate::virtio::block::request::Range;
 use crate::virtio::block::store::Store;
 
-/// Zeros that are written at a time.
+/// Bytes of zeros written at a time.
 const ZEROS_BYTES: usize = 1 << 18;
 
 pub(super) struct Qcow2Driver {
     image: FormatAccess<Store>,
-    /// The file of the image, to punch holes in.
+    /// The file of the image, for punching holes.
     holes: Store,
     cluster_bytes: u64,
     size_bytes: u64,
@@ -33,7 +32,7 @@ impl Qcow2Driver {
         Self { image, holes, cluster_bytes, size_bytes, can_free: header.can_free }
     }
 
-    /// The whole clusters of a range; the last one of the disk may be shorter.
+    /// Start and end of the whole clusters in a range; the last cluster of the disk may be shorter.
     fn whole_clusters(&self, range: Range) -> Option<(u64, u64)> {
         let end = range.offset.checked_add(range.len_bytes)?.min(self.size_bytes);
         let start = range.offset.checked_next_multiple_of(self.cluster_bytes)?;
@@ -42,8 +41,8 @@ impl Qcow2Driver {
         (start < end).then_some((start, end))
     }
 
-    /// Gives the host back what is behind whole clusters that are about to be freed, and which
-    /// nothing else in the image uses. Afterwards it might be in use again.
+    /// Punches holes for whole clusters that are about to be freed and are not shared. Must come before freeing
+    /// them, after which they may be in use again.
     fn punch_holes(&self, start: u64, end: u64) -> io::Result<()> {
         let mut offset = start;
         while offset < end {
@@ -51,7 +50,7 @@ impl Qcow2Driver {
             if len_bytes == 0 {
                 break;
             }
-            // Of backing files, and of clusters that a snapshot in the image shares, nothing is writable.
+            // Backing files and clusters shared with an internal snapshot are not writable.
             if let Mapping::Raw { offset: host_offset, writable: true, .. } = mapping {
                 self.holes.punch_hole(host_offset, len_bytes)?;
             }

@@ -2,8 +2,7 @@
 
 //! The header of a qcow2 image.
 //!
-//! Owns its limits: what passes here is bounded, inside of what the image's driver can work with, and uses no part
-//! of the format that is not supported. It reads and never writes.
+//! Owns its limits: a header that is accepted here is bounded in size and uses no unsupported feature. Never writes.
 
 use imago::StorageExt as _;
 
@@ -14,22 +13,22 @@ pub(super) const MAGIC: &[u8] = b"QFI\xfb";
 const HEADER_BYTES_V2: usize = 72;
 const HEADER_BYTES_V3: usize = 104;
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Bytes of the tables that stay in memory: those that QEMU takes.
+/// Maximum sizes of the tables that stay in memory, which are those of QEMU.
 const L1_BYTES_MAX: u64 = 32 << 20;
 const REFERENCE_TABLE_BYTES_MAX: u64 = 8 << 20;
-/// Number of bits of a reference count, as a power of two.
+/// Maximum order of a refcount, which has 2^order bits.
 const REFERENCE_ORDER_MAX: u32 = 6;
 const BACKING_NAME_BYTES_MAX: u32 = 1023;
-/// Offsets in an image have 56 bits.
+/// Limit of offsets, which have 56 bits.
 pub(super) const OFFSET_MAX: u64 = 1 << 56;
-/// An entry of a feature name table.
+/// Length of an entry of the feature name table.
 const FEATURE_NAME_BYTES: usize = 48;
 
 const EXTENSION_END: u32 = 0;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 
-/// Bits without which an image cannot be read, and what they stand for.
+/// Unsupported incompatible features, with their names.
 const INCOMPATIBLE: [(u64, &str); 3] = [
     (1 << 2, "an external data file"),
     (1 << 3, "another compression than deflate"),
@@ -51,29 +50,29 @@ impl Table {
     }
 }
 
-/// The file behind an image.
+/// Reference to a backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BackingName {
     pub(super) name: String,
     pub(super) format: Option<String>,
 }
 
-/// What the header says.
+/// The parsed header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) cluster_bits: u32,
     pub(super) size_bytes: u64,
     pub(super) l1: Table,
     pub(super) references: Table,
-    /// Bits of a reference count, as a power of two.
+    /// A refcount has 2^order bits.
     pub(super) reference_order: u32,
     pub(super) backing: Option<BackingName>,
-    /// Space can be freed without what is behind the image appearing.
+    /// Whether clusters can be freed without exposing the backing file (version 3).
     pub(super) can_free: bool,
 }
 
 impl Header {
-    /// Longest header: the largest cluster.
+    /// Maximum length of a header, which is the largest cluster.
     pub(super) const BYTES_MAX: u64 = 1 << *CLUSTER_BITS.end();
 
     /// Reads and checks the header.
@@ -86,7 +85,7 @@ impl Header {
         Self::parse(&cluster, cluster_bits)
     }
 
-    /// By the first cluster.
+    /// Parses the first cluster.
     fn parse(cluster: &[u8], cluster_bits: u32) -> Result<Self, FormatError> {
         let fields = Fields(cluster);
         // Another one than was read before, if the file changed in between.
@@ -160,7 +159,7 @@ impl Header {
     }
 }
 
-/// Numbers of the header, which are big-endian; what is beyond the end reads as zero.
+/// Big-endian fields of the header; zero beyond its end.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -224,7 +223,7 @@ fn check_features(incompatible: u64) -> Result<(), FormatError> {
     }
 }
 
-/// Goes through the extensions of the header, and gives the format of the backing file.
+/// Checks the header extensions and returns the format of the backing file.
 fn backing_format(cluster: &[u8], header_bytes: usize) -> Result<Option<String>, FormatError> {
     let mut at = header_bytes;
     let mut format = None;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! qcow2 images, QEMU's copy-on-write format, of versions 2 and 3, read and written by the crate `imago`.
+//! qcow2 images (QEMU's copy-on-write format, versions 2 and 3), through the crate `imago`.
 //!
 //! ```text
 //!   Chain: the image and its backing files are open; header and tables are checked
@@ -9,7 +9,7 @@
 //!   Qcow2Driver > imago > Store (a file) ------+
 //! ```
 //!
-//! Owns what an image must keep to, as the library trusts more of it than may be trusted: an image comes from outside.
+//! Owns the checks of an image before the library uses it, as the library does not expect hostile images.
 
 mod chain;
 mod driver;

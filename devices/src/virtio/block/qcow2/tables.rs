@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Check of the tables of a qcow2 image that say where all others are.
+//! Check of the layout of a qcow2 image.
 //!
-//! Owns what must hold before an image is used: the header, the L1 table, the refcount table and blocks, and the L2
-//! tables lie in the file, and no two of them in one place, so that no table is read or written as another. Data
-//! that lie where a table is are not searched for: only the image itself suffers from them. It takes memory for one
-//! number a table, the first of which [`super::header`] limits.
+//! Owns the conditions for using an image: its header, L1 table, refcount table, refcount blocks and L2 tables lie in
+//! the file and do not overlap, so that no table is read or written as another. Data clusters are not checked: one that
+//! overlaps a table harms only the image. Needs memory for one number per table; [`super::header`] limits the tables.
 
 use imago::StorageExt as _;
 
@@ -13,13 +12,13 @@ use super::header::{Header, OFFSET_MAX, Table, damaged};
 use crate::virtio::block::formatted::FormatError;
 use crate::virtio::block::store::Store;
 
-/// Bits of an entry that are an offset, in both tables.
+/// Offset bits of an L1 entry.
 const ENTRY_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01fe;
-/// Of a table that is read at a time.
+/// Bytes of a table read at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Checks them in a file of so many bytes. `may_write` has the refcounts checked as well, which nothing else needs.
+/// Checks the layout. The refcount structures are checked only if `may_write` is set; readers do not use them.
 pub(super) fn check(
     store: &Store,
     header: &Header,
@@ -62,7 +61,7 @@ struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// A table of whole clusters at a place that must not be nowhere.
+    /// Adds the clusters of a table, which must have an offset.
     fn take(&self, what: &str, table: Table, taken: &mut Vec<u64>) -> Result<(), FormatError> {
         if table.offset == 0 && table.entries > 0 {
             return damaged(format!("its {what} is nowhere"));
@@ -75,7 +74,7 @@ impl Places<'_> {
         Ok(())
     }
 
-    /// A table of one cluster; none at 0.
+    /// Adds a table of one cluster; offset 0 stands for none.
     fn take_cluster(
         &self,
         what: &str,
@@ -95,7 +94,7 @@ impl Places<'_> {
     }
 }
 
-/// The header's own cluster must count as taken, or it would be given to the guest.
+/// Checks that the cluster of the header has a refcount; otherwise it would be allocated for data.
 fn check_first_count(store: &Store, header: &Header, block: u64) -> Result<(), FormatError> {
     let mut bytes = [0; 8];
     if block != 0 {
@@ -114,7 +113,7 @@ fn check_first_count(store: &Store, header: &Header, block: u64) -> Result<(), F
     Ok(())
 }
 
-/// The entries of a table, read piece by piece.
+/// Reads the entries of a table piece by piece.
 fn read(
     store: &Store,
     table: Table,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Where things are in a VHDX image: its headers, regions and metadata.
+//! Layout of a VHDX image: headers, regions and metadata.
 //!
-//! Owns the checks of all of them, and the limits: what passes here lies in the file and nowhere twice. The numbers
-//! are little-endian, and most structures are protected by a CRC-32C.
+//! Owns their checks and limits: regions lie in the file and do not overlap. Numbers are little-endian, and headers and
+//! region tables have a CRC-32C.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use imago::StorageExt as _;
 use crate::virtio::block::formatted::FormatError;
 use crate::virtio::block::store::Store;
 
-/// Structures and blocks begin at multiples of it.
+/// Alignment of regions and blocks.
 pub(super) const MIB: u64 = 1 << 20;
 const FILE_SIGNATURE: &[u8] = b"vhdxfile";
 pub(super) const HEADER_OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
@@ -22,13 +22,13 @@ const TABLE_BYTES: usize = 64 << 10;
 const TABLE_ENTRY_BYTES: usize = 32;
 const REGIONS_MAX: u32 = 2047;
 const ITEMS_MAX: u32 = 1023;
-/// Largest disk of the format.
+/// Maximum size of a disk in this format.
 const DISK_BYTES_MAX: u64 = 64 << 40;
 const BLOCK_BYTES: std::ops::RangeInclusive<u64> = MIB..=256 * MIB;
-/// Memory that the table of an image may take: 8 TiB in the smallest blocks.
+/// Maximum size of a block allocation table, which stays in memory: 8 TiB in the smallest blocks.
 const TABLE_BYTES_MAX: u64 = 64 << 20;
 
-/// Where the checksum is in a structure that begins with a signature of four bytes.
+/// Offset of the checksum, after the signature.
 const CHECKSUM_OFFSET: usize = 4;
 const HEADER_SEQUENCE: usize = 8;
 const HEADER_FILE_GUID: usize = 16;
@@ -51,7 +51,7 @@ pub(super) const DISK_SIZE: Guid = [
 ];
 pub(super) const LOGICAL_SECTOR: Guid =
     [0x1d, 0xbf, 0x41, 0x81, 0x6f, 0xa9, 9, 0x47, 0xba, 0x47, 0xf2, 0x33, 0xa8, 0xfa, 0xab, 0x5f];
-/// Items that an image may have and that are not needed to read it.
+/// Metadata items that are accepted and not used.
 pub(super) const OTHER_ITEMS: [Guid; 2] = [
     // Physical sector size.
     [
@@ -72,7 +72,7 @@ pub(super) struct Area {
     pub(super) len_bytes: u64,
 }
 
-/// What an image says of itself.
+/// The parsed metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) size_bytes: u64,
@@ -80,11 +80,11 @@ pub(super) struct Layout {
     pub(super) sector_bytes: u64,
     /// The block allocation table.
     pub(super) table: Area,
-    /// What no block may be in: all regions, and what is before the first.
+    /// Areas in which no block may lie: headers, log and regions.
     pub(super) reserved: Vec<Area>,
 }
 
-/// The newer one of the headers that are whole, and which it is.
+/// The current header: the valid one with the higher sequence number.
 pub(super) struct Header {
     pub(super) number: usize,
     pub(super) bytes: Vec<u8>,
@@ -112,7 +112,7 @@ impl Header {
         if version != 1 {
             return Err(FormatError::Unsupported(format!("version {version} of the format")));
         }
-        // What is in the log has not been done to the image.
+        // Entries of the log have not been applied.
         if !header.bytes.get(HEADER_LOG_GUID..).is_some_and(|rest| rest.starts_with(&[0; 16])) {
             return damaged(
                 "it was not closed, and its log is to be carried out first (qemu-img check -r all)",
@@ -121,7 +121,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The place of the log, which is there although it is empty.
+    /// Area of the log, which is reserved although it is empty.
     fn log(&self) -> Option<Area> {
         let len_bytes = u32_at(&self.bytes, HEADER_LOG).into();
         let offset = u64_at(&self.bytes, HEADER_LOG + 4);
@@ -132,8 +132,8 @@ impl Header {
         u64_at(&self.bytes, HEADER_SEQUENCE)
     }
 
-    /// Has other users of the image know that it is changed: writes the header that is not the newer one, as that
-    /// one, twice, so that both are.
+    /// Marks the image as modified by new GUIDs: writes the header that is not current, which becomes the current one,
+    /// and then the other.
     pub(super) fn announce(&mut self, store: &Store, identity: [Guid; 2]) -> io::Result<()> {
         for _ in 0..HEADER_OFFSETS.len() {
             self.number = (self.number + 1) % HEADER_OFFSETS.len();
@@ -146,7 +146,7 @@ impl Header {
             put(&mut self.bytes, CHECKSUM_OFFSET, &checksum.to_le_bytes());
             let offset = HEADER_OFFSETS.get(self.number).copied().unwrap_or_default();
             store.write(&self.bytes, offset)?;
-            // One of them is whole at any time.
+            // One of them is valid at any time.
             imago::Storage::sync(store)?;
         }
         Ok(())
@@ -154,7 +154,7 @@ impl Header {
 }
 
 impl Layout {
-    /// Reads it from a file of so many bytes.
+    /// Reads and checks the layout.
     pub(super) fn read(store: &Store, file_len_bytes: u64) -> Result<Self, FormatError> {
         let header = Header::read(store)?;
         let tables = REGION_TABLE_OFFSETS.map(|offset| read(store, offset, TABLE_BYTES));
@@ -194,7 +194,7 @@ impl Layout {
         Metadata::read(store, metadata)?.layout(bat, reserved)
     }
 
-    /// Payload entries before each entry of another kind in the table.
+    /// Number of payload entries between two sector bitmap entries of the table.
     pub(super) fn chunk_blocks(&self) -> u64 {
         (self.sector_bytes << 23) / self.block_bytes
     }
@@ -203,14 +203,14 @@ impl Layout {
         self.size_bytes.div_ceil(self.block_bytes)
     }
 
-    /// Entries of the table that are in use.
+    /// Number of entries of the table in use.
     pub(super) fn entries(&self) -> u64 {
         let blocks = self.blocks();
         blocks + blocks.saturating_sub(1) / self.chunk_blocks()
     }
 }
 
-/// Whether areas lie in the file, at whole mebibytes, and none in another.
+/// Checks that areas are aligned, lie in the file and do not overlap.
 fn check_areas(areas: &mut [Area], file_len_bytes: u64) -> Result<(), FormatError> {
     areas.sort_unstable_by_key(|area| area.offset);
     let mut end = 0;
@@ -312,7 +312,7 @@ fn item<const LEN: usize>(
     Ok(bytes)
 }
 
-/// Entries behind the head of a table.
+/// Entries of a table after its header.
 fn entries(table: &[u8], head_bytes: usize, count: u32) -> impl Iterator<Item = &[u8]> {
     let entries = table.get(head_bytes..).unwrap_or_default();
     entries.chunks_exact(TABLE_ENTRY_BYTES).take(usize::try_from(count).unwrap_or(0))
@@ -335,7 +335,7 @@ pub(crate) fn seal(structure: &mut [u8]) {
     put(structure, CHECKSUM_OFFSET, &checksum.to_le_bytes());
 }
 
-/// Of a structure, as if its own place were zero.
+/// Checksum of a structure, computed with a checksum field of zero.
 pub(super) fn checksum(bytes: &[u8]) -> u32 {
     let (head, rest) = bytes.split_at_checked(CHECKSUM_OFFSET).unwrap_or((bytes, &[]));
     let sum = crc32c::crc32c_append(crc32c::crc32c(head), &[0; 4]);

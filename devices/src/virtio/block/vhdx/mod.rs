@@ -2,9 +2,9 @@
 
 //! VHDX images, fixed and dynamic.
 //!
-//! Owns reading and writing them. The log of the format is not used: the only change to an image beside its data is an
-//! entry of the table for each block that is allocated, which is written when the data are in the file, and which a disk
-//! writes whole or not at all. An image whose log is to be carried out is refused, and so is one with a parent.
+//! Owns reading and writing them. Does not use the log of the format: besides data, a write changes only the table entry
+//! of each block that it allocates. That entry is written after the data are stable, and cannot be torn. Refuses an
+//! image whose log has to be replayed, and one with a parent.
 
 mod layout;
 mod table;
@@ -27,7 +27,7 @@ use super::store::{Store, StoreFile};
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use layout::seal;
 
-/// An image that is open.
+/// An open image.
 pub(super) struct Vhdx {
     file: StoreFile,
     layout: Layout,
@@ -40,7 +40,7 @@ impl Vhdx {
         Ok(Self { file, layout })
     }
 
-    /// Reads everything anew; what the device was made by must be as it was.
+    /// Reads layout and table again. The layout must not have changed.
     fn read(&self) -> Result<(Store, BlockTable), FormatError> {
         let store = store(&self.file);
         let len_bytes = file_or_device_len_bytes(&self.file.file)?;
@@ -82,11 +82,11 @@ impl Unloaded for Vhdx {
     }
 }
 
-/// A random one. The standard library's keys come from the host and cost no descriptor.
+/// A random GUID, from the keys of the standard library's hasher, which need no file.
 fn new_guid() -> [u8; 16] {
     let random = || RandomState::new().build_hasher().finish();
     let number = u128::from(random()) << 64 | u128::from(random());
-    // Version 4, in the place that the byte order of the format gives it.
+    // Version 4 and variant, in the mixed byte order of GUIDs.
     let mut bytes = number.to_le_bytes();
     if let Some(version) = bytes.get_mut(7) {
         *version = *version & 0x0f | 0x40;
@@ -99,12 +99,12 @@ fn new_guid() -> [u8; 16] {
 
 struct VhdxDriver {
     store: Store,
-    /// Held while a block is allocated and written, and for an instant otherwise.
+    /// Held while a new block is written; otherwise only locked briefly.
     table: RwLock<BlockTable>,
     layout: Layout,
 }
 
-/// A part of a transfer that is in one block.
+/// The part of a transfer in one block.
 struct Part {
     block: u64,
     in_block: u64,
@@ -139,7 +139,7 @@ impl VhdxDriver {
         })
     }
 
-    /// Writes a part to a block that has no place, and gives it one.
+    /// Writes to a block that is not allocated, and allocates it.
     fn write_new(&self, part: &Part, bytes: &[u8]) -> io::Result<()> {
         let mut table = self.table.write();
         // Another thread may have been first.
@@ -148,14 +148,14 @@ impl VhdxDriver {
             return self.store.write(bytes, place + part.in_block);
         }
         let place = table.next_place();
-        // Reads as zeros, and the file has its whole length.
+        // Provides the zeros of the rest of the block.
         self.store.grow(place + self.layout.block_bytes)?;
         self.store.write(bytes, place + part.in_block)?;
         table.set(part.block, place);
         Ok(())
     }
 
-    /// Has the part of each block that is in a range, with its place in the file, done.
+    /// Calls `work` with offset and length in the file for each allocated part of a range.
     fn each_place(
         &self,
         range: Range,
@@ -200,7 +200,7 @@ impl FormatDriver for VhdxDriver {
     }
 
     fn discard(&mut self, range: Range) -> io::Result<()> {
-        // Its block keeps its place in the file, which the host takes back.
+        // The block stays allocated in the image.
         self.each_place(range, |place, len_bytes| self.store.punch_hole(place, len_bytes).map(drop))
     }
 
@@ -220,7 +220,7 @@ impl FormatDriver for VhdxDriver {
             return Ok(());
         }
         let mut table = self.table.write();
-        // A block whose entry is on the disk before its data would hold what was there before.
+        // An entry must not be stable before the data of its block.
         self.store.sync()?;
         table.write(&self.store)
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The block allocation table of a VHDX image in memory.
+//! The block allocation table of a VHDX image.
 //!
-//! Owns which block of the disk is where in the file, which sectors of the table have changed, and where the next block
-//! goes. A block that is allocated becomes part of the table when what was written to it is in the file.
+//! Owns the offset of each block in the file, the set of modified parts of the table, and the offset of the next new
+//! block. A new block is entered after its data have been written.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,9 +18,9 @@ const STATE: u64 = 7;
 const OFFSET: u64 = !0xf_ffff;
 const FULLY_PRESENT: u64 = 6;
 const PARTIALLY_PRESENT: u64 = 7;
-/// States in which a block has no data: not present, undefined, zero, unmapped.
+/// States of blocks without data: not present, undefined, zero, unmapped.
 const ABSENT: std::ops::RangeInclusive<u64> = 0..=3;
-/// What is written of the table at a time: what a disk writes whole or not at all.
+/// Entries of the table written at a time: 4 KiB.
 const PIECE_ENTRIES: usize = 512;
 
 pub(super) struct BlockTable {
@@ -28,14 +28,14 @@ pub(super) struct BlockTable {
     chunk_blocks: u64,
     block_bytes: u64,
     offset: u64,
-    /// Pieces that are not in the file.
+    /// Modified pieces.
     changed: BTreeSet<usize>,
-    /// Where the next block goes.
+    /// Offset of the next new block.
     end: u64,
 }
 
 impl BlockTable {
-    /// Reads and checks the table in a file of so many bytes.
+    /// Reads and checks the table.
     pub(super) fn read(
         store: &Store,
         layout: &Layout,
@@ -80,7 +80,7 @@ impl BlockTable {
             }
             end = place_end;
         }
-        // Behind what else may be in the file, such as the log.
+        // After everything else in the file.
         self.end = file_len_bytes.next_multiple_of(MIB);
         Ok(())
     }
@@ -93,18 +93,18 @@ impl BlockTable {
         self.entries.get(self.index(block)).copied().unwrap_or(0)
     }
 
-    /// Where a block is in the file; nothing if it has no data.
+    /// Offset of a block in the file; `None` if it has no data.
     pub(super) fn place(&self, block: u64) -> Option<u64> {
         let entry = self.entry(block);
         (entry & STATE == FULLY_PRESENT).then_some(entry & OFFSET)
     }
 
-    /// Where there is room for a block, until one is there.
+    /// Offset for the next new block; unchanged until [`Self::set`].
     pub(super) fn next_place(&self) -> u64 {
         self.end
     }
 
-    /// From now on a block is there.
+    /// Enters a block.
     pub(super) fn set(&mut self, block: u64, place: u64) {
         let index = self.index(block);
         self.end = self.end.max(place.saturating_add(self.block_bytes));
@@ -114,7 +114,7 @@ impl BlockTable {
         }
     }
 
-    /// Writes what has changed; what cannot be written stays to be written.
+    /// Writes modified pieces; after an error the rest stays modified.
     pub(super) fn write(&mut self, store: &Store) -> io::Result<()> {
         while let Some(piece) = self.changed.first().copied() {
             let first = piece * PIECE_ENTRIES;
