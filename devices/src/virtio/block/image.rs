@@ -444,7 +444,7 @@ impl Disk {
 }
 
 /// Alignments of memory and of file offsets for direct I/O, in bytes.
-fn direct_alignment(file: &File, is_device: bool) -> (u64, u64) {
+pub(super) fn direct_alignment(file: &File, is_device: bool) -> (u64, u64) {
     if let Some((memory, offset)) = reported_alignment(file) {
         return (memory, offset);
     }

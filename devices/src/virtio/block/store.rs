@@ -27,6 +27,7 @@ pub(super) struct StoreFile {
     pub(super) path: PathBuf,
     pub(super) file: Arc<File>,
     pub(super) is_writable: bool,
+    pub(super) is_direct: bool,
     /// Alignment of addresses and offsets for direct I/O in bytes; 1 without direct I/O.
     pub(super) address_align_bytes: usize,
     pub(super) offset_align_bytes: usize,
@@ -41,6 +42,7 @@ impl StoreFile {
             path: disk.path().to_owned(),
             file: disk.share_file(),
             is_writable: !disk.readonly(),
+            is_direct: disk.direct(),
             address_align_bytes: disk.address_align_bytes(),
             offset_align_bytes: usize::try_from(disk.offset_align_bytes()).unwrap_or(4096),
             #[cfg(test)]

@@ -20,7 +20,7 @@ use super::driver::Qcow2Driver;
 use super::header::{BackingName, Header, MAGIC};
 use super::tables;
 use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
-use crate::virtio::block::image::{Disk, file_or_device_len_bytes};
+use crate::virtio::block::image::{Disk, direct_alignment, file_or_device_len_bytes};
 use crate::virtio::block::lock::set_whole_lock;
 use crate::virtio::block::store::{Store, StoreFile};
 
@@ -84,7 +84,8 @@ impl Chain {
         let failed = |source| FormatError::BackingOpen { path: path.clone(), source };
         // Without O_NONBLOCK opening a FIFO waits for its other end; a regular file knows no difference.
         let mut flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
-        if self.image.offset_align_bytes > 1 {
+        let is_direct = self.image.is_direct;
+        if is_direct {
             flags |= libc::O_DIRECT;
         }
         let open = OpenOptions::new().read(true).custom_flags(flags).open(&path);
@@ -100,10 +101,15 @@ impl Chain {
                 return Err(FormatError::BackingLoop(path));
             }
         }
+        // Its file system may require another alignment than that of the image.
+        let (address_align, offset_align) =
+            if is_direct { direct_alignment(&file, false) } else { (1, 1) };
         let file = StoreFile {
             path: path.clone(),
             file: Arc::new(file),
             is_writable: false,
+            address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
+            offset_align_bytes: usize::try_from(offset_align).unwrap_or(4096),
             ..self.image.clone()
         };
         let header = if is_qcow2 {
