@@ -48,6 +48,7 @@ have_package() {
     libc6-dev) echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - ;;
     libelf-dev | libssl-dev) return 1 ;;
     libelf1) ldconfig -p | grep -q 'libelf\.so\.1 ' ;;
+    qemu-utils) command -v qemu-img ;;
     uidmap) command -v newuidmap ;;
     util-linux) command -v setpriv ;;
     xz-utils) command -v xz ;;
