@@ -109,8 +109,9 @@ pub(super) trait FormatDriver: Send + Sync {
     fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()>;
     /// Deallocates the whole units of a range. No other operation is in progress.
     fn discard(&mut self, range: Range) -> io::Result<()>;
-    /// Makes a range read as zeros and keeps it allocated.
-    fn write_zeroes(&self, range: Range) -> io::Result<()>;
+    /// Makes a range read as zeros and keeps it allocated. No other operation is in progress, as it may replace a
+    /// whole unit whose other parts it found to be zero.
+    fn write_zeroes(&mut self, range: Range) -> io::Result<()>;
     /// Makes a range read as zeros and deallocates it. No other operation is in progress.
     fn write_zeroes_and_free(&mut self, range: Range) -> io::Result<()>;
     /// Writes modified tables to the file, not necessarily to stable storage.
@@ -224,11 +225,9 @@ impl Formatted {
     }
 
     pub(super) fn write_zeroes(&self, range: Range, free: bool) -> io::Result<()> {
-        if free {
-            self.alone(|driver| driver.write_zeroes_and_free(range))
-        } else {
-            self.with(|driver| driver.write_zeroes(range))
-        }
+        self.alone(|driver| {
+            if free { driver.write_zeroes_and_free(range) } else { driver.write_zeroes(range) }
+        })
     }
 
     /// Writes modified tables; no effect on an image that is not loaded.

@@ -77,7 +77,7 @@ impl FormatDriver for Qcow2Driver {
         self.image.discard_to_zero(start, end - start)
     }
 
-    fn write_zeroes(&self, range: Range) -> io::Result<()> {
+    fn write_zeroes(&mut self, range: Range) -> io::Result<()> {
         if self.can_free {
             return self.image.write_zeroes(range.offset, range.len_bytes);
         }

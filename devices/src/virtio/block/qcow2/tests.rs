@@ -306,6 +306,37 @@ fn requests_of_several_threads_do_not_harm_each_other() {
     assert!(fs::read(base).unwrap() == pattern(SIZE));
 }
 
+/// One thread clears a part of a cluster that was never written, while another writes the rest of it.
+#[test]
+fn a_write_beside_a_range_that_is_cleared_is_kept() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let lock = open(&config(&path)).unwrap();
+    let disk = &lock.disk;
+    let start = std::sync::Barrier::new(2);
+    let clusters = SIZE / CLUSTER;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for cluster in 0..clusters {
+                start.wait();
+                disk.write_all_at(&[7; 512], cluster * CLUSTER).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            for cluster in 0..clusters {
+                let (offset, len_bytes) = (cluster * CLUSTER + 512, CLUSTER - 512);
+                let rest = Range { offset, len_bytes, unmap: false };
+                start.wait();
+                disk.formatted().unwrap().write_zeroes(rest, false).unwrap();
+            }
+        });
+    });
+    let found = contents(&lock);
+    for (cluster, found) in found.chunks_exact(4096).enumerate() {
+        assert!(found[..512] == [7; 512], "the write to cluster {cluster} is lost");
+    }
+}
+
 #[test]
 fn the_disk_has_the_size_that_the_header_says() {
     let images = Images::new();

@@ -204,7 +204,7 @@ impl FormatDriver for VhdxDriver {
         self.each_place(range, |place, len_bytes| self.store.punch_hole(place, len_bytes).map(drop))
     }
 
-    fn write_zeroes(&self, range: Range) -> io::Result<()> {
+    fn write_zeroes(&mut self, range: Range) -> io::Result<()> {
         self.each_place(range, |place, len_bytes| self.store.write_zeroes(place, len_bytes))
     }
 
