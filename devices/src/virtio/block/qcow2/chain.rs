@@ -18,7 +18,7 @@ use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder as _};
 
 use super::driver::Qcow2Driver;
 use super::header::{BackingName, Header, MAGIC};
-use super::tables;
+use super::tables::{self, Purpose};
 use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
 use crate::virtio::block::image::{Disk, direct_alignment, file_or_device_len_bytes};
 use crate::virtio::block::lock::set_whole_lock;
@@ -121,9 +121,14 @@ impl Chain {
         Ok(Layer { file, header })
     }
 
+    /// What is done with an image of which the use is `write` if it is writable.
+    fn purpose(&self, write: Purpose) -> Purpose {
+        if self.image.is_writable { write } else { Purpose::Read }
+    }
+
     /// Reads the headers again and checks all tables. Size, clusters and backing file must not have changed.
-    fn check(&self) -> Result<(), FormatError> {
-        let now = check(&self.image)?;
+    fn check(&self, purpose: Purpose) -> Result<(), FormatError> {
+        let now = check(&self.image, purpose)?;
         let same = now.size_bytes == self.header.size_bytes
             && now.cluster_bits == self.header.cluster_bits
             && now.backing == self.header.backing;
@@ -131,7 +136,7 @@ impl Chain {
             return super::header::damaged("its header is not the one that it had");
         }
         for layer in self.behind.iter().filter(|layer| layer.header.is_some()) {
-            let checked = check(&layer.file);
+            let checked = check(&layer.file, Purpose::Read);
             checked.map_err(|source| FormatError::Backing {
                 path: layer.file.path.clone(),
                 source: Box::new(source),
@@ -175,11 +180,11 @@ impl Unloaded for Chain {
     }
 
     fn check(&self) -> Result<(), FormatError> {
-        Self::check(self)
+        Self::check(self, self.purpose(Purpose::WriteLater))
     }
 
     fn load(&self) -> Result<Box<dyn FormatDriver>, FormatError> {
-        self.check()?;
+        self.check(self.purpose(Purpose::Write))?;
         let mut behind = None;
         for layer in self.behind.iter().rev() {
             behind = Some(match &layer.header {
@@ -214,11 +219,11 @@ fn read_header(file: &StoreFile) -> Result<Header, FormatError> {
     Header::read(&Store::new(file.clone(), Header::BYTES_MAX))
 }
 
-fn check(file: &StoreFile) -> Result<Header, FormatError> {
+fn check(file: &StoreFile, purpose: Purpose) -> Result<Header, FormatError> {
     let header = read_header(file)?;
     let store = Store::new(file.clone(), header.cluster_bytes());
     let len_bytes = file_or_device_len_bytes(&file.file)?;
-    tables::check(&store, &header, len_bytes, file.is_writable)?;
+    tables::check(&store, &header, len_bytes, purpose)?;
     Ok(header)
 }
 

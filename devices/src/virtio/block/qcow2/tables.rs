@@ -3,8 +3,9 @@
 //! Check of the layout of a qcow2 image.
 //!
 //! Owns the conditions for using an image: its header, L1 table, refcount table, refcount blocks and L2 tables lie in
-//! the file and do not overlap, so that no table is read or written as another. Data clusters are not checked: one that
-//! overlaps a table harms only the image. Needs memory for one number per table; [`super::header`] limits the tables.
+//! the file and do not overlap, so that no table is read or written as another, and before writing that none of their
+//! clusters counts as free, so that none is allocated again. Data clusters are not checked: one that overlaps a table
+//! harms only the image. Needs memory for one number per table; [`super::header`] limits the tables.
 
 use imago::StorageExt as _;
 
@@ -18,12 +19,23 @@ const L1_RESERVED: u64 = 0x7f00_0000_0000_01fe;
 /// Bytes of a table read at a time.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Checks the layout. The refcount structures are checked only if `may_write` is set; readers do not use them.
+/// What is going to be done with an image that passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Reading, which uses no refcounts.
+    Read,
+    /// Loading it for writing later: another host still writes to it, and has refcounts in memory.
+    WriteLater,
+    /// Writing to it.
+    Write,
+}
+
+/// Checks the layout for a purpose.
 pub(super) fn check(
     store: &Store,
     header: &Header,
     file_len_bytes: u64,
-    may_write: bool,
+    purpose: Purpose,
 ) -> Result<(), FormatError> {
     let places = Places { header, file_len_bytes };
     // Numbers of the clusters that are taken.
@@ -36,15 +48,13 @@ pub(super) fn check(
         }
         places.take_cluster("L2 table", entry & ENTRY_OFFSET, &mut taken)?;
     }
-    let mut first_block = None;
-    if may_write {
+    let mut blocks = Vec::new();
+    if purpose != Purpose::Read {
         places.take("refcount table", header.references, &mut taken)?;
-        for (index, entry) in read(store, header.references)?.enumerate() {
+        for entry in read(store, header.references)? {
             let entry = entry?;
-            if index == 0 {
-                first_block = Some(entry);
-            }
             places.take_cluster("refcount block", entry, &mut taken)?;
+            blocks.push(entry);
         }
     }
     taken.sort_unstable();
@@ -52,7 +62,11 @@ pub(super) fn check(
         let offset = pair.first().map_or(0, |cluster| cluster << header.cluster_bits);
         return damaged(format!("two of its tables are at {offset:#x}"));
     }
-    if may_write { check_first_count(store, header, first_block.unwrap_or(0)) } else { Ok(()) }
+    match purpose {
+        Purpose::Read => Ok(()),
+        Purpose::WriteLater => check_counts(store, header, &blocks, &[0]),
+        Purpose::Write => check_counts(store, header, &blocks, &taken),
+    }
 }
 
 struct Places<'a> {
@@ -94,23 +108,47 @@ impl Places<'_> {
     }
 }
 
-/// Checks that the cluster of the header has a refcount; otherwise it would be allocated for data.
-fn check_first_count(store: &Store, header: &Header, block: u64) -> Result<(), FormatError> {
-    let mut bytes = [0; 8];
-    if block != 0 {
-        store.read(&mut bytes[..], block)?;
-    }
-    let bits = 1_u32 << header.reference_order;
-    let is_zero = if bits < 8 {
-        bytes.first().is_some_and(|byte| u32::from(*byte) & ((1 << bits) - 1) == 0)
-    } else {
-        let len = usize::try_from(bits / 8).unwrap_or(bytes.len());
-        bytes.iter().take(len).all(|byte| *byte == 0)
-    };
-    if is_zero {
-        return damaged("its header counts as free (qemu-img check -r all)");
+/// Checks that each of these clusters, in ascending order, has a refcount; otherwise it would be allocated again.
+fn check_counts(
+    store: &Store,
+    header: &Header,
+    blocks: &[u64],
+    clusters: &[u64],
+) -> Result<(), FormatError> {
+    let block_bits = u64::from(header.cluster_bits) + 3 - u64::from(header.reference_order);
+    let mut block = vec![0; usize::try_from(header.cluster_bytes()).unwrap_or(0)];
+    for clusters in clusters.chunk_by(|one, other| one >> block_bits == other >> block_bits) {
+        let Some(index) = clusters.first().map(|cluster| cluster >> block_bits) else { continue };
+        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        match blocks.get(index) {
+            Some(offset) if *offset != 0 => store.read(&mut block, *offset)?,
+            _ => block.fill(0),
+        }
+        for cluster in clusters {
+            let entry = cluster & ((1 << block_bits) - 1);
+            if is_free(&block, entry, header.reference_order) {
+                let what = match cluster {
+                    0 => "its header".to_owned(),
+                    _ => format!("its table at {:#x}", cluster << header.cluster_bits),
+                };
+                return damaged(format!("{what} counts as free (qemu-img check -r all)"));
+            }
+        }
     }
     Ok(())
+}
+
+/// Whether an entry of a refcount block, of 2^order bits, is zero.
+fn is_free(block: &[u8], entry: u64, order: u32) -> bool {
+    let first_bit = entry << order;
+    let first = usize::try_from(first_bit / 8).unwrap_or(usize::MAX);
+    match order {
+        0..=2 => {
+            let mask = (1_u32 << (1 << order)) - 1;
+            block.get(first).is_none_or(|byte| u32::from(*byte) >> (first_bit % 8) & mask == 0)
+        }
+        _ => block.iter().skip(first).take(1 << (order - 3)).all(|byte| *byte == 0),
+    }
 }
 
 /// Reads the entries of a table piece by piece.

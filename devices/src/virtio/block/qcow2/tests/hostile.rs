@@ -106,6 +106,29 @@ fn tables_outside_of_the_file_or_in_each_other_are_refused() {
     refused(&[(CLUSTER, &0_u64.to_be_bytes())], "its header counts as free");
 }
 
+/// A cluster of a table that counts as free would be allocated again, and the table overwritten.
+#[test]
+fn tables_that_count_as_free_are_refused_for_writing_only() {
+    let images = Images::new();
+    let l1_entry = ((1 << 63) | (4 * CLUSTER)).to_be_bytes();
+    let one_more = |counts: [u16; 5]| {
+        let counts: Vec<u8> = counts.iter().flat_map(|count| count.to_be_bytes()).collect();
+        let image = changed(&[(3 * CLUSTER, &l1_entry), (2 * CLUSTER, &counts)]);
+        let path = images.add("a", [image, vec![0; usize::try_from(CLUSTER).unwrap()]].concat());
+        open(&BlockConfig { readonly: true, ..config(&path) }).unwrap().unlock().unwrap();
+        unloaded(&config(&path)).unwrap().check_format().unwrap();
+        open(&config(&path))
+    };
+    one_more([1; 5]).unwrap();
+    for cluster in 1..5 {
+        let mut counts = [1; 5];
+        counts[cluster] = 0;
+        let refusal = refusal(one_more(counts));
+        let why = format!("its table at {:#x} counts as free", cluster << CLUSTER_BITS);
+        assert!(refusal.contains(&why), "{refusal}");
+    }
+}
+
 #[test]
 fn data_outside_of_the_file_are_an_error() {
     let images = Images::new();
