@@ -116,6 +116,11 @@ pub(super) trait FormatDriver: Send + Sync {
     fn write_zeroes_and_free(&mut self, range: Range) -> io::Result<()>;
     /// Writes modified tables to the file, not necessarily to stable storage.
     fn write_tables(&self) -> io::Result<()>;
+    /// Writes modified tables and leaves an image that needs no repair. No other operation is in progress, and the next
+    /// one may follow.
+    fn close(&mut self) -> io::Result<()> {
+        self.write_tables()
+    }
 }
 
 /// An open image whose tables are not in memory.
@@ -191,8 +196,8 @@ impl Formatted {
     /// Writes modified tables and drops all. Even after an error the file is not accessed again before the next
     /// load.
     pub(super) fn unload(&self) -> io::Result<()> {
-        let Some(driver) = self.driver.write().take() else { return Ok(()) };
-        driver.write_tables()
+        let Some(mut driver) = self.driver.write().take() else { return Ok(()) };
+        driver.close()
     }
 
     /// Blocks all operations until the returned value is dropped.
@@ -228,6 +233,11 @@ impl Formatted {
         self.alone(|driver| {
             if free { driver.write_zeroes_and_free(range) } else { driver.write_zeroes(range) }
         })
+    }
+
+    /// Leaves an image that needs no repair; no effect on one that is not loaded.
+    pub(super) fn close(&self) -> io::Result<()> {
+        self.driver.write().as_mut().map_or(Ok(()), |driver| driver.close())
     }
 
     /// Writes modified tables; no effect on an image that is not loaded.

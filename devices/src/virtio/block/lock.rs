@@ -132,13 +132,14 @@ impl DiskLock {
         !self.disk.readonly()
     }
 
-    /// Makes earlier writes stable. Takes as long as the storage does.
+    /// Makes earlier writes stable, and leaves an image in a format that needs no repair before it is used, until the
+    /// next write. Takes as long as the storage does.
     ///
     /// # Errors
     /// [`DiskError::NotStable`], also if an earlier flush by the guest or the VMM has failed: the lost data
     /// cannot be recovered, and the error persists until the image is opened again.
     pub fn write_back(&self) -> Result<(), DiskError> {
-        self.disk.flush().map_err(|source| self.not_stable(source))
+        self.disk.write_back().map_err(|source| self.not_stable(source))
     }
 
     /// Whether no flush has failed.

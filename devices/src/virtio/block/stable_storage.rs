@@ -45,14 +45,26 @@ impl Disk {
         self.note_flush(self.file().sync_data())
     }
 
+    /// The same; an image in a format also needs no repair afterwards, until the next write, so that a copy of it can be
+    /// used as it is.
+    pub(super) fn write_back(&self) -> io::Result<()> {
+        self.flush()?;
+        let Some(formatted) = self.formatted().filter(|_| !self.readonly()) else { return Ok(()) };
+        self.note_tables(formatted.close())
+    }
+
+    fn note_tables(&self, result: io::Result<()>) -> io::Result<()> {
+        match result {
+            Err(error) if !is_full(&error) => self.note_flush(Err(error)),
+            other => other,
+        }
+    }
+
     /// Writes modified tables of an image in a format. Tables for which there is no space are not lost; the next
     /// call writes them.
     pub(super) fn write_tables(&self) -> io::Result<()> {
         let Some(formatted) = self.formatted().filter(|_| !self.readonly()) else { return Ok(()) };
-        match formatted.write_tables() {
-            Err(error) if !is_full(&error) => self.note_flush(Err(error)),
-            other => other,
-        }
+        self.note_tables(formatted.write_tables())
     }
 
     /// Writes and drops the tables of an image in a format, before another VM may change them.

@@ -127,7 +127,7 @@ impl Chain {
     }
 
     /// Reads the headers again and checks all tables. Size, clusters and backing file must not have changed.
-    fn check(&self, purpose: Purpose) -> Result<(), FormatError> {
+    fn check(&self, purpose: Purpose) -> Result<Header, FormatError> {
         let now = check(&self.image, purpose)?;
         let same = now.size_bytes == self.header.size_bytes
             && now.cluster_bits == self.header.cluster_bits
@@ -142,7 +142,7 @@ impl Chain {
                 source: Box::new(source),
             })?;
         }
-        Ok(())
+        Ok(now)
     }
 }
 
@@ -180,11 +180,15 @@ impl Unloaded for Chain {
     }
 
     fn check(&self) -> Result<(), FormatError> {
-        Self::check(self, self.purpose(Purpose::WriteLater))
+        Self::check(self, self.purpose(Purpose::WriteLater)).map(drop)
     }
 
     fn load(&self) -> Result<Box<dyn FormatDriver>, FormatError> {
-        self.check(self.purpose(Purpose::Write))?;
+        let now = Self::check(self, self.purpose(Purpose::Write))?;
+        let header = Store::new(self.image.clone(), now.cluster_bytes());
+        if self.image.is_writable && now.has_autoclear {
+            Header::clear_autoclear(&header)?;
+        }
         let mut behind = None;
         for layer in self.behind.iter().rev() {
             behind = Some(match &layer.header {
@@ -197,7 +201,7 @@ impl Unloaded for Chain {
         let image = open_qcow2(&self.image, &self.header, behind)?;
         let holes = Store::new(self.image.clone(), self.header.cluster_bytes());
         let holes = holes.with_header(MAGIC);
-        Ok(Box::new(Qcow2Driver::new(image, holes, &self.header)))
+        Ok(Box::new(Qcow2Driver::new(image, holes, header, &self.header)))
     }
 }
 
@@ -221,6 +225,10 @@ fn read_header(file: &StoreFile) -> Result<Header, FormatError> {
 
 fn check(file: &StoreFile, purpose: Purpose) -> Result<Header, FormatError> {
     let header = read_header(file)?;
+    // The host that still writes to an image has it marked.
+    if purpose != Purpose::WriteLater {
+        header.check_closed()?;
+    }
     let store = Store::new(file.clone(), header.cluster_bytes());
     let len_bytes = file_or_device_len_bytes(&file.file)?;
     tables::check(&store, &header, len_bytes, purpose)?;

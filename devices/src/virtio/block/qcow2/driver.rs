@@ -2,12 +2,16 @@
 
 //! Driver for qcow2 images, on top of `imago`.
 //!
-//! Owns the mapping of disk operations to those of the library, and punching holes for freed clusters, which the library
-//! does not do. The library orders its writes of tables so that a crash at most leaks clusters.
+//! Owns the mapping of disk operations to those of the library, punching holes for freed clusters, which the library
+//! does not do, and the mark in the header of version 3 that the image is in use. The library publishes a new table
+//! before its refcount, so that a process that dies can leave an image whose refcounts are too low: it keeps the mark, and
+//! has to be repaired before the next use. Version 2 has no mark; what is checked when it is loaded must do.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use imago::{FormatAccess, Mapping};
+use imago::{FormatAccess, Mapping, Storage as _};
+use parking_lot::RwLock;
 
 use super::header::Header;
 use crate::virtio::block::formatted::FormatDriver;
@@ -21,15 +25,55 @@ pub(super) struct Qcow2Driver {
     image: FormatAccess<Store>,
     /// The file of the image, for punching holes.
     holes: Store,
+    /// The file of the image, for its header.
+    header: Store,
+    /// Whether the header says that the image is in use. Locked for writing while that changes.
+    is_marked: RwLock<bool>,
+    /// Whether a write that nothing repeats has failed.
+    has_failed: AtomicBool,
     cluster_bytes: u64,
     size_bytes: u64,
     can_free: bool,
 }
 
 impl Qcow2Driver {
-    pub(super) fn new(image: FormatAccess<Store>, holes: Store, header: &Header) -> Self {
-        let (cluster_bytes, size_bytes) = (header.cluster_bytes(), header.size_bytes);
-        Self { image, holes, cluster_bytes, size_bytes, can_free: header.can_free }
+    /// The driver of an image with this header; `holes` and `header_store` are its file.
+    pub(super) fn new(
+        image: FormatAccess<Store>,
+        holes: Store,
+        header_store: Store,
+        header: &Header,
+    ) -> Self {
+        Self {
+            image,
+            holes,
+            header: header_store,
+            is_marked: RwLock::new(false),
+            has_failed: AtomicBool::new(false),
+            cluster_bytes: header.cluster_bytes(),
+            size_bytes: header.size_bytes,
+            can_free: header.can_free,
+        }
+    }
+
+    /// Marks the image as in use, on stable storage, before anything in it changes.
+    fn mark(&self) -> io::Result<()> {
+        // Version 3 has the mark, and clusters that can be freed.
+        if !self.can_free || *self.is_marked.read() {
+            return Ok(());
+        }
+        let mut is_marked = self.is_marked.write();
+        if !*is_marked {
+            Header::mark(&self.header, true)?;
+            self.sync()?;
+            *is_marked = true;
+        }
+        Ok(())
+    }
+
+    /// Makes the file stable. After an error no flush succeeds, as the host reports it once.
+    fn sync(&self) -> io::Result<()> {
+        self.header.sync().inspect_err(|_| self.has_failed.store(true, Ordering::Release))
     }
 
     /// Start and end of the whole clusters in a range; the last cluster of the disk may be shorter.
@@ -66,6 +110,7 @@ impl FormatDriver for Qcow2Driver {
     }
 
     fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()> {
+        self.mark()?;
         self.image.write(buffer, offset)
     }
 
@@ -73,11 +118,13 @@ impl FormatDriver for Qcow2Driver {
         let Some((start, end)) = self.whole_clusters(range).filter(|_| self.can_free) else {
             return Ok(());
         };
+        self.mark()?;
         self.punch_holes(start, end)?;
         self.image.discard_to_zero(start, end - start)
     }
 
     fn write_zeroes(&mut self, range: Range) -> io::Result<()> {
+        self.mark()?;
         if self.can_free {
             return self.image.write_zeroes(range.offset, range.len_bytes);
         }
@@ -96,6 +143,7 @@ impl FormatDriver for Qcow2Driver {
         if !self.can_free {
             return self.write_zeroes(range);
         }
+        self.mark()?;
         if let Some((start, end)) = self.whole_clusters(range) {
             self.punch_holes(start, end)?;
         }
@@ -103,6 +151,20 @@ impl FormatDriver for Qcow2Driver {
     }
 
     fn write_tables(&self) -> io::Result<()> {
+        if self.has_failed.load(Ordering::Acquire) {
+            return Err(io::Error::other("an earlier write to the image has failed"));
+        }
         self.image.flush()
+    }
+
+    fn close(&mut self) -> io::Result<()> {
+        self.write_tables()?;
+        if *self.is_marked.read() {
+            self.sync()?;
+            Header::mark(&self.header, false)?;
+            *self.is_marked.write() = false;
+            self.sync()?;
+        }
+        Ok(())
     }
 }

@@ -2,7 +2,10 @@
 
 //! The header of a qcow2 image.
 //!
-//! Owns its limits: a header that is accepted here is bounded in size and uses no unsupported feature. Never writes.
+//! Owns its limits: a header that is accepted here is bounded in size and uses no unsupported feature. Of its fields only
+//! the feature bits are written here.
+
+use std::io;
 
 use imago::StorageExt as _;
 
@@ -34,6 +37,10 @@ const INCOMPATIBLE: [(u64, &str); 3] = [
     (1 << 3, "another compression than deflate"),
     (1 << 4, "subclusters (extended L2 entries)"),
 ];
+/// Offsets of the feature bits in the header of version 3.
+const INCOMPATIBLE_AT: usize = 72;
+const AUTOCLEAR_AT: usize = 88;
+
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 1 << 1;
 
@@ -69,6 +76,10 @@ pub(super) struct Header {
     pub(super) backing: Option<BackingName>,
     /// Whether clusters can be freed without exposing the backing file (version 3).
     pub(super) can_free: bool,
+    /// Whether it is marked as in use: a host writes to it, or did until it died, and its refcounts may be wrong.
+    pub(super) is_dirty: bool,
+    /// Whether it has features that a writer that does not know them has to clear.
+    pub(super) has_autoclear: bool,
 }
 
 impl Header {
@@ -104,7 +115,7 @@ impl Header {
         }
         let (mut reference_order, mut header_bytes) = (4, HEADER_BYTES_V2);
         if is_v3 {
-            check_features(fields.u64(72))?;
+            check_features(fields.u64(INCOMPATIBLE_AT))?;
             reference_order = fields.u32(96);
             header_bytes = usize::try_from(fields.u32(100)).unwrap_or(usize::MAX);
             if !(HEADER_BYTES_V3..=cluster.len()).contains(&header_bytes) {
@@ -151,7 +162,31 @@ impl Header {
             reference_order,
             backing,
             can_free: is_v3,
+            is_dirty: is_v3 && fields.u64(INCOMPATIBLE_AT) & DIRTY != 0,
+            has_autoclear: is_v3 && fields.u64(AUTOCLEAR_AT) != 0,
         })
+    }
+
+    /// Fails if it is marked as in use, when no other host can have it in use.
+    pub(super) fn check_closed(&self) -> Result<(), FormatError> {
+        if self.is_dirty {
+            return damaged(
+                "it was not closed, and its reference counts may be wrong (qemu-img check -r all)",
+            );
+        }
+        Ok(())
+    }
+
+    /// Marks an image of version 3 as in use or as closed. No other incompatible feature is supported, so no other bit
+    /// is set.
+    pub(super) fn mark(store: &Store, is_dirty: bool) -> io::Result<()> {
+        let bits = if is_dirty { DIRTY } else { 0 };
+        store.write(&bits.to_be_bytes()[..], INCOMPATIBLE_AT as u64)
+    }
+
+    /// Clears the features that only a writer that knows them keeps up to date.
+    pub(super) fn clear_autoclear(store: &Store) -> io::Result<()> {
+        store.write(&[0; 8][..], AUTOCLEAR_AT as u64)
     }
 
     pub(super) fn cluster_bytes(&self) -> u64 {
@@ -209,11 +244,7 @@ fn check_features(incompatible: u64) -> Result<(), FormatError> {
     if incompatible & CORRUPT != 0 {
         return damaged("it is marked as such (qemu-img check -r all)");
     }
-    if incompatible & DIRTY != 0 {
-        return damaged(
-            "it was not closed, and its reference counts may be wrong (qemu-img check -r all)",
-        );
-    }
+    let incompatible = incompatible & !DIRTY;
     match INCOMPATIBLE.iter().find(|(bit, _)| incompatible & bit != 0) {
         Some((_, what)) => unsupported(*what),
         None if incompatible != 0 => {

@@ -404,6 +404,59 @@ fn an_image_goes_from_one_vm_to_the_next_and_back_with_its_tables() {
     check_counts(&path);
 }
 
+/// Clears the mark of an image whose refcounts are right, as a repair does.
+fn repair(path: &Path) {
+    let mut image = fs::read(path).unwrap();
+    assert_eq!(big_endian(&image, 72, 8), 1, "it is marked");
+    image[79] = 0;
+    fs::write(path, image).unwrap();
+}
+
+/// A process that dies leaves an image that has to be repaired, and says so; one that was written back is as good as new.
+#[test]
+fn an_image_is_marked_from_the_first_write_until_it_is_written_back() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let mark = || big_endian(&fs::read(&path).unwrap(), 72, 8);
+    let lock = open(&config(&path)).unwrap();
+    let written: [&dyn Fn(u64); 4] = [
+        &|offset| lock.disk.write_all_at(&[1; 512], offset).unwrap(),
+        &|offset| {
+            let range = Range { offset, len_bytes: 8192, unmap: false };
+            lock.disk.formatted().unwrap().discard(range).unwrap();
+        },
+        &|offset| {
+            let range = Range { offset, len_bytes: 8192, unmap: false };
+            lock.disk.formatted().unwrap().write_zeroes(range, false).unwrap();
+        },
+        &|offset| {
+            let range = Range { offset, len_bytes: 8192, unmap: true };
+            lock.disk.formatted().unwrap().write_zeroes(range, true).unwrap();
+        },
+    ];
+    for (number, write) in (0..).zip(written) {
+        contents(&lock);
+        assert_eq!(mark(), 0);
+        // In another L2 table each time, which is published at once.
+        write(number << 20);
+        let died = images.add("died", fs::read(&path).unwrap());
+        let refusal = refusal(open(&config(&died)));
+        assert!(refusal.contains("was not closed"), "{refusal}");
+        assert!(refusal.contains("qemu-img check -r all"), "{refusal}");
+        // Another host may prepare to take it over.
+        unloaded(&config(&died)).unwrap().check_format().unwrap();
+        lock.disk.flush().unwrap();
+        assert_eq!(mark(), 1);
+        lock.write_back().unwrap();
+        assert_eq!(mark(), 0);
+        open(&config(&images.add("copy", fs::read(&path).unwrap()))).unwrap();
+    }
+    lock.disk.write_all_at(&[1; 512], 0).unwrap();
+    assert_eq!(mark(), 1);
+    lock.unlock().unwrap();
+    assert_eq!(mark(), 0);
+}
+
 #[test]
 fn a_flush_brings_the_tables_with_it() {
     let images = Images::new();
@@ -414,6 +467,7 @@ fn a_flush_brings_the_tables_with_it() {
     // What a host that has crashed now finds.
     let copy = images.add("copy", fs::read(&path).unwrap());
     check_counts(&copy);
+    repair(&copy);
     let mut found = [0; 4096];
     open(&config(&copy)).unwrap().disk.read_exact_at(&mut found, 1 << 20).unwrap();
     assert_eq!(found, [7; 4096]);

@@ -36,6 +36,29 @@ fn check(images: &Images, name: &str, expected: &[u8]) {
     assert!(found == expected, "qemu-img reads something else");
 }
 
+#[test]
+fn what_a_process_that_died_leaves_is_repaired_there() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let lock = open(&config(&path)).unwrap();
+    let mut flat = empty();
+    for (byte, offset) in [(1, 0), (2, 3 << 20)] {
+        lock.disk.write_all_at(&[byte; 4096], offset).unwrap();
+        flat[usize::try_from(offset).unwrap()..][..4096].fill(byte);
+        if byte == 1 {
+            lock.disk.flush().unwrap();
+        }
+    }
+    let died = images.add("died", fs::read(&path).unwrap());
+    refusal(open(&config(&died)));
+    let repair = ["check", "-f", "qcow2", "-r", "all", "died"];
+    if qemu_img(&repair, images.0.path()).is_none() {
+        return;
+    }
+    let found = contents(&open(&config(&died)).unwrap());
+    assert!(found[..4096] == flat[..4096], "flushed data are lost");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
