@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(in super::super) struct Refusal {
     /// Number of the error; 0 if there is room.
     number: AtomicI32,
+    /// Number of changes that still succeed.
+    left: AtomicI32,
     full: OnceLock<File>,
 }
 
@@ -27,13 +29,21 @@ impl Refusal {
     /// From now on changes fail with this error, or with none (0).
     pub(super) fn set(&self, number: i32) {
         self.full.get_or_init(|| File::options().write(true).open("/dev/full").unwrap());
+        self.left.store(0, Ordering::Release);
         self.number.store(number, Ordering::Release);
+    }
+
+    /// The same, after this many changes that succeed.
+    pub(in super::super) fn set_after(&self, changes: i32, number: i32) {
+        self.set(number);
+        self.left.store(changes, Ordering::Release);
     }
 
     /// The answer to a change.
     pub(in super::super) fn check(&self) -> io::Result<()> {
         match self.number.load(Ordering::Acquire) {
             0 => Ok(()),
+            _ if self.left.fetch_sub(1, Ordering::AcqRel) > 0 => Ok(()),
             number => Err(io::Error::from_raw_os_error(number)),
         }
     }

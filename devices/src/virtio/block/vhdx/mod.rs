@@ -150,7 +150,11 @@ impl VhdxDriver {
         let place = table.next_place();
         // Provides the zeros of the rest of the block.
         self.store.grow(place + self.layout.block_bytes)?;
-        self.store.write(bytes, place + part.in_block)?;
+        if let Err(error) = self.store.write(bytes, place + part.in_block) {
+            // A part may be written, and a new block must contain zeros.
+            table.skip(place);
+            return Err(error);
+        }
         table.set(part.block, place);
         Ok(())
     }

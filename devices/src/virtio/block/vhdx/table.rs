@@ -99,15 +99,20 @@ impl BlockTable {
         (entry & STATE == FULLY_PRESENT).then_some(entry & OFFSET)
     }
 
-    /// Offset for the next new block; unchanged until [`Self::set`].
+    /// Offset for the next new block; unchanged until [`Self::set`] or [`Self::skip`].
     pub(super) fn next_place(&self) -> u64 {
         self.end
+    }
+
+    /// Never uses a place for a block.
+    pub(super) fn skip(&mut self, place: u64) {
+        self.end = self.end.max(place.saturating_add(self.block_bytes));
     }
 
     /// Enters a block.
     pub(super) fn set(&mut self, block: u64, place: u64) {
         let index = self.index(block);
-        self.end = self.end.max(place.saturating_add(self.block_bytes));
+        self.skip(place);
         if let Some(entry) = self.entries.get_mut(index) {
             *entry = place | FULLY_PRESENT;
             self.changed.insert(index / PIECE_ENTRIES);

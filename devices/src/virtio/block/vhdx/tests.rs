@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -281,6 +282,23 @@ fn sectors_of_4_kib_are_the_blocks_of_the_disk() {
     let lock = open(&config(&images.add("a", sample(SIZE, 4096)))).unwrap();
     assert_eq!(lock.disk.topology().logical_block_bytes, 4096);
     assert_eq!(lock.disk.capacity_sectors(), SIZE / 512);
+}
+
+#[test]
+fn what_a_failed_write_left_is_in_no_block() {
+    let images = Images::new();
+    let path = images.add("a", sample(SIZE, 512));
+    let lock = open(&config(&path)).unwrap();
+    let end = fs::metadata(&path).unwrap().len().next_multiple_of(1 << 20);
+    // The file grows, and the host writes a part of the data.
+    lock.disk.refusal.set_after(1, libc::ENOSPC);
+    lock.disk.write_all_at(&[7; 8192], 0).unwrap_err();
+    lock.disk.refusal.set_after(0, 0);
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(&[7; 4096], end).unwrap();
+    lock.disk.write_all_at(&[8; 512], 2 * BLOCK + 4096).unwrap();
+    let mut found = [1; 4096];
+    lock.disk.read_exact_at(&mut found, 2 * BLOCK).unwrap();
+    assert_eq!(found, [0; 4096]);
 }
 
 #[test]
