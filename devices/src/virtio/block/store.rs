@@ -9,6 +9,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
 use super::image::{Disk, file_or_device_len_bytes};
+use super::synchronous::AlignedBuffer;
 use crate::syscalls::check;
 
 /// An open file and how to access it.
@@ -56,8 +58,8 @@ pub(super) struct Store {
     of: StoreFile,
     /// Unit of allocation. The rest of the unit in which the file ends reads as zeros.
     unit_bytes: u64,
-    /// Signature of the header, if the first unit must contain nothing else.
-    head: Option<&'static [u8]>,
+    /// The bytes of the header that may change, if nothing else in the first unit may.
+    head: Option<Range<usize>>,
     helper: CommonStorageHelper,
 }
 
@@ -66,10 +68,10 @@ impl Store {
         Self { of, unit_bytes, head: None, helper: CommonStorageHelper::default() }
     }
 
-    /// Refuses writes to the first unit except those of a header with this signature, whatever the tables of the
-    /// image state, so that a guest cannot change the header.
-    pub(super) fn with_header(self, head: &'static [u8]) -> Self {
-        Self { head: Some(head), ..self }
+    /// Refuses writes to the first unit except those of the header that is there, in which only these bytes may
+    /// change, whatever the tables of the image state, so that a guest cannot change the header.
+    pub(super) fn with_header(self, may_change: Range<usize>) -> Self {
+        Self { head: Some(may_change), ..self }
     }
 
     fn read_piece(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
@@ -102,12 +104,24 @@ impl Store {
     }
 
     fn check_place(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        match self.head {
-            Some(head) if offset < self.unit_bytes && !(offset == 0 && bytes.starts_with(head)) => {
+        match &self.head {
+            Some(may_change) if offset < self.unit_bytes => {
+                if offset == 0 && !bytes.is_empty() && self.is_header(bytes, may_change)? {
+                    return Ok(());
+                }
                 Err(io::Error::other("the image has data where its header is"))
             }
             _ => Ok(()),
         }
+    }
+
+    /// Whether these bytes, which are aligned, are those at the start of the file, except for a range.
+    fn is_header(&self, bytes: &[u8], may_change: &Range<usize>) -> io::Result<bool> {
+        let mut buffer = AlignedBuffer::new(bytes.len());
+        let now = buffer.get_mut(bytes.len())?;
+        self.read_piece(now, 0)?;
+        let mut pairs = bytes.iter().zip(now.iter()).enumerate();
+        Ok(pairs.all(|(at, (new, old))| new == old || may_change.contains(&at)))
     }
 
     fn check_writable(&self) -> io::Result<()> {

@@ -17,7 +17,7 @@ use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder as _};
 
 use super::driver::Qcow2Driver;
-use super::header::{BackingName, Header, MAGIC};
+use super::header::{BackingName, Header};
 use super::tables::{self, Purpose};
 use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
 use crate::virtio::block::image::{Disk, direct_alignment, file_or_device_len_bytes};
@@ -200,7 +200,7 @@ impl Unloaded for Chain {
         }
         let image = open_qcow2(&self.image, &self.header, behind)?;
         let holes = Store::new(self.image.clone(), self.header.cluster_bytes());
-        let holes = holes.with_header(MAGIC);
+        let holes = holes.with_header(Header::MAY_CHANGE);
         Ok(Box::new(Qcow2Driver::new(image, holes, header, &self.header)))
     }
 }
@@ -210,7 +210,7 @@ fn open_qcow2(
     header: &Header,
     behind: Option<FormatAccess<Store>>,
 ) -> io::Result<FormatAccess<Store>> {
-    let store = Store::new(file.clone(), header.cluster_bytes()).with_header(MAGIC);
+    let store = Store::new(file.clone(), header.cluster_bytes()).with_header(Header::MAY_CHANGE);
     let image = Qcow2::<Store>::builder(store)
         .write(file.is_writable)
         .backing(behind)

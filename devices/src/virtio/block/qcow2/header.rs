@@ -12,7 +12,7 @@ use imago::StorageExt as _;
 use crate::virtio::block::formatted::FormatError;
 use crate::virtio::block::store::Store;
 
-pub(super) const MAGIC: &[u8] = b"QFI\xfb";
+const MAGIC: &[u8] = b"QFI\xfb";
 const HEADER_BYTES_V2: usize = 72;
 const HEADER_BYTES_V3: usize = 104;
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
@@ -83,6 +83,9 @@ pub(super) struct Header {
 }
 
 impl Header {
+    /// The bytes that the library changes: offset and length of the refcount table, when that grows.
+    pub(super) const MAY_CHANGE: std::ops::Range<usize> = 48..60;
+
     /// Maximum length of a header, which is the largest cluster.
     pub(super) const BYTES_MAX: u64 = 1 << *CLUSTER_BITS.end();
 

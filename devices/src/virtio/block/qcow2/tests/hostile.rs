@@ -157,15 +157,23 @@ fn whatever_the_tables_say_the_header_stays() {
     let images = Images::new();
     let path = images.add("a", small().image());
     let disk = Disk::open_as(&config(&path)).unwrap();
-    let store = Store::new(StoreFile::of(&disk), CLUSTER).with_header(b"QFI\xfb");
+    let store = Store::new(StoreFile::of(&disk), CLUSTER).with_header(48..60);
     let before = fs::read(&path).unwrap();
     for offset in [0, 8, 512, CLUSTER - 512] {
         store.write(&[1; 512][..], offset).unwrap_err();
         store.write_zeroes(offset, 512).unwrap_err();
         store.punch_hole(offset, 512).unwrap_err();
     }
+    // What looks like the header has another backing file, size or table.
+    for at in [8, 24, 36, 40, 47, 60, 72, 88, 300] {
+        let mut header = before[..512].to_vec();
+        header[at] ^= 1;
+        store.write(&header, 0).unwrap_err();
+    }
     assert!(fs::read(&path).unwrap() == before);
-    store.write(&before[..512], 0).unwrap();
+    let mut header = before[..512].to_vec();
+    header[48..60].fill(1);
+    store.write(&header, 0).unwrap();
     store.write(&[1; 512][..], CLUSTER).unwrap();
 }
 
