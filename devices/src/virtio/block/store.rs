@@ -14,10 +14,12 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use imago::Storage;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
+use parking_lot::RwLock;
 
 use super::image::{Disk, file_or_device_len_bytes};
 use super::synchronous::AlignedBuffer;
@@ -60,18 +62,69 @@ pub(super) struct Store {
     unit_bytes: u64,
     /// The bytes of the header that may change, if nothing else in the first unit may.
     head: Option<Range<usize>>,
+    /// Tables of which a failed write is never repeated.
+    tables: Option<Arc<Tables>>,
     helper: CommonStorageHelper,
+}
+
+/// Tables whose changes are written once, when they are made, and the record that such a write has failed: what is in
+/// memory is then not in the file, and no flush may succeed until the image has been loaded again.
+pub(super) struct Tables {
+    /// Start and end of each in the file.
+    areas: RwLock<Vec<Range<u64>>>,
+    /// A table that moves, as a header with this start has it.
+    moved: fn(&[u8]) -> Option<Range<u64>>,
+    has_failed: AtomicBool,
+}
+
+impl Tables {
+    pub(super) fn new(areas: Vec<Range<u64>>, moved: fn(&[u8]) -> Option<Range<u64>>) -> Self {
+        Self { areas: RwLock::new(areas), moved, has_failed: AtomicBool::new(false) }
+    }
+
+    /// Records that a write, or a flush, has failed.
+    pub(super) fn fail(&self) {
+        self.has_failed.store(true, Ordering::Release);
+    }
+
+    /// Whether no such write has failed.
+    pub(super) fn check(&self) -> io::Result<()> {
+        if self.has_failed.load(Ordering::Acquire) {
+            return Err(io::Error::other("an earlier write to a table of the image has failed"));
+        }
+        Ok(())
+    }
+
+    fn contain(&self, offset: u64, len_bytes: u64) -> bool {
+        let end = offset.saturating_add(len_bytes);
+        self.areas.read().iter().any(|area| offset < area.end && area.start < end)
+    }
 }
 
 impl Store {
     pub(super) fn new(of: StoreFile, unit_bytes: u64) -> Self {
-        Self { of, unit_bytes, head: None, helper: CommonStorageHelper::default() }
+        Self { of, unit_bytes, head: None, tables: None, helper: CommonStorageHelper::default() }
     }
 
     /// Refuses writes to the first unit except those of the header that is there, in which only these bytes may
     /// change, whatever the tables of the image state, so that a guest cannot change the header.
     pub(super) fn with_header(self, may_change: Range<usize>) -> Self {
         Self { head: Some(may_change), ..self }
+    }
+
+    /// Records failed writes to these tables, and to the header.
+    pub(super) fn with_tables(self, tables: Arc<Tables>) -> Self {
+        Self { tables: Some(tables), ..self }
+    }
+
+    fn write_piece(&self, piece: &[u8], offset: u64) -> io::Result<()> {
+        self.check_place(offset, piece)?;
+        self.check_writable()?;
+        self.of.file.write_all_at(piece, offset)?;
+        if let Some(tables) = self.tables.as_ref().filter(|_| offset == 0) {
+            tables.areas.write().extend((tables.moved)(piece));
+        }
+        Ok(())
     }
 
     fn read_piece(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
@@ -206,10 +259,14 @@ impl Storage for Store {
     }
 
     unsafe fn pure_writev(&self, bufv: IoVector<'_>, mut offset: u64) -> io::Result<()> {
-        self.check_writable()?;
         for piece in bufv.into_inner() {
-            self.check_place(offset, &piece)?;
-            self.of.file.write_all_at(&piece, offset)?;
+            self.write_piece(&piece, offset).inspect_err(|_| {
+                if let Some(tables) = &self.tables
+                    && tables.contain(offset, piece.len() as u64)
+                {
+                    tables.fail();
+                }
+            })?;
             offset = offset.saturating_add(piece.len() as u64);
         }
         Ok(())

@@ -17,12 +17,12 @@ use imago::raw::Raw;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder as _};
 
 use super::driver::Qcow2Driver;
-use super::header::{BackingName, Header};
+use super::header::{BackingName, Header, Table};
 use super::tables::{self, Purpose};
 use crate::virtio::block::formatted::{FormatDriver, FormatError, Unloaded};
 use crate::virtio::block::image::{Disk, direct_alignment, file_or_device_len_bytes};
 use crate::virtio::block::lock::set_whole_lock;
-use crate::virtio::block::store::{Store, StoreFile};
+use crate::virtio::block::store::{Store, StoreFile, Tables};
 
 /// Maximum number of backing files in a chain. Each may use memory for up to 160 clusters of tables.
 const BACKING_FILES_MAX: usize = 10;
@@ -192,16 +192,20 @@ impl Unloaded for Chain {
         let mut behind = None;
         for layer in self.behind.iter().rev() {
             behind = Some(match &layer.header {
-                Some(header) => open_qcow2(&layer.file, header, behind.take())?,
+                Some(header) => open_qcow2(&layer.file, header, behind.take(), None)?,
                 None => {
                     FormatAccess::new(Raw::open_image(Store::new(layer.file.clone(), 1), false)?)
                 }
             });
         }
-        let image = open_qcow2(&self.image, &self.header, behind)?;
+        let header_area = 0..now.cluster_bytes();
+        let areas = [now.l1, now.references].map(Table::area);
+        let areas = std::iter::once(header_area).chain(areas).collect();
+        let tables = Arc::new(Tables::new(areas, Header::references_area));
+        let image = open_qcow2(&self.image, &self.header, behind, Some(Arc::clone(&tables)))?;
         let holes = Store::new(self.image.clone(), self.header.cluster_bytes());
         let holes = holes.with_header(Header::MAY_CHANGE);
-        Ok(Box::new(Qcow2Driver::new(image, holes, header, &self.header)))
+        Ok(Box::new(Qcow2Driver::new(image, holes, header, tables, &self.header)))
     }
 }
 
@@ -209,8 +213,13 @@ fn open_qcow2(
     file: &StoreFile,
     header: &Header,
     behind: Option<FormatAccess<Store>>,
+    tables: Option<Arc<Tables>>,
 ) -> io::Result<FormatAccess<Store>> {
-    let store = Store::new(file.clone(), header.cluster_bytes()).with_header(Header::MAY_CHANGE);
+    let mut store =
+        Store::new(file.clone(), header.cluster_bytes()).with_header(Header::MAY_CHANGE);
+    if let Some(tables) = tables {
+        store = store.with_tables(tables);
+    }
     let image = Qcow2::<Store>::builder(store)
         .write(file.is_writable)
         .backing(behind)

@@ -8,7 +8,7 @@
 //! has to be repaired before the next use. Version 2 has no mark; what is checked when it is loaded must do.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 
 use imago::{FormatAccess, Mapping, Storage as _};
 use parking_lot::RwLock;
@@ -16,7 +16,7 @@ use parking_lot::RwLock;
 use super::header::Header;
 use crate::virtio::block::formatted::FormatDriver;
 use crate::virtio::block::request::Range;
-use crate::virtio::block::store::Store;
+use crate::virtio::block::store::{Store, Tables};
 
 /// Bytes of zeros written at a time.
 const ZEROS_BYTES: usize = 1 << 18;
@@ -30,7 +30,7 @@ pub(super) struct Qcow2Driver {
     /// Whether the header says that the image is in use. Locked for writing while that changes.
     is_marked: RwLock<bool>,
     /// Whether a write that nothing repeats has failed.
-    has_failed: AtomicBool,
+    tables: Arc<Tables>,
     cluster_bytes: u64,
     size_bytes: u64,
     can_free: bool,
@@ -42,6 +42,7 @@ impl Qcow2Driver {
         image: FormatAccess<Store>,
         holes: Store,
         header_store: Store,
+        tables: Arc<Tables>,
         header: &Header,
     ) -> Self {
         Self {
@@ -49,7 +50,7 @@ impl Qcow2Driver {
             holes,
             header: header_store,
             is_marked: RwLock::new(false),
-            has_failed: AtomicBool::new(false),
+            tables,
             cluster_bytes: header.cluster_bytes(),
             size_bytes: header.size_bytes,
             can_free: header.can_free,
@@ -73,7 +74,7 @@ impl Qcow2Driver {
 
     /// Makes the file stable. After an error no flush succeeds, as the host reports it once.
     fn sync(&self) -> io::Result<()> {
-        self.header.sync().inspect_err(|_| self.has_failed.store(true, Ordering::Release))
+        self.header.sync().inspect_err(|_| self.tables.fail())
     }
 
     /// Start and end of the whole clusters in a range; the last cluster of the disk may be shorter.
@@ -151,9 +152,7 @@ impl FormatDriver for Qcow2Driver {
     }
 
     fn write_tables(&self) -> io::Result<()> {
-        if self.has_failed.load(Ordering::Acquire) {
-            return Err(io::Error::other("an earlier write to the image has failed"));
-        }
+        self.tables.check()?;
         self.image.flush()
     }
 

@@ -55,6 +55,11 @@ impl Table {
     pub(super) fn len_bytes(self) -> u64 {
         self.entries.saturating_mul(8)
     }
+
+    /// Its start and end in the file.
+    pub(super) fn area(self) -> std::ops::Range<u64> {
+        self.offset..self.offset.saturating_add(self.len_bytes())
+    }
 }
 
 /// Reference to a backing file.
@@ -134,8 +139,7 @@ impl Header {
         }
         let size_bytes = fields.u64(24);
         let l1 = Table { offset: fields.u64(40), entries: fields.u32(36).into() };
-        let reference_bytes = u64::from(fields.u32(56)) << cluster_bits;
-        let references = Table { offset: fields.u64(48), entries: reference_bytes / 8 };
+        let references = fields.references(cluster_bits);
         // What one entry of the first table stands for.
         let l2_reach_bytes = (cluster_bytes / 8).saturating_mul(cluster_bytes);
         let entries_needed = size_bytes.div_ceil(l2_reach_bytes);
@@ -168,6 +172,12 @@ impl Header {
             is_dirty: is_v3 && fields.u64(INCOMPATIBLE_AT) & DIRTY != 0,
             has_autoclear: is_v3 && fields.u64(AUTOCLEAR_AT) != 0,
         })
+    }
+
+    /// Where the refcount table is, according to a header with this start.
+    pub(super) fn references_area(start: &[u8]) -> Option<std::ops::Range<u64>> {
+        let fields = Fields(start);
+        Some(fields.references(fields.cluster_bits().ok()?).area())
     }
 
     /// Fails if it is marked as in use, when no other host can have it in use.
@@ -222,6 +232,11 @@ impl Fields<'_> {
             return Ok(bits);
         }
         damaged(format!("its clusters have 2^{bits} bytes"))
+    }
+
+    fn references(&self, cluster_bits: u32) -> Table {
+        let len_bytes = u64::from(self.u32(56)) << cluster_bits;
+        Table { offset: self.u64(48), entries: len_bytes / 8 }
     }
 
     fn backing_name(&self, cluster_bytes: u64) -> Result<Option<BackingName>, FormatError> {

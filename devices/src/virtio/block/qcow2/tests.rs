@@ -404,6 +404,49 @@ fn an_image_goes_from_one_vm_to_the_next_and_back_with_its_tables() {
     check_counts(&path);
 }
 
+/// The library writes an entry of the first table once, and never again if that fails.
+#[test]
+fn a_flush_after_a_failed_write_keeps_its_promise_or_fails() {
+    let mut failed = 0;
+    for changes in 0..8 {
+        let images = Images::new();
+        let path = images.add("a", small().image());
+        let lock = open(&config(&path)).unwrap();
+        lock.disk.write_all_at(&[1; 512], 0).unwrap();
+        lock.disk.refusal.set_after(changes, libc::ENOSPC);
+        let first = lock.disk.write_all_at(&[7; 4096], 3 << 20);
+        lock.disk.refusal.set(0);
+        if first.is_err() {
+            lock.disk.write_all_at(&[7; 4096], 3 << 20).unwrap();
+        }
+        if lock.write_back().is_err() {
+            failed += 1;
+            lock.disk.flush().unwrap_err();
+            continue;
+        }
+        let copy = images.add("copy", fs::read(&path).unwrap());
+        let mut found = [0; 4096];
+        let copy = open(&config(&copy)).unwrap();
+        copy.disk.read_exact_at(&mut found, 3 << 20).unwrap();
+        assert_eq!(found, [7; 4096], "after {changes} changes");
+    }
+    assert_eq!(failed, 1, "only what is not repeated is lost");
+}
+
+#[test]
+fn a_refcount_table_grows() {
+    let images = Images::new();
+    let sample = Sample { cluster_bits: 9, size_bytes: 16 << 20, ..Sample::default() };
+    let path = images.add("a", sample.image());
+    let lock = open(&config(&path)).unwrap();
+    let flat = pattern(10 << 20);
+    lock.disk.write_all_at(&flat, 0).unwrap();
+    lock.unlock().unwrap();
+    assert!(big_endian(&fs::read(&path).unwrap(), 56, 4) > 1);
+    check_counts(&path);
+    assert!(contents(&open(&config(&path)).unwrap())[..flat.len()] == flat);
+}
+
 /// Clears the mark of an image whose refcounts are right, as a repair does.
 fn repair(path: &Path) {
     let mut image = fs::read(path).unwrap();

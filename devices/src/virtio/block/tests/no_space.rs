@@ -27,7 +27,7 @@ pub(in super::super) struct Refusal {
 
 impl Refusal {
     /// From now on changes fail with this error, or with none (0).
-    pub(super) fn set(&self, number: i32) {
+    pub(in super::super) fn set(&self, number: i32) {
         self.full.get_or_init(|| File::options().write(true).open("/dev/full").unwrap());
         self.left.store(0, Ordering::Release);
         self.number.store(number, Ordering::Release);
