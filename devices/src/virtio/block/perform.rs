@@ -95,7 +95,11 @@ impl Engine {
         memory: &GuestMemory,
     ) -> Result<u64, Failure> {
         let disk = &self.disk;
-        let flush = || disk.flush().map_err(Failure::Flush);
+        let flush = || {
+            // Can be retried if there is no space, unlike the flush of data.
+            disk.write_tables()?;
+            disk.flush().map_err(Failure::Flush)
+        };
         let stability = self.stability();
         match operation {
             Operation::Read { offset, data } => {
@@ -111,8 +115,6 @@ impl Engine {
                 Ok(0)
             }
             Operation::Flush => {
-                // Can be retried if there is no space, unlike the flush of data.
-                disk.write_tables()?;
                 flush()?;
                 Ok(0)
             }

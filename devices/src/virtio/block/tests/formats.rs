@@ -8,6 +8,8 @@ use super::super::no_space::OnFull;
 use super::super::{DiskFormat, Qcow2Sample, vhd};
 use super::*;
 
+/// Changes to the file by a write to a new cluster before those to its tables.
+const DATA_CHANGES: i32 = 3;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn qcow2() -> NamedTempFile {
@@ -216,6 +218,34 @@ fn a_flush_for_whose_tables_there_is_no_room_may_be_done_again() {
         fixture.device.lock().disk.refusal.set(0);
         assert_eq!(fixture.request(abi::VIRTIO_BLK_T_FLUSH, 0, &[]).0, IO_ERROR);
     }
+}
+
+/// Without a cache a write has to bring its tables with it.
+#[test]
+fn a_stable_write_for_whose_tables_there_is_no_room_is_kept() {
+    let (image, change) = (qcow2(), |config: &mut BlockConfig| config.on_full = OnFull::Pause);
+    let mut fixture = fixture(image, change);
+    // The driver turns its cache off.
+    fixture.device.write_config(32, &[0]);
+    let full = fixture.device.full_disk().unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    full.on_full(move || tell.send(()).unwrap());
+    // The first write of a cluster: its L2 table is there, and what comes after the data are the tables.
+    fixture.driver.write(BUFFER, &pattern(1));
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 1, &[readable(BUFFER, 512)]).0, OK);
+    fixture.device.lock().disk.refusal.set_after(DATA_CHANGES, libc::ENOSPC);
+    fixture.driver.write(BUFFER, &pattern(80));
+    fixture.header(abi::VIRTIO_BLK_T_OUT, 80);
+    let buffers = [readable(HEADER, 16), readable(BUFFER, 512), writable(STATUS, 1)];
+    fixture.driver.queues[0].add(&buffers);
+    fixture.driver.queues[0].kick();
+    told.recv_timeout(PATIENCE).unwrap();
+    fixture.device.pause();
+    fixture.device.lock().disk.refusal.set(0);
+    full.try_again().unwrap();
+    fixture.device.resume();
+    fixture.driver.wait_used(0);
+    assert_eq!(fixture.driver.read(STATUS, 1), [OK]);
 }
 
 #[test]
