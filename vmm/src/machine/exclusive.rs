@@ -42,7 +42,7 @@ pub enum ExclusiveError {
         source: DiskError,
     },
     /// An image cannot be unlocked.
-    #[error("disk '{id}' stays locked")]
+    #[error("disk '{id}' cannot be released")]
     Unlock {
         /// Id of the device.
         id: String,
@@ -108,7 +108,7 @@ pub(super) fn write_back_and_unlock(id: &str, lock: &DiskLock) {
         report_write_back_failure(&error);
     }
     if let Err(error) = lock.unlock() {
-        log::warn!("disk '{id}' stays locked: {error}");
+        log::warn!("disk '{id}' was not released as it should be: {error}");
     }
 }
 
@@ -311,7 +311,7 @@ fn drop_caches_of(
 
 fn release(id: &str, lock: &DiskLock) -> Result<(), ExclusiveError> {
     lock.unlock().map_err(|source| {
-        log::warn!("disk '{id}' stays locked: {source}");
+        log::warn!("disk '{id}' was not released as it should be: {source}");
         ExclusiveError::Unlock { id: id.to_owned(), source }
     })
 }

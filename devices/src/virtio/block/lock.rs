@@ -95,16 +95,18 @@ impl DiskLock {
     }
 
     /// Releases the lock. The device must be paused and its writes written back ([`Self::write_back`]).
+    ///
+    /// # Errors
+    /// [`DiskError::NotStable`] if the tables of an image in a format cannot be written; the lock is released all the
+    /// same, as nothing can recover them. [`DiskError::Format`] and [`DiskError::Lock`] if a lock stays held.
     pub fn unlock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();
-        self.disk.unload();
-        if let Some(formatted) = self.disk.formatted() {
-            formatted.lock_others(false).map_err(|source| self.disk.format_error(source))?;
-        }
+        let unloaded = self.disk.unload().map_err(|source| self.not_stable(source));
+        let others = self.disk.formatted().map_or(Ok(()), |formatted| formatted.lock_others(false));
         self.set(libc::F_UNLCK)
             .map_err(|source| DiskError::Lock { path: self.disk.path().to_owned(), source })?;
         *locked = None;
-        Ok(())
+        unloaded.and(others.map_err(|source| self.disk.format_error(source)))
     }
 
     /// Whether a device of `config` can take over this open image ([`super::Block::over`]).

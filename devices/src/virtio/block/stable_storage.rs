@@ -68,13 +68,13 @@ impl Disk {
     }
 
     /// Writes and drops the tables of an image in a format, before another VM may change them.
-    pub(super) fn unload(&self) {
-        let Some(formatted) = self.formatted() else { return };
-        if let Err(error) = formatted.unload() {
+    pub(super) fn unload(&self) -> io::Result<()> {
+        let Some(formatted) = self.formatted() else { return Ok(()) };
+        formatted.unload().or_else(|error| {
             log::error!("disk {}: its tables could not be written: {error}", self.path().display());
             // The tables are dropped, so the data are lost.
-            let _ = self.note_flush(Err(error));
-        }
+            self.note_flush(Err(error))
+        })
     }
 
     /// Records the result of a flush; returns the result for the request.
@@ -123,8 +123,8 @@ impl Disk {
         &self,
         write_out: impl FnOnce(&File) -> io::Result<()>,
     ) -> Result<(), DiskError> {
-        self.unload();
         let error = |source| DiskError::Cache { path: self.path().to_owned(), source };
+        self.unload().map_err(error)?;
         if !self.readonly() {
             // This error reports a failed write-back, which no later flush reports again: it counts as a
             // failed flush.

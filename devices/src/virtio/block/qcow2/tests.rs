@@ -447,6 +447,21 @@ fn a_refcount_table_grows() {
     assert!(contents(&open(&config(&path)).unwrap())[..flat.len()] == flat);
 }
 
+#[test]
+fn tables_that_are_lost_when_the_lock_is_released_are_an_error() {
+    let images = Images::new();
+    let path = images.add("a", small().image());
+    let lock = open(&config(&path)).unwrap();
+    lock.disk.write_all_at(&[1; 512], 0).unwrap();
+    lock.disk.refusal.set(libc::ENOSPC);
+    assert!(matches!(lock.unlock(), Err(DiskError::NotStable { .. })));
+    assert!(!lock.is_held());
+    lock.disk.refusal.set(0);
+    lock.check_stable().unwrap_err();
+    let refusal = refusal(open(&config(&path)));
+    assert!(refusal.contains("was not closed"), "{refusal}");
+}
+
 /// Clears the mark of an image whose refcounts are right, as a repair does.
 fn repair(path: &Path) {
     let mut image = fs::read(path).unwrap();
