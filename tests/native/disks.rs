@@ -582,11 +582,11 @@ fn cannot_be_unlocked() {
     relay.release();
     let reason = failure_of(&source);
     let name = disk.name.to_str().expect("UTF-8");
-    assert!(reason.contains("'data' stays locked") && reason.contains(name), "{reason}");
+    assert!(reason.contains("'data' cannot be released") && reason.contains(name), "{reason}");
     let received = reception.finish();
     assert_eq!(received.status.code(), Some(1), "{received:?}");
     let told = String::from_utf8_lossy(&received.stderr).into_owned();
-    assert!(told.contains("stays locked"), "{told}");
+    assert!(told.contains("was not released"), "{told}");
     assert_eq!(destination.api().get("vm.info").status, 404);
     drop(faults);
     wait_for("the VM to run on", || (source.api().state() == "Running").then_some(()));
