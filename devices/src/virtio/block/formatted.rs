@@ -12,7 +12,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use parking_lot::RwLock;
+use parking_lot::{Condvar, Mutex, RwLock};
 use thiserror::Error;
 
 use super::image::SECTOR_BYTES;
@@ -152,11 +152,32 @@ pub(super) struct Formatted {
     unloaded: Box<dyn Unloaded>,
     /// Held for reading during an operation, and for writing during one that must be alone.
     driver: RwLock<Option<Box<dyn FormatDriver>>>,
+    /// Operations that may still begin beside those in progress.
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+/// Maximum number of concurrent operations. Each keeps tables in use, of which a driver has room for 128.
+const CONCURRENT_MAX: usize = 64;
+
+/// The right to carry out an operation beside others.
+struct Turn<'a>(&'a Formatted);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.free.lock() += 1;
+        self.0.freed.notify_one();
+    }
 }
 
 impl Formatted {
     pub(super) fn new(unloaded: Box<dyn Unloaded>) -> Self {
-        Self { unloaded, driver: RwLock::new(None) }
+        Self {
+            unloaded,
+            driver: RwLock::new(None),
+            free: Mutex::new(CONCURRENT_MAX),
+            freed: Condvar::new(),
+        }
     }
 
     pub(super) fn size_bytes(&self) -> u64 {
@@ -206,7 +227,15 @@ impl Formatted {
         self.driver.write()
     }
 
+    fn turn(&self) -> Turn<'_> {
+        let mut free = self.free.lock();
+        self.freed.wait_while(&mut free, |free| *free == 0);
+        *free -= 1;
+        Turn(self)
+    }
+
     fn with<T>(&self, work: impl FnOnce(&dyn FormatDriver) -> io::Result<T>) -> io::Result<T> {
+        let _turn = self.turn();
         work(self.driver.read().as_deref().ok_or_else(not_loaded)?)
     }
 

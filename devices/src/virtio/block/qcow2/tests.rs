@@ -462,6 +462,27 @@ fn tables_that_are_lost_when_the_lock_is_released_are_an_error() {
     assert!(refusal.contains("was not closed"), "{refusal}");
 }
 
+/// More threads than the library has room for L2 tables, each in a table of its own.
+#[test]
+fn more_threads_than_tables_in_memory_are_served() {
+    let images = Images::new();
+    let sample = Sample { cluster_bits: 9, size_bytes: 16 << 20, ..Sample::default() };
+    let lock = open(&config(&images.add("a", sample.image()))).unwrap();
+    let disk = &lock.disk;
+    let start = std::sync::Barrier::new(160);
+    std::thread::scope(|scope| {
+        for thread in 0..160_u64 {
+            let start = &start;
+            scope.spawn(move || {
+                for round in 0..3 {
+                    start.wait();
+                    disk.write_all_at(&[1; 512], (thread * 3 + round) * 32768).unwrap();
+                }
+            });
+        }
+    });
+}
+
 /// Clears the mark of an image whose refcounts are right, as a repair does.
 fn repair(path: &Path) {
     let mut image = fs::read(path).unwrap();
