@@ -227,6 +227,12 @@ impl Formatted {
         self.driver.write()
     }
 
+    /// Whether no operation may begin beside those in progress.
+    #[cfg(test)]
+    pub(super) fn is_busy(&self) -> bool {
+        *self.free.lock() == 0
+    }
+
     fn turn(&self) -> Turn<'_> {
         let mut free = self.free.lock();
         self.freed.wait_while(&mut free, |free| *free == 0);
