@@ -52,6 +52,12 @@ pub enum FormatError {
     /// The image uses an unsupported feature.
     #[error("it uses {0}, which this version does not support")]
     Unsupported(String),
+    /// The image allocates blocks, and is on a block device.
+    #[error(
+        "it grows as it is written to, which it cannot do on a block device: use readonly=on, a regular file, or a fixed \
+        image"
+    )]
+    OnDevice,
     /// The tables are inconsistent.
     #[error("it is damaged: {0}")]
     Damaged(String),

@@ -7,7 +7,7 @@
 mod formats;
 mod long_transfer;
 mod no_space;
-mod specification;
+pub(super) mod specification;
 mod stable_storage;
 
 use std::io::{Seek, SeekFrom, Write};

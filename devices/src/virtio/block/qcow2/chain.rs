@@ -8,6 +8,7 @@
 
 use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -82,18 +83,19 @@ impl Chain {
             None => return Err(FormatError::BackingFormat(name.name.clone())),
         };
         let failed = |source| FormatError::BackingOpen { path: path.clone(), source };
-        // Without O_NONBLOCK opening a FIFO waits for its other end; a regular file knows no difference.
-        let mut flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
-        let is_direct = self.image.is_direct;
-        if is_direct {
-            flags |= libc::O_DIRECT;
-        }
-        let open = OpenOptions::new().read(true).custom_flags(flags).open(&path);
-        let file = open.map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
+        // The image chooses the path. To open a device can have effects, and to open a FIFO waits for its other end: the
+        // path is only looked up before it is known to be a regular file.
+        let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(&path);
+        let found = found.map_err(failed)?;
+        let metadata = found.metadata().map_err(failed)?;
         if !metadata.is_file() {
             return Err(FormatError::BackingKind(path));
         }
+        let is_direct = self.image.is_direct;
+        let flags = if is_direct { libc::O_DIRECT } else { 0 };
+        let same = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let open = OpenOptions::new().read(true).custom_flags(flags).open(same);
+        let file = open.map_err(failed)?;
         let others = std::iter::once(&self.image).chain(self.behind.iter().map(|it| &it.file));
         for other in others {
             let other = other.file.metadata().map_err(failed)?;

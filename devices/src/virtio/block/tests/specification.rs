@@ -8,14 +8,14 @@ use std::process::Command;
 use super::*;
 
 /// A block device whose sectors are those of an image, as long as this lives.
-struct Loop {
-    path: String,
+pub(in crate::virtio::block) struct Loop {
+    pub(in crate::virtio::block) path: String,
     image: NamedTempFile,
 }
 
 impl Loop {
-    fn new() -> Option<Self> {
-        let image = image();
+    /// `None` where there are no loop devices.
+    pub(in crate::virtio::block) fn over(image: NamedTempFile) -> Option<Self> {
         let found = Command::new("losetup").args(["--find", "--show"]).arg(image.path()).output();
         let path = String::from_utf8(found.ok()?.stdout).unwrap().trim().to_owned();
         (!path.is_empty()).then_some(Self { path, image })
@@ -37,7 +37,7 @@ impl Drop for Loop {
 
 #[test]
 fn a_discard_on_a_block_device_is_a_discard() {
-    let Some(device) = Loop::new() else {
+    let Some(device) = Loop::over(image()) else {
         test_skip::skip!("no loop devices here");
         return;
     };

@@ -48,6 +48,10 @@ impl Vhdx {
             return layout::damaged("its metadata are not those that it had");
         }
         let table = BlockTable::read(&store, &self.layout, len_bytes)?;
+        // A new block is put at the end of the file.
+        if self.file.is_writable && !self.file.file.metadata()?.is_file() && !table.is_complete() {
+            return Err(FormatError::OnDevice);
+        }
         Ok((store, table))
     }
 }

@@ -28,6 +28,8 @@ pub(super) struct BlockTable {
     chunk_blocks: u64,
     block_bytes: u64,
     offset: u64,
+    /// Number of blocks.
+    blocks: u64,
     /// Modified pieces.
     changed: BTreeSet<usize>,
     /// Offset of the next new block.
@@ -51,6 +53,7 @@ impl BlockTable {
             chunk_blocks: layout.chunk_blocks(),
             block_bytes: layout.block_bytes,
             offset: layout.table.offset,
+            blocks: layout.blocks(),
             changed: BTreeSet::new(),
             end: 0,
         };
@@ -60,7 +63,7 @@ impl BlockTable {
 
     fn check(&mut self, layout: &Layout, file_len_bytes: u64) -> Result<(), FormatError> {
         let mut places = layout.reserved.clone();
-        for block in 0..layout.blocks() {
+        for block in 0..self.blocks {
             let entry = self.entry(block);
             match entry & STATE {
                 FULLY_PRESENT => {
@@ -97,6 +100,11 @@ impl BlockTable {
     pub(super) fn place(&self, block: u64) -> Option<u64> {
         let entry = self.entry(block);
         (entry & STATE == FULLY_PRESENT).then_some(entry & OFFSET)
+    }
+
+    /// Whether all blocks have data.
+    pub(super) fn is_complete(&self) -> bool {
+        (0..self.blocks).all(|block| self.place(block).is_some())
     }
 
     /// Offset for the next new block; unchanged until [`Self::set`] or [`Self::skip`].

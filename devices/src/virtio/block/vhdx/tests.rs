@@ -16,6 +16,7 @@ use tempfile::TempDir;
 use super::layout::{self, HEADER_BYTES, HEADER_OFFSETS, checksum};
 use crate::virtio::block::image::Disk;
 use crate::virtio::block::request::Range;
+use crate::virtio::block::tests::specification::Loop;
 use crate::virtio::block::{BlockConfig, DiskError, DiskFormat, DiskLock, LockGranularity};
 
 const BLOCK: u64 = 1 << 20;
@@ -299,6 +300,22 @@ fn what_a_failed_write_left_is_in_no_block() {
     let mut found = [1; 4096];
     lock.disk.read_exact_at(&mut found, 2 * BLOCK).unwrap();
     assert_eq!(found, [0; 4096]);
+}
+
+#[test]
+fn an_image_that_grows_is_only_read_on_a_block_device() {
+    let image = tempfile::NamedTempFile::new().unwrap();
+    fs::write(image.path(), sample(SIZE, 512)).unwrap();
+    let Some(device) = Loop::over(image) else {
+        test_skip::skip!("no loop devices here");
+        return;
+    };
+    let path = PathBuf::from(&device.path);
+    let error = open(&config(&path)).err().unwrap();
+    let text = error_text::chain(&error).to_string();
+    assert!(text.contains("on a block device: use readonly=on"), "{text}");
+    let lock = open(&BlockConfig { readonly: true, ..config(&path) }).unwrap();
+    assert!(contents(&lock).iter().all(|byte| *byte == 0));
 }
 
 #[test]
