@@ -235,7 +235,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "mig-look": MOVE, starts &[], "polls a condition during other work";
     "mig-receive": MOVE, starts &[&["mig-look"]], "receives memory over one connection";
     "mig-build": BUILD, starts MACHINE, "builds the machine";
-    "mig-prepare": BUILD, starts MACHINE, "prepares the machine";
+    "mig-prepare": MOVE, starts &[], "populates memory before pages arrive";
     "mig-faults": MOVE, starts &[&["mig-look"]], "reads faults";
     "mig-pages": MOVE, starts &[&["mig-look"]], "receives the pages that no fault requested";
     "mig-linger": MOVE, starts &[&["mig-look"]], "answers a source that reconnects after the end of the migration";
