@@ -4,8 +4,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod backing;
 mod hostile;
 mod qemu;
+mod tables;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -434,109 +436,6 @@ fn a_flush_after_a_failed_write_keeps_its_promise_or_fails() {
 }
 
 #[test]
-fn a_refcount_table_grows() {
-    let images = Images::new();
-    let sample = Sample { cluster_bits: 9, size_bytes: 16 << 20, ..Sample::default() };
-    let path = images.add("a", sample.image());
-    let lock = open(&config(&path)).unwrap();
-    let flat = pattern(10 << 20);
-    lock.disk.write_all_at(&flat, 0).unwrap();
-    lock.unlock().unwrap();
-    assert!(big_endian(&fs::read(&path).unwrap(), 56, 4) > 1);
-    check_counts(&path);
-    assert!(contents(&open(&config(&path)).unwrap())[..flat.len()] == flat);
-}
-
-#[test]
-fn tables_that_are_lost_when_the_lock_is_released_are_an_error() {
-    let images = Images::new();
-    let path = images.add("a", small().image());
-    let lock = open(&config(&path)).unwrap();
-    lock.disk.write_all_at(&[1; 512], 0).unwrap();
-    lock.disk.refusal.set(libc::ENOSPC);
-    assert!(matches!(lock.unlock(), Err(DiskError::NotStable { .. })));
-    assert!(!lock.is_held());
-    lock.disk.refusal.set(0);
-    lock.check_stable().unwrap_err();
-    let refusal = refusal(open(&config(&path)));
-    assert!(refusal.contains("was not closed"), "{refusal}");
-}
-
-/// The library has room for 128 L2 tables in use.
-#[test]
-fn operations_beyond_the_tables_in_memory_wait() {
-    let images = Images::new();
-    let lock = open(&config(&images.add("a", small().image()))).unwrap();
-    let formatted = lock.disk.formatted().unwrap();
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    std::thread::scope(|scope| {
-        let held = formatted.hold();
-        for _ in 0..80 {
-            scope.spawn(|| lock.disk.read_exact_at(&mut [0; 512], 0).unwrap());
-        }
-        while !formatted.is_busy() && std::time::Instant::now() < until {
-            std::thread::yield_now();
-        }
-        let is_busy = formatted.is_busy();
-        drop(held);
-        assert!(is_busy, "80 operations began at a time");
-    });
-}
-
-/// Clears the mark of an image whose refcounts are right, as a repair does.
-fn repair(path: &Path) {
-    let mut image = fs::read(path).unwrap();
-    assert_eq!(big_endian(&image, 72, 8), 1, "it is marked");
-    image[79] = 0;
-    fs::write(path, image).unwrap();
-}
-
-/// A process that dies leaves an image that has to be repaired, and says so; one that was written back is as good as new.
-#[test]
-fn an_image_is_marked_from_the_first_write_until_it_is_written_back() {
-    let images = Images::new();
-    let path = images.add("a", small().image());
-    let mark = || big_endian(&fs::read(&path).unwrap(), 72, 8);
-    let lock = open(&config(&path)).unwrap();
-    let written: [&dyn Fn(u64); 4] = [
-        &|offset| lock.disk.write_all_at(&[1; 512], offset).unwrap(),
-        &|offset| {
-            let range = Range { offset, len_bytes: 8192, unmap: false };
-            lock.disk.formatted().unwrap().discard(range).unwrap();
-        },
-        &|offset| {
-            let range = Range { offset, len_bytes: 8192, unmap: false };
-            lock.disk.formatted().unwrap().write_zeroes(range, false).unwrap();
-        },
-        &|offset| {
-            let range = Range { offset, len_bytes: 8192, unmap: true };
-            lock.disk.formatted().unwrap().write_zeroes(range, true).unwrap();
-        },
-    ];
-    for (number, write) in (0..).zip(written) {
-        contents(&lock);
-        assert_eq!(mark(), 0);
-        // In another L2 table each time, which is published at once.
-        write(number << 20);
-        let died = images.add("died", fs::read(&path).unwrap());
-        let refusal = refusal(open(&config(&died)));
-        assert!(refusal.contains("was not closed"), "{refusal}");
-        assert!(refusal.contains("qemu-img check -r all"), "{refusal}");
-        // Another host may prepare to take it over.
-        unloaded(&config(&died)).unwrap().check_format().unwrap();
-        lock.disk.flush().unwrap();
-        assert_eq!(mark(), 1);
-        lock.write_back().unwrap();
-        assert_eq!(mark(), 0);
-        open(&config(&images.add("copy", fs::read(&path).unwrap()))).unwrap();
-    }
-    lock.disk.write_all_at(&[1; 512], 0).unwrap();
-    assert_eq!(mark(), 1);
-    lock.unlock().unwrap();
-    assert_eq!(mark(), 0);
-}
-
-#[test]
 fn a_flush_brings_the_tables_with_it() {
     let images = Images::new();
     let path = images.add("a", small().image());
@@ -546,7 +445,7 @@ fn a_flush_brings_the_tables_with_it() {
     // What a host that has crashed now finds.
     let copy = images.add("copy", fs::read(&path).unwrap());
     check_counts(&copy);
-    repair(&copy);
+    tables::repair(&copy);
     let mut found = [0; 4096];
     open(&config(&copy)).unwrap().disk.read_exact_at(&mut found, 1 << 20).unwrap();
     assert_eq!(found, [7; 4096]);
@@ -619,79 +518,4 @@ fn a_read_only_disk_changes_nothing() {
     assert!(matches!(open(&self::config(&path)), Err(DiskError::InUse { .. })));
     drop((first, second));
     assert!(fs::read(&path).unwrap() == before);
-}
-
-#[test]
-fn backing_files_are_opened_only_if_that_is_allowed() {
-    let images = Images::new();
-    images.add("base", small().image());
-    let over = |name: &str, format: Option<&str>| {
-        let backing = Some((name.to_owned(), format.map(str::to_owned)));
-        images.add("top", Sample { backing, ..small() }.image())
-    };
-    let refused = |path: &Path| refusal(unloaded(&config(path)));
-    let top = over("base", Some("qcow2"));
-    let closed = BlockConfig { backing_files: false, ..config(&top) };
-    let why = refusal(unloaded(&closed));
-    assert!(why.contains("'base'") && why.contains("backing_files=on"), "{why}");
-    unloaded(&config(&top)).unwrap();
-    over("file:base", Some("qcow2"));
-    unloaded(&config(&top)).unwrap();
-
-    assert!(refused(&over("none", Some("raw"))).contains("cannot open its backing file"));
-    assert!(refused(&over("/dev/null", Some("raw"))).contains("not a regular file"));
-    assert!(refused(&over(".", Some("raw"))).contains("not a regular file"));
-    assert!(refused(&over("top", Some("qcow2"))).contains("has it as a backing file"));
-    assert!(refused(&over("base", None)).contains("does not say the format"));
-    assert!(refused(&over("base", Some("vmdk"))).contains("the format vmdk"));
-    for name in ["nbd://host/x", "json:{\"driver\": \"file\"}", "fat:rw:x"] {
-        assert!(refused(&over(name, Some("raw"))).contains("not named by a path"));
-    }
-    images.add(
-        "text",
-        "some text that is not an image at all, and long enough for a header".repeat(3),
-    );
-    let why = refused(&over("text", Some("qcow2")));
-    assert!(why.contains("text cannot be used") && why.contains("not a qcow2 image"), "{why}");
-}
-
-#[test]
-fn a_chain_has_an_end() {
-    let images = Images::new();
-    images.add("0", small().image());
-    for number in 1..=11 {
-        let backing = Some(((number - 1).to_string(), Some("qcow2".to_owned())));
-        images.add(&number.to_string(), Sample { backing, ..small() }.image());
-    }
-    open(&config(&images.path("10"))).unwrap();
-    assert!(refusal(open(&config(&images.path("11")))).contains("more than 10 backing files"));
-    // A circle that the image itself is not in.
-    let backing = Some(("2".to_owned(), Some("qcow2".to_owned())));
-    images.add("1", Sample { backing, ..small() }.image());
-    assert!(refusal(open(&config(&images.path("5")))).contains("has it as a backing file"));
-}
-
-#[test]
-fn a_backing_file_is_locked_shared() {
-    let images = Images::new();
-    let base = images.add("base", small().image());
-    let backing = Some(("base".to_owned(), Some("qcow2".to_owned())));
-    let tops = ["a", "b"]
-        .map(|name| images.add(name, Sample { backing: backing.clone(), ..small() }.image()));
-    let first = open(&config(&tops[0])).unwrap();
-    let second = open(&config(&tops[1])).unwrap();
-    assert!(matches!(open(&config(&base)), Err(DiskError::InUse { .. })));
-    first.unlock().unwrap();
-    assert!(matches!(open(&config(&base)), Err(DiskError::InUse { .. })));
-    drop(second);
-    let _writer = open(&config(&base)).unwrap();
-    let why = refusal(Ok(()).and_then(|()| first.lock()).map(|()| first.clone()));
-    assert!(why.contains("base is in use by another VM"), "{why}");
-    // The image itself is not kept.
-    assert!(!first.is_held());
-    let own = BlockConfig { backing_files: true, ..config(&tops[0]) };
-    assert!(matches!(
-        open(&own),
-        Err(DiskError::Format { source: FormatError::BackingInUse(_), .. })
-    ));
 }

@@ -312,7 +312,7 @@ fn an_image_that_grows_is_only_read_on_a_block_device() {
     };
     let path = PathBuf::from(&device.path);
     let error = open(&config(&path)).err().unwrap();
-    let text = error_text::chain(&error).to_string();
+    let text = error_text::chain(&error);
     assert!(text.contains("on a block device: use readonly=on"), "{text}");
     let lock = open(&BlockConfig { readonly: true, ..config(&path) }).unwrap();
     assert!(contents(&lock).iter().all(|byte| *byte == 0));
