@@ -79,6 +79,7 @@ pub mod plugging;
 mod populate;
 mod populated;
 mod prefault;
+mod processors;
 mod ram;
 mod ram_discard;
 mod region;
@@ -102,8 +103,9 @@ pub use pins::{DiscardBan, Pins};
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Populate, Prefault, PrefaultError, PrefaultEvent, PrefaultHelper,
-    PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available, run_on_node,
+    PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available,
 };
+pub use processors::run_on_node;
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
 pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};

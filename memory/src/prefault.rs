@@ -17,24 +17,19 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
 use crate::available::{self, InsufficientMemory, MemoryDemand};
-use crate::host::Host;
 use crate::populate::{PopulateError, THP_BYTES};
+use crate::processors::{Load, run_on_node, share_threads, yield_processor};
 use crate::region::{AccessError, RamRegion};
 
 /// Unit of work: 10 to 30 ms, large enough that the queue is no bottleneck, small enough to stop and to show
 /// progress.
 const CHUNK_BYTES: u64 = 64 << 20;
-/// Default upper limit of threads: more only compete for the memory controller.
-const DEFAULT_THREADS_MAX: usize = 16;
-/// Upper limit for a requested number of threads.
-const THREADS_MAX: usize = 512;
 /// Stack size: the threads do little but call the kernel.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -67,8 +62,8 @@ pub type PrefaultObserver = Arc<dyn Fn(PrefaultEvent<'_>) + Send + Sync>;
 /// Options for populating.
 #[derive(Clone)]
 pub struct PrefaultOptions {
-    /// Number of threads; by default one per usable CPU, at most 16. Every NUMA node with work gets at least
-    /// one.
+    /// Number of threads; by default one for each CPU of the memory's NUMA node that the process may use. Every
+    /// node with work gets at least one.
     pub threads: Option<NonZeroUsize>,
     /// The unit of work in bytes, rounded up to whole huge pages.
     pub chunk_bytes: u64,
@@ -216,7 +211,8 @@ impl Prefault {
         check_available(regions)?;
         let queues = cut(regions, options.chunk_bytes);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
-        let counts = share_threads(&queues, options.threads);
+        let load = |queue: &Queue| Load::of(queue.node, queue.chunks.len());
+        let counts = share_threads(&queues.iter().map(load).collect::<Vec<_>>(), options.threads);
         let engine = Arc::new(Engine {
             queues,
             done_bytes: AtomicU64::new(0),
@@ -528,58 +524,6 @@ fn chunk_end(start: u64, skew: u64, chunk_bytes: u64, align: u64) -> u64 {
     let aligned = wanted - wanted % align;
     let end = if aligned > begin { aligned } else { begin - begin % align + align };
     end - skew
-}
-
-/// Number of threads for each queue: in proportion to its chunks, at least one, and at most one per chunk.
-fn share_threads(queues: &[Queue], threads: Option<NonZeroUsize>) -> Vec<usize> {
-    let default =
-        || thread::available_parallelism().map_or(1, NonZeroUsize::get).min(DEFAULT_THREADS_MAX);
-    let threads = threads.map_or_else(default, NonZeroUsize::get).min(THREADS_MAX);
-    let all: usize = queues.iter().map(|queue| queue.chunks.len()).sum();
-    let share = |queue: &Queue| {
-        let chunks = queue.chunks.len();
-        (threads * chunks).checked_div(all).unwrap_or(0).clamp(1, chunks.max(1))
-    };
-    queues.iter().map(share).collect()
-}
-
-/// Lowers the priority of the calling thread for its lifetime: others that want its CPU leave it about a
-/// tenth. The niceness is raised relative to the process, because a process that was started niced could not
-/// set a lower value without a privilege.
-fn yield_processor() {
-    const NICER_BY: libc::c_int = 10;
-    const NICEST: libc::c_int = 19;
-    // SAFETY: both calls read or change how the calling thread is scheduled, and touch no memory; 0 is
-    // that thread. It may be read always: there is no error to tell from a niceness of -1.
-    let result = unsafe {
-        let own = libc::getpriority(libc::PRIO_PROCESS, 0);
-        libc::setpriority(libc::PRIO_PROCESS, 0, own.saturating_add(NICER_BY).min(NICEST))
-    };
-    if result != 0 {
-        let error = std::io::Error::last_os_error();
-        log::debug!("the priority of a prefault thread cannot be lowered: {error}");
-    }
-}
-
-/// Moves the calling thread to the CPUs of a node, because the kernel clears pages on the requesting CPU.
-/// Where that is not allowed the memory still comes from the right node, only more slowly.
-pub fn run_on_node(node: u32) {
-    let cpus = Host::real().node_cpus(node);
-    if cpus.is_empty() {
-        return;
-    }
-    // SAFETY: all-zero bytes are the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    for cpu in cpus {
-        // SAFETY: the list holds no CPU beyond the size of the set.
-        unsafe { libc::CPU_SET(cpu, &mut set) };
-    }
-    // SAFETY: the set outlives the call; 0 is the calling thread.
-    let result = unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
-    if result != 0 {
-        let error = std::io::Error::last_os_error();
-        log::debug!("could not run on NUMA node {node}: {error}");
-    }
 }
 
 impl RamRegion {

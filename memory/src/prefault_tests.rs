@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
 use super::*;
+use crate::host::Host;
 use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
 use crate::{Backing, GuestRam, HugePageSize, RamConfig, RamLayout, ZoneSpec};
 
@@ -212,27 +213,6 @@ fn a_bound_zone_is_populated_on_its_node() {
     assert!(line.contains("bind:0"), "{line}");
 }
 
-#[test]
-fn threads_are_shared_in_proportion() {
-    let ram = ram("p", 64 * MIB, Backing::Memfd, false);
-    let queue = |chunks: usize| Queue {
-        node: None,
-        chunks: (0..chunks)
-            .map(|_| Chunk { region: Arc::clone(&ram.regions()[0]), bytes: 0..1 })
-            .collect(),
-        next: AtomicUsize::new(0),
-    };
-    let share = |sizes: &[usize], threads| {
-        let queues: Vec<_> = sizes.iter().map(|size| queue(*size)).collect();
-        share_threads(&queues, NonZeroUsize::new(threads))
-    };
-    assert_eq!(share(&[30, 10], 8), [6, 2]);
-    assert_eq!(share(&[1000, 1], 4), [3, 1]);
-    assert_eq!(share(&[2], 8), [2]);
-    assert_eq!(share(&[10_000], 100_000), [THREADS_MAX]);
-    assert_eq!(share(&[], 8), Vec::<usize>::new());
-}
-
 proptest! {
     #[test]
     fn chunks_cover_everything_once(chunk_bytes in 0..9 * MIB, pages in 1..4000_u64) {
@@ -344,7 +324,7 @@ fn who_waits_does_what_is_left() {
     let (seen, released) = (Arc::clone(&others), Mutex::new(released));
     let own = niceness();
     let on_chunk: ChunkHook = Arc::new(move |_, _| {
-        if thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
+        if std::thread::current().name().is_some_and(|name| name.starts_with("prefault0.")) {
             told.send(niceness()).unwrap();
             // With a time limit: a failed assertion would not release the other thread.
             released.lock().recv_timeout(Duration::from_secs(20)).unwrap();

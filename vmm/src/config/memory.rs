@@ -106,7 +106,7 @@ option_family! {
         /// Reserve the memory at start, and fail if the host cannot.
         reserve: bool = false, "reserve" as One<Toggle>;
         /// Threads that populate pages for prefault, and pin them for passed-through devices; by default one for
-        /// each CPU, at most 16.
+        /// each CPU of the memory's NUMA node that the process may use.
         prefault_threads: Option<u32> = None, "prefault_threads" as Opt<Int>, range(1, 512);
         /// Socket of a prezero-pool to take populated, zeroed memory from.
         prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
