@@ -19,6 +19,7 @@ mod copies;
 mod cuts;
 mod descriptors;
 mod disk_formats;
+mod disk_sizes;
 mod disks;
 mod events;
 mod fault_sources;
@@ -98,6 +99,7 @@ fn main() -> ExitCode {
     memory_size::add(&mut suite);
     locks::add(&mut suite);
     disk_formats::add(&mut suite);
+    disk_sizes::add(&mut suite);
     disks::add(&mut suite);
     hung_disk::add(&mut suite);
     full_disk::add(&mut suite);

@@ -53,6 +53,7 @@ pub fn requests() -> Vec<Request> {
         put("vm.nmi", ""),
         put("vm.snapshot-cancel", ""),
         put("vm.resize", r#"{"desired_balloon":1048576}"#),
+        put("vm.resize-disk", r#"{"id":"nothing","desired_size":512}"#),
         put("vm.resize-zone", r#"{"id":"mem0","desired_ram":1}"#),
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),
         put("vm.add-net", r#"{"tap":"no/tap"}"#),

@@ -304,7 +304,6 @@ fn refusals() {
     let socket = &json!({"socket": "/s", "pci_segment": 0});
     let cases = [
         ("vm.coredump", Some(json!({"destination_url": "file:///core"}))),
-        ("vm.resize-disk", Some(json!({"id": "a", "desired_size": 1 << 20}))),
         ("vm.add-fs", Some(socket.clone())),
         ("vm.add-pmem", Some(json!({"file": "/f"}))),
         ("vm.add-user-device", Some(socket.clone())),

@@ -16,7 +16,7 @@ use super::types::{
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, MigrationRecoverData, NetConfig, NewDevice,
     ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmRemoveDevice, VmResize,
-    VmResizeZone, VmSnapshotConfig, VsockConfig,
+    VmResizeDisk, VmResizeZone, VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
 
@@ -268,6 +268,17 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
     },
     Endpoint {
+        path: "vm.resize-disk",
+        method: Put,
+        summary: "Changes the size of a disk with a raw image, and notifies the guest; what is cut off is lost. A block \
+                  device of the host must have the size already.",
+        operation: None,
+        takes: Body::Schema(schema!(VmResizeDisk)),
+        gives: Body::Empty,
+        errors: &[NotCreated, NotBooted, NotFound, Conflict],
+        decode: |body| Ok(VmmRequest::ResizeDisk(json("VmResizeDisk", body)?)),
+    },
+    Endpoint {
         path: "vm.resize-zone",
         method: Put,
         summary: "Changes the size of a memory zone, up to its hotplug_size.",
@@ -390,14 +401,13 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 7] = [
+pub const UNSUPPORTED: [&str; 6] = [
     "vm.add-fs",
     "vm.add-generic-vhost-user",
     "vm.add-pmem",
     "vm.add-user-device",
     "vm.add-vdpa",
     "vm.coredump",
-    "vm.resize-disk",
 ];
 
 /// Result of looking up a path and a method.

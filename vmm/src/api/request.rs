@@ -19,7 +19,7 @@ use super::types::{
 };
 use crate::config::{
     MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmConfig, VmRemoveDevice, VmResize, VmResizeZone, VmSnapshotConfig,
+    VmConfig, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig,
 };
 
 /// A request to the VMM.
@@ -60,6 +60,8 @@ pub enum VmmRequest {
     Resize(Box<VmResize>),
     /// Change the size of a memory zone.
     ResizeZone(VmResizeZone),
+    /// `vm.resize-disk`.
+    ResizeDisk(VmResizeDisk),
     /// Start migrating the VM; answered once the migration has started.
     SendMigration(Box<SendMigrationData>),
     /// Receive a VM; answered when it has arrived.

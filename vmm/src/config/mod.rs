@@ -71,7 +71,7 @@ pub use params::VmParams;
 pub use payload::PayloadConfig;
 pub use platform::PlatformConfig;
 pub use prefault::Prefault;
-pub use resize::{VmResize, VmResizeZone};
+pub use resize::{VmResize, VmResizeDisk, VmResizeZone};
 pub use rng::RngConfig;
 pub use value::MacAddr;
 pub use vm::{VmConfig, random_bytes};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The bodies of `vm.resize` and `vm.resize-zone`.
+//! The bodies of `vm.resize`, `vm.resize-zone` and `vm.resize-disk`.
 //!
 //! Owns their definitions. An omitted field leaves the value unchanged.
 
@@ -26,5 +26,15 @@ option_family! {
         id: String = String::new(), "" as JsonOnly;
         /// Size of memory in bytes.
         desired_ram: Option<u64> = None, "" as JsonOnly;
+    }
+}
+
+option_family! {
+    /// New size of a disk.
+    VmResizeDisk "resize-disk" {
+        /// Name of the disk.
+        id: String = String::new(), "" as JsonOnly;
+        /// Size in bytes, a multiple of the disk's block size. A block device of the host must have it already.
+        desired_size: Option<u64> = None, "" as JsonOnly;
     }
 }

@@ -366,6 +366,10 @@ impl Vmm {
                 self.add_device_for(*device, responder);
                 return None;
             }
+            VmmRequest::ResizeDisk(data) => {
+                self.resize_disk_for(data, responder);
+                return None;
+            }
             VmmRequest::RemoveDevice(data) => {
                 self.remove_device_for(&data.id, responder);
                 return None;

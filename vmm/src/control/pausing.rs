@@ -62,6 +62,8 @@ pub enum TransitionKind {
     Add,
     /// Tearing down devices that the guest has ejected; the machine stays paused or running.
     Eject,
+    /// Giving a disk another size; the machine stays paused or running.
+    ResizeDisk,
 }
 
 /// A machine in transition, owned by another thread.
@@ -145,6 +147,7 @@ impl TransitionKind {
                  network device up"
             }
             Self::Eject => "relieved of a device, which waits until that has finished its requests",
+            Self::ResizeDisk => "given a disk of another size, which waits for its storage",
             Self::Resume | Self::StartRestored | Self::StartArrived => {
                 "resumed, which waits for its disks and network devices"
             }
@@ -157,7 +160,7 @@ impl TransitionKind {
             Self::Pause | Self::Full => Some("paused"),
             Self::Retry => None,
             Self::Resume | Self::StartRestored | Self::StartArrived => Some("resumed"),
-            Self::Add | Self::Eject => Some("changed"),
+            Self::Add | Self::Eject | Self::ResizeDisk => Some("changed"),
         }
     }
 
@@ -169,6 +172,7 @@ impl TransitionKind {
             Self::Resume | Self::StartRestored | Self::StartArrived => "resume",
             Self::Add => "add-device",
             Self::Eject => "eject",
+            Self::ResizeDisk => "resize-disk",
         }
     }
 }
@@ -329,7 +333,7 @@ impl Vmm {
                 | TransitionKind::StartArrived => {
                     machine.resume_with_room()?;
                 }
-                TransitionKind::Add => {}
+                TransitionKind::Add | TransitionKind::ResizeDisk => {}
                 TransitionKind::Eject => machine.take_ejected(),
             }
             Ok(ApiReply::Empty)
@@ -414,6 +418,7 @@ impl Vmm {
             (TransitionKind::Add | TransitionKind::Eject, result) => {
                 self.device_change_over(result, responder, adding);
             }
+            (TransitionKind::ResizeDisk, result) => Self::disk_resized(result, responder),
             (TransitionKind::Retry, Ok(_)) => {
                 self.found_room();
                 emit("resuming");
@@ -525,7 +530,10 @@ impl Vmm {
             VmLifecycle::Busy(_) | VmLifecycle::Migrating { .. } => true,
             // Still paused as well.
             VmLifecycle::Transitioning(transition)
-                if matches!(transition.kind, TransitionKind::Add | TransitionKind::Eject) =>
+                if matches!(
+                    transition.kind,
+                    TransitionKind::Add | TransitionKind::Eject | TransitionKind::ResizeDisk
+                ) =>
             {
                 transition.info.state == VmState::Paused
             }

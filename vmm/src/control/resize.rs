@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Resizing a VM: memory and balloon.
+//! Resizing a VM: memory, balloon and disks.
 //!
-//! Owns the answers to `vm.resize` and `vm.resize-zone`.
+//! Owns the answers to `vm.resize`, `vm.resize-zone` and `vm.resize-disk`.
 
+use super::pausing::{TransitionError, TransitionKind};
 use super::{VmLifecycle, Vmm};
-use crate::api::{ApiError, ApiErrorKind};
-use crate::config::{VmResize, VmResizeZone};
+use crate::api::request::Responder;
+use crate::api::{ApiError, ApiErrorKind, ApiReply};
+use crate::config::{VmResize, VmResizeDisk, VmResizeZone};
 use crate::events;
-use crate::machine::{Machine, ResizeBalloonError, ResizeMemoryError};
+use crate::machine::{Machine, MachineError, ResizeBalloonError, ResizeMemoryError};
 
 impl Vmm {
     /// `vm.resize`.
@@ -50,6 +52,51 @@ impl Vmm {
             return Err(nothing_wanted("desired_ram"));
         };
         told(|| resize_memory(machine, Some(&wanted.id), wanted_bytes))
+    }
+
+    /// `vm.resize-disk`, on a thread: the storage takes its time.
+    pub(super) fn resize_disk_for(&mut self, wanted: VmResizeDisk, responder: Responder) {
+        let size_bytes = match self.new_disk_size(&wanted) {
+            Ok(size_bytes) => size_bytes,
+            Err(error) => return responder.answer(Err(error)),
+        };
+        events::emit("vm", "resizing", &[]);
+        let kind = TransitionKind::ResizeDisk;
+        self.begin_transition_with(kind, Some(responder), move |machine, cancel| {
+            machine.resize_disk(&wanted.id, size_bytes, cancel)?;
+            let size = size_bytes.to_string();
+            events::emit("vm", "disk-resized", &[("id", &wanted.id), ("size", &size)]);
+            Ok(ApiReply::Empty)
+        });
+    }
+
+    fn new_disk_size(&mut self, wanted: &VmResizeDisk) -> Result<u64, ApiError> {
+        self.machine_mut()?;
+        self.refuse_while_memory_arrives("given a disk of another size")?;
+        let unknown = |error| ApiError::from_error(ApiErrorKind::NotFound, &error);
+        self.machine_mut()?.disk_resizer(&wanted.id).map_err(unknown)?;
+        wanted.desired_size.ok_or_else(|| nothing_wanted("desired_size"))
+    }
+
+    /// The end of such a change.
+    pub(super) fn disk_resized(
+        result: Result<ApiReply, TransitionError>,
+        responder: Option<Responder>,
+    ) {
+        let result = result.map_err(|error| {
+            let kind = match error {
+                TransitionError::Machine(MachineError::PauseWithdrawn) => ApiErrorKind::Conflict,
+                _ => ApiErrorKind::Failed,
+            };
+            ApiError::from_error(kind, &error)
+        });
+        match &result {
+            Ok(_) => events::emit("vm", "resized", &[]),
+            Err(error) => events::emit("vm", "resize-failed", &[("error", &error.to_string())]),
+        }
+        if let Some(responder) = responder {
+            responder.answer(result);
+        }
     }
 
     /// Handles that all memory is resident: pages that the guest released before are discarded, huge pages

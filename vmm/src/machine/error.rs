@@ -14,6 +14,7 @@ use pci::{PciError, PciStateError};
 use thiserror::Error;
 
 use super::boot::MachineBootError;
+use super::disk_sizes::DiskSizeError;
 use super::exclusive::{ExclusiveError, WriteBackFailed};
 use super::full_disks::DisksFull;
 use super::generation::GenerationError;
@@ -80,6 +81,9 @@ pub enum MachineError {
         #[source]
         source: std::io::Error,
     },
+    /// A disk does not get another size.
+    #[error(transparent)]
+    DiskSize(#[from] DiskSizeError),
     /// The thread that activates devices cannot be started.
     #[error("cannot start the thread that activates devices")]
     ActivationThread(#[source] std::io::Error),

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
-use devices::virtio::block::{Block, DiskLock, FullDisk};
+use devices::virtio::block::{Block, DiskLock, DiskResizer, FullDisk};
 use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
@@ -114,6 +114,7 @@ pub enum HotAddError {
 pub struct VirtioDevices {
     functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
     pub(super) locks: Vec<(String, DiskLock)>,
+    pub(super) resizers: Vec<(String, DiskResizer)>,
     /// Disks with on_full=pause, which keep requests that wait for free space.
     pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
@@ -229,8 +230,10 @@ impl VirtioDevices {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
         let full_disk = block.full_disk();
+        let resizer = block.resizer();
         let bdf = self.plug_with(context, &id, Box::new(block), disk.pci_device_id, width)?;
         self.locks.push((id.clone(), lock));
+        self.resizers.push((id.clone(), resizer));
         if let Some(full_disk) = full_disk {
             if let Some(sink) = self.sink.clone() {
                 let id = id.clone();
@@ -353,6 +356,7 @@ impl VirtioDevices {
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);
+        self.resizers.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
             exclusive::write_back_and_unlock(&id, &lock);
         }
@@ -447,6 +451,14 @@ impl VirtioDevices {
     /// Device numbers that options request, and those that are counted down from the highest.
     pub fn taken_numbers(&self) -> &BTreeSet<u8> {
         &self.taken
+    }
+
+    /// The function with this id.
+    pub(super) fn function_of(&self, id: &str) -> Option<Arc<VirtioPciDevice>> {
+        let mut functions = self.functions.iter();
+        functions
+            .find(|(_, function)| function.id() == id)
+            .map(|(_, function)| Arc::clone(function))
     }
 
     /// The functions with their addresses.

@@ -117,7 +117,7 @@ macro_rules! kinds {
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
     "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
-        "pause", "resume", "retry", "add-device", "eject", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
+        "pause", "resume", "retry", "add-device", "eject", "resize-disk", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer"]],
         "the VMM thread; it starts all other threads, directly or not";
@@ -188,6 +188,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "retry": BUILD, starts MACHINE, "repeats the requests that a full disk has refused";
     "add-device": BUILD, starts MACHINE, "adds a device to a machine";
     "eject": BUILD, starts MACHINE, "removes devices that the guest has ejected";
+    "resize-disk": BUILD, starts MACHINE, "gives a disk another size";
     "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[&["write-back"]], "writes the dirty pages of disk images to storage";
     "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
         "write-back", "disk-writer"]],

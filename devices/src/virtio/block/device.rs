@@ -21,6 +21,7 @@ use super::pool::QueueThreads;
 #[cfg(any(test, feature = "testing"))]
 use super::request::Range;
 use super::request::SERIAL_BYTES;
+use super::resize::{ConfigInterrupt, DiskResizer};
 use super::ring::Ring;
 use super::state;
 #[cfg(any(test, feature = "testing"))]
@@ -102,6 +103,8 @@ pub struct Block {
     writeback: Arc<AtomicBool>,
     counters: Arc<BlockCounters>,
     full: Arc<NoSpace>,
+    /// Set while the device is active.
+    interrupt: Arc<ConfigInterrupt>,
     workers: Workers,
 }
 
@@ -134,6 +137,7 @@ impl Block {
             writeback: Arc::new(AtomicBool::new(true)),
             counters: Arc::default(),
             full: Arc::default(),
+            interrupt: Arc::default(),
             workers: Workers::default(),
         }
     }
@@ -148,6 +152,12 @@ impl Block {
     pub fn full_disk(&self) -> Option<FullDisk> {
         let keeps = self.config.on_full == OnFull::Pause;
         keeps.then(|| FullDisk::new(&self.full, &self.disk))
+    }
+
+    /// Handle to change the size of the disk.
+    pub fn resizer(&self) -> DiskResizer {
+        let (full, interrupt) = (Arc::clone(&self.full), Arc::clone(&self.interrupt));
+        DiskResizer { lock: self.lock(), full, interrupt }
     }
 
     /// The device's counters.
@@ -322,8 +332,10 @@ impl VirtioDevice for Block {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        *self.interrupt.lock() = Some(Arc::clone(&activation.interrupt));
         let started = self.start(activation);
         if started.is_err() {
+            *self.interrupt.lock() = None;
             self.workers.stop();
             self.full.forget();
         }
@@ -331,6 +343,7 @@ impl VirtioDevice for Block {
     }
 
     fn reset(&mut self) {
+        *self.interrupt.lock() = None;
         self.workers.stop();
         let kept = self.full.forget();
         if kept > 0 {

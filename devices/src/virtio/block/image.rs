@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt as _, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use log::warn;
 use parking_lot::Mutex;
@@ -152,9 +153,9 @@ pub(crate) struct Disk {
     formatted: Option<Arc<Formatted>>,
     /// State of the open file, shared by successive devices.
     pub(super) condition: Arc<Condition>,
-    file_len_bytes: u64,
+    file_len_bytes: AtomicU64,
     /// Size of the disk.
-    size_bytes: u64,
+    size_bytes: AtomicU64,
     topology: Topology,
     /// Alignment of addresses and offsets for direct I/O in bytes; 1 without direct I/O.
     address_align_bytes: usize,
@@ -217,7 +218,8 @@ impl Disk {
             DiskFormat::Raw => {}
             DiskFormat::FixedVhd => {
                 let size_bytes = self.vhd_size_bytes();
-                self.size_bytes = size_bytes.map_err(|source| self.format_error(source))?;
+                self.size_bytes =
+                    AtomicU64::new(size_bytes.map_err(|source| self.format_error(source))?);
             }
             DiskFormat::Vhdx => {
                 let vhdx = Vhdx::open(&self);
@@ -235,7 +237,7 @@ impl Disk {
     }
 
     fn take_format(&mut self, formatted: Arc<Formatted>) {
-        self.size_bytes = formatted.size_bytes();
+        self.size_bytes = AtomicU64::new(formatted.size_bytes());
         // The blocks of the disk are those of the image, on every host that it moves to.
         let logical_block_bytes = formatted.sector_bytes();
         let physical_block_bytes = self.topology.physical_block_bytes.max(logical_block_bytes);
@@ -253,7 +255,8 @@ impl Disk {
     fn vhd_size_bytes(&self) -> Result<u64, FormatError> {
         let too_short = || FormatError::Damaged("it is shorter than a footer".to_owned());
         let footer_bytes = vhd::FOOTER_BYTES as u64;
-        let at = self.file_len_bytes.checked_sub(footer_bytes).ok_or_else(too_short)?;
+        let file_len_bytes = self.file_len_bytes();
+        let at = file_len_bytes.checked_sub(footer_bytes).ok_or_else(too_short)?;
         // Direct I/O reads whole blocks, of which the file may have a part at its end.
         let start = at / DIRECT_ALIGN_DEFAULT_BYTES * DIRECT_ALIGN_DEFAULT_BYTES;
         let room = usize::try_from(2 * DIRECT_ALIGN_DEFAULT_BYTES).unwrap_or(usize::MAX);
@@ -263,11 +266,11 @@ impl Disk {
         let len = self.file.read_at(buffer, start)?;
         let skip = usize::try_from(at - start).unwrap_or(0);
         let footer = buffer.get(..len).and_then(|read| read.get(skip..)?.first_chunk());
-        vhd::size_bytes(footer.ok_or_else(too_short)?, self.file_len_bytes)
+        vhd::size_bytes(footer.ok_or_else(too_short)?, file_len_bytes)
     }
 
     fn warn_of_rest(&self) {
-        let rest_bytes = self.size_bytes % self.topology.logical_block_bytes;
+        let rest_bytes = self.size_bytes() % self.topology.logical_block_bytes;
         if rest_bytes != 0 {
             warn!(
                 "disk {}: the last {rest_bytes} bytes are not a whole block and are not visible to the guest",
@@ -313,8 +316,8 @@ impl Disk {
             format: DiskFormat::Raw,
             formatted: None,
             condition: Arc::default(),
-            file_len_bytes,
-            size_bytes: file_len_bytes,
+            file_len_bytes: AtomicU64::new(file_len_bytes),
+            size_bytes: AtomicU64::new(file_len_bytes),
             topology,
             address_align_bytes: usize::try_from(address_align).unwrap_or(4096),
             offset_align_bytes: offset_align,
@@ -407,7 +410,23 @@ impl Disk {
     }
 
     pub(super) fn file_len_bytes(&self) -> u64 {
-        self.file_len_bytes
+        self.file_len_bytes.load(Ordering::Acquire)
+    }
+
+    /// Size of the disk, which may end in a part of a block.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    /// Length of the file or device now.
+    pub(super) fn host_len_bytes(&self) -> io::Result<u64> {
+        file_or_device_len_bytes(&self.file)
+    }
+
+    /// Notes that a raw disk and its file have another size. Requests that are taken from now on are compared with it.
+    pub(super) fn set_size_bytes(&self, size_bytes: u64) {
+        self.file_len_bytes.store(size_bytes, Ordering::Release);
+        self.size_bytes.store(size_bytes, Ordering::Release);
     }
 
     pub(super) fn topology(&self) -> Topology {
@@ -417,7 +436,7 @@ impl Disk {
     /// Size in sectors, rounded down to whole blocks.
     pub(super) fn capacity_sectors(&self) -> u64 {
         let block_bytes = self.topology.logical_block_bytes;
-        self.size_bytes / block_bytes * (block_bytes / SECTOR_BYTES)
+        self.size_bytes() / block_bytes * (block_bytes / SECTOR_BYTES)
     }
 
     /// What space is freed in units of.

@@ -171,8 +171,16 @@ impl DiskLock {
             LockGranularity::Full => 0,
             // The file of an image in a format grows.
             LockGranularity::ByteRange if self.disk.formatted().is_some() => 0,
+            // A disk may have been larger.
+            LockGranularity::ByteRange if kind == libc::F_UNLCK => 0,
             LockGranularity::ByteRange => self.disk.file_len_bytes(),
         };
+        set_lock(self.disk.file(), kind, len_bytes)
+    }
+
+    /// Has the lock, which is held, cover this many bytes.
+    pub(super) fn set_len(&self, len_bytes: u64) -> io::Result<()> {
+        let kind = if self.disk.readonly() { libc::F_RDLCK } else { libc::F_WRLCK };
         set_lock(self.disk.file(), kind, len_bytes)
     }
 }

@@ -31,6 +31,7 @@ pub(super) mod perform;
 pub(super) mod pool;
 mod qcow2;
 mod request;
+mod resize;
 mod ring;
 mod stable_storage;
 mod state;
@@ -53,3 +54,4 @@ pub use lock::{DiskLock, LockGranularity};
 pub use no_space::{FullDisk, OnFull};
 #[cfg(any(test, feature = "testing"))]
 pub use qcow2::Sample as Qcow2Sample;
+pub use resize::{DiskResizer, ResizeDiskError};

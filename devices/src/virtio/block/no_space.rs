@@ -85,6 +85,11 @@ impl NoSpace {
         own.into_iter().map(|kept| kept.request).collect()
     }
 
+    /// Whether requests wait.
+    pub(super) fn has_requests(&self) -> bool {
+        !self.lock().is_empty()
+    }
+
     /// Drops all requests, as the driver is gone; returns their number.
     pub(super) fn forget(&self) -> usize {
         std::mem::take(&mut *self.lock()).len()

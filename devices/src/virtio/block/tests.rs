@@ -7,6 +7,7 @@
 mod formats;
 mod long_transfer;
 mod no_space;
+mod resizing;
 pub(super) mod specification;
 mod stable_storage;
 

@@ -21,6 +21,13 @@ impl Loop {
         (!path.is_empty()).then_some(Self { path, image })
     }
 
+    /// Gives the device another size.
+    pub(super) fn grow(&self, len_bytes: u64) {
+        self.image.as_file().set_len(len_bytes).unwrap();
+        let done = Command::new("losetup").args(["--set-capacity", &self.path]).status();
+        assert!(done.unwrap().success());
+    }
+
     /// Discards that the device has done (Documentation/block/stat.rst).
     fn discards(&self) -> u64 {
         let name = self.path.trim_start_matches("/dev/");
