@@ -65,6 +65,30 @@ const ROWS: &[Row] = &[
         "x_exclude_mmap_bars",
     ),
     of_guest("device_missing", &["--device", "path={}/none"], FAILED, "pass"),
+    // Refused for its addresses, before it is looked for a group or a driver.
+    of_guest(
+        "device_cannot_reach_all_memory",
+        &["--memory", "size=1013G,high_hole=off", "--device", "path={}/behind-amd"],
+        FAILED,
+        "guest memory at 0xfd00000000",
+    ),
+    of_guest(
+        "device_cannot_reach_memory_that_comes_later",
+        &[
+            "--memory",
+            "size=1G,high_hole=off,hotplug_method=virtio-mem,hotplug_size=1013G",
+            "--device",
+            "path={}/behind-amd",
+        ],
+        FAILED,
+        "high_hole=hypertransport",
+    ),
+    of_guest(
+        "device_has_its_hole_in_memory",
+        &["--memory", "size=1013G", "--device", "path={}/behind-amd"],
+        FAILED,
+        "is in no IOMMU group",
+    ),
     of_guest("reserve_beyond_the_host", &["--memory", "size=32T,reserve=on"], FAILED, "memory"),
     of_guest("memory_of_odd_size", &["--memory", "size=134217729"], USAGE, "multiple"),
     of_guest("memory_of_no_size", &["--memory", "size=0"], USAGE, "size"),
@@ -174,6 +198,10 @@ fn folder() -> TempDir {
     for (name, bytes) in [("disk", 1 << 20), ("large", 100 << 20)] {
         fs::File::create(at(name)).and_then(|file| file.set_len(bytes)).expect("a file");
     }
+    // What sysfs says of a device behind an IOMMU of AMD's.
+    fs::create_dir_all(at("behind-amd/iommu_group")).expect("a folder");
+    let regions = b"0x000000fd00000000 0x000000ffffffffff reserved\n";
+    write_file(&at("behind-amd/iommu_group/reserved_regions"), regions);
     folder
 }
 
