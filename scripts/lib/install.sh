@@ -45,7 +45,8 @@ have_package() {
     dwarves) command -v pahole ;;
     e2fsprogs) command -v mke2fs ;;
     kmod) command -v modprobe ;;
-    libc6-dev) echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - ;;
+    # No pipe: what writes to one that nothing reads fails, and the look with it.
+    libc6-dev) cc -x c -o /dev/null - <<<'int main(void) { return 0; }' ;;
     libelf-dev | libssl-dev) return 1 ;;
     libelf1) ldconfig -p | grep -q 'libelf\.so\.1 ' ;;
     qemu-utils) command -v qemu-img ;;
