@@ -5,9 +5,11 @@
 
 use std::fs::File;
 
+use guest_reader::abi::{self, param};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::disks::write_more;
 use crate::harness::migrate::migrate;
 use crate::harness::{Api, Mode, Suite, Transport, Vmm, VmmBuilder};
 use crate::lifecycle::config;
@@ -20,6 +22,7 @@ pub fn add(suite: &mut Suite) {
         let name = format!("hotplug::places_stay_after_{}", mode.name());
         suite.add(&name, move || places_stay(mode));
     }
+    suite.add("hotplug::what_was_placed_around_a_device_stays_when_that_is_gone", placed_around);
 }
 
 const GUEST: &str = "workload=random-write mem=16M";
@@ -160,6 +163,40 @@ fn refusals() {
 
 /// The disk that was there first was removed, so that without their numbers all others would be
 /// elsewhere at the destination.
+/// The panic device and the watchdog take the highest numbers that are free when the VM boots.
+fn placed_around() {
+    const NUMBER: u32 = 31;
+    let images = Images::new();
+    let disk = format!("{},pci_device_id={NUMBER}", images.option("data"));
+    // The second vCPU is what the guest lets go with.
+    let source = VmmBuilder::guest(2, MEMORY, "workload=disk-write mem=16M vcpus=1")
+        .with(&["--pvpanic", "--watchdog", "--disk", &disk])
+        .start();
+    write_more(&source, 1);
+    let api = source.api();
+    api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
+    source.wait_for_event("device-removing");
+    let guest = source.guest();
+    guest
+        .memory()
+        .set_word(abi::PARAM_GPA + param::EJECT, 1 << NUMBER)
+        .expect("the parameter page");
+    source.wait_for_event("device-removed");
+    let before = places(&api);
+    assert!(before.iter().any(|(id, _)| id == "__pvpanic"), "{before:?}");
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Unix, Mode::Precopy);
+    let api = destination.api();
+    assert_eq!(places(&api), before);
+    api.put("vm.reboot", "").ok();
+    assert_eq!(places(&api), before);
+    // Its number is free for another.
+    let mut late = images.disk("late");
+    late["pci_device_id"] = NUMBER.into();
+    api.put("vm.add-disk", &late.to_string()).ok();
+    destination.shut_down();
+}
+
 fn places_stay(mode: Mode) {
     let images = Images::new();
     let source = VmmBuilder::guest(1, MEMORY, GUEST)

@@ -169,6 +169,18 @@ impl Machine {
         }
     }
 
+    /// Notes that a device is gone whose number was requested, if devices were placed around it.
+    fn keep_free(&mut self, number: u8) {
+        let (config, devices) = (&self.config, &self.parts.devices);
+        let are_around = config.watchdog || config.pvpanic || devices.has_memory_devices();
+        if are_around && devices.taken_numbers().contains(&number) {
+            let numbers = self.config.removed_device_numbers.get_or_insert_default();
+            if !numbers.contains(&number) {
+                numbers.push(number);
+            }
+        }
+    }
+
     /// Asks the guest to eject a device; may be repeated.
     ///
     /// # Errors
@@ -201,6 +213,7 @@ impl Machine {
             self.record_device_numbers();
             if let Some(config) = self.config.without(&id) {
                 self.config = config;
+                self.keep_free(number.get());
             }
             log::info!("'{id}' was removed");
             events::emit("vm", "device-removed", &[("id", &id)]);

@@ -160,7 +160,8 @@ impl VirtioDevices {
     ) -> Result<Self, VirtioError> {
         let mut devices = Self { sink: Some(sink), ..Self::default() };
         let width = disk_width(config);
-        let mut taken = BTreeSet::new();
+        let mut taken: BTreeSet<u8> =
+            config.removed_device_numbers.iter().flatten().copied().collect();
         for (id, number) in requested_numbers(config) {
             taken.insert(number.get());
             context
@@ -446,6 +447,11 @@ impl VirtioDevices {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
         }
+    }
+
+    /// Whether there are virtio-mem devices.
+    pub fn has_memory_devices(&self) -> bool {
+        !self.mems.is_empty()
     }
 
     /// Device numbers that options request, and those that are counted down from the highest.
