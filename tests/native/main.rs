@@ -15,6 +15,7 @@ mod balloon;
 mod boot;
 mod clients;
 mod clock;
+mod console_sockets;
 mod copies;
 mod cuts;
 mod descriptors;
@@ -122,6 +123,7 @@ fn main() -> ExitCode {
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
+    console_sockets::add(&mut suite);
     copies::add(&mut suite);
     prefault::add(&mut suite);
     prezero::add(&mut suite);

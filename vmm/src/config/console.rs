@@ -41,8 +41,8 @@ option_family! {
         mode: ConsoleMode = ConsoleMode::Tty, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
-        /// Socket for mode `Socket`.
-        socket: Option<PathBuf> = None, "socket" as Opt<File>, unsupported();
+        /// Socket for mode `Socket`, at which the VMM listens for one client at a time.
+        socket: Option<PathBuf> = None, "socket" as Opt<File>;
         /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>, unsupported();
         /// Name of the device.
@@ -61,8 +61,8 @@ option_family! {
         mode: ConsoleMode = ConsoleMode::Null, "" as ModeWords, required();
         /// File for mode `File`.
         file: Option<PathBuf> = None, "file" as Opt<File>;
-        /// Socket for mode `Socket`.
-        socket: Option<PathBuf> = None, "socket" as Opt<File>, unsupported();
+        /// Socket for mode `Socket`, at which the VMM listens for one client at a time.
+        socket: Option<PathBuf> = None, "socket" as Opt<File>;
     }
 }
 
@@ -91,11 +91,11 @@ fn validate_target(
         ConsoleMode::File if file.is_none_or(|path| path.as_os_str().is_empty()) => {
             refuse("mode File needs a file")
         }
-        ConsoleMode::Socket => {
-            Err(ConfigError::Unsupported { names: vec![format!("{what} mode Socket")] })
+        ConsoleMode::Socket if socket.is_none_or(|path| path.as_os_str().is_empty()) => {
+            refuse("mode Socket needs a socket")
         }
         // `vm.info` reports the path of a pseudo terminal here, and clients send that back.
-        ConsoleMode::Pty | ConsoleMode::File => Ok(()),
+        ConsoleMode::Pty | ConsoleMode::File | ConsoleMode::Socket => Ok(()),
         _ if file.is_some() => refuse("file needs mode File"),
         _ if socket.is_some() => refuse("socket needs mode Socket"),
         _ => Ok(()),

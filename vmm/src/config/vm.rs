@@ -99,7 +99,7 @@ option_family! {
         pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly, unsupported();
         /// Device numbers that devices had requested which were removed since. The watchdog, the panic device and memory
         /// devices were placed around them, and are found there again. Kept by the VMM.
-        removed_device_numbers: Option<Vec<u8>> = None, "" as JsonOnly;
+        removed_device_numbers: Option<Vec<u8>> = None, "" as JsonOnly, hidden();
         /// Options of the machine as a whole.
         platform: Option<PlatformConfig> = None, "" as JsonOnly;
         /// Trusted platform module.

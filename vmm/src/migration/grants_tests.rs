@@ -176,6 +176,7 @@ fn no_path_of_a_configuration_is_forgotten() {
     }
     let known = BTreeSet::from([
         ("console", "file"),
+        ("console", "socket"),
         ("debug-console", "file"),
         ("device", "path"),
         ("disk", "path"),
@@ -187,6 +188,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("payload", "kernel"),
         ("rng", "src"),
         ("serial", "file"),
+        ("serial", "socket"),
         ("vsock", "socket"),
     ]);
     assert_eq!(found, known, "a name of the host's: see names()");

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
 mod clients;
+mod compatibility;
 mod description;
 mod rights;
 mod sockets;

@@ -101,10 +101,17 @@ fn console_modes() {
     assert_eq!(debug, DebugConsoleConfig::default());
     // The last `file=` counts, and it names no file: nothing says where the text goes.
     DebugConsoleConfig::parse("file=/a,file=").unwrap_err();
-    assert!(matches!(
-        params(|p| p.serial = Some("socket=/x".into())),
-        Err(ConfigError::Unsupported { .. })
-    ));
+    for text in ["socket=/x", "file=/x", "pty"] {
+        params(|p| p.serial = Some(text.into())).unwrap();
+        params(|p| p.console = Some(text.into())).unwrap();
+    }
+    let without = |name: &str| {
+        let json = serde_json::json!({"payload": {"kernel": "/k"}, name: {"mode": "Socket"}});
+        serde_json::from_value::<VmConfig>(json).unwrap().complete().unwrap_err().to_string()
+    };
+    for name in ["serial", "console", "debug_console"] {
+        assert!(without(name).contains("needs a socket"), "{}", without(name));
+    }
 }
 
 #[test]

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The page that says what of cloud-hypervisor's interface this version has, made from the list of that interface and
+//! from the definitions here.
+
+use std::fmt::Write as _;
+
+use serde_json::Value;
+
+use super::super::endpoints::{ENDPOINTS, UNSUPPORTED};
+use super::super::openapi;
+use super::*;
+use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
+
+/// What is accepted and is not as there: the schema, the field, and how it differs.
+const DIFFERENT: &[(&str, &str, &str)] = &[
+    ("CpusConfig", "max_vcpus", "vCPUs cannot be added while the guest runs"),
+    ("CpusConfig", "core_scheduling", "`Vcpu` is refused"),
+    ("MemoryConfig", "hotplug_method", "`Acpi` cannot add memory; `VirtioMem` can"),
+    (
+        "DiskConfig",
+        "image_type",
+        "`Unknown` never detects a format, but refuses an image that looks like another than raw",
+    ),
+    ("VmResize", "desired_vcpus", "only the present number is accepted"),
+];
+
+fn upstream() -> Value {
+    serde_json::from_str(include_str!("../compat.json")).unwrap()
+}
+
+fn names(list: impl Iterator<Item = String>) -> String {
+    let list: Vec<_> = list.map(|name| format!("`{name}`")).collect();
+    if list.is_empty() { "none".to_owned() } else { list.join(", ") }
+}
+
+fn page() -> String {
+    let mut out = String::from(
+        "<!-- SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause -->\n\
+         # Compatibility with cloud-hypervisor\n\n\
+         What of the interface of cloud-hypervisor v53 (API 0.3.0) this version has. The page is generated from the\n\
+         list of that interface and from the definitions in the code; a test keeps it up to date. Options of the command\n\
+         line have the same keys as the JSON fields; [options.md](options.md) has all of them, and\n\
+         [events.md](events.md) the events.\n\n\
+         ## Requests\n\n\
+         A request that is not supported is answered with 501 and its name.\n\n\
+         | request | here |\n| --- | --- |\n",
+    );
+    let upstream = upstream();
+    let paths = upstream["paths"].as_object().unwrap();
+    for path in paths.keys() {
+        let here = if UNSUPPORTED.contains(&path.as_str()) { "no" } else { "yes" };
+        let _ = writeln!(out, "| `{path}` | {here} |");
+    }
+    let own = ENDPOINTS.iter().map(|endpoint| endpoint.path);
+    let own = own.filter(|path| !paths.contains_key(*path)).map(str::to_owned);
+    let _ = writeln!(out, "\nOnly here: {}.\n", names(own));
+    out.push_str(
+        "## JSON fields\n\n\
+         Fields in the third column are known by name, and only their default is accepted: the VM is refused with all of\n\
+         them in one message. The last column has the fields that cloud-hypervisor does not know.\n\n\
+         | object | accepted | default only | only here |\n| --- | --- | --- | --- |\n",
+    );
+    let described = serde_json::to_value(openapi::document()).unwrap();
+    for family in families() {
+        let fields = &upstream["schemas"][family.type_name]["fields"];
+        let Some(fields) = fields.as_object() else { continue };
+        let is_refused = UNSUPPORTED_FAMILIES.contains(&family.name);
+        let ours = &described["components"]["schemas"][family.type_name]["properties"];
+        let is_accepted = |name: &String| {
+            let field = family.fields.iter().find(|field| field.spec.field == name);
+            !is_refused
+                && !ours[name].is_null()
+                && field.is_none_or(|field| !field.spec.unsupported)
+        };
+        let (accepted, refused): (Vec<_>, Vec<_>) = fields.keys().cloned().partition(is_accepted);
+        let own = family.fields.iter().filter(|field| !field.spec.hidden && !field.spec.answer);
+        let own = own.map(|field| field.spec.field.to_owned());
+        let own = own.filter(|name| !is_refused && !name.is_empty() && !fields.contains_key(name));
+        let _ = writeln!(
+            out,
+            "| `{}` | {} | {} | {} |",
+            family.type_name,
+            names(accepted.into_iter()),
+            names(refused.into_iter()),
+            names(own)
+        );
+    }
+    out.push_str("\n## Differences\n\n| field | how |\n| --- | --- |\n");
+    for (schema, field, how) in DIFFERENT {
+        assert!(
+            upstream["schemas"][schema]["fields"][field].is_string(),
+            "{schema}.{field} is not in the list"
+        );
+        let _ = writeln!(out, "| `{schema}.{field}` | {how} |");
+    }
+    out
+}
+
+#[test]
+fn the_page_of_compatibility_is_up_to_date() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/compatibility.md");
+    let now = page();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(path, &now).unwrap();
+    }
+    let kept = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(kept == now, "docs/compatibility.md is stale, run the test with UPDATE_DOCS=1");
+}
