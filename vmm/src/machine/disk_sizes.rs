@@ -2,12 +2,13 @@
 
 //! Changing the size of a disk of a machine.
 //!
-//! Owns the pause of its device where the disk becomes smaller. Must never be called on a thread that may not wait for
+//! Owns the stop of vCPUs and device where the disk becomes smaller. Must never be called on a thread that may not wait for
 //! storage.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use devices::virtio::PendingPause;
 use devices::virtio::block::{DiskResizer, ResizeDiskError};
 use pci::VirtioPciDevice;
 use thiserror::Error;
@@ -59,19 +60,32 @@ impl Machine {
         let disk = self.disk_resizer(id)?;
         let failed = |source| DiskSizeError::Disk { id: id.to_owned(), source };
         disk.check(size_bytes).map_err(failed)?;
-        let device = self.parts.devices.function_of(id).filter(|_| !self.paused);
-        let paused = match device.filter(|_| disk.cuts(size_bytes)) {
-            Some(device) => {
-                finish_requests(id, &device, cancel)?;
-                Some(device)
-            }
-            None => None,
-        };
-        let resized = disk.resize(size_bytes);
-        if let Some(device) = paused {
-            device.resume();
+        if self.paused || !disk.cuts(size_bytes) {
+            return Ok(disk.resize(size_bytes).map_err(failed)?);
         }
-        Ok(resized.map_err(failed)?)
+        let Some(device) = self.parts.devices.function_of(id) else {
+            return Err(DiskSizeError::Unknown(id.to_owned()).into());
+        };
+        // What is under way is finished beside the running guest, and what it has requested meanwhile after it has
+        // stopped: vCPUs that are out of the device cannot reset it either.
+        let pending = finish_requests(id, &device, cancel)?;
+        let stopped = self
+            .pause_vcpus(FINISH_TIME_MAX, &|| cancel.is_cancelled())
+            .and_then(|()| finish_requests(id, &device, cancel));
+        let resized = match stopped {
+            Ok(_) => {
+                device.pause();
+                let resized = disk.resize(size_bytes);
+                device.resume();
+                resized.map_err(|source| failed(source).into())
+            }
+            Err(error) => {
+                pending.withdraw();
+                Err(error)
+            }
+        };
+        self.vcpus.resume_all();
+        resized
     }
 
     /// The disk with this id.
@@ -85,27 +99,26 @@ impl Machine {
     }
 }
 
-/// Pauses a device, or leaves it as it is.
+/// Has a device take no further requests and waits until it has finished all that it has. After an error it works as
+/// before.
 fn finish_requests(
     id: &str,
     device: &Arc<VirtioPciDevice>,
     cancel: &CancelToken,
-) -> Result<(), MachineError> {
+) -> Result<PendingPause, MachineError> {
     let until = Instant::now() + FINISH_TIME_MAX;
-    // Without a value a driver is resetting the device, which waits for its requests.
-    if let Some(pending) = device.begin_pause() {
-        while !pending.wait_until(until.min(Instant::now() + LOOK_EVERY)) {
-            let is_late = until <= Instant::now();
-            if is_late || cancel.is_cancelled() {
-                pending.withdraw();
-                return Err(if is_late {
-                    DiskSizeError::Busy { id: id.to_owned() }.into()
-                } else {
-                    MachineError::PauseWithdrawn
-                });
-            }
+    // Without a value a vCPU uses the device's registers, for a reset, say.
+    let pending = device.begin_pause().unwrap_or_default();
+    while !pending.wait_until(until.min(Instant::now() + LOOK_EVERY)) {
+        let is_late = until <= Instant::now();
+        if is_late || cancel.is_cancelled() {
+            pending.withdraw();
+            return Err(if is_late {
+                DiskSizeError::Busy { id: id.to_owned() }.into()
+            } else {
+                MachineError::PauseWithdrawn
+            });
         }
     }
-    device.pause();
-    Ok(())
+    Ok(pending)
 }

@@ -136,7 +136,7 @@ impl Machine {
         Ok(late)
     }
 
-    fn pause_vcpus(
+    pub(super) fn pause_vcpus(
         &self,
         within: Duration,
         is_cancelled: &dyn Fn() -> bool,

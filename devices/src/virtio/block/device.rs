@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
 use virtio_bindings::virtio_blk as abi;
 
 use super::config::{self, ConfigInput};
@@ -21,7 +22,7 @@ use super::pool::QueueThreads;
 #[cfg(any(test, feature = "testing"))]
 use super::request::Range;
 use super::request::SERIAL_BYTES;
-use super::resize::{ConfigInterrupt, DiskResizer};
+use super::resize::{DiskResizer, Notice};
 use super::ring::Ring;
 use super::state;
 #[cfg(any(test, feature = "testing"))]
@@ -103,8 +104,8 @@ pub struct Block {
     writeback: Arc<AtomicBool>,
     counters: Arc<BlockCounters>,
     full: Arc<NoSpace>,
-    /// Set while the device is active.
-    interrupt: Arc<ConfigInterrupt>,
+    /// For changes of the size.
+    notice: Arc<Mutex<Notice>>,
     workers: Workers,
 }
 
@@ -137,7 +138,7 @@ impl Block {
             writeback: Arc::new(AtomicBool::new(true)),
             counters: Arc::default(),
             full: Arc::default(),
-            interrupt: Arc::default(),
+            notice: Arc::default(),
             workers: Workers::default(),
         }
     }
@@ -156,8 +157,8 @@ impl Block {
 
     /// Handle to change the size of the disk.
     pub fn resizer(&self) -> DiskResizer {
-        let (full, interrupt) = (Arc::clone(&self.full), Arc::clone(&self.interrupt));
-        DiskResizer { lock: self.lock(), full, interrupt }
+        let (full, notice) = (Arc::clone(&self.full), Arc::clone(&self.notice));
+        DiskResizer { lock: self.lock(), full, notice }
     }
 
     /// The device's counters.
@@ -332,10 +333,11 @@ impl VirtioDevice for Block {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        *self.interrupt.lock() = Some(Arc::clone(&activation.interrupt));
+        let interrupt = Arc::clone(&activation.interrupt);
         let started = self.start(activation);
-        if started.is_err() {
-            *self.interrupt.lock() = None;
+        if started.is_ok() {
+            self.notice.lock().activate(&interrupt);
+        } else {
             self.workers.stop();
             self.full.forget();
         }
@@ -343,7 +345,7 @@ impl VirtioDevice for Block {
     }
 
     fn reset(&mut self) {
-        *self.interrupt.lock() = None;
+        self.notice.lock().reset();
         self.workers.stop();
         let kept = self.full.forget();
         if kept > 0 {

@@ -4,7 +4,8 @@
 //!
 //! Owns the order of the steps: the lock covers the new size before the file has it, and the driver is notified when
 //! requests to all of it can be carried out. A block device of the host has its size from elsewhere and is only asked
-//! for it. Must never cut an image while requests are in flight: the caller pauses the device for that.
+//! for it. Must never cut an image while requests are in flight: the caller stops vCPUs and device for
+//! that, and never change one that is not locked.
 
 use std::io;
 use std::sync::Arc;
@@ -50,6 +51,9 @@ pub enum ResizeDiskError {
     /// Requests wait for free space, some of which may be for the part that goes.
     #[error("requests wait for free space on the host: it can be made smaller when they are done")]
     Waiting,
+    /// The image is not locked.
+    #[error("its image is not locked by this VM, and may be in use by another")]
+    NotLocked,
     /// The lock cannot be extended.
     #[error("another process has a lock on the part that would be added")]
     Locked,
@@ -58,15 +62,43 @@ pub enum ResizeDiskError {
     Host(#[source] io::Error),
 }
 
-/// The interrupt of an active device, for changes of its configuration.
-pub(super) type ConfigInterrupt = Mutex<Option<Arc<dyn VirtioInterrupt>>>;
+/// How a driver is told that the configuration has changed.
+#[derive(Default)]
+pub(super) struct Notice {
+    /// That of an active device.
+    interrupt: Option<Arc<dyn VirtioInterrupt>>,
+    /// Whether a driver is to be told when the device is activated: one that was restored has read the old size.
+    is_due: bool,
+}
+
+impl Notice {
+    /// The device is active, and tells the driver what it has missed.
+    pub(super) fn activate(&mut self, interrupt: &Arc<dyn VirtioInterrupt>) {
+        if std::mem::take(&mut self.is_due) {
+            interrupt.config_changed();
+        }
+        self.interrupt = Some(Arc::clone(interrupt));
+    }
+
+    /// The device is reset. A driver reads the configuration after that.
+    pub(super) fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    fn tell(&mut self) {
+        match &self.interrupt {
+            Some(interrupt) => interrupt.config_changed(),
+            None => self.is_due = true,
+        }
+    }
+}
 
 /// Handle to change the size of a disk while the transport owns its device.
 #[derive(Clone)]
 pub struct DiskResizer {
     pub(super) lock: DiskLock,
     pub(super) full: Arc<NoSpace>,
-    pub(super) interrupt: Arc<ConfigInterrupt>,
+    pub(super) notice: Arc<Mutex<Notice>>,
 }
 
 impl DiskResizer {
@@ -90,6 +122,9 @@ impl DiskResizer {
         }
         if disk.readonly() && !disk.is_device() {
             return Err(ResizeDiskError::ReadOnly);
+        }
+        if !self.lock.is_held() {
+            return Err(ResizeDiskError::NotLocked);
         }
         let block_bytes = disk.topology().logical_block_bytes;
         if size_bytes == 0 || !size_bytes.is_multiple_of(block_bytes) {
@@ -123,18 +158,15 @@ impl DiskResizer {
             disk.file_to_change().set_len(size_bytes).map_err(ResizeDiskError::Host)?;
         }
         disk.set_size_bytes(size_bytes);
-        let interrupt = self.interrupt.lock().clone();
-        if let Some(interrupt) = interrupt {
-            interrupt.config_changed();
-        }
+        self.notice.lock().tell();
         Ok(())
     }
 
-    /// Locks the bytes that are added, if the disk is locked.
+    /// Locks the bytes that are added, too.
     fn extend_lock(&self, size_bytes: u64) -> Result<(), ResizeDiskError> {
         let mut locked = self.disk().condition.locked_bytes();
-        let is_enough = locked.is_none_or(|locked_bytes| locked_bytes >= size_bytes);
-        if is_enough || self.lock.granularity == LockGranularity::Full {
+        let locked_bytes = locked.ok_or(ResizeDiskError::NotLocked)?;
+        if locked_bytes >= size_bytes || self.lock.granularity == LockGranularity::Full {
             return Ok(());
         }
         self.lock.set_len(size_bytes).map_err(|error| match error.raw_os_error() {

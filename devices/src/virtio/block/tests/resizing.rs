@@ -17,6 +17,7 @@ fn capacity(device: &Block) -> u64 {
 fn a_driver_is_told_of_a_larger_disk_and_uses_it() {
     with_both_engines(|synchronous| {
         let mut fixture = Fixture::new(|config| config.disable_io_uring = synchronous);
+        fixture.device.lock().lock().unwrap();
         let resizer = fixture.device.resizer();
         let write = [readable(BUFFER, 512)];
         let beyond = fixture.request(abi::VIRTIO_BLK_T_OUT, SECTORS + 3, &write);
@@ -40,6 +41,7 @@ fn a_driver_is_told_of_a_larger_disk_and_uses_it() {
 #[test]
 fn what_is_cut_off_is_neither_read_nor_written() {
     let mut fixture = Fixture::new(|_| {});
+    fixture.device.lock().lock().unwrap();
     let resizer = fixture.device.resizer();
     assert!(resizer.cuts((SECTORS - 8) * 512) && !resizer.cuts(SECTORS * 512));
     fixture.device.pause();
@@ -80,7 +82,11 @@ fn the_lock_is_of_the_disk_as_it_is() {
 #[test]
 fn a_size_that_a_disk_cannot_have_is_refused() {
     let image = image();
-    let resizer = |config: BlockConfig| Block::new(config).unwrap().resizer();
+    let resizer = |config: BlockConfig| {
+        let device = Block::new(config).unwrap();
+        device.lock().lock().unwrap();
+        device.resizer()
+    };
     for size_bytes in [0, 513, u64::MAX] {
         let error = resizer(config(&image)).resize(size_bytes).unwrap_err();
         assert!(matches!(error, ResizeDiskError::Size { .. }), "{error}");
@@ -108,9 +114,26 @@ fn a_block_device_has_the_size_that_the_host_gives_it() {
     let path = device.path.clone().into();
     let block = Block::new(BlockConfig { path, ..BlockConfig::default() }).unwrap();
     let resizer = block.resizer();
+    assert!(matches!(resizer.resize(512), Err(ResizeDiskError::NotLocked)));
+    block.lock().lock().unwrap();
     let error = resizer.resize(2 * SECTORS * 512).unwrap_err();
     assert!(matches!(error, ResizeDiskError::Device { .. }), "{error}");
     device.grow(2 * SECTORS * 512);
     resizer.resize(2 * SECTORS * 512).unwrap();
     assert_eq!(capacity(&block), 2 * SECTORS);
+}
+
+#[test]
+fn a_driver_that_was_not_there_is_told_when_its_device_works_again() {
+    let image = image();
+    let mut device = Block::new(config(&image)).unwrap();
+    device.lock().lock().unwrap();
+    // As of a guest that is restored and not yet resumed.
+    device.resizer().resize(2 * SECTORS * 512).unwrap();
+    let driver = Driver::new(1, 64);
+    driver.activate_all(&mut device);
+    assert_eq!(driver.interrupt.config_changes(), 1);
+    device.reset();
+    driver.activate_all(&mut device);
+    assert_eq!(driver.interrupt.config_changes(), 1, "once, and not after a reset");
 }
