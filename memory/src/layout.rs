@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Alignment of memory that is added later: the largest unit in which a 64-bit guest adds memory, so
 /// that all of it is usable.
-const LATER_ALIGN_BYTES: u64 = 2 << 30;
+pub const LATER_ALIGN_BYTES: u64 = 2 << 30;
 
 /// A range of guest physical addresses without RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

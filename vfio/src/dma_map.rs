@@ -147,10 +147,13 @@ impl DmaMap {
                 wanted.blocks
             );
         }
+        // A chunk that ended within a block would be the end of a piece.
+        let block_bytes =
+            populator.regions().iter().filter_map(|region| region.block_bytes()).max();
         Arc::new(Self {
             target,
             piece_bytes,
-            chunk_bytes: piece_bytes.max(CHUNK_BYTES),
+            chunk_bytes: piece_bytes.max(CHUNK_BYTES).max(block_bytes.unwrap_or(0)),
             state: Mutex::default(),
             unlocked: Condvar::new(),
             phase: Mutex::default(),

@@ -94,6 +94,15 @@ mod tests {
     }
 
     #[test]
+    fn a_block_is_one_mapping_however_large_it_is() {
+        let ram = ram(GIB, 1, 4, 256 * MIB);
+        let populator = GuestRamPopulator::new(Arc::clone(&ram), None);
+        let target = Arc::new(FakeTarget::default());
+        let dma_map = DmaMap::plan(target, &populator, true, Box::new(|_| {}));
+        assert_eq!(dma_map.chunk_bytes(), 256 * MIB, "no chunk ends within a block");
+    }
+
+    #[test]
     fn memory_that_is_there_comes_before_blocks_beyond_the_limit() {
         let ram = ram(GIB, 4, 256, 16 * MIB);
         assert_eq!(planned(&ram, 2100), (2 * MIB, true), "787 are left for 1024 blocks");

@@ -8,18 +8,19 @@
 
 use std::ops::Range;
 
-use arch::layout::HighHole as LeftOut;
-use memory::GuestRam;
+use arch::layout::{HIGH_RAM_64_GPA, HighHole as LeftOut};
+use memory::{GuestRam, LATER_ALIGN_BYTES};
 use vfio::{HYPERTRANSPORT, HostReach, VfioError};
 
 use super::backend::place_of;
 use crate::config::memory::HighHole;
-use crate::config::{DeviceConfig, VmConfig};
+use crate::config::{DeviceConfig, MemoryConfig, VmConfig};
 
-/// Leaves out the addresses that the IOMMU of a device keeps for HyperTransport, unless the configuration says
-/// what is left out. Called before a guest boots.
+/// Leaves out the addresses that the IOMMU of a device keeps for HyperTransport, if memory would reach them and the
+/// configuration does not say what is left out. Called before a guest boots. What is chosen is in the configuration
+/// for good, and earlier versions do not know it: a VM that has no use for it does without.
 pub fn choose_high_hole(config: &mut VmConfig) {
-    if config.memory.high_hole.is_some() {
+    if config.memory.high_hole.is_some() || !may_reach(&config.memory, *HYPERTRANSPORT.start()) {
         return;
     }
     // A device that cannot be found is reported when it is opened.
@@ -35,6 +36,16 @@ pub fn choose_high_hole(config: &mut VmConfig) {
         );
         config.memory.high_hole = Some(HighHole::HyperTransport);
     }
+}
+
+/// Whether memory, with all that may be plugged, may have addresses from `gpa` on: it has a hole below 4 GiB, and each
+/// part that is added later begins at a multiple of its alignment.
+fn may_reach(memory: &MemoryConfig, gpa: u64) -> bool {
+    let later = memory.zones.iter().flatten().map(|zone| zone.hotplug_size);
+    let later: Vec<u64> = later.chain([memory.hotplug_size]).flatten().collect();
+    let gaps_bytes = HIGH_RAM_64_GPA.saturating_add(LATER_ALIGN_BYTES * (later.len() as u64));
+    let later_bytes = later.into_iter().fold(gaps_bytes, u64::saturating_add);
+    memory.total_bytes().unwrap_or(u64::MAX).saturating_add(later_bytes) > gpa
 }
 
 /// Compares guest memory with what the host says of a device, which need not be open.
@@ -96,7 +107,7 @@ mod tests {
     #[test]
     fn a_device_behind_an_iommu_of_amd_leaves_a_hole_unless_configured() {
         let (amd, intel) = (device(AMD), device(INTEL));
-        let memory = json!({"size": 512 * GIB});
+        let memory = json!({"size": 1012 * GIB});
         assert_eq!(chosen(&memory, &[]), None);
         assert_eq!(chosen(&memory, &[intel.as_path()]), None);
         let both = chosen(&memory, &[intel.as_path(), amd.as_path()]);
@@ -106,6 +117,12 @@ mod tests {
         let asked = json!({"size": 512 * GIB, "high_hole": "HyperTransport"});
         assert_eq!(chosen(&asked, &[]), Some(HighHole::HyperTransport));
         assert_eq!(chosen(&memory, &[Path::new("/nowhere")]), None);
+        // A guest whose memory is below the hole has the layout that it always had.
+        for small in [json!({"size": GIB}), json!({"size": 1000 * GIB})] {
+            assert_eq!(chosen(&small, &[amd.as_path()]), None);
+        }
+        let grows = json!({"size": GIB, "hotplug_method": "VirtioMem", "hotplug_size": 1012 * GIB});
+        assert_eq!(chosen(&grows, &[amd.as_path()]), Some(HighHole::HyperTransport));
     }
 
     #[test]
