@@ -232,7 +232,7 @@ impl Prefault {
             .map_err(PrefaultError::Spawn)?
     }
 
-    /// Starts so many threads for each queue.
+    /// Starts so many threads for each queue, or as many of them as the host gives: one for each at least.
     fn start_threads(mut self, counts: Vec<usize>) -> Result<Self, PrefaultError> {
         for (queue, count) in counts.into_iter().enumerate() {
             for number in 0..count {
@@ -243,9 +243,17 @@ impl Prefault {
                     move || engine.cancel()
                 };
                 let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
-                let thread = StoppableThread::build(builder, stop, move || engine.serve(queue))
-                    .map_err(PrefaultError::Spawn)?;
-                self.threads.push(thread);
+                match StoppableThread::build(builder, stop, move || engine.serve(queue)) {
+                    Ok(thread) => self.threads.push(thread),
+                    Err(error) if number == 0 => return Err(PrefaultError::Spawn(error)),
+                    Err(error) => {
+                        log::warn!(
+                            "{number} threads populate memory and not {count}, as no more can be started: {error}"
+                        );
+                        (number..count).for_each(|_| self.engine.end());
+                        break;
+                    }
+                }
             }
         }
         Ok(self)

@@ -132,6 +132,8 @@ fn start(
         threads: prefault_threads(config),
         observer: Some(Arc::new(watcher)),
         spares_discarded: when == Prefault::Background,
+        // The guest runs meanwhile, and there may be a thread on each of its CPUs.
+        yields_to_guest: when == Prefault::Background,
         ..PrefaultOptions::default()
     };
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))
