@@ -9,7 +9,6 @@ use serde_json::Value;
 
 use super::super::endpoints::{ENDPOINTS, UNSUPPORTED};
 use super::super::openapi;
-use super::*;
 use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
 
 /// What is accepted and is not as there: the schema, the field, and how it differs.
