@@ -30,6 +30,8 @@ mod dma_map;
 #[cfg(test)]
 mod dma_map_tests;
 mod entries;
+#[cfg(test)]
+mod entries_tests;
 mod error;
 mod express;
 #[cfg(any(test, feature = "testing"))]
