@@ -83,6 +83,7 @@ mod processors;
 mod ram;
 mod ram_discard;
 mod region;
+mod reserved;
 
 mod zero;
 mod zone_file;
@@ -109,6 +110,7 @@ pub use processors::run_on_node;
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
 pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};
+pub use reserved::ReservedRange;
 pub use zero::is_zero;
 pub use zone_file::LockedFile;
 pub use zone_kind::ZoneKind;

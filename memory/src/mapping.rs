@@ -10,6 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
+use crate::reserved::ReservedRange;
 use crate::to_usize;
 
 /// Parameters of a mapping.
@@ -51,7 +52,7 @@ pub struct Mapping {
     len_bytes: u64,
     flags: i32,
     /// The reservation that contains the range.
-    _reserved: Reserved,
+    _reserved: ReservedRange,
 }
 
 // SAFETY: the mapping is an address range, not Rust data; it is only reached through raw pointers
@@ -59,41 +60,6 @@ pub struct Mapping {
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
-
-/// A reserved, inaccessible address range; unmapped on drop.
-#[derive(Debug)]
-struct Reserved {
-    start: *mut libc::c_void,
-    len: usize,
-}
-
-impl Reserved {
-    fn new(len: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping without access at an address of the kernel's choice.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(Self { start, len })
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        // SAFETY: the range is ours, whatever was mapped into it since; views hold an `Arc` of the
-        // `Mapping` that owns it.
-        unsafe { libc::munmap(self.start, self.len) };
-    }
-}
 
 impl Mapping {
     /// Maps as requested, readable and writable, without populating.
@@ -109,9 +75,9 @@ impl Mapping {
             .checked_add(align)
             .and_then(|room| room.checked_add(GUARD_BYTES))
             .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let reserved = Reserved::new(room)?;
+        let reserved = ReservedRange::new(room)?;
         let wanted = to_usize(request.congruent_to % request.align_bytes);
-        let lowest = reserved.start.addr() + GUARD_BYTES;
+        let lowest = reserved.start().addr() + GUARD_BYTES;
         let before = GUARD_BYTES + (wanted.wrapping_sub(lowest) & (align - 1));
 
         let sharing = if request.shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
@@ -125,7 +91,7 @@ impl Mapping {
         // reserved just now.
         let mapped = unsafe {
             libc::mmap(
-                reserved.start.byte_add(before),
+                reserved.start().byte_add(before),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
                 flags | libc::MAP_FIXED,

@@ -14,6 +14,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use memory::ReservedRange;
+
 /// Sizes of the huge pages of x86-64, largest first.
 const HUGE_PAGES_BYTES: [u64; 2] = [1 << 30, 2 << 20];
 const PAGE_BYTES: u64 = 4096;
@@ -33,14 +35,7 @@ pub struct BarMapping {
     address: *mut libc::c_void,
     len: usize,
     /// The address range that contains the mapping; unmapped as a whole.
-    _reserved: Reserved,
-}
-
-/// A reserved, inaccessible address range; unmapped on drop, with what was mapped into it.
-#[derive(Debug)]
-struct Reserved {
-    start: *mut libc::c_void,
-    len: usize,
+    _reserved: ReservedRange,
 }
 
 // SAFETY: the addresses are never dereferenced here, and the mapping belongs to the process, not to a
@@ -48,35 +43,6 @@ struct Reserved {
 unsafe impl Send for BarMapping {}
 // SAFETY: as above; there is nothing to be shared but numbers.
 unsafe impl Sync for BarMapping {}
-
-impl Reserved {
-    fn new(len: usize) -> io::Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice changes nothing that is there.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if start == libc::MAP_FAILED {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(Self { start, len })
-        }
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        // SAFETY: the range was reserved in `new` and is unmapped once; the code that mapped what it contains
-        // into a guest held a share in that until it was over.
-        unsafe { libc::munmap(self.start, self.len) };
-    }
-}
 
 impl BarMapping {
     /// Maps `range`, whole pages of a BAR of `bar_len_bytes`, shared, readable and writable. In `file` it begins
@@ -102,14 +68,14 @@ impl BarMapping {
         let modulus_bytes = modulus_bytes(bar_len_bytes, len_bytes);
         // Addresses are multiples of a page, so that much is enough to reach any of them.
         let slack = usize::try_from(modulus_bytes - PAGE_BYTES).map_err(|_| invalid())?;
-        let reserved = Reserved::new(len.checked_add(slack).ok_or_else(invalid)?)?;
-        let before = range.start.wrapping_sub(reserved.start.addr() as u64) & (modulus_bytes - 1);
+        let reserved = ReservedRange::new(len.checked_add(slack).ok_or_else(invalid)?)?;
+        let before = range.start.wrapping_sub(reserved.start().addr() as u64) & (modulus_bytes - 1);
         let before = usize::try_from(before).map_err(|_| invalid())?;
         // SAFETY: `before` is a multiple of the page size below `modulus_bytes`, so at most `slack`, and the
         // mapping replaces only a part of what was reserved just now.
         let address = unsafe {
             libc::mmap(
-                reserved.start.byte_add(before),
+                reserved.start().byte_add(before),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED | libc::MAP_FIXED,
