@@ -8,7 +8,7 @@
 
 use std::fs;
 use std::ops::{Range, RangeInclusive};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::error::VfioError;
 use crate::sysfs::{HostPlace, path_of_node};
@@ -29,11 +29,14 @@ pub struct HostReach {
 impl HostReach {
     /// Of a function, which need not be open.
     pub fn of(place: &HostPlace) -> Self {
-        let path = match place {
-            HostPlace::Sysfs(path) | HostPlace::Prepinned { path, .. } => Some(path.clone()),
-            HostPlace::Descriptor(node) => path_of_node(node),
-        };
-        path.map_or_else(|| Self::new(u64::MAX, Vec::new()), |path| Self::in_sysfs(&path))
+        path_of(place).map_or_else(|| Self::new(u64::MAX, Vec::new()), |path| Self::in_sysfs(&path))
+    }
+
+    /// Bytes of guest addresses that the BARs of a function may take, with what aligning them may leave free: each is
+    /// aligned to its length.
+    pub fn bars_bytes(place: &HostPlace) -> u64 {
+        let text = path_of(place).and_then(|path| fs::read_to_string(path.join("resource")).ok());
+        bars_bytes(&text.unwrap_or_default())
     }
 
     fn in_sysfs(path: &Path) -> Self {
@@ -73,6 +76,26 @@ impl HostReach {
     pub fn check(&self, memory: &[Range<u64>]) -> Result<(), VfioError> {
         check(&self.valid, memory)
     }
+}
+
+/// The function's directory in sysfs, if it is known.
+fn path_of(place: &HostPlace) -> Option<PathBuf> {
+    match place {
+        HostPlace::Sysfs(path) | HostPlace::Prepinned { path, .. } => Some(path.clone()),
+        HostPlace::Descriptor(node) => path_of_node(node),
+    }
+}
+
+/// The bytes for [`HostReach::bars_bytes`] from the lines of `resource`, of which the first six are BARs: first address, last address, flags.
+fn bars_bytes(lines: &str) -> u64 {
+    let length = |line: &str| {
+        let mut words = line.split_whitespace();
+        let mut number = || u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok();
+        let (start, last) = (number()?, number()?);
+        (last > start).then(|| (last - start).saturating_add(1))
+    };
+    let lengths = lines.lines().take(pci::BARS_COUNT.into()).filter_map(length);
+    lengths.fold(0_u64, |sum, len| sum.saturating_add(len.saturating_mul(2)))
 }
 
 /// Width of the I/O addresses of an Intel IOMMU in bits, from its capability register: MGAW, bits 21 to 16.

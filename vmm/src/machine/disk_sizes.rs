@@ -69,6 +69,8 @@ impl Machine {
         // What is under way is finished beside the running guest, and what it has requested meanwhile after it has
         // stopped: vCPUs that are out of the device cannot reset it either.
         let pending = finish_requests(id, &device, cancel)?;
+        // The guest cannot reset it meanwhile.
+        self.stop_watchdog();
         let stopped = self
             .pause_vcpus(FINISH_TIME_MAX, &|| cancel.is_cancelled())
             .and_then(|()| finish_requests(id, &device, cancel));
@@ -85,6 +87,7 @@ impl Machine {
             }
         };
         self.vcpus.resume_all();
+        self.start_watchdog();
         resized
     }
 

@@ -23,6 +23,7 @@ use super::passthrough::PassthroughError;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
 use super::{CancelToken, Machine, MachineError};
+use crate::config::vm::{PVPANIC_ID, WATCHDOG_ID};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
@@ -171,9 +172,14 @@ impl Machine {
 
     /// Notes that a device is gone whose number was requested, if devices were placed around it.
     fn keep_free(&mut self, number: u8) {
-        let (config, devices) = (&self.config, &self.parts.devices);
-        let are_around = config.watchdog || config.pvpanic || devices.has_memory_devices();
-        if are_around && devices.taken_numbers().contains(&number) {
+        let mems = self.parts.devices.mems();
+        let is_placed_down = |id: &str| {
+            id == WATCHDOG_ID || id == PVPANIC_ID || mems.iter().any(|(other, _)| other == id)
+        };
+        let functions = self.functions().into_iter();
+        let mut below = functions.filter(|other| other.bdf.device() < number);
+        let is_above = below.any(|other| is_placed_down(&other.id));
+        if is_above && self.parts.devices.taken_numbers().contains(&number) {
             let numbers = self.config.removed_device_numbers.get_or_insert_default();
             if !numbers.contains(&number) {
                 numbers.push(number);

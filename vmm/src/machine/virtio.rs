@@ -449,11 +449,6 @@ impl VirtioDevices {
         }
     }
 
-    /// Whether there are virtio-mem devices.
-    pub fn has_memory_devices(&self) -> bool {
-        !self.mems.is_empty()
-    }
-
     /// Device numbers that options request, and those that are counted down from the highest.
     pub fn taken_numbers(&self) -> &BTreeSet<u8> {
         &self.taken

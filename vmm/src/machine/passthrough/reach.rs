@@ -16,11 +16,16 @@ use super::backend::place_of;
 use crate::config::memory::HighHole;
 use crate::config::{DeviceConfig, MemoryConfig, VmConfig};
 
-/// Leaves out the addresses that the IOMMU of a device keeps for HyperTransport, if memory would reach them and the
-/// configuration does not say what is left out. Called before a guest boots. What is chosen is in the configuration
+/// Leaves out the addresses that the IOMMU of a device keeps for HyperTransport, if memory or BARs may reach them and
+/// the configuration does not say what is left out. Called before a guest boots. What is chosen is in the configuration
 /// for good, and earlier versions do not know it: a VM that has no use for it does without.
 pub fn choose_high_hole(config: &mut VmConfig) {
-    if config.memory.high_hole.is_some() || !may_reach(&config.memory, *HYPERTRANSPORT.start()) {
+    if config.memory.high_hole.is_some() {
+        return;
+    }
+    let places = config.devices.iter().flatten().filter_map(|device| place_of(device).ok());
+    let bars_bytes = places.map(|place| HostReach::bars_bytes(&place)).fold(0, u64::saturating_add);
+    if !may_reach(&config.memory, bars_bytes, *HYPERTRANSPORT.start()) {
         return;
     }
     // A device that cannot be found is reported when it is opened.
@@ -38,14 +43,15 @@ pub fn choose_high_hole(config: &mut VmConfig) {
     }
 }
 
-/// Whether memory, with all that may be plugged, may have addresses from `gpa` on: it has a hole below 4 GiB, and each
-/// part that is added later begins at a multiple of its alignment.
-fn may_reach(memory: &MemoryConfig, gpa: u64) -> bool {
+/// Whether memory, with all that may be plugged, or BARs behind it may have addresses from `gpa` on: memory has a hole
+/// below 4 GiB, and each part that is added later begins at a multiple of its alignment.
+fn may_reach(memory: &MemoryConfig, bars_bytes: u64, gpa: u64) -> bool {
     let later = memory.zones.iter().flatten().map(|zone| zone.hotplug_size);
     let later: Vec<u64> = later.chain([memory.hotplug_size]).flatten().collect();
     let gaps_bytes = HIGH_RAM_64_GPA.saturating_add(LATER_ALIGN_BYTES * (later.len() as u64));
     let later_bytes = later.into_iter().fold(gaps_bytes, u64::saturating_add);
-    memory.total_bytes().unwrap_or(u64::MAX).saturating_add(later_bytes) > gpa
+    let behind_bytes = later_bytes.saturating_add(bars_bytes);
+    memory.total_bytes().unwrap_or(u64::MAX).saturating_add(behind_bytes) > gpa
 }
 
 /// Compares guest memory with what the host says of a device, which need not be open.
@@ -121,6 +127,13 @@ mod tests {
         for small in [json!({"size": GIB}), json!({"size": 1000 * GIB})] {
             assert_eq!(chosen(&small, &[amd.as_path()]), None);
         }
+        // Eight accelerators with BARs of 128 GiB have some of them there.
+        let bars = "0x0000380000000000 0x0000381fffffffff 0x000000000014220c\n";
+        fs::write(amd.as_path().join("resource"), bars).unwrap();
+        let half = json!({"size": 512 * GIB});
+        assert_eq!(chosen(&half, &[amd.as_path()]), None);
+        assert_eq!(chosen(&half, &[amd.as_path(); 8]), Some(HighHole::HyperTransport));
+        fs::remove_file(amd.as_path().join("resource")).unwrap();
         let grows = json!({"size": GIB, "hotplug_method": "VirtioMem", "hotplug_size": 1012 * GIB});
         assert_eq!(chosen(&grows, &[amd.as_path()]), Some(HighHole::HyperTransport));
     }
