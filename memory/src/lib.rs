@@ -50,6 +50,11 @@
 //! other zone, so that the pool need not know where the hole below 4 GiB cuts it. It may be
 //! longer than the zone. How a pool is asked is not known here: the zone keeps a [`Lease`].
 //!
+//! # Reboots
+//!
+//! The memory of a guest that reboots is kept as it is, with its mappings and its leases, and not cleared:
+//! see [`GuestRam::restart`].
+//!
 //! # What costs nothing
 //!
 //! Making guest memory takes the same few system calls whatever its size: mappings are not
@@ -84,6 +89,7 @@ mod ram;
 mod ram_discard;
 mod region;
 mod reserved;
+mod restart;
 
 mod zero;
 mod zone_file;

@@ -185,6 +185,21 @@ impl GuestRam {
         Ok(())
     }
 
+    /// Unplugs all blocks, as no guest runs, and returns their pages to the host.
+    pub(crate) fn unplug_all(&self) {
+        for region in self.regions() {
+            let Some(plugged) = region.plugged() else { continue };
+            let runs: Vec<_> = plugged.blocks().runs().collect();
+            for run in runs {
+                plugged.unplug(run.clone());
+                plugged.unreturned.set_range(run.clone());
+                let bytes = plugged.range_of(&run);
+                let gpa = region.gpa() + bytes.start..region.gpa() + bytes.end;
+                self.return_pages(plugged, &gpa, run);
+            }
+        }
+    }
+
     /// Returns the pages of unplugged blocks to the host.
     fn return_pages(&self, plugged: &Plugged, gpa: &Range<u64>, blocks: Range<u64>) {
         let discarded = self.discard_unpinned(gpa.clone());

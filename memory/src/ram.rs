@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
@@ -170,7 +171,10 @@ pub struct GuestRam {
     memory: GuestMemoryHandle,
     warnings: Vec<String>,
     locked: Vec<LockedFile>,
-    starts_zero: bool,
+    /// Cleared when a guest has run.
+    starts_zero: AtomicBool,
+    config: RamConfig,
+    layout: RamLayout,
     discards: Arc<Discards<dyn Pins>>,
 }
 
@@ -292,7 +296,16 @@ impl GuestRam {
         warnings.extend(merge_pages(&regions));
         let locked = zones.iter().filter_map(|zone| zone.locked_file()).collect();
         let starts_zero = zones.iter().all(|zone| !zone.backing.holds_data);
-        Ok(Self { regions, memory, warnings, locked, starts_zero, discards: Arc::default() })
+        Ok(Self {
+            regions,
+            memory,
+            warnings,
+            locked,
+            starts_zero: AtomicBool::new(starts_zero),
+            config: config.clone(),
+            layout,
+            discards: Arc::default(),
+        })
     }
 
     /// Guest memory as devices see it; clones of the handle stay current and keep it mapped.
@@ -314,10 +327,19 @@ impl GuestRam {
         self.regions.iter().map(|region| region.usable_bytes()).sum()
     }
 
-    /// True when all of it was zero at its creation. False where a file held data, which a boot must not
-    /// take for cleared.
+    /// True when all of it is zero before the guest starts. False where a file held data, and after a
+    /// [`restart`](Self::restart): a boot must not take either for cleared.
     pub fn starts_zero(&self) -> bool {
-        self.starts_zero
+        self.starts_zero.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn note_used(&self) {
+        self.starts_zero.store(false, Ordering::Relaxed);
+    }
+
+    /// True when it is what this configuration asks for.
+    pub(crate) fn is_of(&self, config: &RamConfig, layout: RamLayout) -> bool {
+        (&self.config, self.layout) == (config, layout)
     }
 
     /// The locked files of the zones. While they are kept no other VM can use them; the next machine of the

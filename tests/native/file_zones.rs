@@ -413,12 +413,13 @@ fn boots() {
     let file = File::open(folders.file("a")).expect("the file");
     let mut bytes = 0;
     for range in bss_of_image() {
-        for at in range {
-            let mut byte = [0];
-            file.read_exact_at(&mut byte, at).expect("a byte");
-            assert_ne!(byte[0], OLD, "{at:#x} was not cleared");
-            bytes += 1;
+        let mut found = vec![0; usize::try_from(range.end - range.start).expect("a length")];
+        file.read_exact_at(&mut found, range.start).expect("bytes of the image");
+        // The guest has written some of it, and may have written this byte, but not many times in a row.
+        for (at, piece) in (range.start..).step_by(8).zip(found.chunks(8)) {
+            assert!(piece.iter().any(|byte| *byte != OLD), "{at:#x} was not cleared");
         }
+        bytes += found.len();
     }
     println!("     {bytes} bytes that the image does not hold");
     let mut low = vec![0; 1 << 20];

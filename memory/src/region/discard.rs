@@ -9,6 +9,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::Ordering;
 
 use vm_memory::bitmap::Bitmap as _;
 
@@ -46,6 +47,7 @@ impl RamRegion {
         };
         // Before the pages go: a prefault that looks after that leaves them alone.
         self.discarded.set_range(Self::pages_of(range));
+        self.has_holes.store(true, Ordering::Release);
         match self.kind() {
             ZoneKind::PrivateAnonymous => {
                 self.main.advise(range, Advice::DontNeed).map_err(failed)?;
@@ -79,6 +81,11 @@ impl RamRegion {
     pub(crate) fn banned(&self, range: &Range<u64>, reason: &'static str) -> AccessError {
         let (zone, Range { start, end }) = (self.zone_id().to_owned(), range.clone());
         AccessError::Banned { zone, start, end, reason }
+    }
+
+    /// Forgets which pages the guest has given back, as another guest starts in the same memory.
+    pub(crate) fn forget_discards(&self) {
+        self.discarded.claim_range(0..self.len_pages());
     }
 
     fn note_zeroed(&self, range: &Range<u64>) {

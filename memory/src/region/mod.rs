@@ -19,6 +19,7 @@ mod tests;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use page_bitmap::PageBitmap;
@@ -208,6 +209,8 @@ pub struct RamRegion {
     zero: ZeroMap,
     /// Pages that were discarded at any time: a prefault leaves them to the guest's accesses.
     discarded: PageBitmap,
+    /// Whether any page was ever discarded, also by an earlier guest.
+    has_holes: AtomicBool,
     device_dirty: DeviceDirtyLog,
     /// Ranges that are read or discarded, where reading a hole would populate it.
     holds: Holds,
@@ -239,6 +242,7 @@ impl RamRegion {
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
             discarded: PageBitmap::sparse(pages)?,
+            has_holes: AtomicBool::new(false),
             plugged: zone
                 .spec
                 .block_bytes
@@ -353,10 +357,15 @@ impl RamRegion {
         self.zone.backing.file.as_ref().filter(|_| self.kind() == ZoneKind::Shared)
     }
 
-    /// True when the memory was populated and zeroed before the zone was created, so that there is
-    /// nothing to prefault.
+    /// True when the memory was populated and zeroed before the zone was created, and nothing of it was
+    /// discarded since, so that there is nothing to prefault.
     pub fn is_prezeroed(&self) -> bool {
-        self.zone.backing.prezeroed
+        self.zone.backing.prezeroed && !self.has_holes()
+    }
+
+    /// True when pages were discarded at any time.
+    pub(crate) fn has_holes(&self) -> bool {
+        self.has_holes.load(Ordering::Acquire)
     }
 
     /// Offset of the region in [`file`](Self::file).

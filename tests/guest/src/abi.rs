@@ -31,7 +31,9 @@ pub const BALLOON_REQUEST_GPA: u64 = 0x40_6000;
 /// A bit for each of the first test pages that the device said comes back zeroed.
 pub const BALLOON_TOLD_GPA: u64 = 0x40_8000;
 /// Test pages that have such a bit.
-pub const BALLOON_TOLD_PAGES: u64 = (VCPU_GPA - BALLOON_TOLD_GPA) * 8;
+pub const BALLOON_TOLD_PAGES: u64 = (USED_GPA - BALLOON_TOLD_GPA) * 8;
+/// `MAGIC`, once a guest has run in this memory, which a reboot does not clear.
+pub const USED_GPA: u64 = VCPU_GPA - 8;
 /// The first vCPU's block; the others follow at `VCPU_BLOCK_BYTES`.
 pub const VCPU_GPA: u64 = 0x41_0000;
 /// Distance of two vCPUs' blocks: status page, linear histogram, stack.

@@ -81,13 +81,14 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
     CONTROL.set(control::TSC_KHZ, khz);
     CONTROL.set(control::TSC_KHZ_SOURCE, source);
     publish(&layout);
+    clear_remains(&layout, vcpus);
     write_parameters(&settings, &layout, vcpus);
-    CONTROL.set(control::STAGE, stage::MAPPED);
-    CONTROL.set(control::MAGIC, abi::MAGIC);
-
     for index in 0..vcpus {
         mem::clear(abi::vcpu_gpa(index), abi::vcpu::STATISTICS_BYTES);
     }
+    CONTROL.set(control::STAGE, stage::MAPPED);
+    CONTROL.set(control::MAGIC, abi::MAGIC);
+
     let shared = SHARED.set(Shared { vcpus, layout, seed: settings.seed, khz });
     let online = smp::start_others(vcpus, khz, ap_main);
     CONTROL.set(control::VCPUS_ONLINE, online);
@@ -106,6 +107,24 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
         worker.report_panic(settings.ecam, settings.panic.to_le_bytes()[0]);
     }
     worker.run()
+}
+
+/// Clears what a guest before a reboot has left where this one counts on zeros: test pages, their shadow, what
+/// drivers keep. Fresh memory is not touched.
+fn clear_remains(layout: &Layout, vcpus: u64) {
+    let clear_if_used = |gpa: u64| {
+        if (0..pattern::LINE_WORDS).any(|word| mem::load(gpa + word * 8) != 0) {
+            mem::clear_page(gpa);
+        }
+    };
+    if mem::load(abi::USED_GPA) == abi::MAGIC {
+        mem::clear(abi::BALLOON_RINGS_GPA, abi::VCPU_GPA - abi::BALLOON_RINGS_GPA);
+        mem::clear(layout.shadow_gpa, layout.shadow_stride * vcpus);
+        for range in layout.ranges.as_slice() {
+            (0..range.pages).for_each(|page| clear_if_used(range.gpa + page * abi::PAGE_BYTES));
+        }
+    }
+    mem::store(abi::USED_GPA, abi::MAGIC);
 }
 
 /// First Rust code on the other vCPUs, at CPL 3.

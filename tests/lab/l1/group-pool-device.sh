@@ -136,10 +136,10 @@ device_kept() {
 }
 check waits_for_who_kept_the_device device_kept
 
-# A reboot returns the slot, and maps memory itself.
+# A reboot keeps the slot's memory, and maps it itself.
 restarts() {
   on_slot d && echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/d.pty)" &&
-    wait_until $WAIT_S says_times d "GUEST-READY" 2 && reads_what_is_there d
+    wait_until $WAIT_S says_times d "GUEST-READY" 2 && reads_what_is_there d && slot_is lent && pinned_is d 262144
 }
 check guest_restarts_itself restarts
 killed d

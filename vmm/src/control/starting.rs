@@ -20,7 +20,7 @@ use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{
-    CancelToken, ConsoleError, Consoles, EventSink, Host, Machine, MachineError, RebootLocks,
+    CancelToken, ConsoleError, Consoles, EventSink, Host, KeptForReboot, Machine, MachineError,
 };
 
 /// Origin of a machine that is created.
@@ -31,8 +31,8 @@ pub enum Start {
     Reboot {
         /// The consoles, to which clients stay attached.
         consoles: Consoles,
-        /// The locks, kept so that no other VM takes them in between.
-        locks: Box<RebootLocks>,
+        /// Locks and memory, kept so that no other VM takes them in between.
+        kept: Box<KeptForReboot>,
     },
 }
 
@@ -173,12 +173,12 @@ impl Start {
     ) -> Result<Machine, ApiError> {
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
-        let (consoles, mut locks) = match self {
+        let (consoles, mut kept) = match self {
             Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
-            Self::Reboot { consoles, locks } => (consoles, locks),
+            Self::Reboot { consoles, kept } => (consoles, kept),
         };
         let mut machine =
-            Machine::boot(config, consoles, host, sink, &mut locks, cancel).map_err(made)?;
+            Machine::boot(config, consoles, host, sink, &mut kept, cancel).map_err(made)?;
         if !begun.begin(cancel) {
             return Err(start_cancelled());
         }
@@ -188,7 +188,7 @@ impl Start {
             begun.is_over();
             return Err(made(error));
         }
-        std::mem::take(&mut locks.disks).passed_on();
+        std::mem::take(&mut kept.disks).passed_on();
         Ok(machine)
     }
 }

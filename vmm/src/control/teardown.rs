@@ -6,6 +6,8 @@
 //! disks are written back before their locks are released, which takes as long as the underlying storage
 //! needs. What happens to the VM is decided before, and done by the VMM thread afterwards.
 
+use std::sync::Arc;
+
 use super::inbox::Message;
 use super::snapshot::MemoryFill;
 use super::starting::{Start, refuse};
@@ -16,7 +18,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
 use crate::config::VmConfig;
 use crate::control::describe;
 use crate::events;
-use crate::machine::{Consoles, LockedImages, Machine, RebootLocks};
+use crate::machine::{Consoles, KeptForReboot, LockedImages, Machine};
 use crate::options::ExitReason;
 
 /// What follows the end of a machine.
@@ -36,8 +38,8 @@ pub enum AfterTeardown {
         config: Box<VmConfig>,
         /// The consoles, to which clients stay attached.
         consoles: Consoles,
-        /// The locks, kept so that no other VM takes them in between.
-        locks: Box<RebootLocks>,
+        /// Locks and memory, kept so that no other VM takes them in between.
+        kept: Box<KeptForReboot>,
         /// The responder of the request; `None` if the guest reset itself.
         responder: Option<Responder>,
     },
@@ -106,10 +108,11 @@ impl Vmm {
         emit("rebooting");
         let VmLifecycle::Live(machine) = &mut self.vm else { return Next::Continue };
         let (consoles, files) = (machine.consoles().clone(), machine.ram().locked_files());
+        let ram = Some(Arc::clone(machine.ram()));
         let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
-        let locks = Box::new(RebootLocks { disks, files });
-        self.tear_down_with(AfterTeardown::Reboot { config, consoles, locks, responder }, going)
+        let kept = Box::new(KeptForReboot { disks, files, ram });
+        self.tear_down_with(AfterTeardown::Reboot { config, consoles, kept, responder }, going)
     }
 
     fn lasting_config(&mut self) -> Result<Box<VmConfig>, ApiError> {
@@ -167,22 +170,22 @@ impl Vmm {
     }
 
     /// Releases what was kept for a machine that is not created, and then continues to end.
-    fn release_locks(
+    fn release_kept(
         &mut self,
-        locks: RebootLocks,
+        kept: KeptForReboot,
         (info, consoles): (Box<VmInfo>, Consoles),
     ) -> Next {
         self.vm =
             VmLifecycle::TearingDown(Teardown { info, consoles, after: AfterTeardown::End(None) });
         let inbox_sender = self.inbox_sender.clone();
-        let spawned = spawn_with("vm-shutdown", locks, move |locks| {
-            drop(locks);
+        let spawned = spawn_with("vm-shutdown", kept, move |kept| {
+            drop(kept);
             inbox_sender.send(Message::TornDown);
         });
         match spawned {
             Ok(_detached) => Next::Continue,
-            Err((locks, _)) => {
-                drop(locks);
+            Err((kept, _)) => {
+                drop(kept);
                 self.torn_down()
             }
         }
@@ -214,15 +217,15 @@ impl Vmm {
                 emit("deleted");
                 responder.answer(Ok(ApiReply::Empty));
             }
-            AfterTeardown::Reboot { locks, responder, .. } if self.ending.is_some() => {
+            AfterTeardown::Reboot { kept, responder, .. } if self.ending.is_some() => {
                 report_failed_reboot();
                 if let Some(responder) = responder {
                     responder.answer(Err(ApiError::new(ApiErrorKind::Conflict, TOLD_TO_END)));
                 }
-                return self.release_locks(*locks, (teardown.info, teardown.consoles));
+                return self.release_kept(*kept, (teardown.info, teardown.consoles));
             }
-            AfterTeardown::Reboot { config, consoles, locks, responder } => {
-                let start = Start::Reboot { consoles, locks };
+            AfterTeardown::Reboot { config, consoles, kept, responder } => {
+                let start = Start::Reboot { consoles, kept };
                 return self.start(start, config, teardown.info, responder);
             }
             AfterTeardown::End(error) => {

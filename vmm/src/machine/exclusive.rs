@@ -7,12 +7,13 @@
 //! all of them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
 use devices::virtio::vsock::VsockSocketError;
-use memory::LockedFile;
+use memory::{GuestRam, LockedFile};
 use thiserror::Error;
 
 use super::virtio::VirtioDevices;
@@ -116,13 +117,15 @@ fn writable(id: &str, lock: &DiskLock) -> Option<(String, DiskLock)> {
     (lock.is_held() && lock.is_writable()).then(|| (id.to_owned(), lock.clone()))
 }
 
-/// Locks that are kept while a machine is replaced on a reboot, so that no other VM takes them in between.
+/// What is kept while a machine is replaced on a reboot, so that no other VM takes it in between.
 #[derive(Default)]
-pub struct RebootLocks {
+pub struct KeptForReboot {
     /// Images of the disks.
     pub disks: LockedImages,
     /// Files of the memory.
     pub files: Vec<LockedFile>,
+    /// Guest RAM, for a machine with the same memory.
+    pub ram: Option<Arc<GuestRam>>,
 }
 
 /// Open images with their locks, passed from one machine to the next in the same process. Dropping this

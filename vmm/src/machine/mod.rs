@@ -85,7 +85,7 @@ pub use consoles::{ConsoleError, Consoles};
 pub use disk_sizes::DiskSizeError;
 pub use error::MachineError;
 pub use events::{EventSink, GuestEvent, Power};
-pub use exclusive::{ExclusiveError, LockedImages, RebootLocks, WriteBackFailed};
+pub use exclusive::{ExclusiveError, KeptForReboot, LockedImages, WriteBackFailed};
 pub use faults::MissingPages;
 pub use full_disks::{DisksFull, FullDiskStatus};
 pub use generation::GenerationError;
@@ -179,7 +179,7 @@ impl Machine {
     }
 
     /// A machine at its first instruction, paused. Once it runs, [`Machine::finish_opening`] must be
-    /// called. Images and memory files in `locks` are not opened again. Cancelling ends prefault early.
+    /// called. Images, memory files and memory in `kept` are used again. Cancelling ends prefault early.
     ///
     /// # Errors
     /// Names what is missing.
@@ -188,18 +188,23 @@ impl Machine {
         consoles: Consoles,
         host: &Host,
         sink: EventSink,
-        locks: &mut RebootLocks,
+        kept: &mut KeptForReboot,
         cancel: &CancelToken,
     ) -> Result<Self, MachineError> {
         disks::detect_formats(&mut config).map_err(VirtioError::from)?;
         passthrough::choose_high_hole(&mut config);
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
-        let slot = PrepinnedSlot::take(&config, bits)?;
-        let provided = slot.iter().map(PrepinnedSlot::memory).collect();
-        let locked = std::mem::take(&mut locks.files);
-        let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-        let ram = ram::make(&config.memory, bits, origin, cancel)?;
-        let images = &mut locks.disks;
+        let locked = std::mem::take(&mut kept.files);
+        let before = ram::restart(&config.memory, bits, kept.ram.take(), cancel)?;
+        let (ram, slot) = if let Some(ram) = before {
+            (ram, None)
+        } else {
+            let slot = PrepinnedSlot::take(&config, bits)?;
+            let provided = slot.iter().map(PrepinnedSlot::memory).collect();
+            let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
+            (ram::make(&config.memory, bits, origin, cancel)?, slot)
+        };
+        let images = &mut kept.disks;
         let open = OpenInput { opening: Opening::Meanwhile, slot, cancel };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
-    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PrefaultError, RamConfig,
-    RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
+    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PrefaultError, PrefaultOptions,
+    RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -33,6 +33,9 @@ pub enum MachineRamError {
     /// The memory cannot be prefaulted.
     #[error("cannot populate guest memory, as prefault=on asks")]
     Prefault(#[source] PrefaultError),
+    /// The host has no huge pages for what the guest before a reboot had given back.
+    #[error("cannot populate the memory that the guest had given back before it rebooted")]
+    Refill(#[source] PrefaultError),
     /// KVM refuses a memory slot.
     #[error("KVM refused guest memory")]
     Slot(#[source] MemslotError),
@@ -158,6 +161,48 @@ pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, M
     Ok(Some((zone_spec(zone, config.thp)?, socket)))
 }
 
+/// All zones, the hot-plugged ones last.
+fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
+    let zones = zones(config);
+    let mut specs =
+        zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
+    for zone in hotplug_zones(config) {
+        let spec = zone_spec(&zone.spec, config.thp)?;
+        specs.push(ZoneSpec { block_bytes: Some(zone.block_bytes), ..spec });
+    }
+    Ok(specs)
+}
+
+/// The RAM of the guest before a reboot, for the guest after it; `None`, with that RAM released, if the
+/// configuration asks for other memory. Prefaults like [`make`].
+///
+/// # Errors
+/// The host has no pages for what the guest before had given back, or the huge page size is not supported.
+pub fn restart(
+    config: &MemoryConfig,
+    phys_bits: u8,
+    before: Option<Arc<GuestRam>>,
+    cancel: &CancelToken,
+) -> Result<Option<Arc<GuestRam>>, MachineRamError> {
+    let Some(ram) = before else { return Ok(None) };
+    let layout = layout_of(phys_bits, config.hole());
+    if !ram.can_restart(&RamConfig { zones: specs(config)? }, layout) {
+        log::info!("guest memory is made anew, as the VM reboots with other memory");
+        return Ok(None);
+    }
+    ram.restart();
+    let threads = prefault::prefault_threads(config);
+    let options = PrefaultOptions { threads, ..PrefaultOptions::default() };
+    let refilled = ram.refill_huge_pages(&options);
+    let refilled = refilled.map_err(MachineRamError::Refill)?;
+    if let Some(running) = refilled {
+        running.wait_unless(&|| cancel.is_cancelled()).map_err(MachineRamError::Refill)?;
+    }
+    let modes = prefault_modes(config);
+    prefault::complete(&ram, config, &modes, cancel).map_err(MachineRamError::Prefault)?;
+    Ok(Some(ram))
+}
+
 /// Creates guest RAM, and prefaults it unless its contents are still to arrive, as `origin` says.
 /// Cancelling ends the prefault early.
 ///
@@ -170,16 +215,11 @@ pub fn make(
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let populate = origin.contents == InitialContents::AsFound;
-    let zones = zones(config);
-    let mut specs =
-        zones.iter().map(|zone| zone_spec(zone, config.thp)).collect::<Result<Vec<_>, _>>()?;
-    for zone in hotplug_zones(config) {
-        let spec = zone_spec(&zone.spec, config.thp)?;
-        specs.push(ZoneSpec { block_bytes: Some(zone.block_bytes), ..spec });
-    }
+    let specs = specs(config)?;
     let layout = layout_of(phys_bits, config.hole());
     if populate {
         // Contents that arrive need memory that is not populated.
+        let zones = zones(config);
         let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
         let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
         let requests: Vec<_> =
