@@ -15,7 +15,7 @@ const NANOS_PER_S: u128 = 1_000_000_000;
 #[derive(Debug)]
 pub struct RateLimit {
     /// 0 for none.
-    bytes_per_s: u64,
+    bytes_per_s: AtomicU64,
     start: Instant,
     /// Nanoseconds after `start`.
     free_at: AtomicU64,
@@ -24,27 +24,31 @@ pub struct RateLimit {
 impl RateLimit {
     /// A limit of `bytes_per_s`; 0 for none.
     pub fn new(bytes_per_s: u64) -> Self {
+        let bytes_per_s = AtomicU64::new(bytes_per_s);
         Self { bytes_per_s, start: Instant::now(), free_at: AtomicU64::new(0) }
     }
 
     /// The rate; 0 for none.
     pub fn bytes_per_s(&self) -> u64 {
-        self.bytes_per_s
+        self.bytes_per_s.load(Ordering::Relaxed)
+    }
+
+    /// Changes the rate, 0 for none. What was reserved before keeps its time.
+    pub fn set_bytes_per_s(&self, bytes_per_s: u64) {
+        self.bytes_per_s.store(bytes_per_s, Ordering::Relaxed);
     }
 
     /// Bytes that take about `time` at this rate; `None` without a limit.
     pub fn bytes_in(&self, time: Duration) -> Option<u64> {
-        (self.bytes_per_s > 0).then(|| {
-            let bytes = u128::from(self.bytes_per_s) * time.as_micros() / 1_000_000;
+        let bytes_per_s = self.bytes_per_s();
+        (bytes_per_s > 0).then(|| {
+            let bytes = u128::from(bytes_per_s) * time.as_micros() / 1_000_000;
             u64::try_from(bytes).unwrap_or(u64::MAX)
         })
     }
 
     /// Reserves the time that `bytes` take; returns how long to wait before working on them.
     pub fn reserve(&self, bytes: u64) -> Duration {
-        if self.bytes_per_s == 0 {
-            return Duration::ZERO;
-        }
         let now = u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Duration::from_nanos(self.reserve_at(now, bytes).saturating_sub(now))
     }
@@ -59,7 +63,10 @@ impl RateLimit {
 
     /// The same as [`reserve`](Self::reserve) with a clock of the caller's; returns the moment.
     fn reserve_at(&self, now: u64, bytes: u64) -> u64 {
-        let takes = u128::from(bytes) * NANOS_PER_S / u128::from(self.bytes_per_s);
+        let Some(takes) = (u128::from(bytes) * NANOS_PER_S).checked_div(self.bytes_per_s().into())
+        else {
+            return now;
+        };
         let takes = u64::try_from(takes).unwrap_or(u64::MAX);
         let mut free_at = self.free_at.load(Ordering::Relaxed);
         loop {
@@ -102,6 +109,17 @@ mod tests {
         assert_eq!(limit.reserve_at(10_000_000_000, 1), 10_000_000_000);
         assert_eq!(limit.reserve_at(10_000_000_000, 1), 10_001_000_000);
         assert_eq!(limit.bytes_in(Duration::from_millis(5)), Some(5));
+    }
+
+    #[test]
+    fn a_rate_that_changes_holds_for_what_comes_after() {
+        let limit = RateLimit::new(1000);
+        limit.reserve_at(0, 500);
+        limit.set_bytes_per_s(2000);
+        assert_eq!(limit.reserve_at(0, 500), 500_000_000);
+        assert_eq!(limit.reserve_at(0, 0), 750_000_000);
+        limit.set_bytes_per_s(0);
+        assert_eq!(limit.reserve_at(7, u64::MAX), 7);
     }
 
     #[test]
