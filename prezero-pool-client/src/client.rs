@@ -205,9 +205,13 @@ impl PoolConnection {
         if std::mem::replace(&mut link.is_unanswered, true) {
             return Err(PoolError::Unanswered { path: self.path.clone() });
         }
-        io::Write::write_all(&mut &link.stream, request).map_err(io_error)?;
+        let written = io::Write::write_all(&mut &link.stream, request);
         link.stream.set_read_timeout(Some(patience)).map_err(io_error)?;
-        let answer = self.receive(&link.stream, patience)?;
+        let answer = match written {
+            Ok(()) => self.receive(&link.stream, patience)?,
+            // A pool from which this user may have nothing says so and closes the connection at once.
+            Err(error) => self.receive(&link.stream, patience).map_err(|_| io_error(error))?,
+        };
         link.is_unanswered = false;
         Ok(answer)
     }

@@ -19,8 +19,11 @@ use thiserror::Error;
 const SLOTS_MAX: u64 = 256;
 /// Threads for each node; memory bandwidth ends before.
 const THREADS_MAX: u32 = 64;
-/// Bytes per second that zeroing may use if nothing is said: a tenth of what one processor does.
-const BANDWIDTH_DEFAULT: u64 = 2 << 30;
+/// Bytes per second that zeroing may use at most if nothing is said: about what one processor does, so that
+/// more has to be asked for.
+const BANDWIDTH_DEFAULT: u64 = 16 << 30;
+/// The same while the host is busy.
+const BANDWIDTH_BUSY_DEFAULT: u64 = 2 << 30;
 /// Default for the memory that is left to the rest of the host.
 const KEEP_FREE_DEFAULT: u64 = 1 << 30;
 /// How much larger than asked for a slot may be.
@@ -77,6 +80,17 @@ pub struct SlotDevice {
     pub users: Vec<u32>,
 }
 
+/// What may be used again of memory that comes back.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reuse {
+    /// Nothing: its pages go back to the kernel, and new ones take their place, for any user.
+    #[default]
+    Never,
+    /// Its pages, cleared in place, for the user that had them.
+    SameUser,
+}
+
 /// How much each user may have.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UserLimits {
@@ -105,12 +119,16 @@ pub struct Config {
     pub socket_mode: u32,
     /// Where statistics are read.
     pub stats_socket: Option<PathBuf>,
-    /// Threads for each NUMA node with slots.
+    /// Threads for each NUMA node with slots; they work on one slot at a time.
     pub threads: NonZeroUsize,
     /// Threads run only where a processor would idle otherwise.
     pub idle_only: bool,
-    /// Bytes per second over all threads; no limit if nothing.
+    /// Most bytes per second over all threads; no limit if nothing.
     pub bandwidth: Option<u64>,
+    /// The same while the host is busy.
+    pub bandwidth_busy: u64,
+    /// What may be used again.
+    pub reuse: Reuse,
     /// Memory that the host keeps.
     pub keep_free_bytes: u64,
     /// How much larger than asked for a slot may be, in hundredths.
@@ -130,6 +148,9 @@ struct RawConfig {
     threads: Option<u32>,
     idle_only: Option<bool>,
     bandwidth: Option<String>,
+    bandwidth_busy: Option<String>,
+    #[serde(default)]
+    reuse: Reuse,
     keep_free: Option<String>,
     max_waste_percent: Option<u32>,
     #[serde(default)]
@@ -265,6 +286,13 @@ impl Config {
             return refuse("threads", "0", "at least one thread has to do the work");
         };
         let bandwidth = optional_bytes("bandwidth", raw.bandwidth.as_ref(), BANDWIDTH_DEFAULT)?;
+        let bandwidth_busy =
+            optional_bytes("bandwidth_busy", raw.bandwidth_busy.as_ref(), BANDWIDTH_BUSY_DEFAULT)?;
+        if bandwidth_busy == 0 {
+            let problem =
+                "a busy host would never have memory; without a limit use bandwidth = \"0\"";
+            return refuse("bandwidth_busy", "0", problem);
+        }
         let keep_free_bytes =
             optional_bytes("keep_free", raw.keep_free.as_ref(), KEEP_FREE_DEFAULT)?;
         let default_bytes = optional_bytes("limits.default", raw.limits.default.as_ref(), 0)?;
@@ -296,6 +324,8 @@ impl Config {
             threads,
             idle_only: raw.idle_only.unwrap_or(true),
             bandwidth: (bandwidth > 0).then_some(bandwidth),
+            bandwidth_busy,
+            reuse: raw.reuse,
             keep_free_bytes,
             max_waste_percent: raw.max_waste_percent.unwrap_or(WASTE_PERCENT_DEFAULT),
             limits: UserLimits { default_bytes, users },
@@ -319,6 +349,8 @@ mod tests {
             socket_mode = "0666"
             threads = 2
             bandwidth = "0"
+            bandwidth_busy = "1G"
+            reuse = "same-user"
             keep_free = "512M"
             max_waste_percent = 0
             [limits]
@@ -340,6 +372,7 @@ mod tests {
         .unwrap();
         assert_eq!((config.socket_mode, config.threads.get()), (0o666, 2));
         assert_eq!((config.bandwidth, config.keep_free_bytes), (None, 512 << 20));
+        assert_eq!((config.bandwidth_busy, config.reuse), (1 << 30, Reuse::SameUser));
         let class = Class {
             size_bytes: 4 << 30,
             pages: SlotPages::Huge2Mib,
@@ -365,7 +398,8 @@ mod tests {
     fn no_other_user_gets_anything_unless_it_is_configured() {
         let config = Config::parse("socket = '/s'").unwrap();
         assert_eq!(config.limits.of(1000, 7), 0);
-        assert_eq!((config.bandwidth, config.idle_only), (Some(2 << 30), true));
+        assert_eq!((config.bandwidth, config.idle_only), (Some(16 << 30), true));
+        assert_eq!((config.bandwidth_busy, config.reuse), (2 << 30, Reuse::Never));
     }
 
     #[test]
@@ -387,6 +421,8 @@ mod tests {
             ("socket = '/s'\nsocket_mode = '9'", "socket_mode"),
             ("socket = '/s'\nthreads = 0", "threads"),
             ("socket = '/s'\nbandwidth = 'fast'", "bandwidth"),
+            ("socket = '/s'\nbandwidth_busy = '0'", "bandwidth_busy"),
+            ("socket = '/s'\nreuse = 'always'", "same-user"),
             ("socket = '/s'\n[limits.users]\nme = '1G'", "me"),
             ("socket = '/s'\n[[slots]]\nsize = '3M'\npages = '2M'\ncount = 1", "slots.size"),
             ("socket = '/s'\n[[slots]]\nsize = '2M'\npages = '4M'\ncount = 1", "slots.pages"),

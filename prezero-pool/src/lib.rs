@@ -11,16 +11,21 @@
 //!                build (kernel zeroes, every byte is looked at)
 //!   absent ------------------------------------------------> ready ---- take ----> lent
 //!     ^                                                        ^                    |
-//!     | cannot be proved free, or fails        scrub, verify   |                    | connection
-//!     +------------------------------ lingering ---------------+                    | closes
+//!     | cannot be proved free, or fails,       scrub, verify   |                    | connection
+//!     | or is not to be used again            (same-user only) |                    | closes
+//!     +------------------------------ lingering ---------------+                    |
 //!                                         ^-----------------------------------------+
 //! ```
 //!
-//! # Why memory can be used again
+//! # What is used again
 //!
-//! A memfd that comes back is cleared in place only when no other process can reach it: no descriptor,
-//! no mapping, none on its way through a socket. The kernel tells that of an *open file*: it grants
-//! a write lease on one only if no other open file of that inode exists. So the pool keeps an open
+//! By default nothing: when no process has the memfd any more, its pages go back to the kernel, and a new one takes
+//! its place. A page that its user has kept hold of without a file (in a pipe, by a pin) stays with that
+//! user alone, and is in no other slot.
+//!
+//! With `reuse = "same-user"` a memfd that comes back is cleared in place, for the same user. Either waits until
+//! no other process can reach it: no descriptor, no mapping, none on its way through a socket. The kernel tells
+//! that of an *open file*: it grants a write lease on one only if no other open file of that inode exists. So the pool keeps an open
 //! file of its own, hands out another one, made for this user, and asks for the lease when the user
 //! is gone; while it is refused, a process still has the memory (another process of a VM that
 //! moved, say) and it stays `lent`. The memfd's mode keeps users from opening it a third time.
@@ -37,12 +42,15 @@
 //! it cannot go before the device was released. The lease is refused for as long as any process has one of
 //! the three, whichever it is: what the first user passed on is found in the same way.
 //!
-//! Pages can be held without a file, in a pipe for instance, by a process that means to. So what
-//! one user had is only ever given to the same user again; for another one it goes back to the
-//! kernel, and new memory is made.
+//! Pages can be held without a file, in a pipe for instance, by a process that means to. So what is cleared
+//! in place is only ever given to the same user again; for another one it goes back to the kernel, and new
+//! memory is made.
 
 mod broker;
 mod config;
+mod connections;
+mod pace;
+mod parallel;
 mod prepinned;
 mod server;
 mod slot;
@@ -50,5 +58,5 @@ mod stats;
 mod sys;
 mod worker;
 
-pub use config::{Class, Config, ConfigError, UserLimits};
+pub use config::{Class, Config, ConfigError, Reuse, UserLimits};
 pub use server::{ServeError, read_stats, serve};

@@ -8,9 +8,11 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroUsize;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ioas::{Ioas, MapFileError, Mapped};
 use iommufd_ioctls::{IommuFd, IommufdError};
@@ -21,6 +23,7 @@ use thiserror::Error;
 use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
 
 use crate::config::Class;
+use crate::parallel;
 use crate::slot::{PoolSlotError, SlotMemory, ZONE, zone_of};
 
 const IOMMUFD: &str = "/dev/iommu";
@@ -105,11 +108,16 @@ fn regions(
 }
 
 impl Prepinned {
-    /// Opens the device, maps the memory at the VM's addresses and fills a page table with it.
+    /// Opens the device, maps the memory at the VM's addresses and fills a page table with it, on so many
+    /// threads.
     ///
     /// # Errors
     /// Saying what the host lacks; the device is as before.
-    pub fn new(class: &Class, memory: &SlotMemory) -> Result<Self, PinError> {
+    pub fn new(
+        class: &Class,
+        memory: &SlotMemory,
+        threads: NonZeroUsize,
+    ) -> Result<Self, PinError> {
         let address = class.device.as_ref().ok_or(PinError::NoDevice)?.address;
         let (file, regions, page_bytes) = regions(class, memory)?;
         let iommufd =
@@ -133,12 +141,21 @@ impl Prepinned {
         let space = Ioas::new(&control).map_err(object)?;
         // First, so that each piece is pinned as it is mapped: without a table nothing is.
         let table_id = space.new_table(device_id).map_err(object)?;
-        for piece in regions.iter().flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes)) {
-            let PinnedRegion { gpa, len_bytes, offset } = piece;
-            space
-                .map_file(file.as_fd(), offset, Mapped { iova: gpa, len_bytes })
-                .map_err(|source| PinError::Map { device: address, gpa, len_bytes, source })?;
-        }
+        let all = regions.iter().flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes));
+        let all: Vec<_> = all.collect();
+        let next = AtomicUsize::new(0);
+        parallel::run(threads, || {
+            while let Some(piece) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let PinnedRegion { gpa, len_bytes, offset } = *piece;
+                let mapped = space.map_file(file.as_fd(), offset, Mapped { iova: gpa, len_bytes });
+                mapped.map_err(|source| {
+                    // The other threads end with their piece.
+                    next.store(all.len(), Ordering::Relaxed);
+                    PinError::Map { device: address, gpa, len_bytes, source }
+                })?;
+            }
+            Ok(())
+        })?;
         let grant = PinnedGrant {
             size_bytes: class.size_bytes,
             pages: class.pages,
@@ -157,7 +174,6 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
     use prezero_pool_client::SlotPages;
-    use rate_limit::RateLimit;
 
     use super::*;
     use crate::config::SlotDevice;
@@ -172,9 +188,7 @@ mod tests {
         let device = Some(SlotDevice { address, users: Vec::new() });
         let (pages, node) = (SlotPages::Small, None);
         let class = Class { size_bytes: 4 * MIB, pages, node, count: 1, device };
-        let options =
-            ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
-        let memory = SlotMemory::build(&class, &options).unwrap();
+        let memory = SlotMemory::build(&class, &ZeroingOptions::unlimited()).unwrap();
         let (file, regions, page_bytes) = regions(&class, &memory).unwrap();
         assert_eq!(regions, [PinnedRegion { gpa: 0, len_bytes: 4 * MIB, offset: 0 }]);
         assert_eq!(page_bytes, 4096);

@@ -12,10 +12,12 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use prezero_pool_client::{HEADER_BYTES, MESSAGE_BYTES_MAX, Request, Take, TakePinned};
-use rate_limit::RateLimit;
+use prezero_pool_client::{
+    HEADER_BYTES, MESSAGE_BYTES_MAX, Refusal, Reply, Request, Take, TakePinned,
+};
 use thiserror::Error;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -23,15 +25,13 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::broker::{Broker, PinnedAnswer};
 use crate::config::Config;
+use crate::connections::{Admission, Client, Open, admit};
+use crate::pace::Pace;
 use crate::slot::ZeroingOptions;
 use crate::stats;
 use crate::sys;
 use crate::worker::Workers;
 
-/// Connections in all: below the usual limit of descriptors, together with the slots.
-const CONNECTIONS_MAX: usize = 512;
-/// Connections of one user that is not trusted.
-const CONNECTIONS_PER_USER_MAX: usize = 128;
 /// A connection without memory says what it wants within this time.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 /// For readers of statistics.
@@ -84,6 +84,7 @@ struct Server {
     stats: Option<UnixListener>,
     wake: EventFd,
     workers: Workers,
+    options: Arc<ZeroingOptions>,
     broker: Broker,
     connections: BTreeMap<u64, Connection>,
     next_number: u64,
@@ -121,13 +122,13 @@ pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
     let clients = listen(&config.socket, config.socket_mode)?;
     let stats = config.stats_socket.as_deref().map(|path| listen(path, 0o660)).transpose()?;
     let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(ServeError::Start)?;
-    let options = ZeroingOptions {
-        rate_limit: RateLimit::new(config.bandwidth.unwrap_or(0)),
+    let options = Arc::new(ZeroingOptions {
+        pace: Pace::new(config.bandwidth.unwrap_or(0), config.bandwidth_busy),
         keep_free_bytes: config.keep_free_bytes,
         idle_only: config.idle_only,
-    };
-    let workers = Workers::start(&config.classes, config.threads, options, &wake)
-        .map_err(ServeError::Start)?;
+        threads: config.threads,
+    });
+    let workers = Workers::start(&config.classes, &options, &wake).map_err(ServeError::Start)?;
     let own_uid = sys::own_uid();
     let mut server = Server {
         epoll: Epoll::new().map_err(ServeError::Start)?,
@@ -135,6 +136,7 @@ pub fn serve(config: Config) -> Result<std::convert::Infallible, ServeError> {
         stats,
         wake,
         workers,
+        options,
         broker: Broker::new(config, own_uid),
         connections: BTreeMap::new(),
         next_number: FIRST_CONNECTION,
@@ -233,12 +235,30 @@ impl Server {
 
     fn admit(&mut self, stream: UnixStream) -> io::Result<()> {
         let peer = sys::peer_of(&stream)?;
-        let trusted = peer.uid == 0 || peer.uid == self.own_uid;
-        let theirs = self.connections.values().filter(|other| other.uid == peer.uid).count();
-        let is_full = self.connections.len() >= CONNECTIONS_MAX;
-        if is_full || (!trusted && theirs >= CONNECTIONS_PER_USER_MAX) {
-            let text = format!("user {} (process {}) has too many", peer.uid, peer.pid);
-            return Err(io::Error::other(text));
+        let client = Client {
+            is_trusted: peer.uid == 0 || peer.uid == self.own_uid,
+            limit_bytes: self.broker.limit_of(peer.uid),
+        };
+        let of_user = self.connections.values().filter(|other| other.uid == peer.uid).count();
+        match admit(client, Open { of_user, of_all: self.connections.len() }) {
+            Admission::Admitted => {}
+            Admission::Pointless => {
+                let text = format!(
+                    "user {} may have no memory of the pool: raise the limit in the pool's configuration",
+                    peer.uid
+                );
+                let reason = Refusal::OverLimit;
+                self.broker.counters.refuse(reason);
+                stream.set_nonblocking(true)?;
+                // The answer to whatever it asks; it is read also after this end was closed.
+                let reply = Reply::Refused { reason, text: text.clone() };
+                (&stream).write_all(&reply.encode())?;
+                return Err(io::Error::other(text));
+            }
+            Admission::TooMany => {
+                let text = format!("user {} (process {}) has too many", peer.uid, peer.pid);
+                return Err(io::Error::other(text));
+            }
         }
         stream.set_nonblocking(true)?;
         let number = self.next_number;
@@ -277,7 +297,11 @@ impl Server {
         let Some(Ok((mut stream, _))) = self.stats.as_ref().map(UnixListener::accept) else {
             return;
         };
-        let text = stats::render(&self.broker.counters, &self.broker.slot_counts());
+        let text = stats::render(
+            &self.broker.counters,
+            &self.broker.slot_counts(),
+            self.options.pace.bytes_per_s(),
+        );
         // The text fits into the socket's buffer; a client that connects and does not read gets a part.
         let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(text.as_bytes()));
     }

@@ -7,9 +7,11 @@
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io;
+use std::num::NonZeroUsize;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use memory::available::InsufficientMemory;
 use memory::{
@@ -17,10 +19,11 @@ use memory::{
     RamLayout, RamRegion, ZoneSpec,
 };
 use prezero_pool_client::SlotPages;
-use rate_limit::RateLimit;
 use thiserror::Error;
 
 use crate::config::Class;
+use crate::pace::{Pace, Reading};
+use crate::parallel;
 use crate::sys::{self, Users};
 
 /// The unit in which memory is touched: small enough that the rate is even.
@@ -80,9 +83,20 @@ pub enum PoolSlotError {
 /// How memory is worked on.
 #[derive(Debug)]
 pub struct ZeroingOptions {
-    pub rate_limit: RateLimit,
+    pub pace: Pace,
     pub keep_free_bytes: u64,
     pub idle_only: bool,
+    /// Threads that work on a slot together.
+    pub threads: NonZeroUsize,
+}
+
+#[cfg(test)]
+impl ZeroingOptions {
+    /// Without any limit, on two threads.
+    pub fn unlimited() -> Self {
+        let threads = NonZeroUsize::MIN.saturating_add(1);
+        Self { pace: Pace::new(0, 0), keep_free_bytes: 0, idle_only: false, threads }
+    }
 }
 
 /// The memory of a slot.
@@ -181,12 +195,21 @@ fn work(
     for region in ram.regions() {
         let len = region.len_bytes();
         let step = CHUNK_BYTES.max(region.page_bytes());
-        let mut at = 0;
-        while at < len {
-            let chunk = at..len.min(at + step);
-            work_on(region, &chunk, class, options, what)?;
-            at = chunk.end;
-        }
+        let next = AtomicU64::new(0);
+        let chunk = || {
+            let at = next.fetch_add(step, Ordering::Relaxed);
+            (at < len).then(|| at..len.min(at.saturating_add(step)))
+        };
+        let chunks = usize::try_from(len.div_ceil(step)).unwrap_or(usize::MAX);
+        let threads = options.threads.min(NonZeroUsize::new(chunks).unwrap_or(NonZeroUsize::MIN));
+        parallel::run(threads, || {
+            while let Some(chunk) = chunk() {
+                // The other threads end with their chunk.
+                work_on(region, &chunk, class, options, what)
+                    .inspect_err(|_| next.store(len, Ordering::Relaxed))?;
+            }
+            Ok::<(), PoolSlotError>(())
+        })?;
     }
     Ok(())
 }
@@ -211,17 +234,20 @@ fn work_on(
             return Err(PoolSlotError::HostFull { available_bytes, keep_free_bytes });
         }
     }
-    options.rate_limit.wait(bytes);
+    options.pace.wait(bytes);
     region
         .fill(chunk)
         .map_err(|source| PoolSlotError::Populate { size_bytes: class.size_bytes, source })?;
     if what == Work::Scrub {
         region.clear(chunk)?;
     }
-    options.rate_limit.wait(bytes);
+    options.pace.wait(bytes);
+    let before = sys::processor_time();
     if !region.is_clear(chunk)? {
         return Err(PoolSlotError::NotZero { at: chunk.start });
     }
+    let reading = if what == Work::Scrub { Reading::Cleared } else { Reading::New };
+    options.pace.note(reading, bytes, sys::processor_time().saturating_sub(before));
     Ok(())
 }
 
@@ -240,7 +266,7 @@ mod tests {
     }
 
     fn options() -> ZeroingOptions {
-        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false }
+        ZeroingOptions::unlimited()
     }
 
     #[test]
@@ -290,11 +316,7 @@ mod tests {
 
     #[test]
     fn a_full_host_is_left_alone() {
-        let options = ZeroingOptions {
-            rate_limit: RateLimit::new(0),
-            keep_free_bytes: u64::MAX,
-            idle_only: false,
-        };
+        let options = ZeroingOptions { keep_free_bytes: u64::MAX, ..options() };
         let error = SlotMemory::build(&class(), &options).unwrap_err();
         assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
     }

@@ -63,8 +63,8 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# TYPE prezero_pool_{name} {kind}");
 }
 
-/// All of it.
-pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
+/// All of it; `bytes_per_s` is the rate of work on memory.
+pub fn render(counters: &Counters, slots: &[SlotCount<'_>], bytes_per_s: u64) -> String {
     let mut out = String::new();
     let (with_device, plain): (Vec<_>, Vec<_>) =
         slots.iter().partition(|slot| slot.class.device.is_some());
@@ -87,6 +87,9 @@ pub fn render(counters: &Counters, slots: &[SlotCount<'_>]) -> String {
             );
         }
     }
+    let name = "bandwidth_bytes_per_second";
+    head(&mut out, name, "gauge", "Rate at which memory is cleared and verified; 0 for no limit.");
+    let _ = writeln!(out, "prezero_pool_{name} {bytes_per_s}");
     let help = "Requests that got no memory, by reason.";
     head(&mut out, "refusals_total", "counter", help);
     for reason in Refusal::ALL {
@@ -131,7 +134,7 @@ mod tests {
             SlotCount { class: &class, state: "ready", count: 2 },
             SlotCount { class: &with_device, state: "waiting", count: 1 },
         ];
-        let text = render(&counters, &slots);
+        let text = render(&counters, &slots, 5);
         for line in [
             "prezero_pool_slots{bytes=\"4096\",pages=\"4K\",node=\"any\",state=\"ready\"} 2",
             "prezero_pool_device_slots{device=\"0000:65:00.0\",bytes=\"4096\",pages=\"4K\",\
@@ -139,6 +142,7 @@ mod tests {
             "prezero_pool_refusals_total{reason=\"empty\"} 1",
             "prezero_pool_refusals_total{reason=\"not_allowed\"} 0",
             "prezero_pool_grants_total 3",
+            "prezero_pool_bandwidth_bytes_per_second 5",
             "# TYPE prezero_pool_grants_total counter",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}\n{text}");

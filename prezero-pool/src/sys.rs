@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 /// Whether another process has a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,4 +88,15 @@ pub fn run_when_idle() -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Processor time that the calling thread has used.
+pub fn processor_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one structure, which outlives the call.
+    if unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) } != 0 {
+        return Duration::ZERO;
+    }
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }

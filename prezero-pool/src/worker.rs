@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Worker threads, which create and clear memory at idle priority.
+//! Worker threads, which create and clear memory at idle priority, and map it for devices.
 //!
-//! Owns the threads and their queues, one for each NUMA node. Must never decide what is done.
+//! Owns the threads and their queues: for each NUMA node one for memory and, if it has slots with a device,
+//! one for mapping, so that a device that is slow to open delays no memory. A job is shared among the
+//! configured number of threads. Must never decide what is done.
 
 use std::collections::BTreeMap;
 use std::io;
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::Class;
@@ -23,6 +23,8 @@ use crate::sys;
 pub enum Job {
     /// Make its memory.
     Build { slot: usize, class: Class },
+    /// Release its memory, which no other process has, and make new memory in its place.
+    Renew { slot: usize, class: Class, memory: SlotMemory },
     /// Clear its memory, which no other process has.
     Scrub { slot: usize, class: Class, memory: SlotMemory },
     /// Map it for its device.
@@ -32,10 +34,16 @@ pub enum Job {
 impl Job {
     fn class(&self) -> &Class {
         match self {
-            Self::Build { class, .. } | Self::Scrub { class, .. } | Self::Pin { class, .. } => {
-                class
-            }
+            Self::Build { class, .. }
+            | Self::Renew { class, .. }
+            | Self::Scrub { class, .. }
+            | Self::Pin { class, .. } => class,
         }
+    }
+
+    fn queue(&self) -> QueueOf {
+        let is_for_devices = matches!(self, Self::Pin { .. });
+        QueueOf { node: self.class().node, is_for_devices }
     }
 }
 
@@ -55,43 +63,43 @@ pub struct JobResult {
     pub outcome: JobOutcome,
 }
 
+/// Names a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct QueueOf {
+    node: Option<u32>,
+    is_for_devices: bool,
+}
+
 /// The threads.
 #[derive(Debug)]
 pub struct Workers {
-    queues: BTreeMap<Option<u32>, Sender<Job>>,
+    queues: BTreeMap<QueueOf, Sender<Job>>,
     done: Receiver<JobResult>,
 }
 
 impl Workers {
-    /// Starts `threads` for each node that `classes` name; `wake` becomes readable when something
-    /// is done.
+    /// Starts the threads for the nodes that `classes` name; `wake` becomes readable when something is done.
     ///
     /// # Errors
     /// The thread cannot be started.
     pub fn start(
         classes: &[Class],
-        threads: NonZeroUsize,
-        options: ZeroingOptions,
+        options: &Arc<ZeroingOptions>,
         wake: &EventFd,
     ) -> io::Result<Self> {
-        let options = Arc::new(options);
         let (report, done) = channel();
         let mut queues = BTreeMap::new();
         for class in classes {
-            if queues.contains_key(&class.node) {
-                continue;
-            }
-            let (sender, receiver) = channel();
-            queues.insert(class.node, sender);
-            let receiver = Arc::new(Mutex::new(receiver));
-            for _ in 0..threads.get() {
-                let worker = Worker {
-                    node: class.node,
-                    jobs: Arc::clone(&receiver),
-                    report: report.clone(),
-                    wake: wake.try_clone()?,
-                    options: Arc::clone(&options),
-                };
+            for is_for_devices in [false, true] {
+                let queue = QueueOf { node: class.node, is_for_devices };
+                if queues.contains_key(&queue) || (is_for_devices && class.device.is_none()) {
+                    continue;
+                }
+                let (sender, jobs) = channel();
+                queues.insert(queue, sender);
+                let (report, wake) = (report.clone(), wake.try_clone()?);
+                let options = Arc::clone(options);
+                let worker = Worker { node: class.node, jobs, report, wake, options };
                 stoppable_thread::spawn("zeroer", move || worker.run())?;
             }
         }
@@ -101,7 +109,7 @@ impl Workers {
     /// Gives work to a thread of its node.
     pub fn submit(&self, job: Job) {
         // Threads end with the process only.
-        if let Some(queue) = self.queues.get(&job.class().node) {
+        if let Some(queue) = self.queues.get(&job.queue()) {
             let _ = queue.send(job);
         }
     }
@@ -114,8 +122,7 @@ impl Workers {
 
 struct Worker {
     node: Option<u32>,
-    /// Locked while a thread waits for work; the others wait for the lock instead.
-    jobs: Arc<Mutex<Receiver<Job>>>,
+    jobs: Receiver<Job>,
     report: Sender<JobResult>,
     wake: EventFd,
     options: Arc<ZeroingOptions>,
@@ -131,9 +138,7 @@ impl Worker {
         if let Some(node) = self.node {
             memory::run_on_node(node);
         }
-        loop {
-            let job = self.jobs.lock().recv();
-            let Ok(job) = job else { return };
+        while let Ok(job) = self.jobs.recv() {
             if self.report.send(self.carry_out(job)).is_err() {
                 return;
             }
@@ -148,12 +153,19 @@ impl Worker {
                 let result = SlotMemory::build(&class, &self.options);
                 JobResult { slot, outcome: JobOutcome::Memory { scrubbed: false, result } }
             }
+            Job::Renew { slot, class, memory } => {
+                // Its pages go with its last file, but for those that a former user has kept hold of: these
+                // stay what they are, and are in no memfd any more.
+                drop(memory);
+                let result = SlotMemory::build(&class, &self.options);
+                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: false, result } }
+            }
             Job::Scrub { slot, class, memory } => {
                 let result = memory.scrub(&class, &self.options).map(|()| memory);
                 JobResult { slot, outcome: JobOutcome::Memory { scrubbed: true, result } }
             }
             Job::Pin { slot, class, memory } => {
-                let result = Prepinned::new(&class, &memory);
+                let result = Prepinned::new(&class, &memory, self.options.threads);
                 JobResult { slot, outcome: JobOutcome::Pinned { memory, result } }
             }
         }

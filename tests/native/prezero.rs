@@ -3,9 +3,14 @@
 //! without the pool a VM starts all the same.
 
 use std::fs::File;
+use std::io::{PipeReader, Read as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::time::{Duration, Instant};
+
+use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, Refusal, Take};
 
 use crate::harness::migrate::Reception;
 use crate::harness::pool::Pool;
@@ -17,6 +22,11 @@ const SOAK_VARIABLE: &str = "GODWIT_POOL_SOAK_S";
 
 pub fn add(suite: &mut Suite) {
     suite.add("prezero::the_next_vm_sees_zeroes_after_a_kill", after_a_kill);
+    suite.add("prezero::a_page_that_a_former_user_keeps_is_no_other_users", || kept_page(None));
+    suite.add("prezero::with_reuse_a_page_in_a_pipe_is_the_same_users", || {
+        kept_page(Some("same-user"));
+    });
+    suite.add("prezero::a_user_without_a_limit_keeps_root_out_of_nothing", connections);
     suite.add("prezero::zones_with_slots_of_their_own", zones);
     suite.add_long(
         "prezero::memory_on_both_sides_of_the_hole",
@@ -24,6 +34,14 @@ pub fn add(suite: &mut Suite) {
         around_the_hole,
     );
     suite.add("prezero::huge_pages", huge_pages);
+    suite.add("prezero::a_reboot_keeps_the_slot", || {
+        reboot("4K", "size=192M,thp=off");
+    });
+    suite.add("prezero::a_reboot_keeps_the_slot_with_huge_pages", || {
+        // Not one page is left for other memory.
+        let _pages = HugePages::borrow(96);
+        reboot("2M", "size=192M,hugepages=on");
+    });
     suite.add("prezero::memory_that_moved_is_left_alone", moved);
     suite.add("prezero::a_vm_starts_without_the_pool", without);
     let seconds = std::env::var(SOAK_VARIABLE).ok().and_then(|text| text.parse().ok());
@@ -59,8 +77,95 @@ fn inode_of_ram(pid: u32) -> u64 {
     std::fs::metadata(path).expect("a memfd").ino()
 }
 
+/// Keeps the first page of `file` in a pipe, as `vmsplice` does, and returns the end to read it from.
+fn page_in_a_pipe(file: &File) -> PipeReader {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    // SAFETY: a new mapping at an address that the kernel chooses; nothing refers to it.
+    let page = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    assert_ne!(page, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+    let part = libc::iovec { iov_base: page, iov_len: 4096 };
+    // SAFETY: the kernel reads one structure and takes a reference to the page, which is mapped.
+    let len = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const part, 1, 0) };
+    assert_eq!(len, 4096, "{}", std::io::Error::last_os_error());
+    // SAFETY: the mapping made above, which nothing refers to.
+    assert_eq!(unsafe { libc::munmap(page, 4096) }, 0);
+    reader
+}
+
+/// A user puts a page into a pipe and returns the memory; the next one, of the same user id, writes to all of it.
+fn kept_page(reuse: Option<&str>) {
+    const SIZE: u64 = 4 << 20;
+    let more = reuse.map(|reuse| format!("reuse = '{reuse}'\n")).unwrap_or_default();
+    let pool = Pool::start_with(&more, &["size = '4M'\npages = '4K'\ncount = 1"]);
+    let (connection, taken) = pool.take(SIZE).expect("memory");
+    taken.file.write_all_at(&[b'a'; 4096], 0).expect("a write");
+    let mut reader = page_in_a_pipe(&taken.file);
+    drop((connection, taken));
+    pool.wait_until_ready();
+    let (_connection, taken) = pool.take(SIZE).expect("memory");
+    assert_zero(&taken.file, SIZE);
+    for at in (0..SIZE).step_by(4096) {
+        taken.file.write_all_at(&[b'b'; 4096], at).expect("a write");
+    }
+    let mut page = [0; 4096];
+    reader.read_exact(&mut page).expect("the page in the pipe");
+    // In place means the same page, which is why it is not the default.
+    let expected = if reuse.is_some() { b'b' } else { b'a' };
+    assert!(page.iter().all(|byte| *byte == expected), "it holds {:?}", &page[..8]);
+}
+
+/// Connects as another user, on a thread of its own: the kernel takes the credentials of the thread.
+fn connections_of(uid: u32, socket: &Path, count: usize) -> Vec<PoolConnection> {
+    std::thread::scope(|scope| {
+        let connect = || {
+            // SAFETY: takes numbers; only this thread changes.
+            let changed = unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) };
+            assert_eq!(changed, 0, "{}", std::io::Error::last_os_error());
+            (0..count).map_while(|_| PoolConnection::open(socket).ok()).collect()
+        };
+        scope.spawn(connect).join().expect("the thread")
+    })
+}
+
+fn connections() {
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        crate::harness::skip("only root can be other users".to_owned());
+    }
+    let more = "socket_mode = '0666'\n[limits.users]\n1 = '4M'\n2 = '4M'\n3 = '4M'\n4 = '4M'\n";
+    let pool = Pool::start_with(more, &["size = '4M'\npages = '4K'\ncount = 1"]);
+    pool.open_folder();
+    let socket = pool.socket();
+    // With a limit and without, as many as they like.
+    let idle: Vec<_> = (1..=8).map(|uid| connections_of(uid, &socket, 200)).collect();
+    let (connection, taken) = pool.take(4 << 20).expect("root gets in");
+    drop((connection, taken));
+    drop(idle);
+    // A user that may have nothing is told why.
+    let refused = connections_of(9, &socket, 1);
+    let request = Take { size_bytes: 4 << 20, pages: PagesWanted::Small, node: None };
+    let error = refused[0].take(&request).expect_err("a user without a limit");
+    assert!(matches!(&error, PoolError::Refused { reason: Refusal::OverLimit, .. }), "{error:?}");
+}
+
 fn after_a_kill() {
-    let pool = Pool::start(&["size = '192M'\npages = '4K'\ncount = 1"]);
+    for reuse in ["never", "same-user"] {
+        after_a_kill_with(reuse);
+    }
+}
+
+fn after_a_kill_with(reuse: &str) {
+    let more = format!("reuse = '{reuse}'\n");
+    let pool = Pool::start_with(&more, &["size = '192M'\npages = '4K'\ncount = 1"]);
     let memory = format!("size=192M,thp=off{}", pool.option());
     let mut first = Vmm::boot(2, &memory, "workload=random-write mem=100% seed=7");
     first.wait_for_work(20_000);
@@ -74,7 +179,9 @@ fn after_a_kill() {
     pool.wait_until_ready();
 
     let (connection, taken) = pool.take(192 << 20).expect("memory");
-    assert_eq!(taken.file.metadata().expect("a memfd").ino(), inode, "it was not cleared in place");
+    let is_same = taken.file.metadata().expect("a memfd").ino() == inode;
+    assert_eq!(is_same, reuse == "same-user", "{reuse}");
+    let inode = taken.file.metadata().expect("a memfd").ino();
     let blocks = taken.file.metadata().expect("a memfd").blocks();
     assert_eq!(blocks * 512, 192 << 20, "it is not populated");
     assert_zero(&taken.file, 192 << 20);
@@ -83,7 +190,7 @@ fn after_a_kill() {
 
     // The guest itself finds a page that it never wrote to be zero.
     let second = Vmm::boot(1, &memory, "workload=random-write mem=100% prefill=0 check_zero=1");
-    assert_eq!(inode_of_ram(second.pid()), inode);
+    assert_eq!(inode_of_ram(second.pid()) == inode, reuse == "same-user");
     second.wait_for_work(20_000);
     second.verify();
     second.wait_for_event("prezeroed-taken");
@@ -113,10 +220,9 @@ fn zones() {
     vmm.wait_for_event("resumed");
     let names = vmm.event_names();
     assert!(!names.iter().any(|name| name.starts_with("prefault")), "{names:?}");
-    // After a reboot the slot that has come back may not be ready; the guest runs either way.
-    vmm.api().put("vm.reboot", "").ok();
-    vmm.wait_for_work(5_000);
+    reboot_once(&vmm);
     vmm.verify();
+    assert_eq!((pool.slots("lent"), pool.count("grants_total", "")), (2, 2));
     vmm.shut_down();
     pool.wait_until_ready();
 }
@@ -135,7 +241,14 @@ fn around_the_hole() {
 
 fn huge_pages() {
     let _pages = HugePages::borrow(96);
-    let pool = Pool::start(&["size = '192M'\npages = '2M'\ncount = 1"]);
+    for reuse in ["never", "same-user"] {
+        huge_pages_with(reuse);
+    }
+}
+
+fn huge_pages_with(reuse: &str) {
+    let more = format!("reuse = '{reuse}'\n");
+    let pool = Pool::start_with(&more, &["size = '192M'\npages = '2M'\ncount = 1"]);
     let memory = format!("size=192M,hugepages=on{}", pool.option());
     let mut first = Vmm::boot(2, &memory, "workload=random-write mem=100%");
     let inode = inode_of_ram(first.pid());
@@ -145,10 +258,57 @@ fn huge_pages() {
     first.wait_for_exit();
     pool.wait_until_ready();
     let second = Vmm::boot(1, &memory, "workload=random-write mem=100% prefill=0 check_zero=1");
-    assert_eq!(inode_of_ram(second.pid()), inode);
+    assert_eq!(inode_of_ram(second.pid()) == inode, reuse == "same-user");
     second.wait_for_work(5_000);
     second.verify();
     second.shut_down();
+}
+
+/// Reboots the guest and waits until the one after it works.
+#[track_caller]
+fn reboot_once(vmm: &Vmm) {
+    let before = vmm.guest_status().first_tsc;
+    vmm.api().put("vm.reboot", "").ok();
+    wait_for("a guest that started anew", || {
+        let status = guest_reader::Guest::attach(vmm.pid()).ok()?.status().ok()?;
+        (status.first_tsc != before && status.stage == "running").then_some(())
+    });
+    vmm.wait_for_work(2_000);
+}
+
+/// The most memory that a process has had in its page tables, in bytes; hugetlb pages do not count.
+fn most_resident_bytes(pid: u32) -> u64 {
+    let status =
+        std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    kib << 10
+}
+
+fn reboot(pages: &str, memory: &str) {
+    const SIZE: u64 = 192 << 20;
+    let pool = Pool::start(&[&format!("size = '192M'\npages = '{pages}'\ncount = 1")]);
+    let memory = format!("{memory}{}", pool.option());
+    let vmm = Vmm::boot(2, &memory, "workload=random-write mem=100% prefill=1");
+    let inode = inode_of_ram(vmm.pid());
+    for _ in 0..3 {
+        vmm.wait_for_work(5_000);
+        reboot_once(&vmm);
+        vmm.verify();
+        assert_eq!(inode_of_ram(vmm.pid()), inode, "the guest has other memory");
+        let (grants, returns) = (pool.count("grants_total", ""), pool.count("returns_total", ""));
+        assert_eq!((pool.slots("lent"), grants, returns), (1, 1, 0));
+    }
+    let most = most_resident_bytes(vmm.pid());
+    assert!(most < SIZE + SIZE / 2, "{} MiB were resident at a time", most >> 20);
+    // An orderly end gives it back, and the next boot asks anew.
+    vmm.api().put("vm.shutdown", "").ok();
+    pool.wait_until_ready();
+    assert_eq!(pool.count("returns_total", ""), 1);
+    vmm.api().put("vm.boot", "").ok();
+    vmm.wait_for_work(2_000);
+    assert_eq!((pool.slots("lent"), pool.count("grants_total", "")), (1, 2));
+    vmm.shut_down();
 }
 
 fn moved() {
@@ -166,10 +326,11 @@ fn moved() {
     destination.wait_for_work(20_000);
     destination.verify();
     assert_eq!(pool.slots("lingering"), 1);
-    assert_eq!(pool.count("scrubbed_bytes_total", ""), 0);
+    let built = || pool.count("built_bytes_total", "");
+    assert_eq!(built(), 192 << 20);
     destination.shut_down();
     pool.wait_until_ready();
-    assert_eq!(pool.count("scrubbed_bytes_total", ""), 192 << 20);
+    assert_eq!(built(), 2 * (192 << 20));
 }
 
 /// Boots with `--memory` and expects the VMM to have said why it does without the pool.
@@ -262,9 +423,9 @@ fn soak(length: Duration) {
     pool.wait_until_ready();
     let count = |name| pool.count(name, "");
     println!(
-        "{kills} VMMs killed, {scans} slots scanned, {} lent, {} MiB cleared",
+        "{kills} VMMs killed, {scans} slots scanned, {} lent, {} MiB made",
         count("grants_total"),
-        count("scrubbed_bytes_total") >> 20
+        count("built_bytes_total") >> 20
     );
     assert!(kills > 0 && scans > 0, "{kills} kills, {scans} scans");
     assert_eq!(count("grants_total"), count("returns_total"));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use prezero_pool_client::{Refusal, Reply, Take};
 
-use crate::config::{Class, Config};
+use crate::config::{Class, Config, Reuse};
 use crate::prepinned::Prepinned;
 use crate::slot::{PoolSlotError, SlotMemory};
 use crate::stats::{Counters, SlotCount};
@@ -294,6 +294,11 @@ impl Broker {
         }
     }
 
+    /// Most bytes that a user may have.
+    pub fn limit_of(&self, uid: u32) -> u64 {
+        self.config.limits.of(uid, self.own_uid)
+    }
+
     /// Does what is due, and says when it wants to be asked again.
     pub fn tick(&mut self, now: Instant) -> Option<Instant> {
         let mut next: Option<Instant> = None;
@@ -312,8 +317,14 @@ impl Broker {
                 }
                 State::Lingering { memory, uid, at, wait } if at <= now => match memory.users() {
                     Users::OnlyUs => {
-                        self.jobs.push_back(Job::Scrub { slot: index, class, memory });
-                        State::InWork { owner: Some(uid) }
+                        let (job, owner) = match self.config.reuse {
+                            Reuse::Never => (Job::Renew { slot: index, class, memory }, None),
+                            Reuse::SameUser => {
+                                (Job::Scrub { slot: index, class, memory }, Some(uid))
+                            }
+                        };
+                        self.jobs.push_back(job);
+                        State::InWork { owner }
                     }
                     Users::Others => {
                         let wait = (wait * 2).min(RECHECK_MAX);

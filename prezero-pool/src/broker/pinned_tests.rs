@@ -12,10 +12,9 @@ use std::os::unix::net::UnixStream;
 
 use pci_address::Bdf;
 use prezero_pool_client::{PagesWanted, PinnedGrant, SlotPages};
-use rate_limit::RateLimit;
 
 use super::*;
-use crate::config::{Config, SlotDevice};
+use crate::config::{Config, Reuse, SlotDevice};
 use crate::slot::ZeroingOptions;
 use crate::worker::{JobOutcome, JobResult};
 
@@ -41,6 +40,7 @@ struct Pool {
 impl Pool {
     fn new() -> Self {
         let mut config = Config::parse("socket = '/s'\n[limits]\ndefault = '8M'").unwrap();
+        config.reuse = Reuse::SameUser;
         let device = Some(SlotDevice { address: address(), users: vec![ALICE, BOB] });
         let (pages, node) = (SlotPages::Small, None);
         config.classes = vec![Class { size_bytes: 4 * MIB, pages, node, count: 1, device }];
@@ -77,12 +77,15 @@ impl Pool {
 
     /// One job, as a worker would do it.
     fn work(&mut self) -> bool {
-        let options =
-            ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
+        let options = ZeroingOptions::unlimited();
         let memory = |scrubbed, result| JobOutcome::Memory { scrubbed, result };
         let (slot, outcome) = match self.broker.next_job() {
             None => return false,
             Some(Job::Build { slot, class }) => {
+                (slot, memory(false, SlotMemory::build(&class, &options)))
+            }
+            Some(Job::Renew { slot, class, memory: old }) => {
+                drop(old);
                 (slot, memory(false, SlotMemory::build(&class, &options)))
             }
             Some(Job::Scrub { slot, class, memory: old }) => {

@@ -4,11 +4,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use prezero_pool_client::{PagesWanted, SlotPages};
-use rate_limit::RateLimit;
 
 use super::*;
 use crate::slot::ZeroingOptions;
@@ -21,6 +20,7 @@ const BOB: u32 = 1001;
 fn config(slots: &[(u64, SlotPages, u32)], limit: u64) -> Config {
     let mut config = Config::parse("socket = '/s'\nmax_waste_percent = 50").unwrap();
     config.limits.default_bytes = limit;
+    config.reuse = Reuse::SameUser;
     let class = |(size_bytes, pages, count): &(u64, SlotPages, u32)| Class {
         size_bytes: *size_bytes,
         pages: *pages,
@@ -45,8 +45,7 @@ fn settle(broker: &mut Broker) {
     static HOUR: AtomicU64 = AtomicU64::new(0);
     let hour = HOUR.fetch_add(1, Ordering::Relaxed);
     let later = Instant::now() + Duration::from_secs(3600 * hour);
-    let options =
-        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
+    let options = ZeroingOptions::unlimited();
     for _ in 0..100 {
         broker.tick(later);
         let mut idle = true;
@@ -54,6 +53,10 @@ fn settle(broker: &mut Broker) {
             idle = false;
             let done = match job {
                 Job::Build { slot, class } => {
+                    memory_done(slot, false, SlotMemory::build(&class, &options))
+                }
+                Job::Renew { slot, class, memory } => {
+                    drop(memory);
                     memory_done(slot, false, SlotMemory::build(&class, &options))
                 }
                 Job::Scrub { slot, class, memory } => {
@@ -152,6 +155,22 @@ fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
 }
 
 #[test]
+fn without_reuse_what_comes_back_is_other_memory_for_any_user() {
+    let mut config = config(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
+    config.reuse = Reuse::default();
+    let mut broker = Broker::new(config, OWN);
+    settle(&mut broker);
+    let (_, file) = broker.take(1, ALICE, &request(4));
+    let inode = file.unwrap().metadata().unwrap().ino();
+    broker.closed(1, Instant::now());
+    settle(&mut broker);
+    assert_eq!((broker.counters.scrubbed_bytes, broker.counters.built_bytes), (0, 8 * MIB));
+    let (reply, file) = broker.take(2, BOB, &request(4));
+    assert_eq!(refusal(&reply), None, "another user has to wait");
+    assert_ne!(file.unwrap().metadata().unwrap().ino(), inode);
+}
+
+#[test]
 fn memory_that_another_process_still_maps_is_not_touched() {
     let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
     let (_, file) = broker.take(1, ALICE, &request(4));
@@ -173,8 +192,7 @@ fn memory_that_another_process_still_maps_is_not_touched() {
 #[test]
 fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     let mut broker = Broker::new(config(&[(1 << 45, SlotPages::Huge2Mib, 1)], 0), OWN);
-    let options =
-        ZeroingOptions { rate_limit: RateLimit::new(0), keep_free_bytes: 0, idle_only: false };
+    let options = ZeroingOptions::unlimited();
     let mut waits = Vec::new();
     let mut now = Instant::now();
     for _ in 0..3 {

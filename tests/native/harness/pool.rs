@@ -3,6 +3,7 @@
 //!
 //! Owns starting, watching and ending it. Must never look into it other than a user could.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -26,10 +27,15 @@ pub struct Pool {
 impl Pool {
     /// One with these slots (tables of its configuration), as fast as it can, once all are ready.
     pub fn start(slots: &[&str]) -> Self {
+        Self::start_with("", slots)
+    }
+
+    /// The same with more lines of configuration.
+    pub fn start_with(more: &str, slots: &[&str]) -> Self {
         let folder = TempDir::with_prefix("godwit-pool-").expect("a folder");
         let at = |name: &str| folder.path().join(name);
         let config = format!(
-            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '0'\nidle_only = false\n{}",
+            "socket = '{}'\nstats_socket = '{}'\nbandwidth = '0'\nidle_only = false\n{more}{}",
             at("pool").display(),
             at("stats").display(),
             slots.iter().fold(String::new(), |all, slot| all + "[[slots]]\n" + slot + "\n"),
@@ -65,6 +71,12 @@ impl Pool {
     /// `,prezeroed=` and its socket.
     pub fn option(&self) -> String {
         format!(",prezeroed={}", self.socket().display())
+    }
+
+    /// Lets other users reach the socket.
+    pub fn open_folder(&self) {
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(self.folder.path(), mode).expect("the folder is ours");
     }
 
     /// Process id.
