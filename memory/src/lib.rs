@@ -109,8 +109,8 @@ pub use maps::{ResidentMap, ZeroMap};
 pub use pins::{DiscardBan, Pins};
 pub use populate::PopulateError;
 pub use prefault::{
-    ChunkHook, HookError, Populate, Prefault, PrefaultError, PrefaultEvent, PrefaultHelper,
-    PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available,
+    ChunkHook, HookError, Populate, PopulateModel, Prefault, PrefaultError, PrefaultEvent,
+    PrefaultHelper, PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available,
 };
 pub use processors::run_on_node;
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};

@@ -43,6 +43,9 @@ pub type HookError = Box<dyn std::error::Error + Send + Sync>;
 /// to map it for DMA. An error stops the engine.
 pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError> + Send + Sync>;
 
+/// Populates a range (bytes of the region) in place of the kernel.
+pub type PopulateModel = Arc<dyn Fn(&RamRegion, &Range<u64>) + Send + Sync>;
+
 /// An event of an engine.
 #[derive(Debug)]
 pub enum PrefaultEvent<'a> {
@@ -77,6 +80,9 @@ pub struct PrefaultOptions {
     /// Memory that was discarded before its turn is left alone: for a guest that runs meanwhile, and has a
     /// balloon or reports free pages. It counts as done.
     pub spares_discarded: bool,
+    /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
+    /// host is not checked. Never set by a VMM.
+    pub model: Option<PopulateModel>,
 }
 
 impl Default for PrefaultOptions {
@@ -88,6 +94,7 @@ impl Default for PrefaultOptions {
             observer: None,
             yields_to_guest: false,
             spares_discarded: false,
+            model: None,
         }
     }
 }
@@ -101,6 +108,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("observer", &self.observer.is_some())
             .field("yields_to_guest", &self.yields_to_guest)
             .field("spares_discarded", &self.spares_discarded)
+            .field("model", &self.model.is_some())
             .finish()
     }
 }
@@ -179,6 +187,7 @@ struct Engine {
     observer: Option<PrefaultObserver>,
     yields_to_guest: bool,
     spares_discarded: bool,
+    model: Option<PopulateModel>,
     /// Running threads and helpers; the last one reports the end. Locked briefly.
     working: Mutex<usize>,
     /// Notified when none is left.
@@ -208,7 +217,9 @@ impl Prefault {
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
     ) -> Result<Self, PrefaultError> {
-        check_available(regions)?;
+        if options.model.is_none() {
+            check_available(regions)?;
+        }
         let queues = cut(regions, options.chunk_bytes);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
         let load = |queue: &Queue| Load::of(queue.node, queue.chunks.len());
@@ -222,6 +233,7 @@ impl Prefault {
             observer: options.observer.clone(),
             yields_to_guest: options.yields_to_guest,
             spares_discarded: options.spares_discarded,
+            model: options.model.clone(),
             working: Mutex::new(counts.iter().sum()),
             idle: Condvar::new(),
             failure: Mutex::new(None),
@@ -430,6 +442,12 @@ impl Engine {
         };
         let all = vec![chunk.bytes.clone()];
         let parts = if self.spares_discarded { region.never_discarded(&chunk.bytes) } else { all };
+        if let Some(model) = &self.model {
+            return parts.into_iter().try_for_each(|part| {
+                model(region, &part);
+                done(part)
+            });
+        }
         parts.into_iter().try_for_each(|part| region.populate(&part, &mut done))
     }
 }

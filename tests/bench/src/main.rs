@@ -22,6 +22,7 @@ mod raw;
 mod report;
 mod reuse;
 mod sandbox;
+mod scale;
 mod slots;
 mod snapshot;
 mod tls;
@@ -70,6 +71,12 @@ fn main() -> ExitCode {
                 .arg(path("log", "The log").required(true)),
         )
         .subcommand(
+            Command::new("passthrough-scale")
+                .about("VMs with a passed-through device on modelled hosts of up to 4 TiB")
+                .arg(flag("json", "Print one JSON object"))
+                .arg(number("runs", "3", "Runs of each")),
+        )
+        .subcommand(
             common("postcopy-latency", "3")
                 .about("Guest accesses that wait for a page, compared with a raw socket and QEMU")
                 .arg(path("baseline", BASELINE_HELP)),
@@ -110,9 +117,12 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     if name == "passthrough-boot" {
         return passthrough::run(&path("log"));
     }
-    let (vmm, guest) = (path("vmm"), path("guest"));
     let runs = arguments.get_one::<u64>("runs").copied().unwrap_or(1).max(1);
     let runs = usize::try_from(runs)?;
+    if name == "passthrough-scale" {
+        return scale::run(runs);
+    }
+    let (vmm, guest) = (path("vmm"), path("guest"));
     let remote = vmm.with_file_name("ch-remote");
     let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest, options: &[] };
     let baseline = baseline(arguments)?;
