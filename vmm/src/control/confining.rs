@@ -8,6 +8,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
@@ -33,6 +34,19 @@ pub struct Confiner {
 pub struct ConfineRequest {
     set: Arc<PathSet>,
     answer: Sender<Result<(), LandlockError>>,
+    turn: Arc<Turn>,
+}
+
+/// Which of the two threads comes first: the VMM thread, which applies a set, or the other, which no longer waits
+/// for that. A set is never applied for a VM that has been refused.
+#[derive(Debug, Default)]
+struct Turn(AtomicBool);
+
+impl Turn {
+    /// True for the first thread that asks.
+    fn take(&self) -> bool {
+        !self.0.swap(true, Ordering::AcqRel)
+    }
 }
 
 impl Confiner {
@@ -57,10 +71,17 @@ impl Confiner {
         };
         let set = Arc::new(set);
         let (answer, answered) = channel();
-        let request = ConfineRequest { set: Arc::clone(&set), answer };
+        let turn = Arc::new(Turn::default());
+        let request = ConfineRequest { set: Arc::clone(&set), answer, turn: Arc::clone(&turn) };
         self.inbox_sender.send(Message::Confine(request));
-        // A VMM thread that ends takes no message any more.
-        answered.recv_timeout(ANSWER_TIME).map_err(|_| LandlockError::NoVmmThread)??;
+        let confined = match answered.recv_timeout(ANSWER_TIME) {
+            Ok(confined) => confined,
+            // A VMM thread that ends takes no message any more.
+            Err(_) if turn.take() => return Err(LandlockError::NoVmmThread),
+            // It is applying the set.
+            Err(_) => answered.recv().map_err(|_| LandlockError::NoVmmThread)?,
+        };
+        confined?;
         set.confine_thread()?;
         log::info!("Landlock confines this process to the paths of its VM");
         Ok(())
@@ -80,12 +101,15 @@ impl Vmm {
 
     /// A thread that builds a machine knows what its VM may use.
     pub(super) fn confine(&mut self, request: ConfineRequest) {
-        let ConfineRequest { set, answer } = request;
+        let ConfineRequest { set, answer, turn } = request;
+        if !turn.take() {
+            return;
+        }
         let confined = set.confine_thread();
         if confined.is_ok() {
             self.confinement.note(&set);
         }
-        // The thread may have waited too long.
+        // The thread may have ended.
         let _ = answer.send(confined);
     }
 }
@@ -124,7 +148,8 @@ mod tests {
                     None => thread::yield_now(),
                 }
             };
-            let ConfineRequest { set, answer } = request;
+            let ConfineRequest { set, answer, turn } = request;
+            assert!(turn.take(), "the other thread waits");
             answer.send(set.confine_thread()).unwrap();
             fs::read(file_of_main).is_err()
         });
@@ -147,5 +172,11 @@ mod tests {
             assert!(matches!(error, LandlockError::NoVmmThread), "{error}");
         });
         free.join().unwrap();
+    }
+
+    #[test]
+    fn a_set_is_applied_or_given_up_and_never_both() {
+        let turn = Turn::default();
+        assert!(turn.take() && !turn.take());
     }
 }
