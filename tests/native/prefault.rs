@@ -2,13 +2,21 @@
 //! Memory that is populated in the background: the guest runs meanwhile, people can watch it, and it
 //! ends with the VM.
 
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
 use crate::harness::{Suite, Vmm, VmmBuilder, process, wait_for};
 
 pub fn add(suite: &mut Suite) {
     suite.add("prefault::in_the_background_while_the_guest_runs", while_the_guest_runs);
     suite.add("prefault::before_boot_is_told_too", before_boot);
+    suite.add("prefault::before_boot_can_be_watched_and_ended", watched_and_ended);
     suite.add("prefault::ends_with_the_vm", ends_with_the_vm);
 }
+
+/// In which the API answers while all of the memory takes seconds.
+const PROMPT: Duration = Duration::from_secs(1);
 
 fn count(vmm: &Vmm, event: &str) -> usize {
     vmm.event_names().iter().filter(|name| *name == event).count()
@@ -43,6 +51,28 @@ fn before_boot() {
     assert!(at("prefault-completed") < at("booted") && at("prefault-completed").is_some());
     assert!(vmm.api().get("vm.info").ok().json()["prefault"].is_null());
     vmm.shut_down();
+}
+
+fn watched_and_ended() {
+    let memory = "size=6G,shared=on,thp=off,prefault=on,prefault_threads=1";
+    let mut vmm = VmmBuilder::guest(1, memory, "workload=idle prefill=0").start();
+    vmm.wait_for_event("prefault-started");
+    let asked = Instant::now();
+    let info = vmm.api().get("vm.info").ok().json();
+    assert!(asked.elapsed() < PROMPT, "vm.info took {:?}", asked.elapsed());
+    assert_eq!((&info["state"], &info["doing"]), (&json!("Created"), &json!("booted")), "{info}");
+    assert_eq!(info["prefault"]["state"], "Running", "{info}");
+    assert_eq!(info["prefault"]["total_bytes"], 6_u64 << 30, "{info}");
+    vmm.wait_for_event("prefault-progress");
+    let info = vmm.api().get("vm.info").ok().json();
+    assert!(info["prefault"]["done_bytes"].as_u64() >= Some((6 << 30) / 10), "{info}");
+    vmm.signal(libc::SIGTERM);
+    assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
+    let count = |event| count(&vmm, event);
+    assert_eq!(
+        (count("prefault-cancelled"), count("prefault-completed"), count("booted")),
+        (1, 0, 0)
+    );
 }
 
 fn ends_with_the_vm() {

@@ -112,7 +112,7 @@ option_enum! {
 }
 
 option_family! {
-    /// Progress of background population (prefault=background).
+    /// Progress of populating memory: before the guest starts (prefault=on), or while it runs (prefault=background).
     PrefaultInfo "prefault-info" {
         /// State.
         state: PrefaultState = PrefaultState::Running, "" as JsonOnly, answer(), required_json();
@@ -176,7 +176,8 @@ option_family! {
         postcopy_paused: Option<String> = None, "" as JsonOnly, answer();
         /// Disks whose backing storage is full; the VM is paused until there is free space.
         full_disks: Option<Vec<FullDiskInfo>> = None, "" as JsonOnly, answer();
-        /// Progress of background population of memory.
+        /// Progress of populating memory: before the guest starts (prefault=on; absent afterwards), or while it runs
+        /// (prefault=background).
         prefault: Option<PrefaultInfo> = None, "" as JsonOnly, answer();
         /// Progress of mapping memory for passed-through devices, if the VM has any.
         passthrough: Option<PassthroughInfo> = None, "" as JsonOnly, answer();

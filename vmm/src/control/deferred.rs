@@ -34,6 +34,11 @@ fn is_launching(vm: &VmLifecycle) -> bool {
     }
 }
 
+/// Whether a VM is being started of which memory is populated first, which may take minutes.
+fn is_populating(vm: &VmLifecycle) -> bool {
+    matches!(vm, VmLifecycle::Starting(starting) if starting.is_populating())
+}
+
 /// Whether the request has to wait for the VM to leave its current transition.
 pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
     let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
@@ -51,7 +56,8 @@ pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
     };
     is_between
         && match request {
-            VmmRequest::Info => is_launching(vm),
+            // A script that reads the terminals of the VM of the command line has them by then.
+            VmmRequest::Info => is_launching(vm) && !is_populating(vm),
             VmmRequest::Ping
             | VmmRequest::VmmShutdown { .. }
             | VmmRequest::MigrationProgress

@@ -97,6 +97,12 @@ fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
     PrefaultInfo { state, done_bytes, total_bytes, error }
 }
 
+/// Progress of memory that is populated before the guest starts.
+pub fn prefault_in_progress(progress: memory::PrefaultProgress) -> PrefaultInfo {
+    let is_complete = progress.done_bytes >= progress.total_bytes;
+    prefault_info(PrefaultStatus { progress, end: is_complete.then_some(PrefaultEnd::Completed) })
+}
+
 /// Microseconds on CLOCK_MONOTONIC, which other processes can read as well.
 fn monotonic_us(at: Instant) -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };

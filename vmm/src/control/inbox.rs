@@ -41,6 +41,8 @@ pub enum Message {
     Confine(ConfineRequest),
     /// A machine has been created and runs, or its start has failed.
     Started(Box<StartEnd>),
+    /// Memory of a VM that is being started is being populated.
+    Populating,
     /// A pause, resume or device change of the machine has ended.
     TransitionOver(Box<TransitionEnd>),
     /// The start of a machine that had arrived and not been started has ended.

@@ -431,10 +431,10 @@ impl Vmm {
             },
             VmLifecycle::Migrating { info, .. }
             | VmLifecycle::Busy(Busy { info: Some(info), .. })
-            | VmLifecycle::Starting(Starting { info, .. })
             | VmLifecycle::TearingDown(Teardown { info, .. }) => {
                 VmInfo { doing: self.vm.doing(), ..info.as_ref().clone() }
             }
+            VmLifecycle::Starting(starting) => starting.info(),
             VmLifecycle::NotStarted { machine, .. } => VmInfo {
                 postcopy_paused: self.postcopy_paused(),
                 ..describe::of_machine(machine.machine())
@@ -484,6 +484,8 @@ impl Vmm {
                 self.confine(request);
                 Next::Continue
             }
+            // For the requests that were deferred until then.
+            Message::Populating => Next::Continue,
             Message::Started(end) => self.started(*end),
             Message::TransitionOver(end) => self.transition_over(*end),
             Message::ArrivedStarted(end) => self.arrived_started(*end),

@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
+
 use super::confining::Confiner;
 use super::inbox::Message;
 use super::threads::spawn_with;
@@ -20,7 +22,8 @@ use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, VmInfo, VmmRequest};
 use crate::config::VmConfig;
 use crate::events;
 use crate::machine::{
-    CancelToken, ConsoleError, Consoles, EventSink, Host, KeptForReboot, Machine, MachineError,
+    BootPrefault, BootWatch, CancelToken, ConsoleError, Consoles, EventSink, Host, KeptForReboot,
+    Machine, MachineError,
 };
 
 /// Origin of a machine that is created.
@@ -42,7 +45,7 @@ const BEGUN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A machine that is being created.
 pub struct Starting {
     /// Its description for `vm.info`.
-    pub info: Box<VmInfo>,
+    info: Box<VmInfo>,
     /// Its configuration.
     config: Box<VmConfig>,
     is_reboot: bool,
@@ -51,9 +54,23 @@ pub struct Starting {
     cancel: CancelToken,
     end_requests: Vec<EndRequest>,
     begun: GuestBegun,
+    /// Memory that is populated before the guest starts.
+    prefault: BootPrefault,
+    /// Its configuration with the terminals that were opened for it, once they are.
+    opened: OpenedConfig,
     /// When the process ends although the machine is not complete, as long as there is no guest that could
     /// lose data.
     until: Option<Instant>,
+}
+
+/// The configuration of a VM that is being started, with the terminals that were opened for it.
+type OpenedConfig = Arc<Mutex<Option<Box<VmConfig>>>>;
+
+/// What the thread that creates a machine tells of its progress.
+struct Progress {
+    begun: GuestBegun,
+    prefault: BootPrefault,
+    opened: OpenedConfig,
 }
 
 /// Whether the guest may have started. It can before its start is complete: passed-through devices may
@@ -142,6 +159,22 @@ impl Starting {
         self.begun.has_begun()
     }
 
+    /// Its description, with the progress of what is populated before the guest starts.
+    pub fn info(&self) -> VmInfo {
+        let mut info = self.info.as_ref().clone();
+        if let Some(config) = &*self.opened.lock() {
+            info.config = config.as_ref().clone();
+        }
+        info.prefault = self.prefault.progress().map(describe::prefault_in_progress);
+        info.doing = Some(self.doing().to_owned());
+        info
+    }
+
+    /// Whether memory is being populated, which takes seconds to minutes.
+    pub fn is_populating(&self) -> bool {
+        self.prefault.progress().is_some()
+    }
+
     /// Reports that the start has failed.
     pub fn report_failed(&self, error: &ApiError) {
         let event = if self.is_reboot { "reboot-failed" } else { "boot-failed" };
@@ -169,16 +202,19 @@ impl Start {
         host: &Host,
         sink: EventSink,
         cancel: &CancelToken,
-        begun: &GuestBegun,
+        progress: &Progress,
     ) -> Result<Machine, ApiError> {
+        let Progress { begun, prefault, opened } = progress;
         let console = |error: ConsoleError| failed(&error);
         let made = |error: MachineError| failed(&error);
         let (consoles, mut kept) = match self {
             Self::Boot => (Consoles::open(&mut config).map_err(console)?, Box::default()),
             Self::Reboot { consoles, kept } => (consoles, kept),
         };
-        let mut machine =
-            Machine::boot(config, consoles, host, sink, &mut kept, cancel).map_err(made)?;
+        *opened.lock() = Some(Box::new(config.clone()));
+        let watch = BootWatch { prefault, cancel };
+        let machine = Machine::boot(config, consoles, host, sink, &mut kept, &watch);
+        let mut machine = machine.map_err(made)?;
         if !begun.begin(cancel) {
             return Err(start_cancelled());
         }
@@ -222,21 +258,38 @@ impl Vmm {
         let (cancel, sink) = (CancelToken::default(), self.new_sink());
         let (host, inbox_sender, own) =
             (self.host.clone(), self.inbox_sender.clone(), cancel.clone());
-        let begun = GuestBegun::default();
-        let own_begun = begun.clone();
+        let (begun, opened) = (GuestBegun::default(), OpenedConfig::default());
+        // A request that waits for the VM no longer does when memory is populated first.
+        let populating = self.inbox_sender.clone();
+        let prefault = BootPrefault::new(move || populating.send(Message::Populating));
+        let progress = Progress {
+            begun: begun.clone(),
+            prefault: prefault.clone(),
+            opened: Arc::clone(&opened),
+        };
         let confiner = self.confiner();
         let name = if is_reboot { "vm-reboot" } else { "vm-boot" };
         let load = (start, config.clone(), responder);
         let spawned = spawn_with(name, load, move |(start, config, responder)| {
             let result = start
                 .confine(&config, &confiner)
-                .and_then(|()| start.machine(*config, &host, sink, &own, &own_begun));
+                .and_then(|()| start.machine(*config, &host, sink, &own, &progress));
             let result = result.map(Box::new);
             inbox_sender.send(Message::Started(Box::new(StartEnd { result, responder })));
         });
         let (end_requests, until) = (Vec::new(), None);
-        let starting =
-            Starting { info, config, is_reboot, at_launch, cancel, end_requests, begun, until };
+        let starting = Starting {
+            info,
+            config,
+            is_reboot,
+            at_launch,
+            cancel,
+            end_requests,
+            begun,
+            prefault,
+            opened,
+            until,
+        };
         self.vm = VmLifecycle::Starting(starting);
         match spawned {
             Ok(_detached) => Next::Continue,
@@ -358,6 +411,8 @@ mod tests {
             at_launch: true,
             cancel: CancelToken::default(),
             begun: GuestBegun::default(),
+            prefault: BootPrefault::default(),
+            opened: OpenedConfig::default(),
             end_requests: Vec::new(),
             until: None,
         };

@@ -96,7 +96,7 @@ pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
-pub use prefault::{PrefaultEnd, PrefaultStatus};
+pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
@@ -189,20 +189,21 @@ impl Machine {
         host: &Host,
         sink: EventSink,
         kept: &mut KeptForReboot,
-        cancel: &CancelToken,
+        watch: &BootWatch<'_>,
     ) -> Result<Self, MachineError> {
+        let BootWatch { prefault: boot_prefault, cancel } = *watch;
         disks::detect_formats(&mut config).map_err(VirtioError::from)?;
         passthrough::choose_high_hole(&mut config);
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let locked = std::mem::take(&mut kept.files);
-        let before = ram::restart(&config.memory, bits, kept.ram.take(), cancel)?;
+        let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
         let (ram, slot) = if let Some(ram) = before {
             (ram, None)
         } else {
             let slot = PrepinnedSlot::take(&config, bits)?;
             let provided = slot.iter().map(PrepinnedSlot::memory).collect();
             let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-            (ram::make(&config.memory, bits, origin, cancel)?, slot)
+            (ram::make(&config.memory, bits, origin, boot_prefault, cancel)?, slot)
         };
         let images = &mut kept.disks;
         let open = OpenInput { opening: Opening::Meanwhile, slot, cancel };
@@ -295,7 +296,8 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        Ok(ram::make(&config.memory, bits, origin, &CancelToken::default())?)
+        let (unwatched, never) = (BootPrefault::default(), CancelToken::default());
+        Ok(ram::make(&config.memory, bits, origin, &unwatched, &never)?)
     }
 
     /// A paused machine on such memory, whose state is still to be received. Does not change the contents

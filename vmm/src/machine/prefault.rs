@@ -42,6 +42,50 @@ pub struct PrefaultStatus {
     pub end: Option<PrefaultEnd>,
 }
 
+/// How far memory is populated before the guest starts, for threads that do other things meanwhile.
+#[derive(Clone)]
+pub struct BootPrefault(Arc<BootPrefaultState>);
+
+/// How a boot is watched, and cancelled.
+pub struct BootWatch<'a> {
+    /// Populated memory.
+    pub prefault: &'a BootPrefault,
+    /// Ends the boot.
+    pub cancel: &'a CancelToken,
+}
+
+struct BootPrefaultState {
+    /// Locked briefly, for each chunk.
+    progress: Mutex<Option<PrefaultProgress>>,
+    on_begun: Box<dyn Fn() + Send + Sync>,
+}
+
+impl BootPrefault {
+    /// Nothing is populated yet; `on_begun` is called when that begins.
+    pub fn new(on_begun: impl Fn() + Send + Sync + 'static) -> Self {
+        let on_begun = Box::new(on_begun);
+        Self(Arc::new(BootPrefaultState { progress: Mutex::new(None), on_begun }))
+    }
+
+    /// Progress; `None` if memory is not, or not yet, populated before the guest starts.
+    pub fn progress(&self) -> Option<PrefaultProgress> {
+        *self.0.progress.lock()
+    }
+
+    fn note(&self, progress: PrefaultProgress) {
+        let before = self.0.progress.lock().replace(progress);
+        if before.is_none() {
+            (self.0.on_begun)();
+        }
+    }
+}
+
+impl Default for BootPrefault {
+    fn default() -> Self {
+        Self::new(|| {})
+    }
+}
+
 /// Background prefault, in progress or finished.
 pub struct Background {
     engine: memory::Prefault,
@@ -78,6 +122,7 @@ fn start(
     zones: &[(String, Prefault)],
     when: Prefault,
     balloon: Option<BalloonHandle>,
+    boot: Option<&BootPrefault>,
 ) -> Result<Option<Background>, PrefaultError> {
     let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode == when);
     let regions: Vec<_> = ram
@@ -91,7 +136,12 @@ fn start(
     }
     let mode = if when == Prefault::Background { "background" } else { "boot" };
     let total_bytes = regions.iter().map(|region| region.len_bytes()).sum();
-    emit("prefault-started", mode, PrefaultProgress { done_bytes: 0, total_bytes });
+    let none_yet = PrefaultProgress { done_bytes: 0, total_bytes };
+    emit("prefault-started", mode, none_yet);
+    if let Some(boot) = boot {
+        boot.note(none_yet);
+    }
+    let boot = boot.cloned();
     let end = Arc::new(Mutex::new(None));
     let told_percent = AtomicU64::new(0);
     let ended = Arc::clone(&end);
@@ -101,6 +151,9 @@ fn start(
     let watcher = move |notice: PrefaultEvent<'_>| {
         match notice {
             PrefaultEvent::Progress(progress) => {
+                if let Some(boot) = &boot {
+                    boot.note(progress);
+                }
                 let step = percent(progress) / STEP_PERCENT * STEP_PERCENT;
                 // The end has its own event.
                 if step < 100 && told_percent.fetch_max(step, Ordering::Relaxed) < step {
@@ -158,9 +211,11 @@ pub fn complete(
     ram: &GuestRam,
     config: &MemoryConfig,
     zones: &[(String, Prefault)],
+    boot: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<(), PrefaultError> {
-    let Some(running) = start(ram, config, zones, Prefault::Boot, None)? else { return Ok(()) };
+    let running = start(ram, config, zones, Prefault::Boot, None, Some(boot))?;
+    let Some(running) = running else { return Ok(()) };
     running.engine.wait_unless(&|| cancel.is_cancelled())
 }
 
@@ -173,7 +228,7 @@ impl Background {
         zones: &[(String, Prefault)],
         balloon: Option<BalloonHandle>,
     ) -> Option<Self> {
-        start(ram, config, zones, Prefault::Background, balloon).unwrap_or_else(|error| {
+        start(ram, config, zones, Prefault::Background, balloon, None).unwrap_or_else(|error| {
             log::warn!(
                 "guest memory is not populated in the background: {}",
                 error_text::chain(&error)

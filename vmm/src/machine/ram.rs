@@ -15,6 +15,7 @@ use memory::{
 };
 use thiserror::Error;
 
+use super::prefault::BootPrefault;
 use super::{CancelToken, prefault, prezeroed};
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
@@ -182,6 +183,7 @@ pub fn restart(
     config: &MemoryConfig,
     phys_bits: u8,
     before: Option<Arc<GuestRam>>,
+    boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Option<Arc<GuestRam>>, MachineRamError> {
     let Some(ram) = before else { return Ok(None) };
@@ -199,7 +201,8 @@ pub fn restart(
         running.wait_unless(&|| cancel.is_cancelled()).map_err(MachineRamError::Refill)?;
     }
     let modes = prefault_modes(config);
-    prefault::complete(&ram, config, &modes, cancel).map_err(MachineRamError::Prefault)?;
+    let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
+    populated.map_err(MachineRamError::Prefault)?;
     Ok(Some(ram))
 }
 
@@ -212,6 +215,7 @@ pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
     mut origin: RamSources,
+    boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
     let populate = origin.contents == InitialContents::AsFound;
@@ -233,7 +237,8 @@ pub fn make(
     }
     let modes = prefault_modes(config);
     if populate {
-        prefault::complete(&ram, config, &modes, cancel).map_err(MachineRamError::Prefault)?;
+        let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
+        populated.map_err(MachineRamError::Prefault)?;
     } else {
         let room = prefault::check_room(&ram, &modes);
         room.map_err(|error| MachineRamError::Prefault(error.into()))?;
