@@ -55,8 +55,9 @@ fn before_boot() {
 
 fn watched_and_ended() {
     let memory = "size=6G,shared=on,thp=off,prefault=on,prefault_threads=1";
-    let mut vmm = VmmBuilder::guest(1, memory, "workload=idle prefill=0").start();
+    let mut vmm = VmmBuilder::guest(1, memory, "workload=idle prefill=0").start_at_once();
     vmm.wait_for_event("prefault-started");
+    // Populated in seconds.
     let asked = Instant::now();
     let info = vmm.api().get("vm.info").ok().json();
     assert!(asked.elapsed() < PROMPT, "vm.info took {:?}", asked.elapsed());

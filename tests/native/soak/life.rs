@@ -14,7 +14,7 @@ use guest_reader::{AttachOptions, Guest, Patience};
 use tempfile::TempDir;
 
 use super::plan::{Life, Memory};
-use crate::harness::process::{descriptors, threads};
+use crate::harness::process::{descriptors, thread_names};
 use crate::harness::vmm::GUEST_PATIENCE;
 use crate::harness::{HugePages, Vmm, VmmBuilder, wait_for};
 use crate::meanwhile;
@@ -29,33 +29,36 @@ pub const BALLOON_ROUNDS: u64 = 3;
 /// What a VMM of a test leaves in its folder while it runs, and after.
 const FILES: [&str; 5] = ["api", "events", "log", "stdout", "stderr"];
 
+/// The names that are there more often than before.
+fn more_than<'a>(now: &'a [String], before: &[String]) -> Vec<&'a String> {
+    let mut left = before.to_vec();
+    let is_new = |name: &&String| match left.iter().position(|other| other == *name) {
+        Some(at) => {
+            left.swap_remove(at);
+            false
+        }
+        None => true,
+    };
+    now.iter().filter(is_new).collect()
+}
+
 /// What a VMM holds.
 pub struct Holdings {
     descriptors: Vec<String>,
-    threads: usize,
+    threads: Vec<String>,
 }
 
 impl Holdings {
     pub fn of(vmm: &Vmm) -> Self {
-        Self { descriptors: descriptors(vmm.pid()), threads: threads(vmm.pid()) }
+        Self { descriptors: descriptors(vmm.pid()), threads: thread_names(vmm.pid()) }
     }
 
     /// What is there and was not before.
     fn beyond(&self, before: &Self) -> Option<String> {
-        let mut left = before.descriptors.clone();
-        let more: Vec<_> = self
-            .descriptors
-            .iter()
-            .filter(|name| match left.iter().position(|other| other == *name) {
-                Some(at) => {
-                    left.swap_remove(at);
-                    false
-                }
-                None => true,
-            })
-            .collect();
-        let threads = self.threads.saturating_sub(before.threads);
-        (!more.is_empty() || threads > 0).then(|| format!("{more:?}, {threads} threads"))
+        let descriptors = more_than(&self.descriptors, &before.descriptors);
+        let threads = more_than(&self.threads, &before.threads);
+        let is_more = !descriptors.is_empty() || self.threads.len() > before.threads.len();
+        is_more.then(|| format!("descriptors {descriptors:?}, threads {threads:?}"))
     }
 }
 

@@ -325,9 +325,11 @@ impl Link {
         self.shared.state.lock().stops.push((bytes, stop));
     }
 
-    /// Whether such a stop has been reached.
-    pub fn has_reached(&self, stop: Stop) -> bool {
-        self.shared.state.lock().reached.contains(&stop)
+    /// Whether such a stop has been reached, which is answered once for each.
+    pub fn take_reached(&self, stop: Stop) -> bool {
+        let reached = &mut self.shared.state.lock().reached;
+        let at = reached.iter().position(|other| *other == stop);
+        at.map(|at| reached.swap_remove(at)).is_some()
     }
 
     /// What was held gets on.

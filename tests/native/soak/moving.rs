@@ -356,7 +356,7 @@ impl Moving<'_> {
     /// Whether the cut has been, and is being mended.
     fn cut(&mut self, is_one: bool, down_ms: u64) -> bool {
         let stop = if is_one { Stop::CutOne } else { Stop::Cut };
-        let reached = self.link.as_ref().is_some_and(|link| link.has_reached(stop));
+        let reached = self.link.as_ref().is_some_and(|link| link.take_reached(stop));
         if reached && !is_one {
             self.mends_at = Some(Instant::now() + Duration::from_millis(down_ms));
         }
@@ -374,7 +374,7 @@ impl Moving<'_> {
     /// Kills the destination while nothing gets on, if the guest cannot have been handed over.
     fn kill(&mut self) -> bool {
         let Some(link) = &self.link else { return true };
-        if !link.has_reached(Stop::Hold) {
+        if !link.take_reached(Stop::Hold) {
             return false;
         }
         // Before Stop nothing was asked that the destination could have acknowledged, and from now
