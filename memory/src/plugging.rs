@@ -119,6 +119,9 @@ fn not_blocks(gpa: &Range<u64>, what: &'static str) -> PlugError {
     PlugError::NotBlocks { start: gpa.start, end: gpa.end, what }
 }
 
+/// Bytes returned between two looks at whether that is to end: a fraction of a second.
+const RETURN_STEP_BYTES: u64 = 1 << 30;
+
 /// Only one thread plugs and unplugs: that of the device that owns the region.
 impl GuestRam {
     /// Plugs the blocks of the guest physical range `gpa`, none of which is plugged. Their pages are zero.
@@ -185,17 +188,19 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Unplugs all blocks, as no guest runs, and returns their pages to the host.
-    pub(crate) fn unplug_all(&self) {
+    /// Unplugs all blocks, as no guest runs, and returns their pages to the host; those that are left when
+    /// cancelled are cleared before they are plugged again.
+    pub(crate) fn unplug_all(&self, is_cancelled: &dyn Fn() -> bool) {
         for region in self.regions() {
             let Some(plugged) = region.plugged() else { continue };
             let runs: Vec<_> = plugged.blocks().runs().collect();
             for run in runs {
                 plugged.unplug(run.clone());
-                plugged.unreturned.set_range(run.clone());
-                let bytes = plugged.range_of(&run);
-                let gpa = region.gpa() + bytes.start..region.gpa() + bytes.end;
-                self.return_pages(plugged, &gpa, run);
+                plugged.unreturned.set_range(run);
+            }
+            let mut from = Some(0);
+            while let Some(at) = from.filter(|_| !is_cancelled()) {
+                from = self.retry_unplugged(region, at, RETURN_STEP_BYTES);
             }
         }
     }

@@ -8,13 +8,16 @@
 //! same VM, so nothing has to be kept from the second. Must only be used while no guest runs, and no
 //! page is still to arrive.
 
-use std::sync::Arc;
-
 use crate::config::{Backing, RamConfig, ZoneSpec};
 use crate::layout::RamLayout;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
 use crate::ram::GuestRam;
 use crate::region::RamRegion;
+
+/// Whether pages of a hugetlb zone that the guest has from the start were given back.
+fn lacks_huge_pages(region: &RamRegion) -> bool {
+    region.is_hugetlb() && region.has_holes() && region.block_bytes().is_none()
+}
 
 impl GuestRam {
     /// Whether a boot with this configuration can use the memory of the guest before it: it is the same,
@@ -33,11 +36,11 @@ impl GuestRam {
 
     /// Prepares the memory of a guest that has ended for its next boot. No block is plugged afterwards, device
     /// writes are not logged, and a prefault populates what the guest had given back. All else stays:
-    /// [`starts_zero`](Self::starts_zero) is false from now on.
-    pub fn restart(&self) {
+    /// [`starts_zero`](Self::starts_zero) is false from now on. Cancelling leaves pages of unplugged blocks with the VM.
+    pub fn restart(&self, is_cancelled: &dyn Fn() -> bool) {
         self.note_used();
         self.track_device_writes(false);
-        self.unplug_all();
+        self.unplug_all(is_cancelled);
         self.regions().iter().for_each(|region| region.forget_discards());
     }
 
@@ -50,20 +53,28 @@ impl GuestRam {
         &self,
         options: &PrefaultOptions,
     ) -> Result<Option<Prefault>, PrefaultError> {
-        let lacks = |region: &&Arc<RamRegion>| {
-            region.is_hugetlb() && region.has_holes() && region.block_bytes().is_none()
-        };
-        let regions: Vec<_> = self.regions().iter().filter(lacks).cloned().collect();
+        let regions: Vec<_> =
+            self.regions().iter().filter(|region| lacks_huge_pages(region)).cloned().collect();
         if regions.is_empty() {
             return Ok(None);
         }
         Prefault::start(&regions, options).map(Some)
+    }
+
+    /// Notes that [`refill_huge_pages`](Self::refill_huge_pages) has populated all of them, before a guest runs.
+    pub fn huge_pages_refilled(&self) {
+        self.regions()
+            .iter()
+            .filter(|region| lacks_huge_pages(region))
+            .for_each(|region| region.forget_holes());
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::sync::Arc;
 
     use super::*;
     use crate::host::testing::{BorrowedHugePages, resident_bytes};
@@ -91,7 +102,7 @@ mod tests {
         assert!(given_back.covers(&(4 * MIB..6 * MIB)));
         ram.track_device_writes(true);
 
-        ram.restart();
+        ram.restart(&|| false);
         assert!(!ram.starts_zero(), "a loader would leave old bytes in place");
         let mut bytes = [0; 4];
         first.read_page_range(MIB, &mut bytes).unwrap();
@@ -101,6 +112,21 @@ mod tests {
         assert!(first.never_discarded(&(0..8 * MIB)).iter().eq([&(0..8 * MIB)]));
         assert!(!first.device_dirty().is_tracking(), "device writes are still logged");
         ram.plug(&(LATER..LATER + BLOCK)).unwrap();
+    }
+
+    #[test]
+    fn a_cancelled_restart_unplugs_all_and_what_is_left_comes_back_as_zeros() {
+        let ram = GuestRam::new(&config(), RamLayout::default()).unwrap();
+        let later = Arc::clone(&ram.regions()[1]);
+        ram.plug(&(LATER..LATER + BLOCK)).unwrap();
+        later.write_range(0, b"old").unwrap();
+        ram.restart(&|| true);
+        assert_eq!((later.usable_bytes(), ram.total_bytes()), (0, 8 * MIB));
+        assert_ne!(later.populated_runs(&(0..BLOCK)).unwrap(), [], "nothing was cancelled");
+        ram.plug(&(LATER..LATER + BLOCK)).unwrap();
+        let mut bytes = [1; 3];
+        later.read_page_range(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 3]);
     }
 
     #[test]
@@ -128,11 +154,11 @@ mod tests {
         let config = RamConfig { zones: vec![ZoneSpec { backing, ..ZoneSpec::new("a", 8 * MIB) }] };
         let ram = GuestRam::new(&config, RamLayout::default()).unwrap();
         let options = PrefaultOptions::default();
-        ram.restart();
+        ram.restart(&|| false);
         assert!(ram.refill_huge_pages(&options).unwrap().is_none(), "all pages are promised");
         ram.regions()[0].fill(&(0..8 * MIB)).unwrap();
         ram.discard_unpinned(2 * MIB..6 * MIB);
-        ram.restart();
+        ram.restart(&|| false);
         let other = GuestRam::new(
             &RamConfig { zones: vec![ZoneSpec { size_bytes: 4 * MIB, ..config.zones[0].clone() }] },
             RamLayout::default(),
@@ -142,6 +168,8 @@ mod tests {
         assert!(matches!(failed, Err(PrefaultError::Populate(_))), "{failed:?}");
         drop(other);
         ram.refill_huge_pages(&options).unwrap().unwrap().wait().unwrap();
+        ram.huge_pages_refilled();
+        assert!(ram.refill_huge_pages(&options).unwrap().is_none(), "all pages are there");
         let runs = ram.regions()[0].populated_runs(&(0..8 * MIB)).unwrap();
         assert!(runs.iter().eq([&(0..8 * MIB)]), "{runs:?}");
     }
@@ -162,7 +190,7 @@ mod tests {
         let region: &Arc<RamRegion> = &ram.regions()[0];
         assert!(region.is_prezeroed());
         ram.discard_unpinned(2 * MIB..4 * MIB);
-        ram.restart();
+        ram.restart(&|| false);
         assert_eq!(Arc::strong_count(&lease), 2, "the lease has ended");
         ram.prefault(&PrefaultOptions::default()).unwrap().wait().unwrap();
         assert!(region.populated_runs(&(0..8 * MIB)).unwrap().iter().eq([&(0..8 * MIB)]));

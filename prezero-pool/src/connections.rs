@@ -17,8 +17,8 @@ pub const CONNECTIONS_PER_USER_MAX: usize = 128;
 pub struct Client {
     /// It is root or the pool's own user.
     pub is_trusted: bool,
-    /// Most bytes that its user may have.
-    pub limit_bytes: u64,
+    /// Its user may have memory or a device of the pool.
+    pub may_ask: bool,
 }
 
 /// Connections that are open.
@@ -43,7 +43,7 @@ pub enum Admission {
 
 /// Decides about a new connection.
 pub fn admit(client: Client, open: Open) -> Admission {
-    if client.limit_bytes == 0 {
+    if !client.may_ask {
         return Admission::Pointless;
     }
     let most =
@@ -58,8 +58,8 @@ pub fn admit(client: Client, open: Open) -> Admission {
 mod tests {
     use super::*;
 
-    const USER: Client = Client { is_trusted: false, limit_bytes: 1 };
-    const ROOT: Client = Client { is_trusted: true, limit_bytes: u64::MAX };
+    const USER: Client = Client { is_trusted: false, may_ask: true };
+    const ROOT: Client = Client { is_trusted: true, may_ask: true };
 
     #[test]
     fn however_many_users_connect_root_still_can() {
@@ -81,8 +81,8 @@ mod tests {
     #[test]
     fn a_user_that_may_have_nothing_has_no_connection_either() {
         let open = Open { of_user: 0, of_all: 0 };
-        assert_eq!(admit(Client { limit_bytes: 0, ..USER }, open), Admission::Pointless);
+        assert_eq!(admit(Client { may_ask: false, ..USER }, open), Admission::Pointless);
         // Root can be given a limit as well.
-        assert_eq!(admit(Client { limit_bytes: 0, ..ROOT }, open), Admission::Pointless);
+        assert_eq!(admit(Client { may_ask: false, ..ROOT }, open), Admission::Pointless);
     }
 }

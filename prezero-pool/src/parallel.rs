@@ -47,13 +47,17 @@ mod tests {
     fn all_threads_work_at_the_same_time_and_an_error_of_any_is_returned() {
         let threads = NonZeroUsize::MIN.saturating_add(2);
         let (all, calls) = (Barrier::new(threads.get()), AtomicU32::new(0));
-        let work = || {
-            all.wait();
-            // The last one fails.
-            if calls.fetch_add(1, Ordering::Relaxed) == 2 { Err("no memory") } else { Ok(()) }
-        };
-        assert_eq!(run(threads, work), Err("no memory"));
-        assert_eq!(calls.load(Ordering::Relaxed), 3);
+        let caller = std::thread::current().id();
+        for caller_fails in [true, false] {
+            let work = || {
+                all.wait();
+                calls.fetch_add(1, Ordering::Relaxed);
+                let is_caller = std::thread::current().id() == caller;
+                if is_caller == caller_fails { Err("no memory") } else { Ok(()) }
+            };
+            assert_eq!(run(threads, work), Err("no memory"), "of the caller: {caller_fails}");
+        }
+        assert_eq!(calls.load(Ordering::Relaxed), 6);
         assert_eq!(run(NonZeroUsize::MIN, || Ok::<(), ()>(())), Ok(()));
     }
 }

@@ -237,7 +237,7 @@ impl Server {
         let peer = sys::peer_of(&stream)?;
         let client = Client {
             is_trusted: peer.uid == 0 || peer.uid == self.own_uid,
-            limit_bytes: self.broker.limit_of(peer.uid),
+            may_ask: self.broker.may_ask(peer.uid),
         };
         let of_user = self.connections.values().filter(|other| other.uid == peer.uid).count();
         match admit(client, Open { of_user, of_all: self.connections.len() }) {

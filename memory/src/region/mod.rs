@@ -209,7 +209,7 @@ pub struct RamRegion {
     zero: ZeroMap,
     /// Pages that were discarded at any time: a prefault leaves them to the guest's accesses.
     discarded: PageBitmap,
-    /// Whether any page was ever discarded, also by an earlier guest.
+    /// Whether any page was discarded, also by an earlier guest, since all were populated.
     has_holes: AtomicBool,
     device_dirty: DeviceDirtyLog,
     /// Ranges that are read or discarded, where reading a hole would populate it.
@@ -363,9 +363,14 @@ impl RamRegion {
         self.zone.backing.prezeroed && !self.has_holes()
     }
 
-    /// True when pages were discarded at any time.
+    /// True when pages were discarded since all were populated.
     pub(crate) fn has_holes(&self) -> bool {
         self.has_holes.load(Ordering::Acquire)
+    }
+
+    /// Notes that all of it is populated again.
+    pub(crate) fn forget_holes(&self) {
+        self.has_holes.store(false, Ordering::Release);
     }
 
     /// Offset of the region in [`file`](Self::file).

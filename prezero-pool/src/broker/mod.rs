@@ -81,10 +81,26 @@ impl State {
 struct PoolSlot {
     class: usize,
     state: State,
+    /// The user that had its memory last, until there is new memory: what that user has kept of it, in a pipe for
+    /// instance, counts as its own, and taking and returning slots empties no pool for others.
+    charged: Option<u32>,
     /// Its device is left alone until then, for a user that was refused the slot.
     hold_off: Option<Instant>,
     /// What kept it from its device, as it was said last.
     problem: Option<String>,
+}
+
+impl PoolSlot {
+    /// Has a worker release its memory, which may take long, and make new memory.
+    fn renew(&mut self, slot: usize, class: Class, jobs: &mut VecDeque<Job>) {
+        match std::mem::replace(&mut self.state, State::InWork { owner: None }) {
+            // What is mapped for a device goes first, and at once.
+            State::Ready { memory, .. } | State::Waiting { memory, .. } => {
+                jobs.push_back(Job::Renew { slot, class, memory });
+            }
+            other => self.state = other,
+        }
+    }
 }
 
 /// All slots.
@@ -101,8 +117,13 @@ impl Broker {
     pub fn new(config: Config, own_uid: u32) -> Self {
         let mut slots = Vec::new();
         for (class, spec) in config.classes.iter().enumerate() {
-            let slot =
-                |_| PoolSlot { class, state: State::absent(), hold_off: None, problem: None };
+            let slot = |_| PoolSlot {
+                class,
+                state: State::absent(),
+                charged: None,
+                hold_off: None,
+                problem: None,
+            };
             slots.extend((0..spec.count).map(slot));
         }
         Self { config, own_uid, slots, jobs: VecDeque::new(), counters: Counters::default() }
@@ -188,9 +209,10 @@ impl Broker {
     /// Memory that only other users may have is made anew for all, once a client asks for it.
     fn renew_of_others(&mut self, uid: u32, slots: &[usize]) {
         for slot in slots {
+            let Some(class) = self.class_of(*slot).cloned() else { continue };
             let Some(entry) = self.slots.get_mut(*slot) else { continue };
             if matches!(entry.state, State::Ready { owner: Some(owner), .. } if owner != uid) {
-                entry.state = State::absent();
+                entry.renew(*slot, class, &mut self.jobs);
             }
         }
     }
@@ -216,7 +238,8 @@ impl Broker {
 
     fn held_by(&self, uid: u32) -> u64 {
         let held = |(index, slot): (usize, &PoolSlot)| {
-            (slot.state.holder() == Some(uid)).then(|| self.class_of(index)).flatten()
+            let is_theirs = slot.state.holder() == Some(uid) || slot.charged == Some(uid);
+            is_theirs.then(|| self.class_of(index)).flatten()
         };
         self.slots.iter().enumerate().filter_map(held).map(|class| class.size_bytes).sum()
     }
@@ -269,6 +292,7 @@ impl Broker {
                 } else {
                     State::Ready { memory, owner, prepinned: None }
                 };
+                slot.charged = None;
                 self.counters.succeed(slot.class);
             }
             Err(error) => {
@@ -294,9 +318,11 @@ impl Broker {
         }
     }
 
-    /// Most bytes that a user may have.
-    pub fn limit_of(&self, uid: u32) -> u64 {
-        self.config.limits.of(uid, self.own_uid)
+    /// Whether a user may have anything: memory, or a device, which it gets from the pool's hands also without memory.
+    pub fn may_ask(&self, uid: u32) -> bool {
+        let mut devices = self.config.classes.iter().filter_map(|class| class.device.as_ref());
+        self.config.limits.of(uid, self.own_uid) > 0
+            || devices.any(|device| device.users.contains(&uid))
     }
 
     /// Does what is due, and says when it wants to be asked again.
@@ -324,6 +350,7 @@ impl Broker {
                             }
                         };
                         self.jobs.push_back(job);
+                        slot.charged = Some(uid);
                         State::InWork { owner }
                     }
                     Users::Others => {
@@ -334,7 +361,8 @@ impl Broker {
                     // Not to be proved: it goes back to the kernel, whenever its last user goes.
                     Users::Unknown => {
                         self.counters.unproved += 1;
-                        self.jobs.push_back(Job::Build { slot: index, class });
+                        self.jobs.push_back(Job::Renew { slot: index, class, memory });
+                        slot.charged = Some(uid);
                         State::InWork { owner: None }
                     }
                 },

@@ -108,14 +108,17 @@ impl Broker {
             Err((Refusal::Empty, text))
         };
         let Some(entry) = self.slots.get_mut(slot) else { return not_ready() };
+        let (State::Ready { owner, .. } | State::Waiting { owner, .. }) = &entry.state else {
+            self.leave_device(slot, now);
+            return not_ready();
+        };
+        if owner.is_some_and(|owner| owner != uid) {
+            // The device is free at once; the memory is made anew.
+            entry.hold_off = Some(now + HOLD_OFF);
+            entry.renew(slot, class, &mut self.jobs);
+            return not_ready();
+        }
         match std::mem::replace(&mut entry.state, State::absent()) {
-            State::Ready { owner, .. } | State::Waiting { owner, .. }
-                if owner.is_some_and(|owner| owner != uid) =>
-            {
-                // Gone with memory and device, to be made anew.
-                entry.hold_off = Some(now + HOLD_OFF);
-                not_ready()
-            }
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
                 entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
                 Ok(Some(slot))

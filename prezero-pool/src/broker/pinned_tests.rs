@@ -149,6 +149,13 @@ fn granted(answer: PinnedAnswer) -> PinnedFiles {
 }
 
 #[test]
+fn a_user_that_is_named_for_a_device_may_ask_without_a_limit() {
+    let mut pool = Pool::new();
+    pool.broker.config.limits.default_bytes = 0;
+    assert!(pool.broker.may_ask(ALICE) && !pool.broker.may_ask(BOB + 1000));
+}
+
+#[test]
 fn the_device_goes_with_the_memory_and_comes_back_with_it() {
     let mut pool = Pool::new();
     pool.settle(0);
@@ -231,6 +238,10 @@ fn memory_of_one_user_is_not_mapped_for_another() {
     pool.settle(20);
     assert_eq!(refusal(&pool.take(BOB)), Some(Refusal::Empty));
     assert!(pool.is_device_free());
+    assert!(
+        matches!(pool.broker.jobs.front(), Some(Job::Renew { .. })),
+        "released by the thread that serves all clients"
+    );
     let before = pool.broker.counters.built_bytes;
     pool.settle(20);
     assert_eq!(pool.broker.counters.built_bytes, before + 4 * MIB, "not made anew");

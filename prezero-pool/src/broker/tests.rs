@@ -155,6 +155,36 @@ fn what_comes_back_is_zero_again_and_only_for_the_same_user() {
 }
 
 #[test]
+fn what_a_user_returned_counts_until_there_is_new_memory() {
+    for reuse in [Reuse::Never, Reuse::SameUser] {
+        let mut config = config(&[(4 * MIB, SlotPages::Small, 3)], 4 * MIB);
+        config.reuse = reuse;
+        let mut broker = Broker::new(config, OWN);
+        settle(&mut broker);
+        for lessee in 1..=3 {
+            drop(broker.take(lessee, ALICE, &request(4)));
+            broker.closed(lessee, Instant::now());
+            broker.tick(Instant::now());
+        }
+        assert_eq!((count(&broker, "ready"), count(&broker, "in_work")), (2, 1), "{reuse:?}");
+        assert_eq!(refusal(&broker.take(4, ALICE, &request(4)).0), Some(Refusal::OverLimit));
+        assert_eq!(refusal(&broker.take(5, BOB, &request(4)).0), None, "another user's");
+        settle(&mut broker);
+        assert_eq!(refusal(&broker.take(6, ALICE, &request(4)).0), None, "{reuse:?}");
+    }
+}
+
+#[test]
+fn memory_of_others_is_released_by_a_worker() {
+    let mut broker = broker(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
+    drop(broker.take(1, ALICE, &request(4)));
+    broker.closed(1, Instant::now());
+    settle(&mut broker);
+    assert_eq!(refusal(&broker.take(2, BOB, &request(4)).0), Some(Refusal::Empty));
+    assert!(matches!(broker.next_job(), Some(Job::Renew { slot: 0, .. })));
+}
+
+#[test]
 fn without_reuse_what_comes_back_is_other_memory_for_any_user() {
     let mut config = config(&[(4 * MIB, SlotPages::Small, 1)], 64 * MIB);
     config.reuse = Reuse::default();

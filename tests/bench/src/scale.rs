@@ -222,7 +222,10 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
                 slowest_start_ms = slowest_start_ms.max(started.value);
             }
             if let Some(ratio) = ratio.as_ref().filter(|ratio| ratio.value > OVERHEAD_MAX) {
-                notes.push(format!("{}: this machine is too slow for the model", ratio.name));
+                notes.push(format!(
+                    "{}: {:.2}, as each thread has few chunks, or this machine is too slow for the model",
+                    ratio.name, ratio.value
+                ));
             }
             let limit =
                 TARGETS.iter().find(|(gib, _)| (*gib, TARGET_THREADS) == (size_gib, threads));

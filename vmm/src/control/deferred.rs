@@ -34,9 +34,11 @@ fn is_launching(vm: &VmLifecycle) -> bool {
     }
 }
 
-/// Whether a VM is being started of which memory is populated first, which may take minutes.
-fn is_populating(vm: &VmLifecycle) -> bool {
-    matches!(vm, VmLifecycle::Starting(starting) if starting.is_populating())
+/// When `vm.info` is answered although the VM of the command line is being started: its memory is being populated,
+/// which takes milliseconds to minutes, and the terminals of the VM are known.
+fn info_due(vm: &VmLifecycle) -> Option<Instant> {
+    let VmLifecycle::Starting(starting) = vm else { return None };
+    starting.populating_since()?.checked_add(WAIT_MAX)
 }
 
 /// Whether the request has to wait for the VM to leave its current transition.
@@ -56,8 +58,9 @@ pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
     };
     is_between
         && match request {
-            // A script that reads the terminals of the VM of the command line has them by then.
-            VmmRequest::Info => is_launching(vm) && !is_populating(vm),
+            VmmRequest::Info => {
+                is_launching(vm) && info_due(vm).is_none_or(|due| Instant::now() < due)
+            }
             VmmRequest::Ping
             | VmmRequest::VmmShutdown { .. }
             | VmmRequest::MigrationProgress
@@ -84,13 +87,23 @@ impl Deferred {
     /// Appends a request.
     pub fn push(&mut self, vm: &VmLifecycle, call: ApiCall) {
         let is_info = matches!(call.request(), VmmRequest::Info);
-        let wait = match is_launching(vm) {
-            _ if self.calls.len() >= CALLS_MAX => Some(Duration::ZERO),
-            true => is_info.then_some(LAUNCH_INFO_WAIT),
-            false => Some(WAIT_MAX),
+        let now = Instant::now();
+        let until = match is_launching(vm) {
+            _ if self.calls.len() >= CALLS_MAX => Some(now),
+            true if is_info => Some(info_due(vm).unwrap_or(now + LAUNCH_INFO_WAIT)),
+            true => None,
+            false => Some(now + WAIT_MAX),
         };
-        let until = wait.map(|wait| Instant::now() + wait);
         self.calls.push_back(Waiting { until, call });
+    }
+
+    /// Memory of the VM of the command line is being populated: `vm.info` waits for less.
+    pub fn populating(&mut self, vm: &VmLifecycle) {
+        let Some(due) = info_due(vm) else { return };
+        let is_info = |waiting: &&mut Waiting| matches!(waiting.call.request(), VmmRequest::Info);
+        for waiting in self.calls.iter_mut().filter(is_info) {
+            waiting.until = waiting.until.map(|until| until.min(due));
+        }
     }
 
     /// When the next deferred request has to be answered at the latest.
@@ -125,5 +138,34 @@ impl Vmm {
             }
         }
         Next::Continue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memory::{PrefaultEvent, PrefaultProgress};
+
+    use super::*;
+    use crate::control::starting::Starting;
+    use crate::machine::BootPrefault;
+
+    #[test]
+    fn the_vm_of_the_command_line_is_described_soon_after_populating_began() {
+        let prefault = BootPrefault::default();
+        let vm = VmLifecycle::Starting(Starting::at_launch(prefault.clone()));
+        assert!(waits(&vm, &VmmRequest::Info) && info_due(&vm).is_none());
+        let progress = PrefaultProgress { done_bytes: 0, total_bytes: 1 };
+        let before = Instant::now();
+        prefault.observer()(PrefaultEvent::Progress(progress));
+        let due = info_due(&vm);
+        assert!(
+            due.is_some_and(|due| due >= before + WAIT_MAX && due <= Instant::now() + WAIT_MAX)
+        );
+        assert!(waits(&vm, &VmmRequest::Info), "a start that takes less answers with a running VM");
+        while due.is_some_and(|due| Instant::now() < due) {
+            std::thread::yield_now();
+        }
+        assert!(!waits(&vm, &VmmRequest::Info));
+        assert!(waits(&vm, &VmmRequest::Pause));
     }
 }

@@ -484,8 +484,10 @@ impl Vmm {
                 self.confine(request);
                 Next::Continue
             }
-            // For the requests that were deferred until then.
-            Message::Populating => Next::Continue,
+            Message::Populating => {
+                self.deferred.populating(&self.vm);
+                Next::Continue
+            }
             Message::Started(end) => self.started(*end),
             Message::TransitionOver(end) => self.transition_over(*end),
             Message::ArrivedStarted(end) => self.arrived_started(*end),

@@ -170,9 +170,9 @@ impl Starting {
         info
     }
 
-    /// Whether memory is being populated, which takes seconds to minutes.
-    pub fn is_populating(&self) -> bool {
-        self.prefault.progress().is_some()
+    /// Since when memory is being populated.
+    pub fn populating_since(&self) -> Option<Instant> {
+        self.prefault.begun_at()
     }
 
     /// Reports that the start has failed.
@@ -397,25 +397,33 @@ pub(super) fn refuse(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_that_may_run_is_not_cut_off() {
+impl Starting {
+    /// The start of the VM of the command line, of which no thread is at work.
+    pub fn at_launch(prefault: BootPrefault) -> Self {
         let config = Box::<VmConfig>::default();
-        let until = Instant::now();
-        let mut starting = Starting {
+        Self {
             info: Box::new(describe::of_config(&config)),
             config,
             is_reboot: false,
             at_launch: true,
             cancel: CancelToken::default(),
             begun: GuestBegun::default(),
-            prefault: BootPrefault::default(),
+            prefault,
             opened: OpenedConfig::default(),
             end_requests: Vec::new(),
             until: None,
-        };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_may_run_is_not_cut_off() {
+        let until = Instant::now();
+        let mut starting = Starting::at_launch(BootPrefault::default());
         let thread = starting.begun.clone();
         starting.end_until(until);
         assert_eq!(starting.until(until), Some(until), "there is no guest");

@@ -9,10 +9,13 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use devices::virtio::balloon::BalloonHandle;
 use memory::available::InsufficientMemory;
-use memory::{GuestRam, PrefaultError, PrefaultEvent, PrefaultOptions, PrefaultProgress};
+use memory::{
+    GuestRam, PrefaultError, PrefaultEvent, PrefaultObserver, PrefaultOptions, PrefaultProgress,
+};
 use parking_lot::Mutex;
 
 use super::CancelToken;
@@ -55,8 +58,8 @@ pub struct BootWatch<'a> {
 }
 
 struct BootPrefaultState {
-    /// Locked briefly, for each chunk.
-    progress: Mutex<Option<PrefaultProgress>>,
+    /// With the moment of the beginning. Locked briefly, for each chunk.
+    progress: Mutex<Option<(Instant, PrefaultProgress)>>,
     on_begun: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -69,12 +72,43 @@ impl BootPrefault {
 
     /// Progress; `None` if memory is not, or not yet, populated before the guest starts.
     pub fn progress(&self) -> Option<PrefaultProgress> {
-        *self.0.progress.lock()
+        self.0.progress.lock().map(|(_, progress)| progress)
     }
 
+    /// When that began.
+    pub fn begun_at(&self) -> Option<Instant> {
+        self.0.progress.lock().map(|(begun_at, _)| begun_at)
+    }
+
+    /// Receives the progress of an engine.
+    pub fn observer(&self) -> PrefaultObserver {
+        let boot = self.clone();
+        Arc::new(move |event: PrefaultEvent<'_>| {
+            if let PrefaultEvent::Progress(progress) = event {
+                boot.note(progress);
+            }
+        })
+    }
+
+    fn begin(&self, none_yet: PrefaultProgress) {
+        self.set(|_| Some(none_yet));
+    }
+
+    /// Several threads do this, and the last to come may have the older value.
     fn note(&self, progress: PrefaultProgress) {
-        let before = self.0.progress.lock().replace(progress);
-        if before.is_none() {
+        self.set(|latest| {
+            let is_later = latest.is_none_or(|latest| latest.done_bytes < progress.done_bytes);
+            is_later.then_some(progress)
+        });
+    }
+
+    fn set(&self, next: impl FnOnce(Option<PrefaultProgress>) -> Option<PrefaultProgress>) {
+        let mut state = self.0.progress.lock();
+        let (begun_at, latest) = state.unzip();
+        let next = next(latest).or(latest);
+        *state = next.map(|next| (begun_at.unwrap_or_else(Instant::now), next));
+        drop(state);
+        if begun_at.is_none() {
             (self.0.on_begun)();
         }
     }
@@ -139,7 +173,7 @@ fn start(
     let none_yet = PrefaultProgress { done_bytes: 0, total_bytes };
     emit("prefault-started", mode, none_yet);
     if let Some(boot) = boot {
-        boot.note(none_yet);
+        boot.begin(none_yet);
     }
     let boot = boot.cloned();
     let end = Arc::new(Mutex::new(None));
@@ -246,5 +280,37 @@ impl Background {
     pub fn status(&self) -> PrefaultStatus {
         let end = self.end.lock().clone();
         PrefaultStatus { progress: self.engine.progress(), end }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    fn progress(done_bytes: u64) -> PrefaultProgress {
+        PrefaultProgress { done_bytes, total_bytes: 10 }
+    }
+
+    #[test]
+    fn progress_of_several_threads_never_goes_back_and_begins_once() {
+        let begun = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&begun);
+        let boot = BootPrefault::new(move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!((boot.progress(), boot.begun_at()), (None, None));
+        let observer = boot.observer();
+        for done_bytes in [2, 6, 4] {
+            observer(PrefaultEvent::Progress(progress(done_bytes)));
+        }
+        assert_eq!(boot.progress(), Some(progress(6)));
+        let begun_at = boot.begun_at();
+        // Another engine starts over.
+        boot.begin(progress(0));
+        assert_eq!((boot.progress(), boot.begun_at()), (Some(progress(0)), begun_at));
+        assert!(begun_at.is_some());
+        assert_eq!(begun.load(Ordering::Relaxed), 1);
     }
 }

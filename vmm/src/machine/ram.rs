@@ -10,8 +10,8 @@ use std::sync::Arc;
 use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
-    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PrefaultError, PrefaultOptions,
-    RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
+    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError,
+    PrefaultOptions, RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -175,7 +175,7 @@ fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
 }
 
 /// The RAM of the guest before a reboot, for the guest after it; `None`, with that RAM released, if the
-/// configuration asks for other memory. Prefaults like [`make`].
+/// configuration asks for other memory or a page is found to have a hardware error. Prefaults like [`make`].
 ///
 /// # Errors
 /// The host has no pages for what the guest before had given back, or the huge page size is not supported.
@@ -192,18 +192,51 @@ pub fn restart(
         log::info!("guest memory is made anew, as the VM reboots with other memory");
         return Ok(None);
     }
-    ram.restart();
-    let threads = prefault::prefault_threads(config);
-    let options = PrefaultOptions { threads, ..PrefaultOptions::default() };
-    let refilled = ram.refill_huge_pages(&options);
-    let refilled = refilled.map_err(MachineRamError::Refill)?;
-    if let Some(running) = refilled {
-        running.wait_unless(&|| cancel.is_cancelled()).map_err(MachineRamError::Refill)?;
-    }
+    ram.restart(&|| cancel.is_cancelled());
     let modes = prefault_modes(config);
-    let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
-    populated.map_err(MachineRamError::Prefault)?;
-    Ok(Some(ram))
+    let refilled = refill(&ram, config, boot_prefault, cancel).map_err(MachineRamError::Refill);
+    let populated = refilled.and_then(|()| {
+        let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
+        populated.map_err(MachineRamError::Prefault)
+    });
+    match populated {
+        Ok(()) => Ok(Some(ram)),
+        // A reset is how a guest gets rid of such a page.
+        Err(error) if is_poisoned(&error) => {
+            log::warn!("guest memory is made anew: {}", error_text::chain(&error));
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Populates hugetlb zones again where the guest before had given pages back.
+fn refill(
+    ram: &GuestRam,
+    config: &MemoryConfig,
+    boot_prefault: &BootPrefault,
+    cancel: &CancelToken,
+) -> Result<(), PrefaultError> {
+    let options = PrefaultOptions {
+        threads: prefault::prefault_threads(config),
+        observer: Some(boot_prefault.observer()),
+        ..PrefaultOptions::default()
+    };
+    let Some(running) = ram.refill_huge_pages(&options)? else { return Ok(()) };
+    running.wait_unless(&|| cancel.is_cancelled())?;
+    ram.huge_pages_refilled();
+    Ok(())
+}
+
+/// Whether a page of the memory has a hardware error.
+fn is_poisoned(error: &MachineRamError) -> bool {
+    matches!(
+        error,
+        MachineRamError::Refill(PrefaultError::Populate(PopulateError::HardwarePoison { .. }))
+            | MachineRamError::Prefault(PrefaultError::Populate(
+                PopulateError::HardwarePoison { .. }
+            ))
+    )
 }
 
 /// Creates guest RAM, and prefaults it unless its contents are still to arrive, as `origin` says.
@@ -297,4 +330,20 @@ pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
             .map_err(MachineRamError::Slot)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_hardware_error_has_memory_made_anew() {
+        let poison = || {
+            PrefaultError::Populate(PopulateError::HardwarePoison { zone: "a".to_owned(), at: 0 })
+        };
+        assert!(is_poisoned(&MachineRamError::Refill(poison())));
+        assert!(is_poisoned(&MachineRamError::Prefault(poison())));
+        let full = PopulateError::OutOfMemory { zone: "a".to_owned(), at: 0 };
+        assert!(!is_poisoned(&MachineRamError::Refill(full.into())));
+    }
 }

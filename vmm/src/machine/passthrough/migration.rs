@@ -162,13 +162,14 @@ impl Passthrough {
 pub(super) mod tests {
     use std::collections::BTreeMap;
 
+    use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use pci::fakes::FakeMsiSource;
-    use vfio::fakes::{FakeFunction, FakeSlots};
+    use vfio::fakes::{FakeFunction, FakeSlots, FakeTarget};
     use vfio::migration::DeviceState;
     use vfio::migration::fakes::StepFailure;
     use vfio::{DmaGate, VfioWiring};
 
-    use super::super::{Backend, SharedDeviceList};
+    use super::super::{Backend, CancelToken, DiscardingDevices, SharedDeviceList};
     use super::*;
 
     /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
@@ -216,6 +217,24 @@ pub(super) mod tests {
 
     fn history(host: &FakeFunction) -> Vec<DeviceState> {
         host.migration.hardware_mut().history.clone()
+    }
+
+    #[test]
+    fn memory_ends_with_the_machine_whose_devices_reached_it() {
+        let (mut passthrough, _hosts) = two_devices();
+        let target = Arc::new(FakeTarget::default());
+        passthrough.space = Some(target.clone());
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
+        let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
+        let ram = Arc::new(ram);
+        let never = CancelToken::default();
+        passthrough.strict = true;
+        passthrough.map_memory(&ram, DiscardingDevices::default(), &never).unwrap();
+        assert!(target.is_mapped(0..4 << 20).is_some());
+        let weak = (Arc::downgrade(&target), Arc::downgrade(&ram));
+        drop((passthrough, target, ram));
+        assert!(weak.0.upgrade().is_none(), "the address space stays");
+        assert!(weak.1.upgrade().is_none(), "guest memory stays");
     }
 
     #[test]

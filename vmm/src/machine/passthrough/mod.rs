@@ -400,8 +400,14 @@ impl Passthrough {
                 let populator = GuestRamPopulator::new(Arc::clone(ram), self.threads);
                 let populator = Arc::new(populator);
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
-                let list = Arc::clone(&self.device_list);
-                let on_lost = Box::new(move |reason: &Arc<str>| lose_all(reason, &list));
+                // Weak: the list has the mapping, and the mapping has this. Both would stay for good, with the
+                // guest's memory.
+                let list = Arc::downgrade(&self.device_list);
+                let on_lost = Box::new(move |reason: &Arc<str>| {
+                    if let Some(list) = list.upgrade() {
+                        lose_all(reason, &list);
+                    }
+                });
                 let prepinned = self.prepinned.take();
                 let is_prepinned = prepinned.is_some();
                 let dma_map = if let Some(slot) = prepinned {
