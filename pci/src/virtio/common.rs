@@ -33,11 +33,47 @@ mod register {
     pub const QUEUE_DEVICE_END: u64 = 0x38;
 }
 
+/// Words of accepted features above bit 63, of which only the presence of any bit matters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct FeaturesBeyond {
+    /// Those that current drivers write; a bit in them can be taken back.
+    near: [bool; 2],
+    /// Any other word, until a reset.
+    far: bool,
+}
+
+impl FeaturesBeyond {
+    /// First word.
+    const FIRST: u32 = 2;
+
+    /// Of a state, which does not say which word it is.
+    pub(super) fn restored(any: bool) -> Self {
+        Self { far: any, ..Self::default() }
+    }
+
+    fn write(&mut self, word: u32, value: u32) {
+        let at = word.checked_sub(Self::FIRST).and_then(|at| usize::try_from(at).ok());
+        match at.and_then(|at| self.near.get_mut(at)) {
+            Some(near) => *near = value != 0,
+            None => self.far |= value != 0,
+        }
+    }
+
+    /// Whether a feature is accepted that does not exist.
+    pub(super) fn is_any(self) -> bool {
+        self.far || self.near.contains(&true)
+    }
+}
+
 impl Transport {
     /// Reads the common configuration; zeros beyond its end.
-    pub(super) fn read_common(&self, offset: u64, data: &mut [u8]) {
-        let image = self.common_image();
+    pub(super) fn read_common(&mut self, offset: u64, data: &mut [u8]) {
         let start = usize::try_from(offset).unwrap_or(LEN_BYTES);
+        let read = offset..offset.saturating_add(u64::try_from(data.len()).unwrap_or(u64::MAX));
+        if read.contains(&register::CONFIG_GENERATION) {
+            self.update_config_generation();
+        }
+        let image = self.common_image();
         for (byte, at) in data.iter_mut().zip(0..) {
             *byte = image.get(start.saturating_add(at)).copied().unwrap_or(0);
         }
@@ -141,7 +177,7 @@ impl Transport {
         match self.driver_feature_select {
             0 => self.driver_features = with_half(self.driver_features, false, value),
             1 => self.driver_features = with_half(self.driver_features, true, value),
-            _ => self.driver_features_beyond |= value != 0,
+            word => self.driver_features_beyond.write(word, value),
         }
     }
 

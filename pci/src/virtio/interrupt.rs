@@ -75,7 +75,12 @@ impl PciInterrupt {
         self.needs_reset.store(needed, Ordering::Release);
     }
 
-    /// Number of configuration changes, modulo 256.
+    /// Counts a configuration change, without an interrupt.
+    pub fn count_config_change(&self) {
+        self.config_generation.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Number of configuration changes, modulo 256; some count twice.
     pub fn config_generation(&self) -> u8 {
         self.config_generation.load(Ordering::Acquire)
     }
@@ -133,7 +138,7 @@ impl VirtioInterrupt for PciInterrupt {
     }
 
     fn config_changed(&self) {
-        self.config_generation.fetch_add(1, Ordering::AcqRel);
+        self.count_config_change();
         self.raise_config();
     }
 

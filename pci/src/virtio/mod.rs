@@ -20,6 +20,7 @@ mod layout;
 mod notify;
 mod pci_device;
 mod queue;
+mod shown_config;
 mod state;
 mod status;
 #[cfg(test)]

@@ -347,7 +347,7 @@ impl PciDevice for VirtioPciDevice {
                     *isr = self.interrupt.take_isr();
                 }
             }
-            Region::Device(offset) => self.transport.lock().device.read_config(offset, data),
+            Region::Device(offset) => self.transport.lock().read_device_config(offset, data),
             Region::MsixTable(offset) => self.msix.read_table(offset, data),
             Region::MsixPba(offset) => self.msix.read_pba(offset, data),
             Region::Isr(_) | Region::Notify(_) | Region::Hole => {}

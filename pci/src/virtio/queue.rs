@@ -32,6 +32,17 @@ pub enum QueueError {
         /// Its length in bytes.
         len_bytes: u64,
     },
+    /// The driver has not given the address of the available ring; it cannot be at 0.
+    #[error("its available ring has no address")]
+    NoAddress,
+    /// Two rings share memory.
+    #[error("its {first} and its {second} overlap")]
+    Overlap {
+        /// A ring.
+        first: &'static str,
+        /// Another one.
+        second: &'static str,
+    },
 }
 
 /// The registers of a queue.
@@ -82,6 +93,31 @@ impl QueueRegisters {
         inside(memory, "available ring", self.driver_gpa, 6 + 2 * size)?;
         inside(memory, "used ring", self.device_gpa, 6 + 8 * size)?;
         Ok(queue)
+    }
+
+    /// Refuses rings of a new driver that cannot be meant, so that nothing is written where they lie. A valid
+    /// queue is expected. Not for restored ones: those were served elsewhere.
+    pub fn check_areas(&self, event_idx: bool) -> Result<(), QueueError> {
+        if self.driver_gpa == 0 {
+            return Err(QueueError::NoAddress);
+        }
+        let size = u64::from(self.size);
+        // Drivers without event indexes may use the space of the event fields.
+        let event_bytes = if event_idx { 2 } else { 0 };
+        let areas = [
+            ("descriptor table", self.desc_gpa, 16 * size),
+            ("available ring", self.driver_gpa, 4 + 2 * size + event_bytes),
+            ("used ring", self.device_gpa, 4 + 8 * size + event_bytes),
+        ];
+        let end = |gpa: u64, len_bytes| gpa.saturating_add(len_bytes);
+        for (at, (first, gpa, len_bytes)) in areas.iter().enumerate() {
+            for (second, other_gpa, other_bytes) in areas.iter().skip(at + 1) {
+                if *gpa < end(*other_gpa, *other_bytes) && *other_gpa < end(*gpa, *len_bytes) {
+                    return Err(QueueError::Overlap { first, second });
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -143,6 +179,31 @@ mod tests {
         ] {
             assert!(matches!(build(registers), Err(QueueError::Registers { .. })));
         }
+    }
+
+    #[test]
+    fn rings_that_touch_are_allowed_and_those_that_overlap_are_not() {
+        // As close as they may be: the used ring begins at the next multiple of 4.
+        let packed = |device_gpa| QueueRegisters {
+            size: 128,
+            desc_gpa: 0x1000,
+            driver_gpa: 0x1800,
+            device_gpa,
+            ..good()
+        };
+        packed(0x1908).check_areas(true).unwrap();
+        // Without event indexes there is no event field at 0x1904.
+        packed(0x1904).check_areas(false).unwrap();
+        for (registers, event_idx) in [(packed(0x1904), true), (packed(0x1900), false)] {
+            let refused = registers.check_areas(event_idx);
+            assert!(matches!(
+                refused,
+                Err(QueueError::Overlap { first: "available ring", second: "used ring" })
+            ));
+        }
+        let below = QueueRegisters { device_gpa: 0xc00, ..good() };
+        assert!(matches!(below.check_areas(true), Err(QueueError::Overlap { .. })));
+        QueueRegisters { device_gpa: 0xbf8, ..good() }.check_areas(true).unwrap();
     }
 
     #[test]

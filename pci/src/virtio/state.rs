@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use virtio_queue::QueueState;
 
+use super::common::FeaturesBeyond;
 use super::interrupt::{ISR_CONFIG, ISR_QUEUE, PciInterrupt};
 use super::layout::BarWidth;
 use super::queue::{QueueError, QueueRegisters};
@@ -213,7 +214,7 @@ impl Transport {
             device_feature_select: self.device_feature_select,
             driver_feature_select: self.driver_feature_select,
             driver_features: self.driver_features,
-            driver_features_beyond: self.driver_features_beyond,
+            driver_features_beyond: self.driver_features_beyond.is_any(),
             queue_select: self.queue_select,
             status: self.status.bits(self.interrupt.is_reset_needed()),
             active: !matches!(self.run, Run::Stopped),
@@ -309,10 +310,11 @@ impl Transport {
         self.device_feature_select = common.device_feature_select;
         self.driver_feature_select = common.driver_feature_select;
         self.driver_features = common.driver_features;
-        self.driver_features_beyond = common.driver_features_beyond;
+        self.driver_features_beyond = FeaturesBeyond::restored(common.driver_features_beyond);
         self.queue_select = common.queue_select;
         self.queues = registers;
         restore_interrupt(&self.interrupt, state, needs_reset);
+        self.shown_config.forget();
         if works {
             let activation = self.activation(queues)?;
             self.notify.arm(activation.queues.iter().map(|queue| queue.index).collect());

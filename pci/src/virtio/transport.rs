@@ -17,9 +17,11 @@ use virtio_queue::{Queue, QueueState};
 use vm_memory::GuestAddressSpace;
 
 use super::bus_master::BusMaster;
+use super::common::FeaturesBeyond;
 use super::interrupt::PciInterrupt;
 use super::notify::Notify;
 use super::queue::{QueueError, QueueRegisters};
+use super::shown_config::ShownConfig;
 use super::state::QueueProgressState;
 use super::status::{DeviceStatus, Phase, StatusRequest};
 
@@ -58,9 +60,10 @@ pub(super) struct Transport {
     pub(super) device_feature_select: u32,
     pub(super) driver_feature_select: u32,
     pub(super) driver_features: u64,
-    /// Whether the driver accepted a feature above bit 63; none exists.
-    pub(super) driver_features_beyond: bool,
+    /// Which words above bit 63 have a feature that the driver accepted; none exists.
+    pub(super) driver_features_beyond: FeaturesBeyond,
     pub(super) queue_select: u16,
+    pub(super) shown_config: ShownConfig,
     pub(super) queues: Vec<QueueRegisters>,
     pub(super) run: Run,
     /// Progress of the queues at activation. A driver may enable queues of features that it has not
@@ -80,6 +83,7 @@ impl Transport {
         notify: Arc<Notify>,
     ) -> Self {
         let queues = device.queue_sizes_max().iter().copied().map(QueueRegisters::new).collect();
+        let shown_config = ShownConfig::new(device.as_ref());
         Self {
             id,
             device,
@@ -90,8 +94,9 @@ impl Transport {
             device_feature_select: 0,
             driver_feature_select: 0,
             driver_features: 0,
-            driver_features_beyond: false,
+            driver_features_beyond: FeaturesBeyond::default(),
             queue_select: 0,
+            shown_config,
             queues,
             run: Run::Stopped,
             begun: Vec::new(),
@@ -108,6 +113,21 @@ impl Transport {
     /// Whether these features are acceptable at the end of negotiation.
     pub(super) fn are_features_acceptable(&self, features: u64, beyond: bool) -> bool {
         features & !self.offered_features() == 0 && features & VERSION_1 != 0 && !beyond
+    }
+
+    /// Reads the device configuration.
+    pub(super) fn read_device_config(&mut self, offset: u64, data: &mut [u8]) {
+        let shown = self.shown_config.update(self.device.as_ref(), &self.interrupt);
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        match shown.get(start..start.saturating_add(data.len())) {
+            Some(part) => data.copy_from_slice(part),
+            None => self.device.read_config(offset, data),
+        }
+    }
+
+    /// Counts changes of the device configuration, of which the device may not have told yet.
+    pub(super) fn update_config_generation(&mut self) {
+        self.shown_config.update(self.device.as_ref(), &self.interrupt);
     }
 
     pub(super) fn queue(&self) -> Option<&QueueRegisters> {
@@ -143,7 +163,7 @@ impl Transport {
         let Some(next) = self.status.phase.next() else { return false };
         if next == Phase::FeaturesOk {
             let features = self.driver_features;
-            if !self.are_features_acceptable(features, self.driver_features_beyond) {
+            if !self.are_features_acceptable(features, self.driver_features_beyond.is_any()) {
                 let offered = self.offered_features();
                 self.log(|| format!("features {features:#x} refused, {offered:#x} are offered"));
                 return false;
@@ -159,7 +179,8 @@ impl Transport {
 
     /// Validates all enabled queues and activates the device; sets DEVICE_NEEDS_RESET on failure.
     fn activate(&mut self) {
-        let activation = match self.build_queues(|_| QueueProgressState::default()) {
+        let queues = self.build_queues(|_| QueueProgressState::default());
+        let activation = match queues.and_then(|queues| self.check_areas().map(|()| queues)) {
             Ok(queues) => self.activation(queues),
             Err((index, error)) => {
                 self.log(|| format!("queue {index} cannot be used: {}", with_source(&error)));
@@ -177,6 +198,15 @@ impl Transport {
                 self.interrupt.needs_reset();
             }
         }
+    }
+
+    /// Refuses enabled queues whose areas the driver cannot mean, by the first one.
+    fn check_areas(&self) -> Result<(), (u16, QueueError)> {
+        let event_idx = self.driver_features & EVENT_IDX != 0;
+        (0..)
+            .zip(&self.queues)
+            .filter(|(_, queue)| queue.enabled)
+            .try_for_each(|(index, queue)| queue.check_areas(event_idx).map_err(|why| (index, why)))
     }
 
     /// The enabled queues, by index.
@@ -230,7 +260,7 @@ impl Transport {
         self.device_feature_select = 0;
         self.driver_feature_select = 0;
         self.driver_features = 0;
-        self.driver_features_beyond = false;
+        self.driver_features_beyond = FeaturesBeyond::default();
         self.queue_select = 0;
         for queue in &mut self.queues {
             *queue = QueueRegisters::new(queue.size_max);

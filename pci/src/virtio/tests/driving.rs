@@ -139,6 +139,33 @@ fn configuration_changes_count_and_interrupt() {
     assert_eq!(rig.read::<4>(rig.found.isr), [2, 0, 0, 0]);
 }
 
+/// The generation as a driver reads it.
+fn generation(rig: &Rig) -> u8 {
+    let [generation] = rig.read(rig.found.common + reg::GENERATION);
+    generation
+}
+
+#[test]
+fn a_change_between_two_reads_counts_before_the_device_tells_of_it() {
+    let rig = Rig::driving();
+    rig.record().config[..8].copy_from_slice(&(4_u64 << 30).to_le_bytes());
+    let before = generation(&rig);
+    let low: [u8; 4] = rig.read(rig.found.device);
+    // As by the thread of the API, which has not come to `config_changed` yet.
+    rig.record().config[..8].copy_from_slice(&(3_u64 << 30).to_le_bytes());
+    let high: [u8; 4] = rig.read(rig.found.device + 4);
+    assert_eq!((low, high), ([0; 4], [0; 4]), "a mixture");
+    assert_ne!(generation(&rig), before);
+    assert_eq!(rig.delivered(0), 0);
+
+    let before = generation(&rig);
+    rig.record().config[15] = 1;
+    assert_ne!(generation(&rig), before, "whatever part changes");
+    let before = generation(&rig);
+    assert_eq!(rig.read::<8>(rig.found.device), (3_u64 << 30).to_le_bytes());
+    assert_eq!(generation(&rig), before, "nothing changes");
+}
+
 #[test]
 fn device_configuration_is_reached() {
     let rig = Rig::new();

@@ -39,6 +39,19 @@ fn features_beyond_the_known_words_are_refused() {
     rig.write_u32(reg::DRIVER_FEATURE, 1);
     rig.set_status(11);
     assert_eq!(rig.status(), 3);
+    rig.write_u32(reg::DRIVER_FEATURE, 0);
+    rig.set_status(11);
+    assert_eq!(rig.status(), 11, "it was taken back");
+    rig.set_status(0);
+    rig.set_status(3);
+    rig.write_u32(reg::DRIVER_FEATURE_SELECT, 1);
+    rig.write_u32(reg::DRIVER_FEATURE, 1);
+    for value in [1, 0] {
+        rig.write_u32(reg::DRIVER_FEATURE_SELECT, u32::MAX);
+        rig.write_u32(reg::DRIVER_FEATURE, value);
+    }
+    rig.set_status(11);
+    assert_eq!(rig.status(), 3, "words that no driver knows count until a reset");
     rig.write_u32(reg::DEVICE_FEATURE_SELECT, u32::MAX);
     assert_eq!(rig.read_u32(reg::DEVICE_FEATURE), 0);
 }
@@ -103,6 +116,15 @@ fn queues_that_cannot_be_are_refused() {
         for gpa in [0xf_fff0, 0x10_0000, 0x1_0001, 0xc000_0000, !0xf] {
             refused_queue(|rig| rig.write_u64(register, gpa));
         }
+    }
+    refused_queue(|rig| {
+        for register in [reg::QUEUE_DESC, reg::QUEUE_DRIVER, reg::QUEUE_DEVICE] {
+            rig.write_u64(register, 0);
+        }
+    });
+    // The available ring without an address, and in the descriptor table.
+    for gpa in [0, 0x1_0ffe] {
+        refused_queue(|rig| rig.write_u64(reg::QUEUE_DRIVER, gpa));
     }
 }
 
