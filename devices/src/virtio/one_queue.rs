@@ -29,8 +29,17 @@ pub(crate) trait OneQueue: Send + 'static {
     fn event(&self) -> Option<&EventFd> {
         None
     }
-    /// Does that work. Also called at the start; may signal the event itself and return.
+    /// Does that work. Also called at the start, and after a violation by the driver; may signal the event
+    /// itself and return. Must not access the queue.
     fn other_work(&mut self) {}
+    /// Clears the event and does its work.
+    fn take_other_work(&mut self) {
+        if let Some(event) = self.event() {
+            // Another wake-up may have cleared it, which does not matter.
+            let _ = event.read();
+        }
+        self.other_work();
+    }
 }
 
 impl<W: OneQueue> Work for W {
@@ -49,11 +58,7 @@ impl<W: OneQueue> Work for W {
 
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
         if token == EVENT_TOKEN {
-            if let Some(event) = self.event() {
-                // Another wake-up may have cleared it, which does not matter.
-                let _ = event.read();
-            }
-            self.other_work();
+            self.take_other_work();
             return Ok(());
         }
         self.queue().take_kick();
@@ -70,6 +75,20 @@ impl<W: OneQueue> Work for W {
 
     fn report_broken(&self) {
         self.queue().interrupt().needs_reset();
+    }
+
+    fn start_broken(&mut self, watch: &mut Watch) {
+        if let Some(event) = self.event() {
+            watch.on_if_possible(EVENT_TOKEN, event.as_raw_fd());
+        }
+        self.other_work();
+    }
+
+    fn ready_broken(&mut self, token: u64, _watch: &mut Watch) {
+        // A token of the queue may have been taken from epoll before the queue broke.
+        if token == EVENT_TOKEN {
+            self.take_other_work();
+        }
     }
 }
 

@@ -5,8 +5,8 @@
 //! Owns their life cycle: start, pause, resume, stop. What a thread is to do is a value that it reads
 //! whenever it is woken, so a request cannot be lost, whatever the order of wake-ups. A paused thread
 //! has nothing in flight, has published the state of its queues and waits only on the condition
-//! variable. A thread whose driver broke a rule serves no more requests, but still answers
-//! pause, resume and stop. Requests in flight may take forever (storage that does not respond), so a
+//! variable. A thread whose driver broke a rule serves no more requests, but still does what its device owes
+//! to the host, and answers pause, resume and stop. Requests in flight may take forever (storage that does not respond), so a
 //! pause that is not complete can be waited for with a time limit, and cancelled at any time.
 //!
 //! ```text
@@ -58,6 +58,11 @@ pub(crate) trait Work: Send + 'static {
     fn queue_states(&self) -> Vec<(u16, QueueState)>;
     /// Reports to the driver that the device needs a reset.
     fn report_broken(&self);
+    /// After a violation, and after each later pause: sets the watched descriptors of what the device owes to
+    /// the host although its driver broke a rule. It must not access the queues.
+    fn start_broken(&mut self, _watch: &mut Watch) {}
+    /// Handles a descriptor that [`Work::start_broken`] watches; must not access the queues.
+    fn ready_broken(&mut self, _token: u64, _watch: &mut Watch) {}
 }
 
 /// The descriptors that a worker polls for input.
@@ -96,6 +101,12 @@ impl Watch {
             error!("cannot watch a descriptor: {error}");
             Broken::Device("the host refused to watch a descriptor")
         })
+    }
+
+    /// The same for what is owed to the host after a violation, which can only be logged.
+    pub(crate) fn on_if_possible(&mut self, token: u64, fd: RawFd) {
+        // The log has a line.
+        let _ = self.on(token, fd);
     }
 
     /// Stops watching the descriptor of `token`.
@@ -360,11 +371,12 @@ impl Pausing for Workers {
 fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn Fn(&Broken)) {
     let mut serving = false;
     let mut broken = false;
-    let check = |result: Result<(), Broken>, work: &dyn Work, watch: &mut Watch| {
+    let check = |result: Result<(), Broken>, work: &mut dyn Work, watch: &mut Watch| {
         let Err(error) = result else { return false };
         complain(&error);
         watch.clear();
         work.report_broken();
+        work.start_broken(watch);
         true
     };
     loop {
@@ -375,7 +387,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
             let drained = work.try_drain(&mut watch);
             is_draining = matches!(drained, Ok(false));
             if !broken {
-                broken = check(drained.map(drop), &work, &mut watch);
+                broken = check(drained.map(drop), &mut work, &mut watch);
             }
             if !is_draining {
                 control.set_actual(Actual::Paused(work.queue_states()));
@@ -391,14 +403,16 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
         if wanted == Wanted::Pause && !is_draining {
             continue;
         }
-        if broken && !is_draining {
-            // Descriptors left watched by a withdrawn drain are handled by no thread.
-            watch.clear();
-        }
-        if !serving && !broken && !is_draining {
+        if !serving && !is_draining {
             serving = true;
-            let started = work.start(&mut watch);
-            broken = check(started, &work, &mut watch);
+            if broken {
+                // Descriptors left watched by a withdrawn drain are handled by no thread.
+                watch.clear();
+                work.start_broken(&mut watch);
+            } else {
+                let started = work.start(&mut watch);
+                broken = check(started, &mut work, &mut watch);
+            }
         }
         let tokens = match watch.wait() {
             Ok(tokens) => tokens,
@@ -414,9 +428,13 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
             if token == CONTROL_TOKEN {
                 // An error means that it was not signalled, which does not matter.
                 let _ = control.wake.read();
-            } else if !broken && !is_draining {
+            } else if is_draining {
+                // Only wakes the thread.
+            } else if broken {
+                work.ready_broken(token, &mut watch);
+            } else {
                 let served = work.ready(token, &mut watch);
-                broken = check(served, &work, &mut watch);
+                broken = check(served, &mut work, &mut watch);
             }
         }
     }

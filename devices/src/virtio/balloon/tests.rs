@@ -4,6 +4,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod broken;
+
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;

@@ -176,6 +176,17 @@ impl BalloonWorker {
         })
     }
 
+    /// Discards what could not be discarded, or was populated since.
+    fn retry(&mut self) {
+        self.pages.retry(self.shared.take_populated(), &self.shared.counters);
+    }
+
+    fn take_retry(&mut self) {
+        // Another wake-up may have cleared it, which does not matter.
+        let _ = self.shared.retry().read();
+        self.retry();
+    }
+
     /// Reads statistics, and keeps the buffer to request the next ones.
     fn statistics(&mut self) -> Result<(), Broken> {
         let Some(queue) = &mut self.queues.statistics else { return Ok(()) };
@@ -237,7 +248,7 @@ impl Work for BalloonWorker {
             }
             watch.on(TIMER_TOKEN, timer.as_raw_fd())?;
         }
-        self.pages.retry(self.shared.take_populated(), &self.shared.counters);
+        self.retry();
         self.inflate()?;
         self.deflate()?;
         self.statistics()?;
@@ -275,9 +286,7 @@ impl Work for BalloonWorker {
                 self.ask_for_statistics()
             }
             _ => {
-                // Another wake-up may have cleared it, which does not matter.
-                let _ = self.shared.retry().read();
-                self.pages.retry(self.shared.take_populated(), &self.shared.counters);
+                self.take_retry();
                 Ok(())
             }
         }
@@ -306,5 +315,18 @@ impl Work for BalloonWorker {
 
     fn report_broken(&self) {
         self.queues.inflate.interrupt().needs_reset();
+    }
+
+    /// Memory that the guest has given goes on being returned to the host.
+    fn start_broken(&mut self, watch: &mut Watch) {
+        watch.on_if_possible(RETRY_TOKEN, self.shared.retry().as_raw_fd());
+        self.retry();
+    }
+
+    fn ready_broken(&mut self, token: u64, _watch: &mut Watch) {
+        // Others may have been taken from epoll before a queue broke.
+        if token == RETRY_TOKEN {
+            self.take_retry();
+        }
     }
 }

@@ -8,7 +8,9 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Console, ConsoleConfig};
 use crate::endpoint::ConsoleEndpoint;
@@ -161,4 +163,29 @@ fn buffers_outside_of_ram_need_a_reset() {
     fixture.driver.queues[TRANSMIT].add(&[readable(1 << 40, 10)]);
     fixture.driver.queues[TRANSMIT].kick();
     fixture.driver.interrupt.wait_broken();
+}
+
+#[test]
+fn output_of_before_reaches_a_peer_of_a_console_whose_driver_broke_a_queue() {
+    for is_paused_meanwhile in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console");
+        let mut fixture = Fixture::over(ConsoleEndpoint::socket(&path).unwrap());
+        fixture.driver.write(DATA, b"panic");
+        fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 5)]);
+        fixture.driver.queues[TRANSMIT].kick();
+        fixture.driver.wait_used(TRANSMIT);
+        fixture.driver.queues[RECEIVE].set_available(1000);
+        fixture.driver.queues[RECEIVE].kick();
+        fixture.driver.interrupt.wait_broken();
+        if is_paused_meanwhile {
+            fixture.device.pause();
+            fixture.device.resume();
+        }
+        let mut peer = UnixStream::connect(&path).unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut buffer = [0; 5];
+        peer.read_exact(&mut buffer).unwrap();
+        assert_eq!(&buffer, b"panic");
+    }
 }

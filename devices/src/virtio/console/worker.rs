@@ -136,4 +136,16 @@ impl Work for ConsoleWorker {
         self.endpoint.want_input(false);
         self.receive.interrupt().needs_reset();
     }
+
+    /// Output of before is still written, and peers are let in; input waits for a driver.
+    fn start_broken(&mut self, watch: &mut Watch) {
+        watch.on_if_possible(ENDPOINT_TOKEN, self.endpoint.poll_fd());
+    }
+
+    fn ready_broken(&mut self, token: u64, _watch: &mut Watch) {
+        // Others may have been taken from epoll before a queue broke.
+        if token == ENDPOINT_TOKEN {
+            self.endpoint.service(&mut []);
+        }
+    }
 }

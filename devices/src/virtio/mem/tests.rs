@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
 
@@ -203,4 +204,28 @@ fn more_memory_is_told_and_less_is_not() {
     assert_eq!(guest.ask(PLUG, REGION, 1).0, ERROR, "it is there already");
     assert_eq!(guest.ask(UNPLUG, REGION, 2).0, ACK);
     assert_eq!(told.try_iter().count(), 0);
+}
+
+#[test]
+fn memory_that_is_not_plugged_goes_back_although_the_driver_broke_its_queue() {
+    let mut guest = Guest::new(8);
+    assert_eq!(guest.blocks(PLUG, 0, 2), ACK);
+    guest.driver.write(REGION, &vec![7; usize::try_from(2 * BLOCK).unwrap()]);
+    let region = Arc::clone(&guest.ram.regions()[1]);
+    let populated = || region.populated_runs(&(0..region.len_bytes())).unwrap();
+    // Contents that were to arrive are not there when the block goes.
+    region.resident().set_absent(512..1024);
+    assert_eq!(guest.blocks(UNPLUG, 1, 1), ACK);
+    let (before, after) = (0..2 * BLOCK, 0..BLOCK);
+    assert_eq!(populated(), std::slice::from_ref(&before));
+    guest.driver.queues[0].set_available(1000);
+    guest.driver.queues[0].kick();
+    guest.driver.interrupt.wait_broken();
+    region.resident().set_resident(512..1024);
+    guest.handle().retry();
+    let until = Instant::now() + Duration::from_secs(20);
+    while populated() != std::slice::from_ref(&after) {
+        assert!(Instant::now() < until, "it stays: {:?}", populated());
+        std::thread::yield_now();
+    }
 }

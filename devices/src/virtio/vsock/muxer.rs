@@ -76,6 +76,8 @@ pub(crate) struct Muxer {
     /// Held while the device runs.
     listener: Option<Arc<PathListener>>,
     accept_again: Option<Instant>,
+    /// Whether clients are closed at once, as their guest cannot be reached.
+    refuses_all: bool,
     greetings: BTreeMap<u64, Greeting>,
     connections: BTreeMap<Ports, Entry>,
     /// Connections by the epoll tokens of their streams.
@@ -102,6 +104,7 @@ impl Muxer {
             epoll: Epoll::new()?,
             listener: None,
             accept_again: None,
+            refuses_all: false,
             greetings: BTreeMap::new(),
             connections: BTreeMap::new(),
             tokens: BTreeMap::new(),
@@ -132,6 +135,21 @@ impl Muxer {
         self.accept_again = None;
         self.unlisten();
         self.listener = None;
+    }
+
+    /// Closes all connections and clients, and each client that connects from now on, instead of
+    /// [`Self::start`].
+    pub(super) fn refuse_all(&mut self) {
+        self.refuses_all = true;
+        // Closes the streams, which removes them from epoll.
+        self.connections.clear();
+        self.greetings.clear();
+        self.tokens.clear();
+        self.deadlines.clear();
+        self.ready.clear();
+        self.answers.clear();
+        self.accept_again = None;
+        self.listen();
     }
 
     fn listen(&mut self) {
@@ -342,6 +360,9 @@ impl Muxer {
     }
 
     fn add_greeting(&mut self, client: UnixStream) {
+        if self.refuses_all {
+            return;
+        }
         if self.greetings.len() >= GREETINGS_MAX {
             self.greetings.pop_first();
         }

@@ -484,3 +484,32 @@ fn the_context_id_is_in_the_configuration() {
     fixture.device.read_config(0, &mut config);
     assert_eq!(config, [3, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
 }
+
+#[test]
+fn clients_of_a_guest_that_broke_a_queue_are_closed_until_it_has_reset_the_device() {
+    let mut fixture = Fixture::new();
+    let mut connected = fixture.connected();
+    let mut waiting = fixture.client("CON");
+    fixture.driver.queues[TRANSMIT].set_available(1000);
+    fixture.driver.queues[TRANSMIT].kick();
+    fixture.driver.interrupt.wait_broken();
+    assert_eq!(connected.read(&mut [0; 8]).unwrap(), 0);
+    let is_closed = |client: &mut UnixStream| {
+        let end = client.read(&mut [0; 8]);
+        matches!(&end, Ok(0)) || end.is_err_and(|it| it.kind() == ErrorKind::ConnectionReset)
+    };
+    assert!(is_closed(&mut waiting));
+    for _ in 0..2 {
+        let mut late = UnixStream::connect(fixture.path()).unwrap();
+        late.set_read_timeout(Some(PATIENCE)).unwrap();
+        assert!(is_closed(&mut late));
+        fixture.device.pause();
+        fixture.device.resume();
+    }
+    fixture.device.reset();
+    fixture.driver = Driver::new(3, 64);
+    fixture.driver.activate_all(&mut fixture.device);
+    fixture.post(32);
+    let _client = fixture.client("CONNECT 52\n");
+    fixture.receive_op(op::REQUEST);
+}

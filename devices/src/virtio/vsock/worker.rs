@@ -241,4 +241,28 @@ impl Work for VsockWorker {
     fn report_broken(&self) {
         self.receive.interrupt().needs_reset();
     }
+
+    /// Closes all connections, and whatever clients connect later.
+    fn start_broken(&mut self, watch: &mut Watch) {
+        self.muxer.refuse_all();
+        watch.on_if_possible(STREAMS_TOKEN, self.muxer.poll_fd());
+        watch.on_if_possible(TIMER_TOKEN, self.timer.as_raw_fd());
+        // The log has a line.
+        let _ = self.arm();
+    }
+
+    fn ready_broken(&mut self, token: u64, _watch: &mut Watch) {
+        match token {
+            STREAMS_TOKEN => self.muxer.serve_streams(),
+            TIMER_TOKEN => {
+                // It has expired, or was set again meanwhile.
+                let _ = self.timer.clear();
+                self.muxer.end_overdue(Instant::now());
+            }
+            // Taken from epoll before the queue broke.
+            _ => return,
+        }
+        // The log has a line.
+        let _ = self.arm();
+    }
 }

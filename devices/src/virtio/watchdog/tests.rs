@@ -138,5 +138,51 @@ fn buffers_that_are_none_need_a_reset() {
         driver.queues[0].add(&[buffer]);
         driver.queues[0].kick();
         driver.interrupt.wait_broken();
+        device.pause();
+        assert_eq!(device.save().data["is_armed"], false, "it begins with none of them");
     }
+}
+
+/// A watchdog that was armed and whose queue broke then, while time does not count.
+fn armed_and_broken(timeout: Duration) -> (Watchdog, Receiver<()>) {
+    let (mut device, told) = watchdog(timeout);
+    let mut driver = Driver::new(1, 8);
+    driver.activate_all(&mut device);
+    device.handle().stop();
+    feed(&mut driver);
+    driver.queues[0].set_available(1000);
+    driver.queues[0].kick();
+    driver.interrupt.wait_broken();
+    (device, told)
+}
+
+#[test]
+fn a_guest_that_spoilt_its_queue_and_hangs_is_stuck() {
+    const PERIOD: Duration = Duration::from_millis(40);
+    for is_paused_meanwhile in [false, true] {
+        let (mut device, told) = armed_and_broken(PERIOD);
+        if is_paused_meanwhile {
+            device.pause();
+            assert_eq!(device.save().data["is_armed"], true);
+            device.resume();
+        }
+        assert!(told.try_recv().is_err());
+        let began = Instant::now();
+        device.handle().start();
+        told.recv_timeout(PATIENCE).unwrap();
+        assert!(began.elapsed() >= PERIOD, "{:?}", began.elapsed());
+        device.pause();
+        assert_eq!(device.save().data["is_armed"], false, "it has run out");
+        drop(device);
+        assert_eq!(told.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected));
+    }
+}
+
+#[test]
+fn a_driver_that_resets_its_broken_watchdog_disarms_it() {
+    let (mut device, told) = armed_and_broken(SHORT);
+    device.reset();
+    device.handle().start();
+    assert_eq!(device.save().data["is_armed"], false);
+    assert_eq!(told.recv_timeout(SHORT * 50), Err(RecvTimeoutError::Timeout));
 }

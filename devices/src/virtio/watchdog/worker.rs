@@ -30,6 +30,7 @@ pub(crate) struct WatchdogWorker {
     timer: TimerFd,
     /// When the guest last reset the watchdog, or started to run here.
     set_back: Instant,
+    is_ticking: bool,
     is_armed: Arc<AtomicBool>,
     handle: WatchdogHandle,
     expired: Expired,
@@ -45,18 +46,28 @@ impl WatchdogWorker {
         expired: Expired,
     ) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(io::Error::from)?;
-        Ok(Self { queue, timeout, timer, set_back: Instant::now(), is_armed, handle, expired })
+        Ok(Self {
+            queue,
+            timeout,
+            timer,
+            set_back: Instant::now(),
+            is_ticking: false,
+            is_armed,
+            handle,
+            expired,
+        })
     }
 
     fn serve(&mut self) -> Result<(), Broken> {
         let mut was_seen = false;
         let served = self.queue.serve(BUDGET, |memory, chain| {
-            was_seen = true;
             match chain.writable.copy_in(memory, &SEEN) {
-                Ok(0) => Err("has no room for an answer"),
-                Ok(_) => Ok(1),
-                Err(_) => Err(NOT_RAM),
+                Ok(0) => return Err("has no room for an answer"),
+                Ok(_) => {}
+                Err(_) => return Err(NOT_RAM),
             }
+            was_seen = true;
+            Ok(1)
         });
         if was_seen {
             self.is_armed.store(true, Ordering::Release);
@@ -72,6 +83,7 @@ impl WatchdogWorker {
 
     /// Sets the timer to a check after this non-zero time.
     fn look_in(&mut self, time: Duration) -> Result<(), Broken> {
+        self.is_ticking = true;
         self.timer.reset(time, None).map_err(|error| {
             log::error!("cannot set the clock of a watchdog: {error}");
             Broken::Device("the host refused to set a timer")
@@ -79,8 +91,20 @@ impl WatchdogWorker {
     }
 
     fn stop_clock(&mut self) {
+        self.is_ticking = false;
         // Cannot fail for an existing timer.
         let _ = self.timer.clear();
+    }
+
+    fn look_at_clock(&mut self) -> Result<(), Broken> {
+        if let Some(left) = self.handle.left(self.timeout, self.set_back) {
+            return self.look_in(left);
+        }
+        // Reported once, as the machine is about to be replaced.
+        self.stop_clock();
+        self.is_armed.store(false, Ordering::Release);
+        (self.expired)();
+        Ok(())
     }
 }
 
@@ -105,14 +129,7 @@ impl Work for WatchdogWorker {
         }
         // A buffer that is available was added in time, however late this thread runs.
         self.serve()?;
-        if let Some(left) = self.handle.left(self.timeout, self.set_back) {
-            return self.look_in(left);
-        }
-        // Reported once, as the machine is about to be replaced.
-        self.stop_clock();
-        self.is_armed.store(false, Ordering::Release);
-        (self.expired)();
-        Ok(())
+        self.look_at_clock()
     }
 
     fn drain(&mut self) -> Result<(), Broken> {
@@ -126,5 +143,22 @@ impl Work for WatchdogWorker {
 
     fn report_broken(&self) {
         self.queue.interrupt().needs_reset();
+    }
+
+    /// The clock goes on: a guest that hangs may have spoilt its queue before.
+    fn start_broken(&mut self, watch: &mut Watch) {
+        watch.on_if_possible(TIMER_TOKEN, self.timer.as_raw_fd());
+        if !self.is_ticking && self.is_armed.load(Ordering::Acquire) {
+            // The log has a line.
+            let _ = self.begin_anew();
+        }
+    }
+
+    fn ready_broken(&mut self, token: u64, _watch: &mut Watch) {
+        // A token of the queue may have been taken from epoll before the queue broke.
+        if token == TIMER_TOKEN && self.is_ticking {
+            // The log has a line.
+            let _ = self.look_at_clock();
+        }
     }
 }
