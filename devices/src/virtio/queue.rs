@@ -55,6 +55,8 @@ pub(crate) struct WorkQueue {
     kick: EventFd,
     memory: GuestMemoryHandle,
     interrupt: Arc<dyn VirtioInterrupt>,
+    /// Whether a chain was used since the driver was last considered for a notification.
+    was_used: bool,
     /// Whether to send the next notification whatever the event index says.
     notify_anyway: bool,
 }
@@ -74,6 +76,7 @@ impl WorkQueue {
             kick,
             memory: memory.clone(),
             interrupt: Arc::clone(interrupt),
+            was_used: false,
             notify_anyway: false,
         }
     }
@@ -191,6 +194,7 @@ impl WorkQueue {
     ) -> Result<(), Broken> {
         let index = self.index;
         let written = u32::try_from(written_bytes).unwrap_or(u32::MAX);
+        self.was_used = true;
         self.queue.add_used(memory, head, written).map_err(|source| Broken::Ring { index, source })
     }
 
@@ -227,6 +231,10 @@ impl WorkQueue {
 
     /// Notifies the driver of used chains, if it wants that.
     pub(crate) fn notify(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
+        // The queue itself finds one needed in any case without event indexes.
+        if !std::mem::take(&mut self.was_used) {
+            return Ok(());
+        }
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
         let needed = self.queue.needs_notification(memory).map_err(ring)?;
@@ -350,6 +358,21 @@ mod tests {
         use_one(&mut driver, &mut queue);
         queue.notify(&memory).unwrap();
         assert_eq!(driver.interrupt.queue_interrupts(0), 1);
+    }
+
+    #[test]
+    fn a_driver_is_not_interrupted_for_nothing() {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = queue(&driver, 0);
+        for used in 0..3 {
+            for _ in 0..2 {
+                queue.serve(16, |_, _| Ok(0)).unwrap();
+                let memory = queue.memory();
+                queue.notify(&memory).unwrap();
+                assert_eq!(driver.interrupt.queue_interrupts(0), used);
+            }
+            driver.queues[0].add(&[readable(DATA, 1)]);
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use memory::{GuestMemory, GuestMemoryHandle};
@@ -80,6 +80,26 @@ impl VirtioInterrupt for TestInterrupt {
     fn needs_reset(&self) {
         self.note(|seen| seen.broken = true);
     }
+}
+
+/// An interrupt that looks at what it is given when the configuration changes.
+pub(crate) struct ProbingInterrupt<F> {
+    look: F,
+    pub(crate) was_right: AtomicBool,
+}
+
+impl<F: Fn() -> bool + Send + Sync> ProbingInterrupt<F> {
+    pub(crate) fn new(look: F) -> Arc<Self> {
+        Arc::new(Self { look, was_right: AtomicBool::new(false) })
+    }
+}
+
+impl<F: Fn() -> bool + Send + Sync> VirtioInterrupt for ProbingInterrupt<F> {
+    fn queue_used(&self, _queue_index: u16) {}
+    fn config_changed(&self) {
+        self.was_right.store((self.look)(), Ordering::Release);
+    }
+    fn needs_reset(&self) {}
 }
 
 /// A buffer: address, length, whether the device may write.

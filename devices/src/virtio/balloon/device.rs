@@ -76,7 +76,7 @@ pub enum BalloonError {
 /// A handle to the balloon for the VMM, while the transport owns the device.
 #[derive(Clone)]
 pub struct BalloonHandle {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
 }
 
 impl BalloonHandle {
@@ -107,8 +107,8 @@ impl BalloonHandle {
     }
 
     fn tell(&self, news: bool) {
-        if let Some(driver) = self.shared.driver().filter(|_| news) {
-            driver.interrupt.config_changed();
+        if news {
+            self.shared.interrupt_driver();
         }
     }
 
@@ -167,7 +167,7 @@ fn most_bytes(ram: &GuestRam) -> u64 {
 pub struct Balloon {
     config: BalloonConfig,
     features: u64,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     workers: Workers,
 }
 

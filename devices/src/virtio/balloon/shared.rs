@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     pub(super) log: Arc<LogLimit>,
     config: Mutex<GuardedConfig>,
     statistics: Mutex<Statistics>,
-    driver: Mutex<Option<Driver>>,
+    pub(super) driver: Mutex<Option<Driver>>,
     /// Signalled when memory may be discarded that could not be before, or was populated since.
     retry: EventFd,
     /// Whether memory in the balloon may have been populated since the last retry.
@@ -136,6 +136,14 @@ impl Shared {
 
     pub(super) fn set_driver(&self, driver: Option<Driver>) {
         *self.driver.lock() = driver;
+    }
+
+    /// Tells the driver of a change of the configuration. A reset waits meanwhile, so that no later driver is
+    /// interrupted.
+    pub(super) fn interrupt_driver(&self) {
+        if let Some(driver) = &*self.driver.lock() {
+            driver.interrupt.config_changed();
+        }
     }
 
     /// The interrupt for a hinting command, if the driver supports hints.

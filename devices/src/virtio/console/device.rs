@@ -34,10 +34,10 @@ pub struct ConsoleConfig {
 }
 
 #[derive(Default)]
-struct Shared {
+pub(super) struct Shared {
     size: (u16, u16),
     /// Set while a driver wants to be notified of changes.
-    interrupt: Option<Arc<dyn VirtioInterrupt>>,
+    pub(super) interrupt: Option<Arc<dyn VirtioInterrupt>>,
 }
 
 /// Handle to change the console size while the transport owns the device.
@@ -45,7 +45,7 @@ struct Shared {
 pub struct ConsoleResizer {
     endpoint: Arc<ConsoleEndpoint>,
     /// Only locked briefly.
-    shared: Arc<Mutex<Shared>>,
+    pub(super) shared: Arc<Mutex<Shared>>,
 }
 
 impl ConsoleResizer {
@@ -73,15 +73,13 @@ impl ConsoleResizer {
 
     /// Sets the size, and notifies the driver of a change.
     pub fn resize(&self, columns: u16, rows: u16) {
-        let interrupt = {
-            let mut shared = self.lock();
-            if shared.size == (columns, rows) {
-                return;
-            }
-            shared.size = (columns, rows);
-            shared.interrupt.clone()
-        };
-        if let Some(interrupt) = interrupt {
+        let mut shared = self.lock();
+        if shared.size == (columns, rows) {
+            return;
+        }
+        shared.size = (columns, rows);
+        // Under the lock, for which a reset waits, so that no later driver is interrupted.
+        if let Some(interrupt) = &shared.interrupt {
             interrupt.config_changed();
         }
     }

@@ -10,13 +10,14 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Console, ConsoleConfig};
 use crate::endpoint::ConsoleEndpoint;
 use crate::syscalls;
 use crate::virtio::VirtioDevice;
-use crate::virtio::test_driver::{DATA, Driver, readable, writable};
+use crate::virtio::test_driver::{DATA, Driver, ProbingInterrupt, readable, writable};
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
@@ -188,4 +189,16 @@ fn output_of_before_reaches_a_peer_of_a_console_whose_driver_broke_a_queue() {
         peer.read_exact(&mut buffer).unwrap();
         assert_eq!(&buffer, b"panic");
     }
+}
+
+#[test]
+fn a_reset_waits_while_the_driver_is_told_of_a_size() {
+    let fixture = Fixture::over(ConsoleEndpoint::null().unwrap());
+    let resizer = fixture.device.resizer();
+    let probed = Arc::clone(&resizer.shared);
+    let probe = ProbingInterrupt::new(move || probed.try_lock().is_none());
+    resizer.shared.lock().interrupt = Some(probe.clone());
+    resizer.resize(100, 40);
+    assert!(probe.was_right.load(Ordering::Acquire), "its driver cannot go meanwhile");
+    resizer.shared.lock().interrupt = None;
 }

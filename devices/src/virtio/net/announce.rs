@@ -61,10 +61,7 @@ fn announce_once(link: &Link) -> bool {
     if let Err(error) = file.write(&announcement(mac)) {
         debug!("cannot send an announcement for {mac}: {error}");
     }
-    if let Some(interrupt) = link.interrupt() {
-        link.ask_to_announce();
-        interrupt.config_changed();
-    }
+    link.ask_to_announce();
     true
 }
 

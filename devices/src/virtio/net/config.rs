@@ -63,7 +63,8 @@ pub(crate) struct Link {
     pub(super) mtu: Option<u16>,
     /// Locked to read, and to change together with the tap.
     state: Mutex<LinkState>,
-    interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+    /// Set while there is a driver that can be asked to announce itself; locked while it is asked.
+    pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
 
 impl Link {
@@ -118,18 +119,19 @@ impl Link {
         }
     }
 
-    /// Asks the driver to announce itself.
+    /// Asks the driver to announce itself, if there is one that can. A reset waits meanwhile, so that no
+    /// later driver is asked.
     pub(super) fn ask_to_announce(&self) {
-        self.lock().announce_pending = true;
+        let interrupt = self.interrupt.lock();
+        if let Some(interrupt) = &*interrupt {
+            self.lock().announce_pending = true;
+            interrupt.config_changed();
+        }
     }
 
     /// Sets the interrupt for configuration changes, while there is a driver.
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
         *self.interrupt.lock() = interrupt;
-    }
-
-    pub(super) fn interrupt(&self) -> Option<Arc<dyn VirtioInterrupt>> {
-        self.interrupt.lock().clone()
     }
 
     pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {

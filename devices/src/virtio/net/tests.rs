@@ -7,6 +7,7 @@
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use virtio_bindings::virtio_net as abi;
 
 use super::config::tun_flags;
 use super::{MacAddress, Net, NetConfig, NetError, TapConfig, TapError};
-use crate::virtio::test_driver::{BORDER, DATA, Driver, readable, writable};
+use crate::virtio::test_driver::{BORDER, DATA, Driver, ProbingInterrupt, readable, writable};
 use crate::virtio::{Counters, VirtioDevice};
 
 const RECEIVE: usize = 0;
@@ -467,4 +468,35 @@ fn several_queue_pairs_share_one_tap() {
     }
     assert_eq!(device.save().data["active_pairs"], 2);
     assert_eq!(device.pause().len(), 5);
+}
+
+#[test]
+fn a_reset_waits_while_a_driver_is_asked_and_no_later_one_is() {
+    let fixture = Fixture::new(0);
+    let link = fixture.device.announcer().link;
+    let probed = Arc::clone(&link);
+    let probe = ProbingInterrupt::new(move || probed.interrupt.try_lock().is_none());
+    link.set_interrupt(Some(probe.clone()));
+    link.ask_to_announce();
+    assert!(probe.was_right.load(Ordering::Acquire), "its driver cannot go meanwhile");
+    assert_eq!(fixture.status(), 3);
+    link.set_interrupt(None);
+    link.change(|state| state.announce_pending = false);
+    link.ask_to_announce();
+    assert_eq!(fixture.status(), 1);
+}
+
+#[test]
+fn receive_buffers_with_a_readable_part_need_a_reset() {
+    let (odd, sound) = (readable(DATA, 8), writable(DATA + 0x2000, 40));
+    for (first, second) in [(sound, odd), (odd, sound)] {
+        let mut fixture = Fixture::new(0);
+        // A frame that does not fit into the first buffer.
+        fixture.send_frame(100);
+        fixture.driver.queues[RECEIVE].add(&[first, writable(DATA + 0x1000, 40)]);
+        fixture.driver.queues[RECEIVE].add(&[second, writable(DATA + 0x2000, 200)]);
+        fixture.driver.queues[RECEIVE].kick();
+        fixture.driver.interrupt.wait_broken();
+        assert_eq!(fixture.driver.queues[RECEIVE].used_index(), 0);
+    }
 }

@@ -133,10 +133,22 @@ impl NetWorker {
         }
     }
 
+    /// The next receive buffer. One with a readable part is refused: a frame may keep all buffers of the ring,
+    /// and only their writable parts are bounded by its length.
+    fn pop_buffer(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
+        let chain = self.receive.pop(memory)?;
+        match chain {
+            Some(chain) if chain.readable.len_bytes() > 0 => {
+                Err(self.receive.bad_chain(chain.head, "is a receive buffer with a readable part"))
+            }
+            chain => Ok(chain),
+        }
+    }
+
     fn receive_frames(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
         let Some(tap) = self.tap.clone() else { return Ok(Pause::NoTap) };
         for _ in 0..BUDGET {
-            let Some(chain) = self.receive.pop(memory)? else { return Ok(Pause::NoBuffers) };
+            let Some(chain) = self.pop_buffer(memory)? else { return Ok(Pause::NoBuffers) };
             if chain.writable.len_bytes() < HEADER_BYTES as u64 {
                 return Err(self.receive.bad_chain(chain.head, "has no room for a frame"));
             }
@@ -233,7 +245,7 @@ impl NetWorker {
         let mut chains = vec![chain];
         while room < frame.len() as u64 {
             let ring_is_full = chains.len() >= usize::from(self.receive.size());
-            let next = if ring_is_full { None } else { self.receive.pop(memory)? };
+            let next = if ring_is_full { None } else { self.pop_buffer(memory)? };
             let Some(next) = next else {
                 for _ in &chains {
                     self.receive.undo_pop();

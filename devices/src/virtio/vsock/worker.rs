@@ -25,6 +25,8 @@ const STREAMS_TOKEN: u64 = 3;
 const TIMER_TOKEN: u64 = 4;
 /// Maximum number of packets of one direction before other events.
 const BUDGET: u32 = 256;
+/// Maximum number of turns of both directions before other events.
+const ROUNDS_MAX: u32 = 2;
 /// The event that all connections are closed (`VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`).
 const TRANSPORT_RESET: [u8; 4] = 0_u32.to_le_bytes();
 
@@ -35,6 +37,8 @@ pub(crate) struct VsockWorker {
     event: WorkQueue,
     muxer: Muxer,
     reset_is_due: bool,
+    /// Whether packets of the guest wait, without a notification by it, for room for their answers.
+    is_transmit_held: bool,
     timer: TimerFd,
     /// Buffer for the data of one packet.
     data: Vec<u8>,
@@ -50,13 +54,23 @@ impl VsockWorker {
     ) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(io::Error::from)?;
         let data = vec![0; DATA_BYTES_MAX];
-        Ok(Self { receive, transmit, event, muxer, reset_is_due, timer, data })
+        Ok(Self {
+            receive,
+            transmit,
+            event,
+            muxer,
+            reset_is_due,
+            is_transmit_held: false,
+            timer,
+            data,
+        })
     }
 
     /// Handles packets of the guest while there is space for answers.
     fn transmit(&mut self) -> Result<(), Broken> {
         let memory = self.transmit.memory();
         let mut budget = BUDGET;
+        self.is_transmit_held = false;
         loop {
             self.transmit.suppress_kicks(&memory)?;
             while self.muxer.has_room_for_answers() {
@@ -70,8 +84,12 @@ impl VsockWorker {
                 }
             }
             self.transmit.notify(&memory)?;
-            // Without space, this continues when the guest has taken answers.
-            if !self.muxer.has_room_for_answers() || !self.transmit.allow_kicks(&memory)? {
+            if !self.muxer.has_room_for_answers() {
+                // This continues when the guest has taken answers.
+                self.is_transmit_held = true;
+                return Ok(());
+            }
+            if !self.transmit.allow_kicks(&memory)? {
                 return Ok(());
             }
         }
@@ -165,12 +183,15 @@ impl VsockWorker {
 
     /// Serves both directions until neither can continue.
     fn serve(&mut self) -> Result<(), Broken> {
-        let had_room = self.muxer.has_room_for_answers();
-        self.receive()?;
-        if !had_room && self.muxer.has_room_for_answers() {
-            self.transmit()?;
+        for _ in 0..ROUNDS_MAX {
             self.receive()?;
+            if !self.is_transmit_held || !self.muxer.has_room_for_answers() {
+                return self.arm();
+            }
+            self.transmit()?;
         }
+        // The answers are sent, and what is still held is taken, after other events.
+        self.transmit.kick_self();
         self.arm()
     }
 
@@ -266,3 +287,7 @@ impl Work for VsockWorker {
         let _ = self.arm();
     }
 }
+
+#[cfg(test)]
+#[path = "worker_tests.rs"]
+mod tests;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A balloon whose driver broke the rules of a queue, seen from the host.
+//! What a balloon does for the host when its driver breaks the rules of a queue, or goes.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::*;
+use crate::virtio::test_driver::ProbingInterrupt;
 
 #[test]
 fn what_is_in_the_balloon_goes_although_the_driver_broke_a_queue() {
@@ -22,4 +24,19 @@ fn what_is_in_the_balloon_goes_although_the_driver_broke_a_queue() {
         assert!(Instant::now() < until, "it stays");
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn a_reset_waits_while_the_driver_is_told_of_a_size() {
+    let guest = Guest::new(|_| {}).start();
+    let shared = Arc::clone(&guest.device.shared);
+    let probed = Arc::clone(&shared);
+    let probe = ProbingInterrupt::new(move || probed.driver.try_lock().is_none());
+    let mut driver = shared.driver().unwrap();
+    driver.interrupt = probe.clone();
+    shared.set_driver(Some(driver));
+    guest.device.handle().resize(0).unwrap();
+    guest.device.handle().resize(PAGE_BYTES).unwrap();
+    assert!(probe.was_right.load(Ordering::Acquire), "its driver cannot go meanwhile");
+    shared.set_driver(None);
 }
