@@ -279,6 +279,21 @@ fn vsock() -> Vec<Seed> {
     memory.seeds("virtio_vsock", "packets", &[0, 1, 2, 3])
 }
 
+/// Usual answers to all requests; one of other bytes, with and without a header, at some of them.
+fn vhost_user() -> Vec<Seed> {
+    let late = |usual: usize, choice: u8| {
+        let mut contents = vec![0; usual];
+        contents.push(choice);
+        contents.extend([1, 0, 0, 0, 5, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        contents
+    };
+    let usual = [("usual-block", 0), ("usual-fs", 1)];
+    let usual = usual.map(|(name, last)| Seed::new("vhost_user", name, [0; 39].into_iter().chain([last]).collect::<Vec<u8>>()));
+    let faults = [0, 1, 3, 5, 8, 12, 14].into_iter().flat_map(|at| [4, 5, 6, 7, 15].map(|choice| (at, choice)));
+    let faults = faults.map(|(at, choice)| Seed::new("vhost_user", format!("fault-{at}-{choice}"), late(at, choice)));
+    usual.into_iter().chain(faults).collect()
+}
+
 pub fn seeds() -> Vec<Seed> {
-    [vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [vhost_user(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
 }

@@ -69,12 +69,16 @@ mod tls;
 mod turning;
 mod unfit;
 mod unread;
+mod vhost_user;
 mod vsock;
 mod watch;
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    if let Some(code) = vhost_user::serve_if_asked() {
+        return code;
+    }
     let mut suite = harness::Suite::default();
     boot::add(&mut suite);
     sandbox::add(&mut suite);
@@ -132,6 +136,7 @@ fn main() -> ExitCode {
     hostile::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
+    vhost_user::add(&mut suite);
     vsock::add(&mut suite);
     clients::add(&mut suite);
     soak::add(&mut suite);

@@ -293,6 +293,11 @@ fn run_rng(data: &[u8]) -> Setup<()> {
     run(RngWorker::new(guest.queue(0)?, source, Arc::default()))
 }
 
+/// Fuzzes the answers of a vhost-user back end.
+pub fn fuzz_vhost_user(data: &[u8]) {
+    report(super::vhost_user::fuzz::serve(data));
+}
+
 fn link() -> Setup<(Arc<Link>, UnixDatagram)> {
     let (near, far) = UnixDatagram::pair()?;
     near.set_nonblocking(true)?;

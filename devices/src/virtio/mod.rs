@@ -9,7 +9,7 @@
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
-//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vsock`], [`watchdog`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
 //!
 //! If a driver breaks the rules of a queue, its device stops with DEVICE_NEEDS_RESET; an
 //! impossible request is answered with an error. Neither ever makes
@@ -27,6 +27,7 @@ pub mod net;
 mod one_queue;
 mod queue;
 pub mod rng;
+pub mod vhost_user;
 pub mod vsock;
 pub mod watchdog;
 mod worker;

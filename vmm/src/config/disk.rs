@@ -82,9 +82,9 @@ option_family! {
         /// Descriptors of each queue, a power of two.
         queue_size: u16 = 128, "queue_size" as One<Int>, range(4, 32768);
         /// Served by another process over vhost-user.
-        vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
-        /// Socket of that process.
-        vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
+        vhost_user: bool = false, "vhost_user" as One<Toggle>;
+        /// Socket at which that process listens.
+        vhost_socket: Option<String> = None, "socket" as Opt<Text>;
         /// Limits on bandwidth and operations.
         rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
         /// PCI segment.
@@ -129,7 +129,15 @@ impl DiskConfig {
         let refuse = |problem: String| {
             Err(ConfigError::Device { what: "disk", id: name.to_owned(), problem })
         };
-        if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
+        if self.vhost_user {
+            self.validate_vhost_user().map_err(|problem| ConfigError::Device {
+                what: "disk",
+                id: name.to_owned(),
+                problem: problem.to_owned(),
+            })?;
+        } else if self.vhost_socket.is_some() {
+            return refuse("socket needs vhost_user=on".into());
+        } else if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
             return refuse("needs a path".into());
         }
         if !self.queue_size.is_power_of_two() || self.queue_size < MIN_QUEUE_SIZE {
@@ -166,6 +174,28 @@ impl DiskConfig {
     }
 }
 
+impl DiskConfig {
+    /// Validates the options of a disk that another process serves: those of images have no effect there.
+    fn validate_vhost_user(&self) -> Result<(), &'static str> {
+        if self.vhost_socket.as_ref().is_none_or(String::is_empty) {
+            return Err("vhost_user=on needs a socket");
+        }
+        let of_images = [
+            (self.path.is_some(), "path and vhost_user=on exclude each other"),
+            (self.readonly, "readonly is for the vhost-user back end to say"),
+            (self.direct, "direct is for the vhost-user back end to say"),
+            (self.serial.is_some(), "serial is for the vhost-user back end to say"),
+            (self.backing_files, "backing_files and vhost_user=on exclude each other"),
+            (self.on_full != OnFull::Report, "on_full and vhost_user=on exclude each other"),
+            (self.queue_affinity.is_some(), "queue_affinity is for the vhost-user back end to say"),
+        ];
+        of_images
+            .iter()
+            .find(|(is_given, _)| *is_given)
+            .map_or(Ok(()), |(_, problem)| Err(*problem))
+    }
+}
+
 /// `[queue@[cpus],...]`.
 #[derive(Debug)]
 pub struct QueueAffinityText;
@@ -190,5 +220,52 @@ impl ValueCodec<Vec<VirtQueueAffinity>> for QueueAffinityText {
             .map(|entry| format!("{}@{}", entry.queue_index, IntList::print(&entry.host_cpus)))
             .collect();
         format!("[{}]", items.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::{Value, json};
+
+    use crate::config::{DiskConfig, Family as _, VmConfig};
+
+    fn complete(disk: &str, memory: &Value) -> Result<VmConfig, String> {
+        let disk = DiskConfig::parse(disk).map_err(|error| error.to_string())?;
+        let json = json!({ "payload": { "kernel": "/k" }, "memory": memory });
+        let mut config = serde_json::from_value::<VmConfig>(json).unwrap();
+        config.disks = Some(vec![disk]);
+        config.complete().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_vhost_user_disk_needs_a_socket_and_shared_memory() {
+        let shared = || json!({ "size": 1 << 30, "shared": true });
+        let disk = "vhost_user=on,socket=/s";
+        let config = complete(disk, &shared()).unwrap();
+        assert_eq!(config.vhost_user_devices(), [("disk", "_disk0")]);
+        let huge = json!({ "size": 1 << 30, "hugepages": true });
+        complete(disk, &huge).unwrap();
+        for (disk, memory, why) in [
+            (disk, json!({ "size": 1 << 30 }), "shared=on"),
+            (
+                disk,
+                json!({ "size": 0, "zones": [
+                    { "id": "a", "size": 1 << 30, "shared": true }, { "id": "b", "size": 1 << 30 }
+                ] }),
+                "shared=on",
+            ),
+            ("vhost_user=on", shared(), "needs a socket"),
+            ("socket=/s,path=/d", shared(), "socket needs vhost_user=on"),
+            ("vhost_user=on,socket=/s,path=/d", shared(), "path and vhost_user=on"),
+            ("vhost_user=on,socket=/s,readonly=on", shared(), "readonly is for"),
+            ("vhost_user=on,socket=/s,serial=a", shared(), "serial is for"),
+            ("vhost_user=on,socket=/s,on_full=pause", shared(), "on_full and"),
+            ("vhost_user=on,socket=/s,num_queues=2", shared(), "num_queues 2 exceeds"),
+        ] {
+            let error = complete(disk, &memory).unwrap_err();
+            assert!(error.contains(why), "{disk}: {error}");
+        }
     }
 }

@@ -237,6 +237,14 @@ impl MemoryConfig {
         }
     }
 
+    /// Whether other processes can have all guest memory: it is shared, or consists of hugetlb pages.
+    pub fn is_shared(&self) -> bool {
+        match self.zones.as_deref().unwrap_or_default() {
+            [] => self.shared || self.hugepages,
+            zones => zones.iter().all(|zone| zone.shared || zone.hugepages),
+        }
+    }
+
     /// Bytes of guest memory at boot, zones included; `None` on overflow.
     pub fn total_bytes(&self) -> Option<u64> {
         self.zones.iter().flatten().try_fold(self.size, |sum, zone| sum.checked_add(zone.size))

@@ -150,6 +150,7 @@ impl VmConfig {
         self.check_slots()?;
         self.check_host_devices()?;
         self.check_exclusive()?;
+        self.check_vhost_user()?;
         for net in self.net.iter_mut().flatten() {
             if net.mac.is_none() {
                 net.mac = Some(random_mac()?);
@@ -252,6 +253,24 @@ impl VmConfig {
             }
         }
         Ok(())
+    }
+
+    /// A vhost-user back end maps guest memory, which private memory does not allow.
+    fn check_vhost_user(&self) -> Result<(), ConfigError> {
+        match self.vhost_user_devices().first() {
+            Some((what, id)) if !self.memory.is_shared() => {
+                let problem = "vhost_user=on needs --memory shared=on".to_owned();
+                Err(ConfigError::Device { what, id: (*id).to_owned(), problem })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Family and id of each device that another process serves over vhost-user.
+    pub fn vhost_user_devices(&self) -> Vec<(&'static str, &str)> {
+        let disks = self.disks.iter().flatten().filter(|disk| disk.vhost_user);
+        let disks = disks.map(|disk| ("disk", &disk.id));
+        disks.map(|(what, id)| (what, id.as_deref().unwrap_or_default())).collect()
     }
 
     fn check_slots(&self) -> Result<(), ConfigError> {

@@ -68,6 +68,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "device-added", "a device was added to the running VM (id, bdf)"),
     ("vm", "device-removing", "the guest is asked to eject a device (id)"),
     ("vm", "device-removed", "the guest has ejected a device, and the device is removed (id)"),
+    (
+        "vm",
+        "back-end-lost",
+        "the process that serves a device over vhost-user has ended, does not answer or has broken \
+         the protocol: the device needs a reset (id, error: why)",
+    ),
     ("vm", "passthrough-device-opened", "a passed-through device is open and reset (id, took_ms)"),
     (
         "vm",

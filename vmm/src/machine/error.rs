@@ -22,6 +22,7 @@ use super::legacy::{LegacyError, LegacyStateError};
 use super::passthrough::PassthroughError;
 use super::ram::MachineRamError;
 use super::state::MACHINE_STATE_VERSION;
+use super::vhost_users::NotMovable;
 use super::virtio::{HotAddError, VirtioError};
 use super::write_back::WriteBackError;
 
@@ -34,6 +35,9 @@ pub enum MachineError {
     /// A KVM call failed.
     #[error("cannot make the VM")]
     Kvm(#[from] KvmError),
+    /// A device of the VM cannot be migrated or saved.
+    #[error(transparent)]
+    VhostUser(#[from] NotMovable),
     /// The payload cannot be booted.
     #[error("cannot boot the VM")]
     Boot(#[from] MachineBootError),

@@ -102,7 +102,7 @@ impl Machine {
         config: VmConfig,
         cancel: &CancelToken,
     ) -> Result<Bdf, MachineError> {
-        let (opened, config) = opening::open(device, config, cancel)?;
+        let (opened, config) = opening::open(device, config, &self.parts.ram, cancel)?;
         let context = PciContext {
             segment: &self.parts.segment,
             vm: &self.parts.vm,
@@ -129,6 +129,11 @@ impl Machine {
                 .parts
                 .devices
                 .add_disk(&disk, made, &context, self.paused)
+                .map_err(HotAddError::from)?,
+            Opened::VhostUser(made, requested) => self
+                .parts
+                .devices
+                .add_vhost_user(*made, requested, &context, self.paused)
                 .map_err(HotAddError::from)?,
             Opened::Net(net, made) => self
                 .parts

@@ -24,7 +24,7 @@
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `virtio` | virtio devices on the PCI bus |
-//! | `disks`, `nets`, `vsocks`, `consoles`, `balloons`, `mems`, `panics`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `panics`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -66,6 +66,7 @@ mod saving;
 mod space;
 mod stage2;
 mod state;
+mod vhost_users;
 mod virtio;
 mod vsocks;
 mod write_back;
@@ -293,6 +294,7 @@ impl Machine {
         contents: InitialContents,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
+        vhost_users::check_movable(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
@@ -377,6 +379,7 @@ impl Machine {
     pub fn check_movable(&self) -> Result<(), MachineError> {
         self.parts.devices.check_disks()?;
         self.check_room()?;
+        vhost_users::check_movable(&self.config)?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)
     }
 

@@ -7,15 +7,19 @@
 //! are opened with the memory that they are to reach, by [`super::passthrough`].
 
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
 use devices::virtio::block::{Block, DiskLock};
 use devices::virtio::net::Net;
+use devices::virtio::vhost_user::VhostUser;
 use devices::virtio::vsock::Vsock;
+use memory::GuestRam;
 
 use super::exclusive::ExclusiveError;
 use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
+use super::vhost_users;
 use super::virtio::{HotAddError, VirtioError};
 use super::vsocks::{self, VsockHandle};
 use super::{LockedImages, MachineError, disks};
@@ -29,11 +33,13 @@ pub enum Opened {
     Disk(DiskConfig, (Block, DiskLock)),
     /// A network device, whose tap is open.
     Net(NetConfig, (Net, NetHandle)),
+    /// A device whose back end is connected, and its device number.
+    VhostUser(Box<VhostUser>, Option<u8>),
     /// A vsock device, whose socket listens.
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
 
-/// Opens the backing of a device. `config` is the machine's configuration including the device; it is
+/// Opens the backing of a device for a machine with `ram`. `config` is the machine's configuration including the device; it is
 /// returned with what was detected.
 ///
 /// # Errors
@@ -42,10 +48,11 @@ pub enum Opened {
 pub fn open(
     device: &NewDevice,
     config: VmConfig,
+    ram: &Arc<GuestRam>,
     cancel: &CancelToken,
 ) -> Result<(Opened, VmConfig), MachineError> {
-    let (id, device) = (device.id().to_owned(), device.clone());
-    match run_unless_cancelled(move || open_now(device, config), cancel) {
+    let (id, device, ram) = (device.id().to_owned(), device.clone(), Arc::clone(ram));
+    match run_unless_cancelled(move || open_now(device, config, &ram), cancel) {
         Ok(Some(result)) => result.map_err(MachineError::HotAdd),
         Ok(None) => Err(MachineError::AddWithdrawn { id }),
         Err(source) => Err(MachineError::OpenThread { id, source }),
@@ -73,9 +80,17 @@ pub fn run_unless_cancelled<T: Send + 'static>(
     }
 }
 
-fn open_now(device: NewDevice, mut config: VmConfig) -> Result<(Opened, VmConfig), HotAddError> {
+fn open_now(
+    device: NewDevice,
+    mut config: VmConfig,
+    ram: &GuestRam,
+) -> Result<(Opened, VmConfig), HotAddError> {
     let opened = match device {
         NewDevice::Host(device) => Opened::Host(device),
+        NewDevice::Disk(disk) if disk.vhost_user => {
+            let made = vhost_users::make_disk(&disk, ram).map_err(VirtioError::from)?;
+            Opened::VhostUser(Box::new(made), disk.pci_device_id)
+        }
         NewDevice::Disk(disk) => {
             disks::detect_formats(&mut config).map_err(VirtioError::from)?;
             let made =

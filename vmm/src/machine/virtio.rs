@@ -38,6 +38,7 @@ use super::exclusive::{self, ExclusiveError, LockedImages};
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
+use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
 use crate::config::vm::WATCHDOG_ID;
 use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
@@ -51,6 +52,9 @@ pub enum VirtioError {
     /// A network device cannot be created.
     #[error(transparent)]
     Net(#[from] NetWiringError),
+    /// A vhost-user device cannot be created.
+    #[error(transparent)]
+    VhostUser(#[from] VhostUserWiringError),
     /// The entropy device cannot be created.
     #[error("cannot make the entropy device")]
     Rng(#[from] RngError),
@@ -119,11 +123,13 @@ pub struct VirtioDevices {
     pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
+    /// Ids of the devices that other processes serve.
+    pub(super) vhost_users: Vec<String>,
     balloon: Option<BalloonHandle>,
     watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
-    counters: Vec<(String, Arc<dyn Counters>)>,
+    pub(super) counters: Vec<(String, Arc<dyn Counters>)>,
     /// Devices with reserved numbers, whose BARs are placed after those of passed-through devices.
     unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
     /// Device numbers that options request, and those that are counted down from the highest.
@@ -177,7 +183,12 @@ impl VirtioDevices {
             devices.plug(context, &id, Box::new(console), config.console.pci_device_id)?;
         }
         for disk in config.disks.iter().flatten() {
-            devices.plug_disk(disk, disks::make(disk, images)?, context, width)?;
+            if disk.vhost_user {
+                let made = vhost_users::make_disk(disk, context.ram)?;
+                devices.plug_vhost_user(made, context, disk.pci_device_id, width)?;
+            } else {
+                devices.plug_disk(disk, disks::make(disk, images)?, context, width)?;
+            }
         }
         for net in config.net.iter().flatten() {
             devices.plug_net(net, nets::make(net)?, context)?;
@@ -282,7 +293,7 @@ impl VirtioDevices {
         self.plug_with(context, id, device, requested, BarPlacement::Wide)
     }
 
-    fn plug_with(
+    pub(super) fn plug_with(
         &mut self,
         context: &PciContext<'_>,
         id: &str,
@@ -346,7 +357,8 @@ impl VirtioDevices {
         let lock = self.locks.iter().position(|(other, _)| *other == id);
         let net = self.nets.iter().position(|(other, _)| *other == id);
         let socket = self.sockets.iter().position(|(other, _)| *other == id);
-        if lock.is_none() && net.is_none() && socket.is_none() {
+        let vhost_user = self.vhost_users.iter().position(|other| *other == id);
+        if lock.is_none() && net.is_none() && socket.is_none() && vhost_user.is_none() {
             return None;
         }
         let (_, function) = self.functions.remove(at);
@@ -360,6 +372,9 @@ impl VirtioDevices {
         self.resizers.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
             exclusive::write_back_and_unlock(&id, &lock);
+        }
+        if let Some(at) = vhost_user {
+            self.vhost_users.remove(at);
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();
@@ -443,7 +458,7 @@ impl VirtioDevices {
     }
 
     /// Pauses the newest device, if the machine is paused.
-    fn pause_if_machine_is(&self, is_paused: bool) {
+    pub(super) fn pause_if_machine_is(&self, is_paused: bool) {
         if is_paused && let Some((_, function)) = self.functions.last() {
             function.pause();
         }
@@ -507,7 +522,7 @@ impl VirtioDevices {
 
 /// Width of a device's BAR, and when it is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum BarPlacement {
+pub(super) enum BarPlacement {
     /// 64 bits, placed at once.
     Wide,
     /// 32 bits if there is space, placed at once.

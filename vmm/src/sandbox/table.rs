@@ -38,12 +38,13 @@ const DEVICES: &[&str] = &[
     "device-mem",
     "device-rng",
     "device-vsock",
+    "device-vhost",
     "device-watchdog",
 ];
 
 /// Other threads of a machine's devices.
 const OTHER_OF_DEVICES: &[&str] =
-    &["device-start", "serial", "console-out", "announce", "vfio-unmask"];
+    &["device-start", "serial", "console-out", "announce", "vfio-unmask", "vhost-limit"];
 
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
@@ -152,6 +153,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "plugs and unplugs memory, and maps and unmaps it for devices";
     "device-vsock": &[&CONNECTIONS, &LOCAL_SOCKETS, &TIMERS, &FILES, &SCHEDULING], starts &[],
         "forwards vsock connections, and connects to Unix sockets for the guest";
+    "device-vhost": &[&CONNECTIONS, &SCHEDULING], starts &[],
+        "starts and stops the queues of a vhost-user device, and forwards its interrupts";
+    "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
     "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";

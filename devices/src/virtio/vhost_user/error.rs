@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Why a vhost-user back end cannot be used, or not any more.
+
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// Why a back end cannot be used.
+#[derive(Debug, Error)]
+pub enum VhostUserError {
+    /// No connection to the socket.
+    #[error("cannot connect to {path} within {limit_ms} ms")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was tried.
+        limit_ms: u128,
+        /// The last attempt's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A host resource is not available.
+    #[error("cannot {what}")]
+    Resource {
+        /// What was attempted, as an infinitive clause.
+        what: &'static str,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A request failed: the back end refused it, sent something else, or closed the connection.
+    #[error("the back end has not carried out {request}")]
+    Request {
+        /// Name of the request in the vhost-user protocol.
+        request: &'static str,
+        /// The cause.
+        #[source]
+        source: vhost::Error,
+    },
+    /// A request was not answered in time.
+    #[error("the back end has not answered {request} within {limit_ms} ms")]
+    Stalled {
+        /// Name of the request in the vhost-user protocol.
+        request: &'static str,
+        /// The time limit.
+        limit_ms: u128,
+    },
+    /// The connection has failed before.
+    #[error("the connection to the back end was lost before")]
+    Lost,
+    /// The back end lacks a feature that the device needs.
+    #[error("the back end does not offer {0}, which this device needs")]
+    Lacks(&'static str),
+    /// The back end serves fewer queues than configured.
+    #[error("the back end serves {offered} queues at most, and the device has {needed}")]
+    Queues {
+        /// Queues of the back end.
+        offered: u64,
+        /// Queues of the device.
+        needed: usize,
+    },
+    /// The back end takes fewer regions of memory than the guest has.
+    #[error("the back end takes {offered} regions of guest memory, and the VM has {needed}")]
+    Regions {
+        /// Regions of the back end.
+        offered: u64,
+        /// Regions of the guest.
+        needed: usize,
+    },
+    /// Guest memory cannot be shared.
+    #[error("guest memory at {gpa:#x} is private: vhost-user needs shared=on")]
+    PrivateMemory {
+        /// Start of the region.
+        gpa: u64,
+    },
+    /// A ring of the driver is outside of guest memory.
+    #[error("queue {index} is outside of guest memory")]
+    Ring {
+        /// Index of the queue.
+        index: u16,
+    },
+}

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A session with a vhost-user back end: the connection, what was negotiated, and the requests.
+//!
+//! Owns the order of the requests, and the rule that the first one that fails is the last: the
+//! connection is shut down, and every later request fails at once, so that a back end that does not answer costs one time
+//! limit. What the back end answers is checked here. It must never be used on a thread that may not wait.
+
+use std::net::Shutdown;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use memory::GuestMemory;
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::connect::connect;
+use super::deadline::Deadline;
+use super::error::VhostUserError;
+
+/// Time to connect. A back end that is started together with the VMM listens within moments.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+/// Time for an answer. All but one of the requests are answered from the back end's memory; before the one that stops a queue is
+/// answered, the requests of the guest in flight are completed, and storage may take seconds.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
+/// Regions that each back end takes in one table (vhost-user, "Memory regions description").
+const TABLE_REGIONS_MAX: usize = 8;
+
+/// A descriptor ring of the device, with its eventfds.
+pub(super) struct Ring {
+    pub(super) index: u16,
+    pub(super) queue: Queue,
+    /// Maximum size of the queue.
+    pub(super) size_max: u16,
+    /// Signalled when the driver notifies the queue.
+    pub(super) kick: EventFd,
+    /// Signalled when the back end has used buffers.
+    pub(super) call: EventFd,
+}
+
+/// A session with a back end.
+pub(super) struct Session {
+    frontend: Frontend,
+    connection: UnixStream,
+    deadline: Deadline,
+    /// Features of the back end, with its bit for protocol features.
+    features: u64,
+    protocol: VhostUserProtocolFeatures,
+    is_lost: bool,
+    /// The back end has the table of guest memory, which does not change during a session.
+    knows_memory: bool,
+}
+
+impl Session {
+    /// Connects to `path` and negotiates for a device with `queues` queues, of which a back end without MQ serves
+    /// `queues_without_mq`.
+    pub(super) fn open(
+        path: &Path,
+        queues: usize,
+        queues_without_mq: usize,
+    ) -> Result<Self, VhostUserError> {
+        let connection =
+            connect(path, CONNECT_LIMIT).map_err(|source| VhostUserError::Connect {
+                path: path.to_owned(),
+                limit_ms: CONNECT_LIMIT.as_millis(),
+                source,
+            })?;
+        Self::over(connection, queues, queues_without_mq, REPLY_LIMIT)
+    }
+
+    /// The same over a connection, with a time limit for each answer.
+    pub(super) fn over(
+        connection: UnixStream,
+        queues: usize,
+        queues_without_mq: usize,
+        limit: Duration,
+    ) -> Result<Self, VhostUserError> {
+        let resource = |what| move |source| VhostUserError::Resource { what, source };
+        let copy = || connection.try_clone().map_err(resource("copy a descriptor"));
+        let deadline = Deadline::start(copy()?, limit);
+        let deadline = deadline.map_err(resource("start a thread for the back end"))?;
+        let frontend = Frontend::from_stream(copy()?, queues as u64);
+        let mut session = Self {
+            frontend,
+            connection,
+            deadline,
+            features: 0,
+            protocol: VhostUserProtocolFeatures::empty(),
+            is_lost: false,
+            knows_memory: false,
+        };
+        session.negotiate(queues, queues_without_mq)?;
+        Ok(session)
+    }
+
+    fn negotiate(&mut self, queues: usize, without_mq: usize) -> Result<(), VhostUserError> {
+        self.request("SET_OWNER", |back_end| back_end.set_owner())?;
+        self.features = self.request("GET_FEATURES", |back_end| back_end.get_features())?;
+        if self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+            return Err(VhostUserError::Lacks("VHOST_USER_F_PROTOCOL_FEATURES"));
+        }
+        let offered =
+            self.request("GET_PROTOCOL_FEATURES", VhostUserFrontend::get_protocol_features)?;
+        let wanted = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        self.protocol = offered & wanted;
+        let protocol = self.protocol;
+        self.request("SET_PROTOCOL_FEATURES", |back_end| back_end.set_protocol_features(protocol))?;
+        if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+            // From here on the back end says of each request whether it has carried it out.
+            self.frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        }
+        let offered = if protocol.contains(VhostUserProtocolFeatures::MQ) {
+            self.request("GET_QUEUE_NUM", VhostUserFrontend::get_queue_num)?
+        } else {
+            without_mq as u64
+        };
+        if (queues as u64) > offered {
+            return Err(VhostUserError::Queues { offered, needed: queues });
+        }
+        Ok(())
+    }
+
+    /// Virtio features that the back end offers.
+    pub(super) fn features(&self) -> u64 {
+        self.features & !VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+    }
+
+    /// The first `len_bytes` bytes of the device's configuration.
+    pub(super) fn config(&mut self, len_bytes: u32) -> Result<Vec<u8>, VhostUserError> {
+        if !self.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+            return Err(VhostUserError::Lacks("VHOST_USER_PROTOCOL_F_CONFIG"));
+        }
+        let room = vec![0; usize::try_from(len_bytes).unwrap_or(0)];
+        // An answer of another length is an error of the request.
+        let (_, config) = self.request("GET_CONFIG", |back_end| {
+            back_end.get_config(0, len_bytes, VhostUserConfigFlags::empty(), &room)
+        })?;
+        Ok(config)
+    }
+
+    /// Checks that the back end can have guest memory as a whole: shared, and in few enough regions.
+    pub(super) fn check_memory(&mut self, memory: &GuestMemory) -> Result<(), VhostUserError> {
+        let needed = regions(memory)?.len();
+        if needed <= TABLE_REGIONS_MAX {
+            return Ok(());
+        }
+        let offered = if self.protocol.contains(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS) {
+            self.request("GET_MAX_MEM_SLOTS", VhostUserFrontend::get_max_mem_slots)?
+        } else {
+            TABLE_REGIONS_MAX as u64
+        };
+        if needed as u64 > offered {
+            return Err(VhostUserError::Regions { offered, needed });
+        }
+        Ok(())
+    }
+
+    /// Starts the rings with the features that the driver has accepted.
+    pub(super) fn start(
+        &mut self,
+        features: u64,
+        memory: &GuestMemory,
+        rings: &[Ring],
+    ) -> Result<(), VhostUserError> {
+        // Some features are the VMM's own.
+        let features = features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
+        self.send_memory(memory)?;
+        for ring in rings {
+            self.set_up(ring, memory)?;
+        }
+        for ring in rings {
+            self.request("SET_VRING_ENABLE", |back_end| {
+                back_end.set_vring_enable(usize::from(ring.index), true)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn set_up(&mut self, ring: &Ring, memory: &GuestMemory) -> Result<(), VhostUserError> {
+        let index = usize::from(ring.index);
+        let Ring { queue, .. } = ring;
+        let host = |gpa: u64| {
+            let address = memory.get_host_address(GuestAddress(gpa));
+            address.map(|address| address.addr() as u64)
+        };
+        let outside = |_| VhostUserError::Ring { index: ring.index };
+        let data = VringConfigData {
+            queue_max_size: ring.size_max,
+            queue_size: queue.size(),
+            flags: 0,
+            desc_table_addr: host(queue.desc_table()).map_err(outside)?,
+            used_ring_addr: host(queue.used_ring()).map_err(outside)?,
+            avail_ring_addr: host(queue.avail_ring()).map_err(outside)?,
+            log_addr: None,
+        };
+        self.request("SET_VRING_NUM", |to| to.set_vring_num(index, queue.size()))?;
+        self.request("SET_VRING_ADDR", |to| to.set_vring_addr(index, &data))?;
+        self.request("SET_VRING_BASE", |to| to.set_vring_base(index, queue.next_avail()))?;
+        self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))?;
+        self.request("SET_VRING_KICK", |to| to.set_vring_kick(index, &ring.kick))
+    }
+
+    fn send_memory(&mut self, memory: &GuestMemory) -> Result<(), VhostUserError> {
+        if self.knows_memory {
+            return Ok(());
+        }
+        let regions = regions(memory)?;
+        if regions.len() <= TABLE_REGIONS_MAX {
+            self.request("SET_MEM_TABLE", |back_end| back_end.set_mem_table(&regions))?;
+        } else {
+            for region in &regions {
+                self.request("ADD_MEM_REG", |back_end| back_end.add_mem_region(region))?;
+            }
+        }
+        self.knows_memory = true;
+        Ok(())
+    }
+
+    /// Stops a ring, whose requests in flight are completed then; returns the index of the next available
+    /// entry.
+    pub(super) fn stop(&mut self, index: u16) -> Result<u16, VhostUserError> {
+        let request = |back_end: &mut Frontend| back_end.get_vring_base(usize::from(index));
+        let base = self.request("GET_VRING_BASE", request)?;
+        // The upper half is for packed rings, which are not offered.
+        Ok(u16::try_from(base & 0xffff).unwrap_or(0))
+    }
+
+    fn request<T>(
+        &mut self,
+        request: &'static str,
+        send: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
+    ) -> Result<T, VhostUserError> {
+        if self.is_lost {
+            return Err(VhostUserError::Lost);
+        }
+        let (deadline, frontend) = (&self.deadline, &mut self.frontend);
+        deadline.limited(|| send(frontend)).map_err(|source| {
+            let limit_ms = self.deadline.limit().as_millis();
+            let error = if self.deadline.has_expired() {
+                VhostUserError::Stalled { request, limit_ms }
+            } else {
+                VhostUserError::Request { request, source }
+            };
+            self.disconnect();
+            error
+        })
+    }
+
+    /// Ends the connection; every later request fails.
+    pub(super) fn disconnect(&mut self) {
+        self.is_lost = true;
+        // Fails if the back end has closed it.
+        let _ = self.connection.shutdown(Shutdown::Both);
+    }
+
+    /// The connection, to be watched: the back end sends nothing without a request.
+    pub(super) fn connection_fd(&self) -> RawFd {
+        self.connection.as_raw_fd()
+    }
+}
+
+/// Guest memory as the back end is told of it.
+fn regions(memory: &GuestMemory) -> Result<Vec<VhostUserMemoryRegionInfo>, VhostUserError> {
+    let region = |region: &vm_memory::GuestRegionMmap<_>| {
+        let gpa = region.start_addr().0;
+        if region.flags() & libc::MAP_SHARED == 0 {
+            return Err(VhostUserError::PrivateMemory { gpa });
+        }
+        VhostUserMemoryRegionInfo::from_guest_region(region)
+            .map_err(|_| VhostUserError::PrivateMemory { gpa })
+    };
+    memory.iter().map(region).collect()
+}

@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests of vhost-user devices: with a back end that serves a file, and with some that are faulty.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+use parking_lot::Mutex;
+use tempfile::{NamedTempFile, TempDir};
+use vm_memory::GuestAddressSpace;
+
+use super::scripted::{
+    Answer, FEATURES, GET_CONFIG, GET_FEATURES, GET_PROTOCOL_FEATURES, GET_QUEUE_NUM,
+    GET_VRING_BASE, PROTOCOL_FEATURES, Request, back_end,
+};
+use super::session::Session;
+use super::*;
+use crate::virtio::test_driver::{DATA, Driver, readable, writable};
+use crate::virtio::{StateError, VirtioDevice};
+
+/// Longer than a back end without faults takes, on a busy machine.
+const PATIENT: Duration = Duration::from_secs(20);
+/// Time limit for a back end that does not answer.
+const SHORT: Duration = Duration::from_millis(100);
+const SECTOR: usize = 512;
+const IMAGE_BYTES: u64 = 1 << 20;
+const IN: u32 = 0;
+const OUT: u32 = 1;
+
+/// Guest memory of one region each for the zones.
+fn ram(zones: usize, shared: bool) -> GuestRam {
+    let zone = |index| ZoneSpec { shared, ..ZoneSpec::new(format!("z{index}"), 4 << 20) };
+    let config = RamConfig { zones: (0..zones).map(zone).collect() };
+    GuestRam::new(&config, RamLayout::default()).unwrap()
+}
+
+fn driver(ram: &GuestRam) -> Driver {
+    Driver::over(ram.guest_memory(), 1, 16)
+}
+
+fn config(num_queues: u16) -> VhostUserConfig {
+    VhostUserConfig {
+        id: "disk".to_owned(),
+        kind: VhostUserKind::Block,
+        socket: "/nowhere".into(),
+        num_queues,
+        queue_size: 16,
+    }
+}
+
+/// Records why back ends are lost.
+fn losses() -> (OnLost, Receiver<String>) {
+    let (lost, losses) = channel();
+    let lost = Mutex::new(lost);
+    (Arc::new(move |why: &str| drop(lost.lock().send(why.to_owned()))), losses)
+}
+
+fn over(
+    connection: UnixStream,
+    limit: Duration,
+    ram: &GuestRam,
+) -> Result<(VhostUser, Receiver<String>), VhostUserError> {
+    let (on_lost, losses) = losses();
+    let session = Session::over(connection, 1, 1, limit)?;
+    let memory = ram.guest_memory();
+    let device = VhostUser::over(session, config(1), &memory.memory(), on_lost)?;
+    Ok((device, losses))
+}
+
+fn scripted(
+    answer: impl FnMut(&Request) -> Answer + Send + 'static,
+    limit: Duration,
+) -> Result<(VhostUser, Receiver<String>), VhostUserError> {
+    over(back_end(answer).unwrap(), limit, &ram(1, true))
+}
+
+/// A back end that serves a file.
+struct Served {
+    image: NamedTempFile,
+    folder: TempDir,
+    daemon: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    fn start(queues: usize) -> Self {
+        let image = NamedTempFile::new().unwrap();
+        image.as_file().set_len(IMAGE_BYTES).unwrap();
+        let folder = TempDir::new().unwrap();
+        let (socket, path) = (folder.path().join("s"), image.path().to_owned());
+        let daemon = std::thread::spawn(move || {
+            vhost_user_disk::serve(&socket, &path, queues).unwrap();
+        });
+        Self { image, folder, daemon: Some(daemon) }
+    }
+
+    fn connect(&self, ram: &GuestRam, num_queues: u16) -> Result<VhostUser, VhostUserError> {
+        let config = VhostUserConfig { socket: self.folder.path().join("s"), ..config(num_queues) };
+        VhostUser::connect(config, &ram.guest_memory().memory(), losses().0)
+    }
+
+    fn bytes(&self, sector: u64) -> [u8; SECTOR] {
+        let mut bytes = [0; SECTOR];
+        self.image.as_file().read_exact_at(&mut bytes, sector * SECTOR as u64).unwrap();
+        bytes
+    }
+
+    /// Waits until it has ended.
+    fn end(mut self) {
+        self.daemon.take().unwrap().join().unwrap();
+    }
+}
+
+/// Has a request carried out; returns its status.
+fn request(driver: &mut Driver, kind: u32, sector: u64) -> u8 {
+    let (header, status) = (DATA - 0x100, DATA - 0x80);
+    let mut bytes = [0; 16];
+    bytes[..4].copy_from_slice(&kind.to_le_bytes());
+    bytes[8..].copy_from_slice(&sector.to_le_bytes());
+    driver.write(header, &bytes);
+    driver.write(status, &[0xff]);
+    let len = u32::try_from(SECTOR).unwrap();
+    let data = if kind == IN { writable(DATA, len) } else { readable(DATA, len) };
+    driver.queues[0].add(&[readable(header, 16), data, writable(status, 1)]);
+    driver.queues[0].kick();
+    driver.wait_used(0);
+    driver.read(status, 1)[0]
+}
+
+#[test]
+fn a_back_end_reads_and_writes_for_the_guest() {
+    let (ram, served) = (ram(1, true), Served::start(2));
+    let mut device = served.connect(&ram, 1).unwrap();
+    assert_eq!(device.features() & 1 << 11, 0, "the configuration cannot be written");
+    let mut capacity = [0; 8];
+    device.read_config(0, &mut capacity);
+    assert_eq!(u64::from_le_bytes(capacity), IMAGE_BYTES / SECTOR as u64);
+
+    let mut driver = driver(&ram);
+    driver.activate_all(&mut device);
+    driver.write(DATA, &[7; SECTOR]);
+    assert_eq!(request(&mut driver, OUT, 3), 0);
+    assert_eq!(served.bytes(3), [7; SECTOR]);
+    driver.write(DATA, &[0; SECTOR]);
+    assert_eq!(request(&mut driver, IN, 3), 0);
+    assert_eq!(driver.read(DATA, SECTOR), [7; SECTOR]);
+    // A request that the back end cannot carry out.
+    assert_ne!(request(&mut driver, OUT, IMAGE_BYTES), 0);
+    drop(device);
+    served.end();
+}
+
+#[test]
+fn paused_and_reset_queues_are_not_served_and_continue() {
+    let (ram, served) = (ram(1, true), Served::start(1));
+    let mut device = served.connect(&ram, 1).unwrap();
+    let mut driver = driver(&ram);
+    driver.activate_all(&mut device);
+    for round in 1..=3_u8 {
+        driver.write(DATA, &[round; SECTOR]);
+        assert_eq!(request(&mut driver, OUT, round.into()), 0);
+        let states = device.pause();
+        assert_eq!((states[0].1.next_avail, states[0].1.next_used), (round.into(), round.into()));
+        assert_eq!(device.pause(), states);
+        device.resume();
+    }
+    device.pause();
+    driver.write(DATA, &[9; SECTOR]);
+    let used = driver.queues[0].used_index();
+    driver.queues[0].add(&[readable(DATA, 16), writable(DATA, 1)]);
+    driver.queues[0].kick();
+    assert_eq!(driver.queues[0].used_index(), used);
+    device.reset();
+
+    // As after a reboot of the guest, with the same back end.
+    let mut driver = super::tests::driver(&ram);
+    device.resume();
+    driver.activate_all(&mut device);
+    assert_eq!(request(&mut driver, IN, 2), 0);
+    assert_eq!(driver.read(DATA, SECTOR), [2; SECTOR]);
+    assert_eq!(driver.queues[0].used_index(), 1);
+    assert!(!driver.interrupt.is_broken());
+}
+
+#[test]
+fn guest_memory_of_many_regions_goes_region_by_region() {
+    let (ram, served) = (ram(12, true), Served::start(1));
+    let mut device = served.connect(&ram, 1).unwrap();
+    let mut driver = driver(&ram);
+    driver.activate_all(&mut device);
+    assert_eq!(request(&mut driver, IN, 0), 0);
+}
+
+#[test]
+fn more_regions_than_the_back_end_takes_are_refused() {
+    let answer = |request: &Request| match request.number {
+        GET_PROTOCOL_FEATURES => request.reply(&(PROTOCOL_FEATURES & !(1 << 15)).to_le_bytes()),
+        _ => request.usual(),
+    };
+    let error = over(back_end(answer).unwrap(), PATIENT, &ram(9, true)).err().unwrap();
+    assert!(matches!(error, VhostUserError::Regions { offered: 8, needed: 9 }), "{error}");
+}
+
+#[test]
+fn private_memory_is_refused_by_name() {
+    let connection = back_end(Request::usual).unwrap();
+    let error = over(connection, PATIENT, &ram(1, false)).err().unwrap().to_string();
+    assert!(error.contains("shared=on"), "{error}");
+}
+
+#[test]
+fn back_ends_that_lack_something_are_refused_by_name() {
+    type Answers = fn(&Request) -> Answer;
+    let cases: [(Answers, &str); 5] = [
+        (
+            |request| match request.number {
+                GET_QUEUE_NUM => request.reply(&0_u64.to_le_bytes()),
+                _ => request.usual(),
+            },
+            "0 queues at most, and the device has 1",
+        ),
+        (
+            |request| match request.number {
+                GET_FEATURES => request.reply(&(FEATURES & !(1 << 32)).to_le_bytes()),
+                _ => request.usual(),
+            },
+            "VIRTIO_F_VERSION_1",
+        ),
+        (
+            |request| match request.number {
+                GET_FEATURES => request.reply(&(FEATURES & !(1 << 30)).to_le_bytes()),
+                _ => request.usual(),
+            },
+            "VHOST_USER_F_PROTOCOL_FEATURES",
+        ),
+        (
+            |request| match request.number {
+                GET_PROTOCOL_FEATURES => {
+                    request.reply(&(PROTOCOL_FEATURES & !(1 << 9)).to_le_bytes())
+                }
+                _ => request.usual(),
+            },
+            "VHOST_USER_PROTOCOL_F_CONFIG",
+        ),
+        (
+            |request| match request.number {
+                GET_CONFIG => {
+                    let mut shorter = request.payload.clone();
+                    shorter[4] = 20;
+                    request.reply(&shorter)
+                }
+                _ => request.usual(),
+            },
+            "GET_CONFIG",
+        ),
+    ];
+    for (answer, expected) in cases {
+        let error = scripted(answer, PATIENT).err().unwrap().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_back_end_that_serves_one_queue_has_no_device_with_two() {
+    let (ram, served) = (ram(1, true), Served::start(1));
+    let error = served.connect(&ram, 2).err().unwrap();
+    assert!(matches!(error, VhostUserError::Queues { offered: 1, needed: 2 }), "{error}");
+}
+
+#[test]
+fn an_answer_that_does_not_come_is_not_waited_for() {
+    let started = Instant::now();
+    let answer = |request: &Request| match request.number {
+        GET_FEATURES => Answer::Send(vec![1, 0, 0]),
+        _ => request.usual(),
+    };
+    let error = scripted(answer, SHORT).err().unwrap();
+    assert!(matches!(error, VhostUserError::Stalled { request: "GET_FEATURES", .. }), "{error}");
+    assert!(started.elapsed() < PATIENT);
+}
+
+#[test]
+fn a_socket_at_which_nothing_listens_is_named() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("s");
+    let error = super::connect::connect(&path, SHORT).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    let error = super::connect::connect(&path, SHORT).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
+}
+
+#[test]
+fn a_back_end_that_listens_a_moment_later_is_found() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("s");
+    let there = path.clone();
+    let connecting = std::thread::spawn(move || super::connect::connect(&there, PATIENT).unwrap());
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    listener.accept().unwrap();
+    connecting.join().unwrap();
+}
+
+/// Faults of a back end at the request of this number, which the device survives: its driver is told.
+fn lost_at(number: u32, fault: fn(&Request) -> Answer, expected: &str) {
+    let ram = ram(1, true);
+    let (enabled, is_enabled) = channel();
+    let answer = move |request: &Request| {
+        if request.number == SET_VRING_ENABLE {
+            let _ = enabled.send(());
+        }
+        if request.number == number { fault(request) } else { request.usual() }
+    };
+    let connection = back_end(answer).unwrap();
+    let (mut device, losses) = over(connection, SHORT, &ram).unwrap();
+    let driver = driver(&ram);
+    driver.activate_all(&mut device);
+    if number == GET_VRING_BASE {
+        // A queue that is not served yet is not stopped.
+        is_enabled.recv_timeout(PATIENT).unwrap();
+        device.pause();
+    }
+    driver.interrupt.wait_broken();
+    let why = losses.recv_timeout(PATIENT).unwrap();
+    assert!(why.contains(expected), "{why}");
+    // All that comes later is done at once, and fails.
+    let started = Instant::now();
+    device.pause();
+    device.resume();
+    device.reset();
+    let driver = super::tests::driver(&ram);
+    driver.activate_all(&mut device);
+    driver.interrupt.wait_broken();
+    assert!(losses.recv_timeout(PATIENT).unwrap().contains("lost before"));
+    device.reset();
+    assert!(started.elapsed() < PATIENT);
+}
+
+const SET_FEATURES: u32 = 2;
+const SET_MEM_TABLE: u32 = 5;
+const SET_VRING_ENABLE: u32 = 18;
+
+#[test]
+fn the_driver_is_told_of_a_back_end_that_refuses() {
+    let refuse = |request: &Request| request.reply(&1_u64.to_le_bytes());
+    lost_at(SET_FEATURES, refuse, "SET_FEATURES");
+    lost_at(SET_MEM_TABLE, refuse, "SET_MEM_TABLE");
+    lost_at(SET_VRING_ENABLE, refuse, "SET_VRING_ENABLE");
+}
+
+#[test]
+fn the_driver_is_told_of_a_back_end_that_stalls_or_closes() {
+    lost_at(SET_MEM_TABLE, |_| Answer::Send(Vec::new()), "not answered SET_MEM_TABLE");
+    lost_at(GET_VRING_BASE, |_| Answer::Send(Vec::new()), "not answered GET_VRING_BASE");
+    lost_at(SET_VRING_ENABLE, |_| Answer::Close, "SET_VRING_ENABLE");
+    lost_at(GET_VRING_BASE, |_| Answer::Close, "GET_VRING_BASE");
+}
+
+#[test]
+fn the_driver_is_told_of_a_back_end_that_sends_what_was_not_asked_for() {
+    let twice = |request: &Request| {
+        let Answer::Send(mut bytes) = request.usual() else { return Answer::Close };
+        bytes.extend(bytes.clone());
+        Answer::Send(bytes)
+    };
+    lost_at(SET_VRING_ENABLE, twice, "not asked for");
+}
+
+#[test]
+fn the_driver_is_told_when_the_back_end_ends() {
+    let ram = ram(1, true);
+    let (enabled, is_enabled) = channel();
+    let answer = move |request: &Request| {
+        if request.number == SET_VRING_ENABLE {
+            let _ = enabled.send(());
+        }
+        request.usual()
+    };
+    let connection = back_end(answer).unwrap();
+    let end = connection.try_clone().unwrap();
+    let (mut device, losses) = over(connection, PATIENT, &ram).unwrap();
+    let driver = driver(&ram);
+    driver.activate_all(&mut device);
+    is_enabled.recv_timeout(PATIENT).unwrap();
+    end.shutdown(std::net::Shutdown::Both).unwrap();
+    driver.interrupt.wait_broken();
+    losses.recv_timeout(PATIENT).unwrap();
+    device.reset();
+}
+
+#[test]
+fn a_state_of_another_process_is_refused() {
+    let (mut device, _) = scripted(Request::usual, PATIENT).unwrap();
+    let state = device.save();
+    assert_eq!(state.kind, "vhost-user-block");
+    assert!(matches!(device.restore(&state), Err(StateError::Invalid { .. })));
+}
+
+#[test]
+fn what_the_guest_sees_of_a_file_system() {
+    let tag = "shared".to_owned();
+    let kind = VhostUserKind::Fs { tag };
+    assert_eq!((kind.device_id(), kind.queues(2), kind.queues_without_mq()), (26, 3, 2));
+    let config = kind.config(Vec::new(), 2);
+    assert_eq!(&config[..7], b"shared\0");
+    assert_eq!((config.len(), &config[36..]), (40, &[2, 0, 0, 0][..]));
+    assert_eq!(kind.features(u64::MAX, 2), crate::virtio::RING_FEATURES);
+}

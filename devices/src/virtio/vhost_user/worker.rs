@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The thread of a vhost-user device: it starts and stops the back end's queues, and forwards its interrupts.
+//!
+//! Owns what happens when the back end fails: the driver is told that the device needs a reset, the VMM
+//! that the back end is lost, and the VM goes on. It must never read or write a ring.
+
+use std::os::fd::AsRawFd as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use memory::GuestMemoryHandle;
+use parking_lot::Mutex;
+use virtio_queue::{QueueState, QueueT};
+use vm_memory::GuestAddressSpace;
+
+use super::counters::VhostUserCounters;
+use super::session::{Ring, Session};
+use crate::virtio::device::VirtioInterrupt;
+use crate::virtio::queue::Broken;
+use crate::virtio::worker::{Watch, Work};
+
+/// Token of the connection; the others are positions of rings.
+const CONNECTION: u64 = u64::MAX - 1;
+
+/// Called when a back end is lost, with the reason.
+pub type OnLost = Arc<dyn Fn(&str) + Send + Sync>;
+
+pub(super) struct VhostUserWorker {
+    pub(super) rings: Vec<Ring>,
+    pub(super) features: u64,
+    pub(super) memory: GuestMemoryHandle,
+    pub(super) interrupt: Arc<dyn VirtioInterrupt>,
+    pub(super) session: Arc<Mutex<Session>>,
+    pub(super) counters: Arc<VhostUserCounters>,
+    pub(super) on_lost: OnLost,
+    /// The back end serves the rings.
+    pub(super) is_serving: bool,
+}
+
+impl VhostUserWorker {
+    fn lost(&self, why: &str) -> Broken {
+        self.session.lock().disconnect();
+        (self.on_lost)(why);
+        Broken::Device("the vhost-user back end is lost")
+    }
+
+    fn stop(&mut self) -> Result<(), Broken> {
+        if !std::mem::take(&mut self.is_serving) {
+            return Ok(());
+        }
+        let memory = self.memory.memory();
+        for ring in &mut self.rings {
+            let base = self.session.lock().stop(ring.index);
+            let base = base.map_err(|error| error_text::chain(&error));
+            match base {
+                Ok(base) => ring.queue.set_next_avail(base),
+                Err(why) => {
+                    return Err(self.lost(&why));
+                }
+            }
+            if let Ok(used) = ring.queue.used_idx(&*memory, Ordering::Acquire) {
+                ring.queue.set_next_used(used.0);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Work for VhostUserWorker {
+    fn kind(&self) -> &'static str {
+        "device-vhost"
+    }
+
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        // A pause that was withdrawn may have stopped them.
+        if !self.is_serving {
+            let memory = self.memory.memory();
+            let started = self.session.lock().start(self.features, &memory, &self.rings);
+            started.map_err(|error| self.lost(&error_text::chain(&error)))?;
+            self.is_serving = true;
+        }
+        watch.on(CONNECTION, self.session.lock().connection_fd())?;
+        for (token, ring) in (0..).zip(&self.rings) {
+            watch.on(token, ring.call.as_raw_fd())?;
+            // What the driver notified of before the back end had the eventfd, or while it was stopped. Fails
+            // only if the eventfd is signalled anyway.
+            let _ = ring.kick.write(1);
+        }
+        Ok(())
+    }
+
+    fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        if token == CONNECTION {
+            return Err(self.lost("it has closed the connection, or sent what was not asked for"));
+        }
+        let position = usize::try_from(token).unwrap_or(usize::MAX);
+        if let Some(ring) = self.rings.get(position) {
+            // An error means that it was not signalled.
+            let _ = ring.call.read();
+            self.counters.interrupts.add(1);
+            self.interrupt.queue_used(ring.index);
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        self.stop()?;
+        // Interrupts for what the back end has used last.
+        for ring in &self.rings {
+            if ring.call.read().is_ok() {
+                self.interrupt.queue_used(ring.index);
+            }
+        }
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        self.rings.iter().map(|ring| (ring.index, ring.queue.state())).collect()
+    }
+
+    fn report_broken(&self) {
+        self.interrupt.needs_reset();
+    }
+}
