@@ -173,6 +173,8 @@ pub struct GuestRam {
     locked: Vec<LockedFile>,
     /// Cleared when a guest has run.
     starts_zero: AtomicBool,
+    /// Set when another process that maps the memory is out of reach.
+    pub(crate) has_stray_writer: AtomicBool,
     config: RamConfig,
     layout: RamLayout,
     discards: Arc<Discards<dyn Pins>>,
@@ -302,6 +304,7 @@ impl GuestRam {
             warnings,
             locked,
             starts_zero: AtomicBool::new(starts_zero),
+            has_stray_writer: AtomicBool::new(false),
             config: config.clone(),
             layout,
             discards: Arc::default(),

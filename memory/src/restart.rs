@@ -8,6 +8,8 @@
 //! same VM, so nothing has to be kept from the second. Must only be used while no guest runs, and no
 //! page is still to arrive.
 
+use std::sync::atomic::Ordering;
+
 use crate::config::{Backing, RamConfig, ZoneSpec};
 use crate::layout::RamLayout;
 use crate::prefault::{Prefault, PrefaultError, PrefaultOptions};
@@ -22,7 +24,8 @@ fn lacks_huge_pages(region: &RamRegion) -> bool {
 impl GuestRam {
     /// Whether a boot with this configuration can use the memory of the guest before it: it is the same,
     /// and no page is missing. Private mappings of files are not used again: such a zone begins with the
-    /// file's contents. Nor is memory that vCPUs map separately, for faults that are over by now.
+    /// file's contents. Nor is memory that vCPUs map separately, for faults that are over by now, or that another
+    /// process may still write.
     pub fn can_restart(&self, config: &RamConfig, layout: RamLayout) -> bool {
         let is_complete = |region: &RamRegion| {
             let mut missing = region.resident().absent_runs(0..region.len_pages());
@@ -30,8 +33,15 @@ impl GuestRam {
         };
         let shows_file = |zone: &ZoneSpec| matches!(zone.backing, Backing::File(_)) && !zone.shared;
         self.is_of(config, layout)
+            && !self.has_stray_writer.load(Ordering::Acquire)
             && !config.zones.iter().any(shows_file)
             && self.regions().iter().all(|region| is_complete(region))
+    }
+
+    /// Notes that another process may write this memory from now on, at any time: one that served a device, has it
+    /// mapped, and cannot be told to stop. No later guest may have the memory.
+    pub fn note_stray_writer(&self) {
+        self.has_stray_writer.store(true, Ordering::Release);
     }
 
     /// Prepares the memory of a guest that has ended for its next boot. No block is plugged afterwards, device
@@ -145,6 +155,15 @@ mod tests {
         assert!(ram.can_restart(&config, layout));
         ram.regions()[1].map_for_vcpus().unwrap();
         assert!(!ram.can_restart(&config, layout), "vCPUs have a mapping of their own");
+    }
+
+    #[test]
+    fn memory_that_another_process_may_write_is_not_used_again() {
+        let (config, layout) = (config(), RamLayout::default());
+        let ram = GuestRam::new(&config, layout).unwrap();
+        assert!(ram.can_restart(&config, layout));
+        ram.note_stray_writer();
+        assert!(!ram.can_restart(&config, layout));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! Disks that another process serves over vhost-user: their contents, and what a VM does when that process fails.
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
@@ -17,6 +18,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("vhost_user::a_disk_has_what_the_guest_wrote", contents);
     suite.add("vhost_user::a_disk_comes_and_goes", hotplug);
     suite.add("vhost_user::a_vm_outlives_its_back_end", killed);
+    suite.add("vhost_user::a_back_end_that_hangs_is_left_behind", hung);
     suite.add("vhost_user::what_cannot_be_is_refused_by_name", refusals);
     suite.add("vhost_user::a_back_end_that_is_silent_ends_the_start", silent);
 }
@@ -72,6 +74,12 @@ impl BackEnd {
         disk_at(&self.socket())
     }
 
+    fn signal(&self, signal: i32) {
+        let process = i32::try_from(self.process.id()).expect("a process ID");
+        // SAFETY: plain values, and the process is a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(process, signal) }, 0);
+    }
+
     fn kill(&mut self) {
         self.process.kill().and_then(|()| self.process.wait()).expect("it ends");
     }
@@ -125,13 +133,13 @@ fn hotplug() {
     api.put("vm.add-disk", &disk.to_string()).ok();
     vmm.guest().set("workload=disk-write").expect("it listens");
     write_more(&vmm, 2 * BLOCKS);
-    let acknowledged = written(&vmm);
     api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
     vmm.wait_for_event("device-removing");
     let guest = vmm.guest();
     guest.memory().set_word(abi::PARAM_GPA + param::EJECT, 1 << 9).expect("the parameter page");
     vmm.wait_for_event("device-removed");
-    holds(&back_end.image(), acknowledged);
+    // The guest has stopped writing before it let go.
+    holds(&back_end.image(), written(&vmm));
     let info = api.get("vm.info").ok().json();
     assert!(info["config"]["disks"].is_null(), "{info}");
     // The back end is free for the next.
@@ -157,6 +165,45 @@ fn killed() {
     back_end.process = again.expect("a process");
     api.put("vm.reboot", "").ok();
     write_more(&vmm, 2 * BLOCKS);
+    vmm.shut_down();
+}
+
+/// The inodes of the files that are guest memory.
+fn memory_of(vmm: &Vmm) -> Vec<u64> {
+    let folder = format!("/proc/{}/fd", vmm.pid());
+    let files = std::fs::read_dir(folder).expect("its descriptors").flatten().map(|it| it.path());
+    let is_memory = |file: &PathBuf| {
+        let target = std::fs::read_link(file).unwrap_or_default();
+        target.to_string_lossy().starts_with("/memfd:ram-")
+    };
+    let inode = |file: PathBuf| std::fs::metadata(file).expect("a memfd").ino();
+    let mut inodes: Vec<_> = files.filter(is_memory).map(inode).collect();
+    inodes.sort_unstable();
+    inodes
+}
+
+fn hung() {
+    let back_end = BackEnd::start();
+    let vmm = guest(&back_end.option()).start();
+    let api = vmm.api();
+    let memory = memory_of(&vmm);
+    assert!(!memory.is_empty());
+    write_more(&vmm, 1);
+    api.put("vm.reboot", "").ok();
+    write_more(&vmm, 1);
+    assert_eq!(memory_of(&vmm), memory, "a reboot keeps the memory");
+    back_end.signal(libc::SIGSTOP);
+    // The driver's requests are in the back end, which has the memory mapped and is not told any more to stop.
+    api.put("vm.pause", "").ok();
+    let event = vmm.wait_for_event("back-end-lost");
+    assert_eq!(event["properties"]["id"], "data", "{event}");
+    let why = event["properties"]["error"].to_string();
+    assert!(why.contains("has not answered"), "{event}");
+    api.put("vm.remove-device", &json!({"id": "data"}).to_string()).ok();
+    api.put("vm.reboot", "").ok();
+    let after = memory_of(&vmm);
+    assert!(!after.iter().any(|inode| memory.contains(inode)), "{after:?} of {memory:?}");
+    back_end.signal(libc::SIGCONT);
     vmm.shut_down();
 }
 

@@ -109,6 +109,10 @@ impl VirtioDevice for Activated {
         self.device().features()
     }
 
+    fn shares_kicks(&self) -> bool {
+        self.device().shares_kicks()
+    }
+
     fn acknowledge_features(&mut self, features: u64) {
         self.device().acknowledge_features(features);
     }
@@ -185,6 +189,10 @@ mod tests {
             crate::virtio::RING_FEATURES
         }
 
+        fn shares_kicks(&self) -> bool {
+            true
+        }
+
         fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
             self.threads.lock().push(std::thread::current().name().map(str::to_owned));
             (self.activate)(&activation)
@@ -232,6 +240,7 @@ mod tests {
         let driver = Driver::new(1, 16);
         let (mut device, threads) = recording(|_| Ok(()));
         device.activate(driver.fresh(0)).unwrap();
+        assert!(device.shares_kicks(), "the transport asks this device");
         let (mut failing, _) = recording(|_| Err(ActivateError::MissingQueue { index: 7 }));
         let error = failing.activate(driver.fresh(0)).unwrap_err();
         assert!(matches!(error, ActivateError::MissingQueue { index: 7 }), "{error}");

@@ -22,14 +22,28 @@ pub trait VirtioInterrupt: Send + Sync {
     fn needs_reset(&self);
 }
 
+/// The eventfds by which the driver notifies the queues of a device that another process serves.
+///
+/// That process has the open file description, and may make it block (`O_NONBLOCK` belongs to the description): so
+/// such an eventfd is neither read nor written in the VMM, and one that may have been used is replaced.
+pub trait Kicks: Send + Sync {
+    /// A new eventfd for the queue, which is signalled already, in place of the one before.
+    ///
+    /// # Errors
+    /// The host gives no eventfd, or does not let the driver signal it.
+    fn renew(&self, queue_index: u16) -> std::io::Result<EventFd>;
+}
+
 /// A queue enabled by the driver.
 pub struct ActiveQueue {
     /// Index of the queue in the device.
     pub index: u16,
     /// The queue, validated by the transport against guest memory.
     pub queue: Queue,
-    /// Signalled when the driver notifies the queue.
+    /// Signalled when the driver notifies the queue; never if [`VirtioDevice::shares_kicks`].
     pub kick: EventFd,
+    /// Where a device that shares them gets its eventfds.
+    pub kicks: Arc<dyn Kicks>,
 }
 
 /// What a device gets when the driver sets DRIVER_OK.
@@ -76,6 +90,11 @@ pub trait VirtioDevice: Send {
     fn queue_sizes_max(&self) -> &[u16];
     /// Offered feature bits, including ring features and VERSION_1.
     fn features(&self) -> u64;
+    /// Whether the driver's notifications reach another process. All eventfds for them come from
+    /// [`ActiveQueue::kicks`] then.
+    fn shares_kicks(&self) -> bool {
+        false
+    }
     /// Sets the accepted features, a subset of the offered ones; called before `activate`.
     fn acknowledge_features(&mut self, _features: u64) {}
     /// Reads the device configuration at `offset`; bytes beyond its end read as zero. A device may have

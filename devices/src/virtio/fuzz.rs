@@ -24,7 +24,7 @@ use super::block::worker::{BlockWorker, Shared};
 use super::block::{Block, BlockConfig, Disk, DiskFormat, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
-use super::device::{ActiveQueue, VirtioInterrupt};
+use super::device::{ActiveQueue, Kicks, VirtioInterrupt};
 use super::mem;
 use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
@@ -53,6 +53,15 @@ pub const QUEUE_SIZE: u16 = 16;
 const DISK_BYTES: u64 = 64 << 10;
 
 struct NoInterrupt;
+
+/// Eventfds that no driver signals.
+pub(super) struct NoKicks;
+
+impl Kicks for NoKicks {
+    fn renew(&self, _queue_index: u16) -> std::io::Result<EventFd> {
+        EventFd::new(EFD_NONBLOCK)
+    }
+}
 
 impl VirtioInterrupt for NoInterrupt {
     fn queue_used(&self, _queue_index: u16) {}
@@ -90,7 +99,8 @@ impl Guest {
         queue.try_set_avail_ring_address(GuestAddress(base + AVAILABLE_OFFSET))?;
         queue.try_set_used_ring_address(GuestAddress(base + USED_OFFSET))?;
         queue.set_ready(true);
-        let active = ActiveQueue { index, queue, kick: EventFd::new(EFD_NONBLOCK)? };
+        let kick = EventFd::new(EFD_NONBLOCK)?;
+        let active = ActiveQueue { index, queue, kick, kicks: Arc::new(NoKicks) };
         Ok(WorkQueue::new(active, &self.memory, &self.interrupt, self.features))
     }
 }

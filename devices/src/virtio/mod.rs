@@ -46,7 +46,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 pub use activation_thread::{Activated, ActivationThread};
 pub use counters::Counters;
 pub use device::{
-    ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
+    ActivateError, Activation, ActiveQueue, DeviceSnapshot, Kicks, StateError, VirtioDevice,
     VirtioInterrupt,
 };
 pub use worker::{Pausing, PendingPause};

@@ -68,7 +68,7 @@ impl WorkQueue {
         interrupt: &Arc<dyn VirtioInterrupt>,
         features: u64,
     ) -> Self {
-        let ActiveQueue { index, mut queue, kick } = active;
+        let ActiveQueue { index, mut queue, kick, .. } = active;
         queue.set_event_idx(features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
         Self {
             index,

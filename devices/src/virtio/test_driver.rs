@@ -17,7 +17,7 @@ use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::device::{Activation, ActiveQueue, VirtioDevice, VirtioInterrupt};
+use super::device::{Activation, ActiveQueue, Kicks, VirtioDevice, VirtioInterrupt};
 
 /// Border between two regions.
 pub(crate) const BORDER: u64 = 2 << 20;
@@ -113,6 +113,19 @@ pub(crate) fn writable(gpa: u64, len_bytes: u32) -> Buffer {
     (gpa, len_bytes, true)
 }
 
+/// Replaces the eventfd that a queue's driver signals.
+struct TestKicks(Arc<Mutex<EventFd>>);
+
+impl Kicks for TestKicks {
+    fn renew(&self, _queue_index: u16) -> std::io::Result<EventFd> {
+        let new = EventFd::new(EFD_NONBLOCK)?;
+        new.write(1)?;
+        let copy = new.try_clone()?;
+        *self.0.lock() = new;
+        Ok(copy)
+    }
+}
+
 /// The driver's side of a queue.
 pub(crate) struct DriverQueue {
     pub(crate) index: u16,
@@ -121,7 +134,7 @@ pub(crate) struct DriverQueue {
     next_descriptor: u16,
     available: u16,
     used: u16,
-    kick: EventFd,
+    kick: Arc<Mutex<EventFd>>,
 }
 
 impl DriverQueue {
@@ -133,7 +146,7 @@ impl DriverQueue {
             next_descriptor: 0,
             available: 0,
             used: 0,
-            kick: EventFd::new(EFD_NONBLOCK).unwrap(),
+            kick: Arc::new(Mutex::new(EventFd::new(EFD_NONBLOCK).unwrap())),
         };
         let zeros = vec![0; usize::try_from(QUEUE_STRIDE).unwrap()];
         memory.memory().write_slice(&zeros, GuestAddress(queue.base())).unwrap();
@@ -163,7 +176,9 @@ impl DriverQueue {
     }
 
     fn with(&self, queue: Queue) -> ActiveQueue {
-        ActiveQueue { index: self.index, queue, kick: self.kick.try_clone().unwrap() }
+        let kick = self.kick.lock().try_clone().unwrap();
+        let kicks = Arc::new(TestKicks(Arc::clone(&self.kick)));
+        ActiveQueue { index: self.index, queue, kick, kicks }
     }
 
     fn write<T: vm_memory::ByteValued>(&self, value: T, gpa: u64) {
@@ -239,7 +254,7 @@ impl DriverQueue {
     }
 
     pub(crate) fn kick(&self) {
-        self.kick.write(1).unwrap();
+        self.kick.lock().write(1).unwrap();
     }
 
     /// Wants an interrupt when the used index passes `index` (virtio 1.3, 2.7.7).

@@ -76,7 +76,7 @@ impl Watch {
         Ok(Self { epoll: Epoll::new()?, watched: Vec::new() })
     }
 
-    fn set(&mut self, token: u64, fd: Option<RawFd>) -> io::Result<()> {
+    fn set(&mut self, token: u64, fd: Option<RawFd>, events: EventSet) -> io::Result<()> {
         let index = self.watched.iter().position(|(watched, _)| *watched == token);
         let old = index.and_then(|index| self.watched.get(index)).map(|(_, fd)| *fd);
         if old == fd {
@@ -88,7 +88,7 @@ impl Watch {
             let _ = self.epoll.ctl(ControlOperation::Delete, old, EpollEvent::default());
         }
         if let Some(fd) = fd {
-            let event = EpollEvent::new(EventSet::IN, token);
+            let event = EpollEvent::new(events, token);
             self.epoll.ctl(ControlOperation::Add, fd, event)?;
             self.watched.push((token, fd));
         }
@@ -97,7 +97,17 @@ impl Watch {
 
     /// Watches `fd` for input under `token`, in place of an earlier one.
     pub(crate) fn on(&mut self, token: u64, fd: RawFd) -> Result<(), Broken> {
-        self.set(token, Some(fd)).map_err(|error| {
+        self.watch(token, fd, EventSet::IN)
+    }
+
+    /// The same for an eventfd that is not read: it is ready once for each time that it has been signalled, or for
+    /// several together.
+    pub(crate) fn on_signal(&mut self, token: u64, fd: RawFd) -> Result<(), Broken> {
+        self.watch(token, fd, EventSet::IN | EventSet::EDGE_TRIGGERED)
+    }
+
+    fn watch(&mut self, token: u64, fd: RawFd, events: EventSet) -> Result<(), Broken> {
+        self.set(token, Some(fd), events).map_err(|error| {
             error!("cannot watch a descriptor: {error}");
             Broken::Device("the host refused to watch a descriptor")
         })
@@ -112,7 +122,7 @@ impl Watch {
     /// Stops watching the descriptor of `token`.
     pub(crate) fn off(&mut self, token: u64) {
         // Removing cannot fail.
-        let _ = self.set(token, None);
+        let _ = self.set(token, None, EventSet::empty());
     }
 
     fn clear(&mut self) {
@@ -283,7 +293,7 @@ impl Workers {
     fn try_spawn(&mut self, name: &str, cpus: &[usize], work: impl Work) -> io::Result<()> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
         let mut watch = Watch::new()?;
-        watch.set(CONTROL_TOKEN, Some(wake.as_raw_fd()))?;
+        watch.set(CONTROL_TOKEN, Some(wake.as_raw_fd()), EventSet::IN)?;
         let wanted = if self.paused { Wanted::Pause } else { Wanted::Run };
         let control = Arc::new(Control {
             state: Mutex::new((wanted, Actual::Running)),

@@ -5,10 +5,15 @@
 //! Each queue has one eventfd for its entire life. While the device is active and its BAR mapped, the kernel
 //! signals it (ioeventfd); otherwise, or if the kernel refused, the write is trapped and
 //! signals it from here, without a lock. So a notification arrives in either case.
+//!
+//! The eventfds of a device that another process serves are that process's too, and it may make them block. They must
+//! never be read or written here: each start of a queue has a new one, signalled before that process gets it, and a
+//! notification that the kernel does not take is dropped.
 
 use std::io;
 use std::sync::Arc;
 
+use devices::virtio::Kicks;
 use devices::{LogLimit, log_limited};
 use hypervisor::irq::{IoEventAddress, IoEvents};
 use libc::EFD_NONBLOCK;
@@ -26,6 +31,8 @@ struct Registrations {
     armed: Vec<u16>,
     /// Queues with a registered ioeventfd, and its address.
     registered: Vec<(u16, u64)>,
+    /// Eventfds that another process has, by queue.
+    shared: Vec<(u16, EventFd)>,
 }
 
 /// The notification eventfds of a device's queues.
@@ -33,15 +40,23 @@ pub struct Notify {
     kicks: Vec<EventFd>,
     events: Arc<dyn IoEvents>,
     registrations: Mutex<Registrations>,
+    /// The device shares its eventfds with another process.
+    is_shared: bool,
     log_limit: LogLimit,
 }
 
 impl Notify {
-    /// One eventfd per queue, none registered.
-    pub fn new(queues_count: usize, events: Arc<dyn IoEvents>) -> io::Result<Self> {
+    /// One eventfd per queue, none registered. A device that shares its eventfds gets others from
+    /// [`renew`](Kicks::renew).
+    pub fn new(
+        queues_count: usize,
+        events: Arc<dyn IoEvents>,
+        is_shared: bool,
+    ) -> io::Result<Self> {
         let kicks =
             (0..queues_count).map(|_| EventFd::new(EFD_NONBLOCK)).collect::<io::Result<_>>()?;
-        Ok(Self { kicks, events, registrations: Mutex::default(), log_limit: LogLimit::default() })
+        let (registrations, log_limit) = (Mutex::default(), LogLimit::default());
+        Ok(Self { kicks, events, registrations, is_shared, log_limit })
     }
 
     /// A duplicate of a queue's eventfd, for the device.
@@ -52,8 +67,11 @@ impl Notify {
             .try_clone()
     }
 
-    /// Signals a queue; an invalid index is ignored.
+    /// Signals a queue; an invalid index is ignored, and so is a queue whose eventfd is shared.
     pub fn kick(&self, queue_index: u16) {
+        if self.is_shared {
+            return;
+        }
         if let Some(kick) = self.kicks.get(usize::from(queue_index)) {
             // Fails only if the counter is saturated, and the queue is signalled already.
             let _ = kick.write(1);
@@ -72,6 +90,7 @@ impl Notify {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed = queues;
+        registrations.shared.clear();
         self.register(&mut registrations);
     }
 
@@ -80,6 +99,10 @@ impl Notify {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed.clear();
+        if self.is_shared {
+            registrations.shared.clear();
+            return;
+        }
         for kick in &self.kicks {
             // Fails if there is no signal.
             let _ = kick.read();
@@ -95,36 +118,87 @@ impl Notify {
     }
 
     fn register(&self, registrations: &mut Registrations) {
-        let Some(bar_gpa) = registrations.bar_gpa else { return };
-        for &queue_index in &registrations.armed {
-            let offset = NOTIFY_OFFSET + u64::from(queue_index) * u64::from(NOTIFY_MULTIPLIER);
-            let address = bar_gpa.checked_add(offset);
-            let (Some(address), Some(kick)) = (address, self.kicks.get(usize::from(queue_index)))
-            else {
-                continue;
-            };
-            match self.events.register(kick, IoEventAddress::Mmio(address)) {
-                Ok(()) => registrations.registered.push((queue_index, address)),
-                Err(error) => self.complain("register", queue_index, &error),
+        for queue_index in registrations.armed.clone() {
+            if let Err(error) = self.register_one(registrations, queue_index) {
+                self.complain("register", queue_index, &error);
             }
         }
     }
 
+    /// Registers a queue, if the BAR is mapped and there is an eventfd.
+    fn register_one(
+        &self,
+        registrations: &mut Registrations,
+        queue_index: u16,
+    ) -> Result<(), hypervisor::irq::IrqError> {
+        let offset = NOTIFY_OFFSET + u64::from(queue_index) * u64::from(NOTIFY_MULTIPLIER);
+        let address = registrations.bar_gpa.and_then(|gpa| gpa.checked_add(offset));
+        let kick = self.eventfd(&registrations.shared, queue_index);
+        let (Some(address), Some(kick)) = (address, kick) else { return Ok(()) };
+        self.events.register(kick, IoEventAddress::Mmio(address))?;
+        registrations.registered.push((queue_index, address));
+        Ok(())
+    }
+
+    /// What the driver of a queue signals.
+    fn eventfd<'a>(
+        &'a self,
+        shared: &'a [(u16, EventFd)],
+        queue_index: u16,
+    ) -> Option<&'a EventFd> {
+        if self.is_shared {
+            let of_queue = shared.iter().find(|(index, _)| *index == queue_index);
+            return of_queue.map(|(_, kick)| kick);
+        }
+        self.kicks.get(usize::from(queue_index))
+    }
+
     fn unregister(&self, registrations: &mut Registrations) {
-        for (queue_index, address) in registrations.registered.drain(..) {
-            let Some(kick) = self.kicks.get(usize::from(queue_index)) else { continue };
-            if let Err(error) = self.events.unregister(kick, IoEventAddress::Mmio(address)) {
-                self.complain("unregister", queue_index, &error);
-            }
+        let Registrations { registered, shared, .. } = registrations;
+        for (queue_index, address) in registered.drain(..) {
+            self.unregister_one(shared, queue_index, address);
+        }
+    }
+
+    fn unregister_one(&self, shared: &[(u16, EventFd)], queue_index: u16, address: u64) {
+        let Some(kick) = self.eventfd(shared, queue_index) else { return };
+        if let Err(error) = self.events.unregister(kick, IoEventAddress::Mmio(address)) {
+            self.complain("unregister", queue_index, &error);
         }
     }
 
     fn complain(&self, what: &str, queue_index: u16, error: &hypervisor::irq::IrqError) {
+        let then = if self.is_shared { "the queue is not served" } else { "it works trapped" };
         log_limited!(
             self.log_limit,
             Warn,
-            "cannot {what} the ioeventfd of queue {queue_index}: {error}; it works trapped"
+            "cannot {what} the ioeventfd of queue {queue_index}: {error}; {then}"
         );
+    }
+}
+
+impl Kicks for Notify {
+    fn renew(&self, queue_index: u16) -> io::Result<EventFd> {
+        if !self.is_shared {
+            // The driver would go on to signal the queue's own.
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let new = EventFd::new(EFD_NONBLOCK)?;
+        // The other process does not have it yet.
+        new.write(1)?;
+        let copy = new.try_clone()?;
+        let mut registrations = self.registrations.lock();
+        let before = registrations.registered.iter().position(|(index, _)| *index == queue_index);
+        if let Some(before) = before {
+            let (_, address) = registrations.registered.swap_remove(before);
+            self.unregister_one(&registrations.shared, queue_index, address);
+        }
+        registrations.shared.retain(|(index, _)| *index != queue_index);
+        registrations.shared.push((queue_index, new));
+        if registrations.armed.contains(&queue_index) {
+            self.register_one(&mut registrations, queue_index).map_err(io::Error::other)?;
+        }
+        Ok(copy)
     }
 }
 
@@ -133,3 +207,7 @@ impl Drop for Notify {
         self.disarm();
     }
 }
+
+#[cfg(test)]
+#[path = "notify_tests.rs"]
+mod tests;

@@ -129,7 +129,7 @@ impl VirtioPciDevice {
             Ok(msix) => Arc::new(msix),
             Err(source) => return Err(VirtioPciError::Msix { id, source }),
         };
-        let notify = match Notify::new(usize::from(count), events) {
+        let notify = match Notify::new(usize::from(count), events, device.shares_kicks()) {
             Ok(notify) => Arc::new(notify),
             Err(source) => return Err(VirtioPciError::Eventfd { id, source }),
         };

@@ -222,7 +222,8 @@ impl Transport {
         let queues = queues
             .into_iter()
             .map(|(index, queue)| {
-                Ok(ActiveQueue { index, queue, kick: self.notify.handle(index)? })
+                let kicks = Arc::<Notify>::clone(&self.notify);
+                Ok(ActiveQueue { index, queue, kick: self.notify.handle(index)?, kicks })
             })
             .collect::<std::io::Result<_>>()?;
         Ok(Activation {
@@ -241,20 +242,25 @@ impl Transport {
             Ok(()) => self.run = Run::Running,
             Err(error) => {
                 self.log(|| format!("cannot be activated: {}", with_source(&error)));
-                self.device.reset();
-                self.notify.disarm();
+                self.stop();
                 self.run = Run::Stopped;
                 self.interrupt.needs_reset();
             }
         }
     }
 
+    /// Ends the device's work, which no notification starts again.
+    fn stop(&mut self) {
+        // First: a process that serves the device may take a notification for a request to continue.
+        self.notify.disarm();
+        self.device.reset();
+    }
+
     /// Resets to the power-on state. Waits until the device has ended all work.
     pub(super) fn reset(&mut self) {
         self.run = Run::Stopped;
         // Called also on a device that is not activated, as it may hold accepted features.
-        self.device.reset();
-        self.notify.disarm();
+        self.stop();
         self.interrupt.reset();
         self.status = DeviceStatus::RESET;
         self.device_feature_select = 0;
@@ -279,8 +285,7 @@ impl Transport {
         match std::mem::replace(&mut self.run, Run::Stopped) {
             Run::Prepared(activation) if allows => self.start(activation),
             Run::Running | Run::Paused(_) if !allows => {
-                self.device.reset();
-                self.notify.disarm();
+                self.stop();
                 self.interrupt.needs_reset();
                 self.log(|| "stopped, as the driver cleared Bus Master Enable".to_owned());
             }

@@ -16,8 +16,8 @@ use vhost_user_backend::{VhostUserBackendMut, VhostUserDaemon, VringRwLock, Vrin
 use virtio_bindings::virtio_blk as blk;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use virtio_queue::QueueOwnedT as _;
 use virtio_queue::desc::split::Descriptor;
+use virtio_queue::{QueueOwnedT as _, QueueT as _};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{
@@ -121,6 +121,10 @@ impl Disk {
             vring.disable_notification().map_err(io::Error::other)?;
             loop {
                 let mut guard = vring.get_mut();
+                // It may have been stopped since it was notified.
+                if !guard.get_queue().ready() {
+                    return Ok(());
+                }
                 let chain = guard.get_queue_mut().iter(&*memory).map_err(io::Error::other)?.next();
                 drop(guard);
                 let Some(chain) = chain else { break };

@@ -83,7 +83,7 @@ pub fn run_unless_cancelled<T: Send + 'static>(
 fn open_now(
     device: NewDevice,
     mut config: VmConfig,
-    ram: &GuestRam,
+    ram: &Arc<GuestRam>,
 ) -> Result<(Opened, VmConfig), HotAddError> {
     let opened = match device {
         NewDevice::Host(device) => Opened::Host(device),

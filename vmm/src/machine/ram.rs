@@ -175,7 +175,8 @@ fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
 }
 
 /// The RAM of the guest before a reboot, for the guest after it; `None`, with that RAM released, if the
-/// configuration asks for other memory or a page is found to have a hardware error. Prefaults like [`make`].
+/// configuration asks for other memory, a lost back end may write it, or a page is found to have a hardware error.
+/// Prefaults like [`make`].
 ///
 /// # Errors
 /// The host has no pages for what the guest before had given back, or the huge page size is not supported.
@@ -189,7 +190,9 @@ pub fn restart(
     let Some(ram) = before else { return Ok(None) };
     let layout = layout_of(phys_bits, config.hole());
     if !ram.can_restart(&RamConfig { zones: specs(config)? }, layout) {
-        log::info!("guest memory is made anew, as the VM reboots with other memory");
+        log::info!(
+            "guest memory is made anew: the VM reboots with other memory, or has lost a back end"
+        );
         return Ok(None);
     }
     ram.restart(&|| cancel.is_cancelled());

@@ -2,7 +2,7 @@
 
 //! Wiring of devices that other processes serve over vhost-user.
 //!
-//! Owns the translation from options to devices, what the loss of a back end leads to, and the rule that a machine with
+//! Owns the translation from options to devices, what the loss of a back end leads to (an event, and that no later guest gets the memory), and the rule that a machine with
 //! such a device stays where it is.
 
 use std::path::PathBuf;
@@ -50,7 +50,10 @@ pub fn check_movable(config: &VmConfig) -> Result<(), NotMovable> {
 ///
 /// # Errors
 /// Names the disk.
-pub fn make_disk(disk: &DiskConfig, ram: &GuestRam) -> Result<VhostUser, VhostUserWiringError> {
+pub fn make_disk(
+    disk: &DiskConfig,
+    ram: &Arc<GuestRam>,
+) -> Result<VhostUser, VhostUserWiringError> {
     let config = VhostUserConfig {
         id: disk.id.clone().unwrap_or_default(),
         kind: VhostUserKind::Block,
@@ -61,10 +64,15 @@ pub fn make_disk(disk: &DiskConfig, ram: &GuestRam) -> Result<VhostUser, VhostUs
     make(config, ram)
 }
 
-fn make(config: VhostUserConfig, ram: &GuestRam) -> Result<VhostUser, VhostUserWiringError> {
+fn make(config: VhostUserConfig, ram: &Arc<GuestRam>) -> Result<VhostUser, VhostUserWiringError> {
     let id = config.id.clone();
     let lost = id.clone();
+    let written = Arc::downgrade(ram);
     let on_lost = Arc::new(move |why: &str| {
+        // It has the memory mapped, and perhaps requests in flight, also if it has only closed the connection.
+        if let Some(ram) = written.upgrade() {
+            ram.note_stray_writer();
+        }
         log::warn!("the vhost-user back end of '{lost}' is lost: {why}");
         events::emit("vm", "back-end-lost", &[("id", &lost), ("error", why)]);
     });

@@ -153,8 +153,8 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "plugs and unplugs memory, and maps and unmaps it for devices";
     "device-vsock": &[&CONNECTIONS, &LOCAL_SOCKETS, &TIMERS, &FILES, &SCHEDULING], starts &[],
         "forwards vsock connections, and connects to Unix sockets for the guest";
-    "device-vhost": &[&CONNECTIONS, &SCHEDULING], starts &[],
-        "starts and stops the queues of a vhost-user device, and forwards its interrupts";
+    "device-vhost": &[&CONNECTIONS, &SCHEDULING, &KVM_REQUESTS], starts &[],
+        "starts and stops the queues of a vhost-user device, lets the driver signal them (ioeventfds), and forwards its interrupts";
     "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use memory::GuestMemory;
 use parking_lot::Mutex;
@@ -11,6 +12,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::counters::VhostUserCounters;
+use super::deadline::Deadline;
 use super::error::VhostUserError;
 use super::kind::VhostUserKind;
 use super::session::{Ring, Session};
@@ -19,6 +21,9 @@ use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateErro
 use crate::virtio::read_config_bytes;
 use crate::virtio::worker::{Pausing, Workers};
 
+/// Time for the back end to stop its queues when the driver resets the device, or the device is removed: a vCPU or
+/// the VMM thread waits for it. Guests complain of a vCPU that is absent for some 20 s.
+const RESET_LIMIT: Duration = Duration::from_secs(3);
 /// Version of its saved state, which is empty: the state that matters is the back end's.
 const STATE_VERSION: u32 = 1;
 
@@ -46,6 +51,7 @@ pub struct VhostUser {
     config: Vec<u8>,
     /// Locked by the thread of the device alone, once there is one.
     session: Arc<Mutex<Session>>,
+    deadline: Arc<Deadline>,
     counters: Arc<VhostUserCounters>,
     on_lost: OnLost,
     workers: Workers,
@@ -90,6 +96,7 @@ impl VhostUser {
             features,
             config: kind.config(of_back_end, num_queues),
             kind,
+            deadline: session.deadline(),
             session: Arc::new(Mutex::new(session)),
             counters: Arc::default(),
             on_lost,
@@ -121,6 +128,10 @@ impl VirtioDevice for VhostUser {
         self.features
     }
 
+    fn shares_kicks(&self) -> bool {
+        true
+    }
+
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         read_config_bytes(&self.config, offset, data);
     }
@@ -133,7 +144,13 @@ impl VirtioDevice for VhostUser {
         let ring = |active: crate::virtio::device::ActiveQueue| {
             let call = EventFd::new(EFD_NONBLOCK)?;
             let size_max = self.queue_sizes.get(usize::from(active.index)).copied().unwrap_or(0);
-            Ok(Ring { index: active.index, queue: active.queue, size_max, kick: active.kick, call })
+            Ok(Ring {
+                index: active.index,
+                queue: active.queue,
+                size_max,
+                kicks: active.kicks,
+                call,
+            })
         };
         let rings = queues.into_iter().map(ring).collect::<std::io::Result<_>>();
         let rings = rings.map_err(|source| ActivateError::Resource {
@@ -142,7 +159,8 @@ impl VirtioDevice for VhostUser {
         })?;
         let worker = VhostUserWorker {
             rings,
-            features,
+            // Others that the driver has accepted are the transport's.
+            features: features & self.features,
             memory,
             interrupt,
             session: Arc::clone(&self.session),
@@ -154,7 +172,9 @@ impl VirtioDevice for VhostUser {
     }
 
     fn reset(&mut self) {
+        self.deadline.hurry(RESET_LIMIT);
         self.workers.stop();
+        self.deadline.take_time();
     }
 
     fn pausing(&mut self) -> &mut dyn Pausing {
@@ -173,5 +193,11 @@ impl VirtioDevice for VhostUser {
     fn restore(&mut self, _state: &DeviceSnapshot) -> Result<(), StateError> {
         let why = "the state of a vhost-user device is in its back end".to_owned();
         Err(StateError::Invalid { kind: self.kind.name(), why })
+    }
+}
+
+impl Drop for VhostUser {
+    fn drop(&mut self) {
+        self.reset();
     }
 }

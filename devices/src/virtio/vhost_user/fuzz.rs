@@ -16,6 +16,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::scripted::{Answer, Request, back_end};
 use super::session::Session;
 use super::{VhostUser, VhostUserConfig, VhostUserKind};
+use crate::virtio::fuzz::NoKicks;
 use crate::virtio::{Activation, ActiveQueue, VirtioDevice as _, VirtioInterrupt};
 
 /// Time limit of an answer: a back end that is silent must not slow the runs down.
@@ -98,7 +99,7 @@ fn activation(
     let valid: &GuestMemory = &memory.memory();
     debug_assert!(queue.is_valid(valid), "the rings are in memory");
     let kick = EventFd::new(EFD_NONBLOCK)?;
-    let queues = vec![ActiveQueue { index: 0, queue, kick }];
+    let queues = vec![ActiveQueue { index: 0, queue, kick, kicks: Arc::new(NoKicks) }];
     let interrupt = Arc::new(NoInterrupt);
     Ok(Activation { memory: memory.clone(), interrupt, queues, features })
 }

@@ -4,8 +4,11 @@
 //!
 //! Owns the peer's side of a connection, on a thread that ends with it.
 
+use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 /// Requests, by their numbers in the protocol.
 pub(super) const GET_FEATURES: u32 = 1;
@@ -33,6 +36,8 @@ pub(super) struct Request {
     pub(super) number: u32,
     pub(super) flags: u32,
     pub(super) payload: Vec<u8>,
+    /// The descriptor that came with it, or one of them.
+    pub(super) file: Option<File>,
 }
 
 /// What the back end does with a request.
@@ -68,15 +73,17 @@ impl Request {
 }
 
 fn read(connection: &mut UnixStream) -> Option<Request> {
-    let mut word = [0; 4];
-    let mut next = |connection: &mut UnixStream| {
-        connection.read_exact(&mut word).ok().map(|()| u32::from_le_bytes(word))
-    };
-    let (number, flags, len) = (next(connection)?, next(connection)?, next(connection)?);
+    let mut header = [0; 12];
+    // Descriptors come with the first byte.
+    let (received, file) = connection.recv_with_fd(&mut header).ok().filter(|(len, _)| *len > 0)?;
+    connection.read_exact(header.get_mut(received..)?).ok()?;
+    let (words, _) = header.as_chunks();
+    let [number, flags, len] =
+        [0, 1, 2].map(|at| words.get(at).map_or(0, |word| u32::from_le_bytes(*word)));
     let len = usize::try_from(len).ok().filter(|len| *len <= PAYLOAD_LEN_BYTES_MAX)?;
     let mut payload = vec![0; len];
     connection.read_exact(&mut payload).ok()?;
-    Some(Request { number, flags, payload })
+    Some(Request { number, flags, payload, file })
 }
 
 /// Starts a back end; returns the front end's side of the connection.

@@ -4,13 +4,14 @@
 //!
 //! Owns the order of the requests, and the rule that the first one that fails is the last: the
 //! connection is shut down, and every later request fails at once, so that a back end that does not answer costs one time
-//! limit. What the back end answers is checked here. It must never be used on a thread that may not wait.
+//! limit. So does one that answers each request late: the limit is that of an operation (to open, to start, to stop). What the back end answers is checked here. It must never be used on a thread that may not wait.
 
 use std::net::Shutdown;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use memory::GuestMemory;
 use vhost::vhost_user::message::{
@@ -25,12 +26,12 @@ use vmm_sys_util::eventfd::EventFd;
 use super::connect::connect;
 use super::deadline::Deadline;
 use super::error::VhostUserError;
+use crate::virtio::device::Kicks;
 
-/// Time to connect. A back end that is started together with the VMM listens within moments.
-const CONNECT_LIMIT: Duration = Duration::from_secs(10);
-/// Time for an answer. All but one of the requests are answered from the back end's memory; before the one that stops a queue is
-/// answered, the requests of the guest in flight are completed, and storage may take seconds.
-const REPLY_LIMIT: Duration = Duration::from_secs(10);
+/// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
+/// back end's memory; before the one that stops a queue is answered, the requests of the guest in flight are completed,
+/// and storage may take seconds. A back end that is started together with the VMM listens within moments.
+const OPERATION_LIMIT: Duration = Duration::from_secs(10);
 /// Regions that each back end takes in one table (vhost-user, "Memory regions description").
 const TABLE_REGIONS_MAX: usize = 8;
 
@@ -40,9 +41,10 @@ pub(super) struct Ring {
     pub(super) queue: Queue,
     /// Maximum size of the queue.
     pub(super) size_max: u16,
-    /// Signalled when the driver notifies the queue.
-    pub(super) kick: EventFd,
-    /// Signalled when the back end has used buffers.
+    /// What the driver signals when it notifies the queue; each start has another.
+    pub(super) kicks: Arc<dyn Kicks>,
+    /// Signalled when the back end has used buffers. It must never be read or written here: the back end may make
+    /// that block.
     pub(super) call: EventFd,
 }
 
@@ -50,11 +52,12 @@ pub(super) struct Ring {
 pub(super) struct Session {
     frontend: Frontend,
     connection: UnixStream,
-    deadline: Deadline,
+    deadline: Arc<Deadline>,
     /// Features of the back end, with its bit for protocol features.
     features: u64,
     protocol: VhostUserProtocolFeatures,
     is_lost: bool,
+    is_loss_reported: bool,
     /// The back end has the table of guest memory, which does not change during a session.
     knows_memory: bool,
 }
@@ -67,38 +70,49 @@ impl Session {
         queues: usize,
         queues_without_mq: usize,
     ) -> Result<Self, VhostUserError> {
+        let begun = Instant::now();
         let connection =
-            connect(path, CONNECT_LIMIT).map_err(|source| VhostUserError::Connect {
+            connect(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Connect {
                 path: path.to_owned(),
-                limit_ms: CONNECT_LIMIT.as_millis(),
+                limit_ms: OPERATION_LIMIT.as_millis(),
                 source,
             })?;
-        Self::over(connection, queues, queues_without_mq, REPLY_LIMIT)
+        let mut session = Self::new(connection, queues, OPERATION_LIMIT)?;
+        session.deadline.begin(begun.elapsed());
+        session.negotiate(queues, queues_without_mq)?;
+        Ok(session)
     }
 
-    /// The same over a connection, with a time limit for each answer.
+    /// The same over a connection, with a time limit for each operation.
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn over(
         connection: UnixStream,
         queues: usize,
         queues_without_mq: usize,
         limit: Duration,
     ) -> Result<Self, VhostUserError> {
+        let mut session = Self::new(connection, queues, limit)?;
+        session.deadline.begin(Duration::ZERO);
+        session.negotiate(queues, queues_without_mq)?;
+        Ok(session)
+    }
+
+    fn new(connection: UnixStream, queues: usize, limit: Duration) -> Result<Self, VhostUserError> {
         let resource = |what| move |source| VhostUserError::Resource { what, source };
         let copy = || connection.try_clone().map_err(resource("copy a descriptor"));
         let deadline = Deadline::start(copy()?, limit);
         let deadline = deadline.map_err(resource("start a thread for the back end"))?;
         let frontend = Frontend::from_stream(copy()?, queues as u64);
-        let mut session = Self {
+        Ok(Self {
             frontend,
             connection,
-            deadline,
+            deadline: Arc::new(deadline),
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             is_lost: false,
+            is_loss_reported: false,
             knows_memory: false,
-        };
-        session.negotiate(queues, queues_without_mq)?;
-        Ok(session)
+        })
     }
 
     fn negotiate(&mut self, queues: usize, without_mq: usize) -> Result<(), VhostUserError> {
@@ -173,8 +187,8 @@ impl Session {
         memory: &GuestMemory,
         rings: &[Ring],
     ) -> Result<(), VhostUserError> {
-        // Some features are the VMM's own.
-        let features = features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        self.deadline.begin(Duration::ZERO);
+        let features = features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
         self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
         self.send_memory(memory)?;
         for ring in rings {
@@ -185,31 +199,43 @@ impl Session {
                 back_end.set_vring_enable(usize::from(ring.index), true)
             })?;
         }
+        if !self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+            // The back end answers this one when it has carried out all before.
+            self.request("GET_FEATURES", |back_end| back_end.get_features())?;
+        }
         Ok(())
     }
 
     fn set_up(&mut self, ring: &Ring, memory: &GuestMemory) -> Result<(), VhostUserError> {
         let index = usize::from(ring.index);
         let Ring { queue, .. } = ring;
-        let host = |gpa: u64| {
-            let address = memory.get_host_address(GuestAddress(gpa));
-            address.map(|address| address.addr() as u64)
+        // Contiguous in the back end, so as a whole in one region.
+        let host = |gpa: u64, len_bytes: usize| {
+            let bytes = memory.get_slice(GuestAddress(gpa), len_bytes);
+            bytes.map(|bytes| bytes.ptr_guard().as_ptr().addr() as u64)
         };
+        let size = usize::from(queue.size());
         let outside = |_| VhostUserError::Ring { index: ring.index };
         let data = VringConfigData {
             queue_max_size: ring.size_max,
             queue_size: queue.size(),
             flags: 0,
-            desc_table_addr: host(queue.desc_table()).map_err(outside)?,
-            used_ring_addr: host(queue.used_ring()).map_err(outside)?,
-            avail_ring_addr: host(queue.avail_ring()).map_err(outside)?,
+            desc_table_addr: host(queue.desc_table(), 16 * size).map_err(outside)?,
+            used_ring_addr: host(queue.used_ring(), 6 + 8 * size).map_err(outside)?,
+            avail_ring_addr: host(queue.avail_ring(), 6 + 2 * size).map_err(outside)?,
             log_addr: None,
         };
         self.request("SET_VRING_NUM", |to| to.set_vring_num(index, queue.size()))?;
         self.request("SET_VRING_ADDR", |to| to.set_vring_addr(index, &data))?;
         self.request("SET_VRING_BASE", |to| to.set_vring_base(index, queue.next_avail()))?;
         self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))?;
-        self.request("SET_VRING_KICK", |to| to.set_vring_kick(index, &ring.kick))
+        // Signalled already: what the driver has notified of before, or while the ring was stopped.
+        let kick = ring.kicks.renew(ring.index);
+        let kick = kick.map_err(|source| VhostUserError::Resource {
+            what: "make the eventfd of a queue",
+            source,
+        })?;
+        self.request("SET_VRING_KICK", |to| to.set_vring_kick(index, &kick))
     }
 
     fn send_memory(&mut self, memory: &GuestMemory) -> Result<(), VhostUserError> {
@@ -228,13 +254,23 @@ impl Session {
         Ok(())
     }
 
-    /// Stops a ring, whose requests in flight are completed then; returns the index of the next available
-    /// entry.
-    pub(super) fn stop(&mut self, index: u16) -> Result<u16, VhostUserError> {
-        let request = |back_end: &mut Frontend| back_end.get_vring_base(usize::from(index));
-        let base = self.request("GET_VRING_BASE", request)?;
-        // The upper half is for packed rings, which are not offered.
-        Ok(u16::try_from(base & 0xffff).unwrap_or(0))
+    /// Stops the rings, whose requests in flight are completed then, and notes the indexes of their next available
+    /// entries.
+    pub(super) fn stop(&mut self, rings: &mut [Ring]) -> Result<(), VhostUserError> {
+        self.deadline.begin(Duration::ZERO);
+        for ring in &*rings {
+            // A ring that is stopped starts again when it is notified; one that is disabled is not served.
+            self.request("SET_VRING_ENABLE", |back_end| {
+                back_end.set_vring_enable(usize::from(ring.index), false)
+            })?;
+        }
+        for ring in rings {
+            let index = usize::from(ring.index);
+            let base = self.request("GET_VRING_BASE", |back_end| back_end.get_vring_base(index))?;
+            // The upper half is for packed rings, which are not offered.
+            ring.queue.set_next_avail(u16::try_from(base & 0xffff).unwrap_or(0));
+        }
+        Ok(())
     }
 
     fn request<T>(
@@ -246,16 +282,24 @@ impl Session {
             return Err(VhostUserError::Lost);
         }
         let (deadline, frontend) = (&self.deadline, &mut self.frontend);
-        deadline.limited(|| send(frontend)).map_err(|source| {
-            let limit_ms = self.deadline.limit().as_millis();
-            let error = if self.deadline.has_expired() {
-                VhostUserError::Stalled { request, limit_ms }
-            } else {
-                VhostUserError::Request { request, source }
-            };
-            self.disconnect();
-            error
-        })
+        let (result, expired) = deadline.limited(|| send(frontend));
+        let error = match (result, expired) {
+            (Ok(answer), None) => return Ok(answer),
+            (Err(source), None) => VhostUserError::Request { request, source },
+            (_, Some(limit)) => VhostUserError::Stalled { request, limit_ms: limit.as_millis() },
+        };
+        self.disconnect();
+        Err(error)
+    }
+
+    /// The time limit of the connection, which may be shortened while the session is in use.
+    pub(super) fn deadline(&self) -> Arc<Deadline> {
+        Arc::clone(&self.deadline)
+    }
+
+    /// Whether the loss of the back end is reported for the first time.
+    pub(super) fn report_loss(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_loss_reported, true)
     }
 
     /// Ends the connection; every later request fails.
@@ -275,7 +319,7 @@ impl Session {
 fn regions(memory: &GuestMemory) -> Result<Vec<VhostUserMemoryRegionInfo>, VhostUserError> {
     let region = |region: &vm_memory::GuestRegionMmap<_>| {
         let gpa = region.start_addr().0;
-        if region.flags() & libc::MAP_SHARED == 0 {
+        if region.flags() & libc::MAP_SHARED == 0 || region.file_offset().is_none() {
             return Err(VhostUserError::PrivateMemory { gpa });
         }
         VhostUserMemoryRegionInfo::from_guest_region(region)

@@ -3,7 +3,8 @@
 //! The thread of a vhost-user device: it starts and stops the back end's queues, and forwards its interrupts.
 //!
 //! Owns what happens when the back end fails: the driver is told that the device needs a reset, the VMM
-//! that the back end is lost, and the VM goes on. It must never read or write a ring.
+//! that the back end is lost, once, and the VM goes on. It must never read or write a ring, nor an eventfd that
+//! the back end has: that process may make it block.
 
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
@@ -39,9 +40,17 @@ pub(super) struct VhostUserWorker {
 }
 
 impl VhostUserWorker {
-    fn lost(&self, why: &str) -> Broken {
-        self.session.lock().disconnect();
-        (self.on_lost)(why);
+    fn lost(&mut self, why: &str) -> Broken {
+        // Nothing is left to stop.
+        self.is_serving = false;
+        let mut session = self.session.lock();
+        session.disconnect();
+        let is_first = session.report_loss();
+        drop(session);
+        // The driver may try again as often as it wants.
+        if is_first {
+            (self.on_lost)(why);
+        }
         Broken::Device("the vhost-user back end is lost")
     }
 
@@ -50,18 +59,14 @@ impl VhostUserWorker {
             return Ok(());
         }
         let memory = self.memory.memory();
+        let stopped = self.session.lock().stop(&mut self.rings);
+        stopped.map_err(|error| self.lost(&error_text::chain(&error)))?;
         for ring in &mut self.rings {
-            let base = self.session.lock().stop(ring.index);
-            let base = base.map_err(|error| error_text::chain(&error));
-            match base {
-                Ok(base) => ring.queue.set_next_avail(base),
-                Err(why) => {
-                    return Err(self.lost(&why));
-                }
-            }
             if let Ok(used) = ring.queue.used_idx(&*memory, Ordering::Acquire) {
                 ring.queue.set_next_used(used.0);
             }
+            // For what the back end has used last.
+            self.interrupt.queue_used(ring.index);
         }
         Ok(())
     }
@@ -82,10 +87,7 @@ impl Work for VhostUserWorker {
         }
         watch.on(CONNECTION, self.session.lock().connection_fd())?;
         for (token, ring) in (0..).zip(&self.rings) {
-            watch.on(token, ring.call.as_raw_fd())?;
-            // What the driver notified of before the back end had the eventfd, or while it was stopped. Fails
-            // only if the eventfd is signalled anyway.
-            let _ = ring.kick.write(1);
+            watch.on_signal(token, ring.call.as_raw_fd())?;
         }
         Ok(())
     }
@@ -96,8 +98,6 @@ impl Work for VhostUserWorker {
         }
         let position = usize::try_from(token).unwrap_or(usize::MAX);
         if let Some(ring) = self.rings.get(position) {
-            // An error means that it was not signalled.
-            let _ = ring.call.read();
             self.counters.interrupts.add(1);
             self.interrupt.queue_used(ring.index);
         }
@@ -105,14 +105,7 @@ impl Work for VhostUserWorker {
     }
 
     fn drain(&mut self) -> Result<(), Broken> {
-        self.stop()?;
-        // Interrupts for what the back end has used last.
-        for ring in &self.rings {
-            if ring.call.read().is_ok() {
-                self.interrupt.queue_used(ring.index);
-            }
-        }
-        Ok(())
+        self.stop()
     }
 
     fn queue_states(&self) -> Vec<(u16, QueueState)> {
