@@ -67,12 +67,17 @@ add_test_guest() {
   mkdir -p "$1/lab"
   cp "$CARGO_TARGET_DIR/guest/release/test-guest" "$1/lab/"
 }
-# add_slow_open TREE: what makes devices take long to open.
+# add_slow_open TREE: what makes devices take long to open, and memory to be mapped.
 add_slow_open() { gcc -O2 -Wall -Wextra -shared -fPIC -s -o "$1/bin/slow-open.so" "$SRC/probes/slow-open.c" -ldl; }
 build_extra_vfio_gate() {
   build_extra_vfio "$1"
   add_slow_open "$LAB/vfio"
   add_test_guest "$LAB/vfio"
+  pack "$LAB/vfio" "$1"
+}
+build_extra_vfio_announce() {
+  build_extra_vfio "$1"
+  add_slow_open "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
 build_extra_vfio_memory() {

@@ -30,19 +30,29 @@ enum State {
     Failed(GateClosed),
 }
 
+/// Called on a thread that has waited at the gate; must not block.
+pub type OnWaited = Box<dyn Fn() + Send + Sync>;
+
 /// The gate that delays the DMA of all functions of a VM until memory is mapped.
+#[derive(Default)]
 pub struct DmaGate {
     state: Mutex<State>,
     changed: Condvar,
+    on_waited: Option<OnWaited>,
 }
 
-impl Default for DmaGate {
+impl Default for State {
     fn default() -> Self {
-        Self { state: Mutex::new(State::Closed(None)), changed: Condvar::new() }
+        Self::Closed(None)
     }
 }
 
 impl DmaGate {
+    /// A closed gate; `on_waited` is called after each wait at it.
+    pub fn reporting(on_waited: OnWaited) -> Self {
+        Self { on_waited: Some(on_waited), ..Self::default() }
+    }
+
     /// Opens the gate: all memory is mapped, and all waiters continue. No effect after a failure.
     pub fn open(&self) {
         self.decide(State::Open);
@@ -91,6 +101,17 @@ impl DmaGate {
     /// # Errors
     /// Memory will not be mapped.
     pub fn wait(&self) -> Result<(), GateClosed> {
+        if matches!(*self.state.lock(), State::Closed(_)) {
+            let result = self.wait_for_decision();
+            if let Some(on_waited) = &self.on_waited {
+                on_waited();
+            }
+            return result;
+        }
+        self.wait_for_decision()
+    }
+
+    fn wait_for_decision(&self) -> Result<(), GateClosed> {
         let mut has_helped = false;
         let mut state = self.state.lock();
         loop {
@@ -142,6 +163,25 @@ mod tests {
         assert!(gate.wait().is_ok(), "nothing else opens it");
         gate.helped_by(Arc::new(|| panic!("there is nothing left to do")));
         assert!(gate.wait().is_ok());
+    }
+
+    #[test]
+    fn a_wait_is_reported_when_it_is_over_and_an_access_without_one_is_not() {
+        let waited = Arc::new(Mutex::new(0));
+        let count = Arc::clone(&waited);
+        let gate = Arc::new(DmaGate::reporting(Box::new(move || *count.lock() += 1)));
+        let opener = Arc::downgrade(&gate);
+        let seen = Arc::clone(&waited);
+        gate.helped_by(Arc::new(move || {
+            assert_eq!(*seen.lock(), 0, "it is not over");
+            if let Some(gate) = opener.upgrade() {
+                gate.open();
+            }
+        }));
+        assert!(gate.wait().is_ok());
+        assert_eq!(*waited.lock(), 1);
+        assert!(gate.wait().is_ok());
+        assert_eq!(*waited.lock(), 1, "the gate was open");
     }
 
     #[test]

@@ -50,6 +50,7 @@ mod mapping;
 pub mod migration;
 mod msi;
 mod p2p;
+pub mod pin_time;
 mod pinning;
 #[cfg(test)]
 mod pinning_tests;
@@ -69,7 +70,7 @@ pub use dma::{DmaTarget, GuestRamPopulator, PopulateHelper, Populating, Populato
 pub use dma_map::{DmaMap, OnLost};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
-pub use gate::{DmaGate, GateClosed};
+pub use gate::{DmaGate, GateClosed, OnWaited};
 pub use host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 pub use interrupts::IntxLine;
 pub use iommufd::IommufdSpace;

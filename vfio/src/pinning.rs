@@ -8,7 +8,7 @@
 //! reported to every waiter; no waiter may wait forever.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -42,6 +42,8 @@ pub enum PinState {
 pub struct PinProgress {
     /// Bytes mapped; without what the balloon has unmapped.
     pub pinned_bytes: u64,
+    /// Bytes populated, and mapped if they are not mapped after all others: what shows the rate.
+    pub processed_bytes: u64,
     /// Total bytes.
     pub total_bytes: u64,
     /// State.
@@ -51,6 +53,7 @@ pub struct PinProgress {
 struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
+    processed_bytes: AtomicU64,
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
@@ -86,6 +89,7 @@ impl Pinning {
         let shared = Arc::new(Shared {
             total_bytes,
             dma_map,
+            processed_bytes: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
@@ -108,6 +112,7 @@ impl Pinning {
         gate.open();
         let shared = Arc::new(Shared {
             total_bytes: dma_map.mapped_bytes(),
+            processed_bytes: AtomicU64::new(dma_map.mapped_bytes()),
             dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
@@ -135,17 +140,23 @@ impl Pinning {
         let pinned_bytes = dma_map.mapped_bytes();
         PinProgress {
             pinned_bytes,
+            processed_bytes: self.shared.processed_bytes.load(Ordering::Relaxed),
             // The guest may have got more memory since.
             total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| state.lock().clone()),
         }
     }
 
+    /// Waits for the end, up to `timeout`, while the guest goes first; returns whether it has ended.
+    pub fn ends_within(&self, timeout: Duration) -> bool {
+        self.ended.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
+    }
+
     /// Waits for the end, up to `timeout`; returns whether it has ended. [`Pinning::wait`] does not block
     /// then.
     pub fn has_ended_within(&self, timeout: Duration) -> bool {
         self.shared.gate.help();
-        self.ended.recv_timeout(timeout) != Err(RecvTimeoutError::Timeout)
+        self.ends_within(timeout)
     }
 
     /// Waits for the end.
@@ -253,11 +264,14 @@ impl Shared {
             chunk_bytes: self.dma_map.chunk_bytes(),
             on_chunk: Arc::new(move |region, range| {
                 shared.go_on()?;
+                let len_bytes = range.end.saturating_sub(range.start);
                 if shared.dma_map.target().maps_last(region) {
                     keep.lock().push((region.gpa(), range));
-                    return Ok(());
+                } else {
+                    shared.dma_map.map(region, &range)?;
                 }
-                Ok(shared.dma_map.map(region, &range)?)
+                shared.processed_bytes.fetch_add(len_bytes, Ordering::Relaxed);
+                Ok(())
             }),
             yields_to_guest: self.yields_to_guest,
             begun: &|help| {

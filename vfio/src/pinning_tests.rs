@@ -255,3 +255,59 @@ fn limits_are_checked_before_anything_happens() {
     let four = DmaLimits { entries: Some(6), ..DmaLimits::default() };
     assert!(with(four).is_none());
 }
+
+/// Hands out the first so many chunks at once, and the others when `rest` opens. Populates nothing.
+struct Stopping {
+    inner: GuestRamPopulator,
+    at_once: usize,
+    rest: Arc<DmaGate>,
+}
+
+impl Populator for Stopping {
+    fn total_bytes(&self) -> (u64, u64) {
+        self.inner.total_bytes()
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.inner.regions()
+    }
+
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+        let mut left = self.at_once;
+        for region in self.regions() {
+            for start in (0..region.len_bytes()).step_by(usize::try_from(how.chunk_bytes).unwrap())
+            {
+                if left == 0 {
+                    self.rest.wait().unwrap();
+                }
+                left = left.saturating_sub(1);
+                let end = region.len_bytes().min(start + how.chunk_bytes);
+                (how.on_chunk)(region, start..end).unwrap();
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_too_long(len_bytes: u64, at_once: usize) -> bool {
+    let (ram, rest) = (ram(len_bytes), Arc::new(DmaGate::default()));
+    let inner = GuestRamPopulator::new(ram, None);
+    let dma_map = dma_map(Arc::default(), &inner);
+    let populator = Arc::new(Stopping { inner, at_once, rest: Arc::clone(&rest) });
+    let gate = Arc::new(DmaGate::default());
+    let mut pinning = Pinning::start(dma_map, populator, gate, true, Box::new(|_| {})).unwrap();
+    let is_too_long = pin_time::is_too_long(&pinning, || false);
+    rest.open();
+    pinning.wait().unwrap();
+    assert!(!pin_time::is_too_long(&pinning, || false), "it is mapped");
+    is_too_long
+}
+
+#[test]
+fn a_guest_waits_only_for_what_is_soon_mapped() {
+    assert!(!is_too_long(64 * MIB, 0), "small");
+    assert!(!is_too_long(1024 * MIB, 100), "all of it at once");
+    assert!(!is_too_long(1024 * MIB, 4), "a sixteenth in no time");
+    assert!(is_too_long(1024 * MIB, 0), "nothing in the time of the measurement");
+    assert!(is_too_long(65536 * MIB, 1), "a thousandth in the time of the measurement");
+}

@@ -68,6 +68,16 @@ impl VcpuThreads {
     }
 }
 
+impl VcpuThreads {
+    /// Informs the guest's watchdogs that its vCPUs stood still (`KVM_KVMCLOCK_CTRL`), as far as the guest
+    /// uses kvmclock. A running vCPU leaves the guest for it. Does not wait.
+    pub fn report_standstill(&self) {
+        for Thread { shared } in &self.threads {
+            shared.begin_job(Box::new(|vcpu| vcpu.notify_clock_paused()));
+        }
+    }
+}
+
 impl Runner<'_> {
     /// Runs the jobs for which a running vCPU has left the guest.
     pub(super) fn run_pending_tasks(&mut self) {

@@ -185,6 +185,7 @@ impl PciSegment {
         let slot = &mut self.slots.write()[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
             *slot = Slot::Free;
+            self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
         }
         self.arrivals.tell();
     }
@@ -262,9 +263,16 @@ impl PciSegment {
     }
 
     /// Makes a function stop responding in configuration space, as if unplugged; its mappings stay until
-    /// [`PciSegment::remove_device`].
+    /// [`PciSegment::remove_device`]. Also for one that is still to be added: it responds from
+    /// [`PciSegment::show`] on, and no access waits for it.
     pub fn hide(&self, number: DeviceNumber) {
         self.hidden.fetch_or(1 << number.get(), Ordering::AcqRel);
+        self.arrivals.tell();
+    }
+
+    /// Makes a function respond that [`PciSegment::hide`] has hidden.
+    pub fn show(&self, number: DeviceNumber) {
+        self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
     }
 
     /// Removes a function: on return none of it is mapped, and its number and addresses are free. An access
@@ -332,14 +340,16 @@ impl PciSegment {
             return None;
         }
         let number = DeviceNumber::new(address.device).ok()?;
-        if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
-            return None;
-        }
         // The function of the slot, if any; `None` while it is expected.
-        let look = || match &self.slots.read()[usize::from(number.get())] {
-            Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
-            Slot::Free | Slot::Reserved => Some(None),
-            Slot::Opening => None,
+        let look = || {
+            if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
+                return Some(None);
+            }
+            match &self.slots.read()[usize::from(number.get())] {
+                Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
+                Slot::Free | Slot::Reserved => Some(None),
+                Slot::Opening => None,
+            }
         };
         look().unwrap_or_else(|| self.arrivals.wait_for(look))
     }

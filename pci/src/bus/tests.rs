@@ -306,6 +306,35 @@ fn who_looks_at_a_coming_function_waits_for_it() {
 }
 
 #[test]
+fn a_hidden_function_is_not_waited_for_and_responds_once_it_is_shown() {
+    let (segment, _) = segment(0);
+    let number = segment.expect(None, "a").unwrap();
+    let look = || {
+        let (begun, seen) = reader(&segment);
+        begun.recv_timeout(LONG).unwrap();
+        seen
+    };
+    let waiting = look();
+    assert_eq!(waiting.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+    segment.hide(number);
+    assert_eq!(waiting.recv_timeout(LONG), Ok(0xffff), "its wait is over");
+    segment.deliver(&device("a"), number).unwrap();
+    assert_eq!(look().recv_timeout(LONG), Ok(0xffff));
+    segment.show(number);
+    assert_eq!(look().recv_timeout(LONG), Ok(0x1af4));
+    // A number that is released hides no later function.
+    let other = segment.choose(None, "b").unwrap();
+    segment.hide(other);
+    segment.release(other);
+    assert_eq!(segment.choose(None, "c").unwrap(), other);
+    segment.add_device(&device("c"), Some(other)).unwrap();
+    let address = ConfigAddress { bus: 0, device: other.get(), function: 0, offset: 0 };
+    let mut vendor = [0; 2];
+    segment.read_config(address, &mut vendor);
+    assert_eq!(vendor, 0x1af4_u16.to_le_bytes());
+}
+
+#[test]
 fn an_undelivered_interrupt_is_awaited_until_its_number_is_released() {
     let (segment, _) = segment(0);
     let number = segment.expect(None, "a").unwrap();

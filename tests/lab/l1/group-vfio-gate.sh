@@ -65,7 +65,7 @@ MEMORY=size=1G,shared=on
 EARLY="workload=idle prefill=0 bus_master=9"
 start_early() {
   start_vmm $1 --kernel /lab/test-guest --cmdline "$EARLY" --cpus boot=1 --memory $MEMORY --serial off --console off \
-    --device path=$disk,id=disk,pci_device_id=9 && wait_until 60 happened $1 booted
+    --device path=$disk,id=disk,pci_device_id=9,pin=overlap && wait_until 60 happened $1 booted
 }
 read_guest() { guest-reader --json --timeout-ms 60000 --pid "$(cat $T/$1.pid)" wait-for --heartbeat >$T/guest; }
 # said NAME: what the guest says of the device.

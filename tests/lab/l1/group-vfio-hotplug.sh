@@ -26,7 +26,7 @@ removed() { tr -d ' ' <$T/a.events | grep -q "\"id\":\"$1\"" && happened a devic
 add_disk() {
   pinned_is a 0 && remote a add-device path=$disk,id=disk >$T/added || return 1
   cat $T/added
-  grep -q '"id": "disk"' $T/added && grep -q '"bdf": "0000:00:0' $T/added && happened a device-added
+  grep -q '"id": "disk"' $T/added && grep -q '"bdf": "0000:00:0' $T/added && wait_until 60 happened a device-added
 }
 check adds_a_disk add_disk
 check guest_finds_it guest_sees "test -b /dev/nvme0n1"

@@ -2,7 +2,7 @@
 /*
  * A library to load before others (LD_PRELOAD): opening a device through VFIO takes as many seconds more as
  * SLOW_OPEN_S says, and fails then if SLOW_OPEN_FAILS is set; resetting one that is open takes as many more as
- * SLOW_RESET_S says.
+ * SLOW_RESET_S says, and mapping the first piece of memory as many as SLOW_MAP_S says.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,6 +14,9 @@
 
 /* Linux 6.6 and newer; the headers may be older. VFIO_DEVICE_BIND_IOMMUFD. */
 #define BIND_IOMMUFD _IO(VFIO_TYPE, VFIO_BASE + 18)
+/* IOMMU_IOAS_MAP, and IOMMU_IOAS_MAP_FILE of Linux 6.14 and newer. */
+#define IOAS_MAP _IO(';', 0x85)
+#define IOAS_MAP_FILE _IO(';', 0x8f)
 
 static void sleep_for(const char *seconds)
 {
@@ -29,6 +32,12 @@ int ioctl(int fd, unsigned long request, ...)
 	va_start(list, request);
 	argument = va_arg(list, void *);
 	va_end(list);
+	if (request == VFIO_IOMMU_MAP_DMA || request == IOAS_MAP || request == IOAS_MAP_FILE) {
+		static int mapped;
+
+		if (!__atomic_exchange_n(&mapped, 1, __ATOMIC_RELAXED))
+			sleep_for(getenv("SLOW_MAP_S"));
+	}
 	if (request == VFIO_DEVICE_RESET)
 		sleep_for(getenv("SLOW_RESET_S"));
 	if (request == VFIO_GROUP_GET_DEVICE_FD || request == BIND_IOMMUFD) {

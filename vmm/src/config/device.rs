@@ -18,11 +18,15 @@ const BARS_COUNT: u64 = 6;
 
 option_enum! {
     /// When guest memory is mapped for the DMA of passed-through devices.
-    PinMode = "overlap|strict", default Overlap {
+    PinMode = "auto|overlap|strict|announce", default Auto {
+        /// While the guest runs: as `Announce` where that takes seconds or a device is added, else as `Overlap`.
+        Auto = "auto",
         /// While the guest runs; enabling DMA blocks until all memory is mapped.
         Overlap = "overlap",
         /// Before the guest's first instruction.
         Strict = "strict",
+        /// While the guest runs; the guest finds the device, by hot-plug, once all memory is mapped.
+        Announce = "announce",
     }
 }
 
@@ -47,7 +51,7 @@ option_family! {
         /// BARs that are not mapped into the guest.
         x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
         /// When guest memory is mapped for DMA.
-        pin: PinMode = PinMode::Overlap, "pin" as One<Choice>;
+        pin: PinMode = PinMode::Auto, "pin" as One<Choice>;
     }
 }
 

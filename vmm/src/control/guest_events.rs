@@ -16,6 +16,8 @@
 //!  Shutdown      waits               waits             waits              ends it
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
+//!  Withheld      waits               announced         waits              announced
+//!  VcpuWaited    waits               told              waits              told
 //!  DeviceWanted  waits               guest is asked    guest is asked     guest is asked
 //!  DiskFull      waits               told              waits              told, pauses it
 //! ```
@@ -65,6 +67,8 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
         | GuestEvent::Shutdown
         | GuestEvent::VcpuStopped { .. } => true,
         GuestEvent::Ejected
+        | GuestEvent::WithheldDevice
+        | GuestEvent::VcpuWaited
         | GuestEvent::DeviceWanted { .. }
         | GuestEvent::DiskFull { .. }
         | GuestEvent::Panicked { .. } => false,
@@ -242,6 +246,20 @@ impl Vmm {
             }
             GuestEvent::Ejected => {
                 self.devices_ejected();
+                Next::Continue
+            }
+            GuestEvent::WithheldDevice => {
+                if let VmLifecycle::Live(machine) = &self.vm
+                    && machine.withholds_devices()
+                {
+                    self.devices_ejected();
+                }
+                Next::Continue
+            }
+            GuestEvent::VcpuWaited => {
+                if let VmLifecycle::Live(machine) = &self.vm {
+                    machine.report_standstill();
+                }
                 Next::Continue
             }
             GuestEvent::DeviceWanted { id } => {

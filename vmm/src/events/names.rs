@@ -65,9 +65,17 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "reboot-failed", "the VM could not be rebooted, and is shut down (error: why)"),
     ("vm", "shutdown", "the VM was shut down"),
     ("vm", "deleted", "the VM was deleted"),
-    ("vm", "device-added", "a device was added to the running VM (id, bdf)"),
-    ("vm", "device-removing", "the guest is asked to eject a device (id)"),
-    ("vm", "device-removed", "the guest has ejected a device, and the device is removed (id)"),
+    ("vm", "device-added", "the running guest is told of a new device (id, bdf)"),
+    (
+        "vm",
+        "device-removing",
+        "the guest is asked to eject a device, unless it does not know of it (id)",
+    ),
+    (
+        "vm",
+        "device-removed",
+        "a device that the guest has ejected, or never known of, is removed (id)",
+    ),
     (
         "vm",
         "back-end-lost",

@@ -148,12 +148,41 @@ impl Machine {
         };
         self.config = config;
         self.record_device_numbers();
+        if self.parts.passthrough.withholds(bdf) {
+            // At once if memory is mapped already.
+            self.announce_ready();
+        } else {
+            self.announce(bdf, device.id());
+        }
+        if self.parts.passthrough.withholds(bdf) {
+            log::info!("'{}' has {bdf}, which the guest sees once memory is mapped", device.id());
+        }
+        Ok(bdf)
+    }
+
+    /// Notifies the guest of a device that has come.
+    fn announce(&self, bdf: Bdf, id: &str) {
         self.parts.hotplug.registers.add(bdf.device());
         self.parts.legacy.notify_pci_changed();
-        let id = device.id();
         log::info!("'{id}' was added at {bdf}");
         events::emit("vm", "device-added", &[("id", id), ("bdf", &bdf.to_string())]);
-        Ok(bdf)
+    }
+
+    /// Notifies the guest of the withheld devices for which memory is mapped.
+    fn announce_ready(&mut self) {
+        for (bdf, id) in self.parts.passthrough.show_ready(&self.parts.segment) {
+            self.announce(bdf, &id);
+        }
+    }
+
+    /// Whether the guest does not see a device yet.
+    pub fn withholds_devices(&self) -> bool {
+        self.parts.passthrough.withholds_any()
+    }
+
+    /// Informs the guest's watchdogs that its vCPUs stood still.
+    pub fn report_standstill(&self) {
+        self.vcpus.report_standstill();
     }
 
     /// Pauses the added devices if the machine is paused.
@@ -202,6 +231,10 @@ impl Machine {
         if self.config.without(id).is_none() {
             return Err(RemoveError::Fixed(id.to_owned()));
         }
+        if self.parts.passthrough.withdraw(function.bdf) {
+            events::emit("vm", "device-removing", &[("id", id)]);
+            return Ok(());
+        }
         self.parts.hotplug.registers.request_unplug(function.bdf.device());
         // Not waited for: it shortens the write-back after the ejection.
         drop(self.write_back_early(id));
@@ -210,9 +243,17 @@ impl Machine {
         Ok(())
     }
 
-    /// Tears down the devices that the guest has ejected.
+    /// Tears down the devices that the guest has ejected, and those that it will never see; announces those
+    /// for which memory is mapped now.
     pub fn take_ejected(&mut self) {
-        for number in numbers(self.parts.hotplug.registers.ejected()) {
+        self.announce_ready();
+        let refused = self.parts.passthrough.refused();
+        for bdf in &refused {
+            log::warn!("the device at {bdf} is removed; the guest has not seen it");
+        }
+        let refused = refused.iter().filter_map(|bdf| DeviceNumber::new(bdf.device()).ok());
+        let refused: Vec<_> = refused.collect();
+        for number in numbers(self.parts.hotplug.registers.ejected()).chain(refused) {
             let bdf = Bdf::on_root_bus(self.parts.segment.segment(), number);
             let id = self.parts.passthrough.remove(bdf, &self.parts.segment);
             if id.is_some() {
@@ -247,7 +288,10 @@ impl Machine {
     pub fn lasting_config(&self) -> VmConfig {
         let going = self.parts.hotplug.going();
         let functions = self.functions();
-        let leaving = functions.iter().filter(|function| going & 1 << function.bdf.device() != 0);
+        let leaving = functions.iter().filter(|function| {
+            let is_withdrawn = self.parts.passthrough.is_withdrawn(function.bdf);
+            is_withdrawn || going & 1 << function.bdf.device() != 0
+        });
         leaving.fold(self.config.clone(), |config, function| {
             config.without(&function.id).unwrap_or(config)
         })

@@ -207,7 +207,7 @@ fn passed_through_devices() {
     };
     let config = with(r#"{"path":"/d"},{"path":"/e","id":"gpu","pin":"Strict"}"#).unwrap();
     let devices = config.devices.unwrap();
-    assert_eq!((devices[0].id.as_deref(), devices[0].pin), (Some("_vfio0"), PinMode::Overlap));
+    assert_eq!((devices[0].id.as_deref(), devices[0].pin), (Some("_vfio0"), PinMode::Auto));
     assert_eq!((devices[1].id.as_deref(), devices[1].pin), (Some("gpu"), PinMode::Strict));
     let parsed = DeviceConfig::parse("path=/e,id=gpu,pin=strict").unwrap();
     assert_eq!(parsed, devices[1]);

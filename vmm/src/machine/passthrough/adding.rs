@@ -13,13 +13,14 @@ use vfio::PinState;
 
 use super::backend::real_place;
 use super::outcome::read;
-use super::{DiscardingDevices, Passthrough, PassthroughError, ban};
-use crate::config::DeviceConfig;
+use super::{DiscardingDevices, Passthrough, PassthroughError, Showing, ban, new_gate};
+use crate::config::{DeviceConfig, PinMode};
 use crate::machine::pausing::CancelToken;
 use crate::machine::virtio::PciContext;
 
 impl Passthrough {
-    /// Adds a device to the machine. The first one starts to map memory; the guest may run meanwhile.
+    /// Adds a device to the machine, withheld from the guest unless its configuration says otherwise. The first one
+    /// starts to map memory; the guest may run meanwhile.
     ///
     /// # Errors
     /// Names the device, or says that the addition was cancelled while the device was being opened or
@@ -36,7 +37,8 @@ impl Passthrough {
         // Nothing is discarded from here on. Pages discarded before are populated again, and those in the
         // balloon are discarded again once everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
-        let added = self.plug(config, context, cancel).and_then(|bdf| {
+        let showing = if config.pin == PinMode::Overlap { Showing::AtOnce } else { Showing::Later };
+        let added = self.plug(config, context, showing, cancel).and_then(|bdf| {
             // The last of the other devices may have failed in the meantime.
             let mapped = self.check_memory();
             let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding, cancel));
@@ -82,6 +84,7 @@ impl Passthrough {
     fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
+        self.withheld.forget(bdf);
         self.opened.remove(device.id());
         if let Ok(number) = DeviceNumber::new(bdf.device()) {
             segment.remove_device(number);
@@ -106,7 +109,7 @@ impl Passthrough {
     /// Resets all DMA state once the last device has been removed.
     fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
-            self.gate = Arc::default();
+            self.gate = new_gate(&self.sink);
             self.peers = None;
             self.ban = None;
         }

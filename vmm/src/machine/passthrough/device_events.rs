@@ -25,7 +25,10 @@ pub fn listen(list: SharedDeviceList, sink: EventSink) -> io::Result<DeviceEvent
         let devices = devices_of(&list);
         let Some(device) = devices.iter().find(|device| device.id() == id) else { return };
         match notice {
-            DeviceEvent::Failed => fail(device, &list),
+            DeviceEvent::Failed => {
+                fail(device, &list);
+                sink(GuestEvent::WithheldDevice);
+            }
             DeviceEvent::WantedBack => {
                 log::warn!(
                     "the host requests the release of device '{id}': the guest is asked to eject it"

@@ -17,6 +17,7 @@ use super::outcome::unmap_if_unused;
 use super::{Passthrough, PassthroughError};
 use crate::config::VmConfig;
 use crate::events;
+use crate::machine::events::GuestEvent;
 use crate::machine::ram;
 use crate::machine::state::hardware_state_len_bytes_max;
 
@@ -66,7 +67,9 @@ impl Passthrough {
         let why = |(_, device): &(_, Arc<VfioPciDevice>)| {
             Some(reason(device.id(), &error_text::chain(device.movable().err()?)))
         };
-        refuse(&self.devices.iter().filter_map(why).collect::<Vec<_>>())?;
+        let mut reasons: Vec<_> = self.devices.iter().filter_map(why).collect();
+        reasons.extend(self.why_withheld());
+        refuse(&reasons)?;
         refuse(&self.too_much_state(hardware_state_len_bytes_max(config.cpus.boot_vcpus)))
     }
 
@@ -142,6 +145,7 @@ impl Passthrough {
             let lost = [("id", id), ("error", reason.as_str())];
             events::emit("vm", "passthrough-device-lost", &lost);
             unmap_if_unused(&self.device_list);
+            (self.sink)(GuestEvent::WithheldDevice);
         }
     }
 
@@ -169,6 +173,7 @@ pub(super) mod tests {
     use vfio::migration::fakes::StepFailure;
     use vfio::{DmaGate, VfioWiring};
 
+    use super::super::announcing::Withheld;
     use super::super::{Backend, CancelToken, DiscardingDevices, SharedDeviceList};
     use super::*;
 
@@ -205,6 +210,7 @@ pub(super) mod tests {
             space: None,
             slots: None,
             prepinned: None,
+            withheld: Withheld::default(),
             withdrawn: Vec::new(),
             needs_p2p: false,
             peers: None,

@@ -8,6 +8,7 @@
 //! | module | owns |
 //! | --- | --- |
 //! | `adding` | devices that come and go while the machine is there |
+//! | `announcing` | devices that the guest does not see before memory is mapped |
 //! | `opening` | devices that are opened while the guest runs |
 //! | `backend` | VFIO container or iommufd |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
@@ -18,6 +19,7 @@
 //! | `migration` | migration of devices, and their part in a pause |
 
 mod adding;
+mod announcing;
 mod backend;
 mod device_events;
 mod migration;
@@ -44,12 +46,13 @@ use vfio::{
     PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 
-use super::events::EventSink;
+use super::events::{EventSink, GuestEvent};
 use super::opening::run_unless_cancelled;
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::prefault::prefault_threads;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
+use announcing::Withheld;
 use backend::{Backend, real_place, shown_place};
 pub use migration::check_config;
 pub use opening::Opening;
@@ -164,6 +167,8 @@ pub struct Passthrough {
     slots: Option<Arc<KvmBarSlots>>,
     /// Memory mapped in advance by a pool, until [`Passthrough::map_memory`] takes it.
     prepinned: Option<PrepinnedSlot>,
+    /// Devices that the guest does not see yet.
+    withheld: Withheld,
     /// Devices removed while they were being opened, by location, until they are closed.
     withdrawn: Vec<(String, Weak<()>)>,
     /// Whether devices are to reach each other's BARs by DMA.
@@ -190,6 +195,14 @@ pub fn routes() -> Vec<IntxRoute> {
         .filter_map(|number| DeviceNumber::new(number).ok())
         .map(|number| IntxRoute { device: number.get(), pin: 0, gsi: line_of(number) })
         .collect()
+}
+
+/// When a device that is placed on the bus responds there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Showing {
+    AtOnce,
+    /// Once memory is mapped.
+    Later,
 }
 
 /// How the configured devices are opened.
@@ -225,13 +238,14 @@ impl Passthrough {
     ) -> Result<Self, PassthroughError> {
         let mut this = Self {
             notices: None,
+            gate: new_gate(&sink),
+            withheld: Withheld::default(),
             sink,
             pinning: None,
             devices: Vec::new(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
             device_list: SharedDeviceList::default(),
-            gate: Arc::default(),
             backend: Backend::of(config),
             space: None,
             slots: None,
@@ -248,7 +262,7 @@ impl Passthrough {
             if overlaps {
                 this.expect(config, context)?;
             } else {
-                this.plug(config, context, cancel)?;
+                this.plug(config, context, Showing::AtOnce, cancel)?;
             }
         }
         Ok(this)
@@ -259,6 +273,7 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         context: &PciContext<'_>,
+        showing: Showing,
         cancel: &CancelToken,
     ) -> Result<Bdf, PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
@@ -268,10 +283,16 @@ impl Passthrough {
         let device = self.open(config, &id, number, context, cancel);
         let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
+            if showing == Showing::Later {
+                context.segment.hide(number);
+            }
             Ok((context.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
         });
         let (bdf, device, at) = added.inspect_err(|_| context.segment.release(number))?;
         self.keep(config, bdf, device, at);
+        if showing == Showing::Later {
+            self.withheld.add(bdf);
+        }
         Ok(bdf)
     }
 
@@ -403,10 +424,12 @@ impl Passthrough {
                 // Weak: the list has the mapping, and the mapping has this. Both would stay for good, with the
                 // guest's memory.
                 let list = Arc::downgrade(&self.device_list);
+                let sink = Arc::clone(&self.sink);
                 let on_lost = Box::new(move |reason: &Arc<str>| {
                     if let Some(list) = list.upgrade() {
                         lose_all(reason, &list);
                     }
+                    sink(GuestEvent::WithheldDevice);
                 });
                 let prepinned = self.prepinned.take();
                 let is_prepinned = prepinned.is_some();
@@ -418,8 +441,10 @@ impl Passthrough {
                 };
                 let list = Arc::clone(&self.device_list);
                 let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
+                let sink = Arc::clone(&self.sink);
                 let on_end = Box::new(move |state: &PinState| {
                     tell(state, total_bytes, &list);
+                    sink(GuestEvent::WithheldDevice);
                     if let (PinState::Pinned { .. }, Some(enable)) = (state, enable) {
                         enable.apply();
                     }
@@ -497,6 +522,12 @@ impl Passthrough {
         };
         self.devices.iter().map(|(_, device)| (device.id().to_owned(), of_device(device))).collect()
     }
+}
+
+/// A gate that reports each wait of a vCPU, during which the guest's clock went on.
+fn new_gate(sink: &EventSink) -> Arc<DmaGate> {
+    let sink = Arc::clone(sink);
+    Arc::new(DmaGate::reporting(Box::new(move || sink(GuestEvent::VcpuWaited))))
 }
 
 fn ban(ram: &GuestRam) -> DiscardBan {

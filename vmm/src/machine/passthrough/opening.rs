@@ -19,12 +19,14 @@ use memory::GuestRam;
 use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
+    pin_time,
 };
 
 use super::backend::place_of;
 use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device, reach};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
+use crate::machine::events::GuestEvent;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
 use crate::machine::virtio::PciContext;
 
@@ -184,6 +186,10 @@ impl Passthrough {
         let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
         let number = context.segment.expect(requested, &id);
         let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
+        if config.pin == PinMode::Announce {
+            // No vCPU waits until it is open either.
+            context.segment.hide(number);
+        }
         let pending = PendingDevice::begin(config.clone(), id.clone(), number, open);
         let pending = pending.map_err(|source| {
             context.segment.release(number);
@@ -242,14 +248,34 @@ impl Passthrough {
         }
         // Before vCPUs can reach the devices: the thread that opens the gate has been started.
         self.map_memory(context.ram, discarding, cancel)?;
-        for (pending, (_, device)) in self.pending.iter().zip(&self.devices) {
+        let mut is_too_long = None;
+        for (pending, (bdf, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
+            let is_withheld = match pending.config.pin {
+                PinMode::Announce => true,
+                PinMode::Overlap | PinMode::Strict => false,
+                PinMode::Auto => *is_too_long.get_or_insert_with(|| {
+                    let pinning = self.pinning.as_ref();
+                    pinning.is_some_and(|pinning| {
+                        pin_time::is_too_long(pinning, || cancel.is_cancelled())
+                    })
+                }),
+            };
+            if is_withheld {
+                log::info!("the guest finds '{}' once memory is mapped", pending.id);
+                context.segment.hide(pending.number);
+                self.withheld.add(*bdf);
+            }
             context
                 .segment
                 .deliver(&on_bus, pending.number)
                 .map_err(|source| PassthroughError::Bus { id: pending.id.clone(), source })?;
         }
         self.pending.clear();
+        if self.withholds_any() {
+            // Memory may be mapped already.
+            (self.sink)(GuestEvent::WithheldDevice);
+        }
         Ok(())
     }
 

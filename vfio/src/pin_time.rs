@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! How long memory will still be populated and mapped for passed-through devices: whether a guest's driver can
+//! wait for it.
+//!
+//! Owns the longest wait that a guest is to see, and the estimate. The rate of this host with this memory is
+//! measured, as pages, processors and the IOMMU make more difference than any table could say. Must never wait
+//! for longer than a guest may for its devices to be opened.
+
+use std::time::{Duration, Instant};
+
+use crate::pinning::{PinProgress, PinState, Pinning};
+
+/// The longest wait at the gate that is planned. Linux reports a stall of RCU after 21 s by default, and some
+/// kernels are configured for less; waits of a virtual machine that is short of processors come on top.
+pub const GATE_WAIT_MAX: Duration = Duration::from_secs(5);
+
+/// Memory of which no guest sees the wait, also in 4 KiB pages mapped by one thread. Such devices are there
+/// from the beginning, however busy the host is.
+const SMALL_BYTES: u64 = 1 << 30;
+
+/// How often it is looked whether enough has been mapped.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time for a measurement, which delays the devices; about as long as one takes to be reset.
+const MEASURE_MAX: Duration = Duration::from_millis(300);
+
+/// One of so many parts of the memory has to be mapped for a measurement.
+const SAMPLE_DIVISOR: u64 = 32;
+
+/// Whether a driver that enables DMA now would have to wait for longer than [`GATE_WAIT_MAX`]; also if
+/// nothing is mapped while that is measured. `is_cancelled` ends the measurement early.
+pub fn is_too_long(pinning: &Pinning, is_cancelled: impl Fn() -> bool) -> bool {
+    let begun = Instant::now();
+    let first = pinning.progress();
+    if first.total_bytes < SMALL_BYTES {
+        return false;
+    }
+    loop {
+        let now = pinning.progress();
+        let took = begun.elapsed();
+        let is_measured = done_bytes(&first, &now) >= now.total_bytes / SAMPLE_DIVISOR;
+        if is_measured || took >= MEASURE_MAX || is_cancelled() || is_over(&now) {
+            return remaining(&first, &now, took).is_none_or(|left| left > GATE_WAIT_MAX);
+        }
+        pinning.ends_within(POLL_INTERVAL);
+    }
+}
+
+fn is_over(progress: &PinProgress) -> bool {
+    !matches!(progress.state, PinState::Pinning)
+}
+
+fn done_bytes(first: &PinProgress, now: &PinProgress) -> u64 {
+    now.processed_bytes.saturating_sub(first.processed_bytes)
+}
+
+/// Time that is left `now`, with the rate since `first`, which is `took` ago; `None` if nothing was done in it.
+fn remaining(first: &PinProgress, now: &PinProgress, took: Duration) -> Option<Duration> {
+    if is_over(now) {
+        return Some(Duration::ZERO);
+    }
+    let left_bytes = now.total_bytes.saturating_sub(now.processed_bytes);
+    let nanos = u128::from(left_bytes).checked_mul(took.as_nanos())?;
+    let nanos = nanos.checked_div(u128::from(done_bytes(first, now)))?;
+    Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn progress(processed_gib: u64, total_gib: u64, state: PinState) -> PinProgress {
+        let (processed_bytes, total_bytes) = (processed_gib * GIB, total_gib * GIB);
+        PinProgress { pinned_bytes: 0, processed_bytes, total_bytes, state }
+    }
+
+    #[test]
+    fn what_is_left_takes_as_long_as_what_was_done() {
+        let left = |first, now, total, took_ms| {
+            let (first, now) = (progress(first, total, PinState::Pinning), now);
+            let now = progress(now, total, PinState::Pinning);
+            remaining(&first, &now, Duration::from_millis(took_ms))
+        };
+        assert_eq!(left(0, 40, 512, 100), Some(Duration::from_millis(1180)));
+        assert_eq!(
+            left(10, 50, 4096, 100),
+            Some(Duration::from_millis(10115)),
+            "not since the start"
+        );
+        assert_eq!(left(7, 7, 512, 300), None);
+        let most = remaining(
+            &progress(0, 0, PinState::Pinning),
+            &PinProgress {
+                processed_bytes: 1,
+                total_bytes: u64::MAX,
+                ..progress(0, 0, PinState::Pinning)
+            },
+            Duration::MAX,
+        );
+        assert!(most.is_none_or(|most| most > GATE_WAIT_MAX));
+    }
+
+    #[test]
+    fn nothing_is_left_of_what_has_ended() {
+        let first = progress(0, 512, PinState::Pinning);
+        for state in [
+            PinState::Pinned { took: Duration::ZERO, at: Instant::now() },
+            PinState::Failed("no memory".into()),
+        ] {
+            let now = progress(0, 512, state);
+            assert_eq!(remaining(&first, &now, MEASURE_MAX), Some(Duration::ZERO));
+        }
+    }
+}
