@@ -4,12 +4,13 @@
 //! wait for it.
 //!
 //! Owns the longest wait that a guest is to see, and the estimate. The rate of this host with this memory is
-//! measured, as pages, processors and the IOMMU make more difference than any table could say. Must never wait
-//! for longer than a guest may for its devices to be opened.
+//! measured, as pages, processors and the IOMMU make more difference than any table could say. The beginning of
+//! memory stands for all of it: a later zone of other pages, or memory that another thread has populated so far, is
+//! not seen. Must never wait for longer than a guest may for its devices to be opened.
 
 use std::time::{Duration, Instant};
 
-use crate::pinning::{PinProgress, PinState, Pinning};
+use crate::pinning::{MapSample, PinProgress, PinState, Pinning};
 
 /// The longest wait at the gate that is planned. Linux reports a stall of RCU after 21 s by default, and some
 /// kernels are configured for less; waits of a virtual machine that is short of processors come on top.
@@ -17,10 +18,16 @@ pub const GATE_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// Memory of which no guest sees the wait, also in 4 KiB pages mapped by one thread. Such devices are there
 /// from the beginning, however busy the host is.
-const SMALL_BYTES: u64 = 1 << 30;
+pub(crate) const SMALL_BYTES: u64 = 1 << 30;
 
 /// How often it is looked whether enough has been mapped.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time that a measurement takes at least, unless all is mapped before: the first chunks may have been there.
+const MEASURE_MIN: Duration = Duration::from_millis(50);
+
+/// Time for a measurement in which nothing was done yet: chunks of 1 GiB pages are as long.
+const FIRST_CHUNK_MAX: Duration = Duration::from_secs(1);
 
 /// Time for a measurement, which delays the devices; about as long as one takes to be reset.
 const MEASURE_MAX: Duration = Duration::from_millis(300);
@@ -39,9 +46,12 @@ pub fn is_too_long(pinning: &Pinning, is_cancelled: impl Fn() -> bool) -> bool {
     loop {
         let now = pinning.progress();
         let took = begun.elapsed();
-        let is_measured = done_bytes(&first, &now) >= now.total_bytes / SAMPLE_DIVISOR;
-        if is_measured || took >= MEASURE_MAX || is_cancelled() || is_over(&now) {
-            return remaining(&first, &now, took).is_none_or(|left| left > GATE_WAIT_MAX);
+        let left = remaining(&first, &now, took);
+        let has_sample = done_bytes(&first, &now) >= now.total_bytes / SAMPLE_DIVISOR;
+        let is_measured = left.is_some() && has_sample && took >= MEASURE_MIN;
+        let max = if left.is_some() { MEASURE_MAX } else { FIRST_CHUNK_MAX };
+        if is_measured || took >= max || is_cancelled() || is_over(&now) {
+            return left.is_none_or(|left| left > GATE_WAIT_MAX);
         }
         pinning.ends_within(POLL_INTERVAL);
     }
@@ -60,9 +70,21 @@ fn remaining(first: &PinProgress, now: &PinProgress, took: Duration) -> Option<D
     if is_over(now) {
         return Some(Duration::ZERO);
     }
-    let left_bytes = now.total_bytes.saturating_sub(now.processed_bytes);
+    let unprocessed_bytes = now.total_bytes.saturating_sub(now.processed_bytes);
+    let unmapped_bytes = now.total_bytes.saturating_sub(now.pinned_bytes);
+    let processing = at_rate(unprocessed_bytes, done_bytes(first, now), took)?;
+    let mapping = match now.sample {
+        MapSample::Unneeded => Duration::ZERO,
+        MapSample::Begun => return None,
+        MapSample::Taken { bytes, took } => at_rate(unmapped_bytes, bytes, took)?,
+    };
+    Some(processing.saturating_add(mapping))
+}
+
+/// Time for `left_bytes` if `bytes` took so long.
+fn at_rate(left_bytes: u64, bytes: u64, took: Duration) -> Option<Duration> {
     let nanos = u128::from(left_bytes).checked_mul(took.as_nanos())?;
-    let nanos = nanos.checked_div(u128::from(done_bytes(first, now)))?;
+    let nanos = nanos.checked_div(u128::from(bytes))?;
     Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
 }
 
@@ -74,7 +96,8 @@ mod tests {
 
     fn progress(processed_gib: u64, total_gib: u64, state: PinState) -> PinProgress {
         let (processed_bytes, total_bytes) = (processed_gib * GIB, total_gib * GIB);
-        PinProgress { pinned_bytes: 0, processed_bytes, total_bytes, state }
+        let sample = MapSample::Unneeded;
+        PinProgress { pinned_bytes: 0, processed_bytes, sample, total_bytes, state }
     }
 
     #[test]
@@ -101,6 +124,18 @@ mod tests {
             Duration::MAX,
         );
         assert!(most.is_none_or(|most| most > GATE_WAIT_MAX));
+    }
+
+    #[test]
+    fn memory_that_is_mapped_last_is_still_to_be_mapped() {
+        let first = progress(0, 512, PinState::Pinning);
+        let populated = progress(512, 512, PinState::Pinning);
+        let left =
+            |sample| remaining(&first, &PinProgress { sample, ..populated.clone() }, MEASURE_MAX);
+        assert_eq!(left(MapSample::Unneeded), Some(Duration::ZERO));
+        assert_eq!(left(MapSample::Begun), None);
+        let sample = MapSample::Taken { bytes: GIB, took: Duration::from_millis(20) };
+        assert_eq!(left(sample), Some(Duration::from_millis(10_240)));
     }
 
     #[test]

@@ -20,6 +20,7 @@ use super::dma_map::DmaMap;
 use super::entries::Entries;
 use super::error::PinError;
 use super::gate::DmaGate;
+use super::pin_time::SMALL_BYTES;
 
 /// State of mapping memory for DMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,16 +45,37 @@ pub struct PinProgress {
     pub pinned_bytes: u64,
     /// Bytes populated, and mapped if they are not mapped after all others: what shows the rate.
     pub processed_bytes: u64,
+    /// How long one chunk took of those that are mapped after all others.
+    pub sample: MapSample,
     /// Total bytes.
     pub total_bytes: u64,
     /// State.
     pub state: PinState,
 }
 
+/// How long mapping takes of memory that is mapped when all of it is populated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MapSample {
+    /// No such memory has been populated.
+    #[default]
+    Unneeded,
+    /// The sample is being mapped.
+    Begun,
+    /// So many bytes took so long.
+    Taken {
+        /// Length of the chunk.
+        bytes: u64,
+        /// Time of the call.
+        took: Duration,
+    },
+}
+
 struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
     processed_bytes: AtomicU64,
+    /// Locked twice in all.
+    sample: Mutex<MapSample>,
     stop: AtomicBool,
     state: Mutex<PinState>,
     gate: Arc<DmaGate>,
@@ -90,6 +112,7 @@ impl Pinning {
             total_bytes,
             dma_map,
             processed_bytes: AtomicU64::new(0),
+            sample: Mutex::default(),
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             gate,
@@ -113,6 +136,7 @@ impl Pinning {
         let shared = Arc::new(Shared {
             total_bytes: dma_map.mapped_bytes(),
             processed_bytes: AtomicU64::new(dma_map.mapped_bytes()),
+            sample: Mutex::default(),
             dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
@@ -141,6 +165,7 @@ impl Pinning {
         PinProgress {
             pinned_bytes,
             processed_bytes: self.shared.processed_bytes.load(Ordering::Relaxed),
+            sample: *self.shared.sample.lock(),
             // The guest may have got more memory since.
             total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| state.lock().clone()),
@@ -257,6 +282,19 @@ impl Shared {
         if self.stop.load(Ordering::Relaxed) { Err(PinError::Cancelled) } else { Ok(()) }
     }
 
+    /// Whether the calling thread is to map the sample: once, and only if a guest may have to wait.
+    fn begins_sample(&self) -> bool {
+        if !self.yields_to_guest || self.total_bytes < SMALL_BYTES {
+            return false;
+        }
+        let mut sample = self.sample.lock();
+        let is_first = *sample == MapSample::Unneeded;
+        if is_first {
+            *sample = MapSample::Begun;
+        }
+        is_first
+    }
+
     fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
         let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
         let keep = Arc::clone(&kept);
@@ -265,7 +303,13 @@ impl Shared {
             on_chunk: Arc::new(move |region, range| {
                 shared.go_on()?;
                 let len_bytes = range.end.saturating_sub(range.start);
-                if shared.dma_map.target().maps_last(region) {
+                let is_last = shared.dma_map.target().maps_last(region);
+                if is_last && shared.begins_sample() {
+                    let begun = Instant::now();
+                    shared.dma_map.map(region, &range)?;
+                    *shared.sample.lock() =
+                        MapSample::Taken { bytes: len_bytes, took: begun.elapsed() };
+                } else if is_last {
                     keep.lock().push((region.gpa(), range));
                 } else {
                     shared.dma_map.map(region, &range)?;

@@ -289,10 +289,16 @@ impl Populator for Stopping {
     }
 }
 
-fn is_too_long(len_bytes: u64, at_once: usize) -> bool {
+/// `target` is given what opens after the forecast.
+fn is_too_long(
+    len_bytes: u64,
+    at_once: usize,
+    target: impl FnOnce(Arc<DmaGate>) -> FakeTarget,
+) -> bool {
     let (ram, rest) = (ram(len_bytes), Arc::new(DmaGate::default()));
     let inner = GuestRamPopulator::new(ram, None);
-    let dma_map = dma_map(Arc::default(), &inner);
+    let target = target(Arc::clone(&rest));
+    let dma_map = dma_map(Arc::new(target), &inner);
     let populator = Arc::new(Stopping { inner, at_once, rest: Arc::clone(&rest) });
     let gate = Arc::new(DmaGate::default());
     let mut pinning = Pinning::start(dma_map, populator, gate, true, Box::new(|_| {})).unwrap();
@@ -305,9 +311,18 @@ fn is_too_long(len_bytes: u64, at_once: usize) -> bool {
 
 #[test]
 fn a_guest_waits_only_for_what_is_soon_mapped() {
-    assert!(!is_too_long(64 * MIB, 0), "small");
-    assert!(!is_too_long(1024 * MIB, 100), "all of it at once");
-    assert!(!is_too_long(1024 * MIB, 4), "a sixteenth in no time");
-    assert!(is_too_long(1024 * MIB, 0), "nothing in the time of the measurement");
-    assert!(is_too_long(65536 * MIB, 1), "a thousandth in the time of the measurement");
+    let quick = |_| FakeTarget::default();
+    assert!(!is_too_long(64 * MIB, 0, quick), "small");
+    assert!(!is_too_long(1024 * MIB, 100, quick), "all of it at once");
+    assert!(!is_too_long(1024 * MIB, 4, quick), "a quarter in no time");
+    assert!(is_too_long(1024 * MIB, 0, quick), "nothing in the time of the measurement");
+    assert!(is_too_long(65536 * MIB, 1, quick), "a thousandth in the time of the measurement");
+    let last = |_| FakeTarget { maps_last: true, ..FakeTarget::default() };
+    assert!(!is_too_long(1024 * MIB, 100, last), "all of it populated, and a sample mapped");
+    let stuck = |rest: Arc<DmaGate>| FakeTarget {
+        maps_last: true,
+        before: Some(Box::new(move |_| rest.wait().map_err(io::Error::other))),
+        ..FakeTarget::default()
+    };
+    assert!(is_too_long(1024 * MIB, 100, stuck), "populated, but nothing can be mapped");
 }

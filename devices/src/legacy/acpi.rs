@@ -218,10 +218,15 @@ impl GedDevice {
         self.interrupt();
     }
 
-    /// Raises the interrupt again if events are pending, when the guest resumes: an interrupt raised before
-    /// the state was saved may not have been delivered.
+    /// Whether the guest has not read an event.
+    pub fn is_pending(&self) -> bool {
+        self.pending.load(Ordering::Acquire) != 0
+    }
+
+    /// Raises the interrupt again if events are pending, when the guest resumes or has not read them for long: an
+    /// interrupt raised before the state was saved, or before the guest enabled it, may not have been delivered.
     pub fn resume(&self) {
-        if self.pending.load(Ordering::Acquire) != 0 {
+        if self.is_pending() {
             self.interrupt();
         }
     }

@@ -74,6 +74,21 @@ check driver_of_the_added_one_did_not_wait did_not_wait b
 check no_vcpu_stalled_for_it never_stalled b
 check power_button_ends_that_vmm power_button b
 
+# Announced while the kernel boots, before it listens for new devices or after.
+comes_while_booting() {
+  start_guest d 1 --device path=$disk,id=disk,pin=announce || return 1
+  wait_until $WAIT_S says d "GUEST-READY 1 vcpus" && wait_until 60 happened d device-added &&
+    guest d "for i in \$(seq 600); do test -b /dev/nvme0n1 && break; sleep 0.1; done; test -b /dev/nvme0n1" && power_button d
+}
+LAUNCH=
+MEMORY=size=128M,shared=on
+check guest_finds_what_came_while_it_booted comes_while_booting
+for SLOW_MAP_S in 1 2 4; do
+  LAUNCH=$(slow)
+  check guest_finds_what_came_after_${SLOW_MAP_S}_s comes_while_booting
+done
+MEMORY=size=1G,shared=on
+
 # Memory that cannot be mapped: the guest never sees the device, and nothing stays pinned.
 SLOW_MAP_S=20
 LAUNCH="/bin/setpriv --bounding-set=-ipc_lock prlimit --memlock=unlimited $(slow)"

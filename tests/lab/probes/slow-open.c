@@ -2,7 +2,7 @@
 /*
  * A library to load before others (LD_PRELOAD): opening a device through VFIO takes as many seconds more as
  * SLOW_OPEN_S says, and fails then if SLOW_OPEN_FAILS is set; resetting one that is open takes as many more as
- * SLOW_RESET_S says, and mapping the first piece of memory as many as SLOW_MAP_S says.
+ * SLOW_RESET_S says, and no memory is mapped before SLOW_MAP_S seconds after the first attempt.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -10,6 +10,7 @@
 #include <linux/vfio.h>
 #include <stdarg.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Linux 6.6 and newer; the headers may be older. VFIO_DEVICE_BIND_IOMMUFD. */
@@ -33,10 +34,14 @@ int ioctl(int fd, unsigned long request, ...)
 	argument = va_arg(list, void *);
 	va_end(list);
 	if (request == VFIO_IOMMU_MAP_DMA || request == IOAS_MAP || request == IOAS_MAP_FILE) {
-		static int mapped;
+		const char *seconds = getenv("SLOW_MAP_S");
+		static time_t first;
+		time_t none = 0, now = time(NULL), left;
 
-		if (!__atomic_exchange_n(&mapped, 1, __ATOMIC_RELAXED))
-			sleep_for(getenv("SLOW_MAP_S"));
+		__atomic_compare_exchange_n(&first, &none, now, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+		left = __atomic_load_n(&first, __ATOMIC_RELAXED) + (seconds ? atoi(seconds) : 0) - now;
+		if (left > 0)
+			sleep((unsigned)left);
 	}
 	if (request == VFIO_DEVICE_RESET)
 		sleep_for(getenv("SLOW_RESET_S"));

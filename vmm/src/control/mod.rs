@@ -39,6 +39,7 @@
 //! | `resize` | memory and balloon size of a VM that exists |
 //! | `full_disks` | a VM that is paused because a disk is full |
 //! | `guest_events` | resets, shutdowns and crashes of the guest |
+//! | `unread_events` | ACPI events that the guest has not read yet |
 //! | `triple_faults` | guests that reset by a triple fault |
 //! | `snapshot` | the threads that save and restore |
 //! | `migrating` | begin and end of migrations |
@@ -47,6 +48,7 @@
 //! | `cancel` | which requests end a migration, and until when |
 //! | `doubt` | a VM that has arrived, while it is unknown whether its source runs it |
 //! | `observer` | migrations in log and events |
+//! | `when_not_live` | what a request is told that meets no live VM |
 //! | `describe`, `device_tree` | `vm.info` and `vm.counters` |
 //! | `threads` | threads that own what the VMM thread has given them |
 
@@ -75,6 +77,8 @@ mod starting;
 mod teardown;
 mod threads;
 mod triple_faults;
+mod unread_events;
+mod when_not_live;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -83,7 +87,7 @@ use std::time::Instant;
 use vm_migration::destination::LateReconnects;
 use vm_migration::destination::PostcopyPaused;
 use vm_migration::source::Held;
-use vm_migration::{Phase, Progress, Steering};
+use vm_migration::{Progress, Steering};
 
 use crate::api::request::Responder;
 use crate::api::{ApiCall, ApiError, ApiErrorKind, ApiReply, ApiResult, VmInfo, VmmRequest};
@@ -113,6 +117,7 @@ use snapshot::{Busy, MemoryFill};
 use starting::Starting;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
+use unread_events::UnreadEvents;
 
 /// State of the VM in its life cycle, with what each state owns.
 enum VmLifecycle {
@@ -247,6 +252,8 @@ struct Vmm {
     told_by_signal: bool,
     /// Requests deferred until the VM is in another state.
     deferred: Deferred,
+    /// When the guest is told again of what it has not read.
+    unread_events: UnreadEvents,
 }
 
 impl Vmm {
@@ -285,6 +292,7 @@ impl Vmm {
             at_latest: None,
             told_by_signal: false,
             deferred: Deferred::default(),
+            unread_events: UnreadEvents::default(),
         }
     }
 
@@ -501,100 +509,6 @@ impl Vmm {
                 self.memory_complete(number);
                 Next::Continue
             }
-        }
-    }
-}
-
-impl VmLifecycle {
-    /// The operation in progress that other requests wait for, as in `vm.info`.
-    fn doing(&self) -> Option<String> {
-        let doing = match self {
-            Self::Starting(starting) => starting.doing(),
-            Self::Busy(busy) => busy.name(),
-            Self::Transitioning(transition) => transition.kind.doing()?,
-            Self::TearingDown(_) => "ended",
-            Self::Migrating { .. } => "migrated",
-            _ => return None,
-        };
-        Some(doing.to_owned())
-    }
-
-    /// The error of a request that needs a live machine.
-    fn why_not_live(&self) -> ApiError {
-        match self {
-            Self::None | Self::Live(_) => ApiError::not_created(),
-            Self::Created(_) => ApiError::not_booted(),
-            Self::Migrating { .. } => ApiError::new(
-                ApiErrorKind::Conflict,
-                "the VM is being migrated; wait until that is over, or cancel it with \
-                 vm.migration-cancel",
-            ),
-            Self::Serving(sending) if sending.progress.phase() == Phase::InDoubt => ApiError::new(
-                ApiErrorKind::Conflict,
-                "the destination of the migration owns the VM; it may not know that yet, and is informed when it \
-                 can be reached; force ends that",
-            ),
-            Self::Serving(_) => ApiError::new(
-                ApiErrorKind::Conflict,
-                "the VM runs at the destination of its migration, which receives the last pages from \
-                 here; this VMM ends by itself when all are sent, and with force the VM is lost",
-            ),
-            Self::Busy(busy) => ApiError::new(
-                ApiErrorKind::Conflict,
-                format!(
-                    "the VM is being {}; wait until that is over{}",
-                    busy.name(),
-                    if busy.is_restore {
-                        ", or discard it with vm.delete"
-                    } else {
-                        ", or end it with vm.snapshot-cancel"
-                    }
-                ),
-            ),
-            Self::Starting(starting) => ApiError::new(
-                ApiErrorKind::Conflict,
-                format!(
-                    "the VM is being {}, which waits for its resources; wait until that is \
-                     over, or discard it with vm.shutdown",
-                    starting.name()
-                ),
-            ),
-            Self::Transitioning(transition) => ApiError::new(
-                ApiErrorKind::Conflict,
-                format!(
-                    "the VM is being {}; wait until that is over{}",
-                    transition.kind.name(),
-                    if transition.kind == pausing::TransitionKind::Pause {
-                        ", or cancel it with vm.resume"
-                    } else {
-                        ""
-                    }
-                ),
-            ),
-            Self::TearingDown(_) => ApiError::new(
-                ApiErrorKind::Conflict,
-                "the VM is being ended, which waits until its devices have finished their requests \
-                 and its disks are written back; vmm.shutdown with force does not wait",
-            ),
-            Self::Receiving(receiving) if receiving.doubtful().is_some() => doubt::in_doubt(),
-            Self::Receiving(_) => ApiError::new(
-                ApiErrorKind::NotCreated,
-                "a migration is awaited here; there is no VM yet",
-            ),
-            Self::NotStarted { reason, .. } => ApiError::new(
-                ApiErrorKind::Conflict,
-                format!(
-                    "the VM has arrived and was not started: {reason}; vm.resume starts it, \
-                     vm.delete discards it"
-                ),
-            ),
-            Self::HandedOver { reason, .. } => ApiError::new(
-                ApiErrorKind::NotCreated,
-                format!(
-                    "the VM belongs to another VMM, which may need pages from here: {reason}; \
-                     vm.delete discards them"
-                ),
-            ),
         }
     }
 }

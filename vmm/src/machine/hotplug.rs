@@ -180,6 +180,16 @@ impl Machine {
         self.parts.passthrough.withholds_any()
     }
 
+    /// Whether the guest has not read an ACPI event: a device that has come or is to go, the power button.
+    pub fn has_unread_events(&self) -> bool {
+        self.parts.legacy.has_unread_events()
+    }
+
+    /// Raises the interrupt of unread ACPI events again.
+    pub fn repeat_unread_events(&self) {
+        self.parts.legacy.repeat_unread_events();
+    }
+
     /// Informs the guest's watchdogs that its vCPUs stood still.
     pub fn report_standstill(&self) {
         self.vcpus.report_standstill();

@@ -145,6 +145,16 @@ impl LegacyDevices {
         self.ged.notify(GED_PCI_DEVICES_CHANGED);
     }
 
+    /// Whether the guest has not read an ACPI event.
+    pub fn has_unread_events(&self) -> bool {
+        self.ged.is_pending()
+    }
+
+    /// Raises the interrupt of unread ACPI events again.
+    pub fn repeat_unread_events(&self) {
+        self.ged.resume();
+    }
+
     /// The generation ID device; a booting guest gets an ID once it is present here.
     pub fn generation(&self) -> &GenerationId {
         &self.generation

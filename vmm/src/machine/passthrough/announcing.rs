@@ -7,8 +7,8 @@
 //! every vCPU that touches any configuration space. A device that is withheld is open, and has its place on
 //! the bus, but does not respond there. When memory is mapped, it is shown and announced as hot-plugged.
 //!
-//! Owns which devices are withheld, and whether each is announced or removed. Runs on the VMM thread, while no
-//! other has the machine: it must never announce or remove one while the machine is paused, moved or saved.
+//! Owns which devices are withheld, and whether each is announced or removed. Runs where the machine is at
+//! hand: it must never announce or remove one while the machine is being paused, moved or saved.
 
 use pci::{Bdf, DeviceNumber, PciSegment};
 use vfio::PinState;
@@ -123,7 +123,7 @@ impl Passthrough {
     /// Why a machine with withheld devices can be neither migrated nor saved: its guest is about to see them.
     pub(super) fn why_withheld(&self) -> Vec<String> {
         let withheld = self.devices.iter().filter(|(bdf, _)| self.withholds(*bdf));
-        let why = "memory is still being mapped for it, and the guest does not see it before";
+        let why = "it is withheld from the guest until memory is mapped for it";
         withheld.map(|(_, device)| format!("'{}': {why}", pci::PciDevice::id(&**device))).collect()
     }
 }
@@ -293,7 +293,7 @@ mod tests {
         let refused = passthrough.check_movable(&config).unwrap_err();
         let text = refused.to_string();
         assert!(matches!(refused, PassthroughError::NotMovable(_)), "{text}");
-        assert!(text.contains("'two': memory is still being mapped") && !text.contains("'one'"));
+        assert!(text.contains("'two': it is withheld") && !text.contains("'one'"));
         assert!(passthrough.refused().is_empty() && !passthrough.is_withdrawn(two));
         assert!(!passthrough.withdraw(one), "the guest has it");
         assert!(passthrough.withdraw(two));
