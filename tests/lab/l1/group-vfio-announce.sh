@@ -76,16 +76,14 @@ check power_button_ends_that_vmm power_button b
 
 # Announced while the kernel boots, before it listens for new devices or after.
 comes_while_booting() {
-  start_guest d 1 --device path=$disk,id=disk,pin=announce || return 1
-  wait_until $WAIT_S says d "GUEST-READY 1 vcpus" && wait_until 60 happened d device-added &&
-    guest d "for i in \$(seq 600); do test -b /dev/nvme0n1 && break; sleep 0.1; done; test -b /dev/nvme0n1" && power_button d
+  start_guest $1 1 --device path=$disk,id=disk,pin=announce || return 1
+  wait_until $WAIT_S says $1 "GUEST-READY 1 vcpus" && wait_until 60 happened $1 device-added &&
+    guest $1 "for i in \$(seq 600); do test -b /dev/nvme0n1 && break; sleep 0.1; done; test -b /dev/nvme0n1" && power_button $1
 }
-LAUNCH=
 MEMORY=size=128M,shared=on
-check guest_finds_what_came_while_it_booted comes_while_booting
-for SLOW_MAP_S in 1 2 4; do
+for SLOW_MAP_S in 0 1 2 4; do
   LAUNCH=$(slow)
-  check guest_finds_what_came_after_${SLOW_MAP_S}_s comes_while_booting
+  check guest_finds_what_came_after_${SLOW_MAP_S}_s comes_while_booting boot$SLOW_MAP_S
 done
 MEMORY=size=1G,shared=on
 
