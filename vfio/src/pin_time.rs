@@ -10,15 +10,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::pinning::{MapSample, PinProgress, PinState, Pinning};
+use crate::pinning::{MapSample, PinProgress, PinState, Pinning, SMALL_BYTES};
 
 /// The longest wait at the gate that is planned. Linux reports a stall of RCU after 21 s by default, and some
 /// kernels are configured for less; waits of a virtual machine that is short of processors come on top.
 pub const GATE_WAIT_MAX: Duration = Duration::from_secs(5);
-
-/// Memory of which no guest sees the wait, also in 4 KiB pages mapped by one thread. Such devices are there
-/// from the beginning, however busy the host is.
-pub(crate) const SMALL_BYTES: u64 = 1 << 30;
 
 /// How often it is looked whether enough has been mapped.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
