@@ -25,6 +25,8 @@ mod worker;
 
 #[cfg(any(test, feature = "testing"))]
 pub(super) mod fuzz;
+#[cfg(test)]
+mod order_tests;
 #[cfg(any(test, feature = "testing"))]
 mod scripted;
 #[cfg(test)]

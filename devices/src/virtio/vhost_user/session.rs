@@ -181,24 +181,32 @@ impl Session {
     }
 
     /// Starts the rings with the features that the driver has accepted.
+    ///
+    /// # Errors
+    /// [`VhostUserError::Ring`] if the driver has placed a ring where the back end cannot reach it; nothing has been
+    /// sent then.
     pub(super) fn start(
         &mut self,
         features: u64,
         memory: &GuestMemory,
         rings: &[Ring],
     ) -> Result<(), VhostUserError> {
+        let places = rings.iter().map(|ring| place(ring, memory));
+        let places = places.collect::<Result<Vec<_>, _>>()?;
         self.deadline.begin(Duration::ZERO);
         let features = features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
         self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
         self.send_memory(memory)?;
-        for ring in rings {
-            self.set_up(ring, memory)?;
+        for (ring, place) in rings.iter().zip(&places) {
+            self.set_up(ring, place)?;
         }
+        // Before the eventfds: they are signalled, and back ends built on vhost-user-backend before 0.22 drop a signal
+        // for a ring that is not enabled. After them once more: two versions of it disable a ring that gets one.
+        self.enable(rings, true)?;
         for ring in rings {
-            self.request("SET_VRING_ENABLE", |back_end| {
-                back_end.set_vring_enable(usize::from(ring.index), true)
-            })?;
+            self.send_kick(ring)?;
         }
+        self.enable(rings, true)?;
         if !self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
             // The back end answers this one when it has carried out all before.
             self.request("GET_FEATURES", |back_end| back_end.get_features())?;
@@ -206,29 +214,25 @@ impl Session {
         Ok(())
     }
 
-    fn set_up(&mut self, ring: &Ring, memory: &GuestMemory) -> Result<(), VhostUserError> {
-        let index = usize::from(ring.index);
-        let Ring { queue, .. } = ring;
-        // Contiguous in the back end, so as a whole in one region.
-        let host = |gpa: u64, len_bytes: usize| {
-            let bytes = memory.get_slice(GuestAddress(gpa), len_bytes);
-            bytes.map(|bytes| bytes.ptr_guard().as_ptr().addr() as u64)
-        };
-        let size = usize::from(queue.size());
-        let outside = |_| VhostUserError::Ring { index: ring.index };
-        let data = VringConfigData {
-            queue_max_size: ring.size_max,
-            queue_size: queue.size(),
-            flags: 0,
-            desc_table_addr: host(queue.desc_table(), 16 * size).map_err(outside)?,
-            used_ring_addr: host(queue.used_ring(), 6 + 8 * size).map_err(outside)?,
-            avail_ring_addr: host(queue.avail_ring(), 6 + 2 * size).map_err(outside)?,
-            log_addr: None,
-        };
+    fn set_up(&mut self, ring: &Ring, place: &VringConfigData) -> Result<(), VhostUserError> {
+        let (index, queue) = (usize::from(ring.index), &ring.queue);
         self.request("SET_VRING_NUM", |to| to.set_vring_num(index, queue.size()))?;
-        self.request("SET_VRING_ADDR", |to| to.set_vring_addr(index, &data))?;
+        self.request("SET_VRING_ADDR", |to| to.set_vring_addr(index, place))?;
         self.request("SET_VRING_BASE", |to| to.set_vring_base(index, queue.next_avail()))?;
-        self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))?;
+        self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))
+    }
+
+    fn enable(&mut self, rings: &[Ring], enable: bool) -> Result<(), VhostUserError> {
+        for ring in rings {
+            self.request("SET_VRING_ENABLE", |back_end| {
+                back_end.set_vring_enable(usize::from(ring.index), enable)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn send_kick(&mut self, ring: &Ring) -> Result<(), VhostUserError> {
+        let index = usize::from(ring.index);
         // Signalled already: what the driver has notified of before, or while the ring was stopped.
         let kick = ring.kicks.renew(ring.index);
         let kick = kick.map_err(|source| VhostUserError::Resource {
@@ -258,12 +262,8 @@ impl Session {
     /// entries.
     pub(super) fn stop(&mut self, rings: &mut [Ring]) -> Result<(), VhostUserError> {
         self.deadline.begin(Duration::ZERO);
-        for ring in &*rings {
-            // A ring that is stopped starts again when it is notified; one that is disabled is not served.
-            self.request("SET_VRING_ENABLE", |back_end| {
-                back_end.set_vring_enable(usize::from(ring.index), false)
-            })?;
-        }
+        // A ring that is stopped starts again when it is notified; one that is disabled is not served.
+        self.enable(rings, false)?;
         for ring in rings {
             let index = usize::from(ring.index);
             let base = self.request("GET_VRING_BASE", |back_end| back_end.get_vring_base(index))?;
@@ -313,6 +313,27 @@ impl Session {
     pub(super) fn connection_fd(&self) -> RawFd {
         self.connection.as_raw_fd()
     }
+}
+
+/// Where a ring is in this process, as the back end is told.
+fn place(ring: &Ring, memory: &GuestMemory) -> Result<VringConfigData, VhostUserError> {
+    let Ring { queue, .. } = ring;
+    // Contiguous in the back end, so as a whole in one region.
+    let host = |gpa: u64, len_bytes: usize| {
+        let bytes = memory.get_slice(GuestAddress(gpa), len_bytes);
+        bytes.map(|bytes| bytes.ptr_guard().as_ptr().addr() as u64)
+    };
+    let size = usize::from(queue.size());
+    let outside = |_| VhostUserError::Ring { index: ring.index };
+    Ok(VringConfigData {
+        queue_max_size: ring.size_max,
+        queue_size: queue.size(),
+        flags: 0,
+        desc_table_addr: host(queue.desc_table(), 16 * size).map_err(outside)?,
+        used_ring_addr: host(queue.used_ring(), 6 + 8 * size).map_err(outside)?,
+        avail_ring_addr: host(queue.avail_ring(), 6 + 2 * size).map_err(outside)?,
+        log_addr: None,
+    })
 }
 
 /// Guest memory as the back end is told of it.

@@ -16,6 +16,7 @@ use virtio_queue::{QueueState, QueueT};
 use vm_memory::GuestAddressSpace;
 
 use super::counters::VhostUserCounters;
+use super::error::VhostUserError;
 use super::session::{Ring, Session};
 use crate::virtio::device::VirtioInterrupt;
 use crate::virtio::queue::Broken;
@@ -54,6 +55,14 @@ impl VhostUserWorker {
         Broken::Device("the vhost-user back end is lost")
     }
 
+    /// A mistake of the driver costs it a reset of the device, not the back end.
+    fn not_started(&mut self, error: &VhostUserError) -> Broken {
+        if let VhostUserError::Ring { .. } = error {
+            return Broken::Device("a ring is not in memory that the back end can reach");
+        }
+        self.lost(&error_text::chain(error))
+    }
+
     fn stop(&mut self) -> Result<(), Broken> {
         if !std::mem::take(&mut self.is_serving) {
             return Ok(());
@@ -82,7 +91,7 @@ impl Work for VhostUserWorker {
         if !self.is_serving {
             let memory = self.memory.memory();
             let started = self.session.lock().start(self.features, &memory, &self.rings);
-            started.map_err(|error| self.lost(&error_text::chain(&error)))?;
+            started.map_err(|error| self.not_started(&error))?;
             self.is_serving = true;
         }
         watch.on(CONNECTION, self.session.lock().connection_fd())?;
