@@ -82,7 +82,7 @@ pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msr::MsrValue;
 pub use stage2::{Stage2Fill, Stage2Filled};
-pub use threads::{ThreadsConfig, ThreadsError, VcpuThreads};
+pub use threads::{Standstill, ThreadsConfig, ThreadsError, VcpuThreads};
 pub use throttle::{THROTTLE_PERCENT_MAX, VcpuThrottle};
 pub use tsc::TscState;
 pub use userfault::{FaultCause, FaultedAccess, UserfaultBitmap, UserfaultSupport};

@@ -57,6 +57,7 @@ use crate::run_page::RunPage;
 use crate::throttle::{Throttled, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
+pub use run_on_vcpu::Standstill;
 use runner::Runner;
 
 /// Time after which waiting for a vCPU is logged.

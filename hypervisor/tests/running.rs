@@ -379,3 +379,31 @@ fn a_vcpu_fills_its_tables_and_goes_back_to_the_guest() {
     }
     guest.threads.stop_all().unwrap();
 }
+
+/// What may be said while a vCPU runs, is paused or has ended, and keeps none from the guest.
+#[test]
+fn a_standstill_is_reported_at_any_time() {
+    let Some(kvm) = kvm() else { return };
+    #[rustfmt::skip]
+    let guest = Guest::new(&kvm, &[
+        0x66, 0xff, 0x06, 0x00, 0x20,   // inc dword [0x2000]
+        0xeb, 0xf9,                     // jmp to it
+    ]);
+    let standstill = guest.threads.standstill();
+    standstill.report();
+    guest.threads.resume_all();
+    for _ in 0..100 {
+        standstill.report();
+        let count = guest.memory.read_u32(0x2000);
+        let begin = Instant::now();
+        while guest.memory.read_u32(0x2000) == count {
+            assert!(begin.elapsed() < PATIENCE, "the guest stands still");
+            std::thread::yield_now();
+        }
+    }
+    guest.threads.pause_all().unwrap();
+    standstill.report();
+    guest.threads.stop_all().unwrap();
+    drop(guest);
+    standstill.report();
+}

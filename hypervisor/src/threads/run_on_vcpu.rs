@@ -7,8 +7,8 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
 use super::runner::Runner;
 use super::{Job, Phase, Shared, Target, Thread, VcpuThreads};
@@ -69,10 +69,21 @@ impl VcpuThreads {
 }
 
 impl VcpuThreads {
-    /// Informs the guest's watchdogs that its vCPUs stood still (`KVM_KVMCLOCK_CTRL`), as far as the guest
-    /// uses kvmclock. A running vCPU leaves the guest for it. Does not wait.
-    pub fn report_standstill(&self) {
-        for Thread { shared } in &self.threads {
+    /// What informs the guest that its vCPUs stood still.
+    pub fn standstill(&self) -> Standstill {
+        Standstill(self.threads.iter().map(|thread| Arc::downgrade(&thread.shared)).collect())
+    }
+}
+
+/// Informs the watchdogs of a guest that its vCPUs stood still.
+pub struct Standstill(Vec<Weak<Shared>>);
+
+impl Standstill {
+    /// Has each vCPU note it (`KVM_KVMCLOCK_CTRL`) before it is in the guest again, as far as the guest uses
+    /// kvmclock. A running vCPU leaves the guest for it. Does not wait, and may be called by a vCPU thread that
+    /// handles an exit.
+    pub fn report(&self) {
+        for shared in self.0.iter().filter_map(Weak::upgrade) {
             shared.begin_job(Box::new(|vcpu| vcpu.notify_clock_paused()));
         }
     }

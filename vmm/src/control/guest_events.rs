@@ -17,7 +17,6 @@
 //!  VcpuStopped   waits               waits             ends the process   ends the process
 //!  Ejected       waits               taken apart       waits              taken apart
 //!  Withheld      waits               announced         waits              announced
-//!  VcpuWaited    waits               told              waits              told
 //!  DeviceWanted  waits               guest is asked    guest is asked     guest is asked
 //!  DiskFull      waits               told              waits              told, pauses it
 //! ```
@@ -68,7 +67,6 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
         | GuestEvent::VcpuStopped { .. } => true,
         GuestEvent::Ejected
         | GuestEvent::WithheldDevice
-        | GuestEvent::VcpuWaited
         | GuestEvent::DeviceWanted { .. }
         | GuestEvent::DiskFull { .. }
         | GuestEvent::Panicked { .. } => false,
@@ -253,12 +251,6 @@ impl Vmm {
                     && machine.withholds_devices()
                 {
                     self.devices_ejected();
-                }
-                Next::Continue
-            }
-            GuestEvent::VcpuWaited => {
-                if let VmLifecycle::Live(machine) = &self.vm {
-                    machine.report_standstill();
                 }
                 Next::Continue
             }

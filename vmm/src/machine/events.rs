@@ -39,8 +39,6 @@ pub enum GuestEvent {
     },
     /// A passed-through device that the guest does not see yet can be announced, or has to be removed.
     WithheldDevice,
-    /// A vCPU has waited until memory was mapped for a passed-through device.
-    VcpuWaited,
     /// A request of the guest waits for free space on the host.
     DiskFull {
         /// Id of the disk.

@@ -190,11 +190,6 @@ impl Machine {
         self.parts.legacy.repeat_unread_events();
     }
 
-    /// Informs the guest's watchdogs that its vCPUs stood still.
-    pub fn report_standstill(&self) {
-        self.vcpus.report_standstill();
-    }
-
     /// Pauses the added devices if the machine is paused.
     fn stop_added(&self) {
         if self.paused

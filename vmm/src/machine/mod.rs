@@ -160,9 +160,11 @@ impl Machine {
             handler: Arc::new(exits),
             on_start: Some(affinity_setter(&config, &parts.topology)),
         };
+        let vcpus = VcpuThreads::start(vcpus, &threads)?;
+        parts.passthrough.report_waits(vcpus.standstill());
         Ok(Self {
             stage2: None,
-            vcpus: VcpuThreads::start(vcpus, &threads)?,
+            vcpus,
             paused: true,
             disks_are_stale: false,
             has_arrived: false,

@@ -109,7 +109,7 @@ impl Passthrough {
     /// Resets all DMA state once the last device has been removed.
     fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
-            self.gate = new_gate(&self.sink);
+            self.gate = new_gate(&self.standstill);
             self.peers = None;
             self.ban = None;
         }

@@ -211,6 +211,7 @@ pub(super) mod tests {
             slots: None,
             prepinned: None,
             withheld: Withheld::default(),
+            standstill: Arc::default(),
             withdrawn: Vec::new(),
             needs_p2p: false,
             peers: None,

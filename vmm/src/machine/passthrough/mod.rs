@@ -31,11 +31,12 @@ mod slots;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
 use arch::layout;
+use hypervisor::Standstill;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError};
@@ -169,6 +170,8 @@ pub struct Passthrough {
     prepinned: Option<PrepinnedSlot>,
     /// Devices that the guest does not see yet.
     withheld: Withheld,
+    /// Informs the guest of waits at the gate, once it has vCPUs.
+    standstill: Arc<OnceLock<Standstill>>,
     /// Devices removed while they were being opened, by location, until they are closed.
     withdrawn: Vec<(String, Weak<()>)>,
     /// Whether devices are to reach each other's BARs by DMA.
@@ -236,9 +239,11 @@ impl Passthrough {
         sink: EventSink,
         OpenInput { opening, slot, cancel }: OpenInput<'_>,
     ) -> Result<Self, PassthroughError> {
+        let standstill = Arc::default();
         let mut this = Self {
             notices: None,
-            gate: new_gate(&sink),
+            gate: new_gate(&standstill),
+            standstill,
             withheld: Withheld::default(),
             sink,
             pinning: None,
@@ -480,6 +485,12 @@ impl Passthrough {
         }
     }
 
+    /// Has waits at the gate reported to the guest by its vCPUs.
+    pub fn report_waits(&self, standstill: Standstill) {
+        // There is one set of vCPUs a machine.
+        let _ = self.standstill.set(standstill);
+    }
+
     /// Progress of mapping memory; `None` without devices.
     pub fn progress(&self) -> Option<PinProgress> {
         self.pinning.as_ref().map(Pinning::progress)
@@ -525,9 +536,13 @@ impl Passthrough {
 }
 
 /// A gate that reports each wait of a vCPU, during which the guest's clock went on.
-fn new_gate(sink: &EventSink) -> Arc<DmaGate> {
-    let sink = Arc::clone(sink);
-    Arc::new(DmaGate::reporting(Box::new(move || sink(GuestEvent::VcpuWaited))))
+fn new_gate(standstill: &Arc<OnceLock<Standstill>>) -> Arc<DmaGate> {
+    let standstill = Arc::clone(standstill);
+    Arc::new(DmaGate::reporting(Box::new(move || {
+        if let Some(standstill) = standstill.get() {
+            standstill.report();
+        }
+    })))
 }
 
 fn ban(ram: &GuestRam) -> DiscardBan {
