@@ -101,14 +101,12 @@ impl DmaGate {
     /// # Errors
     /// Memory will not be mapped.
     pub fn wait(&self) -> Result<(), GateClosed> {
-        if matches!(*self.state.lock(), State::Closed(_)) {
-            let result = self.wait_for_decision();
-            if let Some(on_waited) = &self.on_waited {
-                on_waited();
-            }
-            return result;
+        let has_to_wait = matches!(*self.state.lock(), State::Closed(_));
+        let result = self.wait_for_decision();
+        if let Some(on_waited) = self.on_waited.as_ref().filter(|_| has_to_wait) {
+            on_waited();
         }
-        self.wait_for_decision()
+        result
     }
 
     fn wait_for_decision(&self) -> Result<(), GateClosed> {

@@ -22,7 +22,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Time that a measurement takes at least, unless all is mapped before: the first chunks may have been there.
 const MEASURE_MIN: Duration = Duration::from_millis(50);
 
-/// Time for a measurement in which nothing was done yet: chunks of 1 GiB pages are as long.
+/// Time for a measurement in which no chunk is done yet: one of 1 GiB pages may take that long.
 const FIRST_CHUNK_MAX: Duration = Duration::from_secs(1);
 
 /// Time for a measurement, which delays the devices; about as long as one takes to be reset.

@@ -25,18 +25,17 @@ pub(super) struct UnreadEvents {
 impl UnreadEvents {
     /// Whether the interrupt is to be raised `now`. `is_unread`: there is an event that the guest could read.
     fn is_due(&mut self, is_unread: bool, now: Instant) -> bool {
-        let due = match self.next.filter(|_| is_unread) {
-            Some((at, interval)) if at <= now => Some((interval * 2).min(INTERVAL_MAX)),
-            None if is_unread => None,
-            Some(_) => return false,
-            None => {
-                self.next = None;
-                return false;
-            }
+        if !is_unread {
+            self.next = None;
+            return false;
+        }
+        let (is_due, interval) = match self.next {
+            None => (false, FIRST_INTERVAL),
+            Some((at, _)) if at > now => return false,
+            Some((_, interval)) => (true, (interval * 2).min(INTERVAL_MAX)),
         };
-        let interval = due.unwrap_or(FIRST_INTERVAL);
         self.next = Some((now + interval, interval));
-        due.is_some()
+        is_due
     }
 }
 

@@ -4,26 +4,34 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 
+use super::VhostUser;
 use super::scripted::{
-    GET_FEATURES, GET_PROTOCOL_FEATURES, GET_VRING_BASE, PROTOCOL_FEATURES, Request, back_end,
+    Answer, GET_FEATURES, GET_PROTOCOL_FEATURES, GET_VRING_BASE, PROTOCOL_FEATURES, Request,
+    back_end,
 };
 use super::tests::{PATIENT, SET_VRING_CALL, SET_VRING_ENABLE, SET_VRING_KICK, driver, over, ram};
 use crate::virtio::VirtioDevice;
+
+/// A device that its driver has activated, and the requests that its back end gets.
+fn started(answer: fn(&Request) -> Answer) -> (VhostUser, Receiver<(u32, Vec<u8>)>) {
+    let (asked, requests) = channel();
+    let recorded = move |request: &Request| {
+        let _ = asked.send((request.number, request.payload.clone()));
+        answer(request)
+    };
+    let ram = ram(1, true);
+    let (mut device, _) = over(back_end(recorded).unwrap(), PATIENT, &ram).unwrap();
+    driver(&ram).activate_all(&mut device);
+    (device, requests)
+}
 
 /// Back ends built on vhost-user-backend before 0.22 read the eventfd of a ring that is not enabled, and forget it;
 /// 0.12 and 0.13 disable a ring that gets one.
 #[test]
 fn a_ring_is_enabled_before_its_signal_comes_and_after_it() {
-    let (asked, requests) = channel();
-    let answer = move |request: &Request| {
-        let _ = asked.send((request.number, request.payload.clone()));
-        request.usual()
-    };
-    let ram = ram(1, true);
-    let (mut device, _losses) = over(back_end(answer).unwrap(), PATIENT, &ram).unwrap();
-    driver(&ram).activate_all(&mut device);
+    let (mut device, requests) = started(Request::usual);
     let next = || requests.recv_timeout(PATIENT).unwrap();
     while next().0 != SET_VRING_CALL {}
     let enable = (SET_VRING_ENABLE, vec![0, 0, 0, 0, 1, 0, 0, 0]);
@@ -55,14 +63,7 @@ fn a_ring_that_the_back_end_cannot_reach_costs_the_driver_a_reset_and_no_more() 
 
 #[test]
 fn a_queue_is_disabled_before_it_is_stopped() {
-    let (asked, requests) = channel();
-    let answer = move |request: &Request| {
-        let _ = asked.send((request.number, request.payload.clone()));
-        request.usual()
-    };
-    let ram = ram(1, true);
-    let (mut device, _losses) = over(back_end(answer).unwrap(), PATIENT, &ram).unwrap();
-    driver(&ram).activate_all(&mut device);
+    let (mut device, requests) = started(Request::usual);
     let next = || requests.recv_timeout(PATIENT).unwrap();
     while next().0 != SET_VRING_KICK {}
     assert_eq!(next().0, SET_VRING_ENABLE);
@@ -73,18 +74,11 @@ fn a_queue_is_disabled_before_it_is_stopped() {
 
 #[test]
 fn a_back_end_without_confirmations_is_asked_whether_it_follows() {
-    let (asked, requests) = channel();
-    let answer = move |request: &Request| {
-        let _ = asked.send(request.number);
-        match request.number {
-            GET_PROTOCOL_FEATURES => request.reply(&(PROTOCOL_FEATURES & !(1 << 3)).to_le_bytes()),
-            _ => request.usual(),
-        }
-    };
-    let ram = ram(1, true);
-    let (mut device, _losses) = over(back_end(answer).unwrap(), PATIENT, &ram).unwrap();
-    driver(&ram).activate_all(&mut device);
-    let next = || requests.recv_timeout(PATIENT).unwrap();
+    let (mut device, requests) = started(|request| match request.number {
+        GET_PROTOCOL_FEATURES => request.reply(&(PROTOCOL_FEATURES & !(1 << 3)).to_le_bytes()),
+        _ => request.usual(),
+    });
+    let next = || requests.recv_timeout(PATIENT).unwrap().0;
     while next() != SET_VRING_KICK {}
     assert_eq!((next(), next()), (SET_VRING_ENABLE, GET_FEATURES));
     device.reset();
