@@ -49,7 +49,10 @@ pub fn is_too_long(pinning: &Pinning, is_cancelled: impl Fn() -> bool) -> bool {
         if is_measured || took >= max || is_cancelled() || is_over(&now) {
             return left.is_none_or(|left| left > GATE_WAIT_MAX);
         }
-        pinning.ends_within(POLL_INTERVAL);
+        if pinning.ends_within(POLL_INTERVAL) {
+            // Its state says how; a thread that panicked has left none, and its gate has failed.
+            return false;
+        }
     }
 }
 
@@ -79,6 +82,9 @@ fn remaining(first: &PinProgress, now: &PinProgress, took: Duration) -> Option<D
 
 /// Time for `left_bytes` if `bytes` took so long.
 fn at_rate(left_bytes: u64, bytes: u64, took: Duration) -> Option<Duration> {
+    if left_bytes == 0 {
+        return Some(Duration::ZERO);
+    }
     let nanos = u128::from(left_bytes).checked_mul(took.as_nanos())?;
     let nanos = nanos.checked_div(u128::from(bytes))?;
     Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
@@ -130,6 +136,8 @@ mod tests {
             |sample| remaining(&first, &PinProgress { sample, ..populated.clone() }, MEASURE_MAX);
         assert_eq!(left(MapSample::Unneeded), Some(Duration::ZERO));
         assert_eq!(left(MapSample::Begun), None);
+        let nothing_done = remaining(&populated, &populated, MEASURE_MAX);
+        assert_eq!(nothing_done, Some(Duration::ZERO), "all was populated before");
         let sample = MapSample::Taken { bytes: GIB, took: Duration::from_millis(20) };
         assert_eq!(left(sample), Some(Duration::from_millis(10_240)));
     }

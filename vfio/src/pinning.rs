@@ -77,7 +77,7 @@ struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
     processed_bytes: AtomicU64,
-    /// Locked twice in all.
+    /// Locked briefly, for each chunk that is mapped last.
     sample: Mutex<MapSample>,
     stop: AtomicBool,
     state: Mutex<PinState>,

@@ -5,7 +5,7 @@
 //! Owns the registers that the FADT and the DSDT point at. Never writes the tables themselves.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -197,6 +197,8 @@ pub const GED_GENERATION_CHANGED: u8 = 1 << 4;
 /// On its interrupt the guest runs the event method, which reads the byte; reading clears it.
 pub struct GedDevice {
     pending: AtomicU8,
+    /// Number of events so far.
+    count: AtomicU64,
     interrupt: EventFd,
     log: LogLimit,
 }
@@ -204,7 +206,12 @@ pub struct GedDevice {
 impl GedDevice {
     /// A register without pending events, whose interrupt line is `interrupt`.
     pub fn new(interrupt: EventFd) -> Self {
-        Self { pending: AtomicU8::new(0), interrupt, log: LogLimit::default() }
+        Self {
+            pending: AtomicU8::new(0),
+            count: AtomicU64::new(0),
+            interrupt,
+            log: LogLimit::default(),
+        }
     }
 
     /// Signals that the power button was pressed.
@@ -214,13 +221,18 @@ impl GedDevice {
 
     /// Sets event bits and raises the interrupt.
     pub fn notify(&self, events: u8) {
+        self.count.fetch_add(1, Ordering::Relaxed);
         self.pending.fetch_or(events, Ordering::AcqRel);
         self.interrupt();
     }
 
-    /// Whether the guest has not read an event.
-    pub fn is_pending(&self) -> bool {
+    fn is_pending(&self) -> bool {
         self.pending.load(Ordering::Acquire) != 0
+    }
+
+    /// Number of the newest event, if the guest has not read all of them.
+    pub fn unread(&self) -> Option<u64> {
+        self.is_pending().then(|| self.count.load(Ordering::Relaxed))
     }
 
     /// Raises the interrupt again if events are pending, when the guest resumes or has not read them for long: an

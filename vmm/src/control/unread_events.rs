@@ -19,22 +19,30 @@ const INTERVAL_MAX: Duration = Duration::from_secs(64);
 /// When the interrupt of an unread event is raised again.
 #[derive(Default)]
 pub(super) struct UnreadEvents {
-    next: Option<(Instant, Duration)>,
+    next: Option<Repetition>,
+}
+
+#[derive(Clone, Copy)]
+struct Repetition {
+    /// Number of the newest event.
+    event: u64,
+    at: Instant,
+    interval: Duration,
 }
 
 impl UnreadEvents {
-    /// Whether the interrupt is to be raised `now`. `is_unread`: there is an event that the guest could read.
-    fn is_due(&mut self, is_unread: bool, now: Instant) -> bool {
-        if !is_unread {
+    /// Whether the interrupt is to be raised `now`. `unread`: the newest event, if the guest could read it.
+    fn is_due(&mut self, unread: Option<u64>, now: Instant) -> bool {
+        let Some(event) = unread else {
             self.next = None;
             return false;
-        }
-        let (is_due, interval) = match self.next {
-            None => (false, FIRST_INTERVAL),
-            Some((at, _)) if at > now => return false,
-            Some((_, interval)) => (true, (interval * 2).min(INTERVAL_MAX)),
         };
-        self.next = Some((now + interval, interval));
+        let (is_due, interval) = match self.next.filter(|next| next.event == event) {
+            None => (false, FIRST_INTERVAL),
+            Some(next) if next.at > now => return false,
+            Some(next) => (true, (next.interval * 2).min(INTERVAL_MAX)),
+        };
+        self.next = Some(Repetition { event, at: now + interval, interval });
         is_due
     }
 }
@@ -42,7 +50,7 @@ impl UnreadEvents {
 impl Vmm {
     /// When [`Vmm::repeat_unread_events`] has to be called next.
     pub(super) fn repeats_events_at(&self) -> Option<Instant> {
-        self.unread_events.next.map(|(at, _)| at)
+        self.unread_events.next.map(|next| next.at)
     }
 
     /// Raises the interrupt of ACPI events again that the guest has not read, if that is due.
@@ -51,8 +59,8 @@ impl Vmm {
             VmLifecycle::Live(machine) if !machine.is_paused() => Some(machine),
             _ => None,
         };
-        let is_unread = machine.is_some_and(|machine| machine.has_unread_events());
-        let is_due = self.unread_events.is_due(is_unread, Instant::now());
+        let unread = machine.and_then(|machine| machine.unread_event());
+        let is_due = self.unread_events.is_due(unread, Instant::now());
         if let Some(machine) = machine.filter(|_| is_due) {
             machine.repeat_unread_events();
         }
@@ -68,14 +76,14 @@ mod tests {
         let (mut events, start) = (UnreadEvents::default(), Instant::now());
         let mut due_s = Vec::new();
         for second in 0..200 {
-            if events.is_due(true, start + Duration::from_secs(second)) {
+            if events.is_due(Some(1), start + Duration::from_secs(second)) {
                 due_s.push(second);
             }
         }
         assert_eq!(due_s, [1, 3, 7, 15, 31, 63, 127, 191]);
-        assert!(!events.is_due(false, start + Duration::from_secs(1000)) && events.next.is_none());
-        // Another event begins anew.
-        assert!(!events.is_due(true, start + Duration::from_secs(1001)));
-        assert!(events.is_due(true, start + Duration::from_secs(1002)));
+        // Another event begins anew, also when the first is still unread.
+        assert!(!events.is_due(Some(2), start + Duration::from_secs(200)));
+        assert!(events.is_due(Some(2), start + Duration::from_secs(201)));
+        assert!(!events.is_due(None, start + Duration::from_secs(1000)) && events.next.is_none());
     }
 }

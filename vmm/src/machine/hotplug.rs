@@ -180,9 +180,10 @@ impl Machine {
         self.parts.passthrough.withholds_any()
     }
 
-    /// Whether the guest has not read an ACPI event: a device that has come or is to go, the power button.
-    pub fn has_unread_events(&self) -> bool {
-        self.parts.legacy.has_unread_events()
+    /// Number of the newest ACPI event, if the guest has not read all of them: a device that has come or is to
+    /// go, the power button.
+    pub fn unread_event(&self) -> Option<u64> {
+        self.parts.legacy.unread_event()
     }
 
     /// Raises the interrupt of unread ACPI events again.

@@ -145,9 +145,9 @@ impl LegacyDevices {
         self.ged.notify(GED_PCI_DEVICES_CHANGED);
     }
 
-    /// Whether the guest has not read an ACPI event.
-    pub fn has_unread_events(&self) -> bool {
-        self.ged.is_pending()
+    /// Number of the newest ACPI event, if the guest has not read all of them.
+    pub fn unread_event(&self) -> Option<u64> {
+        self.ged.unread()
     }
 
     /// Raises the interrupt of unread ACPI events again.
