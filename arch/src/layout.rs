@@ -121,6 +121,8 @@ pub const ACPI_PM_TIMER_PORT: u16 = 0x608;
 pub const GED_PORT: u16 = 0x60c;
 /// Registers of PCI hotplug; see [`crate::acpi::hotplug`].
 pub const PCI_HOTPLUG_PORT: u16 = 0x610;
+/// Registers of vCPU hotplug; see [`crate::acpi::cpu_hotplug`].
+pub const CPU_HOTPLUG_PORT: u16 = 0x640;
 /// COM1.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Registers of a 16550.

@@ -84,7 +84,7 @@ pub use msr::MsrValue;
 pub use stage2::{Stage2Fill, Stage2Filled};
 pub use threads::{Standstill, ThreadsConfig, ThreadsError, VcpuThreads};
 pub use throttle::{THROTTLE_PERCENT_MAX, VcpuThrottle};
-pub use tsc::TscState;
+pub use tsc::{SharedTsc, TscState};
 pub use userfault::{FaultCause, FaultedAccess, UserfaultBitmap, UserfaultSupport};
 pub use vcpu::{BootRegisters, Vcpu, VcpuInit};
 pub use vcpu_state::{CpuidEntry, VCPU_STATE_VERSION, VcpuState, VcpuStateError};

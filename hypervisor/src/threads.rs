@@ -39,12 +39,13 @@
 
 mod run_on_vcpu;
 mod runner;
+mod starting;
 
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -52,13 +53,13 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use thiserror::Error;
 
 use crate::exits::ExitHandler;
-use crate::kick::{install_kick_handler, kick, set_signal_mask};
+use crate::kick::{install_kick_handler, kick};
 use crate::run_page::RunPage;
 use crate::throttle::{Throttled, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
 pub use run_on_vcpu::Standstill;
-use runner::Runner;
+use starting::StartingThreads;
 
 /// Time after which waiting for a vCPU is logged.
 const SLOW_PAUSE: Duration = Duration::from_secs(5);
@@ -325,78 +326,91 @@ impl Thread {
 ///
 /// Methods may be called from any thread except vCPU threads. Dropping this ends the threads.
 pub struct VcpuThreads {
+    /// In order of their addition.
     threads: Vec<Thread>,
+    /// Removed ones, parked: KVM keeps a vCPU as long as its VM.
+    removed: Vec<Thread>,
+    config: ThreadsConfig,
+    standing: Arc<Mutex<Vec<Weak<Shared>>>>,
     first_run: Arc<OnceLock<Instant>>,
 }
 
 impl VcpuThreads {
     /// Starts a thread per vCPU, all parked.
-    pub fn start(vcpus: Vec<Vcpu>, config: &ThreadsConfig) -> Result<Self, ThreadsError> {
+    pub fn start(vcpus: Vec<Vcpu>, config: ThreadsConfig) -> Result<Self, ThreadsError> {
         install_kick_handler().map_err(ThreadsError::Signal)?;
-        let mut threads = Self { threads: Vec::new(), first_run: Arc::default() };
-        // All of them inherit one filter of system calls: making it takes longer than starting a thread.
-        let started = stoppable_thread::start_group("vcpu", move || {
-            let mut starting = Vec::new();
-            for vcpu in vcpus {
-                starting.push((vcpu.index(), threads.spawn(vcpu, config)?));
-            }
-            // They prepare at the same time. Dropping `threads` ends all of them.
-            for (index, started) in starting {
-                match started.recv() {
-                    Ok(Ok(())) => {}
-                    Ok(Err(source)) => return Err(ThreadsError::Start { index, source }),
-                    Err(_) => return Err(ThreadsError::Exited { index }),
-                }
-            }
-            Ok(threads)
-        });
-        started.map_err(|source| ThreadsError::Spawn { index: 0, source })?
+        let mut all = Self {
+            threads: Vec::new(),
+            removed: Vec::new(),
+            config,
+            standing: Arc::default(),
+            first_run: Arc::default(),
+        };
+        // On failure, dropping `all` ends those that have started.
+        all.add(vcpus)?;
+        Ok(all)
     }
 
-    /// Starts the thread of `vcpu`; what comes back says whether it is ready.
-    fn spawn(
-        &mut self,
-        vcpu: Vcpu,
-        config: &ThreadsConfig,
-    ) -> Result<mpsc::Receiver<io::Result<()>>, ThreadsError> {
-        let index = vcpu.index();
-        let shared = Arc::new(Shared {
-            index,
-            control: Mutex::new(Control {
-                target: Target::Park,
-                phase: Phase::Parked,
-                jobs: VecDeque::new(),
-            }),
-            changed: Condvar::new(),
-            leave: AtomicBool::new(false),
-            hold: AtomicBool::new(false),
-            tasks_pending: AtomicBool::new(false),
-            handle: Mutex::new(None),
-            run_page: Arc::clone(&vcpu.run_page),
-        });
-        let (started, answer) = mpsc::sync_channel(1);
-        let body = {
-            let shared = Arc::clone(&shared);
-            let first_run = Arc::clone(&self.first_run);
-            let ThreadsConfig { handler, on_start } = config.clone();
-            move || {
-                let exited = Exited(&shared);
-                IS_VCPU.set(true);
-                let setup = set_signal_mask()
-                    .and_then(|()| on_start.map_or(Ok(()), |on_start| on_start(index)));
-                let failed = setup.is_err();
-                let _ = started.send(setup);
-                if !failed {
-                    Runner { shared: &shared, vcpu, handler, first_run }.work();
-                }
-                drop(exited);
+    /// Starts threads for further vCPUs, all parked.
+    ///
+    /// # Errors
+    /// Names the vCPU; none of them was added.
+    pub fn add(&mut self, vcpus: Vec<Vcpu>) -> Result<(), ThreadsError> {
+        let (config, first_run) = (&self.config, &self.first_run);
+        // All of them inherit one filter of system calls: making it takes longer than starting a thread.
+        let started = stoppable_thread::start_group("vcpu", move || {
+            let mut starting = StartingThreads::default();
+            for vcpu in vcpus {
+                starting.spawn(vcpu, config, first_run)?;
             }
-        };
-        let handle = stoppable_thread::spawn(format!("vcpu{index}"), body)
-            .map_err(|source| ThreadsError::Spawn { index, source })?;
-        *shared.handle.lock() = Some(handle);
-        self.threads.push(Thread { shared });
-        Ok(answer)
+            starting.finish()
+        });
+        let threads = started.map_err(|source| ThreadsError::Spawn { index: 0, source })??;
+        let mut standing = self.standing.lock();
+        standing.extend(threads.iter().map(|thread| Arc::downgrade(&thread.shared)));
+        drop(standing);
+        self.threads.extend(threads);
+        Ok(())
+    }
+
+    /// Removes the vCPU that was added last, and parks it. Does not wait until it has left the guest.
+    pub fn remove_last(&mut self) {
+        let Some(thread) = self.threads.pop() else { return };
+        thread.request(Target::Park);
+        self.standing
+            .lock()
+            .retain(|other| !std::ptr::eq(other.as_ptr(), &raw const *thread.shared));
+        self.removed.push(thread);
+    }
+
+    /// Adds a vCPU again that was removed, parked, after `prepare` has run on its thread; false if no vCPU with
+    /// this index was removed.
+    ///
+    /// # Errors
+    /// [`ThreadsError::NotParked`] if it has not left the guest yet; it stays removed, also when `prepare` fails.
+    pub fn add_again<E: Send + 'static>(
+        &mut self,
+        index: u32,
+        prepare: impl FnOnce(&mut Vcpu) -> Result<(), E> + Send + 'static,
+    ) -> Result<Result<bool, E>, ThreadsError> {
+        refuse_vcpu_thread()?;
+        let is_meant = |thread: &Thread| thread.shared.index == index;
+        let Some(at) = self.removed.iter().position(is_meant) else { return Ok(Ok(false)) };
+        let Some(thread) = self.removed.get(at) else { return Ok(Ok(false)) };
+        let prepared = thread.submit(prepare)?.recv();
+        match prepared.map_err(|_| ThreadsError::Exited { index })? {
+            Ok(()) => {}
+            Err(error) => return Ok(Err(error)),
+        }
+        let thread = self.removed.remove(at);
+        self.standing.lock().push(Arc::downgrade(&thread.shared));
+        self.threads.push(thread);
+        Ok(Ok(true))
+    }
+
+    /// All threads, those of removed vCPUs, too.
+    fn all(&self) -> impl Iterator<Item = &Thread> {
+        self.threads.iter().chain(&self.removed)
     }
 
     /// Number of vCPUs.
@@ -415,7 +429,7 @@ impl VcpuThreads {
     pub fn pause_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
         self.threads.iter().for_each(|thread| thread.request(Target::Park));
-        self.threads.iter().for_each(Thread::wait_out);
+        self.all().for_each(Thread::wait_out);
         Ok(())
     }
 
@@ -429,7 +443,7 @@ impl VcpuThreads {
         let before: Vec<Target> =
             self.threads.iter().map(|thread| thread.shared.lock().target).collect();
         self.threads.iter().for_each(|thread| thread.request(Target::Park));
-        let Some(slow) = self.threads.iter().find(|thread| !thread.is_out_by(until)) else {
+        let Some(slow) = self.all().find(|thread| !thread.is_out_by(until)) else {
             return Ok(());
         };
         let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Target::Run);
@@ -445,8 +459,8 @@ impl VcpuThreads {
     /// Ends all threads, whatever their vCPUs do, and joins them.
     pub fn stop_all(&self) -> Result<(), ThreadsError> {
         refuse_vcpu_thread()?;
-        self.threads.iter().for_each(|thread| thread.request(Target::Exit));
-        self.threads.iter().for_each(Thread::join);
+        self.all().for_each(|thread| thread.request(Target::Exit));
+        self.all().for_each(Thread::join);
         Ok(())
     }
 
@@ -461,7 +475,7 @@ impl VcpuThreads {
 
     /// Whether every vCPU is out of the guest.
     pub fn all_parked(&self) -> bool {
-        self.threads.iter().all(|thread| thread.shared.lock().phase != Phase::Running)
+        self.all().all(|thread| thread.shared.lock().phase != Phase::Running)
     }
 
     /// Runs `f` for the parked vCPU `index`, on its thread.
@@ -480,7 +494,7 @@ impl VcpuThreads {
     }
 
     /// Runs `f` for every parked vCPU, on their threads concurrently. Results are in the order of the vCPUs
-    /// in [`VcpuThreads::start`].
+    /// in [`VcpuThreads::start`] and [`VcpuThreads::add`].
     pub fn on_each<R, F>(&self, f: F) -> Result<Vec<R>, ThreadsError>
     where
         R: Send + 'static,
@@ -529,7 +543,7 @@ impl Drop for VcpuThreads {
     fn drop(&mut self) {
         if self.stop_all().is_err() {
             // Dropped by a handler: that thread ends by itself, and cannot be joined.
-            self.threads.iter().for_each(|thread| thread.request(Target::Exit));
+            self.all().for_each(|thread| thread.request(Target::Exit));
         }
     }
 }

@@ -29,6 +29,15 @@ pub struct TscState {
     pub offset: Option<u64>,
 }
 
+/// What the TSCs of a VM's vCPUs have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedTsc {
+    /// Frequency in kHz, if known.
+    pub(crate) khz: Option<u32>,
+    /// Offset to the host's TSC, which may be scaled first; `None` if the kernel does not tell.
+    pub(crate) offset: Option<u64>,
+}
+
 /// How a vCPU's TSC is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TscTarget {

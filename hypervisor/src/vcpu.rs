@@ -158,6 +158,17 @@ impl Vcpu {
             .map_err(kernel)
     }
 
+    /// Puts a vCPU that has run into the state in which it waits for INIT and SIPI, which reset it.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn wait_for_start(&self) -> Result<(), VcpuStateError> {
+        self.fd
+            .set_mp_state(kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED })
+            .context("make a vCPU wait for its start")
+            .map_err(VcpuStateError::Kernel)
+    }
+
     fn init_msrs(&self, init: &VcpuInit) -> Result<(), VcpuStateError> {
         let kernel = VcpuStateError::Kernel;
         let mut msrs: Vec<_> = init.msrs.iter().copied().map(MsrValue::from).collect();

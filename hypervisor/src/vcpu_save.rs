@@ -32,7 +32,7 @@ use crate::error::{KvmContext, KvmError};
 use crate::ioctl::{self, NestedBuffer, XsaveArea};
 use crate::msr::{self, MsrValue};
 use crate::shadow_stack;
-use crate::tsc::{self, Frequency, TscState, TscTarget};
+use crate::tsc::{self, Frequency, SharedTsc, TscState, TscTarget};
 use crate::vcpu::Vcpu;
 use crate::vcpu_state::{
     CpuidEntry, NESTED_HEADER_LEN_BYTES, VCPU_STATE_VERSION, VcpuState, VcpuStateError,
@@ -218,6 +218,14 @@ impl Vcpu {
         Ok(read.values)
     }
 
+    /// Sets MSRs that other vCPUs of the VM have, as far as they differ from what KVM has given this one.
+    ///
+    /// # Errors
+    /// Lists those that the kernel refuses.
+    pub fn adopt_msrs(&self, values: &[MsrValue]) -> Result<(), VcpuStateError> {
+        self.restore_msrs(values)
+    }
+
     fn restore_msrs(&self, values: &[MsrValue]) -> Result<(), VcpuStateError> {
         let refused = self.write_msrs(values)?;
         let mut lost = Vec::new();
@@ -252,6 +260,35 @@ impl Vcpu {
         let value = value.values.first().map_or(0, |tsc| tsc.value);
         let offset = offset.filter(|offset| tsc::is_unscaled(value, *offset, host));
         Ok(TscState { khz: self.tsc_khz(), value, offset })
+    }
+
+    /// Frequency and offset of the TSC, for vCPUs that are added later.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn shared_tsc(&self) -> Result<SharedTsc, KvmError> {
+        let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
+        let has_offset = self.vm().capabilities.vcpu_attributes;
+        let offset = has_offset.then(|| ioctl::get_vcpu_attribute(&self.fd, group, attribute));
+        let offset = offset.transpose().context("read a vCPU's TSC offset")?;
+        Ok(SharedTsc { khz: self.tsc_khz(), offset })
+    }
+
+    /// Makes the TSC the same as that of another vCPU of the VM. A kernel without the attribute of the offset
+    /// synchronises a new vCPU by itself.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn follow_tsc(&self, other: &SharedTsc) -> Result<(), VcpuStateError> {
+        if let Some(khz) = other.khz.filter(|khz| self.tsc_khz() != Some(*khz)) {
+            self.fd.set_tsc_khz(khz).context("set a vCPU's TSC frequency")?;
+        }
+        if let Some(offset) = other.offset {
+            let (group, attribute) = tsc::OFFSET_ATTRIBUTE;
+            ioctl::set_vcpu_attribute(&self.fd, group, attribute, offset)
+                .context("set a vCPU's TSC offset")?;
+        }
+        Ok(())
     }
 
     fn write_tsc(&self, state: &TscState, time: &TimeBase) -> Result<(), VcpuStateError> {

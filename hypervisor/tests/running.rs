@@ -289,7 +289,7 @@ fn a_hook_that_fails_is_an_error_of_the_start() {
     let handler: Arc<dyn ExitHandler> = Arc::new(Recorder::new().0);
     let on_start = Arc::new(|_index| Err(std::io::Error::from_raw_os_error(libc::EPERM)));
     let config = ThreadsConfig { handler, on_start: Some(on_start) };
-    let answer = VcpuThreads::start(vec![vcpu], &config);
+    let answer = VcpuThreads::start(vec![vcpu], config);
     assert!(matches!(answer.map(drop), Err(ThreadsError::Start { index: 0, .. })));
 }
 
@@ -376,6 +376,50 @@ fn a_vcpu_fills_its_tables_and_goes_back_to_the_guest() {
             assert!(begin.elapsed() < PATIENCE, "the guest stands still");
             std::thread::yield_now();
         }
+    }
+    guest.threads.stop_all().unwrap();
+}
+
+/// A vCPU that was removed is out of the guest for good, and one that is added again waits to be started.
+#[test]
+fn a_vcpu_is_added_removed_and_added_again() {
+    let Some(kvm) = kvm() else { return };
+    // Both write their ports for ever.
+    let mut guest = Guest::new(&kvm, &[0xe6, 0x71, 0xeb, 0xfc]);
+    guest.memory.write(0x2000, &[0xe6, 0x72, 0xeb, 0xfc]);
+    let second = guest.vm.create_vcpu(1).unwrap();
+    common::boot(&kvm, &second, 0x2000, 0);
+    let tsc = guest.threads.on_one(0, |vcpu| vcpu.shared_tsc()).unwrap().unwrap();
+    second.follow_tsc(&tsc).unwrap();
+    assert_eq!(second.shared_tsc().unwrap(), tsc);
+    guest.threads.add(vec![second]).unwrap();
+    assert_eq!(guest.threads.count(), 2);
+    let seen = |guest: &Guest, port: u16| {
+        let begin = Instant::now();
+        while !matches!(guest.next(), Event::Out(at, _) if at == port) {
+            assert!(begin.elapsed() < PATIENCE, "nothing at {port:#x}");
+        }
+    };
+    guest.threads.resume_all();
+    seen(&guest, 0x72);
+    seen(&guest, 0x71);
+    let kept = guest.threads.interrupt(0, |vcpu| vcpu.index(), || true).unwrap();
+    assert_eq!(kept, 0);
+    guest.threads.remove_last();
+    assert_eq!(guest.threads.count(), 1);
+    guest.threads.pause_all().unwrap();
+    assert!(guest.threads.all_parked());
+    while guest.events.try_recv().is_ok() {}
+    guest.threads.resume_all();
+    for _ in 0..1_000 {
+        assert!(matches!(guest.next(), Event::Out(0x71, _)), "a removed vCPU runs");
+    }
+    let unknown = guest.threads.add_again(7, |vcpu| vcpu.wait_for_start()).unwrap();
+    assert!(!unknown.unwrap());
+    assert!(guest.threads.add_again(1, |vcpu| vcpu.wait_for_start()).unwrap().unwrap());
+    guest.threads.resume_all();
+    for _ in 0..1_000 {
+        assert!(matches!(guest.next(), Event::Out(0x71, _)), "nobody has started it");
     }
     guest.threads.stop_all().unwrap();
 }

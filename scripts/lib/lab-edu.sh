@@ -26,28 +26,28 @@ fetch_headers() {
   echo "$version" >"$dir/version"
 }
 
-# build_edu_module: $LAB/edu-vfio-pci/edu-vfio-pci.ko.
-build_edu_module() {
-  local out=$LAB/edu-vfio-pci headers=$LAB/kernel-headers source=$SRC/modules/edu-vfio-pci stamp compiler
+# build_module NAME: $LAB/NAME/NAME.ko, of tests/lab/modules/NAME.
+build_module() {
+  local out=$LAB/$1 headers=$LAB/kernel-headers source=$SRC/modules/$1 stamp compiler
   stamp=$(cat "$source"/* "$LAB/kernel/version" "$ROOT/scripts/lib/lab-edu.sh" | sha256sum)
   [ "$(cat "$out/stamp" 2>/dev/null || true)" != "$stamp" ] || return 0
   fetch_headers "$headers"
   compiler=$(sed -n 's/^CONFIG_CC_VERSION_TEXT="x86_64-linux-gnu-\([^ ]*\) .*/\1/p' "$headers/build/.config")
   need_packages make "${compiler:-gcc}" libelf1
-  say "building edu-vfio-pci"
+  say "building $1"
   rm -rf "$out"
   mkdir -p "$out"
   cp "$source"/* "$out/"
   # Types for BPF would need pahole; no structure depends on that.
   make -s -C "$headers/build" M="$out" CONFIG_DEBUG_INFO_BTF_MODULES= KCFLAGS=-g0 modules >"$out/log" 2>&1 ||
-    { cat "$out/log"; die "edu-vfio-pci does not build"; }
+    { cat "$out/log"; die "$1 does not build"; }
   echo "$stamp" >"$out/stamp"
 }
 
 build_extra_vfio_dma() {
   local tree=$LAB/vfio-dma
   [ -z "${LAB_KERNEL:-}" ] || die "vfio-dma is for the usual kernel: the module is written for Linux 6.12"
-  build_edu_module
+  build_module edu-vfio-pci
   rm -rf "$tree"
   mkdir -p "$tree/lab"
   cp "$LAB/edu-vfio-pci/edu-vfio-pci.ko" "$tree/lab/"

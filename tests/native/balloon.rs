@@ -183,7 +183,7 @@ fn impossible_sizes() {
         assert!(answer.status == status && answer.body.contains(why), "{body}: {answer:?}");
     };
     refused(r#"{"desired_balloon":1073741824}"#, 400, "does not fit");
-    refused(r#"{"desired_vcpus":1}"#, 501, "cannot be changed");
+    refused(r#"{"desired_vcpus":3}"#, 400, "1 to 2 vCPUs");
     refused(r#"{"desired_ram":1073741824}"#, 400, "hotplug_size");
     refused("{}", 400, "say which");
     assert_eq!(info(&vmm)["balloon"]["target_bytes"], 16 << 20);

@@ -17,6 +17,7 @@ mod clients;
 mod clock;
 mod console_sockets;
 mod copies;
+mod cpu_hotplug;
 mod cuts;
 mod descriptors;
 mod disk_formats;
@@ -114,6 +115,7 @@ fn main() -> ExitCode {
     migration_failures::add(&mut suite);
     snapshot::add(&mut suite);
     snapshot_failures::add(&mut suite);
+    cpu_hotplug::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
     strangers::add(&mut suite);

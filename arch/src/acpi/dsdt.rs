@@ -16,7 +16,8 @@ use acpi_tables::aml::{
 };
 use acpi_tables::sdt::Sdt;
 
-use super::ged::{EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
+use super::cpu_hotplug;
+use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
 use super::hotplug;
 use super::inputs::{AcpiCpu, AcpiInputs, GedInputs, PciSegment};
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
@@ -26,7 +27,7 @@ use crate::layout;
 const DSDT_REVISION: u8 = 6;
 const SDT_HEADER_BYTES: u32 = 36;
 /// `_STA`: present, enabled, shown, functioning.
-const STATUS_PRESENT: u8 = 0xf;
+pub(super) const STATUS_PRESENT: u8 = 0xf;
 /// Notification "the button was pressed" (section 5.6.6).
 const NOTIFY_BUTTON: u8 = 0x80;
 /// Notification "the ID is another one", the same number in the specification of the device.
@@ -60,7 +61,7 @@ pub(super) fn uid(number: u32) -> Name {
 
 /// The whole table.
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
-    let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(&inputs.cpus))];
+    let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(inputs))];
     let has_slots = |segment: &PciSegment| segment.id == 0 && inputs.pci_hotplug_port.is_some();
     let bridge = |segment| Raw(host_bridge(segment, has_slots(segment)));
     devices.extend(inputs.pci_hotplug_port.map(|port| Raw(hotplug::controller(port))));
@@ -70,7 +71,12 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     devices.extend(inputs.generation_id_gpa.map(|gpa| Raw(generation_id(gpa))));
     let has_slots = inputs.segments.iter().any(has_slots);
     let has_generation = inputs.generation_id_gpa.is_some();
-    devices.extend(inputs.ged.map(|ged| Raw(events(ged, has_slots, has_generation))));
+    let handlers = [
+        (EVENT_PCI, has_slots.then(hotplug::tell)),
+        (EVENT_CPU, inputs.cpu_hotplug_port.map(|_| cpu_hotplug::tell())),
+        (EVENT_GENERATION, has_generation.then(tell_of_generation)),
+    ];
+    devices.extend(inputs.ged.map(|ged| Raw(events(ged, handlers))));
     let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
 
     let s5 = layout::ACPI_S5_SLEEP_TYPE;
@@ -94,15 +100,24 @@ fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
     let ports = IO::new(layout::ACPI_POWER_PORT, layout::ACPI_POWER_PORT, 1, 16);
     let len = u8::try_from(hotplug::REGISTERS_LEN_BYTES).unwrap_or(u8::MAX);
     let slots = inputs.pci_hotplug_port.map(|port| IO::new(port, port, 1, len));
+    let len = cpu_hotplug::REGISTERS_LEN_BYTES;
+    let cpus = inputs.cpu_hotplug_port.map(|port| IO::new(port, port, 1, len));
     let mut resources = refs(&ecams);
     resources.push(&ports);
-    resources.extend(slots.iter().map(|ports| -> &dyn Aml { ports }));
+    resources.extend(slots.iter().chain(&cpus).map(|ports| -> &dyn Aml { ports }));
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(resources));
     to_bytes(&Device::new("MBRD".into(), vec![&hid("PNP0C02"), &uid(0), &resources]))
 }
 
 /// A container with one device for each vCPU; its UID leads to the MADT entry.
-fn processors(cpus: &[AcpiCpu]) -> Vec<u8> {
+fn processors(inputs: &AcpiInputs) -> Vec<u8> {
+    match inputs.cpu_hotplug_port {
+        Some(port) => cpu_hotplug::container(port, &inputs.cpus),
+        None => fixed_processors(&inputs.cpus),
+    }
+}
+
+fn fixed_processors(cpus: &[AcpiCpu]) -> Vec<u8> {
     let mut children = Vec::new();
     Name::new("_HID".into(), &"ACPI0010").to_aml_bytes(&mut children);
     Name::new("_CID".into(), &EISAName::new("PNP0A05")).to_aml_bytes(&mut children);
@@ -162,7 +177,8 @@ impl<T: Aml> Named for T {
 }
 
 /// The generic event device and the power button it speaks for.
-fn events(ged: GedInputs, has_slots: bool, has_generation: bool) -> Vec<u8> {
+/// `handlers` are further events, with the AML that tells the guest of each, if anything does.
+fn events(ged: GedInputs, handlers: [(u8, Option<Vec<u8>>); 3]) -> Vec<u8> {
     let number = uid(0);
     let button_id = hid("PNP0C0C");
     let button = Device::new("PWRB".into(), vec![&button_id, &number]);
@@ -184,24 +200,25 @@ fn events(ged: GedInputs, has_slots: bool, has_generation: bool) -> Vec<u8> {
     let button_path = Path::new("\\_SB_.PWRB");
     let notify = Notify::new(&button_path, &NOTIFY_BUTTON);
     let was_pressed = If::new(&pressed, vec![&notify]);
-    let changed = And::new(&ZERO, &Local(0), &EVENT_PCI);
-    let tell = Raw(hotplug::tell());
-    let have_changed = If::new(&changed, vec![&tell]);
-    let mut body: Vec<&dyn Aml> = vec![&read, &was_pressed];
-    if has_slots {
-        body.push(&have_changed);
+    let mut body = Vec::new();
+    for part in [&read as &dyn Aml, &was_pressed] {
+        part.to_aml_bytes(&mut body);
     }
-    let renewed = And::new(&ZERO, &Local(0), &EVENT_GENERATION);
-    let generation_path = Path::new("\\_SB_.VGEN");
-    let tell_of_it = Notify::new(&generation_path, &NOTIFY_GENERATION);
-    let was_renewed = If::new(&renewed, vec![&tell_of_it]);
-    if has_generation {
-        body.push(&was_renewed);
+    for (event, tell) in handlers {
+        let Some(tell) = tell.map(Raw) else { continue };
+        let has_happened = And::new(&ZERO, &Local(0), &event);
+        If::new(&has_happened, vec![&tell]).to_aml_bytes(&mut body);
     }
-    let handler = Method::new("_EVT".into(), 1, true, body);
+    let body = Raw(body);
+    let handler = Method::new("_EVT".into(), 1, true, vec![&body]);
     let device =
         Device::new("GED_".into(), vec![&id, &number, &resources, &region, &register, &handler]);
     [to_bytes(&button), to_bytes(&device)].concat()
+}
+
+/// Tells the guest that its generation ID is another one.
+fn tell_of_generation() -> Vec<u8> {
+    to_bytes(&Notify::new(&Path::new("\\_SB_.VGEN"), &NOTIFY_GENERATION))
 }
 
 /// A PCI Express root with its windows.

@@ -17,7 +17,7 @@
 //! Owns the bit numbers. Their order is that of cloud-hypervisor. Must never give a bit a second
 //! meaning: guests keep the AML they booted with across a migration.
 
-/// vCPUs were added or are to be removed. No AML looks at it yet.
+/// vCPUs were added or are to be removed; see [`super::cpu_hotplug`].
 pub const EVENT_CPU: u8 = 1 << 0;
 /// Memory was added or is to be removed. No AML looks at it yet.
 pub const EVENT_MEMORY: u8 = 1 << 1;

@@ -6,6 +6,7 @@
 //! device object: numbers and addresses only.
 
 use super::AcpiError;
+use super::cpu_hotplug::CPUS_MAX;
 use crate::layout::{self, GpaRange};
 
 /// One vCPU.
@@ -95,6 +96,8 @@ pub struct AcpiInputs {
     /// Port of the PCI hotplug registers if devices of segment 0 may come and go; see
     /// [`super::hotplug`].
     pub pci_hotplug_port: Option<u16>,
+    /// Port of the vCPU hotplug registers if vCPUs may come and go; see [`super::cpu_hotplug`].
+    pub cpu_hotplug_port: Option<u16>,
     /// Where the generation ID is if there is one; it needs the generic event device.
     pub generation_id_gpa: Option<u64>,
     /// Further AML at the top level of the DSDT.
@@ -102,7 +105,7 @@ pub struct AcpiInputs {
 }
 
 impl AcpiInputs {
-    /// A machine of this many vCPUs with the fixed devices of [`crate::layout`].
+    /// A machine with these vCPUs, all there from the start, and the fixed devices of [`crate::layout`].
     pub fn new(apic_ids: impl IntoIterator<Item = u32>, segments: Vec<PciSegment>) -> Self {
         Self {
             cpus: apic_ids.into_iter().map(|apic_id| AcpiCpu { apic_id, enabled: true }).collect(),
@@ -113,6 +116,7 @@ impl AcpiInputs {
             ged: Some(GedInputs { gsi: layout::GED_GSI, port: layout::GED_PORT }),
             cmos: true,
             pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
+            cpu_hotplug_port: Some(layout::CPU_HOTPLUG_PORT),
             generation_id_gpa: Some(layout::GENERATION_ID_GPA),
             extra_aml: Vec::new(),
         }
@@ -124,6 +128,10 @@ impl AcpiInputs {
         const MAX_CPUS: usize = 0x1000;
         if self.cpus.is_empty() || self.cpus.len() > MAX_CPUS {
             return Err(AcpiError::CpuCount { cpus: self.cpus.len() });
+        }
+        let can_hotplug = u32::try_from(self.cpus.len()).is_ok_and(|cpus| cpus <= CPUS_MAX);
+        if self.cpu_hotplug_port.is_some() && !can_hotplug {
+            return Err(AcpiError::HotplugCpuCount { cpus: self.cpus.len() });
         }
         for segment in &self.segments {
             segment.check()?;

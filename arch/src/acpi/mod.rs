@@ -6,6 +6,7 @@
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
+pub mod cpu_hotplug;
 mod dsdt;
 pub mod ged;
 pub mod hotplug;
@@ -38,6 +39,12 @@ pub enum AcpiError {
     /// Names of processors have three digits.
     #[error("ACPI tables can describe 1 to 4096 vCPUs, not {cpus}")]
     CpuCount {
+        /// How many there are.
+        cpus: usize,
+    },
+    /// The registers have a bit for each processor.
+    #[error("vCPUs can come and go in a machine of at most 256, not {cpus}")]
+    HotplugCpuCount {
         /// How many there are.
         cpus: usize,
     },

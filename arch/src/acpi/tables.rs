@@ -108,6 +108,13 @@ pub fn madt(inputs: &AcpiInputs) -> Vec<u8> {
     table.as_slice().to_vec()
 }
 
+/// The entry of a processor, which its `_MAT` returns, too.
+pub(super) fn madt_entry(uid: u32, cpu: AcpiCpu) -> Vec<u8> {
+    let mut entry = Vec::new();
+    push_cpu(&mut entry, uid, cpu);
+    entry
+}
+
 fn push_cpu(entries: &mut Vec<u8>, uid: u32, cpu: AcpiCpu) {
     let flags = if cpu.enabled { CPU_ENABLED } else { CPU_ONLINE_CAPABLE };
     let small = (u8::try_from(uid), u8::try_from(cpu.apic_id));

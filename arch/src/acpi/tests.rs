@@ -23,7 +23,9 @@ fn segment(id: u8) -> PciSegment {
 }
 
 fn inputs(vcpus: u32) -> AcpiInputs {
-    AcpiInputs::new(0..vcpus, vec![segment(0)])
+    let mut inputs = AcpiInputs::new(0..vcpus, vec![segment(0)]);
+    inputs.cpu_hotplug_port = inputs.cpu_hotplug_port.filter(|_| vcpus <= cpu_hotplug::CPUS_MAX);
+    inputs
 }
 
 fn sum(bytes: &[u8]) -> u8 {
@@ -211,8 +213,12 @@ fn impossible_inputs_are_refused() {
 
 #[test]
 fn largest_machine_fits() {
-    let segments = (0..=255).map(segment).collect();
-    build_tables(&AcpiInputs::new(0..4096, segments)).unwrap();
+    let segments = || (0..=255).map(segment).collect::<Vec<_>>();
+    let fixed = AcpiInputs { cpu_hotplug_port: None, ..AcpiInputs::new(0..4096, segments()) };
+    build_tables(&fixed).unwrap();
+    build_tables(&AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments())).unwrap();
+    let beyond = AcpiInputs::new(0..=cpu_hotplug::CPUS_MAX, segments());
+    assert!(matches!(build_tables(&beyond), Err(AcpiError::HotplugCpuCount { cpus: 257 })));
 }
 
 /// Disassembles, then compiles what came out: the compiler checks names, types and return values.
@@ -277,6 +283,12 @@ fn aml_is_what_acpica_understands() {
         "Method (_OSC, 4, Serialized)",
         "33db4d5b-1ff7-401c-9657-7441c03dd766",
         "Device (C002)",
+        "OperationRegion (CPRG, SystemIO, 0x0640, 0x40)",
+        "Offset (0x20)",
+        "If (P002)",
+        "CPEJ = 0x02",
+        "Notify (C002, Arg1)",
+        "\\_SB.CPUS.CPSC ()",
         "OperationRegion (PCST, SystemIO, 0x0610, 0x10)",
         "Device (S001)",
         "Device (S031)",
@@ -302,10 +314,11 @@ fn aml_is_what_acpica_understands() {
         generation_id_gpa: None,
         cmos: false,
         pci_hotplug_port: None,
+        cpu_hotplug_port: None,
         ..AcpiInputs::new(0..300, vec![segment(0)])
     };
     let source = check_with_iasl(dir.path(), &bare).unwrap();
-    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0", "VGEN"] {
+    for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0", "VGEN", "CPRG"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
 }

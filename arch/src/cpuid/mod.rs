@@ -157,6 +157,13 @@ pub fn common_cpuid(host: &CpuId, config: &CpuidConfig) -> VmCpuid {
 }
 
 impl VmCpuid {
+    /// What [`Self::entries`] returned, here or on another host.
+    pub fn from_entries(entries: Vec<kvm_cpuid_entry2>, topology: CpuTopology) -> Self {
+        let table = Table(entries);
+        let vendor = table.vendor();
+        Self { table, vendor, topology }
+    }
+
     /// The entries all vCPUs share, to be compared by [`cpuid_compat`] or sent to a peer.
     pub fn entries(&self) -> &[kvm_cpuid_entry2] {
         &self.table.0

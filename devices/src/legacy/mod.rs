@@ -11,6 +11,7 @@ mod calendar;
 mod cmos;
 #[cfg(test)]
 mod cmos_tests;
+mod cpu_hotplug;
 mod debug;
 mod generation_id;
 mod i8042;
@@ -26,6 +27,7 @@ pub use acpi::{
     POWER_CONTROL_PORT, PmTimer, PowerControl, RESET_VALUE, SLEEP_S5_VALUE,
 };
 pub use cmos::{CMOS_CLOCK_VERSION, CMOS_LEN_BYTES, CMOS_PORT, Clock, Cmos, HostClock};
+pub use cpu_hotplug::{CPU_HOTPLUG_LEN_BYTES, CPU_HOTPLUG_PORT, CpuHotplug, OnCpuEject};
 pub use debug::{
     DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
     DebugPort,

@@ -8,10 +8,14 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
 
 use super::runner::Runner;
-use super::{Job, Phase, Shared, Target, Thread, VcpuThreads};
+use super::{Job, Phase, Shared, Target, Thread, ThreadsError, VcpuThreads, refuse_vcpu_thread};
 use crate::stage2::{RunOnVcpu, Stage2Fill, Stage2Filled, VcpuTask};
 use crate::vcpu::Vcpu;
 
@@ -69,21 +73,59 @@ impl VcpuThreads {
 }
 
 impl VcpuThreads {
+    /// Runs `f` for vCPU `index` whether it runs or not: a running one leaves the guest for it. Waits for the answer
+    /// as long as `wait_on` says, which is asked every 100 ms.
+    ///
+    /// # Errors
+    /// There is no such vCPU, its thread has ended, or it has not left the guest or its device.
+    pub fn interrupt<R: Send + 'static>(
+        &self,
+        index: u32,
+        f: impl FnOnce(&mut Vcpu) -> R + Send + 'static,
+        mut wait_on: impl FnMut() -> bool,
+    ) -> Result<R, ThreadsError> {
+        const STEP: Duration = Duration::from_millis(100);
+        refuse_vcpu_thread()?;
+        let thread = self.threads.iter().find(|thread| thread.shared.index == index);
+        let thread = thread.ok_or(ThreadsError::Unknown { index })?;
+        let (done, answer) = mpsc::sync_channel(1);
+        let job = Box::new(move |vcpu: &mut Vcpu| {
+            let _ = done.send(f(vcpu));
+        });
+        if !thread.shared.begin_job(job) {
+            return Err(ThreadsError::Exited { index });
+        }
+        let mut waited = Duration::ZERO;
+        loop {
+            match answer.recv_timeout(STEP) {
+                Ok(result) => return Ok(result),
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(ThreadsError::Exited { index });
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => waited = waited.saturating_add(STEP),
+            }
+            if !wait_on() {
+                return Err(ThreadsError::Timeout { index, within: waited });
+            }
+        }
+    }
+
     /// What informs the guest that its vCPUs stood still.
     pub fn standstill(&self) -> Standstill {
-        Standstill(self.threads.iter().map(|thread| Arc::downgrade(&thread.shared)).collect())
+        Standstill(Arc::clone(&self.standing))
     }
 }
 
-/// Informs the watchdogs of a guest that its vCPUs stood still.
-pub struct Standstill(Vec<Weak<Shared>>);
+/// Informs the watchdogs of a guest that its vCPUs stood still, also those that are added later.
+pub struct Standstill(Arc<Mutex<Vec<Weak<Shared>>>>);
 
 impl Standstill {
     /// Has each vCPU note it (`KVM_KVMCLOCK_CTRL`) before it is in the guest again, as far as the guest uses
     /// kvmclock. A running vCPU leaves the guest for it. Does not wait, and may be called by a vCPU thread that
     /// handles an exit.
     pub fn report(&self) {
-        for shared in self.0.iter().filter_map(Weak::upgrade) {
+        let standing: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
+        for shared in standing {
             shared.begin_job(Box::new(|vcpu| vcpu.notify_clock_paused()));
         }
     }

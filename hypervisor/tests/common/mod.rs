@@ -201,7 +201,7 @@ pub fn waiting(kvm: &Hypervisor) -> VcpuInit {
 /// Starts threads with `recorder`.
 pub fn start(vcpus: Vec<Vcpu>, recorder: Recorder) -> VcpuThreads {
     let config = ThreadsConfig { handler: Arc::new(recorder), on_start: None };
-    VcpuThreads::start(vcpus, &config).unwrap()
+    VcpuThreads::start(vcpus, config).unwrap()
 }
 
 /// A VM with one vCPU that runs `code`, its threads parked.

@@ -164,10 +164,10 @@ impl VmConfig {
         self.memory.validate()?;
         self.payload.validate()?;
         for disk in self.disks.iter().flatten() {
-            disk.validate(self.cpus.boot_vcpus)?;
+            disk.validate(self.cpus.max_vcpus)?;
         }
         for net in self.net.iter().flatten() {
-            net.validate(self.cpus.boot_vcpus)?;
+            net.validate(self.cpus.max_vcpus)?;
         }
         for device in self.devices.iter().flatten() {
             device.validate(self.platform.as_ref())?;

@@ -374,6 +374,10 @@ impl Vmm {
                 self.add_device_for(*device, responder);
                 return None;
             }
+            VmmRequest::Resize(data) => {
+                self.resize_for(&data, responder);
+                return None;
+            }
             VmmRequest::ResizeDisk(data) => {
                 self.resize_disk_for(data, responder);
                 return None;
@@ -392,7 +396,6 @@ impl Vmm {
                 machine.press_power_button();
             })),
             VmmRequest::Nmi => empty(self.machine_mut().map(|machine| machine.send_nmi())),
-            VmmRequest::Resize(data) => empty(self.resize(&data)),
             VmmRequest::ResizeZone(data) => empty(self.resize_zone(&data)),
             VmmRequest::MigrationStartPostcopy => empty(self.start_postcopy()),
             VmmRequest::MigrationRecover(data) => empty(self.recover_migration(&data)),

@@ -64,6 +64,8 @@ pub enum TransitionKind {
     Eject,
     /// Giving a disk another size; the machine stays paused or running.
     ResizeDisk,
+    /// Adding vCPUs, or asking the guest to eject some; the machine stays paused or running.
+    ResizeVcpus,
 }
 
 /// A machine in transition, owned by another thread.
@@ -148,6 +150,7 @@ impl TransitionKind {
             }
             Self::Eject => "relieved of a device, which waits until that has finished its requests",
             Self::ResizeDisk => "given a disk of another size, which waits for its storage",
+            Self::ResizeVcpus => "given another number of vCPUs",
             Self::Resume | Self::StartRestored | Self::StartArrived => {
                 "resumed, which waits for its disks and network devices"
             }
@@ -160,7 +163,7 @@ impl TransitionKind {
             Self::Pause | Self::Full => Some("paused"),
             Self::Retry => None,
             Self::Resume | Self::StartRestored | Self::StartArrived => Some("resumed"),
-            Self::Add | Self::Eject | Self::ResizeDisk => Some("changed"),
+            Self::Add | Self::Eject | Self::ResizeDisk | Self::ResizeVcpus => Some("changed"),
         }
     }
 
@@ -173,6 +176,7 @@ impl TransitionKind {
             Self::Add => "add-device",
             Self::Eject => "eject",
             Self::ResizeDisk => "resize-disk",
+            Self::ResizeVcpus => "resize-vcpus",
         }
     }
 }
@@ -333,7 +337,7 @@ impl Vmm {
                 | TransitionKind::StartArrived => {
                     machine.resume_with_room()?;
                 }
-                TransitionKind::Add | TransitionKind::ResizeDisk => {}
+                TransitionKind::Add | TransitionKind::ResizeDisk | TransitionKind::ResizeVcpus => {}
                 TransitionKind::Eject => machine.take_ejected(),
             }
             Ok(ApiReply::Empty)
@@ -418,7 +422,9 @@ impl Vmm {
             (TransitionKind::Add | TransitionKind::Eject, result) => {
                 self.device_change_over(result, responder, adding);
             }
-            (TransitionKind::ResizeDisk, result) => Self::disk_resized(result, responder),
+            (TransitionKind::ResizeDisk | TransitionKind::ResizeVcpus, result) => {
+                Self::resize_over(result, responder);
+            }
             (TransitionKind::Retry, Ok(_)) => {
                 self.found_room();
                 emit("resuming");
@@ -532,7 +538,10 @@ impl Vmm {
             VmLifecycle::Transitioning(transition)
                 if matches!(
                     transition.kind,
-                    TransitionKind::Add | TransitionKind::Eject | TransitionKind::ResizeDisk
+                    TransitionKind::Add
+                        | TransitionKind::Eject
+                        | TransitionKind::ResizeDisk
+                        | TransitionKind::ResizeVcpus
                 ) =>
             {
                 transition.info.state == VmState::Paused

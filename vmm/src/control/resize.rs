@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Resizing a VM: memory, balloon and disks.
+//! Resizing a VM: vCPUs, memory, balloon and disks.
 //!
 //! Owns the answers to `vm.resize`, `vm.resize-zone` and `vm.resize-disk`.
 
@@ -13,25 +13,38 @@ use crate::events;
 use crate::machine::{Machine, MachineError, ResizeBalloonError, ResizeMemoryError};
 
 impl Vmm {
-    /// `vm.resize`.
-    pub(super) fn resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
+    /// `vm.resize`. vCPUs are added on a thread: KVM takes its time for many of them.
+    pub(super) fn resize_for(&mut self, wanted: &VmResize, responder: Responder) {
+        if let Err(error) = self.may_resize(wanted) {
+            return responder.answer(Err(error));
+        }
+        events::emit("vm", "resizing", &[]);
+        let result = self.resize_parts(wanted);
+        let (Some(vcpus), Ok(())) = (wanted.desired_vcpus, &result) else {
+            report_resize(&result);
+            return responder.answer(result.map(|()| ApiReply::Empty));
+        };
+        let kind = TransitionKind::ResizeVcpus;
+        self.begin_transition_with(kind, Some(responder), move |machine, cancel| {
+            machine.resize_vcpus(vcpus, cancel)?;
+            events::emit("vm", "vcpus-resized", &[("vcpus", &vcpus.to_string())]);
+            Ok(ApiReply::Empty)
+        });
+    }
+
+    fn may_resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
         self.machine_mut()?;
         if *wanted == VmResize::default() {
             return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
         }
-        told(|| self.resize_parts(wanted))
+        let Some(vcpus) = wanted.desired_vcpus else { return Ok(()) };
+        self.refuse_while_memory_arrives("given another number of vCPUs")?;
+        let refused = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
+        self.machine_mut()?.check_vcpus(vcpus).map_err(refused)
     }
 
     fn resize_parts(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
         let machine = self.machine_mut()?;
-        let vcpus = machine.config().cpus.boot_vcpus;
-        if wanted.desired_vcpus.is_some_and(|wanted| wanted != vcpus) {
-            return Err(ApiError::new(
-                ApiErrorKind::NotSupported,
-                "the number of vCPUs of a VM that runs cannot be changed by this version; \
-                 desired_ram and desired_balloon can",
-            ));
-        }
         // All or nothing: the checks come first.
         if let Some(size_bytes) = wanted.desired_balloon {
             machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
@@ -78,8 +91,8 @@ impl Vmm {
         wanted.desired_size.ok_or_else(|| nothing_wanted("desired_size"))
     }
 
-    /// The end of such a change.
-    pub(super) fn disk_resized(
+    /// The end of a change of size that was made on a thread.
+    pub(super) fn resize_over(
         result: Result<ApiReply, TransitionError>,
         responder: Option<Responder>,
     ) {
@@ -90,10 +103,7 @@ impl Vmm {
             };
             ApiError::from_error(kind, &error)
         });
-        match &result {
-            Ok(_) => events::emit("vm", "resized", &[]),
-            Err(error) => events::emit("vm", "resize-failed", &[("error", &error.to_string())]),
-        }
+        report_resize(&result);
         if let Some(responder) = responder {
             responder.answer(result);
         }
@@ -117,11 +127,15 @@ impl Vmm {
 fn told(change: impl FnOnce() -> Result<(), ApiError>) -> Result<(), ApiError> {
     events::emit("vm", "resizing", &[]);
     let result = change();
-    match &result {
-        Ok(()) => events::emit("vm", "resized", &[]),
+    report_resize(&result);
+    result
+}
+
+fn report_resize<T>(result: &Result<T, ApiError>) {
+    match result {
+        Ok(_) => events::emit("vm", "resized", &[]),
         Err(error) => events::emit("vm", "resize-failed", &[("error", &error.to_string())]),
     }
-    result
 }
 
 fn balloon_refused(error: &ResizeBalloonError) -> ApiError {

@@ -36,6 +36,12 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "resizing", "the VM, its balloon, a memory zone or a disk is being resized"),
     ("vm", "balloon-resized", "the balloon has a new target size (size)"),
     ("vm", "disk-resized", "a disk has another size (id, size)"),
+    (
+        "vm",
+        "vcpus-resized",
+        "vCPUs were added, or the guest was asked to eject some (vcpus: how many are wanted)",
+    ),
+    ("vm", "vcpus-removed", "the guest has ejected vCPUs (vcpus: how many are left)"),
     ("vm", "memory-resized", "a memory zone has a new target size (zone, size)"),
     ("vm", "resized", "the new target sizes are set for all devices concerned"),
     ("vm", "resize-failed", "all or part of a resize failed (error: why)"),

@@ -230,8 +230,11 @@ pub fn load(
         mmio64: Some(range(windows.above_4g)),
         intx: intx.to_vec(),
     };
-    let apic_ids = (0..config.cpus.boot_vcpus).map(|index| topology.apic_id(index));
+    let apic_ids = (0..config.cpus.max_vcpus).map(|index| topology.apic_id(index));
     let mut inputs = AcpiInputs::new(apic_ids, vec![segment]);
+    for (index, cpu) in (0_u32..).zip(&mut inputs.cpus) {
+        cpu.enabled = index < config.cpus.boot_vcpus;
+    }
     if !has_serial {
         inputs.serial_gsi = None;
     }

@@ -14,6 +14,7 @@ use pci::{PciError, PciStateError};
 use thiserror::Error;
 
 use super::boot::MachineBootError;
+use super::cpu_hotplug::ResizeVcpusError;
 use super::disk_sizes::DiskSizeError;
 use super::exclusive::{ExclusiveError, WriteBackFailed};
 use super::full_disks::DisksFull;
@@ -85,6 +86,9 @@ pub enum MachineError {
         #[source]
         source: std::io::Error,
     },
+    /// The machine does not get another number of vCPUs.
+    #[error(transparent)]
+    Vcpus(#[from] ResizeVcpusError),
     /// A disk does not get another size.
     #[error(transparent)]
     DiskSize(#[from] DiskSizeError),
@@ -104,7 +108,7 @@ pub enum MachineError {
     #[error(transparent)]
     HotAdd(#[from] HotAddError),
     /// The state of the hot-plug registers is invalid.
-    #[error("cannot restore the state of PCI hotplug")]
+    #[error("cannot restore the state of hotplug")]
     HotplugState(#[from] StateError),
     /// A passed-through device has failed.
     #[error(transparent)]

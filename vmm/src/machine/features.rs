@@ -6,7 +6,7 @@
 //! show here. What KVM returns of a vCPU is not compared: not every KVM returns what it was
 //! told.
 
-use arch::cpuid::{VmCpuid, cpuid_compat};
+use arch::cpuid::{CpuTopology, VmCpuid, cpuid_compat};
 use arch::feature_msrs::{feature_msrs_compat, indices, untold_weaknesses};
 use hypervisor::{CpuidEntry, MsrValue};
 use kvm_bindings::kvm_cpuid_entry2;
@@ -25,19 +25,26 @@ pub fn shown(cpuid: &VmCpuid) -> Vec<CpuidEntry> {
         .collect()
 }
 
+/// The CPUID of which [`shown`] is the saved form, for vCPUs that are added to a machine.
+pub fn as_shown(saved: &[CpuidEntry], topology: CpuTopology) -> VmCpuid {
+    VmCpuid::from_entries(entries(saved), topology)
+}
+
+fn entries(saved: &[CpuidEntry]) -> Vec<kvm_cpuid_entry2> {
+    let entries = saved.iter().map(|entry| {
+        let [eax, ebx, ecx, edx] = entry.answer;
+        let (function, index, flags) = (entry.function, entry.index, entry.flags);
+        kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, padding: [0; 3] }
+    });
+    entries.collect()
+}
+
 /// Compares the CPUID shown by a saved machine with what this host would show.
 ///
 /// # Errors
 /// Lists everything that is missing.
 pub fn check(saved: &[CpuidEntry], here: &VmCpuid) -> Result<(), String> {
-    let saved: Vec<kvm_cpuid_entry2> = saved
-        .iter()
-        .map(|entry| {
-            let [eax, ebx, ecx, edx] = entry.answer;
-            let (function, index, flags) = (entry.function, entry.index, entry.flags);
-            kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, padding: [0; 3] }
-        })
-        .collect();
+    let saved = entries(saved);
     cpuid_compat(&saved, here.entries())
         .map_err(|missing| missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }

@@ -249,9 +249,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Tears down the devices that the guest has ejected, and those that it will never see; announces those
+    /// Takes away the vCPUs that the guest has ejected. Tears down the devices that the guest has ejected, and those that it will never see; announces those
     /// for which memory is mapped now.
     pub fn take_ejected(&mut self) {
+        self.take_ejected_vcpus();
         self.announce_ready();
         let refused = self.parts.passthrough.refused();
         for bdf in &refused {
@@ -290,7 +291,7 @@ impl Machine {
         }
     }
 
-    /// The configuration for the time after the guest has ended: without the devices to be removed.
+    /// The configuration for the time after the guest has ended: without the devices and vCPUs to be removed.
     pub fn lasting_config(&self) -> VmConfig {
         let going = self.parts.hotplug.going();
         let functions = self.functions();
@@ -298,8 +299,7 @@ impl Machine {
             let is_withdrawn = self.parts.passthrough.is_withdrawn(function.bdf);
             is_withdrawn || going & 1 << function.bdf.device() != 0
         });
-        leaving.fold(self.config.clone(), |config, function| {
-            config.without(&function.id).unwrap_or(config)
-        })
+        let config = self.with_lasting_vcpus(self.config.clone());
+        leaving.fold(config, |config, function| config.without(&function.id).unwrap_or(config))
     }
 }

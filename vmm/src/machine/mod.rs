@@ -39,6 +39,7 @@ mod affinity;
 mod balloons;
 mod boot;
 mod consoles;
+mod cpu_hotplug;
 mod disk_sizes;
 mod disks;
 mod error;
@@ -83,6 +84,7 @@ use crate::config::VmConfig;
 pub use balloons::ResizeBalloonError;
 pub use boot::MachineBootError;
 pub use consoles::{ConsoleError, Consoles};
+pub use cpu_hotplug::ResizeVcpusError;
 pub use disk_sizes::DiskSizeError;
 pub use error::MachineError;
 pub use events::{EventSink, GuestEvent, Power};
@@ -160,7 +162,7 @@ impl Machine {
             handler: Arc::new(exits),
             on_start: Some(affinity_setter(&config, &parts.topology)),
         };
-        let vcpus = VcpuThreads::start(vcpus, &threads)?;
+        let vcpus = VcpuThreads::start(vcpus, threads)?;
         parts.passthrough.report_waits(vcpus.standstill());
         Ok(Self {
             stage2: None,

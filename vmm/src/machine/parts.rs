@@ -15,6 +15,7 @@ use memory::GuestRam;
 use pci::{ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciSegment};
 
 use super::consoles::Consoles;
+use super::cpu_hotplug::CpuHotplug;
 use super::error::MachineError;
 use super::events::{EventSink, Power};
 use super::exclusive::LockedImages;
@@ -37,6 +38,7 @@ pub(super) struct MachineParts {
     pub(super) panics: Option<PanicFunction>,
     pub(super) legacy: LegacyDevices,
     pub(super) hotplug: Hotplug,
+    pub(super) cpu_hotplug: CpuHotplug,
     pub(super) segment: Arc<PciSegment>,
     pub(super) config_ports: Arc<PciConfigIo>,
     pub(super) space: Arc<AddressSpace>,
@@ -97,6 +99,8 @@ impl MachineParts {
             config_ports.clone(),
         )?;
         let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
+        let vcpus = config.cpus.boot_vcpus;
+        let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
         let pci = PciContext { segment: &segment, vm: &vm, ram: &ram, activation: &activation };
         let ban = Passthrough::ban_discards(config, &ram);
@@ -114,6 +118,7 @@ impl MachineParts {
             panics,
             legacy,
             hotplug,
+            cpu_hotplug,
             segment,
             config_ports,
             space,

@@ -47,6 +47,7 @@ impl Machine {
             legacy: self.parts.legacy.save(),
             pci_config_address: self.parts.config_ports.address(),
             pci_hotplug: Some(self.parts.hotplug.save()),
+            cpu_hotplug: self.parts.cpu_hotplug.save(self.config.cpus.boot_vcpus),
             pci,
         };
         state.version = state.needed_version();
@@ -95,8 +96,10 @@ impl Machine {
         self.parts.segment.refresh_mappings();
         if let Some(state) = &state.pci_hotplug {
             self.parts.hotplug.restore(state)?;
-            self.take_ejected();
         }
+        let vcpus = self.config.cpus.boot_vcpus;
+        self.parts.cpu_hotplug.restore(state.cpu_hotplug.as_ref(), vcpus)?;
+        self.take_ejected();
         Ok(())
     }
 

@@ -25,7 +25,8 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 2 | version 2 of vCPUs; a generation ID among the legacy devices |
 /// | 3 | version 2 of virtio devices, which have a 32-bit BAR |
 /// | 4 | version 2 of the CMOS, which has a clock that the guest has set; version 2 of passed-through devices, which are integrated endpoints |
-pub const MACHINE_STATE_VERSION: u32 = 4;
+/// | 5 | `cpu_hotplug`: vCPUs that the guest has yet to notice or to eject |
+pub const MACHINE_STATE_VERSION: u32 = 5;
 
 /// First version with virtio devices that have 32-bit BARs.
 pub const NARROW_BARS_VERSION: u32 = 3;
@@ -35,6 +36,9 @@ pub const INTEGRATED_ENDPOINTS_VERSION: u32 = 4;
 
 /// First version with a CMOS that has its own clock.
 const CMOS_CLOCK_STATE_VERSION: u32 = 4;
+
+/// First version with the registers of vCPU hotplug.
+const CPU_HOTPLUG_VERSION: u32 = 5;
 
 /// Name of the CMOS among the legacy devices.
 const CMOS: &str = "cmos";
@@ -106,6 +110,9 @@ pub struct MachineState {
     /// The hot-plug registers; absent in earlier versions.
     #[serde(default)]
     pub pci_hotplug: Option<DeviceSnapshot>,
+    /// The vCPU hot-plug registers; absent if the guest sees all vCPUs and has nothing to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_hotplug: Option<DeviceSnapshot>,
     /// PCI functions by id.
     pub pci: BTreeMap<String, PciFunctionState>,
 }
@@ -213,7 +220,9 @@ impl MachineState {
             state.kind == VFIO_PCI_KIND && state.version >= INTEGRATED_ENDPOINT_VERSION
         };
         let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
-        if self.legacy.get(CMOS).is_some_and(has_clock) {
+        if self.cpu_hotplug.is_some() {
+            Some((CPU_HOTPLUG_VERSION, "vCPUs that come or go"))
+        } else if self.legacy.get(CMOS).is_some_and(has_clock) {
             Some((CMOS_CLOCK_STATE_VERSION, "a CMOS clock that the guest has set"))
         } else if self.pci.values().any(is_integrated) {
             Some((
@@ -238,7 +247,7 @@ impl MachineState {
 
     /// The state for a reader of versions up to `newest`, without the parts that it can do without: the
     /// generation ID keeps its place in guest memory and is not renewed there; the CMOS clock follows the
-    /// host again.
+    /// host again; vCPUs that come or go do not.
     ///
     /// # Errors
     /// A part is needed for the guest to continue.
@@ -255,6 +264,12 @@ impl MachineState {
             log::warn!(
                 "the destination is an older version: the guest's CMOS clock will show the host's time \
                  there, and not what the guest has set it to"
+            );
+        }
+        if newest < CPU_HOTPLUG_VERSION && self.cpu_hotplug.take().is_some() {
+            log::warn!(
+                "the destination is an older version: vCPUs that the guest has not taken up or ejected yet \
+                 stay as they are there"
             );
         }
         self.version = self.needed_version();

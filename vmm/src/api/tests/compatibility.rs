@@ -13,7 +13,6 @@ use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
 
 /// What is accepted and is not as there: the schema, the field, and how it differs.
 const DIFFERENT: &[(&str, &str, &str)] = &[
-    ("CpusConfig", "max_vcpus", "vCPUs cannot be added while the guest runs"),
     ("CpusConfig", "core_scheduling", "`Vcpu` is refused"),
     ("MemoryConfig", "hotplug_method", "`Acpi` cannot add memory; `VirtioMem` can"),
     (
@@ -21,7 +20,6 @@ const DIFFERENT: &[(&str, &str, &str)] = &[
         "image_type",
         "`Unknown` never detects a format, but refuses an image that looks like another than raw",
     ),
-    ("VmResize", "desired_vcpus", "only the present number is accepted"),
 ];
 
 fn upstream() -> Value {

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# EDK2's firmware boots a disk with a boot loader and partitions: GRUB, then Debian's kernel; reboots, moves and is
+# restored.
+# usual_kernel
+# machine: -m 3G
+# machine: -drive if=none,id=f0,file=@LAB@/firmware.img,format=raw,snapshot=on -device nvme,drive=f0,serial=boot
+. ./lib.sh
+# See tests/lab/modules/cr8-writes-exit.
+insmod ./cr8-writes-exit.ko || failed module "$(dmesg | tail -n 3)"
+
+wait_until 20 grep -qs '^boot' /sys/class/nvme/*/serial
+BOOT_DISK=/dev/$(grep -ls '^boot' /sys/class/nvme/*/serial | cut -d/ -f5)n1
+
+# serial_says TEXT COUNT: what firmware and boot loader have printed; the machine's resets append.
+serial_says() { [ "$(tr -d '\r' <$T/serial | grep -ac "$1")" -ge "$2" ]; }
+starts() {
+  start_vmm a "$@" --cpus boot=2 --memory size=512M,shared=on --disk path=$BOOT_DISK --rng src=/dev/urandom \
+    --serial file=$T/serial --console pty && open_console a
+}
+boots() {
+  starts --firmware /lab/CLOUDHV.fd || return 1
+  wait_until $WAIT_S serial_says GRUB-READY 1 || { tail -n 40 $T/serial; return 1; }
+  wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
+}
+check boots_by_way_of_grub boots
+check firmware_is_in_charge guest a "ls /sys/firmware/efi/systab /sys/firmware/efi/runtime-map >/dev/null && dmesg | grep 'efi: EFI v'"
+content() { guest $1 'head -c 4194304 /dev/urandom >/root/known; sha256sum </root/known >/root/known.sum; sync; echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ]'; }
+kept() { guest $1 'echo 3 >/proc/sys/vm/drop_caches; [ "$(sha256sum </root/known)" = "$(cat /root/known.sum)" ]'; }
+check disk_keeps_content content a
+# The guest's own reset starts the firmware anew.
+restarts() {
+  echo "sync; busybox reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S serial_says GRUB-READY 2 &&
+    wait_until $WAIT_S says_times a "GUEST-READY 2 vcpus" 2
+}
+check guest_restarts_by_way_of_grub restarts
+move() {
+  start_vmm $2 || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
+  receiver=$!
+  wait_until 30 test -S $T/$2.mig || return 1
+  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
+  wait $receiver || { cat $T/$2.receive.log; return 1; }
+  ends $1 60 && state_is $2 Running && open_console $2 && kept $2
+}
+check moves move a b precopy
+check moves_by_postcopy move b c postcopy
+# Variables of the firmware are reached by its own code, which the kernel calls.
+calls() { guest $1 'mkdir -p /sys/firmware/efi/efivars; busybox mount -t efivarfs none /sys/firmware/efi/efivars 2>/dev/null; ls /sys/firmware/efi/efivars | grep -q ^Boot || ls /sys/firmware/efi | grep -q runtime'; }
+check firmware_is_called_where_it_moved calls c
+reboots() { guest c sync && remote c reboot && wait_until $WAIT_S says c "GUEST-READY 2 vcpus" && kept c; }
+check reboots_there reboots
+power_button() { remote c power-button && ends c 60; }
+check ends power_button

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! vCPUs that come and go while the guest runs.
+//!
+//! Owns the order of things: a vCPU exists, and waits for the guest to start it, before the guest hears of it; it is
+//! parked only when the guest has ejected it. KVM keeps a vCPU as long as its VM, so one that was removed is parked
+//! and used again.
+//!
+//! vCPUs are removed from the highest index down, so that those of a machine are always the first ones: one that the
+//! guest has ejected before a higher one stays until that has gone, too. The guest ejects on a vCPU's thread; the
+//! rest happens when the owner of the machine comes to it ([`Machine::take_ejected_vcpus`]), here or, if the guest
+//! has moved meanwhile, where it runs then.
+
+use std::sync::Arc;
+
+use arch::cpuid::VmCpuid;
+use arch::layout;
+use devices::Snapshot as _;
+use devices::legacy::{self, CPU_HOTPLUG_LEN_BYTES};
+use devices::virtio::{DeviceSnapshot, StateError};
+use hypervisor::{KvmError, SharedTsc, Vcpu, VcpuStateError};
+use thiserror::Error;
+
+use super::events::{EventSink, GuestEvent};
+use super::space::AddressSpace;
+use super::{CancelToken, Machine, MachineError, boot, features};
+use crate::config::VmConfig;
+use crate::events;
+
+/// Index of the vCPU that boots, which always stays.
+const BOOT_VCPU: u32 = 0;
+
+/// Why a machine does not get another number of vCPUs.
+#[derive(Debug, Error)]
+pub enum ResizeVcpusError {
+    /// Not a number that it can have.
+    #[error("the VM can have 1 to {max} vCPUs (--cpus max), not {wanted}")]
+    Number {
+        /// What is wanted.
+        wanted: u32,
+        /// How many it can have.
+        max: u32,
+    },
+    /// One that was removed has not left the guest or its device.
+    #[error("vCPU {index} is still on its way out after its removal; try again later")]
+    StillLeaving {
+        /// Index of the vCPU.
+        index: u32,
+    },
+    /// KVM does not make it.
+    #[error("cannot make vCPU {index}")]
+    Create {
+        /// Index of the vCPU.
+        index: u32,
+        /// The cause.
+        #[source]
+        source: KvmError,
+    },
+    /// The boot vCPU does not tell its clock.
+    #[error("vCPU {BOOT_VCPU}, whose time stamp counter others follow, is busy")]
+    Busy(#[source] hypervisor::ThreadsError),
+}
+
+/// The hot-plug registers of the vCPUs.
+pub struct CpuHotplug {
+    registers: Arc<legacy::CpuHotplug>,
+}
+
+impl CpuHotplug {
+    /// Places the registers in `space`; ejections are reported to `sink`.
+    ///
+    /// # Errors
+    /// The addresses are taken.
+    pub fn wire(space: &AddressSpace, vcpus: u32, sink: EventSink) -> Result<Self, MachineError> {
+        let on_eject = Box::new(move || sink(GuestEvent::Ejected));
+        let registers = Arc::new(legacy::CpuHotplug::new(vcpus, on_eject));
+        let port = layout::CPU_HOTPLUG_PORT;
+        space.insert_ports(port, CPU_HOTPLUG_LEN_BYTES, "vCPU hotplug", registers.clone())?;
+        Ok(Self { registers })
+    }
+
+    /// Saves the registers of a machine with `vcpus` vCPUs; `None` if the guest has nothing to do and sees them all.
+    pub fn save(&self, vcpus: u32) -> Option<DeviceSnapshot> {
+        (!self.registers.is_at_rest(vcpus)).then(|| self.registers.save())
+    }
+
+    /// Restores what [`Self::save`] returned.
+    ///
+    /// # Errors
+    /// The state is malformed.
+    pub fn restore(&self, state: Option<&DeviceSnapshot>, vcpus: u32) -> Result<(), StateError> {
+        match state {
+            Some(state) => self.registers.restore(state),
+            None => {
+                self.registers.rest(vcpus);
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether a vCPU stays: the guest sees it, and was not asked to eject it.
+    fn stays(&self, index: u32) -> bool {
+        self.registers.is_present(index) && !self.registers.is_leaving(index)
+    }
+
+    /// Number of vCPUs of `vcpus` that are left when all have gone that are to go.
+    pub fn lasting(&self, vcpus: u32) -> u32 {
+        let last = (0..vcpus).rev().find(|index| self.stays(*index));
+        last.map_or(1, |last| last + 1)
+    }
+}
+
+impl Machine {
+    /// Whether the machine can have `wanted` vCPUs.
+    ///
+    /// # Errors
+    /// It cannot.
+    pub fn check_vcpus(&self, wanted: u32) -> Result<(), ResizeVcpusError> {
+        let max = self.config.cpus.max_vcpus;
+        if (1..=max).contains(&wanted) {
+            Ok(())
+        } else {
+            Err(ResizeVcpusError::Number { wanted, max })
+        }
+    }
+
+    /// Gives the machine another number of vCPUs: adds those that are missing, and asks the guest to eject those that
+    /// are too many. Asking again is harmless.
+    ///
+    /// # Errors
+    /// The number is impossible, or a vCPU cannot be added; the machine has those that were added before.
+    pub fn resize_vcpus(&mut self, wanted: u32, cancel: &CancelToken) -> Result<(), MachineError> {
+        self.check_vcpus(wanted)?;
+        let now = self.config.cpus.boot_vcpus;
+        let registers = Arc::clone(&self.parts.cpu_hotplug.registers);
+        for index in 0..wanted.min(now) {
+            if !self.parts.cpu_hotplug.stays(index) {
+                registers.add(index);
+            }
+        }
+        for index in wanted..now {
+            registers.request_unplug(index);
+        }
+        let added = if wanted > now { self.add_vcpus(wanted, cancel) } else { Ok(()) };
+        for index in now..self.config.cpus.boot_vcpus {
+            registers.add(index);
+        }
+        self.parts.legacy.notify_cpus_changed();
+        // The guest may have ejected some before it was asked to keep them.
+        self.take_ejected_vcpus();
+        added
+    }
+
+    /// Makes vCPUs up to `wanted`, which wait for the guest to start them.
+    fn add_vcpus(&mut self, wanted: u32, cancel: &CancelToken) -> Result<(), MachineError> {
+        let busy = |error| MachineError::from(ResizeVcpusError::Busy(error));
+        let boot_vcpu = self.parts.topology.apic_id(BOOT_VCPU);
+        let wait_on = || !cancel.is_cancelled();
+        let tsc =
+            self.vcpus.interrupt(boot_vcpu, |vcpu| vcpu.shared_tsc(), wait_on).map_err(busy)??;
+        let cpuid = features::as_shown(&self.shown, self.parts.topology);
+        while self.config.cpus.boot_vcpus < wanted && self.add_vcpu_again()? {
+            self.config.cpus.boot_vcpus += 1;
+        }
+        let mut made = Vec::new();
+        let mut result = Ok(());
+        for index in self.config.cpus.boot_vcpus..wanted {
+            match self.make_vcpu(index, &cpuid, &tsc) {
+                Ok(vcpu) => made.push(vcpu),
+                Err(error) => {
+                    // KVM makes no second vCPU of a number, so those that there are have to be of use.
+                    result = Err(error);
+                    break;
+                }
+            }
+        }
+        let count = u32::try_from(made.len()).unwrap_or(0);
+        self.vcpus.add(made)?;
+        self.config.cpus.boot_vcpus += count;
+        if !self.paused {
+            self.vcpus.resume_all();
+        }
+        result
+    }
+
+    fn make_vcpu(
+        &self,
+        index: u32,
+        cpuid: &VmCpuid,
+        tsc: &SharedTsc,
+    ) -> Result<Vcpu, MachineError> {
+        let created = self.parts.vm.create_vcpu(self.parts.topology.apic_id(index));
+        let vcpu = created.map_err(|source| ResizeVcpusError::Create { index, source })?;
+        let init = boot::vcpu_init(cpuid.for_vcpu(index)?, None);
+        let set_up = || -> Result<(), VcpuStateError> {
+            vcpu.init(&init)?;
+            vcpu.adopt_msrs(&self.feature_msrs)?;
+            vcpu.follow_tsc(tsc)
+        };
+        set_up().map_err(|source| MachineError::Vcpu { index, source })?;
+        Ok(vcpu)
+    }
+
+    /// Adds the next vCPU again if it was removed; false if it was not.
+    fn add_vcpu_again(&mut self) -> Result<bool, MachineError> {
+        let index = self.config.cpus.boot_vcpus;
+        let apic_id = self.parts.topology.apic_id(index);
+        let added = self.vcpus.add_again(apic_id, |vcpu| vcpu.wait_for_start()).map_err(
+            |error| match error {
+                hypervisor::ThreadsError::NotParked { .. } => {
+                    ResizeVcpusError::StillLeaving { index }.into()
+                }
+                error => MachineError::from(error),
+            },
+        )?;
+        added.map_err(|source| MachineError::Vcpu { index, source })
+    }
+
+    /// Parks the vCPUs that the guest has ejected.
+    pub(super) fn take_ejected_vcpus(&mut self) {
+        let before = self.config.cpus.boot_vcpus;
+        while let Some(last) = self.config.cpus.boot_vcpus.checked_sub(1)
+            && last > BOOT_VCPU
+            && !self.parts.cpu_hotplug.registers.is_present(last)
+        {
+            self.vcpus.remove_last();
+            self.held_msrs
+                .retain(|(index, _)| u32::try_from(*index).is_ok_and(|index| index != last));
+            self.config.cpus.boot_vcpus = last;
+        }
+        let now = self.config.cpus.boot_vcpus;
+        if now != before {
+            log::info!("the guest has ejected vCPUs: {now} of {before} are left");
+            events::emit("vm", "vcpus-removed", &[("vcpus", &now.to_string())]);
+        }
+    }
+
+    /// The configuration without the vCPUs that are to be removed.
+    pub(super) fn with_lasting_vcpus(&self, mut config: VmConfig) -> VmConfig {
+        config.cpus.boot_vcpus = self.parts.cpu_hotplug.lasting(config.cpus.boot_vcpus);
+        config
+    }
+}
