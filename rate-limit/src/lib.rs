@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Rate limit: a number of bytes per second that several threads share.
+//! Rate limit: a number of bytes per second that several threads share. [`TokenBucket`] is a
+//! limit on tokens of any kind, which saves up to a given number of them.
 //!
-//! Owns one atomic: the time at which the next piece of work may begin. A thread advances it by the
+//! Owns one atomic for each limit: the time at which the next piece of work may begin. A thread advances it by the
 //! time that its bytes take, and waits until the old value. No thread holds a lock, and none exceeds the
-//! rate by more than one reservation. Must never let a pause be made up for by a burst afterwards.
+//! rate by more than one reservation. A [`RateLimit`] must never let a pause be made up for by a
+//! burst afterwards.
+
+mod bucket;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+pub use bucket::TokenBucket;
 
 const NANOS_PER_S: u128 = 1_000_000_000;
 

@@ -53,6 +53,7 @@ mod pause;
 mod postcopy;
 mod prefault;
 mod prezero;
+mod rate_limits;
 mod recorded;
 mod remote;
 mod report;
@@ -109,6 +110,7 @@ fn main() -> ExitCode {
     disks::add(&mut suite);
     hung_disk::add(&mut suite);
     full_disk::add(&mut suite);
+    rate_limits::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
     migration_rounds::add(&mut suite);

@@ -9,6 +9,7 @@
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
+//! | `limiter` | limits on the bytes and operations of devices |
 //! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`rng`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
 //!
 //! If a driver breaks the rules of a queue, its device stops with DEVICE_NEEDS_RESET; an
@@ -22,6 +23,7 @@ mod buffers;
 pub mod console;
 mod counters;
 mod device;
+mod limiter;
 pub mod mem;
 pub mod net;
 mod one_queue;
@@ -49,6 +51,7 @@ pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, Kicks, StateError, VirtioDevice,
     VirtioInterrupt,
 };
+pub use limiter::{BucketConfig, RateLimiter};
 pub use worker::{Pausing, PendingPause};
 
 /// Features that every device offers.

@@ -156,16 +156,29 @@ impl WorkQueue {
     /// The same for requests of different cost, which each returns as its share of `budget`.
     pub(crate) fn serve_by_cost(
         &mut self,
-        mut budget: u32,
+        budget: u32,
         mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<(u64, u32), &'static str>,
+    ) -> Result<(), Broken> {
+        self.serve_while(budget, |memory, chain| request(memory, chain).map(Some))
+    }
+
+    /// The same until `request` returns `None`: its chain stays available, and the caller serves again later
+    /// without a notification.
+    pub(crate) fn serve_while(
+        &mut self,
+        mut budget: u32,
+        mut request: impl FnMut(&GuestMemory, &mut Chain) -> Result<Option<(u64, u32)>, &'static str>,
     ) -> Result<(), Broken> {
         let memory = self.memory();
         loop {
             self.suppress_kicks(&memory)?;
             while let Some(mut chain) = self.pop(&memory)? {
                 let head = chain.head;
-                let (written, cost) =
-                    request(&memory, &mut chain).map_err(|why| self.bad_chain(head, why))?;
+                let done = request(&memory, &mut chain).map_err(|why| self.bad_chain(head, why))?;
+                let Some((written, cost)) = done else {
+                    self.undo_pop();
+                    return self.notify(&memory);
+                };
                 self.add_used(&memory, head, written)?;
                 budget = budget.saturating_sub(cost);
                 if budget == 0 {

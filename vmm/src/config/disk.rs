@@ -86,7 +86,7 @@ option_family! {
         /// Socket at which that process listens.
         vhost_socket: Option<String> = None, "socket" as Opt<Text>;
         /// Limits on bandwidth and operations.
-        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
+        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
         /// PCI device number.
@@ -96,7 +96,7 @@ option_family! {
         /// Serial number that the guest sees, at most 20 bytes.
         serial: Option<String> = None, "serial" as Opt<Text>;
         /// Rate limit group that the disk belongs to.
-        rate_limit_group: Option<String> = None, "rate_limit_group" as Opt<Id>, unsupported();
+        rate_limit_group: Option<String> = None, "rate_limit_group" as Opt<Id>;
         /// Host CPUs for each queue.
         queue_affinity: Option<Vec<VirtQueueAffinity>> = None,
             "queue_affinity" as Opt<QueueAffinityText>;
@@ -139,6 +139,9 @@ impl DiskConfig {
             return refuse("socket needs vhost_user=on".into());
         } else if self.path.as_ref().is_none_or(|path| path.as_os_str().is_empty()) {
             return refuse("needs a path".into());
+        }
+        if self.rate_limit_group.is_some() && self.rate_limiter_config.is_some() {
+            return refuse("rate_limit_group and limits of its own exclude each other".into());
         }
         if !self.queue_size.is_power_of_two() || self.queue_size < MIN_QUEUE_SIZE {
             return refuse(format!(
@@ -187,6 +190,11 @@ impl DiskConfig {
             (self.serial.is_some(), "serial is for the vhost-user back end to say"),
             (self.backing_files, "backing_files and vhost_user=on exclude each other"),
             (self.on_full != OnFull::Report, "on_full and vhost_user=on exclude each other"),
+            (
+                self.rate_limit_group.is_some(),
+                "rate_limit_group and vhost_user=on exclude each other",
+            ),
+            (self.rate_limiter_config.is_some(), "limits and vhost_user=on exclude each other"),
             (self.queue_affinity.is_some(), "queue_affinity is for the vhost-user back end to say"),
         ];
         of_images

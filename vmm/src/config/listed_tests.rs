@@ -35,6 +35,7 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
         "disk" => vm(&|p| p.disks = many()),
         "net" => vm(&|p| p.net = many()),
         "device" => vm(&|p| p.devices = many()),
+        "rate-limit-group" => vm(&|p| p.rate_limit_groups = many()),
         "vsock" => vm(&|p| p.vsock = one()),
         "rng" => vm(&|p| p.rng = one()),
         "console" => vm(&|p| p.console = one()),
@@ -63,6 +64,8 @@ fn listed_values(field: &family::FieldInfo, syntax: &'static str) -> Vec<String>
     }
     let number = field.spec.range.map_or(2, |(min, _)| min.max(2));
     vec![match syntax {
+        // Those of a limit take no suffix, as with cloud-hypervisor.
+        "<bytes>" if field.keys.len() > 1 => number.to_string(),
         "<bytes>" => "64M".to_owned(),
         "<number>" | "<ms>" | "<io_ops>" => number.to_string(),
         "<port>" => "0xe9".to_owned(),
@@ -80,6 +83,7 @@ fn whatever_is_listed_passes_validation() {
         "memory-zone" => "id=z,size=512M",
         "device" => "path=/sys/bus/pci/devices/0000:00:01.0",
         "net" => "tap=t",
+        "rate-limit-group" => "id=g",
         "vsock" => "cid=3,socket=/s",
         "send-migration" => "destination_url=tcp:h:1",
         "receive-migration" => "receiver_url=tcp:h:1",

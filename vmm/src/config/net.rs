@@ -66,7 +66,7 @@ option_family! {
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Limits on bandwidth and operations.
-        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys, unsupported();
+        rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys;
         /// TCP segmentation offload.
         offload_tso: bool = true, "offload_tso" as One<Toggle>;
         /// UDP fragmentation offload.

@@ -3,7 +3,7 @@
 //! Rate limiters: token buckets in JSON, six keys each in the option strings of disks and nets,
 //! and `--rate-limit-group`.
 //!
-//! Owns the families and the six-key text form. Nothing here limits anything.
+//! Owns the families and the six-key text form. Must never limit anything by itself: see `devices::virtio::limiter`.
 
 use super::codec::{Codec, Id, Int, JsonOnly, One, ValueCodec};
 use super::family::option_family;
@@ -11,7 +11,7 @@ use super::option_string::{KeySyntax, OptionError, Options, Printer};
 
 option_family! {
     /// A token bucket: it holds `size` tokens, starts with `one_time_burst` more, and refills at
-    /// `size` tokens per `refill_time`.
+    /// `size` tokens per `refill_time`. No limit if one of the two is 0.
     TokenBucket "token-bucket" {
         /// Capacity of the bucket in tokens.
         size: u64 = 0, "" as JsonOnly, required_json();

@@ -50,8 +50,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 10] = [
-    "rate-limit-group",
+pub const UNSUPPORTED_FAMILIES: [&str; 9] = [
     "numa",
     "tpm",
     "pci-segment",

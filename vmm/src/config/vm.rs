@@ -55,7 +55,7 @@ option_family! {
         /// Boot payload: kernel or firmware.
         payload: PayloadConfig = PayloadConfig::default(), "" as JsonOnly, required_json();
         /// Rate limiters shared by disks.
-        rate_limit_groups: Option<Vec<RateLimitGroupConfig>> = None, "" as JsonOnly, unsupported();
+        rate_limit_groups: Option<Vec<RateLimitGroupConfig>> = None, "" as JsonOnly;
         /// Block devices.
         disks: Option<Vec<DiskConfig>> = None, "" as JsonOnly;
         /// Network devices.
@@ -151,6 +151,7 @@ impl VmConfig {
         self.check_host_devices()?;
         self.check_exclusive()?;
         self.check_vhost_user()?;
+        self.check_rate_groups()?;
         for net in self.net.iter_mut().flatten() {
             if net.mac.is_none() {
                 net.mac = Some(random_mac()?);
@@ -264,6 +265,28 @@ impl VmConfig {
             }
             _ => Ok(()),
         }
+    }
+
+    fn check_rate_groups(&self) -> Result<(), ConfigError> {
+        let mut groups = BTreeSet::new();
+        for RateLimitGroupConfig { id, .. } in self.rate_limit_groups.iter().flatten() {
+            if id.is_empty() {
+                return Err(ConfigError::EmptyId { family: "rate-limit-group" });
+            }
+            if !groups.insert(id.as_str()) {
+                return Err(ConfigError::DuplicateId { id: id.clone() });
+            }
+        }
+        for disk in self.disks.iter().flatten() {
+            if let Some(group) = &disk.rate_limit_group
+                && !groups.contains(group.as_str())
+            {
+                let problem = format!("there is no --rate-limit-group '{group}'");
+                let id = disk.id.clone().unwrap_or_default();
+                return Err(ConfigError::Device { what: "disk", id, problem });
+            }
+        }
+        Ok(())
     }
 
     /// Family and id of each device that another process serves over vhost-user.

@@ -13,6 +13,7 @@ use devices::virtio::block::{
 use thiserror::Error;
 
 use super::exclusive::LockedImages;
+use super::limits::RateGroups;
 use crate::config::{self, DiskConfig, ImageType, VmConfig};
 
 /// Why a disk cannot be created.
@@ -117,13 +118,14 @@ fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
 }
 
 /// Opens the image of a disk, or takes it with its lock from `images`; in the first case it is not locked
-/// yet.
+/// yet. `groups` are those that the disk may belong to.
 ///
 /// # Errors
 /// Names the disk and its image.
 pub fn make(
     config: &DiskConfig,
     images: &mut LockedImages,
+    groups: &RateGroups,
 ) -> Result<(Block, DiskLock), DiskWiringError> {
     let id = config.id.clone().unwrap_or_default();
     let path = config.path.clone().ok_or_else(|| DiskWiringError::NoPath(id.clone()))?;
@@ -154,6 +156,7 @@ pub fn make(
             config::OnFull::Report => OnFull::Report,
             config::OnFull::Pause => OnFull::Pause,
         },
+        limiter: groups.limiter(config),
     };
     let block = match images.take(&config) {
         Some(lock) => Block::over(config, &lock),
@@ -192,7 +195,7 @@ mod tests {
         let make = |image_type| {
             let config = config(&image, image_type);
             let disk = config.disks.as_ref().and_then(|disks| disks.first()).unwrap();
-            make(disk, &mut LockedImages::default()).map(drop)
+            make(disk, &mut LockedImages::default(), &RateGroups::default()).map(drop)
         };
         make(ImageType::Raw).unwrap();
         for (image_type, name) in [

@@ -102,7 +102,8 @@ impl Machine {
         config: VmConfig,
         cancel: &CancelToken,
     ) -> Result<Bdf, MachineError> {
-        let (opened, config) = opening::open(device, config, &self.parts.ram, cancel)?;
+        let groups = &self.parts.devices.rate_groups;
+        let (opened, config) = opening::open(device, config, &self.parts.ram, groups, cancel)?;
         let context = PciContext {
             segment: &self.parts.segment,
             vm: &self.parts.vm,

@@ -53,6 +53,7 @@ mod host;
 mod hotplug;
 mod inspect;
 mod legacy;
+mod limits;
 mod mems;
 mod nets;
 mod opening;

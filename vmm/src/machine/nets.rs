@@ -15,6 +15,7 @@ use devices::virtio::net::{
 };
 use thiserror::Error;
 
+use super::limits;
 use crate::config::NetConfig;
 
 /// Why a network device cannot be created.
@@ -105,6 +106,7 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
             Err(source) => return Err(NetWiringError::Descriptor { id, fd: name, source }),
         }
     }
+    let (bandwidth, ops) = limits::buckets(config.rate_limiter_config.as_ref());
     let net = Net::new(DeviceConfig {
         id: id.clone(),
         tap: TapConfig {
@@ -122,6 +124,8 @@ pub fn make(config: &NetConfig) -> Result<(Net, NetHandle), NetWiringError> {
         offload_ufo: config.offload_ufo,
         offload_csum: config.offload_csum,
         open_tap_later: true,
+        bandwidth,
+        ops,
     })
     .map_err(|error| unfit(id, error, given))?;
     let handle = NetHandle { tap: net.tap(), announcer: net.announcer(), counters: net.counters() };

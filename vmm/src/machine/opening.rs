@@ -17,6 +17,7 @@ use devices::virtio::vsock::Vsock;
 use memory::GuestRam;
 
 use super::exclusive::ExclusiveError;
+use super::limits::RateGroups;
 use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::vhost_users;
@@ -39,7 +40,7 @@ pub enum Opened {
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
 
-/// Opens the backing of a device for a machine with `ram`. `config` is the machine's configuration including the device; it is
+/// Opens the backing of a device for a machine with `ram` and the groups `groups`. `config` is the machine's configuration including the device; it is
 /// returned with what was detected.
 ///
 /// # Errors
@@ -49,10 +50,12 @@ pub fn open(
     device: &NewDevice,
     config: VmConfig,
     ram: &Arc<GuestRam>,
+    groups: &RateGroups,
     cancel: &CancelToken,
 ) -> Result<(Opened, VmConfig), MachineError> {
     let (id, device, ram) = (device.id().to_owned(), device.clone(), Arc::clone(ram));
-    match run_unless_cancelled(move || open_now(device, config, &ram), cancel) {
+    let groups = groups.clone();
+    match run_unless_cancelled(move || open_now(device, config, &ram, &groups), cancel) {
         Ok(Some(result)) => result.map_err(MachineError::HotAdd),
         Ok(None) => Err(MachineError::AddWithdrawn { id }),
         Err(source) => Err(MachineError::OpenThread { id, source }),
@@ -84,6 +87,7 @@ fn open_now(
     device: NewDevice,
     mut config: VmConfig,
     ram: &Arc<GuestRam>,
+    groups: &RateGroups,
 ) -> Result<(Opened, VmConfig), HotAddError> {
     let opened = match device {
         NewDevice::Host(device) => Opened::Host(device),
@@ -93,8 +97,8 @@ fn open_now(
         }
         NewDevice::Disk(disk) => {
             disks::detect_formats(&mut config).map_err(VirtioError::from)?;
-            let made =
-                disks::make(&disk, &mut LockedImages::default()).map_err(VirtioError::from)?;
+            let made = disks::make(&disk, &mut LockedImages::default(), groups)
+                .map_err(VirtioError::from)?;
             let id = || disk.id.clone().unwrap_or_default();
             made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
             made.1.load().map_err(|source| ExclusiveError::Load { id: id(), source })?;

@@ -35,6 +35,7 @@ use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
 use super::events::{EventSink, GuestEvent, Power};
 use super::exclusive::{self, ExclusiveError, LockedImages};
+use super::limits::RateGroups;
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
@@ -134,6 +135,8 @@ pub struct VirtioDevices {
     unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
     /// Device numbers that options request, and those that are counted down from the highest.
     taken: BTreeSet<u8>,
+    /// Limits that disks share.
+    pub(super) rate_groups: RateGroups,
     /// Receives the events of full disks.
     sink: Option<EventSink>,
 }
@@ -164,7 +167,8 @@ impl VirtioDevices {
         sink: EventSink,
         power: &Arc<Power>,
     ) -> Result<Self, VirtioError> {
-        let mut devices = Self { sink: Some(sink), ..Self::default() };
+        let rate_groups = RateGroups::new(config);
+        let mut devices = Self { sink: Some(sink), rate_groups, ..Self::default() };
         let width = disk_width(config);
         let mut taken: BTreeSet<u8> =
             config.removed_device_numbers.iter().flatten().copied().collect();
@@ -187,7 +191,8 @@ impl VirtioDevices {
                 let made = vhost_users::make_disk(disk, context.ram)?;
                 devices.plug_vhost_user(made, context, disk.pci_device_id, width)?;
             } else {
-                devices.plug_disk(disk, disks::make(disk, images)?, context, width)?;
+                let made = disks::make(disk, images, &devices.rate_groups)?;
+                devices.plug_disk(disk, made, context, width)?;
             }
         }
         for net in config.net.iter().flatten() {

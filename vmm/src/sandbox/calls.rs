@@ -407,6 +407,13 @@ group! {
 }
 
 group! {
+    /// Timers that another thread has made.
+    SET_TIMERS "set timers" {
+        SYS_timerfd_settime "waiting for a rate limit";
+    }
+}
+
+group! {
     /// Where and when a thread runs.
     SCHEDULING "scheduling" {
         SYS_sched_setaffinity "CPUs of a thread";

@@ -10,8 +10,8 @@
 use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
     INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
-    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SOCKET_PATHS,
-    START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
+    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
+    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
 };
 
 /// Threads with the same system calls.
@@ -138,11 +138,11 @@ pub(super) static KINDS: &[Kind] = kinds! {
         discards of memory";
     "device-start": &[&RING, &FILES, &CONNECTIONS, &TAPS, &SCHEDULING, &TIMERS], starts &[DEVICES],
         "activates devices: opens what their queues work with, and starts the threads that serve them";
-    "device-block": &[&RING_REQUESTS, &FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
+    "device-block": &[&RING_REQUESTS, &FILES, &DISKS, &SCHEDULING, &MEMORY, &SET_TIMERS], starts &[],
         "serves the queues of a disk";
     "device-image": &[&FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
         "carries out requests on an image in a format";
-    "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS], starts &[&["announce"]],
+    "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS, &SET_TIMERS], starts &[&["announce"]],
         "serves the queues of a network device";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],
         "serves the queues of a console";

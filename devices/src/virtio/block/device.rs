@@ -29,8 +29,10 @@ use super::state;
 use super::synchronous;
 use super::worker::{BlockWorker, Shared};
 use crate::log_limited;
+use crate::virtio::RateLimiter;
 use crate::virtio::buffers::RANGES_MAX;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::WorkQueue;
 use crate::virtio::worker::{Pausing, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
@@ -71,6 +73,8 @@ pub struct BlockConfig {
     pub queue_affinity: Vec<Vec<usize>>,
     /// Handling of requests for which the host has no space.
     pub on_full: OnFull,
+    /// Limit on bytes read and written and on requests, shared by all queues and perhaps other disks.
+    pub limiter: Option<Arc<RateLimiter>>,
 }
 
 impl Default for BlockConfig {
@@ -90,6 +94,7 @@ impl Default for BlockConfig {
             lock_granularity: LockGranularity::default(),
             queue_affinity: Vec::new(),
             on_full: OnFull::default(),
+            limiter: None,
         }
     }
 }
@@ -246,7 +251,8 @@ impl Block {
             let cpus = self.config.queue_affinity.get(usize::from(index));
             let cpus = cpus.map(Vec::as_slice).unwrap_or_default();
             let queue = WorkQueue::new(active, &memory, &interrupt, features);
-            let worker = BlockWorker::new(queue, shared.clone(), with_ring);
+            let worker = BlockWorker::new(queue, shared.clone(), with_ring)
+                .limited(Throttle::new(self.config.limiter.as_ref())?);
             self.workers.spawn(&name, cpus, worker)?;
         }
         Ok(())

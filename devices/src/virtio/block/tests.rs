@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod formats;
+mod limits;
 mod long_transfer;
 mod no_space;
 mod resizing;

@@ -21,6 +21,7 @@ use super::request::{Limits, Operation, Request, Status};
 use super::ring::{Action, Done, Job, Ring};
 use super::synchronous;
 use crate::virtio::buffers::Segments;
+use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::{Broken, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 use crate::{LogLimit, log_limited};
@@ -28,6 +29,7 @@ use crate::{LogLimit, log_limited};
 const KICK_TOKEN: u64 = 0;
 const RING_TOKEN: u64 = 1;
 const POOL_TOKEN: u64 = 2;
+const LIMIT_TOKEN: u64 = 3;
 /// Maximum number of chains handled before other events.
 const BUDGET: u32 = 128;
 
@@ -51,6 +53,8 @@ pub(crate) struct BlockWorker {
     ring: Option<Ring>,
     /// Replaces the ring for an image in a format.
     pool: Option<Pool>,
+    /// Limit on the requests of the queue; those that have to wait stay in it.
+    throttle: Option<Throttle>,
     /// The last request taken, if it is long; no other is in flight then.
     long: Option<LongTransfer>,
     /// Set while requests of the queue wait for free space, and no other may start.
@@ -83,11 +87,18 @@ impl BlockWorker {
             shared,
             ring,
             pool,
+            throttle: None,
             long: None,
             is_full: false,
             is_retrying: false,
             is_broken: Cell::new(false),
         }
+    }
+
+    /// With a limit, if there is one.
+    pub(super) fn limited(mut self, throttle: Option<Throttle>) -> Self {
+        self.throttle = throttle;
+        self
     }
 
     fn pool(queue: &WorkQueue, shared: &Shared) -> Option<Pool> {
@@ -128,7 +139,7 @@ impl BlockWorker {
             self.queue.notify(&memory)?;
             match taken? {
                 Taken::All => {}
-                // A completion, or the start after a pause, leads back here.
+                // A completion, the timer of the limit, or the start after a pause, leads back here.
                 Taken::NoRoom => return Ok(()),
                 Taken::Budget => {
                     self.queue.kick_self();
@@ -156,12 +167,15 @@ impl BlockWorker {
             let head = chain.head;
             let request = Request::parse(chain, memory, self.limits())
                 .map_err(|why| self.queue.bad_chain(head, why))?;
-            let request = match LongTransfer::begin(request) {
-                Ok(_) if !self.is_idle() => {
-                    // Completions lead back here; it is taken once all have arrived.
-                    self.queue.undo_pop();
-                    return Ok(Taken::NoRoom);
-                }
+            let len_bytes = request.operation.transfer_bytes();
+            let begun = LongTransfer::begin(request);
+            // Completions lead back here; a long one is taken once all have arrived.
+            let has_turn = begun.is_err() || self.is_idle();
+            if !has_turn || !self.passes_limit(len_bytes) {
+                self.queue.undo_pop();
+                return Ok(Taken::NoRoom);
+            }
+            let request = match begun {
                 Ok(long) => {
                     self.long = Some(long);
                     continue;
@@ -174,6 +188,12 @@ impl BlockWorker {
             }
         }
         Ok(Taken::Budget)
+    }
+
+    /// Whether the limit lets a request pass, which it then counts. A long one that a pause interrupts is done
+    /// again afterwards, and counted again.
+    fn passes_limit(&mut self, len_bytes: u64) -> bool {
+        self.throttle.as_mut().is_none_or(|throttle| throttle.passes(len_bytes))
     }
 
     /// Does a piece of a long request.
@@ -395,15 +415,19 @@ impl Work for BlockWorker {
         if let Some(pool) = &self.pool {
             watch.on(POOL_TOKEN, pool.completed().as_raw_fd())?;
         }
+        if let Some(throttle) = &self.throttle {
+            watch.on_signal(LIMIT_TOKEN, throttle.fd())?;
+        }
         self.begin_kept()?;
         self.serve()
     }
 
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
-        if token == KICK_TOKEN {
-            self.queue.take_kick();
-        } else {
-            self.reap()?;
+        match token {
+            KICK_TOKEN => self.queue.take_kick(),
+            // Serving sets it again, if it is too early.
+            LIMIT_TOKEN => {}
+            _ => self.reap()?,
         }
         self.serve()
     }
@@ -429,6 +453,7 @@ impl Work for BlockWorker {
         self.put_back();
         let reaped = self.reap();
         watch.off(KICK_TOKEN);
+        watch.off(LIMIT_TOKEN);
         if let Some(pool) = self.pool.as_ref().filter(|pool| !pool.is_idle())
             && watch.on(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
             && reaped.is_ok()

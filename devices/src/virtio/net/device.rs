@@ -15,13 +15,14 @@ use super::counters::NetCounters;
 use super::slot::{TapConfig, TapSlot};
 use super::state;
 use super::tap::{MacAddress, TapError};
-use super::worker::NetWorker;
+use super::worker::{NetWorker, PairLimits};
 use crate::virtio::device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
 };
+use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::WorkQueue;
 use crate::virtio::worker::{Pausing, Workers};
-use crate::virtio::{RING_FEATURES, read_config_bytes};
+use crate::virtio::{BucketConfig, RING_FEATURES, RateLimiter, read_config_bytes};
 
 /// Virtio device ID of network devices.
 const DEVICE_ID: u16 = 1;
@@ -49,6 +50,10 @@ pub struct NetConfig {
     pub offload_csum: bool,
     /// Whether to open the tap only when the device runs, as at a migration destination.
     pub open_tap_later: bool,
+    /// Limit on the bytes of frames, for each queue pair and direction by itself.
+    pub bandwidth: BucketConfig,
+    /// Limit on frames, in the same way.
+    pub ops: BucketConfig,
 }
 
 impl Default for NetConfig {
@@ -63,6 +68,8 @@ impl Default for NetConfig {
             offload_ufo: true,
             offload_csum: true,
             open_tap_later: false,
+            bandwidth: BucketConfig::default(),
+            ops: BucketConfig::default(),
         }
     }
 }
@@ -112,6 +119,8 @@ pub struct Net {
     features: u64,
     counters: Arc<NetCounters>,
     workers: Workers,
+    /// The limits on receiving and on transmitting of each queue pair. A reset of the device does not refill them.
+    limiters: Vec<[Option<Arc<RateLimiter>>; 2]>,
 }
 
 impl Net {
@@ -145,7 +154,15 @@ impl Net {
             }
             slot
         };
-        Self::with_slot(settings, Arc::new(slot))
+        let mut net = Self::with_slot(settings, Arc::new(slot))?;
+        net.limit(config.bandwidth, config.ops);
+        Ok(net)
+    }
+
+    /// Limits each queue pair and direction, with full buckets.
+    pub(super) fn limit(&mut self, bandwidth: BucketConfig, ops: BucketConfig) {
+        let limiter = || RateLimiter::new(bandwidth, ops);
+        self.limiters = (0..self.link.max_pairs).map(|_| [limiter(), limiter()]).collect();
     }
 
     pub(super) fn with_slot(settings: NetSettings, slot: Arc<TapSlot>) -> Result<Self, NetError> {
@@ -164,6 +181,7 @@ impl Net {
             features,
             counters: Arc::default(),
             workers: Workers::default(),
+            limiters: Vec::new(),
             id: settings.id,
         })
     }
@@ -188,10 +206,26 @@ impl Net {
         Arc::clone(&self.counters)
     }
 
+    /// The same with limits of a test, for receiving and for transmitting.
+    #[cfg(test)]
+    pub(super) fn limit_by(&mut self, limiters: [Option<Arc<RateLimiter>>; 2]) {
+        self.limiters = vec![limiters];
+    }
+
     /// Index of the control queue, which depends on whether the driver uses several pairs.
     fn control_index(&self, features: u64) -> u16 {
         let known = features & 1 << abi::VIRTIO_NET_F_MQ != 0;
         if known { self.link.max_pairs * 2 } else { 2 }
+    }
+
+    fn limits(&self, pair: u16) -> Result<PairLimits, ActivateError> {
+        let Some([receive, transmit]) = self.limiters.get(usize::from(pair)) else {
+            return Ok(PairLimits::default());
+        };
+        Ok(PairLimits {
+            receive: Throttle::new(receive.as_ref())?,
+            transmit: Throttle::new(transmit.as_ref())?,
+        })
     }
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
@@ -234,7 +268,8 @@ impl Net {
                 Arc::clone(&self.link),
                 Arc::clone(&self.counters),
                 mergeable,
-            );
+            )
+            .limited(self.limits(pair)?);
             self.workers.spawn(&format!("{}_qp{pair}", self.id), &[], worker)?;
         }
         if features & 1 << abi::VIRTIO_NET_F_GUEST_ANNOUNCE != 0 {

@@ -13,12 +13,15 @@ use virtio_queue::QueueState;
 use super::config::Link;
 use super::counters::NetCounters;
 use super::tap::{HEADER_BYTES, Tap};
+use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
 const RECEIVE_TOKEN: u64 = 0;
 const TRANSMIT_TOKEN: u64 = 1;
 const TAP_TOKEN: u64 = 2;
+const RECEIVE_LIMIT_TOKEN: u64 = 3;
+const TRANSMIT_LIMIT_TOKEN: u64 = 4;
 /// Maximum number of frames handled before other events.
 const BUDGET: u32 = 256;
 /// Maximum length of a tap's frame: 64 KiB of IP with Ethernet and VLAN headers.
@@ -41,6 +44,14 @@ pub(crate) struct NetWorker {
     tail: Box<[u8]>,
     /// A frame that waits for buffers.
     waiting: Option<Vec<u8>>,
+    limits: PairLimits,
+}
+
+/// Limits of a queue pair, one for each direction.
+#[derive(Default)]
+pub(super) struct PairLimits {
+    pub(super) receive: Option<Throttle>,
+    pub(super) transmit: Option<Throttle>,
 }
 
 /// Why receiving has stopped for now.
@@ -55,6 +66,8 @@ enum Pause {
     NoTap,
     /// Until other events have been handled.
     Budget,
+    /// Until the limit lets another frame pass.
+    Limit,
 }
 
 /// Result of delivering a frame.
@@ -84,15 +97,27 @@ impl NetWorker {
             tap: None,
             tail: vec![0; FRAME_BYTES_MAX].into_boxed_slice(),
             waiting: None,
+            limits: PairLimits::default(),
         }
+    }
+
+    /// With these limits.
+    pub(super) fn limited(mut self, limits: PairLimits) -> Self {
+        self.limits = limits;
+        self
     }
 
     /// Sends the available frames.
     fn transmit(&mut self) -> Result<(), Broken> {
-        let Self { transmit, tap, counters, .. } = self;
-        transmit.serve(BUDGET, |memory, chain| {
+        let Self { transmit, tap, counters, limits, .. } = self;
+        transmit.serve_while(BUDGET, |memory, chain| {
+            if let Some(limit) = &mut limits.transmit
+                && !limit.passes(frame_bytes(chain.readable.len_bytes()))
+            {
+                return Ok(None);
+            }
             send(tap.as_deref(), counters, memory, chain);
-            Ok(0)
+            Ok(Some((0, 1)))
         })
     }
 
@@ -120,6 +145,10 @@ impl NetWorker {
                     watch.off(TAP_TOKEN);
                     // A buffer that arrives in this race is used at the next notification.
                     self.receive.allow_kicks(&memory)?;
+                    return Ok(());
+                }
+                Pause::Limit => {
+                    watch.off(TAP_TOKEN);
                     return Ok(());
                 }
                 Pause::NoFrame | Pause::Budget => {
@@ -158,6 +187,10 @@ impl NetWorker {
                 }
                 continue;
             }
+            if self.limits.receive.as_mut().is_some_and(|limit| !limit.may_begin()) {
+                self.receive.undo_pop();
+                return Ok(Pause::Limit);
+            }
             let len_bytes = match self.read_frame(&tap, memory, &chain)? {
                 Ok(len_bytes) if len_bytes >= HEADER_BYTES => len_bytes,
                 Ok(_) => {
@@ -174,6 +207,9 @@ impl NetWorker {
                     return Ok(Pause::NoTap);
                 }
             };
+            if let Some(limit) = &self.limits.receive {
+                limit.charge(frame_bytes(len_bytes as u64));
+            }
             if let Delivery::Waiting(count) = self.received(memory, chain, len_bytes)? {
                 return Ok(Pause::FewBuffers(count));
             }
@@ -288,6 +324,12 @@ impl NetWorker {
     }
 }
 
+/// Bytes that the limit counts for a buffer of `len_bytes`, which is a frame behind a header. No frame is longer
+/// than the longest, and what is longer is dropped.
+fn frame_bytes(len_bytes: u64) -> u64 {
+    len_bytes.min(FRAME_BYTES_MAX as u64).saturating_sub(HEADER_BYTES as u64)
+}
+
 /// Sends a frame or drops it; the contents are not validated.
 fn send(tap: Option<&Tap>, counters: &NetCounters, memory: &GuestMemory, chain: &Chain) {
     let len_bytes = chain.readable.len_bytes();
@@ -318,6 +360,15 @@ impl Work for NetWorker {
         watch.off(TAP_TOKEN);
         watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
         watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
+        let limits = [
+            (RECEIVE_LIMIT_TOKEN, &self.limits.receive),
+            (TRANSMIT_LIMIT_TOKEN, &self.limits.transmit),
+        ];
+        for (token, limit) in limits {
+            if let Some(limit) = limit {
+                watch.on_signal(token, limit.fd())?;
+            }
+        }
         self.transmit()?;
         self.receive(watch)
     }
@@ -328,6 +379,7 @@ impl Work for NetWorker {
                 self.transmit.take_kick();
                 self.transmit()
             }
+            TRANSMIT_LIMIT_TOKEN => self.transmit(),
             RECEIVE_TOKEN => {
                 self.receive.take_kick();
                 self.receive(watch)
