@@ -287,7 +287,7 @@ fn vhost_user() -> Vec<Seed> {
         contents.extend([1, 0, 0, 0, 5, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         contents
     };
-    let usual = [("usual-block", 0), ("usual-fs", 1)];
+    let usual = [("usual-block", 0), ("usual-fs", 1), ("usual-net", 2), ("usual-generic", 3)];
     let usual = usual.map(|(name, last)| Seed::new("vhost_user", name, [0; 39].into_iter().chain([last]).collect::<Vec<u8>>()));
     let faults = [0, 1, 3, 5, 8, 12, 14].into_iter().flat_map(|at| [4, 5, 6, 7, 15].map(|choice| (at, choice)));
     let faults = faults.map(|(at, choice)| Seed::new("vhost_user", format!("fault-{at}-{choice}"), late(at, choice)));

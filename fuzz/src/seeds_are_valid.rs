@@ -42,6 +42,8 @@ fn option_strings_parse() {
             "platform" => parses::<config::PlatformConfig>(text),
             "disk" => parses::<config::DiskConfig>(text),
             "net" => parses::<config::NetConfig>(text),
+            "fs" => parses::<config::FsConfig>(text),
+            "generic-vhost-user" => parses::<config::GenericVhostUserConfig>(text),
             "vsock" => parses::<config::VsockConfig>(text),
             "rng" => parses::<config::RngConfig>(text),
             "balloon" => parses::<config::BalloonConfig>(text),

@@ -384,7 +384,7 @@ fn a_vcpu_fills_its_tables_and_goes_back_to_the_guest() {
 #[test]
 fn a_vcpu_is_added_removed_and_added_again() {
     let Some(kvm) = kvm() else { return };
-    // Both write their ports for ever.
+    // Both write their ports endlessly.
     let mut guest = Guest::new(&kvm, &[0xe6, 0x71, 0xeb, 0xfc]);
     guest.memory.write(0x2000, &[0xe6, 0x72, 0xeb, 0xfc]);
     let second = guest.vm.create_vcpu(1).unwrap();
@@ -419,7 +419,7 @@ fn a_vcpu_is_added_removed_and_added_again() {
     assert!(guest.threads.add_again(1, |vcpu| vcpu.wait_for_start()).unwrap().unwrap());
     guest.threads.resume_all();
     for _ in 0..1_000 {
-        assert!(matches!(guest.next(), Event::Out(0x71, _)), "nobody has started it");
+        assert!(matches!(guest.next(), Event::Out(0x71, _)), "it runs before it is started");
     }
     guest.threads.stop_all().unwrap();
 }

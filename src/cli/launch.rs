@@ -424,6 +424,9 @@ mod tests {
             if name == "memory-zone" {
                 line.push_str(" --memory size=0");
             }
+            if ["fs", "generic-vhost-user"].contains(&name) {
+                line.push_str(" --memory size=512M,shared=on");
+            }
             let launch = match parse(line.split(' ')) {
                 Ok(launch) => launch,
                 Err(error) => panic!("{line}: {error}"),

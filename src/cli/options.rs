@@ -13,12 +13,10 @@ use vmm::config::migration::RestoreConfig;
 use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::unsupported::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig,
-    VdpaConfig,
-};
+use vmm::config::unsupported::{PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig, VdpaConfig};
 use vmm::config::{
-    BalloonConfig, DeviceConfig, DiskConfig, LandlockConfig, NetConfig, RngConfig, VsockConfig,
+    BalloonConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, LandlockConfig,
+    NetConfig, RngConfig, VsockConfig,
 };
 
 use super::manual;

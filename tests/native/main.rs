@@ -71,6 +71,7 @@ mod tls;
 mod turning;
 mod unfit;
 mod unread;
+mod vhost_peers;
 mod vhost_user;
 mod vsock;
 mod watch;
@@ -78,7 +79,7 @@ mod watch;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(code) = vhost_user::serve_if_asked() {
+    if let Some(code) = vhost_user::serve_if_asked().or_else(vhost_peers::serve_if_asked) {
         return code;
     }
     let mut suite = harness::Suite::default();
@@ -140,6 +141,7 @@ fn main() -> ExitCode {
     hostile::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
+    vhost_peers::add(&mut suite);
     vhost_user::add(&mut suite);
     vsock::add(&mut suite);
     clients::add(&mut suite);

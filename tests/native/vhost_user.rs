@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Disks that another process serves over vhost-user: their contents, and what a VM does when that process fails.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixListener;
@@ -43,7 +44,8 @@ pub fn serve_if_asked() -> Option<ExitCode> {
 }
 
 /// A back end, which is killed in the end.
-struct BackEnd {
+pub struct BackEnd {
+    arguments: Vec<OsString>,
     process: Child,
     folder: TempDir,
 }
@@ -53,20 +55,26 @@ impl BackEnd {
         let folder = TempDir::with_prefix("godwit-vhost-user-").expect("a folder");
         let image = folder.path().join("image");
         File::create(&image).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");
-        let program = std::env::current_exe().expect("this program");
         let socket = folder.path().join("socket");
-        let process = Command::new(program)
-            .args([SERVE.as_ref(), socket.as_os_str(), image.as_os_str()])
-            .spawn()
-            .expect("a process");
-        Self { process, folder }
+        Self::serve(folder, vec![SERVE.into(), socket.into(), image.into()])
+    }
+
+    /// This program with these arguments, in a folder that has the socket.
+    pub fn serve(folder: TempDir, arguments: Vec<OsString>) -> Self {
+        let process = spawn(&arguments);
+        Self { arguments, process, folder }
+    }
+
+    /// Another one in its place, which was killed.
+    pub fn again(&mut self) {
+        self.process = spawn(&self.arguments);
     }
 
     fn image(&self) -> PathBuf {
         self.folder.path().join("image")
     }
 
-    fn socket(&self) -> PathBuf {
+    pub fn socket(&self) -> PathBuf {
         self.folder.path().join("socket")
     }
 
@@ -74,13 +82,13 @@ impl BackEnd {
         disk_at(&self.socket())
     }
 
-    fn signal(&self, signal: i32) {
+    pub fn signal(&self, signal: i32) {
         let process = i32::try_from(self.process.id()).expect("a process ID");
         // SAFETY: plain values, and the process is a child that has not been waited for.
         assert_eq!(unsafe { libc::kill(process, signal) }, 0);
     }
 
-    fn kill(&mut self) {
+    pub fn kill(&mut self) {
         self.process.kill().and_then(|()| self.process.wait()).expect("it ends");
     }
 }
@@ -91,6 +99,11 @@ impl Drop for BackEnd {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+fn spawn(arguments: &[OsString]) -> Child {
+    let program = std::env::current_exe().expect("this program");
+    Command::new(program).args(arguments).spawn().expect("a process")
 }
 
 fn disk_at(socket: &Path) -> String {
@@ -158,11 +171,7 @@ fn killed() {
     api.put("vm.pause", "").ok();
     api.put("vm.resume", "").ok();
     // With another back end at the same place the next guest has a disk again.
-    let program = std::env::current_exe().expect("this program");
-    let again = Command::new(program)
-        .args([SERVE.as_ref(), back_end.socket().as_os_str(), back_end.image().as_os_str()])
-        .spawn();
-    back_end.process = again.expect("a process");
+    back_end.again();
     api.put("vm.reboot", "").ok();
     write_more(&vmm, 2 * BLOCKS);
     vmm.shut_down();

@@ -146,7 +146,9 @@ impl BusDevice for CpuHotplug {
         let mut registers = self.registers.lock();
         let value = match offset {
             NEXT_EVENT_OFFSET => registers.next_event(),
-            PRESENT_OFFSET.. if offset % 4 == 0 => registers.present_word(offset - PRESENT_OFFSET),
+            PRESENT_OFFSET.. if offset.is_multiple_of(4) => {
+                registers.present_word(offset - PRESENT_OFFSET)
+            }
             _ => NO_EVENT,
         };
         *word = value.to_le_bytes();
@@ -218,7 +220,7 @@ mod tests {
         device.request_unplug(0);
         device.request_unplug(7);
         let events: Vec<_> = (0..4).map(|_| read(&device, 0)).collect();
-        assert_eq!(events, [2 | 1 << 16, 40 | 1 << 16, 1 | 3 << 16, NO_EVENT]);
+        assert_eq!(events, [0x1_0002, 0x1_0028, 0x3_0001, NO_EVENT]);
         assert_eq!((read(&device, 32), read(&device, 36), read(&device, 60)), (7, 1 << 8, 0));
         // One that was not asked for stays.
         for (index, present) in [(2_u32, 7), (1, 5), (1, 5), (300, 5)] {
@@ -236,7 +238,7 @@ mod tests {
         device.add(1);
         device.write(4, &1_u32.to_le_bytes());
         assert_eq!((read(&device, 32), ejections.load(Ordering::Relaxed)), (3, 0));
-        assert_eq!((read(&device, 0), read(&device, 0)), (1 | 1 << 16, NO_EVENT));
+        assert_eq!((read(&device, 0), read(&device, 0)), (0x1_0001, NO_EVENT));
         assert!(device.is_at_rest(2));
     }
 
@@ -248,7 +250,7 @@ mod tests {
         let mut byte = [0];
         device.read(0, &mut byte);
         device.write(4, &[1]);
-        assert_eq!((byte, read(&device, 0), read(&device, 32)), ([0xff], 1 | 3 << 16, 3));
+        assert_eq!((byte, read(&device, 0), read(&device, 32)), ([0xff], 0x3_0001, 3));
     }
 
     #[test]

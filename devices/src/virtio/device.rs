@@ -40,7 +40,8 @@ pub struct ActiveQueue {
     pub index: u16,
     /// The queue, validated by the transport against guest memory.
     pub queue: Queue,
-    /// Signalled when the driver notifies the queue; never if [`VirtioDevice::shares_kicks`].
+    /// Signalled when the driver notifies the queue; if [`VirtioDevice::shares_kicks`], only by notifications that
+    /// the kernel does not take.
     pub kick: EventFd,
     /// Where a device that shares them gets its eventfds.
     pub kicks: Arc<dyn Kicks>,
@@ -90,7 +91,7 @@ pub trait VirtioDevice: Send {
     fn queue_sizes_max(&self) -> &[u16];
     /// Offered feature bits, including ring features and VERSION_1.
     fn features(&self) -> u64;
-    /// Whether the driver's notifications reach another process. All eventfds for them come from
+    /// Whether the driver's notifications reach another process. The eventfds for those that the kernel takes come from
     /// [`ActiveQueue::kicks`] then.
     fn shares_kicks(&self) -> bool {
         false

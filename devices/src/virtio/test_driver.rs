@@ -253,6 +253,12 @@ impl DriverQueue {
         self.write(index, self.available_ring() + 2);
     }
 
+    /// The eventfd that a device gets when it is activated. If it shares others with another process, this one is for
+    /// notifications that are trapped.
+    pub(crate) fn own_eventfd(&self) -> EventFd {
+        self.kick.lock().try_clone().unwrap()
+    }
+
     pub(crate) fn kick(&self) {
         self.kick.lock().write(1).unwrap();
     }

@@ -7,8 +7,8 @@
 //! signals it from here, without a lock. So a notification arrives in either case.
 //!
 //! The eventfds of a device that another process serves are that process's too, and it may make them block. They must
-//! never be read or written here: each start of a queue has a new one, signalled before that process gets it, and a
-//! notification that the kernel does not take is dropped.
+//! never be read or written here: each start of a queue has a new one, signalled before that process gets it. A
+//! notification that the kernel does not take signals the queue's own eventfd, which the device watches.
 
 use std::io;
 use std::sync::Arc;
@@ -67,11 +67,15 @@ impl Notify {
             .try_clone()
     }
 
-    /// Signals a queue; an invalid index is ignored, and so is a queue whose eventfd is shared.
+    /// Signals a queue that goes on after a pause; an invalid index is ignored, and so is a queue whose eventfd is
+    /// shared: its start signals it.
     pub fn kick(&self, queue_index: u16) {
-        if self.is_shared {
-            return;
+        if !self.is_shared {
+            self.signal(queue_index);
         }
+    }
+
+    fn signal(&self, queue_index: u16) {
         if let Some(kick) = self.kicks.get(usize::from(queue_index)) {
             // Fails only if the counter is saturated, and the queue is signalled already.
             let _ = kick.write(1);
@@ -81,7 +85,7 @@ impl Notify {
     /// Handles a trapped write to the notification addresses.
     pub fn trapped(&self, offset: u64) {
         if let Ok(queue_index) = u16::try_from(offset / u64::from(NOTIFY_MULTIPLIER)) {
-            self.kick(queue_index);
+            self.signal(queue_index);
         }
     }
 
@@ -99,10 +103,7 @@ impl Notify {
         let mut registrations = self.registrations.lock();
         self.unregister(&mut registrations);
         registrations.armed.clear();
-        if self.is_shared {
-            registrations.shared.clear();
-            return;
-        }
+        registrations.shared.clear();
         for kick in &self.kicks {
             // Fails if there is no signal.
             let _ = kick.read();

@@ -61,7 +61,7 @@ fn a_device_that_shares_none_gets_none() {
 fn an_eventfd_that_another_process_has_is_not_touched() {
     let (_events, notify) = shared();
     notify.arm(vec![0]);
-    let theirs = notify.renew(0).unwrap();
+    let (own, theirs) = (notify.handle(0).unwrap(), notify.renew(0).unwrap());
     // Reads of an empty one wait, and writes to a full one.
     // SAFETY: it changes no memory, and the descriptor is open.
     assert_eq!(unsafe { libc::fcntl(theirs.as_raw_fd(), libc::F_SETFL, 0) }, 0);
@@ -70,8 +70,11 @@ fn an_eventfd_that_another_process_has_is_not_touched() {
     std::thread::spawn(move || {
         notify.kick(0);
         notify.trapped(0);
+        assert_eq!(own.read().unwrap(), 1, "the device is told of what was trapped");
         theirs.read().unwrap();
+        notify.trapped(0);
         notify.disarm();
+        assert!(own.read().is_err(), "what a reset has made void");
         drop(notify);
         done.send(()).unwrap();
     });

@@ -12,12 +12,10 @@ use serde_json::{Value, json};
 use vmm::api::endpoints::Method;
 use vmm::config::codec::{Bytes, ValueCodec as _};
 use vmm::config::migration::RestoreConfig;
-use vmm::config::unsupported::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, UserDeviceConfig, VdpaConfig,
-};
+use vmm::config::unsupported::{PmemConfig, UserDeviceConfig, VdpaConfig};
 use vmm::config::{
-    ConfigFd, DeviceConfig, DiskConfig, Family, MigrationRecoverData, NetConfig,
-    ReceiveMigrationData, SendMigrationData, VsockConfig,
+    ConfigFd, DeviceConfig, DiskConfig, Family, FsConfig, GenericVhostUserConfig,
+    MigrationRecoverData, NetConfig, ReceiveMigrationData, SendMigrationData, VsockConfig,
 };
 
 use super::RemoteError;
@@ -264,6 +262,13 @@ mod tests {
 
     #[test]
     fn what_the_vmm_refuses_is_sent_all_the_same() {
+        let fs = parse("add-fs tag=t,socket=/s,num_queues=2").unwrap();
+        assert_eq!(fs.path, "vm.add-fs");
+        assert!(fs.body.unwrap().contains("\"queue_size\":1024"));
+        let generic = "add-generic-vhost-user socket=/s,virtio_id=26,queue_sizes=[64]";
+        let generic = parse(generic).unwrap();
+        assert_eq!(generic.path, "vm.add-generic-vhost-user");
+        assert!(generic.body.unwrap().contains("\"device_type\":26"));
         let disk = parse("add-disk path=/d,readonly=on").unwrap();
         assert_eq!(disk.path, "vm.add-disk");
         let body: Value = serde_json::from_str(&disk.body.unwrap()).unwrap();

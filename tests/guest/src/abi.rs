@@ -230,8 +230,12 @@ pub mod workload {
     pub const DISK_READ: u64 = 11;
     /// Read a word of PCI configuration space over and over: each read leaves the guest for user space.
     pub const CONFIG_READ: u64 = 12;
+    /// vCPU 0 asks the first file system for its root, one request at a time, which are counted as blocks of a disk are.
+    pub const FS_ASK: u64 = 13;
+    /// vCPU 0 sends frames through the first network device, one at a time, and waits until each comes back.
+    pub const NET_ECHO: u64 = 14;
     /// Names, by number.
-    pub const NAMES: [&str; 13] = [
+    pub const NAMES: [&str; 15] = [
         "idle",
         "fill",
         "verify",
@@ -245,6 +249,8 @@ pub mod workload {
         "hostile",
         "disk-read",
         "config-read",
+        "fs-ask",
+        "net-echo",
     ];
 }
 
@@ -339,7 +345,7 @@ pub mod vcpu {
     /// One of `balloon_failure`, 0 when there is none.
     pub const BALLOON_FAILURE: u64 = 0x110;
 
-    /// Blocks that the disk has acknowledged: the next one has this number, see `disk`.
+    /// Blocks that the disk has acknowledged, or answers of a file system or network: the next one has this number, see `disk`.
     pub const DISK_WRITES: u64 = 0x118;
     /// One of `balloon_failure` or `disk_failure`, 0 when there is none.
     pub const DISK_FAILURE: u64 = 0x120;

@@ -21,6 +21,7 @@ mod master;
 mod mem;
 mod panic;
 mod pattern;
+mod peer;
 mod pvh;
 mod reuse;
 mod runtime;

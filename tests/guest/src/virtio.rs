@@ -275,7 +275,13 @@ impl Device {
 impl Queue {
     /// Sends a request of at most as many parts as it has descriptors and waits for the answer, calling `meanwhile`
     /// over and over; returns how many bytes the device says it wrote.
-    pub fn request(&mut self, parts: &[Part], mut meanwhile: impl FnMut()) -> u32 {
+    pub fn request(&mut self, parts: &[Part], meanwhile: impl FnMut()) -> u32 {
+        self.post(parts);
+        self.wait(meanwhile)
+    }
+
+    /// The same without waiting; [`wait`](Self::wait) has to follow before the next.
+    pub fn post(&mut self, parts: &[Part]) {
         let parts = parts.get(..usize::from(self.size).min(parts.len())).unwrap_or_default();
         for (part, number) in parts.iter().zip(0_u16..) {
             let at = self.rings + u64::from(number) * 16;
@@ -293,6 +299,11 @@ impl Queue {
         mem::store16(self.rings + AVAIL_AT + 2, self.avail);
         fence(Ordering::SeqCst);
         mem::store16(self.notify, self.index);
+    }
+
+    /// Waits for the answer to what was posted.
+    pub fn wait(&mut self, mut meanwhile: impl FnMut()) -> u32 {
+        let slot = u64::from(self.avail.wrapping_sub(1) % self.size);
         while mem::load16(self.rings + USED_AT + 2) != self.avail {
             meanwhile();
             core::hint::spin_loop();

@@ -14,6 +14,7 @@ use crate::hostile::Attacker;
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
+use crate::peer::Peer;
 use crate::reuse::Reuse;
 use crate::{panic, watchdog::Watchdog};
 
@@ -57,6 +58,8 @@ pub struct Worker {
     balloon: Option<Balloon>,
     /// From the first iteration of the disk workload on.
     disk: Option<Disk>,
+    /// The same of the workloads of file systems and networks.
+    peer: Option<Peer>,
     /// From the first attack on.
     attacker: Option<Attacker>,
     /// Of vCPU 0, if it is asked for.
@@ -96,6 +99,7 @@ impl Worker {
             state: state::OFF,
             balloon: None,
             disk: None,
+            peer: None,
             attacker: None,
             watchdog: None,
         };
@@ -331,16 +335,16 @@ impl Worker {
                 mem::load32(PARAM.get(param::ECAM_GPA));
                 self.block.add(vcpu::ITERATIONS, 1);
             }
-            workload::DISK_WRITE => {
+            workload::DISK_WRITE | workload::FS_ASK | workload::NET_ECHO => {
                 if self.vcpu == 0 && PARAM.get(param::EJECT) != 0 {
-                    self.disk = None;
+                    (self.disk, self.peer) = (None, None);
                     if disk::eject(PARAM.get(param::EJECT), self.vcpus, self.khz) {
                         PARAM.set(param::EJECT, 0);
                     }
                     self.enter(state::DONE, 0);
                     return;
                 }
-                if let Err(why) = self.write_to_disk() {
+                if let Err(why) = self.exchange() {
                     self.disk_failed(why);
                     return;
                 }
@@ -402,16 +406,25 @@ impl Worker {
         Ok(())
     }
 
-    /// Writes one block to the disk; vCPU 0 alone does so.
-    fn write_to_disk(&mut self) -> Result<(), u64> {
+    /// Writes one block to the disk, or has one request of another device answered; vCPU 0 alone does so.
+    fn exchange(&mut self) -> Result<(), u64> {
         if self.vcpu != 0 {
             return Ok(());
         }
-        self.start_disk()?;
-        let Some(disk) = &mut self.disk else { return Err(balloon_failure::DEVICE) };
         let number = self.block.get(vcpu::DISK_WRITES);
-        let clock = &mut self.clock;
-        disk.write(number, || _ = clock.tick())?;
+        if self.now.workload == workload::DISK_WRITE {
+            self.start_disk()?;
+            let Some(disk) = &mut self.disk else { return Err(balloon_failure::DEVICE) };
+            let clock = &mut self.clock;
+            disk.write(number, || _ = clock.tick())?;
+        } else {
+            if self.peer.is_none() {
+                self.peer = Some(Peer::start(PARAM.get(param::ECAM_GPA), self.now.workload)?);
+            }
+            let Some(peer) = &mut self.peer else { return Err(balloon_failure::DEVICE) };
+            let clock = &mut self.clock;
+            peer.ask(number, || _ = clock.tick())?;
+        }
         self.block.set(vcpu::DISK_WRITES, number + 1);
         self.block.add(vcpu::ITERATIONS, 1);
         Ok(())

@@ -12,14 +12,14 @@ wait_until 20 grep -qs '^boot' /sys/class/nvme/*/serial
 BOOT_DISK=/dev/$(grep -ls '^boot' /sys/class/nvme/*/serial | cut -d/ -f5)n1
 
 # serial_says TEXT COUNT: what firmware and boot loader have printed; the machine's resets append.
-serial_says() { [ "$(tr -d '\r' <$T/serial | grep -ac "$1")" -ge "$2" ]; }
+serial_says() { [ "$(tr -d '\r' <$T/com1 | grep -ac "$1")" -ge "$2" ]; }
 starts() {
   start_vmm a "$@" --cpus boot=2 --memory size=512M,shared=on --disk path=$BOOT_DISK --rng src=/dev/urandom \
-    --serial file=$T/serial --console pty && open_console a
+    --serial file=$T/com1 --console pty && open_console a
 }
 boots() {
   starts --firmware /lab/CLOUDHV.fd || return 1
-  wait_until $WAIT_S serial_says GRUB-READY 1 || { tail -n 40 $T/serial; return 1; }
+  wait_until $WAIT_S serial_says GRUB-READY 1 || { tail -n 40 $T/com1; return 1; }
   wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 }
 check boots_by_way_of_grub boots

@@ -304,11 +304,9 @@ fn refusals() {
     let socket = &json!({"socket": "/s", "pci_segment": 0});
     let cases = [
         ("vm.coredump", Some(json!({"destination_url": "file:///core"}))),
-        ("vm.add-fs", Some(socket.clone())),
         ("vm.add-pmem", Some(json!({"file": "/f"}))),
         ("vm.add-user-device", Some(socket.clone())),
         ("vm.add-vdpa", Some(json!({"path": "/p", "num_queues": 1}))),
-        ("vm.add-generic-vhost-user", Some(socket.clone())),
     ];
     for (name, body) in cases {
         let body = body.map(|body| body.to_string());

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! A vhost-user back end for tests: a block device whose contents are a file.
+//! vhost-user back ends for tests: a block device whose contents are a file, and those of [`peer`].
 //!
 //! Owns the block device as virtio 1.3 (5.2) describes it, by the crates that other back ends use, so that a test
 //! shows how this VMM works together with them. It must never know what the VMM is.
+
+pub mod peer;
 
 use std::fs::File;
 use std::io;
@@ -12,12 +14,14 @@ use std::path::Path;
 use std::sync::{Arc, RwLock};
 
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
-use vhost_user_backend::{VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringT};
+use vhost_user_backend::{
+    VhostUserBackend, VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringT,
+};
 use virtio_bindings::virtio_blk as blk;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::desc::split::Descriptor;
-use virtio_queue::{QueueOwnedT as _, QueueT as _};
+use virtio_queue::{DescriptorChain, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{
@@ -114,21 +118,48 @@ impl Request {
     }
 }
 
+type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
+
+/// Takes available chains of a queue while one is `wanted`, and has each used with the bytes that `carry_out` has
+/// written.
+fn each(
+    vring: &VringRwLock<Memory>,
+    memory: &GuestMemoryMmap,
+    mut wanted: impl FnMut() -> bool,
+    mut carry_out: impl FnMut(Chain<'_>) -> io::Result<u32>,
+) -> io::Result<()> {
+    loop {
+        vring.disable_notification().map_err(io::Error::other)?;
+        while wanted() {
+            let mut guard = vring.get_mut();
+            // It may have been stopped since it was notified.
+            if !guard.get_queue().ready() {
+                return Ok(());
+            }
+            let chain = guard.get_queue_mut().iter(memory).map_err(io::Error::other)?.next();
+            drop(guard);
+            let Some(chain) = chain else { break };
+            let head = chain.head_index();
+            let written = carry_out(chain)?;
+            vring.add_used(head, written).map_err(io::Error::other)?;
+            if vring.needs_notification().map_err(io::Error::other)? {
+                vring.signal_used_queue()?;
+            }
+        }
+        if !vring.enable_notification().map_err(io::Error::other)? || !wanted() {
+            return Ok(());
+        }
+    }
+}
+
 impl Disk {
     fn serve(&self, vring: &VringRwLock<Memory>) -> io::Result<()> {
         let memory = self.memory.memory();
-        loop {
-            vring.disable_notification().map_err(io::Error::other)?;
-            loop {
-                let mut guard = vring.get_mut();
-                // It may have been stopped since it was notified.
-                if !guard.get_queue().ready() {
-                    return Ok(());
-                }
-                let chain = guard.get_queue_mut().iter(&*memory).map_err(io::Error::other)?.next();
-                drop(guard);
-                let Some(chain) = chain else { break };
-                let head = chain.head_index();
+        each(
+            vring,
+            &memory,
+            || true,
+            |chain| {
                 let request = Request::parse(&memory, chain)?;
                 let (status, written) = match request.run(self, &memory) {
                     Ok(written) => (blk::VIRTIO_BLK_S_OK, written),
@@ -139,15 +170,9 @@ impl Disk {
                 };
                 let status = u8::try_from(status).unwrap_or(u8::MAX);
                 memory.write_obj(status, request.status).map_err(of_memory)?;
-                vring.add_used(head, written + 1).map_err(io::Error::other)?;
-                if vring.needs_notification().map_err(io::Error::other)? {
-                    vring.signal_used_queue()?;
-                }
-            }
-            if !vring.enable_notification().map_err(io::Error::other)? {
-                return Ok(());
-            }
-        }
+                Ok(written + 1)
+            },
+        )
     }
 }
 
@@ -221,7 +246,16 @@ pub fn serve(socket: &Path, image: &Path, queues: usize) -> io::Result<()> {
     let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
     let disk = Disk { file, len_bytes, queues, memory: memory.clone() };
     let disk = Arc::new(RwLock::new(disk));
-    let daemon = VhostUserDaemon::new("vhost-user-disk".to_owned(), disk, memory);
-    let mut daemon = daemon.map_err(|error| io::Error::other(error.to_string()))?;
-    daemon.serve(socket).map_err(|error| io::Error::other(error.to_string()))
+    daemon_of(disk, memory)?.serve(socket).map_err(|error| io::Error::other(error.to_string()))
+}
+
+/// A daemon that serves a device.
+fn daemon_of<
+    T: VhostUserBackend<Vring = VringRwLock<Memory>, Bitmap = ()> + Clone + Send + Sync + 'static,
+>(
+    device: T,
+    memory: Memory,
+) -> io::Result<VhostUserDaemon<T>> {
+    VhostUserDaemon::new("vhost-user-test".to_owned(), device, memory)
+        .map_err(|error| io::Error::other(error.to_string()))
 }

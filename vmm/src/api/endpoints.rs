@@ -14,9 +14,9 @@ use super::types::{
     MigrationCancelled, MigrationReport, PciDeviceInfo, ProgressDocument, VmInfo, VmmPingResponse,
 };
 use crate::config::{
-    DeviceConfig, DiskConfig, ForceData, MigrationRecoverData, NetConfig, NewDevice,
-    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig, VmRemoveDevice, VmResize,
-    VmResizeDisk, VmResizeZone, VmSnapshotConfig, VsockConfig,
+    DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
+    NetConfig, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
+    VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
 
@@ -234,6 +234,26 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(add(NewDevice::Net(json("NetConfig", body)?))),
     },
     Endpoint {
+        path: "vm.add-fs",
+        method: Put,
+        summary: "Adds a shared directory to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema(schema!(FsConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Fs(json("FsConfig", body)?))),
+    },
+    Endpoint {
+        path: "vm.add-generic-vhost-user",
+        method: Put,
+        summary: "Adds a vhost-user device of any type to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema(schema!(GenericVhostUserConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::GenericVhostUser(json("GenericVhostUserConfig", body)?))),
+    },
+    Endpoint {
         path: "vm.add-vsock",
         method: Put,
         summary: "Adds a vsock device to the VM, as vm.add-device does.",
@@ -246,8 +266,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Removes a disk, network, vsock or passed-through device. If the VM is running, the \
-                  guest is asked to eject it; otherwise it is removed from the configuration.",
+        summary: "Removes a disk, network, file system, vsock, vhost-user or passed-through device. If the VM is \
+                  running, the guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema(schema!(VmRemoveDevice)),
         gives: Body::Empty,
@@ -401,14 +421,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 6] = [
-    "vm.add-fs",
-    "vm.add-generic-vhost-user",
-    "vm.add-pmem",
-    "vm.add-user-device",
-    "vm.add-vdpa",
-    "vm.coredump",
-];
+pub const UNSUPPORTED: [&str; 4] =
+    ["vm.add-pmem", "vm.add-user-device", "vm.add-vdpa", "vm.coredump"];
 
 /// Result of looking up a path and a method.
 #[derive(Debug)]

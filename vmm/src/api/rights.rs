@@ -133,7 +133,12 @@ pub fn attach(name: &str, request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result
             NewDevice::Net(net) if count > 0 => net.fds = Some(ConfigFds(fds.collect())),
             NewDevice::Host(_) if count > 1 => return refuse("one descriptor"),
             NewDevice::Host(host) if count == 1 => host.fd = fds.next(),
-            NewDevice::Disk(_) | NewDevice::Vsock(_) if count > 0 => {
+            NewDevice::Disk(_)
+            | NewDevice::Fs(_)
+            | NewDevice::GenericVhostUser(_)
+            | NewDevice::Vsock(_)
+                if count > 0 =>
+            {
                 return refuse("no descriptors");
             }
             _ => {}

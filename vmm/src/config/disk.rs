@@ -124,7 +124,7 @@ impl DiskConfig {
     ///
     /// # Errors
     /// The first violated rule.
-    pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
+    pub fn validate(&self, max_vcpus: u32) -> Result<(), ConfigError> {
         let name = self.id.as_deref().unwrap_or_default();
         let refuse = |problem: String| {
             Err(ConfigError::Device { what: "disk", id: name.to_owned(), problem })
@@ -149,9 +149,9 @@ impl DiskConfig {
                 self.queue_size
             ));
         }
-        if u32::from(self.num_queues) > boot_vcpus {
+        if u32::from(self.num_queues) > max_vcpus {
             return refuse(format!(
-                "num_queues {} exceeds the number of vCPUs ({boot_vcpus})",
+                "num_queues {} exceeds the number of vCPUs ({max_vcpus})",
                 self.num_queues
             ));
         }

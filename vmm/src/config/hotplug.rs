@@ -9,7 +9,9 @@ use super::codec::JsonOnly;
 use super::error::ConfigError;
 use super::exclusive::check_mac;
 use super::family::option_family;
-use super::{DeviceConfig, DiskConfig, NetConfig, VmConfig, VsockConfig};
+use super::{
+    DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, NetConfig, VmConfig, VsockConfig,
+};
 
 option_family! {
     /// The device to remove.
@@ -28,6 +30,10 @@ pub enum NewDevice {
     Disk(DiskConfig),
     /// A network device.
     Net(NetConfig),
+    /// A shared directory.
+    Fs(FsConfig),
+    /// A vhost-user device of any type.
+    GenericVhostUser(GenericVhostUserConfig),
     /// A vsock device.
     Vsock(VsockConfig),
 }
@@ -39,6 +45,8 @@ impl NewDevice {
             Self::Host(device) => &device.id,
             Self::Disk(disk) => &disk.id,
             Self::Net(net) => &net.id,
+            Self::Fs(fs) => &fs.id,
+            Self::GenericVhostUser(device) => &device.id,
             Self::Vsock(vsock) => &vsock.id,
         };
         id.as_deref().unwrap_or_default()
@@ -56,6 +64,10 @@ impl NewDevice {
             Self::Host(device) => config.devices.get_or_insert_default().push(device.clone()),
             Self::Disk(disk) => config.disks.get_or_insert_default().push(disk.clone()),
             Self::Net(net) => config.net.get_or_insert_default().push(net.clone()),
+            Self::Fs(fs) => config.fs.get_or_insert_default().push(fs.clone()),
+            Self::GenericVhostUser(device) => {
+                config.generic_vhost_user.get_or_insert_default().push(device.clone());
+            }
             Self::Vsock(vsock) => {
                 if let Some(VsockConfig { id, .. }) = &config.vsock {
                     let id = id.clone().unwrap_or_default();
@@ -66,12 +78,17 @@ impl NewDevice {
         }
         let config = config.complete_with(|config| match &self {
             Self::Net(_) => config.net.iter().flatten().last().map_or(Ok(()), check_mac),
-            Self::Host(_) | Self::Disk(_) | Self::Vsock(_) => Ok(()),
+            _ => Ok(()),
         })?;
         let last = match &self {
             Self::Host(_) => config.devices.iter().flatten().last().cloned().map(Self::Host),
             Self::Disk(_) => config.disks.iter().flatten().last().cloned().map(Self::Disk),
             Self::Net(_) => config.net.iter().flatten().last().cloned().map(Self::Net),
+            Self::Fs(_) => config.fs.iter().flatten().last().cloned().map(Self::Fs),
+            Self::GenericVhostUser(_) => {
+                let last = config.generic_vhost_user.iter().flatten().last();
+                last.cloned().map(Self::GenericVhostUser)
+            }
             Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
         };
         Ok((config, last.unwrap_or(self)))
@@ -99,6 +116,8 @@ impl VmConfig {
         let found = take_out(&mut config.devices, |device| is(&device.id))
             | take_out(&mut config.disks, |disk| is(&disk.id))
             | take_out(&mut config.net, |net| is(&net.id))
+            | take_out(&mut config.fs, |fs| is(&fs.id))
+            | take_out(&mut config.generic_vhost_user, |device| is(&device.id))
             | config.vsock.take_if(|vsock| is(&vsock.id)).is_some();
         found.then_some(config)
     }
@@ -109,9 +128,12 @@ impl VmConfig {
         let ids = |config: &Self| -> Vec<String> {
             let disks = config.disks.iter().flatten().filter_map(|disk| disk.id.clone());
             let nets = config.net.iter().flatten().filter_map(|net| net.id.clone());
+            let fs = config.fs.iter().flatten().filter_map(|fs| fs.id.clone());
+            let generic = config.generic_vhost_user.iter().flatten();
+            let fs = fs.chain(generic.filter_map(|device| device.id.clone()));
             let devices = config.devices.iter().flatten().filter_map(|device| device.id.clone());
             let vsock = config.vsock.iter().filter_map(|vsock| vsock.id.clone());
-            disks.chain(nets).chain(devices).chain(vsock).collect()
+            disks.chain(nets).chain(fs).chain(devices).chain(vsock).collect()
         };
         let others = ids(other);
         ids(self).into_iter().filter(|id| !others.contains(id)).collect()
@@ -121,6 +143,9 @@ impl VmConfig {
     pub fn set_pci_device_id(&mut self, id: &str, number: u8) {
         let disks = self.disks.iter_mut().flatten().map(|disk| (&disk.id, &mut disk.pci_device_id));
         let nets = self.net.iter_mut().flatten().map(|net| (&net.id, &mut net.pci_device_id));
+        let fs = self.fs.iter_mut().flatten().map(|fs| (&fs.id, &mut fs.pci_device_id));
+        let generic = self.generic_vhost_user.iter_mut().flatten();
+        let fs = fs.chain(generic.map(|device| (&device.id, &mut device.pci_device_id)));
         let devices = self.devices.iter_mut().flatten();
         let devices = devices.map(|device| (&device.id, &mut device.pci_device_id));
         let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
@@ -130,7 +155,8 @@ impl VmConfig {
             (&self.console.id, &mut self.console.pci_device_id),
             (&self.rng.id, &mut self.rng.pci_device_id),
         ];
-        for (other, wish) in disks.chain(nets).chain(devices).chain(single).chain(others) {
+        for (other, wish) in disks.chain(nets).chain(fs).chain(devices).chain(single).chain(others)
+        {
             if other.as_deref() == Some(id) {
                 *wish = Some(number);
             }
@@ -193,6 +219,34 @@ mod tests {
         settled.set_pci_device_id(id, 12);
         assert_eq!(settled.vsock.unwrap().pci_device_id, Some(12));
         assert_eq!(config.without(id).unwrap(), before);
+    }
+
+    #[test]
+    fn what_another_process_serves_comes_and_goes_if_memory_is_shared() {
+        let fs = serde_json::json!({"tag": "t", "socket": "/s", "num_queues": 1, "queue_size": 64});
+        let generic = serde_json::json!({"socket": "/s", "queue_sizes": [64], "device_type": 26});
+        let devices = [
+            (NewDevice::Fs(serde_json::from_value(fs).unwrap()), "_fs"),
+            (
+                NewDevice::GenericVhostUser(serde_json::from_value(generic).unwrap()),
+                "_generic_vhost_user",
+            ),
+        ];
+        for (device, prefix) in devices {
+            let private = config();
+            let error = device.clone().add_to(&private).unwrap_err().to_string();
+            assert!(error.contains("needs --memory shared=on"), "{error}");
+            let mut before = private;
+            before.memory.shared = true;
+            let (config, added) = device.add_to(&before).unwrap();
+            let id = added.id().to_owned();
+            assert!(id.starts_with(prefix), "{id}");
+            assert_eq!(config.ids_not_in(&before), [id.as_str()]);
+            let mut settled = config.clone();
+            settled.set_pci_device_id(&id, 12);
+            assert!(settled.pci_device_ids().contains(&(&Some(id.clone()), Some(12))));
+            assert_eq!(config.without(&id).unwrap(), before);
+        }
     }
 
     #[test]

@@ -33,7 +33,18 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
         "balloon" => vm(&|p| p.balloon = one()),
         "platform" => vm(&|p| p.platform = one()),
         "disk" => vm(&|p| p.disks = many()),
-        "net" => vm(&|p| p.net = many()),
+        "net" => vm(&|p| {
+            p.memory = Some("size=512M,shared=on".to_owned());
+            p.net = many();
+        }),
+        "generic-vhost-user" => vm(&|p| {
+            p.memory = Some("size=512M,shared=on".to_owned());
+            p.generic_vhost_user = many();
+        }),
+        "fs" => vm(&|p| {
+            p.memory = Some("size=512M,shared=on".to_owned());
+            p.fs = many();
+        }),
         "device" => vm(&|p| p.devices = many()),
         "rate-limit-group" => vm(&|p| p.rate_limit_groups = many()),
         "vsock" => vm(&|p| p.vsock = one()),
@@ -84,6 +95,8 @@ fn whatever_is_listed_passes_validation() {
         "device" => "path=/sys/bus/pci/devices/0000:00:01.0",
         "net" => "tap=t",
         "rate-limit-group" => "id=g",
+        "fs" => "tag=t,socket=/s",
+        "generic-vhost-user" => "socket=/s,virtio_id=26,queue_sizes=[64]",
         "vsock" => "cid=3,socket=/s",
         "send-migration" => "destination_url=tcp:h:1",
         "receive-migration" => "receiver_url=tcp:h:1",

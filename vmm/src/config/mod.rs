@@ -23,6 +23,8 @@ pub mod error;
 mod exclusive;
 pub mod family;
 pub(crate) mod foreign;
+pub mod fs;
+pub mod generic_vhost_user;
 pub mod grant;
 pub mod hotplug;
 pub mod landlock;
@@ -57,6 +59,8 @@ pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity, OnFull};
 pub use error::ConfigError;
 pub use family::Family;
+pub use fs::FsConfig;
+pub use generic_vhost_user::GenericVhostUserConfig;
 pub use grant::Grant;
 pub use hotplug::{NewDevice, VmRemoveDevice};
 pub use landlock::{LandlockConfig, RuleAccess};
@@ -110,6 +114,8 @@ pub fn fuzz_option_string(data: &[u8]) {
         "memory-zone" => check::<MemoryZoneConfig>(text),
         "platform" => check::<PlatformConfig>(text),
         "net" => check::<NetConfig>(text),
+        "fs" => check::<FsConfig>(text),
+        "generic-vhost-user" => check::<GenericVhostUserConfig>(text),
         "rng" => check::<RngConfig>(text),
         "balloon" => check::<BalloonConfig>(text),
         "console" => check::<ConsoleConfig>(text),
@@ -149,6 +155,8 @@ pub fn fuzz_api_json(data: &[u8]) {
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Host(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Disk(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Fs(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::GenericVhostUser(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Vsock(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());

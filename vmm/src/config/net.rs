@@ -52,11 +52,11 @@ option_family! {
         /// Descriptors of each queue, a power of two.
         queue_size: u16 = 256, "queue_size" as One<Int>, range(2, 32768);
         /// Served by another process over vhost-user.
-        vhost_user: bool = false, "vhost_user" as One<Toggle>, unsupported();
-        /// Socket of that process.
-        vhost_socket: Option<String> = None, "socket" as Opt<Text>, unsupported();
+        vhost_user: bool = false, "vhost_user" as One<Toggle>;
+        /// Socket at which that process listens, or the VMM with vhost_mode=server.
+        vhost_socket: Option<String> = None, "socket" as Opt<Text>;
         /// Which side listens on the socket.
-        vhost_mode: VhostMode = VhostMode::Client, "vhost_mode" as One<Choice>, unsupported();
+        vhost_mode: VhostMode = VhostMode::Client, "vhost_mode" as One<Choice>;
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
         /// Open tap descriptors, one for each queue pair.
@@ -81,18 +81,17 @@ impl NetConfig {
     ///
     /// # Errors
     /// The first violated rule.
-    pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
+    pub fn validate(&self, max_vcpus: u32) -> Result<(), ConfigError> {
         let name = self.id.clone().unwrap_or_default();
         let refuse =
             |problem: String| Err(ConfigError::Device { what: "net", id: name.clone(), problem });
         if !self.num_queues.is_multiple_of(2) {
             return refuse(format!("num_queues {} is not even", self.num_queues));
         }
+        self.check_vhost_user().or_else(|problem| refuse(problem.to_owned()))?;
         let pairs = self.num_queues / 2;
-        if u32::from(pairs) > boot_vcpus {
-            return refuse(format!(
-                "{pairs} queue pairs exceed the number of vCPUs ({boot_vcpus})"
-            ));
+        if u32::from(pairs) > max_vcpus {
+            return refuse(format!("{pairs} queue pairs exceed the number of vCPUs ({max_vcpus})"));
         }
         if !self.queue_size.is_power_of_two() {
             return refuse(format!("queue_size {} is not a power of two", self.queue_size));
@@ -130,5 +129,86 @@ impl NetConfig {
             return refuse(problem.to_owned());
         }
         Ok(())
+    }
+}
+
+impl NetConfig {
+    /// Validates the options of a device that another process serves: those of taps have no effect there.
+    fn check_vhost_user(&self) -> Result<(), &'static str> {
+        let has_socket = self.vhost_socket.as_ref().is_some_and(|socket| !socket.is_empty());
+        let problems = if self.vhost_user {
+            &[
+                (!has_socket, "vhost_user=on needs a socket"),
+                (
+                    self.num_queues != 2,
+                    "vhost_user=on has one pair of queues: num_queues has to be 2",
+                ),
+                (self.tap.is_some(), "tap and vhost_user=on exclude each other"),
+                (self.fds.is_some(), "fd and vhost_user=on exclude each other"),
+                (self.ip.is_some(), "ip is for the vhost-user back end to say"),
+                (self.mask.is_some(), "mask is for the vhost-user back end to say"),
+                (self.host_mac.is_some(), "host_mac is for the vhost-user back end to say"),
+                (self.rate_limiter_config.is_some(), "limits and vhost_user=on exclude each other"),
+            ][..]
+        } else {
+            &[
+                (self.vhost_socket.is_some(), "socket needs vhost_user=on"),
+                (self.vhost_mode != VhostMode::Client, "vhost_mode=server needs vhost_user=on"),
+            ]
+        };
+        problems.iter().find(|(is_so, _)| *is_so).map_or(Ok(()), |(_, problem)| Err(*problem))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::config::{Family as _, VmConfig};
+
+    fn complete(net: &str, shared: bool) -> Result<VmConfig, String> {
+        let net = NetConfig::parse(net).map_err(|error| error.to_string())?;
+        let json = json!({ "payload": { "kernel": "/k" },
+            "memory": { "size": 1 << 30, "shared": shared },
+            "cpus": { "boot_vcpus": 4, "max_vcpus": 4 } });
+        let mut config = serde_json::from_value::<VmConfig>(json).unwrap();
+        config.net = Some(vec![net]);
+        config.complete().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_vhost_user_network_has_an_address_that_stays() {
+        let config = complete("vhost_user=on,socket=/s,vhost_mode=server,mtu=1400", true).unwrap();
+        assert_eq!(config.vhost_user_devices(), [("net", "_net0")]);
+        let mac = config.net.as_ref().unwrap()[0].mac;
+        assert!(mac.is_some());
+        assert_eq!(config.complete().unwrap().net.unwrap()[0].mac, mac);
+    }
+
+    #[test]
+    fn what_a_vhost_user_network_cannot_be_is_refused_by_name() {
+        let net = "vhost_user=on,socket=/s";
+        for (more, why) in [
+            (",num_queues=4", "num_queues has to be 2"),
+            (",tap=t", "tap and vhost_user=on"),
+            (",ip=10.0.0.1", "ip is for"),
+            (",host_mac=02:00:00:00:00:01", "host_mac is for"),
+            (",fd=[3]", "fd and vhost_user=on"),
+        ] {
+            let error = complete(&format!("{net}{more}"), true).unwrap_err();
+            assert!(error.contains(why), "{more}: {error}");
+        }
+        for (net, why) in [
+            ("vhost_user=on", "needs a socket"),
+            ("socket=/s", "socket needs vhost_user=on"),
+            ("vhost_mode=server", "vhost_mode=server needs"),
+        ] {
+            let error = complete(net, true).unwrap_err();
+            assert!(error.contains(why), "{net}: {error}");
+        }
+        assert!(complete(net, false).unwrap_err().contains("shared=on"));
     }
 }

@@ -24,6 +24,8 @@ pub fn families() -> Vec<FamilyInfo> {
         platform::PlatformConfig::info(),
         disk::DiskConfig::info(),
         net::NetConfig::info(),
+        super::FsConfig::info(),
+        super::GenericVhostUserConfig::info(),
         super::DeviceConfig::info(),
         vsock::VsockConfig::info(),
         rng::RngConfig::info(),
@@ -43,24 +45,13 @@ pub fn families() -> Vec<FamilyInfo> {
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
         unsupported::VdpaConfig::info(),
-        unsupported::FsConfig::info(),
-        unsupported::GenericVhostUserConfig::info(),
         unsupported::PmemConfig::info(),
     ]
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 9] = [
-    "numa",
-    "tpm",
-    "pci-segment",
-    "user-device",
-    "vdpa",
-    "fs",
-    "generic-vhost-user",
-    "pmem",
-    "rtc",
-];
+pub const UNSUPPORTED_FAMILIES: [&str; 7] =
+    ["numa", "tpm", "pci-segment", "user-device", "vdpa", "pmem", "rtc"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

@@ -1,53 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Option families that are recognised but not supported: file systems, persistent memory, vDPA and
-//! other vhost-user devices, the virtio real-time clock and the TPM.
+//! Option families that are recognised but not supported: persistent memory, vDPA, the virtio real-time clock and the TPM.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
 //! the option is unsupported rather than unknown.
 
 use std::path::PathBuf;
 
-use super::codec::{Bytes, File, Id, Int, IntList, One, Opt, Text, Toggle};
+use super::codec::{Bytes, File, Id, Int, One, Opt, Toggle};
 use super::family::option_family;
-
-option_family! {
-    /// A shared directory (virtio-fs).
-    FsConfig "fs" {
-        /// Mount tag in the guest.
-        tag: String = String::new(), "tag" as One<Text>, required();
-        /// Socket of the file server.
-        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-        /// Number of request queues.
-        num_queues: u16 = 1, "num_queues" as One<Int>;
-        /// Descriptors of each queue.
-        queue_size: u16 = 1024, "queue_size" as One<Int>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-    }
-}
-
-option_family! {
-    /// A virtio device of any type, served by another process over vhost-user.
-    GenericVhostUserConfig "generic-vhost-user" {
-        /// Socket of that process.
-        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
-        /// Descriptors of each queue.
-        queue_sizes: Vec<u16> = Vec::new(), "queue_sizes" as One<IntList>, required();
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-        /// Virtio device type.
-        device_type: u32 = 0, "virtio_id" as One<Int>, required();
-    }
-}
 
 option_family! {
     /// Persistent memory.

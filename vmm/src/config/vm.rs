@@ -19,6 +19,8 @@ use super::device::DeviceConfig;
 use super::disk::DiskConfig;
 use super::error::ConfigError;
 use super::family::option_family;
+use super::fs::FsConfig;
+use super::generic_vhost_user::GenericVhostUserConfig;
 use super::landlock::LandlockConfig;
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
@@ -27,10 +29,7 @@ use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
-use super::unsupported::{
-    FsConfig, GenericVhostUserConfig, PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig,
-    VdpaConfig,
-};
+use super::unsupported::{PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig, VdpaConfig};
 use super::value::MacAddr;
 use super::vsock::VsockConfig;
 
@@ -65,10 +64,10 @@ option_family! {
         /// Balloon device.
         balloon: Option<BalloonConfig> = None, "" as JsonOnly;
         /// Shared directories.
-        fs: Option<Vec<FsConfig>> = None, "" as JsonOnly, unsupported();
+        fs: Option<Vec<FsConfig>> = None, "" as JsonOnly;
         /// Other vhost-user devices.
         generic_vhost_user: Option<Vec<GenericVhostUserConfig>> = None, "" as JsonOnly,
-            unsupported(), alias("generic-vhost-user");
+            alias("generic-vhost-user");
         /// Persistent memory.
         pmem: Option<Vec<PmemConfig>> = None, "" as JsonOnly, unsupported();
         /// Serial port.
@@ -170,6 +169,12 @@ impl VmConfig {
         for net in self.net.iter().flatten() {
             net.validate(self.cpus.max_vcpus)?;
         }
+        for fs in self.fs.iter().flatten() {
+            fs.validate(self.cpus.boot_vcpus)?;
+        }
+        for device in self.generic_vhost_user.iter().flatten() {
+            device.validate()?;
+        }
         for device in self.devices.iter().flatten() {
             device.validate(self.platform.as_ref())?;
         }
@@ -217,6 +222,13 @@ impl VmConfig {
         for id in self.net.iter().flatten().filter_map(|net| net.id.as_deref()) {
             take("net", id, "")?;
         }
+        for id in self.fs.iter().flatten().filter_map(|fs| fs.id.as_deref()) {
+            take("fs", id, "")?;
+        }
+        let generic = self.generic_vhost_user.iter().flatten();
+        for id in generic.filter_map(|device| device.id.as_deref()) {
+            take("generic-vhost-user", id, "")?;
+        }
         for id in self.devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
             take("device", id, "")?;
         }
@@ -225,10 +237,13 @@ impl VmConfig {
         }
         let disks = self.disks.iter_mut().flatten().map(|disk| ("_disk", &mut disk.id));
         let nets = self.net.iter_mut().flatten().map(|net| ("_net", &mut net.id));
+        let fs = self.fs.iter_mut().flatten().map(|fs| ("_fs", &mut fs.id));
+        let generic = self.generic_vhost_user.iter_mut().flatten();
+        let fs = fs.chain(generic.map(|device| ("_generic_vhost_user", &mut device.id)));
         let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
         let vsock = self.vsock.iter_mut().map(|vsock| ("_vsock", &mut vsock.id));
         let mut count = 0_u32;
-        for (prefix, id) in disks.chain(nets).chain(devices).chain(vsock) {
+        for (prefix, id) in disks.chain(nets).chain(fs).chain(devices).chain(vsock) {
             while id.is_none() {
                 let name = format!("{prefix}{count}");
                 count += 1;
@@ -260,7 +275,8 @@ impl VmConfig {
     fn check_vhost_user(&self) -> Result<(), ConfigError> {
         match self.vhost_user_devices().first() {
             Some((what, id)) if !self.memory.is_shared() => {
-                let problem = "vhost_user=on needs --memory shared=on".to_owned();
+                let option = if matches!(*what, "disk" | "net") { "vhost_user=on " } else { "" };
+                let problem = format!("{option}needs --memory shared=on");
                 Err(ConfigError::Device { what, id: (*id).to_owned(), problem })
             }
             _ => Ok(()),
@@ -293,18 +309,46 @@ impl VmConfig {
     pub fn vhost_user_devices(&self) -> Vec<(&'static str, &str)> {
         let disks = self.disks.iter().flatten().filter(|disk| disk.vhost_user);
         let disks = disks.map(|disk| ("disk", &disk.id));
-        disks.map(|(what, id)| (what, id.as_deref().unwrap_or_default())).collect()
+        let fs = self.fs.iter().flatten().map(|fs| ("fs", &fs.id));
+        let generic = self.generic_vhost_user.iter().flatten();
+        let fs = fs.chain(generic.map(|device| ("generic-vhost-user", &device.id)));
+        let nets = self.net.iter().flatten().filter(|net| net.vhost_user);
+        let nets = nets.map(|net| ("net", &net.id));
+        disks
+            .chain(nets)
+            .chain(fs)
+            .map(|(what, id)| (what, id.as_deref().unwrap_or_default()))
+            .collect()
+    }
+
+    /// Ids of the devices that have a place on the PCI bus, with the device numbers that are configured.
+    pub fn pci_device_ids(&self) -> Vec<(&Option<String>, Option<u8>)> {
+        let disks = self.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
+        let nets = self.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
+        let fs = self.fs.iter().flatten().map(|fs| (&fs.id, fs.pci_device_id));
+        let generic = self.generic_vhost_user.iter().flatten();
+        let fs = fs.chain(generic.map(|device| (&device.id, device.pci_device_id)));
+        let devices = self.devices.iter().flatten();
+        let devices = devices.map(|device| (&device.id, device.pci_device_id));
+        let balloon = self.balloon.iter().map(|balloon| (&balloon.id, balloon.pci_device_id));
+        let vsock = self.vsock.iter().map(|vsock| (&vsock.id, vsock.pci_device_id));
+        let others = [
+            (&self.console.id, self.console.pci_device_id),
+            (&self.rng.id, self.rng.pci_device_id),
+        ];
+        disks
+            .chain(nets)
+            .chain(fs)
+            .chain(devices)
+            .chain(others)
+            .chain(balloon)
+            .chain(vsock)
+            .collect()
     }
 
     fn check_slots(&self) -> Result<(), ConfigError> {
-        let disks = self.disks.iter().flatten().map(|disk| disk.pci_device_id);
-        let nets = self.net.iter().flatten().map(|net| net.pci_device_id);
-        let devices = self.devices.iter().flatten().map(|device| device.pci_device_id);
-        let balloon = self.balloon.as_ref().and_then(|balloon| balloon.pci_device_id);
-        let vsock = self.vsock.as_ref().and_then(|vsock| vsock.pci_device_id);
-        let others = [self.rng.pci_device_id, self.console.pci_device_id, balloon, vsock];
         let mut slots = BTreeSet::new();
-        for slot in disks.chain(nets).chain(devices).chain(others).flatten() {
+        for slot in self.pci_device_ids().into_iter().filter_map(|(_, slot)| slot) {
             if !slots.insert(slot) {
                 return Err(ConfigError::DuplicateSlot { slot });
             }

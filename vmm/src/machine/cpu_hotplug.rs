@@ -89,13 +89,11 @@ impl CpuHotplug {
     /// # Errors
     /// The state is malformed.
     pub fn restore(&self, state: Option<&DeviceSnapshot>, vcpus: u32) -> Result<(), StateError> {
-        match state {
-            Some(state) => self.registers.restore(state),
-            None => {
-                self.registers.rest(vcpus);
-                Ok(())
-            }
-        }
+        let Some(state) = state else {
+            self.registers.rest(vcpus);
+            return Ok(());
+        };
+        self.registers.restore(state)
     }
 
     /// Whether a vCPU stays: the guest sees it, and was not asked to eject it.

@@ -34,7 +34,9 @@ pub enum RemoveError {
     #[error("the VM has no device '{0}'")]
     Unknown(String),
     /// The device cannot be unplugged.
-    #[error("'{0}' cannot be removed: disks, network, vsock and passed-through devices can")]
+    #[error(
+        "'{0}' cannot be removed: disks, network, file system, vsock, other vhost-user and passed-through devices can"
+    )]
     Fixed(String),
 }
 

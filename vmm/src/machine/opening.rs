@@ -104,11 +104,23 @@ fn open_now(
             made.1.load().map_err(|source| ExclusiveError::Load { id: id(), source })?;
             Opened::Disk(disk, made)
         }
+        NewDevice::Net(net) if net.vhost_user => {
+            let made = vhost_users::make_net(&net, ram).map_err(VirtioError::from)?;
+            Opened::VhostUser(Box::new(made), net.pci_device_id)
+        }
         NewDevice::Net(net) => {
             let made = nets::make(&net).map_err(VirtioError::from)?;
             let id = || net.id.clone().unwrap_or_default();
             made.1.attach().map_err(|source| ExclusiveError::Tap { id: id(), source })?;
             Opened::Net(net, made)
+        }
+        NewDevice::Fs(fs) => {
+            let made = vhost_users::make_fs(&fs, ram).map_err(VirtioError::from)?;
+            Opened::VhostUser(Box::new(made), fs.pci_device_id)
+        }
+        NewDevice::GenericVhostUser(device) => {
+            let made = vhost_users::make_generic(&device, ram).map_err(VirtioError::from)?;
+            Opened::VhostUser(Box::new(made), device.pci_device_id)
         }
         NewDevice::Vsock(vsock) => {
             let made = vsocks::make(&vsock);

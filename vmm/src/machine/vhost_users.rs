@@ -8,14 +8,17 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use devices::virtio::vhost_user::{VhostUser, VhostUserConfig, VhostUserError, VhostUserKind};
+use devices::virtio::vhost_user::{
+    NetOffloads, VhostUser, VhostUserConfig, VhostUserError, VhostUserKind,
+};
 use memory::GuestRam;
 use pci::Bdf;
 use thiserror::Error;
 use vm_memory::GuestAddressSpace as _;
 
 use super::virtio::{BarPlacement, PciContext, VirtioDevices, VirtioError};
-use crate::config::{DiskConfig, VmConfig};
+use crate::config::net::VhostMode;
+use crate::config::{DiskConfig, FsConfig, GenericVhostUserConfig, MacAddr, NetConfig, VmConfig};
 use crate::events;
 
 /// Why a vhost-user device cannot be created.
@@ -58,8 +61,71 @@ pub fn make_disk(
         id: disk.id.clone().unwrap_or_default(),
         kind: VhostUserKind::Block,
         socket: PathBuf::from(disk.vhost_socket.as_deref().unwrap_or_default()),
+        listens: false,
         num_queues: disk.num_queues,
         queue_size: disk.queue_size,
+    };
+    make(config, ram)
+}
+
+/// Connects to the back end of a network device, or waits until it has connected.
+///
+/// # Errors
+/// Names the device.
+pub fn make_net(net: &NetConfig, ram: &Arc<GuestRam>) -> Result<VhostUser, VhostUserWiringError> {
+    let kind = VhostUserKind::Net {
+        // Completed configurations have one.
+        mac: net.mac.map(MacAddr::bytes).unwrap_or_default(),
+        mtu: net.mtu,
+        offloads: NetOffloads {
+            csum: net.offload_csum,
+            tso: net.offload_tso,
+            ufo: net.offload_ufo,
+        },
+    };
+    let config = VhostUserConfig {
+        id: net.id.clone().unwrap_or_default(),
+        kind,
+        socket: PathBuf::from(net.vhost_socket.as_deref().unwrap_or_default()),
+        listens: net.vhost_mode == VhostMode::Server,
+        num_queues: net.num_queues,
+        queue_size: net.queue_size,
+    };
+    make(config, ram)
+}
+
+/// Connects to the back end of a file system.
+///
+/// # Errors
+/// Names the device.
+pub fn make_fs(fs: &FsConfig, ram: &Arc<GuestRam>) -> Result<VhostUser, VhostUserWiringError> {
+    let config = VhostUserConfig {
+        id: fs.id.clone().unwrap_or_default(),
+        kind: VhostUserKind::Fs { tag: fs.tag.clone() },
+        socket: fs.socket.clone(),
+        listens: false,
+        num_queues: fs.num_queues,
+        queue_size: fs.queue_size,
+    };
+    make(config, ram)
+}
+
+/// Connects to the back end of a device of any type.
+///
+/// # Errors
+/// Names the device.
+pub fn make_generic(
+    device: &GenericVhostUserConfig,
+    ram: &Arc<GuestRam>,
+) -> Result<VhostUser, VhostUserWiringError> {
+    let queue_sizes = device.queue_sizes.clone();
+    let config = VhostUserConfig {
+        id: device.id.clone().unwrap_or_default(),
+        kind: VhostUserKind::Generic { device_id: device.virtio_id(), queue_sizes },
+        socket: device.socket.clone(),
+        listens: false,
+        num_queues: 0,
+        queue_size: 0,
     };
     make(config, ram)
 }
@@ -81,6 +147,26 @@ fn make(config: VhostUserConfig, ram: &Arc<GuestRam>) -> Result<VhostUser, Vhost
 }
 
 impl VirtioDevices {
+    /// Plugs the file systems of a machine, and the devices of any type.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub(super) fn plug_served(
+        &mut self,
+        config: &VmConfig,
+        context: &PciContext<'_>,
+    ) -> Result<(), VirtioError> {
+        for fs in config.fs.iter().flatten() {
+            let made = make_fs(fs, context.ram)?;
+            self.plug_vhost_user(made, context, fs.pci_device_id, BarPlacement::Wide)?;
+        }
+        for device in config.generic_vhost_user.iter().flatten() {
+            let made = make_generic(device, context.ram)?;
+            self.plug_vhost_user(made, context, device.pci_device_id, BarPlacement::Wide)?;
+        }
+        Ok(())
+    }
+
     /// Plugs a device whose back end is connected.
     ///
     /// # Errors

@@ -196,8 +196,14 @@ impl VirtioDevices {
             }
         }
         for net in config.net.iter().flatten() {
-            devices.plug_net(net, nets::make(net)?, context)?;
+            if net.vhost_user {
+                let made = vhost_users::make_net(net, context.ram)?;
+                devices.plug_vhost_user(made, context, net.pci_device_id, BarPlacement::Wide)?;
+            } else {
+                devices.plug_net(net, nets::make(net)?, context)?;
+            }
         }
+        devices.plug_served(config, context)?;
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         devices.plug(context, &id, Box::new(rng), config.rng.pci_device_id)?;
@@ -557,21 +563,9 @@ fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
 
 /// Devices with a configured number, which are placed first so that no other takes it.
 fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
-    let disks = config.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
-    let nets = config.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
-    let devices = config.devices.iter().flatten().map(|device| (&device.id, device.pci_device_id));
-    let balloon = config.balloon.as_ref().map(|balloon| (&balloon.id, balloon.pci_device_id));
-    let vsock = config.vsock.as_ref().map(|vsock| (&vsock.id, vsock.pci_device_id));
-    let others = [
-        (&config.console.id, config.console.pci_device_id),
-        (&config.rng.id, config.rng.pci_device_id),
-    ];
-    disks
-        .chain(nets)
-        .chain(devices)
-        .chain(others)
-        .chain(balloon)
-        .chain(vsock)
+    config
+        .pci_device_ids()
+        .into_iter()
         .filter_map(|(id, requested)| {
             let number = DeviceNumber::new(requested?).ok()?;
             Some((id.clone().unwrap_or_default(), number))

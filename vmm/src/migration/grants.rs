@@ -87,10 +87,15 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         all.extend(disk.path.iter().map(|image| path(what.clone(), GrantKind::Disk, image)));
     }
     // A device with passed descriptors names nothing on this host.
-    for net in config.net.iter().flatten().filter(|net| net.fds.is_none()) {
+    for net in config.net.iter().flatten().filter(|net| net.fds.is_none() && !net.vhost_user) {
         let what = format!("tap of network device {:?}", net.id.as_deref().unwrap_or_default());
         let name = Name::Tap(net.tap.as_deref().unwrap_or(UNNAMED_TAP));
         all.push(Named { what, name });
+    }
+    for net in config.net.iter().flatten() {
+        let what = format!("socket of network device {:?}", net.id.as_deref().unwrap_or_default());
+        let socket = net.vhost_socket.iter();
+        all.extend(socket.map(|it| path(what.clone(), GrantKind::Console, Path::new(it))));
     }
     if config.rng.src != Path::new(RNG_SOURCE) {
         all.push(path("source of random numbers", GrantKind::Rng, &config.rng.src));
@@ -98,6 +103,14 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
     for device in config.devices.iter().flatten() {
         let what = format!("device {:?}", device.id.as_deref().unwrap_or_default());
         all.extend(device.path.iter().map(|dir| path(what.clone(), GrantKind::Device, dir)));
+    }
+    for fs in config.fs.iter().flatten() {
+        let what = format!("socket of file system {:?}", fs.id.as_deref().unwrap_or_default());
+        all.push(path(what, GrantKind::Console, &fs.socket));
+    }
+    for device in config.generic_vhost_user.iter().flatten() {
+        let what = format!("socket of device {:?}", device.id.as_deref().unwrap_or_default());
+        all.push(path(what, GrantKind::Console, &device.socket));
     }
     // The sockets next to it, with a port appended, belong to the guest as well.
     let vsock = config.vsock.iter();

@@ -70,6 +70,17 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
         ("console", json!({"console": {"mode": "File", "file": at("x")}})),
         ("console", json!({"debug_console": {"mode": "File", "file": at("x")}})),
         ("console", json!({"vsock": {"cid": 3, "socket": at("x")}})),
+        (
+            "console",
+            json!({"fs": [{"tag": "t", "socket": at("x"), "num_queues": 1, "queue_size": 64}]}),
+        ),
+        ("console", json!({"net": [{"id": "n", "vhost_user": true, "vhost_socket": at("x")}]})),
+        (
+            "console",
+            json!({"generic_vhost_user": [
+                {"socket": at("x"), "queue_sizes": [64], "device_type": 26}
+            ]}),
+        ),
         ("payload", json!({"payload": {"kernel": "/k", "initramfs": at("x")}})),
         ("rng", json!({"rng": {"src": at("x")}})),
         ("device", json!({"devices": [{"id": "v", "path": at("x")}]})),
@@ -180,6 +191,8 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("debug-console", "file"),
         ("device", "path"),
         ("disk", "path"),
+        ("fs", "socket"),
+        ("generic-vhost-user", "socket"),
         ("memory", "prezeroed"),
         ("memory-zone", "file"),
         ("memory-zone", "prezeroed"),

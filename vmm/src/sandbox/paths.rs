@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use landlock::{ABI, AccessFs, BitFlags, make_bitflags};
 
+use crate::config::net::VhostMode;
 use crate::config::{ConsoleMode, VmConfig};
 
 /// The newest version of Landlock whose rights are known here: with devices' ioctls, without connecting to sockets.
@@ -260,7 +261,11 @@ fn zones(config: &VmConfig, process: &ProcessPaths, out: &mut Vec<PathRule>) {
 }
 
 fn nets(config: &VmConfig, out: &mut Vec<PathRule>) {
-    if config.net.iter().flatten().any(|net| net.fds.is_none()) {
+    for net in config.net.iter().flatten().filter(|net| net.vhost_mode == VhostMode::Server) {
+        let sockets = net.vhost_socket.iter().map(|socket| folder_of(Path::new(socket)));
+        out.extend(sockets.map(|folder| PathRule::new(folder, SOCKETS)));
+    }
+    if config.net.iter().flatten().any(|net| net.fds.is_none() && !net.vhost_user) {
         out.push(PathRule::new("/dev/net/tun", USE_IN_PLACE));
         out.push(PathRule::read("/sys/class/net"));
         out.push(PathRule::read("/sys/devices/virtual/net"));
@@ -354,6 +359,16 @@ mod tests {
         assert_eq!(vsock, [uses("/run/vm", SOCKETS)]);
         let bare = derived(json!({"vsock": {"cid": 3, "socket": "v"}}));
         assert_eq!(bare, [uses(".", SOCKETS)]);
+    }
+
+    #[test]
+    fn a_vhost_user_network_needs_no_tap_and_a_directory_to_listen_in() {
+        let connects = json!({"net": [{"vhost_user": true, "vhost_socket": "/run/vm/n"}]});
+        assert_eq!(derived(connects), []);
+        let listens = json!({"net": [
+            {"vhost_user": true, "vhost_socket": "/run/vm/n", "vhost_mode": "Server"}
+        ]});
+        assert_eq!(derived(listens), [uses("/run/vm", SOCKETS)]);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections to the socket of a vhost-user back end.
+//! Connections to the socket of a vhost-user back end, and from one that connects itself.
 //!
 //! Owns the attempts, and their time limit: a back end is often started together with the VMM, and
 //! may listen a moment later.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,46 @@ pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
             }
         }
     }
+}
+
+/// Listens at `path` until a back end has connected, for `limit` at most. Nothing is left at the path then. A socket at
+/// which nothing listens is replaced.
+pub(super) fn accept(path: &Path, limit: Duration) -> io::Result<UnixStream> {
+    let until = Instant::now().checked_add(limit);
+    let listener = listen(path)?;
+    let accepted = loop {
+        match listener.accept() {
+            Ok((stream, _)) => break Ok(stream),
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => break Err(error),
+            Err(_) if until.is_none_or(|until| Instant::now() >= until) => {
+                break Err(io::ErrorKind::TimedOut.into());
+            }
+            Err(_) => std::thread::sleep(BETWEEN_ATTEMPTS),
+        }
+    };
+    // A back end that comes later must not wait at a socket that is not served. It may have been removed already.
+    let _ = std::fs::remove_file(path);
+    let stream = accepted?;
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    let listener = match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let is_socket = std::fs::symlink_metadata(path)?.file_type().is_socket();
+            let attempt = attempt(&SockAddr::unix(path)?);
+            let is_left = attempt.is_err_and(|it| it.kind() == io::ErrorKind::ConnectionRefused);
+            if !(is_socket && is_left) {
+                return Err(error);
+            }
+            std::fs::remove_file(path)?;
+            UnixListener::bind(path)?
+        }
+        bound => bound?,
+    };
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
 fn may_come(error: &io::Error) -> bool {

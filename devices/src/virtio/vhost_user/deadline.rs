@@ -78,6 +78,12 @@ impl Deadline {
         self.shared.state.lock().limit = limit;
     }
 
+    /// An operation begins that may take `limit`.
+    pub(super) fn begin_within(&self, limit: Duration) {
+        let until = Instant::now().checked_add(limit);
+        self.shared.state.lock().limit = until.map(|until| Limit { until, duration: limit });
+    }
+
     /// Limits all that is under way and that follows to `limit`, until [`take_time`](Self::take_time).
     pub(super) fn hurry(&self, limit: Duration) {
         let until = Instant::now().checked_add(limit);

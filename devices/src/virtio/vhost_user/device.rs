@@ -24,6 +24,10 @@ use crate::virtio::worker::{Pausing, Workers};
 /// Time for the back end to stop its queues when the driver resets the device, or the device is removed: a vCPU or
 /// the VMM thread waits for it. Guests complain of a vCPU that is absent for some 20 s.
 const RESET_LIMIT: Duration = Duration::from_secs(3);
+/// Time for an access of the configuration that the back end has, for which a vCPU waits.
+const CONFIG_LIMIT: Duration = RESET_LIMIT;
+/// Bytes of a configuration that the protocol can speak of (vhost-user, "Virtio device config space").
+const CONFIG_LEN_BYTES_MAX: u64 = 256;
 /// Version of its saved state, which is empty: the state that matters is the back end's.
 const STATE_VERSION: u32 = 1;
 
@@ -36,6 +40,8 @@ pub struct VhostUserConfig {
     pub kind: VhostUserKind,
     /// The socket at which the back end listens.
     pub socket: PathBuf,
+    /// The VMM listens at the socket instead, and the back end connects.
+    pub listens: bool,
     /// Number of request queues.
     pub num_queues: u16,
     /// Size of each queue, a power of two.
@@ -49,7 +55,7 @@ pub struct VhostUser {
     queue_sizes: Vec<u16>,
     features: u64,
     config: Vec<u8>,
-    /// Locked by the thread of the device alone, once there is one.
+    /// Locked by the thread of the device, and for its configuration if the back end has that.
     session: Arc<Mutex<Session>>,
     deadline: Arc<Deadline>,
     counters: Arc<VhostUserCounters>,
@@ -68,8 +74,8 @@ impl VhostUser {
         memory: &GuestMemory,
         on_lost: OnLost,
     ) -> Result<Self, VhostUserError> {
-        let queues = config.kind.queues(config.num_queues);
-        let session = Session::open(&config.socket, queues, config.kind.queues_without_mq())?;
+        let needs = config.kind.needs(config.num_queues);
+        let session = Session::open(&config.socket, config.listens, needs)?;
         Self::over(session, config, memory, on_lost)
     }
 
@@ -92,7 +98,7 @@ impl VhostUser {
         };
         Ok(Self {
             id,
-            queue_sizes: vec![queue_size; kind.queues(num_queues)],
+            queue_sizes: kind.queue_sizes(num_queues, queue_size),
             features,
             config: kind.config(of_back_end, num_queues),
             kind,
@@ -102,6 +108,24 @@ impl VhostUser {
             on_lost,
             workers: Workers::default(),
         })
+    }
+
+    /// Has the back end access its configuration, if there can be something; a vCPU waits for it. It is not waited for
+    /// without a limit while the queues start or stop.
+    fn with_config(
+        &self,
+        offset: u64,
+        len: usize,
+        access: impl FnOnce(&mut Session, u32) -> Result<(), VhostUserError>,
+    ) {
+        let end = offset.checked_add(len as u64).filter(|end| *end <= CONFIG_LEN_BYTES_MAX);
+        let (Some(_), Ok(offset)) = (end, u32::try_from(offset)) else { return };
+        let Some(mut session) = self.session.try_lock_for(CONFIG_LIMIT) else { return };
+        if let Err(error) = access(&mut session, offset)
+            && session.report_loss()
+        {
+            (self.on_lost)(&error_text::chain(&error));
+        }
     }
 
     /// Id of the device.
@@ -133,7 +157,22 @@ impl VirtioDevice for VhostUser {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
+        if self.kind.is_config_of_back_end() {
+            data.fill(0);
+            self.with_config(offset, data.len(), |session, offset| {
+                session.read_config(offset, data, CONFIG_LIMIT).map(drop)
+            });
+            return;
+        }
         read_config_bytes(&self.config, offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        if self.kind.is_config_of_back_end() {
+            self.with_config(offset, data.len(), |session, offset| {
+                session.write_config(offset, data, CONFIG_LIMIT)
+            });
+        }
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
@@ -148,6 +187,7 @@ impl VirtioDevice for VhostUser {
                 index: active.index,
                 queue: active.queue,
                 size_max,
+                trapped: active.kick,
                 kicks: active.kicks,
                 call,
             })

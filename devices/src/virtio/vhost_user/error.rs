@@ -20,6 +20,17 @@ pub enum VhostUserError {
         #[source]
         source: std::io::Error,
     },
+    /// No back end has connected to the socket.
+    #[error("no back end has connected to {path} within {limit_ms} ms")]
+    Accept {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        limit_ms: u128,
+        /// The last attempt's error.
+        #[source]
+        source: std::io::Error,
+    },
     /// A host resource is not available.
     #[error("cannot {what}")]
     Resource {

@@ -15,7 +15,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::scripted::{Answer, Request, back_end};
 use super::session::Session;
-use super::{VhostUser, VhostUserConfig, VhostUserKind};
+use super::{NET_QUEUES, NetOffloads, VhostUser, VhostUserConfig, VhostUserKind};
 use crate::virtio::fuzz::NoKicks;
 use crate::virtio::{Activation, ActiveQueue, VirtioDevice as _, VirtioInterrupt};
 
@@ -68,18 +68,24 @@ pub fn serve(data: &[u8]) -> Result<(), Box<dyn std::error::Error>> {
     let ram = GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default())?;
     let memory = ram.guest_memory();
     let connection = back_end(answers(data))?;
-    let Ok(session) = Session::over(connection, 1, 1, LIMIT) else { return Ok(()) };
-    let kind = if data.last().is_some_and(|last| last & 1 != 0) {
-        VhostUserKind::Fs { tag: "tag".to_owned() }
-    } else {
-        VhostUserKind::Block
+    let (kind, num_queues) = match data.last().map_or(0, |last| last & 3) {
+        1 => (VhostUserKind::Fs { tag: "tag".to_owned() }, 1),
+        2 => {
+            let offloads = NetOffloads { csum: true, tso: true, ufo: true };
+            (VhostUserKind::Net { mac: [2; 6], mtu: Some(1500), offloads }, NET_QUEUES)
+        }
+        3 => (VhostUserKind::Generic { device_id: 26, queue_sizes: vec![16, 32] }, 0),
+        _ => (VhostUserKind::Block, 1),
     };
+    let session = Session::over(connection, kind.needs(num_queues), LIMIT);
+    let Ok(session) = session else { return Ok(()) };
     let (id, socket) = (String::new(), std::path::PathBuf::new());
-    let config = VhostUserConfig { id, kind, socket, num_queues: 1, queue_size: 16 };
+    let config = VhostUserConfig { id, kind, socket, listens: false, num_queues, queue_size: 16 };
     let device = VhostUser::over(session, config, &memory.memory(), Arc::new(|_| ()));
     let Ok(mut device) = device else { return Ok(()) };
     device.read_config(0, &mut [0; 64]);
     for _ in 0..2 {
+        device.write_config(4, &[1; 4]);
         device.activate(activation(&memory, device.features())?)?;
         device.pause();
         device.resume();

@@ -5,8 +5,9 @@
 //! Owns for each kind its features, its queues and its configuration space. It must never talk to the
 //! back end.
 
-use virtio_bindings::virtio_blk as blk;
+use virtio_bindings::{virtio_blk as blk, virtio_net as net};
 
+use super::session::QueueNeeds;
 use crate::virtio::RING_FEATURES;
 
 /// Bytes of the configuration of a block device that are known to drivers and back ends of any age: up to the limits of
@@ -29,6 +30,47 @@ const BLOCK_FEATURES: u64 = 1 << blk::VIRTIO_BLK_F_SIZE_MAX
 /// Bytes of the name of a file system (virtio 1.3, 5.11.4).
 pub const FS_TAG_LEN_BYTES: usize = 36;
 
+/// Offloads of checksums of a network device, without which it has none of the others.
+const NET_CSUM_FEATURES: u64 = 1 << net::VIRTIO_NET_F_CSUM | 1 << net::VIRTIO_NET_F_GUEST_CSUM;
+/// Offloads of TCP segmentation.
+const NET_TSO_FEATURES: u64 = 1 << net::VIRTIO_NET_F_GUEST_TSO4
+    | 1 << net::VIRTIO_NET_F_GUEST_TSO6
+    | 1 << net::VIRTIO_NET_F_GUEST_ECN
+    | 1 << net::VIRTIO_NET_F_HOST_TSO4
+    | 1 << net::VIRTIO_NET_F_HOST_TSO6
+    | 1 << net::VIRTIO_NET_F_HOST_ECN;
+/// Offloads of UDP fragmentation.
+const NET_UFO_FEATURES: u64 = 1 << net::VIRTIO_NET_F_GUEST_UFO | 1 << net::VIRTIO_NET_F_HOST_UFO;
+
+/// Features of device types, which concern driver and back end (virtio 1.3, 2.2). The others are about queues and the
+/// transport, which the VMM has to know: packed rings, a reset of one queue, notifications with data, administration.
+const DEVICE_FEATURES: u64 = ((1 << 24) - 1) | !((1 << 50) - 1);
+
+/// Queues of a network device: one pair.
+pub const NET_QUEUES: u16 = 2;
+
+/// Offloads that a network device may have, if its back end offers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NetOffloads {
+    /// Checksums; the others need it.
+    pub csum: bool,
+    /// TCP segmentation.
+    pub tso: bool,
+    /// UDP fragmentation.
+    pub ufo: bool,
+}
+
+impl NetOffloads {
+    fn features(self) -> u64 {
+        let Self { csum, tso, ufo } = self;
+        if !csum {
+            return 0;
+        }
+        let of = |is_on: bool, features: u64| if is_on { features } else { 0 };
+        NET_CSUM_FEATURES | of(tso, NET_TSO_FEATURES) | of(ufo, NET_UFO_FEATURES)
+    }
+}
+
 /// What a device is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VhostUserKind {
@@ -39,6 +81,23 @@ pub enum VhostUserKind {
         /// The name, at most [`FS_TAG_LEN_BYTES`] bytes.
         tag: String,
     },
+    /// A network device of one pair of queues and without a control queue. Its address and MTU are the VMM's.
+    Net {
+        /// Address of the guest's end.
+        mac: [u8; 6],
+        /// Maximum transmission unit that the driver is told, in bytes.
+        mtu: Option<u16>,
+        /// Offloads that it may have.
+        offloads: NetOffloads,
+    },
+    /// A device of which the VMM knows nothing: its configuration is the back end's, and so are its features but for
+    /// those of the transport.
+    Generic {
+        /// Virtio device ID.
+        device_id: u16,
+        /// Size of each of its queues, powers of two.
+        queue_sizes: Vec<u16>,
+    },
 }
 
 impl VhostUserKind {
@@ -47,6 +106,8 @@ impl VhostUserKind {
         match self {
             Self::Block => 2,
             Self::Fs { .. } => 26,
+            Self::Net { .. } => 1,
+            Self::Generic { device_id, .. } => *device_id,
         }
     }
 
@@ -55,21 +116,43 @@ impl VhostUserKind {
         match self {
             Self::Block => "vhost-user-block",
             Self::Fs { .. } => "vhost-user-fs",
+            Self::Net { .. } => "vhost-user-net",
+            Self::Generic { .. } => "vhost-user-generic",
         }
     }
 
     /// Queues of a device with `num_queues` request queues.
     pub(super) fn queues(&self, num_queues: u16) -> usize {
         match self {
-            Self::Block => usize::from(num_queues),
+            Self::Block | Self::Net { .. } => usize::from(num_queues),
             // One for requests of high priority comes first.
             Self::Fs { .. } => usize::from(num_queues) + 1,
+            Self::Generic { queue_sizes, .. } => queue_sizes.len(),
         }
     }
 
-    /// Queues of a back end that does not say how many it serves.
-    pub(super) fn queues_without_mq(&self) -> usize {
-        self.queues(1)
+    /// Size of each queue of a device with `num_queues` request queues of `queue_size`.
+    pub(super) fn queue_sizes(&self, num_queues: u16, queue_size: u16) -> Vec<u16> {
+        match self {
+            Self::Generic { queue_sizes, .. } => queue_sizes.clone(),
+            _ => vec![queue_size; self.queues(num_queues)],
+        }
+    }
+
+    /// What a back end has to serve for a device with `num_queues` request queues.
+    pub(super) fn needs(&self, num_queues: u16) -> QueueNeeds {
+        let count = self.queues(num_queues);
+        match self {
+            // Some back ends of networks say how many pairs they serve, and some how many queues. One pair all serve.
+            Self::Net { .. } => {
+                QueueNeeds { count, without_mq: usize::from(NET_QUEUES), is_asked: false }
+            }
+            // How many a device of this kind has at least is not known here.
+            Self::Generic { .. } => QueueNeeds { count, without_mq: count, is_asked: true },
+            Self::Block | Self::Fs { .. } => {
+                QueueNeeds { count, without_mq: self.queues(1), is_asked: true }
+            }
+        }
     }
 
     /// Features to offer, of those that the back end has.
@@ -78,16 +161,34 @@ impl VhostUserKind {
             Self::Block if num_queues > 1 => BLOCK_FEATURES | 1 << blk::VIRTIO_BLK_F_MQ,
             Self::Block => BLOCK_FEATURES,
             Self::Fs { .. } => 0,
+            Self::Generic { .. } => DEVICE_FEATURES,
+            Self::Net { offloads, .. } => offloads.features() | 1 << net::VIRTIO_NET_F_MRG_RXBUF,
         };
-        back_end & (RING_FEATURES | own)
+        back_end & (RING_FEATURES | own) | self.features_of_vmm()
+    }
+
+    /// Features of fields of the configuration that the VMM has, whatever the back end knows of them.
+    fn features_of_vmm(&self) -> u64 {
+        match self {
+            Self::Net { mtu: Some(_), .. } => {
+                1 << net::VIRTIO_NET_F_MAC | 1 << net::VIRTIO_NET_F_MTU
+            }
+            Self::Net { .. } => 1 << net::VIRTIO_NET_F_MAC,
+            Self::Block | Self::Fs { .. } | Self::Generic { .. } => 0,
+        }
     }
 
     /// Bytes of its configuration that the back end has; none if the VMM has it.
     pub(super) fn config_len_bytes(&self) -> Option<u32> {
         match self {
             Self::Block => Some(BLOCK_CONFIG_LEN_BYTES),
-            Self::Fs { .. } => None,
+            Self::Fs { .. } | Self::Net { .. } | Self::Generic { .. } => None,
         }
+    }
+
+    /// Whether the driver's accesses of the configuration go to the back end.
+    pub(super) fn is_config_of_back_end(&self) -> bool {
+        matches!(self, Self::Generic { .. })
     }
 
     /// The configuration that the driver sees, of what the back end has.
@@ -104,6 +205,11 @@ impl VhostUserKind {
                 config.extend_from_slice(&u32::from(num_queues).to_le_bytes());
                 config
             }
+            // Status and number of pairs, of features that are not offered, are zero.
+            Self::Net { mac, mtu, .. } => {
+                [&mac[..], &[0; 4], &mtu.unwrap_or(0).to_le_bytes()].concat()
+            }
+            Self::Generic { .. } => Vec::new(),
         }
     }
 }

@@ -5,8 +5,9 @@
 //! | module | what it is |
 //! | --- | --- |
 //! | `device` | the device as the transport drives it |
-//! | `kind` | what differs between block devices and file systems |
+//! | `kind` | what differs between kinds of devices |
 //! | `session` | the requests to the back end, and what was negotiated |
+//! | `get_config` | reads of a configuration that the back end may not have |
 //! | `connect`, `deadline` | the connection, and the time limit of answers |
 //! | `worker` | the thread that starts and stops queues, and forwards interrupts |
 //!
@@ -19,12 +20,17 @@ mod counters;
 mod deadline;
 mod device;
 mod error;
+mod get_config;
 mod kind;
 mod session;
 mod worker;
 
 #[cfg(any(test, feature = "testing"))]
 pub(super) mod fuzz;
+#[cfg(test)]
+mod generic_tests;
+#[cfg(test)]
+mod net_tests;
 #[cfg(test)]
 mod order_tests;
 #[cfg(any(test, feature = "testing"))]
@@ -35,5 +41,5 @@ mod tests;
 pub use counters::VhostUserCounters;
 pub use device::{VhostUser, VhostUserConfig};
 pub use error::VhostUserError;
-pub use kind::{FS_TAG_LEN_BYTES, VhostUserKind};
+pub use kind::{FS_TAG_LEN_BYTES, NET_QUEUES, NetOffloads, VhostUserKind};
 pub use worker::OnLost;

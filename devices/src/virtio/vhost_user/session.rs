@@ -14,18 +14,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memory::GuestMemory;
+use socket2::SockRef;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures,
 };
-use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::vhost_user::{Error as ProtocolError, Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::connect::connect;
+use super::connect::{accept, connect};
 use super::deadline::Deadline;
 use super::error::VhostUserError;
+use super::get_config::get_config;
 use crate::virtio::device::Kicks;
 
 /// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
@@ -41,6 +43,8 @@ pub(super) struct Ring {
     pub(super) queue: Queue,
     /// Maximum size of the queue.
     pub(super) size_max: u16,
+    /// Signalled by notifications that the kernel did not take; the back end does not have it.
+    pub(super) trapped: EventFd,
     /// What the driver signals when it notifies the queue; each start has another.
     pub(super) kicks: Arc<dyn Kicks>,
     /// Signalled when the back end has used buffers. It must never be read or written here: the back end may make
@@ -48,10 +52,21 @@ pub(super) struct Ring {
     pub(super) call: EventFd,
 }
 
+/// Queues that a back end has to serve.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QueueNeeds {
+    /// Of the device.
+    pub(super) count: usize,
+    /// Those of a back end that is not asked, or does not say (MQ).
+    pub(super) without_mq: usize,
+    /// The back end is asked how many it serves, if it can say.
+    pub(super) is_asked: bool,
+}
+
 /// A session with a back end.
 pub(super) struct Session {
     frontend: Frontend,
-    connection: UnixStream,
+    connection: Arc<UnixStream>,
     deadline: Arc<Deadline>,
     /// Features of the back end, with its bit for protocol features.
     features: u64,
@@ -63,23 +78,31 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Connects to `path` and negotiates for a device with `queues` queues, of which a back end without MQ serves
-    /// `queues_without_mq`.
+    /// Connects to `path`, or has a back end connect there if it `listens`, and negotiates.
     pub(super) fn open(
         path: &Path,
-        queues: usize,
-        queues_without_mq: usize,
+        listens: bool,
+        queues: QueueNeeds,
     ) -> Result<Self, VhostUserError> {
         let begun = Instant::now();
-        let connection =
-            connect(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Connect {
-                path: path.to_owned(),
-                limit_ms: OPERATION_LIMIT.as_millis(),
+        let (path_text, limit_ms) = (path.to_owned(), OPERATION_LIMIT.as_millis());
+        let connection = if listens {
+            accept(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Accept {
+                path: path_text,
+                limit_ms,
                 source,
-            })?;
-        let mut session = Self::new(connection, queues, OPERATION_LIMIT)?;
-        session.deadline.begin(begun.elapsed());
-        session.negotiate(queues, queues_without_mq)?;
+            })?
+        } else {
+            connect(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Connect {
+                path: path_text,
+                limit_ms,
+                source,
+            })?
+        };
+        let mut session = Self::new(connection, queues.count, OPERATION_LIMIT)?;
+        // A back end that comes late has the time of one that listens at once.
+        session.deadline.begin(if listens { Duration::ZERO } else { begun.elapsed() });
+        session.negotiate(queues)?;
         Ok(session)
     }
 
@@ -87,13 +110,12 @@ impl Session {
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn over(
         connection: UnixStream,
-        queues: usize,
-        queues_without_mq: usize,
+        queues: QueueNeeds,
         limit: Duration,
     ) -> Result<Self, VhostUserError> {
-        let mut session = Self::new(connection, queues, limit)?;
+        let mut session = Self::new(connection, queues.count, limit)?;
         session.deadline.begin(Duration::ZERO);
-        session.negotiate(queues, queues_without_mq)?;
+        session.negotiate(queues)?;
         Ok(session)
     }
 
@@ -105,7 +127,7 @@ impl Session {
         let frontend = Frontend::from_stream(copy()?, queues as u64);
         Ok(Self {
             frontend,
-            connection,
+            connection: Arc::new(connection),
             deadline: Arc::new(deadline),
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
@@ -115,7 +137,8 @@ impl Session {
         })
     }
 
-    fn negotiate(&mut self, queues: usize, without_mq: usize) -> Result<(), VhostUserError> {
+    fn negotiate(&mut self, queues: QueueNeeds) -> Result<(), VhostUserError> {
+        let QueueNeeds { count, without_mq, is_asked } = queues;
         self.request("SET_OWNER", |back_end| back_end.set_owner())?;
         self.features = self.request("GET_FEATURES", |back_end| back_end.get_features())?;
         if self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
@@ -123,10 +146,10 @@ impl Session {
         }
         let offered =
             self.request("GET_PROTOCOL_FEATURES", VhostUserFrontend::get_protocol_features)?;
-        let wanted = VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIG
+        let mut wanted = VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        wanted.set(VhostUserProtocolFeatures::MQ, is_asked);
         self.protocol = offered & wanted;
         let protocol = self.protocol;
         self.request("SET_PROTOCOL_FEATURES", |back_end| back_end.set_protocol_features(protocol))?;
@@ -139,8 +162,8 @@ impl Session {
         } else {
             without_mq as u64
         };
-        if (queues as u64) > offered {
-            return Err(VhostUserError::Queues { offered, needed: queues });
+        if (count as u64) > offered {
+            return Err(VhostUserError::Queues { offered, needed: count });
         }
         Ok(())
     }
@@ -161,6 +184,47 @@ impl Session {
             back_end.get_config(0, len_bytes, VhostUserConfigFlags::empty(), &room)
         })?;
         Ok(config)
+    }
+
+    /// Reads the configuration at `offset` for the driver, within `limit`. False if the back end has none, or does not
+    /// have it there; nothing is read then.
+    ///
+    /// # Errors
+    /// The back end is lost.
+    pub(super) fn read_config(
+        &mut self,
+        offset: u32,
+        data: &mut [u8],
+        limit: Duration,
+    ) -> Result<bool, VhostUserError> {
+        if !self.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+            return Ok(false);
+        }
+        self.deadline.begin_within(limit);
+        let connection = Arc::clone(&self.connection);
+        self.request("GET_CONFIG", |_| get_config(&*connection, offset, data))
+    }
+
+    /// Writes the configuration at `offset` for the driver, within `limit`. A back end may refuse that.
+    ///
+    /// # Errors
+    /// The back end is lost.
+    pub(super) fn write_config(
+        &mut self,
+        offset: u32,
+        data: &[u8],
+        limit: Duration,
+    ) -> Result<(), VhostUserError> {
+        if !self.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+            return Ok(());
+        }
+        self.deadline.begin_within(limit);
+        self.request("SET_CONFIG", |back_end| {
+            match back_end.set_config(offset, VhostUserConfigFlags::empty(), data) {
+                Err(vhost::Error::VhostUserProtocol(ProtocolError::BackendInternalError)) => Ok(()),
+                result => result,
+            }
+        })
     }
 
     /// Checks that the back end can have guest memory as a whole: shared, and in few enough regions.
@@ -194,7 +258,8 @@ impl Session {
         let places = rings.iter().map(|ring| place(ring, memory));
         let places = places.collect::<Result<Vec<_>, _>>()?;
         self.deadline.begin(Duration::ZERO);
-        let features = features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        // Not those of fields that the VMM has alone.
+        let features = features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
         self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
         self.send_memory(memory)?;
         for (ring, place) in rings.iter().zip(&places) {
@@ -307,6 +372,14 @@ impl Session {
         self.is_lost = true;
         // Fails if the back end has closed it.
         let _ = self.connection.shutdown(Shutdown::Both);
+    }
+
+    /// Whether the back end has sent something, or closed the connection, while no request is under way.
+    pub(super) fn is_spoken_to(&self) -> bool {
+        let mut byte = [std::mem::MaybeUninit::uninit()];
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        let peeked = SockRef::from(&*self.connection).recv_with_flags(&mut byte, flags);
+        !peeked.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
     }
 
     /// The connection, to be watched: the back end sends nothing without a request.

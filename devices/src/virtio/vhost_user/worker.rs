@@ -22,8 +22,11 @@ use crate::virtio::device::VirtioInterrupt;
 use crate::virtio::queue::Broken;
 use crate::virtio::worker::{Watch, Work};
 
-/// Token of the connection; the others are positions of rings.
+/// Token of the connection; the others are positions of rings, for the back end's signals.
 const CONNECTION: u64 = u64::MAX - 1;
+
+/// Added to the position of a ring: the notifications that the kernel did not take.
+const TRAPPED: u64 = 1 << 32;
 
 /// Called when a back end is lost, with the reason.
 pub type OnLost = Arc<dyn Fn(&str) + Send + Sync>;
@@ -63,6 +66,18 @@ impl VhostUserWorker {
         self.lost(&error_text::chain(error))
     }
 
+    fn serve(&mut self) -> Result<(), Broken> {
+        for ring in &self.rings {
+            // What was notified of before is signalled by the start. Fails if there is nothing.
+            let _ = ring.trapped.read();
+        }
+        let memory = self.memory.memory();
+        let started = self.session.lock().start(self.features, &memory, &self.rings);
+        started.map_err(|error| self.not_started(&error))?;
+        self.is_serving = true;
+        Ok(())
+    }
+
     fn stop(&mut self) -> Result<(), Broken> {
         if !std::mem::take(&mut self.is_serving) {
             return Ok(());
@@ -89,21 +104,30 @@ impl Work for VhostUserWorker {
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
         // A pause that was withdrawn may have stopped them.
         if !self.is_serving {
-            let memory = self.memory.memory();
-            let started = self.session.lock().start(self.features, &memory, &self.rings);
-            started.map_err(|error| self.not_started(&error))?;
-            self.is_serving = true;
+            self.serve()?;
         }
         watch.on(CONNECTION, self.session.lock().connection_fd())?;
         for (token, ring) in (0..).zip(&self.rings) {
             watch.on_signal(token, ring.call.as_raw_fd())?;
+            watch.on(TRAPPED + token, ring.trapped.as_raw_fd())?;
         }
         Ok(())
     }
 
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
         if token == CONNECTION {
+            // It may have been the answer to an access of the configuration, which holds the session until then.
+            if !self.session.lock().is_spoken_to() {
+                return Ok(());
+            }
             return Err(self.lost("it has closed the connection, or sent what was not asked for"));
+        }
+        if token >= TRAPPED {
+            // The eventfd that the back end reads must not be written here, so the rings start with new ones, which are
+            // signalled. Back ends do not take another for a ring that runs. It is rare: the kernel takes all
+            // notifications but those of firmware that cannot reach the BAR.
+            self.stop()?;
+            return self.serve();
         }
         let position = usize::try_from(token).unwrap_or(usize::MAX);
         if let Some(ring) = self.rings.get(position) {

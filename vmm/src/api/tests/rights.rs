@@ -16,7 +16,7 @@ pub fn use_descriptors(device: &NewDevice) {
     let fds = match device {
         NewDevice::Net(net) => net.fds.clone().unwrap_or_default().0,
         NewDevice::Host(host) => host.fd.clone().into_iter().collect(),
-        NewDevice::Disk(_) | NewDevice::Vsock(_) => Vec::new(),
+        _ => Vec::new(),
     };
     for (place, fd) in (b'0'..).zip(&fds) {
         UnixStream::from(fd.duplicate().unwrap()).write_all(&[place]).unwrap();

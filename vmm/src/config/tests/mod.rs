@@ -159,14 +159,14 @@ fn unknown_json_fields_are_refused_by_name_unless_they_are_null() {
 #[test]
 fn everything_unsupported_is_named_at_once() {
     let error = complete(
-        r#"{"payload":{"kernel":"/k"},"iommu":true,"fs":[{"tag":"t","socket":"/s",
-            "num_queues":1,"queue_size":1024}],"disks":[{"path":"/d","iommu":true}],
+        r#"{"payload":{"kernel":"/k"},"iommu":true,"pmem":[{"file":"/p"}],
+            "disks":[{"path":"/d","iommu":true}],
             "vsock":{"cid":3,"socket":"/v","iommu":true}}"#,
     )
     .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "'disks[0].iommu', 'fs', 'vsock.iommu', 'iommu' are not supported by this version"
+        "'disks[0].iommu', 'pmem', 'vsock.iommu', 'iommu' are not supported by this version"
     );
     let error = params(|p| p.tpm = Some("socket=/t".into())).unwrap_err();
     assert_eq!(error.to_string(), "'tpm' is not supported by this version");
