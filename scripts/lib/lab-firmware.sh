@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's groups `firmware` and `cloud-image` need besides the usual machine: EDK2's build for this kind of
-# VM, and disks with a boot loader and partitions. Sourced by scripts/lab.
+# What the lab's group `firmware` needs besides the usual machine: EDK2's build for this kind of VM, and a disk with a
+# boot loader and partitions. Sourced by scripts/lab.
 
 FIRMWARE_PACKAGE=cloudhv-efi-x86-64
 FIRMWARE_FILE=usr/share/$FIRMWARE_PACKAGE/CLOUDHV.fd
@@ -64,7 +64,6 @@ make_disk() {
 build_extra_firmware() {
   local place=$LAB/firmware-disk stamp
   local tree=$place/tree
-  need_packages mtools dosfstools fdisk
   fetch_firmware
   fetch_grub
   rm -rf "$tree"

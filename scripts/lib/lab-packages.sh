@@ -6,8 +6,9 @@ want_lab_packages() {
   local more=()
   # What mmdebstrap needs of an ordinary user.
   [ "$(id -u)" = 0 ] || more=(uidmap)
-  # make and libelf1 are for the group that builds a module.
-  want_packages mmdebstrap debian-archive-keyring e2fsprogs cpio kmod xz-utils gcc libc6-dev util-linux make libelf1 "${more[@]}" &&
+  # make and libelf1 are for the groups that build a module; mtools, dosfstools and fdisk for a disk with partitions.
+  want_packages mmdebstrap debian-archive-keyring e2fsprogs cpio kmod xz-utils gcc libc6-dev util-linux make libelf1 \
+    mtools dosfstools fdisk "${more[@]}" &&
     want_qemu && want_apt
 }
 
