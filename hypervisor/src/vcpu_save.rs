@@ -275,12 +275,13 @@ impl Vcpu {
     }
 
     /// Makes the TSC the same as that of another vCPU of the VM. A kernel without the attribute of the offset
-    /// synchronises a new vCPU by itself.
+    /// synchronises a new vCPU by itself. Returns whether the frequency was another one.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn follow_tsc(&self, other: &SharedTsc) -> Result<(), VcpuStateError> {
-        if let Some(khz) = other.khz.filter(|khz| self.tsc_khz() != Some(*khz)) {
+    pub fn follow_tsc(&self, other: &SharedTsc) -> Result<bool, VcpuStateError> {
+        let khz = other.khz.filter(|khz| self.tsc_khz() != Some(*khz));
+        if let Some(khz) = khz {
             self.fd.set_tsc_khz(khz).context("set a vCPU's TSC frequency")?;
         }
         if let Some(offset) = other.offset {
@@ -288,7 +289,7 @@ impl Vcpu {
             ioctl::set_vcpu_attribute(&self.fd, group, attribute, offset)
                 .context("set a vCPU's TSC offset")?;
         }
-        Ok(())
+        Ok(khz.is_some())
     }
 
     fn write_tsc(&self, state: &TscState, time: &TimeBase) -> Result<(), VcpuStateError> {

@@ -58,10 +58,10 @@ pub fn requests() -> Vec<Request> {
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),
         put("vm.add-net", r#"{"tap":"no/tap"}"#),
         put("vm.add-device", r#"{"path":"/nonexistent"}"#),
-        put("vm.add-fs", r#"{"tag":"t","socket":"/nonexistent","num_queues":1,"queue_size":64}"#),
+        put("vm.add-fs", r#"{"tag":"t","socket":"/dev/null/socket","num_queues":1,"queue_size":64}"#),
         put(
             "vm.add-generic-vhost-user",
-            r#"{"socket":"/nonexistent","device_type":26,"queue_sizes":[64]}"#,
+            r#"{"socket":"/dev/null/socket","device_type":26,"queue_sizes":[64]}"#,
         ),
         put("vm.add-vsock", r#"{"cid":3,"socket":"/nonexistent/vsock"}"#),
         put("vm.remove-device", r#"{"id":"nothing"}"#),

@@ -114,6 +114,11 @@ impl CpuHotplug {
         self.registers.lock().present.contains(&index)
     }
 
+    /// The highest index of a vCPU that the guest sees.
+    pub fn last_present(&self) -> u32 {
+        self.registers.lock().present.last().copied().unwrap_or(0)
+    }
+
     /// Whether exactly the first `count` vCPUs are present and nothing is pending: a guest needs no state then.
     pub fn is_at_rest(&self, count: u32) -> bool {
         *self.registers.lock() == Registers::at_rest(count)

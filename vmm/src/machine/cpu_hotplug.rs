@@ -17,7 +17,7 @@ use arch::cpuid::VmCpuid;
 use arch::layout;
 use devices::Snapshot as _;
 use devices::legacy::{self, CPU_HOTPLUG_LEN_BYTES};
-use devices::virtio::{DeviceSnapshot, StateError};
+use devices::virtio::DeviceSnapshot;
 use hypervisor::{KvmError, SharedTsc, Vcpu, VcpuStateError};
 use thiserror::Error;
 
@@ -56,8 +56,8 @@ pub enum ResizeVcpusError {
         #[source]
         source: KvmError,
     },
-    /// The boot vCPU does not tell its clock.
-    #[error("vCPU {BOOT_VCPU}, whose time stamp counter others follow, is busy")]
+    /// A vCPU does not leave the guest or its device.
+    #[error("the time stamp counter of a vCPU that runs cannot be reached")]
     Busy(#[source] hypervisor::ThreadsError),
 }
 
@@ -87,13 +87,20 @@ impl CpuHotplug {
     /// Restores what [`Self::save`] returned.
     ///
     /// # Errors
-    /// The state is malformed.
-    pub fn restore(&self, state: Option<&DeviceSnapshot>, vcpus: u32) -> Result<(), StateError> {
+    /// The state is malformed, or has a vCPU that the machine does not have.
+    pub fn restore(&self, state: Option<&DeviceSnapshot>, vcpus: u32) -> Result<(), MachineError> {
         let Some(state) = state else {
             self.registers.rest(vcpus);
             return Ok(());
         };
-        self.registers.restore(state)
+        self.registers.restore(state)?;
+        match self.registers.last_present() {
+            last if last < vcpus => Ok(()),
+            last => {
+                let what = format!("its guest sees vCPU {last}, and it has {vcpus}");
+                Err(MachineError::StateMismatch(what))
+            }
+        }
     }
 
     /// Whether a vCPU stays: the guest sees it, and was not asked to eject it.
@@ -140,6 +147,10 @@ impl Machine {
             registers.request_unplug(index);
         }
         let added = if wanted > now { self.add_vcpus(wanted, cancel) } else { Ok(()) };
+        // Also those that came before one failed.
+        if !self.paused {
+            self.vcpus.resume_all();
+        }
         for index in now..self.config.cpus.boot_vcpus {
             registers.add(index);
         }
@@ -160,13 +171,18 @@ impl Machine {
         while self.config.cpus.boot_vcpus < wanted && self.add_vcpu_again()? {
             self.config.cpus.boot_vcpus += 1;
         }
-        let mut made = Vec::new();
+        let (mut made, mut is_scaled) = (Vec::new(), false);
         let mut result = Ok(());
         for index in self.config.cpus.boot_vcpus..wanted {
+            if cancel.is_cancelled() {
+                break;
+            }
             match self.make_vcpu(index, &cpuid, &tsc) {
-                Ok(vcpu) => made.push(vcpu),
+                Ok((vcpu, has_other_frequency)) => {
+                    made.push(vcpu);
+                    is_scaled |= has_other_frequency;
+                }
                 Err(error) => {
-                    // KVM makes no second vCPU of a number, so those that there are have to be of use.
                     result = Err(error);
                     break;
                 }
@@ -174,29 +190,60 @@ impl Machine {
         }
         let count = u32::try_from(made.len()).unwrap_or(0);
         self.vcpus.add(made)?;
+        let before = self.config.cpus.boot_vcpus;
         self.config.cpus.boot_vcpus += count;
-        if !self.paused {
-            self.vcpus.resume_all();
+        if is_scaled {
+            self.match_tscs(before, tsc, cancel)?;
         }
         result
     }
 
+    /// Makes a vCPU; true if its time stamp counter had to get another frequency than the host's.
     fn make_vcpu(
-        &self,
+        &mut self,
         index: u32,
         cpuid: &VmCpuid,
         tsc: &SharedTsc,
-    ) -> Result<Vcpu, MachineError> {
-        let created = self.parts.vm.create_vcpu(self.parts.topology.apic_id(index));
-        let vcpu = created.map_err(|source| ResizeVcpusError::Create { index, source })?;
+    ) -> Result<(Vcpu, bool), MachineError> {
+        let vcpu = if let Some(vcpu) = self.spare_vcpus.remove(&index) {
+            vcpu
+        } else {
+            let created = self.parts.vm.create_vcpu(self.parts.topology.apic_id(index));
+            created.map_err(|source| ResizeVcpusError::Create { index, source })?
+        };
         let init = boot::vcpu_init(cpuid.for_vcpu(index)?, None);
-        let set_up = || -> Result<(), VcpuStateError> {
+        let set_up = || -> Result<bool, VcpuStateError> {
             vcpu.init(&init)?;
             vcpu.adopt_msrs(&self.feature_msrs)?;
             vcpu.follow_tsc(tsc)
         };
-        set_up().map_err(|source| MachineError::Vcpu { index, source })?;
-        Ok(vcpu)
+        match set_up() {
+            Ok(is_scaled) => Ok((vcpu, is_scaled)),
+            Err(source) => {
+                // KVM makes no second vCPU of a number.
+                self.spare_vcpus.insert(index, vcpu);
+                Err(MachineError::Vcpu { index, source })
+            }
+        }
+    }
+
+    /// Sets the time stamp counters of the first `vcpus` vCPUs to what they are. A new vCPU begins at the host's
+    /// frequency: until all have been set since, KVM takes their counters for different ones, and gives the guest a
+    /// clock that its programs cannot read without its kernel.
+    fn match_tscs(
+        &self,
+        vcpus: u32,
+        tsc: SharedTsc,
+        cancel: &CancelToken,
+    ) -> Result<(), MachineError> {
+        for index in 0..vcpus {
+            let apic_id = self.parts.topology.apic_id(index);
+            let set = move |vcpu: &mut Vcpu| vcpu.follow_tsc(&tsc);
+            let set = self.vcpus.interrupt(apic_id, set, || !cancel.is_cancelled());
+            set.map_err(ResizeVcpusError::Busy)?
+                .map_err(|source| MachineError::Vcpu { index, source })?;
+        }
+        Ok(())
     }
 
     /// Adds the next vCPU again if it was removed; false if it was not.
@@ -227,6 +274,13 @@ impl Machine {
             self.config.cpus.boot_vcpus = last;
         }
         let now = self.config.cpus.boot_vcpus;
+        let registers = &self.parts.cpu_hotplug.registers;
+        let kept = (0..now).filter(|index| !registers.is_present(*index)).count();
+        if kept > 0 {
+            log::info!(
+                "{kept} vCPUs that the guest has ejected are kept until it ejects those above them, too"
+            );
+        }
         if now != before {
             log::info!("the guest has ejected vCPUs: {now} of {before} are left");
             events::emit("vm", "vcpus-removed", &[("vcpus", &now.to_string())]);

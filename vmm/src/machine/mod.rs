@@ -73,6 +73,7 @@ mod virtio;
 mod vsocks;
 mod write_back;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
 
@@ -121,6 +122,8 @@ pub struct Machine {
     /// Stage-2 prefault of received memory. Declared before the vCPUs, whose threads it uses.
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
+    /// vCPUs that KVM has made and that could not be set up, by index; used for the next of that index.
+    spare_vcpus: BTreeMap<u32, Vcpu>,
     paused: bool,
     /// See [`Machine::end`].
     has_ended: bool,
@@ -168,6 +171,7 @@ impl Machine {
         Ok(Self {
             stage2: None,
             vcpus,
+            spare_vcpus: BTreeMap::new(),
             paused: true,
             disks_are_stale: false,
             has_arrived: false,

@@ -7,7 +7,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,6 +41,7 @@ pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
 pub(super) fn accept(path: &Path, limit: Duration) -> io::Result<UnixStream> {
     let until = Instant::now().checked_add(limit);
     let listener = listen(path)?;
+    let own = identity(path);
     let accepted = loop {
         match listener.accept() {
             Ok((stream, _)) => break Ok(stream),
@@ -51,20 +52,31 @@ pub(super) fn accept(path: &Path, limit: Duration) -> io::Result<UnixStream> {
             Err(_) => std::thread::sleep(BETWEEN_ATTEMPTS),
         }
     };
-    // A back end that comes later must not wait at a socket that is not served. It may have been removed already.
-    let _ = std::fs::remove_file(path);
+    // A back end that comes later must not wait at a socket that is not served. It may have been removed already,
+    // or replaced by another's.
+    if own.is_some() && identity(path) == own {
+        let _ = std::fs::remove_file(path);
+    }
     let stream = accepted?;
     stream.set_nonblocking(false)?;
     Ok(stream)
+}
+
+/// Which file is at a path.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
 }
 
 fn listen(path: &Path) -> io::Result<UnixListener> {
     let listener = match UnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             let is_socket = std::fs::symlink_metadata(path)?.file_type().is_socket();
+            if !is_socket {
+                return Err(error);
+            }
             let attempt = attempt(&SockAddr::unix(path)?);
-            let is_left = attempt.is_err_and(|it| it.kind() == io::ErrorKind::ConnectionRefused);
-            if !(is_socket && is_left) {
+            if !attempt.is_err_and(|it| it.kind() == io::ErrorKind::ConnectionRefused) {
                 return Err(error);
             }
             std::fs::remove_file(path)?;

@@ -37,6 +37,7 @@ pub(super) struct Request {
     pub(super) flags: u32,
     pub(super) payload: Vec<u8>,
     /// The descriptor that came with it, or one of them.
+    #[cfg_attr(not(test), expect(dead_code, reason = "the fuzz target looks at no descriptor"))]
     pub(super) file: Option<File>,
 }
 

@@ -131,8 +131,8 @@ fn a_reset_in_the_middle_of_a_wait_is_immediate_and_refills_nothing() {
     let mut fixture = limited(&limiter, true);
     fixture.add_reads(5);
     fixture.does(2);
-    limiter.set_clock(Duration::from_secs(500));
     fixture.device.reset();
+    limiter.set_clock(Duration::from_secs(500));
     fixture.driver = Driver::new(1, 64);
     let features = fixture.device.features();
     fixture.driver.activate(&mut fixture.device, features);
