@@ -11,14 +11,11 @@ ESP_SECTORS=131072
 # fetch_firmware: the firmware, as $LAB/CLOUDHV.fd. Only Debian's suite sid has it; the signature on its archive is
 # checked by mmdebstrap.
 fetch_firmware() {
-  local dir=$LAB/firmware valid
+  local dir=$LAB/firmware
   [ ! -s "$LAB/CLOUDHV.fd" ] || return 0
   say "fetching $FIRMWARE_PACKAGE"
   rm -rf "$dir"
-  valid=$(apt-config dump Acquire::Check-Valid-Until)
-  mmdebstrap --quiet --variant=extract --aptopt="${valid:-Acquire::Check-Valid-Until \"true\";}" --include="$FIRMWARE_PACKAGE" sid "$dir" \
-    "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian sid main" ||
-    die "mmdebstrap cannot fetch $FIRMWARE_PACKAGE"
+  packages_of_sid extract "$FIRMWARE_PACKAGE" "$dir" || die "mmdebstrap cannot fetch $FIRMWARE_PACKAGE"
   cp "$dir/$FIRMWARE_FILE" "$LAB/CLOUDHV.fd.new"
   mv "$LAB/CLOUDHV.fd.new" "$LAB/CLOUDHV.fd"
   rm -rf "$dir"

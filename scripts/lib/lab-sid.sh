@@ -8,18 +8,23 @@ SID_KERNEL_META=linux-image-cloud-amd64
 # What scripts/kvm-modules needs, and would install itself otherwise.
 SID_PACKAGES=make,gcc,libc6-dev,flex,bison,bc,libelf-dev,libssl-dev,xz-utils,patch,kmod,dpkg-dev,dwarves,rsync
 
+# packages_of_sid VARIANT PACKAGES DIR: what mmdebstrap makes of these packages of the suite sid, of which it checks the
+# archive's signature.
+packages_of_sid() {
+  local valid
+  # A mirror that is kept as it was on some day is one for this machine's apt, too.
+  valid=$(apt-config dump Acquire::Check-Valid-Until)
+  mmdebstrap --quiet --variant="$1" --aptopt="${valid:-Acquire::Check-Valid-Until \"true\";}" --include="$2" sid "$3" \
+    "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian sid main"
+}
+
 # make_sid: that directory, once.
 make_sid() {
-  local valid
   [ -f "$SID/complete" ] && return 0
   [ "$(id -u)" = 0 ] || die "LAB_KERNEL=$LAB_KERNEL needs root: it makes a Debian of the suite sid in $SID"
   say "making a Debian of the suite sid in $SID"
   rm -rf "$SID"
-  # A mirror that is kept as it was on some day is one for this machine's apt, too.
-  valid=$(apt-config dump Acquire::Check-Valid-Until)
-  mmdebstrap --quiet --variant=apt --aptopt="${valid:-Acquire::Check-Valid-Until \"true\";}" --include="$SID_PACKAGES" sid "$SID" \
-    "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian sid main" ||
-    die "mmdebstrap cannot make it"
+  packages_of_sid apt "$SID_PACKAGES" "$SID" || die "mmdebstrap cannot make it"
   chroot "$SID" apt-get update -q >/dev/null || die "apt-get update fails in $SID"
   touch "$SID/complete"
 }

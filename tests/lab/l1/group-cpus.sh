@@ -33,20 +33,11 @@ comes_again() { resize a 4 && wait_until 30 seen a 4 && cpus_are a 4; }
 check it_comes_again_with_another comes_again
 
 
-move() {
-  start_vmm $2 || return 1
-  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/$2.mig || return 1
-  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
-  wait $receiver || { cat $T/$2.receive.log; return 1; }
-  ends $1 60 && state_is $2 Running && open_console $2
-}
-moves_with_four() { move a b precopy && cpus_are b 4; }
+moves_with_four() { moved a b precopy && cpus_are b 4; }
 check moves_with_four moves_with_four
 goes_there() { resize b 1 && wait_until 120 vm_has b 1 && cpus_are b 1; }
 check three_go_where_they_never_came goes_there
-moves_by_postcopy() { move b c postcopy && cpus_are c 1; }
+moves_by_postcopy() { moved b c postcopy && cpus_are c 1; }
 check moves_by_postcopy_with_one moves_by_postcopy
 resident() { remote c migration-progress | tr -d ' \n' | grep -q '"phase":"done"'; }
 adds_there() { wait_until 60 resident && resize c 3 && wait_until 30 seen c 3 && cpus_are c 3; }

@@ -33,15 +33,7 @@ restarts() {
     wait_until $WAIT_S says_times a "GUEST-READY 2 vcpus" 2
 }
 check guest_restarts_by_way_of_grub restarts
-move() {
-  start_vmm $2 || return 1
-  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/$2.mig || return 1
-  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
-  wait $receiver || { cat $T/$2.receive.log; return 1; }
-  ends $1 60 && state_is $2 Running && open_console $2 && kept $2
-}
+move() { moved $1 $2 $3 && kept $2; }
 check moves move a b precopy
 check moves_by_postcopy move b c postcopy
 # Variables of the firmware are reached by its own code, which the kernel calls.

@@ -30,13 +30,7 @@ figures() {
 is_done() { remote $1 migration-progress | tr -d ' \n' | grep -q '"phase":"done"'; }
 # move FROM TO MODE
 move() {
-  start_vmm $2 || return 1
-  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/$2.mig || return 1
-  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
-  wait $receiver || { cat $T/$2.receive.log; return 1; }
-  ends $1 60 || return 1
+  sent $1 $2 $3 || return 1
   wait_until 60 is_done $2 && figures $3 $2 || return 1
   state_is $2 Running && open_console $2
 }

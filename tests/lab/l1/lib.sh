@@ -102,6 +102,18 @@ ends() {
   wait_until "$2" test -s $T/$1.exit || { echo "$1 does not end"; return 1; }
   [ "$(cat $T/$1.exit)" = 0 ] || { echo "$1 ended with $(cat $T/$1.exit)"; return 1; }
 }
+# sent FROM TO MODE: moves a guest to a new VMM on this machine; the old one has ended.
+sent() {
+  start_vmm $2 || return 1
+  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
+  receiver=$!
+  wait_until 30 test -S $T/$2.mig || return 1
+  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
+  wait $receiver || { cat $T/$2.receive.log; return 1; }
+  ends $1 60
+}
+# moved FROM TO MODE: the same, and the guest runs there, with its console open.
+moved() { sent $1 $2 $3 && state_is $2 Running && open_console $2; }
 filesystem_clean() { e2fsck -fn $ROOT_DISK >$T/fsck 2>&1 || { cat $T/fsck; return 1; }; }
 
 tap_up() {
