@@ -58,7 +58,10 @@ pub fn requests() -> Vec<Request> {
         put("vm.add-disk", r#"{"path":"/nonexistent"}"#),
         put("vm.add-net", r#"{"tap":"no/tap"}"#),
         put("vm.add-device", r#"{"path":"/nonexistent"}"#),
-        put("vm.add-fs", r#"{"tag":"t","socket":"/dev/null/socket","num_queues":1,"queue_size":64}"#),
+        put(
+            "vm.add-fs",
+            r#"{"tag":"t","socket":"/dev/null/socket","num_queues":1,"queue_size":64}"#,
+        ),
         put(
             "vm.add-generic-vhost-user",
             r#"{"socket":"/dev/null/socket","device_type":26,"queue_sizes":[64]}"#,

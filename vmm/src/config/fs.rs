@@ -38,7 +38,7 @@ impl FsConfig {
     ///
     /// # Errors
     /// The first violated rule.
-    pub fn validate(&self, boot_vcpus: u32) -> Result<(), ConfigError> {
+    pub fn validate(&self, max_vcpus: u32) -> Result<(), ConfigError> {
         let (tag, queues, size) = (&self.tag, self.num_queues, self.queue_size);
         let problem = if tag.is_empty() {
             "needs a tag".to_owned()
@@ -50,8 +50,8 @@ impl FsConfig {
             "needs a socket".to_owned()
         } else if !size.is_power_of_two() {
             format!("queue_size {size} is not a power of two")
-        } else if u32::from(queues) > boot_vcpus {
-            format!("num_queues {queues} exceeds the number of vCPUs ({boot_vcpus})")
+        } else if u32::from(queues) > max_vcpus {
+            format!("num_queues {queues} exceeds the number of vCPUs ({max_vcpus})")
         } else {
             return Ok(());
         };

@@ -170,7 +170,7 @@ impl VmConfig {
             net.validate(self.cpus.max_vcpus)?;
         }
         for fs in self.fs.iter().flatten() {
-            fs.validate(self.cpus.boot_vcpus)?;
+            fs.validate(self.cpus.max_vcpus)?;
         }
         for device in self.generic_vhost_user.iter().flatten() {
             device.validate()?;

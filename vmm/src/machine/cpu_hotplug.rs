@@ -293,3 +293,71 @@ impl Machine {
         config
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use arch::acpi::cpu_hotplug as aml;
+    use devices::bus::BusDevice as _;
+
+    use super::*;
+
+    fn hotplug(vcpus: u32) -> CpuHotplug {
+        let registers = Arc::new(legacy::CpuHotplug::new(vcpus, Box::new(|| ())));
+        CpuHotplug { registers }
+    }
+
+    fn read(hotplug: &CpuHotplug, offset: u64) -> u32 {
+        let mut word = [0; 4];
+        hotplug.registers.read(offset, &mut word);
+        u32::from_le_bytes(word)
+    }
+
+    /// The AML and the device are written in crates that do not know each other.
+    #[test]
+    fn the_device_speaks_as_the_aml_expects() {
+        let hotplug = hotplug(2);
+        assert_eq!(CPU_HOTPLUG_LEN_BYTES, u64::from(aml::REGISTERS_LEN_BYTES));
+        assert_eq!(legacy::CPU_HOTPLUG_PORT, layout::CPU_HOTPLUG_PORT);
+        hotplug.registers.add(2);
+        hotplug.registers.request_unplug(1);
+        let event = |uid: u32, notification: u8| uid | u32::from(notification) << 16;
+        assert_eq!(read(&hotplug, aml::NEXT_EVENT_OFFSET), event(2, aml::NOTIFY_CHECK));
+        assert_eq!(read(&hotplug, aml::NEXT_EVENT_OFFSET), event(1, aml::NOTIFY_EJECT));
+        assert_eq!(read(&hotplug, aml::NEXT_EVENT_OFFSET), aml::NO_EVENT);
+        assert_eq!(read(&hotplug, aml::PRESENT_OFFSET), 0b111);
+        hotplug.registers.write(aml::EJECT_OFFSET, &1_u32.to_le_bytes());
+        assert_eq!(read(&hotplug, aml::PRESENT_OFFSET), 0b101);
+        let last = aml::CPUS_MAX - 1;
+        hotplug.registers.add(last);
+        hotplug.registers.add(last + 1);
+        assert_eq!(hotplug.registers.last_present(), last);
+    }
+
+    #[test]
+    fn what_lasts_ends_with_the_highest_that_stays() {
+        let hotplug = hotplug(4);
+        hotplug.registers.request_unplug(2);
+        assert_eq!(hotplug.lasting(4), 4);
+        hotplug.registers.request_unplug(3);
+        assert_eq!(hotplug.lasting(4), 2);
+        hotplug.registers.request_unplug(1);
+        assert_eq!(hotplug.lasting(4), 1);
+    }
+
+    #[test]
+    fn a_state_with_a_vcpu_that_the_machine_lacks_is_refused() {
+        let source = hotplug(2);
+        assert!(source.save(2).is_none(), "nothing is pending");
+        source.registers.add(2);
+        let state = source.save(3).unwrap();
+        let destination = hotplug(1);
+        destination.restore(Some(&state), 3).unwrap();
+        assert_eq!(read(&destination, aml::PRESENT_OFFSET), 0b111);
+        let refused = destination.restore(Some(&state), 2).unwrap_err().to_string();
+        assert!(refused.contains("vCPU 2"), "{refused}");
+        destination.restore(None, 2).unwrap();
+        assert!(destination.save(2).is_none());
+    }
+}

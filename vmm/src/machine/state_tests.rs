@@ -222,6 +222,26 @@ fn a_guest_with_32_bit_bars_goes_to_no_program_that_knows_none() {
 }
 
 #[test]
+fn vcpus_that_come_or_go_are_left_out_for_a_program_that_knows_none() {
+    let mut state = recorded("v1-generic");
+    let registers = json!({"present": [0, 1], "coming": [1], "going": [], "leaving": []});
+    state["cpu_hotplug"] = json!({"kind": "cpu-hotplug", "version": 1, "data": registers});
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("version 1 and vCPUs that come or go"), "{refused}");
+    state["version"] = json!(5);
+    let here = read(&state).unwrap();
+    assert_eq!(here.needed_version(), 5);
+    let newest = here.for_reader(5).unwrap();
+    assert!((newest.version, newest.cpu_hotplug.is_some()) == (5, true));
+    for older in [1, 4] {
+        let left = read(&state).unwrap().for_reader(older).unwrap();
+        assert_eq!((left.version, left.cpu_hotplug.is_some()), (1, false));
+        let written = serde_json::to_value(&left).unwrap();
+        assert_eq!(written.get("cpu_hotplug"), None, "an older program refuses a field");
+    }
+}
+
+#[test]
 fn a_guest_with_integrated_endpoints_goes_to_no_program_that_knows_none() {
     let mut state = recorded("v1-generic");
     let function = &mut state["pci"]["_disk0"]["state"];
