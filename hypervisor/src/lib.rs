@@ -82,7 +82,7 @@ pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msr::MsrValue;
 pub use stage2::{Stage2Fill, Stage2Filled};
-pub use threads::{Standstill, ThreadsConfig, ThreadsError, VcpuThreads};
+pub use threads::{NotAdded, Standstill, ThreadsConfig, ThreadsError, VcpuThreads};
 pub use throttle::{THROTTLE_PERCENT_MAX, VcpuThrottle};
 pub use tsc::{SharedTsc, TscState};
 pub use userfault::{FaultCause, FaultedAccess, UserfaultBitmap, UserfaultSupport};

@@ -59,7 +59,7 @@ use crate::throttle::{Throttled, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
 pub use run_on_vcpu::Standstill;
-use starting::StartingThreads;
+use starting::Started;
 
 /// Time after which waiting for a vCPU is logged.
 const SLOW_PAUSE: Duration = Duration::from_secs(5);
@@ -134,6 +134,16 @@ pub enum ThreadsError {
     /// The operation waits for vCPUs and was called on a vCPU thread.
     #[error("a vCPU's thread cannot wait for vCPUs")]
     FromVcpu,
+}
+
+/// vCPUs that were not added to others, as one of them has no thread.
+pub struct NotAdded {
+    /// Why not.
+    pub error: ThreadsError,
+    /// How many were added.
+    pub added: usize,
+    /// Those without a thread. KVM makes no others of their numbers.
+    pub unused: Vec<Vcpu>,
 }
 
 /// Requested state of a thread.
@@ -347,30 +357,32 @@ impl VcpuThreads {
             first_run: Arc::default(),
         };
         // On failure, dropping `all` ends those that have started.
-        all.add(vcpus)?;
+        all.add(vcpus).map_err(|not_added| not_added.error)?;
         Ok(all)
     }
 
     /// Starts threads for further vCPUs, all parked.
     ///
     /// # Errors
-    /// Names the vCPU; none of them was added.
-    pub fn add(&mut self, vcpus: Vec<Vcpu>) -> Result<(), ThreadsError> {
+    /// One of them has no thread. Those before it are added; those after it count as removed.
+    pub fn add(&mut self, mut vcpus: Vec<Vcpu>) -> Result<(), NotAdded> {
         let (config, first_run) = (&self.config, &self.first_run);
         // All of them inherit one filter of system calls: making it takes longer than starting a thread.
-        let started = stoppable_thread::start_group("vcpu", move || {
-            let mut starting = StartingThreads::default();
-            for vcpu in vcpus {
-                starting.spawn(vcpu, config, first_run)?;
-            }
-            starting.finish()
+        let started = stoppable_thread::start_group("vcpu", || {
+            starting::start(std::mem::take(&mut vcpus), config, first_run)
         });
-        let threads = started.map_err(|source| ThreadsError::Spawn { index: 0, source })??;
-        let mut standing = self.standing.lock();
-        standing.extend(threads.iter().map(|thread| Arc::downgrade(&thread.shared)));
-        drop(standing);
-        self.threads.extend(threads);
-        Ok(())
+        let Started { first, later, unused, error } = match started {
+            Ok(started) => started,
+            Err(source) => {
+                let error = ThreadsError::Spawn { index: 0, source };
+                return Err(NotAdded { error, added: 0, unused: vcpus });
+            }
+        };
+        let added = first.len();
+        self.standing.lock().extend(first.iter().map(|thread| Arc::downgrade(&thread.shared)));
+        self.threads.extend(first);
+        self.removed.extend(later);
+        error.map_or(Ok(()), |error| Err(NotAdded { error, added, unused }))
     }
 
     /// Removes the vCPU that was added last, and parks it. Does not wait until it has left the guest.
@@ -449,6 +461,11 @@ impl VcpuThreads {
         let ran = self.threads.iter().zip(before).filter(|(_, before)| *before == Target::Run);
         ran.for_each(|(thread, _)| thread.request(Target::Run));
         Err(ThreadsError::Timeout { index: slow.shared.index, within })
+    }
+
+    /// Resumes the vCPUs after the first `count`. Does not block.
+    pub fn resume_after(&self, count: usize) {
+        self.threads.iter().skip(count).for_each(|thread| thread.request(Target::Run));
     }
 
     /// Resumes all vCPUs that have not stopped for good. Does not block.

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -13,7 +14,9 @@ use std::time::{Duration, Instant};
 use common::{
     CODE, Event, Guest, LEAVE_PORT, MEMORY_LEN_BYTES, PATIENCE, Recorder, boot, kvm, start, vm,
 };
-use hypervisor::{ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, VcpuThreads};
+use hypervisor::{
+    ExitHandler, FaultAction, StopReason, ThreadsConfig, ThreadsError, Vcpu, VcpuThreads,
+};
 use parking_lot::Mutex;
 
 #[test]
@@ -392,7 +395,7 @@ fn a_vcpu_is_added_removed_and_added_again() {
     let tsc = guest.threads.on_one(0, |vcpu| vcpu.shared_tsc()).unwrap().unwrap();
     second.follow_tsc(&tsc).unwrap();
     assert_eq!(second.shared_tsc().unwrap(), tsc);
-    guest.threads.add(vec![second]).unwrap();
+    guest.threads.add(vec![second]).map_err(|refused| refused.error).unwrap();
     assert_eq!(guest.threads.count(), 2);
     let seen = |guest: &Guest, port: u16| {
         let begin = Instant::now();
@@ -422,6 +425,37 @@ fn a_vcpu_is_added_removed_and_added_again() {
         assert!(matches!(guest.next(), Event::Out(0x71, _)), "it runs before it is started");
     }
     guest.threads.stop_all().unwrap();
+}
+
+/// KVM makes no second vCPU of a number, so those that could not be added have to come back.
+#[test]
+fn vcpus_whose_thread_cannot_be_set_up_come_back() {
+    let Some(kvm) = kvm() else { return };
+    let (recorder, _events) = Recorder::new();
+    let (vm, _memory) = vm(&kvm, false);
+    let fails = Arc::new(AtomicBool::new(true));
+    let on_start = {
+        let fails = Arc::clone(&fails);
+        Arc::new(move |index: u32| match index {
+            2 if fails.load(Ordering::SeqCst) => Err(std::io::Error::other("no such CPU")),
+            _ => Ok(()),
+        })
+    };
+    let config = ThreadsConfig { handler: Arc::new(recorder), on_start: Some(on_start) };
+    let make = |index| vm.create_vcpu(index).unwrap();
+    let mut threads = VcpuThreads::start(vec![make(0)], config).unwrap();
+    let refused = threads.add(vec![make(1), make(2), make(3)]).err().unwrap();
+    assert!(matches!(refused.error, ThreadsError::Start { index: 2, .. }), "{}", refused.error);
+    assert_eq!((refused.added, threads.count()), (1, 2));
+    let indexes: Vec<u32> = refused.unused.iter().map(Vcpu::index).collect();
+    assert_eq!(indexes, [2]);
+    assert!(vm.create_vcpu(2).is_err(), "KVM has made a second one");
+    fails.store(false, Ordering::SeqCst);
+    threads.add(refused.unused).map_err(|refused| refused.error).unwrap();
+    assert!(threads.add_again(3, |vcpu| vcpu.wait_for_start()).unwrap().unwrap());
+    assert_eq!(threads.count(), 4);
+    assert_eq!(threads.on_each(|vcpu| vcpu.index()).unwrap(), [0, 1, 2, 3]);
+    threads.stop_all().unwrap();
 }
 
 /// The flag of the guest's clock page is set (KVM's documents of the kvmclock MSRs), whatever the vCPU does, and

@@ -20,7 +20,7 @@ impl Vmm {
         }
         events::emit("vm", "resizing", &[]);
         let result = self.resize_parts(wanted);
-        let (Some(vcpus), Ok(())) = (wanted.desired_vcpus, &result) else {
+        let (Some(vcpus), Ok(())) = (self.other_vcpus(wanted), &result) else {
             report_resize(&result);
             return responder.answer(result.map(|()| ApiReply::Empty));
         };
@@ -32,12 +32,18 @@ impl Vmm {
         });
     }
 
+    /// The wanted number of vCPUs, if the VM does not have it.
+    fn other_vcpus(&mut self, wanted: &VmResize) -> Option<u32> {
+        let machine = self.machine_mut().ok()?;
+        wanted.desired_vcpus.filter(|vcpus| !machine.has_vcpus(*vcpus))
+    }
+
     fn may_resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
         self.machine_mut()?;
         if *wanted == VmResize::default() {
             return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
         }
-        let Some(vcpus) = wanted.desired_vcpus else { return Ok(()) };
+        let Some(vcpus) = self.other_vcpus(wanted) else { return Ok(()) };
         self.refuse_while_memory_arrives("given another number of vCPUs")?;
         let refused = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
         self.machine_mut()?.check_vcpus(vcpus).map_err(refused)
@@ -45,7 +51,7 @@ impl Vmm {
 
     fn resize_parts(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
         let machine = self.machine_mut()?;
-        // All or nothing: the checks come first.
+        // The checks come first; what only shows while vCPUs are added leaves the rest changed.
         if let Some(size_bytes) = wanted.desired_balloon {
             machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         }

@@ -12,13 +12,14 @@
 //! has moved meanwhile, where it runs then.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use arch::cpuid::VmCpuid;
 use arch::layout;
 use devices::Snapshot as _;
 use devices::legacy::{self, CPU_HOTPLUG_LEN_BYTES};
 use devices::virtio::DeviceSnapshot;
-use hypervisor::{KvmError, SharedTsc, Vcpu, VcpuStateError};
+use hypervisor::{KvmError, NotAdded, SharedTsc, Vcpu, VcpuStateError};
 use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
@@ -29,6 +30,8 @@ use crate::events;
 
 /// Index of the vCPU that boots, which always stays.
 const BOOT_VCPU: u32 = 0;
+/// Time within which a vCPU has to leave the guest, or a device, to tell or set its time stamp counter.
+const BUSY_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// Why a machine does not get another number of vCPUs.
 #[derive(Debug, Error)]
@@ -56,6 +59,9 @@ pub enum ResizeVcpusError {
         #[source]
         source: KvmError,
     },
+    /// The VM was to end before all were added.
+    #[error("the VM was to end before all vCPUs were added")]
+    Withdrawn,
     /// A vCPU does not leave the guest or its device.
     #[error("the time stamp counter of a vCPU that runs cannot be reached")]
     Busy(#[source] hypervisor::ThreadsError),
@@ -129,6 +135,12 @@ impl Machine {
         }
     }
 
+    /// Whether the machine has `wanted` vCPUs, all of which stay.
+    pub fn has_vcpus(&self, wanted: u32) -> bool {
+        let vcpus = self.config.cpus.boot_vcpus;
+        vcpus == wanted && (0..vcpus).all(|index| self.parts.cpu_hotplug.stays(index))
+    }
+
     /// Gives the machine another number of vCPUs: adds those that are missing, and asks the guest to eject those that
     /// are too many. Asking again is harmless.
     ///
@@ -147,9 +159,9 @@ impl Machine {
             registers.request_unplug(index);
         }
         let added = if wanted > now { self.add_vcpus(wanted, cancel) } else { Ok(()) };
-        // Also those that came before one failed.
+        // Also those that came before one failed. Others may have parked themselves, for a reset.
         if !self.paused {
-            self.vcpus.resume_all();
+            self.vcpus.resume_after(usize::try_from(now).unwrap_or(usize::MAX));
         }
         for index in now..self.config.cpus.boot_vcpus {
             registers.add(index);
@@ -164,7 +176,8 @@ impl Machine {
     fn add_vcpus(&mut self, wanted: u32, cancel: &CancelToken) -> Result<(), MachineError> {
         let busy = |error| MachineError::from(ResizeVcpusError::Busy(error));
         let boot_vcpu = self.parts.topology.apic_id(BOOT_VCPU);
-        let wait_on = || !cancel.is_cancelled();
+        let began = Instant::now();
+        let wait_on = || !cancel.is_cancelled() && began.elapsed() < BUSY_TIME_MAX;
         let tsc =
             self.vcpus.interrupt(boot_vcpu, |vcpu| vcpu.shared_tsc(), wait_on).map_err(busy)??;
         let cpuid = features::as_shown(&self.shown, self.parts.topology);
@@ -175,6 +188,7 @@ impl Machine {
         let mut result = Ok(());
         for index in self.config.cpus.boot_vcpus..wanted {
             if cancel.is_cancelled() {
+                result = Err(ResizeVcpusError::Withdrawn.into());
                 break;
             }
             match self.make_vcpu(index, &cpuid, &tsc) {
@@ -188,12 +202,15 @@ impl Machine {
                 }
             }
         }
-        let count = u32::try_from(made.len()).unwrap_or(0);
-        self.vcpus.add(made)?;
-        let before = self.config.cpus.boot_vcpus;
-        self.config.cpus.boot_vcpus += count;
+        let mut count = made.len();
+        if let Err(NotAdded { error, added, unused }) = self.vcpus.add(made) {
+            count = added;
+            self.spare_vcpus.extend(unused.into_iter().map(|vcpu| (vcpu.index(), vcpu)));
+            result = Err(error.into());
+        }
+        self.config.cpus.boot_vcpus += u32::try_from(count).unwrap_or(0);
         if is_scaled {
-            self.match_tscs(before, tsc, cancel)?;
+            self.match_tscs(tsc, wait_on)?;
         }
         result
     }
@@ -205,11 +222,13 @@ impl Machine {
         cpuid: &VmCpuid,
         tsc: &SharedTsc,
     ) -> Result<(Vcpu, bool), MachineError> {
-        let vcpu = if let Some(vcpu) = self.spare_vcpus.remove(&index) {
-            vcpu
-        } else {
-            let created = self.parts.vm.create_vcpu(self.parts.topology.apic_id(index));
-            created.map_err(|source| ResizeVcpusError::Create { index, source })?
+        let apic_id = self.parts.topology.apic_id(index);
+        let spare = self.spare_vcpus.remove(&apic_id);
+        // It may have got that frequency, and the others have not been matched to it.
+        let was_spare = spare.is_some();
+        let vcpu = match spare.map_or_else(|| self.parts.vm.create_vcpu(apic_id), Ok) {
+            Ok(vcpu) => vcpu,
+            Err(source) => return Err(ResizeVcpusError::Create { index, source }.into()),
         };
         let init = boot::vcpu_init(cpuid.for_vcpu(index)?, None);
         let set_up = || -> Result<bool, VcpuStateError> {
@@ -218,28 +237,23 @@ impl Machine {
             vcpu.follow_tsc(tsc)
         };
         match set_up() {
-            Ok(is_scaled) => Ok((vcpu, is_scaled)),
+            Ok(is_scaled) => Ok((vcpu, is_scaled || was_spare)),
             Err(source) => {
                 // KVM makes no second vCPU of a number.
-                self.spare_vcpus.insert(index, vcpu);
+                self.spare_vcpus.insert(apic_id, vcpu);
                 Err(MachineError::Vcpu { index, source })
             }
         }
     }
 
-    /// Sets the time stamp counters of the first `vcpus` vCPUs to what they are. A new vCPU begins at the host's
-    /// frequency: until all have been set since, KVM takes their counters for different ones, and gives the guest a
-    /// clock that its programs cannot read without its kernel.
-    fn match_tscs(
-        &self,
-        vcpus: u32,
-        tsc: SharedTsc,
-        cancel: &CancelToken,
-    ) -> Result<(), MachineError> {
-        for index in 0..vcpus {
+    /// Sets the time stamp counters of all vCPUs to what they are. A new vCPU begins at the host's frequency: until all
+    /// have been set since, KVM takes their counters for different ones, and gives the guest a clock that its programs
+    /// cannot read without its kernel.
+    fn match_tscs(&self, tsc: SharedTsc, wait_on: impl Fn() -> bool) -> Result<(), MachineError> {
+        for index in 0..self.config.cpus.boot_vcpus {
             let apic_id = self.parts.topology.apic_id(index);
             let set = move |vcpu: &mut Vcpu| vcpu.follow_tsc(&tsc);
-            let set = self.vcpus.interrupt(apic_id, set, || !cancel.is_cancelled());
+            let set = self.vcpus.interrupt(apic_id, set, &wait_on);
             set.map_err(ResizeVcpusError::Busy)?
                 .map_err(|source| MachineError::Vcpu { index, source })?;
         }

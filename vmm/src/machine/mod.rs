@@ -122,7 +122,7 @@ pub struct Machine {
     /// Stage-2 prefault of received memory. Declared before the vCPUs, whose threads it uses.
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
-    /// vCPUs that KVM has made and that could not be set up, by index; used for the next of that index.
+    /// vCPUs that KVM has made and that could not be set up or started, by APIC id; used for the next of that id.
     spare_vcpus: BTreeMap<u32, Vcpu>,
     paused: bool,
     /// See [`Machine::end`].
