@@ -14,6 +14,7 @@ compile_error!("the arch crate describes an x86_64 machine and builds for x86_64
 pub mod acpi;
 mod arch_capabilities;
 pub mod boot;
+pub mod core_dump;
 pub mod cpuid;
 pub mod feature_msrs;
 pub mod layout;

@@ -17,6 +17,7 @@ mod clients;
 mod clock;
 mod console_sockets;
 mod copies;
+mod core_dump;
 mod cpu_hotplug;
 mod cuts;
 mod descriptors;
@@ -118,6 +119,7 @@ fn main() -> ExitCode {
     migration_failures::add(&mut suite);
     snapshot::add(&mut suite);
     snapshot_failures::add(&mut suite);
+    core_dump::add(&mut suite);
     cpu_hotplug::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);

@@ -69,6 +69,7 @@ pub fn requests() -> Vec<Request> {
         put("vm.add-vsock", r#"{"cid":3,"socket":"/nonexistent/vsock"}"#),
         put("vm.remove-device", r#"{"id":"nothing"}"#),
         put("vm.snapshot", r#"{"destination_url":"file:///nonexistent"}"#),
+        put("vm.coredump", r#"{"destination_url":"file:///dev/null"}"#),
         put("vm.restore", r#"{"source_url":"file:///nonexistent"}"#),
         put("vm.send-migration", r#"{"destination_url":"tcp:127.0.0.1:1"}"#),
         put("vm.receive-migration", r#"{"receiver_url":"nowhere"}"#),

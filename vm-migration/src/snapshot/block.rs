@@ -89,6 +89,12 @@ pub(crate) fn spans(
 
 /// Finds the pages of a chunk that are not zero, and their checksum; only `populated` pages are read.
 pub(crate) fn inspect<M: GuestMemoryMap>(memory: &M, chunk: PageRun, populated: u16) -> Entry {
+    let present = not_zero(memory, chunk, populated);
+    Entry { crc: checksum(memory, chunk, present), present }
+}
+
+/// Finds the pages of a chunk that are not zero; only `populated` pages are read.
+pub(crate) fn not_zero<M: GuestMemoryMap>(memory: &M, chunk: PageRun, populated: u16) -> u16 {
     let mut present = 0;
     for page in 0..chunk.count {
         let one = PageRun { region: chunk.region, first: chunk.first + page, count: 1 };
@@ -96,7 +102,7 @@ pub(crate) fn inspect<M: GuestMemoryMap>(memory: &M, chunk: PageRun, populated: 
             present |= 1 << page;
         }
     }
-    Entry { crc: checksum(memory, chunk, present), present }
+    present
 }
 
 /// Checksum of the present pages of a chunk of guest memory.

@@ -131,6 +131,19 @@ impl MemoryFile {
             .map_err(SnapshotError::io("read", &self.path))
     }
 
+    /// Writes a buffer.
+    pub(crate) fn write_buffer(
+        &self,
+        buffer: &mut AlignedBuffer,
+        offset: u64,
+    ) -> Result<(), SnapshotError> {
+        let bytes = buffer.bytes_mut();
+        let start = bytes.as_mut_ptr();
+        let mut iovecs = [libc::iovec { iov_base: start.cast(), iov_len: bytes.len() }];
+        self.transfer_all(&mut iovecs, offset, libc::pwritev)
+            .map_err(SnapshotError::io("write", &self.path))
+    }
+
     /// Reads into a buffer.
     pub(crate) fn read_buffer(&self, buffer: &mut [u8], offset: u64) -> Result<(), SnapshotError> {
         let start = buffer.as_mut_ptr();

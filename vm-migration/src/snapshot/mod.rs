@@ -20,10 +20,13 @@
 //!
 //! A directory without a manifest is not a snapshot, whatever else it holds.
 //!
+//! [`write_core`] writes memory to one file of a format that others read; it cannot be restored.
+//!
 //! [`GuestMemoryMap`]: crate::ram::GuestMemoryMap
 
 mod block;
 mod copy;
+mod core_file;
 mod draft;
 mod error;
 mod file;
@@ -38,6 +41,7 @@ mod save;
 mod tests;
 
 pub use copy::{CopyReport, copy_in};
+pub use core_file::{CoreError, CoreFormat, CoreReport, PAGE_START_BYTES, write_core};
 pub use error::SnapshotError;
 pub use manifest::FORMAT_VERSION;
 pub use ondemand::{FillEnd, FillReport, Filling, Stuck};

@@ -128,10 +128,27 @@ fn write_block<M: GuestMemoryMap>(
 ) -> Result<(), SnapshotError> {
     // Held while this process reads it, but not while it waits for the storage.
     let hold = memory.hold(block.region, block.first..block.end());
+    let Some(masks) = populated_masks(memory, block)? else { return Ok(()) };
+    for ((number, chunk), mask) in geometry.chunks_of(block).zip(masks) {
+        if mask != 0 {
+            entries[number].store(inspect(memory, chunk, mask).pack(), Ordering::Relaxed);
+        }
+    }
+    drop(hold);
+    let present = |chunk: usize| Entry::unpack(entries[chunk].load(Ordering::Relaxed)).present;
+    write_present(memory, geometry, (file, 0), block, &present, cancel)
+}
+
+/// Which pages of each chunk of a block are populated; `None` when none is. The block is held by the
+/// caller.
+pub(crate) fn populated_masks<M: GuestMemoryMap>(
+    memory: &M,
+    block: PageRun,
+) -> Result<Option<[u16; to_usize(BLOCK_CHUNKS)]>, SnapshotError> {
     let populated = memory.populated_runs(block.region, block.first..block.end());
     let populated = populated.map_err(SnapshotError::Memory)?;
     if populated.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let mut masks = [0_u16; to_usize(BLOCK_CHUNKS)];
     for run in populated {
@@ -141,19 +158,25 @@ fn write_block<M: GuestMemoryMap>(
             masks[to_usize(at / CHUNK_PAGES)] |= 1 << (at % CHUNK_PAGES);
         }
     }
-    for ((number, chunk), mask) in geometry.chunks_of(block).zip(masks) {
-        if mask != 0 {
-            entries[number].store(inspect(memory, chunk, mask).pack(), Ordering::Relaxed);
-        }
-    }
-    drop(hold);
-    let present = |chunk: usize| Entry::unpack(entries[chunk].load(Ordering::Relaxed)).present;
+    Ok(Some(masks))
+}
+
+/// Writes the present pages of a block to a file in which memory begins at an offset.
+pub(crate) fn write_present<M: GuestMemoryMap>(
+    memory: &M,
+    geometry: &Geometry,
+    (file, memory_offset): (&MemoryFile, u64),
+    block: PageRun,
+    present: &dyn Fn(usize) -> u16,
+    cancel: &Cancel,
+) -> Result<(), SnapshotError> {
     for span in spans(geometry, block, present) {
         // After a long write the guest may be running again.
         if cancel.is_cancelled() {
             return Err(SnapshotError::Cancelled);
         }
-        file.write(&span.pieces(memory), geometry.offset_of(block.region, span.first()))?;
+        let offset = memory_offset + geometry.offset_of(block.region, span.first());
+        file.write(&span.pieces(memory), offset)?;
     }
     Ok(())
 }

@@ -16,7 +16,8 @@ use super::types::{
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
     NetConfig, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
-    VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig, VsockConfig,
+    VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig,
+    VsockConfig,
 };
 use crate::json_text;
 
@@ -398,9 +399,19 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: decode_snapshot,
     },
     Endpoint {
+        path: "vm.coredump",
+        method: Put,
+        summary: "Writes registers and memory of the paused VM to a file for debuggers.",
+        operation: None,
+        takes: Body::Schema(schema!(VmCoredumpData)),
+        gives: Body::Empty,
+        errors: LIVE,
+        decode: decode_core_dump,
+    },
+    Endpoint {
         path: "vm.snapshot-cancel",
         method: Put,
-        summary: "Cancels the snapshot being written; answered when the VM is paused as before, \
+        summary: "Cancels the snapshot or core dump being written; answered when the VM is paused as before, \
                   without waiting for storage that does not respond.",
         operation: None,
         takes: Body::Empty,
@@ -421,8 +432,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 4] =
-    ["vm.add-pmem", "vm.add-user-device", "vm.add-vdpa", "vm.coredump"];
+pub const UNSUPPORTED: [&str; 3] = ["vm.add-pmem", "vm.add-user-device", "vm.add-vdpa"];
 
 /// Result of looking up a path and a method.
 #[derive(Debug)]
@@ -507,6 +517,12 @@ fn decode_snapshot(body: &[u8]) -> Result<VmmRequest, ApiError> {
     let config = json::<VmSnapshotConfig>("VmSnapshotConfig", body)?;
     config.directory().map_err(|error| bad_config(&error))?;
     Ok(VmmRequest::Snapshot(Box::new(config)))
+}
+
+fn decode_core_dump(body: &[u8]) -> Result<VmmRequest, ApiError> {
+    let config = json::<VmCoredumpData>("VmCoredumpData", body)?;
+    config.file().map_err(|error| bad_config(&error))?;
+    Ok(VmmRequest::CoreDump(Box::new(config)))
 }
 
 fn decode_restore(body: &[u8]) -> Result<VmmRequest, ApiError> {

@@ -19,7 +19,8 @@ use super::types::{
 };
 use crate::config::{
     MigrationRecoverData, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmConfig, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig,
+    VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
+    VmSnapshotConfig,
 };
 
 /// A request to the VMM.
@@ -78,7 +79,9 @@ pub enum VmmRequest {
     MigrationRecover(Box<MigrationRecoverData>),
     /// Save the paused VM; answered when the snapshot is complete.
     Snapshot(Box<VmSnapshotConfig>),
-    /// Cancel the snapshot being written; answered when the VM is paused as before.
+    /// Dump the paused VM's memory for debuggers; answered when the file is complete.
+    CoreDump(Box<VmCoredumpData>),
+    /// Cancel the snapshot or core dump being written; answered when the VM is paused as before.
     SnapshotCancel,
     /// Restore a VM; answered when it is restored.
     Restore(Box<RestoreConfig>),

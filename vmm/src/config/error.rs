@@ -176,6 +176,12 @@ pub enum ConfigError {
         /// The URL.
         url: String,
     },
+    /// The URL of a core dump is invalid.
+    #[error("'{url}' is not the URL of a core dump, expected file://<path>")]
+    CoreDumpUrl {
+        /// The URL.
+        url: String,
+    },
     /// The address of a migration is invalid.
     #[error(transparent)]
     MigrationAddress(#[from] AddressError),

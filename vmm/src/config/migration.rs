@@ -294,6 +294,14 @@ option_family! {
     }
 }
 
+option_family! {
+    /// Where to dump the memory of a VM.
+    VmCoredumpData "coredump" {
+        /// `file://<path>` of a file that does not exist.
+        destination_url: String = String::new(), "destination_url" as One<Text>, required_json();
+    }
+}
+
 /// Parses the address of a migration.
 fn address(url: &str) -> Result<Address, ConfigError> {
     Ok(url.parse()?)
@@ -319,6 +327,19 @@ impl VmSnapshotConfig {
     /// The URL is not one of a directory.
     pub fn directory(&self) -> Result<PathBuf, ConfigError> {
         directory_of(&self.destination_url)
+    }
+}
+
+impl VmCoredumpData {
+    /// The path of the core file.
+    ///
+    /// # Errors
+    /// The URL is not one of a file.
+    pub fn file(&self) -> Result<PathBuf, ConfigError> {
+        match self.destination_url.strip_prefix("file://") {
+            Some(path) if !path.is_empty() => Ok(PathBuf::from(path)),
+            _ => Err(ConfigError::CoreDumpUrl { url: self.destination_url.clone() }),
+        }
     }
 }
 

@@ -67,7 +67,7 @@ pub use landlock::{LandlockConfig, RuleAccess};
 pub use memory::{MemoryConfig, MemoryZoneConfig};
 pub use migration::{
     FaultSourceChoice, ForceData, GuestClock, MemoryRestoreMode, MigrationRecoverData,
-    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmSnapshotConfig,
+    ReceiveMigrationData, RestoreConfig, SendMigrationData, VmCoredumpData, VmSnapshotConfig,
 };
 pub use net::NetConfig;
 pub use option_string::OptionError;

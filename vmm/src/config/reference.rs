@@ -38,6 +38,7 @@ pub fn families() -> Vec<FamilyInfo> {
         migration::MigrationRecoverData::info(),
         migration::RestoreConfig::info(),
         migration::VmSnapshotConfig::info(),
+        migration::VmCoredumpData::info(),
         rate_limiter::RateLimitGroupConfig::info(),
         numa::NumaConfig::info(),
         unsupported::TpmConfig::info(),

@@ -200,7 +200,7 @@ impl Vmm {
                 starting.report_failed(&start_cancelled());
                 starting.has_begun()
             }
-            VmLifecycle::Busy(busy) if busy.is_restore => {
+            VmLifecycle::Busy(busy) if busy.is_restore() => {
                 report_failed_restore(&start_cancelled());
                 false
             }
@@ -262,7 +262,7 @@ impl Vmm {
                 let start_end = Instant::now() + START_END;
                 match &mut self.vm {
                     VmLifecycle::Starting(starting) => starting.end_until(start_end),
-                    VmLifecycle::Busy(busy) if busy.is_restore => busy.until = Some(start_end),
+                    VmLifecycle::Busy(busy) if busy.is_restore() => busy.until = Some(start_end),
                     _ => {}
                 }
                 let runs =

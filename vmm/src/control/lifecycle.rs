@@ -7,7 +7,7 @@
 use vm_migration::commit::destination::OperatorRequest;
 use vm_migration::progress::Phase;
 
-use super::snapshot::Busy;
+use super::snapshot::{Busy, Work};
 use super::teardown::AfterTeardown;
 use super::{GuestPages, Next, VmLifecycle, Vmm, emit, failed};
 use crate::api::request::Responder;
@@ -85,7 +85,7 @@ impl Vmm {
             VmLifecycle::NotStarted { .. } if matches!(self.pages, GuestPages::Arriving { .. }) => {
                 self.abandon_not_started(responder);
             }
-            VmLifecycle::Starting(_) | VmLifecycle::Busy(Busy { is_restore: true, .. }) => {
+            VmLifecycle::Starting(_) | VmLifecycle::Busy(Busy { work: Work::Restore, .. }) => {
                 drop(self.end_starting(true, responder));
             }
             VmLifecycle::Live(_) => match self.refuse_without_all_pages() {

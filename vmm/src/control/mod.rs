@@ -54,6 +54,7 @@
 
 mod cancel;
 mod confining;
+mod core_dump;
 mod deferred;
 mod describe;
 mod device_tree;
@@ -113,7 +114,7 @@ use inbox::{InboxSender, Message};
 use pausing::Transition;
 use receiving::Receiving;
 use sending::Sending;
-use snapshot::{Busy, MemoryFill};
+use snapshot::{Busy, MemoryFill, Work};
 use starting::Starting;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
@@ -363,6 +364,10 @@ impl Vmm {
                 self.snapshot(&config, responder);
                 return None;
             }
+            VmmRequest::CoreDump(config) => {
+                self.core_dump(&config, responder);
+                return None;
+            }
             VmmRequest::SnapshotCancel => {
                 self.cancel_snapshot(responder);
                 return None;
@@ -441,7 +446,9 @@ impl Vmm {
                 ..info.as_ref().clone()
             },
             VmLifecycle::Migrating { info, .. }
-            | VmLifecycle::Busy(Busy { info: Some(info), .. })
+            | VmLifecycle::Busy(Busy {
+                work: Work::Snapshot(info) | Work::CoreDump(info), ..
+            })
             | VmLifecycle::TearingDown(Teardown { info, .. }) => {
                 VmInfo { doing: self.vm.doing(), ..info.as_ref().clone() }
             }

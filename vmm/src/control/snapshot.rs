@@ -34,12 +34,20 @@ use crate::sandbox::PathRule;
 /// Exit code of a process whose guest has lost its memory.
 const MEMORY_LOST: i32 = 1;
 
-/// A snapshot or restore in progress.
+/// What a machine is away for, with the description of the VM where there is one.
+pub enum Work {
+    /// It is made from a snapshot.
+    Restore,
+    /// A snapshot is written.
+    Snapshot(Box<VmInfo>),
+    /// Its memory is dumped for debuggers.
+    CoreDump(Box<VmInfo>),
+}
+
+/// A snapshot, core dump or restore in progress.
 pub struct Busy {
-    /// Description of the VM, if there is one.
-    pub info: Option<Box<VmInfo>>,
-    /// Whether this is a restore.
-    pub is_restore: bool,
+    /// What is in progress.
+    pub work: Work,
     /// Whether the command line asked for it.
     pub at_launch: bool,
     /// When the process ends although the restore is not complete: there is no guest yet that could lose
@@ -52,16 +60,35 @@ pub struct Busy {
     cancellers: Vec<Responder>,
 }
 
+impl Work {
+    /// The events of its end: that it is done, and that it has failed.
+    fn end_events(&self) -> [&'static str; 2] {
+        match self {
+            Self::CoreDump(_) => ["coredumped", "coredump-failed"],
+            Self::Snapshot(_) | Self::Restore => ["snapshotted", "snapshot-failed"],
+        }
+    }
+}
+
 impl Busy {
-    fn new(info: Option<Box<VmInfo>>, cancel: Cancel) -> Self {
-        let is_restore = info.is_none();
+    /// This work, which `cancel` ends.
+    pub fn new(work: Work, cancel: Cancel) -> Self {
         let (end_requests, cancellers) = (Vec::new(), Vec::new());
-        Self { info, is_restore, at_launch: false, until: None, cancel, end_requests, cancellers }
+        Self { work, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
 
     /// The operation in progress, as text.
     pub fn name(&self) -> &'static str {
-        if self.is_restore { "restored" } else { "saved" }
+        match self.work {
+            Work::Restore => "restored",
+            Work::Snapshot(_) => "saved",
+            Work::CoreDump(_) => "dumped",
+        }
+    }
+
+    /// Whether there is no machine yet.
+    pub fn is_restore(&self) -> bool {
+        matches!(self.work, Work::Restore)
     }
 
     /// Cancels the operation; its result arrives in the inbox.
@@ -76,11 +103,14 @@ impl Busy {
     }
 }
 
-/// The end of a snapshot.
+/// The end of a snapshot or core dump.
 pub struct SaveEnd {
-    machine: Box<Machine>,
-    result: Result<(), ApiError>,
-    responder: Responder,
+    /// The machine.
+    pub machine: Box<Machine>,
+    /// What has come of it.
+    pub result: Result<(), ApiError>,
+    /// Of the request.
+    pub responder: Responder,
 }
 
 /// The end of a restore.
@@ -167,7 +197,7 @@ impl Vmm {
         });
         match thread {
             Ok(_detached) => {
-                self.vm = VmLifecycle::Busy(Busy::new(Some(info), cancel));
+                self.vm = VmLifecycle::Busy(Busy::new(Work::Snapshot(info), cancel));
                 Ok(())
             }
             Err(((machine, responder), error)) => {
@@ -179,10 +209,11 @@ impl Vmm {
 
     pub(super) fn saved(&mut self, end: SaveEnd) {
         let SaveEnd { machine, result, responder } = end;
-        let cancellers = match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
-            VmLifecycle::Busy(busy) => busy.cancellers,
-            _ => Vec::new(),
-        };
+        let (cancellers, [done, has_failed]) =
+            match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
+                VmLifecycle::Busy(busy) => (busy.cancellers, busy.work.end_events()),
+                _ => (Vec::new(), ["snapshotted", "snapshot-failed"]),
+            };
         for canceller in cancellers {
             canceller.answer(match &result {
                 Ok(()) => Err(too_late()),
@@ -190,19 +221,19 @@ impl Vmm {
             });
         }
         match &result {
-            Ok(()) => emit("snapshotted"),
+            Ok(()) => emit(done),
             Err(error) => {
                 log::error!("{error}");
-                events::emit("vm", "snapshot-failed", &[("error", &error.to_string())]);
+                events::emit("vm", has_failed, &[("error", &error.to_string())]);
             }
         }
         responder.answer(result.map(|()| ApiReply::Empty));
     }
 
-    /// Cancels the snapshot being written.
+    /// Cancels the snapshot or core dump being written.
     pub(super) fn cancel_snapshot(&mut self, responder: Responder) {
         match &mut self.vm {
-            VmLifecycle::Busy(busy) if !busy.is_restore => {
+            VmLifecycle::Busy(busy) if !busy.is_restore() => {
                 busy.cancel();
                 busy.cancellers.push(responder);
             }
@@ -252,7 +283,7 @@ impl Vmm {
         match thread {
             Ok(_detached) => {
                 self.pending_exit = None;
-                self.vm = VmLifecycle::Busy(Busy { at_launch, ..Busy::new(None, cancel) });
+                self.vm = VmLifecycle::Busy(Busy { at_launch, ..Busy::new(Work::Restore, cancel) });
                 Next::Continue
             }
             Err((responder, error)) => {
@@ -367,12 +398,12 @@ impl Vmm {
 }
 
 fn too_late() -> ApiError {
-    let why = "the snapshot was whole before it could be cancelled";
+    let why = "all was written before it could be cancelled";
     ApiError::new(ApiErrorKind::Conflict, why)
 }
 
 fn no_snapshot() -> ApiError {
-    let why = "no snapshot is being written here that could be cancelled";
+    let why = "no snapshot or core dump is being written here that could be cancelled";
     ApiError::new(ApiErrorKind::NotCreated, why)
 }
 

@@ -314,7 +314,7 @@ impl Vmm {
                 starting.cancel();
                 starting.end_requests.push(end_request(responder));
             }
-            VmLifecycle::Busy(busy) if busy.is_restore => busy.end_for(end_request(responder)),
+            VmLifecycle::Busy(busy) if busy.is_restore() => busy.end_for(end_request(responder)),
             _ => return Some(responder),
         }
         None

@@ -48,7 +48,7 @@ impl VmLifecycle {
                 format!(
                     "the VM is being {}; wait until that is over{}",
                     busy.name(),
-                    if busy.is_restore {
+                    if busy.is_restore() {
                         ", or discard it with vm.delete"
                     } else {
                         ", or end it with vm.snapshot-cancel"

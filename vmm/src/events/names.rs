@@ -57,6 +57,9 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ),
     ("vm", "snapshotted", "the snapshot is complete and on the disk"),
     ("vm", "snapshot-failed", "the snapshot could not be saved; the VM stays paused (error: why)"),
+    ("vm", "coredumping", "the memory of the VM is being dumped for debuggers"),
+    ("vm", "coredumped", "the core dump is complete and on the disk"),
+    ("vm", "coredump-failed", "there is no core dump; the VM stays paused (error: why)"),
     ("vm", "restoring", "a VM is being restored"),
     ("vm", "restored", "the VM is restored and paused; pages may still be missing"),
     ("vm", "restore-memory-completed", "all memory is resident after an on-demand restore"),
@@ -239,8 +242,7 @@ pub fn page() -> String {
          strings or `null`. An event is at most 4095 bytes long, the least that a pipe takes in one \
          piece; longer properties are cut (`...`). Braces and non-ASCII characters in strings are \
          escaped, so that readers may count braces.\n\n\
-         Of cloud-hypervisor's events, `coredumping` does not occur, as there is no `vm.coredump`, \
-         and neither do those of the source `virtio-device`.\n\n\
+         Of cloud-hypervisor's events, those of the source `virtio-device` do not occur.\n\n\
          | source | event | meaning (and properties) |\n\
          | --- | --- | --- |\n",
     );

@@ -294,6 +294,7 @@ const PAIRS: &[(&str, &[&str])] = &[
     ("device-removing", &["device-removed"]),
     ("disk-full", &["disk-has-room", "rebooted", "shutdown"]),
     ("migration-starting", &["migration-finished", "migration-handed-on", "migration-failed"]),
+    ("coredumping", &["coredumped", "coredump-failed"]),
     ("migration-cancelling", &["migration-cancelled"]),
     ("migration-receive-ready", &["migration-receive-finished", "migration-receive-failed"]),
 ];

@@ -39,6 +39,7 @@ mod affinity;
 mod balloons;
 mod boot;
 mod consoles;
+mod core_dump;
 mod cpu_hotplug;
 mod disk_sizes;
 mod disks;

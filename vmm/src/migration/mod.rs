@@ -17,10 +17,13 @@
 //! | `hints` | free page hints |
 //! | `page_server` | the process that sends the last pages in this one's place |
 //! | `disk_writer` | write-back of disks during precopy |
+//! | `core_dump` | a core file for debuggers |
+//! | `storage_thread` | writing files while the machine must not block |
 //! | `document` | configuration and processor features for the destination |
 //! | `grants` | what an arriving configuration may name on this host |
 //! | `updates` | changes of configuration on restore |
 
+pub mod core_dump;
 pub mod destination;
 pub mod dirty;
 mod disk_writer;
@@ -34,4 +37,5 @@ pub mod page_server;
 mod resident;
 pub mod snapshot;
 pub mod source;
+mod storage_thread;
 mod updates;

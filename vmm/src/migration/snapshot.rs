@@ -6,11 +6,8 @@
 //! before memory is read, memory before state (setting state reads memory). Configuration and state
 //! come from files of a user and are trusted no more than those of an unrelated peer.
 
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::{Duration, Instant};
 
 use hypervisor::ClockPolicy;
 use memory::{InitialContents, Prefault, PrefaultError, PrefaultOptions};
@@ -24,6 +21,7 @@ use super::destination::DmaToMissingPages;
 use super::document::sparse_config;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
+use super::storage_thread::{CANCEL_POLL_INTERVAL, StorageError, write_on_thread};
 use super::updates::{self, UpdateError};
 use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
@@ -31,13 +29,6 @@ use crate::machine::{
     MachineStateError, StateJsonError, WriteBackError, features,
 };
 use crate::sandbox::landlock::LandlockError;
-
-/// Poll interval for cancellation while a snapshot waits for disks or storage.
-const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Time that the storage of a cancelled snapshot has to finish its writes: longer than healthy storage
-/// takes for those in flight, which is one block of memory per thread.
-const STORAGE_TIME: Duration = Duration::from_secs(1);
 
 /// Why a snapshot failed.
 #[derive(Debug, Error)]
@@ -64,13 +55,8 @@ enum TakeCause {
     State(#[from] StateJsonError),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
-    #[error("a thread for it cannot be started")]
-    Thread(#[source] io::Error),
-    #[error(
-        "the snapshot was cancelled while its storage does not answer; the hidden files in the directory are \
-         removed when it does, and until then no other snapshot can be written there"
-    )]
-    LeftBehind,
+    #[error(transparent)]
+    Storage(#[from] StorageError),
 }
 
 /// Why a restore failed.
@@ -156,30 +142,17 @@ fn write(
     cancel: &Cancel,
 ) -> Result<SaveReport, TakeCause> {
     let (directory, own_cancel) = (directory.to_owned(), cancel.clone());
-    let (end, has_ended) = channel();
-    stoppable_thread::Builder::new("snapshot-write")
-        .spawn(move || {
+    let result = write_on_thread(
+        move || {
             let saved = Saved { config_json: &config_json, state_json: &state_json };
             let result = save(&directory, saved, &memory, default_threads(), &own_cancel);
             // Released before the machine's owner continues.
             drop(memory);
-            // Without a receiver the snapshot was cancelled, and is invalid.
-            drop(end.send(result));
-        })
-        .map_err(TakeCause::Thread)?;
-    let mut cancelled_at = None;
-    loop {
-        match has_ended.recv_timeout(CANCEL_POLL_INTERVAL) {
-            Ok(result) => return Ok(result?),
-            Err(RecvTimeoutError::Disconnected) => unreachable!("it says what has come of it"),
-            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
-                if cancelled_at.get_or_insert_with(Instant::now).elapsed() >= STORAGE_TIME {
-                    return Err(TakeCause::LeftBehind);
-                }
-            }
-            Err(RecvTimeoutError::Timeout) => {}
-        }
-    }
+            result
+        },
+        cancel,
+    )?;
+    Ok(result?)
 }
 
 /// Writes the disks back, as they are copied alongside the snapshot; without a time limit, until cancelled.
