@@ -11,7 +11,7 @@
 //!      10_0000  RAM: kernel, initramfs at the top
 //!    C000_0000  32-bit device window
 //!    E800_0000  PCI ECAM, one MiB for each bus
-//!    F800_0000  unassigned; FEC0_0000 I/O APIC, FEE0_0000 local APIC, FFFB_C000 KVM's own pages
+//!    F800_0000  unassigned; FEC0_0000 I/O APIC, FED4_0000 TPM, FEE0_0000 local APIC, FFFB_C000 KVM's own pages
 //!  1_0000_0000  RAM again (what did not fit below 3 GiB)
 //! FD_0000_0000  12 GiB without RAM and devices where an IOMMU of AMD's cannot map them, then RAM again
 //!   after RAM   64-bit device window, up to the end of the guest's address space
@@ -84,6 +84,10 @@ pub const ECAM_BYTES_PER_BUS: u64 = MIB;
 pub const IOAPIC_GPA: u64 = 0xfec0_0000;
 /// Number of I/O APIC pins that KVM emulates.
 pub const IOAPIC_PINS: u32 = 24;
+/// TPM: registers and buffer of locality 0 of its command response buffer, where PCs have it.
+pub const TPM_GPA: u64 = 0xfed4_0000;
+/// Length of that.
+pub const TPM_BYTES: u64 = PAGE_BYTES;
 /// Local APIC, the address every x86 CPU resets to. Interrupt messages (MSI) go here as well.
 pub const LAPIC_GPA: u64 = 0xfee0_0000;
 /// One page that Intel's real mode emulation uses as page table; KVM wants it outside RAM.

@@ -13,6 +13,7 @@ pub mod legacy;
 mod log_limit;
 mod state;
 mod syscalls;
+pub mod tpm;
 pub mod virtio;
 
 pub use log_limit::{LogLimit, SuppressedLines};

@@ -6,9 +6,10 @@ want_lab_packages() {
   local more=()
   # What mmdebstrap needs of an ordinary user.
   [ "$(id -u)" = 0 ] || more=(uidmap)
-  # make and libelf1 are for the groups that build a module; mtools, dosfstools and fdisk for a disk with partitions.
+  # make and libelf1 are for the groups that build a module; mtools, dosfstools and fdisk for a disk with partitions;
+  # swtpm for a TPM.
   want_packages mmdebstrap debian-archive-keyring e2fsprogs cpio kmod xz-utils gcc libc6-dev util-linux make libelf1 \
-    mtools dosfstools fdisk "${more[@]}" &&
+    mtools dosfstools fdisk swtpm "${more[@]}" &&
     want_qemu && want_apt
 }
 

@@ -13,7 +13,8 @@ use vmm::config::migration::RestoreConfig;
 use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
-use vmm::config::unsupported::{PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig, VdpaConfig};
+use vmm::config::tpm::TpmConfig;
+use vmm::config::unsupported::{PmemConfig, RtcConfig, UserDeviceConfig, VdpaConfig};
 use vmm::config::{
     BalloonConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, LandlockConfig,
     NetConfig, RngConfig, VsockConfig,

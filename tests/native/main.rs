@@ -69,6 +69,7 @@ mod starting;
 mod states;
 mod strangers;
 mod tls;
+mod tpm;
 mod turning;
 mod unfit;
 mod unread;
@@ -120,6 +121,7 @@ fn main() -> ExitCode {
     snapshot::add(&mut suite);
     snapshot_failures::add(&mut suite);
     core_dump::add(&mut suite);
+    tpm::add(&mut suite);
     cpu_hotplug::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);

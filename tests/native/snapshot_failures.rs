@@ -46,7 +46,7 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// Where the next data or hole of a file is.
-fn seek(file: &File, from: u64, whence: i32) -> Option<u64> {
+pub fn seek(file: &File, from: u64, whence: i32) -> Option<u64> {
     let from = libc::off_t::try_from(from).expect("an offset");
     // SAFETY: seeks in our own file.
     let found = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };

@@ -69,6 +69,7 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
     devices.extend(inputs.generation_id_gpa.map(|gpa| Raw(generation_id(gpa))));
+    devices.extend(inputs.tpm_gpa.map(|gpa| Raw(tpm(gpa))));
     let has_slots = inputs.segments.iter().any(has_slots);
     let has_generation = inputs.generation_id_gpa.is_some();
     let handlers = [
@@ -87,6 +88,16 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let body = [to_bytes(&system_bus), to_bytes(&soft_off), inputs.extra_aml.clone()].concat();
     table.append_slice(&body);
     table.as_slice().to_vec()
+}
+
+/// The TPM, whose interface is in the table `TPM2`.
+fn tpm(gpa: u64) -> Vec<u8> {
+    let low = |value: u64| u32::try_from(value).unwrap_or(0);
+    let registers = Memory32Fixed::new(true, low(gpa), low(layout::TPM_BYTES));
+    let resources = Name::new("_CRS".into(), &ResourceTemplate::new(vec![&registers]));
+    let id = Name::new("_HID".into(), &"MSFT0101");
+    let status = Name::new("_STA".into(), &STATUS_PRESENT);
+    to_bytes(&Device::new("TPM0".into(), vec![&id, &uid(0), &status, &resources]))
 }
 
 /// Addresses that belong to no device: without this Linux does not trust the configuration space.

@@ -100,6 +100,8 @@ pub struct AcpiInputs {
     pub cpu_hotplug_port: Option<u16>,
     /// Where the generation ID is if there is one; it needs the generic event device.
     pub generation_id_gpa: Option<u64>,
+    /// Where the registers of the TPM are if there is one.
+    pub tpm_gpa: Option<u64>,
     /// Further AML at the top level of the DSDT.
     pub extra_aml: Vec<u8>,
 }
@@ -118,6 +120,7 @@ impl AcpiInputs {
             pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
             cpu_hotplug_port: Some(layout::CPU_HOTPLUG_PORT),
             generation_id_gpa: Some(layout::GENERATION_ID_GPA),
+            tpm_gpa: None,
             extra_aml: Vec::new(),
         }
     }

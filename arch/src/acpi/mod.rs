@@ -2,7 +2,7 @@
 
 //! ACPI tables, which describe the machine to the guest.
 //!
-//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT and DSDT, their contents and their place in guest memory.
+//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT, TPM2 and DSDT, their contents and their place in guest memory.
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
@@ -93,7 +93,8 @@ pub fn build_tables(inputs: &AcpiInputs) -> Result<Vec<u8>, AcpiError> {
     let dsdt_gpa = place(&mut area, &dsdt::dsdt(inputs));
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let fixed = [tables::fadt(inputs, dsdt_gpa), tables::madt(inputs), tables::mcfg(inputs)];
-    for table in fixed.into_iter().chain(tables::srat(inputs)) {
+    let others = tables::srat(inputs).into_iter().chain(tables::tpm2(inputs));
+    for table in fixed.into_iter().chain(others) {
         xsdt.add_entry(place(&mut area, &table));
     }
     let xsdt_gpa = place(&mut area, &to_bytes(&xsdt));

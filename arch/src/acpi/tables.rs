@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The ACPI tables that are not AML: FADT, MADT, MCFG, SRAT.
+//! The ACPI tables that are not AML: FADT, MADT, MCFG, SRAT, TPM2.
 //!
 //! Owns their contents; acpi_tables has the formats, except for the MADT entries with x2APIC ids,
 //! which are written here, and the SRAT. Format: ACPI 6.5, sections 5.2.9, 5.2.12 and 5.2.16; PCI
@@ -11,6 +11,7 @@ use acpi_tables::fadt::{FADT, FADTBuilder, Flags};
 use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::mcfg::MCFG;
 use acpi_tables::sdt::Sdt;
+use acpi_tables::tpm2::{PlatformClass, StartMethod, Tpm2};
 
 use super::inputs::{AcpiCpu, AcpiInputs};
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID};
@@ -176,6 +177,19 @@ pub fn srat(inputs: &AcpiInputs) -> Option<Vec<u8>> {
     }
     table.append_slice(&entries);
     Some(table.as_slice().to_vec())
+}
+
+/// Where the control area of the TPM's command response buffer is, by which commands are started (TCG ACPI
+/// Specification 1.4, 8.3). None for a machine without one.
+pub fn tpm2(inputs: &AcpiInputs) -> Option<Vec<u8>> {
+    /// Offset of the control area in the registers.
+    const CONTROL_OFFSET: u64 = 0x40;
+    let control_gpa = inputs.tpm_gpa?.saturating_add(CONTROL_OFFSET);
+    let (class, start) = (PlatformClass::Client, StartMethod::Crb);
+    let table = Tpm2::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, class, control_gpa, start);
+    let mut bytes = Vec::new();
+    table.to_aml_bytes(&mut bytes);
+    Some(bytes)
 }
 
 /// Where each segment's configuration space is.

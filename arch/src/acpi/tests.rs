@@ -24,6 +24,7 @@ fn segment(id: u8) -> PciSegment {
 
 fn inputs(vcpus: u32) -> AcpiInputs {
     let mut inputs = AcpiInputs::new(0..vcpus, vec![segment(0)]);
+    inputs.tpm_gpa = Some(layout::TPM_GPA);
     inputs.cpu_hotplug_port = inputs.cpu_hotplug_port.filter(|_| vcpus <= cpu_hotplug::CPUS_MAX);
     inputs
 }

@@ -50,6 +50,13 @@ clock_is_right() {
   answered=$(date +%s) said=$(cat $T/out)
   [ "$said" -ge $((asked - 2)) ] && [ "$said" -le $((answered + 2)) ] || { echo "the guest says $said between $asked and $answered"; return 1; }
 }
+# The kernel's own description is found in its memory, so that debuggers need no option.
+dumped() {
+  remote a pause && remote a coredump file://$T/core || return 1
+  head -c 131072 $T/core | grep -q "OSRELEASE=$(uname -r)" && head -c 131072 $T/core | grep -q KERNELOFFSET= || return 1
+  rm $T/core && remote a resume
+}
+check dumped_for_debuggers dumped
 check saved_and_killed save a $T/first
 check restored_copy restore b $T/first copy
 check goes_on_after_copy goes_on b

@@ -41,6 +41,7 @@ pub mod rate_limiter;
 pub mod reference;
 pub mod resize;
 pub mod rng;
+pub mod tpm;
 pub mod unsupported;
 pub mod value;
 pub mod vm;
@@ -123,6 +124,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "debug-console" => check::<DebugConsoleConfig>(text),
         "numa" => check::<numa::NumaConfig>(text),
         "device" => check::<DeviceConfig>(text),
+        "tpm" => check::<tpm::TpmConfig>(text),
         "vsock" => check::<VsockConfig>(text),
         "send-migration" => {
             let _ = SendMigrationData::parse_or_url(text).map(|data| data.validate());

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
-    console, cpus, disk, memory, migration, net, numa, payload, platform, rate_limiter, rng,
+    console, cpus, disk, memory, migration, net, numa, payload, platform, rate_limiter, rng, tpm,
     unsupported, vsock,
 };
 
@@ -41,7 +41,7 @@ pub fn families() -> Vec<FamilyInfo> {
         migration::VmCoredumpData::info(),
         rate_limiter::RateLimitGroupConfig::info(),
         numa::NumaConfig::info(),
-        unsupported::TpmConfig::info(),
+        tpm::TpmConfig::info(),
         super::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
@@ -51,8 +51,8 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 7] =
-    ["numa", "tpm", "pci-segment", "user-device", "vdpa", "pmem", "rtc"];
+pub const UNSUPPORTED_FAMILIES: [&str; 6] =
+    ["numa", "pci-segment", "user-device", "vdpa", "pmem", "rtc"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Option families that are recognised but not supported: persistent memory, vDPA, the virtio real-time clock and the TPM.
+//! Option families that are recognised but not supported: persistent memory, vDPA and the virtio real-time clock.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
 //! the option is unsupported rather than unknown.
@@ -73,13 +73,5 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Place the device behind the virtual IOMMU.
         iommu: bool = false, "iommu" as One<Toggle>;
-    }
-}
-
-option_family! {
-    /// A trusted platform module.
-    TpmConfig "tpm" {
-        /// Socket of the process that implements it.
-        socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
     }
 }

@@ -29,7 +29,8 @@ use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
-use super::unsupported::{PmemConfig, RtcConfig, TpmConfig, UserDeviceConfig, VdpaConfig};
+use super::tpm::TpmConfig;
+use super::unsupported::{PmemConfig, RtcConfig, UserDeviceConfig, VdpaConfig};
 use super::value::MacAddr;
 use super::vsock::VsockConfig;
 
@@ -102,7 +103,7 @@ option_family! {
         /// Options of the machine as a whole.
         platform: Option<PlatformConfig> = None, "" as JsonOnly;
         /// Trusted platform module.
-        tpm: Option<TpmConfig> = None, "" as JsonOnly, unsupported();
+        tpm: Option<TpmConfig> = None, "" as JsonOnly;
         /// Confine the process with Landlock to the paths of this configuration.
         landlock_enable: bool = false, "" as JsonOnly;
         /// Paths that remain accessible with Landlock beyond those.
@@ -180,6 +181,9 @@ impl VmConfig {
         }
         if let Some(balloon) = &self.balloon {
             balloon.validate(self.memory.most_bytes().unwrap_or(0))?;
+        }
+        if let Some(tpm) = &self.tpm {
+            tpm.validate()?;
         }
         if let Some(vsock) = &self.vsock {
             vsock.validate()?;

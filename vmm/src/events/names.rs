@@ -60,6 +60,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ("vm", "coredumping", "the memory of the VM is being dumped for debuggers"),
     ("vm", "coredumped", "the core dump is complete and on the disk"),
     ("vm", "coredump-failed", "there is no core dump; the VM stays paused (error: why)"),
+    (
+        "vm",
+        "tpm-lost",
+        "the process that implements the TPM does not answer, and the guest's commands fail (error: why)",
+    ),
     ("vm", "restoring", "a VM is being restored"),
     ("vm", "restored", "the VM is restored and paused; pages may still be missing"),
     ("vm", "restore-memory-completed", "all memory is resident after an on-demand restore"),

@@ -238,6 +238,7 @@ pub fn load(
     if !has_serial {
         inputs.serial_gsi = None;
     }
+    inputs.tpm_gpa = config.tpm.as_ref().map(|_| layout::TPM_GPA);
     inputs.memory = described(ram);
     let memory = ram.guest_memory();
     let memory = &*memory.memory();

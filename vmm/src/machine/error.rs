@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use arch::cpuid::CpuidTooLong;
 use devices::bus::BusError;
+use devices::tpm::TpmError;
 use devices::virtio::StateError;
 use hypervisor::{AmxError, IrqchipStateError, KvmError, ThreadsError, VcpuStateError};
 use pci::{PciError, PciStateError};
@@ -98,6 +99,9 @@ pub enum MachineError {
     /// The vCPU threads cannot be started or stopped.
     #[error("cannot control the vCPUs")]
     Threads(#[from] ThreadsError),
+    /// The TPM cannot be used, saved or restored.
+    #[error(transparent)]
+    Tpm(#[from] TpmError),
     /// A legacy device cannot be created.
     #[error("cannot make the legacy devices")]
     Legacy(#[from] LegacyError),

@@ -24,7 +24,7 @@
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `virtio` | virtio devices on the PCI bus |
-//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `panics`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -69,6 +69,7 @@ mod saving;
 mod space;
 mod stage2;
 mod state;
+mod tpms;
 mod vhost_users;
 mod virtio;
 mod vsocks;
@@ -232,6 +233,7 @@ impl Machine {
         )?;
         generation::write_new(&parts.ram)?;
         parts.legacy.generation().set_present(true);
+        parts.tpm.power_on()?;
         let cpuid = parts.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
             let registers = if index == 0 { Some(boot::registers(vcpu, &entry)?) } else { None };

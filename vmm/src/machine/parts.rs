@@ -25,6 +25,7 @@ use super::legacy::LegacyDevices;
 use super::panics::PanicFunction;
 use super::passthrough::{OpenInput, Passthrough};
 use super::space::AddressSpace;
+use super::tpms::TpmDevice;
 use super::virtio::{PciContext, VirtioDevices};
 use super::{boot, panics, ram};
 use crate::config::VmConfig;
@@ -37,6 +38,7 @@ pub(super) struct MachineParts {
     pub(super) passthrough: Passthrough,
     pub(super) panics: Option<PanicFunction>,
     pub(super) legacy: LegacyDevices,
+    pub(super) tpm: TpmDevice,
     pub(super) hotplug: Hotplug,
     pub(super) cpu_hotplug: CpuHotplug,
     pub(super) segment: Arc<PciSegment>,
@@ -83,6 +85,8 @@ impl MachineParts {
         let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
+        let tpm = TpmDevice::wire(config, &space)?;
+
         let windows = boot::device_windows(&ram, bits, config.memory.hole())?;
         let segment = space.new_segment(windows)?;
         space.insert_memory(
@@ -117,6 +121,7 @@ impl MachineParts {
             passthrough,
             panics,
             legacy,
+            tpm,
             hotplug,
             cpu_hotplug,
             segment,

@@ -38,13 +38,15 @@ impl Machine {
                 .inspect_err(|error| self.parts.passthrough.report_if_lost(bdf, error))?;
             pci.insert(function.id().to_owned(), PciFunctionState { bdf: bdf.to_string(), state });
         }
+        let mut legacy = self.parts.legacy.save();
+        self.parts.tpm.save_to(&mut legacy)?;
         let mut state = MachineState {
             version: 1,
             shown: self.shown.clone(),
             clock,
             vcpus,
             irqchips: self.parts.vm.irqchips()?,
-            legacy: self.parts.legacy.save(),
+            legacy,
             pci_config_address: self.parts.config_ports.address(),
             pci_hotplug: Some(self.parts.hotplug.save()),
             cpu_hotplug: self.parts.cpu_hotplug.save(self.config.cpus.boot_vcpus),
@@ -59,7 +61,11 @@ impl Machine {
     ///
     /// # Errors
     /// Names the part that does not fit; the machine is unusable then.
-    pub fn restore(&mut self, state: MachineState, clock: ClockPolicy) -> Result<(), MachineError> {
+    pub fn restore(
+        &mut self,
+        mut state: MachineState,
+        clock: ClockPolicy,
+    ) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
         }
@@ -79,6 +85,7 @@ impl Machine {
         let time_read_at = Instant::now();
         self.restore_vcpus(state.vcpus, time)?;
         self.parts.vm.set_irqchips(&state.irqchips)?;
+        self.parts.tpm.restore_from(&mut state.legacy)?;
         self.parts.legacy.restore(&state.legacy)?;
         self.parts.legacy.advance(Duration::from_nanos(time.elapsed_ns), time_read_at);
         self.parts.config_ports.set_address(state.pci_config_address);

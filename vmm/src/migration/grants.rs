@@ -115,6 +115,8 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
     // The sockets next to it, with a port appended, belong to the guest as well.
     let vsock = config.vsock.iter();
     all.extend(vsock.map(|vsock| path("vsock socket", GrantKind::Console, &vsock.socket)));
+    let tpm = config.tpm.iter();
+    all.extend(tpm.map(|tpm| path("socket of the TPM", GrantKind::Console, &tpm.socket)));
     let VmConfig { serial, console, debug_console, .. } = config;
     for (what, mode, file, socket) in [
         ("serial console", serial.mode, &serial.file, &serial.socket),

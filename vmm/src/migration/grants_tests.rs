@@ -70,6 +70,7 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
         ("console", json!({"console": {"mode": "File", "file": at("x")}})),
         ("console", json!({"debug_console": {"mode": "File", "file": at("x")}})),
         ("console", json!({"vsock": {"cid": 3, "socket": at("x")}})),
+        ("console", json!({"tpm": {"socket": at("x")}})),
         (
             "console",
             json!({"fs": [{"tag": "t", "socket": at("x"), "num_queues": 1, "queue_size": 64}]}),
@@ -202,6 +203,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("rng", "src"),
         ("serial", "file"),
         ("serial", "socket"),
+        ("tpm", "socket"),
         ("vsock", "socket"),
     ]);
     assert_eq!(found, known, "a name of the host's: see names()");

@@ -44,7 +44,7 @@ const DEVICES: &[&str] = &[
 
 /// Other threads of a machine's devices.
 const OTHER_OF_DEVICES: &[&str] =
-    &["device-start", "serial", "console-out", "announce", "vfio-unmask", "vhost-limit"];
+    &["device-start", "serial", "console-out", "announce", "vfio-unmask", "vhost-limit", "tpm"];
 
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
@@ -157,6 +157,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "starts and stops the queues of a vhost-user device, lets the driver signal them (ioeventfds), and forwards its interrupts";
     "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
+    "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
     "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";
     "console-out": &[&CONNECTIONS, &FILES], starts &[],

@@ -168,8 +168,6 @@ fn everything_unsupported_is_named_at_once() {
         error.to_string(),
         "'disks[0].iommu', 'pmem', 'vsock.iommu', 'iommu' are not supported by this version"
     );
-    let error = params(|p| p.tpm = Some("socket=/t".into())).unwrap_err();
-    assert_eq!(error.to_string(), "'tpm' is not supported by this version");
     let error = params(|p| p.igvm = Some("/i".into())).unwrap_err();
     assert_eq!(error.to_string(), "'payload.igvm' is not supported by this version");
 }

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A TPM 2.0 with a command response buffer, whose commands another process executes (swtpm).
+//!
+//! ```text
+//! vCPU --> crb: registers and buffer --> thread `tpm` --> data socket --> emulator
+//!                                             '---------> control socket: cancel
+//! VMM thread: power on, save, restore ------------------> control socket
+//! ```
+//!
+//! A vCPU never waits for the emulator: it sets a bit, and the driver polls until the thread has cleared it. Everything
+//! that the emulator says is bounded in length, and on the control socket in time. State of the TPM is in the
+//! emulator; it is part of a saved VM ([`Tpm::save`]), so that a VM moves with its TPM. Must never know
+//! where the registers are in the guest, nor interpret a command.
+
+mod crb;
+mod emulator;
+mod state;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::Shutdown;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use stoppable_thread::StoppableThread;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::bus::BusDevice;
+use crate::state::{DeviceSnapshot, StateError};
+use crb::{Action, Crb};
+pub use crb::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES};
+pub use emulator::EmulatorError;
+use emulator::{Emulator, StateBlobs};
+use state::{FORMAT, SavedTpm};
+use worker::{Job, Worker};
+
+/// How long a command may still run when the TPM is saved. Creating a key of 2048 bits takes less.
+const SAVE_WITHIN: Duration = Duration::from_secs(10);
+
+/// Why a TPM cannot be made, started, saved or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum TpmError {
+    /// The emulator refuses, or does not answer.
+    #[error("the TPM at {socket} cannot be used")]
+    Emulator {
+        /// Path of its socket.
+        socket: String,
+        /// What failed.
+        #[source]
+        source: EmulatorError,
+    },
+    /// A thread or descriptor was refused.
+    #[error("the host refused a resource for the TPM")]
+    Resource(#[source] io::Error),
+    /// A command is still being executed.
+    #[error("the TPM executes a command since more than {} s; try again when the guest has its result", SAVE_WITHIN.as_secs())]
+    Busy,
+    /// The emulator was lost while the guest ran.
+    #[error("the connection to the TPM at {socket} was lost")]
+    Lost {
+        /// Path of its socket.
+        socket: String,
+    },
+    /// A saved state is refused.
+    #[error(transparent)]
+    State(#[from] StateError),
+}
+
+/// Called once when the emulator is lost, with the reason.
+pub type OnLost = Box<dyn Fn(&str) + Send + Sync>;
+
+/// What vCPUs, the thread and the VMM thread share.
+struct Shared {
+    inner: Mutex<Inner>,
+    /// Signalled when a command has ended.
+    ended: Condvar,
+    /// Signalled for the thread: there is a job, or it is to end.
+    kick: EventFd,
+    control: Mutex<Emulator>,
+    on_lost: OnLost,
+}
+
+struct Inner {
+    crb: Crb,
+    job: Option<Job>,
+    is_lost: bool,
+    is_ending: bool,
+}
+
+impl Shared {
+    fn lose(&self, why: &str) {
+        let mut inner = self.inner.lock();
+        inner.crb.fail();
+        let is_first = !std::mem::replace(&mut inner.is_lost, true);
+        let is_news = is_first && !inner.is_ending;
+        drop(inner);
+        self.ended.notify_all();
+        if is_news {
+            (self.on_lost)(why);
+        }
+    }
+}
+
+/// The device.
+pub struct Tpm {
+    shared: Arc<Shared>,
+    socket: String,
+    _thread: StoppableThread,
+}
+
+impl Tpm {
+    /// Connects to the emulator that listens at `socket`, which may begin to listen within a moment.
+    /// The guest is told that its buffer is in the registers at `gpa`.
+    ///
+    /// # Errors
+    /// It cannot be reached, or lacks what is needed.
+    pub fn connect(socket: &Path, gpa: u64, on_lost: OnLost) -> Result<Self, TpmError> {
+        let name = socket.display().to_string();
+        let of_emulator = |source| TpmError::Emulator { socket: name.clone(), source };
+        let (control, data) = Emulator::connect(socket).map_err(of_emulator)?;
+        let shared = Arc::new(Shared {
+            inner: Mutex::new(Inner {
+                crb: Crb::new(gpa),
+                job: None,
+                is_lost: false,
+                is_ending: false,
+            }),
+            ended: Condvar::new(),
+            kick: EventFd::new(EFD_NONBLOCK).map_err(TpmError::Resource)?,
+            control: Mutex::new(control),
+            on_lost,
+        });
+        let own_data = data.try_clone().map_err(TpmError::Resource)?;
+        let worker = Worker::new(Arc::clone(&shared), data).map_err(TpmError::Resource)?;
+        let own = Arc::clone(&shared);
+        let stop = move || {
+            own.inner.lock().is_ending = true;
+            // The thread may wait for the rest of a response.
+            let _ = own_data.shutdown(Shutdown::Both);
+            // A full counter has woken the thread already.
+            let _ = own.kick.write(1);
+        };
+        let thread = StoppableThread::spawn("tpm", stop, move || worker.run());
+        let _thread = thread.map_err(TpmError::Resource)?;
+        Ok(Self { shared, socket: name, _thread })
+    }
+
+    /// Starts the TPM as at power on.
+    ///
+    /// # Errors
+    /// The emulator refuses.
+    pub fn power_on(&self) -> Result<(), TpmError> {
+        self.shared.control.lock().power_on().map_err(|source| self.failed(source))
+    }
+
+    /// Saves registers, buffer and the emulator's state. The vCPUs are paused; a command that is being
+    /// executed is waited for.
+    ///
+    /// # Errors
+    /// The command takes longer than 10 s, or the emulator does not answer.
+    pub fn save(&self) -> Result<DeviceSnapshot, TpmError> {
+        let mut inner = self.shared.inner.lock();
+        let timed_out = self.shared.ended.wait_while_for(
+            &mut inner,
+            |inner| inner.crb.is_running() && !inner.is_lost,
+            SAVE_WITHIN,
+        );
+        if inner.is_lost {
+            return Err(TpmError::Lost { socket: self.socket.clone() });
+        }
+        if timed_out.timed_out() {
+            return Err(TpmError::Busy);
+        }
+        let registers = inner.crb.save();
+        drop(inner);
+        let blobs = self.shared.control.lock().state().map_err(|source| self.failed(source))?;
+        Ok(FORMAT.encode(&SavedTpm::new(registers, blobs)))
+    }
+
+    /// Gives the emulator a saved state, which replaces its own, and starts it with that.
+    ///
+    /// # Errors
+    /// The state is malformed, or the emulator refuses it.
+    pub fn restore(&self, snapshot: &DeviceSnapshot) -> Result<(), TpmError> {
+        let (registers, blobs): (_, StateBlobs) =
+            FORMAT.decode::<SavedTpm>(snapshot)?.into_parts()?;
+        self.shared.control.lock().restore(&blobs).map_err(|source| self.failed(source))?;
+        self.shared.inner.lock().crb.restore(registers);
+        Ok(())
+    }
+
+    fn failed(&self, source: EmulatorError) -> TpmError {
+        TpmError::Emulator { socket: self.socket.clone(), source }
+    }
+}
+
+impl BusDevice for Tpm {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.shared.inner.lock().crb.read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let mut inner = self.shared.inner.lock();
+        let job = match inner.crb.write(offset, data) {
+            Some(Action::Start(command)) if inner.is_lost => {
+                drop(command);
+                inner.crb.fail();
+                return;
+            }
+            Some(Action::Start(command)) => Job::Execute(command),
+            Some(Action::Cancel) => match &inner.job {
+                // Not taken by the thread yet; the cancel would come too early.
+                Some(Job::Execute(_)) => {
+                    inner.job = None;
+                    inner.crb.finish_cancelled();
+                    return;
+                }
+                _ => Job::Cancel,
+            },
+            None => return,
+        };
+        inner.job = Some(job);
+        drop(inner);
+        let _ = self.shared.kick.write(1);
+    }
+}
