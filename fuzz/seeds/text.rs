@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 38] = [
+const OPTION_STRINGS: [(&str, &str); 39] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -38,6 +38,7 @@ const OPTION_STRINGS: [(&str, &str); 38] = [
     ("generic-vhost-user", "socket=/s,virtio_id=26,queue_sizes=[64,64]"),
     ("rng", "src=/dev/urandom"),
     ("vsock", "cid=3,socket=/run/vm.vsock,id=sock"),
+    ("tpm", "socket=/run/vm/tpm.sock"),
     ("balloon", "size=256M,deflate_on_oom=on,free_page_reporting=on,statistics_interval_s=5"),
     ("console", "tty"),
     ("console", "file=/tmp/out"),

@@ -294,6 +294,32 @@ fn vhost_user() -> Vec<Seed> {
     usual.into_iter().chain(faults).collect()
 }
 
+/// Answers to what is asked at a start, when the state is read, and when it is set again; then a command.
+fn tpm() -> Vec<Seed> {
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_be_bytes()).collect::<Vec<u8>>();
+    // Capabilities, the data socket, stop, the buffer; stop, init; three parts; stop, three parts, init.
+    let mut answers = words(&[0, 0xffff, 0, 0, 0, 3968, 256, 4096, 0, 0]);
+    for kind in 1..=3 {
+        answers.extend(words(&[0, 0, 8, 8, kind, kind]));
+    }
+    answers.extend(words(&[0; 5]));
+    answers.resize(answers.len().next_multiple_of(16), 0);
+    let split = u8::try_from(answers.len() / 16).unwrap_or(u8::MAX);
+    let mut accesses = Vec::new();
+    // Locality, ready, a command of 12 bytes, start, cancel, and a look at all.
+    let write = |offset, value: u64| [vec![0x94, offset], value.to_le_bytes().to_vec()].concat();
+    for (offset, value) in [(8, 1), (0x40, 1), (0x80, 0x0180), (0x84, 0x0c00), (0x88, 0x7b01), (0x4c, 1), (0x48, 1)] {
+        accesses.extend(write(offset, value));
+    }
+    for offset in (0..0x80).step_by(8) {
+        accesses.extend([8, offset, 0, 0, 0, 0, 0, 0, 0, 0]);
+    }
+    let whole = [vec![split], answers.clone(), accesses.clone()].concat();
+    let guest = [vec![0], accesses].concat();
+    let lacking = [vec![split], vec![0; answers.len()]].concat();
+    [("whole", whole), ("guest", guest), ("lacking", lacking)].map(|(name, bytes)| Seed::new("tpm", name, bytes)).into()
+}
+
 pub fn seeds() -> Vec<Seed> {
-    [vhost_user(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [vhost_user(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
 }

@@ -71,11 +71,22 @@ fn every_checksum_is_right() {
         let area = build_tables(&inputs(vcpus)).unwrap();
         assert_eq!(&area[..8], b"RSD PTR ");
         assert_eq!((sum(&area[..20]), sum(&area[..36])), (0, 0));
-        assert_eq!(tables(&area).len(), 5);
+        assert_eq!(tables(&area).len(), 6);
         for table in tables(&area) {
             assert_eq!(sum(table), 0, "{}", String::from_utf8_lossy(&table[..4]));
         }
     }
+}
+
+#[test]
+fn the_control_area_of_the_tpm_is_in_its_table() {
+    let area = build_tables(&inputs(1)).unwrap();
+    let tpm = table(&area, *b"TPM2");
+    assert_eq!(u64_at(tpm, 40), 0xfed4_0040);
+    assert_eq!(u32_at(tpm, 48), 7, "command response buffer");
+    let area = build_tables(&AcpiInputs { tpm_gpa: None, ..inputs(1) }).unwrap();
+    assert!(tables(&area).iter().all(|table| &table[..4] != b"TPM2"));
+    assert!(!area.windows(8).any(|bytes| bytes == b"MSFT0101"));
 }
 
 #[test]

@@ -106,7 +106,11 @@ pub(super) struct Emulator {
 impl Emulator {
     /// Connects, and returns the data connection, too.
     pub(super) fn connect(path: &Path) -> Result<(Self, UnixStream), EmulatorError> {
-        let control = connect(path).map_err(EmulatorError::Connect)?;
+        Self::over(connect(path).map_err(EmulatorError::Connect)?)
+    }
+
+    /// The same over a connection that is there.
+    pub(super) fn over(control: UnixStream) -> Result<(Self, UnixStream), EmulatorError> {
         let limited = control
             .set_read_timeout(Some(ANSWER_WITHIN))
             .and_then(|()| control.set_write_timeout(Some(ANSWER_WITHIN)));

@@ -15,6 +15,8 @@
 
 mod crb;
 mod emulator;
+#[cfg(any(test, feature = "testing"))]
+mod fuzz;
 mod state;
 mod worker;
 
@@ -37,6 +39,8 @@ use crb::{Action, Crb};
 pub use crb::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES};
 pub use emulator::EmulatorError;
 use emulator::{Emulator, StateBlobs};
+#[cfg(any(test, feature = "testing"))]
+pub use fuzz::fuzz;
 use state::{FORMAT, SavedTpm};
 use worker::{Job, Worker};
 
