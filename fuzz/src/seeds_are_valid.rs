@@ -45,6 +45,7 @@ fn option_strings_parse() {
             "fs" => parses::<config::FsConfig>(text),
             "generic-vhost-user" => parses::<config::GenericVhostUserConfig>(text),
             "vsock" => parses::<config::VsockConfig>(text),
+            "tpm" => parses::<config::tpm::TpmConfig>(text),
             "rng" => parses::<config::RngConfig>(text),
             "balloon" => parses::<config::BalloonConfig>(text),
             "console" => parses::<config::ConsoleConfig>(text),
