@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # EDK2's firmware boots a disk with a boot loader and partitions: GRUB, then Debian's kernel; reboots, moves and is
 # restored.
 # usual_kernel

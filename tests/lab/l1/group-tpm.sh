@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # A TPM that swtpm implements, under a Debian guest: what it has measured moves with the guest in both modes and by a
 # snapshot, commands that run meanwhile get their answers, a reboot starts it anew, and its loss leaves the guest running.
 . ./lib.sh
@@ -6,7 +7,8 @@
 # with_tpm COMMAND...: a TPM of its own for this VMM ($vm), whose socket is in the directory that the command runs in.
 with_tpm() {
   mkdir -p $T/$vm.tpm && cd $T/$vm.tpm || return 1
-  swtpm socket --tpm2 --tpmstate dir=. --ctrl type=unixio,path=socket --pid file=pid --daemon
+  # It leaves this directory.
+  swtpm socket --tpm2 --tpmstate dir=$T/$vm.tpm --ctrl type=unixio,path=$T/$vm.tpm/socket --pid file=$T/$vm.tpm/pid --daemon
   exec "$@"
 }
 LAUNCH=with_tpm
@@ -26,7 +28,8 @@ has_worked() { guest $1 "touch /tmp/stop; wait; cat /tmp/count; [ ! -e /tmp/bad 
 
 start_guest a 1 --tpm socket=socket || failed start "the VMM did not start"
 check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
-is_a_tpm() { guest a '[ "$(cat /sys/class/tpm/tpm0/tpm_version_major)" = 2 ] && ! dmesg | grep -iE "tpm.*(fail|error|bug)"' || { cat $T/out; return 1; }; }
+# Without firmware Linux starts the TPM itself, which it finds by the error 256 of a command before that.
+is_a_tpm() { guest a '[ "$(cat /sys/class/tpm/tpm0/tpm_version_major)" = 2 ] && ! dmesg | grep -v "error (256)" | grep -iE "tpm.*(fail|error|bug)"' || { cat $T/out; return 1; }; }
 check linux_finds_a_tpm is_a_tpm
 ZERO=$(printf '%064d' 0)
 check nothing_is_measured has_pcr a $ZERO
