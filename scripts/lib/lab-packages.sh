@@ -7,9 +7,9 @@ want_lab_packages() {
   # What mmdebstrap needs of an ordinary user.
   [ "$(id -u)" = 0 ] || more=(uidmap)
   # make and libelf1 are for the groups that build a module; mtools, dosfstools and fdisk for a disk with partitions;
-  # swtpm for a TPM.
+  # swtpm for a TPM, crash for core dumps.
   want_packages mmdebstrap debian-archive-keyring e2fsprogs cpio kmod xz-utils gcc libc6-dev util-linux make libelf1 \
-    mtools dosfstools fdisk swtpm "${more[@]}" &&
+    mtools dosfstools fdisk swtpm crash "${more[@]}" &&
     want_qemu && want_apt
 }
 
