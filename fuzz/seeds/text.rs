@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 39] = [
+const OPTION_STRINGS: [(&str, &str); 41] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -47,6 +47,7 @@ const OPTION_STRINGS: [(&str, &str); 39] = [
     ("serial", "pty"),
     ("debug-console", "file=/tmp/debug,iobase=0xe9"),
     ("numa", "guest_numa_id=0,cpus=[0-3],distances=[1@20,2@30],memory_zones=[low,high]"),
+    ("numa", "guest_numa_id=2,device_id=gpu,distances=[0@25]"),
     ("device", "path=/sys/bus/pci/devices/0000:01:00.0,iommu=on,id=gpu"),
     (
         "send-migration",
@@ -54,6 +55,7 @@ const OPTION_STRINGS: [(&str, &str); 39] = [
     ),
     ("send-migration", "unix:/tmp/sock"),
     ("receive-migration", "receiver_url=unix:/s,allow=/var/lib/vms:disk+console"),
+    ("receive-migration", "receiver_url=unix:/s,zone_updates=[low@1,high@0]"),
     (
         "receive-migration",
         "receiver_url=tcp:0.0.0.0:0,allow=[\"/with,comma:payload+rng\",vm*:tap,tty:console,/d:device]",
@@ -88,8 +90,8 @@ const BODIES: [(&str, &str); 11] = [
         r#"{"payload":{"firmware":"/f"},"fs":[{"tag":"t","socket":"/s"}],"balloon":{"size":0}}"#,
     ),
     (
-        "refused-numa",
-        r#"{"payload":{"kernel":"/k"},"numa":[{"guest_numa_id":0,"cpus":[0],"distances":[{"destination":1,"distance":20}]}]}"#,
+        "numa",
+        r#"{"payload":{"kernel":"/k"},"cpus":{"boot_vcpus":1,"max_vcpus":2},"numa":[{"guest_numa_id":0,"memory_zones":["mem0"]},{"guest_numa_id":1,"cpus":[1],"distances":[{"destination":0,"distance":21}]}]}"#,
     ),
     ("send", r#"{"destination_url":"tcp:10.0.0.2:4444","memory_mode":"Postcopy"}"#),
     (

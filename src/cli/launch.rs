@@ -388,7 +388,7 @@ mod tests {
         ("memory-zone", Some("id=z,size=512M")),
         ("net", Some("tap=t")),
         ("no-shutdown", None),
-        ("numa", Some("guest_numa_id=0")),
+        ("numa", Some("guest_numa_id=0,cpus=0")),
         ("pci-segment", Some("pci_segment=0")),
         ("platform", Some("serial_number=1")),
         ("pmem", Some("file=/p")),

@@ -49,6 +49,7 @@ mod migration_local;
 mod migration_precopy;
 mod migration_recorded;
 mod migration_rounds;
+mod numa;
 mod page_server;
 mod pause;
 mod postcopy;
@@ -123,6 +124,7 @@ fn main() -> ExitCode {
     core_dump::add(&mut suite);
     tpm::add(&mut suite);
     cpu_hotplug::add(&mut suite);
+    numa::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
     strangers::add(&mut suite);

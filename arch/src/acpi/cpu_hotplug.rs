@@ -30,6 +30,7 @@ use acpi_tables::aml::{
 
 use super::dsdt::{Raw, STATUS_PRESENT, uid};
 use super::inputs::AcpiCpu;
+use super::numa::{AcpiNuma, proximity};
 use super::tables::madt_entry;
 use super::to_bytes;
 
@@ -86,7 +87,7 @@ fn path(index: usize) -> Path {
 }
 
 /// A processor that may come and go; the first one always stays.
-pub(super) fn processor(index: usize, cpu: AcpiCpu) -> Vec<u8> {
+pub(super) fn processor(index: usize, cpu: AcpiCpu, numa: Option<&AcpiNuma>) -> Vec<u8> {
     let number = u32::try_from(index).unwrap_or(u32::MAX);
     let is_present = Path::new(&String::from_utf8_lossy(&present_name(index)));
     let id = Name::new("_HID".into(), &"ACPI0007");
@@ -101,7 +102,9 @@ pub(super) fn processor(index: usize, cpu: AcpiCpu) -> Vec<u8> {
     let register = Path::new("CPEJ");
     let eject = Store::new(&register, &number);
     let eject = Method::new("_EJ0".into(), 1, true, vec![&eject]);
+    let node = numa.map(|_| proximity(cpu.domain));
     let mut children: Vec<&dyn Aml> = vec![&id, &unique, &status, &entry];
+    children.extend(node.iter().map(|node| -> &dyn Aml { node }));
     if index > 0 {
         children.push(&eject);
     }
@@ -142,13 +145,13 @@ pub(super) fn tell() -> Vec<u8> {
 }
 
 /// The container of the processors.
-pub(super) fn container(port: u16, cpus: &[AcpiCpu]) -> Vec<u8> {
+pub(super) fn container(port: u16, cpus: &[AcpiCpu], numa: Option<&AcpiNuma>) -> Vec<u8> {
     let mut children = Vec::new();
     Name::new("_HID".into(), &"ACPI0010").to_aml_bytes(&mut children);
     Name::new("_CID".into(), &EISAName::new("PNP0A05")).to_aml_bytes(&mut children);
     children.extend(registers(port, cpus.len()));
     for (index, cpu) in cpus.iter().enumerate() {
-        children.extend(processor(index, *cpu));
+        children.extend(processor(index, *cpu, numa));
     }
     children.extend(methods(cpus.len()));
     to_bytes(&Device::new("CPUS".into(), vec![&Raw(children)]))

@@ -19,7 +19,8 @@ use acpi_tables::sdt::Sdt;
 use super::cpu_hotplug;
 use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
 use super::hotplug;
-use super::inputs::{AcpiCpu, AcpiInputs, GedInputs, PciSegment};
+use super::inputs::{AcpiInputs, GedInputs, PciSegment};
+use super::numa::proximity;
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
 use crate::layout;
 
@@ -63,7 +64,9 @@ pub(super) fn uid(number: u32) -> Name {
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(inputs))];
     let has_slots = |segment: &PciSegment| segment.id == 0 && inputs.pci_hotplug_port.is_some();
-    let bridge = |segment| Raw(host_bridge(segment, has_slots(segment)));
+    let node =
+        |segment: &PciSegment| inputs.numa.as_ref().map(|numa| numa.domain_of_segment(segment.id));
+    let bridge = |segment| Raw(host_bridge(segment, has_slots(segment), node(segment)));
     devices.extend(inputs.pci_hotplug_port.map(|port| Raw(hotplug::controller(port))));
     devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
@@ -123,22 +126,25 @@ fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
 /// A container with one device for each vCPU; its UID leads to the MADT entry.
 fn processors(inputs: &AcpiInputs) -> Vec<u8> {
     match inputs.cpu_hotplug_port {
-        Some(port) => cpu_hotplug::container(port, &inputs.cpus),
-        None => fixed_processors(&inputs.cpus),
+        Some(port) => cpu_hotplug::container(port, &inputs.cpus, inputs.numa.as_ref()),
+        None => fixed_processors(inputs),
     }
 }
 
-fn fixed_processors(cpus: &[AcpiCpu]) -> Vec<u8> {
+fn fixed_processors(inputs: &AcpiInputs) -> Vec<u8> {
     let mut children = Vec::new();
     Name::new("_HID".into(), &"ACPI0010").to_aml_bytes(&mut children);
     Name::new("_CID".into(), &EISAName::new("PNP0A05")).to_aml_bytes(&mut children);
-    for (index, cpu) in (0_u32..).zip(cpus) {
+    for (index, cpu) in (0_u32..).zip(&inputs.cpus) {
         let path = Path::new(&format!("C{index:03X}"));
         let processor = Name::new("_HID".into(), &"ACPI0007");
         let number = uid(index);
         let status = if cpu.enabled { STATUS_PRESENT } else { 0 };
         let status = Name::new("_STA".into(), &status);
-        Device::new(path, vec![&processor, &number, &status]).to_aml_bytes(&mut children);
+        let node = inputs.numa.as_ref().map(|_| proximity(cpu.domain));
+        let mut fields: Vec<&dyn Aml> = vec![&processor, &number, &status];
+        fields.extend(node.iter().map(|node| -> &dyn Aml { node }));
+        Device::new(path, fields).to_aml_bytes(&mut children);
     }
     to_bytes(&Device::new("CPUS".into(), vec![&Raw(children)]))
 }
@@ -232,8 +238,8 @@ fn tell_of_generation() -> Vec<u8> {
     to_bytes(&Notify::new(&Path::new("\\_SB_.VGEN"), &NOTIFY_GENERATION))
 }
 
-/// A PCI Express root with its windows.
-fn host_bridge(segment: &PciSegment, has_slots: bool) -> Vec<u8> {
+/// A PCI Express root with its windows, and the NUMA node that all devices below are in.
+fn host_bridge(segment: &PciSegment, has_slots: bool, node: Option<u32>) -> Vec<u8> {
     let path = Path::new(&format!("PC{:02X}", segment.id));
     let legacy = Name::new("_CID".into(), &EISAName::new("PNP0A03"));
     let number = Name::new("_SEG".into(), &u16::from(segment.id));
@@ -249,6 +255,8 @@ fn host_bridge(segment: &PciSegment, has_slots: bool) -> Vec<u8> {
     if !segment.intx.is_empty() {
         children.push(&routes);
     }
+    let node = node.map(proximity);
+    children.extend(node.iter().map(|node| -> &dyn Aml { node }));
     let slots = hotplug::slots();
     if has_slots {
         children.push(&slots);

@@ -7,6 +7,7 @@
 
 use super::AcpiError;
 use super::cpu_hotplug::CPUS_MAX;
+use super::numa::AcpiNuma;
 use crate::layout::{self, GpaRange};
 
 /// One vCPU.
@@ -16,6 +17,8 @@ pub struct AcpiCpu {
     pub apic_id: u32,
     /// There from the start; otherwise it can be brought online later.
     pub enabled: bool,
+    /// Its NUMA node, as a proximity domain.
+    pub domain: u32,
 }
 
 /// Routes a device's interrupt pin to an I/O APIC pin.
@@ -74,6 +77,8 @@ pub struct AcpiMemory {
     pub range: GpaRange,
     /// It is not there at first, and may come and go while the guest runs.
     pub hotplug: bool,
+    /// Its NUMA node, as a proximity domain.
+    pub domain: u32,
 }
 
 /// Everything that the tables depend on.
@@ -81,8 +86,10 @@ pub struct AcpiMemory {
 pub struct AcpiInputs {
     /// All vCPUs in the order of their indexes; an index is the processor's UID.
     pub cpus: Vec<AcpiCpu>,
-    /// All memory that there is or may ever be, if some of it may come later.
+    /// All memory that there is or may ever be, if some of it may come later or there are NUMA nodes.
     pub memory: Vec<AcpiMemory>,
+    /// NUMA nodes, if the guest is to know of any.
+    pub numa: Option<AcpiNuma>,
     /// All PCI segments.
     pub segments: Vec<PciSegment>,
     /// Interrupt of COM1 if there is one.
@@ -110,8 +117,12 @@ impl AcpiInputs {
     /// A machine with these vCPUs, all there from the start, and the fixed devices of [`crate::layout`].
     pub fn new(apic_ids: impl IntoIterator<Item = u32>, segments: Vec<PciSegment>) -> Self {
         Self {
-            cpus: apic_ids.into_iter().map(|apic_id| AcpiCpu { apic_id, enabled: true }).collect(),
+            cpus: apic_ids
+                .into_iter()
+                .map(|apic_id| AcpiCpu { apic_id, enabled: true, domain: 0 })
+                .collect(),
             memory: Vec::new(),
+            numa: None,
             segments,
             serial_gsi: Some(layout::SERIAL_GSI),
             pm_timer_port: Some(layout::ACPI_PM_TIMER_PORT),
@@ -139,7 +150,7 @@ impl AcpiInputs {
         for segment in &self.segments {
             segment.check()?;
         }
-        Ok(())
+        self.check_domains()
     }
 }
 

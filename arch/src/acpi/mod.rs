@@ -2,7 +2,7 @@
 
 //! ACPI tables, which describe the machine to the guest.
 //!
-//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT, TPM2 and DSDT, their contents and their place in guest memory.
+//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT, SLIT, TPM2 and DSDT, their contents and their place in guest memory.
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
@@ -11,6 +11,7 @@ mod dsdt;
 pub mod ged;
 pub mod hotplug;
 mod inputs;
+mod numa;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -22,6 +23,7 @@ use memory::GuestMemory;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 pub use inputs::{AcpiCpu, AcpiInputs, AcpiMemory, GedInputs, IntxRoute, PciSegment};
+pub use numa::{AcpiInitiator, AcpiNuma, DOMAINS_MAX};
 
 use crate::layout;
 
@@ -55,6 +57,14 @@ pub enum AcpiError {
         id: u8,
         /// What is wrong.
         what: &'static str,
+    },
+    /// Something is in a NUMA node that is not described.
+    #[error("the guest has {nodes} NUMA nodes, and something is in node {domain}")]
+    Domain {
+        /// The node.
+        domain: u32,
+        /// Number of nodes.
+        nodes: usize,
     },
     /// The area below 1 MiB is full.
     #[error("the ACPI tables have {len_bytes} bytes, there is room for {max_bytes}")]
@@ -93,8 +103,8 @@ pub fn build_tables(inputs: &AcpiInputs) -> Result<Vec<u8>, AcpiError> {
     let dsdt_gpa = place(&mut area, &dsdt::dsdt(inputs));
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let fixed = [tables::fadt(inputs, dsdt_gpa), tables::madt(inputs), tables::mcfg(inputs)];
-    let others = tables::srat(inputs).into_iter().chain(tables::tpm2(inputs));
-    for table in fixed.into_iter().chain(others) {
+    let nodes = numa::srat(inputs).into_iter().chain(numa::slit(inputs));
+    for table in fixed.into_iter().chain(nodes).chain(tables::tpm2(inputs)) {
         xsdt.add_entry(place(&mut area, &table));
     }
     let xsdt_gpa = place(&mut area, &to_bytes(&xsdt));

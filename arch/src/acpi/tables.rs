@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The ACPI tables that are not AML: FADT, MADT, MCFG, SRAT, TPM2.
+//! The ACPI tables that are not AML: FADT, MADT, MCFG, TPM2.
 //!
 //! Owns their contents; acpi_tables has the formats, except for the MADT entries with x2APIC ids,
-//! which are written here, and the SRAT. Format: ACPI 6.5, sections 5.2.9, 5.2.12 and 5.2.16; PCI
-//! Firmware 3.3, 4.1.2.
+//! which are written here. Format: ACPI 6.5, sections 5.2.9 and 5.2.12; PCI Firmware 3.3, 4.1.2.
 
 use acpi_tables::Aml;
 use acpi_tables::fadt::{FADT, FADTBuilder, Flags};
@@ -34,18 +33,7 @@ const TYPE_LOCAL_X2APIC_NMI: u8 = 10;
 const CPU_ENABLED: u32 = 1;
 const CPU_ONLINE_CAPABLE: u32 = 2;
 /// Ids from here on need the x2APIC form; 255 is the broadcast id of the older one.
-const FIRST_X2APIC_ID: u32 = 255;
-
-const SRAT_REVISION: u8 = 3;
-/// The table's header and its two fields.
-const SRAT_FIXED_BYTES: u32 = 48;
-const TYPE_APIC_AFFINITY: u8 = 0;
-const TYPE_MEMORY_AFFINITY: u8 = 1;
-const TYPE_X2APIC_AFFINITY: u8 = 2;
-const AFFINITY_ENABLED: u32 = 1;
-const AFFINITY_HOT_PLUGGABLE: u32 = 1 << 1;
-/// The guest has one node.
-const PROXIMITY_DOMAIN: u32 = 0;
+pub(super) const FIRST_X2APIC_ID: u32 = 255;
 
 fn io_register(port: u16, bits: u8, access: AccessSize) -> GAS {
     GAS::new(AddressSpace::SystemIo, bits, 0, access, u64::from(port))
@@ -131,52 +119,6 @@ fn push_cpu(entries: &mut Vec<u8>, uid: u32, cpu: AcpiCpu) {
             entries.extend(uid.to_le_bytes());
         }
     }
-}
-
-/// Which memory may come later, as addresses: a guest that has little memory at first learns that it may need
-/// to reach some above 4 GiB with devices that cannot (Linux: `max_possible_pfn`). A table that names some memory
-/// and processors has to name all; they are all near each other. None for a machine whose memory stays as it is.
-pub fn srat(inputs: &AcpiInputs) -> Option<Vec<u8>> {
-    if !inputs.memory.iter().any(|memory| memory.hotplug) {
-        return None;
-    }
-    let mut table =
-        Sdt::new(*b"SRAT", SRAT_FIXED_BYTES, SRAT_REVISION, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
-    // A reserved field that has to be 1.
-    table.write_u32(36, 1);
-    let mut entries = Vec::new();
-    for cpu in &inputs.cpus {
-        match u8::try_from(cpu.apic_id) {
-            Ok(apic_id) if cpu.apic_id < FIRST_X2APIC_ID => {
-                let [domain, rest @ ..] = PROXIMITY_DOMAIN.to_le_bytes();
-                entries.extend([TYPE_APIC_AFFINITY, 16, domain, apic_id]);
-                entries.extend(AFFINITY_ENABLED.to_le_bytes());
-                entries.push(0); // SAPIC
-                entries.extend(rest);
-                entries.extend(0_u32.to_le_bytes()); // clock domain
-            }
-            _ => {
-                entries.extend([TYPE_X2APIC_AFFINITY, 24, 0, 0]);
-                entries.extend(PROXIMITY_DOMAIN.to_le_bytes());
-                entries.extend(cpu.apic_id.to_le_bytes());
-                entries.extend(AFFINITY_ENABLED.to_le_bytes());
-                entries.extend([0; 8]); // clock domain, reserved
-            }
-        }
-    }
-    for memory in &inputs.memory {
-        let hotplug = if memory.hotplug { AFFINITY_HOT_PLUGGABLE } else { 0 };
-        entries.extend([TYPE_MEMORY_AFFINITY, 40]);
-        entries.extend(PROXIMITY_DOMAIN.to_le_bytes());
-        entries.extend([0; 2]);
-        entries.extend(memory.range.gpa.to_le_bytes());
-        entries.extend(memory.range.len_bytes.to_le_bytes());
-        entries.extend([0; 4]);
-        entries.extend((AFFINITY_ENABLED | hotplug).to_le_bytes());
-        entries.extend([0; 8]);
-    }
-    table.append_slice(&entries);
-    Some(table.as_slice().to_vec())
 }
 
 /// Where the control area of the TPM's command response buffer is, by which commands are started (TCG ACPI

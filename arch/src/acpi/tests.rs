@@ -146,41 +146,124 @@ fn madt_lists_every_vcpu_once() {
 /// 1 GiB at boot, 8 GiB that may come.
 fn memory() -> Vec<AcpiMemory> {
     vec![
-        AcpiMemory { range: GpaRange { gpa: 0, len_bytes: 1 << 30 }, hotplug: false },
-        AcpiMemory { range: GpaRange { gpa: 4 << 30, len_bytes: 8 << 30 }, hotplug: true },
+        AcpiMemory { range: GpaRange { gpa: 0, len_bytes: 1 << 30 }, hotplug: false, domain: 0 },
+        AcpiMemory {
+            range: GpaRange { gpa: 4 << 30, len_bytes: 8 << 30 },
+            hotplug: true,
+            domain: 0,
+        },
     ]
+}
+
+/// What an SRAT says.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Affinities {
+    /// APIC id, domain and flags of each processor.
+    cpus: Vec<(u32, u32, u32)>,
+    /// Address, length, domain and flags of each range.
+    memory: Vec<(u64, u64, u32, u32)>,
+    /// Domain, segment, bus and function of each generic initiator.
+    initiators: Vec<(u32, u16, u8, u8)>,
+}
+
+fn affinities(srat: &[u8]) -> Affinities {
+    assert_eq!((sum(srat), srat[8], u32_at(srat, 36)), (0, 3, 1));
+    let mut said = Affinities::default();
+    let mut at = 48;
+    while at < srat.len() {
+        let entry = &srat[at..];
+        match entry[..2] {
+            [0, 16] => {
+                let domain = u32::from_le_bytes([entry[2], entry[9], entry[10], entry[11]]);
+                assert_eq!(entry[8], 0);
+                said.cpus.push((u32::from(entry[3]), domain, u32_at(entry, 4)));
+            }
+            [1, 40] => {
+                let (gpa, len) = (u64_at(entry, 8), u64_at(entry, 16));
+                said.memory.push((gpa, len, u32_at(entry, 2), u32_at(entry, 28)));
+            }
+            [2, 24] => said.cpus.push((u32_at(entry, 8), u32_at(entry, 4), u32_at(entry, 12))),
+            [5, 32] => {
+                assert_eq!((entry[3], u32_at(entry, 24)), (1, 1));
+                let segment = u16::from_le_bytes([entry[8], entry[9]]);
+                said.initiators.push((u32_at(entry, 4), segment, entry[10], entry[11]));
+            }
+            _ => panic!("an entry of type {} and length {}", entry[0], entry[1]),
+        }
+        at += usize::from(entry[1]);
+    }
+    assert_eq!(at, srat.len());
+    said
 }
 
 #[test]
 fn memory_that_may_come_is_named_with_all_other() {
     let with = AcpiInputs { memory: memory(), ..inputs(300) };
     let area = build_tables(&with).unwrap();
-    let srat = table(&area, *b"SRAT");
-    assert_eq!((sum(srat), srat[8], u32_at(srat, 36)), (0, 3, 1));
-    let (mut cpus, mut ranges) = (Vec::new(), Vec::new());
-    let mut at = 48;
-    while at < srat.len() {
-        match srat[at] {
-            0 => {
-                assert_eq!((srat[at + 1], srat[at + 2], u32_at(srat, at + 8)), (16, 0, 0));
-                cpus.push((u32::from(srat[at + 3]), u32_at(srat, at + 4)));
-            }
-            1 => {
-                assert_eq!((srat[at + 1], u32_at(srat, at + 2)), (40, 0));
-                let flags = u32_at(srat, at + 28);
-                ranges.push((u64_at(srat, at + 8), u64_at(srat, at + 16), flags));
-            }
-            2 => {
-                assert_eq!((srat[at + 1], u32_at(srat, at + 4)), (24, 0));
-                cpus.push((u32_at(srat, at + 8), u32_at(srat, at + 12)));
-            }
-            other => panic!("an entry of type {other}"),
-        }
-        at += usize::from(srat[at + 1]);
-    }
-    assert_eq!(at, srat.len());
-    assert_eq!(cpus, (0..300).map(|apic_id| (apic_id, 1)).collect::<Vec<_>>());
-    assert_eq!(ranges, [(0, 1 << 30, 1), (4 << 30, 8 << 30, 3)]);
+    let said = affinities(table(&area, *b"SRAT"));
+    assert_eq!(said.cpus, (0..300).map(|apic_id| (apic_id, 0, 1)).collect::<Vec<_>>());
+    assert_eq!(said.memory, [(0, 1 << 30, 0, 1), (4 << 30, 8 << 30, 0, 3)]);
+    assert!(tables(&area).iter().all(|table| table[..4] != *b"SLIT"));
+}
+
+/// Two nodes with processors and memory, and a device as the third.
+fn nodes(vcpus: u32) -> AcpiInputs {
+    let mut inputs = AcpiInputs { memory: memory(), ..inputs(vcpus) };
+    inputs.cpus.iter_mut().skip(1).for_each(|cpu| cpu.domain = 1);
+    inputs.memory[1].domain = 1;
+    let device = AcpiInitiator { domain: 2, segment: 0, bus: 0, device: 5, function: 0 };
+    inputs.numa = Some(AcpiNuma {
+        distances: vec![vec![10, 20, 25], vec![21, 10, 30], vec![25, 30, 10]],
+        segments: vec![(1, 1)],
+        initiators: vec![device],
+    });
+    inputs
+}
+
+#[test]
+fn nodes_have_processors_memory_and_devices() {
+    let area = build_tables(&nodes(300)).unwrap();
+    let said = affinities(table(&area, *b"SRAT"));
+    let cpus: Vec<_> = (0..300).map(|apic_id| (apic_id, u32::from(apic_id > 0), 1)).collect();
+    assert_eq!(said.cpus, cpus);
+    assert_eq!(said.memory, [(0, 1 << 30, 0, 1), (4 << 30, 8 << 30, 1, 3)]);
+    assert_eq!(said.initiators, [(2, 0, 0, 5 << 3)]);
+    let slit = table(&area, *b"SLIT");
+    assert_eq!((sum(slit), slit[8], u64_at(slit, 36)), (0, 1, 3));
+    assert_eq!(slit[44..], [10, 20, 25, 21, 10, 30, 25, 30, 10]);
+}
+
+/// Domains have 32 bits, of which the entry of an APIC id below 255 has the upper 24 elsewhere.
+#[test]
+fn many_domains_are_told_apart() {
+    let mut inputs = inputs(256);
+    let last = DOMAINS_MAX - 1;
+    inputs.cpus[0].domain = last;
+    inputs.cpus[255].domain = last;
+    let row = vec![20; DOMAINS_MAX as usize];
+    inputs.numa =
+        Some(AcpiNuma { distances: vec![row; DOMAINS_MAX as usize], ..AcpiNuma::default() });
+    let said = affinities(table(&build_tables(&inputs).unwrap(), *b"SRAT"));
+    // In the order of domains, by which Linux numbers its nodes.
+    let at = [0, 253, 254, 255].map(|at| said.cpus[at]);
+    assert_eq!(at, [(1, 0, 1), (254, 0, 1), (0, last, 1), (255, last, 1)]);
+}
+
+#[test]
+fn what_is_in_no_node_that_is_described_is_refused() {
+    let refused = |change: &dyn Fn(&mut AcpiInputs)| {
+        let mut inputs = nodes(2);
+        change(&mut inputs);
+        let refused = build_tables(&inputs);
+        assert!(matches!(refused, Err(AcpiError::Domain { domain: 3, nodes: 3 })), "{refused:?}");
+    };
+    refused(&|inputs| inputs.cpus[0].domain = 3);
+    refused(&|inputs| inputs.memory[0].domain = 3);
+    refused(&|inputs| inputs.numa.as_mut().unwrap().segments[0].1 = 3);
+    refused(&|inputs| inputs.numa.as_mut().unwrap().initiators[0].domain = 3);
+    let without = AcpiInputs { numa: None, ..nodes(2) };
+    let refused = build_tables(&without);
+    assert!(matches!(refused, Err(AcpiError::Domain { domain: 1, nodes: 1 })), "{refused:?}");
 }
 
 #[test]
@@ -228,7 +311,13 @@ fn largest_machine_fits() {
     let segments = || (0..=255).map(segment).collect::<Vec<_>>();
     let fixed = AcpiInputs { cpu_hotplug_port: None, ..AcpiInputs::new(0..4096, segments()) };
     build_tables(&fixed).unwrap();
-    build_tables(&AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments())).unwrap();
+    let mut most = AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments());
+    build_tables(&most).unwrap();
+    let row = vec![20; DOMAINS_MAX as usize];
+    most.numa =
+        Some(AcpiNuma { distances: vec![row; DOMAINS_MAX as usize], ..AcpiNuma::default() });
+    most.memory = vec![memory()[1]; 1024];
+    build_tables(&most).unwrap();
     let beyond = AcpiInputs::new(0..=cpu_hotplug::CPUS_MAX, segments());
     assert!(matches!(build_tables(&beyond), Err(AcpiError::HotplugCpuCount { cpus: 257 })));
 }
@@ -259,6 +348,7 @@ fn check_with_iasl(dir: &Path, inputs: &AcpiInputs) -> Option<String> {
         ("apic.aml", *b"APIC"),
         ("mcfg.aml", *b"MCFG"),
         ("srat.aml", *b"SRAT"),
+        ("slit.aml", *b"SLIT"),
     ] {
         let found = tables(&area).into_iter().find(|table| table[..4] == signature);
         let Some(bytes) = found else { continue };
@@ -267,7 +357,7 @@ fn check_with_iasl(dir: &Path, inputs: &AcpiInputs) -> Option<String> {
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success() && !text.contains("Error"), "{name}: {text}");
         let decoded = std::fs::read_to_string(dir.join(name).with_extension("dsl")).unwrap();
-        assert!(!decoded.contains("Invalid"), "{decoded}");
+        assert!(!decoded.contains("Invalid") && !decoded.contains("Unknown"), "{decoded}");
     }
     Some(source)
 }
@@ -333,6 +423,28 @@ fn aml_is_what_acpica_understands() {
     for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0", "VGEN", "CPRG"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
+}
+
+#[test]
+fn aml_names_the_nodes_of_processors_and_segments() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut inputs = nodes(3);
+    inputs.segments.push(segment(1));
+    inputs.cpus[2].enabled = false;
+    let Some(source) = check_with_iasl(dir.path(), &inputs) else { return };
+    let domain_of = |device: &str| {
+        let from = source.split_once(&format!("Device ({device})\n")).unwrap().1;
+        let (_, name) = from.split_once("Name (_PXM, ").unwrap();
+        name.split_once(')').unwrap().0.to_owned()
+    };
+    let domains = ["C000", "C001", "C002", "PC00", "PC01"].map(domain_of);
+    assert_eq!(domains, ["Zero", "One", "One", "Zero", "One"]);
+    let fixed = AcpiInputs { cpu_hotplug_port: None, ..nodes(2) };
+    let source = check_with_iasl(dir.path(), &fixed).unwrap();
+    assert_eq!(source.matches("Name (_PXM").count(), 3, "{source}");
+    let without = AcpiInputs { memory: memory(), ..self::inputs(2) };
+    let source = check_with_iasl(dir.path(), &without).unwrap();
+    assert!(!source.contains("_PXM"), "{source}");
 }
 
 /// BARs that are placed in a window that the host bridge does not name are moved by the guest.

@@ -66,8 +66,12 @@ fn mem() -> Subject {
     let zones = vec![memory::ZoneSpec::new("now", 4 << 20), later];
     let config = memory::RamConfig { zones };
     let ram = memory::GuestRam::new(&config, memory::RamLayout::default()).unwrap();
-    let config =
-        MemConfig { id: "mem".to_owned(), zone: "later".to_owned(), requested_bytes: 4 << 20 };
+    let config = MemConfig {
+        id: "mem".to_owned(),
+        zone: "later".to_owned(),
+        requested_bytes: 4 << 20,
+        node: None,
+    };
     let device = Box::new(Mem::new(&config, &Arc::new(ram)).unwrap());
     Subject { device, kind: "virtio-mem", _keep: Box::new(()) }
 }

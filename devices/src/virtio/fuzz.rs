@@ -285,7 +285,8 @@ fn run_mem(data: &[u8]) -> Setup<()> {
     let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
     let guest = guest_over(&ram, data)?;
     let region = ram.regions().last().ok_or("no region")?;
-    let shared = mem::Shared::new(Arc::clone(&ram), Arc::clone(region))?.ok_or("no blocks")?;
+    let shared =
+        mem::Shared::new(Arc::clone(&ram), Arc::clone(region), None)?.ok_or("no blocks")?;
     shared.request(6 * BLOCK_BYTES);
     run(mem::worker::MemWorker::new(guest.queue(0)?, Arc::new(shared)))?;
     assert!(region.usable_bytes() <= 6 * BLOCK_BYTES, "more than it may have");
@@ -422,7 +423,8 @@ fn run_state(data: &[u8]) -> Setup<()> {
         memory::ZoneSpec { block_bytes: Some(2 << 20), ..memory::ZoneSpec::new("later", 8 << 20) };
     let config = memory::RamConfig { zones: vec![later] };
     let ram = Arc::new(memory::GuestRam::new(&config, memory::RamLayout::default())?);
-    let config = mem::MemConfig { id: String::new(), zone: "later".into(), requested_bytes: 0 };
+    let config =
+        mem::MemConfig { id: String::new(), zone: "later".into(), requested_bytes: 0, node: None };
     let _ = mem::Mem::new(&config, &ram)?.restore(&snapshot);
     Ok(())
 }

@@ -25,6 +25,9 @@ const BLOCK_BYTES_MIN: u64 = 2 << 20;
 /// Maximum number of blocks of a zone with blocks of minimum size.
 const BLOCKS_MAX: u64 = 16 << 10;
 
+/// Name of the zone of a machine without configured zones.
+pub const DEFAULT_ZONE: &str = "mem0";
+
 /// Guest memory size if none is given.
 pub const DEFAULT_MEMORY_BYTES: u64 = 512 << 20;
 
@@ -242,6 +245,14 @@ impl MemoryConfig {
         match self.zones.as_deref().unwrap_or_default() {
             [] => self.shared || self.hugepages,
             zones => zones.iter().all(|zone| zone.shared || zone.hugepages),
+        }
+    }
+
+    /// Names of the zones; memory without zones is one by itself.
+    pub fn zone_ids(&self) -> BTreeSet<&str> {
+        match self.zones.as_deref().unwrap_or_default() {
+            [] => BTreeSet::from([DEFAULT_ZONE]),
+            zones => zones.iter().map(|zone| zone.id.as_str()).collect(),
         }
     }
 

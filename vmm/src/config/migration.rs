@@ -23,6 +23,7 @@ use super::family::{Family as _, option_family};
 use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
 use super::value::MacAddr;
+use super::zone_update::{VmMemoryZoneUpdateData, ZoneUpdates};
 
 /// Maximum number of parallel connections of a migration.
 const CONNECTIONS_MAX: u64 = options::CONNECTIONS_MAX as u64;
@@ -99,16 +100,6 @@ option_enum! {
         Sigbus = "sigbus",
         /// userfaultfd, with reader threads.
         Uffd = "uffd",
-    }
-}
-
-option_family! {
-    /// New host NUMA node for a memory zone.
-    VmMemoryZoneUpdateData "zone-update" {
-        /// The zone.
-        id: String = String::new(), "" as JsonOnly, required_json();
-        /// The node.
-        host_numa_node: u32 = 0, "" as JsonOnly, required_json();
     }
 }
 
@@ -206,7 +197,8 @@ option_family! {
         /// and tap. If not given, everything is allowed.
         allow: Option<Vec<Grant>> = None, "allow" as Opt<GrantList>;
         /// New host NUMA nodes for memory zones.
-        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly, unsupported();
+        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None,
+            "zone_updates" as Opt<ZoneUpdates>;
         /// Open tap descriptors for network devices, replacing those in the configuration.
         net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
         /// Open descriptors for passed-through devices, replacing what the configuration has.
@@ -272,7 +264,8 @@ option_family! {
         /// needs, or continue from where they stopped.
         clock: GuestClock = GuestClock::CatchUp, "clock" as One<Choice>;
         /// New host NUMA nodes for memory zones.
-        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None, "" as JsonOnly;
+        zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None,
+            "zone_updates" as Opt<ZoneUpdates>;
         /// New names, MAC addresses and taps for network devices.
         net_updates: Option<Vec<VmNetUpdateData>> = None, "" as JsonOnly;
         /// New names and files for disks.

@@ -46,6 +46,7 @@ pub mod unsupported;
 pub mod value;
 pub mod vm;
 pub mod vsock;
+pub mod zone_update;
 
 #[cfg(test)]
 mod listed_tests;

@@ -24,7 +24,7 @@ use super::generic_vhost_user::GenericVhostUserConfig;
 use super::landlock::LandlockConfig;
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
-use super::numa::NumaConfig;
+use super::numa::{self, NumaConfig, NumaScope};
 use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::rate_limiter::RateLimitGroupConfig;
@@ -86,7 +86,7 @@ option_family! {
         /// Socket device (virtio-vsock).
         vsock: Option<VsockConfig> = None, "" as JsonOnly;
         /// NUMA nodes of the guest.
-        numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly, unsupported();
+        numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly;
         /// Virtual IOMMU.
         iommu: bool = false, "" as JsonOnly, unsupported();
         /// Watchdog device.
@@ -119,6 +119,7 @@ impl VmConfig {
     pub fn complete(self) -> Result<Self, ConfigError> {
         self.complete_with(|config| {
             config.cpus.check_apic_ids()?;
+            config.check_numa_devices()?;
             config.check_reserved()
         })
     }
@@ -152,6 +153,7 @@ impl VmConfig {
         self.check_exclusive()?;
         self.check_vhost_user()?;
         self.check_rate_groups()?;
+        self.check_numa()?;
         for net in self.net.iter_mut().flatten() {
             if net.mac.is_none() {
                 net.mac = Some(random_mac()?);
@@ -307,6 +309,20 @@ impl VmConfig {
             }
         }
         Ok(())
+    }
+
+    fn check_numa(&self) -> Result<(), ConfigError> {
+        let scope = NumaScope {
+            max_vcpus: self.cpus.max_vcpus,
+            zones: self.memory.zone_ids(),
+            segments: self.platform.as_ref().map_or(1, |platform| platform.num_pci_segments),
+        };
+        numa::validate(self.numa.as_deref().unwrap_or_default(), &scope)
+    }
+
+    fn check_numa_devices(&self) -> Result<(), ConfigError> {
+        let ids = self.devices.iter().flatten().filter_map(|device| device.id.as_deref());
+        numa::check_devices(self.numa.as_deref().unwrap_or_default(), &ids.collect())
     }
 
     /// Family and id of each device that another process serves over vhost-user.

@@ -24,6 +24,7 @@ use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
+use crate::config::zone_update::VmMemoryZoneUpdateData;
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
@@ -95,6 +96,8 @@ pub struct ReceiveContext {
     pub faults: FaultPlan,
     /// Descriptors for the devices.
     pub fds: ArrivingFds,
+    /// Other nodes of this host for memory zones.
+    pub zones: Vec<VmMemoryZoneUpdateData>,
     /// What the configuration may name on this host; `None`: no restriction.
     pub rules: Option<Vec<Grant>>,
     /// Handles reconnections of sources that may not know that their migration to here has ended.
@@ -244,6 +247,7 @@ pub fn start(
             sink,
             faults,
             fds,
+            zones,
             rules,
             late_reconnects,
             confiner,
@@ -254,7 +258,8 @@ pub fn start(
         let slot = Arc::new(Mutex::new(Some(responder)));
         let doubts = report_doubts(Arc::clone(&slot), inbox_sender.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
-        let builder = builder.within(rules).with_descriptors(fds).confined_by(confine);
+        let builder = builder.within(rules).with_descriptors(fds).with_zones(zones);
+        let builder = builder.confined_by(confine);
         let received = target
             .listen(&late_reconnects, &own_progress, &own_cancel)
             .map(|listener| listener.receive(builder, &options, &own_progress, &own_cancel));

@@ -8,18 +8,18 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs, AcpiMemory, IntxRoute};
+use arch::acpi::{self, AcpiError, AcpiInputs, IntxRoute};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
 use arch::layout::{self, GpaRange, HighHole};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
 use hypervisor::{BootRegisters, KvmError, Vcpu, VcpuInit};
 use memory::{GuestMemory, GuestRam};
-use pci::{MmioRange, MmioWindows};
+use pci::{Bdf, MmioRange, MmioWindows};
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
-use super::ram;
+use super::{numa, ram};
 use crate::config::{CpusConfig, PayloadConfig, PlatformConfig, VmConfig};
 
 /// Why a machine cannot boot.
@@ -202,18 +202,30 @@ fn clear_low_memory(memory: &GuestMemory) -> Result<(), MachineBootError> {
     Ok(())
 }
 
+/// The parts of a machine that is about to boot, as far as its tables tell of them.
+pub struct LoadInput<'a> {
+    /// Guest memory.
+    pub ram: &'a GuestRam,
+    /// The configuration.
+    pub config: &'a VmConfig,
+    /// The topology of the vCPUs.
+    pub topology: &'a CpuTopology,
+    /// Addresses for the BARs of devices.
+    pub windows: MmioWindows,
+    /// Interrupt pins of devices.
+    pub intx: &'a [IntxRoute],
+    /// Tells where a passed-through device is, by its id.
+    pub place: &'a dyn Fn(&str) -> Option<Bdf>,
+    /// Whether there is a serial port.
+    pub has_serial: bool,
+}
+
 /// Writes tables, kernel, initramfs and command line into guest memory.
 ///
 /// # Errors
 /// Names the file or table.
-pub fn load(
-    ram: &GuestRam,
-    config: &VmConfig,
-    topology: &CpuTopology,
-    windows: MmioWindows,
-    intx: &[IntxRoute],
-    has_serial: bool,
-) -> Result<BootEntry, MachineBootError> {
+pub fn load(input: &LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
+    let LoadInput { ram, config, topology, windows, intx, place, has_serial } = *input;
     let payload = Payload::of(&config.payload)?;
     let mut kernel = open(payload.what, payload.path)?;
     let mut initramfs = match payload.initramfs {
@@ -239,7 +251,7 @@ pub fn load(
         inputs.serial_gsi = None;
     }
     inputs.tpm_gpa = config.tpm.as_ref().map(|_| layout::TPM_GPA);
-    inputs.memory = described(ram);
+    numa::describe(&mut inputs, config, ram, place);
     let memory = ram.guest_memory();
     let memory = &*memory.memory();
     if !ram.starts_zero() {
@@ -260,16 +272,6 @@ pub fn load(
     };
     arch::load_kernel(memory, &mut kernel, initramfs.as_mut(), &spec)
         .map_err(|source| MachineBootError::Load { files: payload.files(), source })
-}
-
-/// Guest memory as the ACPI tables describe it.
-fn described(ram: &GuestRam) -> Vec<AcpiMemory> {
-    let regions = ram.regions().iter();
-    let memory = regions.map(|region| AcpiMemory {
-        range: GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() },
-        hotplug: region.block_bytes().is_some(),
-    });
-    memory.collect()
 }
 
 /// Initial state of a vCPU; without `registers` it waits for the guest to start it.

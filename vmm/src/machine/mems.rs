@@ -12,8 +12,10 @@ use memory::GuestRam;
 use thiserror::Error;
 
 use super::Machine;
-use super::ram::{self, DEFAULT_ZONE};
-use crate::config::MemoryConfig;
+use super::numa::Nodes;
+use super::ram;
+use crate::config::VmConfig;
+use crate::config::memory::DEFAULT_ZONE;
 
 /// Why a memory zone cannot be resized.
 #[derive(Debug, Error)]
@@ -60,16 +62,18 @@ pub struct Wired {
 ///
 /// # Errors
 /// The plugged size of a zone exceeds its maximum.
-pub fn make(config: &MemoryConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
+pub fn make(config: &VmConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
+    let nodes = Nodes::of(config);
     let wire = |zone: ram::HotplugZone| {
         let id = zone.id;
         let requested_bytes = zone.plugged_bytes;
-        let config = MemConfig { id: id.clone(), zone: id.clone(), requested_bytes };
+        let node = nodes.and_then(|nodes| u16::try_from(nodes.of_zone(&id)).ok());
+        let config = MemConfig { id: id.clone(), zone: id.clone(), requested_bytes, node };
         let device = Mem::new(&config, ram)?;
         let handle = device.handle();
         Ok(Wired { id, device, handle })
     };
-    ram::hotplug_zones(config).into_iter().map(wire).collect()
+    ram::hotplug_zones(&config.memory).into_iter().map(wire).collect()
 }
 
 impl Machine {
@@ -118,5 +122,50 @@ impl Machine {
         device.resize(more_bytes)?;
         *plugged = Some(more_bytes);
         Ok(id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use arch::layout::HighHole;
+    use devices::virtio::VirtioDevice as _;
+    use memory::{RamConfig, ZoneSpec};
+    use serde_json::json;
+
+    use super::*;
+
+    /// What the devices of two zones say of their node, if they do.
+    fn nodes(numa: &serde_json::Value) -> Vec<Option<u64>> {
+        let zone = |id: &str| json!({ "id": id, "size": 64 << 20, "hotplug_size": 64 << 20 });
+        let config = json!({
+            "payload": { "kernel": "/k" },
+            "memory": { "size": 0, "hotplug_method": "VirtioMem", "zones": [zone("a"), zone("b")] },
+            "numa": numa,
+        });
+        let config: VmConfig = serde_json::from_value(config).unwrap();
+        let later = ram::hotplug_zones(&config.memory).into_iter().map(|zone| ZoneSpec {
+            block_bytes: Some(2 << 20),
+            ..ZoneSpec::new(zone.id, 64 << 20)
+        });
+        let zones = [ZoneSpec::new("a", 64 << 20), ZoneSpec::new("b", 64 << 20)];
+        let zones = zones.into_iter().chain(later).collect();
+        let layout = ram::layout_of(46, HighHole::None);
+        let ram = Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap());
+        let node = |Wired { device, .. }: &Wired| {
+            let mut field = [0; 8];
+            device.read_config(8, &mut field);
+            (device.features() & 1 != 0).then_some(u64::from_le_bytes(field))
+        };
+        make(&config, &ram).unwrap().iter().map(node).collect()
+    }
+
+    #[test]
+    fn the_device_of_a_zone_names_the_node_of_the_zone() {
+        let node = |id: u32, zone: &str| json!({ "guest_numa_id": id, "memory_zones": [zone] });
+        assert_eq!(nodes(&json!([node(3, "b"), node(1, "a")])), [Some(1), Some(3)]);
+        assert_eq!(nodes(&json!([node(3, "b")])), [Some(0), Some(3)]);
+        assert_eq!(nodes(&json!(null)), [None, None]);
     }
 }

@@ -20,6 +20,7 @@
 //! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in stage-2 tables |
 //! | `faults` | guest RAM of which vCPUs may be refused a page |
 //! | `boot` | CPUID, tables, kernel, registers |
+//! | `numa` | NUMA nodes, as tables and memory devices tell of them |
 //! | `affinity` | host CPUs of vCPU threads |
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
@@ -57,6 +58,7 @@ mod legacy;
 mod limits;
 mod mems;
 mod nets;
+mod numa;
 mod opening;
 mod panics;
 mod parts;
@@ -223,14 +225,15 @@ impl Machine {
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         let vcpus = parts.create_vcpus(&config)?;
-        let entry = boot::load(
-            &parts.ram,
-            &config,
-            &parts.topology,
-            parts.windows,
-            &passthrough::routes(),
-            consoles.serial.is_some(),
-        )?;
+        let entry = boot::load(&boot::LoadInput {
+            ram: &parts.ram,
+            config: &config,
+            topology: &parts.topology,
+            windows: parts.windows,
+            intx: &passthrough::routes(),
+            place: &|id| parts.passthrough.address_of(id),
+            has_serial: consoles.serial.is_some(),
+        })?;
         generation::write_new(&parts.ram)?;
         parts.legacy.generation().set_present(true);
         parts.tpm.power_on()?;

@@ -17,10 +17,8 @@ use thiserror::Error;
 
 use super::prefault::BootPrefault;
 use super::{CancelToken, prefault, prezeroed};
+use crate::config::memory::DEFAULT_ZONE;
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
-
-/// Name of the zone of a machine without configured zones.
-pub const DEFAULT_ZONE: &str = "mem0";
 
 /// Why guest memory cannot be set up.
 #[derive(Debug, Error)]

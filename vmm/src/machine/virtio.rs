@@ -211,7 +211,7 @@ impl VirtioDevices {
             devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
         }
         // Before the balloon, here and after a restore: they determine its maximum size.
-        for Wired { id, device, handle } in mems::make(&config.memory, context.ram)? {
+        for Wired { id, device, handle } in mems::make(config, context.ram)? {
             devices.mems.push((id.clone(), handle));
             // From the highest number down, and so the same on another host whatever was plugged before.
             let free = |number: &u8| taken.insert(*number);

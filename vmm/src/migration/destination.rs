@@ -18,9 +18,10 @@ use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMac
 
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
-use super::grants;
 use super::memory::MigratingRam;
 use super::resident::{self, KvmLimits};
+use super::{grants, updates};
+use crate::config::zone_update::VmMemoryZoneUpdateData;
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 use crate::sandbox::landlock::LandlockError;
@@ -37,6 +38,7 @@ pub struct ArrivingBuilder {
     rules: Option<Vec<Grant>>,
     doubts: DoubtObserver,
     fds: ArrivingFds,
+    zones: Vec<VmMemoryZoneUpdateData>,
     confine: ConfineArrival,
 }
 
@@ -53,7 +55,7 @@ impl ArrivingBuilder {
     /// this host.
     pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: DoubtObserver) -> Self {
         let (fds, confine) = (ArrivingFds::default(), Box::new(|_: &VmConfig| Ok(())));
-        Self { host, sink, faults, rules: None, doubts, fds, confine }
+        Self { host, sink, faults, rules: None, doubts, fds, zones: Vec::new(), confine }
     }
 
     /// The same builder, restricted to configurations that the rules allow, if there are any.
@@ -72,6 +74,12 @@ impl ArrivingBuilder {
     #[must_use]
     pub fn with_descriptors(self, fds: ArrivingFds) -> Self {
         Self { fds, ..self }
+    }
+
+    /// The same builder, with other nodes of this host for memory zones.
+    #[must_use]
+    pub fn with_zones(self, zones: Vec<VmMemoryZoneUpdateData>) -> Self {
+        Self { zones, ..self }
     }
 }
 
@@ -124,6 +132,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
         self.fds.place(&mut vm_config)?;
+        updates::change_zones(&mut vm_config, &self.zones)?;
         let config = vm_config.complete_begun()?;
         grants::check(self.rules.as_deref(), &config)?;
         (self.confine)(&config)?;

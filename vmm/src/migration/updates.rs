@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Configuration overrides of a restore: disks, network devices, memory zones.
+//! Configuration overrides of a restore: disks, network devices, memory zones; the last also of a VM that arrives.
 //!
 //! Owns the changes of configuration and state that go together: a device is found by its name in both.
 //! Must never change what the guest's driver relies on without the guest being able to find out.
@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 
 use thiserror::Error;
 
+use crate::config::zone_update::VmMemoryZoneUpdateData;
 use crate::config::{MacAddr, RestoreConfig, VmConfig};
 use crate::machine::MachineState;
 
@@ -39,6 +40,24 @@ pub enum UpdateError {
     NoMac(String),
 }
 
+/// Has zones take their memory from other nodes of the host.
+///
+/// # Errors
+/// Names the unknown zone.
+pub fn change_zones(
+    config: &mut VmConfig,
+    updates: &[VmMemoryZoneUpdateData],
+) -> Result<(), UpdateError> {
+    for update in updates {
+        let zone = config.memory.zones.iter_mut().flatten().find(|zone| zone.id == update.id);
+        let Some(zone) = zone else {
+            return Err(UpdateError::Unknown { list: "zone_updates", id: update.id.clone() });
+        };
+        zone.host_numa_node = Some(update.host_numa_node);
+    }
+    Ok(())
+}
+
 /// Changes the configuration before it is completed and validated, so that new names and files are
 /// validated with all others.
 ///
@@ -46,12 +65,7 @@ pub enum UpdateError {
 /// Names the unknown device or zone.
 pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(), UpdateError> {
     let unknown = |list, id: &String| UpdateError::Unknown { list, id: id.clone() };
-    for update in request.zone_updates.iter().flatten() {
-        let zones = config.memory.zones.iter_mut().flatten();
-        let zone = zones.into_iter().find(|zone| zone.id == update.id);
-        let zone = zone.ok_or_else(|| unknown("zone_updates", &update.id))?;
-        zone.host_numa_node = Some(update.host_numa_node);
-    }
+    change_zones(config, request.zone_updates.as_deref().unwrap_or_default())?;
     let mut seen = BTreeSet::new();
     let mut once = |list, id: &String| {
         if seen.insert(id.clone()) {

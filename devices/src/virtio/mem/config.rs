@@ -15,14 +15,16 @@ pub(super) struct ConfigSpace {
     pub(super) region_bytes: u64,
     pub(super) plugged_bytes: u64,
     pub(super) requested_bytes: u64,
+    /// NUMA node; it counts with `VIRTIO_MEM_F_ACPI_PXM` only.
+    pub(super) node: u16,
 }
 
 impl ConfigSpace {
     pub(super) fn bytes(&self) -> [u8; CONFIG_BYTES] {
-        // The second holds a NUMA node, which needs a feature that is not offered.
         let fields = [
             self.block_bytes,
-            0,
+            // Sixteen bits, and padding.
+            u64::from(self.node),
             self.gpa,
             self.region_bytes,
             self.region_bytes,
@@ -49,8 +51,9 @@ mod tests {
             region_bytes: 4,
             plugged_bytes: 6,
             requested_bytes: 7,
+            node: 2,
         };
         let fields: Vec<u8> = config.bytes().iter().step_by(8).copied().collect();
-        assert_eq!(fields, [1, 0, 3, 4, 4, 6, 7]);
+        assert_eq!(fields, [1, 2, 3, 4, 4, 6, 7]);
     }
 }

@@ -9,7 +9,7 @@ use memory::GuestRam;
 use thiserror::Error;
 
 use super::worker::MemWorker;
-use super::{F_UNPLUGGED_INACCESSIBLE, Shared, state};
+use super::{F_ACPI_PXM, F_UNPLUGGED_INACCESSIBLE, Shared, state};
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::one_queue::only_queue;
 use crate::virtio::worker::{Pausing, Workers};
@@ -28,6 +28,8 @@ pub struct MemConfig {
     pub zone: String,
     /// Initially requested size in bytes.
     pub requested_bytes: u64,
+    /// NUMA node of the guest that the memory belongs to, if the guest has nodes.
+    pub node: Option<u16>,
 }
 
 /// Why a virtio-mem device cannot be created or resized.
@@ -133,7 +135,7 @@ impl Mem {
         let no_zone = || MemError::NoZone { zone: config.zone.clone() };
         let region = ram.regions().iter().find(|region| region.zone_id() == config.zone);
         let region = region.ok_or_else(no_zone)?;
-        let shared = Shared::new(Arc::clone(ram), Arc::clone(region));
+        let shared = Shared::new(Arc::clone(ram), Arc::clone(region), config.node);
         let shared = shared.map_err(MemError::Resource)?.ok_or_else(no_zone)?;
         let device =
             Self { id: config.id.clone(), shared: Arc::new(shared), workers: Workers::default() };
@@ -157,7 +159,8 @@ impl VirtioDevice for Mem {
     }
 
     fn features(&self) -> u64 {
-        RING_FEATURES | F_UNPLUGGED_INACCESSIBLE
+        let node = if self.shared.node.is_some() { F_ACPI_PXM } else { 0 };
+        RING_FEATURES | F_UNPLUGGED_INACCESSIBLE | node
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

@@ -20,5 +20,7 @@ pub use device::{Mem, MemConfig, MemError, MemHandle};
 
 pub(super) use shared::Shared;
 
+/// The configuration names the NUMA node of the memory (virtio 1.3, 5.15.3).
+const F_ACPI_PXM: u64 = 1 << 0;
 /// The driver must not access unplugged blocks.
 const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;

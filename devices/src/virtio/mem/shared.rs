@@ -24,6 +24,8 @@ pub(crate) struct Shared {
     ram: Arc<GuestRam>,
     region: Arc<RamRegion>,
     pub(super) block_bytes: u64,
+    /// NUMA node of the guest, if it has nodes.
+    pub(super) node: Option<u16>,
     requested_bytes: AtomicU64,
     /// Interrupt of the current driver. Only locked briefly.
     driver: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
@@ -48,7 +50,11 @@ impl Shared {
     ///
     /// # Errors
     /// The event descriptor cannot be created.
-    pub(crate) fn new(ram: Arc<GuestRam>, region: Arc<RamRegion>) -> io::Result<Option<Self>> {
+    pub(crate) fn new(
+        ram: Arc<GuestRam>,
+        region: Arc<RamRegion>,
+        node: Option<u16>,
+    ) -> io::Result<Option<Self>> {
         let Some(block_bytes) = region.block_bytes() else { return Ok(None) };
         let (requested_bytes, driver) = (AtomicU64::new(0), Mutex::new(None));
         let retry_event = EventFd::new(libc::EFD_NONBLOCK)?;
@@ -57,6 +63,7 @@ impl Shared {
             ram,
             region,
             block_bytes,
+            node,
             requested_bytes,
             driver,
             retry_event,
@@ -108,6 +115,7 @@ impl Shared {
             region_bytes: self.region.len_bytes(),
             plugged_bytes: self.region.usable_bytes(),
             requested_bytes: self.requested_bytes(),
+            node: self.node.unwrap_or(0),
         }
     }
 

@@ -32,11 +32,18 @@ struct Guest {
 }
 
 fn device(requested_bytes: u64) -> Result<(Arc<GuestRam>, Mem), MemError> {
+    device_of_node(requested_bytes, None)
+}
+
+fn device_of_node(
+    requested_bytes: u64,
+    node: Option<u16>,
+) -> Result<(Arc<GuestRam>, Mem), MemError> {
     let later =
         ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..ZoneSpec::new("later", 8 * BLOCK) };
     let zones = vec![ZoneSpec { thp: false, ..ZoneSpec::new("now", 2 * BORDER) }, later];
     let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
-    let config = MemConfig { id: "mem".into(), zone: "later".into(), requested_bytes };
+    let config = MemConfig { id: "mem".into(), zone: "later".into(), requested_bytes, node };
     Mem::new(&config, &ram).map(|device| (ram, device))
 }
 
@@ -228,4 +235,17 @@ fn memory_that_is_not_plugged_goes_back_although_the_driver_broke_its_queue() {
         assert!(Instant::now() < until, "it stays: {:?}", populated());
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn the_node_is_told_to_a_guest_that_has_nodes() {
+    let offers = |node| {
+        let device = device_of_node(0, node).unwrap().1;
+        let mut bytes = [0xff; 8];
+        device.read_config(8, &mut bytes);
+        (device.features() & 1, u64::from_le_bytes(bytes))
+    };
+    assert_eq!(offers(None), (0, 0));
+    assert_eq!(offers(Some(0)), (1, 0));
+    assert_eq!(offers(Some(0x1ff)), (1, 0x1ff));
 }

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
 mod limits;
+mod numa;
 mod properties;
 mod rules;
 

@@ -222,6 +222,15 @@ impl Passthrough {
         Ok(Pinning::check(&dma_map, &populator)?)
     }
 
+    /// Where the device with this id is on the bus, or will be once it is open.
+    pub fn address_of(&self, id: &str) -> Option<Bdf> {
+        let open = self.devices.iter().find(|(_, device)| device.id() == id);
+        let pending = || self.pending.iter().find(|pending| pending.id == id);
+        // Devices are placed on the root bus of segment 0 only.
+        let place = |pending: &PendingDevice| Bdf::on_root_bus(0, pending.number);
+        open.map(|(bdf, _)| *bdf).or_else(|| pending().map(place))
+    }
+
     /// Whether devices are still being opened, so that [`Passthrough::finish_opening`] has to be called.
     pub fn is_opening(&self) -> bool {
         !self.pending.is_empty()
@@ -323,6 +332,17 @@ mod tests {
         let number = DeviceNumber::new(number).unwrap();
         let config = DeviceConfig::default();
         (PendingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
+    }
+
+    #[test]
+    fn a_device_has_its_address_before_it_is_open() {
+        let (mut passthrough, _hosts) = two_devices();
+        let (pending, go_on) = slow(7);
+        passthrough.pending = vec![pending];
+        let number = |id: &str| passthrough.address_of(id).map(|bdf| (bdf.bus(), bdf.device()));
+        assert_eq!(["one", "two", "slow"].map(number), [Some((0, 1)), Some((0, 2)), Some((0, 7))]);
+        assert_eq!(number("none"), None);
+        drop(go_on);
     }
 
     #[test]
