@@ -227,6 +227,38 @@ pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<
     (window.len_bytes > 0).then_some(window)
 }
 
+/// Shortest share of a window; see [`shares`]. A PCI segment with less could hold no BAR worth having.
+pub const SHARE_MIN_BYTES: u64 = 0x1_0000;
+
+/// Shares a window out: one range for each weight, in order, without gaps, and as long as its part of the sum of
+/// the weights, but for the rounding of the bounds to a power of two of a quarter of the shortest share at most. A
+/// large BAR, which has to start at a multiple of its length, fits into such a share where it might not into one
+/// of the same length elsewhere. A single weight gets the window as it is.
+///
+/// `None` if there is no weight, a weight is zero, or a share is shorter than [`SHARE_MIN_BYTES`].
+pub fn shares(window: GpaRange, weights: &[u32]) -> Option<Vec<GpaRange>> {
+    let sum: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
+    let least = u128::from(*weights.iter().min()?);
+    let shortest = u128::from(window.len_bytes).checked_mul(least)?.checked_div(sum)?;
+    if shortest < u128::from(SHARE_MIN_BYTES) {
+        return None;
+    }
+    if weights.len() == 1 {
+        return Some(vec![window]);
+    }
+    let granule = 1_u128.checked_shl(shortest.ilog2())? / 4;
+    let mut bounds = vec![window.gpa];
+    let mut before = 0_u128;
+    for weight in weights.iter().take(weights.len() - 1) {
+        before += u128::from(*weight);
+        let bound = u128::from(window.gpa) + u128::from(window.len_bytes) * before / sum;
+        let nearest = (bound + granule / 2) / granule * granule;
+        bounds.push(u64::try_from(nearest).ok()?);
+    }
+    bounds.push(window.end_gpa());
+    Some(bounds.array_windows().map(|[gpa, end_gpa]| GpaRange::between(*gpa, *end_gpa)).collect())
+}
+
 // The boot data areas follow one another and none reaches into the next.
 const _: () = {
     assert!(PVH_MODLIST_GPA >= PVH_START_INFO_GPA + 56);
@@ -271,7 +303,59 @@ mod tests {
         );
     }
 
+    #[test]
+    fn one_segment_has_the_whole_window() {
+        let window = GpaRange::between(5 * GIB, (1 << 46) - 0x1_0000);
+        assert_eq!(shares(window, &[7]), Some(vec![window]));
+    }
+
+    #[test]
+    fn shares_follow_the_weights_and_suit_large_bars() {
+        let window = mmio64_window(5 * GIB, 40, HighHole::None).unwrap();
+        let parts = shares(window, &[1; 4]).unwrap();
+        let starts: Vec<_> = parts.iter().map(|part| part.gpa / GIB).collect();
+        assert_eq!(starts, [5, 256, 512, 768]);
+        let parts = shares(window, &[1, 6, 1]).unwrap();
+        assert_eq!(parts[1], GpaRange::between(128 * GIB, 896 * GIB), "six BARs of 128 GiB");
+        assert_eq!(parts[2].end_gpa(), window.end_gpa());
+        let low = GpaRange::between(MMIO32_GPA, ECAM_GPA);
+        let parts = shares(low, &[1; 96]).unwrap();
+        assert!(parts.iter().all(|part| part.len_bytes >= 5 * MIB), "{parts:x?}");
+    }
+
+    #[test]
+    fn impossible_shares_are_none() {
+        let low = GpaRange::between(MMIO32_GPA, ECAM_GPA);
+        assert_eq!(shares(low, &[]), None);
+        assert_eq!(shares(low, &[0]), None);
+        assert_eq!(shares(low, &[1, 0]), None);
+        assert_eq!(shares(low, &[1, u32::MAX]), None);
+        assert_eq!(shares(GpaRange::between(0, SHARE_MIN_BYTES - 1), &[1]), None);
+    }
+
     proptest! {
+        #[test]
+        fn shares_fill_the_window_without_overlap(
+            gpa in 0_u64..1 << 52,
+            len_bytes in 0_u64..1 << 52,
+            weights in proptest::collection::vec(0_u32..40, 1..97),
+        ) {
+            let window = GpaRange { gpa, len_bytes };
+            let Some(parts) = shares(window, &weights) else { return Ok(()) };
+            prop_assert_eq!(parts.len(), weights.len());
+            let mut next = window.gpa;
+            let sum = weights.iter().map(|weight| u64::from(*weight)).sum::<u64>();
+            for (part, weight) in parts.iter().zip(&weights) {
+                prop_assert_eq!(part.gpa, next);
+                next = part.end_gpa();
+                let fair = len_bytes / sum * u64::from(*weight);
+                let least = len_bytes / sum * u64::from(*weights.iter().min().unwrap());
+                prop_assert!(part.len_bytes.abs_diff(fair) <= least / 4 + sum, "{part:x?}");
+                prop_assert!(part.len_bytes >= SHARE_MIN_BYTES / 2);
+            }
+            prop_assert_eq!(next, window.end_gpa());
+        }
+
         #[test]
         fn any_window_is_inside_the_address_space(ram_end_gpa: u64, phys_bits in 0_u8..=70, avoid: bool) {
             let hole = if avoid { HighHole::AmdHyperTransport } else { HighHole::None };

@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 41] = [
+const OPTION_STRINGS: [(&str, &str); 43] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -19,6 +19,8 @@ const OPTION_STRINGS: [(&str, &str); 41] = [
         "serial_number=12,uuid=5aa1c2a0-7c0b-4d55-bd2a-7c9f1e6b0a11,oem_strings=[a,b,\"c,d\"]",
     ),
     ("platform", "num_pci_segments=1,iommu_segments=[0-1],system_manufacturer=a b,vfio_p2p_dma=on"),
+    ("platform", "num_pci_segments=96"),
+    ("pci-segment", "pci_segment=3,mmio32_aperture_weight=2,mmio64_aperture_weight=7"),
     ("disk", "path=/images/root.raw,readonly=on,direct=on,id=root"),
     ("disk", "path=a,image_type=qcow2,backing_files=on"),
     (

@@ -52,6 +52,7 @@ fn option_strings_parse() {
             "serial" => parses::<config::SerialConfig>(text),
             "debug-console" => parses::<config::DebugConsoleConfig>(text),
             "numa" => parses::<config::numa::NumaConfig>(text),
+            "pci-segment" => parses::<config::platform::PciSegmentConfig>(text),
             "device" => parses::<config::DeviceConfig>(text),
             "send-migration" => config::SendMigrationData::parse_or_url(text)
                 .map(|_| ())

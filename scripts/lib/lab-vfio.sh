@@ -96,3 +96,4 @@ build_extra_pool_device() {
 build_extra_vfio_hotplug() { build_extra_vfio "$@"; }
 build_extra_balloon_vfio() { build_extra_vfio "$@"; }
 build_extra_mem() { build_extra_vfio "$@"; }
+build_extra_segments() { build_extra_vfio "$@"; }

@@ -62,6 +62,7 @@ mod report;
 mod requests;
 mod sandbox;
 mod seen;
+mod segments;
 mod snapshot;
 mod snapshot_failures;
 mod snapshot_recorded;
@@ -135,6 +136,7 @@ fn main() -> ExitCode {
     watch::add(&mut suite);
     clock::add(&mut suite);
     seen::add(&mut suite);
+    segments::add(&mut suite);
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);

@@ -18,7 +18,7 @@ use acpi_tables::sdt::Sdt;
 
 use super::cpu_hotplug;
 use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
-use super::hotplug;
+use super::hotplug::{self, Slots};
 use super::inputs::{AcpiInputs, GedInputs, PciSegment};
 use super::numa::proximity;
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
@@ -63,20 +63,27 @@ pub(super) fn uid(number: u32) -> Name {
 /// The whole table.
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(inputs))];
-    let has_slots = |segment: &PciSegment| segment.id == 0 && inputs.pci_hotplug_port.is_some();
+    let has_segments = inputs.segments.len() > 1;
+    let slots_of = |segment: &PciSegment| match inputs.pci_hotplug_port {
+        None => Slots::None,
+        Some(_) if has_segments => Slots::Of(segment.id),
+        Some(_) => Slots::Only,
+    };
     let node =
         |segment: &PciSegment| inputs.numa.as_ref().map(|numa| numa.domain_of_segment(segment.id));
-    let bridge = |segment| Raw(host_bridge(segment, has_slots(segment), node(segment)));
-    devices.extend(inputs.pci_hotplug_port.map(|port| Raw(hotplug::controller(port))));
+    let bridge = |segment| Raw(host_bridge(segment, slots_of(segment), node(segment)));
+    let controller = |port| Raw(hotplug::controller(port, has_segments));
+    devices.extend(inputs.pci_hotplug_port.map(controller));
     devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
     devices.extend(inputs.generation_id_gpa.map(|gpa| Raw(generation_id(gpa))));
     devices.extend(inputs.tpm_gpa.map(|gpa| Raw(tpm(gpa))));
-    let has_slots = inputs.segments.iter().any(has_slots);
+    let has_slots = inputs.pci_hotplug_port.is_some();
+    let tell_of_slots = || hotplug::tell(inputs.segments.iter().map(|segment| segment.id));
     let has_generation = inputs.generation_id_gpa.is_some();
     let handlers = [
-        (EVENT_PCI, has_slots.then(hotplug::tell)),
+        (EVENT_PCI, has_slots.then(tell_of_slots)),
         (EVENT_CPU, inputs.cpu_hotplug_port.map(|_| cpu_hotplug::tell())),
         (EVENT_GENERATION, has_generation.then(tell_of_generation)),
     ];
@@ -239,7 +246,7 @@ fn tell_of_generation() -> Vec<u8> {
 }
 
 /// A PCI Express root with its windows, and the NUMA node that all devices below are in.
-fn host_bridge(segment: &PciSegment, has_slots: bool, node: Option<u32>) -> Vec<u8> {
+fn host_bridge(segment: &PciSegment, slots: Slots, node: Option<u32>) -> Vec<u8> {
     let path = Path::new(&format!("PC{:02X}", segment.id));
     let legacy = Name::new("_CID".into(), &EISAName::new("PNP0A03"));
     let number = Name::new("_SEG".into(), &u16::from(segment.id));
@@ -257,10 +264,8 @@ fn host_bridge(segment: &PciSegment, has_slots: bool, node: Option<u32>) -> Vec<
     }
     let node = node.map(proximity);
     children.extend(node.iter().map(|node| -> &dyn Aml { node }));
-    let slots = hotplug::slots();
-    if has_slots {
-        children.push(&slots);
-    }
+    let slots = hotplug::slots(slots);
+    children.push(&slots);
     to_bytes(&Device::new(path, children))
 }
 

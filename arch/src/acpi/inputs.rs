@@ -100,7 +100,7 @@ pub struct AcpiInputs {
     pub ged: Option<GedInputs>,
     /// There is a CMOS clock at its usual ports.
     pub cmos: bool,
-    /// Port of the PCI hotplug registers if devices of segment 0 may come and go; see
+    /// Port of the PCI hotplug registers if devices may come and go; see
     /// [`super::hotplug`].
     pub pci_hotplug_port: Option<u16>,
     /// Port of the vCPU hotplug registers if vCPUs may come and go; see [`super::cpu_hotplug`].

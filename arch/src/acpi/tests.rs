@@ -308,16 +308,28 @@ fn impossible_inputs_are_refused() {
 
 #[test]
 fn largest_machine_fits() {
-    let segments = || (0..=255).map(segment).collect::<Vec<_>>();
-    let fixed = AcpiInputs { cpu_hotplug_port: None, ..AcpiInputs::new(0..4096, segments()) };
+    // As many as can be asked for, each with a route for the pin of each device.
+    let with_pins = |id: u8| {
+        let route = |device| IntxRoute { device, pin: 0, gsi: 16 + u32::from(device % 8) };
+        PciSegment { intx: (1..32).map(route).collect(), ..segment(id) }
+    };
+    let segments = || (0..96).map(with_pins).collect::<Vec<_>>();
+    let all = build_tables(&AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments())).unwrap();
+    assert_eq!(table(&all, *b"MCFG").len(), 44 + 96 * 16);
+    let fixed =
+        AcpiInputs { cpu_hotplug_port: None, ..AcpiInputs::new(0..4096, vec![with_pins(0)]) };
     build_tables(&fixed).unwrap();
-    let mut most = AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments());
-    build_tables(&most).unwrap();
-    let row = vec![20; DOMAINS_MAX as usize];
-    most.numa =
-        Some(AcpiNuma { distances: vec![row; DOMAINS_MAX as usize], ..AcpiNuma::default() });
-    most.memory = vec![memory()[1]; 1024];
-    build_tables(&most).unwrap();
+    // All nodes with one segment, or all segments with the nodes of a large host.
+    for (segments, domains, ranges) in
+        [(vec![with_pins(0)], DOMAINS_MAX, 1024), (segments(), 64, 256)]
+    {
+        let mut most = AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments);
+        let row = vec![20; domains as usize];
+        most.numa =
+            Some(AcpiNuma { distances: vec![row; domains as usize], ..AcpiNuma::default() });
+        most.memory = vec![memory()[1]; ranges];
+        build_tables(&most).unwrap();
+    }
     let beyond = AcpiInputs::new(0..=cpu_hotplug::CPUS_MAX, segments());
     assert!(matches!(build_tables(&beyond), Err(AcpiError::HotplugCpuCount { cpus: 257 })));
 }
@@ -365,14 +377,13 @@ fn check_with_iasl(dir: &Path, inputs: &AcpiInputs) -> Option<String> {
 #[test]
 fn aml_is_what_acpica_understands() {
     let dir = tempfile::tempdir().unwrap();
-    let mut full = AcpiInputs::new(0..3, vec![segment(0), segment(1)]);
+    let mut full = AcpiInputs::new(0..3, vec![segment(0)]);
     full.segments[0].intx = vec![IntxRoute { device: 3, pin: 1, gsi: 16 }];
     full.cpus[2].enabled = false;
     full.memory = memory();
     let Some(source) = check_with_iasl(dir.path(), &full) else { return };
     for expected in [
         "Device (PC00)",
-        "Device (PC01)",
         "\"PNP0A08\"",
         "Device (PWRB)",
         "\"ACPI0013\"",
@@ -409,6 +420,7 @@ fn aml_is_what_acpica_understands() {
     ] {
         assert!(source.contains(expected), "no {expected} in\n{source}");
     }
+    assert!(!source.contains("PSEG") && !source.contains("BLCK"), "one segment is never selected");
     let bare = AcpiInputs {
         serial_gsi: None,
         pm_timer_port: None,
@@ -445,6 +457,41 @@ fn aml_names_the_nodes_of_processors_and_segments() {
     let without = AcpiInputs { memory: memory(), ..self::inputs(2) };
     let source = check_with_iasl(dir.path(), &without).unwrap();
     assert!(!source.contains("_PXM"), "{source}");
+}
+
+#[test]
+fn slots_of_several_segments_are_what_acpica_understands() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut inputs = AcpiInputs::new(0..1, vec![segment(0), segment(1), segment(0x5f)]);
+    inputs.segments[1].intx = vec![IntxRoute { device: 3, pin: 0, gsi: 19 }];
+    let Some(source) = check_with_iasl(dir.path(), &inputs) else { return };
+    for expected in [
+        "Device (PC00)",
+        "Device (PC01)",
+        "Device (PC5F)",
+        "Name (_SEG, 0x5F)",
+        "Name (_UID, 0x5F)",
+        "Mutex (BLCK, 0x00)",
+        "Method (PCEJ, 2, Serialized)",
+        "PSEG = Arg1",
+        "B0EJ = (One << Arg0)",
+        "\\_SB.PHPR.PCEJ (0x1F, 0x5F)",
+        "Acquire (\\_SB.PHPR.BLCK, 0xFFFF)",
+        "\\_SB.PHPR.PSEG = 0x5F",
+        "Local1 = \\_SB.PHPR.PCID",
+        "Release (\\_SB.PHPR.BLCK)",
+        "PCNN (Local1, 0x03)",
+        "Notify (S031, Arg1)",
+        "\\_SB.PC00.PCNT ()",
+        "\\_SB.PC5F.PCNT ()",
+    ] {
+        assert!(source.contains(expected), "no {expected} in\n{source}");
+    }
+    for (once, what) in [("0x0CF8", "configuration ports"), ("Name (_PRT", "routes")] {
+        // A port is named as the first and the last address.
+        let count = source.matches(once).count();
+        assert!((1..=2).contains(&count), "{what}: {count}");
+    }
 }
 
 /// BARs that are placed in a window that the host bridge does not name are moved by the guest.

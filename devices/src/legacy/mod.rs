@@ -34,7 +34,9 @@ pub use debug::{
 };
 pub use generation_id::{GENERATION_ID_LEN_BYTES, GenerationId};
 pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
-pub use pci_hotplug::{OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PciHotplug};
+pub use pci_hotplug::{
+    OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PCI_HOTPLUG_SEGMENTS_VERSION, PciHotplug,
+};
 pub use serial::{SERIAL_COM1_IRQ, SERIAL_COM1_PORT, SERIAL_LEN_BYTES, Serial, SerialError};
 
 /// Requests of the guest that concern the whole machine.

@@ -2,10 +2,11 @@
 
 //! The PCI hotplug registers, by which a guest is notified of devices and ejects them.
 //!
-//! Owns a bit for each device number in each of the registers, and the requested ejections.
-//! Knows no device: their owner is notified of ejections, and collects them when it can.
+//! Owns a bit for each device number in each of the registers of each segment, and the requested ejections.
+//! Knows no device: their owner is notified of ejections, and collects them when it can. A machine with one
+//! segment has neither the register that selects one, nor a trace of it in its state.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -22,14 +23,26 @@ pub const PCI_HOTPLUG_LEN_BYTES: u64 = 16;
 const UP_OFFSET: u64 = 0;
 const DOWN_OFFSET: u64 = 4;
 const EJECT_OFFSET: u64 = 8;
+const SELECT_OFFSET: u64 = 12;
 /// Bit 0 would be the host bridge.
 const SLOTS: u32 = !1;
 
-/// Called on a vCPU thread with the devices that the guest has ejected, a bit for each device number.
-pub type OnEject = Box<dyn Fn(u32) + Send + Sync>;
+/// Called on a vCPU thread with a segment and the devices that the guest has ejected there, a bit for each
+/// device number.
+pub type OnEject = Box<dyn Fn(u16, u32) + Send + Sync>;
 
 /// The hot-plug registers.
 pub struct PciHotplug {
+    /// By number; never empty.
+    segments: Vec<Segment>,
+    /// The segment whose registers the guest accesses, always one that exists.
+    selected: AtomicU16,
+    on_eject: OnEject,
+}
+
+/// The registers of a segment.
+#[derive(Default)]
+struct Segment {
     /// Added, and not read by the guest yet.
     up: AtomicU32,
     /// To be removed, and not read by the guest yet.
@@ -38,50 +51,72 @@ pub struct PciHotplug {
     leaving: AtomicU32,
     /// Ejected by the guest, and not removed yet.
     ejected: AtomicU32,
-    on_eject: OnEject,
 }
 
 impl PciHotplug {
-    /// Registers without pending events.
-    pub fn new(on_eject: OnEject) -> Self {
-        let none = || AtomicU32::new(0);
-        Self { up: none(), down: none(), leaving: none(), ejected: none(), on_eject }
+    /// Registers without pending events, of the segments from 0 to `last_segment`.
+    pub fn new(last_segment: u16, on_eject: OnEject) -> Self {
+        let segments = (0..=last_segment).map(|_| Segment::default()).collect();
+        Self { segments, selected: AtomicU16::new(0), on_eject }
+    }
+
+    fn segment(&self, segment: u16) -> Option<&Segment> {
+        self.segments.get(usize::from(segment))
     }
 
     /// Marks a device as added; the guest is notified by the event device.
-    pub fn add(&self, number: u8) {
-        self.up.fetch_or(bit(number), Ordering::AcqRel);
+    pub fn add(&self, segment: u16, number: u8) {
+        if let Some(segment) = self.segment(segment) {
+            segment.up.fetch_or(bit(number), Ordering::AcqRel);
+        }
     }
 
     /// Marks a device as to be removed; the guest is notified by the event device.
-    pub fn request_unplug(&self, number: u8) {
-        self.leaving.fetch_or(bit(number), Ordering::AcqRel);
-        self.down.fetch_or(bit(number), Ordering::AcqRel);
+    pub fn request_unplug(&self, segment: u16, number: u8) {
+        if let Some(segment) = self.segment(segment) {
+            segment.leaving.fetch_or(bit(number), Ordering::AcqRel);
+            segment.down.fetch_or(bit(number), Ordering::AcqRel);
+        }
     }
 
-    /// Devices that the guest was asked to eject and has not, a bit for each number.
-    pub fn leaving(&self) -> u32 {
-        self.leaving.load(Ordering::Acquire)
+    /// Devices of a segment that the guest was asked to eject and has not, a bit for each number.
+    pub fn leaving(&self, segment: u16) -> u32 {
+        self.segment(segment).map_or(0, |segment| segment.leaving.load(Ordering::Acquire))
     }
 
-    /// Devices that the guest has ejected and that still exist.
-    pub fn ejected(&self) -> u32 {
-        self.ejected.load(Ordering::Acquire)
+    /// Devices of a segment that the guest has ejected and that still exist.
+    pub fn ejected(&self, segment: u16) -> u32 {
+        self.segment(segment).map_or(0, |segment| segment.ejected.load(Ordering::Acquire))
     }
 
     /// Marks a device as removed, so that its number is free.
-    pub fn gone(&self, number: u8) {
-        for register in [&self.up, &self.down, &self.leaving, &self.ejected] {
+    pub fn gone(&self, segment: u16, number: u8) {
+        let Some(segment) = self.segment(segment) else { return };
+        for register in [&segment.up, &segment.down, &segment.leaving, &segment.ejected] {
             register.fetch_and(!bit(number), Ordering::AcqRel);
         }
     }
 
+    fn selected(&self) -> u16 {
+        self.selected.load(Ordering::Acquire)
+    }
+
+    fn select(&self, wanted: u32) {
+        if let Ok(wanted) = u16::try_from(wanted)
+            && self.segment(wanted).is_some()
+        {
+            self.selected.store(wanted, Ordering::Release);
+        }
+    }
+
     fn eject(&self, wanted: u32) {
-        let before = self.leaving.fetch_and(!wanted, Ordering::AcqRel);
+        let number = self.selected();
+        let Some(segment) = self.segment(number) else { return };
+        let before = segment.leaving.fetch_and(!wanted, Ordering::AcqRel);
         let going = before & wanted & SLOTS;
         if going != 0 {
-            self.ejected.fetch_or(going, Ordering::AcqRel);
-            (self.on_eject)(going);
+            segment.ejected.fetch_or(going, Ordering::AcqRel);
+            (self.on_eject)(number, going);
         }
     }
 }
@@ -93,26 +128,38 @@ fn bit(number: u8) -> u32 {
 impl BusDevice for PciHotplug {
     fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        let register = match offset {
-            UP_OFFSET => &self.up,
-            DOWN_OFFSET => &self.down,
+        // A partial read would clear bits that the guest does not see.
+        if data.len() != 4 {
+            return;
+        }
+        let Some(segment) = self.segment(self.selected()) else { return };
+        let value = match offset {
+            UP_OFFSET => segment.up.swap(0, Ordering::AcqRel),
+            DOWN_OFFSET => segment.down.swap(0, Ordering::AcqRel),
+            SELECT_OFFSET => self.selected().into(),
             _ => return,
         };
-        // A partial read would clear bits that the guest does not see.
-        if data.len() == 4 {
-            let value = register.swap(0, Ordering::AcqRel).to_le_bytes();
-            read_config_bytes(&value, 0, data);
-        }
+        read_config_bytes(&value.to_le_bytes(), 0, data);
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        if let (EJECT_OFFSET, Ok(word)) = (offset, <[u8; 4]>::try_from(data)) {
-            self.eject(u32::from_le_bytes(word));
+        let Ok(word) = <[u8; 4]>::try_from(data) else { return };
+        let value = u32::from_le_bytes(word);
+        match offset {
+            EJECT_OFFSET => self.eject(value),
+            SELECT_OFFSET => self.select(value),
+            _ => {}
         }
     }
 }
 
-const FORMAT: StateFormat = StateFormat { kind: "pci-hotplug", newest: 1 };
+/// First version of the state with several segments.
+pub const PCI_HOTPLUG_SEGMENTS_VERSION: u32 = 2;
+
+const KIND: &str = "pci-hotplug";
+/// The form for a machine with one segment, which every version reads.
+const ONE: StateFormat = StateFormat { kind: KIND, newest: 1 };
+const SEVERAL: StateFormat = StateFormat { kind: KIND, newest: PCI_HOTPLUG_SEGMENTS_VERSION };
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -123,22 +170,24 @@ struct State {
     ejected: u32,
 }
 
-impl Snapshot for PciHotplug {
-    fn save(&self) -> DeviceSnapshot {
-        FORMAT.encode(&State {
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SegmentsState {
+    segments: Vec<State>,
+    selected: u16,
+}
+
+impl Segment {
+    fn save(&self) -> State {
+        State {
             up: self.up.load(Ordering::Acquire),
             down: self.down.load(Ordering::Acquire),
-            leaving: self.leaving(),
-            ejected: self.ejected(),
-        })
+            leaving: self.leaving.load(Ordering::Acquire),
+            ejected: self.ejected.load(Ordering::Acquire),
+        }
     }
 
-    fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
-        let state: State = FORMAT.decode(state)?;
-        let both = state.leaving & state.ejected;
-        if both != 0 {
-            return Err(FORMAT.invalid("a device is to go and has gone"));
-        }
+    fn restore(&self, state: &State) {
         for (register, value) in [
             (&self.up, state.up),
             (&self.down, state.down),
@@ -147,6 +196,40 @@ impl Snapshot for PciHotplug {
         ] {
             register.store(value & SLOTS, Ordering::Release);
         }
+    }
+}
+
+impl Snapshot for PciHotplug {
+    fn save(&self) -> DeviceSnapshot {
+        match self.segments.as_slice() {
+            [only] => ONE.encode(&only.save()),
+            several => SEVERAL.encode(&SegmentsState {
+                segments: several.iter().map(Segment::save).collect(),
+                selected: self.selected(),
+            }),
+        }
+    }
+
+    fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        let (states, selected) = if self.segments.len() == 1 {
+            (vec![ONE.decode::<State>(state)?], 0)
+        } else {
+            if state.version < PCI_HOTPLUG_SEGMENTS_VERSION {
+                return Err(SEVERAL.invalid("it is of a machine with one PCI segment"));
+            }
+            let state: SegmentsState = SEVERAL.decode(state)?;
+            (state.segments, state.selected)
+        };
+        if states.len() != self.segments.len() || self.segment(selected).is_none() {
+            return Err(SEVERAL.invalid("it is of a machine with another number of PCI segments"));
+        }
+        if states.iter().any(|state| state.leaving & state.ejected != 0) {
+            return Err(SEVERAL.invalid("a device is to go and has gone"));
+        }
+        for (segment, state) in self.segments.iter().zip(&states) {
+            segment.restore(state);
+        }
+        self.selected.store(selected, Ordering::Release);
         Ok(())
     }
 }
@@ -162,10 +245,21 @@ mod tests {
 
     use super::*;
 
-    fn rig() -> (PciHotplug, Arc<Mutex<Vec<u32>>>) {
-        let told: Arc<Mutex<Vec<u32>>> = Arc::default();
+    type Told = Arc<Mutex<Vec<(u16, u32)>>>;
+
+    fn rig_of(last_segment: u16) -> (PciHotplug, Told) {
+        let told = Told::default();
         let inner = Arc::clone(&told);
-        (PciHotplug::new(Box::new(move |bits| inner.lock().push(bits))), told)
+        let on_eject = Box::new(move |segment, bits| inner.lock().push((segment, bits)));
+        (PciHotplug::new(last_segment, on_eject), told)
+    }
+
+    fn rig() -> (PciHotplug, Told) {
+        rig_of(0)
+    }
+
+    fn select(device: &PciHotplug, segment: u32) {
+        device.write(SELECT_OFFSET, &segment.to_le_bytes());
     }
 
     fn read(device: &PciHotplug, offset: u64) -> u32 {
@@ -177,10 +271,10 @@ mod tests {
     #[test]
     fn what_came_is_told_once() {
         let (device, _) = rig();
-        device.add(3);
-        device.add(31);
-        device.add(0);
-        device.add(77);
+        device.add(0, 3);
+        device.add(0, 31);
+        device.add(0, 0);
+        device.add(0, 77);
         assert_eq!(read(&device, UP_OFFSET), 1 << 3 | 1 << 31);
         assert_eq!(read(&device, UP_OFFSET), 0);
         assert_eq!(read(&device, DOWN_OFFSET), 0);
@@ -190,62 +284,131 @@ mod tests {
     fn only_what_is_to_go_can_be_ejected() {
         let (device, told) = rig();
         device.write(EJECT_OFFSET, &[0xff; 4]);
-        device.request_unplug(4);
+        device.request_unplug(0, 4);
         assert_eq!(read(&device, DOWN_OFFSET), 1 << 4);
-        device.request_unplug(4);
+        device.request_unplug(0, 4);
         assert_eq!(read(&device, DOWN_OFFSET), 1 << 4, "asked again");
         device.write(EJECT_OFFSET, &(1_u32 << 5).to_le_bytes());
-        assert_eq!((device.leaving(), device.ejected()), (1 << 4, 0));
+        assert_eq!((device.leaving(0), device.ejected(0)), (1 << 4, 0));
         device.write(EJECT_OFFSET, &[0xff; 4]);
-        assert_eq!((device.leaving(), device.ejected()), (0, 1 << 4));
+        assert_eq!((device.leaving(0), device.ejected(0)), (0, 1 << 4));
         device.write(EJECT_OFFSET, &[0xff; 4]);
-        assert_eq!(*told.lock(), [1 << 4], "once");
-        device.gone(4);
-        assert_eq!(device.ejected(), 0);
+        assert_eq!(*told.lock(), [(0, 1 << 4)], "once");
+        device.gone(0, 4);
+        assert_eq!(device.ejected(0), 0);
     }
 
     #[test]
     fn state_survives_and_contradictions_are_refused() {
         let (device, _) = rig();
-        device.add(1);
-        device.request_unplug(2);
-        device.request_unplug(3);
+        device.add(0, 1);
+        device.request_unplug(0, 2);
+        device.request_unplug(0, 3);
         device.write(EJECT_OFFSET, &8_u32.to_le_bytes());
         let saved = device.save();
         let (other, told) = rig();
         other.restore(&saved).unwrap();
         assert_eq!(other.save(), saved);
-        assert_eq!((other.leaving(), other.ejected()), (4, 8));
+        assert_eq!((other.leaving(0), other.ejected(0)), (4, 8));
         assert!(told.lock().is_empty());
         let mut bad = saved;
         bad.data["leaving"] = 8.into();
         assert!(matches!(other.restore(&bad), Err(StateError::Invalid { .. })));
     }
 
+    #[test]
+    fn registers_are_those_of_the_selected_segment() {
+        let (device, told) = rig_of(2);
+        device.add(1, 3);
+        device.add(3, 3);
+        device.request_unplug(1, 4);
+        device.request_unplug(2, 4);
+        assert_eq!((read(&device, SELECT_OFFSET), read(&device, UP_OFFSET)), (0, 0));
+        device.write(EJECT_OFFSET, &[0xff; 4]);
+        assert!(told.lock().is_empty(), "nothing of this segment is to go");
+        select(&device, 1);
+        for missing in [3, u32::MAX, 1 << 16] {
+            select(&device, missing);
+            device.write(SELECT_OFFSET, &[0]);
+            assert_eq!(read(&device, SELECT_OFFSET), 1, "there is no {missing}");
+        }
+        assert_eq!((read(&device, UP_OFFSET), read(&device, DOWN_OFFSET)), (1 << 3, 1 << 4));
+        device.write(EJECT_OFFSET, &[0xff; 4]);
+        assert_eq!(*told.lock(), [(1, 1 << 4)]);
+        assert_eq!((device.ejected(1), device.leaving(2), device.ejected(2)), (1 << 4, 1 << 4, 0));
+        device.gone(1, 4);
+        assert_eq!((device.ejected(1), device.leaving(2)), (0, 1 << 4));
+    }
+
+    #[test]
+    fn one_segment_cannot_be_selected_and_is_saved_as_ever() {
+        let (device, _) = rig();
+        select(&device, 1);
+        assert_eq!(read(&device, SELECT_OFFSET), 0);
+        device.add(0, 1);
+        let saved = device.save();
+        let json = r#"{"kind":"pci-hotplug","version":1,"data":{"down":0,"ejected":0,"leaving":0,"up":2}}"#;
+        let expected: serde_json::Value = serde_json::from_str(json).unwrap();
+        assert_eq!(serde_json::to_value(&saved).unwrap(), expected);
+    }
+
+    #[test]
+    fn segments_are_in_the_state_with_the_selected_one() {
+        let (device, _) = rig_of(2);
+        device.add(1, 3);
+        device.request_unplug(2, 5);
+        select(&device, 2);
+        let saved = device.save();
+        assert_eq!(saved.version, PCI_HOTPLUG_SEGMENTS_VERSION);
+        let (other, _) = rig_of(2);
+        other.restore(&saved).unwrap();
+        assert_eq!(other.save(), saved);
+        assert_eq!((read(&other, SELECT_OFFSET), read(&other, DOWN_OFFSET)), (2, 1 << 5));
+        let (one, several) = (rig().0, rig_of(3).0);
+        assert!(matches!(one.restore(&saved), Err(StateError::Version { .. })));
+        assert!(matches!(several.restore(&saved), Err(StateError::Invalid { .. })));
+        assert!(matches!(other.restore(&one.save()), Err(StateError::Invalid { .. })));
+        let before = other.save();
+        for (path, value) in [("/selected", 3), ("/segments/2/ejected", 1 << 5)] {
+            let mut bad = saved.clone();
+            *bad.data.pointer_mut(path).unwrap() = value.into();
+            assert!(matches!(other.restore(&bad), Err(StateError::Invalid { .. })), "{path}");
+            assert_eq!(other.save(), before);
+        }
+    }
+
     proptest! {
         #[test]
         fn accesses_never_eject_what_was_not_asked_for(
-            asked in proptest::collection::vec(0_u8..40, 0..6),
+            asked in proptest::collection::vec((0_u16..5, 0_u8..40), 0..9),
             accesses in proptest::collection::vec(
-                (0_u64..20, proptest::collection::vec(any::<u8>(), 0..9), any::<bool>()), 0..40,
+                (0_u64..20, proptest::collection::vec(0_u8..=255, 0..9), any::<bool>()), 0..40,
             ),
+            selections in proptest::collection::vec(0_u32..6, 40),
         ) {
-            let (device, told) = rig();
-            let mut may_go = 0;
-            for number in asked {
-                device.request_unplug(number);
-                may_go |= bit(number);
+            let (device, told) = rig_of(3);
+            let mut may_go = [0; 4];
+            for (segment, number) in asked {
+                device.request_unplug(segment, number);
+                if let Some(bits) = may_go.get_mut(usize::from(segment)) {
+                    *bits |= bit(number);
+                }
             }
-            for (offset, mut data, is_write) in accesses {
+            for ((offset, mut data, is_write), selection) in accesses.into_iter().zip(selections) {
+                select(&device, selection);
                 if is_write { device.write(offset, &data) } else { device.read(offset, &mut data) }
             }
-            let told = told.lock().iter().fold(0, |all, bits| {
-                assert_eq!(all & bits, 0, "told twice");
-                all | bits
+            let told = told.lock().iter().fold([0; 4], |mut all, (segment, bits)| {
+                let of = &mut all[usize::from(*segment)];
+                assert_eq!(*of & bits, 0, "told twice");
+                *of |= bits;
+                all
             });
-            prop_assert_eq!(told & !may_go, 0);
-            prop_assert_eq!(told | device.leaving(), may_go);
-            prop_assert_eq!(told, device.ejected());
+            for (segment, (told, may_go)) in (0_u16..).zip(told.into_iter().zip(may_go)) {
+                prop_assert_eq!(told & !may_go, 0);
+                prop_assert_eq!(told | device.leaving(segment), may_go);
+                prop_assert_eq!(told, device.ejected(segment));
+            }
         }
     }
 }

@@ -203,7 +203,7 @@ proptest! {
             Box::new(GedDevice::new(line())),
             Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
             Box::new(I8042::new(events)),
-            Box::new(PciHotplug::new(Box::new(|_| {}))),
+            Box::new(PciHotplug::new(0, Box::new(|_, _| {}))),
             Box::new(DebugConsole::new(Arc::clone(&endpoint))),
             Box::<DebugPort>::default(),
             Box::new(Serial::new(endpoint, line()).unwrap()),
@@ -314,7 +314,7 @@ fn foreign_states_are_refused_by_every_legacy_device() {
         Box::new(GedDevice::new(line())),
         Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
         Box::new(I8042::new(events)),
-        Box::new(PciHotplug::new(Box::new(|_| {}))),
+        Box::new(PciHotplug::new(0, Box::new(|_, _| {}))),
         Box::new(DebugConsole::new(Arc::clone(&endpoint))),
         Box::new(Serial::new(endpoint, line()).unwrap()),
     ]);

@@ -189,8 +189,9 @@ pub mod param {
     pub const BALLOON_POISON: u64 = 0xa0;
     /// PCI configuration space, where the balloon driver looks for its device.
     pub const ECAM_GPA: u64 = 0xa8;
-    /// Not 0: the disk driver writes no more, and releases the devices of these bits. It clears the
-    /// field when it has. It needs a vCPU more than were started.
+    /// Not 0: the disk driver writes no more, and releases the devices of these bits. The high half is
+    /// their PCI segment, which it selects unless that is 0. It clears the field when it has. It needs a vCPU more
+    /// than were started.
     pub const EJECT: u64 = 0xb0;
 }
 
@@ -391,6 +392,8 @@ pub mod disk {
     /// I/O port of cloud-hypervisor where a guest says which devices it has released, a bit for each
     /// device number.
     pub const EJECT_PORT: u16 = 0x618;
+    /// I/O port where a guest selects the PCI segment of those devices.
+    pub const SELECT_PORT: u16 = 0x61c;
 }
 
 /// Why the disk workload ended early (`vcpu::DISK_FAILURE`).

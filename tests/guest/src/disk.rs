@@ -23,11 +23,13 @@ const DATA_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const HEADER_GPA: u64 = DATA_GPA + PAGE_BYTES;
 const STATUS_GPA: u64 = HEADER_GPA + 16;
 
-/// Releases the devices of these numbers, a bit for each; says whether that was done. The vCPU behind
-/// the last one that works does it.
+/// Releases the devices of these numbers, a bit for each, of the segment in the high half; says whether that was
+/// done. The vCPU behind the last one that works does it.
 #[expect(clippy::cast_possible_truncation, reason = "a bus has 32 device numbers")]
 pub fn eject(devices: u64, vcpus: u64, khz: u64) -> bool {
-    smp::write_port(vcpus, khz, disk::EJECT_PORT, devices as u32)
+    let segment = (devices >> 32) as u32;
+    let selected = segment == 0 || smp::write_port(vcpus, khz, disk::SELECT_PORT, segment);
+    selected && smp::write_port(vcpus, khz, disk::EJECT_PORT, devices as u32)
 }
 
 /// The driver.

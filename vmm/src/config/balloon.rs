@@ -17,7 +17,7 @@ option_family! {
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
         /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Place the device behind the virtual IOMMU.

@@ -88,7 +88,7 @@ option_family! {
         /// Limits on bandwidth and operations.
         rate_limiter_config: Option<RateLimiterConfig> = None, "" as RateLimiterKeys;
         /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.

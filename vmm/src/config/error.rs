@@ -139,9 +139,11 @@ pub enum ConfigError {
         /// Option family of the device.
         family: &'static str,
     },
-    /// Two devices have the same PCI device number.
-    #[error("pci_device_id {slot} is used twice")]
+    /// Two devices of a PCI segment have the same device number.
+    #[error("pci_device_id {slot} is used twice in PCI segment {segment}")]
     DuplicateSlot {
+        /// PCI segment.
+        segment: u16,
         /// PCI device number.
         slot: u8,
     },

@@ -25,7 +25,7 @@ option_family! {
         /// Descriptors of each queue, a power of two.
         queue_size: u16 = 1024, "queue_size" as One<Int>, range(2, 32768);
         /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.

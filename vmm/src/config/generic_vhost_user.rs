@@ -23,7 +23,7 @@ option_family! {
         /// Descriptors of each queue, powers of two.
         queue_sizes: Vec<u16> = Vec::new(), "queue_sizes" as One<IntList>, required();
         /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.

@@ -214,7 +214,7 @@ mod tests {
         let error = vsock(4).add_to(&config).unwrap_err();
         assert_eq!(error, ConfigError::SecondVsock { id: id.to_owned() });
         let error = disk(serde_json::json!({"path": "/c", "pci_device_id": 9})).add_to(&config);
-        assert_eq!(error.unwrap_err(), ConfigError::DuplicateSlot { slot: 9 });
+        assert_eq!(error.unwrap_err(), ConfigError::DuplicateSlot { segment: 0, slot: 9 });
         let mut settled = config.clone();
         settled.set_pci_device_id(id, 12);
         assert_eq!(settled.vsock.unwrap().pci_device_id, Some(12));
@@ -244,7 +244,9 @@ mod tests {
             assert_eq!(config.ids_not_in(&before), [id.as_str()]);
             let mut settled = config.clone();
             settled.set_pci_device_id(&id, 12);
-            assert!(settled.pci_device_ids().contains(&(&Some(id.clone()), Some(12))));
+            let places = settled.pci_places();
+            let place = places.iter().find(|place| *place.id == Some(id.clone())).unwrap();
+            assert_eq!((place.segment, place.number), (0, Some(12)));
             assert_eq!(config.without(&id).unwrap(), before);
         }
     }
@@ -258,7 +260,7 @@ mod tests {
         let error = refused(disk(serde_json::json!({"path": "/c", "id": "data"})));
         assert_eq!(error, ConfigError::DuplicateId { id: "data".into() });
         let error = refused(disk(serde_json::json!({"path": "/c", "pci_device_id": 9})));
-        assert_eq!(error, ConfigError::DuplicateSlot { slot: 9 });
+        assert_eq!(error, ConfigError::DuplicateSlot { segment: 0, slot: 9 });
         let error = refused(host(serde_json::json!({"path": "/sys/d"})));
         assert_eq!(error, ConfigError::DuplicatePath { path: "/sys/d".into() });
         assert!(matches!(refused(host(serde_json::json!({}))), ConfigError::Device { .. }));

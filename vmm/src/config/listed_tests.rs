@@ -19,7 +19,9 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
     let one = || Some(text.to_owned());
     let many = || vec![text.to_owned()];
     let vm = |change: &dyn Fn(&mut VmParams)| {
-        let mut params = VmParams { kernel: Some("/k".into()), ..VmParams::default() };
+        // As many segments as the number that is tried for one needs.
+        let platform = Some("num_pci_segments=4".to_owned());
+        let mut params = VmParams { kernel: Some("/k".into()), platform, ..VmParams::default() };
         change(&mut params);
         params.into_config().map(drop).map_err(|error| told(&error))
     };
@@ -32,6 +34,7 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
         }),
         "balloon" => vm(&|p| p.balloon = one()),
         "platform" => vm(&|p| p.platform = one()),
+        "pci-segment" => vm(&|p| p.pci_segments = many()),
         "disk" => vm(&|p| p.disks = many()),
         "net" => vm(&|p| {
             p.memory = Some("size=512M,shared=on".to_owned());

@@ -41,6 +41,7 @@ pub mod rate_limiter;
 pub mod reference;
 pub mod resize;
 pub mod rng;
+pub mod segments;
 pub mod tpm;
 pub mod unsupported;
 pub mod value;
@@ -124,6 +125,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "serial" => check::<SerialConfig>(text),
         "debug-console" => check::<DebugConsoleConfig>(text),
         "numa" => check::<numa::NumaConfig>(text),
+        "pci-segment" => check::<platform::PciSegmentConfig>(text),
         "device" => check::<DeviceConfig>(text),
         "tpm" => check::<tpm::TpmConfig>(text),
         "vsock" => check::<VsockConfig>(text),

@@ -62,7 +62,7 @@ option_family! {
         /// Open tap descriptors, one for each queue pair.
         fds: Option<ConfigFds> = None, "fd" as Opt<Fds>;
         /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>, unsupported();
+        pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Limits on bandwidth and operations.

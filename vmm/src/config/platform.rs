@@ -17,9 +17,9 @@ option_family! {
     PciSegmentConfig "pci-segment" {
         /// Number of the segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>, required_json();
-        /// Share of the 32-bit MMIO space.
+        /// Share of the addresses for 32-bit BARs, as a weight of at least 1.
         mmio32_aperture_weight: u32 = 1, "mmio32_aperture_weight" as One<Int>;
-        /// Share of the 64-bit MMIO space.
+        /// Share of the addresses for 64-bit BARs, as a weight of at least 1.
         mmio64_aperture_weight: u32 = 1, "mmio64_aperture_weight" as One<Int>;
     }
 }
@@ -27,8 +27,8 @@ option_family! {
 option_family! {
     /// Options of the machine as a whole.
     PlatformConfig "platform" {
-        /// Number of PCI segments.
-        num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>, unsupported();
+        /// Number of PCI segments, 1 to 96.
+        num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>;
         /// PCI segments behind the virtual IOMMU.
         iommu_segments: Option<Vec<u16>> = None, "iommu_segments" as Opt<IntList>, unsupported();
         /// Address bits of the virtual IOMMU.
@@ -85,6 +85,7 @@ impl PlatformConfig {
     /// # Errors
     /// The first violated rule.
     pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_segments()?;
         let refuse = |problem: String| {
             Err(ConfigError::Device { what: "platform", id: String::new(), problem })
         };

@@ -51,7 +51,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 5] = ["pci-segment", "user-device", "vdpa", "pmem", "rtc"];
+pub const UNSUPPORTED_FAMILIES: [&str; 4] = ["user-device", "vdpa", "pmem", "rtc"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

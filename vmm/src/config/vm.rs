@@ -96,7 +96,10 @@ option_family! {
         /// Device through which the guest reports a panic.
         pvpanic: bool = false, "" as JsonOnly;
         /// PCI segments.
-        pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly, unsupported();
+        pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly;
+        /// Address bits by which the windows of several PCI segments were shared out at boot: another host may have more,
+        /// and the guest has placed BARs. Kept by the VMM.
+        pci_address_bits: Option<u8> = None, "" as JsonOnly, hidden();
         /// Device numbers that devices had requested which were removed since. The watchdog, the panic device and memory
         /// devices were placed around them, and are found there again. Kept by the VMM.
         removed_device_numbers: Option<Vec<u8>> = None, "" as JsonOnly, hidden();
@@ -196,6 +199,7 @@ impl VmConfig {
         if let Some(platform) = &self.platform {
             platform.validate()?;
         }
+        self.pci_segments.iter().flatten().try_for_each(PciSegmentConfig::validate)?;
         self.landlock_rules.iter().flatten().try_for_each(LandlockConfig::validate)
     }
 
@@ -339,41 +343,6 @@ impl VmConfig {
             .chain(fs)
             .map(|(what, id)| (what, id.as_deref().unwrap_or_default()))
             .collect()
-    }
-
-    /// Ids of the devices that have a place on the PCI bus, with the device numbers that are configured.
-    pub fn pci_device_ids(&self) -> Vec<(&Option<String>, Option<u8>)> {
-        let disks = self.disks.iter().flatten().map(|disk| (&disk.id, disk.pci_device_id));
-        let nets = self.net.iter().flatten().map(|net| (&net.id, net.pci_device_id));
-        let fs = self.fs.iter().flatten().map(|fs| (&fs.id, fs.pci_device_id));
-        let generic = self.generic_vhost_user.iter().flatten();
-        let fs = fs.chain(generic.map(|device| (&device.id, device.pci_device_id)));
-        let devices = self.devices.iter().flatten();
-        let devices = devices.map(|device| (&device.id, device.pci_device_id));
-        let balloon = self.balloon.iter().map(|balloon| (&balloon.id, balloon.pci_device_id));
-        let vsock = self.vsock.iter().map(|vsock| (&vsock.id, vsock.pci_device_id));
-        let others = [
-            (&self.console.id, self.console.pci_device_id),
-            (&self.rng.id, self.rng.pci_device_id),
-        ];
-        disks
-            .chain(nets)
-            .chain(fs)
-            .chain(devices)
-            .chain(others)
-            .chain(balloon)
-            .chain(vsock)
-            .collect()
-    }
-
-    fn check_slots(&self) -> Result<(), ConfigError> {
-        let mut slots = BTreeSet::new();
-        for slot in self.pci_device_ids().into_iter().filter_map(|(_, slot)| slot) {
-            if !slots.insert(slot) {
-                return Err(ConfigError::DuplicateSlot { slot });
-            }
-        }
-        Ok(())
     }
 }
 

@@ -8,14 +8,14 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs, IntxRoute};
+use arch::acpi::{self, AcpiError, AcpiInputs, PciSegment};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
-use arch::layout::{self, GpaRange, HighHole};
+use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
 use hypervisor::{BootRegisters, KvmError, Vcpu, VcpuInit};
 use memory::{GuestMemory, GuestRam};
-use pci::{Bdf, MmioRange, MmioWindows};
+use pci::Bdf;
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
@@ -75,9 +75,6 @@ pub enum MachineBootError {
     /// KVM does not return the registers of a vCPU.
     #[error("cannot read the registers of the boot vCPU")]
     Registers(#[source] KvmError),
-    /// RAM leaves no space for the BARs of devices.
-    #[error("guest memory leaves no address space for PCI devices; raise max_phys_bits")]
-    NoDeviceWindow,
 }
 
 /// The configured vCPU topology.
@@ -109,29 +106,6 @@ pub fn vm_cpuid(
         ..CpuidConfig::new(topology)
     };
     cpuid::common_cpuid(host, &options)
-}
-
-/// The address windows for the BARs of PCI devices.
-///
-/// # Errors
-/// RAM leaves no space for them.
-pub fn device_windows(
-    ram: &GuestRam,
-    phys_bits: u8,
-    hole: HighHole,
-) -> Result<MmioWindows, MachineBootError> {
-    let ram_end =
-        ram.regions().iter().map(|region| region.gpa() + region.len_bytes()).max().unwrap_or(0);
-    let high =
-        layout::mmio64_window(ram_end, phys_bits, hole).ok_or(MachineBootError::NoDeviceWindow)?;
-    Ok(MmioWindows {
-        below_4g: MmioRange { start_gpa: layout::MMIO32_GPA, len_bytes: layout::MMIO32_BYTES },
-        above_4g: MmioRange { start_gpa: high.gpa, len_bytes: high.len_bytes },
-    })
-}
-
-fn range(range: MmioRange) -> GpaRange {
-    GpaRange { gpa: range.start_gpa, len_bytes: range.len_bytes }
 }
 
 fn open(what: &'static str, path: &Path) -> Result<File, MachineBootError> {
@@ -210,10 +184,8 @@ pub struct LoadInput<'a> {
     pub config: &'a VmConfig,
     /// The topology of the vCPUs.
     pub topology: &'a CpuTopology,
-    /// Addresses for the BARs of devices.
-    pub windows: MmioWindows,
-    /// Interrupt pins of devices.
-    pub intx: &'a [IntxRoute],
+    /// The PCI segments, with the interrupt pins of devices.
+    pub segments: Vec<PciSegment>,
     /// Tells where a passed-through device is, by its id.
     pub place: &'a dyn Fn(&str) -> Option<Bdf>,
     /// Whether there is a serial port.
@@ -224,26 +196,16 @@ pub struct LoadInput<'a> {
 ///
 /// # Errors
 /// Names the file or table.
-pub fn load(input: &LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
-    let LoadInput { ram, config, topology, windows, intx, place, has_serial } = *input;
+pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
+    let LoadInput { ram, config, topology, segments, place, has_serial } = input;
     let payload = Payload::of(&config.payload)?;
     let mut kernel = open(payload.what, payload.path)?;
     let mut initramfs = match payload.initramfs {
         Some(path) => Some(open("initramfs", path)?),
         None => None,
     };
-    let segment = acpi::PciSegment {
-        id: 0,
-        ecam_gpa: layout::ECAM_GPA,
-        first_bus: 0,
-        last_bus: 0,
-        io_ports: Some((layout::PCI_IO_PORT, layout::PCI_IO_LAST_PORT)),
-        mmio32: Some(range(windows.below_4g)),
-        mmio64: Some(range(windows.above_4g)),
-        intx: intx.to_vec(),
-    };
     let apic_ids = (0..config.cpus.max_vcpus).map(|index| topology.apic_id(index));
-    let mut inputs = AcpiInputs::new(apic_ids, vec![segment]);
+    let mut inputs = AcpiInputs::new(apic_ids, segments);
     for (index, cpu) in (0_u32..).zip(&mut inputs.cpus) {
         cpu.enabled = index < config.cpus.boot_vcpus;
     }

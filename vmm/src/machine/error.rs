@@ -11,7 +11,7 @@ use devices::bus::BusError;
 use devices::tpm::TpmError;
 use devices::virtio::StateError;
 use hypervisor::{AmxError, IrqchipStateError, KvmError, ThreadsError, VcpuStateError};
-use pci::{PciError, PciStateError};
+use pci::PciStateError;
 use thiserror::Error;
 
 use super::boot::MachineBootError;
@@ -23,6 +23,7 @@ use super::generation::GenerationError;
 use super::legacy::{LegacyError, LegacyStateError};
 use super::passthrough::PassthroughError;
 use super::ram::MachineRamError;
+use super::segments::SegmentsError;
 use super::state::MACHINE_STATE_VERSION;
 use super::vhost_users::NotMovable;
 use super::virtio::{HotAddError, VirtioError};
@@ -117,9 +118,9 @@ pub enum MachineError {
     /// A passed-through device has failed.
     #[error(transparent)]
     Passthrough(#[from] PassthroughError),
-    /// A function cannot be placed on the PCI bus.
+    /// The PCI segments cannot be made.
     #[error("cannot make the PCI bus")]
-    Pci(#[from] PciError),
+    Segments(#[from] SegmentsError),
     /// A range of ports or addresses is taken.
     #[error("cannot place the PCI configuration space")]
     Bus(#[from] BusError),

@@ -8,18 +8,19 @@
 //! the machine comes to it ([`Machine::take_ejected`]), here or, if the guest has moved meanwhile,
 //! where it runs then.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use arch::layout;
 use devices::Snapshot as _;
 use devices::legacy::{PCI_HOTPLUG_LEN_BYTES, PciHotplug};
 use devices::virtio::{DeviceSnapshot, StateError};
-use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciSegment};
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
 use super::opening::{self, Opened};
 use super::passthrough::PassthroughError;
+use super::segments::Segments;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
 use super::{CancelToken, Machine, MachineError};
@@ -43,6 +44,7 @@ pub enum RemoveError {
 /// The hot-plug registers of the PCI slots.
 pub struct Hotplug {
     registers: Arc<PciHotplug>,
+    last_segment: u16,
 }
 
 /// The device numbers whose bits are set in a register.
@@ -58,19 +60,22 @@ impl Hotplug {
     /// The addresses are taken.
     pub fn wire(
         space: &AddressSpace,
-        segment: &Arc<PciSegment>,
+        segments: &Segments,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
-        let segment = Arc::downgrade(segment);
-        let registers = Arc::new(PciHotplug::new(Box::new(move |bits| {
-            if let Some(segment) = segment.upgrade() {
+        let last_segment = segments.last();
+        let segments: Vec<_> = segments.iter().map(Arc::downgrade).collect();
+        let on_eject = Box::new(move |segment: u16, bits| {
+            let segment = segments.get(usize::from(segment)).and_then(Weak::upgrade);
+            if let Some(segment) = segment {
                 numbers(bits).for_each(|number| segment.hide(number));
             }
             sink(GuestEvent::Ejected);
-        })));
+        });
+        let registers = Arc::new(PciHotplug::new(last_segment, on_eject));
         let port = layout::PCI_HOTPLUG_PORT;
         space.insert_ports(port, PCI_HOTPLUG_LEN_BYTES, "PCI hotplug", registers.clone())?;
-        Ok(Self { registers })
+        Ok(Self { registers, last_segment })
     }
 
     /// Saves the registers.
@@ -86,9 +91,20 @@ impl Hotplug {
         self.registers.restore(state)
     }
 
-    /// Bits of the devices to be removed: the guest was asked to eject them, or has ejected them already.
-    fn going(&self) -> u32 {
-        self.registers.leaving() | self.registers.ejected()
+    /// Whether a device is to be removed: the guest was asked to eject it, or has ejected it already.
+    fn is_going(&self, bdf: Bdf) -> bool {
+        let (registers, segment) = (&self.registers, bdf.segment());
+        let going = registers.leaving(segment) | registers.ejected(segment);
+        numbers(going).any(|number| number.get() == bdf.device())
+    }
+
+    /// The devices that the guest has ejected.
+    fn ejected(&self) -> Vec<Bdf> {
+        let of = |segment| {
+            let numbers = numbers(self.registers.ejected(segment));
+            numbers.map(move |number| Bdf::on_root_bus(segment, number))
+        };
+        (0..=self.last_segment).flat_map(of).collect()
     }
 }
 
@@ -107,7 +123,7 @@ impl Machine {
         let groups = &self.parts.devices.rate_groups;
         let (opened, config) = opening::open(device, config, &self.parts.ram, groups, cancel)?;
         let context = PciContext {
-            segment: &self.parts.segment,
+            segments: &self.parts.segments,
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
@@ -133,10 +149,10 @@ impl Machine {
                 .devices
                 .add_disk(&disk, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
-            Opened::VhostUser(made, requested) => self
+            Opened::VhostUser(made, place) => self
                 .parts
                 .devices
-                .add_vhost_user(*made, requested, &context, self.paused)
+                .add_vhost_user(*made, place, &context, self.paused)
                 .map_err(HotAddError::from)?,
             Opened::Net(net, made) => self
                 .parts
@@ -165,7 +181,7 @@ impl Machine {
 
     /// Notifies the guest of a device that has come.
     fn announce(&self, bdf: Bdf, id: &str) {
-        self.parts.hotplug.registers.add(bdf.device());
+        self.parts.hotplug.registers.add(bdf.segment(), bdf.device());
         self.parts.legacy.notify_pci_changed();
         log::info!("'{id}' was added at {bdf}");
         events::emit("vm", "device-added", &[("id", id), ("bdf", &bdf.to_string())]);
@@ -173,7 +189,7 @@ impl Machine {
 
     /// Notifies the guest of the withheld devices for which memory is mapped.
     fn announce_ready(&mut self) {
-        for (bdf, id) in self.parts.passthrough.show_ready(&self.parts.segment) {
+        for (bdf, id) in self.parts.passthrough.show_ready(&self.parts.segments) {
             self.announce(bdf, &id);
         }
     }
@@ -213,16 +229,20 @@ impl Machine {
         }
     }
 
-    /// Notes that a device is gone whose number was requested, if devices were placed around it.
-    fn keep_free(&mut self, number: u8) {
+    /// Notes that a device is gone whose number was requested, if devices were placed around it, which are in
+    /// segment 0.
+    fn keep_free(&mut self, bdf: Bdf) {
+        let number = bdf.device();
         let mems = self.parts.devices.mems();
         let is_placed_down = |id: &str| {
             id == WATCHDOG_ID || id == PVPANIC_ID || mems.iter().any(|(other, _)| other == id)
         };
         let functions = self.functions().into_iter();
-        let mut below = functions.filter(|other| other.bdf.device() < number);
+        let mut below =
+            functions.filter(|other| other.bdf.segment() == 0 && other.bdf.device() < number);
         let is_above = below.any(|other| is_placed_down(&other.id));
-        if is_above && self.parts.devices.taken_numbers().contains(&number) {
+        let was_taken = bdf.segment() == 0 && self.parts.devices.taken_numbers().contains(number);
+        if is_above && was_taken {
             let numbers = self.config.removed_device_numbers.get_or_insert_default();
             if !numbers.contains(&number) {
                 numbers.push(number);
@@ -244,7 +264,7 @@ impl Machine {
             events::emit("vm", "device-removing", &[("id", id)]);
             return Ok(());
         }
-        self.parts.hotplug.registers.request_unplug(function.bdf.device());
+        self.parts.hotplug.registers.request_unplug(function.bdf.segment(), function.bdf.device());
         // Not waited for: it shortens the write-back after the ejection.
         drop(self.write_back_early(id));
         self.parts.legacy.notify_pci_changed();
@@ -261,21 +281,18 @@ impl Machine {
         for bdf in &refused {
             log::warn!("the device at {bdf} is removed; the guest has not seen it");
         }
-        let refused = refused.iter().filter_map(|bdf| DeviceNumber::new(bdf.device()).ok());
-        let refused: Vec<_> = refused.collect();
-        for number in numbers(self.parts.hotplug.registers.ejected()).chain(refused) {
-            let bdf = Bdf::on_root_bus(self.parts.segment.segment(), number);
-            let id = self.parts.passthrough.remove(bdf, &self.parts.segment);
+        for bdf in self.parts.hotplug.ejected().into_iter().chain(refused) {
+            let id = self.parts.passthrough.remove(bdf, &self.parts.segments);
             if id.is_some() {
                 self.discard_what_devices_had();
             }
-            let id = id.or_else(|| self.parts.devices.remove(bdf, &self.parts.segment));
-            self.parts.hotplug.registers.gone(number.get());
+            let id = id.or_else(|| self.parts.devices.remove(bdf, &self.parts.segments));
+            self.parts.hotplug.registers.gone(bdf.segment(), bdf.device());
             let Some(id) = id else { continue };
             self.record_device_numbers();
             if let Some(config) = self.config.without(&id) {
                 self.config = config;
-                self.keep_free(number.get());
+                self.keep_free(bdf);
             }
             log::info!("'{id}' was removed");
             events::emit("vm", "device-removed", &[("id", &id)]);
@@ -296,11 +313,10 @@ impl Machine {
 
     /// The configuration for the time after the guest has ended: without the devices and vCPUs to be removed.
     pub fn lasting_config(&self) -> VmConfig {
-        let going = self.parts.hotplug.going();
         let functions = self.functions();
         let leaving = functions.iter().filter(|function| {
             let is_withdrawn = self.parts.passthrough.is_withdrawn(function.bdf);
-            is_withdrawn || going & 1 << function.bdf.device() != 0
+            is_withdrawn || self.parts.hotplug.is_going(function.bdf)
         });
         let config = self.with_lasting_vcpus(self.config.clone());
         leaving.fold(config, |config, function| config.without(&function.id).unwrap_or(config))

@@ -121,6 +121,11 @@ impl Machine {
         bars.any(|bar| bar.kind == BarKind::Memory32)
     }
 
+    /// Whether there are several PCI segments, which need a newer version of the machine state.
+    pub fn has_segments(&self) -> bool {
+        self.parts.segments.last() > 0
+    }
+
     /// Whether a passed-through device is shown as an integrated endpoint, which needs a newer version of
     /// the machine state.
     pub fn has_integrated_endpoints(&self) -> bool {

@@ -24,7 +24,8 @@
 //! | `affinity` | host CPUs of vCPU threads |
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
-//! | `virtio` | virtio devices on the PCI bus |
+//! | `segments` | PCI segments and their device windows |
+//! | `virtio`, `place` | virtio devices on the PCI bus, and where on it |
 //! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
@@ -64,10 +65,12 @@ mod panics;
 mod parts;
 mod passthrough;
 mod pausing;
+mod place;
 mod prefault;
 mod prezeroed;
 mod ram;
 mod saving;
+mod segments;
 mod space;
 mod stage2;
 mod state;
@@ -109,7 +112,7 @@ pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use ram::MachineRamError;
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
-    NARROW_BARS_VERSION, PciFunctionState, StateJsonError,
+    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
 };
 pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
@@ -209,6 +212,7 @@ impl Machine {
         disks::detect_formats(&mut config).map_err(VirtioError::from)?;
         passthrough::choose_high_hole(&mut config);
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        segments::keep_address_bits(&mut config, bits);
         let locked = std::mem::take(&mut kept.files);
         let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
         let (ram, slot) = if let Some(ram) = before {
@@ -225,12 +229,11 @@ impl Machine {
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         let vcpus = parts.create_vcpus(&config)?;
-        let entry = boot::load(&boot::LoadInput {
+        let entry = boot::load(boot::LoadInput {
             ram: &parts.ram,
             config: &config,
             topology: &parts.topology,
-            windows: parts.windows,
-            intx: &passthrough::routes(),
+            segments: parts.segments.described(&passthrough::routes()),
             place: &|id| parts.passthrough.address_of(id),
             has_serial: consoles.serial.is_some(),
         })?;
@@ -266,7 +269,7 @@ impl Machine {
     /// has run: [`Machine::end`] must be called.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
         let context = PciContext {
-            segment: &self.parts.segment,
+            segments: &self.parts.segments,
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
@@ -276,7 +279,7 @@ impl Machine {
             self.parts.devices.discarding_devices(),
             cancel,
         )?;
-        Ok(self.parts.devices.place_later(&self.parts.segment)?)
+        Ok(self.parts.devices.place_later(&self.parts.segments)?)
     }
 
     /// Ends the guest: on return its disks are written back and their locks are released. Passed-through
@@ -286,8 +289,8 @@ impl Machine {
             return;
         }
         // A vCPU may be waiting for a device, or for memory to be mapped for one.
-        self.parts.passthrough.release_numbers(&self.parts.segment);
-        self.parts.devices.release_numbers(&self.parts.segment);
+        self.parts.passthrough.release_numbers(&self.parts.segments);
+        self.parts.devices.release_numbers(&self.parts.segments);
         self.parts.passthrough.cancel();
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end cleanly: {error}");

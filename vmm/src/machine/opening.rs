@@ -20,6 +20,7 @@ use super::exclusive::ExclusiveError;
 use super::limits::RateGroups;
 use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
+use super::place::Place;
 use super::vhost_users;
 use super::virtio::{HotAddError, VirtioError};
 use super::vsocks::{self, VsockHandle};
@@ -34,8 +35,8 @@ pub enum Opened {
     Disk(DiskConfig, (Block, DiskLock)),
     /// A network device, whose tap is open.
     Net(NetConfig, (Net, NetHandle)),
-    /// A device whose back end is connected, and its device number.
-    VhostUser(Box<VhostUser>, Option<u8>),
+    /// A device whose back end is connected, and where it is to be.
+    VhostUser(Box<VhostUser>, Place),
     /// A vsock device, whose socket listens.
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
@@ -93,7 +94,7 @@ fn open_now(
         NewDevice::Host(device) => Opened::Host(device),
         NewDevice::Disk(disk) if disk.vhost_user => {
             let made = vhost_users::make_disk(&disk, ram).map_err(VirtioError::from)?;
-            Opened::VhostUser(Box::new(made), disk.pci_device_id)
+            Opened::VhostUser(Box::new(made), Place::new(disk.pci_segment, disk.pci_device_id))
         }
         NewDevice::Disk(disk) => {
             disks::detect_formats(&mut config).map_err(VirtioError::from)?;
@@ -106,7 +107,7 @@ fn open_now(
         }
         NewDevice::Net(net) if net.vhost_user => {
             let made = vhost_users::make_net(&net, ram).map_err(VirtioError::from)?;
-            Opened::VhostUser(Box::new(made), net.pci_device_id)
+            Opened::VhostUser(Box::new(made), Place::new(net.pci_segment, net.pci_device_id))
         }
         NewDevice::Net(net) => {
             let made = nets::make(&net).map_err(VirtioError::from)?;
@@ -116,11 +117,11 @@ fn open_now(
         }
         NewDevice::Fs(fs) => {
             let made = vhost_users::make_fs(&fs, ram).map_err(VirtioError::from)?;
-            Opened::VhostUser(Box::new(made), fs.pci_device_id)
+            Opened::VhostUser(Box::new(made), Place::new(fs.pci_segment, fs.pci_device_id))
         }
         NewDevice::GenericVhostUser(device) => {
             let made = vhost_users::make_generic(&device, ram).map_err(VirtioError::from)?;
-            Opened::VhostUser(Box::new(made), device.pci_device_id)
+            Opened::VhostUser(Box::new(made), Place::new(device.pci_segment, device.pci_device_id))
         }
         NewDevice::Vsock(vsock) => {
             let made = vsocks::make(&vsock);

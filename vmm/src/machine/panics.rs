@@ -4,13 +4,13 @@
 //!
 //! Owns its device number and the limit on the events that a guest can cause with it.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use devices::LogLimit;
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PanicDevice, PciDevice, PciSegment};
 
 use super::events::{EventSink, GuestEvent};
+use super::place::TakenNumbers;
 use super::virtio::VirtioError;
 use crate::config::VmConfig;
 use crate::config::vm::PVPANIC_ID;
@@ -26,7 +26,7 @@ pub type PanicFunction = (Bdf, Arc<PanicDevice>);
 pub fn wire(
     config: &VmConfig,
     segment: &PciSegment,
-    taken: &BTreeSet<u8>,
+    taken: &TakenNumbers,
     sink: EventSink,
 ) -> Result<Option<PanicFunction>, VirtioError> {
     if !config.pvpanic {
@@ -43,10 +43,10 @@ pub fn wire(
     let device = device.map_err(|source| VirtioError::Layout { id: id(), source })?;
     let device = Arc::new(device);
     // The highest free number: devices that are added later take the lowest, so it is the same on a destination.
-    let mut numbers = (1..DEVICES_PER_BUS_COUNT).rev().filter(|number| !taken.contains(number));
+    let mut numbers = (1..DEVICES_PER_BUS_COUNT).rev().filter(|number| !taken.contains(*number));
     let number = numbers.next().and_then(|number| DeviceNumber::new(number).ok());
     let function: Arc<dyn PciDevice> = device.clone();
     let added = segment.add_device(&function, number);
-    let bdf = added.map_err(|source| VirtioError::Bus { id: id(), source })?;
+    let bdf = added.map_err(|source| VirtioError::Bus { id: id(), source: source.into() })?;
     Ok(Some((bdf, device)))
 }

@@ -12,7 +12,7 @@ use devices::virtio::ActivationThread;
 use hypervisor::{Vcpu, Vm};
 use kvm_bindings::CpuId;
 use memory::GuestRam;
-use pci::{ECAM_SEGMENT_LEN_BYTES, MmioWindows, PciConfigIo, PciEcam, PciSegment};
+use pci::PciConfigIo;
 
 use super::consoles::Consoles;
 use super::cpu_hotplug::CpuHotplug;
@@ -24,6 +24,7 @@ use super::hotplug::Hotplug;
 use super::legacy::LegacyDevices;
 use super::panics::PanicFunction;
 use super::passthrough::{OpenInput, Passthrough};
+use super::segments::Segments;
 use super::space::AddressSpace;
 use super::tpms::TpmDevice;
 use super::virtio::{PciContext, VirtioDevices};
@@ -41,7 +42,7 @@ pub(super) struct MachineParts {
     pub(super) tpm: TpmDevice,
     pub(super) hotplug: Hotplug,
     pub(super) cpu_hotplug: CpuHotplug,
-    pub(super) segment: Arc<PciSegment>,
+    pub(super) segments: Segments,
     pub(super) config_ports: Arc<PciConfigIo>,
     pub(super) space: Arc<AddressSpace>,
     pub(super) power: Arc<Power>,
@@ -49,7 +50,6 @@ pub(super) struct MachineParts {
     pub(super) ram: Arc<GuestRam>,
     pub(super) activation: Arc<ActivationThread>,
     pub(super) topology: CpuTopology,
-    pub(super) windows: MmioWindows,
 }
 
 /// What exists before any device of a machine.
@@ -86,34 +86,27 @@ impl MachineParts {
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
         let tpm = TpmDevice::wire(config, &space)?;
-
-        let windows = boot::device_windows(&ram, bits, config.memory.hole())?;
-        let segment = space.new_segment(windows)?;
-        space.insert_memory(
-            layout::ECAM_GPA,
-            ECAM_SEGMENT_LEN_BYTES,
-            "PCI ECAM",
-            Arc::new(PciEcam::new(&segment)),
-        )?;
-        let config_ports = Arc::new(PciConfigIo::new(&segment));
+        let segments = Segments::make(config, &ram, bits, &space)?;
+        let config_ports = Arc::new(PciConfigIo::new(segments.first()));
         space.insert_ports(
             layout::PCI_CONFIG_PORT,
             u64::from(layout::PCI_CONFIG_PORT_COUNT),
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let hotplug = Hotplug::wire(&space, &segment, Arc::clone(&sink))?;
+        let hotplug = Hotplug::wire(&space, &segments, Arc::clone(&sink))?;
         let vcpus = config.cpus.boot_vcpus;
         let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
-        let pci = PciContext { segment: &segment, vm: &vm, ram: &ram, activation: &activation };
+        let pci = PciContext { segments: &segments, vm: &vm, ram: &ram, activation: &activation };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
-        let panics = panics::wire(config, &segment, devices.taken_numbers(), Arc::clone(&sink))?;
+        let panics =
+            panics::wire(config, segments.first(), devices.taken_numbers(), Arc::clone(&sink))?;
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
         if !passthrough.is_opening() {
-            devices.place_later(&segment)?;
+            devices.place_later(&segments)?;
         }
         let topology = boot::topology(&config.cpus)?;
         Ok(Self {
@@ -124,7 +117,7 @@ impl MachineParts {
             tpm,
             hotplug,
             cpu_hotplug,
-            segment,
+            segments,
             config_ports,
             space,
             power,
@@ -132,7 +125,6 @@ impl MachineParts {
             ram,
             activation,
             topology,
-            windows,
         })
     }
 

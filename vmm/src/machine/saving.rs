@@ -100,7 +100,7 @@ impl Machine {
             }
             function.restore(&saved.state)?;
         }
-        self.parts.segment.refresh_mappings();
+        self.parts.segments.iter().for_each(|segment| segment.refresh_mappings());
         if let Some(state) = &state.pci_hotplug {
             self.parts.hotplug.restore(state)?;
         }

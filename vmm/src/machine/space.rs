@@ -62,21 +62,21 @@ impl AddressSpace {
         let _ = self.missing.set(pages);
     }
 
-    /// A PCI segment whose memory BARs are in `windows`, and whose I/O BARs are among the ports.
+    /// A PCI segment whose memory BARs are in `windows`; I/O BARs of segment 0 are among the ports.
     ///
     /// # Errors
     /// A window is invalid.
     pub fn new_segment(
         self: &Arc<Self>,
+        segment: u16,
         windows: MmioWindows,
     ) -> Result<Arc<PciSegment>, PciError> {
-        let options = PciSegmentOptions { segment: 0, windows };
-        let ports = PortWindow {
+        let ports = (segment == 0).then(|| PortWindow {
             first: layout::PCI_IO_PORT,
             last: layout::PCI_IO_LAST_PORT,
             mapper: Arc::new(Ports(Arc::clone(self))),
-        };
-        PciSegment::with_ports(options, self.clone(), Some(ports))
+        });
+        PciSegment::with_ports(PciSegmentOptions { segment, windows }, self.clone(), ports)
     }
 
     /// When the guest first accessed MMIO.

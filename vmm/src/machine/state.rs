@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use devices::legacy::{CMOS_CLOCK_VERSION, Cmos};
+use devices::legacy::{CMOS_CLOCK_VERSION, Cmos, PCI_HOTPLUG_SEGMENTS_VERSION};
 use devices::virtio::DeviceSnapshot;
 use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuState};
 use pci::{NARROW_BAR_VERSION, PciDeviceState, VIRTIO_PCI_KIND};
@@ -26,7 +26,11 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 3 | version 2 of virtio devices, which have a 32-bit BAR |
 /// | 4 | version 2 of the CMOS, which has a clock that the guest has set; version 2 of passed-through devices, which are integrated endpoints |
 /// | 5 | `cpu_hotplug`: vCPUs that the guest has yet to notice or to eject |
-pub const MACHINE_STATE_VERSION: u32 = 5;
+/// | 6 | version 2 of `pci_hotplug`, which is of several PCI segments |
+pub const MACHINE_STATE_VERSION: u32 = 6;
+
+/// First version with several PCI segments.
+pub const PCI_SEGMENTS_VERSION: u32 = 6;
 
 /// First version with virtio devices that have 32-bit BARs.
 pub const NARROW_BARS_VERSION: u32 = 3;
@@ -220,7 +224,10 @@ impl MachineState {
             state.kind == VFIO_PCI_KIND && state.version >= INTEGRATED_ENDPOINT_VERSION
         };
         let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
-        if self.cpu_hotplug.is_some() {
+        let has_segments = |slots: &DeviceSnapshot| slots.version >= PCI_HOTPLUG_SEGMENTS_VERSION;
+        if self.pci_hotplug.as_ref().is_some_and(has_segments) {
+            Some((PCI_SEGMENTS_VERSION, "several PCI segments"))
+        } else if self.cpu_hotplug.is_some() {
             Some((CPU_HOTPLUG_VERSION, "vCPUs that come or go"))
         } else if self.legacy.get(CMOS).is_some_and(has_clock) {
             Some((CMOS_CLOCK_STATE_VERSION, "a CMOS clock that the guest has set"))

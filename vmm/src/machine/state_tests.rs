@@ -242,6 +242,17 @@ fn vcpus_that_come_or_go_are_left_out_for_a_program_that_knows_none() {
 }
 
 #[test]
+fn a_guest_with_several_segments_goes_to_no_program_that_knows_one() {
+    let mut state = recorded("v1-generic");
+    state["pci_hotplug"]["version"] = json!(2);
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("version 1 and several PCI segments"), "{refused}");
+    state["version"] = json!(6);
+    assert!(read(&state).unwrap().for_reader(5).is_err());
+    assert_eq!(read(&state).unwrap().for_reader(6).unwrap().version, 6);
+}
+
+#[test]
 fn a_guest_with_integrated_endpoints_goes_to_no_program_that_knows_none() {
     let mut state = recorded("v1-generic");
     let function = &mut state["pci"]["_disk0"]["state"];

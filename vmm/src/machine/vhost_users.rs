@@ -16,7 +16,8 @@ use pci::Bdf;
 use thiserror::Error;
 use vm_memory::GuestAddressSpace as _;
 
-use super::virtio::{BarPlacement, PciContext, VirtioDevices, VirtioError};
+use super::place::Place;
+use super::virtio::{PciContext, VirtioDevices, VirtioError};
 use crate::config::net::VhostMode;
 use crate::config::{DiskConfig, FsConfig, GenericVhostUserConfig, MacAddr, NetConfig, VmConfig};
 use crate::events;
@@ -158,11 +159,12 @@ impl VirtioDevices {
     ) -> Result<(), VirtioError> {
         for fs in config.fs.iter().flatten() {
             let made = make_fs(fs, context.ram)?;
-            self.plug_vhost_user(made, context, fs.pci_device_id, BarPlacement::Wide)?;
+            self.plug_vhost_user(made, context, Place::new(fs.pci_segment, fs.pci_device_id))?;
         }
         for device in config.generic_vhost_user.iter().flatten() {
             let made = make_generic(device, context.ram)?;
-            self.plug_vhost_user(made, context, device.pci_device_id, BarPlacement::Wide)?;
+            let place = Place::new(device.pci_segment, device.pci_device_id);
+            self.plug_vhost_user(made, context, place)?;
         }
         Ok(())
     }
@@ -175,11 +177,10 @@ impl VirtioDevices {
         &mut self,
         device: VhostUser,
         context: &PciContext<'_>,
-        requested: Option<u8>,
-        width: BarPlacement,
+        place: Place,
     ) -> Result<Bdf, VirtioError> {
         let (id, counters) = (device.id().to_owned(), device.counters());
-        let bdf = self.plug_with(context, &id, Box::new(device), requested, width)?;
+        let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), counters));
         self.vhost_users.push(id);
         Ok(bdf)
@@ -192,11 +193,11 @@ impl VirtioDevices {
     pub fn add_vhost_user(
         &mut self,
         made: VhostUser,
-        requested: Option<u8>,
+        place: Place,
         context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let bdf = self.plug_vhost_user(made, context, requested, BarPlacement::Wide)?;
+        let bdf = self.plug_vhost_user(made, context, place)?;
         self.pause_if_machine_is(is_paused);
         Ok(bdf)
     }

@@ -4,12 +4,8 @@
 //!
 //! Owns the devices in the order in which they were plugged, which is the order of their
 //! addresses, and the handles by which a running VM reaches them: locks, taps, counters.
-//!
-//! Disks of a VM that boots have 32-bit BARs, as cloud-hypervisor's have (`device_manager.rs` of v53):
-//! firmware drives them, and it has page tables for the first 4 GiB. All else has 64-bit ones, a disk
-//! that is added later, too.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
@@ -20,14 +16,10 @@ use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
 use devices::virtio::vsock::{Vsock, VsockSocket};
 use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
-use devices::virtio::{Activated, ActivationThread, Counters, VirtioDevice};
+use devices::virtio::{ActivationThread, Counters};
 use hypervisor::Vm;
-use hypervisor::irq::IoEvents;
 use memory::GuestRam;
-use pci::{
-    BarWidth, Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, PciSegment,
-    VirtioPciDevice, VirtioPciError,
-};
+use pci::{Bdf, BdfError, PciDevice as _, VirtioPciDevice, VirtioPciError};
 use thiserror::Error;
 
 use super::balloons;
@@ -39,6 +31,8 @@ use super::limits::RateGroups;
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
+use super::place::{Place, TakenNumbers};
+use super::segments::{PlaceError, Segments};
 use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
 use crate::config::vm::WATCHDOG_ID;
@@ -99,7 +93,7 @@ pub enum VirtioError {
         id: String,
         /// The cause.
         #[source]
-        source: PciError,
+        source: PlaceError,
     },
 }
 
@@ -117,7 +111,7 @@ pub enum HotAddError {
 /// The virtio devices of a machine.
 #[derive(Default)]
 pub struct VirtioDevices {
-    functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
+    pub(super) functions: Vec<(Bdf, Arc<VirtioPciDevice>)>,
     pub(super) locks: Vec<(String, DiskLock)>,
     pub(super) resizers: Vec<(String, DiskResizer)>,
     /// Disks with on_full=pause, which keep requests that wait for free space.
@@ -132,9 +126,8 @@ pub struct VirtioDevices {
     mems: Vec<(String, MemHandle)>,
     pub(super) counters: Vec<(String, Arc<dyn Counters>)>,
     /// Devices with reserved numbers, whose BARs are placed after those of passed-through devices.
-    unplaced: Vec<(DeviceNumber, Arc<VirtioPciDevice>)>,
-    /// Device numbers that options request, and those that are counted down from the highest.
-    taken: BTreeSet<u8>,
+    pub(super) unplaced: Vec<(Bdf, Arc<VirtioPciDevice>)>,
+    taken: TakenNumbers,
     /// Limits that disks share.
     pub(super) rate_groups: RateGroups,
     /// Receives the events of full disks.
@@ -143,8 +136,8 @@ pub struct VirtioDevices {
 
 /// What a PCI device is created with.
 pub struct PciContext<'a> {
-    /// The PCI segment.
-    pub segment: &'a Arc<PciSegment>,
+    /// The PCI segments.
+    pub segments: &'a Segments,
     /// The VM, for interrupts and ioeventfds.
     pub vm: &'a Vm,
     /// Guest memory.
@@ -169,36 +162,30 @@ impl VirtioDevices {
     ) -> Result<Self, VirtioError> {
         let rate_groups = RateGroups::new(config);
         let mut devices = Self { sink: Some(sink), rate_groups, ..Self::default() };
-        let width = disk_width(config);
-        let mut taken: BTreeSet<u8> =
-            config.removed_device_numbers.iter().flatten().copied().collect();
-        for (id, number) in requested_numbers(config) {
-            taken.insert(number.get());
-            context
-                .segment
-                .reserve(number, &id)
-                .map_err(|source| VirtioError::Bus { id, source })?;
-        }
+        let mut taken = TakenNumbers::reserve(config, context.segments)?;
         if let Some(endpoint) = &consoles.virtio {
             let id = config.console.id.clone().unwrap_or_default();
             let console =
                 Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
             devices.console = Some(console.resizer());
-            devices.plug(context, &id, Box::new(console), config.console.pci_device_id)?;
+            let place = Place::new(config.console.pci_segment, config.console.pci_device_id);
+            devices.plug(context, &id, Box::new(console), place)?;
         }
         for disk in config.disks.iter().flatten() {
+            let place = Place::of_boot_disk(config, disk.pci_segment, disk.pci_device_id);
             if disk.vhost_user {
                 let made = vhost_users::make_disk(disk, context.ram)?;
-                devices.plug_vhost_user(made, context, disk.pci_device_id, width)?;
+                devices.plug_vhost_user(made, context, place)?;
             } else {
                 let made = disks::make(disk, images, &devices.rate_groups)?;
-                devices.plug_disk(disk, made, context, width)?;
+                devices.plug_disk(disk, made, context, place)?;
             }
         }
         for net in config.net.iter().flatten() {
             if net.vhost_user {
                 let made = vhost_users::make_net(net, context.ram)?;
-                devices.plug_vhost_user(made, context, net.pci_device_id, BarPlacement::Wide)?;
+                let place = Place::new(net.pci_segment, net.pci_device_id);
+                devices.plug_vhost_user(made, context, place)?;
             } else {
                 devices.plug_net(net, nets::make(net)?, context)?;
             }
@@ -206,27 +193,24 @@ impl VirtioDevices {
         devices.plug_served(config, context)?;
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
-        devices.plug(context, &id, Box::new(rng), config.rng.pci_device_id)?;
+        let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id);
+        devices.plug(context, &id, Box::new(rng), place)?;
         if let Some(vsock) = &config.vsock {
             devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
         }
         // Before the balloon, here and after a restore: they determine its maximum size.
         for Wired { id, device, handle } in mems::make(config, context.ram)? {
             devices.mems.push((id.clone(), handle));
-            // From the highest number down, and so the same on another host whatever was plugged before.
-            let free = |number: &u8| taken.insert(*number);
-            let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
-            devices.plug(context, &id, Box::new(device), number)?;
+            let place = Place::new(0, taken.take_highest());
+            devices.plug(context, &id, Box::new(device), place)?;
         }
         if config.watchdog {
             let power = Arc::clone(power);
             let expired = Arc::new(move || power.signal(GuestEvent::WatchdogExpired));
             let watchdog = Watchdog::new(WatchdogConfig::new(WATCHDOG_ID.to_owned(), expired));
-            // For the same reason: its number is not in the configuration.
-            let free = |number: &u8| taken.insert(*number);
-            let number = (1..DEVICES_PER_BUS_COUNT).rev().find(free);
             devices.watchdog = Some(watchdog.handle());
-            devices.plug(context, WATCHDOG_ID, Box::new(watchdog), number)?;
+            let place = Place::new(0, taken.take_highest());
+            devices.plug(context, WATCHDOG_ID, Box::new(watchdog), place)?;
         }
         if let Some(balloon) = &config.balloon {
             let id = balloon.id.clone().unwrap_or_default();
@@ -237,7 +221,8 @@ impl VirtioDevices {
             }
             devices.balloon = Some(device.handle());
             devices.counters.push((id.clone(), device.counters()));
-            devices.plug(context, &id, Box::new(device), balloon.pci_device_id)?;
+            let place = Place::new(balloon.pci_segment, balloon.pci_device_id);
+            devices.plug(context, &id, Box::new(device), place)?;
         }
         devices.taken = taken;
         Ok(devices)
@@ -248,13 +233,13 @@ impl VirtioDevices {
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
         context: &PciContext<'_>,
-        width: BarPlacement,
+        place: Place,
     ) -> Result<Bdf, VirtioError> {
         let id = disk.id.clone().unwrap_or_default();
         let counters = block.counters();
         let full_disk = block.full_disk();
         let resizer = block.resizer();
-        let bdf = self.plug_with(context, &id, Box::new(block), disk.pci_device_id, width)?;
+        let bdf = self.plug(context, &id, Box::new(block), place)?;
         self.locks.push((id.clone(), lock));
         self.resizers.push((id.clone(), resizer));
         if let Some(full_disk) = full_disk {
@@ -275,7 +260,8 @@ impl VirtioDevices {
         context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = net.id.clone().unwrap_or_default();
-        let bdf = self.plug(context, &id, Box::new(device), net.pci_device_id)?;
+        let place = Place::new(net.pci_segment, net.pci_device_id);
+        let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
         Ok(bdf)
@@ -288,81 +274,16 @@ impl VirtioDevices {
         context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = vsock.id.clone().unwrap_or_default();
-        let bdf = self.plug(context, &id, Box::new(device), vsock.pci_device_id)?;
+        let place = Place::new(vsock.pci_segment, vsock.pci_device_id);
+        let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters));
         self.sockets.push((id, handle.socket));
         Ok(bdf)
     }
 
-    fn plug(
-        &mut self,
-        context: &PciContext<'_>,
-        id: &str,
-        device: Box<dyn VirtioDevice>,
-        requested: Option<u8>,
-    ) -> Result<Bdf, VirtioError> {
-        self.plug_with(context, id, device, requested, BarPlacement::Wide)
-    }
-
-    pub(super) fn plug_with(
-        &mut self,
-        context: &PciContext<'_>,
-        id: &str,
-        device: Box<dyn VirtioDevice>,
-        requested: Option<u8>,
-        width: BarPlacement,
-    ) -> Result<Bdf, VirtioError> {
-        let number = requested.map(|number| device_number(id, number)).transpose()?;
-        let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
-        let function = VirtioPciDevice::new(
-            id.to_owned(),
-            Box::new(Activated::on(context.activation, device)),
-            width.of_bar(),
-            context.ram.guest_memory(),
-            context.vm,
-            events,
-        )
-        .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
-        let function = Arc::new(function);
-        let bus = |source| VirtioError::Bus { id: id.to_owned(), source };
-        let bdf = if width == BarPlacement::NarrowLater {
-            let number = context.segment.expect(number, id).map_err(bus)?;
-            self.unplaced.push((number, Arc::clone(&function)));
-            Bdf::on_root_bus(context.segment.segment(), number)
-        } else {
-            let as_pci: Arc<dyn PciDevice> = function.clone();
-            context.segment.add_device(&as_pci, number).map_err(bus)?
-        };
-        self.functions.push((bdf, function));
-        Ok(bdf)
-    }
-
-    /// Places the BARs of the devices that were deferred until the passed-through devices are on the bus,
-    /// whose 32-bit BARs have no alternative, while those of virtio devices become 64-bit ones where there
-    /// is no space. Does nothing if there are none.
-    ///
-    /// # Errors
-    /// Names the device.
-    pub fn place_later(&mut self, segment: &PciSegment) -> Result<(), VirtioError> {
-        // One that fails, and those after it, are left to `release_numbers`.
-        while let Some((number, function)) = self.unplaced.first() {
-            let as_pci: Arc<dyn PciDevice> = function.clone();
-            segment
-                .deliver(&as_pci, *number)
-                .map_err(|source| VirtioError::Bus { id: as_pci.id().to_owned(), source })?;
-            self.unplaced.remove(0);
-        }
-        Ok(())
-    }
-
-    /// Releases vCPUs that wait for a device that will not be placed.
-    pub fn release_numbers(&self, segment: &PciSegment) {
-        self.unplaced.iter().for_each(|(number, _)| segment.release(*number));
-    }
-
     /// Unplugs the device at `bdf`, writes its image back, and releases its lock or tap. Returns its id;
     /// `None` if it is not hot-pluggable.
-    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
+    pub fn remove(&mut self, bdf: Bdf, segments: &Segments) -> Option<String> {
         let at = self.functions.iter().position(|(at, _)| *at == bdf)?;
         let id = self.functions.get(at)?.1.id().to_owned();
         let lock = self.locks.iter().position(|(other, _)| *other == id);
@@ -373,9 +294,7 @@ impl VirtioDevices {
             return None;
         }
         let (_, function) = self.functions.remove(at);
-        if let Ok(number) = DeviceNumber::new(bdf.device()) {
-            segment.remove_device(number);
-        }
+        segments.remove_device(bdf);
         // Ends its threads, so that none writes to the image or takes frames any more.
         function.reset();
         self.counters.retain(|(other, _)| *other != id);
@@ -431,7 +350,8 @@ impl VirtioDevices {
         context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let bdf = self.plug_disk(disk, made, context, BarPlacement::Wide)?;
+        let place = Place::new(disk.pci_segment, disk.pci_device_id);
+        let bdf = self.plug_disk(disk, made, context, place)?;
         self.pause_if_machine_is(is_paused);
         Ok(bdf)
     }
@@ -475,8 +395,8 @@ impl VirtioDevices {
         }
     }
 
-    /// Device numbers that options request, and those that are counted down from the highest.
-    pub fn taken_numbers(&self) -> &BTreeSet<u8> {
+    /// Device numbers that options request in segment 0, and those that are counted down from the highest.
+    pub fn taken_numbers(&self) -> &TakenNumbers {
         &self.taken
     }
 
@@ -528,66 +448,5 @@ impl VirtioDevices {
             counters.counters().into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
         };
         self.counters.iter().map(|(id, counters)| (id.clone(), count(counters))).collect()
-    }
-}
-
-/// Width of a device's BAR, and when it is placed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BarPlacement {
-    /// 64 bits, placed at once.
-    Wide,
-    /// 32 bits if there is space, placed at once.
-    Narrow,
-    /// 32 bits if there is space after the passed-through devices are placed.
-    NarrowLater,
-}
-
-impl BarPlacement {
-    fn of_bar(self) -> BarWidth {
-        match self {
-            Self::Wide => BarWidth::Bits64,
-            Self::Narrow | Self::NarrowLater => BarWidth::Bits32,
-        }
-    }
-}
-
-/// Placement of the disks present at boot.
-fn disk_width(config: &VmConfig) -> BarPlacement {
-    let passes_through = config.devices.iter().flatten().next().is_some();
-    if passes_through { BarPlacement::NarrowLater } else { BarPlacement::Narrow }
-}
-
-fn device_number(id: &str, number: u8) -> Result<DeviceNumber, VirtioError> {
-    DeviceNumber::new(number).map_err(|source| VirtioError::Number { id: id.to_owned(), source })
-}
-
-/// Devices with a configured number, which are placed first so that no other takes it.
-fn requested_numbers(config: &VmConfig) -> Vec<(String, DeviceNumber)> {
-    config
-        .pci_device_ids()
-        .into_iter()
-        .filter_map(|(id, requested)| {
-            let number = DeviceNumber::new(requested?).ok()?;
-            Some((id.clone().unwrap_or_default(), number))
-        })
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-    use super::*;
-
-    /// The 32-bit BARs of passed-through devices have no alternative.
-    #[test]
-    fn disks_come_after_passed_through_devices() {
-        let mut config: VmConfig =
-            serde_json::from_str(r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d"}]}"#).unwrap();
-        assert_eq!(disk_width(&config), BarPlacement::Narrow);
-        config.devices = Some(Vec::new());
-        assert_eq!(disk_width(&config), BarPlacement::Narrow);
-        let device = r#"{"path":"/sys/bus/pci/devices/0000:01:00.0"}"#;
-        config.devices = Some(vec![serde_json::from_str(device).unwrap()]);
-        assert_eq!(disk_width(&config), BarPlacement::NarrowLater);
     }
 }

@@ -212,10 +212,8 @@ fn passed_through_devices() {
     let parsed = DeviceConfig::parse("path=/e,id=gpu,pin=strict").unwrap();
     assert_eq!(parsed, devices[1]);
     assert!(matches!(with(r#"{"id":"gpu"}"#), Err(ConfigError::Device { what: "device", .. })));
-    for later in [r#""iommu":true"#, r#""pci_segment":1"#] {
-        let refused = with(&format!(r#"{{"path":"/d",{later}}}"#));
-        assert!(matches!(refused, Err(ConfigError::Unsupported { .. })), "{later}");
-    }
+    let refused = with(r#"{"path":"/d","iommu":true}"#);
+    assert!(matches!(refused, Err(ConfigError::Unsupported { .. })), "{refused:?}");
     assert!(with(r#"{"path":"/d","x_exclude_mmap_bars":[6]}"#).is_err());
     assert!(with(r#"{"path":"/d","id":"x"},{"path":"/e","id":"x"}"#).is_err());
     assert!(with(r#"{"path":"/d","pci_device_id":3},{"path":"/e","pci_device_id":3}"#).is_err());

@@ -14,7 +14,7 @@ fn rules_across_devices() {
     assert_eq!(
         two(r#""disks":[{"path":"/a","pci_device_id":4}]"#, r#""net":[{"pci_device_id":4}]"#)
             .unwrap_err(),
-        ConfigError::DuplicateSlot { slot: 4 }
+        ConfigError::DuplicateSlot { segment: 0, slot: 4 }
     );
     assert_eq!(
         two(r#""console":{"mode":"Tty"}"#, r#""serial":{"mode":"Tty"}"#).unwrap_err(),

@@ -8,7 +8,7 @@
 
 use std::sync::{Arc, Weak};
 
-use pci::{Bdf, DeviceNumber, PciDevice as _, PciSegment};
+use pci::{Bdf, PciDevice as _};
 use vfio::PinState;
 
 use super::backend::real_place;
@@ -16,6 +16,7 @@ use super::outcome::read;
 use super::{DiscardingDevices, Passthrough, PassthroughError, Showing, ban, new_gate};
 use crate::config::{DeviceConfig, PinMode};
 use crate::machine::pausing::CancelToken;
+use crate::machine::segments::Segments;
 use crate::machine::virtio::PciContext;
 
 impl Passthrough {
@@ -42,7 +43,7 @@ impl Passthrough {
             // The last of the other devices may have failed in the meantime.
             let mapped = self.check_memory();
             let mapped = mapped.and_then(|()| self.map_memory(context.ram, discarding, cancel));
-            mapped.inspect_err(|_| self.unplug(bdf, context.segment)).map(|()| bdf)
+            mapped.inspect_err(|_| self.unplug(bdf, context.segments)).map(|()| bdf)
         });
         self.strict = false;
         self.forget_memory_without_devices();
@@ -74,21 +75,19 @@ impl Passthrough {
 
     /// Unplugs the device at `bdf` and returns it to the host; unmaps memory with the last one. Returns its
     /// id.
-    pub fn remove(&mut self, bdf: Bdf, segment: &PciSegment) -> Option<String> {
+    pub fn remove(&mut self, bdf: Bdf, segments: &Segments) -> Option<String> {
         let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
-        self.unplug(bdf, segment);
+        self.unplug(bdf, segments);
         self.forget_memory_without_devices();
         Some(id)
     }
 
-    fn unplug(&mut self, bdf: Bdf, segment: &PciSegment) {
+    fn unplug(&mut self, bdf: Bdf, segments: &Segments) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
         self.withheld.forget(bdf);
         self.opened.remove(device.id());
-        if let Ok(number) = DeviceNumber::new(bdf.device()) {
-            segment.remove_device(number);
-        }
+        segments.remove_device(bdf);
         if let Some(notices) = &self.notices {
             notices.forget(device.id());
         }

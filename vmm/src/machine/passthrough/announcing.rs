@@ -10,11 +10,12 @@
 //! Owns which devices are withheld, and whether each is announced or removed. Runs where the machine is at
 //! hand: it must never announce or remove one while the machine is being paused, moved or saved.
 
-use pci::{Bdf, DeviceNumber, PciSegment};
+use pci::Bdf;
 use vfio::PinState;
 
 use super::Passthrough;
 use crate::machine::events::GuestEvent;
+use crate::machine::segments::Segments;
 
 /// What a withheld device waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,13 +102,11 @@ impl Passthrough {
 
     /// Shows those withheld devices on the bus for which memory is mapped; the guest is still to be told of
     /// them.
-    pub fn show_ready(&mut self, segment: &PciSegment) -> Vec<(Bdf, String)> {
+    pub fn show_ready(&mut self, segments: &Segments) -> Vec<(Bdf, String)> {
         let mut shown = Vec::new();
         for bdf in self.with_fate(Fate::Announce) {
             self.withheld.forget(bdf);
-            if let Ok(number) = DeviceNumber::new(bdf.device()) {
-                segment.show(number);
-            }
+            segments.show(bdf);
             let id = self.devices.iter().find(|(at, _)| *at == bdf);
             shown.extend(id.map(|(at, device)| (*at, pci::PciDevice::id(&**device).to_owned())));
         }
@@ -139,7 +138,10 @@ mod tests {
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use parking_lot::Mutex;
     use pci::fakes::FakeMapper;
-    use pci::{ConfigAddress, MmioRange, MmioWindows, PciDevice, PciSegmentOptions};
+    use pci::{
+        ConfigAddress, DeviceNumber, MmioRange, MmioWindows, PciDevice, PciSegment,
+        PciSegmentOptions,
+    };
     use vfio::DmaGate;
     use vfio::fakes::FakeTarget;
 
@@ -162,17 +164,16 @@ mod tests {
         PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper).unwrap()
     }
 
-    fn vendor(segment: &PciSegment, bdf: Bdf) -> u16 {
+    fn vendor(segments: &Segments, bdf: Bdf) -> u16 {
         let mut data = [0; 2];
         let device = bdf.device();
+        let segment = segments.of(bdf).unwrap();
         segment.read_config(ConfigAddress { bus: 0, device, function: 0, offset: 0 }, &mut data);
         u16::from_le_bytes(data)
     }
 
     /// Two withheld devices, whose memory is being mapped in `target`; and when something is to be decided.
-    fn withheld(
-        target: FakeTarget,
-    ) -> (Passthrough, Arc<FakeTarget>, Arc<PciSegment>, Receiver<()>) {
+    fn withheld(target: FakeTarget) -> (Passthrough, Arc<FakeTarget>, Segments, Receiver<()>) {
         let (mut passthrough, _hosts) = two_devices();
         let (tell, told) = channel();
         let tell = Mutex::new(tell);
@@ -194,7 +195,7 @@ mod tests {
         passthrough.space = Some(target.clone());
         let discarding = DiscardingDevices::default();
         passthrough.map_memory(&ram, discarding, &CancelToken::default()).unwrap();
-        (passthrough, target, segment, told)
+        (passthrough, target, Segments::of_test(segment), told)
     }
 
     #[test]
@@ -202,18 +203,18 @@ mod tests {
         let kernel = Arc::new(DmaGate::default());
         let hold = Arc::clone(&kernel);
         let before = Box::new(move |_| hold.wait().map_err(io::Error::other));
-        let (mut passthrough, _target, segment, told) =
+        let (mut passthrough, _target, segments, told) =
             withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
-        assert!(passthrough.show_ready(&segment).is_empty() && passthrough.refused().is_empty());
-        assert!(bdfs.iter().all(|bdf| vendor(&segment, *bdf) == 0xffff));
+        assert!(passthrough.show_ready(&segments).is_empty() && passthrough.refused().is_empty());
+        assert!(bdfs.iter().all(|bdf| vendor(&segments, *bdf) == 0xffff));
         assert!(told.try_recv().is_err());
         kernel.open();
         told.recv_timeout(PATIENCE).unwrap();
-        let shown = passthrough.show_ready(&segment);
+        let shown = passthrough.show_ready(&segments);
         assert_eq!(shown, [(bdfs[0], "one".to_owned()), (bdfs[1], "two".to_owned())]);
-        assert!(bdfs.iter().all(|bdf| vendor(&segment, *bdf) != 0xffff));
-        assert!(!passthrough.withholds_any() && passthrough.show_ready(&segment).is_empty());
+        assert!(bdfs.iter().all(|bdf| vendor(&segments, *bdf) != 0xffff));
+        assert!(!passthrough.withholds_any() && passthrough.show_ready(&segments).is_empty());
     }
 
     #[test]
@@ -224,15 +225,15 @@ mod tests {
             *count += 1;
             if *count == 2 { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
         });
-        let (mut passthrough, target, segment, told) =
+        let (mut passthrough, target, segments, told) =
             withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
         told.recv_timeout(PATIENCE).unwrap();
-        assert!(passthrough.show_ready(&segment).is_empty(), "it would be of no use");
+        assert!(passthrough.show_ready(&segments).is_empty(), "it would be of no use");
         let refused = passthrough.refused();
         assert_eq!(refused.len(), 2);
         for bdf in refused {
-            assert!(passthrough.remove(bdf, &segment).is_some());
-            assert_eq!(vendor(&segment, bdf), 0xffff);
+            assert!(passthrough.remove(bdf, &segments).is_some());
+            assert_eq!(vendor(&segments, bdf), 0xffff);
         }
         assert!(target.mapped.lock().is_empty());
         assert!(!passthrough.withholds_any() && passthrough.progress().is_none());
@@ -248,7 +249,7 @@ mod tests {
             let _ = arrived.lock().send(());
             hold.wait().map_err(io::Error::other)
         });
-        let (mut passthrough, target, segment, told) =
+        let (mut passthrough, target, segments, told) =
             withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
         at_map.recv_timeout(PATIENCE).unwrap();
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
@@ -260,7 +261,7 @@ mod tests {
         // The kernel ends only what it has begun.
         kernel.open();
         for bdf in bdfs {
-            assert!(passthrough.remove(bdf, &segment).is_some());
+            assert!(passthrough.remove(bdf, &segments).is_some());
         }
         assert!(target.mapped.lock().is_empty() && passthrough.progress().is_none());
     }

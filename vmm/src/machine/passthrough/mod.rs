@@ -39,7 +39,7 @@ use arch::layout;
 use hypervisor::Standstill;
 use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
-use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError};
+use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice};
 use thiserror::Error;
 use vfio::migration::MigrationError;
 use vfio::{
@@ -51,6 +51,7 @@ use super::events::{EventSink, GuestEvent};
 use super::opening::run_unless_cancelled;
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::prefault::prefault_threads;
+use super::segments::PlaceError;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use announcing::Withheld;
@@ -101,7 +102,7 @@ pub enum PassthroughError {
         id: String,
         /// The cause.
         #[source]
-        source: PciError,
+        source: PlaceError,
     },
     /// Memory cannot be mapped for DMA.
     #[error("cannot make guest memory ready for DMA")]
@@ -192,7 +193,7 @@ fn line_of(number: DeviceNumber) -> u32 {
     layout::FIRST_FREE_GSI + u32::from(number.get()) % INTX_LINES
 }
 
-/// I/O APIC lines for the interrupt pins of all possible devices.
+/// I/O APIC lines for the interrupt pins of all possible devices of a segment, the same in each.
 pub fn routes() -> Vec<IntxRoute> {
     (1..DEVICES_PER_BUS_COUNT)
         .filter_map(|number| DeviceNumber::new(number).ok())
@@ -283,17 +284,21 @@ impl Passthrough {
     ) -> Result<Bdf, PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
         let bus = |source| PassthroughError::Bus { id: id.clone(), source };
+        let segment = context.segments.get(config.pci_segment).map_err(bus)?;
         let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
-        let number = context.segment.choose(requested, &id).map_err(bus)?;
+        let number = segment.choose(requested, &id).map_err(|source| bus(source.into()))?;
         let device = self.open(config, &id, number, context, cancel);
         let added = device.and_then(|(device, at)| {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             if showing == Showing::Later {
-                context.segment.hide(number);
+                segment.hide(number);
             }
-            Ok((context.segment.add_device(&on_bus, Some(number)).map_err(bus)?, device, at))
+            let bdf = segment.add_device(&on_bus, Some(number)).map_err(|source| {
+                bus(context.segments.explain(segment.segment(), on_bus.as_ref(), source))
+            })?;
+            Ok((bdf, device, at))
         });
-        let (bdf, device, at) = added.inspect_err(|_| context.segment.release(number))?;
+        let (bdf, device, at) = added.inspect_err(|_| segment.release(number))?;
         self.keep(config, bdf, device, at);
         if showing == Showing::Later {
             self.withheld.add(bdf);

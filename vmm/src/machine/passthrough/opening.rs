@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memory::GuestRam;
-use pci::{Bdf, DeviceNumber, PciDevice, PciSegment};
+use pci::{Bdf, DeviceNumber, PciDevice};
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
     pin_time,
@@ -28,6 +28,7 @@ use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::events::GuestEvent;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
+use crate::machine::segments::Segments;
 use crate::machine::virtio::PciContext;
 
 /// When the configured devices are opened.
@@ -184,15 +185,16 @@ impl Passthrough {
         let id = config.id.clone().unwrap_or_default();
         let open = self.opener(config, &id, context)?;
         let requested = config.pci_device_id.and_then(|number| DeviceNumber::new(number).ok());
-        let number = context.segment.expect(requested, &id);
-        let number = number.map_err(|source| PassthroughError::Bus { id: id.clone(), source })?;
+        let bus = |source| PassthroughError::Bus { id: id.clone(), source };
+        let segment = context.segments.get(config.pci_segment).map_err(bus)?;
+        let number = segment.expect(requested, &id).map_err(|source| bus(source.into()))?;
         if config.pin == PinMode::Announce {
             // No vCPU waits until it is open either.
-            context.segment.hide(number);
+            segment.hide(number);
         }
         let pending = PendingDevice::begin(config.clone(), id.clone(), number, open);
         let pending = pending.map_err(|source| {
-            context.segment.release(number);
+            segment.release(number);
             let what = "start the thread that opens it";
             no_device(config, &id, VfioError::Io { what, source })
         })?;
@@ -226,8 +228,8 @@ impl Passthrough {
     pub fn address_of(&self, id: &str) -> Option<Bdf> {
         let open = self.devices.iter().find(|(_, device)| device.id() == id);
         let pending = || self.pending.iter().find(|pending| pending.id == id);
-        // Devices are placed on the root bus of segment 0 only.
-        let place = |pending: &PendingDevice| Bdf::on_root_bus(0, pending.number);
+        let place =
+            |pending: &PendingDevice| Bdf::on_root_bus(pending.config.pci_segment, pending.number);
         open.map(|(bdf, _)| *bdf).or_else(|| pending().map(place))
     }
 
@@ -260,6 +262,8 @@ impl Passthrough {
         let mut is_too_long = None;
         for (pending, (bdf, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
+            let bus = |source| PassthroughError::Bus { id: pending.id.clone(), source };
+            let segment = context.segments.get(pending.config.pci_segment).map_err(bus)?;
             let is_withheld = match pending.config.pin {
                 PinMode::Announce => true,
                 PinMode::Overlap | PinMode::Strict => false,
@@ -272,13 +276,13 @@ impl Passthrough {
             };
             if is_withheld {
                 log::info!("the guest finds '{}' once memory is mapped", pending.id);
-                context.segment.hide(pending.number);
+                segment.hide(pending.number);
                 self.withheld.add(*bdf);
             }
-            context
-                .segment
-                .deliver(&on_bus, pending.number)
-                .map_err(|source| PassthroughError::Bus { id: pending.id.clone(), source })?;
+            let delivered = segment.deliver(&on_bus, pending.number);
+            delivered.map_err(|source| {
+                bus(context.segments.explain(segment.segment(), on_bus.as_ref(), source))
+            })?;
         }
         self.pending.clear();
         if self.withholds_any() {
@@ -303,13 +307,15 @@ impl Passthrough {
         let opened = opened.map_err(|source| no_device(&config, &id, source));
         let Opened { function, at } = opened?;
         let device = self.make_device(function, &config, &id, number, context)?;
-        self.keep(&config, Bdf::on_root_bus(context.segment.segment(), number), device, at);
+        self.keep(&config, Bdf::on_root_bus(config.pci_segment, number), device, at);
         Ok(())
     }
 
     /// Releases vCPUs that wait for a device that will not be plugged.
-    pub fn release_numbers(&self, segment: &PciSegment) {
-        self.pending.iter().for_each(|pending| segment.release(pending.number));
+    pub fn release_numbers(&self, segments: &Segments) {
+        for PendingDevice { config, number, .. } in &self.pending {
+            segments.release(Bdf::on_root_bus(config.pci_segment, *number));
+        }
     }
 }
 

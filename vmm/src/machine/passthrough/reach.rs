@@ -83,7 +83,7 @@ mod tests {
     use vmm_sys_util::tempdir::TempDir;
 
     use super::*;
-    use crate::machine::{boot, ram};
+    use crate::machine::{ram, segments};
 
     const GIB: u64 = 1 << 30;
     const INTEL: &str = "0x00000000fee00000 0x00000000feefffff msi\n";
@@ -163,15 +163,15 @@ mod tests {
     #[test]
     fn bars_are_placed_outside_the_hole() {
         let windows = |size_gib: u64, hole: LeftOut| {
-            boot::device_windows(&memory_of(size_gib, hole), 48, hole).unwrap().above_4g
+            segments::wide_window(&memory_of(size_gib, hole), 48, hole).unwrap()
         };
         for size_gib in [512, 1012, 1024, 4096] {
             let without = windows(size_gib, LeftOut::None);
-            assert_eq!(without.start_gpa, (size_gib + 1) * GIB, "as ever");
+            assert_eq!(without.gpa, (size_gib + 1) * GIB, "as ever");
             let with = windows(size_gib, LeftOut::AmdHyperTransport);
             let after = if size_gib < 1012 { 1024 } else { size_gib + 13 };
-            assert_eq!(with.start_gpa, after * GIB);
-            assert_eq!(with.start_gpa + with.len_bytes, without.start_gpa + without.len_bytes);
+            assert_eq!(with.gpa, after * GIB);
+            assert_eq!(with.end_gpa(), without.end_gpa());
         }
     }
 

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Places of virtio devices on the PCI bus: segment, device number and BARs.
+//!
+//! Owns the numbers that are taken before any device has one, and the devices whose BARs are placed last.
+//!
+//! Disks of a VM that boots have 32-bit BARs in segment 0, as cloud-hypervisor's have (`device_manager.rs` of v53):
+//! firmware drives them, and it has page tables for the first 4 GiB. All else has 64-bit ones, a disk that is added
+//! later, or that is in another segment, too.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use devices::virtio::{Activated, VirtioDevice};
+use hypervisor::irq::IoEvents;
+use pci::{
+    BarWidth, Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, VirtioPciDevice,
+};
+
+use super::segments::{PlaceError, Segments};
+use super::virtio::{PciContext, VirtioDevices, VirtioError};
+use crate::config::VmConfig;
+use crate::config::segments::PciPlace;
+
+/// Width of a device's BAR, and when it is placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BarPlacement {
+    /// 64 bits, placed at once.
+    Wide,
+    /// 32 bits if there is space, placed at once.
+    Narrow,
+    /// 32 bits if there is space after the passed-through devices are placed.
+    NarrowLater,
+}
+
+impl BarPlacement {
+    fn of_bar(self) -> BarWidth {
+        match self {
+            Self::Wide => BarWidth::Bits64,
+            Self::Narrow | Self::NarrowLater => BarWidth::Bits32,
+        }
+    }
+
+    /// Placement of a disk present at boot.
+    fn of_boot_disk(config: &VmConfig, segment: u16) -> Self {
+        let passes_through = config.devices.iter().flatten().next().is_some();
+        match (segment, passes_through) {
+            (0, true) => Self::NarrowLater,
+            (0, false) => Self::Narrow,
+            _ => Self::Wide,
+        }
+    }
+}
+
+/// Where a device is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    segment: u16,
+    /// The lowest free number if it asks for none.
+    number: Option<u8>,
+    bars: BarPlacement,
+}
+
+impl Place {
+    /// In a segment, perhaps with a number.
+    pub fn new(segment: u16, number: Option<u8>) -> Self {
+        Self { segment, number, bars: BarPlacement::Wide }
+    }
+
+    /// Of a disk present at boot.
+    pub fn of_boot_disk(config: &VmConfig, segment: u16, number: Option<u8>) -> Self {
+        Self { segment, number, bars: BarPlacement::of_boot_disk(config, segment) }
+    }
+}
+
+/// Device numbers in segment 0 that options request, and those that are counted down from the highest.
+#[derive(Default)]
+pub struct TakenNumbers(BTreeSet<u8>);
+
+impl TakenNumbers {
+    /// Reserves the numbers that options request in each segment, so that no other device takes one.
+    ///
+    /// # Errors
+    /// A number is taken; names the device.
+    pub fn reserve(config: &VmConfig, segments: &Segments) -> Result<Self, VirtioError> {
+        let mut taken: BTreeSet<u8> =
+            config.removed_device_numbers.iter().flatten().copied().collect();
+        for PciPlace { id, segment, number, .. } in config.pci_places() {
+            let Some(number) = number.and_then(|number| DeviceNumber::new(number).ok()) else {
+                continue;
+            };
+            let id = id.clone().unwrap_or_default();
+            let reserved = segments
+                .get(segment)
+                .and_then(|segment| segment.reserve(number, &id).map_err(PlaceError::Bus));
+            reserved.map_err(|source| VirtioError::Bus { id, source })?;
+            if segment == 0 {
+                taken.insert(number.get());
+            }
+        }
+        Ok(Self(taken))
+    }
+
+    /// Takes the highest number that is not taken, for a device whose number is not in the configuration: it is
+    /// the same on another host, whatever was plugged before.
+    pub fn take_highest(&mut self) -> Option<u8> {
+        (1..DEVICES_PER_BUS_COUNT).rev().find(|number| self.0.insert(*number))
+    }
+
+    /// Whether a number is taken.
+    pub fn contains(&self, number: u8) -> bool {
+        self.0.contains(&number)
+    }
+}
+
+impl VirtioDevices {
+    pub(super) fn plug(
+        &mut self,
+        context: &PciContext<'_>,
+        id: &str,
+        device: Box<dyn VirtioDevice>,
+        place: Place,
+    ) -> Result<Bdf, VirtioError> {
+        let wished = place.number.map(|number| {
+            let number = DeviceNumber::new(number);
+            number.map_err(|source| VirtioError::Number { id: id.to_owned(), source })
+        });
+        let wished = wished.transpose()?;
+        let no_place = |source| VirtioError::Bus { id: id.to_owned(), source };
+        let segment = context.segments.get(place.segment).map_err(no_place)?;
+        let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
+        let function = VirtioPciDevice::new(
+            id.to_owned(),
+            Box::new(Activated::on(context.activation, device)),
+            place.bars.of_bar(),
+            context.ram.guest_memory(),
+            context.vm,
+            events,
+        )
+        .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
+        let function = Arc::new(function);
+        let as_pci: Arc<dyn PciDevice> = function.clone();
+        let explain = |source: PciError| {
+            no_place(context.segments.explain(place.segment, as_pci.as_ref(), source))
+        };
+        let bdf = if place.bars == BarPlacement::NarrowLater {
+            let number = segment.expect(wished, id).map_err(explain)?;
+            let bdf = Bdf::on_root_bus(segment.segment(), number);
+            self.unplaced.push((bdf, Arc::clone(&function)));
+            bdf
+        } else {
+            segment.add_device(&as_pci, wished).map_err(explain)?
+        };
+        self.functions.push((bdf, function));
+        Ok(bdf)
+    }
+
+    /// Places the BARs of the devices that were deferred until the passed-through devices are on the bus,
+    /// whose 32-bit BARs have no alternative, while those of virtio devices become 64-bit ones where there
+    /// is no space. Does nothing if there are none.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub fn place_later(&mut self, segments: &Segments) -> Result<(), VirtioError> {
+        // One that fails, and those after it, are left to `release_numbers`.
+        while let Some((bdf, function)) = self.unplaced.first() {
+            let as_pci: Arc<dyn PciDevice> = function.clone();
+            if let (Some(segment), Ok(number)) =
+                (segments.of(*bdf), DeviceNumber::new(bdf.device()))
+            {
+                segment.deliver(&as_pci, number).map_err(|source| VirtioError::Bus {
+                    id: as_pci.id().to_owned(),
+                    source: segments.explain(bdf.segment(), as_pci.as_ref(), source),
+                })?;
+            }
+            self.unplaced.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Releases vCPUs that wait for a device that will not be placed.
+    pub fn release_numbers(&self, segments: &Segments) {
+        self.unplaced.iter().for_each(|(bdf, _)| segments.release(*bdf));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+    use super::*;
+
+    /// The 32-bit BARs of passed-through devices have no alternative.
+    #[test]
+    fn disks_come_after_passed_through_devices() {
+        let mut config: VmConfig =
+            serde_json::from_str(r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d"}]}"#).unwrap();
+        assert_eq!(BarPlacement::of_boot_disk(&config, 0), BarPlacement::Narrow);
+        config.devices = Some(Vec::new());
+        assert_eq!(BarPlacement::of_boot_disk(&config, 0), BarPlacement::Narrow);
+        let device = r#"{"path":"/sys/bus/pci/devices/0000:01:00.0"}"#;
+        config.devices = Some(vec![serde_json::from_str(device).unwrap()]);
+        assert_eq!(BarPlacement::of_boot_disk(&config, 0), BarPlacement::NarrowLater);
+        assert_eq!(BarPlacement::of_boot_disk(&config, 1), BarPlacement::Wide);
+    }
+}
