@@ -297,8 +297,8 @@ fn vhost_user() -> Vec<Seed> {
 /// Answers to what is asked at a start, when the state is read, and when it is set again; then a command.
 fn tpm() -> Vec<Seed> {
     let words = |words: &[u32]| words.iter().flat_map(|word| word.to_be_bytes()).collect::<Vec<u8>>();
-    // Capabilities, the data socket, stop, the buffer; stop, init; three parts; stop, three parts, init.
-    let mut answers = words(&[0, 0xffff, 0, 0, 0, 3968, 256, 4096, 0, 0]);
+    // Capabilities, the data socket, stop, the buffer; stop, init, twice; three parts; stop, three parts, init.
+    let mut answers = words(&[0, 0xffff, 0, 0, 0, 3968, 256, 4096, 0, 0, 0, 0]);
     for kind in 1..=3 {
         answers.extend(words(&[0, 0, 8, 8, kind, kind]));
     }

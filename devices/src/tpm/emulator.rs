@@ -22,6 +22,12 @@ const LISTEN_WITHIN: Duration = Duration::from_secs(2);
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
 /// How long one answer may take. Starting a TPM for the first time takes part of a second.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// How long the first answer may take: an emulator that still executes a command of the guest before a reboot answers
+/// when that has ended, and one that serves another VM never.
+const FIRST_ANSWER_WITHIN: Duration = Duration::from_secs(30);
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Cancels without an answer; a guest may ask for any number.
+const OWED_ANSWERS_MAX: u32 = 16;
 /// Longest part of a state: several times what a TPM 2.0 with all its non-volatile memory in use has.
 pub(super) const BLOB_BYTES_MAX: usize = 1 << 20;
 
@@ -35,7 +41,7 @@ const SET_DATA_FD: u32 = 16;
 const SET_BUFFER_SIZE: u32 = 17;
 
 /// What has to be there, and its name.
-const NEEDED: [(u64, &str); 7] = [
+const NEEDED: [(u32, &str); 7] = [
     (1, "init"),
     (1 << 5, "cancel"),
     (1 << 8, "reading its state"),
@@ -58,7 +64,7 @@ pub enum EmulatorError {
     #[error("it cannot be connected to; start swtpm with --ctrl type=unixio,path=... first")]
     Connect(#[source] io::Error),
     /// A request was not answered.
-    #[error("it does not answer to '{what}'")]
+    #[error("it does not answer to '{what}'; it may be busy, or serve another VM")]
     Io {
         /// The request.
         what: &'static str,
@@ -74,6 +80,9 @@ pub enum EmulatorError {
         /// Its result.
         result: u32,
     },
+    /// An earlier answer did not come in time.
+    #[error("'{0}' is not asked, as an earlier answer was late or made no sense; reboot the VM")]
+    Broken(&'static str),
     /// It cannot do all that is needed.
     #[error("it does not support {0}; swtpm does since version 0.1")]
     Lacks(&'static str),
@@ -98,39 +107,81 @@ pub(super) struct StateBlob {
 /// Permanent, volatile and saved state, in the order in which they are set.
 pub(super) type StateBlobs = [StateBlob; 3];
 
-/// The control connection.
+/// Until when an answer is waited for, and whether it is still wanted.
+pub(super) struct Patience<'a> {
+    until: Instant,
+    is_cancelled: &'a dyn Fn() -> bool,
+}
+
+impl<'a> Patience<'a> {
+    /// From now on for `within`, unless cancelled.
+    pub(super) fn new(within: Duration, is_cancelled: &'a dyn Fn() -> bool) -> Self {
+        Self { until: Instant::now() + within, is_cancelled }
+    }
+
+    /// How long the next system call may take.
+    fn next(&self) -> io::Result<Duration> {
+        if (self.is_cancelled)() {
+            return Err(io::Error::new(io::ErrorKind::Interrupted, "the start was cancelled"));
+        }
+        match self.until.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
+            left => Ok(left.min(CANCEL_POLL_INTERVAL)),
+        }
+    }
+}
+
+/// The control connection. After an answer that did not come in time, or made no sense, what comes next might be that
+/// answer: nothing is asked any more.
 pub(super) struct Emulator {
     control: UnixStream,
+    is_broken: bool,
+    /// Cancels that were sent, and whose answers come before that of the next request.
+    owed_answers: u32,
 }
 
 impl Emulator {
     /// Connects, and returns the data connection, too.
-    pub(super) fn connect(path: &Path) -> Result<(Self, UnixStream), EmulatorError> {
-        Self::over(connect(path).map_err(EmulatorError::Connect)?)
+    pub(super) fn connect(
+        path: &Path,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(Self, UnixStream), EmulatorError> {
+        let control = connect(path, is_cancelled).map_err(EmulatorError::Connect)?;
+        Self::over(control, is_cancelled)
     }
 
     /// The same over a connection that is there.
-    pub(super) fn over(control: UnixStream) -> Result<(Self, UnixStream), EmulatorError> {
-        let limited = control
-            .set_read_timeout(Some(ANSWER_WITHIN))
-            .and_then(|()| control.set_write_timeout(Some(ANSWER_WITHIN)));
-        limited.map_err(EmulatorError::Connect)?;
-        let mut this = Self { control };
-        this.check_capabilities()?;
+    pub(super) fn over(
+        control: UnixStream,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(Self, UnixStream), EmulatorError> {
+        let mut this = Self { control, is_broken: false, owed_answers: 0 };
+        this.check_capabilities(&Patience::new(FIRST_ANSWER_WITHIN, is_cancelled))?;
         let (data, theirs) = UnixStream::pair().map_err(EmulatorError::Connect)?;
         let what = "set the data socket";
         let request = SET_DATA_FD.to_be_bytes();
         let sent = this.control.send_with_fd(&request[..], theirs.as_raw_fd());
         sent.map_err(|error| EmulatorError::Io { what, source: error.into() })?;
-        this.result(what)?;
-        let _ = data.set_write_timeout(Some(ANSWER_WITHIN));
+        this.result(what, &Patience::new(ANSWER_WITHIN, is_cancelled))?;
+        drop(theirs);
+        let limited = data
+            .set_write_timeout(Some(ANSWER_WITHIN))
+            .and_then(|()| data.set_read_timeout(Some(ANSWER_WITHIN)));
+        limited.map_err(EmulatorError::Connect)?;
         this.stop()?;
         this.set_buffer_size()?;
         Ok((this, data))
     }
 
-    /// Starts the TPM as at power on.
+    /// Another handle of the connection, by which it can be ended.
+    pub(super) fn handle(&self) -> io::Result<UnixStream> {
+        self.control.try_clone()
+    }
+
+    /// Starts the TPM as at power on. A volatile state that a failed restore has left is not one of this start.
     pub(super) fn power_on(&mut self) -> Result<(), EmulatorError> {
+        self.stop()?;
+        self.init(INIT_DELETE_VOLATILE)?;
         self.stop()?;
         self.init(0)
     }
@@ -151,17 +202,23 @@ impl Emulator {
         self.init(INIT_DELETE_VOLATILE)
     }
 
-    /// Ends the command that is being executed.
+    /// Asks for the end of the command that is being executed. The answer is not waited for: swtpm answers when the
+    /// command has ended.
     pub(super) fn cancel(&mut self) -> Result<(), EmulatorError> {
-        self.request("cancel", CANCEL, &[])
+        if self.owed_answers >= OWED_ANSWERS_MAX {
+            return Ok(());
+        }
+        let patience = Patience::new(ANSWER_WITHIN, &|| false);
+        self.send("cancel", &[CANCEL], &[], &patience)?;
+        self.owed_answers += 1;
+        Ok(())
     }
 
-    fn check_capabilities(&mut self) -> Result<(), EmulatorError> {
+    fn check_capabilities(&mut self, patience: &Patience<'_>) -> Result<(), EmulatorError> {
         let what = "get capability";
-        self.send(what, GET_CAPABILITY, &[])?;
-        // The first half is a result in later versions, and zero in both.
-        let answer: [u8; 8] = self.receive(what)?;
-        let has = u64::from_be_bytes(answer);
+        self.send(what, &[GET_CAPABILITY], &[], patience)?;
+        // The first word is a result in later versions, and zero in both.
+        let [_, has] = self.words(what, patience)?;
         match NEEDED.iter().find(|(bit, _)| has & bit == 0) {
             Some((_, name)) => Err(EmulatorError::Lacks(name)),
             None => Ok(()),
@@ -171,96 +228,181 @@ impl Emulator {
     fn set_buffer_size(&mut self) -> Result<(), EmulatorError> {
         let what = "set buffer size";
         let size = u32::try_from(BUFFER_BYTES).unwrap_or(u32::MAX);
-        self.send(what, SET_BUFFER_SIZE, &size.to_be_bytes())?;
-        self.result(what)?;
-        let [set, ..] = self.words::<3>(what)?;
+        let [result, set, ..] = self.ask::<4>(what, &[SET_BUFFER_SIZE, size], &[])?;
+        refusal(what, result)?;
         if set == size { Ok(()) } else { Err(EmulatorError::Buffer(set)) }
     }
 
     fn stop(&mut self) -> Result<(), EmulatorError> {
-        self.request("stop", STOP, &[])
+        self.request("stop", &[STOP], &[])
     }
 
     fn init(&mut self, flags: u32) -> Result<(), EmulatorError> {
-        self.request("init", INIT, &flags.to_be_bytes())
+        self.request("init", &[INIT, flags], &[])
     }
 
     fn blob(&mut self, kind: u32) -> Result<StateBlob, EmulatorError> {
         let what = "get state";
-        let request = [STATE_DECRYPTED, kind, 0].map(u32::to_be_bytes).concat();
-        self.send(what, GET_STATE, &request)?;
-        match self.result(what) {
-            // There is no such part, as after a start from power off; the lengths come nevertheless.
-            Err(EmulatorError::Refused { result, .. }) if result & NOT_FATAL != 0 => {}
-            other => other?,
-        }
-        let [flags, total, length] = self.words::<3>(what)?;
+        let patience = Patience::new(ANSWER_WITHIN, &|| false);
+        self.settle(what, &patience)?;
+        self.send(what, &[GET_STATE, STATE_DECRYPTED, kind, 0], &[], &patience)?;
+        // Lengths come with a refusal, too.
+        let [result, flags, total, length] = self.words(what, &patience)?;
         let len = usize::try_from(length).unwrap_or(usize::MAX);
         if total != length || len > BLOB_BYTES_MAX {
+            self.is_broken = true;
             return Err(EmulatorError::TooLong(total.max(length)));
         }
         let mut bytes = vec![0; len];
-        self.control.read_exact(&mut bytes).map_err(|source| EmulatorError::Io { what, source })?;
+        self.read(what, &mut bytes, &patience)?;
+        // Without this bit it is an error; with it there is no such part, as after a start from power off.
+        refusal(what, if result & NOT_FATAL == 0 { result } else { 0 })?;
         Ok(StateBlob { flags, bytes })
     }
 
     fn set_blob(&mut self, kind: u32, blob: &StateBlob) -> Result<(), EmulatorError> {
-        let what = "set state";
         let length = u32::try_from(blob.bytes.len()).unwrap_or(u32::MAX);
-        let mut request = [blob.flags, kind, length].map(u32::to_be_bytes).concat();
-        request.extend_from_slice(&blob.bytes);
-        self.request(what, SET_STATE, &request)
+        self.request("set state", &[SET_STATE, blob.flags, kind, length], &blob.bytes)
     }
 
     fn request(
         &mut self,
         what: &'static str,
-        command: u32,
+        words: &[u32],
         body: &[u8],
     ) -> Result<(), EmulatorError> {
-        self.send(what, command, body)?;
-        self.result(what)
+        let [result] = self.ask(what, words, body)?;
+        refusal(what, result)
     }
 
-    fn send(&mut self, what: &'static str, command: u32, body: &[u8]) -> Result<(), EmulatorError> {
-        let message = [&command.to_be_bytes(), body].concat();
-        self.control.write_all(&message).map_err(|source| EmulatorError::Io { what, source })
+    /// A request and its answer of so many words.
+    fn ask<const N: usize>(
+        &mut self,
+        what: &'static str,
+        words: &[u32],
+        body: &[u8],
+    ) -> Result<[u32; N], EmulatorError> {
+        let patience = Patience::new(ANSWER_WITHIN, &|| false);
+        self.settle(what, &patience)?;
+        self.send(what, words, body, &patience)?;
+        self.words(what, &patience)
     }
 
-    fn receive<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], EmulatorError> {
-        let mut bytes = [0; N];
-        self.control.read_exact(&mut bytes).map_err(|source| EmulatorError::Io { what, source })?;
-        Ok(bytes)
+    /// Takes the answers of cancels.
+    fn settle(&mut self, what: &'static str, patience: &Patience<'_>) -> Result<(), EmulatorError> {
+        while self.owed_answers > 0 {
+            let [result] = self.words(what, patience)?;
+            if result != 0 {
+                log::debug!("the TPM does not cancel commands: result {result:#x}");
+            }
+            self.owed_answers -= 1;
+        }
+        Ok(())
     }
 
-    fn words<const N: usize>(&mut self, what: &'static str) -> Result<[u32; N], EmulatorError> {
+    fn send(
+        &mut self,
+        what: &'static str,
+        words: &[u32],
+        body: &[u8],
+        patience: &Patience<'_>,
+    ) -> Result<(), EmulatorError> {
+        let words = words.iter().flat_map(|word| word.to_be_bytes());
+        let message: Vec<u8> = words.chain(body.iter().copied()).collect();
+        self.transfer(what, message.len(), patience, |mut control, at| {
+            control.write(message.get(at..).unwrap_or_default())
+        })
+    }
+
+    fn read(
+        &mut self,
+        what: &'static str,
+        bytes: &mut [u8],
+        patience: &Patience<'_>,
+    ) -> Result<(), EmulatorError> {
+        self.transfer(what, bytes.len(), patience, |mut control, at| {
+            control.read(bytes.get_mut(at..).unwrap_or_default())
+        })
+    }
+
+    /// Repeats a system call until all bytes are through; what is late or cut breaks the connection.
+    fn transfer(
+        &mut self,
+        what: &'static str,
+        len: usize,
+        patience: &Patience<'_>,
+        mut call: impl FnMut(&UnixStream, usize) -> io::Result<usize>,
+    ) -> Result<(), EmulatorError> {
+        if self.is_broken {
+            return Err(EmulatorError::Broken(what));
+        }
+        let mut at = 0;
+        while at < len {
+            let done = patience.next().and_then(|next| {
+                self.control.set_read_timeout(Some(next))?;
+                self.control.set_write_timeout(Some(next))?;
+                call(&self.control, at)
+            });
+            match done {
+                Ok(0) => {
+                    self.is_broken = true;
+                    return Err(EmulatorError::Io {
+                        what,
+                        source: io::ErrorKind::UnexpectedEof.into(),
+                    });
+                }
+                Ok(done) => at += done,
+                // The patience has its own end.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(source) => {
+                    self.is_broken = true;
+                    return Err(EmulatorError::Io { what, source });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn words<const N: usize>(
+        &mut self,
+        what: &'static str,
+        patience: &Patience<'_>,
+    ) -> Result<[u32; N], EmulatorError> {
         let mut words = [0; N];
         for word in &mut words {
-            *word = u32::from_be_bytes(self.receive(what)?);
+            let mut bytes = [0; 4];
+            self.read(what, &mut bytes, patience)?;
+            *word = u32::from_be_bytes(bytes);
         }
         Ok(words)
     }
 
-    fn result(&mut self, what: &'static str) -> Result<(), EmulatorError> {
-        match u32::from_be_bytes(self.receive(what)?) {
-            0 => Ok(()),
-            result => Err(EmulatorError::Refused { what, result }),
-        }
+    fn result(&mut self, what: &'static str, patience: &Patience<'_>) -> Result<(), EmulatorError> {
+        let [result] = self.words(what, patience)?;
+        refusal(what, result)
     }
 }
 
-fn connect(path: &Path) -> io::Result<UnixStream> {
+/// Success is zero.
+fn refusal(what: &'static str, result: u32) -> Result<(), EmulatorError> {
+    if result == 0 { Ok(()) } else { Err(EmulatorError::Refused { what, result }) }
+}
+
+fn connect(path: &Path, is_cancelled: &dyn Fn() -> bool) -> io::Result<UnixStream> {
     let address = SockAddr::unix(path)?;
     let until = Instant::now() + LISTEN_WITHIN;
     loop {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        let error = match socket.connect_timeout(&address, ANSWER_WITHIN) {
+        let error = match socket.connect(&address) {
             Ok(()) => return Ok(std::os::fd::OwnedFd::from(socket).into()),
             Err(error) => error,
         };
-        let may_come =
-            matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
-        if !may_come || Instant::now() >= until {
+        // A full queue of connections is WouldBlock.
+        let may_come = matches!(
+            error.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::WouldBlock
+        );
+        if !may_come || Instant::now() >= until || is_cancelled() {
             return Err(error);
         }
         std::thread::sleep(BETWEEN_ATTEMPTS);

@@ -27,7 +27,7 @@ use std::io;
 use std::net::Shutdown;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
@@ -44,8 +44,12 @@ pub use fuzz::fuzz;
 use state::{FORMAT, SavedTpm};
 use worker::{Job, Worker};
 
-/// How long a command may still run when the TPM is saved. Creating a key of 2048 bits takes less.
-const SAVE_WITHIN: Duration = Duration::from_secs(10);
+/// How long a command may still run when the TPM is saved: the guest stands still meanwhile. Before that
+/// [`Tpm::wait_until_idle`] has waited.
+const SAVE_WITHIN: Duration = Duration::from_secs(3);
+
+/// How often a wait for the end of a command looks whether it is still wanted.
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Why a TPM cannot be made, started, saved or restored.
 #[derive(Debug, thiserror::Error)]
@@ -124,10 +128,16 @@ impl Tpm {
     ///
     /// # Errors
     /// It cannot be reached, or lacks what is needed.
-    pub fn connect(socket: &Path, gpa: u64, on_lost: OnLost) -> Result<Self, TpmError> {
+    pub fn connect(
+        socket: &Path,
+        gpa: u64,
+        on_lost: OnLost,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Self, TpmError> {
         let name = socket.display().to_string();
         let of_emulator = |source| TpmError::Emulator { socket: name.clone(), source };
-        let (control, data) = Emulator::connect(socket).map_err(of_emulator)?;
+        let (control, data) = Emulator::connect(socket, is_cancelled).map_err(of_emulator)?;
+        let own_control = control.handle().map_err(TpmError::Resource)?;
         let shared = Arc::new(Shared {
             inner: Mutex::new(Inner {
                 crb: Crb::new(gpa),
@@ -147,6 +157,7 @@ impl Tpm {
             own.inner.lock().is_ending = true;
             // The thread may wait for the rest of a response.
             let _ = own_data.shutdown(Shutdown::Both);
+            let _ = own_control.shutdown(Shutdown::Both);
             // A full counter has woken the thread already.
             let _ = own.kick.write(1);
         };
@@ -163,11 +174,21 @@ impl Tpm {
         self.shared.control.lock().power_on().map_err(|source| self.failed(source))
     }
 
+    /// Waits, while the guest runs, until no command is being executed, for `within` at most.
+    pub fn wait_until_idle(&self, within: Duration, is_cancelled: &dyn Fn() -> bool) {
+        let until = Instant::now() + within;
+        let mut inner = self.shared.inner.lock();
+        while inner.crb.is_running() && !is_cancelled() && Instant::now() < until {
+            let next = until.min(Instant::now() + IDLE_POLL_INTERVAL);
+            self.shared.ended.wait_until(&mut inner, next);
+        }
+    }
+
     /// Saves registers, buffer and the emulator's state. The vCPUs are paused; a command that is being
     /// executed is waited for.
     ///
     /// # Errors
-    /// The command takes longer than 10 s, or the emulator does not answer.
+    /// The command takes longer than 3 s, or the emulator does not answer.
     pub fn save(&self) -> Result<DeviceSnapshot, TpmError> {
         let mut inner = self.shared.inner.lock();
         let timed_out = self.shared.ended.wait_while_for(
@@ -195,7 +216,11 @@ impl Tpm {
         let (registers, blobs): (_, StateBlobs) =
             FORMAT.decode::<SavedTpm>(snapshot)?.into_parts()?;
         self.shared.control.lock().restore(&blobs).map_err(|source| self.failed(source))?;
-        self.shared.inner.lock().crb.restore(registers);
+        let mut inner = self.shared.inner.lock();
+        if inner.is_lost {
+            return Err(TpmError::Lost { socket: self.socket.clone() });
+        }
+        inner.crb.restore(registers);
         Ok(())
     }
 

@@ -63,10 +63,12 @@ struct Scripted {
 /// What the scripted emulator says instead of what it should.
 #[derive(Clone, Copy, Default)]
 struct Lies {
-    lacks: u64,
+    lacks: u32,
     buffer_bytes: Option<u32>,
     blob_bytes: Option<u32>,
     refuses: Option<u32>,
+    /// To which request no answer comes.
+    is_silent_at: Option<u32>,
 }
 
 impl Scripted {
@@ -105,7 +107,7 @@ impl Scripted {
                 }
                 let result = u32::from(lies.refuses == Some(command));
                 let answer = match command {
-                    1 => (0xffff & !lies.lacks).to_be_bytes().to_vec(),
+                    1 => [0, 0xffff & !lies.lacks].map(u32::to_be_bytes).concat(),
                     17 => {
                         let size = lies.buffer_bytes.unwrap_or(3968);
                         [result, size, 256, 4096].map(u32::to_be_bytes).concat()
@@ -119,6 +121,9 @@ impl Scripted {
                     _ => result.to_be_bytes().to_vec(),
                 };
                 let _ = asked_sender.send((command, body));
+                if lies.is_silent_at == Some(command) {
+                    continue;
+                }
                 if control.write_all(&answer).is_err() {
                     return;
                 }
@@ -128,7 +133,7 @@ impl Scripted {
     }
 
     fn connect(&self) -> Result<Tpm, TpmError> {
-        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ()))
+        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ()), &|| false)
     }
 
     fn asked(&self) -> Vec<u32> {
@@ -161,7 +166,7 @@ fn a_command_goes_and_its_response_comes() {
     let emulator = Scripted::start(Lies::default());
     let tpm = emulator.connect().unwrap();
     tpm.power_on().unwrap();
-    assert_eq!(emulator.asked(), [1, 16, 14, 17, 14, 2]);
+    assert_eq!(emulator.asked(), [1, 16, 14, 17, 14, 2, 14, 2]);
     let mut data = emulator.data.recv().unwrap();
     start(&tpm, &RANDOM);
     let mut got = [0; 12];
@@ -197,6 +202,71 @@ fn a_running_command_is_cancelled_at_the_emulator() {
 }
 
 #[test]
+fn a_cancel_that_is_answered_late_disturbs_nothing() {
+    let emulator = Scripted::start(Lies { is_silent_at: Some(9), ..Lies::default() });
+    let tpm = emulator.connect().unwrap();
+    let mut data = emulator.data.recv().unwrap();
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    emulator.asked();
+    write(&tpm, 0x48, 1);
+    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 9);
+    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
+    assert_eq!(response(&tpm), (10, 0));
+    // The next command is executed like any other.
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
+    assert_eq!(response(&tpm), (10, 0));
+    let began = Instant::now();
+    drop(tpm);
+    assert!(began.elapsed() < LONG / 4);
+}
+
+#[test]
+fn a_late_answer_is_never_taken_for_another() {
+    let emulator = Scripted::start(Lies { is_silent_at: Some(12), ..Lies::default() });
+    let tpm = emulator.connect().unwrap();
+    let error = error_text::chain(&tpm.save().unwrap_err());
+    assert!(error.contains("'get state'"), "{error}");
+    emulator.asked();
+    let error = error_text::chain(&tpm.save().unwrap_err());
+    assert!(error.contains("earlier answer"), "{error}");
+    assert!(emulator.asked().is_empty());
+}
+
+#[test]
+fn a_save_waits_for_the_command_and_not_for_ever() {
+    let emulator = Scripted::start(Lies::default());
+    let tpm = Arc::new(emulator.connect().unwrap());
+    let mut data = emulator.data.recv().unwrap();
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    assert!(matches!(tpm.save(), Err(TpmError::Busy)));
+    let own = Arc::clone(&tpm);
+    let saving = std::thread::spawn(move || own.save());
+    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
+    let saved = saving.join().unwrap().unwrap();
+    assert_eq!(saved.data["registers"]["buffer"].as_array().unwrap().len(), 12);
+    // One that ends while it is waited for is lost, and not saved.
+    start(&tpm, &RANDOM);
+    let own = Arc::clone(&tpm);
+    let saving = std::thread::spawn(move || own.save());
+    drop(data);
+    assert!(matches!(saving.join().unwrap(), Err(TpmError::Lost { .. })));
+}
+
+#[test]
+fn a_start_that_is_cancelled_does_not_wait_for_the_emulator() {
+    let emulator = Scripted::start(Lies { is_silent_at: Some(1), ..Lies::default() });
+    let began = Instant::now();
+    let is_cancelled = || began.elapsed() > Duration::from_millis(200);
+    let socket = emulator.folder.path().join("socket");
+    assert!(Tpm::connect(&socket, GPA, Box::new(|_| ()), &is_cancelled).is_err());
+    assert!(began.elapsed() < LONG / 4);
+}
+
+#[test]
 fn impossible_commands_fail_without_reaching_the_emulator() {
     let emulator = Scripted::start(Lies::default());
     let tpm = emulator.connect().unwrap();
@@ -217,7 +287,7 @@ fn a_lost_emulator_fails_commands_and_is_reported_once() {
     let (lost, is_lost) = channel();
     let socket = emulator.folder.path().join("socket");
     let on_lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
-    let tpm = Tpm::connect(&socket, GPA, on_lost).unwrap();
+    let tpm = Tpm::connect(&socket, GPA, on_lost, &|| false).unwrap();
     let mut data = emulator.data.recv().unwrap();
     start(&tpm, &RANDOM);
     data.read_exact(&mut [0; 12]).unwrap();
@@ -258,7 +328,7 @@ fn emulators_that_cannot_do_it_are_refused_by_name() {
     assert!(text.contains("2048") && text.contains("3968"), "{text}");
     let text = refused(Lies { refuses: Some(14), ..Lies::default() });
     assert!(text.contains("'stop'"), "{text}");
-    let nowhere = Tpm::connect(Path::new("/dev/null/socket"), GPA, Box::new(|_| ()));
+    let nowhere = Tpm::connect(Path::new("/dev/null/socket"), GPA, Box::new(|_| ()), &|| false);
     assert!(matches!(nowhere, Err(TpmError::Emulator { .. })));
 }
 
@@ -344,7 +414,7 @@ impl Swtpm {
     }
 
     fn connect(&self) -> Tpm {
-        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ())).unwrap()
+        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ()), &|| false).unwrap()
     }
 }
 

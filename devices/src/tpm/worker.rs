@@ -76,7 +76,10 @@ impl Worker {
                         self.is_executing = true;
                     }
                     Some(Job::Cancel) if self.is_executing => {
-                        self.shared.control.lock().cancel().map_err(io::Error::other)?;
+                        // The command goes on then, and its response comes.
+                        if let Err(error) = self.shared.control.lock().cancel() {
+                            log::debug!("a command of the TPM cannot be cancelled: {error}");
+                        }
                     }
                     Some(Job::Cancel) | None => {}
                 }

@@ -9,6 +9,7 @@
 use std::fs;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -84,15 +85,42 @@ impl From<SnapshotError> for CoreError {
     }
 }
 
-/// A file that is removed unless it becomes complete.
-struct Incomplete<'p>(&'p Path);
+/// A file that is removed unless it becomes complete. After a cancel that was not waited for, its path may be
+/// another's by then.
+struct Incomplete<'p> {
+    path: &'p Path,
+    identity: Option<(u64, u64)>,
+}
+
+impl<'p> Incomplete<'p> {
+    fn new(path: &'p Path) -> Self {
+        Self { path, identity: identity(path) }
+    }
+}
+
+/// Which file is at a path.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let found = fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
+}
 
 impl Drop for Incomplete<'_> {
     fn drop(&mut self) {
-        if let Err(error) = fs::remove_file(self.0) {
-            log::warn!("an incomplete core dump is left in {}: {error}", self.0.display());
+        if self.identity.is_none() || identity(self.path) != self.identity {
+            return;
+        }
+        if let Err(error) = fs::remove_file(self.path) {
+            log::warn!("an incomplete core dump is left in {}: {error}", self.path.display());
         }
     }
+}
+
+/// Writes the name of a new file to the disk.
+fn sync_name(path: &Path) -> Result<(), SnapshotError> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    let synced = fs::File::open(parent).and_then(|directory| directory.sync_all());
+    synced.map_err(SnapshotError::io("write to the disk", parent))
 }
 
 /// Writes a new core file. The guest must not run, and nothing else may write its memory, until this
@@ -114,10 +142,10 @@ pub fn write_core<M: GuestMemoryMap>(
     let file = MemoryFile::create(path, len_bytes).inspect_err(|error| {
         // Of this call, if its length could not be set.
         if !matches!(error, SnapshotError::Io { what: "create", .. }) {
-            drop(Incomplete(path));
+            drop(Incomplete::new(path));
         }
     })?;
-    let incomplete = Incomplete(path);
+    let incomplete = Incomplete::new(path);
     let writer = Writer {
         memory,
         geometry: &geometry,
@@ -139,6 +167,11 @@ pub fn write_core<M: GuestMemoryMap>(
     }
     file.write_buffer(&mut buffer, 0)?;
     file.sync()?;
+    sync_name(path)?;
+    // The storage may have answered long after the cancel.
+    if cancel.is_cancelled() {
+        return Err(CoreError::Cancelled);
+    }
     std::mem::forget(incomplete);
     Ok(CoreReport {
         data_bytes: writer.data_pages.into_inner() * PAGE_BYTES,

@@ -263,6 +263,8 @@ impl Vmm {
                 match &mut self.vm {
                     VmLifecycle::Starting(starting) => starting.end_until(start_end),
                     VmLifecycle::Busy(busy) if busy.is_restore() => busy.until = Some(start_end),
+                    // Nothing is lost with it that the guest has.
+                    VmLifecycle::Busy(busy) if busy.is_core_dump() => busy.cancel(),
                     _ => {}
                 }
                 let runs =

@@ -91,6 +91,11 @@ impl Busy {
         matches!(self.work, Work::Restore)
     }
 
+    /// Whether memory is dumped for debuggers.
+    pub fn is_core_dump(&self) -> bool {
+        matches!(self.work, Work::CoreDump(_))
+    }
+
     /// Cancels the operation; its result arrives in the inbox.
     pub fn cancel(&self) {
         self.cancel.cancel();

@@ -18,6 +18,8 @@ impl Machine {
     /// # Errors
     /// The registers of a vCPU cannot be read.
     pub fn core_file(&self, ranges: Vec<CoreRange>) -> Result<CoreFile, MachineError> {
+        // Also those that were added since the pause, and run: memory must not change while it is written.
+        self.parts.passthrough.stop()?;
         let vcpus: Result<Vec<_>, KvmError> =
             self.vcpus.on_each(|vcpu| registers(vcpu))?.into_iter().collect();
         Ok(CoreFile::new(ranges, vcpus?))

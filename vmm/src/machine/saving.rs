@@ -56,6 +56,11 @@ impl Machine {
         Ok(state)
     }
 
+    /// Waits, while the guest runs, for what would hold up [`Self::save`].
+    pub fn prepare_save(&self, is_cancelled: &dyn Fn() -> bool) {
+        self.parts.tpm.prepare_stop(is_cancelled);
+    }
+
     /// Restores a saved state; `clock` says whether guest time has passed meanwhile. The machine stays
     /// paused.
     ///

@@ -7,15 +7,20 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arch::layout;
 use devices::tpm::{CRB_LEN_BYTES, Tpm, TpmError};
 use devices::virtio::DeviceSnapshot;
 
 use super::error::MachineError;
+use super::pausing::CancelToken;
 use super::space::AddressSpace;
 use crate::config::VmConfig;
 use crate::events;
+
+/// How long a running command holds up the stop of a migration. Creating a key of 2048 bits takes less.
+const IDLE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Its name among the legacy devices of a saved state.
 const NAME: &str = "tpm";
@@ -28,13 +33,19 @@ impl TpmDevice {
     ///
     /// # Errors
     /// Names the socket, or the address that is taken.
-    pub(super) fn wire(config: &VmConfig, space: &AddressSpace) -> Result<Self, MachineError> {
+    pub(super) fn wire(
+        config: &VmConfig,
+        space: &AddressSpace,
+        cancel: &CancelToken,
+    ) -> Result<Self, MachineError> {
         let Some(tpm) = &config.tpm else { return Ok(Self(None)) };
         let on_lost = Box::new(|why: &str| {
             log::error!("the TPM is lost, and its commands fail from now on: {why}");
             events::emit("vm", "tpm-lost", &[("error", why)]);
         });
-        let device = Arc::new(Tpm::connect(&tpm.socket, layout::TPM_GPA, on_lost)?);
+        let device = Arc::new(Tpm::connect(&tpm.socket, layout::TPM_GPA, on_lost, &|| {
+            cancel.is_cancelled()
+        })?);
         space.insert_memory(layout::TPM_GPA, CRB_LEN_BYTES, NAME, device.clone())?;
         Ok(Self(Some(device)))
     }
@@ -45,6 +56,13 @@ impl TpmDevice {
     /// The emulator refuses.
     pub(super) fn power_on(&self) -> Result<(), TpmError> {
         self.0.as_ref().map_or(Ok(()), |tpm| tpm.power_on())
+    }
+
+    /// Waits, while the guest runs, until it executes no command, so that the guest need not stand still for it.
+    pub(super) fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) {
+        if let Some(tpm) = &self.0 {
+            tpm.wait_until_idle(IDLE_WITHIN, is_cancelled);
+        }
     }
 
     /// Adds its state to those of legacy devices.

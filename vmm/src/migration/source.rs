@@ -258,6 +258,7 @@ impl SourceVm for LeavingMachine {
     fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         // First, as a disk that answers no request does not write back either.
         self.prepare_devices(is_cancelled)?;
+        self.machine.prepare_save(is_cancelled);
         // The guest's requests wait for free space, and the stop would wait for them.
         self.machine.check_room()?;
         match &self.disk_writer {
