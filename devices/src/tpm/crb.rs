@@ -126,7 +126,7 @@ impl Crb {
     }
 
     /// Takes over saved registers, whose buffer has been checked.
-    pub(super) fn restore(&mut self, saved: SavedRegisters) {
+    pub(super) fn restore(&mut self, saved: &SavedRegisters) {
         self.is_assigned = saved.is_assigned;
         self.is_idle = saved.is_idle;
         self.has_failed = saved.has_failed;
@@ -159,12 +159,11 @@ impl Crb {
         for (byte, index) in data.iter_mut().zip(0..) {
             let at = offset.saturating_add(index);
             let in_buffer = usize::try_from(at).ok().and_then(|at| at.checked_sub(BUFFER_OFFSET));
-            let found = match in_buffer {
-                Some(at) => self.buffer.get(at).copied(),
-                None => {
-                    let register = self.register(at & !3).to_le_bytes();
-                    usize::try_from(at & 3).ok().and_then(|at| register.get(at).copied())
-                }
+            let found = if let Some(at) = in_buffer {
+                self.buffer.get(at).copied()
+            } else {
+                let register = self.register(at & !3).to_le_bytes();
+                usize::try_from(at & 3).ok().and_then(|at| register.get(at).copied())
             };
             *byte = found.unwrap_or(0);
         }
@@ -213,12 +212,10 @@ impl Crb {
         let length = length_of(&self.buffer).filter(|length| *length >= HEADER_BYTES);
         let command = length.and_then(|length| self.buffer.get(..length));
         self.is_running = true;
-        match command {
-            Some(command) => Some(Action::Start(command.to_vec())),
-            None => {
-                self.finish(&RESPONSE_FAILURE);
-                None
-            }
+        if let Some(command) = command {
+            return Some(Action::Start(command.to_vec()));
         }
+        self.finish(&RESPONSE_FAILURE);
+        None
     }
 }

@@ -56,6 +56,6 @@ fn access(accesses: &[u8]) {
             _ => {}
         }
         let saved = crb.save();
-        crb.restore(saved);
+        crb.restore(&saved);
     }
 }

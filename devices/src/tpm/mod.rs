@@ -162,8 +162,7 @@ impl Tpm {
             let _ = own.kick.write(1);
         };
         let thread = StoppableThread::spawn("tpm", stop, move || worker.run());
-        let _thread = thread.map_err(TpmError::Resource)?;
-        Ok(Self { shared, socket: name, _thread })
+        Ok(Self { shared, socket: name, _thread: thread.map_err(TpmError::Resource)? })
     }
 
     /// Starts the TPM as at power on.
@@ -220,7 +219,7 @@ impl Tpm {
         if inner.is_lost {
             return Err(TpmError::Lost { socket: self.socket.clone() });
         }
-        inner.crb.restore(registers);
+        inner.crb.restore(&registers);
         Ok(())
     }
 

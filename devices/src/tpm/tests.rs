@@ -383,7 +383,7 @@ proptest! {
             }
             let saved = crb.save();
             let mut again = crb::Crb::new(GPA);
-            again.restore(saved.clone());
+            again.restore(&saved);
             prop_assert_eq!(again.save(), saved);
         }
     }

@@ -94,9 +94,8 @@ impl Worker {
         if !self.is_executing {
             return wrong("the TPM answers without a command");
         }
-        let length = match length_of(&response) {
-            Some(length @ HEADER_BYTES..=BUFFER_BYTES) => length,
-            _ => return wrong("the TPM's answer has an impossible length"),
+        let Some(length @ HEADER_BYTES..=BUFFER_BYTES) = length_of(&response) else {
+            return wrong("the TPM's answer has an impossible length");
         };
         response.resize(length, 0);
         self.data.read_exact(&mut response[HEADER_BYTES..])?;
