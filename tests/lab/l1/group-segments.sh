@@ -27,7 +27,7 @@ DISK_OPTIONS=$disks
 
 # There is one host bridge in each segment besides what vm.info has.
 functions() {
-  guest $1 "ls /sys/bus/pci/devices" && grep -v ':00:00\.0$' $T/out | sort >$T/seen || return 1
+  guest $1 "ls -1 /sys/bus/pci/devices" && grep -v ':00:00\.0$' $T/out | sort >$T/seen || return 1
   remote $1 info | sed -n 's/.*"pci_bdf": *"\([0-9a-f:.]*\)".*/\1/p' | sort -u >$T/told
   [ "$(grep -c ':00:00\.0$' $T/out)" = 4 ] && cmp -s $T/seen $T/told && [ "$(wc -l <$T/seen)" = "$2" ] ||
     { echo "seen:"; cat $T/out; echo "told:"; cat $T/told; return 1; }
