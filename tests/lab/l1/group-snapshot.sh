@@ -50,11 +50,11 @@ clock_is_right() {
   answered=$(date +%s) said=$(cat $T/out)
   [ "$said" -ge $((asked - 2)) ] && [ "$said" -le $((answered + 2)) ] || { echo "the guest says $said between $asked and $answered"; return 1; }
 }
-# The kernel's own description is found in its memory, by which a debugger finds the kernel's messages without an option.
+# A debugger finds the kernel's own description, which says by how much its addresses are shifted.
 dumped() {
   remote a pause && remote a coredump file://$T/core || return 1
   crash --osrelease $T/core >$T/release && [ "$(cat $T/release)" = "$(uname -r)" ] || { cat $T/release; return 1; }
-  crash --log $T/core >$T/kernel-log && grep -q "Linux version $(uname -r)" $T/kernel-log || { head $T/kernel-log; return 1; }
+  head -c 131072 $T/core | grep -q '^KERNELOFFSET=[0-9a-f]' || return 1
   rm $T/core && remote a resume
 }
 check dumped_for_debuggers dumped
