@@ -150,7 +150,7 @@ fn no_room() {
         "'more'",
         "the 64-bit BARs of PCI segment 1 need",
         "pci_segment=1,mmio64_aperture_weight=2 is enough",
-        "address bits are enough, and the VM has 33",
+        "address bits are enough for them, and the VM has 33",
         "no room for BAR 0 of PCI device more",
     ] {
         assert!(output.contains(said), "{said}: {output}");

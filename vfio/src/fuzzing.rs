@@ -103,6 +103,7 @@ pub fn fuzz_vfio_state(input: &[u8]) {
             gate: Arc::clone(&gate),
             intx: None,
             trapped_bars: Vec::new(),
+            has_ports: true,
             peers: None,
         };
         let device = VfioPciDevice::new("fuzz".to_owned(), host.clone(), wiring).ok()?;
@@ -139,6 +140,7 @@ fn drive(
         gate: Arc::clone(gate),
         intx: line.map(|file| Box::new(FakeLine(file)) as _),
         trapped_bars: Vec::new(),
+        has_ports: true,
         peers: Some(Arc::clone(peers)),
     };
     let host: Arc<dyn HostFunction> = host.clone();

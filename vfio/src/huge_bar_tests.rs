@@ -55,6 +55,7 @@ impl Rig {
                 gate: gate.clone(),
                 intx: None,
                 trapped_bars: Vec::new(),
+                has_ports: true,
                 peers: Some(peers.clone()),
             };
             let device = VfioPciDevice::new(format!("gpu{number}"), host, wiring).unwrap();

@@ -17,8 +17,8 @@ use super::fakes::{
 };
 use super::*;
 use pci::DeviceNumber;
-use pci::PciDevice;
 use pci::fakes::{FakeMapper, FakeMsiSource};
+use pci::{BarKind, PciDevice};
 use pci::{MmioRange, MmioWindows, PortWindow};
 use pci::{PciEcam, PciSegment, PciSegmentOptions};
 
@@ -79,6 +79,7 @@ impl Rig {
             gate: Arc::clone(&gate),
             intx: line,
             trapped_bars,
+            has_ports: true,
             peers: None,
         };
         let device = Arc::new(VfioPciDevice::new("gpu".into(), host.clone(), wiring).unwrap());
@@ -311,6 +312,38 @@ fn msi_follows_its_registers() {
 }
 
 #[test]
+fn without_ports_the_guest_sees_no_bar_of_them() {
+    for has_ports in [true, false] {
+        let gate = Arc::new(DmaGate::default());
+        let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();
+        let wiring = VfioWiring {
+            msi_source: &FakeMsiSource::new(64),
+            slots: Arc::new(FakeSlots::default()),
+            gate,
+            intx: None,
+            trapped_bars: Vec::new(),
+            has_ports,
+            peers: None,
+        };
+        let device = VfioPciDevice::new("gpu".into(), host, wiring).unwrap();
+        let ports = device.bars().into_iter().filter(|bar| bar.kind == BarKind::Ports);
+        let ports: Vec<u8> = ports.map(|bar| bar.index).collect();
+        assert_eq!(ports.is_empty(), !has_ports);
+        assert!(device.bars().len() > ports.len());
+        let host_ports = bars::describe(
+            &FakeFunction::config(),
+            &*FakeFunction::new(FakeFunction::config(), Arc::default()).unwrap(),
+        );
+        let index = host_ports.iter().find(|bar| bar.kind == BarKind::Ports).unwrap().index;
+        let offset = 0x10 + 4 * u16::from(index);
+        device.write_config(offset, &[0xff; 4]);
+        let mut register = [0; 4];
+        device.read_config(offset, &mut register);
+        assert_eq!(register != [0; 4], has_ports);
+    }
+}
+
+#[test]
 fn a_bridge_is_refused() {
     let mut config = FakeFunction::config();
     config[0x0e] = 1;
@@ -322,6 +355,7 @@ fn a_bridge_is_refused() {
         gate,
         intx: None,
         trapped_bars: Vec::new(),
+        has_ports: true,
         peers: None,
     };
     let refused = VfioPciDevice::new("bridge".into(), host, wiring);

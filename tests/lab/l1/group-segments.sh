@@ -67,7 +67,7 @@ check it_goes goes a
 # The guest finds it once memory is mapped; its driver enables DMA, and what it reads has come by that.
 passed_through() {
   remote a add-device path=$disk,id=passed,pci_segment=2 >$T/added && grep -q '"bdf": *"0002:00:' $T/added || { cat $T/added; return 1; }
-  wait_until 60 guest a "test -b /dev/nvme0n1 && readlink -f /sys/block/nvme0n1 | grep -q /pci0002:00/" && reads_what_is_there a && writes_and_reads_back a
+  wait_until 60 guest a "test -b /dev/nvme0n1 && readlink -f /sys/class/nvme/nvme0/device | grep -q /pci0002:00/" && reads_what_is_there a && writes_and_reads_back a
 }
 check a_passed_through_disk_comes_to_segment_2 passed_through
 passed_is_gone() { ! remote a info | grep -q '"id": *"passed"'; }

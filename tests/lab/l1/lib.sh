@@ -24,7 +24,8 @@ check() {
 
 # wait_until SECONDS COMMAND...: polls until the command is true.
 wait_until() {
-  limit=$(($(cut -d. -f1 /proc/uptime) + $1))
+  # The command may wait as well.
+  local limit=$(($(cut -d. -f1 /proc/uptime) + $1))
   shift
   until "$@"; do
     [ "$(cut -d. -f1 /proc/uptime)" -ge "$limit" ] && return 1

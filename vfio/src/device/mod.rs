@@ -72,6 +72,9 @@ pub struct VfioWiring<'a> {
     pub intx: Option<Box<dyn IntxLine>>,
     /// Indexes of BARs to which all accesses are trapped.
     pub trapped_bars: Vec<u8>,
+    /// Whether its bus has ports. Without them the guest does not see the function's I/O BARs: one that has no
+    /// address keeps Linux from enabling the function.
+    pub has_ports: bool,
     /// The functions with which it is to share BARs for p2p.
     pub peers: Option<Arc<P2pBars>>,
 }
@@ -137,7 +140,8 @@ impl VfioPciDevice {
     ) -> Result<Self, VfioError> {
         let mut raw = vec![0xff; host.config_len_bytes().into()];
         host.read_config(0, &mut raw);
-        let bars = bars::describe(&raw, host.as_ref());
+        let mut bars = bars::describe(&raw, host.as_ref());
+        bars.retain(|bar| wiring.has_ports || bar.kind != BarKind::Ports);
         let counts = |kind: InterruptKind| host.interrupts_count(kind);
         let msix = MsixLayout::find(&raw)
             .filter(|layout| counts(InterruptKind::Msix) >= u32::from(layout.count));

@@ -64,6 +64,7 @@ impl Rig {
             gate: self.gate.clone(),
             intx: None,
             trapped_bars: Vec::new(),
+            has_ports: true,
             peers: Some(self.peers.clone()),
         };
         let device = VfioPciDevice::new(format!("gpu{number}"), host.clone(), wiring).unwrap();

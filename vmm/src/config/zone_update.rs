@@ -26,7 +26,7 @@ impl ValueCodec<Vec<VmMemoryZoneUpdateData>> for ZoneUpdates {
     const SYNTAX: &'static str = "<list_of_zones_with_host_nodes>";
 
     fn parse(raw: &str) -> Result<Vec<VmMemoryZoneUpdateData>, String> {
-        const EXPECTED: &str = "expected zones with nodes of the host, like [mem0@1,mem1@0]";
+        const EXPECTED: &str = "expected zones with nodes of the host, like [low@1,high@0]";
         let one = |(id, node): (&str, &str)| {
             let host_numa_node = node.parse().map_err(|_| EXPECTED.to_owned())?;
             Ok(VmMemoryZoneUpdateData { id: unquote(id), host_numa_node })

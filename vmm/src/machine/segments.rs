@@ -163,10 +163,13 @@ impl Windows {
         };
         let weight = Self::weight_for(window, weights, at, needed).filter(|_| weights.len() > 1);
         let weight = weight.map(|weight| {
-            format!("--pci-segment pci_segment={at},mmio{width}_aperture_weight={weight} is enough")
+            format!(
+                "--pci-segment pci_segment={at},mmio{width}_aperture_weight={weight} is enough for \
+                 the devices so far"
+            )
         });
         let bits = self.bits_for(at, needed).filter(|_| is_wide).map(|bits| {
-            format!("{bits} address bits are enough, and the VM has {}", self.address_bits)
+            format!("{bits} address bits are enough for them, and the VM has {}", self.address_bits)
         });
         let needs = format!(
             "the {width}-bit BARs of PCI segment {at} need {} MiB, the longest {} MiB, for which its window has no room",

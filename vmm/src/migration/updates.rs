@@ -48,7 +48,12 @@ pub fn change_zones(
     config: &mut VmConfig,
     updates: &[VmMemoryZoneUpdateData],
 ) -> Result<(), UpdateError> {
+    let mut seen = BTreeSet::new();
     for update in updates {
+        if !seen.insert(&update.id) {
+            let (list, id) = ("zone_updates", update.id.clone());
+            return Err(UpdateError::Twice { list, id });
+        }
         let zone = config.memory.zones.iter_mut().flatten().find(|zone| zone.id == update.id);
         let Some(zone) = zone else {
             return Err(UpdateError::Unknown { list: "zone_updates", id: update.id.clone() });

@@ -192,6 +192,7 @@ pub(super) mod tests {
                 gate: Arc::clone(&gate),
                 intx: None,
                 trapped_bars: Vec::new(),
+                has_ports: true,
                 peers: None,
             };
             let device = VfioPciDevice::new(id.to_owned(), host.clone(), wiring).unwrap();
@@ -304,6 +305,7 @@ pub(super) mod tests {
                 gate: Arc::default(),
                 intx: None,
                 trapped_bars: Vec::new(),
+                has_ports: true,
                 peers: None,
             };
             let id = device.id().to_owned();

@@ -400,6 +400,7 @@ impl Passthrough {
             gate: Arc::clone(&self.gate),
             intx: Some(Box::new(line) as Box<dyn IntxLine>),
             trapped_bars: trapped.filter_map(|bar| u8::try_from(*bar).ok()).collect(),
+            has_ports: config.pci_segment == 0,
             peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);

@@ -345,8 +345,9 @@ mod tests {
         let (mut passthrough, _hosts) = two_devices();
         let (pending, go_on) = slow(7);
         passthrough.pending = vec![pending];
-        let number = |id: &str| passthrough.address_of(id).map(|bdf| (bdf.bus(), bdf.device()));
-        assert_eq!(["one", "two", "slow"].map(number), [Some((0, 1)), Some((0, 2)), Some((0, 7))]);
+        passthrough.pending[0].config.pci_segment = 3;
+        let number = |id: &str| passthrough.address_of(id).map(|bdf| (bdf.segment(), bdf.device()));
+        assert_eq!(["one", "two", "slow"].map(number), [Some((0, 1)), Some((0, 2)), Some((3, 7))]);
         assert_eq!(number("none"), None);
         drop(go_on);
     }
