@@ -25,7 +25,9 @@ pub fn choose_high_hole(config: &mut VmConfig) {
     }
     let places = config.devices.iter().flatten().filter_map(|device| place_of(device).ok());
     let bars_bytes = places.map(|place| HostReach::bars_bytes(&place)).fold(0, u64::saturating_add);
-    if !may_reach(&config.memory, bars_bytes, *HYPERTRANSPORT.start()) {
+    // Segments share out all addresses, and large BARs begin anywhere in a share.
+    let is_shared_out = config.pci_segments_count() > 1;
+    if !is_shared_out && !may_reach(&config.memory, bars_bytes, *HYPERTRANSPORT.start()) {
         return;
     }
     // A device that cannot be found is reported when it is opened.
@@ -127,6 +129,11 @@ mod tests {
         for small in [json!({"size": GIB}), json!({"size": 1000 * GIB})] {
             assert_eq!(chosen(&small, &[amd.as_path()]), None);
         }
+        // Of several segments each has a part of all addresses.
+        let mut shared_out = config(&json!({"size": GIB}), &[amd.as_path()]);
+        shared_out.platform = serde_json::from_value(json!({"num_pci_segments": 2})).unwrap();
+        choose_high_hole(&mut shared_out);
+        assert_eq!(shared_out.memory.high_hole, Some(HighHole::HyperTransport));
         // Eight accelerators with BARs of 128 GiB have some of them there.
         let bars = "0x0000380000000000 0x0000381fffffffff 0x000000000014220c\n";
         fs::write(amd.as_path().join("resource"), bars).unwrap();
