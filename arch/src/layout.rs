@@ -88,6 +88,8 @@ pub const IOAPIC_PINS: u32 = 24;
 pub const TPM_GPA: u64 = 0xfed4_0000;
 /// Length of that.
 pub const TPM_BYTES: u64 = PAGE_BYTES;
+/// Offset of the registers that start a command.
+pub const TPM_CONTROL_OFFSET: u64 = 0x40;
 /// Local APIC, the address every x86 CPU resets to. Interrupt messages (MSI) go here as well.
 pub const LAPIC_GPA: u64 = 0xfee0_0000;
 /// One page that Intel's real mode emulation uses as page table; KVM wants it outside RAM.

@@ -124,9 +124,7 @@ fn push_cpu(entries: &mut Vec<u8>, uid: u32, cpu: AcpiCpu) {
 /// Where the control area of the TPM's command response buffer is, by which commands are started (TCG ACPI
 /// Specification 1.4, 8.3). None for a machine without one.
 pub fn tpm2(inputs: &AcpiInputs) -> Option<Vec<u8>> {
-    /// Offset of the control area in the registers.
-    const CONTROL_OFFSET: u64 = 0x40;
-    let control_gpa = inputs.tpm_gpa?.saturating_add(CONTROL_OFFSET);
+    let control_gpa = inputs.tpm_gpa?.saturating_add(layout::TPM_CONTROL_OFFSET);
     let (class, start) = (PlatformClass::Client, StartMethod::Crb);
     let table = Tpm2::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, class, control_gpa, start);
     let mut bytes = Vec::new();

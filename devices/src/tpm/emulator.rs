@@ -12,14 +12,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use socket2::{Domain, SockAddr, Socket, Type};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use super::crb::BUFFER_BYTES;
+use crate::unix_connect::connect_within;
 
 /// How long a started emulator may take until it listens.
 const LISTEN_WITHIN: Duration = Duration::from_secs(2);
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
 /// How long one answer may take. Starting a TPM for the first time takes part of a second.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 /// How long the first answer may take: an emulator that still executes a command of the guest before a reboot answers
@@ -108,12 +107,12 @@ pub(super) struct StateBlob {
 pub(super) type StateBlobs = [StateBlob; 3];
 
 /// Until when an answer is waited for, and whether it is still wanted.
-pub(super) struct Patience<'a> {
+pub(super) struct Deadline<'a> {
     until: Instant,
     is_cancelled: &'a dyn Fn() -> bool,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> Deadline<'a> {
     /// From now on for `within`, unless cancelled.
     pub(super) fn new(within: Duration, is_cancelled: &'a dyn Fn() -> bool) -> Self {
         Self { until: Instant::now() + within, is_cancelled }
@@ -122,7 +121,7 @@ impl<'a> Patience<'a> {
     /// How long the next system call may take.
     fn next(&self) -> io::Result<Duration> {
         if (self.is_cancelled)() {
-            return Err(io::Error::new(io::ErrorKind::Interrupted, "the start was cancelled"));
+            return Err(io::Error::other("the start was cancelled"));
         }
         match self.until.saturating_duration_since(Instant::now()) {
             Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
@@ -146,7 +145,8 @@ impl Emulator {
         path: &Path,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Self, UnixStream), EmulatorError> {
-        let control = connect(path, is_cancelled).map_err(EmulatorError::Connect)?;
+        let control = connect_within(path, LISTEN_WITHIN, is_cancelled);
+        let control = control.map_err(EmulatorError::Connect)?;
         Self::over(control, is_cancelled)
     }
 
@@ -156,13 +156,13 @@ impl Emulator {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Self, UnixStream), EmulatorError> {
         let mut this = Self { control, is_broken: false, owed_answers: 0 };
-        this.check_capabilities(&Patience::new(FIRST_ANSWER_WITHIN, is_cancelled))?;
+        this.check_capabilities(&Deadline::new(FIRST_ANSWER_WITHIN, is_cancelled))?;
         let (data, theirs) = UnixStream::pair().map_err(EmulatorError::Connect)?;
         let what = "set the data socket";
         let request = SET_DATA_FD.to_be_bytes();
         let sent = this.control.send_with_fd(&request[..], theirs.as_raw_fd());
         sent.map_err(|error| EmulatorError::Io { what, source: error.into() })?;
-        this.result(what, &Patience::new(ANSWER_WITHIN, is_cancelled))?;
+        this.result(what, &Deadline::new(ANSWER_WITHIN, is_cancelled))?;
         drop(theirs);
         let limited = data
             .set_write_timeout(Some(ANSWER_WITHIN))
@@ -208,17 +208,17 @@ impl Emulator {
         if self.owed_answers >= OWED_ANSWERS_MAX {
             return Ok(());
         }
-        let patience = Patience::new(ANSWER_WITHIN, &|| false);
-        self.send("cancel", &[CANCEL], &[], &patience)?;
+        let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
+        self.send("cancel", &[CANCEL], &[], &deadline)?;
         self.owed_answers += 1;
         Ok(())
     }
 
-    fn check_capabilities(&mut self, patience: &Patience<'_>) -> Result<(), EmulatorError> {
+    fn check_capabilities(&mut self, deadline: &Deadline<'_>) -> Result<(), EmulatorError> {
         let what = "get capability";
-        self.send(what, &[GET_CAPABILITY], &[], patience)?;
+        self.send(what, &[GET_CAPABILITY], &[], deadline)?;
         // The first word is a result in later versions, and zero in both.
-        let [_, has] = self.words(what, patience)?;
+        let [_, has] = self.words(what, deadline)?;
         match NEEDED.iter().find(|(bit, _)| has & bit == 0) {
             Some((_, name)) => Err(EmulatorError::Lacks(name)),
             None => Ok(()),
@@ -243,18 +243,18 @@ impl Emulator {
 
     fn blob(&mut self, kind: u32) -> Result<StateBlob, EmulatorError> {
         let what = "get state";
-        let patience = Patience::new(ANSWER_WITHIN, &|| false);
-        self.settle(what, &patience)?;
-        self.send(what, &[GET_STATE, STATE_DECRYPTED, kind, 0], &[], &patience)?;
+        let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
+        self.settle(what, &deadline)?;
+        self.send(what, &[GET_STATE, STATE_DECRYPTED, kind, 0], &[], &deadline)?;
         // Lengths come with a refusal, too.
-        let [result, flags, total, length] = self.words(what, &patience)?;
+        let [result, flags, total, length] = self.words(what, &deadline)?;
         let len = usize::try_from(length).unwrap_or(usize::MAX);
         if total != length || len > BLOB_BYTES_MAX {
             self.is_broken = true;
             return Err(EmulatorError::TooLong(total.max(length)));
         }
         let mut bytes = vec![0; len];
-        self.read(what, &mut bytes, &patience)?;
+        self.read(what, &mut bytes, &deadline)?;
         // Without this bit it is an error; with it there is no such part, as after a start from power off.
         refusal(what, if result & NOT_FATAL == 0 { result } else { 0 })?;
         Ok(StateBlob { flags, bytes })
@@ -282,16 +282,16 @@ impl Emulator {
         words: &[u32],
         body: &[u8],
     ) -> Result<[u32; N], EmulatorError> {
-        let patience = Patience::new(ANSWER_WITHIN, &|| false);
-        self.settle(what, &patience)?;
-        self.send(what, words, body, &patience)?;
-        self.words(what, &patience)
+        let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
+        self.settle(what, &deadline)?;
+        self.send(what, words, body, &deadline)?;
+        self.words(what, &deadline)
     }
 
     /// Takes the answers of cancels.
-    fn settle(&mut self, what: &'static str, patience: &Patience<'_>) -> Result<(), EmulatorError> {
+    fn settle(&mut self, what: &'static str, deadline: &Deadline<'_>) -> Result<(), EmulatorError> {
         while self.owed_answers > 0 {
-            let [result] = self.words(what, patience)?;
+            let [result] = self.words(what, deadline)?;
             if result != 0 {
                 log::debug!("the TPM does not cancel commands: result {result:#x}");
             }
@@ -305,11 +305,11 @@ impl Emulator {
         what: &'static str,
         words: &[u32],
         body: &[u8],
-        patience: &Patience<'_>,
+        deadline: &Deadline<'_>,
     ) -> Result<(), EmulatorError> {
         let words = words.iter().flat_map(|word| word.to_be_bytes());
         let message: Vec<u8> = words.chain(body.iter().copied()).collect();
-        self.transfer(what, message.len(), patience, |mut control, at| {
+        self.transfer(what, message.len(), deadline, |mut control, at| {
             control.write(message.get(at..).unwrap_or_default())
         })
     }
@@ -318,9 +318,9 @@ impl Emulator {
         &mut self,
         what: &'static str,
         bytes: &mut [u8],
-        patience: &Patience<'_>,
+        deadline: &Deadline<'_>,
     ) -> Result<(), EmulatorError> {
-        self.transfer(what, bytes.len(), patience, |mut control, at| {
+        self.transfer(what, bytes.len(), deadline, |mut control, at| {
             control.read(bytes.get_mut(at..).unwrap_or_default())
         })
     }
@@ -330,7 +330,7 @@ impl Emulator {
         &mut self,
         what: &'static str,
         len: usize,
-        patience: &Patience<'_>,
+        deadline: &Deadline<'_>,
         mut call: impl FnMut(&UnixStream, usize) -> io::Result<usize>,
     ) -> Result<(), EmulatorError> {
         if self.is_broken {
@@ -338,7 +338,7 @@ impl Emulator {
         }
         let mut at = 0;
         while at < len {
-            let done = patience.next().and_then(|next| {
+            let done = deadline.next().and_then(|next| {
                 self.control.set_read_timeout(Some(next))?;
                 self.control.set_write_timeout(Some(next))?;
                 call(&self.control, at)
@@ -352,8 +352,12 @@ impl Emulator {
                     });
                 }
                 Ok(done) => at += done,
-                // The patience has its own end.
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // The limit of one call has passed, or a signal came: the deadline decides.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
                 Err(source) => {
                     self.is_broken = true;
                     return Err(EmulatorError::Io { what, source });
@@ -366,19 +370,19 @@ impl Emulator {
     fn words<const N: usize>(
         &mut self,
         what: &'static str,
-        patience: &Patience<'_>,
+        deadline: &Deadline<'_>,
     ) -> Result<[u32; N], EmulatorError> {
         let mut words = [0; N];
         for word in &mut words {
             let mut bytes = [0; 4];
-            self.read(what, &mut bytes, patience)?;
+            self.read(what, &mut bytes, deadline)?;
             *word = u32::from_be_bytes(bytes);
         }
         Ok(words)
     }
 
-    fn result(&mut self, what: &'static str, patience: &Patience<'_>) -> Result<(), EmulatorError> {
-        let [result] = self.words(what, patience)?;
+    fn result(&mut self, what: &'static str, deadline: &Deadline<'_>) -> Result<(), EmulatorError> {
+        let [result] = self.words(what, deadline)?;
         refusal(what, result)
     }
 }
@@ -386,25 +390,4 @@ impl Emulator {
 /// Success is zero.
 fn refusal(what: &'static str, result: u32) -> Result<(), EmulatorError> {
     if result == 0 { Ok(()) } else { Err(EmulatorError::Refused { what, result }) }
-}
-
-fn connect(path: &Path, is_cancelled: &dyn Fn() -> bool) -> io::Result<UnixStream> {
-    let address = SockAddr::unix(path)?;
-    let until = Instant::now() + LISTEN_WITHIN;
-    loop {
-        let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        let error = match socket.connect(&address) {
-            Ok(()) => return Ok(std::os::fd::OwnedFd::from(socket).into()),
-            Err(error) => error,
-        };
-        // A full queue of connections is WouldBlock.
-        let may_come = matches!(
-            error.kind(),
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::WouldBlock
-        );
-        if !may_come || Instant::now() >= until || is_cancelled() {
-            return Err(error);
-        }
-        std::thread::sleep(BETWEEN_ATTEMPTS);
-    }
 }

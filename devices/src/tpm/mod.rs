@@ -190,7 +190,7 @@ impl Tpm {
     /// The command takes longer than 3 s, or the emulator does not answer.
     pub fn save(&self) -> Result<DeviceSnapshot, TpmError> {
         let mut inner = self.shared.inner.lock();
-        let timed_out = self.shared.ended.wait_while_for(
+        self.shared.ended.wait_while_for(
             &mut inner,
             |inner| inner.crb.is_running() && !inner.is_lost,
             SAVE_WITHIN,
@@ -198,7 +198,7 @@ impl Tpm {
         if inner.is_lost {
             return Err(TpmError::Lost { socket: self.socket.clone() });
         }
-        if timed_out.timed_out() {
+        if inner.crb.is_running() {
             return Err(TpmError::Busy);
         }
         let registers = inner.crb.save();

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 use tempfile::TempDir;
+use vmm_sys_util::signal::{Killable as _, SIGRTMIN, register_signal_handler};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use super::*;
@@ -69,6 +70,8 @@ struct Lies {
     refuses: Option<u32>,
     /// To which request no answer comes.
     is_silent_at: Option<u32>,
+    /// To which request an answer comes a moment later.
+    hesitates_at: Option<u32>,
 }
 
 impl Scripted {
@@ -123,6 +126,9 @@ impl Scripted {
                 let _ = asked_sender.send((command, body));
                 if lies.is_silent_at == Some(command) {
                     continue;
+                }
+                if lies.hesitates_at == Some(command) {
+                    std::thread::sleep(Duration::from_millis(300));
                 }
                 if control.write_all(&answer).is_err() {
                     return;
@@ -233,6 +239,23 @@ fn a_late_answer_is_never_taken_for_another() {
     let error = error_text::chain(&tpm.save().unwrap_err());
     assert!(error.contains("earlier answer"), "{error}");
     assert!(emulator.asked().is_empty());
+}
+
+#[test]
+fn signals_do_not_cut_an_answer() {
+    extern "C" fn nothing(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+    let number = SIGRTMIN();
+    register_signal_handler(number, nothing).unwrap();
+    let emulator = Scripted::start(Lies { hesitates_at: Some(12), ..Lies::default() });
+    let tpm = emulator.connect().unwrap();
+    emulator.asked();
+    let saving = std::thread::spawn(move || tpm.save());
+    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 12);
+    while !saving.is_finished() {
+        let _ = saving.kill(0);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    saving.join().unwrap().unwrap();
 }
 
 #[test]

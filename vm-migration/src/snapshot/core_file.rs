@@ -11,9 +11,10 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::block::{not_zero, present_runs};
 use super::error::SnapshotError;
@@ -219,8 +220,7 @@ impl<M: GuestMemoryMap> Writer<'_, M> {
             let mut start = [0; PAGE_START_BYTES];
             ram::slice(self.memory, page).first(PAGE_START_BYTES).read(&mut start);
             let Some(text) = self.format.text_at(&start) else { continue };
-            let mut first =
-                self.first_text.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut first = self.first_text.lock();
             let is_first = first
                 .as_ref()
                 .is_none_or(|(other, _)| (page.region, page.first) < (other.region, other.first));
@@ -232,7 +232,7 @@ impl<M: GuestMemoryMap> Writer<'_, M> {
 
     /// The text, if it is within RAM and not too long.
     fn text(&self) -> Option<Vec<u8>> {
-        let first = self.first_text.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let first = self.first_text.lock();
         let (page, text) = first.clone()?;
         if text.len() > TEXT_BYTES_MAX {
             return None;

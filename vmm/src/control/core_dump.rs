@@ -8,18 +8,16 @@ use std::path::Path;
 
 use vm_migration::Cancel;
 
-use super::snapshot::{Busy, SaveEnd, Work};
-use super::threads::spawn_with;
-use super::{VmLifecycle, Vmm, describe, emit, failed};
+use super::snapshot::Work;
+use super::{Vmm, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
 use crate::config::VmCoredumpData;
-use crate::control::inbox::Message;
 use crate::events;
 use crate::machine::Machine;
 use crate::migration::core_dump;
 
-fn dump_on_thread(machine: &Machine, path: &Path, cancel: &Cancel) -> Result<(), ApiError> {
+fn dump(machine: &Machine, path: &Path, cancel: &Cancel) -> Result<(), ApiError> {
     let report = core_dump::take(machine, path, cancel).map_err(|error| failed(&error))?;
     log::info!(
         "dumped to {}: {} of {} MiB in {} ms{}",
@@ -61,26 +59,8 @@ impl Vmm {
             Ok(prepared) => prepared,
             Err(error) => return Err((error, responder)),
         };
-        let VmLifecycle::Live(machine) = std::mem::replace(&mut self.vm, VmLifecycle::None) else {
-            return Err((ApiError::not_booted(), responder));
-        };
-        let busy =
-            Busy::new(Work::CoreDump(Box::new(describe::of_machine(&machine))), cancel.clone());
-        emit("coredumping");
-        let inbox_sender = self.inbox_sender.clone();
-        let thread = spawn_with("snapshot", (machine, responder), move |(machine, responder)| {
-            let result = dump_on_thread(&machine, &path, &cancel);
-            inbox_sender.send(Message::Saved(Box::new(SaveEnd { machine, result, responder })));
-        });
-        match thread {
-            Ok(_detached) => {
-                self.vm = VmLifecycle::Busy(busy);
-                Ok(())
-            }
-            Err(((machine, responder), error)) => {
-                self.vm = VmLifecycle::Live(machine);
-                Err((failed(&error), responder))
-            }
-        }
+        let own_cancel = cancel.clone();
+        let job = move |machine: &Machine| dump(machine, &path, &own_cancel);
+        self.lend(Work::CoreDump, cancel, responder, job)
     }
 }

@@ -61,6 +61,15 @@ pub struct Busy {
 }
 
 impl Work {
+    /// The event of its begin.
+    fn begin_event(&self) -> &'static str {
+        match self {
+            Self::CoreDump(_) => "coredumping",
+            Self::Snapshot(_) => "snapshotting",
+            Self::Restore => "restoring",
+        }
+    }
+
     /// The events of its end: that it is done, and that it has failed.
     fn end_events(&self) -> [&'static str; 2] {
         match self {
@@ -71,8 +80,7 @@ impl Work {
 }
 
 impl Busy {
-    /// This work, which `cancel` ends.
-    pub fn new(work: Work, cancel: Cancel) -> Self {
+    fn new(work: Work, cancel: Cancel) -> Self {
         let (end_requests, cancellers) = (Vec::new(), Vec::new());
         Self { work, at_launch: false, until: None, cancel, end_requests, cancellers }
     }
@@ -110,12 +118,9 @@ impl Busy {
 
 /// The end of a snapshot or core dump.
 pub struct SaveEnd {
-    /// The machine.
-    pub machine: Box<Machine>,
-    /// What has come of it.
-    pub result: Result<(), ApiError>,
-    /// Of the request.
-    pub responder: Responder,
+    machine: Box<Machine>,
+    result: Result<(), ApiError>,
+    responder: Responder,
 }
 
 /// The end of a restore.
@@ -140,24 +145,17 @@ impl MemoryFill {
     }
 }
 
-fn save_on_thread(
-    machine: Box<Machine>,
-    directory: &Path,
-    cancel: &Cancel,
-    responder: Responder,
-) -> SaveEnd {
-    let result = snapshot::take(&machine, directory, cancel);
-    let result = result.map_err(|error| failed(&error)).map(|report| {
-        log::info!(
-            "saved to {}: {} of {} MiB in {} ms{}",
-            directory.display(),
-            report.data_bytes >> 20,
-            report.memory_bytes >> 20,
-            report.took.as_millis(),
-            if report.direct { "" } else { ", through the page cache" }
-        );
-    });
-    SaveEnd { machine, result, responder }
+fn save(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<(), ApiError> {
+    let report = snapshot::take(machine, directory, cancel).map_err(|error| failed(&error))?;
+    log::info!(
+        "saved to {}: {} of {} MiB in {} ms{}",
+        directory.display(),
+        report.data_bytes >> 20,
+        report.memory_bytes >> 20,
+        report.took.as_millis(),
+        if report.direct { "" } else { ", through the page cache" }
+    );
+    Ok(())
 }
 
 impl Vmm {
@@ -190,19 +188,39 @@ impl Vmm {
             Ok(prepared) => prepared,
             Err(error) => return Err((error, responder)),
         };
-        let VmLifecycle::Live(machine) = std::mem::replace(&mut self.vm, VmLifecycle::None) else {
-            return Err((ApiError::not_booted(), responder));
+        let own_cancel = cancel.clone();
+        let job = move |machine: &Machine| save(machine, &directory, &own_cancel);
+        self.lend(Work::Snapshot, cancel, responder, job)
+    }
+
+    /// Lends the live machine to a thread for a job, whose result arrives in the inbox.
+    ///
+    /// # Errors
+    /// There is no live machine, or no thread; the responder comes back.
+    pub(super) fn lend(
+        &mut self,
+        work: fn(Box<VmInfo>) -> Work,
+        cancel: Cancel,
+        responder: Responder,
+        job: impl FnOnce(&Machine) -> Result<(), ApiError> + Send + 'static,
+    ) -> Result<(), (ApiError, Responder)> {
+        let machine = match std::mem::replace(&mut self.vm, VmLifecycle::None) {
+            VmLifecycle::Live(machine) => machine,
+            other => {
+                self.vm = other;
+                return Err((self.vm.why_not_live(), responder));
+            }
         };
-        let info = Box::new(describe::of_machine(&machine));
-        emit("snapshotting");
-        let (inbox_sender, own_cancel) = (self.inbox_sender.clone(), cancel.clone());
+        let work = work(Box::new(describe::of_machine(&machine)));
+        emit(work.begin_event());
+        let inbox_sender = self.inbox_sender.clone();
         let thread = spawn_with("snapshot", (machine, responder), move |(machine, responder)| {
-            let end = save_on_thread(machine, &directory, &own_cancel, responder);
-            inbox_sender.send(Message::Saved(Box::new(end)));
+            let result = job(&machine);
+            inbox_sender.send(Message::Saved(Box::new(SaveEnd { machine, result, responder })));
         });
         match thread {
             Ok(_detached) => {
-                self.vm = VmLifecycle::Busy(Busy::new(Work::Snapshot(info), cancel));
+                self.vm = VmLifecycle::Busy(Busy::new(work, cancel));
                 Ok(())
             }
             Err(((machine, responder), error)) => {

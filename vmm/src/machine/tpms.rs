@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arch::layout;
-use devices::tpm::{CRB_LEN_BYTES, Tpm, TpmError};
+use devices::tpm::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES, Tpm, TpmError};
 use devices::virtio::DeviceSnapshot;
 
 use super::error::MachineError;
@@ -24,6 +24,10 @@ const IDLE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Its name among the legacy devices of a saved state.
 const NAME: &str = "tpm";
+
+// The tables of one crate describe the registers of the other.
+const _: () = assert!(CRB_LEN_BYTES == layout::TPM_BYTES);
+const _: () = assert!(CRB_CONTROL_OFFSET == layout::TPM_CONTROL_OFFSET);
 
 /// The TPM of a machine, if it has one.
 pub(super) struct TpmDevice(Option<Arc<Tpm>>);

@@ -8,14 +8,14 @@
 //! | `kind` | what differs between kinds of devices |
 //! | `session` | the requests to the back end, and what was negotiated |
 //! | `get_config` | reads of a configuration that the back end may not have |
-//! | `connect`, `deadline` | the connection, and the time limit of answers |
+//! | `accept`, `deadline` | a back end that connects itself, and the time limit of answers |
 //! | `worker` | the thread that starts and stops queues, and forwards interrupts |
 //!
 //! The back end has all guest memory mapped, and the driver's notifications reach it without the VMM. It is
 //! trusted with the guest, and not with the VMM: what it answers is checked, each answer has a time limit, and a
 //! back end that is lost costs the guest this device alone.
 
-mod connect;
+mod accept;
 mod counters;
 mod deadline;
 mod device;

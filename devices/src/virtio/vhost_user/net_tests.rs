@@ -76,22 +76,22 @@ fn a_back_end_may_come_to_a_socket_of_the_vmm() {
     // What an earlier VMM left.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     let there = path.clone();
-    let waiting = std::thread::spawn(move || super::connect::accept(&there, PATIENT).unwrap());
-    let mut theirs = super::connect::connect(&path, PATIENT).unwrap();
+    let waiting = std::thread::spawn(move || super::accept::accept(&there, PATIENT).unwrap());
+    let mut theirs = crate::unix_connect::connect_within(&path, PATIENT, &|| false).unwrap();
     let mut ours = waiting.join().unwrap();
     std::io::Write::write_all(&mut theirs, b"x").unwrap();
     std::io::Read::read_exact(&mut ours, &mut [0]).unwrap();
     assert!(!path.exists(), "a socket that is not served");
-    let error = super::connect::accept(&path, SHORT).unwrap_err();
+    let error = super::accept::accept(&path, SHORT).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
     assert!(!path.exists());
     // Neither one that is served nor another file is taken away.
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    let error = super::connect::accept(&path, SHORT).unwrap_err();
+    let error = super::accept::accept(&path, SHORT).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse);
     drop(listener);
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, "a file").unwrap();
-    super::connect::accept(&path, SHORT).unwrap_err();
+    super::accept::accept(&path, SHORT).unwrap_err();
     assert_eq!(std::fs::read(&path).unwrap(), b"a file");
 }

@@ -24,10 +24,11 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::connect::{accept, connect};
+use super::accept::accept;
 use super::deadline::Deadline;
 use super::error::VhostUserError;
 use super::get_config::get_config;
+use crate::unix_connect::connect_within;
 use crate::virtio::device::Kicks;
 
 /// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
@@ -93,11 +94,8 @@ impl Session {
                 source,
             })?
         } else {
-            connect(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Connect {
-                path: path_text,
-                limit_ms,
-                source,
-            })?
+            connect_within(path, OPERATION_LIMIT, &|| false)
+                .map_err(|source| VhostUserError::Connect { path: path_text, limit_ms, source })?
         };
         let mut session = Self::new(connection, queues.count, OPERATION_LIMIT)?;
         // A back end that comes late has the time of one that listens at once.

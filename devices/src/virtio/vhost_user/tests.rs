@@ -325,10 +325,10 @@ fn an_answer_that_does_not_come_is_not_waited_for() {
 fn a_socket_at_which_nothing_listens_is_named() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("s");
-    let error = super::connect::connect(&path, SHORT).unwrap_err();
+    let error = crate::unix_connect::connect_within(&path, SHORT, &|| false).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    let error = super::connect::connect(&path, SHORT).unwrap_err();
+    let error = crate::unix_connect::connect_within(&path, SHORT, &|| false).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
 }
 
@@ -337,7 +337,9 @@ fn a_back_end_that_listens_a_moment_later_is_found() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("s");
     let there = path.clone();
-    let connecting = std::thread::spawn(move || super::connect::connect(&there, PATIENT).unwrap());
+    let connecting = std::thread::spawn(move || {
+        crate::unix_connect::connect_within(&there, PATIENT, &|| false).unwrap()
+    });
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     listener.accept().unwrap();
     connecting.join().unwrap();

@@ -1,40 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Connections to the socket of a vhost-user back end, and from one that connects itself.
+//! Connections from a vhost-user back end that connects itself.
 //!
-//! Owns the attempts, and their time limit: a back end is often started together with the VMM, and
-//! may listen a moment later.
+//! Owns the socket at which one is awaited, and the time limit.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, SockAddr, Socket, Type};
-
-/// Time between two attempts: hardly noticed at a start, and little work for the host.
-const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
-
-/// Connects to `path`. Within `limit` it is tried again while the back end does not listen yet, or has too many
-/// connections waiting.
-pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
-    let address = SockAddr::unix(path)?;
-    let until = Instant::now().checked_add(limit);
-    loop {
-        match attempt(&address) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => {
-                let is_over = until.is_none_or(|until| Instant::now() >= until);
-                if is_over || !may_come(&error) {
-                    return Err(error);
-                }
-                std::thread::sleep(BETWEEN_ATTEMPTS);
-            }
-        }
-    }
-}
+use crate::syscalls;
+use crate::unix_connect::BETWEEN_ATTEMPTS;
 
 /// Listens at `path` until a back end has connected, for `limit` at most. Nothing is left at the path then. A socket at
 /// which nothing listens is replaced.
@@ -75,7 +52,7 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
             if !is_socket {
                 return Err(error);
             }
-            let attempt = attempt(&SockAddr::unix(path)?);
+            let attempt = syscalls::connect_now(path);
             if !attempt.is_err_and(|it| it.kind() == io::ErrorKind::ConnectionRefused) {
                 return Err(error);
             }
@@ -86,21 +63,4 @@ fn listen(path: &Path) -> io::Result<UnixListener> {
     };
     listener.set_nonblocking(true)?;
     Ok(listener)
-}
-
-fn may_come(error: &io::Error) -> bool {
-    // A full queue of connections is WouldBlock.
-    matches!(
-        error.kind(),
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::WouldBlock
-    )
-}
-
-fn attempt(address: &SockAddr) -> io::Result<UnixStream> {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    // A connection to a queue that is full would block without a limit.
-    socket.set_nonblocking(true)?;
-    socket.connect(address)?;
-    socket.set_nonblocking(false)?;
-    Ok(UnixStream::from(OwnedFd::from(socket)))
 }
