@@ -353,6 +353,69 @@ mod tests {
     }
 
     #[test]
+    fn each_register_is_at_its_place() {
+        let regs = kvm_regs {
+            r15: 0,
+            r14: 1,
+            r13: 2,
+            r12: 3,
+            rbp: 4,
+            rbx: 5,
+            r11: 6,
+            r10: 7,
+            r9: 8,
+            r8: 9,
+            rax: 10,
+            rcx: 11,
+            rdx: 12,
+            rsi: 13,
+            rdi: 14,
+            rip: 16,
+            rflags: 18,
+            rsp: 19,
+        };
+        let segment =
+            |selector| kvm_segment { selector, base: u64::from(selector), ..Default::default() };
+        let sregs = kvm_sregs {
+            cs: segment(17),
+            ss: segment(20),
+            fs: segment(25),
+            gs: segment(26),
+            ds: segment(23),
+            es: segment(24),
+            ldt: segment(31),
+            tr: segment(32),
+            cr0: 33,
+            cr2: 35,
+            cr3: 36,
+            cr4: 37,
+            ..Default::default()
+        };
+        let vcpu = CoreVcpu { regs, sregs, kernel_gs_base: 38 };
+        // `struct user_regs_struct`; the bases of `fs` and `gs` come before the selectors, and no system call is
+        // in progress.
+        let words = |bytes: &[u8]| -> Vec<u64> {
+            (0..bytes.len() / 8).map(|at| u64_at(bytes, 8 * at)).collect()
+        };
+        let expected = [
+            (0..15).collect(),
+            vec![u64::MAX],
+            (16..21).collect(),
+            vec![25, 26],
+            (23..27).collect(),
+        ];
+        assert_eq!(words(&prstatus(0, &vcpu)[112..328]), expected.concat());
+        let state = qemu_state(&vcpu);
+        assert_eq!(
+            words(&state[8..152]),
+            [10, 5, 11, 12, 13, 14, 19, 4, 9, 8, 7, 6, 3, 2, 1, 0, 16, 18]
+        );
+        let selectors: Vec<u8> = (0..8).map(|at| state[152 + 24 * at]).collect();
+        assert_eq!(selectors, [17, 23, 24, 25, 26, 20, 31, 32]);
+        assert_eq!(words(&state[392..440]), [33, 0, 35, 36, 37, 38]);
+    }
+
+    #[test]
     fn linux_notes_are_recognised_and_their_length_is_limited() {
         let mut page = Out::default();
         page.note(VMCOREINFO_NAME, 0, b"OSRELEASE=6.12\n");

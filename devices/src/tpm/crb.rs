@@ -45,9 +45,8 @@ const REQ_IDLE: u32 = 1 << 1;
 const STS_FAILED: u32 = 1;
 const STS_IDLE: u32 = 1 << 1;
 
-/// Tag, length and code of a response without parameters: failure, and cancelled.
+/// Tag, length and code of the response to a command that failed.
 const RESPONSE_FAILURE: [u8; 10] = [0x80, 0x01, 0, 0, 0, 10, 0, 0, 0x01, 0x01];
-const RESPONSE_CANCELLED: [u8; 10] = [0x80, 0x01, 0, 0, 0, 10, 0, 0, 0x09, 0x09];
 /// Tag, length and code of a command.
 pub(super) const HEADER_BYTES: usize = 10;
 
@@ -100,11 +99,6 @@ impl Crb {
             place.copy_from_slice(response);
         }
         self.is_running = false;
-    }
-
-    /// Ends the command as one that was cancelled.
-    pub(super) fn finish_cancelled(&mut self) {
-        self.finish(&RESPONSE_CANCELLED);
     }
 
     /// Ends the command, if there is one, as failed; the TPM reports that it does not work.

@@ -51,8 +51,7 @@ fn access(accesses: &[u8]) {
         }
         match crb.write(offset, &bytes[..len]) {
             Some(Action::Start(command)) if what & 0x40 == 0 => crb.finish(&command),
-            Some(Action::Cancel) if what & 0x80 == 0 => crb.finish_cancelled(),
-            Some(Action::Cancel) => crb.fail(),
+            Some(Action::Cancel) if what & 0x80 == 0 => crb.fail(),
             _ => {}
         }
         let saved = crb.save();

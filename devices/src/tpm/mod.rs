@@ -242,15 +242,9 @@ impl BusDevice for Tpm {
                 return;
             }
             Some(Action::Start(command)) => Job::Execute(command),
-            Some(Action::Cancel) => match &inner.job {
-                // Not taken by the thread yet; the cancel would come too early.
-                Some(Job::Execute(_)) => {
-                    inner.job = None;
-                    inner.crb.finish_cancelled();
-                    return;
-                }
-                _ => Job::Cancel,
-            },
+            // A command that the thread has not taken yet is not cancelled: it must not be lost either.
+            Some(Action::Cancel) if inner.job.is_some() => return,
+            Some(Action::Cancel) => Job::Cancel,
             None => return,
         };
         inner.job = Some(job);

@@ -180,7 +180,7 @@ fn a_command_goes_and_its_response_comes() {
     assert_eq!(got, RANDOM);
     assert_eq!(read(&tpm, 0x4c), 1);
     // What is written meanwhile is lost, and so is another start.
-    tpm.write(BUFFER, &[9; 8]);
+    tpm.write(BUFFER + 100, &[9; 8]);
     write(&tpm, 0x4c, 1);
     // Piece by piece.
     for byte in [0x80, 0x01, 0, 0, 0, 11, 0, 0, 0, 0, 77] {
@@ -190,6 +190,7 @@ fn a_command_goes_and_its_response_comes() {
     let mut last = [0];
     tpm.read(BUFFER + 10, &mut last);
     assert_eq!(last, [77]);
+    assert_eq!(read(&tpm, BUFFER + 100), 0);
 }
 
 #[test]
@@ -230,6 +231,42 @@ fn a_cancel_that_is_answered_late_disturbs_nothing() {
 }
 
 #[test]
+fn the_answer_of_a_cancel_is_not_that_of_the_next_request() {
+    // Refused, as by an emulator that cannot.
+    let emulator = Scripted::start(Lies { refuses: Some(9), ..Lies::default() });
+    let tpm = emulator.connect().unwrap();
+    let mut data = emulator.data.recv().unwrap();
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    emulator.asked();
+    write(&tpm, 0x48, 1);
+    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 9);
+    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
+    assert_eq!(response(&tpm), (10, 0));
+    let saved = tpm.save().unwrap();
+    for (part, bytes) in
+        [("permanent", vec![1; 3]), ("volatile", vec![2; 6]), ("save_state", vec![3; 9])]
+    {
+        assert_eq!(saved.data[part]["bytes"], serde_json::json!(bytes), "{part}");
+    }
+}
+
+#[test]
+fn the_end_of_a_machine_is_no_loss() {
+    let emulator = Scripted::start(Lies::default());
+    let (lost, is_lost) = channel();
+    let socket = emulator.folder.path().join("socket");
+    let on_lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
+    let tpm = Tpm::connect(&socket, GPA, on_lost, &|| false).unwrap();
+    let mut data = emulator.data.recv().unwrap();
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    // The thread waits for the response, and finds its connection cut.
+    drop(tpm);
+    assert_eq!(is_lost.recv().ok(), None);
+}
+
+#[test]
 fn a_late_answer_is_never_taken_for_another() {
     let emulator = Scripted::start(Lies { is_silent_at: Some(12), ..Lies::default() });
     let tpm = emulator.connect().unwrap();
@@ -252,7 +289,7 @@ fn signals_do_not_cut_an_answer() {
     let saving = std::thread::spawn(move || tpm.save());
     assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 12);
     while !saving.is_finished() {
-        let _ = saving.kill(0);
+        saving.kill(number).unwrap();
         std::thread::sleep(Duration::from_millis(5));
     }
     saving.join().unwrap().unwrap();
@@ -397,7 +434,7 @@ proptest! {
                     }
                     Some(Action::Cancel) => {
                         prop_assert!(was_running);
-                        crb.finish_cancelled();
+                        crb.fail();
                     }
                     None => {}
                 }

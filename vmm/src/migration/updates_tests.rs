@@ -81,6 +81,16 @@ fn what_is_not_there_or_named_twice_is_refused() {
     assert_eq!(refused(zone), unknown("zone_updates", "z"));
     let twice = refused(json!({"disk_updates": [{"id": "_disk0"}, {"id": "_disk0"}]}));
     assert!(matches!(twice, UpdateError::Twice { .. }), "{twice}");
+    let mut zones = config();
+    zones.memory.zones = serde_json::from_value(json!([{"id": "z", "size": 1 << 30}])).unwrap();
+    let to = |nodes: &[u32]| {
+        let updates = nodes.iter().map(|node| json!({"id": "z", "host_numa_node": node}));
+        request(json!({"zone_updates": updates.collect::<Vec<_>>()}))
+    };
+    change_config(&mut zones, &to(&[1])).unwrap();
+    assert_eq!(zones.memory.zones.as_ref().unwrap()[0].host_numa_node, Some(1));
+    let twice = change_config(&mut zones, &to(&[0, 1])).unwrap_err();
+    assert!(matches!(twice, UpdateError::Twice { .. }), "{twice}");
     // Two devices of one name are refused with all other rules.
     let mut config = config();
     let same = request(json!({"net_updates": [{"id": "lan", "new_id": "_disk0"}]}));
