@@ -22,7 +22,6 @@ const INTF_ID: u64 = 0x30;
 const INTF_VENDOR: u64 = 0x34;
 const CTRL_REQ: u64 = 0x40;
 const CTRL_STS: u64 = 0x44;
-const CTRL_CANCEL: u64 = 0x48;
 const CTRL_START: u64 = 0x4c;
 const CMD_SIZE: u64 = 0x58;
 const CMD_ADDR_LOW: u64 = 0x5c;
@@ -49,15 +48,6 @@ const STS_IDLE: u32 = 1 << 1;
 const RESPONSE_FAILURE: [u8; 10] = [0x80, 0x01, 0, 0, 0, 10, 0, 0, 0x01, 0x01];
 /// Tag, length and code of a command.
 pub(super) const HEADER_BYTES: usize = 10;
-
-/// What a write asks for.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// Execute this command.
-    Start(Vec<u8>),
-    /// End the command that is being executed.
-    Cancel,
-}
 
 /// The length that a command or response says it has, if it has a header.
 pub(super) fn length_of(message: &[u8]) -> Option<usize> {
@@ -114,7 +104,6 @@ impl Crb {
         SavedRegisters {
             is_assigned: self.is_assigned,
             is_idle: self.is_idle,
-            has_failed: self.has_failed,
             buffer: self.buffer[..used].to_vec(),
         }
     }
@@ -123,7 +112,6 @@ impl Crb {
     pub(super) fn restore(&mut self, saved: &SavedRegisters) {
         self.is_assigned = saved.is_assigned;
         self.is_idle = saved.is_idle;
-        self.has_failed = saved.has_failed;
         self.is_running = false;
         self.buffer = [0; BUFFER_BYTES];
         self.finish(&saved.buffer);
@@ -163,8 +151,9 @@ impl Crb {
         }
     }
 
-    /// A write by the guest.
-    pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Option<Action> {
+    /// A write by the guest; returns the command that is to be executed. A cancel has no effect: swtpm executes a
+    /// command to its end before it looks at anything else.
+    pub(super) fn write(&mut self, offset: u64, data: &[u8]) -> Option<Vec<u8>> {
         let in_buffer = usize::try_from(offset).ok().and_then(|at| at.checked_sub(BUFFER_OFFSET));
         if let Some(at) = in_buffer {
             let end = at.saturating_add(data.len());
@@ -173,7 +162,7 @@ impl Crb {
             }
             return None;
         }
-        let mut action = None;
+        let mut command = None;
         for (index, word) in (0_u64..).zip(data.chunks(4)) {
             let at = offset.saturating_add(4 * index);
             let mut bytes = [0; 4];
@@ -183,31 +172,30 @@ impl Crb {
                     *slot = *byte;
                 }
             }
-            action = self.write_register(at & !3, u32::from_le_bytes(bytes)).or(action);
+            command = self.write_register(at & !3, u32::from_le_bytes(bytes)).or(command);
         }
-        action
+        command
     }
 
-    fn write_register(&mut self, offset: u64, value: u32) -> Option<Action> {
+    fn write_register(&mut self, offset: u64, value: u32) -> Option<Vec<u8>> {
         match offset {
             LOC_CTRL if value & LOC_RELINQUISH != 0 => self.is_assigned = false,
             LOC_CTRL if value & LOC_REQUEST != 0 => self.is_assigned = true,
             CTRL_REQ if self.is_running => {}
             CTRL_REQ if value & REQ_IDLE != 0 => self.is_idle = true,
             CTRL_REQ if value & REQ_READY != 0 => self.is_idle = false,
-            CTRL_CANCEL if value & 1 != 0 && self.is_running => return Some(Action::Cancel),
             CTRL_START if value & 1 != 0 && !self.is_running => return self.start(),
             _ => {}
         }
         None
     }
 
-    fn start(&mut self) -> Option<Action> {
+    fn start(&mut self) -> Option<Vec<u8>> {
         let length = length_of(&self.buffer).filter(|length| *length >= HEADER_BYTES);
         let command = length.and_then(|length| self.buffer.get(..length));
         self.is_running = true;
         if let Some(command) = command {
-            return Some(Action::Start(command.to_vec()));
+            return Some(command.to_vec());
         }
         self.finish(&RESPONSE_FAILURE);
         None

@@ -20,19 +20,13 @@ use crate::unix_connect::connect_within;
 /// How long a started emulator may take until it listens.
 const LISTEN_WITHIN: Duration = Duration::from_secs(2);
 /// How long one answer may take. Starting a TPM for the first time takes part of a second.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
-/// How long the first answer may take: an emulator that still executes a command of the guest before a reboot answers
-/// when that has ended, and one that serves another VM never.
-const FIRST_ANSWER_WITHIN: Duration = Duration::from_secs(30);
+pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Cancels without an answer; a guest may ask for any number.
-const OWED_ANSWERS_MAX: u32 = 16;
 /// Longest part of a state: several times what a TPM 2.0 with all its non-volatile memory in use has.
 pub(super) const BLOB_BYTES_MAX: usize = 1 << 20;
 
 const GET_CAPABILITY: u32 = 1;
 const INIT: u32 = 2;
-const CANCEL: u32 = 9;
 const GET_STATE: u32 = 12;
 const SET_STATE: u32 = 13;
 const STOP: u32 = 14;
@@ -40,9 +34,8 @@ const SET_DATA_FD: u32 = 16;
 const SET_BUFFER_SIZE: u32 = 17;
 
 /// What has to be there, and its name.
-const NEEDED: [(u32, &str); 7] = [
+const NEEDED: [(u32, &str); 6] = [
     (1, "init"),
-    (1 << 5, "cancel"),
     (1 << 8, "reading its state"),
     (1 << 9, "setting its state"),
     (1 << 10, "stop"),
@@ -135,28 +128,28 @@ impl<'a> Deadline<'a> {
 pub(super) struct Emulator {
     control: UnixStream,
     is_broken: bool,
-    /// Cancels that were sent, and whose answers come before that of the next request.
-    owed_answers: u32,
 }
 
 impl Emulator {
     /// Connects, and returns the data connection, too.
     pub(super) fn connect(
         path: &Path,
+        first_answer_within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Self, UnixStream), EmulatorError> {
         let control = connect_within(path, LISTEN_WITHIN, is_cancelled);
         let control = control.map_err(EmulatorError::Connect)?;
-        Self::over(control, is_cancelled)
+        Self::over(control, first_answer_within, is_cancelled)
     }
 
     /// The same over a connection that is there.
     pub(super) fn over(
         control: UnixStream,
+        first_answer_within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(Self, UnixStream), EmulatorError> {
-        let mut this = Self { control, is_broken: false, owed_answers: 0 };
-        this.check_capabilities(&Deadline::new(FIRST_ANSWER_WITHIN, is_cancelled))?;
+        let mut this = Self { control, is_broken: false };
+        this.check_capabilities(&Deadline::new(first_answer_within, is_cancelled))?;
         let (data, theirs) = UnixStream::pair().map_err(EmulatorError::Connect)?;
         let what = "set the data socket";
         let request = SET_DATA_FD.to_be_bytes();
@@ -202,18 +195,6 @@ impl Emulator {
         self.init(INIT_DELETE_VOLATILE)
     }
 
-    /// Asks for the end of the command that is being executed. The answer is not waited for: swtpm answers when the
-    /// command has ended.
-    pub(super) fn cancel(&mut self) -> Result<(), EmulatorError> {
-        if self.owed_answers >= OWED_ANSWERS_MAX {
-            return Ok(());
-        }
-        let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
-        self.send("cancel", &[CANCEL], &[], &deadline)?;
-        self.owed_answers += 1;
-        Ok(())
-    }
-
     fn check_capabilities(&mut self, deadline: &Deadline<'_>) -> Result<(), EmulatorError> {
         let what = "get capability";
         self.send(what, &[GET_CAPABILITY], &[], deadline)?;
@@ -244,7 +225,6 @@ impl Emulator {
     fn blob(&mut self, kind: u32) -> Result<StateBlob, EmulatorError> {
         let what = "get state";
         let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
-        self.settle(what, &deadline)?;
         self.send(what, &[GET_STATE, STATE_DECRYPTED, kind, 0], &[], &deadline)?;
         // Lengths come with a refusal, too.
         let [result, flags, total, length] = self.words(what, &deadline)?;
@@ -283,21 +263,8 @@ impl Emulator {
         body: &[u8],
     ) -> Result<[u32; N], EmulatorError> {
         let deadline = Deadline::new(ANSWER_WITHIN, &|| false);
-        self.settle(what, &deadline)?;
         self.send(what, words, body, &deadline)?;
         self.words(what, &deadline)
-    }
-
-    /// Takes the answers of cancels.
-    fn settle(&mut self, what: &'static str, deadline: &Deadline<'_>) -> Result<(), EmulatorError> {
-        while self.owed_answers > 0 {
-            let [result] = self.words(what, deadline)?;
-            if result != 0 {
-                log::debug!("the TPM does not cancel commands: result {result:#x}");
-            }
-            self.owed_answers -= 1;
-        }
-        Ok(())
     }
 
     fn send(

@@ -8,8 +8,8 @@ use std::io::Write as _;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use super::crb::{Action, Crb};
-use super::emulator::Emulator;
+use super::crb::Crb;
+use super::emulator::{ANSWER_WITHIN, Emulator};
 
 /// The first byte says how many of the others (in units of 16) are answers on the control socket; the rest are accesses
 /// of ten bytes each: what, an offset, and a value.
@@ -27,7 +27,9 @@ fn answer(answers: &[u8]) -> std::io::Result<()> {
     // At most 4080 bytes, which a socket takes without a reader.
     theirs.write_all(answers)?;
     theirs.shutdown(Shutdown::Write)?;
-    let Ok((mut emulator, _data)) = Emulator::over(ours, &|| false) else { return Ok(()) };
+    let Ok((mut emulator, _data)) = Emulator::over(ours, ANSWER_WITHIN, &|| false) else {
+        return Ok(());
+    };
     if emulator.power_on().is_ok()
         && let Ok(blobs) = emulator.state()
     {
@@ -50,8 +52,8 @@ fn access(accesses: &[u8]) {
             continue;
         }
         match crb.write(offset, &bytes[..len]) {
-            Some(Action::Start(command)) if what & 0x40 == 0 => crb.finish(&command),
-            Some(Action::Cancel) if what & 0x80 == 0 => crb.fail(),
+            Some(command) if what & 0x40 == 0 => crb.finish(&command),
+            Some(_) if what & 0x80 == 0 => crb.fail(),
             _ => {}
         }
         let saved = crb.save();

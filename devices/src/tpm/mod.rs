@@ -4,7 +4,6 @@
 //!
 //! ```text
 //! vCPU --> crb: registers and buffer --> thread `tpm` --> data socket --> emulator
-//!                                             '---------> control socket: cancel
 //! VMM thread: power on, save, restore ------------------> control socket
 //! ```
 //!
@@ -35,14 +34,14 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::bus::BusDevice;
 use crate::state::{DeviceSnapshot, StateError};
-use crb::{Action, Crb};
+use crb::Crb;
 pub use crb::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES};
 pub use emulator::EmulatorError;
 use emulator::{Emulator, StateBlobs};
 #[cfg(any(test, feature = "testing"))]
 pub use fuzz::fuzz;
 use state::{FORMAT, SavedTpm};
-use worker::{Job, Worker};
+use worker::Worker;
 
 /// How long a command may still run when the TPM is saved: the guest stands still meanwhile. Before that
 /// [`Tpm::wait_until_idle`] has waited.
@@ -88,7 +87,7 @@ struct Shared {
     inner: Mutex<Inner>,
     /// Signalled when a command has ended.
     ended: Condvar,
-    /// Signalled for the thread: there is a job, or it is to end.
+    /// Signalled for the thread: there is a command, or it is to end.
     kick: EventFd,
     control: Mutex<Emulator>,
     on_lost: OnLost,
@@ -96,7 +95,8 @@ struct Shared {
 
 struct Inner {
     crb: Crb,
-    job: Option<Job>,
+    /// To be passed on by the thread.
+    command: Option<Vec<u8>>,
     is_lost: bool,
     is_ending: bool,
 }
@@ -124,7 +124,8 @@ pub struct Tpm {
 
 impl Tpm {
     /// Connects to the emulator that listens at `socket`, which may begin to listen within a moment.
-    /// The guest is told that its buffer is in the registers at `gpa`.
+    /// The guest is told that its buffer is in the registers at `gpa`. The first answer may take longer than the others:
+    /// the emulator may still execute a command of the guest before a reboot.
     ///
     /// # Errors
     /// It cannot be reached, or lacks what is needed.
@@ -132,16 +133,18 @@ impl Tpm {
         socket: &Path,
         gpa: u64,
         on_lost: OnLost,
+        first_answer_within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Self, TpmError> {
         let name = socket.display().to_string();
         let of_emulator = |source| TpmError::Emulator { socket: name.clone(), source };
-        let (control, data) = Emulator::connect(socket, is_cancelled).map_err(of_emulator)?;
+        let connected = Emulator::connect(socket, first_answer_within, is_cancelled);
+        let (control, data) = connected.map_err(of_emulator)?;
         let own_control = control.handle().map_err(TpmError::Resource)?;
         let shared = Arc::new(Shared {
             inner: Mutex::new(Inner {
                 crb: Crb::new(gpa),
-                job: None,
+                command: None,
                 is_lost: false,
                 is_ending: false,
             }),
@@ -235,19 +238,12 @@ impl BusDevice for Tpm {
 
     fn write(&self, offset: u64, data: &[u8]) {
         let mut inner = self.shared.inner.lock();
-        let job = match inner.crb.write(offset, data) {
-            Some(Action::Start(command)) if inner.is_lost => {
-                drop(command);
-                inner.crb.fail();
-                return;
-            }
-            Some(Action::Start(command)) => Job::Execute(command),
-            // A command that the thread has not taken yet is not cancelled: it must not be lost either.
-            Some(Action::Cancel) if inner.job.is_some() => return,
-            Some(Action::Cancel) => Job::Cancel,
-            None => return,
-        };
-        inner.job = Some(job);
+        let Some(command) = inner.crb.write(offset, data) else { return };
+        if inner.is_lost {
+            inner.crb.fail();
+            return;
+        }
+        inner.command = Some(command);
         drop(inner);
         let _ = self.shared.kick.write(1);
     }

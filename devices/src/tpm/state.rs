@@ -18,7 +18,6 @@ pub(super) const FORMAT: StateFormat = StateFormat { kind: "tpm", newest: 1 };
 pub(super) struct SavedRegisters {
     pub(super) is_assigned: bool,
     pub(super) is_idle: bool,
-    pub(super) has_failed: bool,
     pub(super) buffer: Vec<u8>,
 }
 

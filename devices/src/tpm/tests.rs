@@ -15,6 +15,7 @@ use tempfile::TempDir;
 use vmm_sys_util::signal::{Killable as _, SIGRTMIN, register_signal_handler};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
+use super::emulator::ANSWER_WITHIN;
 use super::*;
 
 const GPA: u64 = 0xfed4_0000;
@@ -139,7 +140,13 @@ impl Scripted {
     }
 
     fn connect(&self) -> Result<Tpm, TpmError> {
-        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ()), &|| false)
+        Tpm::connect(
+            &self.folder.path().join("socket"),
+            GPA,
+            Box::new(|_| ()),
+            ANSWER_WITHIN,
+            &|| false,
+        )
     }
 
     fn asked(&self) -> Vec<u32> {
@@ -179,7 +186,8 @@ fn a_command_goes_and_its_response_comes() {
     data.read_exact(&mut got).unwrap();
     assert_eq!(got, RANDOM);
     assert_eq!(read(&tpm, 0x4c), 1);
-    // What is written meanwhile is lost, and so is another start.
+    // What is written meanwhile is lost, and so are another start and a cancel.
+    write(&tpm, 0x48, 1);
     tpm.write(BUFFER + 100, &[9; 8]);
     write(&tpm, 0x4c, 1);
     // Piece by piece.
@@ -194,56 +202,8 @@ fn a_command_goes_and_its_response_comes() {
 }
 
 #[test]
-fn a_running_command_is_cancelled_at_the_emulator() {
-    let emulator = Scripted::start(Lies::default());
-    let tpm = emulator.connect().unwrap();
-    let mut data = emulator.data.recv().unwrap();
-    write(&tpm, 0x48, 1);
-    start(&tpm, &RANDOM);
-    data.read_exact(&mut [0; 12]).unwrap();
-    emulator.asked();
-    write(&tpm, 0x48, 1);
-    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 9);
-    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 9, 9]).unwrap();
-    assert_eq!(response(&tpm), (10, 0x909));
-}
-
-#[test]
-fn a_cancel_that_is_answered_late_disturbs_nothing() {
-    let emulator = Scripted::start(Lies { is_silent_at: Some(9), ..Lies::default() });
-    let tpm = emulator.connect().unwrap();
-    let mut data = emulator.data.recv().unwrap();
-    start(&tpm, &RANDOM);
-    data.read_exact(&mut [0; 12]).unwrap();
-    emulator.asked();
-    write(&tpm, 0x48, 1);
-    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 9);
-    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
-    assert_eq!(response(&tpm), (10, 0));
-    // The next command is executed like any other.
-    start(&tpm, &RANDOM);
-    data.read_exact(&mut [0; 12]).unwrap();
-    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
-    assert_eq!(response(&tpm), (10, 0));
-    let began = Instant::now();
-    drop(tpm);
-    assert!(began.elapsed() < LONG / 4);
-}
-
-#[test]
-fn the_answer_of_a_cancel_is_not_that_of_the_next_request() {
-    // Refused, as by an emulator that cannot.
-    let emulator = Scripted::start(Lies { refuses: Some(9), ..Lies::default() });
-    let tpm = emulator.connect().unwrap();
-    let mut data = emulator.data.recv().unwrap();
-    start(&tpm, &RANDOM);
-    data.read_exact(&mut [0; 12]).unwrap();
-    emulator.asked();
-    write(&tpm, 0x48, 1);
-    assert_eq!(emulator.asked.recv_timeout(LONG).unwrap().0, 9);
-    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
-    assert_eq!(response(&tpm), (10, 0));
-    let saved = tpm.save().unwrap();
+fn the_parts_of_a_state_are_told_apart() {
+    let saved = Scripted::start(Lies::default()).connect().unwrap().save().unwrap();
     for (part, bytes) in
         [("permanent", vec![1; 3]), ("volatile", vec![2; 6]), ("save_state", vec![3; 9])]
     {
@@ -252,12 +212,50 @@ fn the_answer_of_a_cancel_is_not_that_of_the_next_request() {
 }
 
 #[test]
+fn a_stop_is_held_up_by_a_command_and_by_nothing_else() {
+    let emulator = Scripted::start(Lies::default());
+    let tpm = Arc::new(emulator.connect().unwrap());
+    let mut data = emulator.data.recv().unwrap();
+    let began = Instant::now();
+    tpm.wait_until_idle(LONG, &|| false);
+    start(&tpm, &RANDOM);
+    data.read_exact(&mut [0; 12]).unwrap();
+    tpm.wait_until_idle(LONG, &|| true);
+    tpm.wait_until_idle(Duration::from_millis(100), &|| false);
+    assert!(began.elapsed() < LONG / 4);
+    assert!(began.elapsed() >= Duration::from_millis(100));
+    let own = Arc::clone(&tpm);
+    let waiting = std::thread::spawn(move || {
+        own.wait_until_idle(LONG, &|| false);
+        read(&own, 0x4c)
+    });
+    data.write_all(&[0x80, 0x01, 0, 0, 0, 10, 0, 0, 0, 0]).unwrap();
+    assert_eq!(waiting.join().unwrap(), 0);
+    assert!(began.elapsed() < LONG / 4);
+}
+
+#[test]
+fn a_queue_of_connections_that_is_full_is_waited_for_only_so_long() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("socket");
+    let listener =
+        socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();
+    listener.bind(&socket2::SockAddr::unix(&path).unwrap()).unwrap();
+    listener.listen(0).unwrap();
+    let _in_the_queue = UnixStream::connect(&path).unwrap();
+    let began = Instant::now();
+    let connected = Tpm::connect(&path, GPA, Box::new(|_| ()), ANSWER_WITHIN, &|| false);
+    assert!(matches!(connected, Err(TpmError::Emulator { .. })));
+    assert!(began.elapsed() < LONG / 2);
+}
+
+#[test]
 fn the_end_of_a_machine_is_no_loss() {
     let emulator = Scripted::start(Lies::default());
     let (lost, is_lost) = channel();
     let socket = emulator.folder.path().join("socket");
     let on_lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
-    let tpm = Tpm::connect(&socket, GPA, on_lost, &|| false).unwrap();
+    let tpm = Tpm::connect(&socket, GPA, on_lost, ANSWER_WITHIN, &|| false).unwrap();
     let mut data = emulator.data.recv().unwrap();
     start(&tpm, &RANDOM);
     data.read_exact(&mut [0; 12]).unwrap();
@@ -322,7 +320,7 @@ fn a_start_that_is_cancelled_does_not_wait_for_the_emulator() {
     let began = Instant::now();
     let is_cancelled = || began.elapsed() > Duration::from_millis(200);
     let socket = emulator.folder.path().join("socket");
-    assert!(Tpm::connect(&socket, GPA, Box::new(|_| ()), &is_cancelled).is_err());
+    assert!(Tpm::connect(&socket, GPA, Box::new(|_| ()), LONG, &is_cancelled).is_err());
     assert!(began.elapsed() < LONG / 4);
 }
 
@@ -347,7 +345,7 @@ fn a_lost_emulator_fails_commands_and_is_reported_once() {
     let (lost, is_lost) = channel();
     let socket = emulator.folder.path().join("socket");
     let on_lost = Box::new(move |why: &str| lost.send(why.to_owned()).unwrap());
-    let tpm = Tpm::connect(&socket, GPA, on_lost, &|| false).unwrap();
+    let tpm = Tpm::connect(&socket, GPA, on_lost, ANSWER_WITHIN, &|| false).unwrap();
     let mut data = emulator.data.recv().unwrap();
     start(&tpm, &RANDOM);
     data.read_exact(&mut [0; 12]).unwrap();
@@ -388,7 +386,10 @@ fn emulators_that_cannot_do_it_are_refused_by_name() {
     assert!(text.contains("2048") && text.contains("3968"), "{text}");
     let text = refused(Lies { refuses: Some(14), ..Lies::default() });
     assert!(text.contains("'stop'"), "{text}");
-    let nowhere = Tpm::connect(Path::new("/dev/null/socket"), GPA, Box::new(|_| ()), &|| false);
+    let nowhere =
+        Tpm::connect(Path::new("/dev/null/socket"), GPA, Box::new(|_| ()), ANSWER_WITHIN, &|| {
+            false
+        });
     assert!(matches!(nowhere, Err(TpmError::Emulator { .. })));
 }
 
@@ -425,18 +426,11 @@ proptest! {
             let mut data = value.to_le_bytes();
             if is_write {
                 let was_running = crb.is_running();
-                match crb.write(offset, &data[..len]) {
-                    Some(Action::Start(command)) => {
-                        prop_assert!(!was_running && (10..=3968).contains(&command.len()));
-                        if value & 1 << 40 == 0 {
-                            crb.finish(&command);
-                        }
+                if let Some(command) = crb.write(offset, &data[..len]) {
+                    prop_assert!(!was_running && (10..=3968).contains(&command.len()));
+                    if value & 1 << 40 == 0 {
+                        crb.finish(&command);
                     }
-                    Some(Action::Cancel) => {
-                        prop_assert!(was_running);
-                        crb.fail();
-                    }
-                    None => {}
                 }
             } else {
                 crb.read(offset, &mut data[..len]);
@@ -474,7 +468,14 @@ impl Swtpm {
     }
 
     fn connect(&self) -> Tpm {
-        Tpm::connect(&self.folder.path().join("socket"), GPA, Box::new(|_| ()), &|| false).unwrap()
+        Tpm::connect(
+            &self.folder.path().join("socket"),
+            GPA,
+            Box::new(|_| ()),
+            ANSWER_WITHIN,
+            &|| false,
+        )
+        .unwrap()
     }
 }
 

@@ -2,8 +2,7 @@
 
 //! The thread that passes commands to the emulator.
 //!
-//! Owns the data connection. A command may take minutes; a cancel reaches the emulator meanwhile, and so does
-//! the end of the machine this thread. Must never hold the lock of the registers while it waits.
+//! Owns the data connection. A command may take minutes; the end of the machine ends the wait. Must never hold the lock of the registers while it waits.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
@@ -14,14 +13,6 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::Shared;
 use super::crb::{BUFFER_BYTES, HEADER_BYTES, length_of};
-
-/// What the thread is to do.
-pub(super) enum Job {
-    /// Pass on a command.
-    Execute(Vec<u8>),
-    /// Cancel the one that was passed on.
-    Cancel,
-}
 
 const KICK: u64 = 0;
 const DATA: u64 = 1;
@@ -62,26 +53,17 @@ impl Worker {
                 self.take_response()?;
             }
             if is_ready(KICK) {
-                // Another kick may have been counted meanwhile; the job is looked at below in any case.
+                // Another kick may have been counted meanwhile; the command is looked at below in any case.
                 let _ = self.shared.kick.read();
                 let mut inner = self.shared.inner.lock();
                 if inner.is_ending {
                     return Ok(());
                 }
-                let job = inner.job.take();
+                let command = inner.command.take();
                 drop(inner);
-                match job {
-                    Some(Job::Execute(command)) => {
-                        self.data.write_all(&command)?;
-                        self.is_executing = true;
-                    }
-                    Some(Job::Cancel) if self.is_executing => {
-                        // The command goes on then, and its response comes.
-                        if let Err(error) = self.shared.control.lock().cancel() {
-                            log::debug!("a command of the TPM cannot be cancelled: {error}");
-                        }
-                    }
-                    Some(Job::Cancel) | None => {}
+                if let Some(command) = command {
+                    self.data.write_all(&command)?;
+                    self.is_executing = true;
                 }
             }
         }

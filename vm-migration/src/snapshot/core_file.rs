@@ -94,20 +94,15 @@ struct Incomplete<'p> {
 }
 
 impl<'p> Incomplete<'p> {
-    fn new(path: &'p Path) -> Self {
-        Self { path, identity: identity(path) }
+    fn new(path: &'p Path, file: &MemoryFile) -> Self {
+        Self { path, identity: file.metadata().ok().map(|file| (file.dev(), file.ino())) }
     }
-}
-
-/// Which file is at a path.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let found = fs::symlink_metadata(path).ok()?;
-    Some((found.dev(), found.ino()))
 }
 
 impl Drop for Incomplete<'_> {
     fn drop(&mut self) {
-        if self.identity.is_none() || identity(self.path) != self.identity {
+        let there = fs::symlink_metadata(self.path).ok().map(|file| (file.dev(), file.ino()));
+        if there.is_none() || there != self.identity {
             return;
         }
         if let Err(error) = fs::remove_file(self.path) {
@@ -116,12 +111,10 @@ impl Drop for Incomplete<'_> {
     }
 }
 
-/// Writes the name of a new file to the disk.
-fn sync_name(path: &Path) -> Result<(), SnapshotError> {
+/// The directory of a file.
+fn directory_of(path: &Path) -> &Path {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let parent = parent.unwrap_or(Path::new("."));
-    let synced = fs::File::open(parent).and_then(|directory| directory.sync_all());
-    synced.map_err(SnapshotError::io("write to the disk", parent))
+    parent.unwrap_or(Path::new("."))
 }
 
 /// Writes a new core file. The guest must not run, and nothing else may write its memory, until this
@@ -140,13 +133,13 @@ pub fn write_core<M: GuestMemoryMap>(
     let geometry = Geometry::new(memory.layout());
     let memory_offset = format.memory_offset();
     let len_bytes = memory_offset.saturating_add(geometry.len_bytes());
-    let file = MemoryFile::create(path, len_bytes).inspect_err(|error| {
-        // Of this call, if its length could not be set.
-        if !matches!(error, SnapshotError::Io { what: "create", .. }) {
-            drop(Incomplete::new(path));
-        }
-    })?;
-    let incomplete = Incomplete::new(path);
+    // Its name is written to the disk last; that it cannot be is known first.
+    let parent = directory_of(path);
+    let directory = fs::File::open(parent);
+    let directory = directory.map_err(SnapshotError::io("open the directory", parent))?;
+    let file = MemoryFile::create_empty(path)?;
+    let incomplete = Incomplete::new(path, &file);
+    file.set_len(len_bytes)?;
     let writer = Writer {
         memory,
         geometry: &geometry,
@@ -168,7 +161,7 @@ pub fn write_core<M: GuestMemoryMap>(
     }
     file.write_buffer(&mut buffer, 0)?;
     file.sync()?;
-    sync_name(path)?;
+    directory.sync_all().map_err(SnapshotError::io("write to the disk", parent))?;
     // The storage may have answered long after the cancel.
     if cancel.is_cancelled() {
         return Err(CoreError::Cancelled);
@@ -264,6 +257,32 @@ mod tests {
     /// A header of two pages that begins with the text; the text of a page follows the word `TEXT`.
     struct Format;
 
+    /// The same, whose file is cancelled, and perhaps replaced, when its memory is written.
+    struct Late {
+        path: PathBuf,
+        cancel: Cancel,
+        replaces: bool,
+    }
+
+    impl CoreFormat for Late {
+        fn memory_offset(&self) -> u64 {
+            Format.memory_offset()
+        }
+
+        fn text_at(&self, start: &[u8; PAGE_START_BYTES]) -> Option<Range<usize>> {
+            Format.text_at(start)
+        }
+
+        fn header(&self, text: Option<&[u8]>) -> Vec<u8> {
+            self.cancel.cancel();
+            if self.replaces {
+                fs::remove_file(&self.path).unwrap();
+                fs::write(&self.path, "another's").unwrap();
+            }
+            Format.header(text)
+        }
+    }
+
     const REGIONS: [(u64, u64); 2] = [(0, 77), (1 << 32, 2500)];
     const TEXT: u64 = u64::from_le_bytes(*b"TEXT\0\0\0\0");
 
@@ -355,6 +374,19 @@ mod tests {
         let again = write(&path, &memory, &Cancel::new().unwrap());
         assert!(matches!(again, Err(CoreError::Exists(_))));
         assert_eq!(fs::read(&path).unwrap(), b"mine");
+        // Another's file at the path of one that was cancelled late, when all but the end was written.
+        fs::remove_file(&path).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let late = Late { path: path.clone(), cancel: cancel.clone(), replaces: true };
+        let ended = write_core(&path, &late, &*memory, 3, &cancel);
+        assert!(matches!(ended, Err(CoreError::Cancelled)));
+        assert_eq!(fs::read(&path).unwrap(), b"another's");
+        fs::remove_file(&path).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let late = Late { path: path.clone(), cancel: cancel.clone(), replaces: false };
+        let ended = write_core(&path, &late, &*memory, 3, &cancel);
+        assert!(matches!(ended, Err(CoreError::Cancelled)));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
         let nowhere = write(&folder.path().join("none/core"), &memory, &Cancel::new().unwrap());
         assert!(matches!(nowhere, Err(CoreError::Write(SnapshotError::Io { .. }))));
     }

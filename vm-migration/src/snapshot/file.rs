@@ -7,7 +7,7 @@
 //! used through the cache, from which the transferred pages are then dropped. Transfers are multiples of a
 //! page at page-aligned offsets, as O_DIRECT requires.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -62,11 +62,26 @@ pub(crate) struct MemoryFile {
 impl MemoryFile {
     /// Creates a file of this length, without contents.
     pub(crate) fn create(path: &Path, len_bytes: u64) -> Result<Self, SnapshotError> {
+        let memory = Self::create_empty(path)?;
+        memory.set_len(len_bytes)?;
+        Ok(memory)
+    }
+
+    /// Creates an empty file.
+    pub(crate) fn create_empty(path: &Path) -> Result<Self, SnapshotError> {
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).mode(0o600);
-        let memory = Self::open_with(&options, path, "create")?;
-        memory.file.set_len(len_bytes).map_err(SnapshotError::io("set the length of", path))?;
-        Ok(memory)
+        Self::open_with(&options, path, "create")
+    }
+
+    /// Makes it this long; what is new are holes.
+    pub(crate) fn set_len(&self, len_bytes: u64) -> Result<(), SnapshotError> {
+        self.file.set_len(len_bytes).map_err(SnapshotError::io("set the length of", &self.path))
+    }
+
+    /// What the host says of it.
+    pub(crate) fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
     }
 
     /// Opens a file for reading.

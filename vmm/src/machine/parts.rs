@@ -85,7 +85,7 @@ impl MachineParts {
         let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
 
-        let tpm = TpmDevice::wire(config, &space, open.cancel)?;
+        let tpm = TpmDevice::wire(config, &space, open.opening, open.cancel)?;
         let segments = Segments::make(config, &ram, bits, &space)?;
         let config_ports = Arc::new(PciConfigIo::new(segments.first()));
         space.insert_ports(

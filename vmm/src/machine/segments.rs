@@ -127,7 +127,9 @@ impl Windows {
             let start_gpa = share.gpa.checked_next_multiple_of(needed.longest.max(1))?;
             share.end_gpa().checked_sub(start_gpa)
         });
-        room.is_some_and(|room| room >= needed.bytes)
+        // A small BAR that is placed first costs the longest one its place.
+        let bytes = needed.bytes.checked_next_multiple_of(needed.longest.max(1));
+        room.zip(bytes).is_some_and(|(room, bytes)| room >= bytes)
     }
 
     /// The smallest weight of a segment for which it has room.
@@ -366,6 +368,7 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
     use proptest::prelude::*;
+    use vm_allocator::{AddressAllocator, AllocPolicy};
 
     use super::*;
 
@@ -392,6 +395,27 @@ mod tests {
         assert!(error.contains("64-bit") && error.contains("mmio64_aperture_weight"), "{error}");
         let none = Windows { ram_end_gpa: 1 << 40, ..windows(vec![1], vec![1]) };
         assert!(matches!(none.shared_out(), Err(SegmentsError::NoDeviceWindow)));
+    }
+
+    /// Whether BARs of these lengths are placed in this order in a segment.
+    fn have_room(windows: &Windows, weights: &[u32], at: usize, lens: &[u64]) -> bool {
+        let share = layout::shares(windows.high().unwrap(), weights).unwrap()[at];
+        let mut addresses = AddressAllocator::new(share.gpa, share.len_bytes).unwrap();
+        lens.iter().all(|len| addresses.allocate(*len, *len, AllocPolicy::FirstMatch).is_ok())
+    }
+
+    #[test]
+    fn a_small_bar_that_comes_first_is_counted() {
+        let two = windows(vec![1; 2], vec![1; 2]);
+        let lens = [1 << 16, 256 * GIB, 256 * GIB];
+        let needed = Needed { bytes: lens.iter().sum(), longest: 256 * GIB };
+        // Shares of 768 GiB would do without the small one.
+        assert!(!have_room(&two, &[1, 3], 1, &lens) && have_room(&two, &[1, 3], 1, &lens[1..]));
+        let weight = Windows::weight_for(two.high(), &[1; 2], 1, needed);
+        assert!(weight.is_none_or(|weight| have_room(&two, &[1, weight], 1, &lens)), "{weight:?}");
+        let bits = two.bits_for(1, needed).unwrap();
+        let more = Windows { address_bits: bits, ..two };
+        assert!(have_room(&more, &[1; 2], 1, &lens), "{bits}");
     }
 
     #[test]
@@ -425,6 +449,21 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn bars_find_room_with_the_advised_weight_in_any_order(
+            orders in proptest::collection::vec(16_u32..39, 1..12),
+            others in proptest::collection::vec(1_u32..9, 1..6),
+            ram_end_gpa in 0_u64..1 << 39,
+        ) {
+            let lens: Vec<u64> = orders.iter().map(|order| 1 << order).collect();
+            let needed = Needed { bytes: lens.iter().sum(), longest: *lens.iter().max().unwrap() };
+            let weights: Vec<u32> = std::iter::once(1).chain(others).collect();
+            let windows = Windows { ram_end_gpa, address_bits: 44, ..windows(weights.clone(), weights.clone()) };
+            let Some(advised) = Windows::weight_for(windows.high(), &weights, 0, needed) else { return Ok(()) };
+            let weights: Vec<u32> = std::iter::once(advised).chain(weights.into_iter().skip(1)).collect();
+            prop_assert!(have_room(&windows, &weights, 0, &lens));
+        }
+
         #[test]
         fn windows_of_segments_never_overlap(
             weights in proptest::collection::vec((1_u32..50, 1_u32..50), 1..97),

@@ -14,10 +14,18 @@ use devices::tpm::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES, Tpm, TpmError};
 use devices::virtio::DeviceSnapshot;
 
 use super::error::MachineError;
+use super::passthrough::Opening;
 use super::pausing::CancelToken;
 use super::space::AddressSpace;
 use crate::config::VmConfig;
 use crate::events;
+
+/// How long the emulator may take to its first answer, where a guest boots: it may still execute a command of the guest
+/// before the reboot.
+const BOOT_WITHIN: Duration = Duration::from_secs(30);
+
+/// The same where a VM arrives: an emulator that does not answer has another VM.
+const ARRIVAL_WITHIN: Duration = Duration::from_secs(5);
 
 /// How long a running command holds up the stop of a migration. Creating a key of 2048 bits takes less.
 const IDLE_WITHIN: Duration = Duration::from_secs(10);
@@ -40,6 +48,7 @@ impl TpmDevice {
     pub(super) fn wire(
         config: &VmConfig,
         space: &AddressSpace,
+        opening: Opening,
         cancel: &CancelToken,
     ) -> Result<Self, MachineError> {
         let Some(tpm) = &config.tpm else { return Ok(Self(None)) };
@@ -47,9 +56,13 @@ impl TpmDevice {
             log::error!("the TPM is lost, and its commands fail from now on: {why}");
             events::emit("vm", "tpm-lost", &[("error", why)]);
         });
-        let device = Arc::new(Tpm::connect(&tpm.socket, layout::TPM_GPA, on_lost, &|| {
-            cancel.is_cancelled()
-        })?);
+        let within = match opening {
+            Opening::Meanwhile => BOOT_WITHIN,
+            Opening::Before => ARRIVAL_WITHIN,
+        };
+        let is_cancelled = || cancel.is_cancelled();
+        let tpm = Tpm::connect(&tpm.socket, layout::TPM_GPA, on_lost, within, &is_cancelled)?;
+        let device = Arc::new(tpm);
         space.insert_memory(layout::TPM_GPA, CRB_LEN_BYTES, NAME, device.clone())?;
         Ok(Self(Some(device)))
     }

@@ -258,13 +258,14 @@ impl SourceVm for LeavingMachine {
     fn prepare_stop(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
         // First, as a disk that answers no request does not write back either.
         self.prepare_devices(is_cancelled)?;
-        self.machine.prepare_save(is_cancelled);
         // The guest's requests wait for free space, and the stop would wait for them.
         self.machine.check_room()?;
-        match &self.disk_writer {
-            Some(writer) => Ok(writer.prepare_stop(is_cancelled)?),
-            None => Ok(()),
+        if let Some(writer) = &self.disk_writer {
+            writer.prepare_stop(is_cancelled)?;
         }
+        // Last, as the guest may begin a command while its disks are written back.
+        self.machine.prepare_save(is_cancelled);
+        Ok(())
     }
 
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
