@@ -5,6 +5,7 @@
 //! Owns the entry point: bytes choose for each request whether it is answered as usual, with other bytes, or not at
 //! all. The device is made, started, paused, continued and reset, and all of that must end.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{GuestAddress, GuestAddressSpace as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::scripted::{Answer, Request, back_end};
+use super::scripted::{Answer, Request, back_end_with_thread};
 use super::session::Session;
 use super::{NET_QUEUES, NetOffloads, VhostUser, VhostUserConfig, VhostUserKind};
 use crate::virtio::fuzz::NoKicks;
@@ -64,10 +65,17 @@ fn answers(data: &[u8]) -> impl FnMut(&Request) -> Answer + Send + use<> {
 /// # Errors
 /// The host gives no memory, sockets or threads.
 pub fn serve(data: &[u8]) -> Result<(), Box<dyn std::error::Error>> {
+    let (connection, back_end) = back_end_with_thread(answers(data))?;
+    let result = drive(data, connection);
+    // Nothing of one run is left in the next.
+    back_end.join().map_err(|_| "the back end panicked")?;
+    result
+}
+
+fn drive(data: &[u8], connection: UnixStream) -> Result<(), Box<dyn std::error::Error>> {
     let zone = ZoneSpec { shared: true, ..ZoneSpec::new("ram", 1 << 20) };
     let ram = GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default())?;
     let memory = ram.guest_memory();
-    let connection = back_end(answers(data))?;
     let (kind, num_queues) = match data.last().map_or(0, |last| last & 3) {
         1 => (VhostUserKind::Fs { tag: "tag".to_owned() }, 1),
         2 => {

@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+use std::thread::JoinHandle;
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
@@ -88,11 +89,19 @@ fn read(connection: &mut UnixStream) -> Option<Request> {
 }
 
 /// Starts a back end; returns the front end's side of the connection.
+#[cfg(test)]
 pub(super) fn back_end(
-    mut answer: impl FnMut(&Request) -> Answer + Send + 'static,
+    answer: impl FnMut(&Request) -> Answer + Send + 'static,
 ) -> std::io::Result<UnixStream> {
+    Ok(back_end_with_thread(answer)?.0)
+}
+
+/// The same, with the thread, which ends when the connection is closed.
+pub(super) fn back_end_with_thread(
+    mut answer: impl FnMut(&Request) -> Answer + Send + 'static,
+) -> std::io::Result<(UnixStream, JoinHandle<()>)> {
     let (ours, mut theirs) = UnixStream::pair()?;
-    stoppable_thread::spawn("back-end", move || {
+    let thread = stoppable_thread::spawn("back-end", move || {
         while let Some(request) = read(&mut theirs) {
             let Answer::Send(bytes) = answer(&request) else { return };
             if theirs.write_all(&bytes).is_err() {
@@ -100,5 +109,5 @@ pub(super) fn back_end(
             }
         }
     })?;
-    Ok(ours)
+    Ok((ours, thread))
 }
