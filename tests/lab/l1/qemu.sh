@@ -22,10 +22,10 @@ start_qemu() {
   shift 2
   rm -f $T/$vm.exit $T/$vm.qmp
   {
-    qemu-system-x86_64 -L /bin/qemu -accel kvm -cpu host -M q35,memory-backend=ram -smp 1 -m ${QEMU_MIB:-256}M \
+    qemu-system-x86_64 -L /bin/qemu -accel kvm -cpu host -M q35,memory-backend=ram -smp ${QEMU_VCPUS:-1} -m ${QEMU_MIB:-256}M \
       -object memory-backend-memfd,id=ram,size=${QEMU_MIB:-256}M,share=on -object iothread,id=io \
       -nodefaults -display none -no-reboot -bios /bin/qemu/qboot.rom \
-      -kernel /lab/vmlinuz -initrd /lab/initramfs.gz -append "$CMDLINE" \
+      -kernel /lab/vmlinuz -initrd ${GUEST_INITRAMFS:-/lab/initramfs.gz} -append "$CMDLINE" \
       -drive if=none,id=d,file=$ROOT_DISK,format=raw,file.locking=off -device virtio-blk-pci,drive=d \
       -device virtio-rng-pci -device virtio-balloon-pci,id=balloon,disable-legacy=on$balloon \
       -chardev pty,id=console -device virtio-serial-pci -device virtconsole,chardev=console \
