@@ -10,6 +10,8 @@ build_extra_bench_virtio() {
   mkdir -p "$tree/bin" "$tree/lab/more"
   add_qemu "$tree"
   add_program "$tree" "$(PATH=$PATH:/usr/sbin command -v mke2fs)"
+  # In its place is busybox's, which knows one file system.
+  mv "$tree/bin/mke2fs" "$tree/lab/"
   # Beside those of the machine, which are in its initramfs already.
   add_modules "$tree/lab/more" "$MACHINE_KERNEL" brd vhost_net vhost_vsock ext4
   gcc -O2 -Wall -pthread -static -s -o "$tree/lab/io-load" "$SRC/probes/io-load.c"

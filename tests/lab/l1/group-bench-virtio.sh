@@ -22,21 +22,15 @@ QCOW2=$T/images/data.qcow2
 VSOCK_PORT=7101
 mkdir -p $T/images $T/rows
 prepared() {
-  mke2fs -q -t ext4 /dev/ram1 && mount -t ext4 /dev/ram1 $T/images && cp data.qcow2 $QCOW2 &&
+  ./mke2fs -q -t ext4 /dev/ram1 && mount -t ext4 /dev/ram1 $T/images && cp data.qcow2 $QCOW2 &&
     dd if=/dev/zero of=$RAW bs=1M count=64 2>/dev/null && test -c /dev/vhost-net && test -c /dev/vhost-vsock
 }
-# tap_of QUEUES: a tap that both VMMs can use one after the other.
-tap_of() {
-  ip link del lab0 2>/dev/null
-  if [ $1 = 1 ]; then ip tuntap add dev lab0 mode tap vnet_hdr; else ip tuntap add dev lab0 mode tap vnet_hdr multi_queue; fi || return 1
-  ip addr add 10.9.0.1/24 dev lab0
-  ip link set lab0 up
-}
+# Both VMMs make the tap, with the queues and headers that they want.
+tap_is_up() { [ -d /sys/class/net/lab0 ] && ip addr add 10.9.0.1/24 dev lab0 && ip link set lab0 up; }
 # start WHO QUEUES: the guest $vm has its disks as vdb (raw) and vdc (qcow2).
 start() {
   vm=$1
   rm -f $T/$vm.*
-  tap_of $2 || return 1
   case $1 in
     ours)
       start_guest ours $2 --disk path=$RAW,direct=on,image_type=raw,num_queues=1 path=$QCOW2,direct=on,image_type=qcow2,num_queues=1 \
@@ -53,7 +47,7 @@ start() {
         -device vhost-vsock-pci,guest-cid=3,disable-legacy=on || return 1
       ;;
   esac
-  wait_until $WAIT_S says $vm "GUEST-READY" || return 1
+  wait_until 30 tap_is_up && wait_until $WAIT_S says $vm "GUEST-READY" || return 1
   nc -l -p 7002 </lab/io-load >/dev/null &
   guest $vm 'cat </dev/tcp/10.9.0.1/7002 >/tmp/io-load && chmod +x /tmp/io-load'
 }
