@@ -104,7 +104,7 @@ impl Ring {
         Ok(Self { uring: ring, completed, disk, slots, free, in_flight_bytes: 0 })
     }
 
-    /// Signalled when operations complete.
+    /// Signalled when operations complete; to be watched with `Watch::on_signal`, as it is never read.
     pub(super) fn completed(&self) -> &EventFd {
         &self.completed
     }
@@ -172,8 +172,6 @@ impl Ring {
 
     /// Takes completed operations; continues partial ones.
     pub(super) fn take_completed(&mut self) -> Vec<Done> {
-        // An error means that it was not signalled, which does not matter.
-        let _ = self.completed.read();
         let completions: Vec<(u64, i32)> =
             self.uring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
         let mut done = Vec::with_capacity(completions.len());

@@ -136,7 +136,11 @@ impl BlockWorker {
                 // Called again after other events.
                 self.queue.kick_self();
             }
+            // What the kernel has done while it took them is answered with this interrupt, and not after another
+            // round of events.
+            let reaped = self.reap_ring();
             self.queue.notify(&memory)?;
+            reaped?;
             match taken? {
                 Taken::All => {}
                 // A completion, the timer of the limit, or the start after a pause, leads back here.
@@ -408,9 +412,10 @@ impl Work for BlockWorker {
     }
 
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        watch.on(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
+        // Neither is read, which would be a system call for each request: what they announce is in the rings.
+        watch.on_signal(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
         if let Some(ring) = &self.ring {
-            watch.on(RING_TOKEN, ring.completed().as_raw_fd())?;
+            watch.on_signal(RING_TOKEN, ring.completed().as_raw_fd())?;
         }
         if let Some(pool) = &self.pool {
             watch.on(POOL_TOKEN, pool.completed().as_raw_fd())?;
@@ -424,9 +429,8 @@ impl Work for BlockWorker {
 
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
         match token {
-            KICK_TOKEN => self.queue.take_kick(),
-            // Serving sets it again, if it is too early.
-            LIMIT_TOKEN => {}
+            // Serving sets the limit's timer again, if it is too early.
+            KICK_TOKEN | LIMIT_TOKEN => {}
             _ => self.reap()?,
         }
         self.serve()
@@ -462,7 +466,7 @@ impl Work for BlockWorker {
         }
         // The kernel may not have accepted all of it.
         let is_watched = self.ring.as_mut().filter(|ring| !ring.is_idle()).is_some_and(|ring| {
-            ring.submit() && watch.on(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()
+            ring.submit() && watch.on_signal(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()
         });
         if is_watched && reaped.is_ok() {
             return Ok(false);

@@ -358,8 +358,9 @@ impl Work for NetWorker {
         self.tap = self.link.tap.pair(self.pair);
         // A new tap may have the number of the old one, and must not be taken for watched.
         watch.off(TAP_TOKEN);
-        watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
-        watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
+        // Not read, which would be a system call for each: what they announce is in the rings.
+        watch.on_signal(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
+        watch.on_signal(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
         let limits = [
             (RECEIVE_LIMIT_TOKEN, &self.limits.receive),
             (TRANSMIT_LIMIT_TOKEN, &self.limits.transmit),
@@ -375,15 +376,7 @@ impl Work for NetWorker {
 
     fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken> {
         match token {
-            TRANSMIT_TOKEN => {
-                self.transmit.take_kick();
-                self.transmit()
-            }
-            TRANSMIT_LIMIT_TOKEN => self.transmit(),
-            RECEIVE_TOKEN => {
-                self.receive.take_kick();
-                self.receive(watch)
-            }
+            TRANSMIT_TOKEN | TRANSMIT_LIMIT_TOKEN => self.transmit(),
             _ => self.receive(watch),
         }
     }
