@@ -122,12 +122,14 @@ impl VmmBuilder {
         }
         // SAFETY: between fork and exec only system calls are made, which take no memory. One ends
         // the VMM with the test's thread, also when the whole run is killed; the others put back
-        // signals that may be ignored here, as in a run in the background of a script.
+        // signals that may be ignored here, as in a run in the background of a script, and keep from it the
+        // capability by which a run without root looks into its memory (scripts/lib/native-as-user).
         unsafe {
             command.pre_exec(|| {
                 for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT] {
                     libc::signal(signal, libc::SIG_DFL);
                 }
+                libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
                 match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
                     0 => Ok(()),
                     _ => Err(std::io::Error::last_os_error()),
