@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use hypervisor::KvmError;
 use hypervisor::irq::IrqError;
+use iommufd_ioctls::IommufdError;
 use memory::{AccessError, PrefaultError};
 use thiserror::Error;
 
@@ -82,6 +83,18 @@ pub enum VfioError {
     /// An address space cannot be allocated.
     #[error("iommufd provides no address space")]
     AddressSpace(#[source] vfio_ioctls::VfioError),
+    /// An address space of which this process has the number only cannot be allocated.
+    #[error("iommufd provides no address space")]
+    OwnSpace(#[source] IommufdError),
+    /// The address space is kept for a VM that is still to be made.
+    #[error("the address space belongs to no VM now")]
+    NoVm,
+    /// A reset of the function has failed.
+    #[error(
+        "the device cannot be reset, so it may hold what it was used for before; the host's kernel log \
+         may say why"
+    )]
+    Reset(#[source] io::Error),
     /// The device has no VFIO character device.
     #[error(
         "the device at {path} has no character device for iommufd: the host's kernel lacks \

@@ -67,6 +67,10 @@ pub struct FakeFunction {
     pub never_resamples: AtomicBool,
     /// No interrupt can be connected.
     pub refuses_interrupts: AtomicBool,
+    /// A reset fails.
+    pub refuses_resets: AtomicBool,
+    /// Writes of its command register have no effect.
+    pub ignores_commands: AtomicBool,
     unmasked: AtomicU64,
     pub resets: Mutex<u32>,
     pub migration: FakeMigration,
@@ -122,6 +126,8 @@ impl FakeFunction {
             is_silent: AtomicBool::new(false),
             never_resamples: AtomicBool::new(false),
             refuses_interrupts: AtomicBool::new(false),
+            refuses_resets: AtomicBool::new(false),
+            ignores_commands: AtomicBool::new(false),
             unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
             migration: FakeMigration::default(),
@@ -207,6 +213,9 @@ impl HostFunction for FakeFunction {
         }
         for (byte, at) in data.iter().zip(usize::from(offset)..) {
             if at == usize::from(register::COMMAND) {
+                if self.ignores_commands.load(Ordering::Relaxed) {
+                    continue;
+                }
                 let has_ports = config.get(0x20).is_some_and(|flags| flags & 1 != 0);
                 if byte & 2 == 0 || (byte & 1 != 0 && !has_ports) {
                     self.violate(format!(
@@ -310,9 +319,13 @@ impl HostFunction for FakeFunction {
         Ok(())
     }
 
-    fn reset(&self) {
+    fn reset(&self) -> Result<(), VfioError> {
         *self.resets.lock() += 1;
+        if self.refuses_resets.load(Ordering::Relaxed) {
+            return Err(VfioError::Reset(io::Error::from_raw_os_error(libc::EIO)));
+        }
         self.migration.reset();
+        Ok(())
     }
 }
 
@@ -432,6 +445,10 @@ pub struct FakeTarget {
     /// Called before everything is unmapped.
     pub before_unmap_all: OnceLock<Box<dyn Fn() + Send + Sync>>,
     pub unmaps: AtomicU64,
+    /// Stays mapped without functions.
+    pub outlives_vm: bool,
+    /// Nothing can be unmapped.
+    pub keeps_all: AtomicBool,
 }
 
 impl FakeTarget {
@@ -466,6 +483,10 @@ impl DmaSpace for FakeTarget {
         unreachable!("it has no functions")
     }
 
+    fn outlives_vm(&self) -> bool {
+        self.outlives_vm
+    }
+
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>> {
         None
     }
@@ -492,6 +513,9 @@ impl DmaTarget for FakeTarget {
     }
 
     fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
+        if self.keeps_all.load(Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
         let mut mapped = self.mapped.lock();
         let touches = |piece: &Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
         let is_inside = |piece: &Range<u64>| gpa.start <= piece.start && piece.end <= gpa.end;

@@ -97,6 +97,9 @@ pub trait HostFunction: MigrationPort {
     /// # Errors
     /// The host refuses.
     fn disconnect(&self, kind: InterruptKind) -> Result<(), VfioError>;
-    /// Resets the function, if it supports a reset of its own.
-    fn reset(&self);
+    /// Resets the function. Does nothing if the host knows no way, and says so in the log.
+    ///
+    /// # Errors
+    /// There is one, and it has failed.
+    fn reset(&self) -> Result<(), VfioError>;
 }

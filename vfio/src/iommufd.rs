@@ -8,6 +8,10 @@
 //! the process's page tables; other memory, and all memory on older kernels, by its address. Pieces are
 //! pinned in parallel where several threads map: no lock is held during a call.
 //!
+//! The kernel pins memory only while a page table has it. The page table that it makes by itself is gone with the
+//! last device that is attached. So an own one is made for the first device, which stays until the iommufd is closed:
+//! memory stays mapped and pinned while the devices are closed and opened again for a reboot of the guest.
+//!
 //! An address space may also come from a pool, with all memory mapped and a filled page table
 //! ([`IommufdSpace::prepinned`]): devices are then attached to that one.
 
@@ -40,21 +44,34 @@ use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 
 const IOMMUFD: &str = "/dev/iommu";
 
+/// The page table (HWPT) that devices are attached to.
+enum Table {
+    /// One that the kernel makes, and destroys with the last device. In an iommufd that was passed in, another
+    /// would keep memory pinned after this VM.
+    Kernels,
+    /// To be made for the first device.
+    Unmade,
+    /// Id of the one that stays until the iommufd is closed.
+    Made(u32),
+}
+
 /// An iommufd address space (IOAS). The functions opened in it share ownership.
 pub struct IommufdSpace {
     // Drop order matters: mappings end before the memory.
     space: Arc<VfioIommufd>,
-    /// Id of the IOAS in use; for one from a pool it is not that of `space`, which then stays empty.
+    /// Id of the IOAS in use. Only in an iommufd that was passed in is it that of `space`, which destroys it in
+    /// the end; else that one stays empty.
     space_id: u32,
-    /// Id of an existing page table (HWPT) to attach devices to, if there is one.
-    table_id: Option<u32>,
+    /// Held while a table is made.
+    table: Mutex<Table>,
     /// Mapped ranges: guest physical addresses and lengths. Locked briefly, never during a call.
     mapped: Mutex<BTreeMap<u64, usize>>,
     /// Whether the kernel may support mapping files; cleared once it has refused.
     maps_files: AtomicBool,
     /// Whether the iommufd was passed in: then devices passed as descriptors may be bound to it already.
     is_given: bool,
-    files: VfioFiles,
+    /// KVM's VFIO device; `None` between two VMs.
+    files: Mutex<Option<VfioFiles>>,
     ram: Arc<GuestRam>,
 }
 
@@ -75,14 +92,20 @@ impl IommufdSpace {
         // KVM is told of each device separately: the crate would not undo that if the device cannot be
         // used.
         let space = VfioIommufd::new(iommufd, None, None).map_err(VfioError::AddressSpace)?;
+        let (space_id, table) = if is_given {
+            (space.ioas().id(), Table::Kernels)
+        } else {
+            let own = Ioas::new(space.iommufd()).map_err(VfioError::OwnSpace)?;
+            (own.id(), Table::Unmade)
+        };
         Ok(Self {
-            space_id: space.ioas().id(),
-            table_id: None,
+            space_id,
+            table: Mutex::new(table),
             space: Arc::new(space),
             mapped: Mutex::default(),
             maps_files: AtomicBool::new(true),
             is_given,
-            files: vm.vfio_files()?,
+            files: Mutex::new(Some(vm.vfio_files()?)),
             ram,
         })
     }
@@ -103,7 +126,7 @@ impl IommufdSpace {
         let in_words = |(gpa, len)| Some((gpa, usize::try_from(len).ok()?));
         Ok(Self {
             space_id: grant.space_id,
-            table_id: Some(grant.table_id),
+            table: Mutex::new(Table::Made(grant.table_id)),
             mapped: Mutex::new(mapped.into_iter().filter_map(in_words).collect()),
             // Its own device comes open and bound, others do not.
             is_given: false,
@@ -145,22 +168,51 @@ impl IommufdSpace {
 
     /// Registers an open character device with KVM.
     fn tell(&self, node: &File) -> Result<AttachedFile, VfioError> {
-        self.files.tell(node.as_fd()).map_err(|error| match error.errno() {
+        let files = self.files.lock().clone().ok_or(VfioError::NoVm)?;
+        files.tell(node.as_fd()).map_err(|error| match error.errno() {
             libc::EINVAL => VfioError::NotANode(error),
             _ => VfioError::Kvm(error),
         })
     }
 
-    /// Attaches a device to the existing page table; one behind another IOMMU gets its own.
+    /// The page table for a device, made for the first; `None` if the kernel makes none for it.
+    fn table_for(&self, device: &VfioDevice) -> Option<u32> {
+        let mut table = self.table.lock();
+        if let Table::Made(id) = *table {
+            return Some(id);
+        }
+        match self.ioas().new_table(device.iommufd_dev_id()?) {
+            Ok(id) => {
+                *table = Table::Made(id);
+                Some(id)
+            }
+            Err(error) => {
+                log::debug!("memory will not stay mapped for DMA when the guest reboots: {error}");
+                None
+            }
+        }
+    }
+
+    /// Attaches a device that is bound; one behind another IOMMU, or behind none, gets a page table of its own.
     fn attach(&self, device: &VfioDevice) -> Result<(), VfioError> {
-        let Some(table_id) = self.table_id else { return Ok(()) };
-        let attached = match device.attach_hwpt(table_id) {
-            Err(IoctlError::VfioDeviceAttachIommufdPt(errno)) if errno.errno() == libc::EINVAL => {
+        if self.attaches_itself() {
+            return Ok(());
+        }
+        let attached = match self.table_for(device).map(|table| device.attach_hwpt(table)) {
+            Some(Err(IoctlError::VfioDeviceAttachIommufdPt(errno)))
+                if matches!(errno.errno(), libc::EINVAL | libc::ENOENT) =>
+            {
                 device.attach_hwpt(self.space_id)
             }
-            other => other,
+            None => device.attach_hwpt(self.space_id),
+            Some(other) => other,
         };
         attached.map_err(|source| VfioError::Attach { source })
+    }
+
+    /// Whether a device is attached to the address space when it is bound.
+    fn attaches_itself(&self) -> bool {
+        matches!(*self.table.lock(), Table::Kernels)
     }
 
     /// Attaches the pool's device to the address space that came with it.
@@ -188,7 +240,7 @@ impl IommufdSpace {
             what: "duplicate the descriptor of the device",
             source,
         })?;
-        let to_space = self.table_id.is_none();
+        let to_space = self.attaches_itself();
         let bound = VfioDevice::new_from_fd(node, Arc::clone(&self.space), to_space);
         let device = match (bound, again) {
             // Bound already, as its descriptor is open elsewhere: in the owner's process, or before a
@@ -247,6 +299,18 @@ impl DmaSpace for IommufdSpace {
 
     fn memory(&self) -> Arc<GuestRam> {
         Arc::clone(&self.ram)
+    }
+
+    fn outlives_vm(&self) -> bool {
+        let is_made = matches!(*self.table.lock(), Table::Made(_));
+        // It keeps the VM in the kernel.
+        *self.files.lock() = None;
+        is_made
+    }
+
+    fn join_vm(&self, vm: &Vm) -> Result<(), VfioError> {
+        *self.files.lock() = Some(vm.vfio_files()?);
+        Ok(())
     }
 
     /// Device memory has no pages that `IOMMU_IOAS_MAP` could pin: every kernel refuses it.

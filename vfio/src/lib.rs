@@ -67,7 +67,7 @@ pub use container::Type1Container;
 pub use device::{BarSlots, DmaLog, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
 pub use device_events::{DeviceEvents, OnDeviceEvent};
 pub use dma::{DmaTarget, GuestRamPopulator, PopulateHelper, Populating, Populator};
-pub use dma_map::{DmaMap, OnLost};
+pub use dma_map::{DmaMap, KeptMappings, OnLost};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
 pub use gate::{DmaGate, GateClosed, OnWaited};

@@ -13,10 +13,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use memory::RamRegion;
 use parking_lot::Mutex;
 
 use super::dma::{Populating, Populator};
-use super::dma_map::DmaMap;
+use super::dma_map::{DmaMap, KeptMappings};
 use super::entries::Entries;
 use super::error::PinError;
 use super::gate::DmaGate;
@@ -24,6 +25,9 @@ use super::gate::DmaGate;
 /// Memory of which no guest sees the wait, also in 4 KiB pages mapped by one thread. Such devices are there
 /// from the beginning, however busy the host is, and no sample is taken.
 pub(crate) const SMALL_BYTES: u64 = 1 << 30;
+
+/// Why mapping has failed that was cancelled.
+const VM_ENDS: &str = "the VM ends";
 
 /// State of mapping memory for DMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,6 +160,10 @@ impl Pinning {
     /// The limit that is too low.
     pub fn check(dma_map: &DmaMap, populator: &dyn Populator) -> Result<(), PinError> {
         let (total_bytes, counted_bytes) = populator.total_bytes();
+        // What has stayed mapped is within the limits.
+        let kept_bytes = dma_map.mapped_bytes();
+        let total_bytes = total_bytes.saturating_sub(kept_bytes);
+        let counted_bytes = counted_bytes.min(total_bytes);
         let entries = Entries::of(populator.regions(), dma_map.piece_bytes());
         dma_map.target().limits().check(entries.now(), total_bytes, counted_bytes)
     }
@@ -208,8 +216,29 @@ impl Pinning {
     /// Cancels it; accesses that wait at the gate are refused. Nothing is mapped again.
     pub fn cancel(&self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.gate.fail("the VM ends");
+        self.shared.gate.fail(VM_ENDS);
         self.shared.dma_map.close();
+    }
+}
+
+impl Pinning {
+    /// Cancels it, and leaves what is mapped so far to the next boot of the guest, in the same memory, of
+    /// which `regions` are all; blocks that may be plugged are unmapped. No function may access memory.
+    ///
+    /// # Errors
+    /// Why nothing can stay mapped: mapping has failed, or something cannot be unmapped.
+    pub fn leave(mut self, regions: &[Arc<RamRegion>]) -> Result<KeptMappings, Arc<str>> {
+        self.cancel();
+        if let Err(error) = self.wait()
+            && !matches!(error, PinError::Cancelled)
+        {
+            return Err(error_text::chain(&error).into());
+        }
+        let failed = match &*self.shared.state.lock() {
+            PinState::Failed(reason) if reason.as_ref() != VM_ENDS => Some(Arc::clone(reason)),
+            _ => None,
+        };
+        failed.map_or_else(|| self.shared.dma_map.leave(regions), Err)
     }
 }
 
@@ -261,7 +290,7 @@ impl Shared {
         let start = Instant::now();
         let result = self.pin(populator);
         if self.stop.load(Ordering::Relaxed) {
-            *self.state.lock() = PinState::Failed("the VM ends".into());
+            *self.state.lock() = PinState::Failed(VM_ENDS.into());
             return Err(PinError::Cancelled);
         }
         let state = match &result {

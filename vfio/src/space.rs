@@ -9,7 +9,7 @@ use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-use hypervisor::AttachedFile;
+use hypervisor::{AttachedFile, Vm};
 use memory::{GuestRam, RamRegion};
 use vfio_ioctls::VfioDevice;
 
@@ -34,6 +34,19 @@ pub trait DmaSpace: DmaTarget {
     }
     /// The memory that may be mapped, kept as long as a function of the space.
     fn memory(&self) -> Arc<GuestRam>;
+    /// Prepares to outlive the VM: returns whether guest memory stays mapped, and pinned, without a function.
+    /// Called once no function can access memory, before all are closed.
+    fn outlives_vm(&self) -> bool {
+        false
+    }
+    /// Has the functions that are opened from now on belong to this VM, after
+    /// [`outlives_vm`](Self::outlives_vm).
+    ///
+    /// # Errors
+    /// KVM's.
+    fn join_vm(&self, _vm: &Vm) -> Result<(), VfioError> {
+        Ok(())
+    }
     /// The same space as a target for device memory, if it supports that.
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;
 }

@@ -457,3 +457,32 @@ fn nothing_is_left_when_the_device_goes() {
     assert_eq!(host.connected(), None);
     assert_eq!(host.violations(), Vec::<String>::new());
 }
+
+#[test]
+fn a_function_is_silent_only_if_it_says_that_its_dma_is_off() {
+    let rig = Rig::new();
+    rig.gate.open();
+    rig.device.write_config(4, &[6, 0]);
+    assert!(rig.host.is_bus_master());
+    assert!(rig.device.silence());
+    assert!(!rig.host.is_bus_master() && rig.device.is_lost());
+    rig.device.write_config(4, &[6, 0]);
+    assert!(!rig.host.is_bus_master(), "it is gone for the guest");
+
+    let rig = Rig::new();
+    rig.gate.open();
+    rig.device.write_config(4, &[6, 0]);
+    rig.host.ignores_commands.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert!(!rig.device.silence());
+}
+
+#[test]
+fn a_function_that_cannot_be_reset_is_harmless_all_the_same() {
+    let rig = Rig::new();
+    rig.gate.open();
+    rig.device.write_config(4, &[6, 0]);
+    rig.host.refuses_resets.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert!(rig.host.reset().is_err());
+    rig.device.disarm();
+    assert!(rig.device.is_disarmed() && !rig.host.is_bus_master());
+}

@@ -57,11 +57,11 @@ refuses_what_is_in_use() {
   grep -q "another process, or another VM, has it" $T/refused.log && reads_what_is_there a
 }
 check refuses_what_another_vm_has refuses_what_is_in_use
-guest_restarts_itself() {
-  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/a.pty)" && wait_until $WAIT_S says_times a "GUEST-READY" 2
-}
-check guest_restarts_itself guest_restarts_itself
+# Memory stays mapped, so what the devices of the guest before could reach, those of this one do at once.
+check guest_restarts_itself_with_memory_mapped restarts_pinned a a 393216
+check memory_is_pinned_after_restart eval "info a '\"state\": *\"Pinned\"' && info a '\"pinned_bytes\": *402653184'"
 check reads_by_dma_after_restart reads_what_is_there a
+check writes_by_dma_after_restart writes_and_reads_back a
 check network_from_guest_after_restart from_guest a
 removed() { tr -d ' ' <$T/a.events | grep -q "\"id\":\"$1\"" && happened a device-removed && ! info a "\"id\": *\"$1\""; }
 devices_go() {

@@ -136,10 +136,10 @@ device_kept() {
 }
 check waits_for_who_kept_the_device device_kept
 
-# A reboot keeps the slot's memory, and maps it itself.
+# A reboot keeps the slot's memory, mapped as it is.
 restarts() {
-  on_slot d && echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/d.pty)" &&
-    wait_until $WAIT_S says_times d "GUEST-READY" 2 && reads_what_is_there d && slot_is lent && pinned_is d 262144
+  on_slot d && restarts_pinned d pool 262144 && reads_what_is_there d && writes_and_reads_back d && slot_is lent &&
+    pinned_is d 0
 }
 check guest_restarts_itself restarts
 killed d

@@ -13,6 +13,17 @@ fi
 # pinned NAME: KiB that the VMM has pinned.
 pinned() { sed -n "s/^$PINNED:[^0-9]*\([0-9]*\).*/\1/p" "/proc/$(cat $T/$1.pid)/status"; }
 pinned_is() { [ "$(pinned $1)" = $2 ]; }
+# restarts_pinned NAME PINNER KIB: the guest restarts itself, and all the while PINNER has that much pinned.
+restarts_pinned() {
+  before=$(grep -c '"event": "passthrough-kept"' $T/$1.events)
+  echo "sync; busybox reboot -f || reboot -f" >"$(cat $T/$1.pty)"
+  restarted() {
+    pinned_is $2 $3 || { echo "$(pinned $2) KiB are pinned"; return 0; }
+    says_times $1 "GUEST-READY" 2
+  }
+  wait_until $WAIT_S restarted $1 $2 $3 && pinned_is $2 $3 && says_times $1 "GUEST-READY" 2 &&
+    [ "$(grep -c '"event": "passthrough-kept"' $T/$1.events)" = $((before + 1)) ]
+}
 
 # give_to_vfio DIRECTORY [DRIVER]: binds a function to vfio-pci, or a variant of it.
 give_to_vfio() {

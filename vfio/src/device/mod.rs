@@ -208,9 +208,25 @@ impl VfioPciDevice {
         let config = self.config.lock();
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         drop(config);
-        self.host.reset();
+        if let Err(source) = self.host.reset() {
+            // Without Bus Master Enable it reaches no memory all the same.
+            error!("passed-through device {}: {}", self.id, error_text::chain(&source));
+        }
         self.migration.was_reset();
         self.disarmed.store(true, Ordering::Release);
+    }
+
+    /// Stops the function's DMA before the guest reboots: it is lost to this guest, and bus mastering is disabled.
+    /// Returns whether the function says so itself, which comes after all that it has written: then nothing of
+    /// it reaches memory when this returns.
+    pub fn silence(&self) -> bool {
+        self.lose();
+        let config = self.config.lock();
+        self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
+        let mut command = [0xff; 2];
+        self.host.read_config(register::COMMAND, &mut command);
+        drop(config);
+        command != [0xff; 2] && !ShadowConfig::asks_for_bus_master(register::COMMAND, &command)
     }
 
     /// Whether the function was [disarmed](Self::disarm), and needs no memory mapped any more.

@@ -6,6 +6,7 @@
 //! holds mappings of its BARs drops those first.
 
 mod migration;
+mod reset;
 
 use std::fs::File;
 use std::io;
@@ -258,7 +259,7 @@ impl HostFunction for VfioFunction {
             .map_err(Self::refused(format!("disconnect {kind:?} interrupts")))
     }
 
-    fn reset(&self) {
-        self.device.reset();
+    fn reset(&self) -> Result<(), VfioError> {
+        reset::reset(&self.id, self.file.as_fd())
     }
 }

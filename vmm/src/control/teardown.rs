@@ -111,7 +111,8 @@ impl Vmm {
         let ram = Some(Arc::clone(machine.ram()));
         let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
-        let kept = Box::new(KeptForReboot { disks, files, ram });
+        let dma = machine.keep_dma();
+        let kept = Box::new(KeptForReboot { disks, files, ram, dma });
         self.tear_down_with(AfterTeardown::Reboot { config, consoles, kept, responder }, going)
     }
 

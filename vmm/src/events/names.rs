@@ -117,6 +117,11 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     ),
     (
         "vm",
+        "passthrough-kept",
+        "guest memory stays mapped for passed-through devices while the guest reboots (bytes)",
+    ),
+    (
+        "vm",
         "passthrough-failed",
         "guest memory cannot be mapped for passed-through devices (error: why)",
     ),

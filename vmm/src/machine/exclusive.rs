@@ -16,6 +16,7 @@ use devices::virtio::vsock::VsockSocketError;
 use memory::{GuestRam, LockedFile};
 use thiserror::Error;
 
+use super::passthrough::KeptDmaSlot;
 use super::virtio::VirtioDevices;
 use super::write_back::{WriteBack, WriteBackError, report_write_back_failure};
 use super::{Machine, MachineError};
@@ -126,6 +127,8 @@ pub struct KeptForReboot {
     pub files: Vec<LockedFile>,
     /// Guest RAM, for a machine with the same memory.
     pub ram: Option<Arc<GuestRam>>,
+    /// What of it stays mapped for passed-through devices, once the machine before has ended.
+    pub dma: KeptDmaSlot,
 }
 
 /// Open images with their locks, passed from one machine to the next in the same process. Dropping this

@@ -119,7 +119,7 @@ pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 
 use affinity::affinity_setter;
 use parts::{BuildInput, MachineParts};
-use passthrough::{OpenInput, Opening, PrepinnedSlot};
+use passthrough::{KeptDmaSlot, OpenInput, Opening, PrepinnedSlot};
 use space::Exits;
 use virtio::PciContext;
 
@@ -215,6 +215,7 @@ impl Machine {
         segments::keep_address_bits(&mut config, bits);
         let locked = std::mem::take(&mut kept.files);
         let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
+        let dma = kept.dma.take().filter(|dma| dma.is_for(&config, before.as_ref()));
         let (ram, slot) = if let Some(ram) = before {
             (ram, None)
         } else {
@@ -224,7 +225,7 @@ impl Machine {
             (ram::make(&config.memory, bits, origin, boot_prefault, cancel)?, slot)
         };
         let images = &mut kept.disks;
-        let open = OpenInput { opening: Opening::Meanwhile, slot, cancel };
+        let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, cancel };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
@@ -295,7 +296,15 @@ impl Machine {
         if let Err(error) = self.vcpus.stop_all() {
             log::warn!("vCPU threads did not end cleanly: {error}");
         }
+        // Before anything that the next boot does with memory.
+        self.parts.passthrough.leave(&self.parts.ram);
         self.end_devices();
+    }
+
+    /// Has the machine leave mapped for DMA what it can when it ends, as the guest reboots; it is in the
+    /// returned slot then.
+    pub fn keep_dma(&mut self) -> KeptDmaSlot {
+        self.parts.passthrough.keep_mappings()
     }
 
     /// Unpopulated memory for a machine to be received or restored. The zones named in `given` consist of
@@ -335,7 +344,7 @@ impl Machine {
         disks::assume_raw(&mut config);
         let images = &mut LockedImages::default();
         let cancel = &CancelToken::default();
-        let open = OpenInput { opening: Opening::Before, slot: None, cancel };
+        let open = OpenInput { opening: Opening::Before, slot: None, kept: None, cancel };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;

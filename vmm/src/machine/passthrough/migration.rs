@@ -211,6 +211,8 @@ pub(super) mod tests {
             space: None,
             slots: None,
             prepinned: None,
+            kept: None,
+            leaves_to: None,
             withheld: Withheld::default(),
             standstill: Arc::default(),
             withdrawn: Vec::new(),

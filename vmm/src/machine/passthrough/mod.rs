@@ -11,6 +11,7 @@
 //! | `announcing` | devices that the guest does not see before memory is mapped |
 //! | `opening` | devices that are opened while the guest runs |
 //! | `backend` | VFIO container or iommufd |
+//! | `kept` | what stays mapped while the guest reboots |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
 //! | `slots` | BARs as memory slots of KVM |
 //! | `outcome` | what follows when memory is mapped, or cannot be |
@@ -22,6 +23,7 @@ mod adding;
 mod announcing;
 mod backend;
 mod device_events;
+mod kept;
 mod migration;
 mod opening;
 mod outcome;
@@ -63,6 +65,7 @@ pub use outcome::DiscardingDevices;
 use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
 use slots::KvmBarSlots;
 
+pub use kept::{KeptDma, KeptDmaSlot};
 pub use prepinned::PrepinnedSlot;
 pub use reach::choose_high_hole;
 
@@ -169,6 +172,10 @@ pub struct Passthrough {
     slots: Option<Arc<KvmBarSlots>>,
     /// Memory mapped in advance by a pool, until [`Passthrough::map_memory`] takes it.
     prepinned: Option<PrepinnedSlot>,
+    /// Memory that has stayed mapped over a reboot, until [`Passthrough::map_memory`] takes it.
+    kept: Option<KeptDma>,
+    /// Where to leave what stays mapped for the next boot, if the guest is to reboot.
+    leaves_to: Option<KeptDmaSlot>,
     /// Devices that the guest does not see yet.
     withheld: Withheld,
     /// Informs the guest of waits at the gate, once it has vCPUs.
@@ -215,6 +222,8 @@ pub struct OpenInput<'a> {
     pub opening: Opening,
     /// The slot that a pool has prepared for the first device.
     pub slot: Option<PrepinnedSlot>,
+    /// What has stayed mapped of this memory since the guest ran before its reboot.
+    pub kept: Option<KeptDma>,
     /// Ends every wait for a device or for memory.
     pub cancel: &'a CancelToken,
 }
@@ -238,7 +247,7 @@ impl Passthrough {
         context: &PciContext<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
-        OpenInput { opening, slot, cancel }: OpenInput<'_>,
+        OpenInput { opening, slot, kept, cancel }: OpenInput<'_>,
     ) -> Result<Self, PassthroughError> {
         let standstill = Arc::default();
         let mut this = Self {
@@ -256,6 +265,8 @@ impl Passthrough {
             space: None,
             slots: None,
             prepinned: slot,
+            kept,
+            leaves_to: None,
             withdrawn: Vec::new(),
             needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
@@ -361,9 +372,10 @@ impl Passthrough {
         if let Some(space) = &self.space {
             return Ok(Arc::clone(space));
         }
-        let space = match &mut self.prepinned {
-            Some(slot) => slot.space(context),
-            None => self.backend.new_space(context),
+        let space = match (&self.kept, &mut self.prepinned) {
+            (Some(kept), _) => kept.space(context),
+            (None, Some(slot)) => slot.space(context),
+            (None, None) => self.backend.new_space(context),
         };
         let space = space.map_err(PassthroughError::Vfio)?;
         Ok(Arc::clone(self.space.insert(space)))
@@ -442,13 +454,16 @@ impl Passthrough {
                     }
                     sink(GuestEvent::WithheldDevice);
                 });
-                let prepinned = self.prepinned.take();
-                let is_prepinned = prepinned.is_some();
-                let dma_map = if let Some(slot) = prepinned {
-                    slot.dma_map(target, on_lost)
-                } else {
-                    let discards = discarding.balloon.is_some();
-                    DmaMap::plan(target, populator.as_ref(), discards, on_lost)
+                let (kept, prepinned) = (self.kept.take(), self.prepinned.take());
+                let is_complete =
+                    kept.as_ref().map_or(prepinned.is_some(), |kept| kept.is_all(total_bytes));
+                let dma_map = match (kept, prepinned) {
+                    (Some(kept), _) => kept.dma_map(target, on_lost),
+                    (None, Some(slot)) => slot.dma_map(target, on_lost),
+                    (None, None) => {
+                        let discards = discarding.balloon.is_some();
+                        DmaMap::plan(target, populator.as_ref(), discards, on_lost)
+                    }
                 };
                 let list = Arc::clone(&self.device_list);
                 let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
@@ -460,7 +475,7 @@ impl Passthrough {
                         enable.apply();
                     }
                 });
-                let pinning = if is_prepinned {
+                let pinning = if is_complete {
                     Pinning::complete(dma_map, gate, on_end)
                 } else {
                     Pinning::start(dma_map, populator, gate, !self.strict, on_end)?

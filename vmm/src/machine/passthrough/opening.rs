@@ -106,12 +106,15 @@ impl PendingDevice {
 pub type Opener = Box<dyn FnOnce() -> Result<Opened, VfioError> + Send>;
 
 /// Resets a function, so that the guest finds it in its power-on state. `begun`: when opening it started.
-fn reset(id: &str, function: VfioFunction, begun: Instant) -> Opened {
-    function.reset();
+///
+/// # Errors
+/// It cannot be reset, so that the guest must not have it.
+fn reset(id: &str, function: &dyn HostFunction, begun: Instant) -> Result<Instant, VfioError> {
+    function.reset()?;
     let took_ms = begun.elapsed().as_millis().to_string();
     log::info!("passed-through device '{id}' is open after {took_ms} ms");
     events::emit("vm", "passthrough-device-opened", &[("id", id), ("took_ms", &took_ms)]);
-    Opened { function, at: Instant::now() }
+    Ok(Instant::now())
 }
 
 impl Drop for PendingDevice {
@@ -136,14 +139,18 @@ impl Passthrough {
         let name = id.to_owned();
         reach::check(config, context.ram).map_err(|source| no_device(config, id, source))?;
         if let Some(function) = self.attach_that_of_slot(config, id, context) {
-            return Ok(Box::new(move || Ok(reset(&name, function, begun))));
+            return Ok(Box::new(move || {
+                let at = reset(&name, &function, begun)?;
+                Ok(Opened { function, at })
+            }));
         }
         let place = place_of(config).and_then(|place| place.check().map(|()| place));
         let place = place.map_err(|source| no_device(config, id, source))?;
         let space = self.space(context)?;
         Ok(Box::new(move || {
             let function = VfioFunction::attach(&name, place, space.as_ref())?;
-            Ok(reset(&name, function, begun))
+            let at = reset(&name, &function, begun)?;
+            Ok(Opened { function, at })
         }))
     }
 
@@ -213,7 +220,8 @@ impl Passthrough {
         discarding: &DiscardingDevices,
     ) -> Result<(), PassthroughError> {
         // Memory that a pool has mapped is within the pool's limits.
-        let is_to_map = !self.pending.is_empty() && self.prepinned.is_none();
+        let is_kept = self.kept.as_ref().is_some_and(|kept| kept.is_all(ram.total_bytes()));
+        let is_to_map = !self.pending.is_empty() && self.prepinned.is_none() && !is_kept;
         let Some(space) = self.space.as_ref().filter(|_| is_to_map) else {
             return Ok(());
         };
@@ -323,6 +331,7 @@ impl Passthrough {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+    use std::sync::atomic::Ordering;
     use std::time::Duration;
 
     use super::super::migration::tests::two_devices;
@@ -338,6 +347,16 @@ mod tests {
         let number = DeviceNumber::new(number).unwrap();
         let config = DeviceConfig::default();
         (PendingDevice::begin(config, "slow".to_owned(), number, open).unwrap(), go_on)
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_reset_is_not_open() {
+        let (_, [one, _]) = two_devices();
+        reset("one", one.as_ref(), Instant::now()).unwrap();
+        one.refuses_resets.store(true, Ordering::Relaxed);
+        let refused = reset("one", one.as_ref(), Instant::now());
+        assert!(matches!(refused, Err(VfioError::Reset(_))), "{refused:?}");
+        assert_eq!(*one.resets.lock(), 2);
     }
 
     #[test]

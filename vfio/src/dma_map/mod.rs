@@ -17,6 +17,8 @@
 //! record itself is held for look-ups only. A thread locks one range at a time, so no two threads wait for
 //! each other.
 
+mod kept;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -25,6 +27,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memory::{Pins, RamRegion};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+
+pub use kept::KeptMappings;
 
 use super::dma::{DmaTarget, Populator};
 use super::entries::{self, Entries};
@@ -64,6 +68,13 @@ struct State {
 }
 
 impl State {
+    fn mapped_bytes_in(&self, range: &Range<u64>) -> u64 {
+        let part = |(start, len): (u64, u64)| {
+            start.saturating_add(len).min(range.end).saturating_sub(start.max(range.start))
+        };
+        overlapping(&self.mapped, range).map(part).sum()
+    }
+
     fn is_locked(&self, range: &Range<u64>) -> bool {
         overlapping(&self.locked, range).next().is_some()
     }
@@ -201,17 +212,27 @@ impl DmaMap {
         self.mapped_bytes.load(Ordering::Relaxed)
     }
 
-    /// Maps a part of a region, which must be populated. Called on several threads concurrently.
+    /// Maps what is not mapped of a part of a region, which must be populated. Called on several threads
+    /// concurrently.
     pub(super) fn map(&self, region: &RamRegion, range: &Range<u64>) -> Result<(), PinError> {
         let grain = self.grain_bytes(region);
-        self.target.prepare(region, range);
+        let of = |part: &Range<u64>| region.gpa() + part.start..region.gpa() + part.end;
+        if self.state.lock().mapped_bytes_in(&of(range)) == 0 {
+            self.target.prepare(region, range);
+        }
         let mut at = range.start;
         while at < range.end {
             let end = (at / grain).saturating_add(1).saturating_mul(grain).min(range.end);
-            let (_lock, ()) = self
-                .lock_range(|_| (region.gpa() + at..region.gpa() + end, ()))
+            let piece = of(&(at..end));
+            let (_lock, is_mapped) = self
+                .lock_range(|state| {
+                    let mapped_bytes = state.mapped_bytes_in(&piece);
+                    (piece.clone(), mapped_bytes == piece.end - piece.start)
+                })
                 .ok_or(PinError::Cancelled)?;
-            self.map_piece(region, &(at..end))?;
+            if !is_mapped {
+                self.map_piece(region, &(at..end))?;
+            }
             at = end;
         }
         Ok(())
@@ -265,9 +286,12 @@ impl DmaMap {
     }
 
     /// Ends mapping and unmapping, except for kernel calls in progress: everything is about to be
-    /// unmapped.
+    /// unmapped, or left as it is.
     pub(super) fn close(&self) {
-        *self.phase.lock() = Phase::Closed;
+        let mut phase = self.phase.lock();
+        if matches!(*phase, Phase::Open) {
+            *phase = Phase::Closed;
+        }
     }
 
     /// Waits for the kernel calls in progress, after [`close`](Self::close).

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Guest memory that stays mapped for DMA while the guest reboots.
+//!
+//! A reboot keeps the memory, but replaces the VM in KVM and closes the devices, which resets them. Mapping terabytes
+//! again takes longer than all else, so the address space stays, with what is mapped there, and the devices are
+//! opened in it again.
+//!
+//! Owns it from the end of a machine to the start of the next. Must never keep anything that a device may still
+//! write: each device has to say that its DMA is off before the memory gets its next guest. What speaks against
+//! keeping is logged, and everything is mapped anew then.
+
+use std::sync::{Arc, Weak};
+
+use memory::GuestRam;
+use parking_lot::Mutex;
+use pci::PciDevice as _;
+use vfio::{DmaMap, DmaSpace, DmaTarget, KeptMappings, OnLost, VfioError};
+
+use super::Passthrough;
+use super::backend::Backend;
+use super::outcome::read;
+use crate::config::VmConfig;
+use crate::events;
+use crate::machine::virtio::PciContext;
+
+/// An address space, and what is mapped there.
+pub struct KeptDma {
+    space: Arc<dyn DmaSpace>,
+    mappings: KeptMappings,
+    ram: Arc<GuestRam>,
+}
+
+impl KeptDma {
+    /// Whether it is of use to a machine with this configuration and memory. If not, it has to be dropped
+    /// before other memory is made, as it keeps this.
+    pub fn is_for(&self, config: &VmConfig, ram: Option<&Arc<GuestRam>>) -> bool {
+        let is_needed = config.devices.iter().flatten().next().is_some();
+        let is_same = ram.is_some_and(|ram| Arc::ptr_eq(ram, &self.ram));
+        is_needed && is_same && matches!(Backend::of(config), Backend::Iommufd { given: None })
+    }
+
+    /// Whether all memory of a VM that has this many bytes is mapped.
+    pub(super) fn is_all(&self, total_bytes: u64) -> bool {
+        self.mappings.mapped_bytes() == total_bytes
+    }
+
+    /// The address space, for the VM of the new machine.
+    pub(super) fn space(&self, context: &PciContext<'_>) -> Result<Arc<dyn DmaSpace>, VfioError> {
+        self.space.join_vm(context.vm)?;
+        Ok(Arc::clone(&self.space))
+    }
+
+    /// The mapping of memory, of which the rest is to be mapped.
+    pub(super) fn dma_map(self, target: Arc<dyn DmaSpace>, on_lost: OnLost) -> Arc<DmaMap> {
+        let target: Arc<dyn DmaTarget> = target;
+        DmaMap::kept(target, self.mappings, on_lost)
+    }
+}
+
+/// Where a machine that ends leaves its mappings.
+#[derive(Clone, Default)]
+pub struct KeptDmaSlot(Arc<Mutex<Option<KeptDma>>>);
+
+impl KeptDmaSlot {
+    /// What was left there, once.
+    pub fn take(&self) -> Option<KeptDma> {
+        self.0.lock().take()
+    }
+}
+
+impl Passthrough {
+    /// Has [`leave`](Self::leave) leave in the returned slot what stays mapped.
+    pub fn keep_mappings(&mut self) -> KeptDmaSlot {
+        self.leaves_to.get_or_insert_default().clone()
+    }
+
+    /// Takes all devices from the guest as it ends, and leaves what is mapped to its next boot if it reboots, in the
+    /// slot. Called when no vCPU runs, before the memory is used again; the devices are closed later.
+    pub fn leave(&mut self, ram: &Arc<GuestRam>) {
+        let Some(slot) = self.leaves_to.take() else { return };
+        if self.pinning.is_none() {
+            return;
+        }
+        match self.leave_mapped(ram) {
+            Ok(kept) => {
+                let bytes = kept.mappings.mapped_bytes();
+                log::info!("{} MiB of guest memory stay mapped for DMA", bytes >> 20);
+                events::emit("vm", "passthrough-kept", &[("bytes", &bytes.to_string())]);
+                *slot.0.lock() = Some(kept);
+            }
+            Err(why) => log::info!("guest memory will be mapped for DMA anew: {why}"),
+        }
+    }
+
+    fn leave_mapped(&mut self, ram: &Arc<GuestRam>) -> Result<KeptDma, Arc<str>> {
+        // A failure of a device that is told of from here on would unmap all.
+        self.notices = None;
+        read(&self.device_list).memory = None;
+        // One that is still being opened, also for an addition that was cancelled, would be attached later.
+        let is_being_opened = |(_, token): &(String, Weak<()>)| token.strong_count() > 0;
+        if !self.pending.is_empty() || self.withdrawn.iter().any(is_being_opened) {
+            return Err("a device is still being opened".into());
+        }
+        for (_, device) in &self.devices {
+            let was_lost = device.is_lost();
+            let is_silent = device.silence();
+            if was_lost || !is_silent {
+                let why = if was_lost { "had failed" } else { "does not say that its DMA is off" };
+                return Err(format!("device '{}' {why}", device.id()).into());
+            }
+        }
+        let space = self.space.clone().ok_or("there is no address space")?;
+        if !space.outlives_vm() {
+            return Err("it is mapped only as long as devices are open".into());
+        }
+        let pinning = self.pinning.take().ok_or("it was not mapped")?;
+        let mappings = pinning.leave(ram.regions())?;
+        Ok(KeptDma { space, mappings, ram: Arc::clone(ram) })
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use memory::{RamConfig, RamLayout, ZoneSpec};
+    use serde_json::json;
+    use vfio::PinState;
+    use vfio::fakes::{FakeFunction, FakeTarget};
+
+    use super::super::DiscardingDevices;
+    use super::super::migration::tests::two_devices;
+    use super::*;
+    use crate::machine::pausing::CancelToken;
+
+    const RAM_BYTES: u64 = 192 << 20;
+
+    fn new_ram() -> Arc<GuestRam> {
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", RAM_BYTES) }];
+        Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap())
+    }
+
+    fn target(outlives_vm: bool) -> Arc<FakeTarget> {
+        Arc::new(FakeTarget { outlives_vm, ..FakeTarget::default() })
+    }
+
+    /// Two devices that work, with all memory mapped in `target`, and the slot for what they leave.
+    fn at_work(
+        target: &Arc<FakeTarget>,
+        ram: &Arc<GuestRam>,
+    ) -> (Passthrough, [Arc<FakeFunction>; 2], KeptDmaSlot) {
+        let (mut passthrough, hosts) = two_devices();
+        passthrough.space = Some(target.clone());
+        passthrough.strict = true;
+        let never = CancelToken::default();
+        passthrough.map_memory(ram, DiscardingDevices::default(), &never).unwrap();
+        for (_, device) in &passthrough.devices {
+            device.write_config(4, &[6, 0]);
+        }
+        assert!(hosts.iter().all(|host| host.is_bus_master()));
+        let slot = passthrough.keep_mappings();
+        (passthrough, hosts, slot)
+    }
+
+    fn mapped(target: &FakeTarget) -> Vec<std::ops::Range<u64>> {
+        target.mapped.lock().clone()
+    }
+
+    #[test]
+    fn memory_stays_mapped_and_the_next_devices_find_it_so() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, hosts, slot) = at_work(&target, &ram);
+        let before = mapped(&target);
+        // As `Machine::end` does.
+        passthrough.cancel();
+        passthrough.leave(&ram);
+        assert!(hosts.iter().all(|host| !host.is_bus_master()), "the next guest has the memory");
+        drop(passthrough);
+        let kept = slot.take().unwrap();
+        assert!(slot.take().is_none() && kept.is_all(RAM_BYTES));
+        assert_eq!(mapped(&target), before);
+
+        let (mut next, _hosts) = two_devices();
+        next.space = Some(Arc::clone(&kept.space));
+        next.kept = Some(kept);
+        next.map_memory(&ram, DiscardingDevices::default(), &CancelToken::default()).unwrap();
+        let progress = next.progress().unwrap();
+        assert!(matches!(progress.state, PinState::Pinned { .. }), "nothing is left to do");
+        assert_eq!(progress.pinned_bytes, RAM_BYTES);
+        assert!(next.gate.is_open());
+        assert_eq!((mapped(&target), target.unmaps()), (before, 0));
+    }
+
+    #[test]
+    fn nothing_is_left_to_a_guest_that_does_not_reboot() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, hosts, slot) = at_work(&target, &ram);
+        passthrough.leaves_to = None;
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none());
+        assert!(hosts.iter().all(|host| host.is_bus_master()), "it is closed as ever");
+    }
+
+    #[test]
+    fn what_a_device_may_still_write_does_not_stay() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, [_, two], slot) = at_work(&target, &ram);
+        two.ignores_commands.store(true, Ordering::Relaxed);
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none(), "the second still has its DMA on");
+
+        let (target, ram) = (self::target(true), new_ram());
+        let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
+        passthrough.devices[0].1.disarm();
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none(), "the first had failed");
+
+        let (target, ram) = (self::target(true), new_ram());
+        let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
+        let opening = Arc::new(());
+        passthrough.withdrawn.push(("/d".to_owned(), Arc::downgrade(&opening)));
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none(), "one is about to be attached");
+    }
+
+    #[test]
+    fn an_address_space_that_ends_with_its_devices_is_not_left() {
+        let (target, ram) = (target(false), new_ram());
+        let (mut passthrough, hosts, slot) = at_work(&target, &ram);
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none());
+        assert!(hosts.iter().all(|host| !host.is_bus_master()));
+    }
+
+    #[test]
+    fn it_is_for_the_same_memory_and_address_space_only() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
+        passthrough.leave(&ram);
+        let kept = slot.take().unwrap();
+        let config = |platform, devices| -> VmConfig {
+            let json =
+                json!({"payload": {"kernel": "/k"}, "platform": platform, "devices": devices});
+            serde_json::from_value(json).unwrap()
+        };
+        let (iommufd, device) = (json!({"iommufd": true}), json!([{"path": "/d"}]));
+        let same = config(iommufd.clone(), device.clone());
+        assert!(kept.is_for(&same, Some(&ram)));
+        assert!(!kept.is_for(&same, None), "memory is made anew");
+        assert!(!kept.is_for(&same, Some(&new_ram())), "other memory");
+        assert!(!kept.is_for(&config(iommufd, json!([])), Some(&ram)), "no device is left");
+        assert!(!kept.is_for(&config(json!({}), device), Some(&ram)), "type1");
+    }
+}
