@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 use crate::harness::vmm::finish;
-use crate::harness::{Suite, Vmm, VmmBuilder, wait_for};
+use crate::harness::{Suite, Vmm, VmmBuilder, is_root, skip, wait_for};
 use crate::snapshot::{place, source};
 use crate::snapshot_failures::seek;
 
@@ -145,6 +145,9 @@ fn refused() {
 }
 
 fn disk_full() {
+    if !is_root() {
+        skip("mounting a small file system needs root");
+    }
     let folder = TempDir::new().expect("a folder");
     let (_, url) = core(&folder);
     let script = "mount -t tmpfs -o size=16m none \"$0\" && exec \"$@\"";

@@ -4,6 +4,7 @@
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Output, Stdio};
 
@@ -248,7 +249,16 @@ fn interrupted() {
     document.phase = vm_migration::Phase::Precopy;
     let document = serde_json::to_string(&document).expect("JSON");
     let fake = Fake::new(Some(&document));
-    let mut child = fake.command(&["migration-progress", "--watch"]).spawn().expect("it starts");
+    let mut command = fake.command(&["migration-progress", "--watch"]);
+    // SAFETY: between fork and exec only one system call is made, which takes no memory. The signal may be ignored
+    // here, as in a run in the background of a script.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().expect("it starts");
     // Its first line shows that it waits.
     let mut byte = [0];
     child.stdout.as_mut().expect("a pipe").read_exact(&mut byte).expect("a line");
