@@ -127,12 +127,22 @@ impl Channel {
     /// Like [`answer`](Self::answer), for a peer that sends keep-alives while it works: each of them
     /// restarts the timeout.
     pub(crate) fn answer_of_busy(&mut self, timeout: Duration) -> Result<PositiveAnswer, Cause> {
+        self.answer_of_busy_while(timeout, || Ok(()))
+    }
+
+    /// The same, as long as `may_wait` says so, which is asked whenever a keep-alive has come.
+    pub(crate) fn answer_of_busy_while(
+        &mut self,
+        timeout: Duration,
+        may_wait: impl Fn() -> Result<(), Cause>,
+    ) -> Result<PositiveAnswer, Cause> {
         loop {
             if !self.reader.has_buffered() {
                 self.connection.wait_for_data(Some(timeout))?;
             }
             let header = self.timed(Header::read)?;
             if header.code == Command::Alive.code() && header.len_bytes == 0 {
+                may_wait()?;
                 continue;
             }
             return match self.timed(|reader| Answer::read_behind(&header, reader))? {

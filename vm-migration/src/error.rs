@@ -73,6 +73,15 @@ pub enum Cause {
         /// The allowed downtime.
         downtime_ms: u64,
     },
+    /// The destination was not ready by the migration's timeout.
+    #[error(
+        "the destination is still preparing the machine after {waited_s} s, and timeout_s has passed; raise \
+         timeout_s, or use timeout_strategy=ignore"
+    )]
+    SlowPreparation {
+        /// How long it was waited for.
+        waited_s: u64,
+    },
     /// An acknowledgement that is too old to commit with: the destination may have ended by now.
     #[error(
         "the destination's acknowledgement is up to {} s old, and can be used for {} s",

@@ -267,6 +267,17 @@ pub trait DestinationVm: Sized + Send + 'static {
         Ok(None)
     }
 
+    /// Waits for what the machine needs before it takes a state and that can be done while the guest runs at
+    /// the source: mapping all memory for devices. Called once, on the thread that built it, and not in
+    /// postcopy; returns soon once `is_cancelled` returns true.
+    ///
+    /// # Errors
+    /// What is not possible on this host, or that the wait was cancelled; the text is shown at the source.
+    fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        let _ = is_cancelled;
+        Ok(())
+    }
+
     /// Restores device and vCPU state. With postcopy, memory that this touches arrives on demand. Everything
     /// that can fail belongs here rather than in [`run`](Self::run).
     ///

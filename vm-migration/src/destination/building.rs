@@ -31,6 +31,8 @@ pub(crate) struct Building<V> {
     ended: Cancel,
     /// Readable once building has failed.
     failed: Cancel,
+    /// The machine is not needed any more.
+    unwanted: Cancel,
 }
 
 enum Work<V> {
@@ -40,17 +42,27 @@ enum Work<V> {
 }
 
 impl<V: Send + 'static> Building<V> {
-    /// Starts the thread that builds the machine.
-    pub(crate) fn start<M: MappedMachine<Vm = V>>(mapped: M) -> Result<Self, Failure>
+    /// Starts the thread that builds the machine and, with `until_ready`, waits until it can take its state.
+    pub(crate) fn start<M: MappedMachine<Vm = V>>(
+        mapped: M,
+        until_ready: bool,
+    ) -> Result<Self, Failure>
     where
         V: crate::vm::DestinationVm,
     {
         let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
-        let (ended, failed) = (event()?, event()?);
+        let (ended, failed, unwanted) = (event()?, event()?, event()?);
         let body = {
-            let (ended, failed) = (ended.clone(), failed.clone());
+            let (ended, failed, unwanted) = (ended.clone(), failed.clone(), unwanted.clone());
             move || {
-                let result = mapped.build().map_err(Cause::Vm);
+                let build = || {
+                    let vm = mapped.build()?;
+                    if until_ready {
+                        vm.await_ready(&|| unwanted.is_cancelled())?;
+                    }
+                    Ok(vm)
+                };
+                let result = build().map_err(Cause::Vm);
                 if result.is_err() {
                     failed.cancel();
                 }
@@ -60,15 +72,15 @@ impl<V: Send + 'static> Building<V> {
         };
         let thread = stoppable_thread::spawn("mig-build", body);
         let thread = thread.map_err(Cause::Resource).step(STEP)?;
-        Ok(Self { work: Work::Thread(thread), ended, failed })
+        Ok(Self { work: Work::Thread(thread), ended, failed, unwanted })
     }
 
     /// A machine that is built already.
     pub(crate) fn done(vm: V) -> Result<Self, Failure> {
         let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
-        let (ended, failed) = (event()?, event()?);
+        let (ended, failed, unwanted) = (event()?, event()?, event()?);
         ended.cancel();
-        Ok(Self { work: Work::Here(Ok(vm)), ended, failed })
+        Ok(Self { work: Work::Here(Ok(vm)), ended, failed, unwanted })
     }
 
     /// Readable once building has failed.
@@ -80,8 +92,19 @@ impl<V: Send + 'static> Building<V> {
     /// for an answer on `control`, has closed the connection. Storage that does not respond may block the
     /// thread forever, so the wait can end before it does.
     pub(crate) fn wait(&self, control: &mut Channel, cancel: &Cancel) -> Result<(), Failure> {
+        self.wait_telling(control, false, cancel)
+    }
+
+    /// The same; with `told` the source expects keep-alives until it has its answer, and gets them.
+    pub(crate) fn wait_telling(
+        &self,
+        control: &mut Channel,
+        told: bool,
+        cancel: &Cancel,
+    ) -> Result<(), Failure> {
         let connection = control.connection.as_raw_fd();
-        match wait_readable_or_left(self.ended.fd(), connection, cancel) {
+        let wait = || wait_readable_or_left(self.ended.fd(), connection, cancel);
+        match control.busy(told, wait) {
             Ok(WaitEnd::Cancelled) => Err(Cause::Cancelled).step(STEP),
             Ok(WaitEnd::Ready(1)) => Err(last_word(control)),
             Ok(_) => Ok(()),
@@ -114,6 +137,7 @@ fn last_word(control: &mut Channel) -> Failure {
 impl<V> Drop for Building<V> {
     fn drop(&mut self) {
         let Work::Thread(thread) = std::mem::replace(&mut self.work, Work::Taken) else { return };
+        self.unwanted.cancel();
         // Nothing can cancel this wait: the migration has ended already.
         let waited = Cancel::new()
             .and_then(|never| wait_readable(&[self.ended.fd()], &never, Some(END_TIMEOUT)));

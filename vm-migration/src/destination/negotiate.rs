@@ -146,7 +146,9 @@ impl Connected {
             payload = Prepared { regions: memory.layout().regions().to_vec() }.to_json();
             first_machine = (offer.memory_mode == MemoryMode::Postcopy).then_some(offer);
         }
-        let building = begun.insert(Building::start(mapped)?);
+        // A machine whose pages are still to come takes its state without them.
+        let until_ready = first_machine.is_none();
+        let building = begun.insert(Building::start(mapped, until_ready)?);
         let mut fault_source = None;
         if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be built before; and it may know the

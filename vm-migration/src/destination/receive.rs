@@ -28,7 +28,7 @@ use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
 use crate::protocol::ProtocolError;
-use crate::protocol::capabilities::{FEATURE_FIGURES, Offer, TOKEN_BYTES};
+use crate::protocol::capabilities::{FEATURE_FIGURES, FEATURE_PREPARING, Offer, TOKEN_BYTES};
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Answer, Message, Role};
 use crate::ram::GuestMemoryMap;
@@ -58,6 +58,11 @@ impl Terms {
             Self::Plain => Mode::Precopy,
             Self::Negotiated { offer, .. } => Mode::of(offer.memory_mode, offer.local),
         }
+    }
+
+    /// The source expects keep-alives while it waits for the machine.
+    fn tells_of_preparing(&self) -> bool {
+        matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_PREPARING))
     }
 
     fn negotiated(&self) -> bool {
@@ -188,7 +193,8 @@ impl<V: DestinationVm> Mapped<V> {
                     }
                 }
                 Message::AwaitMachine if self.parts.terms.negotiated() => {
-                    self.parts.building.wait(&mut self.control, context.cancel)?;
+                    let told = self.parts.terms.tells_of_preparing();
+                    self.parts.building.wait_telling(&mut self.control, told, context.cancel)?;
                     if self.parts.building.failed().is_cancelled() {
                         return Err(self.failure_to_build());
                     }

@@ -44,6 +44,10 @@ pub const FEATURE_STALE: &str = "stale";
 /// those of the destination, and its answer those of the process that served the pages.
 pub const FEATURE_FIGURES: &str = "figures";
 
+/// While the destination prepares its machine, which may take long, it sends `Alive` once a second before it
+/// answers `AwaitMachine`.
+pub const FEATURE_PREPARING: &str = "preparing";
+
 /// Length of the token that extra connections send.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -61,6 +65,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_STALE,
         FEATURE_VERDICT,
         FEATURE_FIGURES,
+        FEATURE_PREPARING,
     ]
     .map(String::from)
     .into()

@@ -57,7 +57,7 @@ pub enum Command {
     Elsewhere = 0x4705,
     /// The destination has every page.
     PostcopyDone = 0x4706,
-    /// Answered once the destination's machine is built and only its state is missing.
+    /// Answered once the destination's machine is built and ready, and only its state is missing.
     AwaitMachine = 0x4707,
     /// Ranges and, after the table, their contents as one zstd frame.
     MemoryZstd = 0x4708,
@@ -65,7 +65,8 @@ pub enum Command {
     Recover = 0x4710,
     /// Pages to be read ahead, sent after requested ones.
     Ahead = 0x4711,
-    /// The destination of a postcopy is alive and asks whether the source is.
+    /// The destination of a postcopy is alive and asks whether the source is; or the side that is to answer is
+    /// alive and still working.
     Alive = 0x4712,
     /// Ranges that will be sent: the destination may populate them beforehand.
     Coming = 0x4713,

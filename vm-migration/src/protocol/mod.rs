@@ -23,7 +23,8 @@
 //!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
 //!                                            being built meanwhile turns out to be impossible
 //!   MemoryZstd [negotiated] ...          ->  Ok for each
-//!   AwaitMachine [negotiated]            ->  Ok: the machine is built
+//!   AwaitMachine [negotiated]            ->  [Alive once a second until then] Ok: the machine is built,
+//!                                            and ready to take its state
 //!   Pending                              ->  Ok                                [postcopy]
 //!   State (JSON)                         ->  Ok
 //!   Complete | CompletePaused            ->  Ok: the handover is acknowledged

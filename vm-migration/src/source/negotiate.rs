@@ -24,9 +24,9 @@ use crate::page_server::PageServerHandle;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_FIGURES,
-    FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_STALE, FEATURE_VERDICT,
-    FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common, features, millis,
-    software,
+    FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_STALE,
+    FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
+    features, millis, software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
@@ -114,6 +114,8 @@ pub(crate) enum Terms {
         verdicts: bool,
         /// The destination accepts figures with the last messages.
         figures: bool,
+        /// The destination sends keep-alives while it prepares its machine.
+        preparing: bool,
         /// How long the destination keeps the machine after its acknowledgement.
         promise: Duration,
         /// The destination's memory layout, which determines the unit in which pages are sent.
@@ -136,6 +138,10 @@ impl Terms {
 
     pub(crate) fn stale(&self) -> bool {
         matches!(self, Self::Negotiated { stale: true, .. })
+    }
+
+    pub(super) fn hears_of_preparing(&self) -> bool {
+        matches!(self, Self::Negotiated { preparing: true, .. })
     }
 
     pub(super) fn takes_figures(&self) -> bool {
@@ -240,6 +246,7 @@ pub(crate) fn agree<V: SourceVm>(
                 stale: features.contains(FEATURE_STALE),
                 verdicts: features.contains(FEATURE_VERDICT),
                 figures: features.contains(FEATURE_FIGURES),
+                preparing: features.contains(FEATURE_PREPARING),
                 promise: accepted.promise(),
                 layout,
             }

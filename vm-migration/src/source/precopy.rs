@@ -21,7 +21,7 @@ use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::figures::rate;
 use crate::layout::PAGE_BYTES;
-use crate::options::{Convergence, DirtyClear, MemoryMode};
+use crate::options::{Convergence, DirtyClear, MemoryMode, TimeoutStrategy};
 use crate::progress::Event;
 use crate::protocol::message::Message;
 use crate::protocol::runs;
@@ -48,6 +48,9 @@ const HINTS_LOOK: Duration = Duration::from_millis(50);
 /// How often the end of precopy is postponed because preparing the stop took long and memory was
 /// dirtied meanwhile. A guest whose disks are always that slow is moved nevertheless.
 const PREPARES_MAX: u32 = 3;
+
+/// A wait for the destination that is mentioned in the log.
+const WORTH_A_LINE: Duration = Duration::from_secs(1);
 
 /// The protocol is negotiated and the destination has mapped the memory; the guest runs at the
 /// source.
@@ -103,7 +106,7 @@ impl<V: SourceVm> Negotiated<V> {
 
     fn remaining(&mut self, context: Context<'_>) -> Result<RemainingMemory<V::Log>, Failure> {
         if self.links.terms.local() {
-            self.await_machine(context.options.limits.prepare)?;
+            self.await_machine(Instant::now(), context)?;
             self.prepare_stop(context)?;
             return Ok(RemainingMemory::Shared);
         }
@@ -169,7 +172,7 @@ impl<V: SourceVm> Negotiated<V> {
                     let waited = if machine_is_built {
                         Duration::ZERO
                     } else {
-                        self.await_machine(options.limits.prepare)?
+                        self.await_machine(controller.began, context)?
                     };
                     machine_is_built = true;
                     let prepared = self.prepare_stop(context)?;
@@ -229,7 +232,7 @@ impl<V: SourceVm> Negotiated<V> {
     ) -> Result<Rounds, Failure> {
         log::info!("precopy ends: the rest of memory is sent by postcopy");
         if !machine_is_built {
-            self.await_machine(context.options.limits.prepare)?;
+            self.await_machine(Instant::now(), context)?;
         }
         self.prepare_stop(context)?;
         let maps = unsent.unwrap_or_else(|| empty_maps(self.memory.layout()));
@@ -295,13 +298,33 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(began.elapsed())
     }
 
-    /// Waits until the destination has built its machine; returns how long that took.
-    fn await_machine(&mut self, limit: Duration) -> Result<Duration, Failure> {
-        let began = Instant::now();
-        self.control
-            .ask(&Message::AwaitMachine, limit)
-            .step("waiting for the destination to build the machine")?;
-        Ok(began.elapsed())
+    /// Waits, while the guest runs, until the destination has built its machine and could take the state;
+    /// returns how long that took. A destination that says that it still prepares is waited for until the
+    /// migration, which began at `began`, is cancelled by its timeout; any other for a fixed time.
+    fn await_machine(&mut self, began: Instant, context: Context<'_>) -> Result<Duration, Failure> {
+        const STEP: &str = "waiting for the destination to prepare the machine";
+        let options = context.options;
+        let asked = Instant::now();
+        self.control.tell(&Message::AwaitMachine).step(STEP)?;
+        if self.links.terms.hears_of_preparing() {
+            let least = options.limits.prepare;
+            let ends = options.timeout_strategy == TimeoutStrategy::Cancel;
+            let may_wait = || {
+                let waited = asked.elapsed();
+                if ends && waited >= least && began.elapsed() >= options.timeout {
+                    return Err(Cause::SlowPreparation { waited_s: waited.as_secs() });
+                }
+                Ok(())
+            };
+            self.control.answer_of_busy_while(options.limits.answer, may_wait).step(STEP)?;
+        } else {
+            self.control.answer(options.limits.prepare).step(STEP)?;
+        }
+        let waited = asked.elapsed();
+        if waited >= WORTH_A_LINE {
+            log::info!("the destination was ready after another {} s", waited.as_secs());
+        }
+        Ok(waited)
     }
 }
 

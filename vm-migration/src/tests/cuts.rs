@@ -19,7 +19,7 @@ use super::{
 };
 use crate::protocol::capabilities::{
     FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY,
-    FEATURE_ZERO_PAGES, FEATURE_ZSTD,
+    FEATURE_PREPARING, FEATURE_ZERO_PAGES, FEATURE_ZSTD,
 };
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
@@ -262,6 +262,7 @@ fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
     unused(FEATURE_COMING, Kind::Plain, Command::Coming);
     unused(FEATURE_EARLY_MEMORY, Kind::Plain, Command::AwaitMachine);
     unused(FEATURE_ZERO_PAGES, Kind::Plain, Command::ZeroPages);
+    optional(FEATURE_PREPARING, precopy, Kind::Plain);
     let refused = |feature, mode, kind| {
         let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
         let SendFailure::Resumed { mut vm, error } = *run.sent.unwrap_err() else { panic!() };

@@ -206,3 +206,94 @@ fn a_cancel_does_not_wait_for_a_machine_that_cannot_be_built_to_its_end() {
         assert!(calls.lock().contains(&"prepare"));
     }
 }
+
+/// A source that sends to a destination which is ready when the returned gate is opened.
+fn send_to_unready(
+    inject: Inject,
+    limits: crate::options::Limits,
+) -> (Arc<Guest>, [Arc<crate::testing::FakeMemory>; 2], Started) {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 57);
+    guest.fill(&from, 60);
+    let (open, gate) = channel();
+    let vm = FakeVm::new(&from, &guest).running();
+    let calls = vm.calls();
+    let builder = Builder::new(&to, &guest).ready_gate(gate).inject(inject).note_in(&calls);
+    let target = Target::start(&loopback(), builder, limits);
+    let progress = Arc::new(Progress::new(Side::Source));
+    let cancel = Cancel::new().unwrap();
+    let sender = {
+        let mut options = options(&target.address);
+        options.limits = limits;
+        let (progress, cancel) = (Arc::clone(&progress), cancel.clone());
+        std::thread::spawn(move || migrate(vm, &options, &progress, &cancel))
+    };
+    wait_for("the wait for the machine", || progress.snapshot().expected_downtime_us.is_some());
+    (guest, [from, to], Started { open, calls, target, cancel, sender })
+}
+
+struct Started {
+    open: std::sync::mpsc::Sender<()>,
+    calls: crate::testing::Calls,
+    target: Target,
+    cancel: Cancel,
+    sender: std::thread::JoinHandle<super::SendResult>,
+}
+
+#[test]
+fn a_destination_that_says_that_it_prepares_is_waited_for_while_the_guest_runs() {
+    // Far less than the destination takes, and more than there is between two keep-alives.
+    let (answer, prepare) = (Duration::from_millis(2500), Duration::from_millis(1));
+    let limits = crate::options::Limits { answer, prepare, ..LIMITS };
+    let (guest, [_, to], started) = send_to_unready(Inject::Nothing, limits);
+    let Started { open, calls, target, sender, .. } = started;
+    std::thread::sleep(Duration::from_secs(4));
+    let visits = guest.visits();
+    wait_for("the guest to continue", || guest.visits() > visits + 1000);
+    assert!(!calls.lock().contains(&"pause") && !sender.is_finished());
+    open.send(()).unwrap();
+    sender.join().unwrap().unwrap();
+    target.join().unwrap().vm.stop();
+    assert_whole(&guest, &to);
+    let calls = calls.lock();
+    let place = |name| calls.iter().position(|call| *call == name).unwrap();
+    assert!(place("ready") < place("pause") && place("pause") < place("apply"), "{calls:?}");
+}
+
+#[test]
+fn a_destination_that_cannot_become_ready_says_why_and_the_guest_has_not_stopped() {
+    let (guest, [from, _], started) = send_to_unready(Inject::Ready, LIMITS);
+    let Started { open, calls, target, sender, .. } = started;
+    open.send(()).unwrap();
+    let failure = *sender.join().unwrap().unwrap_err();
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    let told = error_text::chain(&error);
+    assert!(told.contains("injected failure in ready"), "{told}");
+    assert!(vm.runs() && !calls.lock().contains(&"pause"));
+    vm.stop();
+    assert_whole(&guest, &from);
+    let told = error_text::chain(&target.join().unwrap_err().error);
+    assert!(told.contains("injected failure in ready"), "{told}");
+}
+
+#[test]
+fn a_cancel_on_either_side_ends_the_preparation() {
+    for at_source in [true, false] {
+        let (_, _, started) = send_to_unready(Inject::Nothing, LIMITS);
+        let Started { open, calls, target, cancel, sender } = started;
+        if at_source {
+            cancel.cancel();
+        } else {
+            target.cancel.cancel();
+        }
+        let failure = *sender.join().unwrap().unwrap_err();
+        let SendFailure::Resumed { mut vm, .. } = failure else { panic!("{failure:?}") };
+        assert!(vm.runs());
+        vm.stop();
+        wait_for("the end at the destination", || target.is_over());
+        assert!(target.join().is_err());
+        let calls = calls.lock();
+        assert!(calls.contains(&"not ready") && !calls.contains(&"pause"), "{calls:?}");
+        drop(open);
+    }
+}

@@ -351,6 +351,7 @@ impl Machine {
         parts.passthrough.check_movable(&config)?;
         parts.passthrough.stop()?;
         // On threads of its own; contents that arrive meanwhile are kept.
+        parts.passthrough.map_beside();
         let discarding = parts.devices.discarding_devices();
         parts.passthrough.map_memory(&parts.ram, discarding, cancel)?;
         let vcpus = parts.create_vcpus(&config)?;
@@ -362,6 +363,14 @@ impl Machine {
         machine.parts.devices.pause();
         machine.parts.legacy.pause();
         Ok(machine)
+    }
+
+    /// Waits until a machine that arrives can take its state: all memory is mapped for its devices.
+    ///
+    /// # Errors
+    /// Memory cannot be mapped, or `is_cancelled`.
+    pub fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), MachineError> {
+        Ok(self.parts.passthrough.await_memory(is_cancelled)?)
     }
 
     /// The configuration.

@@ -186,6 +186,10 @@ impl DestinationVm for ArrivingMachine {
         Ok(Some(faulting.source))
     }
 
+    fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        Ok(self.machine.await_ready(is_cancelled)?)
+    }
+
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         // The source sends the state once all that the guest wrote is on its disks, and nothing is written
         // until the guest runs here. A disk whose cache cannot be dropped, or whose storage does not

@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 use super::{Calls, Common, FakeVm, Inject};
 use crate::commit::destination::InDoubt;
@@ -22,6 +23,7 @@ pub struct Builder {
     common: Common,
     touch: Vec<(usize, u64)>,
     gate: Option<Receiver<()>>,
+    ready_gate: Option<Receiver<()>>,
     start_gate: Option<Receiver<()>>,
 }
 
@@ -30,6 +32,7 @@ pub struct FakeDestination {
     common: Common,
     touch: Vec<(usize, u64)>,
     device: Device,
+    ready_gate: Option<Receiver<()>>,
     start_gate: Option<Receiver<()>>,
 }
 
@@ -49,7 +52,7 @@ impl Builder {
     /// A builder for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = FakeVm::new(memory, guest).common;
-        Self { common, touch: Vec::new(), gate: None, start_gate: None }
+        Self { common, touch: Vec::new(), gate: None, ready_gate: None, start_gate: None }
     }
 
     /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
@@ -91,6 +94,13 @@ impl Builder {
     #[must_use]
     pub fn gate(mut self, gate: Receiver<()>) -> Self {
         self.gate = Some(gate);
+        self
+    }
+
+    /// The same for its readiness; a wait that is cancelled ends, and is recorded.
+    #[must_use]
+    pub fn ready_gate(mut self, gate: Receiver<()>) -> Self {
+        self.ready_gate = Some(gate);
         self
     }
 
@@ -148,13 +158,13 @@ impl MappedMachine for FakeMapped {
     }
 
     fn build(self) -> Result<FakeDestination, VmError> {
-        let Builder { common, touch, gate, start_gate } = self.0;
+        let Builder { common, touch, gate, ready_gate, start_gate } = self.0;
         if let Some(gate) = gate {
             // Ends when the test opens the gate, or has ended.
             let _ = gate.recv();
         }
         common.call(Inject::Prepare, "prepare")?;
-        Ok(FakeDestination { common, touch, device: Device::default(), start_gate })
+        Ok(FakeDestination { common, touch, device: Device::default(), ready_gate, start_gate })
     }
 }
 
@@ -168,6 +178,18 @@ impl DestinationVm for FakeDestination {
             return Ok(None);
         }
         Ok(Some(memory.refuse_missing_pages(to_usize(*vcpus))?))
+    }
+
+    fn await_ready(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), VmError> {
+        if let Some(gate) = &self.ready_gate {
+            while gate.recv_timeout(Duration::from_millis(5)) == Err(RecvTimeoutError::Timeout) {
+                if is_cancelled() {
+                    self.common.call(Inject::Nothing, "not ready")?;
+                    return Err("cancelled".into());
+                }
+            }
+        }
+        self.common.call(Inject::Ready, "ready")
     }
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {

@@ -42,6 +42,7 @@ pub enum Inject {
     Resume,
     Map,
     Prepare,
+    Ready,
     Apply,
     Run,
     /// No failure: preparing the stop takes longer than the downtime.

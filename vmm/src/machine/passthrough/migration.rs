@@ -248,6 +248,38 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn memory_is_awaited_until_it_is_mapped_or_cannot_be_or_that_is_cancelled() {
+        for fails in [false, true] {
+            let (mut passthrough, _hosts) = two_devices();
+            let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
+            let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
+            let kernel = Arc::new(DmaGate::default());
+            let hold = Arc::clone(&kernel);
+            let before = Box::new(move |_| hold.wait().map_err(std::io::Error::other));
+            passthrough.space =
+                Some(Arc::new(FakeTarget { before: Some(before), ..FakeTarget::default() }));
+            passthrough.strict = true;
+            passthrough.map_beside();
+            let discarding = DiscardingDevices::default();
+            passthrough.map_memory(&Arc::new(ram), discarding, &CancelToken::default()).unwrap();
+            let cancelled = passthrough.await_memory(&|| true).unwrap_err();
+            assert!(matches!(cancelled, PassthroughError::Cancelled), "{cancelled}");
+            if fails {
+                kernel.fail("no room");
+            } else {
+                kernel.open();
+            }
+            match passthrough.await_memory(&|| false) {
+                Ok(()) => assert!(!fails),
+                Err(error) => {
+                    let told = error_text::chain(&error);
+                    assert!(fails && told.contains("no room"), "{told}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn none_stops_before_all_are_quiet() {
         use DeviceState::{Running, RunningP2p};
         let (passthrough, [one, two]) = two_devices();

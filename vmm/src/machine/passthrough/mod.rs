@@ -45,8 +45,8 @@ use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice};
 use thiserror::Error;
 use vfio::migration::MigrationError;
 use vfio::{
-    DeviceEvents, DmaGate, DmaMap, DmaSpace, GuestRamPopulator, IntxLine, P2pBars, PinError,
-    PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DeviceEvents, DmaGate, DmaMap, DmaSpace, GateClosed, GuestRamPopulator, IntxLine, P2pBars,
+    PinError, PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
 };
 
 use super::events::{EventSink, GuestEvent};
@@ -110,6 +110,9 @@ pub enum PassthroughError {
     /// Memory cannot be mapped for DMA.
     #[error("cannot make guest memory ready for DMA")]
     Pin(#[from] PinError),
+    /// Memory could not be mapped for DMA, so no device can continue here.
+    #[error("the passed-through devices cannot continue here")]
+    NotMapped(#[from] GateClosed),
     /// Mapping memory has failed earlier, so no device can be used.
     #[error(
         "guest memory could not be made ready for DMA ({0}); remove the passed-through devices that \
@@ -497,6 +500,27 @@ impl Passthrough {
             }
         }
         Ok(())
+    }
+
+    /// Leaves it to [`Self::await_memory`] to wait for memory, also for devices that are to have it mapped before
+    /// the guest runs.
+    pub fn map_beside(&mut self) {
+        self.strict = false;
+    }
+
+    /// Waits until all memory is mapped, however long that takes, or until `is_cancelled`.
+    ///
+    /// # Errors
+    /// Memory cannot be mapped, or the wait was cancelled.
+    pub fn await_memory(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), PassthroughError> {
+        let Some(pinning) = &self.pinning else { return Ok(()) };
+        while !pinning.ends_within(POLL_INTERVAL) {
+            if is_cancelled() {
+                return Err(PassthroughError::Cancelled);
+            }
+        }
+        // Decided at the end in any case.
+        Ok(self.gate.wait()?)
     }
 
     /// Releases every vCPU that waits for memory to be mapped.
