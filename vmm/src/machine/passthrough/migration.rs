@@ -3,7 +3,7 @@
 //! Migration of passed-through devices, and their part in a pause: they stop, move and continue.
 //!
 //! Owns the order for all devices together: none may reach another that has stopped, so all are
-//! quiescent before the first stops, and before the first works again. Says which devices cannot be migrated,
+//! quiescent before the first stops, and before the first works again; one that cannot be stops first. Says which devices cannot be migrated,
 //! and why. Only the device knows what its state means.
 
 use std::sync::Arc;
@@ -69,8 +69,37 @@ impl Passthrough {
         };
         let mut reasons: Vec<_> = self.devices.iter().filter_map(why).collect();
         reasons.extend(self.why_withheld());
+        reasons.extend(self.reached_while_stopped().map(|device| {
+            let why = "its driver cannot keep it from reaching the other devices while they stop, nor that of \
+                       another one (no RUNNING_P2P state); give the VM one such device, or vfio_p2p_dma=off";
+            reason(device.id(), &why)
+        }));
         refuse(&reasons)?;
         refuse(&self.too_much_state(hardware_state_len_bytes_max(config.cpus.boot_vcpus)))
+    }
+
+    /// Devices that cannot be kept from reaching others, if that are several and they reach each other: whichever
+    /// stops first may be accessed by the next (Linux, `include/uapi/linux/vfio.h`). One is stopped first, and
+    /// works first: the others are quiet meanwhile and respond to it.
+    fn reached_while_stopped(&self) -> impl Iterator<Item = &Arc<VfioPciDevice>> {
+        let (without, _) = self.by_p2p();
+        let are_several = self.peers.is_some() && without.len() > 1;
+        without.into_iter().filter(move |_| are_several)
+    }
+
+    /// Devices that can be moved without `RUNNING_P2P`, and all others.
+    fn by_p2p(&self) -> (Vec<&Arc<VfioPciDevice>>, Vec<&Arc<VfioPciDevice>>) {
+        let devices = self.devices.iter().map(|(_, device)| device);
+        devices.partition(|device| device.movable().is_ok_and(|support| !support.p2p))
+    }
+
+    /// Applies the steps to all devices, one step after the other: first to those without `RUNNING_P2P`.
+    fn in_turn(&self, steps: [Step; 2]) -> impl Iterator<Item = (&Arc<VfioPciDevice>, Step)> {
+        let (without, others) = self.by_p2p();
+        let devices: Vec<_> = without.into_iter().chain(others).collect();
+        steps
+            .into_iter()
+            .flat_map(move |step| devices.clone().into_iter().map(move |device| (device, step)))
     }
 
     /// Why the hardware states are too large to be transferred, as far as is known before the devices stop:
@@ -104,14 +133,15 @@ impl Passthrough {
     /// the machine is to resume, [`Self::run`] must be called: a failed attempt must not leave the devices
     /// of a paused machine running.
     pub fn stop(&self) -> Result<(), PassthroughError> {
-        let steps: [Step; 2] = [VfioPciDevice::quiesce, VfioPciDevice::stop];
-        for step in steps {
-            for (_, device) in &self.devices {
-                if let Err(source) = step(device) {
-                    self.report_lost(device, &source);
-                    let id = device.id().to_owned();
-                    return Err(PassthroughError::Stop { id, source });
-                }
+        if self.reached_while_stopped().next().is_some() {
+            // They cannot be moved, and stay as they are in a pause, as all such devices do.
+            return Ok(());
+        }
+        for (device, step) in self.in_turn([VfioPciDevice::quiesce, VfioPciDevice::stop]) {
+            if let Err(source) = step(device) {
+                self.report_lost(device, &source);
+                let id = device.id().to_owned();
+                return Err(PassthroughError::Stop { id, source });
             }
         }
         Ok(())
@@ -119,13 +149,10 @@ impl Passthrough {
 
     /// Resumes the devices, before the vCPUs resume. One that fails is lost to the guest.
     pub fn run(&self) {
-        let steps: [Step; 2] = [VfioPciDevice::wake, VfioPciDevice::run];
-        for step in steps {
-            for (_, device) in &self.devices {
-                if let Err(error) = step(device) {
-                    device.disarm();
-                    self.report_lost(device, &error);
-                }
+        for (device, step) in self.in_turn([VfioPciDevice::wake, VfioPciDevice::run]) {
+            if let Err(error) = step(device) {
+                device.disarm();
+                self.report_lost(device, &error);
             }
         }
     }
@@ -168,10 +195,10 @@ pub(super) mod tests {
 
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use pci::fakes::FakeMsiSource;
-    use vfio::fakes::{FakeFunction, FakeSlots, FakeTarget};
+    use vfio::fakes::{FakeFunction, FakeP2p, FakeSlots, FakeTarget};
     use vfio::migration::DeviceState;
     use vfio::migration::fakes::StepFailure;
-    use vfio::{DmaGate, VfioWiring};
+    use vfio::{DmaGate, P2pBars, VfioWiring};
 
     use super::super::announcing::Withheld;
     use super::super::{Backend, CancelToken, DiscardingDevices, SharedDeviceList};
@@ -179,10 +206,19 @@ pub(super) mod tests {
 
     /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
     pub(in super::super) fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
+        two_devices_with([true; 2])
+    }
+
+    fn peers() -> Arc<P2pBars> {
+        P2pBars::new(Arc::new(FakeP2p::new(Arc::new(FakeSlots::default()), Arc::default())))
+    }
+
+    /// The same, with `RUNNING_P2P` or without.
+    fn two_devices_with(p2p: [bool; 2]) -> (Passthrough, [Arc<FakeFunction>; 2]) {
         let gate = Arc::new(DmaGate::default());
-        let hosts = ["one", "two"].map(|_| {
+        let hosts = p2p.map(|p2p| {
             let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();
-            host.migration.allow(true, b"state");
+            host.migration.allow(p2p, b"state");
             host
         });
         let device = |(number, id, host): (u8, &str, &Arc<FakeFunction>)| {
@@ -291,6 +327,49 @@ pub(super) mod tests {
         passthrough.run();
         assert_eq!(history(&one), [RunningP2p, Running]);
         assert!(passthrough.devices.iter().all(|(_, device)| !device.is_lost()));
+    }
+
+    #[test]
+    fn one_that_cannot_be_quiet_stops_first_and_works_first() {
+        use DeviceState::{Running, RunningP2p, Stop};
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        let (mut passthrough, [one, two]) = two_devices_with([true, false]);
+        passthrough.peers = Some(peers());
+        passthrough.check_movable(&config).unwrap();
+        // What the first has begun when the other one's step fails.
+        two.migration.hardware_mut().failure = Some((Stop, StepFailure::Refused));
+        passthrough.stop().unwrap_err();
+        assert_eq!(
+            history(&one),
+            [RunningP2p],
+            "it reaches no stopped one, and is not stopped itself"
+        );
+        two.migration.hardware_mut().failure = None;
+        passthrough.stop().unwrap();
+        assert_eq!((history(&one), history(&two)), (vec![RunningP2p, Stop], vec![Stop]));
+        let order: Vec<_> = passthrough
+            .in_turn([VfioPciDevice::wake, VfioPciDevice::run])
+            .map(|it| it.0.id())
+            .collect();
+        assert_eq!(order, ["two", "one", "two", "one"]);
+        passthrough.run();
+        assert_eq!(history(&two), [Stop, Running]);
+        assert_eq!(history(&one), [RunningP2p, Stop, RunningP2p, Running]);
+    }
+
+    #[test]
+    fn several_that_cannot_be_quiet_are_refused_where_they_reach_each_other() {
+        let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
+        let (mut passthrough, hosts) = two_devices_with([false, false]);
+        passthrough.check_movable(&config).unwrap();
+        passthrough.peers = Some(peers());
+        let error = passthrough.check_movable(&config).unwrap_err().to_string();
+        for text in ["'one': its driver", "'two': its driver", "vfio_p2p_dma=off"] {
+            assert!(error.contains(text), "{error}");
+        }
+        passthrough.stop().unwrap();
+        assert!(hosts.iter().all(|host| history(host).is_empty()), "none was asked to stop");
+        passthrough.run();
     }
 
     #[test]
