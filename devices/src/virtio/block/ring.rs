@@ -148,12 +148,20 @@ impl Ring {
 
     /// Submits queued operations; `false` if the kernel could not accept all of them now.
     pub(super) fn submit(&mut self) -> bool {
+        if self.is_submitted() {
+            return true;
+        }
         while let Err(error) = self.uring.submit() {
             if error.kind() != io::ErrorKind::Interrupted {
                 log::debug!("io_uring takes no submission now: {error}");
                 break;
             }
         }
+        self.is_submitted()
+    }
+
+    /// Whether the kernel has accepted all operations.
+    pub(super) fn is_submitted(&mut self) -> bool {
         self.uring.submission().is_empty()
     }
 
@@ -195,7 +203,7 @@ impl Ring {
                 done.push(Done { job, result: Err(io::ErrorKind::ResourceBusy.into()) });
             }
         }
-        if resubmitted || !self.uring.submission().is_empty() {
+        if resubmitted || !self.is_submitted() {
             self.submit();
         }
         done

@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod busy_driver;
 mod formats;
 mod limits;
 mod long_transfer;

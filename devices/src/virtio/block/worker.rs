@@ -128,9 +128,10 @@ impl BlockWorker {
     /// Takes and starts, or carries out, all available requests.
     fn serve(&mut self) -> Result<(), Broken> {
         let memory = self.queue.memory().into_inner();
+        let mut budget = Budget { chains: BUDGET, len_bytes: UNDER_WAY_BYTES };
         loop {
             self.queue.suppress_kicks(&memory)?;
-            let taken = self.take_all(&memory);
+            let taken = self.take_all(&memory, &mut budget);
             // Also after a violation: earlier requests were valid.
             if self.ring.as_mut().is_some_and(|ring| !ring.submit()) {
                 // Called again after other events.
@@ -141,6 +142,10 @@ impl BlockWorker {
             let reaped = self.reap_ring();
             self.queue.notify(&memory)?;
             reaped?;
+            // The rest of one that was done in part may not have been accepted.
+            if self.ring.as_mut().is_some_and(|ring| !ring.is_submitted()) {
+                self.queue.kick_self();
+            }
             match taken? {
                 Taken::All => {}
                 // A completion, the timer of the limit, or the start after a pause, leads back here.
@@ -156,9 +161,13 @@ impl BlockWorker {
         }
     }
 
-    fn take_all(&mut self, memory: &Arc<GuestMemory>) -> Result<Taken, Broken> {
-        let mut done_bytes = 0_u64;
-        for _ in 0..BUDGET {
+    fn take_all(
+        &mut self,
+        memory: &Arc<GuestMemory>,
+        budget: &mut Budget,
+    ) -> Result<Taken, Broken> {
+        while budget.chains > 0 && budget.len_bytes > 0 {
+            budget.chains -= 1;
             if let Some(long) = self.long.take() {
                 self.go_on(long, memory)?;
                 // Other events, such as a pause, are handled between two pieces.
@@ -186,10 +195,8 @@ impl BlockWorker {
                 }
                 Err(request) => request,
             };
-            done_bytes = done_bytes.saturating_add(self.begin(request, memory)?);
-            if done_bytes >= UNDER_WAY_BYTES {
-                break;
-            }
+            let done_bytes = self.begin(request, memory)?;
+            budget.len_bytes = budget.len_bytes.saturating_sub(done_bytes);
         }
         Ok(Taken::Budget)
     }
@@ -400,6 +407,14 @@ impl BlockWorker {
     }
 }
 
+/// What may still be taken before other events, such as a pause, are handled: a driver that adds requests as fast as
+/// they are completed must not keep the thread.
+struct Budget {
+    chains: u32,
+    /// Bytes transferred synchronously.
+    len_bytes: u64,
+}
+
 enum Taken {
     All,
     NoRoom,
@@ -423,6 +438,8 @@ impl Work for BlockWorker {
         if let Some(throttle) = &self.throttle {
             watch.on_signal(LIMIT_TOKEN, throttle.fd())?;
         }
+        // A pause that was withdrawn has seen to events, and not to all completions.
+        self.reap()?;
         self.begin_kept()?;
         self.serve()
     }
