@@ -165,6 +165,11 @@ impl Policy {
         self.stalled_rounds
     }
 
+    /// The next round is measured against none before it.
+    pub(crate) fn begin_anew(&mut self) {
+        (self.best_bytes, self.stalled_rounds) = (u64::MAX, 0);
+    }
+
     /// Downtime that is allowed now.
     pub(crate) fn allowed(&self) -> Duration {
         self.allowed

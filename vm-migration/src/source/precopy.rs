@@ -169,16 +169,21 @@ impl<V: SourceVm> Negotiated<V> {
             match controller.decide(number, remaining_bytes) {
                 Decision::Round => {}
                 Decision::Stop => {
-                    let waited = if machine_is_built {
-                        Duration::ZERO
-                    } else {
-                        self.await_machine(controller.began, context)?
-                    };
-                    machine_is_built = true;
+                    if !machine_is_built {
+                        let waited = self.await_machine(controller.began, context)?;
+                        machine_is_built = true;
+                        if !controller.may_stop_after(waited) {
+                            // The next round sends what the guest has written meanwhile as well.
+                            controller.begin_anew(waited);
+                            let dirty = log.begin_round().map_err(Cause::Vm);
+                            remaining_bytes = dirty.step("reading the dirty log")? * PAGE_BYTES;
+                            continue;
+                        }
+                    }
                     let prepared = self.prepare_stop(context)?;
                     let counts = prepares < PREPARES_MAX;
                     prepares += 1;
-                    if controller.may_stop_after(if counts { waited + prepared } else { waited }) {
+                    if !counts || controller.may_stop_after(prepared) {
                         break;
                     }
                 }
@@ -334,6 +339,8 @@ struct ConvergenceController<'a> {
     forecast: Forecast,
     throttle: Option<Box<dyn Throttle>>,
     began: Instant,
+    /// Wait for the destination, which does not count as time for the guest to converge.
+    waited: Duration,
     context: Context<'a>,
 }
 
@@ -356,10 +363,17 @@ impl<'a> ConvergenceController<'a> {
             round_trip: links.round_trip,
             ..Forecast::default()
         };
-        let controller = Self { policy, forecast, throttle, began: Instant::now(), context };
+        let (began, waited) = (Instant::now(), Duration::ZERO);
+        let controller = Self { policy, forecast, throttle, began, waited, context };
         let allowed = &context.progress.counters.allowed_downtime_us;
         allowed.set(micros(controller.policy.allowed()));
         Ok(controller)
+    }
+
+    /// Forgets how the rounds went before a wait for the destination, in which the guest went on writing.
+    fn begin_anew(&mut self, waited: Duration) {
+        self.waited += waited;
+        self.policy.begin_anew();
     }
 
     /// Takes the measurements of a round.
@@ -384,8 +398,8 @@ impl<'a> ConvergenceController<'a> {
 
     fn decide(&mut self, round: u32, remaining_bytes: u64) -> Decision {
         let expected = self.forecast.downtime(remaining_bytes);
-        let (decision, measure) =
-            self.policy.decide(remaining_bytes, expected, self.began.elapsed());
+        let elapsed = self.began.elapsed().saturating_sub(self.waited);
+        let (decision, measure) = self.policy.decide(remaining_bytes, expected, elapsed);
         let progress = self.context.progress;
         let counters = &progress.counters;
         let expected_us = micros(expected.total());

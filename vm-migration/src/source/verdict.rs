@@ -27,8 +27,8 @@ const PAUSE_FIRST: Duration = Duration::from_millis(50);
 /// Longest pause between two attempts.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Number of consecutive refused connections (over a second and a half with the pauses between them) after
-/// which the destination is not in doubt: one in doubt listens.
+/// Number of consecutive refused connections after which the destination is not in doubt: one in doubt listens. The
+/// pauses between them begin anew, so that they take a second and a half, whatever the pauses before.
 const REFUSED_MAX: u32 = 5;
 
 const STEP: &str = "telling the destination which side has the guest";
@@ -195,6 +195,9 @@ impl VerdictSender {
                 Attempt::Heard => return Ok(()),
                 Attempt::Answered(cause) => return Err(cause).step(STEP),
                 Attempt::NotThere(cause) => {
+                    if refused == 0 {
+                        pause = 2 * PAUSE_FIRST;
+                    }
                     refused += 1;
                     if refused == REFUSED_MAX {
                         return Err(cause).step(STEP);
@@ -264,4 +267,42 @@ impl VerdictSender {
 fn nothing_listens(error: &TransportError) -> bool {
     let TransportError::Connect { source, .. } = error else { return false };
     matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_destination_that_is_gone_is_given_up_soon_however_long_it_was_there() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = format!("tcp:{}", listener.local_addr().unwrap()).parse().unwrap();
+        let sender = VerdictSender {
+            to,
+            tls: None,
+            id: [5; TOKEN_BYTES],
+            limits: Limits::default(),
+            timeout: Duration::from_mins(5),
+            steering: Steering::default(),
+        };
+        // By then it pauses for a second and more.
+        let host = std::thread::spawn(move || {
+            for _ in 0..6 {
+                drop(listener.accept().unwrap());
+            }
+            drop(listener);
+            Instant::now()
+        });
+        let never = Cancel::new().unwrap();
+        let told = sender.send_again(Verdict::Withheld, &mut HandoverAnswer(None), &never);
+        let took = host.join().unwrap().elapsed();
+        let cause = told.unwrap_err().cause;
+        assert!(matches!(&cause, Cause::Transport(error) if nothing_listens(error)), "{cause}");
+        // The pause that had begun, of 3.2 s, and those of the attempts.
+        assert!(took < Duration::from_secs(12), "{took:?}");
+    }
 }

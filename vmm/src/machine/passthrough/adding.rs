@@ -38,6 +38,8 @@ impl Passthrough {
         // Nothing is discarded from here on. Pages discarded before are populated again, and those in the
         // balloon are discarded again once everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
+        // Its guest runs, wherever it came from.
+        self.arrives = false;
         let showing = if config.pin == PinMode::Overlap { Showing::AtOnce } else { Showing::Later };
         let added = self.plug(config, context, showing, cancel).and_then(|bdf| {
             // The last of the other devices may have failed in the meantime.

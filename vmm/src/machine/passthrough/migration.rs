@@ -256,6 +256,7 @@ pub(super) mod tests {
             peers: None,
             threads: None,
             strict: false,
+            arrives: false,
             ban: None,
         };
         (passthrough, hosts)

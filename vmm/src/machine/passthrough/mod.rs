@@ -193,6 +193,8 @@ pub struct Passthrough {
     threads: Option<NonZeroUsize>,
     /// Whether a device requires all memory to be mapped before the guest resumes.
     strict: bool,
+    /// The guest arrives from elsewhere: [`Self::await_memory`] waits for memory.
+    arrives: bool,
     /// Declared last: pages that devices may write are not discarded until the devices are closed or the
     /// ban is lifted.
     ban: Option<Arc<DiscardBan>>,
@@ -275,6 +277,7 @@ impl Passthrough {
             peers: None,
             threads: prefault_threads(&config.memory),
             strict: false,
+            arrives: false,
             ban: ban.map(Arc::new),
         };
         let overlaps = opening.overlaps(config);
@@ -478,16 +481,18 @@ impl Passthrough {
                         enable.apply();
                     }
                 });
+                // No guest runs yet that would be kept from its processors.
+                let yields = !self.strict && !self.arrives;
                 let pinning = if is_complete {
                     Pinning::complete(dma_map, gate, on_end)
                 } else {
-                    Pinning::start(dma_map, populator, gate, !self.strict, on_end)?
+                    Pinning::start(dma_map, populator, gate, yields, on_end)?
                 };
                 read(&self.device_list).memory = Some(pinning.abandonment());
                 none.insert(pinning)
             }
         };
-        if self.strict {
+        if self.strict && !self.arrives {
             while !pinning.has_ended_within(POLL_INTERVAL) {
                 if cancel.is_cancelled() {
                     return Err(PassthroughError::Cancelled);
@@ -505,7 +510,7 @@ impl Passthrough {
     /// Leaves it to [`Self::await_memory`] to wait for memory, also for devices that are to have it mapped before
     /// the guest runs.
     pub fn map_beside(&mut self) {
-        self.strict = false;
+        self.arrives = true;
     }
 
     /// Waits until all memory is mapped, however long that takes, or until `is_cancelled`.
