@@ -31,7 +31,7 @@ fn planned(ram: &Arc<GuestRam>, limit: u64) -> (u64, bool) {
     let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
     let populator = GuestRamPopulator::new(Arc::clone(ram), None);
     let dma_map = DmaMap::plan(target, &populator, true, Box::new(|_| {}));
-    (dma_map.piece_bytes(), Pinning::check(&dma_map, &populator).is_ok())
+    (dma_map.piece_bytes(), Pinning::check(&dma_map, &populator, 0).is_ok())
 }
 
 #[test]

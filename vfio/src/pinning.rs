@@ -113,7 +113,7 @@ impl Pinning {
         yields_to_guest: bool,
         on_end: OnEnd,
     ) -> Result<Self, PinError> {
-        Self::check(&dma_map, populator.as_ref())?;
+        Self::check(&dma_map, populator.as_ref(), 0)?;
         let (total_bytes, _) = populator.total_bytes();
         let shared = Arc::new(Shared {
             total_bytes,
@@ -154,14 +154,18 @@ impl Pinning {
         Self { shared, thread: None, ended: channel().1 }
     }
 
-    /// Checks the limits without starting.
+    /// Checks the limits without starting. `kept_bytes` are mapped already, and are not in the map yet.
     ///
     /// # Errors
     /// The limit that is too low.
-    pub fn check(dma_map: &DmaMap, populator: &dyn Populator) -> Result<(), PinError> {
+    pub fn check(
+        dma_map: &DmaMap,
+        populator: &dyn Populator,
+        kept_bytes: u64,
+    ) -> Result<(), PinError> {
         let (total_bytes, counted_bytes) = populator.total_bytes();
         // What has stayed mapped is within the limits.
-        let kept_bytes = dma_map.mapped_bytes();
+        let kept_bytes = dma_map.mapped_bytes().saturating_add(kept_bytes);
         let total_bytes = total_bytes.saturating_sub(kept_bytes);
         let counted_bytes = counted_bytes.min(total_bytes);
         let entries = Entries::of(populator.regions(), dma_map.piece_bytes());

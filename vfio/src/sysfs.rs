@@ -40,6 +40,22 @@ impl HostPlace {
             Self::Descriptor(_) => Ok(()),
         }
     }
+
+    /// Whether the host knows how to reset the function alone.
+    pub(super) fn has_reset(&self) -> bool {
+        match self {
+            Self::Sysfs(path) | Self::Prepinned { path, .. } => has_reset(path),
+            Self::Descriptor(node) => path_of_node(node).is_some_and(|path| has_reset(&path)),
+        }
+    }
+}
+
+/// The kernel lists the ways in `reset_method`; before Linux 5.15 there is a file to reset it by if there is one.
+fn has_reset(path: &Path) -> bool {
+    match fs::read_to_string(path.join("reset_method")) {
+        Ok(methods) => !methods.trim().is_empty(),
+        Err(_) => path.join("reset").exists(),
+    }
 }
 
 /// A function in sysfs with an IOMMU and a VFIO driver.

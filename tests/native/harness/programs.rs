@@ -21,7 +21,18 @@ pub const POOL: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../release/prezero
 pub fn build() -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("..");
-    let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    // What cargo says of this package: build scripts of others look at it, and all that depends on them would be
+    // compiled now, and once more by the next build without it.
+    for (name, _) in std::env::vars_os() {
+        let is_of_package = ["CARGO_PKG_", "CARGO_MANIFEST_"]
+            .iter()
+            .any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()));
+        if is_of_package {
+            command.env_remove(name);
+        }
+    }
+    let output = command
         .current_dir(root)
         // The same words as in scripts/lib/common.sh: another choice of packages means other
         // features of what they share, and everything is compiled once more.

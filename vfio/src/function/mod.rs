@@ -43,6 +43,8 @@ pub struct VfioFunction {
     /// Closed after the device has left the IOMMU address space.
     _told: Option<AttachedFile>,
     config_len_bytes: u16,
+    /// The host knows how to reset it alone.
+    has_reset: bool,
     /// Guest memory may stay mapped in the address space until the device is closed.
     _memory: Arc<GuestRam>,
     log_limit: LogLimit,
@@ -55,6 +57,7 @@ impl VfioFunction {
     /// # Errors
     /// Names what the host lacks.
     pub fn attach(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
+        let has_reset = place.has_reset();
         let opened = space.open(place)?;
         check_reach(id, space)?;
         let OpenedFunction { device, told } = opened;
@@ -69,7 +72,16 @@ impl VfioFunction {
         let id = id.to_owned();
         let log_limit = LogLimit::default();
         let memory = space.memory();
-        Ok(Self { id, file, device, _told: told, config_len_bytes, _memory: memory, log_limit })
+        Ok(Self {
+            id,
+            file,
+            device,
+            _told: told,
+            config_len_bytes,
+            has_reset,
+            _memory: memory,
+            log_limit,
+        })
     }
 
     /// The underlying VFIO device.
@@ -260,6 +272,6 @@ impl HostFunction for VfioFunction {
     }
 
     fn reset(&self) -> Result<(), VfioError> {
-        reset::reset(&self.id, self.file.as_fd())
+        reset::reset(&self.id, self.file.as_fd(), self.has_reset)
     }
 }

@@ -85,28 +85,29 @@ fn patiently(call: impl Fn() -> io::Result<()>, wait: &dyn Fn()) -> io::Result<(
     result
 }
 
-/// Resets the function; false if the host knows no way.
-fn reset_by(function: &impl Resets, wait: &dyn Fn()) -> io::Result<bool> {
-    match patiently(|| function.reset(), wait) {
+/// Resets the function; false if the host knows no way. With `has_reset` it knows one, and answers that there is none
+/// (EINVAL, ENOTTY) when the function did not come back from it, or had not when it was opened.
+fn reset_by(function: &impl Resets, has_reset: bool, wait: &dyn Fn()) -> io::Result<bool> {
+    let refusal = match patiently(|| function.reset(), wait) {
         Ok(()) => return Ok(true),
         Err(error) => match error.raw_os_error() {
-            Some(libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP) => {}
+            Some(libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP) => error,
             _ => return Err(error),
         },
+    };
+    if function.is_alone().unwrap_or(false) {
+        return patiently(|| function.hot_reset(), wait).map(|()| true);
     }
-    if !function.is_alone().unwrap_or(false) {
-        return Ok(false);
-    }
-    patiently(|| function.hot_reset(), wait).map(|()| true)
+    if has_reset { Err(refusal) } else { Ok(false) }
 }
 
-/// Resets the function with this open file. `id` is for messages.
+/// Resets the function with this open file. `id` is for messages; with `has_reset` the host knows how to reset it alone.
 ///
 /// # Errors
 /// See [`crate::HostFunction::reset`].
-pub(super) fn reset(id: &str, file: BorrowedFd<'_>) -> Result<(), VfioError> {
+pub(super) fn reset(id: &str, file: BorrowedFd<'_>, has_reset: bool) -> Result<(), VfioError> {
     let wait = || std::thread::sleep(TRY_INTERVAL);
-    if !reset_by(&Function(file), &wait).map_err(VfioError::Reset)? {
+    if !reset_by(&Function(file), has_reset, &wait).map_err(VfioError::Reset)? {
         log::warn!(
             "passed-through device {id} is used without a reset: the host can reset neither the function alone, \
              nor its bus without other functions"
@@ -167,8 +168,19 @@ mod tests {
             (fake(&[libc::EIO], true, 0), None, vec!["reset"]),
             (fake(&[libc::EINVAL], true, libc::EIO), None, vec!["reset", "hot"]),
         ] {
-            assert_eq!(reset_by(&function, &|| ()).ok(), result);
+            assert_eq!(reset_by(&function, false, &|| ()).ok(), result);
             assert_eq!(*function.calls.borrow(), calls);
+        }
+    }
+
+    #[test]
+    fn a_reset_that_is_known_and_refused_has_failed() {
+        for errno in [libc::EINVAL, libc::ENOTTY] {
+            let error = reset_by(&fake(&[errno], false, 0), true, &|| ()).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(errno));
+            assert!(!reset_by(&fake(&[errno], false, 0), false, &|| ()).unwrap());
+            // That of its bus does as well.
+            assert!(reset_by(&fake(&[errno], true, 0), true, &|| ()).unwrap());
         }
     }
 
@@ -176,9 +188,9 @@ mod tests {
     fn a_host_that_is_busy_is_asked_again_but_not_forever() {
         let waits = Cell::new(0);
         let wait = || waits.set(waits.get() + 1);
-        assert!(reset_by(&fake(&[libc::EAGAIN, libc::EAGAIN, 0], true, 0), &wait).unwrap());
+        assert!(reset_by(&fake(&[libc::EAGAIN, libc::EAGAIN, 0], true, 0), false, &wait).unwrap());
         assert_eq!(waits.take(), 2);
-        let error = reset_by(&fake(&[libc::EAGAIN], true, 0), &wait).unwrap_err();
+        let error = reset_by(&fake(&[libc::EAGAIN], true, 0), false, &wait).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EAGAIN));
         assert_eq!(waits.get(), TRIES - 1);
     }
@@ -186,6 +198,6 @@ mod tests {
     #[test]
     fn a_file_that_is_no_function_has_no_reset() {
         let file = std::fs::File::open("/dev/null").unwrap();
-        reset("none", std::os::fd::AsFd::as_fd(&file)).unwrap();
+        reset("none", std::os::fd::AsFd::as_fd(&file), false).unwrap();
     }
 }

@@ -40,6 +40,11 @@ impl KeptDma {
         is_needed && is_same && matches!(Backend::of(config), Backend::Iommufd { given: None })
     }
 
+    /// Bytes that are mapped.
+    pub(super) fn mapped_bytes(&self) -> u64 {
+        self.mappings.mapped_bytes()
+    }
+
     /// Whether all memory of a VM that has this many bytes is mapped.
     pub(super) fn is_all(&self, total_bytes: u64) -> bool {
         self.mappings.mapped_bytes() == total_bytes

@@ -23,7 +23,9 @@ use vfio::{
 };
 
 use super::backend::place_of;
-use super::{DiscardingDevices, Passthrough, PassthroughError, PrepinnedSlot, no_device, reach};
+use super::{
+    DiscardingDevices, KeptDma, Passthrough, PassthroughError, PrepinnedSlot, no_device, reach,
+};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::events::GuestEvent;
@@ -229,7 +231,9 @@ impl Passthrough {
         let discards = discarding.balloon.is_some();
         let target: Arc<dyn DmaTarget> = Arc::<dyn DmaSpace>::clone(space);
         let dma_map = DmaMap::plan(target, &populator, discards, Box::new(|_| {}));
-        Ok(Pinning::check(&dma_map, &populator)?)
+        // Those bytes are locked, and count for the process.
+        let kept_bytes = self.kept.as_ref().map_or(0, KeptDma::mapped_bytes);
+        Ok(Pinning::check(&dma_map, &populator, kept_bytes)?)
     }
 
     /// Where the device with this id is on the bus, or will be once it is open.
