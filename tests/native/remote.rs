@@ -4,13 +4,12 @@
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-use crate::harness::vmm::{CH_REMOTE, VMM, finish, write_file};
+use crate::harness::vmm::{CH_REMOTE, VMM, finish, unignore_signals, write_file};
 use crate::harness::{Suite, Vmm, ch_remote};
 use crate::lifecycle::config;
 
@@ -250,14 +249,7 @@ fn interrupted() {
     let document = serde_json::to_string(&document).expect("JSON");
     let fake = Fake::new(Some(&document));
     let mut command = fake.command(&["migration-progress", "--watch"]);
-    // SAFETY: between fork and exec only one system call is made, which takes no memory. The signal may be ignored
-    // here, as in a run in the background of a script.
-    unsafe {
-        command.pre_exec(|| {
-            libc::signal(libc::SIGINT, libc::SIG_DFL);
-            Ok(())
-        });
-    }
+    unignore_signals(&mut command);
     let mut child = command.spawn().expect("it starts");
     // Its first line shows that it waits.
     let mut byte = [0];

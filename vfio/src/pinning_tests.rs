@@ -256,6 +256,20 @@ fn limits_are_checked_before_anything_happens() {
     assert!(with(four).is_none());
 }
 
+#[test]
+fn what_stays_mapped_over_a_reboot_is_not_counted_twice() {
+    let ram = ram(192 * MIB);
+    let populator = GuestRamPopulator::new(Arc::clone(&ram), None);
+    // It is counted already, and there is room for the rest only.
+    let locked = LockedMemory { limit_bytes: Some(200 * MIB), used_bytes: 128 * MIB };
+    let limits = DmaLimits { locked, ..DmaLimits::default() };
+    let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
+    let dma_map = dma_map(target, &populator);
+    Pinning::check(&dma_map, &populator, 128 * MIB).unwrap();
+    let error = Pinning::check(&dma_map, &populator, 64 * MIB).unwrap_err();
+    assert!(matches!(error, PinError::LockedMemory { .. }), "{error}");
+}
+
 /// Hands out the first so many chunks at once, and the others when `rest` opens. Populates nothing.
 struct Stopping {
     inner: GuestRamPopulator,

@@ -53,6 +53,19 @@ pub struct VmmBuilder {
     socket: bool,
 }
 
+/// Has a program start with signals that may be ignored here, as in a run in the background of a script.
+pub fn unignore_signals(command: &mut Command) {
+    // SAFETY: between fork and exec only system calls are made, which take no memory.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT] {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        });
+    }
+}
+
 impl VmmBuilder {
     /// A VMM with an API socket and these arguments.
     pub fn new<T: AsRef<OsStr>>(arguments: &[T]) -> Self {
@@ -120,15 +133,12 @@ impl VmmBuilder {
             command.arg("--api-socket").arg(at("api")).args(["--event-monitor", &event_path]);
             command.arg("--log-file").arg(at("log")).arg("-v");
         }
-        // SAFETY: between fork and exec only system calls are made, which take no memory. One ends
-        // the VMM with the test's thread, also when the whole run is killed; the others put back
-        // signals that may be ignored here, as in a run in the background of a script, and keep from it the
-        // capability by which a run without root looks into its memory (scripts/lib/native-as-user).
+        unignore_signals(&mut command);
+        // It ends with the test's thread, also when the whole run is killed, and does not get the capabilities by
+        // which a run without root looks into its memory (scripts/lib/native-as-user).
+        // SAFETY: between fork and exec only system calls are made, which take no memory.
         unsafe {
             command.pre_exec(|| {
-                for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT] {
-                    libc::signal(signal, libc::SIG_DFL);
-                }
                 libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
                 match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
                     0 => Ok(()),

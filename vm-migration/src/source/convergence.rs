@@ -292,6 +292,18 @@ mod tests {
     }
 
     #[test]
+    fn after_a_long_wait_rounds_are_not_measured_against_those_before() {
+        let mut policy = policy(TimeoutStrategy::Ignore);
+        policy.decide(1000, pages(HOUR), MS);
+        policy.decide(1000, pages(HOUR), MS);
+        assert_eq!(policy.stalled_rounds(), 1);
+        policy.begin_anew();
+        // All that was written during the wait.
+        assert_eq!(policy.decide(9000, pages(HOUR), MS), (Decision::Round, None));
+        assert_eq!(policy.stalled_rounds(), 0);
+    }
+
+    #[test]
     fn what_a_round_costs_by_itself_is_part_of_a_stop() {
         let mut forecast = Forecast { round_trip: MS, ..Forecast::default() };
         forecast.measured(100 << 20, 1000 * MS);

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::hostile::agree;
 use super::{
-    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
-    options,
+    Builder, FakeVm, Guest, LIMITS, Target, assert_in_order, assert_whole, have_uffd, loopback,
+    memory, migrate, options,
 };
 use crate::channel::Channel;
 use crate::progress::Phase;
@@ -59,9 +59,7 @@ pub(super) fn memory_travels_while_the_machine_is_built_and_the_guest_runs_until
     sender.join().unwrap().unwrap();
     target.join().unwrap().vm.stop();
     assert_whole(&guest, &to);
-    let calls = calls.lock();
-    let place = |name| calls.iter().position(|call| *call == name).unwrap();
-    assert!(place("map") < place("prepare") && place("prepare") < place("pause"), "{calls:?}");
+    assert_in_order(&calls, &["map", "prepare", "pause"]);
 }
 
 #[test]
@@ -255,9 +253,7 @@ fn a_destination_that_says_that_it_prepares_is_waited_for_while_the_guest_runs()
     sender.join().unwrap().unwrap();
     target.join().unwrap().vm.stop();
     assert_whole(&guest, &to);
-    let calls = calls.lock();
-    let place = |name| calls.iter().position(|call| *call == name).unwrap();
-    assert!(place("ready") < place("pause") && place("pause") < place("apply"), "{calls:?}");
+    assert_in_order(&calls, &["ready", "pause", "apply"]);
 }
 
 #[test]

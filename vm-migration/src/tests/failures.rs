@@ -9,8 +9,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::{
-    Builder, FakeVm, Guest, LIMITS, Target, assert_whole, have_uffd, loopback, memory, migrate,
-    options, send,
+    Builder, FakeVm, Guest, LIMITS, Target, assert_in_order, assert_whole, have_uffd, loopback,
+    memory, migrate, options, send,
 };
 use crate::progress::{Event, Observer, Phase};
 use crate::source::SendFailure;
@@ -117,9 +117,7 @@ fn the_dirty_log_ends_when_the_guest_does_not_wait() {
                 faults.wait().unwrap();
             }
             assert_eq!(sender.join().unwrap().is_ok(), inject == Inject::Nothing);
-            let calls = calls.lock();
-            let place = |name| calls.iter().position(|call| *call == name).unwrap();
-            assert!(place(before) < place("log ends"), "{mode:?}: {calls:?}");
+            assert_in_order(&calls, &[before, "log ends"]);
         }
     }
 }

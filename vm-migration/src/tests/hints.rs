@@ -4,7 +4,10 @@
 
 use std::time::Duration;
 
-use super::{Builder, FakeVm, Guest, LIMITS, REGIONS, Target, loopback, memory, options, send};
+use super::{
+    Builder, FakeVm, Guest, LIMITS, REGIONS, Target, assert_in_order, loopback, memory, options,
+    send,
+};
 use crate::layout::PAGE_BYTES;
 use crate::testing::Pace;
 use crate::{DirtyClear, MemoryMode};
@@ -47,9 +50,7 @@ fn free_pages_do_not_travel_and_those_that_are_used_again_do() {
         let total: u64 = REGIONS.iter().map(|(_, pages)| pages).sum();
         let in_use = (total - named / 2) * PAGE_BYTES;
         assert!(finished.report.memory_bytes_sent >= Some(in_use / 2));
-        let calls = calls.lock();
-        let place = |name| calls.iter().position(|call| *call == name).unwrap();
-        assert!(place("hints done") < place("pause"), "{calls:?}");
+        assert_in_order(&calls, &["hints done", "pause"]);
     }
 }
 

@@ -195,6 +195,14 @@ pub(super) fn send(vm: FakeVm, options: &SendOptions) -> SendResult {
     migrate(vm, options, &progress, &Cancel::new().unwrap())
 }
 
+/// Asserts that these calls came one after the other, each for the first time.
+pub(super) fn assert_in_order(calls: &crate::testing::Calls, names: &[&str]) {
+    let calls = calls.lock();
+    let places: Vec<_> =
+        names.iter().map(|name| calls.iter().position(|call| call == name).unwrap()).collect();
+    assert!(places.is_sorted_by(|one, next| one < next), "{names:?} in {calls:?}");
+}
+
 /// Asserts that a guest is whole.
 pub(super) fn assert_whole(guest: &Guest, memory: &FakeMemory) {
     let wrong = guest.wrong_pages(memory);
