@@ -50,7 +50,8 @@ impl HostPlace {
     }
 }
 
-/// The kernel lists the ways in `reset_method`; before Linux 5.15 there is a file to reset it by if there is one.
+/// The kernel lists the ways in `reset_method`. Where that is missing (before Linux 5.15) or cannot be read, there is a
+/// file to reset the function by if there is a way.
 fn has_reset(path: &Path) -> bool {
     match fs::read_to_string(path.join("reset_method")) {
         Ok(methods) => !methods.trim().is_empty(),
@@ -138,6 +139,19 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn whether_the_host_knows_a_reset() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let knows = || HostPlace::Sysfs(root.as_path().to_owned()).has_reset();
+        assert!(!knows());
+        fs::write(root.as_path().join("reset"), "").unwrap();
+        assert!(knows(), "an older kernel");
+        fs::write(root.as_path().join("reset_method"), "\n").unwrap();
+        assert!(!knows(), "all were taken away");
+        fs::write(root.as_path().join("reset_method"), "flr bus\n").unwrap();
+        assert!(knows());
+    }
 
     #[test]
     fn what_the_host_lacks_is_named() {

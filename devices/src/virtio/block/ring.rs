@@ -183,7 +183,6 @@ impl Ring {
         let completions: Vec<(u64, i32)> =
             self.uring.completion().map(|entry| (entry.user_data(), entry.result())).collect();
         let mut done = Vec::with_capacity(completions.len());
-        let mut resubmitted = false;
         for (slot, result) in completions {
             let Ok(slot) = usize::try_from(slot) else { continue };
             let Some(place) = self.slots.get_mut(slot) else { continue };
@@ -195,17 +194,15 @@ impl Ring {
                 continue;
             }
             *place = Some(job);
-            if self.queue_entry(slot) {
-                resubmitted = true;
-            } else if let Some(job) = self.slots.get_mut(slot).and_then(Option::take) {
+            if !self.queue_entry(slot)
+                && let Some(job) = self.slots.get_mut(slot).and_then(Option::take)
+            {
                 self.free.push(slot);
                 self.has_completed(&job);
                 done.push(Done { job, result: Err(io::ErrorKind::ResourceBusy.into()) });
             }
         }
-        if resubmitted || !self.is_submitted() {
-            self.submit();
-        }
+        self.submit();
         done
     }
 }

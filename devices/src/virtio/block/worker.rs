@@ -133,16 +133,16 @@ impl BlockWorker {
             self.queue.suppress_kicks(&memory)?;
             let taken = self.take_all(&memory, &mut budget);
             // Also after a violation: earlier requests were valid.
-            if self.ring.as_mut().is_some_and(|ring| !ring.submit()) {
-                // Called again after other events.
-                self.queue.kick_self();
+            if let Some(ring) = &mut self.ring {
+                ring.submit();
             }
             // What the kernel has done while it took them is answered with this interrupt, and not after another
             // round of events.
             let reaped = self.reap_ring();
             self.queue.notify(&memory)?;
             reaped?;
-            // The rest of one that was done in part may not have been accepted.
+            // The kernel may not have accepted all, or not the rest of one that was done in part: called again after
+            // other events.
             if self.ring.as_mut().is_some_and(|ring| !ring.is_submitted()) {
                 self.queue.kick_self();
             }

@@ -113,6 +113,8 @@ impl Passthrough {
             self.gate = new_gate(&self.standstill);
             self.peers = None;
             self.ban = None;
+            // It was of those that are gone.
+            self.strict = false;
         }
     }
 }

@@ -47,7 +47,7 @@ impl KeptDma {
 
     /// Whether all memory of a VM that has this many bytes is mapped.
     pub(super) fn is_all(&self, total_bytes: u64) -> bool {
-        self.mappings.mapped_bytes() == total_bytes
+        self.mapped_bytes() == total_bytes
     }
 
     /// The address space, for the VM of the new machine.
@@ -89,7 +89,7 @@ impl Passthrough {
         }
         match self.leave_mapped(ram) {
             Ok(kept) => {
-                let bytes = kept.mappings.mapped_bytes();
+                let bytes = kept.mapped_bytes();
                 log::info!("{} MiB of guest memory stay mapped for DMA", bytes >> 20);
                 events::emit("vm", "passthrough-kept", &[("bytes", &bytes.to_string())]);
                 *slot.0.lock() = Some(kept);

@@ -87,6 +87,17 @@ impl Passthrough {
         without.into_iter().filter(move |_| are_several)
     }
 
+    /// Whether a device that stops could be accessed by another: also by one that cannot be moved, and so continues.
+    fn one_would_be_reached(&self) -> bool {
+        let devices = || self.devices.iter().map(|(_, device)| device);
+        let continues =
+            |device: &Arc<VfioPciDevice>| !device.is_lost() && device.movable().is_err();
+        let by_one_that_continues = self.peers.is_some()
+            && devices().any(|device| device.movable().is_ok())
+            && devices().any(continues);
+        by_one_that_continues || self.reached_while_stopped().next().is_some()
+    }
+
     /// Devices that can be moved without `RUNNING_P2P`, and all others.
     fn by_p2p(&self) -> (Vec<&Arc<VfioPciDevice>>, Vec<&Arc<VfioPciDevice>>) {
         let devices = self.devices.iter().map(|(_, device)| device);
@@ -133,7 +144,7 @@ impl Passthrough {
     /// the machine is to resume, [`Self::run`] must be called: a failed attempt must not leave the devices
     /// of a paused machine running.
     pub fn stop(&self) -> Result<(), PassthroughError> {
-        if self.reached_while_stopped().next().is_some() {
+        if self.one_would_be_reached() {
             // They cannot be moved, and stay as they are in a pause, as all such devices do.
             return Ok(());
         }
@@ -206,19 +217,21 @@ pub(super) mod tests {
 
     /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
     pub(in super::super) fn two_devices() -> (Passthrough, [Arc<FakeFunction>; 2]) {
-        two_devices_with([true; 2])
+        two_devices_with([Some(true); 2])
     }
 
     fn peers() -> Arc<P2pBars> {
         P2pBars::new(Arc::new(FakeP2p::new(Arc::new(FakeSlots::default()), Arc::default())))
     }
 
-    /// The same, with `RUNNING_P2P` or without.
-    fn two_devices_with(p2p: [bool; 2]) -> (Passthrough, [Arc<FakeFunction>; 2]) {
+    /// The same, with `RUNNING_P2P` or without; those with `None` cannot be moved.
+    fn two_devices_with(p2p: [Option<bool>; 2]) -> (Passthrough, [Arc<FakeFunction>; 2]) {
         let gate = Arc::new(DmaGate::default());
         let hosts = p2p.map(|p2p| {
             let host = FakeFunction::new(FakeFunction::config(), Arc::clone(&gate)).unwrap();
-            host.migration.allow(p2p, b"state");
+            if let Some(p2p) = p2p {
+                host.migration.allow(p2p, b"state");
+            }
             host
         });
         let device = |(number, id, host): (u8, &str, &Arc<FakeFunction>)| {
@@ -334,7 +347,7 @@ pub(super) mod tests {
     fn one_that_cannot_be_quiet_stops_first_and_works_first() {
         use DeviceState::{Running, RunningP2p, Stop};
         let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
-        let (mut passthrough, [one, two]) = two_devices_with([true, false]);
+        let (mut passthrough, [one, two]) = two_devices_with([Some(true), Some(false)]);
         passthrough.peers = Some(peers());
         passthrough.check_movable(&config).unwrap();
         // What the first has begun when the other one's step fails.
@@ -361,7 +374,7 @@ pub(super) mod tests {
     #[test]
     fn several_that_cannot_be_quiet_are_refused_where_they_reach_each_other() {
         let config = serde_json::from_str(r#"{"payload":{"kernel":"/k"}}"#).unwrap();
-        let (mut passthrough, hosts) = two_devices_with([false, false]);
+        let (mut passthrough, hosts) = two_devices_with([Some(false); 2]);
         passthrough.check_movable(&config).unwrap();
         passthrough.peers = Some(peers());
         let error = passthrough.check_movable(&config).unwrap_err().to_string();
@@ -371,6 +384,17 @@ pub(super) mod tests {
         passthrough.stop().unwrap();
         assert!(hosts.iter().all(|host| history(host).is_empty()), "none was asked to stop");
         passthrough.run();
+    }
+
+    #[test]
+    fn none_stops_that_one_which_continues_may_access() {
+        let (mut passthrough, [one, _two]) = two_devices_with([Some(true), None]);
+        passthrough.peers = Some(peers());
+        passthrough.stop().unwrap();
+        assert_eq!(history(&one), []);
+        passthrough.peers = None;
+        passthrough.stop().unwrap();
+        assert_eq!(history(&one), [DeviceState::RunningP2p, DeviceState::Stop]);
     }
 
     #[test]
