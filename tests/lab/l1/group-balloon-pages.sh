@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # Debian guests that allocate and free most of their memory in a loop, on every kind of memory that
 # returns in a way of its own: 2 MiB pages of hugetlb, transparent huge pages of a memfd, private
 # anonymous memory. The host's memory follows and every page holds what the guest wrote; a paused

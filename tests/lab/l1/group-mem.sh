@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # A Debian guest that gets more memory while it runs and returns it, by its own virtio-mem driver:
 # alone, over a move, and alongside a passed-through disk whose DMA goes into what was plugged in.
 # limit_s: 1500

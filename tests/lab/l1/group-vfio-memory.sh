@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # Debian guests with every kind of memory, populated before, while and after they start, and from a pool, whose
 # passed-through disk is read and written.
 # limit_s: 2400
