@@ -134,7 +134,7 @@ impl Channel {
     pub(crate) fn answer_of_busy_while(
         &mut self,
         timeout: Duration,
-        may_wait: impl Fn() -> Result<(), Cause>,
+        mut may_wait: impl FnMut() -> Result<(), Cause>,
     ) -> Result<PositiveAnswer, Cause> {
         loop {
             if !self.reader.has_buffered() {

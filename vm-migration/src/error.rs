@@ -73,6 +73,20 @@ pub enum Cause {
         /// The allowed downtime.
         downtime_ms: u64,
     },
+    /// Memory that would have to be sent again, whole, while the guest is stopped.
+    #[error(
+        "nothing logs what passed-through devices write to guest memory ({devices}), so all of it would be sent \
+         again when the guest has stopped: the expected downtime is {expected_ms} ms, but only {downtime_ms} ms are \
+         allowed; raise downtime_ms, or accept any downtime with timeout_strategy=ignore"
+    )]
+    Unlogged {
+        /// The devices.
+        devices: String,
+        /// The expected downtime.
+        expected_ms: u64,
+        /// The allowed downtime.
+        downtime_ms: u64,
+    },
     /// The destination was not ready by the migration's timeout.
     #[error(
         "the destination is still preparing the machine after {waited_s} s, and timeout_s has passed; raise \

@@ -40,6 +40,12 @@ pub trait DirtyLog: Send + Sync {
     /// What the host reports.
     fn begin_round(&self) -> Result<u64, VmError>;
 
+    /// The devices that may write every page until they stop, as no log has what they write: all memory is dirty
+    /// then, at the last [`begin_round`](Self::begin_round). Known after each.
+    fn devices_without_log(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Returns the dirty bits of `pages` that [`begin_round`](Self::begin_round) recorded, clears them and
     /// re-arms tracking **before it returns**, so that a later write is reported by a later round. It may
     /// report more. `pages.start` is a multiple of 64; bit `i` of word `w` is page

@@ -55,14 +55,23 @@ impl DmaLog {
                 Err(error) => {
                     warn!(
                         "passed-through device {id} cannot log what it writes to guest memory \
-                         ({error}): all of it will be sent again when the guest has stopped, \
-                         whatever downtime_ms allows"
+                         ({error}): all of it will have to be sent again when the guest has stopped"
                     );
                     Tracking::Anything
                 }
             }
         };
         Self { device, tracking: Mutex::new(tracking) }
+    }
+
+    /// Whether the function may have written every page when it stops, and has not stopped yet.
+    pub fn is_missing(&self) -> bool {
+        *self.tracking.lock() == Tracking::Anything
+    }
+
+    /// ID of the function.
+    pub fn device_id(&self) -> &str {
+        self.device.id()
     }
 
     /// Marks the pages written since the last call in the regions' logs of device writes.

@@ -389,10 +389,12 @@ fn without_a_dirty_log_all_memory_is_dirty_once_the_function_has_stopped() {
         let log = source.device.watch_dma(&ram);
         log.collect(&ram);
         assert_eq!(dirty_pages(&ram).len(), 0, "it works, and writes on");
+        assert!(log.is_missing());
         assert!(!source.host.migration.is_logging());
         source.device.stop().unwrap();
         log.collect(&ram);
         assert_eq!(dirty_pages(&ram).len() as u64, 96 * 256);
+        assert!(!log.is_missing(), "it writes no more");
         log.collect(&ram);
         assert_eq!(dirty_pages(&ram).len(), 0, "once");
     }

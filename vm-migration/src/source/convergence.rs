@@ -88,18 +88,21 @@ pub(crate) struct Expected {
     pub fixed: Duration,
     /// The part for the remaining pages.
     pub pages: Duration,
+    /// In place of that, the part for all memory, where a device may have written any page until it stops. No
+    /// round makes it shorter.
+    pub unlogged: Duration,
 }
 
 impl Expected {
-    /// Sum of both parts.
+    /// Sum of all parts.
     pub(crate) fn total(self) -> Duration {
-        self.fixed.saturating_add(self.pages)
+        self.fixed.saturating_add(self.pages).saturating_add(self.unlogged)
     }
 
-    /// True when the fixed part exceeds three quarters of `allowed` and the pages need a quarter at most:
+    /// True when the fixed part exceeds three quarters of `allowed` and memory needs a quarter at most:
     /// further rounds would not help.
     fn is_unavoidable(self, allowed: Duration) -> bool {
-        self.fixed > allowed * 3 / 4 && self.pages <= allowed / 4
+        self.fixed > allowed * 3 / 4 && self.pages.saturating_add(self.unlogged) <= allowed / 4
     }
 }
 
@@ -119,12 +122,16 @@ impl Forecast {
         self.link_rate = before.max(now);
     }
 
-    /// The expected downtime with `remaining_bytes` left.
-    pub(crate) fn downtime(&self, remaining_bytes: u64) -> Expected {
+    /// The expected downtime with `remaining_bytes` left, or with all `unlogged_bytes` of memory to be sent again.
+    pub(crate) fn downtime(&self, remaining_bytes: u64, unlogged_bytes: Option<u64>) -> Expected {
         let fixed = self.switch_over + self.scan + self.sweep + ROUND_TRIPS * self.round_trip;
         let rate = u128::from(self.link_rate) * u128::from(RATE_PERCENT) / 100;
-        let pages = time_for(remaining_bytes, u64::try_from(rate).unwrap_or(u64::MAX));
-        Expected { fixed, pages }
+        let rate = u64::try_from(rate).unwrap_or(u64::MAX);
+        let (pages, unlogged) = match unlogged_bytes {
+            None => (time_for(remaining_bytes, rate), Duration::ZERO),
+            Some(bytes) => (Duration::ZERO, time_for(bytes.max(remaining_bytes), rate)),
+        };
+        Expected { fixed, pages, unlogged }
     }
 }
 
@@ -182,7 +189,8 @@ impl Policy {
     /// soon as its pages take at most a quarter of it.
     ///
     /// When no measure is left, stalled rounds end precopy only where exceeding the downtime is allowed;
-    /// otherwise the guest may write less before the timeout.
+    /// otherwise the guest may write less before the timeout. What is not logged takes as long after any number of
+    /// rounds, so precopy ends at once.
     pub(crate) fn decide(
         &mut self,
         remaining_bytes: u64,
@@ -192,6 +200,9 @@ impl Policy {
         if expected.total() <= self.allowed || expected.is_unavoidable(self.allowed) {
             return (Decision::Stop, None);
         }
+        if !expected.unlogged.is_zero() {
+            return self.decide_without_log(expected);
+        }
         let helped = u128::from(remaining_bytes) * 100
             < u128::from(self.best_bytes) * u128::from(PROGRESS_PERCENT);
         if helped {
@@ -200,11 +211,8 @@ impl Policy {
         } else {
             self.stalled_rounds += 1;
         }
-        let (ends, end) = match self.strategy {
-            _ if self.may_postcopy => (true, Decision::Postcopy),
-            TimeoutStrategy::Ignore => (true, Decision::Stop),
-            TimeoutStrategy::Cancel => (false, Decision::Abort),
-        };
+        let end = self.end();
+        let ends = end != Decision::Abort;
         if elapsed >= self.timeout {
             return (end, None);
         }
@@ -216,6 +224,28 @@ impl Policy {
             None if ends && self.exhausted() => (end, None),
             None => (Decision::Round, None),
         }
+    }
+
+    /// The end of a precopy that does not reach the allowed downtime.
+    fn end(&self) -> Decision {
+        match self.strategy {
+            _ if self.may_postcopy => Decision::Postcopy,
+            TimeoutStrategy::Ignore => Decision::Stop,
+            TimeoutStrategy::Cancel => Decision::Abort,
+        }
+    }
+
+    fn decide_without_log(&mut self, expected: Expected) -> (Decision, Option<Measure>) {
+        if self.convergence == Convergence::RaiseDowntime && expected.total() <= self.cap {
+            self.allowed = self.cap;
+            return (Decision::Stop, Some(Measure::AllowDowntime(self.cap)));
+        }
+        (self.end(), None)
+    }
+
+    /// The share of time for which vCPUs are kept out of the guest, in percent.
+    pub(crate) fn throttle_percent(&self) -> u8 {
+        self.throttle_percent
     }
 
     /// Takes the next measure, if one is due.
@@ -284,7 +314,7 @@ mod tests {
 
     /// An expected downtime that consists of pages only.
     fn pages(pages: Duration) -> Expected {
-        Expected { fixed: Duration::ZERO, pages }
+        Expected { fixed: Duration::ZERO, pages, unlogged: Duration::ZERO }
     }
 
     fn policy(strategy: TimeoutStrategy) -> Policy {
@@ -313,7 +343,7 @@ mod tests {
         forecast.measured(4096, 251 * MS + time_for(4096, 100 << 20));
         forecast.measured(0, 400 * MS);
         assert_eq!((forecast.link_rate, forecast.sweep), (100 << 20, 250 * MS));
-        assert_eq!(forecast.downtime(0).fixed, 250 * MS + ROUND_TRIPS * MS);
+        assert_eq!(forecast.downtime(0, None).fixed, 250 * MS + ROUND_TRIPS * MS);
     }
 
     const ROUND: (Decision, Option<Measure>) = (Decision::Round, None);
@@ -397,21 +427,52 @@ mod tests {
             scan: 2 * MS,
             link_rate: 1_000_000,
         };
-        let expected = forecast.downtime(800_000);
-        assert_eq!(expected, Expected { fixed: 39 * MS, pages: 1000 * MS });
+        let expected = forecast.downtime(800_000, None);
+        let unlogged = Duration::ZERO;
+        assert_eq!(expected, Expected { fixed: 39 * MS, pages: 1000 * MS, unlogged });
         assert_eq!(expected.total(), 1039 * MS);
-        assert!(Forecast::default().downtime(1).total() > HOUR, "no rate was measured");
+        assert!(Forecast::default().downtime(1, None).total() > HOUR, "no rate was measured");
+        // All memory is sent again, with what is left of it.
+        let expected = forecast.downtime(400_000, Some(800_000));
+        let (pages, unlogged) = (Duration::ZERO, 1000 * MS);
+        assert_eq!(expected, Expected { fixed: 39 * MS, pages, unlogged });
+        assert_eq!(expected.total(), 1039 * MS);
+        assert_eq!(forecast.downtime(800_000, Some(1)).unlogged, 1000 * MS);
     }
 
     #[test]
     fn a_guest_is_not_kept_waiting_for_a_downtime_that_it_cannot_reach() {
         let stops = |fixed, pages| {
             let mut policy = policy(TimeoutStrategy::Cancel);
-            policy.decide(1000, Expected { fixed, pages }, MS) == STOP
+            let expected = Expected { fixed, pages, unlogged: Duration::ZERO };
+            policy.decide(1000, expected, MS) == STOP
         };
         assert!(stops(60 * MS, 40 * MS) && !stops(60 * MS, 41 * MS), "it can be reached");
         assert!(stops(300 * MS, 25 * MS), "it cannot, and there is next to nothing left");
         assert!(!stops(300 * MS, 26 * MS), "much is left");
+    }
+
+    #[test]
+    fn no_rounds_are_spent_on_what_they_cannot_make_shorter() {
+        let decide = |strategy, convergence, unlogged| {
+            let mut policy = Policy::new(&SendOptions {
+                convergence,
+                downtime_max: Some(500 * MS),
+                ..options(strategy)
+            });
+            let expected = Expected { fixed: 10 * MS, pages: Duration::ZERO, unlogged };
+            policy.decide(1000, expected, MS)
+        };
+        let (none, raise) = (Convergence::None, Convergence::RaiseDowntime);
+        let (cancel, ignore) = (TimeoutStrategy::Cancel, TimeoutStrategy::Ignore);
+        assert_eq!(decide(cancel, none, 90 * MS), STOP, "as short as is allowed");
+        assert_eq!(decide(cancel, none, 91 * MS), (Decision::Abort, None));
+        assert_eq!(decide(ignore, none, 91 * MS), STOP);
+        let raised = Some(Measure::AllowDowntime(500 * MS));
+        assert_eq!(decide(cancel, raise, 490 * MS), (Decision::Stop, raised));
+        assert_eq!(decide(cancel, raise, 491 * MS), (Decision::Abort, None));
+        assert_eq!(decide(cancel, Convergence::Throttle, 91 * MS), (Decision::Abort, None));
+        assert_eq!(decide(cancel, Convergence::Postcopy, 91 * MS), (Decision::Postcopy, None));
     }
 
     #[test]

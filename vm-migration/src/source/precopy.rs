@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use page_bitmap::PageBitmap;
 
-use super::convergence::{Decision, Forecast, Measure, Policy};
+use super::convergence::{Decision, Expected, Forecast, Measure, Policy};
 use super::negotiate::Links;
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::round::{Pass, RoundKind, clear_all, send_round};
@@ -106,7 +106,7 @@ impl<V: SourceVm> Negotiated<V> {
 
     fn remaining(&mut self, context: Context<'_>) -> Result<RemainingMemory<V::Log>, Failure> {
         if self.links.terms.local() {
-            self.await_machine(Instant::now(), context)?;
+            self.await_machine(Instant::now(), || (), context)?;
             self.prepare_stop(context)?;
             return Ok(RemainingMemory::Shared);
         }
@@ -166,11 +166,16 @@ impl<V: SourceVm> Negotiated<V> {
                 controller.round_trip(self.ping(options.limits.answer)?);
             }
             controller.forecast.switch_over = self.vm.switch_over_time();
+            // Hints are not asked for again when the guest has stopped.
+            let free = context.progress.counters.free_pages.load(Ordering::Relaxed) * PAGE_BYTES;
+            controller.unlogged(log.devices_without_log(), sent.saturating_add(free));
             match controller.decide(number, remaining_bytes) {
                 Decision::Round => {}
                 Decision::Stop => {
                     if !machine_is_built {
-                        let waited = self.await_machine(controller.began, context)?;
+                        let began = controller.began;
+                        let waited = self.await_machine(began, || controller.release(), context)?;
+                        controller.throttle_again();
                         machine_is_built = true;
                         if !controller.may_stop_after(waited) {
                             // The next round sends what the guest has written meanwhile as well.
@@ -237,7 +242,7 @@ impl<V: SourceVm> Negotiated<V> {
     ) -> Result<Rounds, Failure> {
         log::info!("precopy ends: the rest of memory is sent by postcopy");
         if !machine_is_built {
-            self.await_machine(Instant::now(), context)?;
+            self.await_machine(Instant::now(), || (), context)?;
         }
         self.prepare_stop(context)?;
         let maps = unsent.unwrap_or_else(|| empty_maps(self.memory.layout()));
@@ -305,8 +310,14 @@ impl<V: SourceVm> Negotiated<V> {
 
     /// Waits, while the guest runs, until the destination has built its machine and could take the state;
     /// returns how long that took. A destination that says that it still prepares is waited for until the
-    /// migration, which began at `began`, is cancelled by its timeout; any other for a fixed time.
-    fn await_machine(&mut self, began: Instant, context: Context<'_>) -> Result<Duration, Failure> {
+    /// migration, which began at `began`, is cancelled by its timeout; any other for a fixed time. Whenever it says
+    /// so, `takes_long` is called.
+    fn await_machine(
+        &mut self,
+        began: Instant,
+        mut takes_long: impl FnMut(),
+        context: Context<'_>,
+    ) -> Result<Duration, Failure> {
         const STEP: &str = "waiting for the destination to prepare the machine";
         let options = context.options;
         let asked = Instant::now();
@@ -315,6 +326,7 @@ impl<V: SourceVm> Negotiated<V> {
             let least = options.limits.prepare;
             let ends = options.timeout_strategy == TimeoutStrategy::Cancel;
             let may_wait = || {
+                takes_long();
                 let waited = asked.elapsed();
                 if ends && waited >= least && began.elapsed() >= options.timeout {
                     return Err(Cause::SlowPreparation { waited_s: waited.as_secs() });
@@ -341,6 +353,10 @@ struct ConvergenceController<'a> {
     began: Instant,
     /// Wait for the destination, which does not count as time for the guest to converge.
     waited: Duration,
+    /// Devices whose writes are not logged.
+    unlogged: Vec<String>,
+    /// Bytes of all memory, as the first round has found them.
+    whole_bytes: Option<u64>,
     context: Context<'a>,
 }
 
@@ -364,7 +380,9 @@ impl<'a> ConvergenceController<'a> {
             ..Forecast::default()
         };
         let (began, waited) = (Instant::now(), Duration::ZERO);
-        let controller = Self { policy, forecast, throttle, began, waited, context };
+        let (unlogged, whole_bytes) = (Vec::new(), None);
+        let controller =
+            Self { policy, forecast, throttle, began, waited, unlogged, whole_bytes, context };
         let allowed = &context.progress.counters.allowed_downtime_us;
         allowed.set(micros(controller.policy.allowed()));
         Ok(controller)
@@ -374,6 +392,36 @@ impl<'a> ConvergenceController<'a> {
     fn begin_anew(&mut self, waited: Duration) {
         self.waited += waited;
         self.policy.begin_anew();
+    }
+
+    /// Lets the guest run freely: it is to wait for something else than its own writes.
+    fn release(&mut self) {
+        self.set_throttle(0);
+    }
+
+    /// Slows the guest down as before [`Self::release`].
+    fn throttle_again(&mut self) {
+        self.set_throttle(self.policy.throttle_percent());
+    }
+
+    fn set_throttle(&mut self, percent: u8) {
+        let shown = &self.context.progress.counters.throttle_percent;
+        if shown.swap(percent.into(), Ordering::Relaxed) != u32::from(percent)
+            && let Some(throttle) = &mut self.throttle
+        {
+            throttle.set(percent);
+        }
+    }
+
+    /// Takes the devices whose writes are not logged; after the first round, that is all of memory.
+    fn unlogged(&mut self, devices: Vec<String>, memory_bytes: u64) {
+        self.unlogged = devices;
+        self.whole_bytes.get_or_insert(memory_bytes);
+    }
+
+    fn expected(&self, remaining_bytes: u64) -> Expected {
+        let unlogged_bytes = self.whole_bytes.filter(|_| !self.unlogged.is_empty());
+        self.forecast.downtime(remaining_bytes, unlogged_bytes)
     }
 
     /// Takes the measurements of a round.
@@ -397,7 +445,7 @@ impl<'a> ConvergenceController<'a> {
     }
 
     fn decide(&mut self, round: u32, remaining_bytes: u64) -> Decision {
-        let expected = self.forecast.downtime(remaining_bytes);
+        let expected = self.expected(remaining_bytes);
         let elapsed = self.began.elapsed().saturating_sub(self.waited);
         let (decision, measure) = self.policy.decide(remaining_bytes, expected, elapsed);
         let progress = self.context.progress;
@@ -405,7 +453,14 @@ impl<'a> ConvergenceController<'a> {
         let expected_us = micros(expected.total());
         counters.expected_downtime_us.set(expected_us);
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
-        if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
+        if decision == Decision::Stop && expected.unlogged > self.policy.allowed() {
+            log::warn!(
+                "the downtime will be about {} ms: nothing logs what {} write to guest memory, and all of it is \
+                 sent again",
+                expected.total().as_millis(),
+                self.unlogged.join(", ")
+            );
+        } else if decision == Decision::Stop && expected.fixed > self.policy.allowed() {
             log::warn!(
                 "the downtime will be about {} ms: {} ms of state, round trips and start \
                  alone exceed the {} ms that are allowed",
@@ -421,10 +476,7 @@ impl<'a> ConvergenceController<'a> {
         match measure {
             None => {}
             Some(Measure::Throttle(percent)) => {
-                if let Some(throttle) = &mut self.throttle {
-                    throttle.set(percent);
-                }
-                counters.throttle_percent.store(percent.into(), Ordering::Relaxed);
+                self.set_throttle(percent);
                 progress.tell(Event::Throttled { percent });
             }
             Some(Measure::AllowDowntime(allowed)) => {
@@ -443,13 +495,18 @@ impl<'a> ConvergenceController<'a> {
 
     fn not_converging(&self, rounds: u32, remaining_bytes: u64) -> Cause {
         let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let expected = self.forecast.downtime(remaining_bytes);
+        let expected = self.expected(remaining_bytes);
+        let (expected_ms, downtime_ms) = (ms(expected.total()), ms(self.policy.allowed()));
+        if !expected.unlogged.is_zero() {
+            let devices = self.unlogged.join(", ");
+            return Cause::Unlogged { devices, expected_ms, downtime_ms };
+        }
         Cause::NotConverging {
             rounds,
             elapsed_s: self.began.elapsed().as_secs(),
-            expected_ms: ms(expected.total()),
+            expected_ms,
             fixed_ms: ms(expected.fixed),
-            downtime_ms: ms(self.policy.allowed()),
+            downtime_ms,
         }
     }
 }

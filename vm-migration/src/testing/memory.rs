@@ -467,6 +467,7 @@ pub struct FakeLog {
     noted: Mutex<Vec<Vec<u64>>>,
     busy: bool,
     calls: Calls,
+    without_log: &'static [&'static str],
 }
 
 impl Drop for FakeLog {
@@ -481,7 +482,14 @@ impl FakeLog {
     pub fn new(memory: Arc<FakeMemory>, busy: bool, calls: Calls) -> Self {
         let noted = memory.regions.iter().map(|region| vec![u64::MAX; region.dirty.len()]);
         let noted = Mutex::new(noted.collect());
-        Self { memory, noted, busy, calls }
+        Self { memory, noted, busy, calls, without_log: &[] }
+    }
+
+    /// These devices are not in it.
+    #[must_use]
+    pub fn without_log_of(mut self, devices: &'static [&'static str]) -> Self {
+        self.without_log = devices;
+        self
     }
 }
 
@@ -499,6 +507,10 @@ impl DirtyLog for FakeLog {
             }
         }
         Ok(count)
+    }
+
+    fn devices_without_log(&self) -> Vec<String> {
+        self.without_log.iter().map(|device| (*device).to_owned()).collect()
     }
 
     fn collect_and_clear(

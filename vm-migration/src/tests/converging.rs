@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::early::wait_for;
 use super::{
     Builder, FakeVm, Guest, LIMITS, Target, assert_whole, loopback, memory, migrate, options,
 };
 use crate::progress::{Event, Observer, ProgressDocument};
 use crate::source::SendFailure;
 use crate::testing::{Inject, Pace};
-use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side};
+use crate::{Cancel, Cause, Convergence, DirtyClear, Progress, SendOptions, Side, TimeoutStrategy};
 
 /// Decides after each event whether to cancel, from all events so far.
 type Enough = fn(&[Event]) -> bool;
@@ -195,6 +196,73 @@ fn what_happened_instead_of_converging_is_told_in_numbers() {
         "{}",
         error_text::chain(&cause)
     );
+}
+
+/// A guest at rest, of which two devices write what no log has.
+fn unlogged(adjust: impl FnOnce(&mut SendOptions)) -> (Result<ProgressDocument, Cause>, usize) {
+    let (end, events, _) = busy(adjust, |vm| vm.inject(Inject::Unlogged), |_| false);
+    (end, events.iter().filter(|event| matches!(event, Event::Round { .. })).count())
+}
+
+#[test]
+fn memory_that_has_to_be_sent_again_whole_is_refused_by_name_after_one_round() {
+    let (end, rounds) = unlogged(|options| {
+        // All of memory takes longer.
+        options.bandwidth_bytes_per_s = 64 << 20;
+        options.downtime = Duration::from_millis(1);
+    });
+    let cause = end.unwrap_err();
+    let Cause::Unlogged { devices, downtime_ms: 1, .. } = &cause else { panic!("{cause:?}") };
+    assert_eq!((devices.as_str(), rounds), ("gpu0, gpu1", 1));
+    let told = error_text::chain(&cause);
+    assert!(told.contains("timeout_strategy=ignore"), "{told}");
+}
+
+#[test]
+fn memory_that_has_to_be_sent_again_whole_is_sent_where_that_is_allowed() {
+    let (end, rounds) = unlogged(|options| {
+        options.bandwidth_bytes_per_s = 64 << 20;
+        options.downtime = Duration::from_millis(1);
+        options.timeout_strategy = TimeoutStrategy::Ignore;
+    });
+    let report = end.unwrap();
+    assert!(report.expected_downtime_us > Some(10_000), "{report:?}");
+    assert!(rounds <= 2, "one while it runs, and one when it has stopped: {rounds}");
+    let (end, rounds) = unlogged(|options| options.downtime = Duration::from_mins(1));
+    let report = end.unwrap();
+    assert!(report.expected_downtime_us < report.allowed_downtime_us, "{report:?}");
+    assert!(rounds <= 2, "one while it runs, and one when it has stopped: {rounds}");
+}
+
+/// The guest is as slow as it has to be while memory is sent, and runs freely while the destination takes long.
+#[test]
+fn a_guest_is_not_slowed_down_while_its_destination_prepares() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 73);
+    guest.fill(&from, 60);
+    let (open, gate) = std::sync::mpsc::channel();
+    let builder = Builder::new(&to, &guest).ready_gate(gate);
+    let target = Target::start(&loopback(), builder, LIMITS);
+    let mut options = options(&target.address);
+    options.convergence = Convergence::Throttle;
+    options.downtime = Duration::from_millis(1);
+    let pace = Pace::Paced(1, Duration::from_millis(1));
+    let vm = FakeVm::new(&from, &guest).load(1, 1, pace).inject(Inject::Busy).calms_at(40);
+    let vm = vm.running();
+    let throttled = vm.throttled();
+    let progress = Arc::new(Progress::new(Side::Source));
+    let sender = {
+        let progress = Arc::clone(&progress);
+        std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()))
+    };
+    wait_for("the guest to run freely", || *throttled.lock() == [20, 30, 40, 0]);
+    assert_eq!(progress.snapshot().throttle_percent, Some(0));
+    open.send(()).unwrap();
+    let report = sender.join().unwrap().unwrap().report;
+    target.join().unwrap().vm.stop();
+    assert_whole(&guest, &to);
+    assert_eq!(*throttled.lock(), [20, 30, 40, 0, 40, 0]);
+    assert_eq!(report.throttle_percent, Some(40));
 }
 
 #[test]

@@ -75,6 +75,14 @@ impl DirtyLog for MachineDirtyLog {
         Ok(pages)
     }
 
+    fn devices_without_log(&self) -> Vec<String> {
+        self.dma
+            .iter()
+            .filter(|log| log.is_missing())
+            .map(|log| log.device_id().to_owned())
+            .collect()
+    }
+
     fn collect_and_clear(
         &self,
         region: usize,

@@ -58,6 +58,8 @@ pub enum Inject {
     TouchInDoubt,
     /// No failure: the guest dirties all of its memory all the time.
     Busy,
+    /// No failure: nothing logs what two of its devices write.
+    Unlogged,
     /// No failure: after the handover the process lacks descriptors for the next two sets of
     /// connections (in this crate's own tests).
     Descriptors,
@@ -315,8 +317,12 @@ impl SourceVm for FakeVm {
 
     fn start_dirty_log(&mut self) -> Result<FakeLog, VmError> {
         self.common.call(Inject::StartLog, "start log")?;
-        let busy = self.common.inject == Inject::Busy;
-        Ok(FakeLog::new(Arc::clone(&self.common.memory), busy, Arc::clone(&self.common.calls)))
+        let Common { inject, memory, calls, .. } = &self.common;
+        let log = FakeLog::new(Arc::clone(memory), *inject == Inject::Busy, Arc::clone(calls));
+        if *inject == Inject::Unlogged {
+            return Ok(log.without_log_of(&["gpu0", "gpu1"]));
+        }
+        Ok(log)
     }
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {
