@@ -57,7 +57,7 @@ const OPTION_STRINGS: [(&str, &str); 43] = [
     ),
     ("send-migration", "unix:/tmp/sock"),
     ("receive-migration", "receiver_url=unix:/s,allow=/var/lib/vms:disk+console"),
-    ("receive-migration", "receiver_url=unix:/s,zone_updates=[low@1,high@0]"),
+    ("receive-migration", "receiver_url=unix:/s,zone_updates=[low@1,high@0],prezeroed=off"),
     (
         "receive-migration",
         "receiver_url=tcp:0.0.0.0:0,allow=[\"/with,comma:payload+rng\",vm*:tap,tty:console,/d:device]",

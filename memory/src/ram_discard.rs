@@ -99,7 +99,7 @@ impl GuestRam {
 
     /// Makes `range` of the region with this index read as zeros: discards it like
     /// [`discard_in_region`](Self::discard_in_region), or writes zeros into the pages where devices have
-    /// memory mapped.
+    /// memory mapped, and where all of a region was populated beforehand and is to stay so.
     ///
     /// # Errors
     /// As [`discard_in_region`](Self::discard_in_region), except for a ban; and when the host has no memory
@@ -110,8 +110,8 @@ impl GuestRam {
         for piece in pieces(region, range) {
             let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
-                Ok(permit) => region.discard(&piece, &permit),
-                Err(_reason) => region.zero_pages(&piece),
+                Ok(permit) if !region.is_prezeroed() => region.discard(&piece, &permit),
+                _ => region.zero_pages(&piece),
             })?;
         }
         Ok(())
@@ -268,7 +268,7 @@ mod tests {
     use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 
     use super::*;
-    use crate::{Backing, RamConfig, RamLayout, ZoneSpec};
+    use crate::{Backing, Lease, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
 
     const MIB: u64 = 1 << 20;
 
@@ -320,6 +320,29 @@ mod tests {
         ram.discard(0..MIB);
         let left = region.populated_runs(&(0..region.len_bytes())).unwrap();
         assert_eq!(left.first().map(|run| run.start), Some(MIB));
+    }
+
+    #[test]
+    fn memory_that_was_populated_beforehand_stays_so_when_it_becomes_zero() {
+        let zone = ZoneSpec { shared: true, thp: false, ..ZoneSpec::new("a", 4 * MIB) };
+        let config = RamConfig { zones: vec![zone] };
+        let before = GuestRam::new(&config, RamLayout::default()).unwrap();
+        before.regions()[0].fill(&(0..4 * MIB)).unwrap();
+        let file = Arc::clone(before.regions()[0].file().unwrap());
+        let given = [ProvidedFile::prezeroed("a", file, Lease::new(Arc::new(())))];
+        let ram = GuestRam::with_provided(&config, RamLayout::default(), &given).unwrap();
+        fill(&ram);
+        ram.make_zero(0, &(MIB..2 * MIB)).unwrap();
+        assert_eq!((byte(&ram, MIB), byte(&ram, 2 * MIB - 1)), (0, 0));
+        assert_eq!((byte(&ram, MIB - 1), byte(&ram, 2 * MIB)), (7, 7));
+        let region = &ram.regions()[0];
+        assert!(region.populated_runs(&(0..4 * MIB)).unwrap().iter().eq([&(0..4 * MIB)]));
+        assert!(region.zero().is_zero(MIB / PAGE_BYTES));
+        // Once the guest has given some of it back, it is as any other.
+        ram.discard(0..MIB);
+        ram.make_zero(0, &(2 * MIB..3 * MIB)).unwrap();
+        let left = region.populated_runs(&(0..4 * MIB)).unwrap();
+        assert!(left.iter().eq([&(MIB..2 * MIB), &(3 * MIB..4 * MIB)]), "{left:?}");
     }
 
     #[test]

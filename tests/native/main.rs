@@ -52,6 +52,7 @@ mod migration_rounds;
 mod numa;
 mod page_server;
 mod pause;
+mod pool_arrivals;
 mod postcopy;
 mod prefault;
 mod prezero;
@@ -144,6 +145,7 @@ fn main() -> ExitCode {
     copies::add(&mut suite);
     prefault::add(&mut suite);
     prezero::add(&mut suite);
+    pool_arrivals::add(&mut suite);
     fault_sources::add(&mut suite);
     fault_stress::add(&mut suite);
     hostile::add(&mut suite);

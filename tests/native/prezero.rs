@@ -2,7 +2,7 @@
 //! VMs on memory of the pool: no VM sees what another VM wrote, whatever happened to that VM, and
 //! without the pool a VM starts all the same.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{PipeReader, Read as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
@@ -65,8 +65,8 @@ pub fn assert_zero(file: &File, len_bytes: u64) {
     }
 }
 
-/// The inode of the memfd that a VMM took from the pool.
-fn inode_of_ram(pid: u32) -> u64 {
+/// The memfd that a VMM took from the pool.
+pub fn memory_of_pool(pid: u32) -> Metadata {
     let folder = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the process is there");
     let is_ram = |path: &std::path::PathBuf| {
         let target = std::fs::read_link(path).unwrap_or_default();
@@ -74,7 +74,11 @@ fn inode_of_ram(pid: u32) -> u64 {
     };
     let mut paths = folder.filter_map(|entry| Some(entry.ok()?.path()));
     let path = paths.find(is_ram).expect("memory of the pool");
-    std::fs::metadata(path).expect("a memfd").ino()
+    std::fs::metadata(path).expect("a memfd")
+}
+
+fn inode_of_ram(pid: u32) -> u64 {
+    memory_of_pool(pid).ino()
 }
 
 /// Keeps the first page of `file` in a pipe, as `vmsplice` does, and returns the end to read it from.

@@ -216,6 +216,15 @@ pub struct GivenMemory {
     pub file: File,
 }
 
+/// When the contents of memory arrive at the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// Before the guest runs.
+    BeforeGuest,
+    /// Perhaps while it runs, so that pages must be able to be missing (postcopy).
+    BehindGuest,
+}
+
 /// Builds the machine on the destination.
 pub trait DestinationBuilder: Send {
     /// The built machine.
@@ -228,7 +237,8 @@ pub trait DestinationBuilder: Send {
         Formats::default()
     }
 
-    /// Maps the machine's memory without populating it. The source waits for this before it sends memory, so
+    /// Maps the machine's memory without populating it; where all of it arrives before the guest runs, it may be
+    /// memory that is populated with zeros already. The source waits for this before it sends memory, so
     /// all other work belongs to [`MappedMachine::build`]. With `given` (a migration with `local=on`) the
     /// zones named there use these files.
     ///
@@ -238,6 +248,7 @@ pub trait DestinationBuilder: Send {
         self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
+        arrival: Arrival,
     ) -> Result<Self::Mapped, VmError>;
 }
 

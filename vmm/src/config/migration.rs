@@ -23,7 +23,7 @@ use super::family::{Family as _, option_family};
 use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
 use super::value::MacAddr;
-use super::zone_update::{VmMemoryZoneUpdateData, ZoneUpdates};
+use super::zone_update::{MemoryUpdates, VmMemoryZoneUpdateData, ZoneUpdates};
 
 /// Maximum number of parallel connections of a migration.
 const CONNECTIONS_MAX: u64 = options::CONNECTIONS_MAX as u64;
@@ -199,6 +199,9 @@ option_family! {
         /// New host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None,
             "zone_updates" as Opt<ZoneUpdates>;
+        /// Socket of a prezero-pool of this host, which memory zones then take their memory from whatever their
+        /// configuration says; `off`: from none.
+        prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
         /// Open tap descriptors for network devices, replacing those in the configuration.
         net_fds: Option<Vec<RestoredNetConfig>> = None, "net_fds" as Opt<NetFds>;
         /// Open descriptors for passed-through devices, replacing what the configuration has.
@@ -266,6 +269,9 @@ option_family! {
         /// New host NUMA nodes for memory zones.
         zone_updates: Option<Vec<VmMemoryZoneUpdateData>> = None,
             "zone_updates" as Opt<ZoneUpdates>;
+        /// Socket of a prezero-pool of this host, which memory zones then take their memory from whatever their
+        /// configuration says; `off`: from none.
+        prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
         /// New names, MAC addresses and taps for network devices.
         net_updates: Option<Vec<VmNetUpdateData>> = None, "" as JsonOnly;
         /// New names and files for disks.
@@ -337,6 +343,11 @@ impl VmCoredumpData {
 }
 
 impl RestoreConfig {
+    /// Where memory comes from on this host.
+    pub fn memory_updates(&self) -> MemoryUpdates {
+        MemoryUpdates::new(self.zone_updates.as_ref(), self.prezeroed.as_ref())
+    }
+
     /// The directory of the snapshot.
     ///
     /// # Errors
@@ -426,6 +437,11 @@ impl MigrationRecoverData {
 }
 
 impl ReceiveMigrationData {
+    /// Where memory comes from on this host.
+    pub fn memory_updates(&self) -> MemoryUpdates {
+        MemoryUpdates::new(self.zone_updates.as_ref(), self.prezeroed.as_ref())
+    }
+
     /// Parses an option string or a bare address.
     ///
     /// # Errors

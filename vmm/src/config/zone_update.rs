@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Other host NUMA nodes for the memory zones of a VM that arrives or is restored.
+//! Other host NUMA nodes, or another pool, for the memory zones of a VM that arrives or is restored.
 //!
 //! Owns the family and its text form. It must never know which nodes there are.
+
+use std::path::{Path, PathBuf};
 
 use super::codec::{JsonOnly, ValueCodec, pair_items};
 use super::family::option_family;
@@ -15,6 +17,34 @@ option_family! {
         id: String = String::new(), "" as JsonOnly, required_json();
         /// The node.
         host_numa_node: u32 = 0, "" as JsonOnly, required_json();
+    }
+}
+
+/// Where the memory of a VM that arrives or is restored comes from on this host.
+#[derive(Clone, Debug, Default)]
+pub struct MemoryUpdates {
+    /// New nodes for zones.
+    pub zones: Vec<VmMemoryZoneUpdateData>,
+    /// Another pool for all zones.
+    pub pool: Option<PoolUpdate>,
+}
+
+/// Another pool of prezeroed memory than the configuration names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PoolUpdate {
+    /// None.
+    Off,
+    /// The one with this socket.
+    At(PathBuf),
+}
+
+impl MemoryUpdates {
+    /// As a request has them; a pool `off` is none.
+    pub fn new(zones: Option<&Vec<VmMemoryZoneUpdateData>>, pool: Option<&PathBuf>) -> Self {
+        let pool = pool.map(|path| {
+            if path == Path::new("off") { PoolUpdate::Off } else { PoolUpdate::At(path.clone()) }
+        });
+        Self { zones: zones.cloned().unwrap_or_default(), pool }
     }
 }
 

@@ -229,7 +229,7 @@ impl Vmm {
             sink: self.new_sink(),
             faults,
             fds: data.arriving_fds(),
-            zones: data.zone_updates.clone().unwrap_or_default(),
+            memory: data.memory_updates(),
             rules: data.allow.clone(),
             late_reconnects: self.late_reconnects.clone(),
             confiner: self.confiner(),

@@ -24,7 +24,7 @@ use super::observer::EventObserver;
 use super::threads::spawn_with;
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind};
-use crate::config::zone_update::VmMemoryZoneUpdateData;
+use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
 use crate::events;
 use crate::machine::{EventSink, Host, Machine};
@@ -96,8 +96,8 @@ pub struct ReceiveContext {
     pub faults: FaultPlan,
     /// Descriptors for the devices.
     pub fds: ArrivingFds,
-    /// Other nodes of this host for memory zones.
-    pub zones: Vec<VmMemoryZoneUpdateData>,
+    /// Where memory comes from on this host.
+    pub memory: MemoryUpdates,
     /// What the configuration may name on this host; `None`: no restriction.
     pub rules: Option<Vec<Grant>>,
     /// Handles reconnections of sources that may not know that their migration to here has ended.
@@ -247,7 +247,7 @@ pub fn start(
             sink,
             faults,
             fds,
-            zones,
+            memory,
             rules,
             late_reconnects,
             confiner,
@@ -258,7 +258,7 @@ pub fn start(
         let slot = Arc::new(Mutex::new(Some(responder)));
         let doubts = report_doubts(Arc::clone(&slot), inbox_sender.clone());
         let builder = ArrivingBuilder::new(host, sink, faults, doubts);
-        let builder = builder.within(rules).with_descriptors(fds).with_zones(zones);
+        let builder = builder.within(rules).with_descriptors(fds).with_memory(memory);
         let builder = builder.confined_by(confine);
         let received = target
             .listen(&late_reconnects, &own_progress, &own_cancel)

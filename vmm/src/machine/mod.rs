@@ -109,7 +109,7 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
-pub use ram::MachineRamError;
+pub use ram::{MachineRamError, Pools};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
@@ -307,9 +307,10 @@ impl Machine {
         self.parts.passthrough.keep_mappings()
     }
 
-    /// Unpopulated memory for a machine to be received or restored. The zones named in `given` consist of
+    /// Memory for a machine to be received or restored. The zones named in `given` consist of
     /// these files, with their contents; all others are empty: the contents of their files are discarded
-    /// here, before a page arrives or is pinned, if `contents` allows that.
+    /// here, before a page arrives or is pinned, if `contents` allows that. It is unpopulated, but for zones with
+    /// memory of a pool.
     ///
     /// # Errors
     /// Names the zone and what is missing here, the process that holds its file, or says that the file is
@@ -319,14 +320,14 @@ impl Machine {
         host: &Host,
         given: &[(String, Arc<File>)],
         contents: InitialContents,
+        pools: Pools,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        let (unwatched, never) = (BootPrefault::default(), CancelToken::default());
-        Ok(ram::make(&config.memory, bits, origin, &unwatched, &never)?)
+        Ok(ram::make_arriving(&config.memory, bits, origin, pools)?)
     }
 
     /// A paused machine on such memory, whose state is still to be received. Does not change the contents

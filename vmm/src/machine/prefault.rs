@@ -233,7 +233,8 @@ fn start(
 /// The limit that is too low.
 pub fn check_room(ram: &GuestRam, zones: &[(String, Prefault)]) -> Result<(), InsufficientMemory> {
     let asks = |id: &str| zones.iter().any(|(zone, mode)| zone == id && *mode != Prefault::Off);
-    let asking = ram.regions().iter().filter(|region| asks(region.zone_id()));
+    let asking =
+        ram.regions().iter().filter(|region| asks(region.zone_id()) && !region.is_prezeroed());
     memory::check_available(&asking.cloned().collect::<Vec<_>>())
 }
 

@@ -71,6 +71,19 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
     events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
 }
 
+/// Reports zones that name a pool and do without it, as pages of theirs must be able to be missing while the guest
+/// runs.
+pub fn leave(zones: &[(&ZoneSpec, Option<&Path>)]) {
+    for (zone, _) in zones.iter().filter(|(_, socket)| socket.is_some()) {
+        warn(&zone.id, &MayArriveLate);
+    }
+}
+
+/// Populated memory has no pages that could be missing.
+#[derive(Debug, thiserror::Error)]
+#[error("contents may arrive after the guest has started to run")]
+struct MayArriveLate;
+
 /// Takes memory for the zones that name a pool. Failures are logged, and the zone left out.
 pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
     let mut pools = Pools::default();

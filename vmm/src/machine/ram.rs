@@ -10,8 +10,8 @@ use std::sync::Arc;
 use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::{
-    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError,
-    PrefaultOptions, RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
+    Backing, BackingError, GuestRam, HugePageSize, PopulateError, PrefaultError, PrefaultOptions,
+    RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
@@ -240,44 +240,71 @@ fn is_poisoned(error: &MachineRamError) -> bool {
     )
 }
 
-/// Creates guest RAM, and prefaults it unless its contents are still to arrive, as `origin` says.
-/// Cancelling ends the prefault early.
+/// Whether zones take their memory from the pools that they name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pools {
+    /// They do: populated memory is what they need.
+    Asked,
+    /// They do not: pages must be able to be missing.
+    NotAsked,
+}
+
+/// Creates guest RAM whose contents are as found, and prefaults it. Cancelling ends the prefault early.
 ///
 /// # Errors
 /// Names the zone and the limit.
 pub fn make(
     config: &MemoryConfig,
     phys_bits: u8,
-    mut origin: RamSources,
+    origin: RamSources,
     boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let populate = origin.contents == InitialContents::AsFound;
+    let ram = make_unpopulated(config, phys_bits, origin, Pools::Asked)?;
+    let modes = prefault_modes(config);
+    let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
+    populated.map_err(MachineRamError::Prefault)?;
+    Ok(Arc::new(ram))
+}
+
+/// Creates guest RAM whose contents are still to arrive.
+///
+/// # Errors
+/// Names the zone and the limit.
+pub fn make_arriving(
+    config: &MemoryConfig,
+    phys_bits: u8,
+    origin: RamSources,
+    pools: Pools,
+) -> Result<Arc<GuestRam>, MachineRamError> {
+    let ram = make_unpopulated(config, phys_bits, origin, pools)?;
+    let room = prefault::check_room(&ram, &prefault_modes(config));
+    room.map_err(|error| MachineRamError::Prefault(error.into()))?;
+    Ok(Arc::new(ram))
+}
+
+/// Creates guest RAM of which only what a pool gives is populated.
+fn make_unpopulated(
+    config: &MemoryConfig,
+    phys_bits: u8,
+    mut origin: RamSources,
+    pools: Pools,
+) -> Result<GuestRam, MachineRamError> {
     let specs = specs(config)?;
     let layout = layout_of(phys_bits, config.hole());
-    if populate {
-        // Contents that arrive need memory that is not populated.
-        let zones = zones(config);
-        let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
-        let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
-        let requests: Vec<_> =
-            specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-        let taken = prezeroed::take(&requests);
-        origin.provided.extend(taken);
+    let zones = zones(config);
+    let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
+    let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
+    let requests: Vec<_> = specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
+    match pools {
+        Pools::Asked => origin.provided.extend(prezeroed::take(&requests)),
+        Pools::NotAsked => prezeroed::leave(&requests),
     }
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
-    let modes = prefault_modes(config);
-    if populate {
-        let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
-        populated.map_err(MachineRamError::Prefault)?;
-    } else {
-        let room = prefault::check_room(&ram, &modes);
-        room.map_err(|error| MachineRamError::Prefault(error.into()))?;
-    }
-    Ok(Arc::new(ram))
+    Ok(ram)
 }
 
 /// Creates guest RAM from the provided files; pool memory that does not fit is left out.

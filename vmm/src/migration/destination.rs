@@ -14,16 +14,16 @@ use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
-use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+use vm_migration::vm::{Arrival, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::memory::MigratingRam;
 use super::resident::{self, KvmLimits};
 use super::{grants, updates};
-use crate::config::zone_update::VmMemoryZoneUpdateData;
+use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
-use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
+use crate::machine::{Consoles, EventSink, Host, Machine, MachineState, Pools};
 use crate::sandbox::landlock::LandlockError;
 
 /// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
@@ -38,7 +38,7 @@ pub struct ArrivingBuilder {
     rules: Option<Vec<Grant>>,
     doubts: DoubtObserver,
     fds: ArrivingFds,
-    zones: Vec<VmMemoryZoneUpdateData>,
+    memory: MemoryUpdates,
     confine: ConfineArrival,
 }
 
@@ -55,7 +55,16 @@ impl ArrivingBuilder {
     /// this host.
     pub fn new(host: Arc<Host>, sink: EventSink, faults: FaultPlan, doubts: DoubtObserver) -> Self {
         let (fds, confine) = (ArrivingFds::default(), Box::new(|_: &VmConfig| Ok(())));
-        Self { host, sink, faults, rules: None, doubts, fds, zones: Vec::new(), confine }
+        Self {
+            host,
+            sink,
+            faults,
+            rules: None,
+            doubts,
+            fds,
+            memory: MemoryUpdates::default(),
+            confine,
+        }
     }
 
     /// The same builder, restricted to configurations that the rules allow, if there are any.
@@ -76,10 +85,24 @@ impl ArrivingBuilder {
         Self { fds, ..self }
     }
 
-    /// The same builder, with other nodes of this host for memory zones.
+    /// The same builder, with other memory of this host.
     #[must_use]
-    pub fn with_zones(self, zones: Vec<VmMemoryZoneUpdateData>) -> Self {
-        Self { zones, ..self }
+    pub fn with_memory(self, memory: MemoryUpdates) -> Self {
+        Self { memory, ..self }
+    }
+}
+
+impl ArrivingBuilder {
+    /// Whether the rules allow what the configuration names. A pool that the request for this migration names is not
+    /// the source's choice.
+    fn check_grants(&self, config: &VmConfig) -> Result<(), VmError> {
+        let rules = self.rules.as_deref();
+        if self.memory.pool.is_none() || rules.is_none() {
+            return Ok(grants::check(rules, config)?);
+        }
+        let mut named = config.clone();
+        updates::name_pool(&mut named, None);
+        Ok(grants::check(rules, &named)?)
     }
 }
 
@@ -128,13 +151,14 @@ impl DestinationBuilder for ArrivingBuilder {
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
+        arrival: Arrival,
     ) -> Result<MappedArrival, VmError> {
         let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
         self.fds.place(&mut vm_config)?;
-        updates::change_zones(&mut vm_config, &self.zones)?;
+        updates::change_memory(&mut vm_config, &self.memory)?;
         let config = vm_config.complete_begun()?;
-        grants::check(self.rules.as_deref(), &config)?;
+        self.check_grants(&config)?;
         (self.confine)(&config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
@@ -143,7 +167,11 @@ impl DestinationBuilder for ArrivingBuilder {
         // it.
         let ruled = self.rules.is_some();
         let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
-        let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
+        let pools = match arrival {
+            Arrival::BeforeGuest => Pools::Asked,
+            Arrival::BehindGuest => Pools::NotAsked,
+        };
+        let ram = Machine::arriving_ram(&config, &self.host, &given, contents, pools)?;
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
         Ok(MappedArrival { builder: self, config, memory })

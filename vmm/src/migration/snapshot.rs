@@ -26,7 +26,7 @@ use super::updates::{self, UpdateError};
 use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
-    MachineStateError, StateJsonError, WriteBackError, features,
+    MachineStateError, Pools, StateJsonError, WriteBackError, features,
 };
 use crate::sandbox::landlock::LandlockError;
 
@@ -216,7 +216,11 @@ fn restore_from(
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
-    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
+    let pools = match request.memory_restore_mode {
+        MemoryRestoreMode::Copy => Pools::Asked,
+        MemoryRestoreMode::OnDemand => Pools::NotAsked,
+    };
+    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing, pools)
         .map_err(RestoreCause::Make)?;
     if request.prefault {
         // All of it is to be populated in the end, so check at once whether that is possible.

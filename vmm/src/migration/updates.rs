@@ -6,10 +6,11 @@
 //! Must never change what the guest's driver relies on without the guest being able to find out.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use thiserror::Error;
 
-use crate::config::zone_update::VmMemoryZoneUpdateData;
+use crate::config::zone_update::{MemoryUpdates, PoolUpdate, VmMemoryZoneUpdateData};
 use crate::config::{MacAddr, RestoreConfig, VmConfig};
 use crate::machine::MachineState;
 
@@ -40,11 +41,33 @@ pub enum UpdateError {
     NoMac(String),
 }
 
-/// Has zones take their memory from other nodes of the host.
+/// Has zones take their memory from other nodes of the host, or from another pool.
 ///
 /// # Errors
 /// Names the unknown zone.
-pub fn change_zones(
+pub fn change_memory(config: &mut VmConfig, updates: &MemoryUpdates) -> Result<(), UpdateError> {
+    change_zones(config, &updates.zones)?;
+    match &updates.pool {
+        None => {}
+        Some(PoolUpdate::Off) => name_pool(config, None),
+        Some(PoolUpdate::At(socket)) => name_pool(config, Some(socket)),
+    }
+    Ok(())
+}
+
+/// Names this pool for all memory that can be a pool's.
+pub fn name_pool(config: &mut VmConfig, socket: Option<&PathBuf>) {
+    let memory = &mut config.memory;
+    let Some(zones) = memory.zones.as_mut().filter(|zones| !zones.is_empty()) else {
+        memory.prezeroed = socket.filter(|_| !memory.mergeable).cloned();
+        return;
+    };
+    for zone in zones {
+        zone.prezeroed = socket.filter(|_| !zone.mergeable && zone.file.is_none()).cloned();
+    }
+}
+
+fn change_zones(
     config: &mut VmConfig,
     updates: &[VmMemoryZoneUpdateData],
 ) -> Result<(), UpdateError> {
@@ -70,7 +93,7 @@ pub fn change_zones(
 /// Names the unknown device or zone.
 pub fn change_config(config: &mut VmConfig, request: &RestoreConfig) -> Result<(), UpdateError> {
     let unknown = |list, id: &String| UpdateError::Unknown { list, id: id.clone() };
-    change_zones(config, request.zone_updates.as_deref().unwrap_or_default())?;
+    change_memory(config, &request.memory_updates())?;
     let mut seen = BTreeSet::new();
     let mut once = |list, id: &String| {
         if seen.insert(id.clone()) {

@@ -4,6 +4,7 @@
 
 use super::*;
 use crate::config::numa::distances;
+use crate::config::zone_update::PoolUpdate;
 
 /// A VM of four vCPUs, two zones and these nodes.
 fn vm(nodes: &[&str]) -> Result<VmConfig, ConfigError> {
@@ -133,6 +134,11 @@ fn zones_of_a_vm_that_arrives_get_other_nodes_of_the_host() {
     });
     assert_eq!(serde_json::from_value::<ReceiveMigrationData>(json).unwrap(), parsed);
     assert_eq!(ReceiveMigrationData::parse(&parsed.print()).unwrap(), parsed);
+    let pool = "receiver_url=unix:/s,prezeroed=/run/pool";
+    let parsed = ReceiveMigrationData::parse(pool).unwrap();
+    assert_eq!(parsed.memory_updates().pool, Some(PoolUpdate::At("/run/pool".into())));
+    let none = RestoreConfig::parse("source_url=file:///s,prezeroed=off").unwrap();
+    assert_eq!(none.memory_updates().pool, Some(PoolUpdate::Off));
     for bad in ["high", "high@", "high@a", "high@-1", "high@4294967296"] {
         let text = format!("source_url=file:///s,zone_updates=[{bad}]");
         assert!(RestoreConfig::parse(&text).is_err(), "{bad}");

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! VMs that arrive, or are restored, in memory of the pool: every page is right, what was there before stays
+//! populated, and the pool gets it back whatever becomes of the VM.
+
+use std::os::unix::fs::MetadataExt as _;
+
+use crate::harness::migrate::{Reception, migrate_to, send_option};
+use crate::harness::pool::Pool;
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, wait_for};
+use crate::prezero::memory_of_pool;
+use crate::snapshot::{place, save, source};
+
+const MIB: u64 = 1 << 20;
+const WORK: &str = "workload=random-write mem=64M";
+
+pub fn add(suite: &mut Suite) {
+    suite.add("pool_arrivals::small_pages", || arrives("4K", "size=192M,thp=off", ""));
+    suite.add("pool_arrivals::private_memory_becomes_shared", || {
+        arrives("4K", "size=192M,thp=off,shared=off", "");
+    });
+    suite.add("pool_arrivals::transparent_pages_over_four_connections", || {
+        arrives("thp", "size=192M", ",connections=4");
+    });
+    suite.add("pool_arrivals::compressed", || {
+        arrives("4K", "size=192M,thp=off", ",compression=zstd");
+    });
+    suite.add("pool_arrivals::huge_pages", || {
+        // The source's and the pool's.
+        let _pages = HugePages::borrow(2 * 96);
+        arrives("2M", "size=192M,hugepages=on", "");
+    });
+    suite.add("pool_arrivals::pages_that_follow_the_guest_need_other_memory", follows);
+    suite.add("pool_arrivals::off_asks_no_pool", off);
+    suite.add("pool_arrivals::rules_are_for_what_the_source_names", rules);
+    suite.add("pool_arrivals::a_cancelled_one_returns_its_memory", cancelled);
+    suite.add("pool_arrivals::restored", restored);
+}
+
+fn pool(pages: &str) -> Pool {
+    Pool::start(&[&format!("size = '192M'\npages = '{pages}'\ncount = 1")])
+}
+
+/// The option of `receive-migration` and `restore` for this pool.
+fn option(pool: &Pool) -> String {
+    format!(",prezeroed={}", pool.socket().display())
+}
+
+fn why_not(vmm: &Vmm) -> String {
+    let event = vmm.wait_for_event("prezeroed-unavailable");
+    event["properties"]["error"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Ends the VM, whose memory comes back to the pool with nothing of the guest left.
+fn end(vmm: Vmm, pool: &Pool) {
+    vmm.shut_down();
+    pool.wait_until_ready();
+    assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
+}
+
+/// The source has memory of its own.
+fn arrives(pages: &str, memory: &str, send: &str) {
+    let pool = pool(pages);
+    let source = Vmm::boot(2, memory, WORK);
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    let reception =
+        Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &option(&pool));
+    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Precopy) + send);
+    destination.wait_for_event("prezeroed-taken");
+    assert_eq!(pool.slots("lent"), 1);
+    destination.wait_for_work(20_000);
+    destination.verify();
+    // Nothing was discarded on the way.
+    let held = memory_of_pool(destination.pid()).blocks() * 512;
+    assert_eq!(held, 192 * MIB, "memory that the pool had populated is gone");
+    // The guest after a reboot is in it as well.
+    destination.api().put("vm.reboot", "").ok();
+    destination.wait_for_work(2_000);
+    destination.verify();
+    assert_eq!((pool.slots("lent"), pool.count("grants_total", "")), (1, 1));
+    end(destination, &pool);
+}
+
+fn follows() {
+    for mode in [Mode::Postcopy, Mode::Auto] {
+        let pool = pool("4K");
+        let source = Vmm::boot(1, "size=192M,thp=off,shared=on", WORK);
+        source.wait_for_work(5_000);
+        let destination = Vmm::empty();
+        let reception = Reception::start_with(&destination, Transport::Tcp, mode, &option(&pool));
+        migrate_to(reception, source, &destination, |url| send_option(url, mode));
+        let why = why_not(&destination);
+        assert!(why.contains("contents may arrive after the guest"), "{why}");
+        assert_eq!(pool.slots("lent"), 0);
+        destination.wait_for_work(5_000);
+        destination.verify();
+        end(destination, &pool);
+    }
+}
+
+/// The configuration names a pool, which the request says to do without.
+fn off() {
+    let pool = pool("4K");
+    let memory = format!("size=192M,thp=off{}", pool.option());
+    let source = Vmm::boot(1, &memory, WORK);
+    source.wait_for_work(5_000);
+    assert_eq!(pool.slots("lent"), 1);
+    let destination = Vmm::empty();
+    let more = ",prezeroed=off";
+    let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, more);
+    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Precopy));
+    pool.wait_until_ready();
+    destination.wait_for_work(5_000);
+    destination.verify();
+    let config = destination.api().get("vm.info").ok().json()["config"].clone();
+    assert!(config["memory"]["prezeroed"].is_null(), "{config}");
+    destination.shut_down();
+    assert_eq!(pool.count("grants_total", ""), 1);
+}
+
+/// A pool that the source's configuration names needs a rule, and one that the request names does not.
+fn rules() {
+    let pool = pool("4K");
+    let source = Vmm::boot(1, &format!("size=192M,thp=off{}", pool.option()), WORK);
+    source.wait_for_work(2_000);
+    let destination = Vmm::empty();
+    let none = ",allow=[/nowhere:disk,tty:console,/:payload]";
+    let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, none);
+    let sent =
+        source.remote(&["send-migration", "--wait", &send_option(&reception.url, Mode::Precopy)]);
+    assert_eq!(sent.status.code(), Some(1), "{sent:?}");
+    assert!(!reception.finish().status.success());
+    let told = destination.output();
+    assert!(told.contains("pool of memory"), "{told}");
+    let other = self::pool("4K");
+    let more = format!("{none}{}", option(&other));
+    let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &more);
+    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Precopy));
+    assert_eq!(other.slots("lent"), 1);
+    destination.wait_for_work(2_000);
+    destination.verify();
+    end(destination, &other);
+}
+
+fn cancelled() {
+    let pool = pool("4K");
+    let source = Vmm::boot(2, "size=192M,thp=off,shared=on", "workload=random-write mem=128M");
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    let reception =
+        Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &option(&pool));
+    let slow = format!("destination_url={},bandwidth=8M,timeout_s=600", reception.url);
+    source.remote_ok(&["send-migration", &slow]);
+    wait_for("memory that has arrived", || {
+        let progress = destination.api().get("vm.migration-progress").ok().json();
+        let received = progress["progress"]["memory_bytes_received"].as_u64();
+        received.is_some_and(|bytes| bytes > 4 * MIB).then_some(())
+    });
+    assert_eq!(pool.slots("lent"), 1);
+    source.remote_ok(&["migration-cancel"]);
+    assert!(!reception.finish().status.success());
+    // The VMM that wanted to receive goes on, without it.
+    pool.wait_until_ready();
+    assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
+    source.wait_for_work(2_000);
+    source.verify();
+    source.shut_down();
+    destination.shut_down();
+}
+
+fn restored() {
+    let (_folder, url) = place();
+    let mut saved = source("size=192M,thp=off", "mem=64M");
+    save(&saved, &url);
+    saved.signal(libc::SIGKILL);
+    saved.wait_for_exit();
+    let pool = pool("4K");
+    for (mode, lent) in [("copy", 1), ("ondemand", 0)] {
+        let restored = Vmm::empty();
+        let from = format!("source_url={url},memory_restore_mode={mode}{}", option(&pool));
+        restored.remote_ok(&["restore", &from]);
+        assert_eq!(pool.slots("lent"), lent, "{mode}");
+        if lent == 0 {
+            restored.wait_for_event("restore-memory-completed");
+            let why = why_not(&restored);
+            assert!(why.contains("contents may arrive after the guest"), "{why}");
+        }
+        restored.remote_ok(&["resume"]);
+        restored.wait_for_work(5_000);
+        restored.verify();
+        end(restored, &pool);
+    }
+}
