@@ -10,6 +10,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
 use rustix::fs::{SeekFrom, seek};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use thiserror::Error;
 
 use crate::abi::PAGE_BYTES;
@@ -123,7 +124,15 @@ impl Backing {
     /// Writes bytes.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), ProcessError> {
         match self {
-            Self::File { file, .. } => file.write_all_at(bytes, offset),
+            Self::File { file, .. } => match file.write_all_at(bytes, offset) {
+                // Files of huge pages can be read, and written only in memory.
+                Err(error)
+                    if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
+                {
+                    write_mapped(file, offset, bytes)
+                }
+                written => written,
+            },
             Self::Anonymous { memory, address, .. } => memory.write_all_at(bytes, address + offset),
         }
         .map_err(|source| self.access_error(offset, source))
@@ -132,6 +141,28 @@ impl Backing {
     fn access_error(&self, offset: u64, source: io::Error) -> ProcessError {
         ProcessError::Access { name: self.name(), offset, source }
     }
+}
+
+/// Writes bytes of one page to a file by mapping that page.
+fn write_mapped(file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    let page_bytes = file.metadata()?.blksize();
+    let start = offset / page_bytes * page_bytes;
+    let at = usize::try_from(offset - start).map_err(io::Error::other)?;
+    let len = usize::try_from(page_bytes).map_err(io::Error::other)?;
+    if at.checked_add(bytes.len()).is_none_or(|end| end > len) {
+        return Err(io::Error::other("the bytes lie in more than one page"));
+    }
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    // SAFETY: a new mapping at an address that the kernel chooses; nothing refers to it.
+    let page = unsafe { mmap(std::ptr::null_mut(), len, access, flags, file, start) }?;
+    // SAFETY: checked above: the bytes lie in the page, which is mapped writable. The guest may use it meanwhile,
+    // which is no concern of this program: nothing of it is read here.
+    unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), page.cast::<u8>().add(at), bytes.len())
+    };
+    // SAFETY: the mapping made above, which nothing refers to.
+    unsafe { munmap(page, len) }?;
+    Ok(())
 }
 
 /// Asks page by page. `SEEK_HOLE` would give a whole run at once, but it walks to the end of that
