@@ -12,6 +12,7 @@ mod loopback;
 mod machine;
 mod pair;
 mod passthrough;
+mod pool;
 mod postcopy;
 mod precopy;
 mod prefault;

@@ -34,6 +34,8 @@ const RANDOM: usize = 1;
 const HOT: usize = 2;
 /// The candidates to which the targets apply.
 const OURS: [Candidate; 2] = [Candidate::Ours(1), Candidate::Ours(4)];
+/// The same into memory of a pool.
+const READY: [Candidate; 2] = [Candidate::OursReady(1), Candidate::OursReady(4)];
 
 /// Computes figures and targets.
 pub fn judge(taken: &[Taken], downtime_ms: u64) -> (Vec<Figure>, Vec<Target>) {
@@ -77,6 +79,18 @@ fn targets(taken: &[Taken], downtime_ms: u64) -> Vec<Target> {
             let name = format!("idle: {who}: rate by that of a {}", raw.name());
             targets.extend(rate.map(|value| Target::at_least(&name, value, 0.8)));
         }
+    }
+    for ready in READY {
+        let who = ready.name();
+        let rate = ratio(TOTAL, IDLE, Candidate::RawAlongside, ready);
+        let name = format!("idle: {who}: rate by that of a {}", Candidate::RawAlongside.name());
+        targets.extend(rate.map(|value| Target::at_least(&name, value, 0.8)));
+        let name = format!("random-writing: {who}: guest work lost (ms)");
+        let lost = median(ready, RANDOM, LOST);
+        targets.extend(lost.map(|value| Target::at_most(&name, value, 150.0)));
+        let total = ratio(TOTAL, RANDOM, ready, Candidate::QemuMultifd);
+        let name = format!("random-writing: {who}: total by QEMU multifd's");
+        targets.extend(total.map(|value| Target::at_most(&name, value, 0.5)));
     }
     let sent = ratio(SENT, HOT, Candidate::Ours(1), Candidate::OursPerRound);
     let name = "hot-set-writing: godwit: bytes by those with dirty_clear=round";

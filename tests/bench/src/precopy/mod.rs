@@ -16,7 +16,8 @@ use std::process::Command;
 use crate::loopback::Loopback;
 use crate::pair::ours::Ours;
 use crate::pair::qemu::{self, Qemu, Way};
-use crate::pair::{IDLE, Pair, Programs, RANDOM_WRITING, Workload, prepare};
+use crate::pair::{IDLE, MEMORY_MIB, Pair, Programs, RANDOM_WRITING, Workload, prepare};
+use crate::pool::{Pool, UNLIMITED};
 use crate::report::Report;
 use crate::{machine, raw};
 use measure::Sample;
@@ -44,6 +45,8 @@ pub enum Candidate {
     RawNew,
     /// This program, with this many connections.
     Ours(u16),
+    /// The same into memory of a pool.
+    OursReady(u16),
     /// This program, with the dirty log cleared once per round.
     OursPerRound,
     /// This program, with memory handed over instead of copied, to compare with the copy.
@@ -57,12 +60,14 @@ pub enum Candidate {
 }
 
 impl Candidate {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 13] = [
         Self::RawAlone,
         Self::RawAlongside,
         Self::RawNew,
         Self::Ours(1),
         Self::Ours(4),
+        Self::OursReady(1),
+        Self::OursReady(4),
         Self::OursPerRound,
         Self::OursLocal,
         Self::Baseline(1),
@@ -79,6 +84,8 @@ impl Candidate {
             Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
+            Self::OursReady(1) => "godwit, ready memory".to_owned(),
+            Self::OursReady(count) => format!("godwit, ready memory, {count} connections"),
             Self::OursPerRound => "godwit, dirty_clear=round".to_owned(),
             Self::OursLocal => "godwit, local=on".to_owned(),
             Self::Baseline(1) => "baseline".to_owned(),
@@ -198,6 +205,16 @@ fn sample(
             return Ok(Sample::raw(raw::copy(prepared.populated_bytes, to)?));
         }
         Candidate::Ours(connections) => Box::new(ours(&format!(",connections={connections}"))?),
+        Candidate::OursReady(connections) => {
+            let pool = Pool::start(programs.vmm, &[MEMORY_MIB], UNLIMITED)?;
+            let send = format!(",downtime_ms={downtime_ms},connections={connections}");
+            let mut pair = Ours::start(programs, workload.cmdline, &pool.option(), &send)?;
+            let sample = measure::migration(&mut pair, workload)?;
+            if pool.slots("lent") != Some(1) {
+                return Err("the destination did not take memory of the pool".into());
+            }
+            return Ok(sample);
+        }
         Candidate::Baseline(connections) => {
             let baseline = setup.baseline.as_ref().ok_or("there is no other build")?;
             Box::new(start(baseline, &format!(",connections={connections}"))?)
