@@ -158,7 +158,7 @@ fn write_mapped(file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
     // SAFETY: checked above: the bytes lie in the page, which is mapped writable. The guest may use it meanwhile,
     // which is no concern of this program: nothing of it is read here.
     unsafe {
-        std::ptr::copy_nonoverlapping(bytes.as_ptr(), page.cast::<u8>().add(at), bytes.len())
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), page.cast::<u8>().add(at), bytes.len());
     };
     // SAFETY: the mapping made above, which nothing refers to.
     unsafe { munmap(page, len) }?;
