@@ -196,6 +196,17 @@ fn console_and_rng() -> Vec<Seed> {
     seeds
 }
 
+/// Flushes, another request, and chains without room.
+fn pmem() -> Vec<Seed> {
+    let mut memory = Memory::new(1);
+    put(&mut memory.bytes, BUFFERS + 16, &1_u32.to_le_bytes());
+    for (number, (request, len)) in [(0, 4), (16, 4), (0, 64), (0, 2)].iter().enumerate() {
+        let answer = (0x7ffe + 64 * number, *len, true);
+        memory.chain(0, &[(BUFFERS + request, 4, false), answer]);
+    }
+    memory.seeds("virtio_pmem", "requests", &[0, 1])
+}
+
 /// Page numbers on queues 0 and 1, statistics on 2, a command and hints on 3, reports on 4. Both
 /// regions of memory are released in part, the border between them included.
 fn balloon() -> Vec<Seed> {
@@ -321,5 +332,5 @@ fn tpm() -> Vec<Seed> {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    [vhost_user(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng()].into_iter().flatten().collect()
+    [vhost_user(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), pmem()].into_iter().flatten().collect()
 }

@@ -15,6 +15,7 @@ use super::block::{Block, BlockConfig};
 use super::console::{Console, ConsoleConfig};
 use super::mem::{Mem, MemConfig};
 use super::net::Net;
+use super::pmem::{Pmem, PmemConfig, PmemFile};
 use super::rng::{Rng, RngConfig};
 use super::test_driver::Driver;
 use super::vsock::{Vsock, VsockConfig};
@@ -79,6 +80,15 @@ fn mem() -> Subject {
 fn rng() -> Subject {
     let device = Box::new(Rng::new(RngConfig::default()).unwrap());
     Subject { device, kind: "virtio-rng", _keep: Box::new(()) }
+}
+
+fn pmem() -> Subject {
+    let backing = tempfile::NamedTempFile::new().unwrap();
+    backing.as_file().set_len(2 << 20).unwrap();
+    let config = PmemConfig { path: backing.path().to_owned(), ..PmemConfig::default() };
+    let file = PmemFile::open(&config, None).unwrap();
+    let device = Box::new(Pmem::new("pmem".to_owned(), &file, 4 << 30));
+    Subject { device, kind: "virtio-pmem", _keep: Box::new(backing) }
 }
 
 fn net() -> Subject {
@@ -277,4 +287,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, mem, rng, net, vsock, watchdog);
+conformance_of!(balloon, block, console, mem, pmem, rng, net, vsock, watchdog);

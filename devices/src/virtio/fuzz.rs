@@ -21,13 +21,14 @@ use super::block::perform::{CacheMode, Engine};
 use super::block::pool::QueueThreads;
 use super::block::vhdx;
 use super::block::worker::{BlockWorker, Shared};
-use super::block::{Block, BlockConfig, Disk, DiskFormat, OnFull};
+use super::block::{Block, BlockConfig, Disk, DiskFormat, DiskLock, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, Kicks, VirtioInterrupt};
 use super::mem;
 use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
+use super::pmem::worker::PmemWorker;
 use super::queue::WorkQueue;
 use super::rng::worker::RngWorker;
 use super::vsock::VsockSocket;
@@ -302,6 +303,18 @@ fn run_rng(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let source = Arc::new(std::fs::File::open("/dev/urandom")?);
     run(RngWorker::new(guest.queue(0)?, source, Arc::default()))
+}
+
+/// Fuzzes the queue of a persistent memory device.
+pub fn fuzz_pmem(data: &[u8]) {
+    report(run_pmem(data));
+}
+
+fn run_pmem(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let file = Arc::new(syscalls::memory_file(DISK_BYTES)?);
+    let lock = DiskLock::of("memory".into(), file, false)?;
+    run(PmemWorker::new(guest.queue(0)?, lock, Arc::default()))
 }
 
 /// Fuzzes the answers of a vhost-user back end.

@@ -279,7 +279,7 @@ impl Disk {
         }
     }
 
-    fn inspect(
+    pub(super) fn inspect(
         path: &Path,
         file: Arc<File>,
         readonly: bool,

@@ -38,6 +38,57 @@ pub struct DiskLock {
 }
 
 impl DiskLock {
+    /// Opens a raw file or device that is not a disk of the guest; it is not locked yet.
+    pub(in crate::virtio) fn open(path: PathBuf, readonly: bool) -> Result<Self, DiskError> {
+        let raw = BlockConfig { path, readonly, ..BlockConfig::default() };
+        Disk::open_as(&raw).map(Self::new)
+    }
+
+    /// The same for a file that is open already; `path` is for messages.
+    pub(in crate::virtio) fn of(
+        path: PathBuf,
+        file: Arc<File>,
+        readonly: bool,
+    ) -> Result<Self, DiskError> {
+        Disk::inspect(&path, file, readonly, false).map(Self::new)
+    }
+
+    /// The same open file and lock, with the length that the file has now.
+    pub(in crate::virtio) fn again(&self) -> Result<Self, DiskError> {
+        let disk = Arc::new(self.disk.again()?);
+        Ok(Self { disk, granularity: self.granularity })
+    }
+
+    fn new(disk: Disk) -> Self {
+        Self { disk: Arc::new(disk), granularity: LockGranularity::default() }
+    }
+
+    /// The open file.
+    pub(in crate::virtio) fn file(&self) -> &File {
+        self.disk.file()
+    }
+
+    /// Has every flush fail from now on.
+    #[cfg(test)]
+    pub(in crate::virtio) fn fail_flushes(&self) {
+        let error = io::Error::from_raw_os_error(libc::EIO);
+        // The error is what it returns.
+        let _ = self.disk.note_flush(Err(error));
+    }
+
+    /// Length of the file when it was opened.
+    pub(in crate::virtio) fn file_len_bytes(&self) -> u64 {
+        self.disk.file_len_bytes()
+    }
+
+    /// Length of the file now.
+    ///
+    /// # Errors
+    /// The host does not say.
+    pub fn host_len_bytes(&self) -> io::Result<u64> {
+        self.disk.host_len_bytes()
+    }
+
     /// Takes the lock, or fails without waiting. Idempotent.
     pub fn lock(&self) -> Result<(), DiskError> {
         let mut locked = self.disk.condition.locked_bytes();
