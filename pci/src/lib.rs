@@ -34,7 +34,7 @@ mod virtio;
 
 pub use bar::{BarDecode, BarDescription, BarKind};
 pub use bar_placement::{
-    BarMapper, BarWindow, MapError, MmioRange, MmioWindows, PlacementError, PortWindow,
+    BarMapper, BarWindow, MapError, MmioRange, MmioWindows, PlacementError, PortWindow, RangeWish,
 };
 pub use bus::{
     ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, PciConfigIo, PciEcam, PciError, PciSegment,

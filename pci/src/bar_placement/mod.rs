@@ -15,6 +15,7 @@
 //! alignment, is left to large BARs. A function whose 32-bit BAR finds no room there is asked for a
 //! 64-bit one.
 
+mod reserved;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +30,8 @@ use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
 use crate::bar::{BarDescription, BarKind};
 use crate::device::PciDevice;
+
+pub use reserved::RangeWish;
 
 /// A range of guest physical addresses; for an I/O BAR a range of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -120,6 +123,32 @@ pub enum PlacementError {
         /// Index of the BAR.
         index: u8,
     },
+    /// The window has no such range left.
+    #[error(
+        "no room for {len_bytes:#x} bytes{} in the window from {start_gpa:#x} to {last_gpa:#x}",
+        .at.map(|at| format!(" at {at:#x}")).unwrap_or_default()
+    )]
+    NoRange {
+        /// The address that is asked for.
+        at: Option<u64>,
+        /// Length in bytes.
+        len_bytes: u64,
+        /// First address of the window.
+        start_gpa: u64,
+        /// Last address of the window.
+        last_gpa: u64,
+        /// The cause.
+        #[source]
+        source: vm_allocator::Error,
+    },
+    /// Something else is in the range.
+    #[error("another device has a part of the {len_bytes:#x} bytes at {at:#x}")]
+    RangeTaken {
+        /// The address that is asked for.
+        at: u64,
+        /// Length in bytes.
+        len_bytes: u64,
+    },
     /// A window has no space left.
     #[error(
         "no room for BAR {index} of PCI device {id} ({len_bytes:#x} bytes) in the window from \
@@ -191,6 +220,8 @@ pub struct BarPlacement {
     /// The memory windows, then the port window if there is one.
     windows: Vec<AddressAllocator>,
     bars: Vec<PlacedBar>,
+    /// Ranges for something other than a BAR, which no BAR may take.
+    reserved: Vec<Claim>,
     log_limit: LogLimit,
 }
 
@@ -218,6 +249,7 @@ impl BarPlacement {
             port_mapper: ports.map(|ports| ports.mapper),
             windows: allocators,
             bars: Vec::new(),
+            reserved: Vec::new(),
             log_limit: LogLimit::default(),
         })
     }
@@ -395,6 +427,10 @@ impl BarPlacement {
                 && range.end() <= window.end()
         })?;
         let wanted = Claim { window, range };
+        // Before a soft claim is taken for nothing.
+        if self.reserved.iter().any(|claim| claim.overlaps(&wanted)) {
+            return None;
+        }
         if bar.decodes && !self.take_soft_claims(&wanted) {
             return None;
         }

@@ -423,6 +423,25 @@ fn a_new_function_is_not_placed_where_a_silent_bar_points() {
 }
 
 #[test]
+fn no_bar_takes_a_part_of_a_reserved_range() {
+    let mut rig = Rig::with_functions(2);
+    let wish = RangeWish { start_gpa: None, len_bytes: 0x2_0000, align_bytes: 0x1_0000 };
+    let range = rig.placement.reserve(wish).unwrap();
+    assert_eq!(range.start_gpa, HIGH + 0x2_0000);
+    rig.add(&[(BarKind::Memory64, 0x1_0000)]).unwrap();
+    assert_eq!(rig.functions[2].gpa(0), HIGH + 0x4_0000, "a new one is placed behind it");
+    for gpa in [range.start_gpa, range.start_gpa + 0x1_0000] {
+        rig.set(0, gpa, false);
+        rig.decode(0, true);
+        assert_eq!(rig.mapper.mapped(), [0_u64; 0]);
+    }
+    rig.placement.give_back(range);
+    assert_eq!(rig.mapper.mapped(), [range.start_gpa + 0x1_0000]);
+    let refused = rig.placement.reserve(RangeWish { start_gpa: Some(range.start_gpa), ..wish });
+    assert!(matches!(refused, Err(PlacementError::RangeTaken { .. })));
+}
+
+#[test]
 fn a_refused_mapping_leaves_the_bar_unmapped() {
     let mut rig = Rig::with_functions(1);
     rig.mapper.refuses.store(true, Ordering::Relaxed);

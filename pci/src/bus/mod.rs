@@ -19,7 +19,9 @@ use parking_lot::{Mutex, RwLock};
 use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
-use crate::bar_placement::{BarMapper, BarPlacement, MmioWindows, PlacementError, PortWindow};
+use crate::bar_placement::{
+    BarMapper, BarPlacement, MmioRange, MmioWindows, PlacementError, PortWindow, RangeWish,
+};
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
 
@@ -286,6 +288,21 @@ impl PciSegment {
         self.placement.lock().remove(number);
         self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
         Some(device)
+    }
+
+    /// Keeps a range of the window for 64-bit BARs free of BARs, until [`PciSegment::give_back_range`]. The guest may
+    /// lay a BAR over it, which is not mapped then.
+    ///
+    /// # Errors
+    /// The window has no such range, or a part of it is taken.
+    pub fn reserve_range(&self, wish: RangeWish) -> Result<MmioRange, PciError> {
+        let reserved = self.placement.lock().reserve(wish);
+        reserved.map_err(|source| PciError::Placement { segment: self.segment, source })
+    }
+
+    /// Gives back a range of [`PciSegment::reserve_range`], in which nothing is mapped any more.
+    pub fn give_back_range(&self, range: MmioRange) {
+        self.placement.lock().give_back(range);
     }
 
     fn taken(&self, number: DeviceNumber, id: &str, holder: &str) -> PciError {

@@ -128,8 +128,7 @@ impl PmemFile {
                 let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
                 kinds.contains(&error.kind()) && !config.discard_writes
             };
-            let is_refused =
-                matches!(&source, DiskError::Open { source, .. } if refused(source));
+            let is_refused = matches!(&source, DiskError::Open { source, .. } if refused(source));
             PmemError::File { path: path(), is_refused, source }
         })?;
         let file_bytes = lock.file_len_bytes();

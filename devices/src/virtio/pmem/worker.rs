@@ -65,7 +65,12 @@ fn respond(
 fn flush(file: &DiskLock, log: &LogLimit) -> bool {
     let flushed = file.write_back();
     if let Err(error) = &flushed {
-        log_limited!(log, Error, "a flush of persistent memory failed: {}", error_text::chain(error));
+        log_limited!(
+            log,
+            Error,
+            "a flush of persistent memory failed: {}",
+            error_text::chain(error)
+        );
     }
     flushed.is_ok()
 }
