@@ -67,6 +67,7 @@ pub fn requests() -> Vec<Request> {
             r#"{"socket":"/dev/null/socket","device_type":26,"queue_sizes":[64]}"#,
         ),
         put("vm.add-vsock", r#"{"cid":3,"socket":"/nonexistent/vsock"}"#),
+        put("vm.add-pmem", r#"{"file":"/nonexistent"}"#),
         put("vm.remove-device", r#"{"id":"nothing"}"#),
         put("vm.snapshot", r#"{"destination_url":"file:///nonexistent"}"#),
         put("vm.coredump", r#"{"destination_url":"file:///dev/null"}"#),

@@ -303,7 +303,6 @@ fn refusals() {
     vmm.wait_for_heartbeat();
     let socket = &json!({"socket": "/s", "pci_segment": 0});
     let cases = [
-        ("vm.add-pmem", Some(json!({"file": "/f"}))),
         ("vm.add-user-device", Some(socket.clone())),
         ("vm.add-vdpa", Some(json!({"path": "/p", "num_queues": 1}))),
     ];

@@ -15,9 +15,9 @@ use super::types::{
 };
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
-    NetConfig, NewDevice, ReceiveMigrationData, RestoreConfig, SendMigrationData, VmConfig,
-    VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone, VmSnapshotConfig,
-    VsockConfig,
+    NetConfig, NewDevice, PmemConfig, ReceiveMigrationData, RestoreConfig, SendMigrationData,
+    VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
+    VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
 
@@ -265,9 +265,19 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(add(NewDevice::Vsock(json("VsockConfig", body)?))),
     },
     Endpoint {
+        path: "vm.add-pmem",
+        method: Put,
+        summary: "Adds persistent memory to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema(schema!(PmemConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Pmem(json("PmemConfig", body)?))),
+    },
+    Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Removes a disk, network, file system, vsock, vhost-user or passed-through device. If the VM is \
+        summary: "Removes a disk, network, file system, vsock, vhost-user, persistent memory or passed-through device. If the VM is \
                   running, the guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema(schema!(VmRemoveDevice)),
@@ -432,7 +442,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 3] = ["vm.add-pmem", "vm.add-user-device", "vm.add-vdpa"];
+pub const UNSUPPORTED: [&str; 2] = ["vm.add-user-device", "vm.add-vdpa"];
 
 /// Result of looking up a path and a method.
 #[derive(Debug)]

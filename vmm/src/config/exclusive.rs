@@ -71,6 +71,18 @@ impl VmConfig {
                 _ => {}
             }
         }
+        // Two of the same path may be temporary files in one directory; a file is locked.
+        for pmem in self.pmem.iter().flatten() {
+            let path: PathBuf = pmem.file.components().collect();
+            let what = format!("the image {}", path.display());
+            match users.get(&path) {
+                Some((first, other)) if !(pmem.discard_writes && *other) => {
+                    let (first, second) = (first.clone(), id(pmem.id.as_ref()));
+                    return Err(ConfigError::InUse { what, first, second });
+                }
+                _ => {}
+            }
+        }
         Ok(())
     }
 

@@ -10,7 +10,8 @@ use super::error::ConfigError;
 use super::exclusive::check_mac;
 use super::family::option_family;
 use super::{
-    DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, NetConfig, VmConfig, VsockConfig,
+    DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, NetConfig, PmemConfig, VmConfig,
+    VsockConfig,
 };
 
 option_family! {
@@ -36,6 +37,8 @@ pub enum NewDevice {
     GenericVhostUser(GenericVhostUserConfig),
     /// A vsock device.
     Vsock(VsockConfig),
+    /// Persistent memory.
+    Pmem(PmemConfig),
 }
 
 impl NewDevice {
@@ -48,6 +51,7 @@ impl NewDevice {
             Self::Fs(fs) => &fs.id,
             Self::GenericVhostUser(device) => &device.id,
             Self::Vsock(vsock) => &vsock.id,
+            Self::Pmem(pmem) => &pmem.id,
         };
         id.as_deref().unwrap_or_default()
     }
@@ -68,6 +72,7 @@ impl NewDevice {
             Self::GenericVhostUser(device) => {
                 config.generic_vhost_user.get_or_insert_default().push(device.clone());
             }
+            Self::Pmem(pmem) => config.pmem.get_or_insert_default().push(pmem.clone()),
             Self::Vsock(vsock) => {
                 if let Some(VsockConfig { id, .. }) = &config.vsock {
                     let id = id.clone().unwrap_or_default();
@@ -90,6 +95,7 @@ impl NewDevice {
                 last.cloned().map(Self::GenericVhostUser)
             }
             Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
+            Self::Pmem(_) => config.pmem.iter().flatten().last().cloned().map(Self::Pmem),
         };
         Ok((config, last.unwrap_or(self)))
     }
@@ -118,6 +124,7 @@ impl VmConfig {
             | take_out(&mut config.net, |net| is(&net.id))
             | take_out(&mut config.fs, |fs| is(&fs.id))
             | take_out(&mut config.generic_vhost_user, |device| is(&device.id))
+            | take_out(&mut config.pmem, |pmem| is(&pmem.id))
             | config.vsock.take_if(|vsock| is(&vsock.id)).is_some();
         found.then_some(config)
     }
@@ -131,12 +138,20 @@ impl VmConfig {
             let fs = config.fs.iter().flatten().filter_map(|fs| fs.id.clone());
             let generic = config.generic_vhost_user.iter().flatten();
             let fs = fs.chain(generic.filter_map(|device| device.id.clone()));
+            let fs = fs.chain(config.pmem.iter().flatten().filter_map(|pmem| pmem.id.clone()));
             let devices = config.devices.iter().flatten().filter_map(|device| device.id.clone());
             let vsock = config.vsock.iter().filter_map(|vsock| vsock.id.clone());
             disks.chain(nets).chain(fs).chain(devices).chain(vsock).collect()
         };
         let others = ids(other);
         ids(self).into_iter().filter(|id| !others.contains(id)).collect()
+    }
+
+    /// Records where persistent memory is and how long, so that both stay.
+    pub fn settle_pmem(&mut self, id: &str, gpa: u64, len_bytes: u64) {
+        for pmem in self.pmem.iter_mut().flatten().filter(|pmem| pmem.id.as_deref() == Some(id)) {
+            (pmem.gpa, pmem.size) = (Some(gpa), Some(len_bytes));
+        }
     }
 
     /// Records the PCI device number of a device in the configuration.
@@ -146,6 +161,8 @@ impl VmConfig {
         let fs = self.fs.iter_mut().flatten().map(|fs| (&fs.id, &mut fs.pci_device_id));
         let generic = self.generic_vhost_user.iter_mut().flatten();
         let fs = fs.chain(generic.map(|device| (&device.id, &mut device.pci_device_id)));
+        let pmems = self.pmem.iter_mut().flatten().map(|pmem| (&pmem.id, &mut pmem.pci_device_id));
+        let fs = fs.chain(pmems);
         let devices = self.devices.iter_mut().flatten();
         let devices = devices.map(|device| (&device.id, &mut device.pci_device_id));
         let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));

@@ -9,8 +9,8 @@ use std::fmt::Write as _;
 
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
-    console, cpus, disk, memory, migration, net, numa, payload, platform, rate_limiter, rng, tpm,
-    unsupported, vsock,
+    console, cpus, disk, memory, migration, net, numa, payload, platform, pmem, rate_limiter, rng,
+    tpm, unsupported, vsock,
 };
 
 /// The families, in the order of the reference page.
@@ -26,6 +26,7 @@ pub fn families() -> Vec<FamilyInfo> {
         net::NetConfig::info(),
         super::FsConfig::info(),
         super::GenericVhostUserConfig::info(),
+        pmem::PmemConfig::info(),
         super::DeviceConfig::info(),
         vsock::VsockConfig::info(),
         rng::RngConfig::info(),
@@ -46,12 +47,11 @@ pub fn families() -> Vec<FamilyInfo> {
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
         unsupported::VdpaConfig::info(),
-        unsupported::PmemConfig::info(),
     ]
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 4] = ["user-device", "vdpa", "pmem", "rtc"];
+pub const UNSUPPORTED_FAMILIES: [&str; 3] = ["user-device", "vdpa", "rtc"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

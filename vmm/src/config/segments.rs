@@ -78,6 +78,9 @@ impl VmConfig {
         for it in self.generic_vhost_user.iter().flatten() {
             push("generic-vhost-user", &it.id, it.pci_segment, it.pci_device_id);
         }
+        for pmem in self.pmem.iter().flatten() {
+            push("pmem", &pmem.id, pmem.pci_segment, pmem.pci_device_id);
+        }
         for device in self.devices.iter().flatten() {
             push("device", &device.id, device.pci_segment, device.pci_device_id);
         }

@@ -1,34 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Option families that are recognised but not supported: persistent memory, vDPA and the virtio real-time clock.
+//! Option families that are recognised but not supported: vDPA and the virtio real-time clock.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
 //! the option is unsupported rather than unknown.
 
 use std::path::PathBuf;
 
-use super::codec::{Bytes, File, Id, Int, One, Opt, Toggle};
+use super::codec::{File, Id, Int, One, Opt, Toggle};
 use super::family::option_family;
-
-option_family! {
-    /// Persistent memory.
-    PmemConfig "pmem" {
-        /// Backing file.
-        file: PathBuf = PathBuf::new(), "file" as One<File>, required();
-        /// Size in bytes.
-        size: Option<u64> = None, "size" as Opt<Bytes>;
-        /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
-        /// Discard guest writes when the VM ends.
-        discard_writes: bool = false, "discard_writes" as One<Toggle>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
-    }
-}
 
 option_family! {
     /// A device emulated by another process (vfio-user).

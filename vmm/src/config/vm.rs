@@ -27,10 +27,11 @@ use super::net::NetConfig;
 use super::numa::{self, NumaConfig, NumaScope};
 use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
+use super::pmem::PmemConfig;
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
 use super::tpm::TpmConfig;
-use super::unsupported::{PmemConfig, RtcConfig, UserDeviceConfig, VdpaConfig};
+use super::unsupported::{RtcConfig, UserDeviceConfig, VdpaConfig};
 use super::value::MacAddr;
 use super::vsock::VsockConfig;
 
@@ -70,7 +71,7 @@ option_family! {
         generic_vhost_user: Option<Vec<GenericVhostUserConfig>> = None, "" as JsonOnly,
             alias("generic-vhost-user");
         /// Persistent memory.
-        pmem: Option<Vec<PmemConfig>> = None, "" as JsonOnly, unsupported();
+        pmem: Option<Vec<PmemConfig>> = None, "" as JsonOnly;
         /// Serial port.
         serial: SerialConfig = SerialConfig::default(), "" as JsonOnly;
         /// Virtio console.
@@ -181,6 +182,7 @@ impl VmConfig {
         for device in self.generic_vhost_user.iter().flatten() {
             device.validate()?;
         }
+        self.pmem.iter().flatten().try_for_each(PmemConfig::validate)?;
         for device in self.devices.iter().flatten() {
             device.validate(self.platform.as_ref())?;
         }
@@ -239,6 +241,9 @@ impl VmConfig {
         for id in generic.filter_map(|device| device.id.as_deref()) {
             take("generic-vhost-user", id, "")?;
         }
+        for id in self.pmem.iter().flatten().filter_map(|pmem| pmem.id.as_deref()) {
+            take("pmem", id, "")?;
+        }
         for id in self.devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
             take("device", id, "")?;
         }
@@ -250,6 +255,8 @@ impl VmConfig {
         let fs = self.fs.iter_mut().flatten().map(|fs| ("_fs", &mut fs.id));
         let generic = self.generic_vhost_user.iter_mut().flatten();
         let fs = fs.chain(generic.map(|device| ("_generic_vhost_user", &mut device.id)));
+        let pmems = self.pmem.iter_mut().flatten().map(|pmem| ("_pmem", &mut pmem.id));
+        let fs = fs.chain(pmems);
         let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
         let vsock = self.vsock.iter_mut().map(|vsock| ("_vsock", &mut vsock.id));
         let mut count = 0_u32;
@@ -266,6 +273,15 @@ impl VmConfig {
     }
 
     fn check_host_devices(&self) -> Result<(), ConfigError> {
+        let first = self.devices.iter().flatten().next();
+        if let (Some(_), Some(pmem)) = (first, self.pmem.iter().flatten().next()) {
+            let problem =
+                "persistent memory and passed-through devices are not possible in one VM: \
+                           the devices could not reach it"
+                    .to_owned();
+            let id = pmem.id.clone().unwrap_or_default();
+            return Err(ConfigError::Device { what: "pmem", id, problem });
+        }
         let mut paths = BTreeSet::new();
         for path in self.devices.iter().flatten().filter_map(|device| device.path.as_ref()) {
             if !paths.insert(path.clone()) {

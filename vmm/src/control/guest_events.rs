@@ -267,7 +267,14 @@ impl Vmm {
             }
             GuestEvent::VcpuStopped { index, reason } => {
                 events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
-                let reason = format!("{reason:?}");
+                let shortened = match &self.vm {
+                    VmLifecycle::Live(machine) => machine.shortened_pmem(),
+                    _ => None,
+                };
+                let reason = match shortened {
+                    Some(pmem) => format!("{reason:?}; {pmem}"),
+                    None => format!("{reason:?}"),
+                };
                 self.end_with_machine(Some(RunError::VcpuStopped { index, reason }))
             }
         }

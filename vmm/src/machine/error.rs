@@ -22,6 +22,7 @@ use super::full_disks::DisksFull;
 use super::generation::GenerationError;
 use super::legacy::{LegacyError, LegacyStateError};
 use super::passthrough::PassthroughError;
+use super::pmems::PmemNotMovable;
 use super::ram::MachineRamError;
 use super::segments::SegmentsError;
 use super::state::MACHINE_STATE_VERSION;
@@ -41,6 +42,9 @@ pub enum MachineError {
     /// A device of the VM cannot be migrated or saved.
     #[error(transparent)]
     VhostUser(#[from] NotMovable),
+    /// Persistent memory of the VM cannot be migrated or saved.
+    #[error(transparent)]
+    Pmem(#[from] PmemNotMovable),
     /// The payload cannot be booted.
     #[error("cannot boot the VM")]
     Boot(#[from] MachineBootError),

@@ -6,7 +6,7 @@
 //! it is released, and read anew when another host may have had it meanwhile. A guest runs only with
 //! all of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -154,11 +154,23 @@ impl LockedImages {
         Some(image.lock.clone())
     }
 
+    /// The file of persistent memory, if it is here.
+    pub fn take_file(&mut self, id: &str, path: &Path, readonly: bool) -> Option<DiskLock> {
+        let fits = |image: &&mut LockedImage| {
+            let lock = &image.lock;
+            image.id == id && lock.path() == path && lock.is_writable() != readonly
+        };
+        let image = self.disks.iter_mut().find(fits)?;
+        image.is_taken = true;
+        Some(image.lock.clone())
+    }
+
     /// Removes and returns the images that a machine of this configuration does not use.
     #[must_use]
     pub fn not_in(&mut self, config: &VmConfig) -> Self {
-        let mut wanted = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
-        let ids: std::collections::BTreeSet<_> = wanted.by_ref().collect();
+        let disks = config.disks.iter().flatten().filter_map(|disk| disk.id.as_deref());
+        let pmems = config.pmem.iter().flatten().filter_map(|pmem| pmem.id.as_deref());
+        let ids: std::collections::BTreeSet<_> = disks.chain(pmems).collect();
         let disks = std::mem::take(&mut self.disks);
         let (stay, go) = disks.into_iter().partition(|image| ids.contains(image.id.as_str()));
         self.disks = stay;

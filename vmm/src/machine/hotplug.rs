@@ -36,7 +36,7 @@ pub enum RemoveError {
     Unknown(String),
     /// The device cannot be unplugged.
     #[error(
-        "'{0}' cannot be removed: disks, network, file system, vsock, other vhost-user and passed-through devices can"
+        "'{0}' cannot be removed: disks, network, file system, vsock, other vhost-user and passed-through devices and persistent memory can"
     )]
     Fixed(String),
 }
@@ -159,6 +159,11 @@ impl Machine {
                 .devices
                 .add_net(&net, made, &context, self.paused)
                 .map_err(HotAddError::from)?,
+            Opened::Pmem(pmem, file) => self
+                .parts
+                .devices
+                .add_pmem(&pmem, file, &context, self.paused)
+                .map_err(HotAddError::from)?,
             Opened::Vsock(vsock, made) => self
                 .parts
                 .devices
@@ -167,6 +172,7 @@ impl Machine {
         };
         self.config = config;
         self.record_device_numbers();
+        self.parts.devices.settle_pmems(&mut self.config);
         if self.parts.passthrough.withholds(bdf) {
             // At once if memory is mapped already.
             self.announce_ready();

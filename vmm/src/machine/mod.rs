@@ -26,7 +26,7 @@
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `segments` | PCI segments and their device windows |
 //! | `virtio`, `place` | virtio devices on the PCI bus, and where on it |
-//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `pmems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -66,6 +66,7 @@ mod parts;
 mod passthrough;
 mod pausing;
 mod place;
+mod pmems;
 mod prefault;
 mod prezeroed;
 mod ram;
@@ -229,6 +230,7 @@ impl Machine {
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
+        parts.devices.settle_pmems(&mut config);
         let vcpus = parts.create_vcpus(&config)?;
         let entry = boot::load(boot::LoadInput {
             ram: &parts.ram,
@@ -324,6 +326,7 @@ impl Machine {
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
+        pmems::check_movable(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
@@ -417,6 +420,7 @@ impl Machine {
         self.parts.devices.check_disks()?;
         self.check_room()?;
         vhost_users::check_movable(&self.config)?;
+        self.parts.devices.check_movable()?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)
     }
 

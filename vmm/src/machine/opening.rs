@@ -12,6 +12,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 
 use devices::virtio::block::{Block, DiskLock};
 use devices::virtio::net::Net;
+use devices::virtio::pmem::PmemFile;
 use devices::virtio::vhost_user::VhostUser;
 use devices::virtio::vsock::Vsock;
 use memory::GuestRam;
@@ -21,11 +22,14 @@ use super::limits::RateGroups;
 use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::place::Place;
+use super::pmems;
 use super::vhost_users;
 use super::virtio::{HotAddError, VirtioError};
 use super::vsocks::{self, VsockHandle};
 use super::{LockedImages, MachineError, disks};
-use crate::config::{DeviceConfig, DiskConfig, NetConfig, NewDevice, VmConfig, VsockConfig};
+use crate::config::{
+    DeviceConfig, DiskConfig, NetConfig, NewDevice, PmemConfig, VmConfig, VsockConfig,
+};
 
 /// A device that can be plugged into a machine.
 pub enum Opened {
@@ -37,6 +41,8 @@ pub enum Opened {
     Net(NetConfig, (Net, NetHandle)),
     /// A device whose back end is connected, and where it is to be.
     VhostUser(Box<VhostUser>, Place),
+    /// Persistent memory, whose file is open and locked.
+    Pmem(PmemConfig, PmemFile),
     /// A vsock device, whose socket listens.
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
@@ -122,6 +128,13 @@ fn open_now(
         NewDevice::GenericVhostUser(device) => {
             let made = vhost_users::make_generic(&device, ram).map_err(VirtioError::from)?;
             Opened::VhostUser(Box::new(made), Place::new(device.pci_segment, device.pci_device_id))
+        }
+        NewDevice::Pmem(pmem) => {
+            let file = pmems::open(&pmem, &mut LockedImages::default());
+            let file = file.map_err(VirtioError::from)?;
+            let id = || pmem.id.clone().unwrap_or_default();
+            file.lock().lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
+            Opened::Pmem(pmem, file)
         }
         NewDevice::Vsock(vsock) => {
             let made = vsocks::make(&vsock);

@@ -32,6 +32,7 @@ use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
 use super::place::{Place, TakenNumbers};
+use super::pmems::{self, PmemRange, PmemWiringError};
 use super::segments::{PlaceError, Segments};
 use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
@@ -50,6 +51,9 @@ pub enum VirtioError {
     /// A vhost-user device cannot be created.
     #[error(transparent)]
     VhostUser(#[from] VhostUserWiringError),
+    /// Persistent memory cannot be created.
+    #[error(transparent)]
+    Pmem(#[from] PmemWiringError),
     /// The entropy device cannot be created.
     #[error("cannot make the entropy device")]
     Rng(#[from] RngError),
@@ -124,6 +128,8 @@ pub struct VirtioDevices {
     watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
     mems: Vec<(String, MemHandle)>,
+    /// Addresses of persistent memory; its locks are among those of the disks.
+    pub(super) pmems: Vec<(String, PmemRange)>,
     pub(super) counters: Vec<(String, Arc<dyn Counters>)>,
     /// Devices with reserved numbers, whose BARs are placed after those of passed-through devices.
     pub(super) unplaced: Vec<(Bdf, Arc<VirtioPciDevice>)>,
@@ -163,6 +169,7 @@ impl VirtioDevices {
         let rate_groups = RateGroups::new(config);
         let mut devices = Self { sink: Some(sink), rate_groups, ..Self::default() };
         let mut taken = TakenNumbers::reserve(config, context.segments)?;
+        let pmems = pmems::make(config, context, images)?;
         if let Some(endpoint) = &consoles.virtio {
             let id = config.console.id.clone().unwrap_or_default();
             let console =
@@ -195,6 +202,9 @@ impl VirtioDevices {
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id);
         devices.plug(context, &id, Box::new(rng), place)?;
+        for pmem in pmems {
+            devices.plug_pmem(pmem, context)?;
+        }
         if let Some(vsock) = &config.vsock {
             devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
         }
@@ -300,6 +310,8 @@ impl VirtioDevices {
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);
         self.resizers.retain(|(other, _)| *other != id);
+        // The guest has no access to the memory from here on.
+        self.pmems.retain(|(other, _)| *other != id);
         if let Some((id, lock)) = lock.map(|at| self.locks.remove(at)) {
             exclusive::write_back_and_unlock(&id, &lock);
         }

@@ -86,6 +86,11 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("image of disk {:?}", disk.id.as_deref().unwrap_or_default());
         all.extend(disk.path.iter().map(|image| path(what.clone(), GrantKind::Disk, image)));
     }
+    for pmem in config.pmem.iter().flatten() {
+        let what =
+            format!("file of persistent memory {:?}", pmem.id.as_deref().unwrap_or_default());
+        all.push(path(what, GrantKind::Disk, &pmem.file));
+    }
     // A device with passed descriptors names nothing on this host.
     for net in config.net.iter().flatten().filter(|net| net.fds.is_none() && !net.vhost_user) {
         let what = format!("tap of network device {:?}", net.id.as_deref().unwrap_or_default());

@@ -57,6 +57,7 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
     let at = |name: &str| format!("{root}/{name}");
     let cases = [
         ("disk", json!({"disks": [{"id": "d", "path": at("x")}]})),
+        ("disk", json!({"pmem": [{"id": "p", "file": at("x")}]})),
         (
             "memory",
             json!({"memory": {"size": 0, "zones": [{"id": "z", "size": 4096, "file": at("x")}]}}),
@@ -200,6 +201,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("payload", "firmware"),
         ("payload", "initramfs"),
         ("payload", "kernel"),
+        ("pmem", "file"),
         ("rng", "src"),
         ("serial", "file"),
         ("serial", "socket"),

@@ -174,6 +174,7 @@ pub(super) fn rules(config: &VmConfig, process: &ProcessPaths) -> Vec<PathRule> 
     process.rules(&mut out);
     payload(config, &mut out);
     disks(config, &mut out);
+    pmems(config, &mut out);
     consoles(config, process, &mut out);
     zones(config, process, &mut out);
     nets(config, &mut out);
@@ -221,6 +222,14 @@ fn disks(config: &VmConfig, out: &mut Vec<PathRule>) {
     for disk in config.disks.iter().flatten() {
         let rights = if disk.readonly { READ_IN_PLACE } else { USE_IN_PLACE };
         out.extend(disk.path.iter().map(|path| PathRule::new(path, rights)));
+    }
+}
+
+fn pmems(config: &VmConfig, out: &mut Vec<PathRule>) {
+    for pmem in config.pmem.iter().flatten() {
+        // A directory gets a file without a name.
+        let rights = if pmem.discard_writes { READ_IN_PLACE } else { MAKE_FILES | USE_IN_PLACE };
+        out.push(PathRule::new(&pmem.file, rights));
     }
 }
 
@@ -351,6 +360,14 @@ mod tests {
         let config = VmConfig::default();
         let all = rules(&config, &ProcessPaths { terminals, ..process() });
         assert!(all.contains(&uses("/proc/self/fd/0", USE_IN_PLACE)), "the default is a terminal");
+    }
+
+    #[test]
+    fn persistent_memory_is_read_or_written_and_made_in_a_directory() {
+        let pmem = derived(json!({"pmem": [
+            {"file": "/p", "discard_writes": true}, {"file": "/q", "size": 2 << 20},
+        ]}));
+        assert_eq!(pmem, [uses("/p", READ_IN_PLACE), uses("/q", MAKE_FILES | USE_IN_PLACE)]);
     }
 
     #[test]

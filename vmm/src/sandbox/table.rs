@@ -36,6 +36,7 @@ const DEVICES: &[&str] = &[
     "device-console",
     "device-balloon",
     "device-mem",
+    "device-pmem",
     "device-rng",
     "device-vsock",
     "device-vhost",
@@ -158,6 +159,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";
+    "device-pmem": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "flushes persistent memory to its file";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
     "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";
     "console-out": &[&CONNECTIONS, &FILES], starts &[],

@@ -104,6 +104,7 @@ pub enum PmemError {
 pub struct PmemFile {
     lock: DiskLock,
     mapping: Arc<PmemMapping>,
+    is_temporary: bool,
 }
 
 impl PmemFile {
@@ -141,7 +142,7 @@ impl PmemFile {
         let len = usize::try_from(size_bytes)
             .map_err(|_| map(io::Error::from(io::ErrorKind::FileTooLarge)))?;
         let mapping = PmemMapping::new(lock.file(), len, config.discard_writes).map_err(map)?;
-        Ok(Self { lock, mapping: Arc::new(mapping) })
+        Ok(Self { lock, mapping: Arc::new(mapping), is_temporary: is_dir })
     }
 
     /// The lock of the file, to be taken before the guest runs and released when another VMM takes the guest
@@ -153,6 +154,11 @@ impl PmemFile {
     /// The mapped file.
     pub fn mapping(&self) -> &Arc<PmemMapping> {
         &self.mapping
+    }
+
+    /// Whether the file has no name, so that no other process can open it.
+    pub fn is_temporary(&self) -> bool {
+        self.is_temporary
     }
 
     /// Size in bytes, a multiple of [`PMEM_ALIGN_BYTES`].

@@ -90,6 +90,7 @@ fn a_directory_gives_a_temporary_file() {
     let sized = PmemConfig { size_bytes: Some(LEN), ..config(dir.path()) };
     let open = PmemFile::open(&sized, None).unwrap();
     assert_eq!(open.len_bytes(), LEN);
+    assert!(open.is_temporary());
     poke(open.mapping(), LEN - 1, 1);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "it has no name");
     // The machine after a reboot has the same file.
