@@ -53,6 +53,7 @@ mod numa;
 mod page_server;
 mod pause;
 mod pool_arrivals;
+mod pmem;
 mod postcopy;
 mod prefault;
 mod prezero;
@@ -98,6 +99,7 @@ fn main() -> ExitCode {
     states::add(&mut suite);
     unread::add(&mut suite);
     pause::add(&mut suite);
+    pmem::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);
     tls::add(&mut suite);

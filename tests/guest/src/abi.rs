@@ -235,8 +235,10 @@ pub mod workload {
     pub const FS_ASK: u64 = 13;
     /// vCPU 0 sends frames through the first network device, one at a time, and waits until each comes back.
     pub const NET_ECHO: u64 = 14;
+    /// vCPU 0 writes numbered pages to the first persistent memory, flushes each, and reads it before it is overwritten.
+    pub const PMEM_WRITE: u64 = 15;
     /// Names, by number.
-    pub const NAMES: [&str; 15] = [
+    pub const NAMES: [&str; 16] = [
         "idle",
         "fill",
         "verify",
@@ -252,6 +254,7 @@ pub mod workload {
         "config-read",
         "fs-ask",
         "net-echo",
+        "pmem-write",
     ];
 }
 

@@ -22,6 +22,7 @@ mod mem;
 mod panic;
 mod pattern;
 mod peer;
+mod pmem;
 mod pvh;
 mod reuse;
 mod runtime;

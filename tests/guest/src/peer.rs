@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Drivers of devices that another process serves: a file system, which is asked for its root, and a network device
-//! whose frames come back.
+//! whose frames come back; and of persistent memory.
 //!
 //! Owns the requests, one at a time, and the check of each answer. Must never count a request before it was answered.
 
 use crate::abi::{self, PAGE_BYTES, disk_failure, workload};
 use crate::mem;
+use crate::pmem::Pmem;
 use crate::virtio::{Device, Part, Queue};
 
 const TYPE_NET: u32 = 1;
@@ -38,6 +39,8 @@ pub enum Peer {
         /// The queue of its requests.
         queue: Queue,
     },
+    /// Of persistent memory.
+    Pmem(Pmem),
     /// Of a network device.
     Net {
         /// Where frames come.
@@ -54,6 +57,9 @@ fn rings(number: u16) -> u64 {
 impl Peer {
     /// Starts the driver that the workload is about, for the first such device that configuration space at `ecam` shows.
     pub fn start(ecam: u64, workload: u64) -> Result<Self, u64> {
+        if workload == workload::PMEM_WRITE {
+            return Pmem::start(ecam).map(Self::Pmem);
+        }
         let is_net = workload == workload::NET_ECHO;
         let device = Device::find(ecam, if is_net { TYPE_NET } else { TYPE_FS })?;
         device.agree(0)?;
@@ -82,6 +88,7 @@ impl Peer {
                 let inode = mem::load(IN_GPA + u64::from(FUSE_OUT_HEADER_BYTES) + 16);
                 if inode == ROOT { Ok(()) } else { Err(disk_failure::CONTENT) }
             }
+            Self::Pmem(pmem) => pmem.write(number, meanwhile),
             Self::Net { rx, tx } => echo(rx, tx, number, meanwhile),
         }
     }
