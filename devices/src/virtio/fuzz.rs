@@ -313,7 +313,7 @@ pub fn fuzz_pmem(data: &[u8]) {
 fn run_pmem(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let file = Arc::new(syscalls::memory_file(DISK_BYTES)?);
-    let lock = DiskLock::of("memory".into(), file, false)?;
+    let lock = DiskLock::of(Path::new("memory"), file, false)?;
     run(PmemWorker::new(guest.queue(0)?, lock, Arc::default()))
 }
 

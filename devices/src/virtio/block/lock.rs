@@ -46,11 +46,11 @@ impl DiskLock {
 
     /// The same for a file that is open already; `path` is for messages.
     pub(in crate::virtio) fn of(
-        path: PathBuf,
+        path: &Path,
         file: Arc<File>,
         readonly: bool,
     ) -> Result<Self, DiskError> {
-        Disk::inspect(&path, file, readonly, false).map(Self::new)
+        Disk::inspect(path, file, readonly, false).map(Self::new)
     }
 
     /// The same open file and lock, with the length that the file has now.

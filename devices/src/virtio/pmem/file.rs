@@ -121,7 +121,7 @@ impl PmemFile {
         let is_dir = config.path.is_dir();
         let lock = match kept {
             Some(lock) => lock.again(),
-            None if is_dir => DiskLock::of(path(), Arc::new(temporary(config)?), false),
+            None if is_dir => DiskLock::of(&config.path, Arc::new(temporary(config)?), false),
             None => DiskLock::open(path(), config.discard_writes),
         };
         let lock = lock.map_err(|source| {

@@ -29,7 +29,7 @@ fn config(path: &Path) -> PmemConfig {
 
 fn error(config: &PmemConfig) -> String {
     let error = PmemFile::open(config, None).map(drop).unwrap_err();
-    error_text::chain(&error).to_string()
+    error_text::chain(&error)
 }
 
 /// Writes to a mapping as a guest does.
