@@ -60,7 +60,9 @@ impl Pmem {
         {
             return Err(disk_failure::CONTENT);
         }
-        WORDS_AT.iter().for_each(|at| mem::store(page + at, number + 1));
+        for at in WORDS_AT {
+            mem::store(page + at, number + 1);
+        }
         mem::store32(REQUEST_GPA, FLUSH);
         mem::store32(RESPONSE_GPA, u32::MAX);
         let parts = [
