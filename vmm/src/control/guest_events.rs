@@ -267,11 +267,11 @@ impl Vmm {
             }
             GuestEvent::VcpuStopped { index, reason } => {
                 events::emit("guest", "panic", &[("vcpu", &index.to_string())]);
-                let shortened = match &self.vm {
-                    VmLifecycle::Live(machine) => machine.shortened_pmem(),
+                let pmem = match &self.vm {
+                    VmLifecycle::Live(machine) => machine.pmem_behind(&reason),
                     _ => None,
                 };
-                let reason = match shortened {
+                let reason = match pmem {
                     Some(pmem) => format!("{reason:?}; {pmem}"),
                     None => format!("{reason:?}"),
                 };

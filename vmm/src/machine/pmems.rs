@@ -7,12 +7,12 @@
 //! device, here or elsewhere. The memory of such a device is no guest RAM: it has no dirty log, no device reads or
 //! writes it, and a migration leaves it in its file.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use devices::virtio::block::DiskLock;
 use devices::virtio::pmem::{Pmem, PmemConfig as FileConfig, PmemError, PmemFile, PmemMapping};
-use hypervisor::{MemslotConfig, MemslotError, Vm};
+use hypervisor::{MemslotConfig, MemslotError, StopReason, Vm};
 use pci::{Bdf, MmioRange, PciSegment, RangeWish};
 use thiserror::Error;
 
@@ -157,8 +157,11 @@ pub fn open(config: &PmemConfig, images: &mut LockedImages) -> Result<PmemFile, 
     PmemFile::open(&config, kept).map_err(|source| PmemWiringError { id, source: source.into() })
 }
 
-/// Slot numbers are never used again: a slot that could not be removed keeps its number.
-static NEXT_SLOT: AtomicU32 = AtomicU32::new(FIRST_SLOT);
+/// The lowest number that no memory slot has; one that could not be removed keeps its own.
+fn free_slot(vm: &Vm) -> u32 {
+    let taken: BTreeSet<u32> = vm.memory_slots().into_iter().map(|slot| slot.slot).collect();
+    (FIRST_SLOT..u32::MAX).find(|number| !taken.contains(number)).unwrap_or(u32::MAX)
+}
 
 fn wire(
     config: &PmemConfig,
@@ -168,7 +171,7 @@ fn wire(
     let id = || config.id.clone().unwrap_or_default();
     let place = || {
         let mut range = PmemRange::reserve(context, config, &file)?;
-        range.map(NEXT_SLOT.fetch_add(1, Ordering::Relaxed), file.mapping())?;
+        range.map(free_slot(context.vm), file.mapping())?;
         Ok(range)
     };
     let range = place().map_err(|source| PmemWiringError { id: id(), source })?;
@@ -249,21 +252,35 @@ impl VirtioDevices {
 }
 
 impl Machine {
-    /// Says which persistent memory has a file that another process has shortened, so that the guest cannot access
-    /// all of it: an access stops the vCPU.
-    pub fn shortened_pmem(&self) -> Option<String> {
+    /// Says which persistent memory may be why a vCPU has stopped: the host could not provide what the guest accessed.
+    pub fn pmem_behind(&self, reason: &StopReason) -> Option<String> {
+        let StopReason::MemoryFault(access) = reason else { return None };
         let devices = &self.parts.devices;
-        let len_of = |id: &str| {
-            let range = devices.pmems.iter().find(|(other, _)| other == id);
-            range.map_or(0, |(_, range)| range.range.len_bytes)
+        let range_of = |id: &str| devices.pmems.iter().find(|(other, _)| other == id);
+        let of_pmem = devices.locks.iter().filter_map(|(id, lock)| {
+            let (_, pmem) = range_of(id)?;
+            Some((id, lock, pmem.range))
+        });
+        let all: Vec<(&String, &DiskLock, MmioRange)> = of_pmem.collect();
+        let is_short = |(_, lock, range): &&(&String, &DiskLock, MmioRange)| {
+            lock.host_len_bytes().is_ok_and(|len_bytes| len_bytes < range.len_bytes)
         };
-        let mut locks = devices.locks.iter();
-        let is_short = |(id, lock): &&(String, DiskLock)| {
-            lock.host_len_bytes().is_ok_and(|len_bytes| len_bytes < len_of(id))
+        if let Some((id, lock, _)) = all.iter().find(is_short) {
+            return Some(format!(
+                "{} is shorter than persistent memory '{id}'",
+                lock.path().display()
+            ));
+        }
+        let may_be = |(_, _, range): &&(&String, &DiskLock, MmioRange)| {
+            access.gpa.is_none_or(|gpa| gpa.wrapping_sub(range.start_gpa) < range.len_bytes)
         };
-        locks.find(is_short).map(|(id, lock)| {
-            format!("{} is shorter than persistent memory '{id}'", lock.path().display())
-        })
+        let named = all
+            .iter()
+            .filter(may_be)
+            .map(|(id, lock, _)| format!("{} of persistent memory '{id}'", lock.path().display()));
+        let named: Vec<_> = named.collect();
+        let what = "the host may have no room for what the guest writes to it, or cannot read it";
+        (!named.is_empty()).then(|| format!("look at {}: {what}", named.join(", ")))
     }
 }
 

@@ -7,13 +7,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use thiserror::Error;
 
-use super::mapping::PmemMapping;
+use super::mapping::{self, PmemMapping};
 use crate::virtio::block::{DiskError, DiskLock};
 
 /// Size and addresses are multiples of it: a huge page of x86-64.
@@ -89,6 +89,18 @@ pub enum PmemError {
         /// The size.
         size_bytes: u64,
     },
+    /// The size is not one of whole huge pages of the host.
+    #[error(
+        "{path} has pages of {page_bytes} bytes, and a size of {size_bytes} bytes is not a multiple of that"
+    )]
+    HugePages {
+        /// Path of the file.
+        path: PathBuf,
+        /// The size.
+        size_bytes: u64,
+        /// Size of its pages.
+        page_bytes: u64,
+    },
     /// The host does not map the file.
     #[error("cannot map {path}")]
     Map {
@@ -139,10 +151,16 @@ impl PmemFile {
         }
         check_size(config, size_bytes)?;
         let map = |source| PmemError::Map { path: path(), source };
+        let page_bytes = mapping::host_page_bytes(lock.file()).map_err(map)?;
+        if !size_bytes.is_multiple_of(page_bytes) {
+            return Err(PmemError::HugePages { path: path(), size_bytes, page_bytes });
+        }
         let len = usize::try_from(size_bytes)
             .map_err(|_| map(io::Error::from(io::ErrorKind::FileTooLarge)))?;
         let mapping = PmemMapping::new(lock.file(), len, config.discard_writes).map_err(map)?;
-        Ok(Self { lock, mapping: Arc::new(mapping), is_temporary: is_dir })
+        // Asked of the open file: what is at the path may be another one by now.
+        let is_temporary = lock.file().metadata().map_err(map)?.nlink() == 0;
+        Ok(Self { lock, mapping: Arc::new(mapping), is_temporary })
     }
 
     /// The lock of the file, to be taken before the guest runs and released when another VMM takes the guest

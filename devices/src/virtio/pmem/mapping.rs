@@ -10,6 +10,7 @@ use std::os::fd::AsRawFd as _;
 use std::ptr::{self, NonNull};
 
 use super::file::PMEM_ALIGN_BYTES;
+use crate::syscalls::check;
 
 /// Address space of a process that begins at a multiple of 2 MiB, like the guest address, so that huge pages of the
 /// host can be huge pages of the guest.
@@ -23,10 +24,23 @@ unsafe impl Send for PmemMapping {}
 // SAFETY: as above; nothing can be changed through a shared reference.
 unsafe impl Sync for PmemMapping {}
 
+/// Size of the pages of a file: that of its huge pages, if it has any, as addresses have to be a multiple of it.
+pub(super) fn host_page_bytes(file: &File) -> io::Result<u64> {
+    // SAFETY: statfs is a plain C struct for which all zeros is a valid value.
+    let mut about: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes one structure, which lives during the call; the descriptor is open.
+    check(unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut about) })?;
+    if about.f_type != libc::HUGETLBFS_MAGIC {
+        return Ok(4096);
+    }
+    u64::try_from(about.f_bsize).map_err(io::Error::other)
+}
+
 impl PmemMapping {
-    /// Maps the first `len` bytes of a file; with `is_private`, what the guest writes stays in this process.
+    /// Maps the first `len` bytes of a file, whole pages of it; with `is_private`, what the guest writes stays in this process.
     pub(super) fn new(file: &File, len: usize, is_private: bool) -> io::Result<Self> {
-        let align = PMEM_ALIGN_BYTES;
+        let page_bytes = usize::try_from(host_page_bytes(file)?).map_err(io::Error::other)?;
+        let align = PMEM_ALIGN_BYTES.max(page_bytes);
         let too_long = || io::Error::from(io::ErrorKind::InvalidInput);
         let with_slack = len.checked_add(align).filter(|_| len > 0).ok_or_else(too_long)?;
         // SAFETY: a new anonymous mapping at an address that the kernel chooses affects no other mapping.
