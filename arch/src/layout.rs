@@ -129,6 +129,8 @@ pub const GED_PORT: u16 = 0x60c;
 pub const PCI_HOTPLUG_PORT: u16 = 0x610;
 /// Registers of vCPU hotplug; see [`crate::acpi::cpu_hotplug`].
 pub const CPU_HOTPLUG_PORT: u16 = 0x640;
+/// Registers of memory hotplug; see [`crate::acpi::memory_hotplug`].
+pub const MEMORY_HOTPLUG_PORT: u16 = 0x680;
 /// COM1.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Registers of a 16550.

@@ -17,9 +17,10 @@ use acpi_tables::aml::{
 use acpi_tables::sdt::Sdt;
 
 use super::cpu_hotplug;
-use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_PCI, EVENT_POWER_BUTTON};
+use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_MEMORY, EVENT_PCI, EVENT_POWER_BUTTON};
 use super::hotplug::{self, Slots};
 use super::inputs::{AcpiInputs, GedInputs, PciSegment};
+use super::memory_hotplug;
 use super::numa::proximity;
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
 use crate::layout;
@@ -74,6 +75,8 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let bridge = |segment| Raw(host_bridge(segment, slots_of(segment), node(segment)));
     let controller = |port| Raw(hotplug::controller(port, has_segments));
     devices.extend(inputs.pci_hotplug_port.map(controller));
+    let memory = |hotplug| Raw(memory_hotplug::container(hotplug, inputs.numa.is_some()));
+    devices.extend(inputs.memory_hotplug.map(memory));
     devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
@@ -85,6 +88,7 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let handlers = [
         (EVENT_PCI, has_slots.then(tell_of_slots)),
         (EVENT_CPU, inputs.cpu_hotplug_port.map(|_| cpu_hotplug::tell())),
+        (EVENT_MEMORY, inputs.memory_hotplug.map(|_| memory_hotplug::tell())),
         (EVENT_GENERATION, has_generation.then(tell_of_generation)),
     ];
     devices.extend(inputs.ged.map(|ged| Raw(events(ged, handlers))));
@@ -123,9 +127,11 @@ fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
     let slots = inputs.pci_hotplug_port.map(|port| IO::new(port, port, 1, len));
     let len = cpu_hotplug::REGISTERS_LEN_BYTES;
     let cpus = inputs.cpu_hotplug_port.map(|port| IO::new(port, port, 1, len));
+    let len = memory_hotplug::REGISTERS_LEN_BYTES;
+    let memory = inputs.memory_hotplug.map(|memory| IO::new(memory.port, memory.port, 1, len));
     let mut resources = refs(&ecams);
     resources.push(&ports);
-    resources.extend(slots.iter().chain(&cpus).map(|ports| -> &dyn Aml { ports }));
+    resources.extend(slots.iter().chain(&cpus).chain(&memory).map(|ports| -> &dyn Aml { ports }));
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(resources));
     to_bytes(&Device::new("MBRD".into(), vec![&hid("PNP0C02"), &uid(0), &resources]))
 }
@@ -202,7 +208,7 @@ impl<T: Aml> Named for T {
 
 /// The generic event device and the power button it speaks for.
 /// `handlers` are further events, with the AML that tells the guest of each, if anything does.
-fn events(ged: GedInputs, handlers: [(u8, Option<Vec<u8>>); 3]) -> Vec<u8> {
+fn events(ged: GedInputs, handlers: [(u8, Option<Vec<u8>>); 4]) -> Vec<u8> {
     let number = uid(0);
     let button_id = hid("PNP0C0C");
     let button = Device::new("PWRB".into(), vec![&button_id, &number]);

@@ -19,7 +19,7 @@
 
 /// vCPUs were added or are to be removed; see [`super::cpu_hotplug`].
 pub const EVENT_CPU: u8 = 1 << 0;
-/// Memory was added or is to be removed. No AML looks at it yet.
+/// Memory was added; see [`super::memory_hotplug`]. Only the AML of guests that may get some looks at it.
 pub const EVENT_MEMORY: u8 = 1 << 1;
 /// PCI devices were added or are to be removed; see [`super::hotplug`].
 pub const EVENT_PCI: u8 = 1 << 2;

@@ -7,6 +7,7 @@
 
 use super::AcpiError;
 use super::cpu_hotplug::CPUS_MAX;
+use super::memory_hotplug::MemoryHotplug;
 use super::numa::AcpiNuma;
 use crate::layout::{self, GpaRange};
 
@@ -105,6 +106,8 @@ pub struct AcpiInputs {
     pub pci_hotplug_port: Option<u16>,
     /// Port of the vCPU hotplug registers if vCPUs may come and go; see [`super::cpu_hotplug`].
     pub cpu_hotplug_port: Option<u16>,
+    /// Memory hotplug if memory may come as memory devices; it needs the generic event device.
+    pub memory_hotplug: Option<MemoryHotplug>,
     /// Where the generation ID is if there is one; it needs the generic event device.
     pub generation_id_gpa: Option<u64>,
     /// Where the registers of the TPM are if there is one.
@@ -130,6 +133,7 @@ impl AcpiInputs {
             cmos: true,
             pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
             cpu_hotplug_port: Some(layout::CPU_HOTPLUG_PORT),
+            memory_hotplug: None,
             generation_id_gpa: Some(layout::GENERATION_ID_GPA),
             tpm_gpa: None,
             extra_aml: Vec::new(),

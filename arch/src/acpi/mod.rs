@@ -11,6 +11,7 @@ mod dsdt;
 pub mod ged;
 pub mod hotplug;
 mod inputs;
+pub mod memory_hotplug;
 mod numa;
 mod tables;
 #[cfg(test)]

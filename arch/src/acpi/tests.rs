@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use super::memory_hotplug::MemoryHotplug;
 use super::*;
 use crate::layout::GpaRange;
 
@@ -435,6 +436,39 @@ fn aml_is_what_acpica_understands() {
     for absent in ["COM1", "RTC0", "PWRB", "ACPI0013", "_PRT", "PHPR", "_EJ0", "VGEN", "CPRG"] {
         assert!(!source.contains(absent), "{absent} in\n{source}");
     }
+}
+
+#[test]
+fn aml_has_memory_devices_where_memory_may_come() {
+    let dir = tempfile::tempdir().unwrap();
+    let hotplug = MemoryHotplug { port: layout::MEMORY_HOTPLUG_PORT, domain: 1 };
+    let inputs = AcpiInputs { memory_hotplug: Some(hotplug), ..inputs(1) };
+    let Some(source) = check_with_iasl(dir.path(), &inputs) else { return };
+    for expected in [
+        "Device (MHPC)",
+        "OperationRegion (MMRG, SystemIO, 0x0680, 0x90)",
+        "Device (MD00)",
+        "Device (MD07)",
+        "\"PNP0C80\"",
+        "If (M007)",
+        "MCRS (B7_L, B7_H, L7_L, L7_H)",
+        "MOST (0x07, Arg1)",
+        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._MIN, MIN)",
+        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._MAX, MAX)",
+        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._LEN, LEN)",
+        "Notify (MD07, 0x01)",
+        "\\_SB.MHPC.MMSC ()",
+    ] {
+        assert!(source.contains(expected), "no {expected} in\n{source}");
+    }
+    assert!(!source.contains("Name (_PXM"), "{source}");
+    let with_nodes = AcpiInputs { memory_hotplug: Some(hotplug), ..nodes(2) };
+    let source = check_with_iasl(dir.path(), &with_nodes).unwrap();
+    let device = source.split_once("Device (MD07)").unwrap().1;
+    let (_, node) = device.split_once("Name (_PXM, ").unwrap();
+    assert!(node.starts_with("One"), "{node}");
+    let without = check_with_iasl(dir.path(), &self::inputs(1)).unwrap();
+    assert!(!without.contains("MHPC") && !without.contains("PNP0C80"), "{without}");
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod cpu_hotplug;
 mod debug;
 mod generation_id;
 mod i8042;
+mod memory_hotplug;
 mod pci_hotplug;
 mod serial;
 #[cfg(test)]
@@ -34,6 +35,9 @@ pub use debug::{
 };
 pub use generation_id::{GENERATION_ID_LEN_BYTES, GenerationId};
 pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
+pub use memory_hotplug::{
+    MEMORY_DEVICES_MAX, MEMORY_HOTPLUG_LEN_BYTES, MEMORY_HOTPLUG_PORT, MemoryDevice, MemoryHotplug,
+};
 pub use pci_hotplug::{
     OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PCI_HOTPLUG_SEGMENTS_VERSION, PciHotplug,
 };
