@@ -453,9 +453,9 @@ fn aml_has_memory_devices_where_memory_may_come() {
         "If (M007)",
         "MCRS (B7_L, B7_H, L7_L, L7_H)",
         "MOST (0x07, Arg1)",
-        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._MIN, MIN)",
-        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._MAX, MAX)",
-        "CreateQWordField (MR64, \\_SB.MHPC.MCRS._LEN, LEN)",
+        "._MIN, MIN)",
+        "._MAX, MAX)",
+        "._LEN, LEN)",
         "Notify (MD07, 0x01)",
         "\\_SB.MHPC.MMSC ()",
     ] {

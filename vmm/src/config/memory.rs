@@ -19,6 +19,9 @@ pub const PAGE_BYTES: u64 = 4096;
 /// Huge page size assumed by the rules if none is given.
 pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
 
+/// What memory devices of ACPI have a multiple of: the smallest unit in which a guest adds memory.
+const DEVICE_BLOCK_BYTES: u64 = 128 << 20;
+
 /// Minimum block size of hot-plugged memory.
 const BLOCK_BYTES_MIN: u64 = 2 << 20;
 
@@ -95,7 +98,7 @@ option_family! {
         hotplugged_size: Option<u64> = None, "hotplugged_size" as Opt<Bytes>;
         /// Let the host merge identical pages (KSM).
         mergeable: bool = false, "mergeable" as One<Toggle>;
-        /// How memory is hot-plugged; virtio-mem is the only supported method.
+        /// How memory is hot-plugged; with acpi it cannot be removed, and there are no zones.
         hotplug_method: HotplugMethod = HotplugMethod::Acpi, "hotplug_method" as One<Choice>;
         /// Use a shared mapping, so that other processes can share the memory.
         shared: bool = false, "shared" as One<Toggle>;
@@ -127,6 +130,7 @@ option_family! {
 /// Properties that memory as a whole and a zone share.
 struct Backing<'a> {
     what: &'a str,
+    is_zone: bool,
     size_bytes: u64,
     has_file: bool,
     mergeable: bool,
@@ -146,12 +150,24 @@ fn block_bytes(size_bytes: u64, page_bytes: u64) -> u64 {
     few.max(page_bytes).max(BLOCK_BYTES_MIN)
 }
 
+/// Maximum bytes of memory devices of ACPI, and their block size, for a `hotplug_size`, which may be any; `None` if it is
+/// too little for one.
+fn device_room(size_bytes: u64, page_bytes: u64) -> Option<(u64, u64)> {
+    let block_bytes = page_bytes.max(DEVICE_BLOCK_BYTES);
+    let room_bytes = size_bytes - size_bytes % block_bytes;
+    (room_bytes > 0).then_some((room_bytes, block_bytes))
+}
+
 impl MemoryZoneConfig {
     /// Maximum bytes to be hot-plugged, and the block size; `None` without hot-plug.
-    pub fn later(&self) -> Option<(u64, u64)> {
+    pub fn later(&self, method: HotplugMethod) -> Option<(u64, u64)> {
         let size_bytes = self.hotplug_size.filter(|bytes| *bytes > 0)?;
         let page = if self.hugepages { self.hugepage_size } else { None };
-        Some((size_bytes, block_bytes(size_bytes, page.unwrap_or(0))))
+        let page = page.unwrap_or(0);
+        match method {
+            HotplugMethod::VirtioMem => Some((size_bytes, block_bytes(size_bytes, page))),
+            HotplugMethod::Acpi => device_room(size_bytes, page),
+        }
     }
 }
 
@@ -165,22 +181,33 @@ impl Backing<'_> {
                 _ => Err("hotplugged_size needs a hotplug_size".into()),
             };
         };
-        if self.method != HotplugMethod::VirtioMem {
-            return Err(
-                "hotplug_size needs hotplug_method=virtio-mem: memory devices in ACPI are not \
-                        supported by this version"
-                    .into(),
-            );
-        }
         if self.has_file {
             return Err("memory in a file cannot be added while the guest runs".into());
         }
         let page = if self.hugepages { self.hugepage_bytes.unwrap_or(0) } else { 0 };
+        if self.method == HotplugMethod::Acpi {
+            return self.validate_devices(size, plugged, page);
+        }
         let block = block_bytes(size, page);
         if !size.is_multiple_of(block) || !plugged.is_multiple_of(block) {
             return Err(format!("hotplug_size and hotplugged_size must be multiples of {block}"));
         }
         if plugged > size {
+            return Err(format!("hotplugged_size {plugged} is more than hotplug_size {size}"));
+        }
+        Ok(())
+    }
+
+    /// Validates the options of memory that comes as memory devices of ACPI.
+    fn validate_devices(&self, size: u64, plugged: u64, page: u64) -> Result<(), String> {
+        if self.is_zone {
+            return Err("hotplug_size of a zone needs hotplug_method=virtio-mem".into());
+        }
+        let (room, block) = device_room(size, page).unwrap_or((0, DEVICE_BLOCK_BYTES.max(page)));
+        if !plugged.is_multiple_of(block) {
+            return Err(format!("hotplugged_size must be a multiple of {block}"));
+        }
+        if plugged > room {
             return Err(format!("hotplugged_size {plugged} is more than hotplug_size {size}"));
         }
         Ok(())
@@ -240,6 +267,12 @@ impl MemoryConfig {
         }
     }
 
+    /// Whether the guest is to have memory devices of ACPI when it boots.
+    pub fn has_memory_devices(&self) -> bool {
+        self.hotplug_method == HotplugMethod::Acpi
+            && self.hotplugged_size.is_some_and(|bytes| bytes > 0)
+    }
+
     /// Whether other processes can have all guest memory: it is shared, or consists of hugetlb pages.
     pub fn is_shared(&self) -> bool {
         match self.zones.as_deref().unwrap_or_default() {
@@ -283,6 +316,7 @@ impl MemoryConfig {
         if zones.is_empty() {
             return Backing {
                 what: "memory",
+                is_zone: false,
                 size_bytes: self.size,
                 has_file: false,
                 mergeable: self.mergeable,
@@ -331,6 +365,7 @@ impl MemoryConfig {
             }
             Backing {
                 what: &format!("memory zone '{}'", zone.id),
+                is_zone: true,
                 size_bytes: zone.size,
                 has_file: zone.file.is_some(),
                 mergeable: zone.mergeable,

@@ -66,6 +66,8 @@ pub enum TransitionKind {
     ResizeDisk,
     /// Adding vCPUs, or asking the guest to eject some; the machine stays paused or running.
     ResizeVcpus,
+    /// Adding memory; the machine stays paused or running.
+    ResizeMemory,
 }
 
 /// A machine in transition, owned by another thread.
@@ -151,6 +153,7 @@ impl TransitionKind {
             Self::Eject => "relieved of a device, which waits until that has finished its requests",
             Self::ResizeDisk => "given a disk of another size, which waits for its storage",
             Self::ResizeVcpus => "given another number of vCPUs",
+            Self::ResizeMemory => "given more memory",
             Self::Resume | Self::StartRestored | Self::StartArrived => {
                 "resumed, which waits for its disks and network devices"
             }
@@ -163,7 +166,9 @@ impl TransitionKind {
             Self::Pause | Self::Full => Some("paused"),
             Self::Retry => None,
             Self::Resume | Self::StartRestored | Self::StartArrived => Some("resumed"),
-            Self::Add | Self::Eject | Self::ResizeDisk | Self::ResizeVcpus => Some("changed"),
+            Self::Add | Self::Eject | Self::ResizeDisk | Self::ResizeVcpus | Self::ResizeMemory => {
+                Some("changed")
+            }
         }
     }
 
@@ -177,6 +182,7 @@ impl TransitionKind {
             Self::Eject => "eject",
             Self::ResizeDisk => "resize-disk",
             Self::ResizeVcpus => "resize-vcpus",
+            Self::ResizeMemory => "resize-memory",
         }
     }
 }
@@ -337,7 +343,10 @@ impl Vmm {
                 | TransitionKind::StartArrived => {
                     machine.resume_with_room()?;
                 }
-                TransitionKind::Add | TransitionKind::ResizeDisk | TransitionKind::ResizeVcpus => {}
+                TransitionKind::Add
+                | TransitionKind::ResizeDisk
+                | TransitionKind::ResizeVcpus
+                | TransitionKind::ResizeMemory => {}
                 TransitionKind::Eject => machine.take_ejected(),
             }
             Ok(ApiReply::Empty)
@@ -422,7 +431,12 @@ impl Vmm {
             (TransitionKind::Add | TransitionKind::Eject, result) => {
                 self.device_change_over(result, responder, adding);
             }
-            (TransitionKind::ResizeDisk | TransitionKind::ResizeVcpus, result) => {
+            (
+                TransitionKind::ResizeDisk
+                | TransitionKind::ResizeVcpus
+                | TransitionKind::ResizeMemory,
+                result,
+            ) => {
                 Self::resize_over(result, responder);
             }
             (TransitionKind::Retry, Ok(_)) => {
@@ -542,6 +556,7 @@ impl Vmm {
                         | TransitionKind::Eject
                         | TransitionKind::ResizeDisk
                         | TransitionKind::ResizeVcpus
+                        | TransitionKind::ResizeMemory
                 ) =>
             {
                 transition.info.state == VmState::Paused

@@ -20,16 +20,34 @@ impl Vmm {
         }
         events::emit("vm", "resizing", &[]);
         let result = self.resize_parts(wanted);
-        let (Some(vcpus), Ok(())) = (self.other_vcpus(wanted), &result) else {
-            report_resize(&result);
-            return responder.answer(result.map(|()| ApiReply::Empty));
+        let (vcpus, ram_bytes) = (self.other_vcpus(wanted), self.more_memory(wanted));
+        let kind = match (vcpus, ram_bytes, &result) {
+            (Some(_), _, Ok(())) => TransitionKind::ResizeVcpus,
+            (None, Some(_), Ok(())) => TransitionKind::ResizeMemory,
+            _ => {
+                report_resize(&result);
+                return responder.answer(result.map(|()| ApiReply::Empty));
+            }
         };
-        let kind = TransitionKind::ResizeVcpus;
         self.begin_transition_with(kind, Some(responder), move |machine, cancel| {
-            machine.resize_vcpus(vcpus, cancel)?;
-            events::emit("vm", "vcpus-resized", &[("vcpus", &vcpus.to_string())]);
+            if let Some(wanted_bytes) = ram_bytes {
+                let zone = machine.resize_memory(None, wanted_bytes)?;
+                report_memory(&zone, wanted_bytes);
+            }
+            if let Some(vcpus) = vcpus {
+                machine.resize_vcpus(vcpus, cancel)?;
+                events::emit("vm", "vcpus-resized", &[("vcpus", &vcpus.to_string())]);
+            }
             Ok(ApiReply::Empty)
         });
+    }
+
+    /// The wanted memory in bytes, if a memory device has to be added for it: the host takes its time.
+    fn more_memory(&mut self, wanted: &VmResize) -> Option<u64> {
+        let machine = self.machine_mut().ok()?;
+        let is_more =
+            |bytes: &u64| machine.check_memory_devices(*bytes).is_ok_and(|is_more| is_more);
+        wanted.desired_ram.filter(is_more)
     }
 
     /// The wanted number of vCPUs, if the VM does not have it.
@@ -43,6 +61,14 @@ impl Vmm {
         if *wanted == VmResize::default() {
             return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
         }
+        if let Some(wanted_bytes) = wanted.desired_ram
+            && self
+                .machine_mut()?
+                .check_memory_devices(wanted_bytes)
+                .map_err(|error| memory_refused(&error))?
+        {
+            self.refuse_while_memory_arrives("given more memory")?;
+        }
         let Some(vcpus) = self.other_vcpus(wanted) else { return Ok(()) };
         self.refuse_while_memory_arrives("given another number of vCPUs")?;
         let refused = |error| ApiError::from_error(ApiErrorKind::BadRequest, &error);
@@ -50,12 +76,13 @@ impl Vmm {
     }
 
     fn resize_parts(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
+        let is_later = self.more_memory(wanted).is_some();
         let machine = self.machine_mut()?;
         // The checks come first; what only shows while vCPUs are added leaves the rest changed.
         if let Some(size_bytes) = wanted.desired_balloon {
             machine.check_balloon(size_bytes).map_err(|error| balloon_refused(&error))?;
         }
-        if let Some(wanted_bytes) = wanted.desired_ram {
+        if let Some(wanted_bytes) = wanted.desired_ram.filter(|_| !is_later) {
             resize_memory(machine, None, wanted_bytes)?;
         }
         let Some(size_bytes) = wanted.desired_balloon else { return Ok(()) };
@@ -162,15 +189,27 @@ fn resize_memory(
     zone: Option<&str>,
     wanted_bytes: u64,
 ) -> Result<(), ApiError> {
-    let zone = machine.resize_memory(zone, wanted_bytes).map_err(|error| {
-        let kind = match error {
-            ResizeMemoryError::Fixed(_) | ResizeMemoryError::Zones => ApiErrorKind::BadConfig,
-            ResizeMemoryError::NoZone(_)
-            | ResizeMemoryError::BelowBoot { .. }
-            | ResizeMemoryError::Size(_) => ApiErrorKind::BadRequest,
-        };
-        ApiError::from_error(kind, &error)
-    })?;
-    events::emit("vm", "memory-resized", &[("zone", &zone), ("size", &wanted_bytes.to_string())]);
+    let zone = machine.resize_memory(zone, wanted_bytes).map_err(|error| memory_refused(&error))?;
+    report_memory(&zone, wanted_bytes);
     Ok(())
+}
+
+fn memory_refused(error: &ResizeMemoryError) -> ApiError {
+    let kind = match error {
+        ResizeMemoryError::Fixed(_) | ResizeMemoryError::Zones | ResizeMemoryError::NotByZone => {
+            ApiErrorKind::BadConfig
+        }
+        ResizeMemoryError::NoZone(_)
+        | ResizeMemoryError::BelowBoot { .. }
+        | ResizeMemoryError::Stays { .. }
+        | ResizeMemoryError::Device { .. }
+        | ResizeMemoryError::NoDevice
+        | ResizeMemoryError::Size(_) => ApiErrorKind::BadRequest,
+        ResizeMemoryError::Plug(_) | ResizeMemoryError::Slot(_) => ApiErrorKind::Failed,
+    };
+    ApiError::from_error(kind, error)
+}
+
+fn report_memory(zone: &str, size_bytes: u64) {
+    events::emit("vm", "memory-resized", &[("zone", zone), ("size", &size_bytes.to_string())]);
 }

@@ -19,7 +19,7 @@ use pci::Bdf;
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
-use super::{numa, ram};
+use super::{memory_hotplug, numa, ram};
 use crate::config::{CpusConfig, PayloadConfig, PlatformConfig, VmConfig};
 
 /// Why a machine cannot boot.
@@ -213,6 +213,7 @@ pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
         inputs.serial_gsi = None;
     }
     inputs.tpm_gpa = config.tpm.as_ref().map(|_| layout::TPM_GPA);
+    inputs.memory_hotplug = memory_hotplug::described(config, ram);
     numa::describe(&mut inputs, config, ram, place);
     let memory = ram.guest_memory();
     let memory = &*memory.memory();

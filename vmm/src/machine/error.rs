@@ -21,6 +21,7 @@ use super::exclusive::{ExclusiveError, WriteBackFailed};
 use super::full_disks::DisksFull;
 use super::generation::GenerationError;
 use super::legacy::{LegacyError, LegacyStateError};
+use super::mems::ResizeMemoryError;
 use super::passthrough::PassthroughError;
 use super::pmems::PmemNotMovable;
 use super::ram::MachineRamError;
@@ -95,6 +96,9 @@ pub enum MachineError {
     /// The machine does not get another number of vCPUs.
     #[error(transparent)]
     Vcpus(#[from] ResizeVcpusError),
+    /// The machine does not get more memory.
+    #[error(transparent)]
+    Memory(#[from] ResizeMemoryError),
     /// A disk does not get another size.
     #[error(transparent)]
     DiskSize(#[from] DiskSizeError),

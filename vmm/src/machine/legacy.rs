@@ -13,10 +13,10 @@ use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
 use devices::legacy::{
     CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
-    GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_PCI_DEVICES_CHANGED,
-    GED_REGISTER_LEN_BYTES, GedDevice, GenerationId, HostClock, I8042, I8042_LEN_BYTES,
-    PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl, SERIAL_LEN_BYTES, Serial,
-    SerialError,
+    GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_MEMORY_DEVICES_CHANGED,
+    GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, GenerationId, HostClock, I8042,
+    I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl,
+    SERIAL_LEN_BYTES, Serial, SerialError,
 };
 use devices::virtio::{DeviceSnapshot, StateError};
 use hypervisor::Vm;
@@ -149,6 +149,11 @@ impl LegacyDevices {
     /// Notifies the guest that vCPUs were added or are to be removed.
     pub fn notify_cpus_changed(&self) {
         self.ged.notify(GED_CPU_DEVICES_CHANGED);
+    }
+
+    /// Notifies the guest that memory was added.
+    pub fn notify_memory_changed(&self) {
+        self.ged.notify(GED_MEMORY_DEVICES_CHANGED);
     }
 
     /// Number of the newest ACPI event, if the guest has not read all of them.

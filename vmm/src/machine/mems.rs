@@ -7,23 +7,26 @@
 
 use std::sync::Arc;
 
+use devices::legacy::MEMORY_DEVICES_MAX;
 use devices::virtio::mem::{Mem, MemConfig, MemError, MemHandle};
+use hypervisor::MemslotError;
 use memory::GuestRam;
+use memory::plugging::PlugError;
 use thiserror::Error;
 
 use super::Machine;
 use super::numa::Nodes;
 use super::ram;
 use crate::config::VmConfig;
-use crate::config::memory::DEFAULT_ZONE;
+use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
 
 /// Why a memory zone cannot be resized.
 #[derive(Debug, Error)]
 pub enum ResizeMemoryError {
     /// The zone has no hot-plug device.
     #[error(
-        "memory zone '{0}' cannot change: start the VM with hotplug_method=virtio-mem and a \
-         hotplug_size"
+        "memory zone '{0}' cannot change: start the VM with a hotplug_size, and with \
+         hotplug_method=virtio-mem if it is to shrink, too, or consists of zones"
     )]
     Fixed(String),
     /// There is no zone of this id.
@@ -45,6 +48,44 @@ pub enum ResizeMemoryError {
         /// The minimum, which is the boot size.
         boot_bytes: u64,
     },
+    /// Memory devices of ACPI stay.
+    #[error(
+        "the guest cannot have {wanted_bytes} bytes: it has {has_bytes}, and memory that was added as memory \
+         device of ACPI cannot be removed (hotplug_method=virtio-mem can)"
+    )]
+    Stays {
+        /// The requested size.
+        wanted_bytes: u64,
+        /// The present size.
+        has_bytes: u64,
+    },
+    /// The size is not one that a memory device of ACPI can have.
+    #[error(
+        "{more_bytes} bytes cannot be added: there is room for {room_bytes}, and a memory device has a \
+         multiple of {block_bytes}"
+    )]
+    Device {
+        /// What would be added.
+        more_bytes: u64,
+        /// What could be.
+        room_bytes: u64,
+        /// What it has to be a multiple of.
+        block_bytes: u64,
+    },
+    /// No memory device of ACPI is left.
+    #[error(
+        "memory has been added {MEMORY_DEVICES_MAX} times, which is as often as it can be until a reboot"
+    )]
+    NoDevice,
+    /// Zones do not come as memory devices of ACPI.
+    #[error("vm.resize-zone needs hotplug_method=virtio-mem; with acpi use vm.resize")]
+    NotByZone,
+    /// The host does not have the memory now.
+    #[error("the memory cannot be added")]
+    Plug(#[from] PlugError),
+    /// KVM refuses a memory slot.
+    #[error("KVM refused the memory that was to be added")]
+    Slot(#[source] MemslotError),
     /// The size is not one that the device supports.
     #[error(transparent)]
     Size(#[from] MemError),
@@ -63,6 +104,9 @@ pub struct Wired {
 /// # Errors
 /// The plugged size of a zone exceeds its maximum.
 pub fn make(config: &VmConfig, ram: &Arc<GuestRam>) -> Result<Vec<Wired>, MemError> {
+    if config.memory.hotplug_method != HotplugMethod::VirtioMem {
+        return Ok(Vec::new());
+    }
     let nodes = Nodes::of(config);
     let wire = |zone: ram::HotplugZone| {
         let id = zone.id;
@@ -96,6 +140,13 @@ impl Machine {
         zone: Option<&str>,
         wanted_bytes: u64,
     ) -> Result<String, ResizeMemoryError> {
+        if self.parts.memory_hotplug.is_some() {
+            if zone.is_some() {
+                return Err(ResizeMemoryError::NotByZone);
+            }
+            self.add_memory_device(wanted_bytes)?;
+            return Ok(DEFAULT_ZONE.to_owned());
+        }
         let memory = &mut self.config.memory;
         let has_zones = memory.zones.as_ref().is_some_and(|zones| !zones.is_empty());
         let id = match zone {

@@ -30,6 +30,7 @@
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
+//! | `memory_hotplug` | memory that comes as memory devices of ACPI |
 //! | `exclusive` | images and taps that only one VM may use |
 //! | `full_disks`, `write_back` | disks without space; writing back to stable storage |
 //! | `pausing` | stopping a machine within a time limit |
@@ -57,6 +58,7 @@ mod hotplug;
 mod inspect;
 mod legacy;
 mod limits;
+mod memory_hotplug;
 mod mems;
 mod nets;
 mod numa;
@@ -110,7 +112,7 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
-pub use ram::{MachineRamError, Pools};
+pub use ram::{MachineRamError, Pools, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
@@ -215,6 +217,10 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         segments::keep_address_bits(&mut config, bits);
         let locked = std::mem::take(&mut kept.files);
+        if config.memory.has_memory_devices() {
+            // What is plugged in from the start would be missing among the mappings.
+            drop(kept.dma.take());
+        }
         let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
         let dma = kept.dma.take().filter(|dma| dma.is_for(&config, before.as_ref()));
         let (ram, slot) = if let Some(ram) = before {

@@ -140,7 +140,7 @@ mod tests {
         let zones = config.memory.zones.iter().flatten();
         let now = zones.clone().map(|zone| ZoneSpec::new(zone.id.clone(), zone.size));
         let later = zones.filter_map(|zone| {
-            let (size, block_bytes) = zone.later()?;
+            let (size, block_bytes) = zone.later(config.memory.hotplug_method)?;
             let spec = ZoneSpec::new(later_id(&zone.id), size);
             Some(ZoneSpec { block_bytes: Some(block_bytes), ..spec })
         });

@@ -22,6 +22,7 @@ use super::exclusive::LockedImages;
 use super::host::Host;
 use super::hotplug::Hotplug;
 use super::legacy::LegacyDevices;
+use super::memory_hotplug::MemoryHotplug;
 use super::panics::PanicFunction;
 use super::passthrough::{OpenInput, Passthrough};
 use super::segments::Segments;
@@ -42,6 +43,7 @@ pub(super) struct MachineParts {
     pub(super) tpm: TpmDevice,
     pub(super) hotplug: Hotplug,
     pub(super) cpu_hotplug: CpuHotplug,
+    pub(super) memory_hotplug: Option<MemoryHotplug>,
     pub(super) segments: Segments,
     pub(super) config_ports: Arc<PciConfigIo>,
     pub(super) space: Arc<AddressSpace>,
@@ -78,7 +80,7 @@ impl MachineParts {
                 tss_gpa: layout::KVM_TSS_GPA,
                 identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
             },
-            |vm| Ok::<_, MachineError>(ram::attach(vm, &ram)?),
+            |vm| Ok::<_, MachineError>(ram::attach(vm, &ram, config.memory.hotplug_method)?),
         )?;
         let space = Arc::new(AddressSpace::default());
         let power = Power::new(Arc::clone(&sink));
@@ -97,6 +99,7 @@ impl MachineParts {
         let hotplug = Hotplug::wire(&space, &segments, Arc::clone(&sink))?;
         let vcpus = config.cpus.boot_vcpus;
         let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
+        let memory_hotplug = MemoryHotplug::wire(config, &space, &ram)?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
         let pci = PciContext { segments: &segments, vm: &vm, ram: &ram, activation: &activation };
         let ban = Passthrough::ban_discards(config, &ram);
@@ -117,6 +120,7 @@ impl MachineParts {
             tpm,
             hotplug,
             cpu_hotplug,
+            memory_hotplug,
             segments,
             config_ports,
             space,

@@ -2,22 +2,25 @@
 
 //! Guest RAM of a machine: from its options to mapped memory in KVM's slots.
 //!
-//! Owns the translation only; slot number and region index are the same number.
+//! Owns the translation only; slot number and region index are the same number. Only the last region may have
+//! several slots, one for each memory device that was added, which have the numbers that follow.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
+use memory::plugging::PlugError;
 use memory::{
-    Backing, BackingError, GuestRam, HugePageSize, PopulateError, PrefaultError, PrefaultOptions,
+    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError, PrefaultOptions,
     RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 
 use super::prefault::BootPrefault;
 use super::{CancelToken, prefault, prezeroed};
-use crate::config::memory::DEFAULT_ZONE;
+use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
 use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
 
 /// Why guest memory cannot be set up.
@@ -35,6 +38,9 @@ pub enum MachineRamError {
     /// The host has no huge pages for what the guest before a reboot had given back.
     #[error("cannot populate the memory that the guest had given back before it rebooted")]
     Refill(#[source] PrefaultError),
+    /// Memory that is hot-plugged from the start cannot be.
+    #[error("cannot plug in the memory that the guest is to have")]
+    Plug(#[source] PlugError),
     /// KVM refuses a memory slot.
     #[error("KVM refused guest memory")]
     Slot(#[source] MemslotError),
@@ -94,7 +100,7 @@ pub fn later_id(zone: &str) -> String {
 /// The hot-plugged parts of the configured memory.
 pub fn hotplug_zones(config: &MemoryConfig) -> Vec<HotplugZone> {
     let of_zone = |zone: MemoryZoneConfig| {
-        let (size, block_bytes) = zone.later()?;
+        let (size, block_bytes) = zone.later(config.hotplug_method)?;
         let id = later_id(&zone.id);
         let plugged_bytes = zone.hotplugged_size.unwrap_or(0);
         let prefault = Prefault::Off;
@@ -107,6 +113,30 @@ pub fn hotplug_zones(config: &MemoryConfig) -> Vec<HotplugZone> {
 /// The hot-plugged regions.
 pub fn hotplug_regions(ram: &GuestRam) -> impl Iterator<Item = &Arc<RamRegion>> {
     ram.regions().iter().filter(|region| region.block_bytes().is_some())
+}
+
+/// Plugs in the memory devices that the guest finds when it boots, or marks them as plugged in if their contents are
+/// still to arrive.
+fn plug_devices(
+    config: &MemoryConfig,
+    ram: &GuestRam,
+    contents: InitialContents,
+) -> Result<(), MachineRamError> {
+    if config.hotplug_method != HotplugMethod::Acpi {
+        return Ok(());
+    }
+    for zone in hotplug_zones(config).iter().filter(|zone| zone.plugged_bytes > 0) {
+        let mut regions = hotplug_regions(ram).filter(|region| region.zone_id() == zone.id);
+        let Some(region) = regions.next() else { continue };
+        let bytes = 0..zone.plugged_bytes;
+        let plugged = if contents == InitialContents::AsFound {
+            ram.plug(&(region.gpa()..region.gpa().saturating_add(bytes.end)))
+        } else {
+            region.set_usable(std::slice::from_ref(&bytes))
+        };
+        plugged.map_err(MachineRamError::Plug)?;
+    }
+    Ok(())
 }
 
 /// The configured zones.
@@ -194,6 +224,7 @@ pub fn restart(
         return Ok(None);
     }
     ram.restart(&|| cancel.is_cancelled());
+    plug_devices(config, &ram, InitialContents::AsFound)?;
     let modes = prefault_modes(config);
     let refilled = refill(&ram, config, boot_prefault, cancel).map_err(MachineRamError::Refill);
     let populated = refilled.and_then(|()| {
@@ -290,6 +321,7 @@ fn make_unpopulated(
     mut origin: RamSources,
     pools: Pools,
 ) -> Result<GuestRam, MachineRamError> {
+    let contents = origin.contents;
     let specs = specs(config)?;
     let layout = layout_of(phys_bits, config.hole());
     let zones = zones(config);
@@ -304,6 +336,7 @@ fn make_unpopulated(
     for warning in ram.warnings() {
         log::warn!("{warning}");
     }
+    plug_devices(config, &ram, contents)?;
     Ok(ram)
 }
 
@@ -330,11 +363,11 @@ fn with_origin(
     }
 }
 
-/// Attaches the RAM to the KVM VM.
+/// Attaches the RAM to the KVM VM. With memory devices only what is plugged in is attached.
 ///
 /// # Errors
 /// Names the slot.
-pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
+pub fn attach(vm: &Vm, ram: &Arc<GuestRam>, method: HotplugMethod) -> Result<(), MachineRamError> {
     // A vCPU whose access is refused must exit. A KVM without the bundled patches turns a refusal into an
     // asynchronous page fault whenever it could halt the vCPU meanwhile.
     let refused = ram.regions().iter().any(|region| region.vcpus_ptr().is_some());
@@ -343,21 +376,63 @@ pub fn attach(vm: &Vm, ram: &Arc<GuestRam>) -> Result<(), MachineRamError> {
         vm.keep_halted_vcpus_in_guest().map_err(MachineRamError::AsyncFaults)?;
     }
     for (slot, region) in (0_u32..).zip(ram.regions()) {
-        let config = MemslotConfig {
-            slot,
-            gpa: region.gpa(),
-            hva: region.slot_addr(),
-            len_bytes: region.len_bytes(),
-            log_dirty: false,
-            readonly: false,
+        let len_bytes = match method {
+            HotplugMethod::Acpi => region.usable_bytes(),
+            HotplugMethod::VirtioMem => region.len_bytes(),
         };
-        // SAFETY: the region maps `len_bytes` bytes from `hva` for as long as it lives, and the
-        // slot keeps the whole of guest RAM alive; RAM is only ever reached by volatile and atomic
-        // accesses.
-        unsafe { vm.set_memory_slot(config, Arc::<GuestRam>::clone(ram)) }
-            .map_err(MachineRamError::Slot)?;
+        if len_bytes > 0 {
+            attach_range(vm, ram, slot, region, 0..len_bytes).map_err(MachineRamError::Slot)?;
+        }
     }
     Ok(())
+}
+
+/// Attaches the addresses `gpa` of a memory device that was plugged in, in the last region.
+///
+/// # Errors
+/// KVM refuses it.
+pub fn attach_more(
+    vm: &Vm,
+    ram: &Arc<GuestRam>,
+    region: &RamRegion,
+    gpa: &Range<u64>,
+) -> Result<(), MemslotError> {
+    let first = ram.regions().iter().position(|other| other.gpa() == region.gpa()).unwrap_or(0);
+    let before = slots_in(vm, region).len();
+    let slot = u32::try_from(first.saturating_add(before)).unwrap_or(u32::MAX);
+    let at = |gpa: u64| gpa.saturating_sub(region.gpa());
+    attach_range(vm, ram, slot, region, at(gpa.start)..at(gpa.end).min(region.len_bytes()))
+}
+
+/// The memory slots of a region, in the order of their addresses.
+pub fn slots_in(vm: &Vm, region: &RamRegion) -> Vec<MemslotConfig> {
+    let all = region.gpa()..region.gpa().saturating_add(region.len_bytes());
+    let slots = vm.memory_slots().into_iter();
+    let mut slots: Vec<_> = slots.filter(|slot| all.contains(&slot.gpa)).collect();
+    slots.sort_unstable_by_key(|slot| slot.gpa);
+    slots
+}
+
+/// Attaches `bytes` of a region.
+fn attach_range(
+    vm: &Vm,
+    ram: &Arc<GuestRam>,
+    slot: u32,
+    region: &RamRegion,
+    bytes: Range<u64>,
+) -> Result<(), MemslotError> {
+    let config = MemslotConfig {
+        slot,
+        gpa: region.gpa().saturating_add(bytes.start),
+        hva: region.slot_addr().saturating_add(bytes.start),
+        len_bytes: bytes.end.saturating_sub(bytes.start),
+        log_dirty: false,
+        readonly: false,
+    };
+    // SAFETY: the region maps the bytes up to `bytes.end`, which its callers keep within its length, for as long as
+    // it lives, and the slot keeps the whole of guest RAM alive; RAM is only ever reached by volatile and atomic
+    // accesses.
+    unsafe { vm.set_memory_slot(config, Arc::<GuestRam>::clone(ram)) }
 }
 
 #[cfg(test)]

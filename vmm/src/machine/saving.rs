@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use hypervisor::{ClockPolicy, TimeBase, VcpuState};
 use pci::{Bdf, PciDevice};
 
+use super::memory_hotplug::MemoryHotplug;
 use super::{
     MACHINE_STATE_VERSION, Machine, MachineError, MachineState, PciFunctionState, features,
 };
@@ -50,6 +51,7 @@ impl Machine {
             pci_config_address: self.parts.config_ports.address(),
             pci_hotplug: Some(self.parts.hotplug.save()),
             cpu_hotplug: self.parts.cpu_hotplug.save(self.config.cpus.boot_vcpus),
+            memory_hotplug: self.parts.memory_hotplug.as_ref().and_then(MemoryHotplug::save),
             pci,
         };
         state.version = state.needed_version();
@@ -111,6 +113,13 @@ impl Machine {
         }
         let vcpus = self.config.cpus.boot_vcpus;
         self.parts.cpu_hotplug.restore(state.cpu_hotplug.as_ref(), vcpus)?;
+        match (&self.parts.memory_hotplug, &state.memory_hotplug) {
+            (Some(hotplug), state) => hotplug.restore(state.as_ref())?,
+            (None, None) => {}
+            (None, Some(_)) => {
+                return Err(mismatch("it has memory devices, this machine has none".to_owned()));
+            }
+        }
         self.take_ejected();
         Ok(())
     }

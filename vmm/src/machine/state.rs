@@ -27,7 +27,11 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 4 | version 2 of the CMOS, which has a clock that the guest has set; version 2 of passed-through devices, which are integrated endpoints |
 /// | 5 | `cpu_hotplug`: vCPUs that the guest has yet to notice or to eject |
 /// | 6 | version 2 of `pci_hotplug`, which is of several PCI segments |
-pub const MACHINE_STATE_VERSION: u32 = 6;
+/// | 7 | `memory_hotplug`: memory devices of ACPI |
+pub const MACHINE_STATE_VERSION: u32 = 7;
+
+/// First version with memory devices of ACPI.
+const MEMORY_HOTPLUG_VERSION: u32 = 7;
 
 /// First version with several PCI segments.
 pub const PCI_SEGMENTS_VERSION: u32 = 6;
@@ -117,6 +121,10 @@ pub struct MachineState {
     /// The vCPU hot-plug registers; absent if the guest sees all vCPUs and has nothing to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_hotplug: Option<DeviceSnapshot>,
+    /// The memory hot-plug registers; absent if there are none, or all memory that was plugged in is one memory device
+    /// that the guest knows of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_hotplug: Option<DeviceSnapshot>,
     /// PCI functions by id.
     pub pci: BTreeMap<String, PciFunctionState>,
 }
@@ -225,7 +233,9 @@ impl MachineState {
         };
         let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
         let has_segments = |slots: &DeviceSnapshot| slots.version >= PCI_HOTPLUG_SEGMENTS_VERSION;
-        if self.pci_hotplug.as_ref().is_some_and(has_segments) {
+        if self.memory_hotplug.is_some() {
+            Some((MEMORY_HOTPLUG_VERSION, "memory devices of ACPI"))
+        } else if self.pci_hotplug.as_ref().is_some_and(has_segments) {
             Some((PCI_SEGMENTS_VERSION, "several PCI segments"))
         } else if self.cpu_hotplug.is_some() {
             Some((CPU_HOTPLUG_VERSION, "vCPUs that come or go"))

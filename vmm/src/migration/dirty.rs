@@ -9,17 +9,24 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use hypervisor::{ManualDirtyLog, MemslotError, Vm};
-use memory::GuestRam;
+use hypervisor::{ManualDirtyLog, MemslotConfig, MemslotError, Vm};
+use memory::{GuestRam, RamRegion};
 use parking_lot::Mutex;
 use vfio::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 
+use crate::machine::slots_in;
+
+/// Size of a page of the logs.
+const PAGE_BYTES: u64 = 4096;
+
 /// The dirty log of a migrating machine.
 pub struct MachineDirtyLog {
     vm: Vm,
     ram: Arc<GuestRam>,
+    /// The memory slots by region.
+    pieces: Vec<Vec<Piece>>,
     /// Dirty bits that KVM has reported and no slice has taken yet, by region: if reading clears KVM's log,
     /// this is the only copy. Locked once per slice by the one thread that copies it.
     noted: Vec<Mutex<Vec<u64>>>,
@@ -27,8 +34,38 @@ pub struct MachineDirtyLog {
     dma: Vec<DmaLog>,
 }
 
-fn slot_of(region: usize) -> u32 {
-    u32::try_from(region).unwrap_or(u32::MAX)
+/// A memory slot of a region; a region that is plugged in while the guest runs may have several, or none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Piece {
+    slot: u32,
+    /// Its pages, as those of the region. They begin at a multiple of 64.
+    pages: Range<u64>,
+}
+
+/// The slots of all regions. They stay while the guest moves.
+fn pieces(vm: &Vm, ram: &GuestRam) -> Vec<Vec<Piece>> {
+    let page = |bytes: u64| bytes / PAGE_BYTES;
+    let of_region = |region: &Arc<RamRegion>| {
+        let slots = slots_in(vm, region).into_iter();
+        let piece = |slot: MemslotConfig| {
+            let first = page(slot.gpa.saturating_sub(region.gpa()));
+            Piece { slot: slot.slot, pages: first..first.saturating_add(page(slot.len_bytes)) }
+        };
+        slots.map(piece).collect()
+    };
+    ram.regions().iter().map(of_region).collect()
+}
+
+/// Adds the bits of `piece`, of which the first is page `first`, to those of its region.
+fn merge(bits: &[u64], first: u64, noted: &mut Vec<u64>) {
+    let start = usize::try_from(first / 64).unwrap_or(usize::MAX);
+    let end = start.saturating_add(bits.len());
+    if noted.len() < end {
+        noted.resize(end, 0);
+    }
+    for (word, bits) in noted.iter_mut().skip(start).zip(bits) {
+        *word |= bits;
+    }
 }
 
 impl MachineDirtyLog {
@@ -43,9 +80,10 @@ impl MachineDirtyLog {
     ) -> Result<Self, MemslotError> {
         ram.track_device_writes(true);
         let noted = ram.regions().iter().map(|_| Mutex::new(Vec::new())).collect();
-        let log = Self { vm, ram, noted, dma: watch_dma() };
-        for region in 0..log.ram.regions().len() {
-            log.vm.set_dirty_logging(slot_of(region), true)?;
+        let pieces = pieces(&vm, &ram);
+        let log = Self { vm, ram, pieces, noted, dma: watch_dma() };
+        for piece in log.pieces.iter().flatten() {
+            log.vm.set_dirty_logging(piece.slot, true)?;
         }
         Ok(log)
     }
@@ -53,9 +91,9 @@ impl MachineDirtyLog {
 
 impl Drop for MachineDirtyLog {
     fn drop(&mut self) {
-        for region in 0..self.ram.regions().len() {
-            if let Err(error) = self.vm.set_dirty_logging(slot_of(region), false) {
-                log::warn!("the dirty log of region {region} cannot be stopped: {error}");
+        for Piece { slot, .. } in self.pieces.iter().flatten() {
+            if let Err(error) = self.vm.set_dirty_logging(*slot, false) {
+                log::warn!("the dirty log of memory slot {slot} cannot be stopped: {error}");
             }
         }
         self.ram.track_device_writes(false);
@@ -68,7 +106,15 @@ impl DirtyLog for MachineDirtyLog {
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
             let mut noted = self.noted[index].lock();
-            self.vm.add_dirty_log(slot_of(index), &mut noted)?;
+            for piece in &self.pieces[index] {
+                if piece.pages.start == 0 && self.pieces[index].len() == 1 {
+                    self.vm.add_dirty_log(piece.slot, &mut noted)?;
+                    continue;
+                }
+                let mut bits = Vec::new();
+                self.vm.dirty_log(piece.slot, &mut bits)?;
+                merge(&bits, piece.pages.start, &mut noted);
+            }
             pages += noted.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
             pages += region.device_dirty().count();
         }
@@ -100,8 +146,19 @@ impl DirtyLog for MachineDirtyLog {
         if self.vm.capabilities().manual_dirty_log != ManualDirtyLog::None
             && words.iter().any(|word| *word != 0)
         {
-            let count = u32::try_from(pages.end - pages.start)?;
-            self.vm.clear_dirty_log(slot_of(region), pages.start, count, words)?;
+            for piece in &self.pieces[region] {
+                let start = pages.start.max(piece.pages.start);
+                let end = pages.end.min(piece.pages.end);
+                if start >= end {
+                    continue;
+                }
+                let from = usize::try_from((start - pages.start) / 64)?;
+                let count = u32::try_from(end - start)?;
+                let bits = words.get(from..).unwrap_or_default();
+                let bits =
+                    bits.get(..usize::try_from(u64::from(count).div_ceil(64))?).unwrap_or(bits);
+                self.vm.clear_dirty_log(piece.slot, start - piece.pages.start, count, bits)?;
+            }
         }
         // The last round requests all of memory in this way, slice by slice, while the guest is stopped.
         let mut buffer = [0; 64];

@@ -249,7 +249,8 @@ impl VcpuBarrier for FaultTracing {
     }
 }
 
-/// KVM's userfault bitmaps, one per region; slot numbers equal region numbers.
+/// KVM's userfault bitmaps, one per region; slot numbers equal region numbers. Of memory that is plugged in while the
+/// guest runs only what is plugged in has a slot.
 struct UserfaultBitmaps {
     vm: Vm,
     bitmaps: Vec<Arc<UserfaultBitmap>>,
@@ -259,10 +260,15 @@ impl UserfaultBitmaps {
     /// Creates the bitmaps, with every page marked.
     fn set(vm: &Vm, ram: &GuestRam) -> Result<Self, FaultSetupError> {
         let mut bitmaps = Vec::new();
+        let slots = vm.memory_slots();
         for (slot, region) in (0_u32..).zip(ram.regions()) {
-            let bitmap = UserfaultBitmap::new(region.len_pages(), true);
+            let there = slots.iter().find(|there| there.slot == slot);
+            let pages = there.map_or(region.len_pages(), |there| there.len_bytes / 4096);
+            let bitmap = UserfaultBitmap::new(pages, true);
             let bitmap = Arc::new(bitmap.map_err(FaultSetupError::Bitmap)?);
-            vm.set_userfault(slot, Some(Arc::clone(&bitmap)))?;
+            if there.is_some() {
+                vm.set_userfault(slot, Some(Arc::clone(&bitmap)))?;
+            }
             bitmaps.push(bitmap);
         }
         Ok(Self { vm: vm.clone(), bitmaps })
@@ -278,7 +284,8 @@ fn open_all(bitmaps: &[Arc<UserfaultBitmap>]) {
 impl VcpuBarrier for UserfaultBitmaps {
     fn unblock(&self, run: PageRun) {
         if let Some(bitmap) = self.bitmaps.get(run.region) {
-            bitmap.clear_range(run.first, run.count);
+            let count = run.count.min(bitmap.pages().saturating_sub(run.first));
+            bitmap.clear_range(run.first, count);
         }
     }
 
@@ -288,6 +295,9 @@ impl VcpuBarrier for UserfaultBitmaps {
 
     fn remove(&self, region: usize) -> io::Result<()> {
         let slot = u32::try_from(region).map_err(io::Error::other)?;
+        if !self.vm.memory_slots().iter().any(|there| there.slot == slot) {
+            return Ok(());
+        }
         self.vm.set_userfault(slot, None).map_err(io::Error::other)
     }
 }

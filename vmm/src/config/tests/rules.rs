@@ -229,7 +229,14 @@ fn memory_that_comes_later_needs_room_blocks_and_a_method() {
     let memory = check("size=1G,hotplug_method=virtio-mem,hotplug_size=64G").unwrap();
     assert_eq!(memory.hotplug_size, Some(64 << 30));
     for (option, why) in [
-        ("size=1G,hotplug_size=1G", "virtio-mem"),
+        ("size=1G,hotplugged_size=128M", "hotplug_size"),
+        ("size=1G,hotplug_size=1G,hotplugged_size=64M", "multiple of 134217728"),
+        ("size=1G,hotplug_size=1G,hotplugged_size=1152M", "more than"),
+        ("size=1G,hotplug_size=255M,hotplugged_size=256M", "more than"),
+        (
+            "size=1G,hugepages=on,hugepage_size=1G,hotplug_size=2G,hotplugged_size=128M",
+            "multiple of",
+        ),
         ("size=1G,hotplug_method=virtio-mem,hotplugged_size=1G", "hotplug_size"),
         ("size=1G,hotplug_method=virtio-mem,hotplug_size=3M", "multiples of 2097152"),
         ("size=1G,hotplug_method=virtio-mem,hotplug_size=1G,hotplugged_size=1M", "multiples"),
