@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 43] = [
+const OPTION_STRINGS: [(&str, &str); 44] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
@@ -12,6 +12,7 @@ const OPTION_STRINGS: [(&str, &str); 43] = [
     ("memory", "size=1G,prefault=background,prefault_threads=4,prezeroed=/run/pool"),
     ("memory", "size=512M,hugepages=on,hugepage_size=2M,reserve=on,mergeable=off"),
     ("memory", "size=0,hotplug_method=acpi"),
+    ("memory", "size=512M,hotplug_method=acpi,hotplug_size=4G,hotplugged_size=128M"),
     ("memory-zone", "id=low,size=1G,host_numa_node=0,shared=on"),
     ("memory-zone", "id=\"a,b\",size=4096,file=/dev/shm,reserve=on"),
     (

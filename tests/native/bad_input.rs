@@ -138,7 +138,12 @@ const ROWS: &[Row] = &[
     of_guest("not_a_number", &["--cpus", "boot=two"], USAGE, "two"),
     of_guest("not_a_toggle", &["--memory", "size=64M,shared=perhaps"], USAGE, "perhaps"),
     of_guest("unsupported_device", &["--vdpa", "path=/s"], USAGE, "vdpa"),
-    of_guest("unsupported_key", &["--memory", "size=64M,hotplug_size=64M"], USAGE, "hotplug_size"),
+    of_guest(
+        "zone_with_memory_devices",
+        &["--memory", "size=0", "--memory-zone", "id=a,size=64M,hotplug_size=128M"],
+        USAGE,
+        "hotplug_method=virtio-mem",
+    ),
     of_guest("firmware_beside_a_kernel", &["--firmware", "{}/guest"], USAGE, "not both"),
     row("firmware_missing", &["--firmware", "{}/none"], FAILED, "firmware {}/none"),
     row("unsupported_igvm", &["--igvm", "{}/guest"], USAGE, "igvm"),

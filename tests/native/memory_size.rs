@@ -15,7 +15,10 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name, move || size_is_kept(mode));
         let name = format!("memory_size::balloon_larger_than_boot_memory_by_{}", mode.name());
         suite.add(&name, move || large_balloon(mode));
+        let name = format!("memory_size::memory_devices_move_by_{}", mode.name());
+        suite.add(&name, move || memory_devices_move(mode));
     }
+    suite.add("memory_size::memory_devices_are_added_and_kept", memory_devices);
 }
 
 /// A balloon that fits into the memory that the guest may have, and not into what it boots with, takes
@@ -70,7 +73,7 @@ fn impossible_sizes() {
     assert_eq!(info(&vmm)["config"]["memory"]["hotplugged_size"], Value::Null);
     vmm.shut_down();
     let fixed = Vmm::boot(1, "size=192M,shared=on", "workload=idle prefill=0");
-    refused(&fixed, "vm.resize", &ram(1 << 30), "hotplug_method=virtio-mem");
+    refused(&fixed, "vm.resize", &ram(1 << 30), "hotplug_size");
     fixed.api().put("vm.resize", &ram(192 << 20)).ok();
     fixed.shut_down();
 }
@@ -109,4 +112,77 @@ fn size_is_kept(mode: Mode) {
     destination.wait_for_work(5_000);
     destination.verify();
     destination.shut_down();
+}
+
+const DEVICES: &str = "size=192M,shared=on,hotplug_size=2G";
+
+fn memory_devices() {
+    let vmm = Vmm::boot(1, DEVICES, "workload=random-write mem=64M");
+    vmm.wait_for_heartbeat();
+    let ram = |mib: u64| format!(r#"{{"desired_ram":{}}}"#, mib << 20);
+    let has = |mib: u64, hotplugged: &Value| {
+        let info = info(&vmm);
+        assert_eq!(info["memory_actual_size"], mib << 20);
+        assert_eq!(&info["config"]["memory"]["hotplugged_size"], hotplugged);
+    };
+    refused(&vmm, "vm.resize", &ram(128), "since the guest booted");
+    refused(&vmm, "vm.resize", &ram(192 + 64), "multiple of 134217728");
+    refused(&vmm, "vm.resize", &ram(192 + 2176), "room for 2147483648");
+    let zone = r#"{"id":"mem0","desired_ram":335544320}"#;
+    refused(&vmm, "vm.resize-zone", zone, "hotplug_method=virtio-mem");
+    has(192, &Value::Null);
+    vmm.api().put("vm.resize", &ram(192)).ok();
+    has(192, &Value::Null);
+    for device in 1..=8 {
+        vmm.api().put("vm.resize", &ram(192 + 128 * device)).ok();
+        has(192 + 128 * device, &Value::from(128 * device << 20));
+    }
+    refused(&vmm, "vm.resize", &ram(192 + 128 * 9), "8 times");
+    refused(&vmm, "vm.resize", &ram(192), "cannot be removed");
+    has(192 + 1024, &Value::from(1 << 30));
+    vmm.wait_for_event("memory-resized");
+    // After a reboot all is one device.
+    vmm.api().put("vm.reboot", "").ok();
+    vmm.wait_for_heartbeat();
+    has(192 + 1024, &Value::from(1 << 30));
+    vmm.remote_ok(&["resize", "--memory", "2240M"]);
+    has(192 + 2048, &Value::from(2_u64 << 30));
+    vmm.verify();
+    vmm.shut_down();
+}
+
+fn memory_devices_move(mode: Mode) {
+    let source = Vmm::boot(1, DEVICES, "workload=random-write mem=64M");
+    source.wait_for_heartbeat();
+    for mib in [448, 1216] {
+        source.remote_ok(&["resize", "--memory", &format!("{mib}M")]);
+    }
+    let kept = |vmm: &Vmm, mib: u64| assert_eq!(info(vmm)["memory_actual_size"], mib << 20);
+    kept(&source, 1216);
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Tcp, mode);
+    kept(&destination, 1216);
+    destination.wait_for_work(5_000);
+    destination.remote_ok(&["resize", "--memory", "1344M"]);
+    kept(&destination, 1344);
+    // Back, from several memory slots that lie behind each other.
+    let home = Vmm::empty();
+    migrate(destination, &home, Transport::Tcp, mode);
+    kept(&home, 1344);
+    home.wait_for_work(5_000);
+    home.verify();
+    let folder = home.path("snapshot");
+    std::fs::create_dir(&folder).expect("a folder");
+    let url = format!("file://{}", folder.display());
+    home.api().put("vm.pause", "").ok();
+    let body = serde_json::json!({ "destination_url": url }).to_string();
+    home.api().put("vm.snapshot", &body).ok();
+    let restored = Vmm::empty();
+    restored.remote_ok(&["restore", &format!("source_url={url},resume=true")]);
+    restored.wait_for_event("restored");
+    kept(&restored, 1344);
+    restored.wait_for_heartbeat();
+    restored.verify();
+    restored.shut_down();
+    home.shut_down();
 }

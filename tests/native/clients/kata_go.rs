@@ -22,7 +22,6 @@ use crate::harness::{Suite, Vmm, image, wait_for};
 
 pub fn add(suite: &mut Suite) {
     suite.add("clients::kata_go_runs_a_sandbox", sandbox);
-    suite.add("clients::kata_go_is_told_all_that_is_missing", missing);
 }
 
 /// An answer as Go's library gives it.
@@ -335,11 +334,7 @@ fn add_net(socket: &Path, mac: &str, fds: &[BorrowedFd<'_>]) -> Response {
 fn sandbox() {
     let place = Place::new();
     let (vmm, mut client) = launch(&place);
-    let members = [&SERVED[..], &["memory.hotplug_size"]].concat();
-    let mut config = without(&config(&place), &members);
-    // Memory grows in the one way that there is.
-    config["memory"]["hotplug_method"] = json!("VirtioMem");
-    config["memory"]["hotplug_size"] = json!(256_u64 << 20);
+    let config = without(&config(&place), &SERVED);
     client.ask("PUT", "vm.create", Some(&config), 10);
     client.info("Created");
     let taps = [Tap::open(), Tap::open()];
@@ -392,22 +387,4 @@ fn vmm_verify(vmm: &Vmm, client: &mut Client) {
 /// IPv4 addresses of the host.
 fn addresses() -> String {
     std::fs::read_to_string("/proc/net/fib_trie").expect("the host's addresses")
-}
-
-fn missing() {
-    let place = Place::new();
-    let (vmm, mut client) = launch(&place);
-    let config = config(&place);
-    let refused = client.call("PUT", "vm.create", Some(&config), 10);
-    let text = reasons(&refused.body);
-    assert_eq!(refused.status, 400, "{refused:?}");
-    assert!(text.contains("hotplug_method=virtio-mem"), "{text}");
-    for name in
-        ["serial", "console", "rng", "disks", "watchdog", "pvpanic", "landlock", "fs", "segment"]
-    {
-        assert!(!text.contains(name), "{name} is in '{text}', and says nothing");
-    }
-    assert_eq!(client.call("GET", "vm.info", None, 1).status, 404);
-    client.ask("PUT", "vmm.shutdown", None, 3);
-    ends(vmm);
 }

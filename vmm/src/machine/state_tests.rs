@@ -253,6 +253,18 @@ fn a_guest_with_several_segments_goes_to_no_program_that_knows_one() {
 }
 
 #[test]
+fn a_guest_with_memory_devices_goes_to_no_program_that_knows_none() {
+    let mut state = recorded("v1-generic");
+    let registers = json!({"devices": [{"gpa": 4_u64 << 30, "len_bytes": 1 << 27}], "coming": [0]});
+    state["memory_hotplug"] = json!({"kind": "memory-hotplug", "version": 1, "data": registers});
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("version 1 and memory devices of ACPI"), "{refused}");
+    state["version"] = json!(7);
+    assert!(read(&state).unwrap().for_reader(6).is_err());
+    assert_eq!(read(&state).unwrap().for_reader(7).unwrap().version, 7);
+}
+
+#[test]
 fn a_guest_with_integrated_endpoints_goes_to_no_program_that_knows_none() {
     let mut state = recorded("v1-generic");
     let function = &mut state["pci"]["_disk0"]["state"];

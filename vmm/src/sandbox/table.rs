@@ -119,7 +119,7 @@ macro_rules! kinds {
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
     "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
-        "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
+        "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "resize-memory", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer"]],
         "the VMM thread; it starts all other threads, directly or not";
@@ -197,6 +197,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "eject": BUILD, starts MACHINE, "removes devices that the guest has ejected";
     "resize-disk": BUILD, starts MACHINE, "gives a disk another size";
     "resize-vcpus": BUILD, starts MACHINE, "adds vCPUs to a machine";
+    "resize-memory": BUILD, starts MACHINE, "adds memory to a machine";
     "disk-writer": &[&FILES, &OPEN, &DISKS, &SCHEDULING], starts &[&["write-back"]], "writes the dirty pages of disk images to storage";
     "snapshot": BUILD, starts &[&["snapshot-write", "snapshot-mem", "mig-look", "vcpu",
         "write-back", "disk-writer"]],

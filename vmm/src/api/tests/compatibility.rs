@@ -14,7 +14,11 @@ use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
 /// What is accepted and is not as there: the schema, the field, and how it differs.
 const DIFFERENT: &[(&str, &str, &str)] = &[
     ("CpusConfig", "core_scheduling", "`Vcpu` is refused"),
-    ("MemoryConfig", "hotplug_method", "`Acpi` cannot add memory; `VirtioMem` can"),
+    (
+        "MemoryConfig",
+        "hotplug_method",
+        "with `Acpi` memory is added, up to eight times until a reboot, and not removed",
+    ),
     (
         "DiskConfig",
         "image_type",

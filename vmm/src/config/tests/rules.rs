@@ -3,6 +3,7 @@
 //! Tests of rules across families.
 
 use super::*;
+use crate::config::memory::HotplugMethod;
 
 #[test]
 fn rules_across_devices() {
@@ -251,6 +252,11 @@ fn memory_that_comes_later_needs_room_blocks_and_a_method() {
         assert!(error.contains(why), "{option}: {error}");
     }
     assert!(check("size=1G,hotplug_method=virtio-mem").is_ok());
+    // Memory devices may have any room, of which whole blocks are used.
+    for size in ["4G", "1000M", "1M"] {
+        check(&format!("size=1G,hotplug_size={size}")).unwrap();
+    }
+    check("size=1G,hotplug_size=1G,hotplugged_size=1G").unwrap();
 }
 
 #[test]
@@ -262,11 +268,23 @@ fn blocks_grow_with_the_memory_that_consists_of_them() {
             hugepage_size,
             ..MemoryZoneConfig::default()
         };
-        zone.later().map(|(_, block)| block)
+        zone.later(HotplugMethod::VirtioMem).map(|(_, block)| block)
     };
     assert_eq!(later(0, None), None);
     assert_eq!(later(512 << 20, None), Some(2 << 20));
     assert_eq!(later(32 << 30, None), Some(2 << 20));
     assert_eq!(later(1 << 40, None), Some(64 << 20));
     assert_eq!(later(4 << 30, Some(1 << 30)), Some(1 << 30));
+    let devices = |size: u64, hugepage_size: Option<u64>| {
+        let zone = MemoryZoneConfig {
+            hotplug_size: Some(size),
+            hugepages: hugepage_size.is_some(),
+            hugepage_size,
+            ..MemoryZoneConfig::default()
+        };
+        zone.later(HotplugMethod::Acpi)
+    };
+    assert_eq!(devices(1 << 20, None), None);
+    assert_eq!(devices(1000 << 20, None), Some((896 << 20, 128 << 20)));
+    assert_eq!(devices(2500 << 20, Some(1 << 30)), Some((2 << 30, 1 << 30)));
 }
