@@ -456,7 +456,7 @@ fn aml_has_memory_devices_where_memory_may_come() {
         "._MIN, MIN)",
         "._MAX, MAX)",
         "._LEN, LEN)",
-        "Notify (MD07, 0x01)",
+        "Notify (MD07, One)",
         "\\_SB.MHPC.MMSC ()",
     ] {
         assert!(source.contains(expected), "no {expected} in\n{source}");
