@@ -28,6 +28,8 @@ use crate::machine::{
 };
 use crate::migration::destination::ArrivingMachine;
 
+use TransitionKind::{ResizeDisk, ResizeMemory, ResizeVcpus};
+
 /// Time that the devices have to finish their requests before a pause is cancelled and the guest resumes.
 /// Until then no new request is taken: the guest would consider its disk broken after a longer time.
 const PAUSE_TIME_MAX: Duration = Duration::from_mins(1);
@@ -431,12 +433,7 @@ impl Vmm {
             (TransitionKind::Add | TransitionKind::Eject, result) => {
                 self.device_change_over(result, responder, adding);
             }
-            (
-                TransitionKind::ResizeDisk
-                | TransitionKind::ResizeVcpus
-                | TransitionKind::ResizeMemory,
-                result,
-            ) => {
+            (ResizeDisk | ResizeVcpus | ResizeMemory, result) => {
                 Self::resize_over(result, responder);
             }
             (TransitionKind::Retry, Ok(_)) => {
