@@ -42,6 +42,18 @@ struct Piece {
     pages: Range<u64>,
 }
 
+impl Piece {
+    /// What of `pages` is in the slot, as pages of it, and the first word of it among those of `pages`.
+    fn part_of(&self, pages: &Range<u64>) -> Option<(usize, Range<u64>)> {
+        let (start, end) = (pages.start.max(self.pages.start), pages.end.min(self.pages.end));
+        if start >= end {
+            return None;
+        }
+        let from = usize::try_from((start - pages.start) / 64).ok()?;
+        Some((from, start - self.pages.start..end - self.pages.start))
+    }
+}
+
 /// The slots of all regions. They stay while the guest moves.
 fn pieces(vm: &Vm, ram: &GuestRam) -> Vec<Vec<Piece>> {
     let page = |bytes: u64| bytes / PAGE_BYTES;
@@ -147,17 +159,12 @@ impl DirtyLog for MachineDirtyLog {
             && words.iter().any(|word| *word != 0)
         {
             for piece in &self.pieces[region] {
-                let start = pages.start.max(piece.pages.start);
-                let end = pages.end.min(piece.pages.end);
-                if start >= end {
-                    continue;
-                }
-                let from = usize::try_from((start - pages.start) / 64)?;
-                let count = u32::try_from(end - start)?;
+                let Some((from, part)) = piece.part_of(&pages) else { continue };
+                let count = u32::try_from(part.end - part.start)?;
                 let bits = words.get(from..).unwrap_or_default();
                 let bits =
                     bits.get(..usize::try_from(u64::from(count).div_ceil(64))?).unwrap_or(bits);
-                self.vm.clear_dirty_log(piece.slot, start - piece.pages.start, count, bits)?;
+                self.vm.clear_dirty_log(piece.slot, part.start, count, bits)?;
             }
         }
         // The last round requests all of memory in this way, slice by slice, while the guest is stopped.
@@ -173,5 +180,35 @@ impl DirtyLog for MachineDirtyLog {
             first = end;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_of_several_slots_are_those_of_their_region() {
+        let mut noted = Vec::new();
+        merge(&[1, 2], 128, &mut noted);
+        merge(&[4], 0, &mut noted);
+        merge(&[8, 8, 8], 192, &mut noted);
+        assert_eq!(noted, [4, 0, 1, 2 | 8, 8, 8]);
+    }
+
+    #[test]
+    fn a_slice_is_cleared_in_each_slot_that_has_a_part_of_it() {
+        let piece = Piece { slot: 3, pages: 128..320 };
+        for (pages, part) in [
+            (0..128, None),
+            (320..640, None),
+            (0..192, Some((2, 0..64))),
+            (128..320, Some((0, 0..192))),
+            (192..256, Some((0, 64..128))),
+            (64..640, Some((1, 0..192))),
+            (256..640, Some((0, 128..192))),
+        ] {
+            assert_eq!(piece.part_of(&pages), part, "{pages:?}");
+        }
     }
 }
