@@ -7,6 +7,8 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use arch::layout;
+
 use super::codec::{Bytes, Choice, File, Id, Int, JsonOnly, One, Opt, Toggle};
 use super::enums::option_enum;
 use super::error::ConfigError;
@@ -21,6 +23,12 @@ pub const DEFAULT_HUGEPAGE_BYTES: u64 = 2 << 20;
 
 /// What memory devices of ACPI have a multiple of: the smallest unit in which a guest adds memory.
 const DEVICE_BLOCK_BYTES: u64 = 128 << 20;
+
+/// The largest such unit.
+const DEVICE_BLOCK_BYTES_MAX: u64 = 2 << 30;
+
+/// End of memory from which on the unit may be larger than the smallest.
+const LARGE_BLOCKS_FROM_BYTES: u64 = 64 << 30;
 
 /// Minimum block size of hot-plugged memory.
 const BLOCK_BYTES_MIN: u64 = 2 << 20;
@@ -150,10 +158,22 @@ fn block_bytes(size_bytes: u64, page_bytes: u64) -> u64 {
     few.max(page_bytes).max(BLOCK_BYTES_MIN)
 }
 
+/// Unit in which a guest that boots with `boot_bytes` adds memory. From 64 GiB on Linux takes the largest power of two up
+/// to 2 GiB of which the end of its memory is a multiple, and refuses any other device (`probe_memory_block_size`).
+fn guest_block_bytes(boot_bytes: u64) -> u64 {
+    let hole_bytes = layout::HIGH_RAM_64_GPA - layout::LOW_RAM_END_GPA;
+    // A hole further up is a multiple of the largest block.
+    let end = boot_bytes.saturating_add(hole_bytes);
+    if end < LARGE_BLOCKS_FROM_BYTES {
+        return DEVICE_BLOCK_BYTES;
+    }
+    (1_u64 << end.trailing_zeros().min(63)).clamp(DEVICE_BLOCK_BYTES, DEVICE_BLOCK_BYTES_MAX)
+}
+
 /// Maximum bytes of memory devices of ACPI, and their block size, for a `hotplug_size`, which may be any; `None` if it is
 /// too little for one.
-fn device_room(size_bytes: u64, page_bytes: u64) -> Option<(u64, u64)> {
-    let block_bytes = page_bytes.max(DEVICE_BLOCK_BYTES);
+fn device_room(boot_bytes: u64, size_bytes: u64, page_bytes: u64) -> Option<(u64, u64)> {
+    let block_bytes = page_bytes.max(guest_block_bytes(boot_bytes));
     let room_bytes = size_bytes - size_bytes % block_bytes;
     (room_bytes > 0).then_some((room_bytes, block_bytes))
 }
@@ -166,7 +186,7 @@ impl MemoryZoneConfig {
         let page = page.unwrap_or(0);
         match method {
             HotplugMethod::VirtioMem => Some((size_bytes, block_bytes(size_bytes, page))),
-            HotplugMethod::Acpi => device_room(size_bytes, page),
+            HotplugMethod::Acpi => device_room(self.size, size_bytes, page),
         }
     }
 }
@@ -203,7 +223,8 @@ impl Backing<'_> {
         if self.is_zone {
             return Err("hotplug_size of a zone needs hotplug_method=virtio-mem".into());
         }
-        let (room, block) = device_room(size, page).unwrap_or((0, DEVICE_BLOCK_BYTES.max(page)));
+        let block = guest_block_bytes(self.size_bytes).max(page);
+        let (room, _) = device_room(self.size_bytes, size, page).unwrap_or_default();
         if !plugged.is_multiple_of(block) {
             return Err(format!("hotplugged_size must be a multiple of {block}"));
         }
@@ -380,5 +401,31 @@ impl MemoryConfig {
             .validate()?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_devices_are_what_a_guest_of_that_size_adds() {
+        const MIB: u64 = 1 << 20;
+        const GIB: u64 = 1 << 30;
+        // 1 GiB of addresses below 4 GiB has no memory.
+        for (boot, block) in [
+            (256 * MIB, 128 * MIB),
+            (63 * GIB - 128 * MIB, 128 * MIB),
+            (63 * GIB, 2 * GIB),
+            (64 * GIB, GIB),
+            (64 * GIB + 512 * MIB, 512 * MIB),
+            (64 * GIB + 64 * MIB, 128 * MIB),
+            (4095 * GIB, 2 * GIB),
+            (u64::MAX, 128 * MIB),
+        ] {
+            assert_eq!(guest_block_bytes(boot), block, "{boot:#x}");
+        }
+        assert_eq!(device_room(64 * GIB, 5 * GIB + 1, 0), Some((5 * GIB, GIB)));
+        assert_eq!(device_room(64 * GIB, GIB - 1, 0), None);
     }
 }

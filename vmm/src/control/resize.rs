@@ -201,7 +201,6 @@ fn memory_refused(error: &ResizeMemoryError) -> ApiError {
         }
         ResizeMemoryError::NoZone(_)
         | ResizeMemoryError::BelowBoot { .. }
-        | ResizeMemoryError::Stays { .. }
         | ResizeMemoryError::Device { .. }
         | ResizeMemoryError::NoDevice
         | ResizeMemoryError::Size(_) => ApiErrorKind::BadRequest,

@@ -21,7 +21,7 @@ use super::numa::Nodes;
 use super::space::AddressSpace;
 use super::{Machine, MachineError, ram};
 use crate::config::VmConfig;
-use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
+use crate::config::memory::HotplugMethod;
 
 /// The hot-plug registers of memory, and the region that they are about.
 pub struct MemoryHotplug {
@@ -102,18 +102,19 @@ impl MemoryHotplug {
         boot_bytes: u64,
         wanted_bytes: u64,
     ) -> Result<Option<Range<u64>>, ResizeMemoryError> {
-        let zone = || DEFAULT_ZONE.to_owned();
         let now_bytes = self.region.usable_bytes();
-        let more_bytes = wanted_bytes.checked_sub(boot_bytes).ok_or_else(|| {
-            ResizeMemoryError::BelowBoot { zone: zone(), wanted_bytes, boot_bytes }
-        })?;
-        let missing_bytes = more_bytes.checked_sub(now_bytes).ok_or_else(|| {
-            let has_bytes = boot_bytes.saturating_add(now_bytes);
-            ResizeMemoryError::Stays { wanted_bytes, has_bytes }
-        })?;
+        let has_bytes = boot_bytes.saturating_add(now_bytes);
+        let missing_bytes = wanted_bytes.saturating_sub(has_bytes);
         if missing_bytes == 0 {
+            if wanted_bytes < has_bytes {
+                log::warn!(
+                    "the guest keeps its {has_bytes} bytes of memory, of which {wanted_bytes} were to stay: memory \
+                     devices of ACPI cannot be removed (hotplug_method=virtio-mem can)"
+                );
+            }
             return Ok(None);
         }
+        let more_bytes = now_bytes.saturating_add(missing_bytes);
         let room_bytes = self.region.len_bytes();
         let block_bytes = self.region.block_bytes().unwrap_or(1);
         if more_bytes > room_bytes || !missing_bytes.is_multiple_of(block_bytes) {
@@ -176,6 +177,7 @@ mod tests {
     use memory::{RamConfig, ZoneSpec};
 
     use super::*;
+    use crate::config::memory::DEFAULT_ZONE;
 
     const MIB: u64 = 1 << 20;
     const BLOCK: u64 = 128 * MIB;
@@ -224,14 +226,13 @@ mod tests {
         let hotplug = hotplug(2 * BLOCK);
         let boot = 64 * MIB;
         let missing = |bytes: u64| hotplug.missing(boot, bytes);
-        assert_eq!(missing(boot + 2 * BLOCK).unwrap(), None);
+        for bytes in [0, boot - 1, boot, boot + BLOCK, boot + 2 * BLOCK] {
+            assert_eq!(missing(bytes).unwrap(), None, "nothing is removed");
+        }
         let start = hotplug.region.gpa() + 2 * BLOCK;
         assert_eq!(missing(boot + 5 * BLOCK).unwrap(), Some(start..start + 3 * BLOCK));
         assert_eq!(missing(boot + 16 * BLOCK).unwrap(), Some(start..start + 14 * BLOCK));
         for (bytes, why) in [
-            (boot - 1, "since the guest booted"),
-            (boot, "cannot be removed"),
-            (boot + BLOCK, "cannot be removed"),
             (boot + 2 * BLOCK + MIB, "multiple of 134217728"),
             (boot + 17 * BLOCK, "room for 1879048192"),
             (u64::MAX, "room for 1879048192"),

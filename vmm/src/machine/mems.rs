@@ -48,17 +48,6 @@ pub enum ResizeMemoryError {
         /// The minimum, which is the boot size.
         boot_bytes: u64,
     },
-    /// Memory devices of ACPI stay.
-    #[error(
-        "the guest cannot have {wanted_bytes} bytes: it has {has_bytes}, and memory that was added as memory \
-         device of ACPI cannot be removed (hotplug_method=virtio-mem can)"
-    )]
-    Stays {
-        /// The requested size.
-        wanted_bytes: u64,
-        /// The present size.
-        has_bytes: u64,
-    },
     /// The size is not one that a memory device of ACPI can have.
     #[error(
         "{more_bytes} bytes cannot be added: there is room for {room_bytes}, and a memory device has a \

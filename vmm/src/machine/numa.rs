@@ -12,6 +12,7 @@ use pci::Bdf;
 
 use super::ram::later_id;
 use crate::config::VmConfig;
+use crate::config::memory::HotplugMethod;
 use crate::config::numa::{self, NumaConfig};
 
 /// A guest with NUMA nodes.
@@ -81,7 +82,12 @@ pub fn describe(
     place: impl Fn(&str) -> Option<Bdf>,
 ) {
     let nodes = Nodes::of(config);
+    // Memory devices say themselves where they are. Without devices that reach less than all of memory, the guest need
+    // not know beforehand, and would keep buffers for them.
+    let is_acpi = config.memory.hotplug_method == HotplugMethod::Acpi;
+    let tells = nodes.is_some() || !is_acpi || config.devices.iter().flatten().next().is_some();
     let regions = ram.regions().iter();
+    let regions = regions.filter(|region| tells || region.block_bytes().is_none());
     let memory = regions.map(|region| AcpiMemory {
         range: GpaRange { gpa: region.gpa(), len_bytes: region.len_bytes() },
         hotplug: region.block_bytes().is_some(),

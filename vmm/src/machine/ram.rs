@@ -13,8 +13,8 @@ use arch::layout::{self, GpaRange, HighHole};
 use hypervisor::{KvmError, MemslotConfig, MemslotError, Vm};
 use memory::plugging::PlugError;
 use memory::{
-    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError, PrefaultOptions,
-    RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
+    Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError,
+    PrefaultOptions, RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
 use thiserror::Error;
 

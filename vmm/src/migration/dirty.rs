@@ -80,6 +80,14 @@ fn merge(bits: &[u64], first: u64, noted: &mut Vec<u64>) {
     }
 }
 
+/// Moves the bits from word `first_word` on to `words`; beyond the last slot of a region there are none.
+fn take_noted(noted: &mut [u64], first_word: usize, words: &mut [u64]) {
+    words.fill(0);
+    for (word, bits) in words.iter_mut().zip(noted.iter_mut().skip(first_word)) {
+        *word = std::mem::take(bits);
+    }
+}
+
 impl MachineDirtyLog {
     /// Starts dirty tracking; `watch_dma` starts the DMA logs of passed-through devices.
     ///
@@ -148,12 +156,7 @@ impl DirtyLog for MachineDirtyLog {
         words: &mut [u64],
     ) -> Result<(), VmError> {
         let first_word = usize::try_from(pages.start / 64)?;
-        {
-            let mut noted = self.noted[region].lock();
-            for (word, bits) in words.iter_mut().zip(noted.iter_mut().skip(first_word)) {
-                *word = std::mem::take(bits);
-            }
-        }
+        take_noted(&mut self.noted[region].lock(), first_word, words);
         // Write protection first: a write after it is in the next round's log.
         if self.vm.capabilities().manual_dirty_log != ManualDirtyLog::None
             && words.iter().any(|word| *word != 0)
@@ -194,6 +197,20 @@ mod tests {
         merge(&[4], 0, &mut noted);
         merge(&[8, 8, 8], 192, &mut noted);
         assert_eq!(noted, [4, 0, 1, 2 | 8, 8, 8]);
+    }
+
+    /// The buffer still holds what the slice before had.
+    #[test]
+    fn what_has_no_slot_is_not_dirty() {
+        let mut noted = vec![1, 2, 3];
+        for (first, expected) in [(0, [1, 2]), (2, [3, 0]), (0, [0, 0]), (5, [0, 0])] {
+            let mut words = [u64::MAX; 2];
+            take_noted(&mut noted, first, &mut words);
+            assert_eq!(words, expected, "from word {first}");
+        }
+        let mut words = [u64::MAX; 2];
+        take_noted(&mut [], 0, &mut words);
+        assert_eq!(words, [0, 0]);
     }
 
     #[test]
