@@ -267,7 +267,8 @@ fn refused() {
         let option = format!("file={option}");
         let vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&["--pmem", &option]);
         let (code, output) = vmm.bare().run();
-        assert!(code == 1 && output.contains(why), "{option}: {output}");
+        // What is wrong with the configuration has a code of its own.
+        assert!(matches!(code, 1 | 2) && output.contains(why), "{option}: {code} {output}");
     }
     assert!(!is_locked(&good));
 }
