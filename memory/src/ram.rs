@@ -272,7 +272,8 @@ impl GuestRam {
                 backing.empty(spec)?;
             }
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
-            let collapse = shared && spec.thp && !policy.shared;
+            // The creator of prezeroed memory has chosen its pages.
+            let collapse = shared && spec.thp && !policy.shared && !backing.prezeroed;
             let lease = provided.and_then(|provided| provided.lease.clone());
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
         }

@@ -110,8 +110,12 @@ impl GuestRam {
         for piece in pieces(region, range) {
             let _discarding = region.begin_discard(&piece);
             self.discards().decide(|decision| match decision {
-                Ok(permit) if !region.is_prezeroed() => region.discard(&piece, &permit),
-                _ => region.zero_pages(&piece),
+                // A page that cannot be written, as it has a hardware error, is replaced.
+                Ok(permit) if region.is_prezeroed() => {
+                    region.zero_pages(&piece).or_else(|_unwritable| region.discard(&piece, &permit))
+                }
+                Ok(permit) => region.discard(&piece, &permit),
+                Err(_reason) => region.zero_pages(&piece),
             })?;
         }
         Ok(())

@@ -136,7 +136,7 @@ fn memory_devices() {
     has(192, &Value::Null);
     for device in 1..=8 {
         vmm.api().put("vm.resize", &ram(192 + 128 * device)).ok();
-        has(192 + 128 * device, &Value::from(128 * device << 20));
+        has(192 + 128 * device, &Value::from((128 * device) << 20));
     }
     refused(&vmm, "vm.resize", &ram(192 + 128 * 9), "8 times");
     vmm.api().put("vm.resize", &ram(192)).ok();

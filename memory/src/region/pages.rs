@@ -70,7 +70,7 @@ impl RamRegion {
             Err(source)
                 if matches!(
                     source.raw_os_error(),
-                    Some(libc::ENOMEM | libc::ENOSPC | libc::EFAULT)
+                    Some(libc::ENOMEM | libc::ENOSPC | libc::EFAULT | libc::EHWPOISON)
                 ) =>
             {
                 let (zone, start, end) = (self.zone_id().to_owned(), range.start, range.end);

@@ -64,9 +64,10 @@ impl DmaLog {
         Self { device, tracking: Mutex::new(tracking) }
     }
 
-    /// Whether the function may have written every page when it stops, and has not stopped yet.
+    /// Whether the function may have written every page when it stops, and has not stopped yet. One that is lost is
+    /// refused by its own reason.
     pub fn is_missing(&self) -> bool {
-        *self.tracking.lock() == Tracking::Anything
+        *self.tracking.lock() == Tracking::Anything && !self.device.is_lost()
     }
 
     /// ID of the function.

@@ -152,6 +152,7 @@ impl<V: SourceVm> Negotiated<V> {
             // The guest gets its free pages back once no thread reads them any more.
             hints = None;
             if switch.is_due() {
+                controller.throttle = None;
                 return self.switch(log, sent.unsent, machine_is_built, context);
             }
             let sent = sent.bytes;
@@ -193,6 +194,8 @@ impl<V: SourceVm> Negotiated<V> {
                     }
                 }
                 Decision::Postcopy => {
+                    // What the guest writes from now on does not delay the stop.
+                    controller.throttle = None;
                     return self.switch(log, None, machine_is_built, context);
                 }
                 Decision::Abort => {
@@ -453,7 +456,8 @@ impl<'a> ConvergenceController<'a> {
         let expected_us = micros(expected.total());
         counters.expected_downtime_us.set(expected_us);
         counters.stalled_rounds.store(self.policy.stalled_rounds(), Ordering::Relaxed);
-        if decision == Decision::Stop && expected.unlogged > self.policy.allowed() {
+        let is_beyond = expected.total() > self.policy.allowed();
+        if decision == Decision::Stop && !expected.unlogged.is_zero() && is_beyond {
             log::warn!(
                 "the downtime will be about {} ms: nothing logs what {} write to guest memory, and all of it is \
                  sent again",
