@@ -65,15 +65,7 @@ check more_than_there_is_room_for_is_refused refused 1G "room for 536870912"
 check less_than_at_boot_is_refused refused 128M "since the guest booted"
 check half_a_block_is_refused refused 577M "blocks of 2097152"
 
-moves() {
-  start_vmm b || return 1
-  remote b receive-migration receiver_url=unix:$T/b.mig >$T/b.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/b.mig && remote a send-migration --wait destination_url=unix:$T/b.mig || return 1
-  wait $receiver || { cat $T/b.receive.log; return 1; }
-  ends a 60 && state_is b Running && open_console b
-}
-check moves_with_what_it_got moves
+check moves_with_what_it_got moved a b precopy
 check has_the_same_memory_there usable b 576
 check has_the_same_content_there same b
 check grows_there_too becomes b 768

@@ -39,15 +39,7 @@ fills() {
 check uses_what_it_got fills
 same() { guest $1 'sha256sum </tmp/fill' && grep ' -$' $T/out | cmp - $T/fill; }
 
-moves() {
-  start_vmm b || return 1
-  remote b receive-migration receiver_url=unix:$T/b.mig >$T/b.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/b.mig && remote a send-migration --wait destination_url=unix:$T/b.mig || return 1
-  wait $receiver || { cat $T/b.receive.log; return 1; }
-  ends a 60 && state_is b Running && open_console b
-}
-check moves_with_what_it_got moves
+check moves_with_what_it_got moved a b precopy
 check has_the_same_memory_there has b 768
 check has_the_same_content_there same b
 check gets_more_there becomes b 896
