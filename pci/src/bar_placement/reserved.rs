@@ -60,7 +60,7 @@ impl BarPlacement {
     }
 
     /// Gives a reserved range back to BARs.
-    pub fn give_back(&mut self, range: MmioRange) {
+    pub fn release(&mut self, range: MmioRange) {
         let is_meant = |claim: &Claim| claim.range.start() == range.start_gpa;
         if let Some(at) = self.reserved.iter().position(is_meant) {
             let claim = self.reserved.swap_remove(at);
@@ -107,8 +107,8 @@ mod tests {
         assert_eq!(second.start_gpa, first.start_gpa + first.len_bytes);
         let refused = placement.reserve(any(4 * ALIGN)).unwrap_err();
         assert!(matches!(refused, PlacementError::NoRange { at: None, .. }), "{refused}");
-        placement.give_back(first);
-        placement.give_back(first);
+        placement.release(first);
+        placement.release(first);
         assert_eq!(placement.reserve(any(2 * ALIGN)).unwrap().start_gpa, first.start_gpa);
     }
 

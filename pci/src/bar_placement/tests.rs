@@ -435,7 +435,7 @@ fn no_bar_takes_a_part_of_a_reserved_range() {
         rig.decode(0, true);
         assert_eq!(rig.mapper.mapped(), [0_u64; 0]);
     }
-    rig.placement.give_back(range);
+    rig.placement.release(range);
     assert_eq!(rig.mapper.mapped(), [range.start_gpa + 0x1_0000]);
     let refused = rig.placement.reserve(RangeWish { start_gpa: Some(range.start_gpa), ..wish });
     assert!(matches!(refused, Err(PlacementError::RangeTaken { .. })));

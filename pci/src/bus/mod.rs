@@ -290,7 +290,7 @@ impl PciSegment {
         Some(device)
     }
 
-    /// Keeps a range of the window for 64-bit BARs free of BARs, until [`PciSegment::give_back_range`]. The guest may
+    /// Keeps a range of the window for 64-bit BARs free of BARs, until [`PciSegment::release_range`]. The guest may
     /// lay a BAR over it, which is not mapped then.
     ///
     /// # Errors
@@ -301,8 +301,8 @@ impl PciSegment {
     }
 
     /// Gives back a range of [`PciSegment::reserve_range`], in which nothing is mapped any more.
-    pub fn give_back_range(&self, range: MmioRange) {
-        self.placement.lock().give_back(range);
+    pub fn release_range(&self, range: MmioRange) {
+        self.placement.lock().release(range);
     }
 
     fn taken(&self, number: DeviceNumber, id: &str, holder: &str) -> PciError {

@@ -162,6 +162,31 @@ mod tests {
         inputs
     }
 
+    #[test]
+    fn memory_devices_are_told_of_beforehand_where_that_matters() {
+        let tells = |more: serde_json::Value| {
+            let mut json = json!({
+                "payload": { "kernel": "/k" },
+                "cpus": { "boot_vcpus": 1, "max_vcpus": 1 },
+                "memory": { "size": 64 * MIB, "hotplug_size": GIB },
+            });
+            json.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            let config: VmConfig = serde_json::from_value(json).unwrap();
+            let later =
+                ZoneSpec { block_bytes: Some(128 * MIB), ..ZoneSpec::new(later_id("mem0"), GIB) };
+            let zones = vec![ZoneSpec::new("mem0", 64 * MIB), later];
+            let ram =
+                GuestRam::new(&RamConfig { zones }, layout_of(46, config.memory.hole())).unwrap();
+            described(&config, &ram).memory.iter().any(|memory| memory.hotplug)
+        };
+        assert!(!tells(json!({})), "nothing has to be set aside for devices that reach less");
+        assert!(tells(json!({ "devices": [{ "path": "/d", "id": "gpu" }] })));
+        let virtio_mem =
+            json!({ "size": 64 * MIB, "hotplug_size": GIB, "hotplug_method": "VirtioMem" });
+        assert!(tells(json!({ "memory": virtio_mem })));
+        assert!(tells(json!({ "numa": [{ "guest_numa_id": 0, "cpus": [0] }] })));
+    }
+
     /// Bytes of each node in pieces at boot and later, with what is in no zone of a node in node 0.
     fn bytes(zones: &[Zone], nodes: u8) -> Vec<(u64, u64)> {
         let of = |node: u8| {

@@ -131,7 +131,7 @@ impl Drop for PmemRange {
             log::warn!("persistent memory stays mapped: {}", error_text::chain(&error));
             return;
         }
-        self.segment.give_back_range(self.range);
+        self.segment.release_range(self.range);
     }
 }
 
