@@ -152,7 +152,7 @@ impl<V: SourceVm> Negotiated<V> {
             // The guest gets its free pages back once no thread reads them any more.
             hints = None;
             if switch.is_due() {
-                controller.throttle = None;
+                controller.release();
                 return self.switch(log, sent.unsent, machine_is_built, context);
             }
             let sent = sent.bytes;
@@ -195,7 +195,7 @@ impl<V: SourceVm> Negotiated<V> {
                 }
                 Decision::Postcopy => {
                     // What the guest writes from now on does not delay the stop.
-                    controller.throttle = None;
+                    controller.release();
                     return self.switch(log, None, machine_is_built, context);
                 }
                 Decision::Abort => {

@@ -32,7 +32,7 @@ impl Vmm {
         self.begin_transition_with(kind, Some(responder), move |machine, cancel| {
             if let Some(wanted_bytes) = ram_bytes {
                 let zone = machine.resize_memory(None, wanted_bytes)?;
-                report_memory(&zone, wanted_bytes);
+                report_memory(zone.as_deref(), wanted_bytes);
             }
             if let Some(vcpus) = vcpus {
                 machine.resize_vcpus(vcpus, cancel)?;
@@ -190,7 +190,7 @@ fn resize_memory(
     wanted_bytes: u64,
 ) -> Result<(), ApiError> {
     let zone = machine.resize_memory(zone, wanted_bytes).map_err(|error| memory_refused(&error))?;
-    report_memory(&zone, wanted_bytes);
+    report_memory(zone.as_deref(), wanted_bytes);
     Ok(())
 }
 
@@ -209,6 +209,8 @@ fn memory_refused(error: &ResizeMemoryError) -> ApiError {
     ApiError::from_error(kind, error)
 }
 
-fn report_memory(zone: &str, size_bytes: u64) {
+/// Reports the size of a zone that has changed.
+fn report_memory(zone: Option<&str>, size_bytes: u64) {
+    let Some(zone) = zone else { return };
     events::emit("vm", "memory-resized", &[("zone", zone), ("size", &size_bytes.to_string())]);
 }

@@ -140,15 +140,15 @@ impl Machine {
         Ok(hotplug.missing(self.config.memory.size, wanted_bytes)?.is_some())
     }
 
-    /// Adds a memory device, so that the guest has `wanted_bytes`. May take as long as the host needs to populate the
+    /// Adds a memory device, so that the guest has `wanted_bytes`; false if it has as much or more. May take as long as the host needs to populate the
     /// memory, where that is needed.
     ///
     /// # Errors
     /// The size is not possible, or the host does not have the memory; nothing has changed then.
-    pub fn add_memory_device(&mut self, wanted_bytes: u64) -> Result<(), ResizeMemoryError> {
+    pub fn add_memory_device(&mut self, wanted_bytes: u64) -> Result<bool, ResizeMemoryError> {
         let boot_bytes = self.config.memory.size;
-        let Some(hotplug) = &self.parts.memory_hotplug else { return Ok(()) };
-        let Some(gpa) = hotplug.missing(boot_bytes, wanted_bytes)? else { return Ok(()) };
+        let Some(hotplug) = &self.parts.memory_hotplug else { return Ok(false) };
+        let Some(gpa) = hotplug.missing(boot_bytes, wanted_bytes)? else { return Ok(false) };
         let ram = &self.parts.ram;
         ram.plug(&gpa)?;
         if let Err(error) = ram::attach_more(&self.parts.vm, ram, &hotplug.region, &gpa) {
@@ -165,7 +165,7 @@ impl Machine {
         if let Some(balloon) = self.balloon() {
             balloon.memory_has_grown();
         }
-        Ok(())
+        Ok(true)
     }
 }
 

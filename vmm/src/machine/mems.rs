@@ -119,8 +119,8 @@ impl Machine {
         self.parts.devices.mems().iter().for_each(|(_, device)| device.retry());
     }
 
-    /// Sets the target size of a zone, or of the only one there is; returns its id. The guest plugs or
-    /// unplugs blocks until it is reached.
+    /// Sets the target size of a zone, or of the only one there is; returns its id, or `None` if
+    /// nothing changes. The guest plugs or unplugs blocks until it is reached.
     ///
     /// # Errors
     /// The size is not possible.
@@ -128,13 +128,13 @@ impl Machine {
         &mut self,
         zone: Option<&str>,
         wanted_bytes: u64,
-    ) -> Result<String, ResizeMemoryError> {
+    ) -> Result<Option<String>, ResizeMemoryError> {
         if self.parts.memory_hotplug.is_some() {
             if zone.is_some() {
                 return Err(ResizeMemoryError::NotByZone);
             }
-            self.add_memory_device(wanted_bytes)?;
-            return Ok(DEFAULT_ZONE.to_owned());
+            let is_added = self.add_memory_device(wanted_bytes)?;
+            return Ok(is_added.then(|| DEFAULT_ZONE.to_owned()));
         }
         let memory = &mut self.config.memory;
         let has_zones = memory.zones.as_ref().is_some_and(|zones| !zones.is_empty());
@@ -157,11 +157,11 @@ impl Machine {
         })?;
         let device = self.parts.devices.mems().iter().find(|(name, _)| *name == ram::later_id(&id));
         let Some((_, device)) = device else {
-            return if more_bytes == 0 { Ok(id) } else { Err(ResizeMemoryError::Fixed(id)) };
+            return if more_bytes == 0 { Ok(Some(id)) } else { Err(ResizeMemoryError::Fixed(id)) };
         };
         device.resize(more_bytes)?;
         *plugged = Some(more_bytes);
-        Ok(id)
+        Ok(Some(id))
     }
 }
 
