@@ -31,6 +31,9 @@ const FILES: [&str; 5] = ["api", "events", "log", "stdout", "stderr"];
 
 /// The thread that collapses memory into huge pages after a guest has arrived.
 const COLLAPSES: &str = "huge-pages";
+/// The kernel's own, one for each VM from the first time that a vCPU runs. Where a guest has just
+/// reset, that can come after the VMM was looked at.
+const KERNELS: &str = "kvm-nx-lpage-re";
 
 /// The names that are there more often than before.
 fn more_than<'a>(now: &'a [String], before: &[String]) -> Vec<&'a String> {
@@ -56,6 +59,9 @@ impl Holdings {
         let mut threads = thread_names(vmm.pid());
         // It goes on where it was stopped for a migration that failed, and rests most of its time.
         threads.retain(|name| name != COLLAPSES);
+        if let Some(one) = threads.iter().position(|name| name == KERNELS) {
+            threads.swap_remove(one);
+        }
         Self { descriptors: descriptors(vmm.pid()), threads }
     }
 
