@@ -155,6 +155,10 @@ pub struct Capabilities {
     pub one_reg: bool,
     /// Whether the events of a vCPU include a pending triple fault.
     pub triple_fault_event: bool,
+    /// Whether KVM can present itself as Hyper-V: clock, interrupt controller and timers.
+    pub hyperv: bool,
+    /// Whether KVM refuses registers of Hyper-V that the CPUID does not promise.
+    pub hyperv_enforces_cpuid: bool,
 }
 
 impl Capabilities {
@@ -194,6 +198,10 @@ impl Capabilities {
             guest_memfd: is(kvm::KVM_CAP_GUEST_MEMFD),
             one_reg: is(kvm::KVM_CAP_ONE_REG),
             triple_fault_event: is(kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT),
+            hyperv: is(kvm::KVM_CAP_HYPERV_SYNIC)
+                && is(kvm::KVM_CAP_HYPERV_TIME)
+                && is(kvm::KVM_CAP_HYPERV_VP_INDEX),
+            hyperv_enforces_cpuid: is(kvm::KVM_CAP_HYPERV_ENFORCE_CPUID),
         }
     }
 }

@@ -179,6 +179,10 @@ fn enter_once(vcpu: &mut Vcpu, handler: &dyn ExitHandler) -> RunOutcome {
             fault(handler, vcpu, index, access)
         }
         Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen) => RunOutcome::Handled,
+        Ok(VcpuExit::Hyperv) => {
+            vcpu.answer_hyperv();
+            RunOutcome::Handled
+        }
         Ok(VcpuExit::Shutdown) => RunOutcome::Stopped(StopReason::Shutdown),
         Ok(VcpuExit::Hlt) => RunOutcome::Stopped(StopReason::Halted),
         Ok(VcpuExit::SystemEvent(kind, _)) => RunOutcome::Stopped(StopReason::SystemEvent { kind }),

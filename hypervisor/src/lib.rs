@@ -15,7 +15,7 @@
 //! | parts of VM | `dirty`, `clock`, `irqchip`, `vfio` | each an `impl Vm`: dirty log, time, interrupt controllers, files of VFIO devices |
 //! | VM | `vm`, with `memslots` and `msi` | the descriptor and what all parts share: memory slots, interrupt routes |
 //! | host | `caps`, `fault_trace` | what this KVM can do; faults that another process takes |
-//! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
+//! | kinds of state | `vcpu_state`, `tsc`, `msr`, `amx`, `hyperv`, `shadow_stack`, `routing`, `userfault` | the saved form; one feature of the processor or of KVM each |
 //! | base | `ioctl`, `bpf`, `blob`, `error`, `irq` | calls that no crate wraps, bytes from outside, errors, the traits of interrupts |
 //!
 //! Modules import from their own layer and those below.
@@ -53,6 +53,7 @@ mod dirty;
 mod error;
 mod exits;
 mod fault_trace;
+mod hyperv;
 mod ioctl;
 pub mod irq;
 mod irqchip;
@@ -79,6 +80,7 @@ pub use clock::{ClockPolicy, ClockState, TimeBase};
 pub use error::KvmError;
 pub use exits::{AfterExit, ExitHandler, FaultAction, StopReason};
 pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
+pub use hyperv::NoHyperv;
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msr::MsrValue;
 pub use stage2::{Stage2Fill, Stage2Filled};

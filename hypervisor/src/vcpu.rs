@@ -83,6 +83,8 @@ pub struct Vcpu {
     index: u32,
     xsave_len_bytes: usize,
     pub(crate) lost_deliveries: LostDeliveries,
+    /// Whether it has the registers of Hyper-V.
+    pub(crate) has_hyperv: bool,
     /// Keeps guest memory mapped; declared last, so that it outlives the descriptor.
     vm: Arc<VmShared>,
 }
@@ -99,7 +101,7 @@ impl Vm {
         // After the vCPU exists, as the kernel fixes the length then.
         let xsave_len_bytes = vm.xsave_len_bytes();
         let lost_deliveries = LostDeliveries::default();
-        Ok(Vcpu { fd, run_page, index, xsave_len_bytes, lost_deliveries, vm })
+        Ok(Vcpu { fd, run_page, index, xsave_len_bytes, lost_deliveries, has_hyperv: false, vm })
     }
 }
 

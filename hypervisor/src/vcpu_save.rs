@@ -15,10 +15,12 @@
 //! | XCR0, XSAVE area, debug registers | special registers | CR4 and EFER |
 //! | local APIC | special registers | its layout depends on its mode |
 //! | TSC | | the deadline timer is armed against it |
-//! | model-specific registers | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks |
+//! | model-specific registers, ascending | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks; of Hyper-V the guest's identity has to be before its hypercalls |
 //! | shadow-stack pointer | CPUID | there is none without the feature |
 //! | events | registers | KVM_SET_REGS drops pending exceptions |
 //! | nested state | special registers, MSRs | it requires VMX or SVM to be enabled |
+
+use std::collections::BTreeSet;
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KVM_SREGS2_FLAGS_PDPTRS_VALID, KVM_VCPUEVENT_VALID_TRIPLE_FAULT, Msrs,
@@ -29,6 +31,7 @@ use zerocopy::IntoBytes;
 use crate::blob::Blob;
 use crate::clock::TimeBase;
 use crate::error::{KvmContext, KvmError};
+use crate::hyperv;
 use crate::ioctl::{self, NestedBuffer, XsaveArea};
 use crate::msr::{self, MsrValue};
 use crate::shadow_stack;
@@ -209,8 +212,14 @@ impl Vcpu {
     /// value.
     fn read_msrs(&self) -> Result<Vec<MsrValue>, KvmError> {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
-        let mut read = msr::read_all(&self.vm().msr_indices, get)
-            .context("read a vCPU's model-specific registers")?;
+        let mut read = if self.has_hyperv {
+            let unlisted = hyperv::UNLISTED_MSRS.into_iter().flatten();
+            let all = BTreeSet::from_iter(self.vm().msr_indices.iter().copied().chain(unlisted));
+            msr::read_all(&Vec::from_iter(all), get)
+        } else {
+            msr::read_all(&self.vm().msr_indices, get)
+        }
+        .context("read a vCPU's model-specific registers")?;
         if !read.refused.is_empty() {
             log::debug!("vcpu{}: registers without a value: {:x?}", self.index(), read.refused);
         }

@@ -31,7 +31,7 @@ pub(crate) const NESTED_HEADER_LEN_BYTES: usize = 128;
 
 const PAGE_LEN_BYTES: u64 = 4096;
 /// Structures shared between guest and KVM: MSR, bits of it that are not address bits, length.
-const SHARED_STRUCTURES: [(u32, u64, u64); 7] = [
+const SHARED_STRUCTURES: [(u32, u64, u64); 12] = [
     // Wall clock and system time, with old and new MSR numbers.
     (0x11, 0, 12),
     (0x4b56_4d00, 0, 12),
@@ -41,6 +41,12 @@ const SHARED_STRUCTURES: [(u32, u64, u64); 7] = [
     (0x4b56_4d02, 0x3f, 64),
     (0x4b56_4d03, 0x3f, 64),
     (0x4b56_4d04, 3, 4),
+    // Of Hyper-V: hypercalls, clock, assistance of a vCPU, events, messages; a page each.
+    (0x4000_0001, 0xfff, PAGE_LEN_BYTES),
+    (0x4000_0021, 0xfff, PAGE_LEN_BYTES),
+    (0x4000_0073, 0xfff, PAGE_LEN_BYTES),
+    (0x4000_0082, 0xfff, PAGE_LEN_BYTES),
+    (0x4000_0083, 0xfff, PAGE_LEN_BYTES),
 ];
 
 /// A CPUID entry.

@@ -139,6 +139,25 @@ fn pages_shared_with_kvm_are_found_with_the_second_half_of_a_straddling_one() {
     assert_eq!(Vec::from_iter(state.pages_used_by_kvm()), [0x5000, 0x6000, 0x9000]);
 }
 
+#[test]
+fn pages_that_kvm_fills_as_hyperv_are_found() {
+    let msr = |index, value| MsrValue { index, value };
+    let state = VcpuState {
+        msrs: vec![
+            msr(0x4000_0000, 0x8_1000),
+            msr(0x4000_0001, 0x1001),
+            msr(0x4000_0021, 0x2001),
+            msr(0x4000_0073, 0x3001),
+            msr(0x4000_0082, 0x4001),
+            msr(0x4000_0083, 0x5001),
+            msr(0x4000_0090, 0x1_0000),
+        ],
+        ..sample()
+    };
+    let pages = Vec::from_iter(state.pages_used_by_kvm());
+    assert_eq!(pages, [0x1000, 0x2000, 0x3000, 0x4000, 0x5000]);
+}
+
 proptest! {
     #[test]
     fn any_text_is_a_state_or_an_error(cut in 0_usize..4000, byte in any::<u8>()) {

@@ -4,7 +4,8 @@
 //!
 //! Owns the Hyper-V leaves and the move of KVM's own to the next hundred, where guests and KVM
 //! look for them by signature. Promises only what KVM does without a device: the reference
-//! counter and TSC page, synthetic interrupts and timers, hypercall and VP index registers.
+//! counter and TSC page, synthetic interrupts and timers, hypercall and VP index registers, and the
+//! frequencies of TSC and APIC, which a guest cannot measure on a machine without an older timer.
 //!
 //! Format: Hypervisor Top Level Functional Specification, section 2.4.
 
@@ -22,6 +23,9 @@ const SYNTHETIC_TIMERS: u32 = 1 << 3;
 const HYPERCALL_MSRS: u32 = 1 << 5;
 const VP_INDEX: u32 = 1 << 6;
 const REFERENCE_TSC: u32 = 1 << 9;
+const FREQUENCY_MSRS: u32 = 1 << 11;
+/// In EDX: the guest may rely on them.
+const FREQUENCY_MSRS_AVAILABLE: u32 = 1 << 8;
 /// Recommendation: do not take a missed tick for a hang.
 const RELAXED_TIMING: u32 = 1 << 5;
 /// Never report a long spin.
@@ -46,8 +50,9 @@ pub fn present(table: &mut Table, max_vcpus: u32) {
         | SYNTHETIC_TIMERS
         | HYPERCALL_MSRS
         | VP_INDEX
-        | REFERENCE_TSC;
-    table.set(LEAF_HYPERV + 3, [privileges, 0, 0, 0]);
+        | REFERENCE_TSC
+        | FREQUENCY_MSRS;
+    table.set(LEAF_HYPERV + 3, [privileges, 0, 0, FREQUENCY_MSRS_AVAILABLE]);
     table.set(LEAF_HYPERV + 4, [RELAXED_TIMING, SPIN_FOR_EVER, 0, 0]);
     table.set(LEAF_HYPERV + 5, [max_vcpus, max_vcpus, 0, 0]);
     table.set(MAX_LEAF, [0; 4]);

@@ -210,6 +210,9 @@ fn hyperv_takes_the_first_place() {
     assert_eq!(leaf(&cpuid, 0x4000_0000, 0).ebx, word(b"Micr"));
     assert_eq!(leaf(&cpuid, 0x4000_0001, 0).eax, word(b"Hv#1"));
     assert_eq!(leaf(&cpuid, 0x4000_0005, 0).eax, 4);
+    // Bits of the specification's section 2.4.3, each with the registers that it promises.
+    let promised = leaf(&cpuid, 0x4000_0003, 0);
+    assert_eq!((promised.eax, promised.edx), (0b1010_0110_1110, 1 << 8));
     assert_eq!(leaf(&cpuid, 0x4000_0100, 0).ebx, word(b"KVMK"));
     assert_eq!(leaf(&cpuid, 0x4000_0101, 0).eax, 0x0100_7efb);
     assert_eq!(cpuid_compat(vm.entries(), vm.entries()), Ok(()));

@@ -96,8 +96,8 @@ option_family! {
         max_vcpus: u32 = 1, "max" as One<Int>, required_json(), range(1, 254);
         /// Threads, cores, dies and packages; their product must be the maximum number of vCPUs.
         topology: Option<CpuTopology> = None, "topology" as Opt<TopologyText>;
-        /// Hyper-V enlightenments.
-        kvm_hyperv: bool = false, "kvm_hyperv" as One<Toggle>, unsupported();
+        /// Hyper-V enlightenments, for Windows.
+        kvm_hyperv: bool = false, "kvm_hyperv" as One<Toggle>;
         /// Maximum number of physical address bits visible to the guest.
         max_phys_bits: u8 = DEFAULT_MAX_PHYS_BITS, "max_phys_bits" as One<Int>, range(32, 52);
         /// Host CPUs for each vCPU.

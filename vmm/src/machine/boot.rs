@@ -103,6 +103,7 @@ pub fn vm_cpuid(
         tsc_khz,
         nested: config.nested,
         amx: config.features.amx,
+        hyperv: config.kvm_hyperv,
         ..CpuidConfig::new(topology)
     };
     cpuid::common_cpuid(host, &options)

@@ -226,10 +226,11 @@ impl Machine {
         let spare = self.spare_vcpus.remove(&apic_id);
         // It may have got that frequency, and the others have not been matched to it.
         let was_spare = spare.is_some();
-        let vcpu = match spare.map_or_else(|| self.parts.vm.create_vcpu(apic_id), Ok) {
-            Ok(vcpu) => vcpu,
-            Err(source) => return Err(ResizeVcpusError::Create { index, source }.into()),
-        };
+        let vcpu =
+            match spare.map_or_else(|| self.parts.create_vcpu(apic_id, &self.config.cpus), Ok) {
+                Ok(vcpu) => vcpu,
+                Err(source) => return Err(ResizeVcpusError::Create { index, source }.into()),
+            };
         let init = boot::vcpu_init(cpuid.for_vcpu(index)?, None);
         let set_up = || -> Result<bool, VcpuStateError> {
             vcpu.init(&init)?;

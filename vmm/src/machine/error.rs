@@ -10,7 +10,7 @@ use arch::cpuid::CpuidTooLong;
 use devices::bus::BusError;
 use devices::tpm::TpmError;
 use devices::virtio::StateError;
-use hypervisor::{AmxError, IrqchipStateError, KvmError, ThreadsError, VcpuStateError};
+use hypervisor::{AmxError, IrqchipStateError, KvmError, NoHyperv, ThreadsError, VcpuStateError};
 use pci::PciStateError;
 use thiserror::Error;
 
@@ -52,6 +52,9 @@ pub enum MachineError {
     /// The kernel does not permit AMX.
     #[error(transparent)]
     Amx(#[from] AmxError),
+    /// This KVM has no Hyper-V.
+    #[error(transparent)]
+    Hyperv(#[from] NoHyperv),
     /// The CPUID has too many entries.
     #[error("cannot describe the vCPUs")]
     Cpuid(#[from] CpuidTooLong),

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, OpenError};
+use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, NoHyperv, OpenError};
 use kvm_bindings::CpuId;
 use thiserror::Error;
 
@@ -52,8 +52,11 @@ impl Host {
     /// the kernel, which has to happen before the first vCPU of the process is created.
     ///
     /// # Errors
-    /// AMX is configured and not available.
+    /// AMX or Hyper-V is configured and not available.
     pub(super) fn supported(&self, config: &CpusConfig) -> Result<Cow<'_, CpuId>, MachineError> {
+        if config.kvm_hyperv && !self.capabilities().hyperv {
+            return Err(NoHyperv.into());
+        }
         if config.features.amx {
             return Ok(Cow::Owned(self.hypervisor.supported_cpuid_with_amx()?));
         }

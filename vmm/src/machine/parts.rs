@@ -9,7 +9,7 @@ use std::sync::Arc;
 use arch::cpuid::{CpuTopology, VmCpuid, phys_bits};
 use arch::layout;
 use devices::virtio::ActivationThread;
-use hypervisor::{Vcpu, Vm};
+use hypervisor::{KvmError, Vcpu, Vm};
 use kvm_bindings::CpuId;
 use memory::GuestRam;
 use pci::PciConfigIo;
@@ -32,6 +32,7 @@ use super::virtio::{PciContext, VirtioDevices};
 use super::{boot, panics, ram};
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
+use crate::config::cpus::CpusConfig;
 
 /// A machine without vCPU threads.
 pub(super) struct MachineParts {
@@ -135,8 +136,17 @@ impl MachineParts {
     /// The vCPUs, not started.
     pub(super) fn create_vcpus(&self, config: &VmConfig) -> Result<Vec<Vcpu>, MachineError> {
         (0..config.cpus.boot_vcpus)
-            .map(|index| Ok(self.vm.create_vcpu(self.topology.apic_id(index))?))
+            .map(|index| Ok(self.create_vcpu(self.topology.apic_id(index), &config.cpus)?))
             .collect()
+    }
+
+    /// A vCPU, without state.
+    pub(super) fn create_vcpu(&self, apic_id: u32, config: &CpusConfig) -> Result<Vcpu, KvmError> {
+        let mut vcpu = self.vm.create_vcpu(apic_id)?;
+        if config.kvm_hyperv {
+            vcpu.enable_hyperv()?;
+        }
+        Ok(vcpu)
     }
 
     /// The CPUID that the vCPUs would be shown if the guest booted here.
