@@ -272,8 +272,9 @@ impl GuestRam {
                 backing.empty(spec)?;
             }
             let shared = backing.kind == ZoneKind::Shared && !backing.hugetlb;
-            // The creator of prezeroed memory has chosen its pages.
-            let collapse = shared && spec.thp && !policy.shared && !backing.prezeroed;
+            // The pages of prezeroed memory are as large as the zone wants them, and mapped one by one where contents
+            // arrive behind the guest.
+            let collapse = shared && spec.thp && (!policy.shared || backing.prezeroed);
             let lease = provided.and_then(|provided| provided.lease.clone());
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
         }

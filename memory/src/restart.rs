@@ -24,12 +24,12 @@ fn lacks_huge_pages(region: &RamRegion) -> bool {
 impl GuestRam {
     /// Whether a boot with this configuration can use the memory of the guest before it: it is the same,
     /// and no page is missing. Private mappings of files are not used again: such a zone begins with the
-    /// file's contents. Nor is memory that vCPUs map separately, for faults that are over by now, or that another
-    /// process may still write.
+    /// file's contents. Nor is memory that another process may still write, or that vCPUs map separately, for faults
+    /// that are over by now, unless it is prezeroed: its creator may have no other.
     pub fn can_restart(&self, config: &RamConfig, layout: RamLayout) -> bool {
         let is_complete = |region: &RamRegion| {
             let mut missing = region.resident().absent_runs(0..region.len_pages());
-            missing.next().is_none() && region.vcpus_ptr().is_none()
+            missing.next().is_none() && (region.vcpus_ptr().is_none() || region.was_prezeroed())
         };
         let shows_file = |zone: &ZoneSpec| matches!(zone.backing, Backing::File(_)) && !zone.shared;
         self.is_of(config, layout)
@@ -208,6 +208,8 @@ mod tests {
         drop(given);
         let region: &Arc<RamRegion> = &ram.regions()[0];
         assert!(region.is_prezeroed());
+        region.map_for_vcpus().unwrap();
+        assert!(ram.can_restart(&config, RamLayout::default()), "the pool may have no other");
         ram.discard_unpinned(2 * MIB..4 * MIB);
         ram.restart(&|| false);
         assert_eq!(Arc::strong_count(&lease), 2, "the lease has ended");

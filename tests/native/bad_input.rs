@@ -5,6 +5,7 @@
 //! wrong with which thing.
 
 use std::fs;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -184,6 +185,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("bad_input::kernel_unreadable", unreadable_kernel);
     suite.add("bad_input::no_dev_kvm", no_kvm);
     suite.add("bad_input::dev_kvm_not_permitted", kvm_not_permitted);
+    suite.add("bad_input::hyperv_where_kvm_has_none", kvm_without_hyperv);
     suite.add("bad_input::api_socket_stale_is_replaced", stale_socket);
     suite.add("bad_input::api_socket_live_is_refused", live_socket);
     suite.add("bad_input::no_arguments_is_harmless", no_arguments);
@@ -273,6 +275,21 @@ fn no_kvm() {
     }
     drop(folder);
     expect_end(code, &output, FAILED, "/dev/kvm");
+}
+
+/// Where KVM can present itself as Hyper-V, that is for the lab.
+fn kvm_without_hyperv() {
+    /// `KVM_CHECK_EXTENSION`, and what kvm_hyperv needs.
+    const CHECK: libc::c_ulong = 0xae03;
+    const SYNTHETIC_INTERRUPTS: libc::c_ulong = 123;
+    let kvm = fs::File::open("/dev/kvm").expect("/dev/kvm");
+    // SAFETY: only numbers are passed, and the descriptor is open.
+    if unsafe { libc::ioctl(kvm.as_raw_fd(), CHECK, SYNTHETIC_INTERRUPTS) } > 0 {
+        skip("this KVM has what kvm_hyperv needs");
+    }
+    let words = ["--kernel", image(), "--cpus", "boot=1,kvm_hyperv=on"];
+    let (code, output) = VmmBuilder::new(&words).bare().run();
+    expect_end(code, &output, FAILED, "leave kvm_hyperv=on out");
 }
 
 fn kvm_not_permitted() {

@@ -29,7 +29,7 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// Bytes of shared memory that a VMM has mapped by huge pages.
-fn huge_bytes(vmm: &Vmm) -> u64 {
+pub fn huge_bytes(vmm: &Vmm) -> u64 {
     let path = format!("/proc/{}/smaps_rollup", vmm.pid());
     let text = std::fs::read_to_string(path).expect("the VMM runs");
     let line = text.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:"));

@@ -6,7 +6,9 @@ use std::os::unix::fs::MetadataExt as _;
 
 use crate::harness::migrate::{Reception, migrate_to, send_option};
 use crate::harness::pool::Pool;
-use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, wait_for};
+use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, is_root, skip, wait_for};
+use crate::migration::huge_bytes;
+use crate::postcopy;
 use crate::prezero::memory_of_pool;
 use crate::snapshot::{place, save, source};
 
@@ -14,22 +16,47 @@ const MIB: u64 = 1 << 20;
 const WORK: &str = "workload=random-write mem=64M";
 
 pub fn add(suite: &mut Suite) {
-    suite.add("pool_arrivals::small_pages", || arrives("4K", "size=192M,thp=off", ""));
-    suite.add("pool_arrivals::private_memory_becomes_shared", || {
-        arrives("4K", "size=192M,thp=off,shared=off", "");
+    let before = Way { mode: Mode::Precopy, send: "", receive: "" };
+    suite.add("pool_arrivals::small_pages", move || arrives("4K", "size=192M,thp=off", before));
+    suite.add("pool_arrivals::private_memory_becomes_shared", move || {
+        arrives("4K", "size=192M,thp=off,shared=off", before);
     });
-    suite.add("pool_arrivals::transparent_pages_over_four_connections", || {
-        arrives("thp", "size=192M", ",connections=4");
+    suite.add("pool_arrivals::transparent_pages_over_four_connections", move || {
+        arrives("thp", "size=192M", Way { send: ",connections=4", ..before });
     });
-    suite.add("pool_arrivals::compressed", || {
-        arrives("4K", "size=192M,thp=off", ",compression=zstd");
+    suite.add("pool_arrivals::compressed", move || {
+        arrives("4K", "size=192M,thp=off", Way { send: ",compression=zstd", ..before });
     });
-    suite.add("pool_arrivals::huge_pages", || {
+    suite.add("pool_arrivals::huge_pages", move || {
         // The source's and the pool's.
         let _pages = HugePages::borrow(2 * 96);
-        arrives("2M", "size=192M,hugepages=on", "");
+        arrives("2M", "size=192M,hugepages=on", before);
     });
-    suite.add("pool_arrivals::pages_that_follow_the_guest_need_other_memory", follows);
+    for faults in ["uffd", "sigbus"] {
+        let receive = if faults == "uffd" { ",fault_source=uffd" } else { ",fault_source=sigbus" };
+        let behind = Way { mode: Mode::Postcopy, send: "", receive };
+        suite.add(&format!("pool_arrivals::postcopy_in_small_pages_by_{faults}"), move || {
+            only_root_traces(behind);
+            arrives("4K", "size=192M,thp=off,shared=on", behind);
+        });
+        suite.add(&format!("pool_arrivals::postcopy_in_huge_pages_by_{faults}"), move || {
+            only_root_traces(behind);
+            let _pages = HugePages::borrow(2 * 96);
+            arrives("2M", "size=192M,hugepages=on", behind);
+        });
+        suite.add(
+            &format!("pool_arrivals::postcopy_ends_in_transparent_pages_by_{faults}"),
+            move || {
+                only_root_traces(behind);
+                let vmm = postcopy_in_transparent_pages(behind);
+                // All but what the guest's parts leave of a block at their edges.
+                wait_for("huge pages", || (huge_bytes(&vmm) >= 160 * MIB).then_some(()));
+                vmm.verify();
+            },
+        );
+    }
+    suite.add("pool_arrivals::postcopy_heals_after_cuts", cuts);
+    suite.add("pool_arrivals::pages_that_come_twice_need_other_memory", twice);
     suite.add("pool_arrivals::off_asks_no_pool", off);
     suite.add("pool_arrivals::rules_are_for_what_the_source_names", rules);
     suite.add("pool_arrivals::a_cancelled_one_returns_its_memory", cancelled);
@@ -57,16 +84,55 @@ fn end(vmm: Vmm, pool: &Pool) {
     assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
 }
 
+/// How a VM arrives.
+#[derive(Clone, Copy)]
+struct Way {
+    mode: Mode,
+    /// More of the source's options.
+    send: &'static str,
+    /// More of the destination's.
+    receive: &'static str,
+}
+
+fn only_root_traces(way: Way) {
+    if way.receive.contains("sigbus") && !is_root() {
+        skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
+    }
+}
+
+/// Moves a VM to a new VMM with memory of the pool.
+fn into(pool: &Pool, source: Vmm, way: Way) -> Vmm {
+    let Way { mode, send, receive } = way;
+    let destination = Vmm::empty();
+    let more = option(pool) + receive;
+    let reception = Reception::start_with(&destination, Transport::Tcp, mode, &more);
+    migrate_to(reception, source, &destination, |url| send_option(url, mode) + send);
+    destination.wait_for_event("prezeroed-taken");
+    if let Some(faults) = receive.strip_prefix(",fault_source=") {
+        let progress = destination.api().get("vm.migration-progress").ok().json();
+        assert_eq!(progress["faults"]["source"], faults, "{progress}");
+    }
+    destination
+}
+
+/// Without anything of the pool's memory on the way back to it.
+fn postcopy_in_transparent_pages(way: Way) -> Vmm {
+    let pool = pool("thp");
+    let source = Vmm::boot(2, "size=192M,shared=on", WORK);
+    source.wait_for_work(5_000);
+    let destination = into(&pool, source, way);
+    destination.wait_for_work(20_000);
+    destination.verify();
+    assert_eq!(memory_of_pool(destination.pid()).blocks() * 512, 192 * MIB);
+    destination
+}
+
 /// The source has memory of its own.
-fn arrives(pages: &str, memory: &str, send: &str) {
+fn arrives(pages: &str, memory: &str, way: Way) {
     let pool = pool(pages);
     let source = Vmm::boot(2, memory, WORK);
     source.wait_for_work(5_000);
-    let destination = Vmm::empty();
-    let reception =
-        Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &option(&pool));
-    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Precopy) + send);
-    destination.wait_for_event("prezeroed-taken");
+    let destination = into(&pool, source, way);
     assert_eq!(pool.slots("lent"), 1);
     destination.wait_for_work(20_000);
     destination.verify();
@@ -81,21 +147,28 @@ fn arrives(pages: &str, memory: &str, send: &str) {
     end(destination, &pool);
 }
 
-fn follows() {
-    for mode in [Mode::Postcopy, Mode::Auto] {
-        let pool = pool("4K");
-        let source = Vmm::boot(1, "size=192M,thp=off,shared=on", WORK);
-        source.wait_for_work(5_000);
-        let destination = Vmm::empty();
-        let reception = Reception::start_with(&destination, Transport::Tcp, mode, &option(&pool));
-        migrate_to(reception, source, &destination, |url| send_option(url, mode));
-        let why = why_not(&destination);
-        assert!(why.contains("contents may arrive after the guest"), "{why}");
-        assert_eq!(pool.slots("lent"), 0);
-        destination.wait_for_work(5_000);
-        destination.verify();
-        end(destination, &pool);
-    }
+/// Pages that were on the way come again, into memory in which a part of them is.
+fn cuts() {
+    let pool = pool("thp");
+    postcopy::soak(3, &option(&pool));
+    assert!(pool.count("grants_total", "") > 0, "it was in other memory");
+    pool.wait_until_ready();
+    assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
+}
+
+fn twice() {
+    let pool = pool("4K");
+    let source = Vmm::boot(1, "size=192M,thp=off,shared=on", WORK);
+    source.wait_for_work(5_000);
+    let destination = Vmm::empty();
+    let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Auto, &option(&pool));
+    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Auto));
+    let why = why_not(&destination);
+    assert!(why.contains("memory_mode=auto"), "{why}");
+    assert_eq!(pool.slots("lent"), 0);
+    destination.wait_for_work(5_000);
+    destination.verify();
+    end(destination, &pool);
 }
 
 /// The configuration names a pool, which the request says to do without.
@@ -175,19 +248,18 @@ fn restored() {
     saved.signal(libc::SIGKILL);
     saved.wait_for_exit();
     let pool = pool("4K");
-    for (mode, lent) in [("copy", 1), ("ondemand", 0)] {
+    for mode in ["copy", "ondemand"] {
         let restored = Vmm::empty();
         let from = format!("source_url={url},memory_restore_mode={mode}{}", option(&pool));
         restored.remote_ok(&["restore", &from]);
-        assert_eq!(pool.slots("lent"), lent, "{mode}");
-        if lent == 0 {
-            restored.wait_for_event("restore-memory-completed");
-            let why = why_not(&restored);
-            assert!(why.contains("contents may arrive after the guest"), "{why}");
-        }
+        assert_eq!(pool.slots("lent"), 1, "{mode}");
         restored.remote_ok(&["resume"]);
         restored.wait_for_work(5_000);
+        if mode == "ondemand" {
+            restored.wait_for_event("restore-memory-completed");
+        }
         restored.verify();
+        assert_eq!(memory_of_pool(restored.pid()).blocks() * 512, 192 * MIB, "{mode}");
         end(restored, &pool);
     }
 }

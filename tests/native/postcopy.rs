@@ -178,7 +178,8 @@ impl Middle {
     }
 }
 
-fn soak(cuts: u32, receiving: &str) {
+/// Cuts connections of migrations until so many have been cut; each ends well, with every page.
+pub fn soak(cuts: u32, receiving: &str) {
     let mut number = 0x2545_f491_4f6c_dd1d_u64;
     let mut done = 0;
     while done < cuts {

@@ -191,9 +191,10 @@ pub trait FaultSource: Send + Sync {
     /// shared memory of large host pages, which are assembled from pieces.
     fn receives_in_place(&self, region: usize) -> bool;
 
-    /// True when [`copy_in`](Self::copy_in) also works for memory that is received in place, and is faster
+    /// True when [`copy_in`](Self::copy_in) also works for a region that is received in place, and is faster
     /// for a few pages.
-    fn prefers_copies_of_small_runs(&self) -> bool {
+    fn prefers_copies_of_small_runs(&self, region: usize) -> bool {
+        let _ = region;
         false
     }
 

@@ -111,6 +111,14 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// What the host reports, or that devices have the pages mapped.
     fn discard(&self, run: PageRun) -> io::Result<()>;
 
+    /// True for shared memory all of whose pages were populated with zeros, for this machine, before it was mapped.
+    /// Where contents arrive behind the guest, such pages are missing by not being mapped, and are received in
+    /// place.
+    fn is_ready(&self, region: usize) -> bool {
+        let _ = region;
+        false
+    }
+
     /// Makes the pages read as zeros: by [`discard`](Self::discard), or in place where devices have them
     /// mapped. Whole host pages only.
     ///

@@ -221,8 +221,10 @@ pub struct GivenMemory {
 pub enum Arrival {
     /// Before the guest runs.
     BeforeGuest,
-    /// Perhaps while it runs, so that pages must be able to be missing (postcopy).
+    /// While it runs, all of them (postcopy from the beginning).
     BehindGuest,
+    /// Before it runs, and perhaps once more while it runs: what has arrived must be able to be missing again.
+    Both,
 }
 
 /// Builds the machine on the destination.

@@ -6,17 +6,23 @@
 //! block that is not fully populated stays as it is.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use super::{AccessError, RamRegion};
-use crate::mapping::Advice;
+use crate::mapping::{Advice, Mapping};
 use crate::populate::{THP_BYTES, aligned_inside};
 use crate::to_usize;
 use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
-    /// True when huge pages are wanted that the host's settings do not provide by themselves.
+    /// True when huge pages are wanted that the host's settings do not provide by themselves. Prezeroed memory has
+    /// them, and its accesses map them, unless it was mapped in small pages before.
     pub(crate) fn wants_collapse(&self) -> bool {
-        self.zone.collapse
+        self.zone.collapse && (!self.was_prezeroed() || self.was_small())
+    }
+
+    fn was_small(&self) -> bool {
+        self.small_pages.load(Ordering::Acquire)
     }
 
     /// The blocks that could be huge pages, in bytes of the region.
@@ -31,6 +37,9 @@ impl RamRegion {
     pub fn use_small_pages(&self, small: bool) {
         if self.is_hugetlb() || self.kind() != ZoneKind::Shared {
             return;
+        }
+        if small {
+            self.small_pages.store(true, Ordering::Release);
         }
         let views = [Some(&self.main), self.alias.get(), self.vcpus.get()];
         for mapping in views.into_iter().flatten() {
@@ -49,7 +58,8 @@ impl RamRegion {
     }
 
     /// Collapses `range` after it was filled with small pages; best effort, returns true when the
-    /// kernel did all of it. Costs a copy of every small page.
+    /// kernel did all of it. Costs a copy of every small page; where the file has huge pages already only the mappings
+    /// change, each for itself.
     ///
     /// # Errors
     /// When the range lies outside the region.
@@ -57,6 +67,8 @@ impl RamRegion {
         self.check(range)?;
         let blocks = aligned_inside(self.host_addr(), range);
         let possible = !self.is_hugetlb() && !blocks.is_empty();
-        Ok(possible && self.main.advise(&blocks, Advice::Collapse).is_ok())
+        let collapse = |mapping: &Mapping| mapping.advise(&blocks, Advice::Collapse).is_ok();
+        let of_vcpus = self.vcpus.get().filter(|_| self.was_prezeroed());
+        Ok(possible && collapse(&self.main) && of_vcpus.is_none_or(|vcpus| collapse(vcpus)))
     }
 }

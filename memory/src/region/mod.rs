@@ -211,6 +211,8 @@ pub struct RamRegion {
     discarded: PageBitmap,
     /// Whether any page was discarded, also by an earlier guest, since all were populated.
     has_holes: AtomicBool,
+    /// Whether pages are, or were, mapped one by one, whatever their size in the file.
+    small_pages: AtomicBool,
     device_dirty: DeviceDirtyLog,
     /// Ranges that are read or discarded, where reading a hole would populate it.
     holds: Holds,
@@ -243,6 +245,7 @@ impl RamRegion {
             zero: ZeroMap::new(pages)?,
             discarded: PageBitmap::sparse(pages)?,
             has_holes: AtomicBool::new(false),
+            small_pages: AtomicBool::new(false),
             plugged: zone
                 .spec
                 .block_bytes
@@ -360,7 +363,12 @@ impl RamRegion {
     /// True when the memory was populated and zeroed before the zone was created, and nothing of it was
     /// discarded since, so that there is nothing to prefault.
     pub fn is_prezeroed(&self) -> bool {
-        self.zone.backing.prezeroed && !self.has_holes()
+        self.was_prezeroed() && !self.has_holes()
+    }
+
+    /// True when the memory was populated and zeroed before the zone was created, whatever has become of it.
+    pub(crate) fn was_prezeroed(&self) -> bool {
+        self.zone.backing.prezeroed
     }
 
     /// True when pages were discarded since all were populated.

@@ -4,16 +4,18 @@
 //! Owns its VMMs and the two directories that stand for two hosts: a zone's file has the same name
 //! in both. Must never decide where the guest has to be.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::Path;
 use std::process;
 use std::time::Instant;
 
 use guest_reader::{AttachOptions, Guest, Patience};
+use serde_json::json;
 use tempfile::TempDir;
 
 use super::plan::{Life, Memory};
+use crate::harness::pool::Pool;
 use crate::harness::process::{descriptors, thread_names};
 use crate::harness::vmm::GUEST_PATIENCE;
 use crate::harness::{HugePages, Vmm, VmmBuilder, wait_for};
@@ -92,7 +94,36 @@ pub struct Running {
     /// Where it is, and where the other VMM is.
     at: usize,
     there_at: usize,
+    /// What its destinations may take their memory from, from the first that does.
+    pool: Option<Pool>,
+    disks: Disks,
     _huge_pages: Option<HugePages>,
+}
+
+/// Disks that came while it ran.
+struct Disks {
+    images: TempDir,
+    /// How many there have been.
+    count: u32,
+    plugged: Vec<String>,
+    /// Those that it was asked to let go, which it never does: they are gone after a reset.
+    leaving: Vec<String>,
+}
+
+impl Disks {
+    const MAX: u32 = 4;
+
+    fn new() -> Self {
+        let images = TempDir::with_prefix("godwit-soak-disks-").expect("a folder");
+        Self { images, count: 0, plugged: Vec::new(), leaving: Vec::new() }
+    }
+
+    /// The ids in a VM's configuration.
+    fn of(vmm: &Vmm) -> Vec<String> {
+        let info = vmm.api().get("vm.info").ok().json();
+        let disks = info["config"]["disks"].as_array().cloned().unwrap_or_default();
+        disks.iter().filter_map(|disk| Some(disk["id"].as_str()?.to_owned())).collect()
+    }
 }
 
 impl Running {
@@ -114,6 +145,8 @@ impl Running {
             hosts: [host(), host()],
             at: 0,
             there_at: 0,
+            pool: None,
+            disks: Disks::new(),
             _huge_pages: huge_pages,
         };
         let mut builder =
@@ -199,6 +232,39 @@ impl Running {
         self.wait_until_it_works();
     }
 
+    /// The option of a destination that takes its memory from the pool.
+    pub fn pool(&mut self) -> String {
+        let pages = if self.life.memory == Memory::Small { "4K" } else { "thp" };
+        let slots = format!("size = '{}M'\npages = '{pages}'\ncount = 3", self.life.mib);
+        self.pool.get_or_insert_with(|| Pool::start(&[&slots])).option()
+    }
+
+    /// A disk comes, or the guest is asked to let one go.
+    pub fn plug(&mut self) {
+        let api = self.here.as_ref().expect("a VMM").api();
+        let disks = &mut self.disks;
+        if let Some(id) = disks.plugged.pop() {
+            api.put("vm.remove-device", &json!({ "id": id }).to_string()).ok();
+            disks.leaving.push(id);
+        } else if disks.count < Disks::MAX {
+            disks.count += 1;
+            let id = format!("hot{}", disks.count);
+            let path = disks.images.path().join(&id);
+            File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("a file");
+            api.put("vm.add-disk", &json!({ "path": path, "id": id }).to_string()).ok();
+            disks.plugged.push(id);
+        }
+    }
+
+    /// Reboots it: disks that were asked to go are gone.
+    pub fn reset(&mut self) {
+        self.vmm().api().put("vm.reboot", "").ok();
+        let left = Disks::of(self.vmm());
+        for id in self.disks.leaving.drain(..) {
+            assert!(!left.contains(&id), "the disk {id} is there after a reset: {left:?}");
+        }
+    }
+
     /// The guest in this VMM, as far as it has come.
     fn guest(vmm: &Vmm) -> Guest {
         let options =
@@ -240,6 +306,10 @@ impl Running {
             vmm.api().put("vm.resume", "").ok();
         }
         assert_eq!(vmm.api().state(), "Running", "after the move");
+        let disks = Disks::of(vmm);
+        for id in &self.disks.plugged {
+            assert!(disks.contains(id), "the disk {id} is gone: {disks:?}");
+        }
         self.wait_until_it_works();
         let guest = Self::guest(vmm);
         self.wait_for_balloon(&guest);
@@ -315,6 +385,11 @@ impl Running {
     pub fn end(mut self) {
         if let Some(vmm) = self.here.take() {
             vmm.shut_down();
+        }
+        if let Some(pool) = self.pool.take() {
+            pool.wait_until_ready();
+            let wrong = pool.count("not_zero_total", "") + pool.count("unproved_total", "");
+            assert_eq!(wrong, 0, "memory came back to the pool with something in it");
         }
     }
 }

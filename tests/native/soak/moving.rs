@@ -73,13 +73,14 @@ struct Moving<'a> {
 /// many milliseconds it took until that was clear.
 pub fn migrate(running: &mut Running, plan: &Plan, dice: Dice) -> (Place, u128) {
     prepare(running, plan);
+    let pool = if plan.has_pool { running.pool() } else { String::new() };
     let before_source = Holdings::of(running.vmm());
     // A file that is handed over stays where it is.
     running.start_destination(plan.is_local || plan.troubles.contains(&Trouble::SameFile));
     let destination = running.there.as_ref().expect("a destination");
     let before_destination = Holdings::of(destination);
     // Files of memory hold what earlier tries have left in them.
-    let receiving = format!("{}{ANYTHING}", plan.receiving);
+    let receiving = format!("{}{pool}{ANYTHING}", plan.receiving);
     let reception = Reception::start_with(destination, plan.transport, plan.mode, &receiving);
     let folder = TempDir::with_prefix("godwit-link-").expect("a folder");
     let is_relayed = !plan.is_local && (plan.delay_ms.is_some() || !plan.troubles.is_empty());
@@ -154,8 +155,11 @@ fn prepare(running: &mut Running, plan: &Plan) {
         running.through_snapshot(mode);
     }
     running.use_balloon();
+    if plan.has_hotplug {
+        running.plug();
+    }
     if plan.is_reset {
-        running.vmm().api().put("vm.reboot", "").ok();
+        running.reset();
     }
     if plan.is_paused {
         running.vmm().api().put("vm.pause", "").ok();

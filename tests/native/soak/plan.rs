@@ -38,6 +38,8 @@ pub const KINDS: &[&str] = &[
     "file-old",
     "zones",
     "balloon",
+    "pool",
+    "hotplug",
     "connections-1",
     "connections-2",
     "connections-4",
@@ -255,6 +257,10 @@ pub struct Plan {
     pub is_reset: bool,
     /// It is paused before, and arrives so.
     pub is_paused: bool,
+    /// The destination takes memory of a pool.
+    pub has_pool: bool,
+    /// A disk comes before, or is asked to go.
+    pub has_hotplug: bool,
     kinds: Vec<String>,
 }
 
@@ -317,8 +323,16 @@ impl Plan {
         let is_reset = life.can_reset && dice.percent(6);
         // A reset or a cancel decides by itself what the guest is afterwards.
         let is_paused = calm && !is_reset && dice.percent(12);
-        let names =
-            [(snapshot.is_some(), "snapshot"), (is_reset, "reset-before"), (is_paused, "paused")];
+        let pools = matches!(life.memory, Memory::Small | Memory::Thp | Memory::Private);
+        let has_pool = pools && !is_local && dice.percent(30);
+        let has_hotplug = dice.percent(12);
+        let names = [
+            (snapshot.is_some(), "snapshot"),
+            (is_reset, "reset-before"),
+            (is_paused, "paused"),
+            (has_pool, "pool"),
+            (has_hotplug, "hotplug"),
+        ];
         kinds.extend(names.iter().filter(|(is, _)| *is).map(|(_, name)| (*name).to_owned()));
         Self {
             mode,
@@ -332,6 +346,8 @@ impl Plan {
             snapshot,
             is_reset,
             is_paused,
+            has_pool,
+            has_hotplug,
             kinds,
         }
     }

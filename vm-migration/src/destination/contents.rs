@@ -32,7 +32,11 @@ impl<M: GuestMemoryMap> Engine<M> {
         scratch: &mut Vec<u8>,
     ) -> Result<(), Cause> {
         let runs = self.check(ranges)?;
-        for alike in runs.chunk_by(|one, next| self.in_pieces(one) == self.in_pieces(next)) {
+        // A region has one way for all of its units.
+        let way = |run: &PageRun| {
+            (self.in_pieces(run), self.copies_small(run), self.source.receives_in_place(run.region))
+        };
+        for alike in runs.chunk_by(|one, next| way(one) == way(next)) {
             if alike.first().is_some_and(|run| self.in_pieces(run)) {
                 self.take_pieces(from, alike, via)?;
             } else {
@@ -42,7 +46,11 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
-    /// Receives the contents of whole units.
+    fn copies_small(&self, run: &PageRun) -> bool {
+        self.source.prefers_copies_of_small_runs(run.region)
+    }
+
+    /// Receives the contents of whole units of regions that have one way for them.
     fn take_units(
         &self,
         from: &mut impl ByteSource,
@@ -52,7 +60,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     ) -> Result<(), Cause> {
         let bytes = runs.iter().map(PageRun::len_bytes).fold(0, u64::saturating_add);
         let in_place = runs.iter().all(|run| self.source.receives_in_place(run.region));
-        if bytes <= SMALL_BYTES && self.source.prefers_copies_of_small_runs() {
+        if bytes <= SMALL_BYTES && runs.iter().all(|run| self.copies_small(run)) {
             let len = to_usize(bytes);
             if scratch.len() < len {
                 scratch.resize(len, 0);

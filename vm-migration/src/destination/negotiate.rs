@@ -131,14 +131,16 @@ impl Connected {
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
         let arrival = match &terms {
-            Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy() => {
-                Arrival::BehindGuest
-            }
-            _ => Arrival::BeforeGuest,
+            Terms::Negotiated { offer, .. } => match offer.memory_mode {
+                MemoryMode::Precopy => Arrival::BeforeGuest,
+                MemoryMode::Postcopy => Arrival::BehindGuest,
+                MemoryMode::Auto => Arrival::Both,
+            },
+            Terms::Plain => Arrival::BeforeGuest,
         };
         let mapped = builder.map_memory(&config, given, arrival).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
-        if arrival == Arrival::BehindGuest {
+        if arrival != Arrival::BeforeGuest {
             memory.use_small_pages(true);
         }
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();

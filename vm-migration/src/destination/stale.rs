@@ -43,7 +43,10 @@ impl Stale {
         let more = maps(memory);
         runs::decode(units, &more)?;
         for (region, (units, all)) in more.iter().zip(&self.0).enumerate() {
-            empty_units(memory, region, units, cancel)?;
+            // Of ready memory nothing has arrived before.
+            if !memory.is_ready(region) {
+                empty_units(memory, region, units, cancel)?;
+            }
             mark_absent(memory, region, units);
             all.add(units);
         }

@@ -49,6 +49,8 @@ pub struct FakeMemory {
     pinned: AtomicBool,
     /// Small pages were requested.
     small: AtomicBool,
+    /// All of it was populated before anything arrived.
+    ready: AtomicBool,
     /// Discards of the guest during scans.
     leaving: Leaving,
     /// The fault source that refuses vCPUs, if any.
@@ -95,6 +97,18 @@ impl FakeMemory {
         Ok(Arc::new(Self::with(layout, regions)))
     }
 
+    /// Populates all of it, which is then ready for what arrives.
+    ///
+    /// # Errors
+    /// When the host has no memory for it.
+    pub fn make_ready(&self) -> io::Result<()> {
+        for (region, info) in self.layout.regions().iter().enumerate() {
+            self.populate(PageRun { region, first: 0, count: info.pages() })?;
+        }
+        self.ready.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
     fn with(layout: Layout, regions: Vec<Region>) -> Self {
         Self {
             layout,
@@ -105,6 +119,7 @@ impl FakeMemory {
             kept: AtomicU64::new(0),
             pinned: AtomicBool::new(false),
             small: AtomicBool::new(false),
+            ready: AtomicBool::new(false),
             leaving: Leaving::default(),
             refusing: OnceLock::new(),
         }
@@ -411,6 +426,10 @@ unsafe impl GuestMemoryMap for FakeMemory {
                 unsafe { libc::madvise(start.cast(), region.len, advice) };
             }
         }
+    }
+
+    fn is_ready(&self, _: usize) -> bool {
+        self.ready.load(Ordering::SeqCst)
     }
 
     fn make_zero(&self, run: PageRun) -> io::Result<()> {

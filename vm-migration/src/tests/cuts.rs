@@ -40,6 +40,8 @@ enum Kind {
     Secured,
     /// As file descriptors, over a Unix socket.
     Local,
+    /// Into memory that is populated.
+    Ready,
 }
 
 /// Both sides of one migration through a relay.
@@ -77,6 +79,9 @@ fn run_within(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
 
 fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let (from, to) = (memory(), memory());
+    if kind == Kind::Ready {
+        to.make_ready().unwrap();
+    }
     let guest = Guest::new(&from, 41);
     guest.fill(&from, 30);
     // A block with enough data for an announcement.
@@ -84,7 +89,7 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let at = match kind {
         Kind::Local => Address::Unix(dir.path().join("mig")),
-        Kind::Plain | Kind::Compressed | Kind::Secured => loopback(),
+        Kind::Plain | Kind::Compressed | Kind::Secured | Kind::Ready => loopback(),
     };
     let target = Target::start(&at, Builder::new(&to, &guest), limits);
     let relay = Relay::start(&target.address, rule);
@@ -255,6 +260,13 @@ fn a_cut_at_any_message_when_memory_is_handed_over() {
 fn a_cut_at_any_message_of_postcopy() {
     if have_uffd() {
         table(MemoryMode::Postcopy, Kind::Plain, &[Command::Pending, Command::PostcopyDone]);
+    }
+}
+
+#[test]
+fn a_cut_at_any_message_of_postcopy_into_ready_memory() {
+    if have_uffd() {
+        table(MemoryMode::Postcopy, Kind::Ready, &[Command::Pending, Command::PostcopyDone]);
     }
 }
 

@@ -62,7 +62,7 @@ impl FaultSource for Shown {
         true
     }
 
-    fn prefers_copies_of_small_runs(&self) -> bool {
+    fn prefers_copies_of_small_runs(&self, _: usize) -> bool {
         true
     }
 

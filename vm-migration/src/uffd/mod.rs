@@ -6,7 +6,8 @@
 //! over several descriptors by address, because one descriptor's queue is one lock. Shared memory
 //! is watched for missing pages and for pages that are in the page cache but not mapped (minor
 //! faults): bytes are received through the alias while the guest cannot see them, and made visible with
-//! one UFFDIO_CONTINUE per run. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
+//! one UFFDIO_CONTINUE per run. Memory that is populated from the beginning has no other faults than those, and pages
+//! of zeros need nothing else. Anonymous memory is filled with UFFDIO_COPY. It must never fill a
 //! page with contents that its caller did not provide.
 
 mod own;
@@ -88,9 +89,37 @@ struct Part {
     descriptor: usize,
     host_page_bytes: u64,
     shared: bool,
-    /// Pages that are in the page cache and not mapped are caught as well: contents may be received in
-    /// place.
-    in_place: bool,
+    receipt: Receipt,
+}
+
+/// How contents get into a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Receipt {
+    /// They are copied into pages that are missing.
+    Copied,
+    /// They may be received in place: pages that are in the page cache and not mapped are caught as well.
+    InPlace,
+    /// The same, and all pages are in the page cache already, with zeros: there is none to copy into.
+    Ready,
+}
+
+impl Receipt {
+    /// For a region; `shared` says whether all shared memory is received in place.
+    fn of<M: GuestMemoryMap>(memory: &M, region: usize, shared: bool) -> Self {
+        let info = &memory.layout().regions()[region];
+        match info.backing {
+            Backing::Anonymous => Self::Copied,
+            // Large pages are put together from pieces in any case.
+            Backing::Shared if info.host_page_bytes > PAGE_BYTES => Self::InPlace,
+            Backing::Shared if memory.is_ready(region) => Self::Ready,
+            Backing::Shared if shared => Self::InPlace,
+            Backing::Shared => Self::Copied,
+        }
+    }
+
+    fn is_in_place(self) -> bool {
+        self != Self::Copied
+    }
 }
 
 /// Watches all guest memory with userfaultfd.
@@ -101,8 +130,8 @@ pub struct Uffd<M: GuestMemoryMap> {
     parts: Vec<Part>,
     /// Those of them that are still to be released. Locked during the release.
     watched: Mutex<Vec<Part>>,
-    /// Shared memory is received in place.
-    in_place: bool,
+    /// By region.
+    receipts: Vec<Receipt>,
     stop: Cancel,
     /// Nothing is watched any more: memory that is not registered needs no filling.
     released: AtomicBool,
@@ -124,9 +153,9 @@ impl<M: GuestMemoryMap> Uffd<M> {
     }
 
     /// Like [`register`](Self::register) for memory most of which is resident: resident pages are not
-    /// caught, and missing ones are copied in. Large host pages of shared memory are the exception:
-    /// they are assembled from pieces, which must not be visible before the last, and there are few of
-    /// them to catch.
+    /// caught, and missing ones are copied in. There are two exceptions. Large host pages of shared memory are
+    /// assembled from pieces, which must not be visible before the last, and there are few of
+    /// them to catch. Of [ready](GuestMemoryMap::is_ready) memory every page is resident.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -134,9 +163,9 @@ impl<M: GuestMemoryMap> Uffd<M> {
         Self::watch(memory, Watch { of: Mapping::Main, descriptors, in_place: false })
     }
 
-    /// Refuses vCPUs access to missing pages, in the vCPUs' own mapping. Large host pages are refused
-    /// until [`make_present`](FaultSource::make_present), because they exist in the file from their
-    /// first piece on.
+    /// Refuses vCPUs access to missing pages, in the vCPUs' own mapping. Large host pages and those of ready memory are
+    /// refused until [`make_present`](FaultSource::make_present), because they exist in the file before their
+    /// contents are complete.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -146,20 +175,23 @@ impl<M: GuestMemoryMap> Uffd<M> {
 
     fn watch(memory: Arc<M>, watch: Watch) -> Result<Self, UffdError> {
         let Watch { of, descriptors, in_place } = watch;
+        let receipts = 0..memory.layout().regions().len();
+        let receipts: Vec<_> =
+            receipts.map(|region| Receipt::of(&*memory, region, in_place)).collect();
         let regions = memory.layout().regions();
         let features = features_for(regions)? | of.features();
         let total: u64 = regions.iter().map(|region| region.len_bytes).sum();
         let wanted = u64::try_from(descriptors.max(1)).unwrap_or(1);
         let part_bytes = total.div_ceil(wanted).max(PART_BYTES_MIN);
         let stop = Cancel::new().map_err(UffdError::Events)?;
-        let parts = split(&*memory, part_bytes, watch)?;
+        let parts = split(&*memory, part_bytes, of, &receipts)?;
         let count = parts.iter().map(|part| part.descriptor + 1).max().unwrap_or(1);
         let descriptors = (0..count).map(|_| open(features)).collect::<Result<Vec<_>, _>>()?;
         let released = AtomicBool::new(false);
         let watched = Mutex::new(parts.clone());
-        let uffd = Self { memory, descriptors, parts, watched, in_place, stop, released };
+        let uffd = Self { memory, descriptors, parts, watched, receipts, stop, released };
         for part in &uffd.parts {
-            let mode = if part.in_place {
+            let mode = if part.receipt.is_in_place() {
                 sys::REGISTER_MISSING | sys::REGISTER_MINOR
             } else {
                 sys::REGISTER_MISSING
@@ -245,6 +277,17 @@ impl<M: GuestMemoryMap> Uffd<M> {
     }
 }
 
+/// Maps pages that are in the page cache. Where the guest has given one back since, that is a page of zeros.
+fn show_or_zero(descriptor: &Descriptor, start: u64, len: u64) -> (u64, io::Result<()>) {
+    match descriptor.show(start, len) {
+        (0, Err(error)) if error.raw_os_error() == Some(libc::EFAULT) => {
+            descriptor.zero(start, PAGE_BYTES)
+        }
+        (done, Err(error)) if error.raw_os_error() == Some(libc::EFAULT) => (done, Ok(())),
+        shown => shown,
+    }
+}
+
 #[cfg(test)]
 thread_local! {
     /// How often the host reports a lack of memory when the calling thread stops watching.
@@ -271,11 +314,6 @@ impl Part {
 
 fn pages_error(what: &'static str, run: PageRun, source: io::Error) -> UffdError {
     UffdError::Pages { what, region: run.region, first: run.first, pages: run.count, source }
-}
-
-/// True when a region is received in place; `shared` says whether shared memory is.
-fn in_place_of(info: &RegionInfo, shared: bool) -> bool {
-    info.backing == Backing::Shared && (shared || info.host_page_bytes > PAGE_BYTES)
 }
 
 /// A mapping of guest memory.
@@ -321,14 +359,15 @@ struct Watch {
 fn split<M: GuestMemoryMap>(
     memory: &M,
     part_bytes: u64,
-    watch: Watch,
+    of: Mapping,
+    receipts: &[Receipt],
 ) -> Result<Vec<Part>, UffdError> {
     let part_pages = part_bytes.next_multiple_of(HOST_PAGE_BYTES_MAX) / PAGE_BYTES;
     let mut parts = Vec::new();
     let mut filled = 0;
     let mut descriptor = 0;
-    for (region, info) in memory.layout().regions().iter().enumerate() {
-        let start = watch.of.start(memory, region)?;
+    for ((region, info), receipt) in memory.layout().regions().iter().enumerate().zip(receipts) {
+        let start = of.start(memory, region)?;
         let mut first = 0;
         while first < info.pages() {
             if filled >= part_pages {
@@ -346,7 +385,7 @@ fn split<M: GuestMemoryMap>(
                 descriptor,
                 host_page_bytes: info.host_page_bytes,
                 shared: info.backing == Backing::Shared,
-                in_place: in_place_of(info, watch.in_place),
+                receipt: *receipt,
             });
             first += pages;
             filled += pages;
@@ -401,11 +440,11 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     }
 
     fn receives_in_place(&self, region: usize) -> bool {
-        in_place_of(&self.memory.layout().regions()[region], self.in_place)
+        self.receipts[region].is_in_place()
     }
 
-    fn prefers_copies_of_small_runs(&self) -> bool {
-        true
+    fn prefers_copies_of_small_runs(&self, region: usize) -> bool {
+        self.receipts[region] != Receipt::Ready
     }
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
@@ -445,7 +484,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
         for (part, piece) in self.pieces(run) {
             if part.host_page_bytes > PAGE_BYTES {
                 // hugetlb has no zero page. A read through the alias creates one of zeros.
-                if !part.in_place {
+                if !part.receipt.is_in_place() {
                     self.copy_zeros(part, piece)?;
                     continue;
                 }
@@ -453,8 +492,14 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
                 self.make_present(piece)?;
                 continue;
             }
+            if part.receipt == Receipt::Ready {
+                self.fill("zero", part, piece, show_or_zero, |descriptor, address| {
+                    descriptor.wake(address, PAGE_BYTES)
+                })?;
+                continue;
+            }
             let show = |descriptor: &Descriptor, address| {
-                if part.in_place {
+                if part.receipt.is_in_place() {
                     // There is a page already, whose contents the guest may not see yet.
                     match descriptor.show(address, PAGE_BYTES).1 {
                         Err(error) if error.raw_os_error() != Some(libc::EEXIST) => Err(error),

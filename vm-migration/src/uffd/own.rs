@@ -11,13 +11,13 @@
 //!
 //! Both mappings catch only pages that the file does not have. Small pages are put into the file
 //! complete: from that moment on they are visible in both mappings. Large ones are in the file from their
-//! first piece on, so both mappings catch them until they are made visible there. A mark is cleared after
-//! that. It must never resolve a vCPU's fault on another thread.
+//! first piece on, and those of ready memory from the beginning, so both mappings catch them until they are made visible
+//! there. A mark is cleared after that. It must never resolve a vCPU's fault on another thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::{Uffd, UffdError, in_place_of};
+use super::{Uffd, UffdError};
 use crate::fault::{
     Fault, FaultError, FaultResolver, FaultSource, FaultSourceKind, FaultWait, VcpuBarrier,
 };
@@ -109,9 +109,8 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
 
     /// Makes a run visible to vCPUs; its pages are visible to all other threads already.
     fn unblock(&self, run: PageRun) -> Result<(), UffdError> {
-        let info = &self.memory.layout().regions()[run.region];
         if let Some(refusing) = &self.refusing
-            && in_place_of(info, false)
+            && refusing.receives_in_place(run.region)
         {
             refusing.make_present(run)?;
         }
@@ -157,8 +156,8 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.others.receives_in_place(region)
     }
 
-    fn prefers_copies_of_small_runs(&self) -> bool {
-        self.others.prefers_copies_of_small_runs()
+    fn prefers_copies_of_small_runs(&self, region: usize) -> bool {
+        self.others.prefers_copies_of_small_runs(region)
     }
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {

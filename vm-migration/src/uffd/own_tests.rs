@@ -73,6 +73,28 @@ fn a_vcpu_is_refused_until_the_page_is_in_the_file() {
 }
 
 #[test]
+fn a_vcpu_is_refused_pages_of_ready_memory_until_they_are_shown() {
+    let memory = FakeMemory::new(&[(GPA, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
+    if let Err(error) = check(memory.layout().regions()) {
+        return test_skip::skip!("{error}");
+    }
+    memory.make_ready().unwrap();
+    let barrier = Box::new(Noted::default());
+    let sigbus = OwnFaults::refusing(Arc::clone(&memory), 1, 2, barrier).unwrap();
+    assert!(is_refused(&memory, 3));
+    crate::ram::slice(&*memory, run(3, 2)).write(&[5; 8192]);
+    assert!(is_refused(&memory, 3), "contents that are not complete yet are seen");
+    sigbus.make_present(run(3, 2)).unwrap();
+    assert_eq!((vcpu_reads(&memory, 3).unwrap(), vcpu_reads(&memory, 4).unwrap()), (5, 5));
+    assert_eq!(memory.word(0, 4, 0).load(Ordering::Relaxed), u64::from_le_bytes([5; 8]));
+    assert!(is_refused(&memory, 5));
+    sigbus.make_zero(run(5, 1)).unwrap();
+    assert_eq!(vcpu_reads(&memory, 5).unwrap(), 0);
+    sigbus.release().unwrap();
+    assert_eq!(vcpu_reads(&memory, 6).unwrap(), 0, "after the release all are as they are");
+}
+
+#[test]
 fn devices_wait_on_the_other_mapping_of_the_same_page() {
     let Some((memory, sigbus)) = watched() else { return };
     assert!(is_refused(&memory, 9));

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Mapping, Uffd, UffdError, Watch, check, split};
+use super::{Mapping, Receipt, Uffd, UffdError, check, split};
 use crate::fault::{Fault, FaultSource, FaultWait};
 use crate::layout::{Backing, PAGE_BYTES, PageRun, RegionInfo};
 use crate::ram::{GuestMemoryMap, slice};
@@ -98,6 +98,47 @@ fn anonymous_memory_is_filled_by_copy_and_never_twice() {
     assert_eq!(touch(&memory, &uffd, 30, |_| uffd.make_zero(run(30, 1)).unwrap()), 0);
 }
 
+/// Ready memory, of which only missing pages would be watched if it were not.
+fn ready() -> Option<(Arc<FakeMemory>, Arc<Uffd<FakeMemory>>)> {
+    let memory = FakeMemory::new(&[(0, PAGES)], Backing::Shared, PAGE_BYTES).unwrap();
+    if let Err(error) = check(memory.layout().regions()) {
+        test_skip::skip!("{error}");
+        return None;
+    }
+    memory.make_ready().unwrap();
+    let uffd = Arc::new(Uffd::register_missing(Arc::clone(&memory), 1).unwrap());
+    Some((memory, uffd))
+}
+
+#[test]
+fn a_page_of_ready_memory_waits_for_its_contents() {
+    let Some((memory, uffd)) = ready() else { return };
+    assert!(uffd.receives_in_place(0) && !uffd.prefers_copies_of_small_runs(0));
+    let read = touch(&memory, &uffd, 7, |_| {
+        slice(&*memory, run(7, 1)).write(&[3; 4096]);
+        uffd.make_present(run(7, 1)).unwrap();
+    });
+    assert_eq!(read, u64::from_le_bytes([3; 8]));
+    assert!(uffd.copy_in(run(8, 1), &[4; 4096]).is_err(), "there is no page to copy into");
+}
+
+#[test]
+fn zeros_of_ready_memory_are_the_pages_that_are_there() {
+    let Some((memory, uffd)) = ready() else { return };
+    assert_eq!(touch(&memory, &uffd, 9, |_| uffd.make_zero(run(9, 1)).unwrap()), 0);
+    // The guest gives pages back meanwhile: some that it sees, and others.
+    memory.discard(run(9, 3)).unwrap();
+    let read = touch(&memory, &uffd, 9, |_| uffd.make_zero(run(8, 5)).unwrap());
+    assert_eq!(read, 0);
+    for page in 8..13 {
+        assert_eq!(memory.word(0, page, 0).load(Ordering::Relaxed), 0, "page {page} waits");
+    }
+    assert_eq!(memory.populated_bytes(0).unwrap(), PAGES * PAGE_BYTES);
+    slice(&*memory, run(20, 1)).write(&[4; 4096]);
+    let read = touch(&memory, &uffd, 20, |_| uffd.make_zero(run(20, 1)).unwrap());
+    assert_eq!(read, u64::from_le_bytes([4; 8]), "what is there is kept");
+}
+
 #[test]
 fn release_wakes_every_waiter_and_later_operations_do_nothing() {
     let Some((memory, uffd)) = watched(Backing::Shared) else { return };
@@ -151,8 +192,8 @@ fn memory_is_dealt_out_without_gaps_and_never_inside_a_huge_page() {
     let mib = 256;
     let regions = [(0, 100 * mib), (1 << 32, 300 * mib + 7), (1 << 33, 1)];
     let memory = FakeMemory::new(&regions, Backing::Shared, PAGE_BYTES).unwrap();
-    let watch = Watch { of: Mapping::Main, descriptors: 4, in_place: true };
-    let parts = split(&*memory, 64 << 20, watch).unwrap();
+    let receipts = [Receipt::InPlace; 3];
+    let parts = split(&*memory, 64 << 20, Mapping::Main, &receipts).unwrap();
     for (region, info) in memory.layout().regions().iter().enumerate() {
         let mut next = 0;
         for part in parts.iter().filter(|part| part.region == region) {

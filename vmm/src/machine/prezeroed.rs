@@ -71,17 +71,17 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
     events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
 }
 
-/// Reports zones that name a pool and do without it, as pages of theirs must be able to be missing while the guest
-/// runs.
+/// Reports zones that name a pool and do without it, as pages of theirs that have arrived must be able to be missing
+/// again.
 pub fn leave(zones: &[(&ZoneSpec, Option<&Path>)]) {
     for (zone, _) in zones.iter().filter(|(_, socket)| socket.is_some()) {
         warn(&zone.id, &MayArriveLate);
     }
 }
 
-/// Populated memory has no pages that could be missing.
+/// Pages that have arrived are made missing by discarding them, which populated memory is not for.
 #[derive(Debug, thiserror::Error)]
-#[error("contents may arrive after the guest has started to run")]
+#[error("contents may arrive before the guest runs and again afterwards (memory_mode=auto)")]
 struct MayArriveLate;
 
 /// Takes memory for the zones that name a pool. Failures are logged, and the zone left out.

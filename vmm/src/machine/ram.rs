@@ -276,7 +276,7 @@ fn is_poisoned(error: &MachineRamError) -> bool {
 pub enum Pools {
     /// They do: populated memory is what they need.
     Asked,
-    /// They do not: pages must be able to be missing.
+    /// They do not: pages that have arrived must be able to be missing again.
     NotAsked,
 }
 

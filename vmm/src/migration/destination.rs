@@ -168,8 +168,8 @@ impl DestinationBuilder for ArrivingBuilder {
         let ruled = self.rules.is_some();
         let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
         let pools = match arrival {
-            Arrival::BeforeGuest => Pools::Asked,
-            Arrival::BehindGuest => Pools::NotAsked,
+            Arrival::BeforeGuest | Arrival::BehindGuest => Pools::Asked,
+            Arrival::Both => Pools::NotAsked,
         };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents, pools)?;
         self.faults.prepare(&ram, &common_cpuid)?;

@@ -146,6 +146,11 @@ unsafe impl GuestMemoryMap for MigratingRam {
         }
     }
 
+    fn is_ready(&self, region: usize) -> bool {
+        let region = self.region(region);
+        region.is_prezeroed() && region.kind() == ZoneKind::Shared
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
         self.ram.discard_in_region(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
     }

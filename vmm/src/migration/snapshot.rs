@@ -216,11 +216,7 @@ fn restore_from(
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
-    let pools = match request.memory_restore_mode {
-        MemoryRestoreMode::Copy => Pools::Asked,
-        MemoryRestoreMode::OnDemand => Pools::NotAsked,
-    };
-    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing, pools)
+    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing, Pools::Asked)
         .map_err(RestoreCause::Make)?;
     if request.prefault {
         // All of it is to be populated in the end, so check at once whether that is possible.

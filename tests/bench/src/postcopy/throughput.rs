@@ -11,7 +11,8 @@ use super::guest;
 use crate::loopback::Loopback;
 use crate::pair::ours::Ours;
 use crate::pair::qemu::{self, Qemu, Way};
-use crate::pair::{IDLE, Pair, Programs, RANDOM_WRITING, Workload, ms, prepare};
+use crate::pair::{IDLE, MEMORY_MIB, Pair, Programs, RANDOM_WRITING, Workload, ms, prepare};
+use crate::pool::{Pool, UNLIMITED};
 use crate::report::{Figure, Report, Target};
 use crate::{machine, raw};
 
@@ -23,15 +24,21 @@ enum Candidate {
     RawAlongside,
     RawNew,
     Ours(u16),
-    Qemu { preempt: bool },
+    /// Into memory of a pool.
+    OursReady(u16),
+    Qemu {
+        preempt: bool,
+    },
 }
 
-const CANDIDATES: [Candidate; 7] = [
+const CANDIDATES: [Candidate; 9] = [
     Candidate::RawAlone,
     Candidate::RawAlongside,
     Candidate::RawNew,
     Candidate::Ours(1),
     Candidate::Ours(4),
+    Candidate::OursReady(1),
+    Candidate::OursReady(4),
     Candidate::Qemu { preempt: false },
     Candidate::Qemu { preempt: true },
 ];
@@ -44,6 +51,8 @@ impl Candidate {
             Self::RawNew => "raw copy into new memory alongside the guest".to_owned(),
             Self::Ours(1) => "godwit".to_owned(),
             Self::Ours(count) => format!("godwit, {count} connections"),
+            Self::OursReady(1) => "godwit, ready memory".to_owned(),
+            Self::OursReady(count) => format!("godwit, ready memory, {count} connections"),
             Self::Qemu { preempt: false } => "qemu, postcopy".to_owned(),
             Self::Qemu { preempt: true } => "qemu, postcopy-preempt".to_owned(),
         }
@@ -55,10 +64,12 @@ impl Candidate {
         programs: &Programs,
         workload: Workload,
     ) -> Result<(f64, Option<f64>), Box<dyn Error>> {
-        let ours = |connections: u16| {
+        let ours_in = |connections: u16, receive: &str| {
             let send = format!(",memory_mode=postcopy,connections={connections}");
-            Ours::start(programs, workload.cmdline, ",memory_mode=postcopy", &send)
+            let receive = format!(",memory_mode=postcopy{receive}");
+            Ours::start(programs, workload.cmdline, &receive, &send)
         };
+        let ours = |connections: u16| ours_in(connections, "");
         let mut pair: Box<dyn Pair> = match self {
             Self::RawAlone | Self::RawAlongside | Self::RawNew => {
                 let pair = ours(1)?;
@@ -69,6 +80,15 @@ impl Candidate {
                 return Ok((ms(raw::copy(prepared.populated_bytes, to)?), None));
             }
             Self::Ours(connections) => Box::new(ours(connections)?),
+            Self::OursReady(connections) => {
+                let pool = Pool::start(programs.vmm, &[MEMORY_MIB], UNLIMITED)?;
+                let mut pair = ours_in(connections, &pool.option())?;
+                let moved = guest::migration(&mut pair, workload)?;
+                if pool.slots("lent") != Some(1) {
+                    return Err("the destination did not take memory of the pool".into());
+                }
+                return Ok((moved.total_ms, Some(moved.speed)));
+            }
             Self::Qemu { preempt } => {
                 let way = Way::Postcopy { preempt, bytes_per_s: 0 };
                 Box::new(Qemu::start(programs, workload.cmdline, way)?)
@@ -133,6 +153,13 @@ fn targets(figures: &[Figure]) -> Vec<Target> {
     };
     let mut targets = Vec::new();
     for workload in WORKLOADS {
+        let ready = total(workload, Candidate::OursReady(1));
+        if let (Some(ready), Some(rival)) = (ready, total(workload, Candidate::RawAlongside)) {
+            let rival_name = Candidate::RawAlongside.name();
+            let name =
+                format!("{}: godwit, ready memory: {TOTAL} by a {rival_name}", workload.name);
+            targets.push(Target::at_most(&name, ready / rival, 1.25));
+        }
         let ours = total(workload, Candidate::Ours(1));
         for raw in [Candidate::RawAlongside, Candidate::RawNew] {
             if let (Some(ours), Some(rival)) = (ours, total(workload, raw)) {
