@@ -23,6 +23,15 @@ const INVALID_HYPERCALL_CODE: u64 = 2;
 pub(crate) const UNLISTED_MSRS: [std::ops::RangeInclusive<u32>; 3] =
     [0x4000_0082..=0x4000_0083, 0x4000_0090..=0x4000_009f, 0x4000_00b0..=0x4000_00b7];
 
+/// Configuration and count of each timer, in turn.
+const TIMERS: std::ops::RangeInclusive<u32> = 0x4000_00b0..=0x4000_00b7;
+
+/// The order in which a register of a saved state is written. That is ascending, so that the guest's identity is before its
+/// hypercalls; but for timers: a count enables one that enables itself and has expired, unless its configuration follows.
+pub(crate) fn order(msr: u32) -> u32 {
+    if TIMERS.contains(&msr) { msr ^ 1 } else { msr }
+}
+
 /// This KVM cannot present itself as Hyper-V.
 #[derive(Debug, thiserror::Error)]
 #[error(
@@ -55,5 +64,20 @@ impl Vcpu {
     pub(crate) fn answer_hyperv(&mut self) {
         let exit = &mut self.fd.get_kvm_run().__bindgen_anon_1;
         exit.hyperv.u.hcall.result = INVALID_HYPERCALL_CODE;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timer_has_its_count_before_its_configuration() {
+        let mut msrs = vec![0x4000_0000, 0x4000_0001, 0x4000_0080, 0x4000_00b0, 0x4000_00b1];
+        msrs.extend([0x4000_00b6, 0x4000_00b7, 0xc000_0080]);
+        msrs.sort_by_key(|msr| order(*msr));
+        let timers = [0x4000_00b1, 0x4000_00b0, 0x4000_00b7, 0x4000_00b6];
+        assert_eq!(msrs[..3], [0x4000_0000, 0x4000_0001, 0x4000_0080]);
+        assert_eq!(msrs[3..7], timers);
     }
 }

@@ -15,7 +15,7 @@
 //! | XCR0, XSAVE area, debug registers | special registers | CR4 and EFER |
 //! | local APIC | special registers | its layout depends on its mode |
 //! | TSC | | the deadline timer is armed against it |
-//! | model-specific registers, ascending | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks; of Hyper-V the guest's identity has to be before its hypercalls |
+//! | model-specific registers, in the order of `hyperv` | APIC, TSC, XSAVE area | among them the deadline and those of shadow stacks |
 //! | shadow-stack pointer | CPUID | there is none without the feature |
 //! | events | registers | KVM_SET_REGS drops pending exceptions |
 //! | nested state | special registers, MSRs | it requires VMX or SVM to be enabled |
@@ -180,7 +180,9 @@ impl Vcpu {
         self.fd.set_debug_regs(&state.debugregs).context("set a vCPU's debug registers")?;
         self.fd.set_lapic(&state.lapic_state()?).context("set a local APIC")?;
         self.write_tsc(&state.tsc, time)?;
-        self.restore_msrs(&state.msrs)?;
+        let mut msrs = state.msrs.clone();
+        msrs.sort_by_key(|msr| hyperv::order(msr.index));
+        self.restore_msrs(&msrs)?;
         if state.ssp.is_some() && !self.vm().capabilities.one_reg {
             return Err(VcpuStateError::ShadowStack);
         }
@@ -214,8 +216,9 @@ impl Vcpu {
         let get = |chunk: &mut Msrs| self.fd.get_msrs(chunk);
         let mut read = if self.has_hyperv {
             let unlisted = hyperv::UNLISTED_MSRS.into_iter().flatten();
-            let all = BTreeSet::from_iter(self.vm().msr_indices.iter().copied().chain(unlisted));
-            msr::read_all(&Vec::from_iter(all), get)
+            let all: BTreeSet<u32> =
+                self.vm().msr_indices.iter().copied().chain(unlisted).collect();
+            msr::read_all(&all.into_iter().collect::<Vec<_>>(), get)
         } else {
             msr::read_all(&self.vm().msr_indices, get)
         }

@@ -51,7 +51,10 @@ impl GuestRam {
         self.note_used();
         self.track_device_writes(false);
         self.unplug_all(is_cancelled);
-        self.regions().iter().for_each(|region| region.forget_discards());
+        for region in self.regions() {
+            region.forget_discards();
+            region.return_vcpus_to_main();
+        }
     }
 
     /// Starts to populate hugetlb zones of which the guest before had given pages back: another process may
@@ -210,9 +213,11 @@ mod tests {
         assert!(region.is_prezeroed());
         region.map_for_vcpus().unwrap();
         assert!(ram.can_restart(&config, RamLayout::default()), "the pool may have no other");
+        assert!(region.vcpus_ptr().is_some());
         ram.discard_unpinned(2 * MIB..4 * MIB);
         ram.restart(&|| false);
         assert_eq!(Arc::strong_count(&lease), 2, "the lease has ended");
+        assert_eq!((region.vcpus_ptr(), region.slot_addr()), (None, region.host_addr()));
         ram.prefault(&PrefaultOptions::default()).unwrap().wait().unwrap();
         assert!(region.populated_runs(&(0..8 * MIB)).unwrap().iter().eq([&(0..8 * MIB)]));
         assert!(resident_bytes(region.as_ptr(), 8 * MIB) >= 2 * MIB);

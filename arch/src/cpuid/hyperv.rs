@@ -28,6 +28,8 @@ const FREQUENCY_MSRS: u32 = 1 << 11;
 const FREQUENCY_MSRS_AVAILABLE: u32 = 1 << 8;
 /// Recommendation: do not take a missed tick for a hang.
 const RELAXED_TIMING: u32 = 1 << 5;
+/// Recommendation: end interrupts explicitly, as processors cannot deliver them by themselves otherwise.
+const NO_AUTO_EOI: u32 = 1 << 9;
 /// Never report a long spin.
 const SPIN_FOR_EVER: u32 = u32::MAX;
 
@@ -53,7 +55,7 @@ pub fn present(table: &mut Table, max_vcpus: u32) {
         | REFERENCE_TSC
         | FREQUENCY_MSRS;
     table.set(LEAF_HYPERV + 3, [privileges, 0, 0, FREQUENCY_MSRS_AVAILABLE]);
-    table.set(LEAF_HYPERV + 4, [RELAXED_TIMING, SPIN_FOR_EVER, 0, 0]);
+    table.set(LEAF_HYPERV + 4, [RELAXED_TIMING | NO_AUTO_EOI, SPIN_FOR_EVER, 0, 0]);
     table.set(LEAF_HYPERV + 5, [max_vcpus, max_vcpus, 0, 0]);
     table.set(MAX_LEAF, [0; 4]);
 }

@@ -6,8 +6,10 @@
 //! the two does not watch the other: an access of a vCPU can be refused while devices wait.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::{AccessError, RamRegion, map};
+use crate::mapping::Mapping;
 use crate::zone_kind::ZoneKind;
 
 impl RamRegion {
@@ -21,6 +23,7 @@ impl RamRegion {
             return Err(AccessError::NoAlias { zone: self.zone_id().to_owned() });
         }
         let _making = self.lock_mappings();
+        self.vcpus_in_main.store(false, Ordering::Release);
         if self.vcpus.get().is_some() {
             return Ok(());
         }
@@ -33,9 +36,19 @@ impl RamRegion {
         Ok(())
     }
 
-    /// Start of the vCPUs' own mapping, if they have one; otherwise as [`as_ptr`](Self::as_ptr).
+    /// Lets the vCPUs of the next guest use `main`. The mapping stays, as the slot of the guest before may still name it.
+    pub(crate) fn return_vcpus_to_main(&self) {
+        self.vcpus_in_main.store(true, Ordering::Release);
+    }
+
+    /// The vCPUs' own mapping, if they use one.
+    pub(super) fn vcpus(&self) -> Option<&Arc<Mapping>> {
+        self.vcpus.get().filter(|_| !self.vcpus_in_main.load(Ordering::Acquire))
+    }
+
+    /// Start of the vCPUs' own mapping, if they use one.
     pub fn vcpus_ptr(&self) -> Option<*mut u8> {
-        self.vcpus.get().map(|mapping| mapping.start())
+        self.vcpus().map(|mapping| mapping.start())
     }
 
     /// Host address for KVM's memory slot.

@@ -68,7 +68,11 @@ impl RamRegion {
         let blocks = aligned_inside(self.host_addr(), range);
         let possible = !self.is_hugetlb() && !blocks.is_empty();
         let collapse = |mapping: &Mapping| mapping.advise(&blocks, Advice::Collapse).is_ok();
-        let of_vcpus = self.vcpus.get().filter(|_| self.was_prezeroed());
-        Ok(possible && collapse(&self.main) && of_vcpus.is_none_or(|vcpus| collapse(vcpus)))
+        if !possible {
+            return Ok(false);
+        }
+        let of_vcpus =
+            self.vcpus().filter(|_| self.was_prezeroed()).is_none_or(|vcpus| collapse(vcpus));
+        Ok(collapse(&self.main) && of_vcpus)
     }
 }

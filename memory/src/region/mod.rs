@@ -201,6 +201,8 @@ pub struct RamRegion {
     alias: OnceLock<Arc<Mapping>>,
     /// The mapping that vCPUs use instead of `main`, if they have their own.
     vcpus: OnceLock<Arc<Mapping>>,
+    /// Whether vCPUs use `main` again.
+    vcpus_in_main: AtomicBool,
     /// Locked while another mapping is made, so that it is made once.
     making_mapping: Mutex<()>,
     /// This process's pagemap, for private memory; opened early, because a sandbox closes `/proc`.
@@ -239,6 +241,7 @@ impl RamRegion {
             file_offset,
             alias: OnceLock::new(),
             vcpus: OnceLock::new(),
+            vcpus_in_main: AtomicBool::new(false),
             making_mapping: Mutex::new(()),
             pagemap,
             resident: ResidentMap::new(pages)?,

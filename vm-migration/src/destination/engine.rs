@@ -341,8 +341,8 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Prepares for another set of connections; no thread works on the engine now. Parts of a unit that
-    /// arrived without becoming visible are discarded, but for ready memory, whose pages come again as a whole. Other
-    /// missing memory holds nothing and is not examined.
+    /// arrived without becoming visible are discarded, with the page if the host could not write it; other missing
+    /// memory holds nothing and is not examined.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
         let torn = std::mem::take(&mut *self.torn.lock());
         let mut partly = torn;
@@ -351,7 +351,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 pieces.begin_again(map, |unit| partly.push(self.pages_of(region, unit)));
             }
         }
-        for run in partly.iter().filter(|run| !self.memory.is_ready(run.region)) {
+        for run in &partly {
             let unit = self.unit_pages[run.region];
             let units = run.first / unit..run.end() / unit;
             for units in self.missing()[run.region].runs_in(units) {

@@ -199,8 +199,20 @@ impl<M: GuestMemoryMap> Uffd<M> {
             uffd.descriptors[part.descriptor]
                 .register(part.address, part.pages * PAGE_BYTES, mode)
                 .map_err(|source| pages_error("watch", part.run(), source))?;
+            uffd.forget_mapped(part);
         }
         Ok(uffd)
+    }
+
+    /// Makes pages of ready memory that were accessed before fault again. Others have none yet.
+    fn forget_mapped(&self, part: &Part) {
+        if part.shared
+            && self.memory.is_ready(part.region)
+            && let Err(error) = Descriptor::unmap_pages(part.address, part.pages * PAGE_BYTES)
+        {
+            // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
+            log::debug!("pages of region {} may be mapped already: {error}", part.region);
+        }
     }
 
     /// The parts that overlap a run, each with its piece of the run.

@@ -107,15 +107,9 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
         resolver.resolve(vcpu, fault).map(|()| Refused::TryAgain)
     }
 
-    /// Makes a run visible to vCPUs; its pages are visible to all other threads already.
-    fn unblock(&self, run: PageRun) -> Result<(), UffdError> {
-        if let Some(refusing) = &self.refusing
-            && refusing.receives_in_place(run.region)
-        {
-            refusing.make_present(run)?;
-        }
-        self.barrier.unblock(run);
-        Ok(())
+    /// The watch on the vCPUs' own mapping, if pages of the region have to be made visible there.
+    fn refusing(&self, region: usize) -> Option<&Uffd<M>> {
+        self.refusing.as_ref().filter(|refusing| refusing.receives_in_place(region))
     }
 }
 
@@ -160,19 +154,34 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.others.prefers_copies_of_small_runs(region)
     }
 
+    // Visible to vCPUs first: a thread that the other mapping wakes may have KVM access the page for a vCPU, and
+    // that access fails where a thread would wait.
+
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
+        if let Some(refusing) = self.refusing(run.region) {
+            refusing.make_present(run)?;
+        }
         self.others.make_present(run)?;
-        self.unblock(run)
+        self.barrier.unblock(run);
+        Ok(())
     }
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
         self.others.copy_in(run, bytes)?;
-        self.unblock(run)
+        if let Some(refusing) = self.refusing(run.region) {
+            refusing.make_present(run)?;
+        }
+        self.barrier.unblock(run);
+        Ok(())
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
+        if let Some(refusing) = self.refusing(run.region) {
+            refusing.make_zero(run)?;
+        }
         self.others.make_zero(run)?;
-        self.unblock(run)
+        self.barrier.unblock(run);
+        Ok(())
     }
 
     fn wake(&self, run: PageRun) -> Result<(), UffdError> {

@@ -117,6 +117,17 @@ impl Descriptor {
         Ok(Self { file: unsafe { File::from_raw_fd(fd) } })
     }
 
+    /// Drops all page table entries of a mapping of shared memory, whose pages stay in the page cache.
+    pub(super) fn unmap_pages(start: u64, len: u64) -> io::Result<()> {
+        let len = usize::try_from(len).map_err(io::Error::other)?;
+        let start = std::ptr::with_exposed_provenance_mut(
+            usize::try_from(start).map_err(io::Error::other)?,
+        );
+        // SAFETY: the caller's mapping of a shared file: an access afterwards finds the same contents.
+        let result = unsafe { libc::madvise(start, len, libc::MADV_DONTNEED) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// Negotiates features. Fails when the kernel lacks one.
     pub(super) fn handshake(&self, features: u64) -> io::Result<()> {
         let mut api = Handshake { api: UFFD_API, features, ioctls: 0 };

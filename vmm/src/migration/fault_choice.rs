@@ -28,6 +28,8 @@ pub struct HostAndGuest {
     pub expects_postcopy: bool,
     /// The guest may run nested guests.
     pub may_nest: bool,
+    /// The guest is shown Hyper-V.
+    pub has_hyperv: bool,
 }
 
 /// The chosen fault source.
@@ -67,6 +69,9 @@ pub enum VcpuFaultsUnavailable {
         "the guest may run guests of its own, whose state KVM reads itself (--cpus nested=off)"
     )]
     Nesting,
+    /// KVM fills pages that the guest names at any time.
+    #[error("the guest is shown Hyper-V, whose pages KVM fills itself (--cpus kvm_hyperv=off)")]
+    Hyperv,
 }
 
 /// Chooses the best fault source that is certain to work.
@@ -77,6 +82,7 @@ pub fn choose(known: HostAndGuest) -> Choice {
         (!known.says_where, VcpuFaultsUnavailable::NoAddress),
         (!known.shared_memory, VcpuFaultsUnavailable::PrivateMemory),
         (known.may_nest, VcpuFaultsUnavailable::Nesting),
+        (known.has_hyperv, VcpuFaultsUnavailable::Hyperv),
     ];
     if known.has_bitmap {
         // KVM's own accesses wait, so no restriction applies.
@@ -86,6 +92,13 @@ pub fn choose(known: HostAndGuest) -> Choice {
         Some((_, reason)) => Choice::Uffd(*reason),
         None => Choice::Sigbus,
     }
+}
+
+/// Whether a guest that was shown this CPUID finds Hyper-V.
+pub fn has_hyperv(shown: &[CpuidEntry]) -> bool {
+    const FIRST_HYPERVISOR: u32 = 0x4000_0000;
+    const HYPERV: u32 = u32::from_le_bytes(*b"Micr");
+    shown.iter().any(|entry| entry.function == FIRST_HYPERVISOR && entry.answer[1] == HYPERV)
 }
 
 /// Whether a guest that was shown this CPUID may run nested guests; true if the CPUID is not known.
@@ -112,7 +125,19 @@ mod tests {
         shared_memory: true,
         expects_postcopy: true,
         may_nest: false,
+        has_hyperv: false,
     };
+
+    #[test]
+    fn hyperv_is_known_by_its_name() {
+        let leaf = |function, text: &[u8; 4]| CpuidEntry {
+            function,
+            answer: [0, u32::from_le_bytes(*text), 0, 0],
+            ..CpuidEntry::default()
+        };
+        assert!(has_hyperv(&[leaf(1, b"Auth"), leaf(0x4000_0000, b"Micr")]));
+        assert!(!has_hyperv(&[leaf(0x4000_0000, b"KVMK"), leaf(0x4000_0100, b"Micr")]));
+    }
 
     #[test]
     fn vcpus_are_refused_pages_only_where_nothing_speaks_against_it() {
@@ -124,6 +149,7 @@ mod tests {
             (HostAndGuest { shared_memory: false, ..best }, VcpuFaultsUnavailable::PrivateMemory),
             (HostAndGuest { expects_postcopy: false, ..best }, VcpuFaultsUnavailable::NotExpected),
             (HostAndGuest { may_nest: true, ..best }, VcpuFaultsUnavailable::Nesting),
+            (HostAndGuest { has_hyperv: true, ..best }, VcpuFaultsUnavailable::Hyperv),
         ] {
             assert_eq!(choose(known), Choice::Uffd(reason), "{known:?}");
         }

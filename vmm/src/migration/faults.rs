@@ -24,7 +24,9 @@ use vm_migration::fault::{FaultSource, VcpuBarrier};
 use vm_migration::layout::{PAGE_BYTES, PageRun};
 use vm_migration::uffd::{OwnFaults, Refused, UffdError};
 
-use super::fault_choice::{Choice, HostAndGuest, VcpuFaultsUnavailable, choose, may_nest};
+use super::fault_choice::{
+    Choice, HostAndGuest, VcpuFaultsUnavailable, choose, has_hyperv, may_nest,
+};
 use super::memory::MigratingRam;
 use super::resident::KvmLimits;
 use crate::config::FaultSourceChoice;
@@ -63,6 +65,12 @@ pub enum FaultSetupError {
          VM shared memory (shared=on or hugepages=on), or use fault_source=uffd"
     )]
     Mapping(#[from] AccessError),
+    /// KVM fills pages that the guest names at any time.
+    #[error(
+        "the guest is shown Hyper-V (kvm_hyperv=on), whose pages KVM fills itself when the guest names them, which \
+         fault_source=sigbus would refuse: use fault_source=uffd"
+    )]
+    Hyperv,
     /// A userfaultfd cannot be registered.
     #[error(transparent)]
     Uffd(#[from] UffdError),
@@ -132,6 +140,7 @@ impl FaultPlan {
                     shared_memory: true,
                     expects_postcopy: mode != MemoryMode::Precopy,
                     may_nest: false,
+                    has_hyperv: false,
                 };
                 Self::Auto(Undecided { known, kvm_limits })
             }
@@ -150,6 +159,9 @@ impl FaultPlan {
             decided => decided,
         };
         if matches!(self, Self::Refuse(..)) {
+            if has_hyperv(shown) {
+                return Err(FaultSetupError::Hyperv);
+            }
             for region in ram.regions() {
                 region.map_for_vcpus()?;
             }
@@ -203,7 +215,12 @@ impl Undecided {
     fn decide(self, ram: &GuestRam, shown: &[CpuidEntry]) -> FaultPlan {
         let Self { known, kvm_limits } = self;
         let shared = ram.regions().iter().all(|region| region.kind() == ZoneKind::Shared);
-        let known = HostAndGuest { shared_memory: shared, may_nest: may_nest(shown), ..known };
+        let known = HostAndGuest {
+            shared_memory: shared,
+            may_nest: may_nest(shown),
+            has_hyperv: has_hyperv(shown),
+            ..known
+        };
         match choose(known) {
             Choice::Exit => FaultPlan::Mark,
             Choice::Sigbus => FaultPlan::Refuse(None, kvm_limits),
