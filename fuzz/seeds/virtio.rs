@@ -305,6 +305,25 @@ fn vhost_user() -> Vec<Seed> {
     usual.into_iter().chain(faults).collect()
 }
 
+/// A usual device with one queue, and with several; each answer of another one; a call that fails early or late.
+fn vdpa() -> Vec<Seed> {
+    let usual = [("usual", vec![1]), ("usual-queues", vec![4])];
+    let word = |value: u64| value.to_le_bytes().to_vec();
+    let others = [
+        ("network", [vec![3, 0b10_1001], word(1), word(12), vec![10, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0], word(u64::MAX)].concat()),
+        ("queues", vec![2, 0b10, 1]),
+        ("size", [vec![1, 0b100], word(1000)].concat()),
+        ("reach", [vec![1, 0b1_0000], word(0), word(0xfff)].concat()),
+        ("bare", [vec![1, 0b100_0000], word(2), word(0)].concat()),
+        ("refuses", vec![1, 0b1000_0000, 8, 0]),
+        ("broken", vec![1, 0b1000_0000, 0, 64]),
+    ];
+    let fails = |at: usize| [vec![1, 0, 1], vec![0; at], vec![7]].concat();
+    let faults = [0, 3, 9, 11, 14, 18, 24, 27, 30].map(|at| (format!("fault-{at}"), fails(at)));
+    let named = usual.into_iter().chain(others).map(|(name, bytes)| (name.to_owned(), bytes));
+    named.chain(faults).map(|(name, bytes)| Seed::new("vdpa", name, bytes)).collect()
+}
+
 /// Answers to what is asked at a start, when the state is read, and when it is set again; then a command.
 fn tpm() -> Vec<Seed> {
     let words = |words: &[u32]| words.iter().flat_map(|word| word.to_be_bytes()).collect::<Vec<u8>>();
@@ -332,5 +351,5 @@ fn tpm() -> Vec<Seed> {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    [vhost_user(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), pmem()].into_iter().flatten().collect()
+    [vhost_user(), vdpa(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), pmem()].into_iter().flatten().collect()
 }

@@ -322,6 +322,11 @@ pub fn fuzz_vhost_user(data: &[u8]) {
     report(super::vhost_user::fuzz::serve(data));
 }
 
+/// Fuzzes the answers of a vDPA device.
+pub fn fuzz_vdpa(data: &[u8]) {
+    report(super::vdpa::fuzz::serve(data));
+}
+
 fn link() -> Setup<(Arc<Link>, UnixDatagram)> {
     let (near, far) = UnixDatagram::pair()?;
     near.set_nonblocking(true)?;

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Answers of a vDPA device.
+
+#![no_main]
+
+godwit_fuzz::target!(devices::virtio::fuzz::fuzz_vdpa);
