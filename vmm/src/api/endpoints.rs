@@ -16,7 +16,7 @@ use super::types::{
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
     NetConfig, NewDevice, PmemConfig, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
+    VdpaConfig, VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
     VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
@@ -255,6 +255,16 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(add(NewDevice::GenericVhostUser(json("GenericVhostUserConfig", body)?))),
     },
     Endpoint {
+        path: "vm.add-vdpa",
+        method: Put,
+        summary: "Adds a vDPA device to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema(schema!(VdpaConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::Vdpa(json("VdpaConfig", body)?))),
+    },
+    Endpoint {
         path: "vm.add-vsock",
         method: Put,
         summary: "Adds a vsock device to the VM, as vm.add-device does.",
@@ -277,7 +287,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Removes a disk, network, file system, vsock, vhost-user, persistent memory or passed-through device. If the VM is \
+        summary: "Removes a disk, network, file system, vsock, vhost-user, vDPA, persistent memory or passed-through device. If the VM is \
                   running, the guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema(schema!(VmRemoveDevice)),
@@ -442,7 +452,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
 ];
 
 /// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 2] = ["vm.add-user-device", "vm.add-vdpa"];
+pub const UNSUPPORTED: [&str; 1] = ["vm.add-user-device"];
 
 /// Result of looking up a path and a method.
 #[derive(Debug)]

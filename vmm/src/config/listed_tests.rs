@@ -49,6 +49,7 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
             p.fs = many();
         }),
         "device" => vm(&|p| p.devices = many()),
+        "vdpa" => vm(&|p| p.vdpa = many()),
         "rate-limit-group" => vm(&|p| p.rate_limit_groups = many()),
         "numa" => vm(&|p| p.numa = many()),
         "vsock" => vm(&|p| p.vsock = one()),
@@ -105,6 +106,7 @@ fn whatever_is_listed_passes_validation() {
         "generic-vhost-user" => "socket=/s,virtio_id=26,queue_sizes=[64]",
         "vsock" => "cid=3,socket=/s",
         "pmem" => "file=/p",
+        "vdpa" => "path=/v",
         "send-migration" => "destination_url=tcp:h:1",
         "receive-migration" => "receiver_url=tcp:h:1",
         "restore" => "source_url=file:///s",

@@ -294,6 +294,12 @@ impl MemoryConfig {
             && self.hotplugged_size.is_some_and(|bytes| bytes > 0)
     }
 
+    /// Whether the guest has memory that was added after its boot, or that is still to be.
+    pub fn has_hotplugged(&self) -> bool {
+        let zones = self.zones.iter().flatten().map(|zone| zone.hotplugged_size);
+        zones.chain([self.hotplugged_size]).flatten().any(|bytes| bytes > 0)
+    }
+
     /// Whether other processes can have all guest memory: it is shared, or consists of hugetlb pages.
     pub fn is_shared(&self) -> bool {
         match self.zones.as_deref().unwrap_or_default() {

@@ -46,6 +46,7 @@ pub mod segments;
 pub mod tpm;
 pub mod unsupported;
 pub mod value;
+pub mod vdpa;
 pub mod vm;
 pub mod vsock;
 pub mod zone_update;
@@ -83,6 +84,7 @@ pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeDisk, VmResizeZone};
 pub use rng::RngConfig;
 pub use value::MacAddr;
+pub use vdpa::VdpaConfig;
 pub use vm::{VmConfig, random_bytes};
 pub use vsock::VsockConfig;
 
@@ -121,6 +123,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "net" => check::<NetConfig>(text),
         "fs" => check::<FsConfig>(text),
         "generic-vhost-user" => check::<GenericVhostUserConfig>(text),
+        "vdpa" => check::<VdpaConfig>(text),
         "rng" => check::<RngConfig>(text),
         "balloon" => check::<BalloonConfig>(text),
         "console" => check::<ConsoleConfig>(text),
@@ -164,6 +167,7 @@ pub fn fuzz_api_json(data: &[u8]) {
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Fs(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::GenericVhostUser(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::Vdpa(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Vsock(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());
     let _ = serde_json::from_slice::<ReceiveMigrationData>(data).map(|data| data.validate());

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
     console, cpus, disk, memory, migration, net, numa, payload, platform, pmem, rate_limiter, rng,
-    tpm, unsupported, vsock,
+    tpm, unsupported, vdpa, vsock,
 };
 
 /// The families, in the order of the reference page.
@@ -28,6 +28,7 @@ pub fn families() -> Vec<FamilyInfo> {
         super::GenericVhostUserConfig::info(),
         pmem::PmemConfig::info(),
         super::DeviceConfig::info(),
+        vdpa::VdpaConfig::info(),
         vsock::VsockConfig::info(),
         rng::RngConfig::info(),
         unsupported::RtcConfig::info(),
@@ -46,12 +47,11 @@ pub fn families() -> Vec<FamilyInfo> {
         super::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
         unsupported::UserDeviceConfig::info(),
-        unsupported::VdpaConfig::info(),
     ]
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 3] = ["user-device", "vdpa", "rtc"];
+pub const UNSUPPORTED_FAMILIES: [&str; 2] = ["user-device", "rtc"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

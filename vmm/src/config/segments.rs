@@ -81,6 +81,9 @@ impl VmConfig {
         for pmem in self.pmem.iter().flatten() {
             push("pmem", &pmem.id, pmem.pci_segment, pmem.pci_device_id);
         }
+        for vdpa in self.vdpa.iter().flatten() {
+            push("vdpa", &vdpa.id, vdpa.pci_segment, vdpa.pci_device_id);
+        }
         for device in self.devices.iter().flatten() {
             push("device", &device.id, device.pci_segment, device.pci_device_id);
         }
@@ -197,6 +200,7 @@ mod tests {
                 "generic_vhost_user":
                     [at(json!({"socket": "/s", "queue_sizes": [64], "device_type": 26}), segment)],
                 "devices": [at(json!({"path": "/sys/d"}), segment)],
+                "vdpa": [at(json!({"path": "/dev/v", "num_queues": 1}), segment)],
                 "vsock": at(json!({"cid": 3, "socket": "/v"}), segment),
                 "rng": at(json!({"src": "/dev/urandom"}), segment),
                 "console": at(json!({"mode": "Null"}), segment),
@@ -205,7 +209,7 @@ mod tests {
         };
         let config = complete(&devices(3)).unwrap();
         let places = config.pci_places();
-        assert_eq!(places.len(), 9);
+        assert_eq!(places.len(), 10);
         assert!(places.iter().all(|place| place.segment == 3), "{places:?}");
         for (family, place) in devices(4).as_object().unwrap() {
             if family == "platform" {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Option families that are recognised but not supported: vDPA and the virtio real-time clock.
+//! Option families that are recognised but not supported: vfio-user and the virtio real-time clock.
 //!
 //! Owns their definitions, so that option strings and JSON are still checked, and the error says that
 //! the option is unsupported rather than unknown.
@@ -21,24 +21,6 @@ option_family! {
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-    }
-}
-
-option_family! {
-    /// A vDPA device.
-    VdpaConfig "vdpa" {
-        /// Path of the device.
-        path: PathBuf = PathBuf::new(), "path" as One<File>, required();
-        /// Number of queues.
-        num_queues: u16 = 1, "num_queues" as One<Int>, required_json();
-        /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>;
-        /// PCI segment.
-        pci_segment: u16 = 0, "pci_segment" as One<Int>;
-        /// PCI device number.
-        pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
-        /// Name of the device.
-        id: Option<String> = None, "id" as Opt<Id>;
     }
 }
 

@@ -31,8 +31,9 @@ use super::pmem::PmemConfig;
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
 use super::tpm::TpmConfig;
-use super::unsupported::{RtcConfig, UserDeviceConfig, VdpaConfig};
+use super::unsupported::{RtcConfig, UserDeviceConfig};
 use super::value::MacAddr;
+use super::vdpa::VdpaConfig;
 use super::vsock::VsockConfig;
 
 /// Id of the console device.
@@ -83,7 +84,7 @@ option_family! {
         /// Devices emulated by other processes (vfio-user).
         user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly, unsupported();
         /// vDPA devices.
-        vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly, unsupported();
+        vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly;
         /// Socket device (virtio-vsock).
         vsock: Option<VsockConfig> = None, "" as JsonOnly;
         /// NUMA nodes of the guest.
@@ -156,6 +157,7 @@ impl VmConfig {
         self.check_host_devices()?;
         self.check_exclusive()?;
         self.check_vhost_user()?;
+        self.check_vdpa()?;
         self.check_rate_groups()?;
         self.check_numa()?;
         for net in self.net.iter_mut().flatten() {
@@ -186,6 +188,7 @@ impl VmConfig {
         for device in self.devices.iter().flatten() {
             device.validate(self.platform.as_ref())?;
         }
+        self.vdpa.iter().flatten().try_for_each(VdpaConfig::validate)?;
         if let Some(balloon) = &self.balloon {
             balloon.validate(self.memory.most_bytes().unwrap_or(0))?;
         }
@@ -247,6 +250,9 @@ impl VmConfig {
         for id in self.devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
             take("device", id, "")?;
         }
+        for id in self.vdpa.iter().flatten().filter_map(|vdpa| vdpa.id.as_deref()) {
+            take("vdpa", id, "")?;
+        }
         if let Some(id) = self.vsock.as_ref().and_then(|vsock| vsock.id.as_deref()) {
             take("vsock", id, "")?;
         }
@@ -258,6 +264,8 @@ impl VmConfig {
         let pmems = self.pmem.iter_mut().flatten().map(|pmem| ("_pmem", &mut pmem.id));
         let fs = fs.chain(pmems);
         let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
+        let vdpas = self.vdpa.iter_mut().flatten().map(|vdpa| ("_vdpa", &mut vdpa.id));
+        let devices = devices.chain(vdpas);
         let vsock = self.vsock.iter_mut().map(|vsock| ("_vsock", &mut vsock.id));
         let mut count = 0_u32;
         for (prefix, id) in disks.chain(nets).chain(fs).chain(devices).chain(vsock) {

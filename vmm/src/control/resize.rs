@@ -196,9 +196,10 @@ fn resize_memory(
 
 fn memory_refused(error: &ResizeMemoryError) -> ApiError {
     let kind = match error {
-        ResizeMemoryError::Fixed(_) | ResizeMemoryError::Zones | ResizeMemoryError::NotByZone => {
-            ApiErrorKind::BadConfig
-        }
+        ResizeMemoryError::Fixed(_)
+        | ResizeMemoryError::Zones
+        | ResizeMemoryError::NotByZone
+        | ResizeMemoryError::MappedForVdpa(_) => ApiErrorKind::BadConfig,
         ResizeMemoryError::NoZone(_)
         | ResizeMemoryError::BelowBoot { .. }
         | ResizeMemoryError::Device { .. }

@@ -27,6 +27,7 @@ use super::pmems::PmemNotMovable;
 use super::ram::MachineRamError;
 use super::segments::SegmentsError;
 use super::state::MACHINE_STATE_VERSION;
+use super::vdpas::VdpaNotMovable;
 use super::vhost_users::NotMovable;
 use super::virtio::{HotAddError, VirtioError};
 use super::write_back::WriteBackError;
@@ -43,6 +44,9 @@ pub enum MachineError {
     /// A device of the VM cannot be migrated or saved.
     #[error(transparent)]
     VhostUser(#[from] NotMovable),
+    /// A vDPA device of the VM cannot be migrated or saved.
+    #[error(transparent)]
+    Vdpa(#[from] VdpaNotMovable),
     /// Persistent memory of the VM cannot be migrated or saved.
     #[error(transparent)]
     Pmem(#[from] PmemNotMovable),

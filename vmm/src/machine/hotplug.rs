@@ -36,7 +36,7 @@ pub enum RemoveError {
     Unknown(String),
     /// The device cannot be unplugged.
     #[error(
-        "'{0}' cannot be removed: disks, network, file system, vsock, other vhost-user and passed-through devices and persistent memory can"
+        "'{0}' cannot be removed: disks, network, file system, vsock, vDPA, other vhost-user and passed-through devices and persistent memory can"
     )]
     Fixed(String),
 }
@@ -164,6 +164,11 @@ impl Machine {
                 .devices
                 .add_pmem(&pmem, file, &context, self.paused)
                 .map_err(HotAddError::from)?,
+            Opened::Vdpa(vdpa, made) => self
+                .parts
+                .devices
+                .add_vdpa(&vdpa, *made, &context, self.paused)
+                .map_err(HotAddError::from)?,
             Opened::Vsock(vsock, made) => self
                 .parts
                 .devices
@@ -289,10 +294,16 @@ impl Machine {
         }
         for bdf in self.parts.hotplug.ejected().into_iter().chain(refused) {
             let id = self.parts.passthrough.remove(bdf, &self.parts.segments);
-            if id.is_some() {
+            let mut had_memory = id.is_some();
+            let id = id.or_else(|| {
+                let before = self.parts.devices.vdpas.len();
+                let id = self.parts.devices.remove(bdf, &self.parts.segments);
+                had_memory = self.parts.devices.vdpas.len() < before;
+                id
+            });
+            if had_memory {
                 self.discard_what_devices_had();
             }
-            let id = id.or_else(|| self.parts.devices.remove(bdf, &self.parts.segments));
             self.parts.hotplug.registers.gone(bdf.segment(), bdf.device());
             let Some(id) = id else { continue };
             self.record_device_numbers();

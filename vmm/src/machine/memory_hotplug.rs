@@ -137,7 +137,11 @@ impl Machine {
     /// The size is not possible.
     pub fn check_memory_devices(&self, wanted_bytes: u64) -> Result<bool, ResizeMemoryError> {
         let Some(hotplug) = &self.parts.memory_hotplug else { return Ok(false) };
-        Ok(hotplug.missing(self.config.memory.size, wanted_bytes)?.is_some())
+        let grows = hotplug.missing(self.config.memory.size, wanted_bytes)?.is_some();
+        match self.parts.devices.first_vdpa().filter(|_| grows) {
+            Some(vdpa) => Err(ResizeMemoryError::MappedForVdpa(vdpa.to_owned())),
+            None => Ok(grows),
+        }
     }
 
     /// Adds a memory device, so that the guest has `wanted_bytes`; false if it has as much or more. May take as long as the host needs to populate the

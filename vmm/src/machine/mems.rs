@@ -48,6 +48,11 @@ pub enum ResizeMemoryError {
         /// The minimum, which is the boot size.
         boot_bytes: u64,
     },
+    /// Memory is mapped for a vDPA device.
+    #[error(
+        "memory can neither come nor go while it is mapped for the vDPA device '{0}'; remove the device first"
+    )]
+    MappedForVdpa(String),
     /// The size is not one that a memory device of ACPI can have.
     #[error(
         "{more_bytes} bytes cannot be added: there is room for {room_bytes}, and a memory device has a \
@@ -159,6 +164,11 @@ impl Machine {
         let Some((_, device)) = device else {
             return if more_bytes == 0 { Ok(Some(id)) } else { Err(ResizeMemoryError::Fixed(id)) };
         };
+        if plugged.unwrap_or(0) != more_bytes
+            && let Some(vdpa) = self.parts.devices.first_vdpa()
+        {
+            return Err(ResizeMemoryError::MappedForVdpa(vdpa.to_owned()));
+        }
         device.resize(more_bytes)?;
         *plugged = Some(more_bytes);
         Ok(Some(id))

@@ -26,7 +26,7 @@
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `segments` | PCI segments and their device windows |
 //! | `virtio`, `place` | virtio devices on the PCI bus, and where on it |
-//! | `disks`, `nets`, `vsocks`, `vhost_users`, `consoles`, `balloons`, `mems`, `pmems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
+//! | `disks`, `nets`, `vsocks`, `vhost_users`, `vdpas`, `consoles`, `balloons`, `mems`, `pmems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
@@ -78,6 +78,7 @@ mod space;
 mod stage2;
 mod state;
 mod tpms;
+mod vdpas;
 mod vhost_users;
 mod virtio;
 mod vsocks;
@@ -332,6 +333,7 @@ impl Machine {
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
+        vdpas::check_movable(config)?;
         pmems::check_movable(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
@@ -426,6 +428,7 @@ impl Machine {
         self.parts.devices.check_disks()?;
         self.check_room()?;
         vhost_users::check_movable(&self.config)?;
+        vdpas::check_movable(&self.config)?;
         self.parts.devices.check_movable()?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)
     }

@@ -13,6 +13,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use devices::virtio::block::{Block, DiskLock};
 use devices::virtio::net::Net;
 use devices::virtio::pmem::PmemFile;
+use devices::virtio::vdpa::Vdpa;
 use devices::virtio::vhost_user::VhostUser;
 use devices::virtio::vsock::Vsock;
 use memory::GuestRam;
@@ -23,12 +24,13 @@ use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::place::Place;
 use super::pmems;
+use super::vdpas;
 use super::vhost_users;
 use super::virtio::{HotAddError, VirtioError};
 use super::vsocks::{self, VsockHandle};
 use super::{LockedImages, MachineError, disks};
 use crate::config::{
-    DeviceConfig, DiskConfig, NetConfig, NewDevice, PmemConfig, VmConfig, VsockConfig,
+    DeviceConfig, DiskConfig, NetConfig, NewDevice, PmemConfig, VdpaConfig, VmConfig, VsockConfig,
 };
 
 /// A device that can be plugged into a machine.
@@ -43,6 +45,8 @@ pub enum Opened {
     VhostUser(Box<VhostUser>, Place),
     /// Persistent memory, whose file is open and locked.
     Pmem(PmemConfig, PmemFile),
+    /// A vDPA device, which is open.
+    Vdpa(VdpaConfig, Box<Vdpa>),
     /// A vsock device, whose socket listens.
     Vsock(VsockConfig, (Vsock, VsockHandle)),
 }
@@ -135,6 +139,10 @@ fn open_now(
             let id = || pmem.id.clone().unwrap_or_default();
             file.lock().lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
             Opened::Pmem(pmem, file)
+        }
+        NewDevice::Vdpa(vdpa) => {
+            let made = vdpas::make(&vdpa, ram).map_err(VirtioError::from)?;
+            Opened::Vdpa(vdpa, Box::new(made))
         }
         NewDevice::Vsock(vsock) => {
             let made = vsocks::make(&vsock);

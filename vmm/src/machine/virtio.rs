@@ -34,6 +34,7 @@ use super::passthrough::DiscardingDevices;
 use super::place::{Place, TakenNumbers};
 use super::pmems::{self, PmemRange, PmemWiringError};
 use super::segments::{PlaceError, Segments};
+use super::vdpas::VdpaWiringError;
 use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
 use crate::config::vm::WATCHDOG_ID;
@@ -51,6 +52,9 @@ pub enum VirtioError {
     /// A vhost-user device cannot be created.
     #[error(transparent)]
     VhostUser(#[from] VhostUserWiringError),
+    /// A vDPA device cannot be created.
+    #[error(transparent)]
+    Vdpa(#[from] VdpaWiringError),
     /// Persistent memory cannot be created.
     #[error(transparent)]
     Pmem(#[from] PmemWiringError),
@@ -124,6 +128,8 @@ pub struct VirtioDevices {
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
     /// Ids of the devices that other processes serve.
     pub(super) vhost_users: Vec<String>,
+    /// Ids of the vDPA devices.
+    pub(super) vdpas: Vec<String>,
     balloon: Option<BalloonHandle>,
     watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
@@ -198,6 +204,8 @@ impl VirtioDevices {
             }
         }
         devices.plug_served(config, context)?;
+        // Before the balloon, which offers less while nothing is discarded.
+        devices.plug_vdpas(config, context)?;
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id);
@@ -300,7 +308,8 @@ impl VirtioDevices {
         let net = self.nets.iter().position(|(other, _)| *other == id);
         let socket = self.sockets.iter().position(|(other, _)| *other == id);
         let vhost_user = self.vhost_users.iter().position(|other| *other == id);
-        if lock.is_none() && net.is_none() && socket.is_none() && vhost_user.is_none() {
+        let vdpa = self.vdpas.iter().position(|other| *other == id);
+        if [lock, net, socket, vhost_user, vdpa].iter().all(Option::is_none) {
             return None;
         }
         let (_, function) = self.functions.remove(at);
@@ -317,6 +326,9 @@ impl VirtioDevices {
         }
         if let Some(at) = vhost_user {
             self.vhost_users.remove(at);
+        }
+        if let Some(at) = vdpa {
+            self.vdpas.remove(at);
         }
         if let Some((_, net)) = net.map(|at| self.nets.remove(at)) {
             net.detach();

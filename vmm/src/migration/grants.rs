@@ -109,6 +109,10 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("device {:?}", device.id.as_deref().unwrap_or_default());
         all.extend(device.path.iter().map(|dir| path(what.clone(), GrantKind::Device, dir)));
     }
+    for vdpa in config.vdpa.iter().flatten() {
+        let what = format!("device {:?}", vdpa.id.as_deref().unwrap_or_default());
+        all.push(path(what, GrantKind::Device, &vdpa.path));
+    }
     for fs in config.fs.iter().flatten() {
         let what = format!("socket of file system {:?}", fs.id.as_deref().unwrap_or_default());
         all.push(path(what, GrantKind::Console, &fs.socket));

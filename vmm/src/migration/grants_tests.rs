@@ -86,6 +86,7 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
         ("payload", json!({"payload": {"kernel": "/k", "initramfs": at("x")}})),
         ("rng", json!({"rng": {"src": at("x")}})),
         ("device", json!({"devices": [{"id": "v", "path": at("x")}]})),
+        ("device", json!({"vdpa": [{"id": "v", "path": at("x"), "num_queues": 1}]})),
     ];
     for (kind, more) in cases {
         let own = format!("{root}:{kind}");
@@ -206,6 +207,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("serial", "file"),
         ("serial", "socket"),
         ("tpm", "socket"),
+        ("vdpa", "path"),
         ("vsock", "socket"),
     ]);
     assert_eq!(found, known, "a name of the host's: see names()");

@@ -377,6 +377,21 @@ group! {
 }
 
 group! {
+    /// vDPA devices. Mappings for them are messages, by write(2).
+    VDPA_REQUESTS "vdpa" {
+        SYS_ioctl [Check::Requests(requests::VHOST_VDPA)] "vDPA devices: their steps, queues, eventfds";
+        SYS_ioctl [Check::Requests(requests::VHOST_VDPA_CONFIG)] "the configuration of vDPA devices";
+    }
+}
+
+group! {
+    /// The configuration of vDPA devices alone.
+    VDPA_CONFIG "configuration of vdpa" {
+        SYS_ioctl [Check::Requests(requests::VHOST_VDPA_CONFIG)] "the configuration of vDPA devices";
+    }
+}
+
+group! {
     /// Guest memory.
     MEMORY "memory" {
         SYS_ioctl [Check::Requests(requests::USERFAULTFD)] "pages that arrive when they are touched";

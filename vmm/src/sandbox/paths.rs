@@ -179,6 +179,8 @@ pub(super) fn rules(config: &VmConfig, process: &ProcessPaths) -> Vec<PathRule> 
     zones(config, process, &mut out);
     nets(config, &mut out);
     devices(config, process, &mut out);
+    let vdpas = config.vdpa.iter().flatten();
+    out.extend(vdpas.map(|vdpa| PathRule::new(&vdpa.path, USE_IN_PLACE)));
     if let Some(vsock) = &config.vsock {
         out.push(PathRule::new(folder_of(&vsock.socket), SOCKETS));
     }
@@ -403,6 +405,13 @@ mod tests {
         assert_eq!(zone("/there/f"), [uses("/there/f", MAKE_FILES | USE_IN_PLACE)]);
         let missing = zone("/new/f");
         assert_eq!(missing, [uses("/new", MAKE_FILES), uses("/new/f", MAKE_FILES | USE_IN_PLACE)]);
+    }
+
+    #[test]
+    fn a_vdpa_device_is_used_in_place() {
+        let vdpa = derived(json!({"vdpa": [{"path": "/dev/vhost-vdpa-0", "num_queues": 1}]}));
+        assert_eq!(vdpa, [uses("/dev/vhost-vdpa-0", USE_IN_PLACE)]);
+        assert!(USE_IN_PLACE.contains(AccessFs::IoctlDev));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests of ioctl(2) to KVM, VFIO, iommufd and userfaultfd, by what a thread uses them for.
+//! Requests of ioctl(2) to KVM, VFIO, iommufd, vhost-vdpa and userfaultfd, by what a thread uses them for.
 //!
 //! Owns their names and numbers. A filter compares type and number, the lower 16 bits: direction and length, which the
 //! kernel checks itself, differ between versions of a structure. Which descriptor a request goes to no filter sees, so
@@ -137,6 +137,40 @@ requests! {
         0x8b IOMMU_HWPT_SET_DIRTY_TRACKING;
         0x8c IOMMU_HWPT_GET_DIRTY_BITMAP;
         0x8f IOMMU_IOAS_MAP_FILE;
+    }
+}
+
+requests! {
+    /// vDPA devices of vhost-vdpa: what they are, their steps, queues and mappings.
+    VHOST_VDPA 0xaf {
+        0x00 VHOST_GET_FEATURES_and_VHOST_SET_FEATURES;
+        0x01 VHOST_SET_OWNER;
+        0x10 VHOST_SET_VRING_NUM;
+        0x11 VHOST_SET_VRING_ADDR;
+        0x12 VHOST_SET_VRING_BASE_and_VHOST_GET_VRING_BASE;
+        0x20 VHOST_SET_VRING_KICK;
+        0x21 VHOST_SET_VRING_CALL;
+        0x25 VHOST_SET_BACKEND_FEATURES;
+        0x26 VHOST_GET_BACKEND_FEATURES;
+        0x70 VHOST_VDPA_GET_DEVICE_ID;
+        0x71 VHOST_VDPA_GET_STATUS;
+        0x72 VHOST_VDPA_SET_STATUS;
+        0x75 VHOST_VDPA_SET_VRING_ENABLE;
+        0x76 VHOST_VDPA_GET_VRING_NUM;
+        0x77 VHOST_VDPA_SET_CONFIG_CALL;
+        0x78 VHOST_VDPA_GET_IOVA_RANGE;
+        0x79 VHOST_VDPA_GET_CONFIG_SIZE;
+        0x7d VHOST_VDPA_SUSPEND;
+        0x7e VHOST_VDPA_RESUME;
+        0x80 VHOST_VDPA_GET_VQS_COUNT;
+    }
+}
+
+requests! {
+    /// The configuration of vDPA devices, which the guest reads and writes.
+    VHOST_VDPA_CONFIG 0xaf {
+        0x73 VHOST_VDPA_GET_CONFIG;
+        0x74 VHOST_VDPA_SET_CONFIG;
     }
 }
 

@@ -11,7 +11,8 @@ use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
     INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
     PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
-    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VFIO_REQUESTS,
+    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VDPA_CONFIG,
+    VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
 /// Threads with the same system calls.
@@ -40,6 +41,7 @@ const DEVICES: &[&str] = &[
     "device-rng",
     "device-vsock",
     "device-vhost",
+    "device-vdpa",
     "device-watchdog",
 ];
 
@@ -71,6 +73,7 @@ const BUILD: &[&Group] = &[
     &KVM_REQUESTS,
     &KVM_CREATION,
     &VFIO_REQUESTS,
+    &VDPA_REQUESTS,
     &MEMORY,
     &OPEN,
     &FILES,
@@ -133,9 +136,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "serves API connections, and receives the descriptors passed over them";
     "vcpu": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &FILES, &CONNECTIONS, &TAP_OF_DRIVER, &SCHEDULING,
-        &FAULT_LOOKUP,
+        &FAULT_LOOKUP, &VDPA_CONFIG,
     ], starts &[&["vfio-unmask"]],
-        "runs a vCPU, and handles its exits: device registers, offloads, configuration of passed-through devices, \
+        "runs a vCPU, and handles its exits: device registers, offloads, configuration of passed-through and vDPA devices, \
         discards of memory";
     "device-start": &[&RING, &FILES, &CONNECTIONS, &TAPS, &SCHEDULING, &TIMERS], starts &[DEVICES],
         "activates devices: opens what their queues work with, and starts the threads that serve them";
@@ -156,6 +159,8 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "forwards vsock connections, and connects to Unix sockets for the guest";
     "device-vhost": &[&CONNECTIONS, &SCHEDULING, &KVM_REQUESTS], starts &[],
         "starts and stops the queues of a vhost-user device, lets the driver signal them (ioeventfds), and forwards its interrupts";
+    "device-vdpa": &[&VDPA_REQUESTS, &SCHEDULING, &KVM_REQUESTS], starts &[],
+        "starts, suspends and resets a vDPA device, maps memory for it, and forwards its interrupts";
     "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";

@@ -190,7 +190,7 @@ fn slow_heads_are_closed_and_idle_connections_are_kept() {
 #[test]
 fn a_refusal_is_answered_after_the_body() {
     let fixture = Fixture::new();
-    for path in ["vm.add-vdpa", "nothing"] {
+    for path in ["vm.add-user-device", "nothing"] {
         let mut stream = fixture.connect();
         let body = vec![b'x'; 300 << 10];
         let length = format!("Content-Length: {}\r\nConnection: close\r\n", body.len());

@@ -64,7 +64,7 @@ fn every_path_is_offered_or_refused_by_name() {
             assert!(!ours["responses"][status.as_str().unwrap()].is_null(), "{path} {status}");
         }
     }
-    assert_eq!(endpoints::ENDPOINTS.len(), 35);
+    assert_eq!(endpoints::ENDPOINTS.len(), 36);
 }
 
 /// The sources of this crate without their tests, and what they are.
