@@ -204,7 +204,7 @@ fn offered(config: &BalloonConfig, ram: &GuestRam) -> u64 {
         // they could not be pinned again in time.
         warn!(
             "free_page_reporting=on is not offered to the guest: {reason}; a balloon size \
-             (vm.resize, desired_balloon) or virtio-mem return memory alongside such a device"
+             (vm.resize, desired_balloon) or virtio-mem return memory alongside passed-through devices"
         );
         reporting = false;
     }
