@@ -158,6 +158,10 @@ fn every_call_that_fails_while_a_device_starts_costs_its_driver_a_reset_and_leav
         let last = calls.iter().rposition(|made| made.starts_with("set_status")).unwrap();
         assert_eq!(calls[last], "set_status 0", "{call}: {calls:?}");
         assert!(seen.mapped.lock().is_empty(), "{call}: {calls:?}");
+        let count = |what: &str| calls.iter().filter(|made| *made == what).count();
+        // One that has not begun has no end.
+        let begun = if call == "begin_batch" { 0 } else { count("begin_batch") };
+        assert_eq!(count("end_batch"), begun, "{call}: a batch is left open: {calls:?}");
         // A driver may try again, and the device may not work again.
         device.reset();
         drop(device);
@@ -166,13 +170,17 @@ fn every_call_that_fails_while_a_device_starts_costs_its_driver_a_reset_and_leav
 
 #[test]
 fn a_device_that_does_not_accept_what_it_offers_is_left() {
-    for refused_status in [8, 4] {
+    for (refused_status, last) in [(8, "set_status 11"), (4, "set_status 15")] {
         let answers = Answers { refused_status, ..Answers::default() };
         let (mut device, seen, driver) = opened(answers, never());
         driver.activate_all(&mut device);
         driver.interrupt.wait_broken();
         assert!(seen.mapped.lock().is_empty());
-        assert!(!seen.calls.lock().contains(&"set_vring_kick 0".to_owned()));
+        let calls = seen.calls.lock().clone();
+        assert!(!calls.contains(&"set_vring_kick 0".to_owned()));
+        let reset = calls.iter().rposition(|made| made == "set_status 0").unwrap();
+        let before = calls[..reset].iter().rfind(|made| made.starts_with("set_status")).unwrap();
+        assert_eq!(before, last);
         device.reset();
     }
 }
@@ -289,6 +297,24 @@ fn accesses_of_the_configuration_stay_in_it() {
         }
         assert!(log.lock().is_empty(), "the device was asked for {:?}", log.lock());
     }
+}
+
+/// The transport has a page for it.
+#[test]
+fn a_configuration_of_any_length_is_asked_for_where_a_guest_can_see_it() {
+    let asked = Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let noted = Arc::clone(&asked);
+    let note: Fails = Box::new(move |call| {
+        noted.lock().push(call.to_owned());
+        None
+    });
+    let answers = Answers { config_len_bytes: u32::MAX, ..Answers::default() };
+    let (device, _, _) = opened(answers, note);
+    asked.lock().clear();
+    for offset in [4094, 4096, u64::from(u32::MAX) - 1] {
+        device.read_config(offset, &mut [0; 4]);
+    }
+    assert_eq!(*asked.lock(), ["read_config 4094 2"]);
 }
 
 #[test]
