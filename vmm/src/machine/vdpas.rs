@@ -118,3 +118,38 @@ impl VirtioDevices {
         self.vdpas.first().map(String::as_str)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use memory::{RamConfig, RamLayout, ZoneSpec};
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_machine_with_such_devices_stays_where_it_is() {
+        let config = |vdpa| {
+            let json = json!({ "payload": { "kernel": "/k" }, "vdpa": vdpa });
+            serde_json::from_value::<VmConfig>(json).unwrap().complete().unwrap()
+        };
+        check_movable(&config(json!(null))).unwrap();
+        let one = |path: &str| json!({ "path": path, "num_queues": 1 });
+        let error = check_movable(&config(json!([one("/a"), one("/b")]))).unwrap_err();
+        let error = error.to_string();
+        assert!(error.starts_with("'_vdpa0', '_vdpa1' cannot be migrated or saved"), "{error}");
+    }
+
+    #[test]
+    fn a_device_that_cannot_be_opened_is_named() {
+        let zones = vec![ZoneSpec::new("mem0", 4 << 20)];
+        let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
+        let path = "/nowhere/vhost-vdpa-0";
+        let vdpa =
+            VdpaConfig { path: path.into(), id: Some("v".to_owned()), ..VdpaConfig::default() };
+        let error = error_text::chain(&make(&vdpa, &ram).err().unwrap());
+        assert!(error.contains("'v'") && error.contains(path), "{error}");
+        assert_eq!(ram.discards_banned(), None);
+    }
+}
