@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's group `vdpa` needs besides the usual machine: the kernel's simulator of vDPA disks, which Debian's
+# What the lab's group `vdpa` needs besides the usual machine: the kernel's simulator of vDPA devices, which Debian's
 # cloud kernel leaves out, built from Debian's source package of that kernel; the modules of vhost-vdpa; and the program
 # that makes vDPA devices. Sourced by scripts/lab.
 
 # What is built of the source: the simulator, and the rings of a device in the kernel, which only it uses.
 VDPA_SOURCES=(drivers/vdpa/vdpa_sim/vdpa_sim.c drivers/vdpa/vdpa_sim/vdpa_sim.h
-  drivers/vdpa/vdpa_sim/vdpa_sim_blk.c drivers/vhost/vringh.c)
+  drivers/vdpa/vdpa_sim/vdpa_sim_blk.c drivers/vdpa/vdpa_sim/vdpa_sim_net.c drivers/vhost/vringh.c)
 
-# build_vdpa_sim: $LAB/vdpa-sim/{vringh,vdpa_sim,vdpa_sim_blk}.ko.
+# build_vdpa_sim: $LAB/vdpa-sim/{vringh,vdpa_sim,vdpa_sim_blk,vdpa_sim_net}.ko.
 build_vdpa_sim() {
   local out=$LAB/vdpa-sim headers=$LAB/kernel-headers version package compiler stamp
   version=$(cat "$LAB/kernel/version")
@@ -26,7 +26,7 @@ build_vdpa_sim() {
   rm -rf "$out/source"
   for file in "${VDPA_SOURCES[@]}"; do mv "$out/$file" "$out/"; done
   rm -rf "$out/drivers"
-  echo "obj-m := vringh.o vdpa_sim.o vdpa_sim_blk.o" >"$out/Kbuild"
+  echo "obj-m := vringh.o vdpa_sim.o vdpa_sim_blk.o vdpa_sim_net.o" >"$out/Kbuild"
   compiler=$(sed -n 's/^CONFIG_CC_VERSION_TEXT="x86_64-linux-gnu-\([^ ]*\) .*/\1/p' "$headers/build/.config")
   need_packages make "${compiler:-gcc}" libelf1
   say "building vdpa_sim"
@@ -44,7 +44,7 @@ build_extra_vdpa() {
   mkdir -p "$tree/bin" "$tree/lab"
   # Not among the modules that every machine loads.
   add_modules "$tree/lab" "$LAB/kernel" vhost_vdpa
-  cp "$LAB"/vdpa-sim/{vringh,vdpa_sim,vdpa_sim_blk}.ko "$tree/lab/"
+  cp "$LAB"/vdpa-sim/{vringh,vdpa_sim,vdpa_sim_blk,vdpa_sim_net}.ko "$tree/lab/"
   add_program "$tree" "$(PATH=$PATH:/usr/sbin:/sbin command -v vdpa)"
   pack "$tree" "$1"
 }

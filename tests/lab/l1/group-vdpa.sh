@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # A Debian guest with disks of the kernel's vDPA simulator, by its own virtio driver: what it writes is what it reads,
-# also after a pause, a reboot, and where the disk was removed and added; then with memory pinned for the device.
+# also after a pause, a reboot, and where the disk was removed and added; a network that comes; then with memory pinned
+# for the device.
 # limit_s: 1800
 # usual_kernel
 . ./lib.sh
@@ -12,7 +13,7 @@ loads() {
     grep -q "^$(basename $module .ko | tr - _) " /proc/modules || insmod /lab/modules/$module || return 1
   done </lab/modules/order
   grep -q '^vringh ' /proc/modules || insmod ./vringh.ko || return 1
-  insmod ./vdpa_sim.ko $1 && insmod ./vdpa_sim_blk.ko
+  insmod ./vdpa_sim.ko $1 && insmod ./vdpa_sim_blk.ko && insmod ./vdpa_sim_net.ko
 }
 # node NAME: its character device.
 node() { for node in /sys/bus/vdpa/devices/$1/vhost-vdpa-*; do echo /dev/${node##*/}; done; }
@@ -71,6 +72,20 @@ comes() { remote a add-vdpa path=$(node $1),id=$2 >$T/added && wait_until 60 fou
 check it_comes_again_with_its_contents eval 'comes first again && reads a first'
 check it_goes_again goes a again
 check another_comes eval 'comes second other && writes a other && reads a other'
+# What the simulator is sent it sends back, if it is for all.
+MAC=02:00:00:00:00:07
+net_comes() {
+  vdpa dev add name net mgmtdev vdpasim_net mac $MAC && wait_until 10 has_node net || return 1
+  ! remote a add-vdpa path=$(node net),id=net 2>$T/refused && grep -q "at least 2 queues" $T/refused || { cat $T/refused; return 1; }
+  remote a add-vdpa path=$(node net),num_queues=3,id=net >$T/added && wait_until 60 guest a "grep -l $MAC /sys/class/net/*/address"
+}
+check a_network_comes net_comes
+net='$(basename $(dirname $(grep -l '$MAC' /sys/class/net/*/address)))'
+echoes() {
+  guest a "net=$net; busybox ip link set \$net up; busybox ip addr add 10.8.0.1/24 dev \$net; busybox arping -c 3 -w 10 -I \$net 10.8.0.2; echo \$(cat /sys/class/net/\$net/statistics/tx_packets /sys/class/net/\$net/statistics/rx_packets)" || { cat $T/out; return 1; }
+  tail -n 1 $T/out | { read -r sent got && [ "$sent" -ge 3 ] && [ "$got" -ge 3 ]; } || { cat $T/out; return 1; }
+}
+check what_it_sends_comes_back echoes
 fine() { guest $1 '! dmesg | grep -E "Oops|BUG: [^s]|I/O error|stall"' || { cat $T/out; return 1; }; }
 check the_guest_is_fine fine a
 ends_it() { remote a power-button && ends a 60; }
@@ -78,7 +93,7 @@ check ends ends_it
 check filesystem_clean filesystem_clean
 
 # As hardware has it: memory is pinned, and may be private.
-check the_host_pins eval 'vdpa dev del first && vdpa dev del second && rmmod vdpa_sim_blk vdpa_sim && loads use_va=0 && makes first'
+check the_host_pins eval 'vdpa dev del first && vdpa dev del second && vdpa dev del net && rmmod vdpa_sim_net vdpa_sim_blk vdpa_sim && loads use_va=0 && makes first'
 MEMORY=size=256M
 ulimit -l unlimited
 start_guest b 1 --vdpa path=$(node first),id=first || { failed start "the VMM did not start"; exit 1; }
@@ -87,9 +102,14 @@ check what_it_writes_there_it_reads eval 'writes b first && reads b first'
 pinned_kib() { sed -n 's/^VmPin:[^0-9]*\([0-9]*\) kB/\1/p' /proc/$(cat $T/b.pid)/status; }
 all_pinned() { [ "$(pinned_kib)" -ge 262144 ] || { pinned_kib; return 1; }; }
 check all_of_it_is_pinned all_pinned
-none_pinned() { goes b first && [ "$(pinned_kib)" = 0 ] || { pinned_kib; return 1; }; }
-check none_of_it_after_the_device_has_gone none_pinned
-ends_b() { remote b power-button && ends b 60; }
+none_pinned() { [ "$(pinned_kib)" = 0 ] || { pinned_kib; return 1; }; }
+check none_of_it_after_the_device_has_gone eval 'goes b first && none_pinned'
+check it_is_pinned_again_for_one_that_comes eval 'remote b add-vdpa path=$(node first),id=first >$T/added && wait_until 60 found b 1 && all_pinned && reads b first'
+check none_of_it_after_a_shutdown eval 'remote b shutdown && none_pinned'
+# Its driver has read the disk.
+drives() { remote b counters | tr -d ' \n' | grep -o '"first":{[^}]*}' | grep -q '"interrupts":[1-9]'; }
+check it_is_there_after_another_boot eval 'remote b boot && wait_until $WAIT_S drives && all_pinned'
+ends_b() { remote b shutdown-vmm && ends b 60; }
 check ends_too ends_b
 
 # Without the right to pin it the guest has no such disk, and the VM goes on.
