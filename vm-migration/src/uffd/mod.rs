@@ -107,13 +107,15 @@ impl Receipt {
     /// For a region; `shared` says whether all shared memory is received in place.
     fn of<M: GuestMemoryMap>(memory: &M, region: usize, shared: bool) -> Self {
         let info = &memory.layout().regions()[region];
-        match info.backing {
-            Backing::Anonymous => Self::Copied,
-            // Large pages are put together from pieces in any case.
-            Backing::Shared if info.host_page_bytes > PAGE_BYTES => Self::InPlace,
-            Backing::Shared if memory.is_ready(region) => Self::Ready,
-            Backing::Shared if shared => Self::InPlace,
-            Backing::Shared => Self::Copied,
+        // Large pages are put together from pieces in any case.
+        let is_large = info.host_page_bytes > PAGE_BYTES;
+        let is_shared = info.backing == Backing::Shared;
+        if is_shared && !is_large && memory.is_ready(region) {
+            Self::Ready
+        } else if is_shared && (is_large || shared) {
+            Self::InPlace
+        } else {
+            Self::Copied
         }
     }
 

@@ -108,7 +108,7 @@ impl<M: GuestMemoryMap> OwnFaults<M> {
     }
 
     /// The watch on the vCPUs' own mapping, if pages of the region have to be made visible there.
-    fn refusing(&self, region: usize) -> Option<&Uffd<M>> {
+    fn to_show_vcpus(&self, region: usize) -> Option<&Uffd<M>> {
         self.refusing.as_ref().filter(|refusing| refusing.receives_in_place(region))
     }
 }
@@ -158,7 +158,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     // that access fails where a thread would wait.
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
-        if let Some(refusing) = self.refusing(run.region) {
+        if let Some(refusing) = self.to_show_vcpus(run.region) {
             refusing.make_present(run)?;
         }
         self.others.make_present(run)?;
@@ -168,7 +168,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
 
     fn copy_in(&self, run: PageRun, bytes: &[u8]) -> Result<(), UffdError> {
         self.others.copy_in(run, bytes)?;
-        if let Some(refusing) = self.refusing(run.region) {
+        if let Some(refusing) = self.to_show_vcpus(run.region) {
             refusing.make_present(run)?;
         }
         self.barrier.unblock(run);
@@ -176,7 +176,7 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
     }
 
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
-        if let Some(refusing) = self.refusing(run.region) {
+        if let Some(refusing) = self.to_show_vcpus(run.region) {
             refusing.make_zero(run)?;
         }
         self.others.make_zero(run)?;

@@ -157,8 +157,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn marks_are_used_wherever_they_are(flags in any::<[bool; 5]>()) {
-            let [shadow_paging, says_where, shared_memory, expects_postcopy, may_nest] = flags;
+        fn marks_are_used_wherever_they_are(flags in any::<[bool; 6]>()) {
+            let [shadow_paging, says_where, shared_memory, expects_postcopy, may_nest, has_hyperv] =
+                flags;
             let known = HostAndGuest {
                 has_bitmap: true,
                 shadow_paging,
@@ -166,6 +167,7 @@ mod tests {
                 shared_memory,
                 expects_postcopy,
                 may_nest,
+                has_hyperv,
             };
             prop_assert_eq!(choose(known), Choice::Exit);
             let without = choose(HostAndGuest { has_bitmap: false, ..known });
