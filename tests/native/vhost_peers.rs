@@ -24,6 +24,9 @@ pub fn add(suite: &mut Suite) {
     suite.add("vhost_peers::a_vm_outlives_its_network", || killed(&NET));
     suite.add("vhost_peers::what_a_network_cannot_be_is_refused_by_name", || refusals(&NET));
     suite.add("vhost_peers::a_network_whose_back_end_connects_answers", || answers(&NET_SERVER));
+    suite.add("vhost_peers::a_network_with_pairs_answers", || answers(&NET_PAIRS));
+    suite.add("vhost_peers::a_network_with_pairs_comes_and_goes", || hotplug(&NET_PAIRS));
+    suite.add("vhost_peers::a_vm_outlives_its_network_with_pairs", || killed(&NET_PAIRS));
     suite.add("vhost_peers::a_generic_device_answers", || answers(&GENERIC));
     suite.add("vhost_peers::a_generic_device_comes_and_goes", || hotplug(&GENERIC));
     suite.add("vhost_peers::a_vm_outlives_a_generic_back_end", || killed(&GENERIC));
@@ -34,6 +37,8 @@ pub fn add(suite: &mut Suite) {
 const SERVE: &str = "serve-vhost-user-peer";
 /// Queues that the back ends have.
 const QUEUES: usize = 2;
+/// The same of a network.
+const NET_QUEUES: usize = 4;
 
 /// A kind of device.
 struct Subject {
@@ -50,6 +55,8 @@ struct Subject {
     json: fn(&Path) -> Value,
     /// The field of the configuration.
     field: &'static str,
+    /// vCPUs that it needs.
+    vcpus: u32,
 }
 
 const FS: Subject = Subject {
@@ -61,6 +68,7 @@ const FS: Subject = Subject {
     add: "vm.add-fs",
     json: |socket| json!({"tag": "there", "socket": socket, "num_queues": 1, "queue_size": 64, "id": "peer", "pci_device_id": 9}),
     field: "fs",
+    vcpus: 1,
 };
 
 const NET: Subject = Subject {
@@ -68,10 +76,19 @@ const NET: Subject = Subject {
     workload: "workload=net-echo mem=16M",
     option: "--net",
     text: |socket| format!("vhost_user=on,socket={},id=peer", socket.display()),
-    more_queues: (",num_queues=4", "num_queues has to be 2"),
+    more_queues: (",num_queues=6", "serves 4 queues at most"),
     add: "vm.add-net",
     json: |socket| json!({"vhost_user": true, "vhost_socket": socket, "id": "peer", "pci_device_id": 9}),
     field: "net",
+    vcpus: 1,
+};
+
+/// The driver changes how many of its pairs of queues are in use, and sends frames by all of them.
+const NET_PAIRS: Subject = Subject {
+    vcpus: 2,
+    text: |socket| format!("vhost_user=on,socket={},num_queues=4,id=peer", socket.display()),
+    json: |socket| json!({"vhost_user": true, "vhost_socket": socket, "num_queues": 4, "id": "peer", "pci_device_id": 9}),
+    ..NET
 };
 
 /// The VMM listens.
@@ -104,8 +121,9 @@ pub fn serve_if_asked() -> Option<ExitCode> {
         _ => (Kind::Net, Role::Connects),
     };
     let socket = PathBuf::from(arguments.next()?);
+    let queues = if kind == Kind::Net { NET_QUEUES } else { QUEUES };
     loop {
-        if let Err(error) = peer::serve(&socket, kind, role, QUEUES) {
+        if let Err(error) = peer::serve(&socket, kind, role, queues) {
             if role == Role::Connects {
                 // No VMM listens now. Like other back ends, it tries again and again.
                 std::thread::yield_now();
@@ -125,7 +143,7 @@ impl Subject {
     }
 
     fn vm(&self, option: &str) -> VmmBuilder {
-        VmmBuilder::guest(1, MEMORY, self.workload).with(&[self.option, option])
+        VmmBuilder::guest(self.vcpus, MEMORY, self.workload).with(&[self.option, option])
     }
 }
 

@@ -56,6 +56,11 @@ impl TestInterrupt {
         self.seen.lock().broken
     }
 
+    /// Waits for more changes of the configuration than `before`.
+    pub(crate) fn wait_config_change(&self, before: u64) {
+        self.wait("change of the configuration", |seen| seen.config > before);
+    }
+
     pub(crate) fn config_changes(&self) -> u64 {
         self.seen.lock().config
     }

@@ -15,6 +15,9 @@ const TYPE_FS: u32 = 26;
 const OUT_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const IN_GPA: u64 = OUT_GPA + PAGE_BYTES;
 
+/// Rings of a control queue, which has no page among those of the other queues.
+const CONTROL_RINGS_GPA: u64 = abi::BALLOON_TOLD_GPA;
+
 /// Header of a FUSE request, and of an answer (linux/fuse.h).
 const FUSE_HEADER_BYTES: u32 = 40;
 const FUSE_OUT_HEADER_BYTES: u32 = 16;
@@ -32,6 +35,31 @@ const ROOT: u64 = 1;
 const NET_HEADER_BYTES: u32 = 12;
 const FRAME_BYTES: u32 = 128;
 
+/// Features of a network device: a control queue, by which pairs of queues are chosen (virtio 1.3, 5.1.3).
+const NET_CONTROL: u64 = 1 << 17;
+const NET_PAIRS: u64 = 1 << 22;
+/// Pairs that are used at most.
+const PAIRS_MAX: u16 = 2;
+/// Frames that are sent until the number of pairs in use changes.
+const FRAMES_PER_CHANGE: u64 = 8;
+/// Offset of the number of pairs in the configuration, and the class of the command that chooses it (virtio 1.3, 5.1.6.5.6).
+const NET_PAIRS_AT: u64 = 8;
+const CONTROL_PAIRS: u32 = 4;
+/// Where a command is, and its answer.
+const COMMAND_GPA: u64 = OUT_GPA + 0x800;
+const COMMAND_BYTES: u32 = 4;
+const ANSWER_GPA: u64 = COMMAND_GPA + 8;
+
+/// A network device.
+pub struct Net {
+    /// Where frames come, and where they go.
+    pairs: [Option<(Queue, Queue)>; PAIRS_MAX as usize],
+    /// If there are several pairs.
+    control: Option<Queue>,
+    /// Pairs in use.
+    active: u64,
+}
+
 /// A driver.
 pub enum Peer {
     /// Of a file system.
@@ -42,12 +70,7 @@ pub enum Peer {
     /// Of persistent memory.
     Pmem(Pmem),
     /// Of a network device.
-    Net {
-        /// Where frames come.
-        rx: Queue,
-        /// Where they go.
-        tx: Queue,
-    },
+    Net(Net),
 }
 
 fn rings(number: u16) -> u64 {
@@ -60,16 +83,14 @@ impl Peer {
         if workload == workload::PMEM_WRITE {
             return Pmem::start(ecam).map(Self::Pmem);
         }
-        let is_net = workload == workload::NET_ECHO;
-        let device = Device::find(ecam, if is_net { TYPE_NET } else { TYPE_FS })?;
-        device.agree(0)?;
-        let (first, second) = (device.queue(0, rings(0))?, device.queue(1, rings(1))?);
-        device.ready();
-        if is_net {
-            return Ok(Self::Net { rx: first, tx: second });
+        if workload == workload::NET_ECHO {
+            return Net::start(ecam).map(Self::Net);
         }
+        let device = Device::find(ecam, TYPE_FS)?;
+        device.agree(0)?;
         // The first queue is the one of high priority.
-        let mut queue = second;
+        let (_, mut queue) = (device.queue(0, rings(0))?, device.queue(1, rings(1))?);
+        device.ready();
         mem::store32(OUT_GPA + 40, FUSE_MAJOR);
         mem::store32(OUT_GPA + 44, FUSE_MINOR);
         mem::store(OUT_GPA + 48, 0);
@@ -89,9 +110,61 @@ impl Peer {
                 if inode == ROOT { Ok(()) } else { Err(disk_failure::CONTENT) }
             }
             Self::Pmem(pmem) => pmem.write(number, meanwhile),
-            Self::Net { rx, tx } => echo(rx, tx, number, meanwhile),
+            Self::Net(net) => net.ask(number, meanwhile),
         }
     }
+}
+
+impl Net {
+    fn start(ecam: u64) -> Result<Self, u64> {
+        let device = Device::find(ecam, TYPE_NET)?;
+        let agreed = device.agree(NET_CONTROL | NET_PAIRS)?;
+        let has_pairs = agreed == agreed | NET_CONTROL | NET_PAIRS;
+        let count = if has_pairs { mem::load16(device.config + NET_PAIRS_AT) } else { 1 };
+        let mut pairs = [const { None }; PAIRS_MAX as usize];
+        for (pair, number) in pairs.iter_mut().zip(0..count) {
+            let queue = |index: u16| device.queue(index, rings(index));
+            *pair = Some((queue(2 * number)?, queue(2 * number + 1)?));
+        }
+        // After the queues of all pairs, also of those that are not used.
+        let control = if has_pairs {
+            Some(device.queue(2 * count, CONTROL_RINGS_GPA)?)
+        } else {
+            None
+        };
+        device.ready();
+        Ok(Self { pairs, control, active: 1 })
+    }
+
+    /// Sends a frame by one of the pairs in use, whose number changes now and then.
+    fn ask(&mut self, number: u64, mut meanwhile: impl FnMut()) -> Result<(), u64> {
+        let there = self.pairs.iter().flatten().count() as u64;
+        let wanted = 1 + number / FRAMES_PER_CHANGE % there;
+        if let Some(control) = &mut self.control
+            && wanted != self.active
+        {
+            use_pairs(control, wanted, &mut meanwhile)?;
+            self.active = wanted;
+        }
+        let mut pairs = self.pairs.iter_mut().flatten();
+        #[expect(clippy::cast_possible_truncation, reason = "it is small")]
+        let chosen = pairs.nth((number % self.active) as usize);
+        let (rx, tx) = chosen.ok_or(disk_failure::REQUEST)?;
+        echo(rx, tx, number, meanwhile)
+    }
+}
+
+/// Has the device use this many pairs.
+fn use_pairs(control: &mut Queue, pairs: u64, meanwhile: impl FnMut()) -> Result<(), u64> {
+    #[expect(clippy::cast_possible_truncation, reason = "it is small")]
+    mem::store32(COMMAND_GPA, CONTROL_PAIRS | (pairs as u32) << 16);
+    mem::store8(ANSWER_GPA, u8::MAX);
+    let parts = [
+        Part { gpa: COMMAND_GPA, len_bytes: COMMAND_BYTES, writable: false },
+        Part { gpa: ANSWER_GPA, len_bytes: 1, writable: true },
+    ];
+    control.request(&parts, meanwhile);
+    if mem::load8(ANSWER_GPA) == 0 { Ok(()) } else { Err(disk_failure::REQUEST) }
 }
 
 /// Sends a request about the root whose body is in place already.

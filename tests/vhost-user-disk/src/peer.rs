@@ -13,6 +13,7 @@ use std::sync::{Arc, RwLock};
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost_user_backend::{VhostUserBackendMut, VringRwLock};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_net as net;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use vm_memory::{Bytes as _, GuestAddressSpace as _, GuestMemoryAtomic, GuestMemoryMmap};
 use vmm_sys_util::epoll::EventSet;
@@ -152,7 +153,12 @@ impl VhostUserBackendMut for Peer {
     }
 
     fn features(&self) -> u64 {
-        1 << VIRTIO_F_VERSION_1
+        let own = match self.kind {
+            Kind::Fs => 0,
+            // Both are the front end's to serve.
+            Kind::Net => 1 << net::VIRTIO_NET_F_CTRL_VQ | 1 << net::VIRTIO_NET_F_MQ,
+        };
+        own | 1 << VIRTIO_F_VERSION_1
             | 1 << VIRTIO_RING_F_EVENT_IDX
             | 1 << VIRTIO_RING_F_INDIRECT_DESC
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()

@@ -46,8 +46,16 @@ const DEVICES: &[&str] = &[
 ];
 
 /// Other threads of a machine's devices.
-const OTHER_OF_DEVICES: &[&str] =
-    &["device-start", "serial", "console-out", "announce", "vfio-unmask", "vhost-limit", "tpm"];
+const OTHER_OF_DEVICES: &[&str] = &[
+    "device-start",
+    "serial",
+    "console-out",
+    "announce",
+    "vfio-unmask",
+    "vhost-limit",
+    "vhost-requests",
+    "tpm",
+];
 
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
@@ -162,6 +170,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "device-vdpa": &[&VDPA_REQUESTS, &SCHEDULING, &KVM_REQUESTS], starts &[],
         "starts, suspends and resets a vDPA device, maps memory for it, and forwards its interrupts";
     "vhost-limit": &[], starts &[], "ends the connection to a vhost-user back end that does not answer";
+    "vhost-requests": &[&CONNECTIONS], starts &[], "answers requests of a vhost-user back end";
     "device-watchdog": &[&TIMERS, &SCHEDULING], starts &[], "resets a guest that does not reset its watchdog";
     "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";
     "device-pmem": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "flushes persistent memory to its file";

@@ -22,6 +22,47 @@ const COMMAND_BYTES_MAX: usize = 64;
 const OK: u8 = 0;
 const ERROR: u8 = 1;
 
+/// What the commands of a driver change.
+pub(crate) trait ControlTarget {
+    /// The most queue pairs that the driver may use.
+    fn pairs_max(&self) -> u16;
+    /// Uses this many pairs, which are 1 to [`pairs_max`](Self::pairs_max); returns whether it was possible.
+    fn set_pairs(&mut self, pairs: u16) -> bool;
+    /// The driver has announced itself.
+    fn announced(&mut self);
+    /// Sets the address of the guest's end; returns whether it was possible.
+    fn set_mac(&mut self, _mac: MacAddress) -> bool {
+        false
+    }
+    /// Sets the guest offloads, as feature bits that the driver has accepted; returns whether it was possible.
+    fn set_offloads(&mut self, _offloads: u64) -> bool {
+        false
+    }
+}
+
+impl ControlTarget for Arc<Link> {
+    fn pairs_max(&self) -> u16 {
+        self.max_pairs
+    }
+
+    fn set_pairs(&mut self, pairs: u16) -> bool {
+        self.try_change(|state| state.active_pairs = pairs)
+    }
+
+    fn announced(&mut self) {
+        self.change(|state| state.announce_pending = false);
+    }
+
+    fn set_mac(&mut self, mac: MacAddress) -> bool {
+        self.change(|state| state.mac = mac);
+        true
+    }
+
+    fn set_offloads(&mut self, offloads: u64) -> bool {
+        self.try_change(|state| state.offloads = offloads)
+    }
+}
+
 /// Serves the control queue.
 pub(crate) struct ControlWorker {
     queue: WorkQueue,
@@ -35,15 +76,34 @@ impl ControlWorker {
     }
 }
 
+/// Index of the control queue, which depends on whether the driver uses several pairs (virtio 1.3, 5.1.2).
+pub(crate) fn control_index(pairs_max: u16, features: u64) -> u16 {
+    let has_pairs = features & 1 << abi::VIRTIO_NET_F_MQ != 0;
+    if has_pairs { pairs_max.saturating_mul(2) } else { 2 }
+}
+
+/// Serves available commands.
+///
+/// # Errors
+/// The driver broke a rule of the queue.
+pub(crate) fn serve(
+    queue: &mut WorkQueue,
+    target: &mut impl ControlTarget,
+    features: u64,
+) -> Result<(), Broken> {
+    let mut commands = Commands { target, features };
+    queue.serve(BUDGET, |memory, chain| commands.execute(memory, chain))
+}
+
 /// Executes commands of the control queue.
-struct Commands<'a> {
-    link: &'a Link,
+struct Commands<'a, T> {
+    target: &'a mut T,
     features: u64,
 }
 
-impl Commands<'_> {
+impl<T: ControlTarget> Commands<'_, T> {
     /// Executes a command; returns the number of bytes written.
-    fn execute(&self, memory: &GuestMemory, chain: &Chain) -> Result<u64, &'static str> {
+    fn execute(&mut self, memory: &GuestMemory, chain: &Chain) -> Result<u64, &'static str> {
         if chain.writable.len_bytes() == 0 {
             return Err("has no room for an answer");
         }
@@ -63,7 +123,7 @@ impl Commands<'_> {
     }
 
     /// Executes a command; returns whether it was successful.
-    fn command(&self, class: u32, command: u8, data: &[u8]) -> bool {
+    fn command(&mut self, class: u32, command: u8, data: &[u8]) -> bool {
         let command = u32::from(command);
         match (class, command, data) {
             (abi::VIRTIO_NET_CTRL_RX, mode, [_on]) => match mode {
@@ -89,7 +149,7 @@ impl Commands<'_> {
             (abi::VIRTIO_NET_CTRL_ANNOUNCE, abi::VIRTIO_NET_CTRL_ANNOUNCE_ACK, _) => {
                 let known = self.has(abi::VIRTIO_NET_F_GUEST_ANNOUNCE);
                 if known {
-                    self.link.change(|state| state.announce_pending = false);
+                    self.target.announced();
                 }
                 known
             }
@@ -105,26 +165,23 @@ impl Commands<'_> {
         }
     }
 
-    fn set_mac(&self, data: &[u8]) -> bool {
+    fn set_mac(&mut self, data: &[u8]) -> bool {
         let Ok(mac) = <[u8; 6]>::try_from(data) else { return false };
-        let known = self.has(abi::VIRTIO_NET_F_CTRL_MAC_ADDR);
-        if known {
-            self.link.change(|state| state.mac = MacAddress(mac));
-        }
-        known
+        self.has(abi::VIRTIO_NET_F_CTRL_MAC_ADDR) && self.target.set_mac(MacAddress(mac))
     }
 
-    fn set_pairs(&self, pairs: u16) -> bool {
-        let known = self.has(abi::VIRTIO_NET_F_MQ) && (1..=self.link.max_pairs).contains(&pairs);
-        known && self.link.try_change(|state| state.active_pairs = pairs)
+    fn set_pairs(&mut self, pairs: u16) -> bool {
+        let known =
+            self.has(abi::VIRTIO_NET_F_MQ) && (1..=self.target.pairs_max()).contains(&pairs);
+        known && self.target.set_pairs(pairs)
     }
 
-    fn set_offloads(&self, data: &[u8]) -> bool {
+    fn set_offloads(&mut self, data: &[u8]) -> bool {
         let Ok(offloads) = <[u8; 8]>::try_from(data) else { return false };
         let offloads = u64::from_le_bytes(offloads);
         let known = self.has(abi::VIRTIO_NET_F_CTRL_GUEST_OFFLOADS)
             && offloads & !(self.features & GUEST_OFFLOADS) == 0;
-        known && self.link.try_change(|state| state.offloads = offloads)
+        known && self.target.set_offloads(offloads)
     }
 }
 
@@ -139,7 +196,6 @@ impl OneQueue for ControlWorker {
 
     fn serve(&mut self) -> Result<(), Broken> {
         let Self { queue, link, features } = self;
-        let commands = Commands { link, features: *features };
-        queue.serve(BUDGET, |memory, chain| commands.execute(memory, chain))
+        serve(queue, link, *features)
     }
 }

@@ -10,7 +10,7 @@ use virtio_bindings::virtio_net as abi;
 
 use super::announce::Announcer;
 use super::config::{GUEST_OFFLOADS, Link};
-use super::control::ControlWorker;
+use super::control::{ControlWorker, control_index};
 use super::counters::NetCounters;
 use super::slot::{TapConfig, TapSlot};
 use super::state;
@@ -212,12 +212,6 @@ impl Net {
         self.limiters = vec![limiters];
     }
 
-    /// Index of the control queue, which depends on whether the driver uses several pairs.
-    fn control_index(&self, features: u64) -> u16 {
-        let known = features & 1 << abi::VIRTIO_NET_F_MQ != 0;
-        if known { self.link.max_pairs * 2 } else { 2 }
-    }
-
     fn limits(&self, pair: u16) -> Result<PairLimits, ActivateError> {
         let Some([receive, transmit]) = self.limiters.get(usize::from(pair)) else {
             return Ok(PairLimits::default());
@@ -230,7 +224,7 @@ impl Net {
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, interrupt, queues, features } = activation;
-        let control_index = self.control_index(features);
+        let control_index = control_index(self.link.max_pairs, features);
         let mergeable = features & 1 << abi::VIRTIO_NET_F_MRG_RXBUF != 0;
         let mut queues: Vec<Option<ActiveQueue>> = queues.into_iter().map(Some).collect();
         let mut take = |index: u16| {

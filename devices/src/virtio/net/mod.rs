@@ -28,6 +28,7 @@ pub use announce::Announcer;
 pub(super) use config::Link;
 #[cfg(any(test, feature = "testing"))]
 pub(super) use control::ControlWorker;
+pub(super) use control::{ControlTarget, control_index, serve as serve_control};
 pub use counters::NetCounters;
 pub use device::{Net, NetConfig, NetError};
 pub use slot::{TapConfig, TapSlot};

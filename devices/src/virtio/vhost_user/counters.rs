@@ -12,10 +12,15 @@ use crate::virtio::counters::Counter;
 pub struct VhostUserCounters {
     /// Interrupts that were forwarded to the driver.
     pub(super) interrupts: Counter,
+    /// Changes of the configuration that the driver was told of.
+    pub(super) config_changes: Counter,
 }
 
 impl Counters for VhostUserCounters {
     fn counters(&self) -> BTreeMap<&'static str, u64> {
-        BTreeMap::from([("interrupts", self.interrupts.get())])
+        BTreeMap::from([
+            ("config_changes", self.config_changes.get()),
+            ("interrupts", self.interrupts.get()),
+        ])
     }
 }

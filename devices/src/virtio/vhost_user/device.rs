@@ -6,18 +6,28 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use log::warn;
 use memory::GuestMemory;
 use parking_lot::Mutex;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_net as net;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::config_space::ConfigSpace;
+use super::control::ControlQueue;
 use super::counters::VhostUserCounters;
 use super::deadline::Deadline;
 use super::error::VhostUserError;
-use super::kind::VhostUserKind;
-use super::session::{Ring, Session};
+use super::kind::{NET_QUEUES, VhostUserKind};
+use super::net_link::NetLink;
+use super::ring::{Ring, RingStage};
+use super::session::Session;
 use super::worker::{OnLost, VhostUserWorker};
-use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
+use crate::virtio::device::{
+    ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
+};
+use crate::virtio::net::control_index;
+use crate::virtio::queue::WorkQueue;
 use crate::virtio::read_config_bytes;
 use crate::virtio::worker::{Pausing, Workers};
 
@@ -25,7 +35,7 @@ use crate::virtio::worker::{Pausing, Workers};
 /// the VMM thread waits for it. Guests complain of a vCPU that is absent for some 20 s.
 const RESET_LIMIT: Duration = Duration::from_secs(3);
 /// Time for an access of the configuration that the back end has, for which a vCPU waits.
-const CONFIG_LIMIT: Duration = RESET_LIMIT;
+pub(super) const CONFIG_LIMIT: Duration = RESET_LIMIT;
 /// Bytes of a configuration that the protocol can speak of (vhost-user, "Virtio device config space").
 const CONFIG_LEN_BYTES_MAX: u64 = 256;
 /// Version of its saved state, which is empty: the state that matters is the back end's.
@@ -51,10 +61,11 @@ pub struct VhostUserConfig {
 /// A vhost-user device.
 pub struct VhostUser {
     id: String,
-    kind: VhostUserKind,
     queue_sizes: Vec<u16>,
     features: u64,
-    config: Vec<u8>,
+    config: Arc<ConfigSpace>,
+    /// Of a network.
+    net: Option<Arc<NetLink>>,
     /// Locked by the thread of the device, and for its configuration if the back end has that.
     session: Arc<Mutex<Session>>,
     deadline: Arc<Deadline>,
@@ -87,21 +98,30 @@ impl VhostUser {
         on_lost: OnLost,
     ) -> Result<Self, VhostUserError> {
         let VhostUserConfig { id, kind, num_queues, queue_size, .. } = config;
-        let features = kind.features(session.features(), num_queues);
+        let config = ConfigSpace::read(kind, &mut session, num_queues, CONFIG_LIMIT)?;
+        let (kind, features) = (config.kind(), config.features());
         if features & 1 << VIRTIO_F_VERSION_1 == 0 {
             return Err(VhostUserError::Lacks("VIRTIO_F_VERSION_1"));
         }
         session.check_memory(memory)?;
-        let of_back_end = match kind.config_len_bytes() {
-            Some(len_bytes) => session.config(len_bytes)?,
-            None => Vec::new(),
+        let net = if let VhostUserKind::Net { mtu, .. } = kind {
+            session.set_mtu(*mtu);
+            if num_queues > NET_QUEUES && features & 1 << net::VIRTIO_NET_F_MQ == 0 {
+                warn!(
+                    "{id}: the guest can use one pair of queues: the back end does not offer \
+                     VIRTIO_NET_F_MQ and VIRTIO_NET_F_CTRL_VQ"
+                );
+            }
+            Some(Arc::new(NetLink::new(num_queues / 2)))
+        } else {
+            None
         };
         Ok(Self {
             id,
-            queue_sizes: kind.queue_sizes(num_queues, queue_size),
+            queue_sizes: kind.queue_sizes(num_queues, queue_size, features),
             features,
-            config: kind.config(of_back_end, num_queues),
-            kind,
+            config: Arc::new(config),
+            net,
             deadline: session.deadline(),
             session: Arc::new(Mutex::new(session)),
             counters: Arc::default(),
@@ -128,6 +148,26 @@ impl VhostUser {
         }
     }
 
+    /// The queues that the back end serves, and the control queue.
+    fn by_server(
+        &self,
+        queues: Vec<ActiveQueue>,
+        features: u64,
+    ) -> (Vec<ActiveQueue>, Option<ActiveQueue>) {
+        let Some(net) = &self.net else { return (queues, None) };
+        let index = control_index(net.pairs_max, features);
+        let mut control = None;
+        let mut rings = Vec::new();
+        for queue in queues {
+            if queue.index < index {
+                rings.push(queue);
+            } else if queue.index == index && features & 1 << net::VIRTIO_NET_F_CTRL_VQ != 0 {
+                control = Some(queue);
+            }
+        }
+        (rings, control)
+    }
+
     /// Id of the device.
     pub fn id(&self) -> &str {
         &self.id
@@ -141,7 +181,7 @@ impl VhostUser {
 
 impl VirtioDevice for VhostUser {
     fn device_id(&self) -> u16 {
-        self.kind.device_id()
+        self.config.kind().device_id()
     }
 
     fn queue_sizes_max(&self) -> &[u16] {
@@ -157,18 +197,22 @@ impl VirtioDevice for VhostUser {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        if self.kind.is_config_of_back_end() {
+        if self.config.is_of_back_end() {
             data.fill(0);
             self.with_config(offset, data.len(), |session, offset| {
                 session.read_config(offset, data, CONFIG_LIMIT).map(drop)
             });
             return;
         }
-        read_config_bytes(&self.config, offset, data);
+        let mut config = self.config.bytes();
+        if let Some(net) = &self.net {
+            net.add_status(&mut config);
+        }
+        read_config_bytes(&config, offset, data);
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8]) {
-        if self.kind.is_config_of_back_end() {
+        if self.config.is_of_back_end() {
             self.with_config(offset, data.len(), |session, offset| {
                 session.write_config(offset, data, CONFIG_LIMIT)
             });
@@ -180,7 +224,12 @@ impl VirtioDevice for VhostUser {
         if !queues.iter().any(|queue| queue.index == 0) {
             return Err(ActivateError::MissingQueue { index: 0 });
         }
-        let ring = |active: crate::virtio::device::ActiveQueue| {
+        let (rings, control) = self.by_server(queues, features);
+        let control = control.map(|active| {
+            let kicks = Arc::clone(&active.kicks);
+            ControlQueue::new(WorkQueue::new(active, &memory, &interrupt, features), kicks)
+        });
+        let ring = |active: ActiveQueue| {
             let call = EventFd::new(EFD_NONBLOCK)?;
             let size_max = self.queue_sizes.get(usize::from(active.index)).copied().unwrap_or(0);
             Ok(Ring {
@@ -190,13 +239,20 @@ impl VirtioDevice for VhostUser {
                 trapped: active.kick,
                 kicks: active.kicks,
                 call,
+                stage: RingStage::Stopped,
+                is_wanted: true,
             })
         };
-        let rings = queues.into_iter().map(ring).collect::<std::io::Result<_>>();
+        let rings = rings.into_iter().map(ring).collect::<std::io::Result<_>>();
         let rings = rings.map_err(|source| ActivateError::Resource {
             what: "make the eventfd of a queue",
             source,
         })?;
+        if let Some(net) = &self.net
+            && features & 1 << net::VIRTIO_NET_F_GUEST_ANNOUNCE != 0
+        {
+            net.set_interrupt(Some(Arc::clone(&interrupt)));
+        }
         let worker = VhostUserWorker {
             rings,
             // Others that the driver has accepted are the transport's.
@@ -207,6 +263,10 @@ impl VirtioDevice for VhostUser {
             counters: Arc::clone(&self.counters),
             on_lost: Arc::clone(&self.on_lost),
             is_serving: false,
+            config: Arc::clone(&self.config),
+            net: self.net.clone(),
+            control,
+            failure: None,
         };
         self.workers.spawn(&self.id, &[], worker)
     }
@@ -215,6 +275,9 @@ impl VirtioDevice for VhostUser {
         self.deadline.hurry(RESET_LIMIT);
         self.workers.stop();
         self.deadline.take_time();
+        if let Some(net) = &self.net {
+            net.reset();
+        }
     }
 
     fn pausing(&mut self) -> &mut dyn Pausing {
@@ -223,7 +286,7 @@ impl VirtioDevice for VhostUser {
 
     fn save(&self) -> DeviceSnapshot {
         DeviceSnapshot {
-            kind: self.kind.name().to_owned(),
+            kind: self.config.kind().name().to_owned(),
             version: STATE_VERSION,
             data: serde_json::Value::Null,
         }
@@ -232,7 +295,7 @@ impl VirtioDevice for VhostUser {
     /// Always an error: the back end has no state of another process.
     fn restore(&mut self, _state: &DeviceSnapshot) -> Result<(), StateError> {
         let why = "the state of a vhost-user device is in its back end".to_owned();
-        Err(StateError::Invalid { kind: self.kind.name(), why })
+        Err(StateError::Invalid { kind: self.config.kind().name(), why })
     }
 }
 

@@ -71,6 +71,12 @@ pub enum VhostUserError {
         /// Queues of the device.
         needed: usize,
     },
+    /// The back end does not take the MTU.
+    #[error("the back end refuses an MTU of {mtu} bytes")]
+    Mtu {
+        /// The MTU.
+        mtu: u16,
+    },
     /// The back end takes fewer regions of memory than the guest has.
     #[error("the back end takes {offered} regions of guest memory, and the VM has {needed}")]
     Regions {

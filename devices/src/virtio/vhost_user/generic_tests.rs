@@ -63,11 +63,11 @@ fn with_config() -> impl FnMut(&Request) -> Answer + Send + 'static {
 fn what_the_guest_sees_is_the_back_ends() {
     let (device, _) = generic(Request::usual);
     assert_eq!((device.device_id(), device.queue_sizes_max()), (18, &[16, 64][..]));
-    let all = kind().features(u64::MAX, 0);
+    let all = kind().features(u64::MAX, 0, None);
     assert_eq!(all & 0xff_ffff, 0xff_ffff);
     let transport = (1 << 50) - (1 << 24);
     assert_eq!(all & transport, crate::virtio::RING_FEATURES);
-    assert_eq!(kind().features(0, 0), 0);
+    assert_eq!(kind().features(0, 0, None), 0);
 }
 
 #[test]

@@ -6,8 +6,11 @@
 //! | --- | --- |
 //! | `device` | the device as the transport drives it |
 //! | `kind` | what differs between kinds of devices |
-//! | `session` | the requests to the back end, and what was negotiated |
-//! | `get_config` | reads of a configuration that the back end may not have |
+//! | `session`, `needs`, `ring` | the requests to the back end, and what was negotiated |
+//! | `plain` | requests whose answers the `vhost` crate does not read |
+//! | `channel` | the requests of the back end: its configuration has changed |
+//! | `config_space` | the configuration, as far as the VMM has it |
+//! | `net_link`, `control` | what a network has beside its rings: pairs in use, announcements, the control queue |
 //! | `accept`, `deadline` | a back end that connects itself, and the time limit of answers |
 //! | `worker` | the thread that starts and stops queues, and forwards interrupts |
 //!
@@ -16,15 +19,23 @@
 //! back end that is lost costs the guest this device alone.
 
 mod accept;
+mod channel;
+mod config_space;
+mod control;
 mod counters;
 mod deadline;
 mod device;
 mod error;
-mod get_config;
 mod kind;
+mod needs;
+mod net_link;
+mod plain;
+mod ring;
 mod session;
 mod worker;
 
+#[cfg(test)]
+mod channel_tests;
 #[cfg(any(test, feature = "testing"))]
 pub(super) mod fuzz;
 #[cfg(test)]
@@ -33,6 +44,8 @@ mod generic_tests;
 mod net_tests;
 #[cfg(test)]
 mod order_tests;
+#[cfg(test)]
+mod pairs_tests;
 #[cfg(any(test, feature = "testing"))]
 mod scripted;
 #[cfg(test)]

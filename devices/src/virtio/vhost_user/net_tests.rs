@@ -26,18 +26,49 @@ const ALL: NetOffloads = NetOffloads { csum: true, tso: true, ufo: true };
 fn what_the_guest_sees_of_a_network() {
     let kind = net(Some(1400), ALL);
     assert_eq!((kind.device_id(), kind.queues(2)), (1, 2));
-    let config = kind.config(Vec::new(), 2);
-    assert_eq!(config, [2, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0x78, 5]);
     let (csum, mtu, mac, tso4, ufo) = (1, 1 << 3, 1 << 5, 1 << 11, 1 << 14);
-    let all = kind.features(u64::MAX, 2);
-    assert_eq!(all & (csum | mtu | mac | tso4 | ufo), csum | mtu | mac | tso4 | ufo);
-    // Neither a control queue nor several pairs, announcements, or a status.
-    assert_eq!(all & (1 << 16 | 1 << 17 | 1 << 21 | 1 << 22), 0);
-    assert_eq!(kind.features(0, 2), mtu | mac, "what the VMM has itself");
-    let without = |offloads| net(None, offloads).features(u64::MAX, 2);
+    let (status, control, announce, pairs) = (1 << 16, 1 << 17, 1 << 21, 1 << 22);
+    let all = kind.features(u64::MAX, 2, None);
+    let expected = csum | mtu | mac | tso4 | ufo | status | control | announce;
+    assert_eq!(all & (expected | pairs), expected, "one pair");
+    assert_eq!(kind.queue_sizes(2, 16, all), [16; 3]);
+    let config = kind.config(None, 2, all);
+    assert_eq!(config, [2, 0, 0, 0, 0, 9, 1, 0, 0, 0, 0x78, 5]);
+    let more = kind.features(u64::MAX, 6, None);
+    assert_eq!(more & pairs, pairs);
+    assert_eq!(kind.queue_sizes(6, 16, more), [16; 7]);
+    assert_eq!(kind.config(None, 6, more)[8..10], [3, 0]);
+
+    assert_eq!(kind.features(0, 2, None), mtu | mac, "what the VMM has itself");
+    let without = kind.features(!control, 6, None);
+    assert_eq!(without & (status | control | announce | pairs), 0, "all need a control queue");
+    assert_eq!(kind.queue_sizes(6, 16, without), [16; 6]);
+    assert_eq!(kind.config(None, 6, without)[6..10], [0; 4]);
+    // All that the driver changes by the control queue but what the VMM knows.
+    assert_eq!(all & (1 << 2 | 1 << 18 | 1 << 19 | 1 << 20 | 1 << 23), 0);
+    let without = |offloads| net(None, offloads).features(u64::MAX, 2, None);
     assert_eq!(without(NetOffloads { tso: false, ..ALL }) & (csum | tso4 | ufo), csum | ufo);
     assert_eq!(without(NetOffloads { ufo: false, ..ALL }) & (csum | tso4 | ufo), csum | tso4);
     assert_eq!(without(NetOffloads { csum: false, ..ALL }) & (csum | tso4 | ufo | mtu), 0);
+}
+
+#[test]
+fn what_the_back_end_has_of_a_networks_configuration() {
+    let (mtu, status) = (1 << 3, 1 << 16);
+    let config = |link: u8, mtu: u16| [&[7; 6][..], &[link, 0, 9, 0], &mtu.to_le_bytes()].concat();
+    let seen = |own: Option<u16>, of_back_end: &[u8]| {
+        let kind = net(own, ALL);
+        let features = kind.features(mtu | status, 2, Some(of_back_end));
+        let config = kind.config(Some(of_back_end), 2, features);
+        assert_eq!(config[..6], [2, 0, 0, 0, 0, 9], "the address is the VMM's");
+        assert_eq!(config[8..10], [0; 2], "the pairs, too");
+        (features & mtu, config[6], u16::from_le_bytes([config[10], config[11]]))
+    };
+    assert_eq!(seen(None, &config(1, 9000)), (mtu, 1, 9000));
+    assert_eq!(seen(None, &config(0, 9000)), (mtu, 0, 9000));
+    assert_eq!(seen(Some(1400), &config(3, 9000)), (mtu, 1, 1400), "one that is configured");
+    assert_eq!(seen(None, &config(1, 67)), (0, 1, 0), "none that can be");
+    assert_eq!(net(None, ALL).features(mtu | status, 2, None) & (mtu | status), 0);
 }
 
 /// Back ends refuse features that they have not offered.

@@ -16,6 +16,10 @@ pub(super) const GET_FEATURES: u32 = 1;
 pub(super) const GET_VRING_BASE: u32 = 11;
 pub(super) const GET_PROTOCOL_FEATURES: u32 = 15;
 pub(super) const GET_QUEUE_NUM: u32 = 17;
+#[cfg(test)]
+pub(super) const NET_SET_MTU: u32 = 20;
+#[cfg(test)]
+pub(super) const SET_BACKEND_REQ_FD: u32 = 21;
 pub(super) const GET_CONFIG: u32 = 24;
 pub(super) const GET_MAX_MEM_SLOTS: u32 = 36;
 

@@ -20,16 +20,18 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error as ProtocolError, Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use virtio_queue::{Queue, QueueT};
-use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
-use vmm_sys_util::eventfd::EventFd;
+use virtio_bindings::virtio_net::VIRTIO_NET_F_MTU;
+use virtio_queue::QueueT as _;
+use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _};
 
 use super::accept::accept;
+use super::channel::Channel;
 use super::deadline::Deadline;
 use super::error::VhostUserError;
-use super::get_config::get_config;
+use super::needs::{AskedQueues, Needs};
+use super::plain;
+use super::ring::{Ring, RingStage};
 use crate::unix_connect::connect_within;
-use crate::virtio::device::Kicks;
 
 /// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
 /// back end's memory; before the one that stops a queue is answered, the requests of the guest in flight are completed,
@@ -37,32 +39,8 @@ use crate::virtio::device::Kicks;
 const OPERATION_LIMIT: Duration = Duration::from_secs(10);
 /// Regions that each back end takes in one table (vhost-user, "Memory regions description").
 const TABLE_REGIONS_MAX: usize = 8;
-
-/// A descriptor ring of the device, with its eventfds.
-pub(super) struct Ring {
-    pub(super) index: u16,
-    pub(super) queue: Queue,
-    /// Maximum size of the queue.
-    pub(super) size_max: u16,
-    /// Signalled by notifications that the kernel did not take; the back end does not have it.
-    pub(super) trapped: EventFd,
-    /// What the driver signals when it notifies the queue; each start has another.
-    pub(super) kicks: Arc<dyn Kicks>,
-    /// Signalled when the back end has used buffers. It must never be read or written here: the back end may make
-    /// that block.
-    pub(super) call: EventFd,
-}
-
-/// Queues that a back end has to serve.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct QueueNeeds {
-    /// Of the device.
-    pub(super) count: usize,
-    /// Those of a back end that is not asked, or does not say (MQ).
-    pub(super) without_mq: usize,
-    /// The back end is asked how many it serves, if it can say.
-    pub(super) is_asked: bool,
-}
+/// Size of a queue that is named to find out whether the back end has it, which all back ends serve.
+const PROBED_QUEUE_SIZE: u16 = 16;
 
 /// A session with a back end.
 pub(super) struct Session {
@@ -76,15 +54,15 @@ pub(super) struct Session {
     is_loss_reported: bool,
     /// The back end has the table of guest memory, which does not change during a session.
     knows_memory: bool,
+    /// Where the back end makes requests, if it can.
+    channel: Option<Channel>,
+    /// The MTU of a network that the back end is told, in bytes.
+    mtu: Option<u16>,
 }
 
 impl Session {
     /// Connects to `path`, or has a back end connect there if it `listens`, and negotiates.
-    pub(super) fn open(
-        path: &Path,
-        listens: bool,
-        queues: QueueNeeds,
-    ) -> Result<Self, VhostUserError> {
+    pub(super) fn open(path: &Path, listens: bool, needs: Needs) -> Result<Self, VhostUserError> {
         let begun = Instant::now();
         let (path_text, limit_ms) = (path.to_owned(), OPERATION_LIMIT.as_millis());
         let connection = if listens {
@@ -97,10 +75,10 @@ impl Session {
             connect_within(path, OPERATION_LIMIT, &|| false)
                 .map_err(|source| VhostUserError::Connect { path: path_text, limit_ms, source })?
         };
-        let mut session = Self::new(connection, queues.count, OPERATION_LIMIT)?;
+        let mut session = Self::new(connection, needs.count, OPERATION_LIMIT)?;
         // A back end that comes late has the time of one that listens at once.
         session.deadline.begin(if listens { Duration::ZERO } else { begun.elapsed() });
-        session.negotiate(queues)?;
+        session.negotiate(needs)?;
         Ok(session)
     }
 
@@ -108,12 +86,12 @@ impl Session {
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn over(
         connection: UnixStream,
-        queues: QueueNeeds,
+        needs: Needs,
         limit: Duration,
     ) -> Result<Self, VhostUserError> {
-        let mut session = Self::new(connection, queues.count, limit)?;
+        let mut session = Self::new(connection, needs.count, limit)?;
         session.deadline.begin(Duration::ZERO);
-        session.negotiate(queues)?;
+        session.negotiate(needs)?;
         Ok(session)
     }
 
@@ -132,11 +110,12 @@ impl Session {
             is_lost: false,
             is_loss_reported: false,
             knows_memory: false,
+            channel: None,
+            mtu: None,
         })
     }
 
-    fn negotiate(&mut self, queues: QueueNeeds) -> Result<(), VhostUserError> {
-        let QueueNeeds { count, without_mq, is_asked } = queues;
+    fn negotiate(&mut self, needs: Needs) -> Result<(), VhostUserError> {
         self.request("SET_OWNER", |back_end| back_end.set_owner())?;
         self.features = self.request("GET_FEATURES", |back_end| back_end.get_features())?;
         if self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
@@ -144,26 +123,95 @@ impl Session {
         }
         let offered =
             self.request("GET_PROTOCOL_FEATURES", VhostUserFrontend::get_protocol_features)?;
-        let mut wanted = VhostUserProtocolFeatures::CONFIG
+        let mut wanted = needs.protocol
+            | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
-        wanted.set(VhostUserProtocolFeatures::MQ, is_asked);
+        wanted.set(VhostUserProtocolFeatures::MQ, needs.asked != AskedQueues::No);
+        if !offered.contains(VhostUserProtocolFeatures::CONFIG) {
+            // There is nothing that could change.
+            wanted.remove(VhostUserProtocolFeatures::BACKEND_REQ);
+        }
         self.protocol = offered & wanted;
         let protocol = self.protocol;
         self.request("SET_PROTOCOL_FEATURES", |back_end| back_end.set_protocol_features(protocol))?;
-        if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+        if self.confirms() {
             // From here on the back end says of each request whether it has carried it out.
             self.frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         }
-        let offered = if protocol.contains(VhostUserProtocolFeatures::MQ) {
-            self.request("GET_QUEUE_NUM", VhostUserFrontend::get_queue_num)?
+        self.check_queues(needs)?;
+        self.open_channel()
+    }
+
+    /// Whether the back end says of each request if it has carried it out.
+    fn confirms(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    fn check_queues(&mut self, needs: Needs) -> Result<(), VhostUserError> {
+        let Needs { count, without_mq, asked, .. } = needs;
+        let offered = if self.protocol.contains(VhostUserProtocolFeatures::MQ) {
+            let connection = Arc::clone(&self.connection);
+            self.request("GET_QUEUE_NUM", |_| plain::get_queue_num(&*connection))?
         } else {
             without_mq as u64
         };
-        if (count as u64) > offered {
-            return Err(VhostUserError::Queues { offered, needed: count });
+        let needed = count as u64;
+        if needed <= offered {
+            return Ok(());
+        }
+        let too_few = VhostUserError::Queues { offered, needed: count };
+        let may_be_pairs = asked == AskedQueues::QueuesOrPairs && needed.div_ceil(2) <= offered;
+        if !may_be_pairs || !self.protocol.contains(VhostUserProtocolFeatures::MQ) {
+            return Err(too_few);
+        }
+        // If it has said how many queues, it has none of this index. The size is set again before it is used.
+        let last = count.saturating_sub(1);
+        let probed = self
+            .request("SET_VRING_NUM", |to| to.set_vring_num(last, PROBED_QUEUE_SIZE))
+            .and_then(|()| self.await_done());
+        match probed {
+            Err(VhostUserError::Request { .. }) => Err(too_few),
+            probed => probed,
+        }
+    }
+
+    /// Waits until all requests before have been carried out.
+    fn await_done(&mut self) -> Result<(), VhostUserError> {
+        if !self.confirms() {
+            self.request("GET_FEATURES", |back_end| back_end.get_features())?;
         }
         Ok(())
+    }
+
+    /// Lets the back end make requests.
+    fn open_channel(&mut self) -> Result<(), VhostUserError> {
+        if !self.protocol.contains(VhostUserProtocolFeatures::BACKEND_REQ) {
+            return Ok(());
+        }
+        let opened = Channel::open(self.confirms());
+        let (channel, theirs) = opened.map_err(|source| VhostUserError::Resource {
+            what: "open a channel for the back end",
+            source,
+        })?;
+        self.request("SET_BACKEND_REQ_FD", |to| to.set_backend_request_fd(&theirs))?;
+        self.channel = Some(channel);
+        Ok(())
+    }
+
+    /// Where the back end makes requests, if it can.
+    pub(super) fn channel(&self) -> Option<&Channel> {
+        self.channel.as_ref()
+    }
+
+    /// Sets the MTU of a network that the back end is told.
+    pub(super) fn set_mtu(&mut self, mtu: Option<u16>) {
+        self.mtu = mtu;
+    }
+
+    /// An operation begins that may take `limit`.
+    pub(super) fn begin_within(&self, limit: Duration) {
+        self.deadline.begin_within(limit);
     }
 
     /// Virtio features that the back end offers.
@@ -200,7 +248,7 @@ impl Session {
         }
         self.deadline.begin_within(limit);
         let connection = Arc::clone(&self.connection);
-        self.request("GET_CONFIG", |_| get_config(&*connection, offset, data))
+        self.request("GET_CONFIG", |_| plain::get_config(&*connection, offset, data))
     }
 
     /// Writes the configuration at `offset` for the driver, within `limit`. A back end may refuse that.
@@ -242,7 +290,7 @@ impl Session {
         Ok(())
     }
 
-    /// Starts the rings with the features that the driver has accepted.
+    /// Starts the rings that are wanted with the features that the driver has accepted.
     ///
     /// # Errors
     /// [`VhostUserError::Ring`] if the driver has placed a ring where the back end cannot reach it; nothing has been
@@ -251,30 +299,74 @@ impl Session {
         &mut self,
         features: u64,
         memory: &GuestMemory,
-        rings: &[Ring],
+        rings: &mut [Ring],
     ) -> Result<(), VhostUserError> {
-        let places = rings.iter().map(|ring| place(ring, memory));
-        let places = places.collect::<Result<Vec<_>, _>>()?;
+        let wanted = |ring: &&mut Ring| ring.is_wanted;
+        let rings = placed(rings.iter_mut().filter(wanted), memory)?;
         self.deadline.begin(Duration::ZERO);
         // Not those of fields that the VMM has alone.
         let features = features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
         self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
+        if self.mtu.is_some() && features & 1 << VIRTIO_NET_F_MTU != 0 {
+            self.send_mtu()?;
+        }
         self.send_memory(memory)?;
-        for (ring, place) in rings.iter().zip(&places) {
+        self.run(rings)
+    }
+
+    /// Has the back end serve the rings that are wanted and no others, within `limit`, while it works.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub(super) fn serve_wanted(
+        &mut self,
+        memory: &GuestMemory,
+        rings: &mut [Ring],
+        limit: Duration,
+    ) -> Result<(), VhostUserError> {
+        let is_new = |ring: &&mut Ring| ring.is_wanted && ring.stage != RingStage::Enabled;
+        placed(rings.iter_mut().filter(is_new), memory)?;
+        self.deadline.begin_within(limit);
+        for ring in rings.iter_mut().filter(|ring| !ring.is_wanted) {
+            self.disable(ring)?;
+        }
+        for ring in rings.iter_mut().filter(is_new) {
+            // Started anew, as what the driver notified of meanwhile may have been missed.
+            self.stop_one(ring)?;
+        }
+        let new = placed(rings.iter_mut().filter(is_new), memory)?;
+        self.run(new)
+    }
+
+    /// Starts and enables rings.
+    fn run(&mut self, mut rings: Vec<(&mut Ring, VringConfigData)>) -> Result<(), VhostUserError> {
+        for (ring, place) in &rings {
             self.set_up(ring, place)?;
         }
         // Before the eventfds: they are signalled, and back ends built on vhost-user-backend before 0.22 drop a signal
         // for a ring that is not enabled. After them once more: two versions of it disable a ring that gets one.
-        self.enable(rings, true)?;
-        for ring in rings {
+        for (ring, _) in &rings {
+            self.enable(ring.index, true)?;
+        }
+        for (ring, _) in &rings {
             self.send_kick(ring)?;
         }
-        self.enable(rings, true)?;
-        if !self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
-            // The back end answers this one when it has carried out all before.
-            self.request("GET_FEATURES", |back_end| back_end.get_features())?;
+        for (ring, _) in &mut rings {
+            self.enable(ring.index, true)?;
+            ring.stage = RingStage::Enabled;
         }
-        Ok(())
+        // The back end answers when it has carried out all before.
+        self.await_done()
+    }
+
+    /// Tells the back end the MTU, if it can take one.
+    fn send_mtu(&mut self) -> Result<(), VhostUserError> {
+        let is_known = self.protocol.contains(VhostUserProtocolFeatures::MTU);
+        let Some(mtu) = self.mtu.filter(|_| is_known) else { return Ok(()) };
+        let (connection, confirms) = (Arc::clone(&self.connection), self.confirms());
+        let is_taken =
+            self.request("NET_SET_MTU", |_| plain::set_mtu(&*connection, mtu, confirms))?;
+        if is_taken { Ok(()) } else { Err(VhostUserError::Mtu { mtu }) }
     }
 
     fn set_up(&mut self, ring: &Ring, place: &VringConfigData) -> Result<(), VhostUserError> {
@@ -285,12 +377,30 @@ impl Session {
         self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))
     }
 
-    fn enable(&mut self, rings: &[Ring], enable: bool) -> Result<(), VhostUserError> {
-        for ring in rings {
-            self.request("SET_VRING_ENABLE", |back_end| {
-                back_end.set_vring_enable(usize::from(ring.index), enable)
-            })?;
+    fn enable(&mut self, index: u16, enable: bool) -> Result<(), VhostUserError> {
+        self.request("SET_VRING_ENABLE", |back_end| {
+            back_end.set_vring_enable(usize::from(index), enable)
+        })
+    }
+
+    fn disable(&mut self, ring: &mut Ring) -> Result<(), VhostUserError> {
+        if ring.stage == RingStage::Enabled {
+            self.enable(ring.index, false)?;
+            ring.stage = RingStage::Disabled;
         }
+        Ok(())
+    }
+
+    /// Stops a ring that is not enabled, and notes the index of its next available entry.
+    fn stop_one(&mut self, ring: &mut Ring) -> Result<(), VhostUserError> {
+        if ring.stage == RingStage::Stopped {
+            return Ok(());
+        }
+        let index = usize::from(ring.index);
+        let base = self.request("GET_VRING_BASE", |back_end| back_end.get_vring_base(index))?;
+        // The upper half is for packed rings, which are not offered.
+        ring.queue.set_next_avail(u16::try_from(base & 0xffff).unwrap_or(0));
+        ring.stage = RingStage::Stopped;
         Ok(())
     }
 
@@ -326,12 +436,11 @@ impl Session {
     pub(super) fn stop(&mut self, rings: &mut [Ring]) -> Result<(), VhostUserError> {
         self.deadline.begin(Duration::ZERO);
         // A ring that is stopped starts again when it is notified; one that is disabled is not served.
-        self.enable(rings, false)?;
+        for ring in rings.iter_mut() {
+            self.disable(ring)?;
+        }
         for ring in rings {
-            let index = usize::from(ring.index);
-            let base = self.request("GET_VRING_BASE", |back_end| back_end.get_vring_base(index))?;
-            // The upper half is for packed rings, which are not offered.
-            ring.queue.set_next_avail(u16::try_from(base & 0xffff).unwrap_or(0));
+            self.stop_one(ring)?;
         }
         Ok(())
     }
@@ -365,9 +474,10 @@ impl Session {
         !std::mem::replace(&mut self.is_loss_reported, true)
     }
 
-    /// Ends the connection; every later request fails.
+    /// Ends the connection; every later request fails, and no more come.
     pub(super) fn disconnect(&mut self) {
         self.is_lost = true;
+        self.channel = None;
         // Fails if the back end has closed it.
         let _ = self.connection.shutdown(Shutdown::Both);
     }
@@ -386,25 +496,12 @@ impl Session {
     }
 }
 
-/// Where a ring is in this process, as the back end is told.
-fn place(ring: &Ring, memory: &GuestMemory) -> Result<VringConfigData, VhostUserError> {
-    let Ring { queue, .. } = ring;
-    // Contiguous in the back end, so as a whole in one region.
-    let host = |gpa: u64, len_bytes: usize| {
-        let bytes = memory.get_slice(GuestAddress(gpa), len_bytes);
-        bytes.map(|bytes| bytes.ptr_guard().as_ptr().addr() as u64)
-    };
-    let size = usize::from(queue.size());
-    let outside = |_| VhostUserError::Ring { index: ring.index };
-    Ok(VringConfigData {
-        queue_max_size: ring.size_max,
-        queue_size: queue.size(),
-        flags: 0,
-        desc_table_addr: host(queue.desc_table(), 16 * size).map_err(outside)?,
-        used_ring_addr: host(queue.used_ring(), 6 + 8 * size).map_err(outside)?,
-        avail_ring_addr: host(queue.avail_ring(), 6 + 2 * size).map_err(outside)?,
-        log_addr: None,
-    })
+/// Rings, with where they are.
+fn placed<'a>(
+    rings: impl Iterator<Item = &'a mut Ring>,
+    memory: &GuestMemory,
+) -> Result<Vec<(&'a mut Ring, VringConfigData)>, VhostUserError> {
+    rings.map(|ring| ring.place(memory).map(|place| (ring, place))).collect()
 }
 
 /// Guest memory as the back end is told of it.

@@ -582,8 +582,8 @@ fn what_the_guest_sees_of_a_file_system() {
     let tag = "shared".to_owned();
     let kind = VhostUserKind::Fs { tag };
     assert_eq!((kind.device_id(), kind.queues(2), kind.needs(2).without_mq), (26, 3, 2));
-    let config = kind.config(Vec::new(), 2);
+    let config = kind.config(None, 2, 0);
     assert_eq!(&config[..7], b"shared\0");
     assert_eq!((config.len(), &config[36..]), (40, &[2, 0, 0, 0][..]));
-    assert_eq!(kind.features(u64::MAX, 2), crate::virtio::RING_FEATURES);
+    assert_eq!(kind.features(u64::MAX, 2, None), crate::virtio::RING_FEATURES);
 }
