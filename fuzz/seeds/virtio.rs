@@ -302,7 +302,18 @@ fn vhost_user() -> Vec<Seed> {
     let usual = usual.map(|(name, last)| Seed::new("vhost_user", name, [0; 39].into_iter().chain([last]).collect::<Vec<u8>>()));
     let faults = [0, 1, 3, 5, 8, 12, 14].into_iter().flat_map(|at| [4, 5, 6, 7, 15].map(|choice| (at, choice)));
     let faults = faults.map(|(at, choice)| Seed::new("vhost_user", format!("fault-{at}-{choice}"), late(at, choice)));
-    usual.into_iter().chain(faults).collect()
+    // Two pairs, one, an announcement; the requests of the back end come among the answers.
+    let command = |name, command: [u8; 4]| {
+        let end = command.into_iter().chain([0, 0, 0, 0, 2]);
+        Seed::new("vhost_user", name, [0; 80].into_iter().chain(end).collect::<Vec<u8>>())
+    };
+    let commands = [("pairs-2", [4, 0, 2, 0]), ("pairs-1", [4, 0, 1, 0]), ("announced", [3, 0, 0, 0])];
+    let commands = commands.map(|(name, bytes)| command(name, bytes));
+    // Behind the answers before: no answer of another kind, and then what the channel carries.
+    let change = [0, 0, 0, 0, 0, 0].into_iter().chain([2_u8, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]);
+    let change = change.chain([2, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]).chain([0; 60]);
+    let change = Seed::new("vhost_user", "config-change", change.collect::<Vec<u8>>());
+    usual.into_iter().chain(faults).chain(commands).chain([change]).collect()
 }
 
 /// A usual device with one queue, and with several; each answer of another one; a call that fails early or late.

@@ -258,19 +258,32 @@ fn prefers_private(zone: &ZoneSpec, policy: HugePagePolicy) -> bool {
 }
 
 fn sized_memfd(zone: &ZoneSpec, flags: u32) -> Result<File, BackingError> {
-    let make = || {
-        let file = memfd(&format!("ram-{}", zone.id), flags)?;
-        file.set_len(zone.size_bytes)?;
-        // A process that shares this memory must not be able to truncate it: SIGBUS for all of them.
-        let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        // SAFETY: takes and returns numbers; the descriptor is open.
-        match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
-            0 => Ok(file),
-            _ => Err(io::Error::last_os_error()),
-        }
-    };
     let (id, size_bytes) = (&zone.id, zone.size_bytes);
-    make().map_err(|source| BackingError::Memfd { zone: id.clone(), size_bytes, source })
+    sealed(&format!("ram-{id}"), size_bytes, flags).map_err(|source| BackingError::Memfd {
+        zone: id.clone(),
+        size_bytes,
+        source,
+    })
+}
+
+/// Memory to be shared with another process, which cannot change its length.
+///
+/// # Errors
+/// The host does not provide it.
+pub fn sealed_file(name: &str, len_bytes: u64) -> io::Result<File> {
+    sealed(name, len_bytes, 0)
+}
+
+fn sealed(name: &str, len_bytes: u64, flags: u32) -> io::Result<File> {
+    let file = memfd(name, flags)?;
+    file.set_len(len_bytes)?;
+    // A process that shares this memory must not be able to truncate it: SIGBUS for all of them.
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: takes and returns numbers; the descriptor is open.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+        0 => Ok(file),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 pub(crate) fn memfd(name: &str, flags: u32) -> io::Result<File> {

@@ -98,6 +98,7 @@ mod zone_kind;
 pub use page_bitmap::PageBitmap;
 
 pub use backing::InitialContents;
+pub use backing::sealed_file;
 pub use backing_error::BackingError;
 pub use collapse::{Collapse, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};

@@ -77,6 +77,7 @@ mod tpm;
 mod turning;
 mod unfit;
 mod unread;
+mod vhost_moves;
 mod vhost_peers;
 mod vhost_user;
 mod vsock;
@@ -153,6 +154,7 @@ fn main() -> ExitCode {
     hostile::add(&mut suite);
     hotplug::add(&mut suite);
     descriptors::add(&mut suite);
+    vhost_moves::add(&mut suite);
     vhost_peers::add(&mut suite);
     vhost_user::add(&mut suite);
     vsock::add(&mut suite);

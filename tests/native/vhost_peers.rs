@@ -41,14 +41,14 @@ const QUEUES: usize = 2;
 const NET_QUEUES: usize = 4;
 
 /// A kind of device.
-struct Subject {
+pub struct Subject {
     /// What the back end is started with.
     kind: &'static str,
     /// What the guest does with it; its answers are counted as the blocks of a disk are.
     workload: &'static str,
     option: &'static str,
     /// The option string for a socket.
-    text: fn(&Path) -> String,
+    pub text: fn(&Path) -> String,
     /// What of an option string asks for more queues than there can be, and what is said of that.
     more_queues: (&'static str, &'static str),
     add: &'static str,
@@ -91,6 +91,9 @@ const NET_PAIRS: Subject = Subject {
     ..NET
 };
 
+/// The back end serves several VMMs at a time, as those of a source and of a destination are.
+pub const NET_MOVES: Subject = Subject { kind: "net-all", ..NET_PAIRS };
+
 /// The VMM listens.
 const NET_SERVER: Subject = Subject {
     kind: "net-connects",
@@ -118,9 +121,15 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     let (kind, role) = match arguments.next()?.to_str()? {
         "fs" => (Kind::Fs, Role::Listens),
         "net" => (Kind::Net, Role::Listens),
+        "net-all" => (Kind::Net, Role::ListensToAll),
         _ => (Kind::Net, Role::Connects),
     };
     let socket = PathBuf::from(arguments.next()?);
+    if role == Role::ListensToAll {
+        let ended = peer::serve_all(&socket, kind, NET_QUEUES);
+        eprintln!("the back end ends: {ended:?}");
+        return Some(ExitCode::FAILURE);
+    }
     let queues = if kind == Kind::Net { NET_QUEUES } else { QUEUES };
     loop {
         if let Err(error) = peer::serve(&socket, kind, role, queues) {
@@ -136,13 +145,13 @@ pub fn serve_if_asked() -> Option<ExitCode> {
 }
 
 impl Subject {
-    fn back_end(&self) -> BackEnd {
+    pub fn back_end(&self) -> BackEnd {
         let folder = TempDir::with_prefix("godwit-vhost-peer-").expect("a folder");
         let socket = folder.path().join("socket");
         BackEnd::serve(folder, vec![SERVE.into(), self.kind.into(), socket.into()])
     }
 
-    fn vm(&self, option: &str) -> VmmBuilder {
+    pub fn vm(&self, option: &str) -> VmmBuilder {
         VmmBuilder::guest(self.vcpus, MEMORY, self.workload).with(&[self.option, option])
     }
 }
@@ -224,6 +233,10 @@ fn refusals(subject: &Subject) {
     let (code, output) = more.bare().run();
     assert!(code != 0 && output.contains(why), "{code}: {output}");
 
+    // A network is movable.
+    if subject.field == NET.field {
+        return;
+    }
     let vmm = subject.vm(&option).start();
     write_more(&vmm, 1);
     let api = vmm.api();

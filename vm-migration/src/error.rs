@@ -75,7 +75,7 @@ pub enum Cause {
     },
     /// Memory that would have to be sent again, whole, while the guest is stopped.
     #[error(
-        "nothing logs what passed-through devices write to guest memory ({devices}), so all of it would be sent \
+        "nothing logs what devices outside of the VMM write to guest memory ({devices}), so all of it would be sent \
          again when the guest has stopped: the expected downtime is {expected_ms} ms, but only {downtime_ms} ms are \
          allowed; raise downtime_ms, or accept any downtime with timeout_strategy=ignore"
     )]

@@ -56,6 +56,11 @@ impl TestInterrupt {
         self.seen.lock().broken
     }
 
+    /// Waits for an interrupt of a queue.
+    pub(crate) fn wait_queue(&self, index: u16) {
+        self.wait("interrupt", |seen| seen.queues.get(&index).is_some_and(|count| *count > 0));
+    }
+
     /// Waits for more changes of the configuration than `before`.
     pub(crate) fn wait_config_change(&self, before: u64) {
         self.wait("change of the configuration", |seen| seen.config > before);

@@ -63,7 +63,7 @@ stays() {
   receives $2 $3 || return 1
   remote $1 send-migration --wait destination_url=unix:$T/$2.mig,downtime_ms=20 >$T/refused.log 2>&1 && return 1
   wait $receiver
-  grep -q "nothing logs what passed-through devices write to guest memory (edu)" $T/refused.log || { cat $T/refused.log; return 1; }
+  grep -q "nothing logs what devices outside of the VMM write to guest memory (edu)" $T/refused.log || { cat $T/refused.log; return 1; }
   state_is $1 Running && remote $2 shutdown-vmm && ends $2 60
 }
 # restored FROM TO: saved, killed, and restored with the same function.

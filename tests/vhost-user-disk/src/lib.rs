@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::{Arc, RwLock};
 
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost_user_backend::bitmap::BitmapMmapRegion;
 use vhost_user_backend::{
     VhostUserBackend, VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringT,
 };
@@ -28,7 +29,9 @@ use vmm_sys_util::event::{
     EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier,
 };
 
-type Memory = GuestMemoryAtomic<GuestMemoryMmap>;
+/// Guest memory, of which writes are logged while the front end wants that.
+type Mapped = GuestMemoryMmap<BitmapMmapRegion>;
+type Memory = GuestMemoryAtomic<Mapped>;
 
 const SECTOR_BYTES: u64 = 512;
 const CONFIG_LEN_BYTES: usize = 60;
@@ -64,10 +67,7 @@ fn of_memory(error: vm_memory::GuestMemoryError) -> io::Error {
 }
 
 impl Request {
-    fn parse(
-        memory: &GuestMemoryMmap,
-        chain: impl Iterator<Item = Descriptor>,
-    ) -> io::Result<Self> {
+    fn parse(memory: &Mapped, chain: impl Iterator<Item = Descriptor>) -> io::Result<Self> {
         let (mut writable, mut readable): (Vec<_>, Vec<_>) =
             chain.partition(Descriptor::is_write_only);
         if readable.is_empty() {
@@ -82,7 +82,7 @@ impl Request {
     }
 
     /// Carries it out; returns the bytes written to guest memory.
-    fn run(&self, disk: &Disk, memory: &GuestMemoryMmap) -> io::Result<u32> {
+    fn run(&self, disk: &Disk, memory: &Mapped) -> io::Result<u32> {
         let mut offset = self.sector.saturating_mul(SECTOR_BYTES);
         let mut written = 0;
         match self.kind {
@@ -118,13 +118,13 @@ impl Request {
     }
 }
 
-type Chain<'a> = DescriptorChain<&'a GuestMemoryMmap>;
+type Chain<'a> = DescriptorChain<&'a Mapped>;
 
 /// Takes available chains of a queue while one is `wanted`, and has each used with the bytes that `carry_out` has
 /// written.
 fn each(
     vring: &VringRwLock<Memory>,
-    memory: &GuestMemoryMmap,
+    memory: &Mapped,
     mut wanted: impl FnMut() -> bool,
     mut carry_out: impl FnMut(Chain<'_>) -> io::Result<u32>,
 ) -> io::Result<()> {
@@ -177,7 +177,7 @@ impl Disk {
 }
 
 impl VhostUserBackendMut for Disk {
-    type Bitmap = ();
+    type Bitmap = BitmapMmapRegion;
     type Vring = VringRwLock<Memory>;
 
     fn num_queues(&self) -> usize {
@@ -243,7 +243,7 @@ impl VhostUserBackendMut for Disk {
 pub fn serve(socket: &Path, image: &Path, queues: usize) -> io::Result<()> {
     let file = File::options().read(true).write(true).open(image)?;
     let len_bytes = file.metadata()?.len();
-    let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
+    let memory = GuestMemoryAtomic::new(Mapped::new());
     let disk = Disk { file, len_bytes, queues, memory: memory.clone() };
     let disk = Arc::new(RwLock::new(disk));
     daemon_of(disk, memory)?.serve(socket).map_err(|error| io::Error::other(error.to_string()))
@@ -251,7 +251,11 @@ pub fn serve(socket: &Path, image: &Path, queues: usize) -> io::Result<()> {
 
 /// A daemon that serves a device.
 fn daemon_of<
-    T: VhostUserBackend<Vring = VringRwLock<Memory>, Bitmap = ()> + Clone + Send + Sync + 'static,
+    T: VhostUserBackend<Vring = VringRwLock<Memory>, Bitmap = BitmapMmapRegion>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
 >(
     device: T,
     memory: Memory,

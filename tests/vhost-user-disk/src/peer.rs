@@ -10,18 +10,21 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
 
+use vhost::vhost_user::Listener;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
-use vhost_user_backend::{VhostUserBackendMut, VringRwLock};
+use vhost_user_backend::bitmap::BitmapMmapRegion;
+use vhost_user_backend::{VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringT as _};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_net as net;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{Bytes as _, GuestAddressSpace as _, GuestMemoryAtomic, GuestMemoryMmap};
+use virtio_queue::QueueT as _;
+use vm_memory::{Bytes as _, GuestAddressSpace as _, GuestMemoryAtomic};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{
     EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier,
 };
 
-use crate::{Chain, Memory, daemon_of, each, invalid, of_memory};
+use crate::{Chain, Mapped, Memory, daemon_of, each, invalid, of_memory};
 
 const QUEUE_SIZE_MAX: usize = 1024;
 /// Frames that wait for buffers of the driver; more are lost.
@@ -58,7 +61,7 @@ struct Peer {
     memory: Memory,
 }
 
-fn bytes_of(memory: &GuestMemoryMmap, chain: Chain<'_>) -> io::Result<Vec<u8>> {
+fn bytes_of(memory: &Mapped, chain: Chain<'_>) -> io::Result<Vec<u8>> {
     let mut all = Vec::new();
     for part in chain.readable() {
         let mut bytes = vec![0; part.len() as usize];
@@ -69,7 +72,7 @@ fn bytes_of(memory: &GuestMemoryMmap, chain: Chain<'_>) -> io::Result<Vec<u8>> {
 }
 
 /// Writes to the writable parts of a chain; returns how much.
-fn put(memory: &GuestMemoryMmap, chain: Chain<'_>, bytes: &[u8]) -> io::Result<u32> {
+fn put(memory: &Mapped, chain: Chain<'_>, bytes: &[u8]) -> io::Result<u32> {
     let mut left = bytes;
     for part in chain.writable() {
         let (now, later) = left.split_at(left.len().min(part.len() as usize));
@@ -118,7 +121,8 @@ impl Peer {
         each(
             tx,
             &memory,
-            || true,
+            // A frame that has left the guest must not be in flight when that has stopped.
+            || rx.get_ref().get_queue().ready(),
             |chain| {
                 let frame = bytes_of(&memory, chain)?;
                 if frames.len() < FRAMES_MAX {
@@ -141,7 +145,7 @@ impl Peer {
 }
 
 impl VhostUserBackendMut for Peer {
-    type Bitmap = ();
+    type Bitmap = BitmapMmapRegion;
     type Vring = VringRwLock<Memory>;
 
     fn num_queues(&self) -> usize {
@@ -156,7 +160,11 @@ impl VhostUserBackendMut for Peer {
         let own = match self.kind {
             Kind::Fs => 0,
             // Both are the front end's to serve.
-            Kind::Net => 1 << net::VIRTIO_NET_F_CTRL_VQ | 1 << net::VIRTIO_NET_F_MQ,
+            Kind::Net => {
+                1 << net::VIRTIO_NET_F_CTRL_VQ
+                    | 1 << net::VIRTIO_NET_F_MQ
+                    | VhostUserVirtioFeatures::LOG_ALL.bits()
+            }
         };
         own | 1 << VIRTIO_F_VERSION_1
             | 1 << VIRTIO_RING_F_EVENT_IDX
@@ -165,7 +173,8 @@ impl VhostUserBackendMut for Peer {
     }
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
-        VhostUserProtocolFeatures::MQ
+        VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
@@ -226,6 +235,8 @@ impl VhostUserBackendMut for Peer {
 pub enum Role {
     /// The back end listens.
     Listens,
+    /// The back end listens, and serves several front ends at a time.
+    ListensToAll,
     /// The back end connects to a VMM that listens.
     Connects,
 }
@@ -235,19 +246,41 @@ pub enum Role {
 /// # Errors
 /// The socket cannot be used, or a request broke the protocol.
 pub fn serve(socket: &Path, kind: Kind, role: Role, queues: usize) -> io::Result<()> {
-    let memory = GuestMemoryAtomic::new(GuestMemoryMmap::new());
-    let mut config = vec![0; 40];
-    config[..5].copy_from_slice(b"there");
-    config[36] = 1;
-    let frames = (0..queues.div_ceil(2)).map(|_| VecDeque::new()).collect();
-    let peer = Peer { kind, queues, config, frames, memory: memory.clone() };
-    let mut daemon = daemon_of(Arc::new(RwLock::new(peer)), memory)?;
+    let mut daemon = peer(kind, queues)?;
     let done = match role {
-        Role::Listens => daemon.serve(socket),
+        Role::Listens | Role::ListensToAll => daemon.serve(socket),
         Role::Connects => {
             let started = daemon.start_client(&socket.to_string_lossy());
             started.and_then(|()| daemon.wait())
         }
     };
     done.map_err(|error| io::Error::other(error.to_string()))
+}
+
+/// Serves a device of its own at `socket` to each front end, however many there are at a time.
+///
+/// # Errors
+/// The socket cannot be used, or there is no thread.
+pub fn serve_all(socket: &Path, kind: Kind, queues: usize) -> io::Result<()> {
+    let other = |error: &dyn std::fmt::Display| io::Error::other(error.to_string());
+    let mut listener = Listener::new(socket, true).map_err(|error| other(&error))?;
+    loop {
+        let mut daemon = peer(kind, queues)?;
+        daemon.start(&mut listener).map_err(|error| other(&error))?;
+        std::thread::spawn(move || {
+            if let Err(error) = daemon.wait() {
+                eprintln!("a connection ends: {error}");
+            }
+        });
+    }
+}
+
+fn peer(kind: Kind, queues: usize) -> io::Result<VhostUserDaemon<Arc<RwLock<Peer>>>> {
+    let memory = GuestMemoryAtomic::new(Mapped::new());
+    let mut config = vec![0; 40];
+    config[..5].copy_from_slice(b"there");
+    config[36] = 1;
+    let frames = (0..queues.div_ceil(2)).map(|_| VecDeque::new()).collect();
+    let peer = Peer { kind, queues, config, frames, memory: memory.clone() };
+    daemon_of(Arc::new(RwLock::new(peer)), memory)
 }

@@ -127,7 +127,7 @@ impl Vmm {
             .load_tls()
             .map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
         self.refuse_unmovable()?;
-        if self.machine_mut()?.has_passthrough() {
+        if self.machine_mut()?.needs_all_pages() {
             sending::without_postcopy(&mut options)?;
         }
         self.refuse_while_memory_arrives("migrated")?;

@@ -84,7 +84,7 @@ impl Sending {
     }
 }
 
-/// Removes postcopy from the options, which a VM with passed-through devices cannot do.
+/// Removes postcopy from the options, which a VM with devices that reach its memory beside the VMM cannot do.
 ///
 /// # Errors
 /// Postcopy alone was requested.
@@ -94,7 +94,9 @@ pub fn without_postcopy(options: &mut SendOptions) -> Result<(), ApiError> {
         MemoryMode::Auto if !options.page_server => {}
         _ => return Err(ApiError::from_error(ApiErrorKind::Conflict, &DmaToMissingPages)),
     }
-    log::info!("a VM with passed-through devices moves in precopy only: no switch to postcopy");
+    log::info!(
+        "a VM with passed-through or vhost-user devices moves in precopy only: no switch to postcopy"
+    );
     options.memory_mode = MemoryMode::Precopy;
     options.urgent_connections = None;
     options.postcopy_after = None;

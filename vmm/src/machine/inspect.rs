@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use devices::virtio::balloon::BalloonHandle;
+use devices::virtio::vhost_user::WriteLog;
 use hypervisor::VcpuThrottle;
 use memory::Collapse;
 use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
@@ -157,9 +158,20 @@ impl Machine {
         self.parts.passthrough.state_len_bytes()
     }
 
+    /// Whether devices access guest memory that cannot wait for a page which is still to arrive: passed-through ones, and
+    /// those that other processes serve over vhost-user.
+    pub fn needs_all_pages(&self) -> bool {
+        self.has_passthrough() || self.parts.devices.has_vhost_users()
+    }
+
     /// Starts to log the DMA writes of passed-through devices; ends when the logs are dropped.
     pub fn watch_dma(&self) -> Vec<DmaLog> {
         self.parts.passthrough.watch_dma(&self.parts.ram)
+    }
+
+    /// The same for what the back ends of vhost-user devices write.
+    pub fn watch_back_ends(&self) -> Vec<WriteLog> {
+        self.parts.devices.watch_back_ends(&self.parts.ram)
     }
 
     /// A throttle for the vCPUs; `None`, with a warning, if its thread cannot be started.

@@ -429,6 +429,7 @@ impl Machine {
         self.check_room()?;
         vhost_users::check_movable(&self.config)?;
         vdpas::check_movable(&self.config)?;
+        self.parts.devices.check_back_ends()?;
         self.parts.devices.check_movable()?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)
     }

@@ -3,13 +3,14 @@
 //! Wiring of devices that other processes serve over vhost-user.
 //!
 //! Owns the translation from options to devices, what the loss of a back end leads to (an event, and that no later guest gets the memory), and the rule that a machine with
-//! such a device stays where it is.
+//! such a device stays where it is, unless it is a network.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use devices::virtio::vhost_user::{
-    NetOffloads, VhostUser, VhostUserConfig, VhostUserError, VhostUserKind,
+    NetOffloads, VhostUser, VhostUserConfig, VhostUserError, VhostUserHandle, VhostUserKind,
+    WriteLog,
 };
 use memory::GuestRam;
 use pci::Bdf;
@@ -35,19 +36,31 @@ pub struct VhostUserWiringError {
 
 /// A machine with vhost-user devices cannot be migrated or saved.
 #[derive(Debug, Error)]
-#[error("{} cannot be migrated or saved: the state of a vhost-user device is in its back end", .0.join(", "))]
-pub struct NotMovable(Vec<String>);
+pub enum NotMovable {
+    /// Devices that are no networks.
+    #[error("{} cannot be migrated or saved: the state of a vhost-user device is in its back end", .0.join(", "))]
+    State(Vec<String>),
+    /// Networks whose back ends are lost, and may write guest memory that nothing logs.
+    #[error(
+        "{} cannot be migrated or saved: the vhost-user back end is lost, and may still write guest memory; remove the \
+         device, or reboot the VM",
+        .0.join(", ")
+    )]
+    Lost(Vec<String>),
+}
 
-/// Refuses to migrate, save, receive or restore a machine with vhost-user devices.
+fn quoted<'a>(ids: impl Iterator<Item = &'a str>) -> Vec<String> {
+    ids.map(|id| format!("'{id}'")).collect()
+}
+
+/// Refuses to migrate, save, receive or restore a machine with vhost-user devices that are no networks.
 ///
 /// # Errors
 /// Names the devices.
 pub fn check_movable(config: &VmConfig) -> Result<(), NotMovable> {
     let devices = config.vhost_user_devices();
-    if devices.is_empty() {
-        return Ok(());
-    }
-    Err(NotMovable(devices.iter().map(|(_, id)| format!("'{id}'")).collect()))
+    let stay = quoted(devices.iter().filter(|(what, _)| *what != "net").map(|(_, id)| *id));
+    if stay.is_empty() { Ok(()) } else { Err(NotMovable::State(stay)) }
 }
 
 /// Connects to the back end of a disk.
@@ -179,11 +192,31 @@ impl VirtioDevices {
         context: &PciContext<'_>,
         place: Place,
     ) -> Result<Bdf, VirtioError> {
-        let (id, counters) = (device.id().to_owned(), device.counters());
+        let (id, counters, handle) = (device.id().to_owned(), device.counters(), device.handle());
         let bdf = self.plug(context, &id, Box::new(device), place)?;
-        self.counters.push((id.clone(), counters));
-        self.vhost_users.push(id);
+        self.counters.push((id, counters));
+        self.vhost_users.push(handle);
         Ok(bdf)
+    }
+
+    /// Refuses to migrate or save a machine if a back end is lost.
+    ///
+    /// # Errors
+    /// Names the devices.
+    pub(super) fn check_back_ends(&self) -> Result<(), NotMovable> {
+        let lost =
+            quoted(self.vhost_users.iter().filter(|it| it.is_lost()).map(VhostUserHandle::id));
+        if lost.is_empty() { Ok(()) } else { Err(NotMovable::Lost(lost)) }
+    }
+
+    /// Starts to log what back ends write to guest memory; ends when the logs are dropped.
+    pub(super) fn watch_back_ends(&self, ram: &GuestRam) -> Vec<WriteLog> {
+        self.vhost_users.iter().map(|device| device.watch_writes(ram)).collect()
+    }
+
+    /// Whether another process serves a device.
+    pub(super) fn has_vhost_users(&self) -> bool {
+        !self.vhost_users.is_empty()
     }
 
     /// Adds a vhost-user device to the machine; its back end is connected.

@@ -14,6 +14,7 @@ use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
+use devices::virtio::vhost_user::VhostUserHandle;
 use devices::virtio::vsock::{Vsock, VsockSocket};
 use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
 use devices::virtio::{ActivationThread, Counters};
@@ -126,8 +127,8 @@ pub struct VirtioDevices {
     pub(super) full_disks: Vec<(String, FullDisk)>,
     pub(super) nets: Vec<(String, NetHandle)>,
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
-    /// Ids of the devices that other processes serve.
-    pub(super) vhost_users: Vec<String>,
+    /// The devices that other processes serve.
+    pub(super) vhost_users: Vec<VhostUserHandle>,
     /// Ids of the vDPA devices.
     pub(super) vdpas: Vec<String>,
     balloon: Option<BalloonHandle>,
@@ -307,7 +308,7 @@ impl VirtioDevices {
         let lock = self.locks.iter().position(|(other, _)| *other == id);
         let net = self.nets.iter().position(|(other, _)| *other == id);
         let socket = self.sockets.iter().position(|(other, _)| *other == id);
-        let vhost_user = self.vhost_users.iter().position(|other| *other == id);
+        let vhost_user = self.vhost_users.iter().position(|other| other.id() == id);
         let vdpa = self.vdpas.iter().position(|other| *other == id);
         if [lock, net, socket, vhost_user, vdpa].iter().all(Option::is_none) {
             return None;
@@ -350,6 +351,9 @@ impl VirtioDevices {
     pub fn announce(&self) {
         for (_, net) in &self.nets {
             net.announce();
+        }
+        for device in &self.vhost_users {
+            device.announce();
         }
     }
 

@@ -127,8 +127,8 @@ pub struct ArrivingMachine {
 /// A device cannot wait for a missing page as a vCPU can.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the VM has passed-through devices, which may access any of its memory at any time and cannot wait \
-     for pages that are still to come: it can be migrated in precopy only"
+    "the VM has passed-through devices, or devices that another process serves, which may access any of its memory at any \
+     time and cannot wait for pages that are still to come: it can be migrated in precopy only, and restored by copying"
 )]
 pub struct DmaToMissingPages;
 
@@ -205,7 +205,7 @@ impl DestinationVm for ArrivingMachine {
     type Running = Machine;
 
     fn fault_source(&mut self) -> Result<Option<Arc<dyn FaultSource>>, VmError> {
-        if self.machine.has_passthrough() {
+        if self.machine.needs_all_pages() {
             return Err(DmaToMissingPages.into());
         }
         let Some(plan) = self.faults.take() else { return Ok(None) };

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The dirty log of a machine: KVM's, VFIO's and the VMM's own, merged.
+//! The dirty log of a machine: KVM's, VFIO's, those of vhost-user back ends and the VMM's own, merged.
 //!
-//! Owns the union of KVM's log (vCPUs), of the log of device writes in this process, and of what
-//! passed-through devices write by DMA. Tracking starts when the value is made and stops when it is
+//! Owns the union of KVM's log (vCPUs), of the log of device writes in this process, of what
+//! passed-through devices write by DMA, and of what back ends of vhost-user devices write. Tracking starts when the value is made and stops when it is
 //! dropped.
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use devices::virtio::vhost_user::WriteLog;
 use hypervisor::{ManualDirtyLog, MemslotConfig, MemslotError, Vm};
 use memory::{GuestRam, RamRegion};
 use parking_lot::Mutex;
@@ -32,6 +33,16 @@ pub struct MachineDirtyLog {
     noted: Vec<Mutex<Vec<u64>>>,
     /// DMA logs of passed-through devices; their bits are merged into the log of device writes.
     dma: Vec<DmaLog>,
+    /// The same of the back ends of vhost-user devices.
+    served: Vec<WriteLog>,
+}
+
+/// Logs of what does not run in this process.
+pub struct DeviceLogs {
+    /// Of passed-through devices.
+    pub dma: Vec<DmaLog>,
+    /// Of the back ends of vhost-user devices.
+    pub served: Vec<WriteLog>,
 }
 
 /// A memory slot of a region; a region that is plugged in while the guest runs may have several, or none.
@@ -89,19 +100,20 @@ fn take_noted(noted: &mut [u64], first_word: usize, words: &mut [u64]) {
 }
 
 impl MachineDirtyLog {
-    /// Starts dirty tracking; `watch_dma` starts the DMA logs of passed-through devices.
+    /// Starts dirty tracking; `watch` starts the logs of what does not run in this process.
     ///
     /// # Errors
     /// A KVM call failed; tracking is off then.
     pub fn start(
         vm: Vm,
         ram: Arc<GuestRam>,
-        watch_dma: impl FnOnce() -> Vec<DmaLog>,
+        watch: impl FnOnce() -> DeviceLogs,
     ) -> Result<Self, MemslotError> {
         ram.track_device_writes(true);
         let noted = ram.regions().iter().map(|_| Mutex::new(Vec::new())).collect();
         let pieces = pieces(&vm, &ram);
-        let log = Self { vm, ram, pieces, noted, dma: watch_dma() };
+        let DeviceLogs { dma, served } = watch();
+        let log = Self { vm, ram, pieces, noted, dma, served };
         for piece in log.pieces.iter().flatten() {
             log.vm.set_dirty_logging(piece.slot, true)?;
         }
@@ -123,6 +135,7 @@ impl Drop for MachineDirtyLog {
 impl DirtyLog for MachineDirtyLog {
     fn begin_round(&self) -> Result<u64, VmError> {
         self.dma.iter().for_each(|log| log.collect(&self.ram));
+        self.served.iter().for_each(|log| log.collect(&self.ram));
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
             let mut noted = self.noted[index].lock();
@@ -142,11 +155,9 @@ impl DirtyLog for MachineDirtyLog {
     }
 
     fn devices_without_log(&self) -> Vec<String> {
-        self.dma
-            .iter()
-            .filter(|log| log.is_missing())
-            .map(|log| log.device_id().to_owned())
-            .collect()
+        let dma = self.dma.iter().filter(|log| log.is_missing()).map(DmaLog::device_id);
+        let served = self.served.iter().filter(|log| log.is_missing()).map(WriteLog::device_id);
+        dma.chain(served).map(str::to_owned).collect()
     }
 
     fn collect_and_clear(

@@ -204,7 +204,8 @@ fn restore_from(
     updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
     confine(&config)?;
-    let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty());
+    let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty())
+        || !config.vhost_user_devices().is_empty();
     if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
         return Err(DmaToMissingPages.into());
     }

@@ -14,7 +14,7 @@ use vm_migration::page_server::PageServerHandle;
 use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 
-use super::dirty::MachineDirtyLog;
+use super::dirty::{DeviceLogs, MachineDirtyLog};
 use super::disk_writer::DiskWriter;
 use super::document::{CONFIG_VERSION, MachineDocument};
 use super::hints::MachineHints;
@@ -222,7 +222,9 @@ impl SourceVm for LeavingMachine {
 
     fn start_dirty_log(&mut self) -> Result<MachineDirtyLog, VmError> {
         let (vm, ram) = (self.machine.vm().clone(), Arc::clone(self.machine.ram()));
-        Ok(MachineDirtyLog::start(vm, ram, || self.machine.watch_dma())?)
+        let watch =
+            || DeviceLogs { dma: self.machine.watch_dma(), served: self.machine.watch_back_ends() };
+        Ok(MachineDirtyLog::start(vm, ram, watch)?)
     }
 
     fn throttle(&self) -> Option<Box<dyn Throttle>> {

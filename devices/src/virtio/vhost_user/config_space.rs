@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::error::VhostUserError;
-use super::kind::{ConfigSource, VhostUserKind};
+use super::kind::{ConfigSource, NET_MTU_OFFSET, VhostUserKind};
 use super::session::Session;
 
 /// The configuration; shared by the device and its thread.
@@ -74,6 +74,15 @@ impl ConfigSpace {
     /// What drivers read.
     pub(super) fn bytes(&self) -> Vec<u8> {
         self.bytes.lock().clone()
+    }
+
+    /// The MTU that drivers of a network are told.
+    pub(super) fn mtu(&self) -> Option<u16> {
+        if !matches!(self.kind, VhostUserKind::Net { .. }) {
+            return None;
+        }
+        let mtu = self.bytes.lock().get(NET_MTU_OFFSET..)?.first_chunk().copied();
+        mtu.map(u16::from_le_bytes).filter(|mtu| *mtu != 0)
     }
 
     /// Reads it anew, as it has changed. Whether a driver can see that.

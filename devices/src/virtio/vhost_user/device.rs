@@ -18,10 +18,12 @@ use super::control::ControlQueue;
 use super::counters::VhostUserCounters;
 use super::deadline::Deadline;
 use super::error::VhostUserError;
+use super::handle::VhostUserHandle;
 use super::kind::{NET_QUEUES, VhostUserKind};
 use super::net_link::NetLink;
 use super::ring::{Ring, RingStage};
 use super::session::Session;
+use super::state;
 use super::worker::{OnLost, VhostUserWorker};
 use crate::virtio::device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, StateError, VirtioDevice,
@@ -38,7 +40,7 @@ const RESET_LIMIT: Duration = Duration::from_secs(3);
 pub(super) const CONFIG_LIMIT: Duration = RESET_LIMIT;
 /// Bytes of a configuration that the protocol can speak of (vhost-user, "Virtio device config space").
 const CONFIG_LEN_BYTES_MAX: u64 = 256;
-/// Version of its saved state, which is empty: the state that matters is the back end's.
+/// Version of the saved state of all but networks, which is empty: the state that matters is the back end's.
 const STATE_VERSION: u32 = 1;
 
 /// Configuration of a vhost-user device.
@@ -104,7 +106,7 @@ impl VhostUser {
             return Err(VhostUserError::Lacks("VIRTIO_F_VERSION_1"));
         }
         session.check_memory(memory)?;
-        let net = if let VhostUserKind::Net { mtu, .. } = kind {
+        let net = if let VhostUserKind::Net { mac, mtu, .. } = kind {
             session.set_mtu(*mtu);
             if num_queues > NET_QUEUES && features & 1 << net::VIRTIO_NET_F_MQ == 0 {
                 warn!(
@@ -112,7 +114,7 @@ impl VhostUser {
                      VIRTIO_NET_F_MQ and VIRTIO_NET_F_CTRL_VQ"
                 );
             }
-            Some(Arc::new(NetLink::new(num_queues / 2)))
+            Some(Arc::new(NetLink::new(num_queues / 2, *mac)))
         } else {
             None
         };
@@ -166,6 +168,12 @@ impl VhostUser {
             }
         }
         (rings, control)
+    }
+
+    /// What the VMM does with it beside the transport.
+    pub fn handle(&self) -> VhostUserHandle {
+        let (session, net) = (Arc::clone(&self.session), self.net.clone());
+        VhostUserHandle { id: self.id.clone(), session, net }
     }
 
     /// Id of the device.
@@ -285,15 +293,21 @@ impl VirtioDevice for VhostUser {
     }
 
     fn save(&self) -> DeviceSnapshot {
-        DeviceSnapshot {
-            kind: self.config.kind().name().to_owned(),
-            version: STATE_VERSION,
-            data: serde_json::Value::Null,
+        match &self.net {
+            Some(net) => state::save(net, &self.config),
+            None => DeviceSnapshot {
+                kind: self.config.kind().name().to_owned(),
+                version: STATE_VERSION,
+                data: serde_json::Value::Null,
+            },
         }
     }
 
-    /// Always an error: the back end has no state of another process.
-    fn restore(&mut self, _state: &DeviceSnapshot) -> Result<(), StateError> {
+    /// An error for all but networks: the back end has no state of another process.
+    fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
+        if let Some(net) = &self.net {
+            return state::restore(net, &self.config, state);
+        }
         let why = "the state of a vhost-user device is in its back end".to_owned();
         Err(StateError::Invalid { kind: self.config.kind().name(), why })
     }

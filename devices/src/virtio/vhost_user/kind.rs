@@ -53,7 +53,7 @@ pub const NET_QUEUES: u16 = 2;
 /// Bytes of the configuration of a network device, up to the MTU (virtio 1.3, 5.1.4).
 const NET_CONFIG_LEN_BYTES: u32 = 12;
 /// Offset of the MTU in it.
-const NET_MTU_OFFSET: usize = 10;
+pub(super) const NET_MTU_OFFSET: usize = 10;
 /// The link of a network is up.
 const LINK_UP: u16 = 1;
 /// The smallest MTU that a device may have (virtio 1.3, 5.1.4.1).
@@ -181,7 +181,7 @@ impl VhostUserKind {
                 } else {
                     AskedQueues::No
                 },
-                protocol: changes | Protocol::MTU,
+                protocol: changes | Protocol::MTU | Protocol::RARP | Protocol::LOG_SHMFD,
             },
             // How many a device of this kind has at least is not known here.
             Self::Generic { .. } => {

@@ -12,6 +12,7 @@
 //! | `config_space` | the configuration, as far as the VMM has it |
 //! | `net_link`, `control` | what a network has beside its rings: pairs in use, announcements, the control queue |
 //! | `accept`, `deadline` | a back end that connects itself, and the time limit of answers |
+//! | `handle`, `state`, `write_log`, `moving` | migration and snapshots: what is saved, and the log of what the back end writes |
 //! | `worker` | the thread that starts and stops queues, and forwards interrupts |
 //!
 //! The back end has all guest memory mapped, and the driver's notifications reach it without the VMM. It is
@@ -26,13 +27,17 @@ mod counters;
 mod deadline;
 mod device;
 mod error;
+mod handle;
 mod kind;
+mod moving;
 mod needs;
 mod net_link;
 mod plain;
 mod ring;
 mod session;
+mod state;
 mod worker;
+mod write_log;
 
 #[cfg(test)]
 mod channel_tests;
@@ -40,6 +45,8 @@ mod channel_tests;
 pub(super) mod fuzz;
 #[cfg(test)]
 mod generic_tests;
+#[cfg(test)]
+mod moving_tests;
 #[cfg(test)]
 mod net_tests;
 #[cfg(test)]
@@ -54,5 +61,7 @@ mod tests;
 pub use counters::VhostUserCounters;
 pub use device::{VhostUser, VhostUserConfig};
 pub use error::VhostUserError;
+pub use handle::VhostUserHandle;
 pub use kind::{FS_TAG_LEN_BYTES, NET_QUEUES, NetOffloads, VhostUserKind};
 pub use worker::OnLost;
+pub use write_log::WriteLog;

@@ -34,14 +34,16 @@ impl Default for NetState {
 pub(super) struct NetLink {
     /// Pairs of queues of the device.
     pub(super) pairs_max: u16,
+    /// Address of the guest's end.
+    pub(super) mac: [u8; 6],
     state: Mutex<NetState>,
     /// Set while there is a driver that can be asked to announce itself; locked while it is asked.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
 }
 
 impl NetLink {
-    pub(super) fn new(pairs_max: u16) -> Self {
-        Self { pairs_max, state: Mutex::default(), interrupt: Mutex::new(None) }
+    pub(super) fn new(pairs_max: u16, mac: [u8; 6]) -> Self {
+        Self { pairs_max, mac, state: Mutex::default(), interrupt: Mutex::new(None) }
     }
 
     pub(super) fn state(&self) -> NetState {
@@ -69,6 +71,15 @@ impl NetLink {
     /// Sets the interrupt for the request to announce, while there is a driver that knows it.
     pub(super) fn set_interrupt(&self, interrupt: Option<Arc<dyn VirtioInterrupt>>) {
         *self.interrupt.lock() = interrupt;
+    }
+
+    /// Asks the driver to announce itself; false if there is none that can.
+    pub(super) fn ask_to_announce(&self) -> bool {
+        let interrupt = self.interrupt.lock();
+        let Some(interrupt) = &*interrupt else { return false };
+        self.state.lock().announce_pending = true;
+        interrupt.config_changed();
+        true
     }
 
     /// The driver has gone: the next one finds a new device.

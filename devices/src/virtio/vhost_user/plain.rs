@@ -4,15 +4,21 @@
 //!
 //! Owns their messages. A back end says by an answer without the bytes that were asked for that it has no such
 //! configuration (vhost-user, `VHOST_USER_GET_CONFIG`), and the crate waits for the bytes; it takes the number of pairs
-//! that some back ends of networks answer for the highest number of a ring; and it does not tell a back end of an
-//! MTU. They must never be used without a time limit.
+//! that some back ends of networks answer for the highest number of a ring; it takes one of several answers to
+//! `VHOST_USER_SET_LOG_BASE`; and it does not tell a back end of an MTU, nor to announce a guest. They must never be used without a time limit.
 
+use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 
 use vhost::vhost_user::Error as ProtocolError;
+use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 /// Numbers of the requests.
+const SET_LOG_BASE: u32 = 6;
 const GET_QUEUE_NUM: u32 = 17;
+const SEND_RARP: u32 = 19;
 const NET_SET_MTU: u32 = 20;
 const GET_CONFIG: u32 = 24;
 /// Version 1 of the protocol.
@@ -22,6 +28,8 @@ const NEED_REPLY_FLAGS: u32 = REQUEST_FLAGS | 1 << 3;
 /// The same of an answer.
 const REPLY_FLAGS: u32 = 1 | 1 << 2;
 const HEADER_LEN_BYTES: usize = 12;
+/// The longest answer to `SET_LOG_BASE`, which repeats it.
+const LOG_ANSWER_LEN_BYTES_MAX: usize = 16;
 /// Offset, length and flags, before the bytes.
 const PLACE_LEN_BYTES: u32 = 12;
 
@@ -70,6 +78,48 @@ fn receive_u64(mut from: impl Read, number: u32) -> vhost::Result<u64> {
 pub(super) fn get_queue_num(mut connection: impl Read + Write) -> vhost::Result<u64> {
     send(&mut connection, GET_QUEUE_NUM, REQUEST_FLAGS, &[])?;
     receive_u64(connection, GET_QUEUE_NUM)
+}
+
+/// Gives the back end the memory in which it marks pages.
+///
+/// # Errors
+/// The connection is broken, or the answer is none to this.
+pub(super) fn set_log_base(
+    mut connection: &UnixStream,
+    file: &File,
+    len_bytes: u64,
+) -> vhost::Result<()> {
+    let head = [SET_LOG_BASE, REQUEST_FLAGS, 16].into_iter().flat_map(u32::to_le_bytes);
+    let offset = 0_u64;
+    let place = [len_bytes, offset].into_iter().flat_map(u64::to_le_bytes);
+    let message: Vec<u8> = head.chain(place).collect();
+    let sent = connection.send_with_fd(&message[..], file.as_raw_fd());
+    let sent = sent.map_err(|error| broken(error.into()))?;
+    connection.write_all(message.get(sent..).unwrap_or_default()).map_err(broken)?;
+    // Some back ends answer with what they were told, some with a number, and some with nothing at all.
+    let len_bytes = receive_head(connection, SET_LOG_BASE)? as usize;
+    let mut answer = [0; LOG_ANSWER_LEN_BYTES_MAX];
+    let answer = answer.get_mut(..len_bytes).ok_or_else(invalid)?;
+    connection.read_exact(answer).map_err(broken)
+}
+
+/// Has the back end announce an address on the network. It may refuse that if it `confirms` requests.
+///
+/// # Errors
+/// The connection is broken, or the answer is none to this.
+pub(super) fn send_rarp(
+    mut connection: impl Read + Write,
+    mac: [u8; 6],
+    confirms: bool,
+) -> vhost::Result<()> {
+    let flags = if confirms { NEED_REPLY_FLAGS } else { REQUEST_FLAGS };
+    let mut payload = [0; 8];
+    payload.iter_mut().zip(mac).for_each(|(to, from)| *to = from);
+    send(&mut connection, SEND_RARP, flags, &payload)?;
+    if confirms {
+        receive_u64(connection, SEND_RARP)?;
+    }
+    Ok(())
 }
 
 /// Tells the back end the MTU in bytes; false if it refuses that. One that `confirms` no request cannot.

@@ -18,8 +18,8 @@ pub(super) const GET_PROTOCOL_FEATURES: u32 = 15;
 pub(super) const GET_QUEUE_NUM: u32 = 17;
 #[cfg(test)]
 pub(super) const NET_SET_MTU: u32 = 20;
-#[cfg(test)]
 pub(super) const SET_BACKEND_REQ_FD: u32 = 21;
+pub(super) const SET_LOG_BASE: u32 = 6;
 pub(super) const GET_CONFIG: u32 = 24;
 pub(super) const GET_MAX_MEM_SLOTS: u32 = 36;
 
@@ -31,6 +31,11 @@ const NEED_REPLY: u32 = 1 << 3;
 pub(super) const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 9;
 /// MQ, REPLY_ACK, CONFIG, CONFIGURE_MEM_SLOTS.
 pub(super) const PROTOCOL_FEATURES: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 15;
+/// Beside these, all that a network can have: MTU, status, a control queue, pairs, and a log of what is written.
+pub(super) const NET_FEATURES: u64 = FEATURES | 1 << 3 | 1 << 16 | 1 << 17 | 1 << 22 | 1 << 26;
+/// The same of the protocol: a log, announcements, an MTU, requests of the back end.
+pub(super) const MORE_PROTOCOL_FEATURES: u64 =
+    PROTOCOL_FEATURES | 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5;
 /// Queues that a usual back end serves.
 const QUEUES: u64 = 4;
 /// Longer than any request of the front end.
@@ -42,7 +47,6 @@ pub(super) struct Request {
     pub(super) flags: u32,
     pub(super) payload: Vec<u8>,
     /// The descriptor that came with it, or one of them.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the fuzz target looks at no descriptor"))]
     pub(super) file: Option<File>,
 }
 
@@ -62,6 +66,16 @@ impl Request {
         let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.extend_from_slice(payload);
         Answer::Send(bytes)
+    }
+
+    /// The answer of a back end without faults that can do all of the protocol that is used.
+    pub(super) fn usual_of_all(&self) -> Answer {
+        match self.number {
+            GET_FEATURES => self.reply(&NET_FEATURES.to_le_bytes()),
+            GET_PROTOCOL_FEATURES => self.reply(&MORE_PROTOCOL_FEATURES.to_le_bytes()),
+            SET_LOG_BASE => self.reply(&self.payload),
+            _ => self.usual(),
+        }
     }
 
     /// The answer of a back end without faults.

@@ -31,6 +31,7 @@ use super::error::VhostUserError;
 use super::needs::{AskedQueues, Needs};
 use super::plain;
 use super::ring::{Ring, RingStage};
+use super::write_log::SharedLog;
 use crate::unix_connect::connect_within;
 
 /// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
@@ -45,19 +46,36 @@ const PROBED_QUEUE_SIZE: u16 = 16;
 /// A session with a back end.
 pub(super) struct Session {
     frontend: Frontend,
-    connection: Arc<UnixStream>,
+    pub(super) connection: Arc<UnixStream>,
     deadline: Arc<Deadline>,
     /// Features of the back end, with its bit for protocol features.
-    features: u64,
-    protocol: VhostUserProtocolFeatures,
+    pub(super) features: u64,
+    pub(super) protocol: VhostUserProtocolFeatures,
     is_lost: bool,
     is_loss_reported: bool,
     /// The back end has the table of guest memory, which does not change during a session.
-    knows_memory: bool,
+    pub(super) knows_memory: bool,
     /// Where the back end makes requests, if it can.
     channel: Option<Channel>,
     /// The MTU of a network that the back end is told, in bytes.
     mtu: Option<u16>,
+    /// Features that the back end was told last, and the rings that it has started.
+    pub(super) accepted: u64,
+    pub(super) running: Vec<RunningRing>,
+    /// A ring was started since that was last asked.
+    has_run: bool,
+    /// Where the back end marks what it writes, and whether it has been told.
+    pub(super) log: Option<Arc<SharedLog>>,
+    pub(super) knows_log: bool,
+}
+
+/// A ring that the back end has started.
+pub(super) struct RunningRing {
+    pub(super) index: u16,
+    pub(super) place: VringConfigData,
+    /// Guest address of its used ring.
+    pub(super) used_gpa: u64,
+    pub(super) is_enabled: bool,
 }
 
 impl Session {
@@ -112,6 +130,11 @@ impl Session {
             knows_memory: false,
             channel: None,
             mtu: None,
+            accepted: 0,
+            running: Vec::new(),
+            has_run: false,
+            log: None,
+            knows_log: false,
         })
     }
 
@@ -144,7 +167,7 @@ impl Session {
     }
 
     /// Whether the back end says of each request if it has carried it out.
-    fn confirms(&self) -> bool {
+    pub(super) fn confirms(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
@@ -177,7 +200,7 @@ impl Session {
     }
 
     /// Waits until all requests before have been carried out.
-    fn await_done(&mut self) -> Result<(), VhostUserError> {
+    pub(super) fn await_done(&mut self) -> Result<(), VhostUserError> {
         if !self.confirms() {
             self.request("GET_FEATURES", |back_end| back_end.get_features())?;
         }
@@ -305,12 +328,14 @@ impl Session {
         let rings = placed(rings.iter_mut().filter(wanted), memory)?;
         self.deadline.begin(Duration::ZERO);
         // Not those of fields that the VMM has alone.
-        let features = features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        self.request("SET_FEATURES", |back_end| back_end.set_features(features))?;
+        self.accepted =
+            features & self.features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        self.send_features()?;
         if self.mtu.is_some() && features & 1 << VIRTIO_NET_F_MTU != 0 {
             self.send_mtu()?;
         }
         self.send_memory(memory)?;
+        self.send_log()?;
         self.run(rings)
     }
 
@@ -341,7 +366,12 @@ impl Session {
     /// Starts and enables rings.
     fn run(&mut self, mut rings: Vec<(&mut Ring, VringConfigData)>) -> Result<(), VhostUserError> {
         for (ring, place) in &rings {
-            self.set_up(ring, place)?;
+            let used_gpa = ring.queue.used_ring();
+            let running =
+                RunningRing { index: ring.index, place: *place, used_gpa, is_enabled: false };
+            self.set_up(ring, &self.logged(&running))?;
+            self.running.push(running);
+            self.has_run = true;
         }
         // Before the eventfds: they are signalled, and back ends built on vhost-user-backend before 0.22 drop a signal
         // for a ring that is not enabled. After them once more: two versions of it disable a ring that gets one.
@@ -377,10 +407,13 @@ impl Session {
         self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))
     }
 
-    fn enable(&mut self, index: u16, enable: bool) -> Result<(), VhostUserError> {
+    pub(super) fn enable(&mut self, index: u16, enable: bool) -> Result<(), VhostUserError> {
         self.request("SET_VRING_ENABLE", |back_end| {
             back_end.set_vring_enable(usize::from(index), enable)
-        })
+        })?;
+        let ring = self.running.iter_mut().find(|ring| ring.index == index);
+        ring.into_iter().for_each(|ring| ring.is_enabled = enable);
+        Ok(())
     }
 
     fn disable(&mut self, ring: &mut Ring) -> Result<(), VhostUserError> {
@@ -401,6 +434,7 @@ impl Session {
         // The upper half is for packed rings, which are not offered.
         ring.queue.set_next_avail(u16::try_from(base & 0xffff).unwrap_or(0));
         ring.stage = RingStage::Stopped;
+        self.running.retain(|running| running.index != ring.index);
         Ok(())
     }
 
@@ -445,7 +479,7 @@ impl Session {
         Ok(())
     }
 
-    fn request<T>(
+    pub(super) fn request<T>(
         &mut self,
         request: &'static str,
         send: impl FnOnce(&mut Frontend) -> vhost::Result<T>,
@@ -464,6 +498,26 @@ impl Session {
         Err(error)
     }
 
+    /// Whether the connection is lost.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    /// Whether the back end has no ring of the guest, so that it writes nothing; or is lost.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// Whether a ring was started since [`take_has_run`](Self::take_has_run).
+    pub(super) fn has_run(&self) -> bool {
+        self.has_run
+    }
+
+    /// The same, once.
+    pub(super) fn take_has_run(&mut self) -> bool {
+        std::mem::take(&mut self.has_run)
+    }
+
     /// The time limit of the connection, which may be shortened while the session is in use.
     pub(super) fn deadline(&self) -> Arc<Deadline> {
         Arc::clone(&self.deadline)
@@ -478,6 +532,7 @@ impl Session {
     pub(super) fn disconnect(&mut self) {
         self.is_lost = true;
         self.channel = None;
+        self.running.clear();
         // Fails if the back end has closed it.
         let _ = self.connection.shutdown(Shutdown::Both);
     }
