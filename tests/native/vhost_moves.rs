@@ -23,13 +23,11 @@ fn started(back_end: &BackEnd) -> Vmm {
     vmm
 }
 
-/// The state of the network in a snapshot.
-fn state(folder: &TempDir) -> Value {
+/// The state in a snapshot.
+fn state(folder: &TempDir) -> String {
     let text = std::fs::read(folder.path().join("state.json")).expect("a state");
     let state: Value = serde_json::from_slice(&text).expect("JSON");
-    let devices = state["devices"].as_array().cloned().unwrap_or_default();
-    let found = devices.into_iter().find(|device| device.to_string().contains("vhost-user-net"));
-    found.unwrap_or_else(|| panic!("no network in {state}"))
+    state.to_string()
 }
 
 fn restores() {
@@ -42,11 +40,10 @@ fn restores() {
         let before = written(&vmm);
         vmm.remote_ok(&["snapshot", &url]);
         vmm.shut_down();
-        let pairs = state(&folder).to_string();
-        assert!(
-            pairs.contains("\"active_pairs\":1") || pairs.contains("\"active_pairs\":2"),
-            "{pairs}"
-        );
+        let state = state(&folder);
+        assert!(state.contains("\"kind\":\"vhost-user-net\""), "{state}");
+        let pairs = [1, 2].map(|pairs| format!("\"active_pairs\":{pairs}"));
+        assert!(pairs.iter().any(|pairs| state.contains(pairs)), "{state}");
         vmm = VmmBuilder::new::<&str>(&[]).start();
         let body = json!({"source_url": url, "memory_restore_mode": "OnDemand"});
         let refused = vmm.api().put("vm.restore", &body.to_string());
@@ -95,7 +92,7 @@ fn refusals() {
 
     // A destination without a back end: the guest stays.
     let elsewhere = VmmBuilder::new::<&str>(&[]).start();
-    let rule = ",allow=[/nowhere:console]";
+    let rule = ",allow=[/:payload,/nowhere:console]";
     let reception = Reception::start_with(&elsewhere, Transport::Unix, Mode::Precopy, rule);
     vmm.remote_ok(&["send-migration", &send_option(&reception.url, Mode::Precopy)]);
     let why = failure_of(&vmm);

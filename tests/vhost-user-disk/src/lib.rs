@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
 
+use vhost::vhost_user::Backend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost_user_backend::bitmap::BitmapMmapRegion;
 use vhost_user_backend::{
@@ -47,6 +48,8 @@ struct Disk {
     len_bytes: u64,
     queues: usize,
     memory: Memory,
+    /// Where it could make requests.
+    requests: Option<Backend>,
 }
 
 /// A request: the type, the first sector, what is readable after the header, and what is writable.
@@ -201,6 +204,7 @@ impl VhostUserBackendMut for Disk {
 
     fn protocol_features(&self) -> VhostUserProtocolFeatures {
         VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
@@ -213,6 +217,10 @@ impl VhostUserBackendMut for Disk {
         config[..8].copy_from_slice(&(self.len_bytes / SECTOR_BYTES).to_le_bytes());
         config[12..16].copy_from_slice(&SEGMENTS_MAX.to_le_bytes());
         config.into_iter().skip(offset as usize).take(size as usize).collect()
+    }
+
+    fn set_backend_req_fd(&mut self, requests: Backend) {
+        self.requests = Some(requests);
     }
 
     fn update_memory(&mut self, memory: Memory) -> io::Result<()> {
@@ -244,7 +252,7 @@ pub fn serve(socket: &Path, image: &Path, queues: usize) -> io::Result<()> {
     let file = File::options().read(true).write(true).open(image)?;
     let len_bytes = file.metadata()?.len();
     let memory = GuestMemoryAtomic::new(Mapped::new());
-    let disk = Disk { file, len_bytes, queues, memory: memory.clone() };
+    let disk = Disk { file, len_bytes, queues, memory: memory.clone(), requests: None };
     let disk = Arc::new(RwLock::new(disk));
     daemon_of(disk, memory)?.serve(socket).map_err(|error| io::Error::other(error.to_string()))
 }
