@@ -411,8 +411,9 @@ impl Session {
         self.request("SET_VRING_ENABLE", |back_end| {
             back_end.set_vring_enable(usize::from(index), enable)
         })?;
-        let ring = self.running.iter_mut().find(|ring| ring.index == index);
-        ring.into_iter().for_each(|ring| ring.is_enabled = enable);
+        if let Some(ring) = self.running.iter_mut().find(|ring| ring.index == index) {
+            ring.is_enabled = enable;
+        }
         Ok(())
     }
 
