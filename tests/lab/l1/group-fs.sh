@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
 # A directory of this machine that virtiofsd serves to a Debian guest: each finds what the other has written, also after a
-# pause and a reboot; the guest outlives its file server.
+# pause, a reboot, a move and a restore, with files that stay open; the guest outlives its file server.
 . ./lib.sh
 GUEST_INITRAMFS=/lab/initramfs-fs.gz
 SHARE=$T/share
 
-# serves NAME: a file server for this VMM, which serves one connection; another follows it until $T/NAME.fs.last is there.
+# serves NAME: a file server for this VMM, which serves one connection; another follows it until there is a file `last`.
 serves() {
-  rm -f $T/$1.fs.last
+  mkdir -p $T/$1.fs
+  rm -f $T/$1.fs/last
   {
-    until [ -e $T/$1.fs.last ]; do
-      virtiofsd --socket-path=$T/$1.fs --shared-dir=$SHARE --sandbox=none --log-level=warn >>$T/$1.fs.log 2>&1 &
-      echo $! >$T/$1.fs.pid
+    until [ -e $T/$1.fs/last ]; do
+      virtiofsd --socket-path=$T/$1.fs/socket --shared-dir=$SHARE --sandbox=none --log-level=warn >>$T/$1.fs/log 2>&1 &
+      echo $! >$T/$1.fs/pid
       wait $!
     done
   } >/dev/null 2>&1 &
 }
+# with_fs COMMAND...: in the directory with the socket, whose path is the same for each VMM.
+with_fs() {
+  serves $vm
+  cd $T/$vm.fs && exec "$@"
+}
+LAUNCH=with_fs
 
 # sum FILE: its checksum here. guest_sum NAME FILE: that which the guest finds.
 sum() { sha256sum <$SHARE/$1; }
@@ -26,8 +33,7 @@ mounts() { guest $1 "mkdir -p /tmp/m && busybox mount -t virtiofs share /tmp/m" 
 
 mkdir -p $SHARE
 head -c 4194304 /dev/urandom >$SHARE/of-host
-serves a
-start_guest a 1 --fs tag=share,socket=$T/a.fs || failed start "the VMM did not start: $(cat $T/a.fs.log)"
+start_guest a 1 --fs tag=share,socket=socket || failed start "the VMM did not start: $(cat $T/a.fs/log)"
 check boots wait_until $WAIT_S says a "GUEST-READY 1 vcpus"
 check linux_mounts_it mounts a
 check the_guest_reads_what_the_host_has_written same a of-host
@@ -67,22 +73,38 @@ check a_pause_completes_what_is_in_flight pauses
 
 reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY 1 vcpus" 2 && mounts a && same a of-guest && same a of-host; }
 check a_reboot_finds_all_of_it reboots
-stays() {
-  remote a pause && ! remote a snapshot file://$T/saved >$T/out 2>&1 && grep -q "state of a vhost-user device" $T/out && remote a resume || { cat $T/out; return 1; }
-  same a of-guest
+# A file that stays open meanwhile.
+holds() { guest $1 "exec 8>/tmp/m/held && echo before >&8"; }
+held() { guest $1 "echo after >&8 && exec 8>&- && sync" && [ "$(tr '\n' ' ' <$SHARE/held)" = "before after " ] && same $1 held; }
+moves() {
+  rm -f $SHARE/lines
+  works a && holds a && moved a b precopy && has_worked b && held b && same b of-guest && same b of-host || { cat $T/out $T/a.fs/log $T/b.fs/log; return 1; }
 }
-check a_snapshot_is_refused_by_name stays
+check it_moves_with_an_open_file_and_writes moves
+postcopy() { start_vmm x; ! remote b send-migration --wait destination_url=unix:$T/x.mig,memory_mode=postcopy >$T/out 2>&1 && grep -q "another process serves" $T/out && same b of-guest; }
+check postcopy_is_refused_by_name postcopy
+restores() {
+  mkdir -p $T/saved
+  rm -f $SHARE/lines
+  works b && holds b && remote b pause && remote b snapshot file://$T/saved || { cat $T/out $T/b.fs/log; return 1; }
+  # It could continue: its file server has given its state, and keeps it.
+  remote b resume && same b of-host && remote b shutdown-vmm && ends b 60 || return 1
+  start_vmm c && remote c restore source_url=file://$T/saved,resume=true && wait_until 60 state_is c Running && open_console c || return 1
+  held c && same c of-guest && same c of-host || { cat $T/out $T/c.fs/log; return 1; }
+}
+check it_is_saved_and_restored_with_an_open_file restores
 
 lost() {
-  touch $T/a.fs.last
-  kill -9 $(cat $T/a.fs.pid)
-  wait_until 30 grep -q '"back-end-lost"' $T/a.events || return 1
+  touch $T/c.fs/last
+  kill -9 $(cat $T/c.fs/pid)
+  wait_until 30 grep -q '"back-end-lost"' $T/c.events || return 1
   # What touches the file system waits for an answer.
-  guest a "(cat /tmp/m/of-guest >/dev/null 2>&1 &) ; sleep 1; echo \$((6 * 7))" && grep -qx 42 $T/out && state_is a Running
+  guest c "(cat /tmp/m/of-guest >/dev/null 2>&1 &) ; sleep 1; echo \$((6 * 7))" && grep -qx 42 $T/out && state_is c Running &&
+    remote c pause && ! remote c snapshot file://$T/lost >$T/out 2>&1 && grep -q "back end is lost" $T/out && remote c resume
 }
 check the_guest_outlives_its_file_server lost
-again() { serves a && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY 1 vcpus" 3 && mounts a && same a of-guest && same a of-host; }
+again() { serves c && remote c reboot && wait_until $WAIT_S says c "GUEST-READY 1 vcpus" && mounts c && same c of-guest && same c of-host; }
 check another_server_serves_it_after_a_reboot again
-power_button() { guest a "busybox umount /tmp/m" && touch $T/a.fs.last && remote a power-button && ends a 60; }
+power_button() { guest c "busybox umount /tmp/m" && touch $T/c.fs/last && remote c power-button && ends c 60; }
 check ends power_button
 check filesystem_clean filesystem_clean

@@ -28,7 +28,7 @@ use super::ram::MachineRamError;
 use super::segments::SegmentsError;
 use super::state::MACHINE_STATE_VERSION;
 use super::vdpas::VdpaNotMovable;
-use super::vhost_users::NotMovable;
+use super::vhost_users::{NotMovable, StateNotGiven};
 use super::virtio::{HotAddError, VirtioError};
 use super::write_back::WriteBackError;
 
@@ -47,6 +47,9 @@ pub enum MachineError {
     /// A vDPA device of the VM cannot be migrated or saved.
     #[error(transparent)]
     Vdpa(#[from] VdpaNotMovable),
+    /// The state of a device is not given by its back end.
+    #[error(transparent)]
+    StateNotGiven(#[from] StateNotGiven),
     /// Persistent memory of the VM cannot be migrated or saved.
     #[error(transparent)]
     Pmem(#[from] PmemNotMovable),

@@ -32,6 +32,7 @@ impl Machine {
         for (index, state) in (0_u32..).zip(self.vcpus.on_each(|vcpu| vcpu.state())?) {
             vcpus.push(state.map_err(|source| MachineError::Vcpu { index, source })?);
         }
+        self.parts.devices.fetch_states()?;
         let mut pci = BTreeMap::new();
         for (bdf, function) in self.pci_functions() {
             let state = function

@@ -3,7 +3,7 @@
 //! Wiring of devices that other processes serve over vhost-user.
 //!
 //! Owns the translation from options to devices, what the loss of a back end leads to (an event, and that no later guest gets the memory), and the rule that a machine with
-//! such a device stays where it is, unless it is a network.
+//! such a device stays where it is, unless its state moves.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,13 +34,22 @@ pub struct VhostUserWiringError {
     source: VhostUserError,
 }
 
+/// The state of a vhost-user device cannot be had.
+#[derive(Debug, Error)]
+#[error("the vhost-user device '{id}' cannot be saved")]
+pub struct StateNotGiven {
+    id: String,
+    #[source]
+    source: VhostUserError,
+}
+
 /// A machine with vhost-user devices cannot be migrated or saved.
 #[derive(Debug, Error)]
 pub enum NotMovable {
-    /// Devices that are no networks.
+    /// Devices whose state stays in their back ends.
     #[error("{} cannot be migrated or saved: the state of a vhost-user device is in its back end", .0.join(", "))]
     State(Vec<String>),
-    /// Networks whose back ends are lost, and may write guest memory that nothing logs.
+    /// Devices whose back ends are lost, and may write guest memory that nothing logs.
     #[error(
         "{} cannot be migrated or saved: the vhost-user back end is lost, and may still write guest memory; remove the \
          device, or reboot the VM",
@@ -53,13 +62,14 @@ fn quoted<'a>(ids: impl Iterator<Item = &'a str>) -> Vec<String> {
     ids.map(|id| format!("'{id}'")).collect()
 }
 
-/// Refuses to migrate, save, receive or restore a machine with vhost-user devices that are no networks.
+/// Refuses to migrate, save, receive or restore a machine with vhost-user devices that are neither networks nor file systems.
 ///
 /// # Errors
 /// Names the devices.
 pub fn check_movable(config: &VmConfig) -> Result<(), NotMovable> {
     let devices = config.vhost_user_devices();
-    let stay = quoted(devices.iter().filter(|(what, _)| *what != "net").map(|(_, id)| *id));
+    let stay =
+        quoted(devices.iter().filter(|(what, _)| !["net", "fs"].contains(what)).map(|(_, id)| *id));
     if stay.is_empty() { Ok(()) } else { Err(NotMovable::State(stay)) }
 }
 
@@ -199,14 +209,30 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Refuses to migrate or save a machine if a back end is lost.
+    /// Refuses to migrate or save a machine if a back end is lost, or keeps its state.
     ///
     /// # Errors
     /// Names the devices.
     pub(super) fn check_back_ends(&self) -> Result<(), NotMovable> {
+        let stay =
+            quoted(self.vhost_users.iter().filter(|it| !it.has_state()).map(VhostUserHandle::id));
+        if !stay.is_empty() {
+            return Err(NotMovable::State(stay));
+        }
         let lost =
             quoted(self.vhost_users.iter().filter(|it| it.is_lost()).map(VhostUserHandle::id));
         if lost.is_empty() { Ok(()) } else { Err(NotMovable::Lost(lost)) }
+    }
+
+    /// Has back ends give their states, for their devices to be saved.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub(super) fn fetch_states(&self) -> Result<(), StateNotGiven> {
+        self.vhost_users.iter().try_for_each(|device| {
+            let id = device.id().to_owned();
+            device.fetch_state().map_err(|source| StateNotGiven { id, source })
+        })
     }
 
     /// Starts to log what back ends write to guest memory; ends when the logs are dropped.

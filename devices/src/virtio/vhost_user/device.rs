@@ -40,7 +40,7 @@ const RESET_LIMIT: Duration = Duration::from_secs(3);
 pub(super) const CONFIG_LIMIT: Duration = RESET_LIMIT;
 /// Bytes of a configuration that the protocol can speak of (vhost-user, "Virtio device config space").
 const CONFIG_LEN_BYTES_MAX: u64 = 256;
-/// Version of the saved state of all but networks, which is empty: the state that matters is the back end's.
+/// Version of the saved state of all but networks and file systems, which is empty: the state that matters is the back end's.
 const STATE_VERSION: u32 = 1;
 
 /// Configuration of a vhost-user device.
@@ -68,6 +68,8 @@ pub struct VhostUser {
     config: Arc<ConfigSpace>,
     /// Of a network.
     net: Option<Arc<NetLink>>,
+    /// Of a file system: the state that its back end has given last.
+    given: Option<Arc<Mutex<Vec<u8>>>>,
     /// Locked by the thread of the device, and for its configuration if the back end has that.
     session: Arc<Mutex<Session>>,
     deadline: Arc<Deadline>,
@@ -118,8 +120,10 @@ impl VhostUser {
         } else {
             None
         };
+        let is_fs = matches!(kind, VhostUserKind::Fs { .. });
         Ok(Self {
             id,
+            given: is_fs.then(Arc::default),
             queue_sizes: kind.queue_sizes(num_queues, queue_size, features),
             features,
             config: Arc::new(config),
@@ -172,8 +176,9 @@ impl VhostUser {
 
     /// What the VMM does with it beside the transport.
     pub fn handle(&self) -> VhostUserHandle {
-        let (session, net) = (Arc::clone(&self.session), self.net.clone());
-        VhostUserHandle { id: self.id.clone(), session, net }
+        let (session, net, given) =
+            (Arc::clone(&self.session), self.net.clone(), self.given.clone());
+        VhostUserHandle { id: self.id.clone(), session, net, given }
     }
 
     /// Id of the device.
@@ -293,9 +298,10 @@ impl VirtioDevice for VhostUser {
     }
 
     fn save(&self) -> DeviceSnapshot {
-        match &self.net {
-            Some(net) => state::save(net, &self.config),
-            None => DeviceSnapshot {
+        match (&self.net, &self.given) {
+            (Some(net), _) => state::save(net, &self.config),
+            (None, Some(given)) => state::save_fs(&std::mem::take(&mut *given.lock())),
+            (None, None) => DeviceSnapshot {
                 kind: self.config.kind().name().to_owned(),
                 version: STATE_VERSION,
                 data: serde_json::Value::Null,
@@ -303,10 +309,15 @@ impl VirtioDevice for VhostUser {
         }
     }
 
-    /// An error for all but networks: the back end has no state of another process.
+    /// An error for all but networks and file systems: the back end has no state of another process.
     fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
         if let Some(net) = &self.net {
             return state::restore(net, &self.config, state);
+        }
+        if self.given.is_some() {
+            let given = state::fs_state(state)?;
+            let loaded = self.session.lock().load_state(&given);
+            return loaded.map_err(|error| state::not_taken(&error));
         }
         let why = "the state of a vhost-user device is in its back end".to_owned();
         Err(StateError::Invalid { kind: self.config.kind().name(), why })

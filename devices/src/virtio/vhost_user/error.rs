@@ -77,6 +77,15 @@ pub enum VhostUserError {
         /// The MTU.
         mtu: u16,
     },
+    /// The back end does not give its state, or does not take one.
+    #[error("the back end has not {what} its state")]
+    State {
+        /// What it was to do, as a participle.
+        what: &'static str,
+        /// The cause, if it has not just refused.
+        #[source]
+        source: Option<std::io::Error>,
+    },
     /// The back end takes fewer regions of memory than the guest has.
     #[error("the back end takes {offered} regions of guest memory, and the VM has {needed}")]
     Regions {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use memory::GuestRam;
 use parking_lot::Mutex;
 
+use super::error::VhostUserError;
 use super::net_link::NetLink;
 use super::session::Session;
 use super::write_log::WriteLog;
@@ -19,6 +20,8 @@ pub struct VhostUserHandle {
     pub(super) session: Arc<Mutex<Session>>,
     /// Of a network.
     pub(super) net: Option<Arc<NetLink>>,
+    /// Of a file system: what its back end has given last.
+    pub(super) given: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
 impl VhostUserHandle {
@@ -30,6 +33,23 @@ impl VhostUserHandle {
     /// Whether the back end is lost.
     pub fn is_lost(&self) -> bool {
         self.session.lock().is_lost()
+    }
+
+    /// Whether its state can move: that of a network does, another has to be given by the back end.
+    pub fn has_state(&self) -> bool {
+        self.net.is_some() || (self.given.is_some() && self.session.lock().can_give_state())
+    }
+
+    /// Has a back end that has a state give it, for the device to be saved. The device must be paused.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn fetch_state(&self) -> Result<(), VhostUserError> {
+        if let Some(given) = &self.given {
+            let state = self.session.lock().save_state()?;
+            *given.lock() = state;
+        }
+        Ok(())
     }
 
     /// Starts to log what the back end writes to guest memory; ends when the log is dropped.

@@ -191,7 +191,7 @@ impl VhostUserKind {
                 Needs { count, without_mq: 1, asked: AskedQueues::Queues, protocol: changes }
             }
             Self::Fs { .. } => {
-                let protocol = Protocol::empty();
+                let protocol = Protocol::LOG_SHMFD | Protocol::DEVICE_STATE;
                 Needs { count, without_mq: self.queues(1), asked: AskedQueues::Queues, protocol }
             }
         }

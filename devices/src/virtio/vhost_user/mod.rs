@@ -41,6 +41,8 @@ mod write_log;
 
 #[cfg(test)]
 mod channel_tests;
+#[cfg(test)]
+mod fs_state_tests;
 #[cfg(any(test, feature = "testing"))]
 pub(super) mod fuzz;
 #[cfg(test)]

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The requests of a session that a guest's move needs: what the back end writes is logged, and the guest is announced.
+//! The requests of a session that a guest's move needs: what the back end writes is logged, it gives or takes its own state,
+//! and the guest is announced.
 //!
 //! Owns their order, beside that of [`session`](super::session): the back end has to know guest memory before it is told
 //! where to mark pages of it.
 
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserProtocolFeatures,
+    VhostUserVirtioFeatures,
+};
+use vhost::vhost_user::{Error as ProtocolError, VhostUserFrontend as _};
 use vhost::{VhostBackend as _, VringConfigData};
 
 use super::error::VhostUserError;
@@ -18,8 +25,19 @@ use super::write_log::SharedLog;
 
 /// Time to start or stop a log, or to announce a guest; the rings are served meanwhile.
 const LIMIT: Duration = Duration::from_secs(3);
+/// Time for the back end to give its state, or to take it; the guest is stopped.
+const STATE_LIMIT: Duration = Duration::from_secs(10);
+/// The longest state that is taken: that of a file server with some hundred thousand files that its guest knows. It takes twice as
+/// much in the state of the machine, which has a limit of 256 MiB.
+const STATE_LEN_BYTES_MAX: u64 = 32 << 20;
 /// Of the address of a ring: its used ring is logged (vhost-user, "Vring descriptor indices" and "Migration").
 const LOGS_USED_RING: u32 = 1;
+
+/// What is left of the time.
+fn left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
 
 impl Session {
     /// Whether the back end can log what it writes.
@@ -99,6 +117,91 @@ impl Session {
             self.enable(index, true)?;
         }
         self.await_done()
+    }
+
+    /// Whether the back end can give its state, and take one.
+    pub(super) fn can_give_state(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::DEVICE_STATE)
+    }
+
+    /// The state of a back end whose rings are stopped.
+    ///
+    /// # Errors
+    /// It does not give it, or not as a whole in time; or it is lost.
+    pub(super) fn save_state(&mut self) -> Result<Vec<u8>, VhostUserError> {
+        let failed = |source| VhostUserError::State { what: "given", source: Some(source) };
+        let until = Instant::now() + STATE_LIMIT;
+        let mut ours = self.begin_transfer(VhostTransferStateDirection::SAVE, "given")?;
+        let mut state = Vec::new();
+        let mut part = vec![0; 64 << 10];
+        loop {
+            ours.set_read_timeout(Some(left(until).map_err(failed)?)).map_err(failed)?;
+            let len = ours.read(&mut part).map_err(failed)?;
+            if len == 0 {
+                break;
+            }
+            state.extend_from_slice(part.get(..len).unwrap_or_default());
+            if state.len() as u64 > STATE_LEN_BYTES_MAX {
+                return Err(failed(io::Error::other("it is too long")));
+            }
+        }
+        self.end_transfer("given")?;
+        Ok(state)
+    }
+
+    /// Gives a back end that has not started a ring the state of another.
+    ///
+    /// # Errors
+    /// It does not take it, or not in time; or it is lost.
+    pub(super) fn load_state(&mut self, state: &[u8]) -> Result<(), VhostUserError> {
+        let failed = |source| VhostUserError::State { what: "taken", source: Some(source) };
+        let until = Instant::now() + STATE_LIMIT;
+        let mut ours = self.begin_transfer(VhostTransferStateDirection::LOAD, "taken")?;
+        let mut rest = state;
+        while !rest.is_empty() {
+            ours.set_write_timeout(Some(left(until).map_err(failed)?)).map_err(failed)?;
+            let len = ours.write(rest).map_err(failed)?;
+            rest = rest.get(len..).unwrap_or_default();
+        }
+        // By which the back end sees the end.
+        drop(ours);
+        self.end_transfer("taken")
+    }
+
+    fn begin_transfer(
+        &mut self,
+        direction: VhostTransferStateDirection,
+        what: &'static str,
+    ) -> Result<UnixStream, VhostUserError> {
+        if !self.can_give_state() {
+            return Err(VhostUserError::Lacks("VHOST_USER_PROTOCOL_F_DEVICE_STATE"));
+        }
+        let made = UnixStream::pair();
+        let (ours, theirs) =
+            made.map_err(|source| VhostUserError::State { what, source: Some(source) })?;
+        self.begin_within(STATE_LIMIT);
+        let phase = VhostTransferStatePhase::STOPPED;
+        // It may refuse that without being lost. One that wants another descriptor to be used is not known.
+        let is_begun = self.request("SET_DEVICE_STATE_FD", |back_end| {
+            match back_end.set_device_state_fd(direction, phase, theirs.into()) {
+                Err(vhost::Error::VhostUserProtocol(ProtocolError::BackendInternalError)) => {
+                    Ok(false)
+                }
+                begun => begun.map(|other| other.is_none()),
+            }
+        })?;
+        if is_begun { Ok(ours) } else { Err(VhostUserError::State { what, source: None }) }
+    }
+
+    fn end_transfer(&mut self, what: &'static str) -> Result<(), VhostUserError> {
+        let is_done =
+            self.request("CHECK_DEVICE_STATE", |back_end| match back_end.check_device_state() {
+                Err(vhost::Error::VhostUserProtocol(ProtocolError::BackendInternalError)) => {
+                    Ok(false)
+                }
+                done => done.map(|()| true),
+            })?;
+        if is_done { Ok(()) } else { Err(VhostUserError::State { what, source: None }) }
     }
 
     /// Has the back end announce an address on the network, if it can.
