@@ -78,8 +78,14 @@ impl Deadline {
         self.shared.state.lock().limit = limit;
     }
 
-    /// An operation begins that may take `limit`.
+    /// This time, or that of each operation if it is shorter.
+    pub(super) fn at_most(&self, limit: Duration) -> Duration {
+        limit.min(self.limit)
+    }
+
+    /// An operation begins that may take `limit`, and no more than others.
     pub(super) fn begin_within(&self, limit: Duration) {
+        let limit = self.at_most(limit);
         let until = Instant::now().checked_add(limit);
         self.shared.state.lock().limit = until.map(|until| Limit { until, duration: limit });
     }

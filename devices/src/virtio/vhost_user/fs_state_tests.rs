@@ -8,27 +8,36 @@ use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::json;
 use vm_memory::GuestAddressSpace as _;
 
-use super::scripted::{Answer, GET_PROTOCOL_FEATURES, MORE_PROTOCOL_FEATURES, Request, back_end};
+use super::scripted::{
+    Answer, CHECK_DEVICE_STATE, GET_PROTOCOL_FEATURES, MORE_PROTOCOL_FEATURES, Request,
+    SET_DEVICE_STATE_FD, back_end,
+};
 use super::session::Session;
-use super::tests::{PATIENT, config, losses, ram};
+use super::tests::{PATIENT, SHORT, config, losses, ram};
 use super::*;
 use crate::virtio::{StateError, VirtioDevice as _};
 
-const SET_DEVICE_STATE_FD: u32 = 42;
-const CHECK_DEVICE_STATE: u32 = 43;
 const PROTOCOL_DEVICE_STATE: u64 = 1 << 19;
 /// The answer that no other descriptor is to be used.
 const USE_THIS: u64 = 1 << 8;
 const FAILED: u64 = 1 << 8 | 1;
 
 fn made(answer: impl FnMut(&Request) -> Answer + Send + 'static) -> (VhostUser, Receiver<String>) {
+    made_within(answer, PATIENT)
+}
+
+fn made_within(
+    answer: impl FnMut(&Request) -> Answer + Send + 'static,
+    limit: Duration,
+) -> (VhostUser, Receiver<String>) {
     let kind = VhostUserKind::Fs { tag: "tag".to_owned() };
-    let session = Session::over(back_end(answer).unwrap(), kind.needs(1), PATIENT).unwrap();
+    let session = Session::over(back_end(answer).unwrap(), kind.needs(1), limit).unwrap();
     let ram = ram(1, true);
     let config = VhostUserConfig { kind, ..config(1) };
     let (on_lost, lost) = losses();
@@ -42,9 +51,7 @@ fn transferring(
     done: u64,
 ) -> impl FnMut(&Request) -> Answer + Send + 'static {
     move |request| match request.number {
-        GET_PROTOCOL_FEATURES => {
-            request.reply(&(MORE_PROTOCOL_FEATURES | PROTOCOL_DEVICE_STATE).to_le_bytes())
-        }
+        GET_PROTOCOL_FEATURES => request.reply(&MORE_PROTOCOL_FEATURES.to_le_bytes()),
         SET_DEVICE_STATE_FD => {
             let is_load = request.payload[0] == 1;
             assert_eq!(request.payload[4..], [0; 4], "the phase: stopped");
@@ -119,7 +126,12 @@ fn a_back_end_that_gives_none_is_named_and_goes_on() {
     };
     refuses(FAILED, 0);
     refuses(USE_THIS, 1);
-    let (device, _lost) = made(Request::usual_of_all);
+    let (device, _lost) = made(|request| match request.number {
+        GET_PROTOCOL_FEATURES => {
+            request.reply(&(MORE_PROTOCOL_FEATURES & !PROTOCOL_DEVICE_STATE).to_le_bytes())
+        }
+        _ => request.usual_of_all(),
+    });
     assert!(!device.handle().has_state());
     device.handle().fetch_state().unwrap_err();
 }
@@ -146,7 +158,8 @@ fn a_back_end_that_does_not_take_a_state_is_named() {
 fn a_state_without_an_end_is_not_waited_for() {
     let kept = Arc::new(Mutex::new(Vec::new()));
     let keeps = Arc::clone(&kept);
-    let (device, lost) = made(transferring(move |_, file| keeps.lock().push(file), USE_THIS, 0));
+    let answer = transferring(move |_, file| keeps.lock().push(file), USE_THIS, 0);
+    let (device, lost) = made_within(answer, SHORT);
     let began = std::time::Instant::now();
     device.handle().fetch_state().unwrap_err();
     assert!(began.elapsed() < PATIENT && lost.try_recv().is_err());

@@ -16,7 +16,9 @@ use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::scripted::{Answer, Request, SET_BACKEND_REQ_FD, back_end_with_thread};
+use super::scripted::{
+    Answer, Request, SET_BACKEND_REQ_FD, SET_DEVICE_STATE_FD, back_end_with_thread,
+};
 use super::session::Session;
 use super::{NetOffloads, VhostUser, VhostUserConfig, VhostUserKind};
 use crate::virtio::fuzz::NoKicks;
@@ -46,9 +48,10 @@ fn answers(data: &[u8]) -> impl FnMut(&Request) -> Answer + Send + use<> {
     move |request| {
         let choice = data.pop_front().unwrap_or(0);
         let mut chunk = || data.drain(..CHUNK_LEN_BYTES.min(data.len())).collect::<Vec<_>>();
-        if let (SET_BACKEND_REQ_FD, Some(mut channel)) = (request.number, request.file.as_ref()) {
+        let is_written = [SET_BACKEND_REQ_FD, SET_DEVICE_STATE_FD].contains(&request.number);
+        if let (true, Some(mut other)) = (is_written, request.file.as_ref()) {
             // It has room for that; nothing reads answers.
-            let _ = channel.write_all(&chunk());
+            let _ = other.write_all(&chunk());
         }
         match choice & 7 {
             // A payload of the input in a usual header.
@@ -106,12 +109,14 @@ fn drive(data: &[u8], connection: UnixStream) -> Result<(), Box<dyn std::error::
     let Ok(mut device) = device else { return Ok(()) };
     device.read_config(0, &mut [0; 64]);
     let handle = device.handle();
+    // Refused if there is none.
+    let _ = handle.fetch_state();
     let state = device.save();
     for round in 0..2 {
         device.write_config(4, &[1; 4]);
         put_command(&memory, data)?;
         let queues = u16::try_from(device.queue_sizes_max().len())?;
-        // Refused by all but networks.
+        // Refused by all but networks and file systems.
         let _ = device.restore(&state);
         let log = (round == 0).then(|| handle.watch_writes(&ram));
         device.activate(activation(&memory, device.features(), queues)?)?;

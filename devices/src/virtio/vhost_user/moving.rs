@@ -130,7 +130,7 @@ impl Session {
     /// It does not give it, or not as a whole in time; or it is lost.
     pub(super) fn save_state(&mut self) -> Result<Vec<u8>, VhostUserError> {
         let failed = |source| VhostUserError::State { what: "given", source: Some(source) };
-        let until = Instant::now() + STATE_LIMIT;
+        let until = Instant::now() + self.deadline.at_most(STATE_LIMIT);
         let mut ours = self.begin_transfer(VhostTransferStateDirection::SAVE, "given")?;
         let mut state = Vec::new();
         let mut part = vec![0; 64 << 10];
@@ -155,7 +155,7 @@ impl Session {
     /// It does not take it, or not in time; or it is lost.
     pub(super) fn load_state(&mut self, state: &[u8]) -> Result<(), VhostUserError> {
         let failed = |source| VhostUserError::State { what: "taken", source: Some(source) };
-        let until = Instant::now() + STATE_LIMIT;
+        let until = Instant::now() + self.deadline.at_most(STATE_LIMIT);
         let mut ours = self.begin_transfer(VhostTransferStateDirection::LOAD, "taken")?;
         let mut rest = state;
         while !rest.is_empty() {

@@ -20,6 +20,8 @@ pub(super) const GET_QUEUE_NUM: u32 = 17;
 pub(super) const NET_SET_MTU: u32 = 20;
 pub(super) const SET_BACKEND_REQ_FD: u32 = 21;
 pub(super) const SET_LOG_BASE: u32 = 6;
+pub(super) const SET_DEVICE_STATE_FD: u32 = 42;
+pub(super) const CHECK_DEVICE_STATE: u32 = 43;
 pub(super) const GET_CONFIG: u32 = 24;
 pub(super) const GET_MAX_MEM_SLOTS: u32 = 36;
 
@@ -33,9 +35,9 @@ pub(super) const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 9;
 pub(super) const PROTOCOL_FEATURES: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 15;
 /// Beside these, all that a network can have: MTU, status, a control queue, pairs, and a log of what is written.
 pub(super) const NET_FEATURES: u64 = FEATURES | 1 << 3 | 1 << 16 | 1 << 17 | 1 << 22 | 1 << 26;
-/// The same of the protocol: a log, announcements, an MTU, requests of the back end.
+/// The same of the protocol: a log, announcements, an MTU, requests of the back end, its state.
 pub(super) const MORE_PROTOCOL_FEATURES: u64 =
-    PROTOCOL_FEATURES | 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5;
+    PROTOCOL_FEATURES | 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5 | 1 << 19;
 /// Queues that a usual back end serves.
 const QUEUES: u64 = 4;
 /// Longer than any request of the front end.
@@ -74,6 +76,9 @@ impl Request {
             GET_FEATURES => self.reply(&NET_FEATURES.to_le_bytes()),
             GET_PROTOCOL_FEATURES => self.reply(&MORE_PROTOCOL_FEATURES.to_le_bytes()),
             SET_LOG_BASE => self.reply(&self.payload),
+            // No other descriptor is to be used.
+            SET_DEVICE_STATE_FD => self.reply(&(1_u64 << 8).to_le_bytes()),
+            CHECK_DEVICE_STATE => self.reply(&0_u64.to_le_bytes()),
             _ => self.usual(),
         }
     }

@@ -47,7 +47,7 @@ const PROBED_QUEUE_SIZE: u16 = 16;
 pub(super) struct Session {
     frontend: Frontend,
     pub(super) connection: Arc<UnixStream>,
-    deadline: Arc<Deadline>,
+    pub(super) deadline: Arc<Deadline>,
     /// Features of the back end, with its bit for protocol features.
     pub(super) features: u64,
     pub(super) protocol: VhostUserProtocolFeatures,
