@@ -51,8 +51,9 @@ struct Disk {
     driver: Driver,
     channel: UnixStream,
     losses: Receiver<String>,
-    /// Sectors that the back end says it has.
+    /// Sectors that the back end says it has, and each time that it is asked.
     sectors: Arc<Mutex<u64>>,
+    reads: Receiver<()>,
 }
 
 impl Disk {
@@ -64,6 +65,7 @@ impl Disk {
         let sectors = Arc::new(Mutex::new(8_u64));
         let said = Arc::clone(&sectors);
         let mut own = None;
+        let (read, reads) = channel();
         let answer = move |request: &Request| {
             if let Some(answer) = other(request, own.as_ref()) {
                 return answer;
@@ -81,6 +83,7 @@ impl Disk {
                     request.usual()
                 }
                 (GET_CONFIG, _) => {
+                    let _ = read.send(());
                     let mut payload = request.payload.clone();
                     payload[12..20].copy_from_slice(&said.lock().to_le_bytes());
                     request.reply(&payload)
@@ -92,7 +95,7 @@ impl Disk {
         let (device, losses) = over(back_end(answer).unwrap(), PATIENT, &ram).unwrap();
         let channel = channels.recv_timeout(PATIENT).unwrap();
         channel.set_read_timeout(Some(PATIENT)).unwrap();
-        Self { device, driver: driver(&ram), channel, losses, sectors }
+        Self { device, driver: driver(&ram), channel, losses, sectors, reads }
     }
 
     fn started() -> Self {
@@ -133,8 +136,10 @@ fn the_driver_is_told_of_a_configuration_that_has_changed() {
     disk.driver.interrupt.wait_config_change(1);
     assert_eq!(disk.capacity(), 24);
     // The same again is nothing to be told of.
+    while disk.reads.try_recv().is_ok() {}
     disk.send(&message(CONFIG_CHANGE, NEED_REPLY, &[]));
     answer(&mut disk.channel);
+    disk.reads.recv_timeout(PATIENT).unwrap();
     disk.resize(32);
     assert_eq!(disk.driver.interrupt.config_changes(), 3);
     assert!(disk.losses.try_recv().is_err());
