@@ -2,6 +2,7 @@
 
 //! Why a vhost-user back end cannot be used, or not any more.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use thiserror::Error;
@@ -106,4 +107,21 @@ pub enum VhostUserError {
         /// Index of the queue.
         index: u16,
     },
+}
+
+impl VhostUserError {
+    /// Whether the back end has closed the connection instead of an answer.
+    pub(super) fn is_hang_up(&self) -> bool {
+        use vhost::vhost_user::Error as Protocol;
+        let Self::Request { source: vhost::Error::VhostUserProtocol(source), .. } = self else {
+            return false;
+        };
+        match source {
+            Protocol::Disconnected | Protocol::PartialMessage => true,
+            Protocol::SocketBroken(error) | Protocol::SocketError(error) => {
+                matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
+            }
+            _ => false,
+        }
+    }
 }

@@ -126,3 +126,26 @@ fn a_back_end_may_come_to_a_socket_of_the_vmm() {
     super::accept::accept(&path, SHORT).unwrap_err();
     assert_eq!(std::fs::read(&path).unwrap(), b"a file");
 }
+
+/// A connection that was queued where the back end before had listened is closed with it.
+#[test]
+fn a_back_end_that_ends_when_it_is_connected_to_is_tried_again() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("s");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let image = tempfile::NamedTempFile::new().unwrap();
+    image.as_file().set_len(1 << 20).unwrap();
+    let (there, file) = (path.clone(), image.path().to_owned());
+    let daemon = std::thread::spawn(move || {
+        for _ in 0..2 {
+            drop(listener.accept().unwrap());
+        }
+        drop(listener);
+        vhost_user_disk::serve(&there, &file, 1).unwrap();
+    });
+    let config = VhostUserConfig { socket: path, ..config(1) };
+    let device =
+        VhostUser::connect(config, &ram(1, true).guest_memory().memory(), losses().0).unwrap();
+    drop(device);
+    daemon.join().unwrap();
+}

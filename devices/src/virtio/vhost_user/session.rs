@@ -32,7 +32,7 @@ use super::needs::{AskedQueues, Needs};
 use super::plain;
 use super::ring::{Ring, RingStage};
 use super::write_log::SharedLog;
-use crate::unix_connect::connect_within;
+use crate::unix_connect::{BETWEEN_ATTEMPTS, connect_within};
 
 /// Time to connect and negotiate, to start all queues, and to stop them. All but one of the requests are answered from the
 /// back end's memory; before the one that stops a queue is answered, the requests of the guest in flight are completed,
@@ -81,22 +81,42 @@ pub(super) struct RunningRing {
 impl Session {
     /// Connects to `path`, or has a back end connect there if it `listens`, and negotiates.
     pub(super) fn open(path: &Path, listens: bool, needs: Needs) -> Result<Self, VhostUserError> {
+        if listens {
+            let limit_ms = OPERATION_LIMIT.as_millis();
+            let connection = accept(path, OPERATION_LIMIT).map_err(|source| {
+                VhostUserError::Accept { path: path.to_owned(), limit_ms, source }
+            })?;
+            // A back end that comes late has the time of one that listens at once.
+            let mut session = Self::new(connection, needs.count, OPERATION_LIMIT)?;
+            session.deadline.begin(Duration::ZERO);
+            session.greet()?;
+            session.negotiate(needs)?;
+            return Ok(session);
+        }
         let begun = Instant::now();
-        let (path_text, limit_ms) = (path.to_owned(), OPERATION_LIMIT.as_millis());
-        let connection = if listens {
-            accept(path, OPERATION_LIMIT).map_err(|source| VhostUserError::Accept {
-                path: path_text,
-                limit_ms,
-                source,
-            })?
-        } else {
-            connect_within(path, OPERATION_LIMIT, &|| false)
-                .map_err(|source| VhostUserError::Connect { path: path_text, limit_ms, source })?
+        let mut session = loop {
+            match Self::open_once(path, needs, begun) {
+                // It was queued where a back end that has just ended had listened.
+                Err(error) if error.is_hang_up() && begun.elapsed() < OPERATION_LIMIT => {
+                    std::thread::sleep(BETWEEN_ATTEMPTS);
+                }
+                opened => break opened?,
+            }
         };
-        let mut session = Self::new(connection, needs.count, OPERATION_LIMIT)?;
-        // A back end that comes late has the time of one that listens at once.
-        session.deadline.begin(if listens { Duration::ZERO } else { begun.elapsed() });
         session.negotiate(needs)?;
+        Ok(session)
+    }
+
+    /// Connects to a back end that is there, and hears from it, in the time that is left since `begun`.
+    fn open_once(path: &Path, needs: Needs, begun: Instant) -> Result<Self, VhostUserError> {
+        let limit_ms = OPERATION_LIMIT.as_millis();
+        let left = OPERATION_LIMIT.saturating_sub(begun.elapsed());
+        let connection = connect_within(path, left, &|| false).map_err(|source| {
+            VhostUserError::Connect { path: path.to_owned(), limit_ms, source }
+        })?;
+        let mut session = Self::new(connection, needs.count, OPERATION_LIMIT)?;
+        session.deadline.begin(begun.elapsed());
+        session.greet()?;
         Ok(session)
     }
 
@@ -109,6 +129,7 @@ impl Session {
     ) -> Result<Self, VhostUserError> {
         let mut session = Self::new(connection, needs.count, limit)?;
         session.deadline.begin(Duration::ZERO);
+        session.greet()?;
         session.negotiate(needs)?;
         Ok(session)
     }
@@ -138,12 +159,17 @@ impl Session {
         })
     }
 
-    fn negotiate(&mut self, needs: Needs) -> Result<(), VhostUserError> {
+    /// The first requests, by which a back end shows that it serves this connection.
+    fn greet(&mut self) -> Result<(), VhostUserError> {
         self.request("SET_OWNER", |back_end| back_end.set_owner())?;
         self.features = self.request("GET_FEATURES", |back_end| back_end.get_features())?;
         if self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
             return Err(VhostUserError::Lacks("VHOST_USER_F_PROTOCOL_FEATURES"));
         }
+        Ok(())
+    }
+
+    fn negotiate(&mut self, needs: Needs) -> Result<(), VhostUserError> {
         let offered =
             self.request("GET_PROTOCOL_FEATURES", VhostUserFrontend::get_protocol_features)?;
         let mut wanted = needs.protocol
