@@ -77,6 +77,11 @@ impl<P: ?Sized> Discards<P> {
         }
     }
 
+    /// What pins memory again that was unpinned: that of any ban, as others may have begun since.
+    pub(crate) fn pins_to_restore(&self) -> Option<Arc<P>> {
+        self.read().iter().find_map(|ban| ban.pins.clone())
+    }
+
     /// Calls `act` with a permit, or with the reason of a ban. Neither changes during the call.
     pub(crate) fn decide<R>(&self, act: impl FnOnce(Result<Permit<'_>, &'static str>) -> R) -> R {
         let bans = self.read();

@@ -125,6 +125,9 @@ mod tests {
         first.except_unpinned(pins.clone());
         let second = ram.ban_discards("a test");
         assert_eq!(ram.discard_unpinned(0..MIB).deferred_bytes, MIB);
+        // What was unpinned before the second began is pinned again for the first.
+        ram.repin(&(2 * MIB..3 * MIB));
+        assert_eq!(*pins.back.lock(), [Range { start: 2 * MIB, end: 3 * MIB }]);
         drop(second);
         assert_eq!(ram.discard_unpinned(0..MIB).len_bytes(), MIB);
         drop(first);

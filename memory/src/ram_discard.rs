@@ -239,7 +239,7 @@ impl GuestRam {
     /// Pins the guest physical `range` again, which the guest is about to use. Devices reach it when this
     /// returns.
     pub fn repin(&self, range: &Range<u64>) {
-        let Some(pins) = self.pins() else { return };
+        let Some(pins) = self.discards().pins_to_restore() else { return };
         for region in self.regions() {
             let start = range.start.max(region.gpa());
             let end = range.end.min(region.gpa().saturating_add(region.len_bytes()));

@@ -441,6 +441,7 @@ impl Machine {
 
     /// Lets the devices finish their requests, writes the disks back and releases them.
     pub(super) fn end_devices(&mut self) {
+        self.parts.devices.end_vdpas();
         self.parts.devices.pause();
         if let Err(error) = self.write_back().wait() {
             report_write_back_failure(&error);

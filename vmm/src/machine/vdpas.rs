@@ -90,10 +90,11 @@ impl VirtioDevices {
         context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let (id, counters) = (device.id().to_owned(), device.counters());
+        let end = device.end_handle();
         let place = Place::new(vdpa.pci_segment, vdpa.pci_device_id);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), counters));
-        self.vdpas.push(id);
+        self.vdpas.push((id, end));
         Ok(bdf)
     }
 
@@ -115,7 +116,12 @@ impl VirtioDevices {
 
     /// The first vDPA device, because of which memory can neither come nor go.
     pub fn first_vdpa(&self) -> Option<&str> {
-        self.vdpas.first().map(String::as_str)
+        self.vdpas.first().map(|(id, _)| id.as_str())
+    }
+
+    /// Lets no device map more memory: its VM ends, which would have to wait for all of it.
+    pub fn end_vdpas(&self) {
+        self.vdpas.iter().for_each(|(_, end)| end.end());
     }
 }
 

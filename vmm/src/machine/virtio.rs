@@ -14,6 +14,7 @@ use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
+use devices::virtio::vdpa::VdpaEnd;
 use devices::virtio::vhost_user::VhostUserHandle;
 use devices::virtio::vsock::{Vsock, VsockSocket};
 use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
@@ -129,8 +130,8 @@ pub struct VirtioDevices {
     pub(super) sockets: Vec<(String, Arc<VsockSocket>)>,
     /// The devices that other processes serve.
     pub(super) vhost_users: Vec<VhostUserHandle>,
-    /// Ids of the vDPA devices.
-    pub(super) vdpas: Vec<String>,
+    /// The vDPA devices.
+    pub(super) vdpas: Vec<(String, VdpaEnd)>,
     balloon: Option<BalloonHandle>,
     watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
@@ -309,7 +310,7 @@ impl VirtioDevices {
         let net = self.nets.iter().position(|(other, _)| *other == id);
         let socket = self.sockets.iter().position(|(other, _)| *other == id);
         let vhost_user = self.vhost_users.iter().position(|other| other.id() == id);
-        let vdpa = self.vdpas.iter().position(|other| *other == id);
+        let vdpa = self.vdpas.iter().position(|(other, _)| *other == id);
         if [lock, net, socket, vhost_user, vdpa].iter().all(Option::is_none) {
             return None;
         }

@@ -40,6 +40,17 @@ pub struct VdpaDeviceConfig {
     pub num_queues: u16,
 }
 
+/// Ends the start of a vDPA device, which maps all memory, for a VM that ends.
+#[derive(Clone, Debug)]
+pub struct VdpaEnd(Arc<AtomicBool>);
+
+impl VdpaEnd {
+    /// No more memory is mapped; what is, is unmapped with the device.
+    pub fn end(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// A vDPA device.
 pub struct Vdpa {
     id: String,
@@ -99,6 +110,11 @@ impl Vdpa {
     /// The counters of the device.
     pub fn counters(&self) -> Arc<VdpaCounters> {
         Arc::clone(&self.counters)
+    }
+
+    /// The handle for the end of its VM.
+    pub fn end_handle(&self) -> VdpaEnd {
+        VdpaEnd(Arc::clone(&self.stops))
     }
 
     /// Whether it stops while the VM is paused; another goes on.

@@ -31,5 +31,5 @@ mod scripted;
 mod tests;
 
 pub use counters::VdpaCounters;
-pub use device::{Vdpa, VdpaDeviceConfig};
+pub use device::{Vdpa, VdpaDeviceConfig, VdpaEnd};
 pub use error::VdpaError;
