@@ -17,7 +17,7 @@ use vhost::vhost_user::Backend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost_user_backend::bitmap::BitmapMmapRegion;
 use vhost_user_backend::{
-    VhostUserBackend, VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringT,
+    VhostUserBackend, VhostUserBackendMut, VhostUserDaemon, VringRwLock, VringState, VringT,
 };
 use virtio_bindings::virtio_blk as blk;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -123,33 +123,43 @@ impl Request {
 
 type Chain<'a> = DescriptorChain<&'a Mapped>;
 
-/// Takes available chains of a queue while one is `wanted`, and has each used with the bytes that `carry_out` has
-/// written.
+/// Takes the next chain from a ring that runs.
+fn next<'m>(ring: &mut VringState<Memory>, memory: &'m Mapped) -> io::Result<Option<Chain<'m>>> {
+    if !ring.get_queue().ready() {
+        return Ok(None);
+    }
+    Ok(ring.get_queue_mut().iter(memory).map_err(io::Error::other)?.next())
+}
+
+/// Has a chain used with the bytes that were written to it.
+fn finish(ring: &mut VringState<Memory>, head: u16, written: u32) -> io::Result<()> {
+    ring.add_used(head, written).map_err(io::Error::other)?;
+    if ring.needs_notification().map_err(io::Error::other)? {
+        ring.signal_used_queue()?;
+    }
+    Ok(())
+}
+
+/// Takes the available chains of a queue, and has each used with the bytes that `carry_out` has written.
+///
+/// The ring is not stopped in between: the driver does not ask twice, and the next back end knows nothing of a request
+/// that this one holds.
 fn each(
     vring: &VringRwLock<Memory>,
     memory: &Mapped,
-    mut wanted: impl FnMut() -> bool,
     mut carry_out: impl FnMut(Chain<'_>) -> io::Result<u32>,
 ) -> io::Result<()> {
     loop {
         vring.disable_notification().map_err(io::Error::other)?;
-        while wanted() {
-            let mut guard = vring.get_mut();
-            // It may have been stopped since it was notified.
-            if !guard.get_queue().ready() {
-                return Ok(());
-            }
-            let chain = guard.get_queue_mut().iter(memory).map_err(io::Error::other)?.next();
-            drop(guard);
-            let Some(chain) = chain else { break };
+        loop {
+            let mut ring = vring.get_mut();
+            let Some(chain) = next(&mut ring, memory)? else { break };
             let head = chain.head_index();
             let written = carry_out(chain)?;
-            vring.add_used(head, written).map_err(io::Error::other)?;
-            if vring.needs_notification().map_err(io::Error::other)? {
-                vring.signal_used_queue()?;
-            }
+            finish(&mut ring, head, written)?;
         }
-        if !vring.enable_notification().map_err(io::Error::other)? || !wanted() {
+        let mut ring = vring.get_mut();
+        if !ring.get_queue().ready() || !ring.enable_notification().map_err(io::Error::other)? {
             return Ok(());
         }
     }
@@ -158,24 +168,19 @@ fn each(
 impl Disk {
     fn serve(&self, vring: &VringRwLock<Memory>) -> io::Result<()> {
         let memory = self.memory.memory();
-        each(
-            vring,
-            &memory,
-            || true,
-            |chain| {
-                let request = Request::parse(&memory, chain)?;
-                let (status, written) = match request.run(self, &memory) {
-                    Ok(written) => (blk::VIRTIO_BLK_S_OK, written),
-                    Err(error) if error.kind() == io::ErrorKind::Unsupported => {
-                        (blk::VIRTIO_BLK_S_UNSUPP, 0)
-                    }
-                    Err(_) => (blk::VIRTIO_BLK_S_IOERR, 0),
-                };
-                let status = u8::try_from(status).unwrap_or(u8::MAX);
-                memory.write_obj(status, request.status).map_err(of_memory)?;
-                Ok(written + 1)
-            },
-        )
+        each(vring, &memory, |chain| {
+            let request = Request::parse(&memory, chain)?;
+            let (status, written) = match request.run(self, &memory) {
+                Ok(written) => (blk::VIRTIO_BLK_S_OK, written),
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                    (blk::VIRTIO_BLK_S_UNSUPP, 0)
+                }
+                Err(_) => (blk::VIRTIO_BLK_S_IOERR, 0),
+            };
+            let status = u8::try_from(status).unwrap_or(u8::MAX);
+            memory.write_obj(status, request.status).map_err(of_memory)?;
+            Ok(written + 1)
+        })
     }
 }
 

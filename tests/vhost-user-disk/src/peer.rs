@@ -5,7 +5,6 @@
 //!
 //! Owns what they answer (virtio 1.3, 5.1 and 5.11; linux/fuse.h). They must never know what the VMM is.
 
-use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, RwLock};
@@ -17,18 +16,16 @@ use vhost_user_backend::{VhostUserBackendMut, VhostUserDaemon, VringRwLock, Vrin
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_net as net;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use virtio_queue::QueueT as _;
+use virtio_queue::{QueueOwnedT as _, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddressSpace as _, GuestMemoryAtomic};
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::event::{
     EventConsumer, EventFlag, EventNotifier, new_event_consumer_and_notifier,
 };
 
-use crate::{Chain, Mapped, Memory, daemon_of, each, invalid, of_memory};
+use crate::{Chain, Mapped, Memory, daemon_of, each, finish, invalid, next, of_memory};
 
 const QUEUE_SIZE_MAX: usize = 1024;
-/// Frames that wait for buffers of the driver; more are lost.
-const FRAMES_MAX: usize = 64;
 
 const FUSE_HEADER_LEN_BYTES: usize = 40;
 const FUSE_GETATTR: u32 = 3;
@@ -56,8 +53,6 @@ struct Peer {
     queues: usize,
     /// Can be read and written by the VMM.
     config: Vec<u8>,
-    /// Frames on their way back, of each pair of queues.
-    frames: Vec<VecDeque<Vec<u8>>>,
     memory: Memory,
 }
 
@@ -109,38 +104,43 @@ fn fuse(request: &[u8]) -> io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-impl Peer {
-    fn echo(
-        &mut self,
-        pair: usize,
-        rx: &VringRwLock<Memory>,
-        tx: &VringRwLock<Memory>,
-    ) -> io::Result<()> {
-        let memory = self.memory.memory();
-        let frames = self.frames.get_mut(pair).ok_or_else(|| invalid("no such pair"))?;
-        each(
-            tx,
-            &memory,
-            // A frame that has left the guest must not be in flight when that has stopped.
-            || rx.get_ref().get_queue().ready(),
-            |chain| {
-                let frame = bytes_of(&memory, chain)?;
-                if frames.len() < FRAMES_MAX {
-                    frames.push_back(frame);
-                }
-                Ok(0)
-            },
-        )?;
-        let frames = std::cell::RefCell::new(frames);
-        each(
-            rx,
-            &memory,
-            || !frames.borrow().is_empty(),
-            |chain| {
-                let frame = frames.borrow_mut().pop_front().unwrap_or_default();
-                put(&memory, chain, &frame)
-            },
-        )
+/// Sends one frame back; says whether there was one, and a buffer for it.
+///
+/// Neither ring can be stopped meanwhile: the driver does not send twice, and the next back end knows nothing of a frame
+/// that this one holds.
+fn send_back(
+    rx: &VringRwLock<Memory>,
+    tx: &VringRwLock<Memory>,
+    memory: &Mapped,
+) -> io::Result<bool> {
+    let (mut rx, mut tx) = (rx.get_mut(), tx.get_mut());
+    let Some(frame) = next(&mut tx, memory)? else { return Ok(false) };
+    let Some(buffer) = next(&mut rx, memory)? else {
+        tx.get_queue_mut().go_to_previous_position();
+        return Ok(false);
+    };
+    let (frame_head, buffer_head) = (frame.head_index(), buffer.head_index());
+    let written = put(memory, buffer, &bytes_of(memory, frame)?)?;
+    finish(&mut tx, frame_head, 0)?;
+    finish(&mut rx, buffer_head, written)?;
+    Ok(true)
+}
+
+/// Sends back each frame for which there is a buffer.
+fn echo(rx: &VringRwLock<Memory>, tx: &VringRwLock<Memory>, memory: &Mapped) -> io::Result<()> {
+    loop {
+        for ring in [rx, tx] {
+            ring.disable_notification().map_err(io::Error::other)?;
+        }
+        while send_back(rx, tx, memory)? {}
+        let mut more = true;
+        for ring in [rx, tx] {
+            more &= ring.get_ref().get_queue().ready()
+                && ring.enable_notification().map_err(io::Error::other)?;
+        }
+        if !more {
+            return Ok(());
+        }
     }
 }
 
@@ -160,13 +160,10 @@ impl VhostUserBackendMut for Peer {
         let own = match self.kind {
             Kind::Fs => 0,
             // Both are the front end's to serve.
-            Kind::Net => {
-                1 << net::VIRTIO_NET_F_CTRL_VQ
-                    | 1 << net::VIRTIO_NET_F_MQ
-                    | VhostUserVirtioFeatures::LOG_ALL.bits()
-            }
+            Kind::Net => 1 << net::VIRTIO_NET_F_CTRL_VQ | 1 << net::VIRTIO_NET_F_MQ,
         };
         own | 1 << VIRTIO_F_VERSION_1
+            | VhostUserVirtioFeatures::LOG_ALL.bits()
             | 1 << VIRTIO_RING_F_EVENT_IDX
             | 1 << VIRTIO_RING_F_INDIRECT_DESC
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
@@ -211,17 +208,12 @@ impl VhostUserBackendMut for Peer {
         match self.kind {
             Kind::Fs => {
                 let memory = self.memory.memory();
-                each(
-                    vring(queue)?,
-                    &memory,
-                    || true,
-                    |chain| {
-                        let answer = fuse(&bytes_of(&memory, chain.clone())?)?;
-                        put(&memory, chain, &answer)
-                    },
-                )
+                each(vring(queue)?, &memory, |chain| {
+                    let answer = fuse(&bytes_of(&memory, chain.clone())?)?;
+                    put(&memory, chain, &answer)
+                })
             }
-            Kind::Net => self.echo(queue / 2, vring(queue & !1)?, vring(queue | 1)?),
+            Kind::Net => echo(vring(queue & !1)?, vring(queue | 1)?, &self.memory.memory()),
         }
     }
 
@@ -280,7 +272,6 @@ fn peer(kind: Kind, queues: usize) -> io::Result<VhostUserDaemon<Arc<RwLock<Peer
     let mut config = vec![0; 40];
     config[..5].copy_from_slice(b"there");
     config[36] = 1;
-    let frames = (0..queues.div_ceil(2)).map(|_| VecDeque::new()).collect();
-    let peer = Peer { kind, queues, config, frames, memory: memory.clone() };
+    let peer = Peer { kind, queues, config, memory: memory.clone() };
     daemon_of(Arc::new(RwLock::new(peer)), memory)
 }
