@@ -45,6 +45,8 @@ pub fn prepare() {
     if log::set_logger(&SetupMustWork).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }
+    // SAFETY: no handler is installed. The programs have it ignored: a peer that closes its end is an error of the write.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
 }
 
 /// Checks after a run that it left no descriptor open.
