@@ -118,6 +118,7 @@ const STATES: [(&str, &str); 7] = [
     ),
     ("console", r#"{"kind":"virtio-console","version":1,"data":{"columns":80,"rows":25}}"#),
     ("rng", r#"{"kind":"virtio-rng","version":1,"data":{}}"#),
+    ("rtc", r#"{"kind":"virtio-rtc","version":1,"data":{}}"#),
     ("vsock", r#"{"kind":"virtio-vsock","version":1,"data":{}}"#),
     ("watchdog", r#"{"kind":"virtio-watchdog","version":1,"data":{"is_armed":true}}"#),
     (

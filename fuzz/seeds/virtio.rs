@@ -192,6 +192,12 @@ fn console_and_rng() -> Vec<Seed> {
     rng.chain(0, &[(0x7f00, 0x200, true), (0x5000, 16, true)]);
     let mut seeds = console.seeds("virtio_console", "text", &[0, 1]);
     seeds.extend(rng.seeds("virtio_rng", "buffers", &[0, 1]));
+    let mut rtc = Memory::new(1);
+    put(&mut rtc.bytes, 0x4000, &[1]);
+    put(&mut rtc.bytes, 0x4100, &[1, 0x10]);
+    rtc.chain(0, &[(0x4000, 16, false), (0x5000, 16, true)]);
+    rtc.chain(0, &[(0x4100, 16, false), (0x7ff8, 16, true)]);
+    seeds.extend(rtc.seeds("virtio_rtc", "requests", &[0, 1]));
     seeds.extend(rng.seeds("virtio_watchdog", "buffers", &[0, 1]));
     seeds
 }

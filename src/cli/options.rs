@@ -14,10 +14,10 @@ use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::tpm::TpmConfig;
-use vmm::config::unsupported::{RtcConfig, UserDeviceConfig};
+use vmm::config::unsupported::UserDeviceConfig;
 use vmm::config::{
     BalloonConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, LandlockConfig,
-    NetConfig, PmemConfig, RngConfig, VdpaConfig, VsockConfig,
+    NetConfig, PmemConfig, RngConfig, RtcConfig, VdpaConfig, VsockConfig,
 };
 
 use super::manual;

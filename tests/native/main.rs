@@ -62,6 +62,7 @@ mod recorded;
 mod remote;
 mod report;
 mod requests;
+mod rtc;
 mod sandbox;
 mod seen;
 mod segments;
@@ -101,6 +102,7 @@ fn main() -> ExitCode {
     unread::add(&mut suite);
     pause::add(&mut suite);
     pmem::add(&mut suite);
+    rtc::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);
     tls::add(&mut suite);

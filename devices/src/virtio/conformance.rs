@@ -17,6 +17,7 @@ use super::mem::{Mem, MemConfig};
 use super::net::Net;
 use super::pmem::{Pmem, PmemConfig, PmemFile};
 use super::rng::{Rng, RngConfig};
+use super::rtc::{Rtc, RtcConfig};
 use super::test_driver::Driver;
 use super::vsock::{Vsock, VsockConfig};
 use super::watchdog::{Watchdog, WatchdogConfig};
@@ -80,6 +81,11 @@ fn mem() -> Subject {
 fn rng() -> Subject {
     let device = Box::new(Rng::new(RngConfig::default()).unwrap());
     Subject { device, kind: "virtio-rng", _keep: Box::new(()) }
+}
+
+fn rtc() -> Subject {
+    let device = Box::new(Rtc::new(RtcConfig { id: "rtc".to_owned() }));
+    Subject { device, kind: "virtio-rtc", _keep: Box::new(()) }
 }
 
 fn pmem() -> Subject {
@@ -287,4 +293,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, mem, pmem, rng, net, vsock, watchdog);
+conformance_of!(balloon, block, console, mem, pmem, rng, rtc, net, vsock, watchdog);

@@ -31,6 +31,7 @@ use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, T
 use super::pmem::worker::PmemWorker;
 use super::queue::WorkQueue;
 use super::rng::worker::RngWorker;
+use super::rtc::worker::RtcWorker;
 use super::vsock::VsockSocket;
 use super::vsock::muxer::Muxer;
 use super::vsock::worker::VsockWorker;
@@ -299,6 +300,16 @@ pub fn fuzz_rng(data: &[u8]) {
     report(run_rng(data));
 }
 
+/// Serves the queue of a real-time clock.
+pub fn fuzz_rtc(data: &[u8]) {
+    report(run_rtc(data));
+}
+
+fn run_rtc(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    run(RtcWorker::new(guest.queue(0)?))
+}
+
 fn run_rng(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let source = Arc::new(std::fs::File::open("/dev/urandom")?);
@@ -423,6 +434,8 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let _ = console.restore(&snapshot);
     let mut rng = super::rng::Rng::new(super::rng::RngConfig::default())?;
     let _ = rng.restore(&snapshot);
+    let mut rtc = super::rtc::Rtc::new(super::rtc::RtcConfig { id: "rtc".to_owned() });
+    let _ = rtc.restore(&snapshot);
     let mut net = super::net::Net::new(super::net::NetConfig {
         open_tap_later: true,
         ..super::net::NetConfig::default()

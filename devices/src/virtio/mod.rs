@@ -10,7 +10,7 @@
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
 //! | `limiter` | limits on the bytes and operations of devices |
-//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`pmem`], [`rng`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`pmem`], [`rng`], [`rtc`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
 //!
 //! If a driver breaks the rules of a queue, its device stops with DEVICE_NEEDS_RESET; an
 //! impossible request is answered with an error. Neither ever makes
@@ -30,6 +30,7 @@ mod one_queue;
 pub mod pmem;
 mod queue;
 pub mod rng;
+pub mod rtc;
 pub mod vdpa;
 pub mod vhost_user;
 pub mod vsock;

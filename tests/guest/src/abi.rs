@@ -237,8 +237,10 @@ pub mod workload {
     pub const NET_ECHO: u64 = 14;
     /// vCPU 0 writes numbered pages to the first persistent memory, flushes each, and reads it before it is overwritten.
     pub const PMEM_WRITE: u64 = 15;
+    /// vCPU 0 reads the first real-time clock, over and over, which never goes back.
+    pub const RTC_READ: u64 = 16;
     /// Names, by number.
-    pub const NAMES: [&str; 16] = [
+    pub const NAMES: [&str; 17] = [
         "idle",
         "fill",
         "verify",
@@ -255,6 +257,7 @@ pub mod workload {
         "fs-ask",
         "net-echo",
         "pmem-write",
+        "rtc-read",
     ];
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Drivers of devices that another process serves: a file system, which is asked for its root, and a network device
-//! whose frames come back; and of persistent memory.
+//! whose frames come back; of persistent memory; and of a real-time clock.
 //!
 //! Owns the requests, one at a time, and the check of each answer. Must never count a request before it was answered.
 
@@ -11,6 +11,7 @@ use crate::virtio::{Device, Part, Queue};
 
 const TYPE_NET: u32 = 1;
 const TYPE_FS: u32 = 26;
+const TYPE_RTC: u32 = 17;
 
 const OUT_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const IN_GPA: u64 = OUT_GPA + PAGE_BYTES;
@@ -50,6 +51,14 @@ const COMMAND_GPA: u64 = OUT_GPA + 0x800;
 const COMMAND_BYTES: u32 = 4;
 const ANSWER_GPA: u64 = COMMAND_GPA + 8;
 
+/// Requests of the first clock, and the size of a request and of an answer (linux/virtio_rtc.h).
+const RTC_READ: u32 = 1;
+const RTC_CONFIG: u32 = 0x1000;
+const RTC_CAPABILITIES: u32 = 0x1001;
+const RTC_BYTES: u32 = 16;
+/// UTC, perhaps smeared.
+const RTC_UTC: u64 = 4;
+
 /// A network device.
 pub struct Net {
     /// Where frames come, and where they go.
@@ -71,6 +80,13 @@ pub enum Peer {
     Pmem(Pmem),
     /// Of a network device.
     Net(Net),
+    /// Of a real-time clock.
+    Rtc {
+        /// The queue of its requests.
+        queue: Queue,
+        /// What it has shown last.
+        last_ns: u64,
+    },
 }
 
 fn rings(number: u16) -> u64 {
@@ -85,6 +101,20 @@ impl Peer {
         }
         if workload == workload::NET_ECHO {
             return Net::start(ecam).map(Self::Net);
+        }
+        if workload == workload::RTC_READ {
+            let device = Device::find(ecam, TYPE_RTC)?;
+            device.agree(0)?;
+            let mut queue = device.queue(0, rings(0))?;
+            device.ready();
+            let (clocks, kind) =
+                (rtc(&mut queue, RTC_CONFIG, || ())?, rtc(&mut queue, RTC_CAPABILITIES, || ())?);
+            let is_known = clocks == 1 && kind == RTC_UTC;
+            return if is_known {
+                Ok(Self::Rtc { queue, last_ns: 0 })
+            } else {
+                Err(disk_failure::CONTENT)
+            };
         }
         let device = Device::find(ecam, TYPE_FS)?;
         device.agree(0)?;
@@ -111,6 +141,12 @@ impl Peer {
             }
             Self::Pmem(pmem) => pmem.write(number, meanwhile),
             Self::Net(net) => net.ask(number, meanwhile),
+            Self::Rtc { queue, last_ns } => {
+                let now_ns = rtc(queue, RTC_READ, meanwhile)?;
+                let is_later = now_ns >= *last_ns;
+                *last_ns = now_ns;
+                if is_later { Ok(()) } else { Err(disk_failure::CONTENT) }
+            }
         }
     }
 }
@@ -127,11 +163,8 @@ impl Net {
             *pair = Some((queue(2 * number)?, queue(2 * number + 1)?));
         }
         // After the queues of all pairs, also of those that are not used.
-        let control = if has_pairs {
-            Some(device.queue(2 * count, CONTROL_RINGS_GPA)?)
-        } else {
-            None
-        };
+        let control =
+            if has_pairs { Some(device.queue(2 * count, CONTROL_RINGS_GPA)?) } else { None };
         device.ready();
         Ok(Self { pairs, control, active: 1 })
     }
@@ -165,6 +198,21 @@ fn use_pairs(control: &mut Queue, pairs: u64, meanwhile: impl FnMut()) -> Result
     ];
     control.request(&parts, meanwhile);
     if mem::load8(ANSWER_GPA) == 0 { Ok(()) } else { Err(disk_failure::REQUEST) }
+}
+
+/// Sends a request about the first clock; returns what the answer says.
+fn rtc(queue: &mut Queue, kind: u32, meanwhile: impl FnMut()) -> Result<u64, u64> {
+    mem::clear(OUT_GPA, u64::from(RTC_BYTES));
+    mem::store32(OUT_GPA, kind);
+    // An answer that is not written is an error.
+    mem::store(IN_GPA, u64::MAX);
+    let parts = [
+        Part { gpa: OUT_GPA, len_bytes: RTC_BYTES, writable: false },
+        Part { gpa: IN_GPA, len_bytes: RTC_BYTES, writable: true },
+    ];
+    let len_bytes = queue.request(&parts, meanwhile);
+    let is_whole = len_bytes == RTC_BYTES && mem::load(IN_GPA) == 0;
+    if is_whole { Ok(mem::load(IN_GPA + 8)) } else { Err(disk_failure::REQUEST) }
 }
 
 /// Sends a request about the root whose body is in place already.

@@ -335,7 +335,11 @@ impl Worker {
                 mem::load32(PARAM.get(param::ECAM_GPA));
                 self.block.add(vcpu::ITERATIONS, 1);
             }
-            workload::DISK_WRITE | workload::FS_ASK | workload::NET_ECHO | workload::PMEM_WRITE => {
+            workload::DISK_WRITE
+            | workload::FS_ASK
+            | workload::NET_ECHO
+            | workload::PMEM_WRITE
+            | workload::RTC_READ => {
                 if self.vcpu == 0 && PARAM.get(param::EJECT) != 0 {
                     (self.disk, self.peer) = (None, None);
                     if disk::eject(PARAM.get(param::EJECT), self.vcpus, self.khz) {

@@ -177,7 +177,8 @@ impl VmConfig {
         let devices = devices.chain(vdpas);
         let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
         let vsock = self.vsock.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
-        let single = balloon.chain(vsock);
+        let rtc = self.rtc.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
+        let single = balloon.chain(vsock).chain(rtc);
         let others = [
             (&self.console.id, &mut self.console.pci_device_id),
             (&self.rng.id, &mut self.rng.pci_device_id),

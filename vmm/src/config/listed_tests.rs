@@ -55,6 +55,7 @@ fn verdict(family: &str, text: &str) -> Result<(), String> {
         "vsock" => vm(&|p| p.vsock = one()),
         "pmem" => vm(&|p| p.pmem = many()),
         "rng" => vm(&|p| p.rng = one()),
+        "rtc" => vm(&|p| p.rtc = one()),
         "console" => vm(&|p| p.console = one()),
         "serial" => vm(&|p| p.serial = one()),
         "debug-console" => vm(&|p| p.debug_console = one()),

@@ -42,6 +42,7 @@ pub mod rate_limiter;
 pub mod reference;
 pub mod resize;
 pub mod rng;
+pub mod rtc;
 pub mod segments;
 pub mod tpm;
 pub mod unsupported;
@@ -83,6 +84,7 @@ pub use pmem::PmemConfig;
 pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeDisk, VmResizeZone};
 pub use rng::RngConfig;
+pub use rtc::RtcConfig;
 pub use value::MacAddr;
 pub use vdpa::VdpaConfig;
 pub use vm::{VmConfig, random_bytes};
@@ -125,6 +127,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "generic-vhost-user" => check::<GenericVhostUserConfig>(text),
         "vdpa" => check::<VdpaConfig>(text),
         "rng" => check::<RngConfig>(text),
+        "rtc" => check::<RtcConfig>(text),
         "balloon" => check::<BalloonConfig>(text),
         "console" => check::<ConsoleConfig>(text),
         "serial" => check::<SerialConfig>(text),

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
     console, cpus, disk, memory, migration, net, numa, payload, platform, pmem, rate_limiter, rng,
-    tpm, unsupported, vdpa, vsock,
+    rtc, tpm, unsupported, vdpa, vsock,
 };
 
 /// The families, in the order of the reference page.
@@ -31,7 +31,7 @@ pub fn families() -> Vec<FamilyInfo> {
         vdpa::VdpaConfig::info(),
         vsock::VsockConfig::info(),
         rng::RngConfig::info(),
-        unsupported::RtcConfig::info(),
+        rtc::RtcConfig::info(),
         console::ConsoleConfig::info(),
         console::SerialConfig::info(),
         console::DebugConsoleConfig::info(),
@@ -51,7 +51,7 @@ pub fn families() -> Vec<FamilyInfo> {
 }
 
 /// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 2] = ["user-device", "rtc"];
+pub const UNSUPPORTED_FAMILIES: [&str; 1] = ["user-device"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {

@@ -95,6 +95,9 @@ impl VmConfig {
         if let Some(vsock) = &self.vsock {
             push("vsock", &vsock.id, vsock.pci_segment, vsock.pci_device_id);
         }
+        if let Some(rtc) = &self.rtc {
+            push("rtc", &rtc.id, rtc.pci_segment, rtc.pci_device_id);
+        }
         places
     }
 

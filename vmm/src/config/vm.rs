@@ -30,8 +30,9 @@ use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::pmem::PmemConfig;
 use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
+use super::rtc::RtcConfig;
 use super::tpm::TpmConfig;
-use super::unsupported::{RtcConfig, UserDeviceConfig};
+use super::unsupported::UserDeviceConfig;
 use super::value::MacAddr;
 use super::vdpa::VdpaConfig;
 use super::vsock::VsockConfig;
@@ -40,6 +41,8 @@ use super::vsock::VsockConfig;
 pub const CONSOLE_ID: &str = "__console";
 /// Id of the entropy device.
 pub const RNG_ID: &str = "__rng";
+/// Id of the real-time clock.
+pub const RTC_ID: &str = "__rtc";
 /// Id of the balloon.
 pub const BALLOON_ID: &str = "__balloon";
 /// Id of the watchdog.
@@ -94,7 +97,7 @@ option_family! {
         /// Watchdog device.
         watchdog: bool = false, "" as JsonOnly;
         /// Real-time clock device.
-        rtc: Option<RtcConfig> = None, "" as JsonOnly, unsupported();
+        rtc: Option<RtcConfig> = None, "" as JsonOnly;
         /// Device through which the guest reports a panic.
         pvpanic: bool = false, "" as JsonOnly;
         /// PCI segments.
@@ -230,6 +233,9 @@ impl VmConfig {
         take("rng", rng, RNG_ID)?;
         if let Some(balloon) = &mut self.balloon {
             take("balloon", balloon.id.get_or_insert_with(|| BALLOON_ID.to_owned()), BALLOON_ID)?;
+        }
+        if let Some(rtc) = &mut self.rtc {
+            take("rtc", rtc.id.get_or_insert_with(|| RTC_ID.to_owned()), RTC_ID)?;
         }
         for id in self.disks.iter().flatten().filter_map(|disk| disk.id.as_deref()) {
             take("disk", id, "")?;

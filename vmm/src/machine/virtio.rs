@@ -14,6 +14,7 @@ use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
+use devices::virtio::rtc::{Rtc, RtcConfig};
 use devices::virtio::vdpa::VdpaEnd;
 use devices::virtio::vhost_user::VhostUserHandle;
 use devices::virtio::vsock::{Vsock, VsockSocket};
@@ -212,6 +213,12 @@ impl VirtioDevices {
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
         let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id);
         devices.plug(context, &id, Box::new(rng), place)?;
+        if let Some(rtc) = &config.rtc {
+            let id = rtc.id.clone().unwrap_or_default();
+            let device = Rtc::new(RtcConfig { id: id.clone() });
+            let place = Place::new(rtc.pci_segment, rtc.pci_device_id);
+            devices.plug(context, &id, Box::new(device), place)?;
+        }
         for pmem in pmems {
             devices.plug_pmem(pmem, context)?;
         }

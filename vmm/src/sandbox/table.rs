@@ -39,6 +39,7 @@ const DEVICES: &[&str] = &[
     "device-mem",
     "device-pmem",
     "device-rng",
+    "device-rtc",
     "device-vsock",
     "device-vhost",
     "device-vdpa",
@@ -175,6 +176,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";
     "device-pmem": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "flushes persistent memory to its file";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
+    "device-rtc": &[&SCHEDULING, &MEMORY], starts &[], "reads the host's clock";
     "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";
     "console-out": &[&CONNECTIONS, &FILES], starts &[],
         "writes console output to endpoints that block";
