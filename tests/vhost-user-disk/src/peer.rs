@@ -160,10 +160,13 @@ impl VhostUserBackendMut for Peer {
         let own = match self.kind {
             Kind::Fs => 0,
             // Both are the front end's to serve.
-            Kind::Net => 1 << net::VIRTIO_NET_F_CTRL_VQ | 1 << net::VIRTIO_NET_F_MQ,
+            Kind::Net => {
+                1 << net::VIRTIO_NET_F_CTRL_VQ
+                    | 1 << net::VIRTIO_NET_F_MQ
+                    | VhostUserVirtioFeatures::LOG_ALL.bits()
+            }
         };
         own | 1 << VIRTIO_F_VERSION_1
-            | VhostUserVirtioFeatures::LOG_ALL.bits()
             | 1 << VIRTIO_RING_F_EVENT_IDX
             | 1 << VIRTIO_RING_F_INDIRECT_DESC
             | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()

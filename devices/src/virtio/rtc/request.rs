@@ -27,16 +27,16 @@ const CLOCKS: u16 = 1;
 const UTC_MAYBE_SMEARED: u8 = 4;
 const SMEARING_UNKNOWN: u8 = 0;
 
-fn answer(status: u8, body: [u8; 8]) -> Vec<u8> {
-    let mut answer = vec![status];
-    answer.resize(HEAD_LEN_BYTES, 0);
-    answer.extend(body);
-    answer
+/// A head alone.
+fn head(status: u8) -> Vec<u8> {
+    let mut head = vec![status];
+    head.resize(HEAD_LEN_BYTES, 0);
+    head
 }
 
-fn refusal(status: u8) -> Vec<u8> {
-    let mut answer = vec![status];
-    answer.resize(HEAD_LEN_BYTES, 0);
+fn answer(body: [u8; 8]) -> Vec<u8> {
+    let mut answer = head(OK);
+    answer.extend(body);
     answer
 }
 
@@ -46,29 +46,27 @@ pub(super) fn answer_to(request: &[u8], now_ns: impl FnOnce() -> Option<u64>) ->
         request.get(at..at + 2).and_then(|bytes| bytes.try_into().ok()).map(u16::from_le_bytes)
     };
     let Some(kind) = number(0).filter(|_| request.len() >= HEAD_LEN_BYTES) else {
-        return refusal(INVALID);
+        return head(INVALID);
     };
     if kind == CONFIG {
         let [low, high] = CLOCKS.to_le_bytes();
-        return answer(OK, [low, high, 0, 0, 0, 0, 0, 0]);
+        return answer([low, high, 0, 0, 0, 0, 0, 0]);
     }
     if ![READ, READ_CROSS, CLOCK_CAPABILITIES, CROSS_CAPABILITIES].contains(&kind) {
-        return refusal(NOT_SUPPORTED);
+        return head(NOT_SUPPORTED);
     }
     // The others name a clock first.
     match number(HEAD_LEN_BYTES).filter(|_| request.len() >= REQUEST_LEN_BYTES_MAX) {
-        None => return refusal(INVALID),
-        Some(CLOCKS..) => return refusal(NO_SUCH_CLOCK),
+        None => return head(INVALID),
+        Some(CLOCKS..) => return head(NO_SUCH_CLOCK),
         Some(_) => {}
     }
     match kind {
-        READ => {
-            now_ns().map_or_else(|| refusal(HOST_ERROR), |now_ns| answer(OK, now_ns.to_le_bytes()))
-        }
-        CLOCK_CAPABILITIES => answer(OK, [UTC_MAYBE_SMEARED, SMEARING_UNKNOWN, 0, 0, 0, 0, 0, 0]),
+        READ => now_ns().map_or_else(|| head(HOST_ERROR), |now_ns| answer(now_ns.to_le_bytes())),
+        CLOCK_CAPABILITIES => answer([UTC_MAYBE_SMEARED, SMEARING_UNKNOWN, 0, 0, 0, 0, 0, 0]),
         // With no counter.
-        CROSS_CAPABILITIES => answer(OK, [0; 8]),
-        _ => refusal(NOT_SUPPORTED),
+        CROSS_CAPABILITIES => answer([0; 8]),
+        _ => head(NOT_SUPPORTED),
     }
 }
 
