@@ -107,7 +107,7 @@ const BODIES: [(&str, &str); 11] = [
     ("receive-rules", r#"{"receiver_url":"unix:/s","allow":["/v:disk+memory+pool","*:tap"]}"#),
 ];
 
-const STATES: [(&str, &str); 7] = [
+const STATES: &[(&str, &str)] = &[
     (
         "balloon",
         r#"{"kind":"virtio-balloon","version":1,"data":{"target_pages":4,"actual_pages":2,"poison":0,"hint_command":2}}"#,

@@ -192,14 +192,18 @@ fn console_and_rng() -> Vec<Seed> {
     rng.chain(0, &[(0x7f00, 0x200, true), (0x5000, 16, true)]);
     let mut seeds = console.seeds("virtio_console", "text", &[0, 1]);
     seeds.extend(rng.seeds("virtio_rng", "buffers", &[0, 1]));
-    let mut rtc = Memory::new(1);
-    put(&mut rtc.bytes, 0x4000, &[1]);
-    put(&mut rtc.bytes, 0x4100, &[1, 0x10]);
-    rtc.chain(0, &[(0x4000, 16, false), (0x5000, 16, true)]);
-    rtc.chain(0, &[(0x4100, 16, false), (0x7ff8, 16, true)]);
-    seeds.extend(rtc.seeds("virtio_rtc", "requests", &[0, 1]));
     seeds.extend(rng.seeds("virtio_watchdog", "buffers", &[0, 1]));
     seeds
+}
+
+/// What clocks there are, and the time of one, answered across the border of the two memory regions.
+fn rtc() -> Vec<Seed> {
+    let mut memory = Memory::new(1);
+    put(&mut memory.bytes, BUFFERS, &0x1000_u16.to_le_bytes());
+    put(&mut memory.bytes, BUFFERS + 32, &1_u16.to_le_bytes());
+    memory.chain(0, &[(BUFFERS, 8, false), (0x5000, 16, true)]);
+    memory.chain(0, &[(BUFFERS + 32, 16, false), (0x7ff8, 16, true)]);
+    memory.seeds("virtio_rtc", "requests", &[0, 1])
 }
 
 /// Flushes, another request, and chains without room.
@@ -368,5 +372,5 @@ fn tpm() -> Vec<Seed> {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    [vhost_user(), vdpa(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), pmem()].into_iter().flatten().collect()
+    [vhost_user(), vdpa(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), rtc(), pmem()].into_iter().flatten().collect()
 }
