@@ -14,6 +14,7 @@ use crate::vhost_user::BackEnd;
 pub fn add(suite: &mut Suite) {
     suite.add("vhost_moves::a_network_is_saved_and_restored", restores);
     suite.add("vhost_moves::a_network_moves_in_precopy", moves);
+    suite.add("vhost_moves::a_back_end_that_is_lost_meanwhile_keeps_the_guest_here", lost);
     suite.add("vhost_moves::what_cannot_move_is_refused_by_name", refusals);
 }
 
@@ -77,6 +78,24 @@ fn moves() {
     migrate(vmm, &destination, Transport::Tcp, Mode::Precopy);
     write_more(&destination, 100);
     destination.shut_down();
+}
+
+/// What it has taken and not answered is in no state.
+fn lost() {
+    let mut back_end = NET_MOVES.back_end();
+    let vmm = started(&back_end);
+    let destination = VmmBuilder::new::<&str>(&[]).start();
+    let reception = Reception::start(&destination, Transport::Unix, Mode::Precopy);
+    // Too slow to end by itself.
+    let option = format!("destination_url={},downtime_ms=1,bandwidth=1M", reception.url);
+    vmm.remote_ok(&["send-migration", &option]);
+    vmm.wait_for_event("migration-started");
+    back_end.kill();
+    let why = failure_of(&vmm);
+    assert!(why.contains("'peer'") && why.contains("is lost"), "{why}");
+    // The guest runs on without it.
+    assert_eq!(vmm.api().state(), "Running");
+    vmm.shut_down();
 }
 
 fn refusals() {

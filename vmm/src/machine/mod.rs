@@ -118,6 +118,7 @@ pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
 };
+pub use vhost_users::check_logs;
 pub use virtio::{HotAddError, VirtioError};
 pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 

@@ -21,9 +21,11 @@ impl Machine {
     /// Saves the state of everything except memory. The machine must be paused.
     ///
     /// # Errors
-    /// Names the vCPU or device, or the disk that is full: its waiting requests are in no state.
+    /// Names the vCPU or device, or the disk that is full: its waiting requests are in no state. Nor is it known which
+    /// requests of its rings a back end that was lost meanwhile has taken.
     pub fn save(&self) -> Result<MachineState, MachineError> {
         self.check_room()?;
+        self.parts.devices.check_back_ends()?;
         // Also those that were added since the pause, and run.
         self.parts.passthrough.stop()?;
         let clock = self.parts.vm.clock()?;

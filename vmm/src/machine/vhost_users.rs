@@ -73,6 +73,19 @@ pub fn check_movable(config: &VmConfig) -> Result<(), NotMovable> {
     if stay.is_empty() { Ok(()) } else { Err(NotMovable::State(stay)) }
 }
 
+/// Refuses to go on with a move during which back ends have been lost.
+///
+/// # Errors
+/// Names the devices.
+pub fn check_logs(logs: &[WriteLog]) -> Result<(), NotMovable> {
+    refuse_lost(logs.iter().filter(|log| log.is_lost()).map(WriteLog::device_id))
+}
+
+fn refuse_lost<'a>(ids: impl Iterator<Item = &'a str>) -> Result<(), NotMovable> {
+    let lost = quoted(ids);
+    if lost.is_empty() { Ok(()) } else { Err(NotMovable::Lost(lost)) }
+}
+
 /// Connects to the back end of a disk.
 ///
 /// # Errors
@@ -219,9 +232,7 @@ impl VirtioDevices {
         if !stay.is_empty() {
             return Err(NotMovable::State(stay));
         }
-        let lost =
-            quoted(self.vhost_users.iter().filter(|it| it.is_lost()).map(VhostUserHandle::id));
-        if lost.is_empty() { Ok(()) } else { Err(NotMovable::Lost(lost)) }
+        refuse_lost(self.vhost_users.iter().filter(|it| it.is_lost()).map(VhostUserHandle::id))
     }
 
     /// Has back ends give their states, for their devices to be saved.

@@ -17,7 +17,7 @@ use vfio::DmaLog;
 use vm_migration::VmError;
 use vm_migration::vm::DirtyLog;
 
-use crate::machine::slots_in;
+use crate::machine::{check_logs, slots_in};
 
 /// Size of a page of the logs.
 const PAGE_BYTES: u64 = 4096;
@@ -136,6 +136,8 @@ impl DirtyLog for MachineDirtyLog {
     fn begin_round(&self) -> Result<u64, VmError> {
         self.dma.iter().for_each(|log| log.collect(&self.ram));
         self.served.iter().for_each(|log| log.collect(&self.ram));
+        // What has taken requests that it has not answered; the guest would stop for nothing at the end.
+        check_logs(&self.served)?;
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {
             let mut noted = self.noted[index].lock();

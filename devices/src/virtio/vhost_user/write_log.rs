@@ -155,6 +155,11 @@ impl WriteLog {
         self.log.is_none() && self.session.lock().has_run()
     }
 
+    /// Whether the back end is known to be lost: not while the session with it is in use, at whose end it will be.
+    pub fn is_lost(&self) -> bool {
+        self.session.try_lock().is_some_and(|session| session.is_lost())
+    }
+
     /// Id of the device.
     pub fn device_id(&self) -> &str {
         &self.id
