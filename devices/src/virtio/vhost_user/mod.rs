@@ -34,6 +34,7 @@ mod needs;
 mod net_link;
 mod plain;
 mod ring;
+mod running;
 mod session;
 mod state;
 mod worker;

@@ -20,7 +20,8 @@ use vhost::{VhostBackend as _, VringConfigData};
 
 use super::error::VhostUserError;
 use super::plain;
-use super::session::{RunningRing, Session};
+use super::running::RunningRing;
+use super::session::Session;
 use super::write_log::SharedLog;
 
 /// Time to start or stop a log, or to announce a guest; the rings are served meanwhile.
@@ -104,6 +105,11 @@ impl Session {
         if self.is_stopped() {
             // With the next start.
             return Ok(());
+        }
+        if !self.protocol.contains(VhostUserProtocolFeatures::RARP) {
+            // Those built on vhost-user-backend, which knows no RARP, read the used index when they are told an address, and
+            // forget what they use meanwhile.
+            return self.restart();
         }
         self.send_features()?;
         let rings: Vec<_> =

@@ -248,6 +248,64 @@ fn what_a_back_end_writes_is_logged_while_its_rings_are_served() {
     assert!(network.losses.try_recv().is_err());
 }
 
+/// Those built on vhost-user-backend lose used entries when they are told the address of a ring that they serve.
+#[test]
+fn rings_of_a_back_end_without_rarp_are_stopped_for_the_log() {
+    const SET_VRING_NUM: u32 = 8;
+    const SET_VRING_KICK: u32 = 12;
+    const SET_VRING_CALL: u32 = 13;
+    let mut network = Network::started(|request| match request.number {
+        GET_PROTOCOL_FEATURES => request.reply(&(PROTOCOL_FEATURES | PROTOCOL_LOG).to_le_bytes()),
+        GET_VRING_BASE => {
+            let mut payload = request.payload.clone();
+            payload[4] = 5 + payload[0];
+            request.reply(&payload)
+        }
+        _ => of_network(request),
+    });
+    // The rings of the second pair are started, and not served.
+    network.pairs(2);
+    network.pairs(1);
+    network.asked();
+    let log = network.device.handle().watch_writes(&network.ram);
+    assert!(!log.is_missing());
+    let mut log = Some(log);
+    for is_logged in [true, false] {
+        if !is_logged {
+            drop(log.take());
+        }
+        let asked = network.asked();
+        let of = |ring: u8| {
+            asked.iter().filter(move |asked| {
+                asked.payload[0] == ring && (SET_VRING_NUM..=SET_VRING_CALL).contains(&asked.number)
+                    || asked.number == SET_FEATURES
+            })
+        };
+        for ring in 0..4 {
+            let numbers: Vec<_> = of(ring).map(|asked| asked.number).collect();
+            let mut expected = vec![
+                GET_VRING_BASE,
+                SET_FEATURES,
+                SET_VRING_NUM,
+                SET_VRING_ADDR,
+                SET_VRING_BASE,
+                SET_VRING_CALL,
+            ];
+            expected.extend((ring < 2).then_some(SET_VRING_KICK));
+            assert_eq!(numbers, expected, "ring {ring}");
+            let base = of(ring).find(|asked| asked.number == SET_VRING_BASE).unwrap();
+            assert_eq!(base.payload[4], 5 + ring);
+        }
+        let enabled = asked.iter().filter(|asked| asked.number == SET_VRING_ENABLE);
+        let enabled: Vec<_> = enabled.map(|asked| (asked.payload[0], asked.payload[4])).collect();
+        assert_eq!(enabled, [(0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1)]);
+        let (features, rings) = log_of(&asked);
+        assert_eq!(features, [is_logged]);
+        assert_eq!(rings.iter().filter(|ring| ring.1).count(), if is_logged { 4 } else { 0 });
+    }
+    assert!(network.losses.try_recv().is_err());
+}
+
 /// A back end has to know memory before it can mark pages of it.
 #[test]
 fn a_driver_that_starts_while_its_guest_moves_is_logged() {

@@ -31,6 +31,7 @@ use super::error::VhostUserError;
 use super::needs::{AskedQueues, Needs};
 use super::plain;
 use super::ring::{Ring, RingStage};
+use super::running::RunningRing;
 use super::write_log::SharedLog;
 use crate::unix_connect::{BETWEEN_ATTEMPTS, connect_within};
 
@@ -63,19 +64,10 @@ pub(super) struct Session {
     pub(super) accepted: u64,
     pub(super) running: Vec<RunningRing>,
     /// A ring was started since that was last asked.
-    has_run: bool,
+    pub(super) has_run: bool,
     /// Where the back end marks what it writes, and whether it has been told.
     pub(super) log: Option<Arc<SharedLog>>,
     pub(super) knows_log: bool,
-}
-
-/// A ring that the back end has started.
-pub(super) struct RunningRing {
-    pub(super) index: u16,
-    pub(super) place: VringConfigData,
-    /// Guest address of its used ring.
-    pub(super) used_gpa: u64,
-    pub(super) is_enabled: bool,
 }
 
 impl Session {
@@ -390,29 +382,14 @@ impl Session {
     }
 
     /// Starts and enables rings.
-    fn run(&mut self, mut rings: Vec<(&mut Ring, VringConfigData)>) -> Result<(), VhostUserError> {
+    fn run(&mut self, rings: Vec<(&mut Ring, VringConfigData)>) -> Result<(), VhostUserError> {
+        let indexes: Vec<_> = rings.iter().map(|(ring, _)| ring.index).collect();
         for (ring, place) in &rings {
-            let used_gpa = ring.queue.used_ring();
-            let running =
-                RunningRing { index: ring.index, place: *place, used_gpa, is_enabled: false };
-            self.set_up(ring, &self.logged(&running))?;
-            self.running.push(running);
-            self.has_run = true;
+            self.set_up(RunningRing::of(ring, *place)?, ring.queue.next_avail())?;
         }
-        // Before the eventfds: they are signalled, and back ends built on vhost-user-backend before 0.22 drop a signal
-        // for a ring that is not enabled. After them once more: two versions of it disable a ring that gets one.
-        for (ring, _) in &rings {
-            self.enable(ring.index, true)?;
-        }
-        for (ring, _) in &rings {
-            self.send_kick(ring)?;
-        }
-        for (ring, _) in &mut rings {
-            self.enable(ring.index, true)?;
-            ring.stage = RingStage::Enabled;
-        }
-        // The back end answers when it has carried out all before.
-        self.await_done()
+        self.begin(&indexes)?;
+        rings.into_iter().for_each(|(ring, _)| ring.stage = RingStage::Enabled);
+        Ok(())
     }
 
     /// Tells the back end the MTU, if it can take one.
@@ -423,14 +400,6 @@ impl Session {
         let is_taken =
             self.request("NET_SET_MTU", |_| plain::set_mtu(&*connection, mtu, confirms))?;
         if is_taken { Ok(()) } else { Err(VhostUserError::Mtu { mtu }) }
-    }
-
-    fn set_up(&mut self, ring: &Ring, place: &VringConfigData) -> Result<(), VhostUserError> {
-        let (index, queue) = (usize::from(ring.index), &ring.queue);
-        self.request("SET_VRING_NUM", |to| to.set_vring_num(index, queue.size()))?;
-        self.request("SET_VRING_ADDR", |to| to.set_vring_addr(index, place))?;
-        self.request("SET_VRING_BASE", |to| to.set_vring_base(index, queue.next_avail()))?;
-        self.request("SET_VRING_CALL", |to| to.set_vring_call(index, &ring.call))
     }
 
     pub(super) fn enable(&mut self, index: u16, enable: bool) -> Result<(), VhostUserError> {
@@ -453,27 +422,11 @@ impl Session {
 
     /// Stops a ring that is not enabled, and notes the index of its next available entry.
     fn stop_one(&mut self, ring: &mut Ring) -> Result<(), VhostUserError> {
-        if ring.stage == RingStage::Stopped {
-            return Ok(());
+        if ring.stage != RingStage::Stopped {
+            ring.queue.set_next_avail(self.take_back(ring.index)?);
+            ring.stage = RingStage::Stopped;
         }
-        let index = usize::from(ring.index);
-        let base = self.request("GET_VRING_BASE", |back_end| back_end.get_vring_base(index))?;
-        // The upper half is for packed rings, which are not offered.
-        ring.queue.set_next_avail(u16::try_from(base & 0xffff).unwrap_or(0));
-        ring.stage = RingStage::Stopped;
-        self.running.retain(|running| running.index != ring.index);
         Ok(())
-    }
-
-    fn send_kick(&mut self, ring: &Ring) -> Result<(), VhostUserError> {
-        let index = usize::from(ring.index);
-        // Signalled already: what the driver has notified of before, or while the ring was stopped.
-        let kick = ring.kicks.renew(ring.index);
-        let kick = kick.map_err(|source| VhostUserError::Resource {
-            what: "make the eventfd of a queue",
-            source,
-        })?;
-        self.request("SET_VRING_KICK", |to| to.set_vring_kick(index, &kick))
     }
 
     fn send_memory(&mut self, memory: &GuestMemory) -> Result<(), VhostUserError> {
