@@ -80,7 +80,8 @@ fn start(disks: &Disks, seed: u64, more: &[&str]) -> Vmm {
         .with(&["--kernel", image(), "--cpus", "boot=3", "--memory", memory, "--cmdline", &cmdline])
         .with(&["--balloon"])
         .with(&["size=16M,free_page_reporting=on,free_page_hinting=on,statistics_interval_s=1"])
-        .with(&["--disk", &disk("a", ""), &disk("b", ",readonly=on,num_queues=2")]);
+        .with(&["--disk", &disk("a", ""), &disk("b", ",readonly=on,num_queues=2")])
+        .with(&["--rtc", "id=clock"]);
     if is_root() && Path::new("/dev/net/tun").exists() {
         builder = builder.with(&["--net", "mac=02:00:00:00:00:01"]);
     }

@@ -15,7 +15,7 @@ hostile() {
     --cpus boot=3 --memory size=128M,shared=on,hotplug_method=virtio-mem,hotplug_size=128M \
     --balloon size=16M,free_page_reporting=on,free_page_hinting=on,statistics_interval_s=1 \
     --disk path=$T/a.img,image_type=raw,queue_size=256 path=$T/b.img,image_type=raw,readonly=on,num_queues=2 \
-    --net tap=lab0,mac=52:54:00:00:00:01 --vsock cid=3,socket=$T/vsock --watchdog --pvpanic \
+    --net tap=lab0,mac=52:54:00:00:00:01 --vsock cid=3,socket=$T/vsock --watchdog --pvpanic --rtc id=clock \
     --serial off --console null
 }
 reader() { guest-reader --pid "$(cat $T/a.pid)" --timeout-ms 120000 "$@"; }

@@ -24,6 +24,7 @@ const NET: u32 = 1;
 const CONSOLE: u32 = 3;
 const RNG: u32 = 4;
 const BLOCK: u32 = 2;
+const CLOCK: u32 = 17;
 const MEM: u32 = 24;
 /// Times that a register is looked at for a device to come out of its reset.
 const LOOKS: u32 = 200;
@@ -203,8 +204,8 @@ impl Attacker {
         if written != wrong_way {
             parts[1].2 = DESC_WRITE;
         }
-        // The requests of virtio-mem, and control of a network device, have no data.
-        let without_data = function.device_type == MEM || header_bytes == 2;
+        // The requests of virtio-mem and of a clock, and control of a network device, have no data.
+        let without_data = matches!(function.device_type, MEM | CLOCK) || header_bytes == 2;
         let table_at = if function.device_type != BALLOON && self.one_in(4) {
             self.data() & !15
         } else {
@@ -263,6 +264,13 @@ impl Attacker {
                     NOT_AN_ADDRESS | any >> 48 & if self.one_in(2) { 15 } else { u64::MAX },
                 );
                 (24, 10)
+            }
+            CLOCK => {
+                let request = if self.one_in(4) { any & 0xffff } else { any & 0x1003 };
+                let clock = if self.one_in(4) { any >> 48 } else { 0 };
+                mem::store(at, NOT_AN_ADDRESS | request);
+                mem::store(at + 8, NOT_AN_ADDRESS | clock);
+                (16, 16)
             }
             NET if queue == CONTROL_QUEUE => {
                 mem::store(at, NOT_AN_ADDRESS | any & 0x0707);
