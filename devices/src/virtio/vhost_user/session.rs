@@ -388,7 +388,9 @@ impl Session {
             self.set_up(RunningRing::of(ring, *place)?, ring.queue.next_avail())?;
         }
         self.begin(&indexes)?;
-        rings.into_iter().for_each(|(ring, _)| ring.stage = RingStage::Enabled);
+        for (ring, _) in rings {
+            ring.stage = RingStage::Enabled;
+        }
         Ok(())
     }
 
