@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # A Debian guest with disks of the kernel's vDPA simulator, by its own virtio driver: what it writes is what it reads,
 # also after a pause, a reboot, and where the disk was removed and added; a network that comes; then with memory pinned
 # for the device.
