@@ -106,9 +106,7 @@ impl Session {
             // With the next start.
             return Ok(());
         }
-        if !self.protocol.contains(VhostUserProtocolFeatures::RARP) {
-            // Those built on vhost-user-backend, which knows no RARP, read the used index when they are told an address, and
-            // forget what they use meanwhile.
+        if self.must_restart_rings() {
             return self.restart();
         }
         self.send_features()?;
@@ -210,15 +208,23 @@ impl Session {
         if is_done { Ok(()) } else { Err(VhostUserError::State { what, source: None }) }
     }
 
-    /// Has the back end announce an address on the network, if it can.
+    /// Has the back end announce an address on the network, if it can: at once, or when it has the rings.
     ///
     /// # Errors
     /// The back end is lost.
     pub(super) fn announce(&mut self, mac: [u8; 6]) -> Result<(), VhostUserError> {
-        if !self.protocol.contains(VhostUserProtocolFeatures::RARP) {
+        self.announcement = Some(mac);
+        if self.is_stopped() {
             return Ok(());
         }
         self.begin_within(LIMIT);
+        self.send_announcement()
+    }
+
+    /// Sends the announcement that waits for the rings.
+    pub(super) fn send_announcement(&mut self) -> Result<(), VhostUserError> {
+        let is_known = self.protocol.contains(VhostUserProtocolFeatures::RARP);
+        let Some(mac) = self.announcement.take().filter(|_| is_known) else { return Ok(()) };
         let (connection, confirms) = (Arc::clone(&self.connection), self.confirms());
         self.request("SEND_RARP", |_| plain::send_rarp(&*connection, mac, confirms))
     }

@@ -400,12 +400,40 @@ fn a_guest_is_announced_by_its_driver_or_by_the_back_end() {
     network.driver.wait_used(CONTROL);
     assert_eq!((network.driver.read(DATA + 8, 1), status(&network)), (vec![0], 1));
 
-    // One that cannot.
+    // One that cannot, and is there later.
     network.device.reset();
     network.asked();
     network.device.handle().announce();
+    assert_eq!(
+        (numbers(&network.asked()), status(&network)),
+        (vec![], 1),
+        "no ring would be there"
+    );
+    network.driver.activate_all(&mut network.device);
+    network.pairs(1);
     let asked = network.asked();
-    assert_eq!(numbers(&asked), [SEND_RARP]);
-    assert_eq!(asked[0].payload, [2, 0, 0, 0, 0, 9, 0, 0]);
-    assert_eq!(status(&network), 1);
+    let at = |number: u32| numbers(&asked).iter().rposition(|other| *other == number).unwrap();
+    assert!(at(SET_VRING_ENABLE) < at(SEND_RARP));
+    assert_eq!(asked[at(SEND_RARP)].payload, [2, 0, 0, 0, 0, 9, 0, 0]);
+    network.device.pause();
+    network.device.resume();
+    network.pairs(1);
+    assert!(!numbers(&network.asked()).contains(&SEND_RARP), "once");
+}
+
+/// To DPDK a ring that stops is the end of the device.
+#[test]
+fn pairs_that_come_back_are_enabled_where_rings_need_not_stop() {
+    let mut network = Network::started(of_network);
+    network.pairs(2);
+    network.asked();
+    for (pairs, enabled) in [(1, 0), (2, 1), (1, 0), (2, 1)] {
+        network.pairs(pairs);
+        let asked = network.asked();
+        let told: Vec<_> =
+            asked.iter().map(|it| (it.number, it.payload[0], it.payload[4])).collect();
+        let expected = [2, 3].map(|ring| (SET_VRING_ENABLE, ring, enabled));
+        assert_eq!(told, expected);
+    }
+    assert!(network.losses.try_recv().is_err());
 }

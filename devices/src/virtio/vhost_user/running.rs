@@ -8,6 +8,7 @@
 use std::io;
 use std::sync::Arc;
 
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::{VhostBackend as _, VringConfigData};
 use virtio_queue::QueueT as _;
 use vmm_sys_util::eventfd::EventFd;
@@ -53,6 +54,14 @@ impl RunningRing {
 }
 
 impl Session {
+    /// Whether rings have to be stopped for what else could be said while they are served: back ends built on
+    /// vhost-user-backend read the used index when they are told an address, and forget what they use meanwhile, and a
+    /// signal for a ring that is not enabled. They know no RARP, by which they are told from others; a ring that stops is the
+    /// end of the whole device to some of those.
+    pub(super) fn must_restart_rings(&self) -> bool {
+        !self.protocol.contains(VhostUserProtocolFeatures::RARP)
+    }
+
     /// Has the back end begin with a ring at an entry of its available ring; it is neither enabled nor notified of.
     pub(super) fn set_up(&mut self, ring: RunningRing, next: u16) -> Result<(), VhostUserError> {
         let (index, place) = (usize::from(ring.index), self.logged(&ring));

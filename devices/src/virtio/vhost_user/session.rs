@@ -68,6 +68,8 @@ pub(super) struct Session {
     /// Where the back end marks what it writes, and whether it has been told.
     pub(super) log: Option<Arc<SharedLog>>,
     pub(super) knows_log: bool,
+    /// What is to be announced on the network once the back end has rings.
+    pub(super) announcement: Option<[u8; 6]>,
 }
 
 impl Session {
@@ -148,6 +150,7 @@ impl Session {
             has_run: false,
             log: None,
             knows_log: false,
+            announcement: None,
         })
     }
 
@@ -354,7 +357,8 @@ impl Session {
         }
         self.send_memory(memory)?;
         self.send_log()?;
-        self.run(rings)
+        self.run(rings)?;
+        self.send_announcement()
     }
 
     /// Has the back end serve the rings that are wanted and no others, within `limit`, while it works.
@@ -373,9 +377,15 @@ impl Session {
         for ring in rings.iter_mut().filter(|ring| !ring.is_wanted) {
             self.disable(ring)?;
         }
+        let must_restart = self.must_restart_rings();
         for ring in rings.iter_mut().filter(is_new) {
-            // Started anew, as what the driver notified of meanwhile may have been missed.
-            self.stop_one(ring)?;
+            if ring.stage == RingStage::Disabled && !must_restart {
+                self.enable(ring.index, true)?;
+                ring.stage = RingStage::Enabled;
+            } else {
+                // Started anew, as what the driver notified of meanwhile may have been missed.
+                self.stop_one(ring)?;
+            }
         }
         let new = placed(rings.iter_mut().filter(is_new), memory)?;
         self.run(new)
