@@ -12,6 +12,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::available::{self, InsufficientMemory, MemoryDemand};
 use crate::pins::Pins;
 use crate::plugged::Plugged;
 use crate::populate::PopulateError;
@@ -166,6 +167,22 @@ impl GuestRam {
             return Err(PlugError::NotMapped { gpa: gpa.start, source });
         }
         Ok(())
+    }
+
+    /// Checks that the host has what [`plug`](Self::plug) would populate of `gpa`, which it does without a look: once the
+    /// host has no memory left, the kernel ends a process of its choice. To be called where `/proc` may be read.
+    ///
+    /// # Errors
+    /// The limit that is too low.
+    pub fn check_plug(&self, gpa: &Range<u64>) -> Result<(), InsufficientMemory> {
+        let Ok((region, plugged, blocks)) = self.blocks_at(gpa, "plugged") else { return Ok(()) };
+        let is_pinned = !matches!(self.pins_or_busy(), Ok(None));
+        if !region.takes_host_memory() || !(region.spec().reserve || is_pinned) {
+            return Ok(());
+        }
+        let range = plugged.range_of(&blocks);
+        let bytes = range.end.saturating_sub(range.start);
+        available::check(&[MemoryDemand { bytes, node: region.spec().host_numa_node }])
     }
 
     /// Unplugs the blocks of the guest physical range `gpa`, all of which are plugged, and returns their
@@ -413,6 +430,27 @@ mod tests {
         let asked = pins.0.lock().clone();
         let failed = 5 * BLOCK..6 * BLOCK;
         assert_eq!(asked, [("pin", 0..BLOCK), ("unpin", failed), ("unpin", 0..BLOCK)]);
+    }
+
+    #[test]
+    fn what_would_be_populated_has_to_be_there() {
+        const LEN_BYTES: u64 = 8 << 40;
+        let with = |later: ZoneSpec| {
+            let later = ZoneSpec { block_bytes: Some(BLOCK), shared: true, ..later };
+            let zones = vec![ZoneSpec::new("a", 4 * MIB), later];
+            GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap()
+        };
+        let ram = with(ZoneSpec::new("l", LEN_BYTES));
+        let all = START..START + LEN_BYTES;
+        ram.check_plug(&all).unwrap();
+        let ban = ram.ban_discards("a test");
+        ban.except_unpinned(Arc::new(Fake::default()));
+        let refused = ram.check_plug(&all).unwrap_err();
+        assert_eq!(refused.needed_bytes, LEN_BYTES);
+        ram.check_plug(&blocks(0, 1)).unwrap();
+        // That they are no blocks, plugging says.
+        ram.check_plug(&(START + 1..u64::MAX)).unwrap();
+        assert_eq!(ram.regions()[1].usable_bytes(), 0);
     }
 
     proptest! {

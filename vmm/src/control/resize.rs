@@ -205,7 +205,9 @@ fn memory_refused(error: &ResizeMemoryError) -> ApiError {
         | ResizeMemoryError::Device { .. }
         | ResizeMemoryError::NoDevice
         | ResizeMemoryError::Size(_) => ApiErrorKind::BadRequest,
-        ResizeMemoryError::Plug(_) | ResizeMemoryError::Slot(_) => ApiErrorKind::Failed,
+        ResizeMemoryError::Insufficient(_)
+        | ResizeMemoryError::Plug(_)
+        | ResizeMemoryError::Slot(_) => ApiErrorKind::Failed,
     };
     ApiError::from_error(kind, error)
 }

@@ -11,6 +11,7 @@ use devices::legacy::MEMORY_DEVICES_MAX;
 use devices::virtio::mem::{Mem, MemConfig, MemError, MemHandle};
 use hypervisor::MemslotError;
 use memory::GuestRam;
+use memory::available::InsufficientMemory;
 use memory::plugging::PlugError;
 use thiserror::Error;
 
@@ -48,6 +49,9 @@ pub enum ResizeMemoryError {
         /// The minimum, which is the boot size.
         boot_bytes: u64,
     },
+    /// The host does not have what is to be populated.
+    #[error(transparent)]
+    Insufficient(#[from] InsufficientMemory),
     /// Memory is mapped for a vDPA device.
     #[error(
         "memory can neither come nor go while it is mapped for the vDPA device '{0}'; remove the device first"
