@@ -92,6 +92,11 @@ impl ZeroMap {
         self.data.set_range(pages);
     }
 
+    /// The runs of these pages that may hold data, in order.
+    pub fn data_runs(&self, pages: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        self.data.runs_in(pages)
+    }
+
     /// Number of pages that may hold data.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn data_count(&self) -> u64 {

@@ -198,6 +198,19 @@ pub trait FaultSource: Send + Sync {
         false
     }
 
+    /// True for regions all of whose pages are in the host's memory, whether their contents are here or not: a page is
+    /// missing by not being mapped, and nothing of it is discarded.
+    fn holds_all_pages(&self, region: usize) -> bool {
+        let _ = region;
+        false
+    }
+
+    /// Makes pages visible whose contents are here, although no thread is known to wait for them: fewer threads will.
+    /// Best effort; takes no memory.
+    fn show_more(&self, run: PageRun) {
+        let _ = run;
+    }
+
     /// Makes pages visible to the guest whose contents are complete in the alias. Whole host pages only.
     ///
     /// # Errors

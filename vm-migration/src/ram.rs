@@ -113,14 +113,19 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
 
     /// True for shared memory all of whose pages were populated with zeros, for this machine, before it was mapped.
     /// Where contents arrive behind the guest, such pages are missing by not being mapped, and are received in
-    /// place.
+    /// place; so are those whose contents have arrived before and are outdated.
     fn is_ready(&self, region: usize) -> bool {
         let _ = region;
         false
     }
 
+    /// The pages of a run that may hold anything but zeros, in order. Memory that cannot tell returns the whole run.
+    fn data_runs(&self, run: PageRun) -> Vec<PageRun> {
+        vec![run]
+    }
+
     /// Makes the pages read as zeros: by [`discard`](Self::discard), or in place where devices have them
-    /// mapped. Whole host pages only.
+    /// mapped and where they are [ready](Self::is_ready). Whole host pages only.
     ///
     /// # Errors
     /// What the host reports.

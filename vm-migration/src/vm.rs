@@ -216,17 +216,6 @@ pub struct GivenMemory {
     pub file: File,
 }
 
-/// When the contents of memory arrive at the destination.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arrival {
-    /// Before the guest runs.
-    BeforeGuest,
-    /// While it runs, all of them (postcopy from the beginning).
-    BehindGuest,
-    /// Before it runs, and perhaps once more while it runs: what has arrived must be able to be missing again.
-    Both,
-}
-
 /// Builds the machine on the destination.
 pub trait DestinationBuilder: Send {
     /// The built machine.
@@ -239,9 +228,8 @@ pub trait DestinationBuilder: Send {
         Formats::default()
     }
 
-    /// Maps the machine's memory without populating it; where all of it arrives before the guest runs, it may be
-    /// memory that is populated with zeros already. The source waits for this before it sends memory, so
-    /// all other work belongs to [`MappedMachine::build`]. With `given` (a migration with `local=on`) the
+    /// Maps the machine's memory without populating it; it may be memory that is populated with zeros already. The
+    /// source waits for this before it sends memory, so all other work belongs to [`MappedMachine::build`]. With `given` (a migration with `local=on`) the
     /// zones named there use these files.
     ///
     /// # Errors
@@ -250,7 +238,6 @@ pub trait DestinationBuilder: Send {
         self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
-        arrival: Arrival,
     ) -> Result<Self::Mapped, VmError>;
 }
 

@@ -50,6 +50,7 @@ impl<M: GuestMemoryMap> Engine<M> {
     /// Takes pieces of zeros. The parts of a host page that was discarded or never written are zeros already.
     pub(super) fn take_zero_pieces(&self, run: PageRun, via: Via) -> Result<(), Cause> {
         self.claim(&run)?;
+        self.clear_old(run)?;
         self.put(run, via, false)
     }
 

@@ -118,6 +118,17 @@ impl<M: GuestMemoryMap> Engine<M> {
         Ok(())
     }
 
+    /// Zeroes what an earlier round has left in missing pages, which are zero at the source by now. Where not all pages
+    /// stay in memory, old contents have been discarded.
+    pub(super) fn clear_old(&self, run: PageRun) -> Result<(), Cause> {
+        if self.source.holds_all_pages(run.region) {
+            for old in self.memory.data_runs(run) {
+                ram::clear(&*self.memory, old).map_err(Cause::Memory)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Takes pages of zeros. They stay holes unless a thread waits for them.
     pub(crate) fn take_zeros(&self, ranges: &[GpaRange], via: Via) -> Result<(), Cause> {
         for run in self.check(ranges)? {
@@ -126,6 +137,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                 self.take_zero_pieces(run, via)?;
                 continue;
             }
+            self.clear_old(run)?;
             self.memory.mark_resident(run);
             self.memory.mark_zero(run);
             self.arrived(run, via, |region, index| self.show(region, index))?;

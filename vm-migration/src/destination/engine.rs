@@ -34,6 +34,9 @@ use crate::uffd::UffdError;
 pub(super) const NOT_MISSING: ProtocolError =
     ProtocolError::Malformed { what: "memory table", why: "it names pages that are not missing" };
 
+/// Pages that are made visible with one of them, if they are here: they cost less than one more fault.
+const AROUND_PAGES: u64 = 64;
+
 /// How pages arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Via {
@@ -78,8 +81,8 @@ struct EngineState {
 
 impl<M: GuestMemoryMap> Engine<M> {
     /// Starts with the units that the source lists as missing. Contents of them that are here (from an
-    /// earlier round, or of a machine built with populated memory) are discarded, so that nothing reads them.
-    /// `stale` units are missing as well and have been discarded before.
+    /// earlier round, or of a machine built with populated memory) are discarded, so that nothing reads them, or
+    /// stay where the fault source catches accesses to pages that are there. `stale` units are missing as well.
     pub(crate) fn new(
         memory: &Arc<M>,
         source: Arc<dyn FaultSource>,
@@ -88,10 +91,11 @@ impl<M: GuestMemoryMap> Engine<M> {
         progress: Arc<Progress>,
         cancel: &Cancel,
     ) -> Result<Self, Cause> {
+        let stays = |region| source.holds_all_pages(region);
         let mut missing = Stale::new(&**memory);
-        missing.throw_away(&**memory, pending, cancel)?;
+        missing.throw_away(&**memory, pending, stays, cancel)?;
         if let Some(stale) = stale {
-            missing.add(&stale);
+            missing.add(&**memory, &stale, stays, cancel)?;
         }
         Self::with_emptied(memory, source, missing.into_maps(), progress)
     }
@@ -262,6 +266,7 @@ impl<M: GuestMemoryMap> Engine<M> {
                     // It has just arrived, or was never sent because it is zero.
                     counters.faults_local.fetch_add(1, Ordering::Relaxed);
                     self.show(region, index)?;
+                    self.show_around(region, index);
                 }
                 FaultLookup::First => {
                     counters.faults_requested.fetch_add(1, Ordering::Relaxed);
@@ -341,8 +346,8 @@ impl<M: GuestMemoryMap> Engine<M> {
     }
 
     /// Prepares for another set of connections; no thread works on the engine now. Parts of a unit that
-    /// arrived without becoming visible are discarded, with the page if the host could not write it; other missing
-    /// memory holds nothing and is not examined.
+    /// arrived without becoming visible are discarded, with the page if the host could not write it, or zeroed where
+    /// all pages stay; other missing memory is as before and is not examined.
     pub(crate) fn begin_again(&self) -> Result<(), Cause> {
         let torn = std::mem::take(&mut *self.torn.lock());
         let mut partly = torn;
@@ -360,7 +365,11 @@ impl<M: GuestMemoryMap> Engine<M> {
                     first: units.start * unit,
                     count: (units.end - units.start) * unit,
                 };
-                let emptied = self.memory.discard(pages);
+                let emptied = if self.source.holds_all_pages(run.region) {
+                    self.memory.make_zero(pages)
+                } else {
+                    self.memory.discard(pages)
+                };
                 if emptied.is_err() {
                     // Left for the next attempt.
                     let mut torn = self.torn.lock();
@@ -450,6 +459,23 @@ impl<M: GuestMemoryMap> Engine<M> {
             self.complete.cancel();
         }
         Ok(())
+    }
+
+    /// Makes the neighbours of a unit visible that are here like it: in memory whose pages are all there, most of what
+    /// came before the guest is accessed here for the first time, and each fault would cost as much as this.
+    fn show_around(&self, region: usize, index: u64) {
+        let unit = self.unit_pages[region];
+        let around = AROUND_PAGES / unit;
+        if around < 2 || !self.source.holds_all_pages(region) {
+            return;
+        }
+        let missing = &self.missing()[region];
+        let start = index - index % around;
+        let end = (start + around).min(missing.len());
+        let first = missing.runs_in(start..index).last().map_or(start, |run| run.end);
+        let end = missing.runs_in(index..end).next().map_or(end, |run| run.start);
+        let count = end.saturating_sub(first);
+        self.source.show_more(PageRun { region, first: first * unit, count: count * unit });
     }
 
     /// Wakes the waiters of a unit that is not missing: they see its contents, or zeros if it has none.

@@ -32,7 +32,7 @@ use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::transport::{TransportError, WaitEnd, wait_readable};
 use crate::uffd::{self, Uffd};
-use crate::vm::{Arrival, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 /// How long a connection may take to prove that it is the source. Nothing waits for it meanwhile.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -130,17 +130,9 @@ impl Connected {
         let first = std::mem::replace(&mut self.first, Message::Complete);
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
-        let arrival = match &terms {
-            Terms::Negotiated { offer, .. } => match offer.memory_mode {
-                MemoryMode::Precopy => Arrival::BeforeGuest,
-                MemoryMode::Postcopy => Arrival::BehindGuest,
-                MemoryMode::Auto => Arrival::Both,
-            },
-            Terms::Plain => Arrival::BeforeGuest,
-        };
-        let mapped = builder.map_memory(&config, given, arrival).map_err(Cause::Vm).step(STEP)?;
+        let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
-        if arrival != Arrival::BeforeGuest {
+        if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
             memory.use_small_pages(true);
         }
         let total_bytes: u64 = memory.layout().regions().iter().map(|r| r.len_bytes).sum();

@@ -203,7 +203,8 @@ impl<V: DestinationVm> Mapped<V> {
                     // From here on memory goes to the engine only.
                     self.bulk.extend(helpers.return_channels()?);
                     let stale = stale.get_or_insert_with(|| Stale::new(memory));
-                    let thrown_away = stale.throw_away(memory, &units, context.cancel);
+                    let stays = |region| memory.is_ready(region);
+                    let thrown_away = stale.throw_away(memory, &units, stays, context.cancel);
                     thrown_away.step("discarding outdated pages")?;
                 }
                 Message::Pending(bytes) if faults.is_none() => {

@@ -2,8 +2,9 @@
 
 //! Units of guest memory whose contents at the destination are old, from the source's word that they are.
 //!
-//! Owns the maps of these units, and throws away what is here of them. Must never keep old contents where a guest
-//! could read them.
+//! Owns the maps of these units, and throws away what is here of them, unless accesses to pages that are there are
+//! caught: then old contents stay until new ones replace them. Must never keep old contents where a guest could read
+//! them.
 
 use page_bitmap::PageBitmap;
 
@@ -14,41 +15,61 @@ use crate::layout::{PAGE_BYTES, PageRun};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 
-/// Units with outdated contents, by region; they have been discarded.
-pub(crate) struct Stale(Vec<PageBitmap>);
+/// Units with outdated contents, by region.
+pub(crate) struct Stale {
+    units: Vec<PageBitmap>,
+    /// By region: contents have stayed.
+    stayed: Vec<bool>,
+}
 
 impl Stale {
     /// An empty set.
     pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
-        Self(maps(memory))
+        let units = maps(memory);
+        let stayed = vec![false; units.len()];
+        Self { units, stayed }
     }
 
-    /// Adds the units of another set, which have been discarded as well.
-    pub(super) fn add(&mut self, other: &Self) {
-        self.0.iter().zip(&other.0).for_each(|(all, more)| all.add(more));
+    /// Adds the units of another set. What has stayed of them is discarded where it may not any more.
+    pub(super) fn add<M: GuestMemoryMap>(
+        &mut self,
+        memory: &M,
+        other: &Self,
+        stays: impl Fn(usize) -> bool,
+        cancel: &Cancel,
+    ) -> Result<(), Cause> {
+        for (region, (more, stayed)) in other.units.iter().zip(&other.stayed).enumerate() {
+            if *stayed && !stays(region) {
+                empty_units(memory, region, more, cancel)?;
+            }
+            self.units[region].add(more);
+        }
+        Ok(())
     }
 
     /// The units, one map a region.
     pub(super) fn into_maps(self) -> Vec<PageBitmap> {
-        self.0
+        self.units
     }
 
-    /// Discards a set of units that the source has sent, and adds them.
+    /// Adds a set of units that the source has sent, and discards them in regions where their contents may not stay.
     pub(super) fn throw_away<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
         units: &[u8],
+        stays: impl Fn(usize) -> bool,
         cancel: &Cancel,
     ) -> Result<(), Cause> {
         let more = maps(memory);
         runs::decode(units, &more)?;
-        for (region, (units, all)) in more.iter().zip(&self.0).enumerate() {
-            // Of ready memory nothing has arrived before.
-            if !memory.is_ready(region) {
+        for (region, units) in more.iter().enumerate() {
+            if stays(region) {
+                self.stayed[region] = true;
+            } else {
                 empty_units(memory, region, units, cancel)?;
             }
             mark_absent(memory, region, units);
-            all.add(units);
+            self.units[region].add(units);
         }
         Ok(())
     }

@@ -8,9 +8,11 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use page_bitmap::PageBitmap;
 use parking_lot::Mutex;
 
 use super::leaving::Leaving;
@@ -31,6 +33,8 @@ struct Region {
     vcpus: Option<*mut u8>,
     len: usize,
     dirty: Vec<AtomicU64>,
+    /// Pages that may hold anything but zeros, as far as a destination was told.
+    data: PageBitmap,
 }
 
 /// Fake guest RAM for tests.
@@ -107,6 +111,36 @@ impl FakeMemory {
         }
         self.ready.store(true, Ordering::SeqCst);
         Ok(())
+    }
+
+    /// It is not ready any more, as a page that could not be written was replaced.
+    pub fn make_unready(&self) {
+        self.ready.store(false, Ordering::SeqCst);
+    }
+
+    /// Asserts that nothing of it was discarded, and that it is populated.
+    ///
+    /// # Panics
+    /// When it is not so.
+    pub fn assert_ready(&self) {
+        assert_eq!(self.discards(), (0, 0), "pages that were there were discarded");
+        for (region, info) in self.layout.regions().iter().enumerate() {
+            let populated = self.populated_bytes(region).expect("the host tells");
+            assert_eq!(populated, info.len_bytes, "of region {region}");
+        }
+    }
+
+    /// True when a page is mapped where the guest accesses it (`vcpus`: where vCPUs do).
+    ///
+    /// # Errors
+    /// When the host does not tell.
+    pub fn is_mapped(&self, region: usize, page: u64, vcpus: bool) -> io::Result<bool> {
+        let mapping = if vcpus { self.vcpus(region) } else { Some(self.main(region)) };
+        let start = mapping.ok_or(io::ErrorKind::Unsupported)?.addr() as u64;
+        let mut entry = [0; 8];
+        let pagemap = File::open("/proc/self/pagemap")?;
+        pagemap.read_exact_at(&mut entry, (start / PAGE_BYTES + page) * 8)?;
+        Ok(u64::from_ne_bytes(entry) >> 63 == 1)
     }
 
     fn with(layout: Layout, regions: Vec<Region>) -> Self {
@@ -286,7 +320,8 @@ impl Region {
             Backing::Anonymous => {
                 let len = to_usize(info.len_bytes);
                 let (main, dirty) = (map(None, len)?, Self::clean(info));
-                Ok(Self { file: None, main, alias: None, vcpus: None, len, dirty })
+                let data = PageBitmap::new(info.pages());
+                Ok(Self { file: None, main, alias: None, vcpus: None, len, dirty, data })
             }
             Backing::Shared => Self::over(info, memfd(info)?),
         }
@@ -296,7 +331,8 @@ impl Region {
         let len = to_usize(info.len_bytes);
         let (main, alias) = (map(Some(&file), len)?, map(Some(&file), len)?);
         let (alias, vcpus) = (Some(alias), Some(map(Some(&file), len)?));
-        Ok(Self { file: Some(file), main, alias, vcpus, len, dirty: Self::clean(info) })
+        let (dirty, data) = (Self::clean(info), PageBitmap::new(info.pages()));
+        Ok(Self { file: Some(file), main, alias, vcpus, len, dirty, data })
     }
 
     fn clean(info: &RegionInfo) -> Vec<AtomicU64> {
@@ -400,9 +436,13 @@ unsafe impl GuestMemoryMap for FakeMemory {
         Ok(runs)
     }
 
-    fn mark_zero(&self, _: PageRun) {}
+    fn mark_zero(&self, run: PageRun) {
+        self.regions[run.region].data.claim_range(run.first..run.end());
+    }
 
-    fn mark_resident(&self, _: PageRun) {}
+    fn mark_resident(&self, run: PageRun) {
+        self.regions[run.region].data.set_range(run.first..run.end());
+    }
 
     fn mark_absent(&self, _: PageRun) {}
 
@@ -432,10 +472,16 @@ unsafe impl GuestMemoryMap for FakeMemory {
         self.ready.load(Ordering::SeqCst)
     }
 
+    fn data_runs(&self, run: PageRun) -> Vec<PageRun> {
+        let runs = self.regions[run.region].data.runs_in(run.first..run.end());
+        runs.map(|data| PageRun { first: data.start, count: data.end - data.start, ..run }).collect()
+    }
+
     fn make_zero(&self, run: PageRun) -> io::Result<()> {
-        if !self.pinned.load(Ordering::SeqCst) {
+        if !self.pinned.load(Ordering::SeqCst) && !self.is_ready(run.region) {
             return self.discard(run);
         }
+        self.mark_zero(run);
         for page in run.first..run.end() {
             crate::ram::slice(self, PageRun { region: run.region, first: page, count: 1 })
                 .write(&[0; 4096]);
@@ -461,6 +507,7 @@ unsafe impl GuestMemoryMap for FakeMemory {
 
 impl FakeMemory {
     fn discard_quietly(&self, run: PageRun) -> io::Result<()> {
+        self.mark_zero(run);
         let region = &self.regions[run.region];
         let (offset, len) = (run.first * PAGE_BYTES, run.len_bytes());
         let result = if let Some(file) = &region.file {

@@ -27,7 +27,7 @@ use crate::source::SendFailure;
 use crate::testing::{FakeMapped, Inject};
 use crate::transport::Connection;
 use crate::uffd::{Uffd, UffdError};
-use crate::vm::{Arrival, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
+use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
 use crate::{Cancel, Cause, MemoryMode, Progress, Side};
 
 /// A machine whose drop takes until the test opens the gate, or has ended.
@@ -63,10 +63,9 @@ impl DestinationBuilder for Heavy<Builder> {
         self,
         config: &[u8],
         given: Vec<GivenMemory>,
-        arrival: Arrival,
     ) -> Result<Self::Mapped, VmError> {
         let Self { machine, fails, faults, end } = self;
-        Ok(Heavy { machine: machine.map_memory(config, given, arrival)?, fails, faults, end })
+        Ok(Heavy { machine: machine.map_memory(config, given)?, fails, faults, end })
     }
 }
 

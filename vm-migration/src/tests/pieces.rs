@@ -22,6 +22,7 @@ use crate::layout::{Backing, GpaRange, PAGE_BYTES, PageRun, to_usize};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::FEATURE_PIECES;
+use crate::ram::{GuestMemoryMap as _, slice};
 use crate::testing::Pace;
 use crate::uffd::UffdError;
 
@@ -30,15 +31,19 @@ const UNIT: u64 = LARGE_BYTES / PAGE_BYTES;
 
 /// Records what is made visible to the guest, and how.
 #[derive(Default)]
-struct Shown(Mutex<Vec<(&'static str, PageRun)>>);
+struct Shown {
+    shown: Mutex<Vec<(&'static str, PageRun)>>,
+    /// All pages of the memory are there.
+    all_there: bool,
+}
 
 impl Shown {
     fn note(&self, how: &'static str, run: PageRun) {
-        self.0.lock().push((how, run));
+        self.shown.lock().push((how, run));
     }
 
     fn take(&self) -> Vec<(&'static str, u64, u64)> {
-        let shown = std::mem::take(&mut *self.0.lock());
+        let shown = std::mem::take(&mut *self.shown.lock());
         shown.into_iter().map(|(how, run)| (how, run.first, run.count)).collect()
     }
 }
@@ -64,6 +69,10 @@ impl FaultSource for Shown {
 
     fn prefers_copies_of_small_runs(&self, _: usize) -> bool {
         true
+    }
+
+    fn holds_all_pages(&self, _: usize) -> bool {
+        self.all_there
     }
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
@@ -100,7 +109,23 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let memory = FakeMemory::pretending(&[(0, 3 * UNIT)], LARGE_BYTES).unwrap();
-        let shown = Arc::new(Shown::default());
+        Self::over(memory, Shown::default())
+    }
+
+    /// In memory that is populated, and in which an earlier round has left contents in all pages but 5.
+    fn with_old_contents() -> Self {
+        let memory = FakeMemory::pretending(&[(0, 3 * UNIT)], LARGE_BYTES).unwrap();
+        memory.make_ready().unwrap();
+        for page in (0..3 * UNIT).filter(|page| *page != 5) {
+            let run = PageRun { region: 0, first: page, count: 1 };
+            slice(&*memory, run).write(&[0xa5; 4096]);
+            memory.mark_resident(run);
+        }
+        Self::over(memory, Shown { all_there: true, ..Shown::default() })
+    }
+
+    fn over(memory: Arc<FakeMemory>, shown: Shown) -> Self {
+        let shown = Arc::new(shown);
         let missing = PageBitmap::new(3);
         missing.set(0);
         missing.set(2);
@@ -210,6 +235,39 @@ fn after_a_loss_a_large_page_comes_again_from_its_first_piece() {
     assert_eq!(bench.shown.take(), [("contents", 0, UNIT)]);
 }
 
+#[test]
+fn pieces_of_zeros_replace_what_was_there() {
+    let bench = Bench::with_old_contents();
+    bench.zeros(0, 300).unwrap();
+    let word = |page| bench.word(page);
+    let old = u64::from_le_bytes([0xa5; 8]);
+    assert_eq!((word(0), word(4), word(5), word(299), word(300)), (0, 0, 0, 0, old));
+    bench.contents(300, 10).unwrap();
+    bench.zeros(310, UNIT - 310).unwrap();
+    assert_eq!(bench.shown.take(), [("contents", 0, UNIT)]);
+    assert_eq!((word(300), word(310), word(UNIT - 1)), (u64::from_le_bytes([mark(300); 8]), 0, 0));
+    assert_eq!(word(UNIT), old, "a page that is here has changed");
+    bench.zeros(2 * UNIT, UNIT).unwrap();
+    assert_eq!((word(2 * UNIT), word(3 * UNIT - 1)), (0, 0));
+    bench.memory.assert_ready();
+}
+
+#[test]
+fn a_page_that_was_there_stays_when_its_pieces_come_again() {
+    let bench = Bench::with_old_contents();
+    bench.contents(0, 7).unwrap();
+    let half = vec![9; to_usize(PAGE_BYTES / 2)];
+    assert!(
+        bench.engine.take_contents(&mut &half[..], &[range(7, 1)], Via::Bulk, &mut vec![]).is_err()
+    );
+    bench.engine.begin_again().unwrap();
+    bench.zeros(0, UNIT).unwrap();
+    for page in 0..UNIT {
+        assert_eq!(bench.word(page), 0, "page {page}");
+    }
+    bench.memory.assert_ready();
+}
+
 /// Small pages, and 2 MiB pages of the host to move them to; reports why there are none.
 pub(super) fn onto_large_pages() -> Option<(Arc<FakeMemory>, Arc<FakeMemory>, HugePool)> {
     const COUNT: u64 = 4;
@@ -276,6 +334,21 @@ fn auto_onto_large_pages_puts_stale_ones_together() {
             out_of_reach(options);
             options.urgent_connections = Some(u16::try_from(seed % 3).unwrap());
         });
+    }
+}
+
+#[test]
+fn auto_onto_large_pages_that_are_there_gives_none_back() {
+    for seed in 1..=8 {
+        let Some((from, to, _pool)) = onto_large_pages() else { return };
+        to.make_ready().unwrap();
+        let mut case = Case::new(from, Arc::clone(&to), seed);
+        case.pace = Pace::Full;
+        case.go(&loopback(), |options| {
+            out_of_reach(options);
+            options.urgent_connections = Some(u16::try_from(seed % 3).unwrap());
+        });
+        to.assert_ready();
     }
 }
 

@@ -99,7 +99,8 @@ enum Receipt {
     Copied,
     /// They may be received in place: pages that are in the page cache and not mapped are caught as well.
     InPlace,
-    /// The same, and all pages are in the page cache already, with zeros: there is none to copy into.
+    /// The same, and all pages are in the page cache already, with zeros or what has arrived before: there is none to
+    /// copy into.
     Ready,
 }
 
@@ -110,7 +111,7 @@ impl Receipt {
         // Large pages are put together from pieces in any case.
         let is_large = info.host_page_bytes > PAGE_BYTES;
         let is_shared = info.backing == Backing::Shared;
-        if is_shared && !is_large && memory.is_ready(region) {
+        if is_shared && memory.is_ready(region) {
             Self::Ready
         } else if is_shared && (is_large || shared) {
             Self::InPlace
@@ -157,7 +158,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
     /// Like [`register`](Self::register) for memory most of which is resident: resident pages are not
     /// caught, and missing ones are copied in. There are two exceptions. Large host pages of shared memory are
     /// assembled from pieces, which must not be visible before the last, and there are few of
-    /// them to catch. Of [ready](GuestMemoryMap::is_ready) memory every page is resident.
+    /// them to catch. Of [ready](GuestMemoryMap::is_ready) memory every page is resident, and each is caught once.
     ///
     /// # Errors
     /// See [`UffdError`].
@@ -206,10 +207,10 @@ impl<M: GuestMemoryMap> Uffd<M> {
         Ok(uffd)
     }
 
-    /// Makes pages of ready memory that were accessed before fault again. Others have none yet.
+    /// Makes pages of ready memory that were accessed before fault again: in one call, of which only mapped pages are
+    /// the work, and contents arrive through another mapping. Other memory has no such pages yet.
     fn forget_mapped(&self, part: &Part) {
-        if part.shared
-            && self.memory.is_ready(part.region)
+        if part.receipt == Receipt::Ready
             && let Err(error) = Descriptor::unmap_pages(part.address, part.pages * PAGE_BYTES)
         {
             // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
@@ -299,6 +300,22 @@ fn show_or_zero(descriptor: &Descriptor, start: u64, len: u64) -> (u64, io::Resu
         }
         (done, Err(error)) if error.raw_os_error() == Some(libc::EFAULT) => (done, Ok(())),
         shown => shown,
+    }
+}
+
+/// Maps pages that are in the page cache, up to the first that is not: what the guest has given back stays so.
+fn show_present(descriptor: &Descriptor, part: &Part, piece: PageRun) {
+    let mut at = part.address_of(piece.first);
+    let end = at + piece.len_bytes();
+    while at < end {
+        let (done, shown) = descriptor.show(at, end - at);
+        at += done;
+        match shown.map_err(|error| error.raw_os_error()) {
+            Ok(()) => {}
+            Err(Some(libc::EEXIST)) => at += part.host_page_bytes,
+            Err(Some(libc::EAGAIN)) if done > 0 => {}
+            Err(_) => return,
+        }
     }
 }
 
@@ -461,6 +478,16 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
         self.receipts[region] != Receipt::Ready
     }
 
+    fn holds_all_pages(&self, region: usize) -> bool {
+        self.receipts[region] == Receipt::Ready
+    }
+
+    fn show_more(&self, run: PageRun) {
+        for (part, piece) in self.pieces(run) {
+            show_present(&self.descriptors[part.descriptor], part, piece);
+        }
+    }
+
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             self.fill("show", part, piece, Descriptor::show, |descriptor, address| {
@@ -497,7 +524,7 @@ impl<M: GuestMemoryMap> FaultSource for Uffd<M> {
     fn make_zero(&self, run: PageRun) -> Result<(), UffdError> {
         for (part, piece) in self.pieces(run) {
             if part.host_page_bytes > PAGE_BYTES {
-                // hugetlb has no zero page. A read through the alias creates one of zeros.
+                // hugetlb has no zero page. A read through the alias creates one of zeros where there is none.
                 if !part.receipt.is_in_place() {
                     self.copy_zeros(part, piece)?;
                     continue;

@@ -154,8 +154,21 @@ impl<M: GuestMemoryMap> FaultSource for OwnFaults<M> {
         self.others.prefers_copies_of_small_runs(region)
     }
 
+    fn holds_all_pages(&self, region: usize) -> bool {
+        self.others.holds_all_pages(region)
+    }
+
     // Visible to vCPUs first: a thread that the other mapping wakes may have KVM access the page for a vCPU, and
     // that access fails where a thread would wait.
+
+    fn show_more(&self, run: PageRun) {
+        if let Some(refusing) = self.to_show_vcpus(run.region) {
+            refusing.show_more(run);
+        }
+        self.others.show_more(run);
+        // A page that has stayed invisible waits in userfaultfd, as it does for other threads.
+        self.barrier.unblock(run);
+    }
 
     fn make_present(&self, run: PageRun) -> Result<(), UffdError> {
         if let Some(refusing) = self.to_show_vcpus(run.region) {

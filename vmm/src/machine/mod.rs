@@ -113,7 +113,7 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
-pub use ram::{MachineRamError, Pools, slots_in};
+pub use ram::{MachineRamError, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
@@ -330,7 +330,6 @@ impl Machine {
         host: &Host,
         given: &[(String, Arc<File>)],
         contents: InitialContents,
-        pools: Pools,
     ) -> Result<Arc<GuestRam>, MachineError> {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
@@ -339,7 +338,7 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        Ok(ram::make_arriving(&config.memory, bits, origin, pools)?)
+        Ok(ram::make_arriving(&config.memory, bits, origin)?)
     }
 
     /// A paused machine on such memory, whose state is still to be received. Does not change the contents

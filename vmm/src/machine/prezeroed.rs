@@ -71,19 +71,6 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
     events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
 }
 
-/// Reports zones that name a pool and do without it, as pages of theirs that have arrived must be able to be missing
-/// again.
-pub fn leave(zones: &[(&ZoneSpec, Option<&Path>)]) {
-    for (zone, _) in zones.iter().filter(|(_, socket)| socket.is_some()) {
-        warn(&zone.id, &MayArriveLate);
-    }
-}
-
-/// Pages that have arrived are made missing by discarding them, which populated memory is not for.
-#[derive(Debug, thiserror::Error)]
-#[error("contents may arrive before the guest runs and again afterwards (memory_mode=auto)")]
-struct MayArriveLate;
-
 /// Takes memory for the zones that name a pool. Failures are logged, and the zone left out.
 pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
     let mut pools = Pools::default();

@@ -271,15 +271,6 @@ fn is_poisoned(error: &MachineRamError) -> bool {
     )
 }
 
-/// Whether zones take their memory from the pools that they name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pools {
-    /// They do: populated memory is what they need.
-    Asked,
-    /// They do not: pages that have arrived must be able to be missing again.
-    NotAsked,
-}
-
 /// Creates guest RAM whose contents are as found, and prefaults it. Cancelling ends the prefault early.
 ///
 /// # Errors
@@ -291,7 +282,7 @@ pub fn make(
     boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, phys_bits, origin, Pools::Asked)?;
+    let ram = make_unpopulated(config, phys_bits, origin)?;
     let modes = prefault_modes(config);
     let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
     populated.map_err(MachineRamError::Prefault)?;
@@ -306,9 +297,8 @@ pub fn make_arriving(
     config: &MemoryConfig,
     phys_bits: u8,
     origin: RamSources,
-    pools: Pools,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, phys_bits, origin, pools)?;
+    let ram = make_unpopulated(config, phys_bits, origin)?;
     let room = prefault::check_room(&ram, &prefault_modes(config));
     room.map_err(|error| MachineRamError::Prefault(error.into()))?;
     Ok(Arc::new(ram))
@@ -319,7 +309,6 @@ fn make_unpopulated(
     config: &MemoryConfig,
     phys_bits: u8,
     mut origin: RamSources,
-    pools: Pools,
 ) -> Result<GuestRam, MachineRamError> {
     let contents = origin.contents;
     let specs = specs(config)?;
@@ -328,10 +317,7 @@ fn make_unpopulated(
     let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
     let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
     let requests: Vec<_> = specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-    match pools {
-        Pools::Asked => origin.provided.extend(prezeroed::take(&requests)),
-        Pools::NotAsked => prezeroed::leave(&requests),
-    }
+    origin.provided.extend(prezeroed::take(&requests));
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");

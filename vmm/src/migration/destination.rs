@@ -14,7 +14,7 @@ use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
-use vm_migration::vm::{Arrival, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
@@ -23,7 +23,7 @@ use super::resident::{self, KvmLimits};
 use super::{grants, updates};
 use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
-use crate::machine::{Consoles, EventSink, Host, Machine, MachineState, Pools};
+use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
 use crate::sandbox::landlock::LandlockError;
 
 /// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
@@ -151,7 +151,6 @@ impl DestinationBuilder for ArrivingBuilder {
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
-        arrival: Arrival,
     ) -> Result<MappedArrival, VmError> {
         let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
             MachineDocument::read(config_json)?;
@@ -167,11 +166,7 @@ impl DestinationBuilder for ArrivingBuilder {
         // it.
         let ruled = self.rules.is_some();
         let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
-        let pools = match arrival {
-            Arrival::BeforeGuest | Arrival::BehindGuest => Pools::Asked,
-            Arrival::Both => Pools::NotAsked,
-        };
-        let ram = Machine::arriving_ram(&config, &self.host, &given, contents, pools)?;
+        let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::new(ram)?);
         Ok(MappedArrival { builder: self, config, memory })

@@ -151,6 +151,12 @@ unsafe impl GuestMemoryMap for MigratingRam {
         region.is_prezeroed() && region.kind() == ZoneKind::Shared
     }
 
+    fn data_runs(&self, run: PageRun) -> Vec<PageRun> {
+        let runs = self.region(run.region).zero().data_runs(run.first..run.end());
+        let in_region = |Range { start, end }| PageRun { first: start, count: end - start, ..run };
+        runs.map(in_region).collect()
+    }
+
     fn discard(&self, run: PageRun) -> io::Result<()> {
         self.ram.discard_in_region(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
     }

@@ -26,7 +26,7 @@ use super::updates::{self, UpdateError};
 use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
-    MachineStateError, Pools, StateJsonError, WriteBackError, features,
+    MachineStateError, StateJsonError, WriteBackError, features,
 };
 use crate::sandbox::landlock::LandlockError;
 
@@ -217,7 +217,7 @@ fn restore_from(
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
-    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing, Pools::Asked)
+    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
         .map_err(RestoreCause::Make)?;
     if request.prefault {
         // All of it is to be populated in the end, so check at once whether that is possible.

@@ -16,7 +16,7 @@ use crate::layout::to_usize;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
 use crate::testing::{FakeMemory, Guest, Pace};
-use crate::vm::{Arrival, DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
+use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, VmError};
 
 /// Builds a destination over existing memory.
 pub struct Builder {
@@ -136,7 +136,6 @@ impl DestinationBuilder for Builder {
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
-        _: Arrival,
     ) -> Result<FakeMapped, VmError> {
         if !given.is_empty() {
             let files = given.into_iter().map(|zone| zone.file).collect();
