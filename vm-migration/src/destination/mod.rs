@@ -69,6 +69,8 @@ use late_reconnects::EndedMigration;
 pub use late_reconnects::LateReconnects;
 #[cfg(test)]
 pub(crate) use late_reconnects::late_reconnects_for_tests;
+#[cfg(all(test, not(loom)))]
+pub(crate) use stale::Stale;
 
 /// Options, progress and handles that every phase of one migration uses.
 #[derive(Clone, Copy)]

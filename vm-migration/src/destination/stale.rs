@@ -24,7 +24,7 @@ pub(crate) struct Stale {
 
 impl Stale {
     /// An empty set.
-    pub(super) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
+    pub(crate) fn new<M: GuestMemoryMap>(memory: &M) -> Self {
         let units = maps(memory);
         let stayed = vec![false; units.len()];
         Self { units, stayed }
@@ -53,7 +53,7 @@ impl Stale {
     }
 
     /// Adds a set of units that the source has sent, and discards them in regions where their contents may not stay.
-    pub(super) fn throw_away<M: GuestMemoryMap>(
+    pub(crate) fn throw_away<M: GuestMemoryMap>(
         &mut self,
         memory: &M,
         units: &[u8],

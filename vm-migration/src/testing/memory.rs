@@ -474,7 +474,8 @@ unsafe impl GuestMemoryMap for FakeMemory {
 
     fn data_runs(&self, run: PageRun) -> Vec<PageRun> {
         let runs = self.regions[run.region].data.runs_in(run.first..run.end());
-        runs.map(|data| PageRun { first: data.start, count: data.end - data.start, ..run }).collect()
+        runs.map(|data| PageRun { first: data.start, count: data.end - data.start, ..run })
+            .collect()
     }
 
     fn make_zero(&self, run: PageRun) -> io::Result<()> {

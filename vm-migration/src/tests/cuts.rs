@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::auto::out_of_reach;
 use super::relay::{Act, Cut, Point, Relay, Rule};
 use super::{
     Builder, FakeVm, Guest, LIMITS, ReceiveResult, SendResult, Target, assert_whole, have_uffd,
@@ -24,7 +25,7 @@ use crate::protocol::capabilities::{
 };
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
-use crate::testing::FakeMemory;
+use crate::testing::{FakeMemory, Inject};
 use crate::{Address, Compression, GuestLocation, Limits, MemoryMode};
 
 /// Limits of the cases in which a peer stalls; each case takes that long.
@@ -98,6 +99,9 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
     if kind == Kind::Compressed {
         options.compression = Compression::Zstd;
     }
+    if mode == MemoryMode::Auto {
+        out_of_reach(&mut options);
+    }
     let cancel = target.cancel.clone();
     let receiver = std::thread::spawn(move || {
         let mut received = target.join();
@@ -113,7 +117,10 @@ fn run_here(limits: Limits, mode: MemoryMode, kind: Kind, rule: Rule) -> Run {
         });
         (received, well)
     });
-    let sent = send(FakeVm::new(&from, &guest).running(), &options);
+    let vm = FakeVm::new(&from, &guest);
+    // Precopy that may switch always does.
+    let vm = if mode == MemoryMode::Auto { vm.inject(Inject::Busy) } else { vm };
+    let sent = send(vm.running(), &options);
     if sent.is_err() {
         cancel.cancel();
     }
@@ -131,7 +138,7 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
     // Once the guest belongs to the destination and pages are missing, lost connections are
     // re-established, as if nothing had happened. In precopy a destination in doubt is told; one
     // that runs the guest is not in doubt, and does not listen any more.
-    let postcopy = mode == MemoryMode::Postcopy;
+    let postcopy = mode.may_postcopy();
     let heals = (postcopy && (confirm || cut.at == Command::PostcopyDone))
         || (confirm && cut.point == Point::Message);
     let outcome = match sent {
@@ -169,7 +176,7 @@ fn check(mode: MemoryMode, kind: Kind, cut: Cut, run: Run) -> String {
         Ok(mut received) => {
             assert!(received.vm.runs(), "{case}");
             received.vm.stop();
-            assert_eq!(faults_well.is_some(), mode == MemoryMode::Postcopy, "{case}");
+            assert_eq!(faults_well.is_some(), postcopy, "{case}");
             assert_ne!(faults_well, Some(false), "{case}");
             assert_whole(&guest, received.vm.memory());
         }
@@ -267,6 +274,14 @@ fn a_cut_at_any_message_of_postcopy() {
 fn a_cut_at_any_message_of_postcopy_into_ready_memory() {
     if have_uffd() {
         table(MemoryMode::Postcopy, Kind::Ready, &[Command::Pending, Command::PostcopyDone]);
+    }
+}
+
+#[test]
+fn a_cut_at_any_message_of_a_switch_in_ready_memory() {
+    if have_uffd() {
+        let must = [Command::Memory, Command::Stale, Command::Pending, Command::PostcopyDone];
+        table(MemoryMode::Auto, Kind::Ready, &must);
     }
 }
 

@@ -19,6 +19,7 @@
 //! | `own` | vCPUs that resolve their own faults |
 //! | `pieces` | large host pages that are assembled from pieces |
 //! | `plain` | peers that know only version 0 |
+//! | `ready` | outdated contents in memory that was populated before |
 //! | `figures` | figures of both sides at the end |
 //! | `failures` | machines that fail, cancels |
 //! | `cuts` | a peer that closes, sends garbage or stalls at every message |
@@ -53,6 +54,7 @@ mod moves;
 mod own;
 mod pieces;
 mod plain;
+mod ready;
 mod recovery;
 mod relay;
 mod scale;

@@ -90,6 +90,11 @@ fn a_vcpu_is_refused_pages_of_ready_memory_until_they_are_shown() {
     assert!(is_refused(&memory, 5));
     sigbus.make_zero(run(5, 1)).unwrap();
     assert_eq!(vcpu_reads(&memory, 5).unwrap(), 0);
+    sigbus.show_more(run(10, 3));
+    for vcpus in [false, true] {
+        let is_mapped = |page: &u64| memory.is_mapped(0, *page, vcpus).unwrap();
+        assert_eq!((6..PAGES).filter(is_mapped).collect::<Vec<_>>(), [10, 11, 12]);
+    }
     sigbus.release().unwrap();
     assert_eq!(vcpu_reads(&memory, 6).unwrap(), 0, "after the release all are as they are");
 }

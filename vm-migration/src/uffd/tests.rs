@@ -140,6 +140,18 @@ fn zeros_of_ready_memory_are_the_pages_that_are_there() {
 }
 
 #[test]
+fn pages_that_are_there_are_shown_up_to_the_first_that_is_not() {
+    let Some((memory, uffd)) = ready() else { return };
+    assert!(uffd.holds_all_pages(0));
+    memory.discard(run(30, 1)).unwrap();
+    uffd.make_present(run(8, 1)).unwrap();
+    uffd.show_more(run(5, 40));
+    let mapped = (0..PAGES).filter(|page| memory.is_mapped(0, *page, false).unwrap());
+    assert_eq!(mapped.collect::<Vec<_>>(), (5..30).collect::<Vec<_>>());
+    assert_eq!(memory.populated_bytes(0).unwrap(), (PAGES - 1) * PAGE_BYTES);
+}
+
+#[test]
 fn release_wakes_every_waiter_and_later_operations_do_nothing() {
     let Some((memory, uffd)) = watched(Backing::Shared) else { return };
     assert_eq!(touch(&memory, &uffd, 1, |_| uffd.release().unwrap()), 0);
