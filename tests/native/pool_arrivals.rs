@@ -15,8 +15,14 @@ use crate::snapshot::{place, save, source};
 const MIB: u64 = 1 << 20;
 const WORK: &str = "workload=random-write mem=64M";
 
+/// All that the guest writes is outdated again after half a second, and the rest never fits into a millisecond.
+const SWITCHES: &str = ",bandwidth=128M,downtime_ms=1,timeout_s=600,postcopy_after_s=3";
+const SWITCHES_OVER_FOUR: &str =
+    ",bandwidth=128M,downtime_ms=1,timeout_s=600,postcopy_after_s=3,connections=4";
+
 pub fn add(suite: &mut Suite) {
     let before = Way { mode: Mode::Precopy, send: "", receive: "" };
+    let both = Way { mode: Mode::Auto, send: "", receive: "" };
     suite.add("pool_arrivals::small_pages", move || arrives("4K", "size=192M,thp=off", before));
     suite.add("pool_arrivals::private_memory_becomes_shared", move || {
         arrives("4K", "size=192M,thp=off,shared=off", before);
@@ -32,34 +38,55 @@ pub fn add(suite: &mut Suite) {
         let _pages = HugePages::borrow(2 * 96);
         arrives("2M", "size=192M,hugepages=on", before);
     });
-    for faults in ["uffd", "sigbus"] {
+    for (mode, faults) in [
+        (Mode::Postcopy, "uffd"),
+        (Mode::Postcopy, "sigbus"),
+        (Mode::Auto, "uffd"),
+        (Mode::Auto, "sigbus"),
+    ] {
         let receive = if faults == "uffd" { ",fault_source=uffd" } else { ",fault_source=sigbus" };
-        let behind = Way { mode: Mode::Postcopy, send: "", receive };
-        suite.add(&format!("pool_arrivals::postcopy_in_small_pages_by_{faults}"), move || {
+        let behind = Way { mode, send: if mode == Mode::Auto { SWITCHES } else { "" }, receive };
+        let over_four = match mode {
+            Mode::Auto => Way { send: SWITCHES_OVER_FOUR, ..behind },
+            _ => behind,
+        };
+        let name = |what: &str| format!("pool_arrivals::{}_{what}_by_{faults}", mode.name());
+        suite.add(&name("in_small_pages"), move || {
             only_root_traces(behind);
             arrives("4K", "size=192M,thp=off,shared=on", behind);
         });
-        suite.add(&format!("pool_arrivals::postcopy_in_huge_pages_by_{faults}"), move || {
+        suite.add(&name("in_huge_pages"), move || {
             only_root_traces(behind);
             let _pages = HugePages::borrow(2 * 96);
-            arrives("2M", "size=192M,hugepages=on", behind);
+            arrives("2M", "size=192M,hugepages=on", over_four);
         });
-        suite.add(
-            &format!("pool_arrivals::postcopy_ends_in_transparent_pages_by_{faults}"),
-            move || {
-                only_root_traces(behind);
-                let vmm = postcopy_in_transparent_pages(behind);
-                // All but what the guest's parts leave of a block at their edges.
-                wait_for("huge pages", || (huge_bytes(&vmm) >= 160 * MIB).then_some(()));
-                vmm.verify();
-            },
-        );
+        suite.add(&name("ends_in_transparent_pages"), move || {
+            only_root_traces(behind);
+            let vmm = in_transparent_pages(over_four);
+            // All but what the guest's parts leave of a block at their edges.
+            wait_for("huge pages", || (huge_bytes(&vmm) >= 160 * MIB).then_some(()));
+            vmm.verify();
+        });
+        suite.add(&name("heals_after_cuts"), move || {
+            only_root_traces(behind);
+            cuts(behind);
+        });
     }
-    suite.add("pool_arrivals::postcopy_heals_after_cuts", cuts);
-    suite.add("pool_arrivals::pages_that_come_twice_need_other_memory", twice);
+    suite.add("pool_arrivals::auto_that_does_not_switch", move || {
+        arrives("4K", "size=192M,thp=off,shared=on", both);
+    });
+    suite.add("pool_arrivals::auto_that_does_not_switch_in_transparent_pages", move || {
+        let vmm = in_transparent_pages(Way { send: ",connections=4", ..both });
+        // At least what the guest writes.
+        wait_for("huge pages", || (huge_bytes(&vmm) >= 48 * MIB).then_some(()));
+        vmm.verify();
+    });
     suite.add("pool_arrivals::off_asks_no_pool", off);
     suite.add("pool_arrivals::rules_are_for_what_the_source_names", rules);
-    suite.add("pool_arrivals::a_cancelled_one_returns_its_memory", cancelled);
+    for mode in [Mode::Precopy, Mode::Auto] {
+        let name = format!("pool_arrivals::a_cancelled_{}_returns_its_memory", mode.name());
+        suite.add(&name, move || cancelled(mode));
+    }
     suite.add("pool_arrivals::restored", restored);
 }
 
@@ -72,9 +99,19 @@ fn option(pool: &Pool) -> String {
     format!(",prezeroed={}", pool.socket().display())
 }
 
-fn why_not(vmm: &Vmm) -> String {
-    let event = vmm.wait_for_event("prezeroed-unavailable");
-    event["properties"]["error"].as_str().unwrap_or_default().to_owned()
+/// Whether accesses to its memory are caught by userfaultfd: to missing pages, or to pages that are not mapped.
+fn is_watched(vmm: &Vmm) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{}/smaps", vmm.pid())).expect("it runs");
+    let mut flags = maps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+    flags.any(|flags| flags.split_whitespace().any(|flag| flag == "um" || flag == "ui"))
+}
+
+/// Nothing was discarded on the way, and nothing of the way is left.
+#[track_caller]
+fn assert_in_its_pages(vmm: &Vmm) {
+    let held = memory_of_pool(vmm.pid()).blocks() * 512;
+    assert_eq!(held, 192 * MIB, "memory that the pool had populated is gone");
+    assert!(!is_watched(vmm), "accesses are still caught");
 }
 
 /// Ends the VM, whose memory comes back to the pool with nothing of the guest left.
@@ -106,24 +143,28 @@ fn into(pool: &Pool, source: Vmm, way: Way) -> Vmm {
     let destination = Vmm::empty();
     let more = option(pool) + receive;
     let reception = Reception::start_with(&destination, Transport::Tcp, mode, &more);
-    migrate_to(reception, source, &destination, |url| send_option(url, mode) + send);
+    migrate_to(reception, source, &destination, |url| match send {
+        SWITCHES | SWITCHES_OVER_FOUR => format!("destination_url={url},memory_mode=auto{send}"),
+        _ => send_option(url, mode) + send,
+    });
     destination.wait_for_event("prezeroed-taken");
-    if let Some(faults) = receive.strip_prefix(",fault_source=") {
-        let progress = destination.api().get("vm.migration-progress").ok().json();
-        assert_eq!(progress["faults"]["source"], faults, "{progress}");
+    let progress = destination.api().get("vm.migration-progress").ok().json();
+    match receive.strip_prefix(",fault_source=") {
+        Some(faults) => assert_eq!(progress["faults"]["source"], faults, "{progress}"),
+        None => assert!(progress["faults"]["source"].is_null(), "{progress}"),
     }
     destination
 }
 
 /// Without anything of the pool's memory on the way back to it.
-fn postcopy_in_transparent_pages(way: Way) -> Vmm {
+fn in_transparent_pages(way: Way) -> Vmm {
     let pool = pool("thp");
     let source = Vmm::boot(2, "size=192M,shared=on", WORK);
     source.wait_for_work(5_000);
     let destination = into(&pool, source, way);
     destination.wait_for_work(20_000);
     destination.verify();
-    assert_eq!(memory_of_pool(destination.pid()).blocks() * 512, 192 * MIB);
+    assert_in_its_pages(&destination);
     destination
 }
 
@@ -136,9 +177,7 @@ fn arrives(pages: &str, memory: &str, way: Way) {
     assert_eq!(pool.slots("lent"), 1);
     destination.wait_for_work(20_000);
     destination.verify();
-    // Nothing was discarded on the way.
-    let held = memory_of_pool(destination.pid()).blocks() * 512;
-    assert_eq!(held, 192 * MIB, "memory that the pool had populated is gone");
+    assert_in_its_pages(&destination);
     // The guest after a reboot is in it as well.
     destination.api().put("vm.reboot", "").ok();
     destination.wait_for_work(2_000);
@@ -148,27 +187,18 @@ fn arrives(pages: &str, memory: &str, way: Way) {
 }
 
 /// Pages that were on the way come again, into memory in which a part of them is.
-fn cuts() {
+fn cuts(way: Way) {
     let pool = pool("thp");
-    postcopy::soak(3, &option(&pool));
+    let receiving = option(&pool) + way.receive;
+    postcopy::soak(3, way.mode, &receiving, |vmm| {
+        // Another one may have come before the slot of the first was ready again.
+        if vmm.events().iter().any(|event| event["event"] == "prezeroed-taken") {
+            assert_in_its_pages(vmm);
+        }
+    });
     assert!(pool.count("grants_total", "") > 0, "it was in other memory");
     pool.wait_until_ready();
     assert_eq!(pool.count("not_zero_total", "") + pool.count("unproved_total", ""), 0);
-}
-
-fn twice() {
-    let pool = pool("4K");
-    let source = Vmm::boot(1, "size=192M,thp=off,shared=on", WORK);
-    source.wait_for_work(5_000);
-    let destination = Vmm::empty();
-    let reception = Reception::start_with(&destination, Transport::Tcp, Mode::Auto, &option(&pool));
-    migrate_to(reception, source, &destination, |url| send_option(url, Mode::Auto));
-    let why = why_not(&destination);
-    assert!(why.contains("memory_mode=auto"), "{why}");
-    assert_eq!(pool.slots("lent"), 0);
-    destination.wait_for_work(5_000);
-    destination.verify();
-    end(destination, &pool);
 }
 
 /// The configuration names a pool, which the request says to do without.
@@ -215,14 +245,17 @@ fn rules() {
     end(destination, &other);
 }
 
-fn cancelled() {
+fn cancelled(mode: Mode) {
     let pool = pool("4K");
     let source = Vmm::boot(2, "size=192M,thp=off,shared=on", "workload=random-write mem=128M");
     source.wait_for_work(5_000);
     let destination = Vmm::empty();
-    let reception =
-        Reception::start_with(&destination, Transport::Tcp, Mode::Precopy, &option(&pool));
-    let slow = format!("destination_url={},bandwidth=8M,timeout_s=600", reception.url);
+    let reception = Reception::start_with(&destination, Transport::Tcp, mode, &option(&pool));
+    let slow = format!(
+        "destination_url={},memory_mode={},bandwidth=8M,timeout_s=600",
+        reception.url,
+        mode.name()
+    );
     source.remote_ok(&["send-migration", &slow]);
     wait_for("memory that has arrived", || {
         let progress = destination.api().get("vm.migration-progress").ok().json();

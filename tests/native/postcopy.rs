@@ -34,12 +34,13 @@ const LIMIT_EACH_CUT: Duration = Duration::from_secs(10);
 pub fn add(suite: &mut Suite) {
     let cuts = std::env::var("GODWIT_CUTS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
     let limit = Duration::from_mins(2) + LIMIT_EACH_CUT * cuts;
-    suite.add_long("postcopy::cuts_heal_without_a_command", limit, move || soak(cuts, ""));
+    let cuts_heal = move |receiving| soak(cuts, Mode::Postcopy, receiving, |_| ());
+    suite.add_long("postcopy::cuts_heal_without_a_command", limit, move || cuts_heal(""));
     suite.add_long("postcopy::cuts_heal_while_vcpus_bring_their_pages", limit, move || {
         if !is_root() {
             skip("fault_source=sigbus needs CAP_BPF and CAP_PERFMON");
         }
-        soak(cuts, ",fault_source=sigbus");
+        cuts_heal(",fault_source=sigbus");
     });
     suite.add("postcopy::recovery_on_command_at_another_address", recover);
     suite.add("postcopy::auto_switches_on_command", switch);
@@ -147,17 +148,17 @@ impl Middle {
     /// `receiving` are options of the destination, which begin with a comma.
     fn start_with(workload: &str, options: &str, receiving: &str) -> Self {
         let source = Vmm::boot(2, "size=192M,shared=on", workload);
-        Self::of(source, options, receiving)
+        Self::of(source, Mode::Postcopy, options, receiving)
     }
 
     /// With a source of its own.
-    fn of(source: Vmm, options: &str, receiving: &str) -> Self {
+    fn of(source: Vmm, mode: Mode, options: &str, receiving: &str) -> Self {
         source.wait_for_work(5_000);
         let destination = Vmm::empty();
-        let reception =
-            Reception::start_with(&destination, Transport::Tcp, Mode::Postcopy, receiving);
+        let reception = Reception::start_with(&destination, Transport::Tcp, mode, receiving);
         let cutter = Cutter::start(&reception.url);
-        let option = format!("destination_url={},memory_mode=postcopy,{options}", cutter.url);
+        let mode = mode.name();
+        let option = format!("destination_url={},memory_mode={mode},{options}", cutter.url);
         source.remote_ok(&["send-migration", &option]);
         wait_for_phase(&destination, "fault");
         let url = reception.url.clone();
@@ -178,12 +179,16 @@ impl Middle {
     }
 }
 
-/// Cuts connections of migrations until so many have been cut; each ends well, with every page.
-pub fn soak(cuts: u32, receiving: &str) {
+/// Cuts connections of migrations until so many have been cut; each ends well, with every page. Precopy comes to an
+/// eighth of memory, where it comes first. When all pages of a guest are here, it is shown to `look`.
+pub fn soak(cuts: u32, mode: Mode, receiving: &str, look: impl Fn(&Vmm)) {
+    let first = if mode == Mode::Auto { ",downtime_ms=1,postcopy_after_s=3" } else { "" };
+    let options = format!("bandwidth=4M,preempt=2,connections=2{first}");
     let mut number = 0x2545_f491_4f6c_dd1d_u64;
     let mut done = 0;
     while done < cuts {
-        let run = Middle::start_with(BUSY, "bandwidth=4M,preempt=2,connections=2", receiving);
+        let source = Vmm::boot(2, "size=192M,shared=on", BUSY);
+        let run = Middle::of(source, mode, &options, receiving);
         while done < cuts && phase(&run.destination) != "done" {
             number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let one = usize::try_from(number >> 40 & 15).unwrap_or(0);
@@ -197,6 +202,8 @@ pub fn soak(cuts: u32, receiving: &str) {
             });
             std::thread::sleep(Duration::from_millis(number >> 48 & 255));
         }
+        wait_for_phase(&run.destination, "done");
+        look(&run.destination);
         let last = run.finish();
         println!("     {done} cuts so far, recovery: {}", last["recovery"]);
     }
@@ -301,7 +308,7 @@ fn outage() {
     let guest = format!("{BUSY} pace_ns=200000 watchdog=1");
     let source = VmmBuilder::guest(2, "size=192M,shared=on", &guest).with(&["--watchdog"]).start();
     source.guest();
-    let run = Middle::of(source, "bandwidth=4M,connections=2", "");
+    let run = Middle::of(source, Mode::Postcopy, "bandwidth=4M,connections=2", "");
     run.cutter.set_shut(true);
     run.cutter.cut(None, usize::MAX);
     wait_for_phase(&run.destination, "postcopy-paused");
