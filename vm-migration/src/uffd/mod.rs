@@ -39,6 +39,9 @@ const AGAIN_MAX: u32 = 10_000;
 /// Pause before an operation is retried for which the host had no memory.
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(50);
 
+/// Most pages in a run that are found to be mapped before the rest of it is left alone.
+const MAPPED_MAX: u32 = 8;
+
 /// Smallest part of a region with a descriptor of its own.
 const PART_BYTES_MIN: u64 = HOST_PAGE_BYTES_MAX;
 
@@ -303,16 +306,21 @@ fn show_or_zero(descriptor: &Descriptor, start: u64, len: u64) -> (u64, io::Resu
     }
 }
 
-/// Maps pages that are in the page cache, up to the first that is not: what the guest has given back stays so.
+/// Maps pages that are in the page cache, up to the first that is not: what the guest has given back stays so. A call
+/// ends at a page that is mapped, so where many are it is left at that.
 fn show_present(descriptor: &Descriptor, part: &Part, piece: PageRun) {
     let mut at = part.address_of(piece.first);
     let end = at + piece.len_bytes();
-    while at < end {
+    let mut mapped = 0;
+    while at < end && mapped < MAPPED_MAX {
         let (done, shown) = descriptor.show(at, end - at);
         at += done;
         match shown.map_err(|error| error.raw_os_error()) {
             Ok(()) => {}
-            Err(Some(libc::EEXIST)) => at += part.host_page_bytes,
+            Err(Some(libc::EEXIST)) => {
+                at += part.host_page_bytes;
+                mapped += 1;
+            }
             Err(Some(libc::EAGAIN)) if done > 0 => {}
             Err(_) => return,
         }

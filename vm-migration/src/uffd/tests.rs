@@ -152,6 +152,17 @@ fn pages_that_are_there_are_shown_up_to_the_first_that_is_not() {
 }
 
 #[test]
+fn pages_behind_a_few_that_are_mapped_are_shown_and_behind_many_are_not() {
+    let Some((memory, uffd)) = ready() else { return };
+    let mapped = || (0..PAGES).filter(|page| memory.is_mapped(0, *page, false).unwrap());
+    uffd.make_present(run(8, 7)).unwrap();
+    uffd.show_more(run(5, 15));
+    assert_eq!(mapped().collect::<Vec<_>>(), (5..20).collect::<Vec<_>>());
+    uffd.show_more(run(10, 20));
+    assert_eq!(mapped().collect::<Vec<_>>(), (5..20).collect::<Vec<_>>());
+}
+
+#[test]
 fn release_wakes_every_waiter_and_later_operations_do_nothing() {
     let Some((memory, uffd)) = watched(Backing::Shared) else { return };
     assert_eq!(touch(&memory, &uffd, 1, |_| uffd.release().unwrap()), 0);
