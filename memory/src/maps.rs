@@ -118,6 +118,14 @@ mod tests {
     use crate::host::testing::resident_bytes;
 
     #[test]
+    fn data_of_a_range_is_what_is_not_known_to_be_zero() {
+        let map = ZeroMap::new(100).unwrap();
+        map.set_data(10..20);
+        map.set_zero(12..14);
+        assert!(map.data_runs(11..50).eq([11..12, 14..20]));
+    }
+
+    #[test]
     fn the_map_of_a_terabyte_uses_no_memory_until_written() {
         let pages = (1 << 40) / 4096;
         let map = ResidentMap::new(pages).unwrap();

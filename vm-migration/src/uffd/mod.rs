@@ -205,20 +205,9 @@ impl<M: GuestMemoryMap> Uffd<M> {
             uffd.descriptors[part.descriptor]
                 .register(part.address, part.pages * PAGE_BYTES, mode)
                 .map_err(|source| pages_error("watch", part.run(), source))?;
-            uffd.forget_mapped(part);
+            part.forget_mapped();
         }
         Ok(uffd)
-    }
-
-    /// Makes pages of ready memory that were accessed before fault again: in one call, of which only mapped pages are
-    /// the work, and contents arrive through another mapping. Other memory has no such pages yet.
-    fn forget_mapped(&self, part: &Part) {
-        if part.receipt == Receipt::Ready
-            && let Err(error) = Descriptor::unmap_pages(part.address, part.pages * PAGE_BYTES)
-        {
-            // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
-            log::debug!("pages of region {} may be mapped already: {error}", part.region);
-        }
     }
 
     /// The parts that overlap a run, each with its piece of the run.
@@ -348,6 +337,17 @@ impl Part {
 
     fn address_of(&self, page: u64) -> u64 {
         self.address + (page - self.first) * PAGE_BYTES
+    }
+
+    /// Makes pages of ready memory that were accessed before fault again: in one call, of which only mapped pages are
+    /// the work, and contents arrive through another mapping. Other memory has no such pages yet.
+    fn forget_mapped(&self) {
+        if self.receipt == Receipt::Ready
+            && let Err(error) = Descriptor::unmap_pages(self.address, self.pages * PAGE_BYTES)
+        {
+            // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
+            log::debug!("pages of region {} may be mapped already: {error}", self.region);
+        }
     }
 }
 
