@@ -176,7 +176,8 @@ impl GuestRam {
     /// The limit that is too low.
     pub fn check_plug(&self, gpa: &Range<u64>) -> Result<(), InsufficientMemory> {
         let Ok((region, plugged, blocks)) = self.blocks_at(gpa, "plugged") else { return Ok(()) };
-        let is_pinned = !matches!(self.pins_or_busy(), Ok(None));
+        // That nothing can be plugged now, plugging says.
+        let is_pinned = matches!(self.pins_or_busy(), Ok(Some(_)));
         if !region.takes_host_memory() || !(region.spec().reserve || is_pinned) {
             return Ok(());
         }

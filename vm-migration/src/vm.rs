@@ -229,8 +229,8 @@ pub trait DestinationBuilder: Send {
     }
 
     /// Maps the machine's memory without populating it; it may be memory that is populated with zeros already. The
-    /// source waits for this before it sends memory, so all other work belongs to [`MappedMachine::build`]. With `given` (a migration with `local=on`) the
-    /// zones named there use these files.
+    /// source waits for this before it sends memory, so all other work belongs to [`MappedMachine::build`]. With `given`
+    /// (a migration with `local=on`) the zones named there use these files.
     ///
     /// # Errors
     /// What is missing on this host; the text is shown at the source.

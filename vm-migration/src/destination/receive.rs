@@ -212,7 +212,9 @@ impl<V: DestinationVm> Mapped<V> {
                     faults = Some(engine);
                 }
                 Message::State(state) => {
-                    if self.mode() == MemoryMode::Postcopy && faults.is_none() {
+                    // What was named as outdated is missing as well.
+                    let lacks_pages = self.mode() == MemoryMode::Postcopy || stale.is_some();
+                    if lacks_pages && faults.is_none() {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;

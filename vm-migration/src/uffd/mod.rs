@@ -205,7 +205,7 @@ impl<M: GuestMemoryMap> Uffd<M> {
             uffd.descriptors[part.descriptor]
                 .register(part.address, part.pages * PAGE_BYTES, mode)
                 .map_err(|source| pages_error("watch", part.run(), source))?;
-            part.forget_mapped();
+            part.forget_mapped()?;
         }
         Ok(uffd)
     }
@@ -341,12 +341,18 @@ impl Part {
 
     /// Makes pages of ready memory that were accessed before fault again: in one call, of which only mapped pages are
     /// the work, and contents arrive through another mapping. Other memory has no such pages yet.
-    fn forget_mapped(&self) {
-        if self.receipt == Receipt::Ready
-            && let Err(error) = Descriptor::unmap_pages(self.address, self.pages * PAGE_BYTES)
-        {
+    fn forget_mapped(&self) -> Result<(), UffdError> {
+        if self.receipt != Receipt::Ready {
+            return Ok(());
+        }
+        match Descriptor::unmap_pages(self.address, self.pages * PAGE_BYTES) {
             // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
-            log::debug!("pages of region {} may be mapped already: {error}", self.region);
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                log::debug!("pages of region {} may be mapped already: {error}", self.region);
+                Ok(())
+            }
+            // What is mapped would show old contents.
+            unmapped => unmapped.map_err(|source| pages_error("unmap", self.run(), source)),
         }
     }
 }

@@ -252,6 +252,7 @@ impl VirtioDevice for VhostUser {
                 trapped: active.kick,
                 kicks: active.kicks,
                 call,
+                interrupt: Arc::clone(&interrupt),
                 stage: RingStage::Stopped,
                 is_wanted: true,
             })

@@ -24,7 +24,8 @@ use super::running::RunningRing;
 use super::session::Session;
 use super::write_log::SharedLog;
 
-/// Time to start or stop a log, or to announce a guest; the rings are served meanwhile.
+/// Time to start or stop a log, or to announce a guest, while the rings are served; see `Session::restart` for the
+/// others.
 const LIMIT: Duration = Duration::from_secs(3);
 /// Time for the back end to give its state, or to take it; the guest is stopped.
 const STATE_LIMIT: Duration = Duration::from_secs(10);

@@ -267,8 +267,11 @@ fn rings_of_a_back_end_without_rarp_are_stopped_for_the_log() {
     network.pairs(2);
     network.pairs(1);
     network.asked();
+    let interrupts = |network: &Network, ring| network.driver.interrupt.queue_interrupts(ring);
+    let before = interrupts(&network, 0);
     let log = network.device.handle().watch_writes(&network.ram);
     assert!(!log.is_missing());
+    assert_eq!(interrupts(&network, 0), before + 1, "for what was used last");
     let mut log = Some(log);
     for is_logged in [true, false] {
         if !is_logged {

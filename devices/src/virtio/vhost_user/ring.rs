@@ -14,7 +14,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend as _};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::error::VhostUserError;
-use crate::virtio::device::Kicks;
+use crate::virtio::device::{Kicks, VirtioInterrupt};
 
 /// What the back end does with a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub(super) struct Ring {
     /// Signalled when the back end has used buffers. It must never be read or written here: the back end may make
     /// that block.
     pub(super) call: EventFd,
+    /// By which the driver is told of what was used while nothing was signalled.
+    pub(super) interrupt: Arc<dyn VirtioInterrupt>,
     pub(super) stage: RingStage,
     /// It is to be served while the device works; only the pairs of a network that its driver does not use are not.
     pub(super) is_wanted: bool,

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use vhost::{VhostBackend as _, VringConfigData};
@@ -16,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::error::VhostUserError;
 use super::ring::Ring;
 use super::session::Session;
-use crate::virtio::device::Kicks;
+use crate::virtio::device::{Kicks, VirtioInterrupt};
 
 /// A ring that the back end has started.
 pub(super) struct RunningRing {
@@ -29,6 +30,7 @@ pub(super) struct RunningRing {
     size: u16,
     kicks: Arc<dyn Kicks>,
     call: EventFd,
+    interrupt: Arc<dyn VirtioInterrupt>,
 }
 
 fn no_eventfd(source: io::Error) -> VhostUserError {
@@ -49,6 +51,7 @@ impl RunningRing {
             size: ring.queue.size(),
             kicks: Arc::clone(&ring.kicks),
             call: ring.call.try_clone().map_err(no_eventfd)?,
+            interrupt: Arc::clone(&ring.interrupt),
         })
     }
 }
@@ -110,6 +113,8 @@ impl Session {
     /// Stops all rings, and starts them with the features and the log that there are now. What the driver notifies of
     /// meanwhile is signalled by the start.
     pub(super) fn restart(&mut self) -> Result<(), VhostUserError> {
+        // Requests in flight are completed first, as at any stop.
+        self.deadline.begin(Duration::ZERO);
         let begun = self.stop_and_start();
         if begun.is_err() {
             // Also if it was the host that refused: no thread knows of rings that do not run.
@@ -134,6 +139,11 @@ impl Session {
         for (ring, next) in stopped {
             self.set_up(RunningRing { is_enabled: false, ..ring }, next)?;
         }
-        self.begin(&served)
+        self.begin(&served)?;
+        for ring in &self.running {
+            // A stopped ring has no eventfd for what the back end has used last.
+            ring.interrupt.queue_used(ring.index);
+        }
+        Ok(())
     }
 }
