@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# What the lab's group `macvtap` needs besides the usual machine: modules, and the program that makes such interfaces,
+# which busybox's cannot. Sourced by scripts/lab.
+
+# build_extra_macvtap FILE: writes an initramfs with them.
+build_extra_macvtap() {
+  local tree=$LAB/extra-macvtap
+  need_packages iproute2
+  rm -rf "$tree"
+  mkdir -p "$tree/bin" "$tree/lab"
+  add_modules "$tree" "$LAB/kernel" macvtap veth bridge
+  # The machine's own list names those that it loads by itself.
+  mv "$tree/modules" "$tree/lab/macvtap-modules"
+  # Its own name: the machine's init calls busybox's.
+  add_program "$tree" "$(command -v ip)"
+  mv "$tree/bin/ip" "$tree/bin/iproute"
+  pack "$tree" "$1"
+}
