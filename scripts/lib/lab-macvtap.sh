@@ -11,8 +11,8 @@ build_extra_macvtap() {
   add_modules "$tree" "$LAB/kernel" macvtap veth bridge
   # The machine's own list names those that it loads by itself.
   mv "$tree/modules" "$tree/lab/macvtap-modules"
-  # Its own name: the machine's init calls busybox's.
   add_program "$tree" "$(command -v ip)"
-  mv "$tree/bin/ip" "$tree/bin/iproute"
+  # Where busybox has its own; by another name it would be another program.
+  mv "$tree/bin/ip" "$tree/lab/ip"
   pack "$tree" "$1"
 }

@@ -7,24 +7,26 @@
 while read -r module; do insmod ./macvtap-modules/$module 2>/dev/null; done <./macvtap-modules/order
 
 # The network is a bridge in a namespace of its own: the machine itself cannot be reached by a macvtap on its interface.
+# Not in PATH, where busybox's is.
+IP=/lab/ip
 LAN=/run/netns/lan
 MAC=52:54:00:00:00:02
 in_lan() { nsenter --net=$LAN "$@"; }
 # lower NAME PORT: an interface of the machine that is a port of that bridge.
 lower() {
-  iproute link add $1 type veth peer name $2 && iproute link set $2 netns lan || return 1
-  in_lan iproute link set $2 master br0 && in_lan iproute link set $2 up && iproute link set $1 up
+  $IP link add $1 type veth peer name $2 && $IP link set $2 netns lan || return 1
+  in_lan $IP link set $2 master br0 && in_lan $IP link set $2 up && $IP link set $1 up
 }
 # macvtap NAME LOWER MAC: an interface on it, with its device node.
 macvtap() {
-  iproute link add link $2 name $1 address $3 type macvtap mode bridge && iproute link set $1 up || return 1
+  $IP link add link $2 name $1 address $3 type macvtap mode bridge && $IP link set $1 up || return 1
   wait_until 10 test -c $(node_of $1)
 }
 node_of() { echo /dev/tap$(cat /sys/class/net/$1/ifindex); }
 network() {
-  mkdir -p /run/netns && iproute netns add lan || return 1
-  in_lan iproute link add br0 address 02:00:00:00:09:01 type bridge && in_lan iproute addr add 10.9.0.1/24 dev br0 &&
-    in_lan iproute link set lo up && in_lan iproute link set br0 up || return 1
+  mkdir -p /run/netns && $IP netns add lan || return 1
+  in_lan $IP link add br0 address 02:00:00:00:09:01 type bridge && in_lan $IP addr add 10.9.0.1/24 dev br0 &&
+    in_lan $IP link set lo up && in_lan $IP link set br0 up || return 1
   lower low0 port0 && lower low1 port1 && lower low2 port2 || return 1
   macvtap mv0 low0 $MAC && macvtap mv1 low1 $MAC && macvtap mv2 low2 52:54:00:00:00:03
 }
@@ -61,7 +63,7 @@ counts() {
   rx=$(bytes $2 rx) tx=$(bytes $2 tx)
   fetches $1 && from_guest $1 || return 1
   [ $(($(bytes $2 rx) - rx)) -ge 4194304 ] && [ $(($(bytes $2 tx) - tx)) -ge 4194304 ] ||
-    { iproute -s link show $2; return 1; }
+    { $IP -s link show $2; return 1; }
 }
 check the_interface_counts counts a mv0
 
