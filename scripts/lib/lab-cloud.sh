@@ -16,8 +16,9 @@ make_cloud_root() {
   [ "$(id -u)" = 0 ] || die "the group cloud-image needs root: its disk has files of several users"
   rm -rf "$1" "$2"
   mkdir -p "$2"
-  # The initramfs has the drivers of virtual machines alone.
-  mmdebstrap --quiet --variant=minbase --include="$CLOUD_PACKAGES" --aptopt='APT::Install-Recommends "false";' \
+  # The initramfs has the drivers of virtual machines alone. What is mounted goes with the command, also one that is killed:
+  # the directory is deleted before the next.
+  unshare --mount mmdebstrap --quiet --variant=minbase --include="$CLOUD_PACKAGES" --aptopt='APT::Install-Recommends "false";' \
     --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --essential-hook='mkdir -p "$1/etc/initramfs-tools/conf.d" "$1/etc/initramfs-tools/hooks"' \
     --essential-hook='echo MODULES=list >"$1/etc/initramfs-tools/conf.d/lab"' \
