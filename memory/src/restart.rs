@@ -90,6 +90,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::host::Host;
     use crate::host::testing::{BorrowedHugePages, resident_bytes};
     use crate::{HugePageSize, Lease, ProvidedFile};
 
@@ -181,8 +182,12 @@ mod tests {
         ram.regions()[0].fill(&(0..8 * MIB)).unwrap();
         ram.discard_unpinned(2 * MIB..6 * MIB);
         ram.restart(&|| false);
+        // All that the host has left, of which others may have put aside some.
+        let free =
+            std::fs::read_to_string(Host::hugetlb_path(2 << 20).with_file_name("free_hugepages"));
+        let size_bytes = free.unwrap().trim().parse::<u64>().unwrap() * 2 * MIB;
         let other = GuestRam::new(
-            &RamConfig { zones: vec![ZoneSpec { size_bytes: 4 * MIB, ..config.zones[0].clone() }] },
+            &RamConfig { zones: vec![ZoneSpec { size_bytes, ..config.zones[0].clone() }] },
             RamLayout::default(),
         );
         let other = other.unwrap();
