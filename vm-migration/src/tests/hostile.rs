@@ -486,6 +486,14 @@ fn nonsense_as_the_set_of_missing_pages_is_refused() {
         .provoke(&Message::Pending(vec![0, 0, 0, 0]).encode());
     HostileSource::negotiated(MemoryMode::Postcopy)
         .provoke(&Message::State(b"{}".to_vec()).encode());
+    // The same once pages were named as outdated, which the guest would see.
+    let mut hostile = HostileSource::negotiated(MemoryMode::Auto);
+    hostile.control.ask(&Message::Stale(vec![0, 1, 0, 1, 0, 0]), LIMITS.answer).unwrap();
+    let cause = hostile.provoke(&Message::State(b"{}".to_vec()).encode());
+    assert!(
+        matches!(&cause, Cause::Protocol(ProtocolError::Unexpected { got: "State", .. })),
+        "{cause:?}"
+    );
 }
 
 #[test]

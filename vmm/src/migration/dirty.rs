@@ -136,7 +136,7 @@ impl DirtyLog for MachineDirtyLog {
     fn begin_round(&self) -> Result<u64, VmError> {
         self.dma.iter().for_each(|log| log.collect(&self.ram));
         self.served.iter().for_each(|log| log.collect(&self.ram));
-        // What has taken requests that it has not answered; the guest would stop for nothing at the end.
+        // Requests that a lost back end has taken and not answered are in no state: the move would fail at its end.
         check_logs(&self.served)?;
         let mut pages = 0;
         for (index, region) in self.ram.regions().iter().enumerate() {

@@ -57,10 +57,11 @@ impl RunningRing {
 }
 
 impl Session {
-    /// Whether rings have to be stopped for what else could be said while they are served: back ends built on
-    /// vhost-user-backend read the used index when they are told an address, and forget what they use meanwhile, and a
-    /// signal for a ring that is not enabled. They know no RARP, by which they are told from others; a ring that stops is the
-    /// end of the whole device to some of those.
+    /// Whether a ring has to be stopped before the back end is told an address of it, or that it is served again.
+    ///
+    /// Back ends built on vhost-user-backend read the used index when they are told an address, and lose entries that are
+    /// used meanwhile; they also drop a signal for a ring that is not enabled. That crate has no RARP, which is how they are
+    /// recognised. For others a ring must not be stopped: to DPDK that is the end of the whole device.
     pub(super) fn must_restart_rings(&self) -> bool {
         !self.protocol.contains(VhostUserProtocolFeatures::RARP)
     }
@@ -103,7 +104,7 @@ impl Session {
     }
 
     /// Stops a ring that is not enabled; returns the index of its next available entry.
-    pub(super) fn take_back(&mut self, index: u16) -> Result<u16, VhostUserError> {
+    pub(super) fn stop_ring(&mut self, index: u16) -> Result<u16, VhostUserError> {
         let base = self.request("GET_VRING_BASE", |to| to.get_vring_base(usize::from(index)))?;
         self.running.retain(|running| running.index != index);
         // The upper half is for packed rings, which are not offered.
@@ -130,7 +131,7 @@ impl Session {
         }
         let mut stopped = Vec::with_capacity(rings.len());
         for ring in rings {
-            let next = self.take_back(ring.index)?;
+            let next = self.stop_ring(ring.index)?;
             stopped.push((ring, next));
         }
         self.send_features()?;

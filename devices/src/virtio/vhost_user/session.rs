@@ -435,7 +435,7 @@ impl Session {
     /// Stops a ring that is not enabled, and notes the index of its next available entry.
     fn stop_one(&mut self, ring: &mut Ring) -> Result<(), VhostUserError> {
         if ring.stage != RingStage::Stopped {
-            ring.queue.set_next_avail(self.take_back(ring.index)?);
+            ring.queue.set_next_avail(self.stop_ring(ring.index)?);
             ring.stage = RingStage::Stopped;
         }
         Ok(())
