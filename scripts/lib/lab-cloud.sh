@@ -66,8 +66,8 @@ make_seed() {
 # make_cloud_disk PLACE: the image, $LAB/cloud.img, and the packages.
 make_cloud_disk() {
   local place=$1 stamp
-  stamp=$(cat "$ROOT/scripts/lib/lab-cloud.sh" "$SRC/cloud/"*.cfg | sha256sum)
-  [ "$(cat "$place/stamp" 2>/dev/null)" != "$stamp" ] || return 0
+  stamp=$(cat "$ROOT"/scripts/lib/lab-{cloud,firmware}.sh "$SRC/cloud/"*.cfg "$LAB/grub.efi" | sha256sum)
+  [ ! -s "$LAB/cloud.img" ] || [ "$(cat "$place/stamp" 2>/dev/null)" != "$stamp" ] || return 0
   say "making a Debian image with cloud-init"
   make_cloud_root "$place/root" "$place/packages"
   make_index "$place/packages"

@@ -8,9 +8,8 @@ build_extra_macvtap() {
   need_packages iproute2
   rm -rf "$tree"
   mkdir -p "$tree/bin" "$tree/lab"
-  add_modules "$tree" "$LAB/kernel" macvtap veth bridge
-  # The machine's own list names those that it loads by itself.
-  mv "$tree/modules" "$tree/lab/macvtap-modules"
+  # Not among the modules that every machine loads.
+  add_modules "$tree/lab" "$LAB/kernel" macvtap veth bridge
   add_program "$tree" "$(command -v ip)"
   # Where busybox has its own; by another name it would be another program.
   mv "$tree/bin/ip" "$tree/lab/ip"

@@ -4,7 +4,7 @@
 # the lower interface, exchanges content with it, moves to a macvtap on another lower interface and back, by precopy and
 # by postcopy, and gets a second one while it runs.
 . ./lib.sh
-while read -r module; do insmod ./macvtap-modules/$module 2>/dev/null; done <./macvtap-modules/order
+while read -r module; do insmod /lab/modules/$module 2>/dev/null; done </lab/modules/order
 
 # The network is a bridge in a namespace of its own: the machine itself cannot be reached by a macvtap on its interface.
 # Not in PATH, where busybox's is.
@@ -53,7 +53,6 @@ fetches() {
 }
 check fetches_by_http fetches a
 check sends_content from_guest a
-uses_pairs() { guest $1 'ls -d /sys/class/net/eth0/queues/rx-* /sys/class/net/eth0/queues/tx-* | wc -l' && [ "$(tail -n 1 $T/out)" = 4 ] || { cat $T/out; return 1; }; }
 check linux_uses_both_pairs uses_pairs a
 bytes() { cat /sys/class/net/$1/statistics/$2_bytes; }
 # counts NAME LINK: the interface has counted 4 MiB in each direction, and its frames were not dropped.
@@ -67,30 +66,20 @@ counts() {
 }
 check the_interface_counts counts a mv0
 
-# move FROM TO MODE: to another VMM, which is handed descriptors 5 and 6.
-move() {
-  start_vmm $2 || return 1
-  remote $2 receive-migration "receiver_url=unix:$T/$2.mig,memory_mode=$3,net_fds=[lan@[5,6]]" >$T/$2.receive.log 2>&1 &
-  receiver=$!
-  wait_until 30 test -S $T/$2.mig || { cat $T/$2.receive.log; return 1; }
-  remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
-  wait $receiver || { cat $T/$2.receive.log; return 1; }
-  ends $1 60 && state_is $2 Running && open_console $2
-}
 stream_goes_on() { before=$(wc -l <$T/stream); wait_until 90 more_lines $before; }
 more_lines() { [ "$(wc -l <$T/stream)" -gt $(($1 + 5)) ]; }
 nc -l -p 7003 </dev/null >$T/stream &
 check a_stream_begins guest a '(n=0; while :; do echo line $n; n=$((n+1)); sleep 0.1; done >/dev/tcp/10.9.0.1/7003) >/dev/null 2>&1 & :'
 check it_flows wait_until 60 more_lines 5
-# arrives FROM TO MODE LINK: its connection and its network are there, and it uses that interface.
-arrives() { move $1 $2 $3 && stream_goes_on && pings $2 && counts $2 $4; }
+# arrives FROM TO MODE LINK: at another VMM, which is handed descriptors 5 and 6; its connection and its network are there,
+# and it uses that interface.
+arrives() { moved $1 $2 $3 "net_fds=[lan@[5,6]]" && stream_goes_on && pings $2 && counts $2 $4; }
 other_interface() { arrives a b precopy mv1 5<>$(node_of mv1) 6<>$(node_of mv1); }
 check moves_to_another_interface other_interface
 exec 5<>$(node_of mv0) 6<>$(node_of mv0)
 check moves_back_by_postcopy arrives b c postcopy mv0
 # The same descriptors, which this shell keeps open: as a management program does.
 check moves_with_its_descriptors arrives c d precopy mv0
-stream_is_whole() { head -n -1 $T/stream | awk '$0 != "line " NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'; }
 check stream_is_whole stream_is_whole
 
 # A second one while the guest runs, which is removed again.

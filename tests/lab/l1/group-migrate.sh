@@ -66,9 +66,6 @@ handed_on() {
 }
 check postcopy_by_a_page_server handed_on c d
 check disk_and_network_after_the_page_server after_move d
-stream_is_whole() {
-  head -n -1 $T/stream | awk '$0 != "line " NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'
-}
 check stream_is_whole stream_is_whole
 power_button() { remote d power-button && wait_until 60 says d "POWER-BUTTON" && ends d 60; }
 check power_button_after_moves power_button

@@ -103,24 +103,31 @@ ends() {
   wait_until "$2" test -s $T/$1.exit || { echo "$1 does not end"; return 1; }
   [ "$(cat $T/$1.exit)" = 0 ] || { echo "$1 ended with $(cat $T/$1.exit)"; return 1; }
 }
-# sent FROM TO MODE: moves a guest to a new VMM on this machine; the old one has ended.
+# sent FROM TO MODE [OPTION]: moves a guest to a new VMM on this machine, which receives it with one more option; the old
+# one has ended.
 sent() {
   start_vmm $2 || return 1
-  remote $2 receive-migration receiver_url=unix:$T/$2.mig,memory_mode=$3 >$T/$2.receive.log 2>&1 &
+  remote $2 receive-migration "receiver_url=unix:$T/$2.mig,memory_mode=$3${4:+,$4}" >$T/$2.receive.log 2>&1 &
   receiver=$!
   wait_until 30 test -S $T/$2.mig || return 1
   remote $1 send-migration --wait destination_url=unix:$T/$2.mig,memory_mode=$3 || return 1
   wait $receiver || { cat $T/$2.receive.log; return 1; }
   ends $1 60
 }
-# moved FROM TO MODE: the same, and the guest runs there, with its console open.
-moved() { sent $1 $2 $3 && state_is $2 Running && open_console $2; }
+# moved FROM TO MODE [OPTION]: the same, and the guest runs there, with its console open.
+moved() { sent $1 $2 $3 "${4:-}" && state_is $2 Running && open_console $2; }
 filesystem_clean() { e2fsck -fn $ROOT_DISK >$T/fsck 2>&1 || { cat $T/fsck; return 1; }; }
 
 tap_up() {
   ip tuntap add dev $1 mode tap 2>/dev/null || tunctl -t $1 >/dev/null
   ip addr add 10.9.0.1/24 dev $1
   ip link set $1 up
+}
+# uses_pairs NAME: the guest's network device has two pairs of queues.
+uses_pairs() { guest $1 'ls -d /sys/class/net/eth0/queues/rx-* /sys/class/net/eth0/queues/tx-* | wc -l' && [ "$(tail -n 1 $T/out)" = 4 ] || { cat $T/out; return 1; }; }
+# stream_is_whole: $T/stream has numbered lines without a gap, of which the last may be cut.
+stream_is_whole() {
+  head -n -1 $T/stream | awk '$0 != "line " NR-1 {print "line " NR ": " $0; bad=1; exit} END {exit bad}'
 }
 # from_guest NAME and to_guest NAME: 4 MiB over the network, checksums compared.
 from_guest() {
