@@ -183,9 +183,7 @@ mod tests {
         ram.discard_unpinned(2 * MIB..6 * MIB);
         ram.restart(&|| false);
         // All that the host has left, of which others may have put aside some.
-        let free =
-            std::fs::read_to_string(Host::hugetlb_path(2 << 20).with_file_name("free_hugepages"));
-        let size_bytes = free.unwrap().trim().parse::<u64>().unwrap() * 2 * MIB;
+        let size_bytes = Host::real().hugetlb_pool(2 << 20).unwrap().available * 2 * MIB;
         let other = GuestRam::new(
             &RamConfig { zones: vec![ZoneSpec { size_bytes, ..config.zones[0].clone() }] },
             RamLayout::default(),

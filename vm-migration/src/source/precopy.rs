@@ -257,7 +257,7 @@ impl<V: SourceVm> Negotiated<V> {
         Ok(Rounds::Switched(maps, told))
     }
 
-    /// Has the destination forget outdated contents of pages that postcopy will send, repeatedly as
+    /// Names to the destination the pages whose contents are outdated and that postcopy will send, repeatedly as
     /// long as that greatly reduces the work after the stop. Dirty pages are added to `pages` and
     /// their bits cleared; pages that are dirty at the stop are sent in addition. Returns what the
     /// destination was told.

@@ -241,6 +241,8 @@ fn what_came_in_part_is_zeroed_where_it_is() {
     assert!(lost.is_err());
     bench.engine.begin_again().unwrap();
     assert_eq!(bench.engine.missing_pages(), 10);
+    // Of the second page there was a part.
+    assert_eq!(bench.word(11), 0);
     bench.engine.take_zeros(&[range(10, 10)], Via::Bulk).unwrap();
     assert!((10..20).all(|page| bench.word(page) == 0));
     bench.memory.assert_ready();

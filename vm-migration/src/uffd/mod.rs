@@ -345,9 +345,10 @@ impl Part {
         if self.receipt != Receipt::Ready {
             return Ok(());
         }
+        let is_hugetlb = self.host_page_bytes > PAGE_BYTES;
         match Descriptor::unmap_pages(self.address, self.pages * PAGE_BYTES) {
-            // Linux before 5.18 cannot for hugetlb. Nothing is known to access it so early.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            // Linux before 5.18 cannot. Nothing is known to access it so early.
+            Err(error) if is_hugetlb && error.raw_os_error() == Some(libc::EINVAL) => {
                 log::debug!("pages of region {} may be mapped already: {error}", self.region);
                 Ok(())
             }

@@ -154,7 +154,7 @@ impl Machine {
         let Some(hotplug) = &self.parts.memory_hotplug else { return Ok(false) };
         let Some(gpa) = hotplug.missing(boot_bytes, wanted_bytes)? else { return Ok(false) };
         let ram = &self.parts.ram;
-        ram.check_plug(&gpa)?;
+        ram.check_plug(&gpa).map_err(ResizeMemoryError::Insufficient)?;
         ram.plug(&gpa)?;
         if let Err(error) = ram::attach_more(&self.parts.vm, ram, &hotplug.region, &gpa) {
             if let Err(error) = ram.unplug(&gpa) {

@@ -50,8 +50,12 @@ pub enum ResizeMemoryError {
         boot_bytes: u64,
     },
     /// The host does not have what is to be populated.
-    #[error(transparent)]
-    Insufficient(#[from] InsufficientMemory),
+    #[error(
+        "the memory would be populated at once, as the VM's is or since devices have it mapped, and {} has {} MiB \
+         available, of which {} MiB are kept free, for {} MiB: add less, or free some",
+        .0.limit, .0.available_bytes >> 20, .0.margin_bytes >> 20, .0.needed_bytes >> 20
+    )]
+    Insufficient(InsufficientMemory),
     /// Memory is mapped for a vDPA device.
     #[error(
         "memory can neither come nor go while it is mapped for the vDPA device '{0}'; remove the device first"

@@ -38,7 +38,7 @@ fn no_eventfd(source: io::Error) -> VhostUserError {
 }
 
 impl RunningRing {
-    /// A ring that the back end has not heard of.
+    /// A ring that the back end has not been told of.
     ///
     /// # Errors
     /// The host gives no descriptor.

@@ -380,6 +380,7 @@ impl Session {
         let must_restart = self.must_restart_rings();
         for ring in rings.iter_mut().filter(is_new) {
             if ring.stage == RingStage::Disabled && !must_restart {
+                // Without a signal, as QEMU does: the back end looks for what has come meanwhile.
                 self.enable(ring.index, true)?;
                 ring.stage = RingStage::Enabled;
             } else {

@@ -125,18 +125,22 @@ fn started(session: &mut Session, ram: &GuestRam) -> io::Result<Option<Arc<Share
 impl WriteLog {
     /// Starts the log; later writes to guest memory are reported.
     pub(super) fn start(id: &str, session: &Arc<Mutex<Session>>, ram: &GuestRam) -> Self {
-        let begun = {
+        let (begun, session_is_lost) = {
             let session = &mut *session.lock();
             if session.is_stopped() {
                 // Nothing was written since memory was last read.
                 session.take_has_run();
             }
-            started(session, ram)
+            (started(session, ram), session.is_lost())
         };
         let log = match begun {
             Ok(Some(log)) => {
                 info!("the back end of {id} logs what it writes to guest memory");
                 Some(log)
+            }
+            Err(error) if session_is_lost => {
+                warn!("the back end of {id} is lost as its log begins: {error}");
+                None
             }
             other => {
                 let why = other.err().map(|error| format!(" ({error})")).unwrap_or_default();
@@ -193,7 +197,7 @@ impl Drop for WriteLog {
         if self.log.is_some()
             && let Err(error) = self.session.lock().stop_log()
         {
-            warn!("the back end of {} keeps logging what it writes: {error}", self.id);
+            warn!("the back end of {} is lost as its log ends: {error}", self.id);
         }
     }
 }
