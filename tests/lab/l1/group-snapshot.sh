@@ -53,7 +53,7 @@ clock_is_right() {
 # A debugger finds the kernel's own description, which says by how much its addresses are shifted.
 dumped() {
   remote a pause && remote a coredump file://$T/core || return 1
-  crash --osrelease $T/core >$T/release && [ "$(cat $T/release)" = "$(uname -r)" ] || { cat $T/release; return 1; }
+  timeout 120 crash --osrelease $T/core >$T/release && [ "$(cat $T/release)" = "$(uname -r)" ] || { cat $T/release; return 1; }
   head -c 131072 $T/core | grep -q '^KERNELOFFSET=[0-9a-f]' || return 1
   rm $T/core && remote a resume
 }
