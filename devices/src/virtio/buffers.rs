@@ -40,6 +40,11 @@ impl Segments {
         }
     }
 
+    /// Appends the ranges of another buffer.
+    pub(crate) fn append(&mut self, mut other: Segments) {
+        self.0.append(&mut other.0);
+    }
+
     pub(crate) fn len_bytes(&self) -> u64 {
         self.0.iter().map(|segment| u64::from(segment.len_bytes)).sum()
     }

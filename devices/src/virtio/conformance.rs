@@ -13,6 +13,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use super::balloon::{Balloon, BalloonConfig};
 use super::block::{Block, BlockConfig};
 use super::console::{Console, ConsoleConfig};
+use super::iommu::{Iommu, IommuConfig};
 use super::mem::{Mem, MemConfig};
 use super::net::Net;
 use super::pmem::{Pmem, PmemConfig, PmemFile};
@@ -86,6 +87,12 @@ fn rng() -> Subject {
 fn rtc() -> Subject {
     let device = Box::new(Rtc::new(RtcConfig { id: "rtc".to_owned() }));
     Subject { device, kind: "virtio-rtc", _keep: Box::new(()) }
+}
+
+fn iommu() -> Subject {
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64 };
+    let device = Box::new(Iommu::new(config).unwrap());
+    Subject { device, kind: "virtio-iommu", _keep: Box::new(()) }
 }
 
 fn pmem() -> Subject {
@@ -293,4 +300,4 @@ macro_rules! conformance_of {
     };
 }
 
-conformance_of!(balloon, block, console, mem, pmem, rng, rtc, net, vsock, watchdog);
+conformance_of!(balloon, block, console, iommu, mem, pmem, rng, rtc, net, vsock, watchdog);

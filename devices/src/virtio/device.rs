@@ -9,6 +9,7 @@ use thiserror::Error;
 use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::iommu::QueueDma;
 use super::worker::{Pausing, PendingPause};
 pub use crate::state::{DeviceSnapshot, StateError};
 
@@ -45,6 +46,8 @@ pub struct ActiveQueue {
     pub kick: EventFd,
     /// Where a device that shares them gets its eventfds.
     pub kicks: Arc<dyn Kicks>,
+    /// The view of guest memory that the queue of a device behind the IOMMU has.
+    pub dma: Option<QueueDma>,
 }
 
 /// What a device gets when the driver sets DRIVER_OK.

@@ -25,6 +25,8 @@ use super::block::{Block, BlockConfig, Disk, DiskFormat, DiskLock, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, Kicks, VirtioInterrupt};
+use super::iommu::worker::IommuWorker;
+use super::iommu::{Iommu, IommuConfig, QueueDma};
 use super::mem;
 use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
@@ -95,6 +97,10 @@ impl Guest {
     }
 
     fn queue(&self, index: u16) -> Setup<WorkQueue> {
+        self.queue_behind(index, None)
+    }
+
+    fn queue_behind(&self, index: u16, dma: Option<QueueDma>) -> Setup<WorkQueue> {
         let base = QUEUE_STRIDE * u64::from(index);
         let mut queue = Queue::new(QUEUE_SIZE)?;
         queue.try_set_desc_table_address(GuestAddress(base))?;
@@ -102,7 +108,7 @@ impl Guest {
         queue.try_set_used_ring_address(GuestAddress(base + USED_OFFSET))?;
         queue.set_ready(true);
         let kick = EventFd::new(EFD_NONBLOCK)?;
-        let active = ActiveQueue { index, queue, kick, kicks: Arc::new(NoKicks) };
+        let active = ActiveQueue { index, queue, kick, kicks: Arc::new(NoKicks), dma };
         Ok(WorkQueue::new(active, &self.memory, &self.interrupt, self.features))
     }
 }
@@ -310,6 +316,26 @@ fn run_rtc(data: &[u8]) -> Setup<()> {
     run(RtcWorker::new(guest.queue(0)?))
 }
 
+/// Serves the queues of an IOMMU, whose requests may map what is behind it; then the queue of an entropy device behind
+/// it, the third one, by what they have mapped.
+pub fn fuzz_iommu(data: &[u8]) {
+    report(run_iommu(data));
+}
+
+fn run_iommu(data: &[u8]) -> Setup<()> {
+    let guest = Guest::new(data, features_of(data))?;
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64 };
+    let handle = Iommu::new(config)?.handle();
+    let endpoint = handle.endpoint();
+    handle.add(8, &endpoint);
+    run(IommuWorker::new(guest.queue(0)?, guest.queue(1)?, handle.clone()))?;
+    let behind = guest.queue_behind(2, Some(endpoint.queue()))?;
+    let source = Arc::new(std::fs::File::open("/dev/urandom")?);
+    run(RngWorker::new(behind, source, Arc::default()))?;
+    // With the faults of that.
+    run(IommuWorker::new(guest.queue(0)?, guest.queue(1)?, handle))
+}
+
 fn run_rng(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
     let source = Arc::new(std::fs::File::open("/dev/urandom")?);
@@ -436,6 +462,10 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let _ = rng.restore(&snapshot);
     let mut rtc = super::rtc::Rtc::new(super::rtc::RtcConfig { id: "rtc".to_owned() });
     let _ = rtc.restore(&snapshot);
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 48 };
+    let mut iommu = Iommu::new(config)?;
+    iommu.handle().add(8, &iommu.handle().endpoint());
+    let _ = iommu.restore(&snapshot);
     let mut net = super::net::Net::new(super::net::NetConfig {
         open_tap_later: true,
         ..super::net::NetConfig::default()

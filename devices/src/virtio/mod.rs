@@ -10,7 +10,7 @@
 //! | `one_queue` | threads that serve one queue |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
 //! | `limiter` | limits on the bytes and operations of devices |
-//! | [`balloon`], [`block`], [`console`], [`mem`], [`net`], [`pmem`], [`rng`], [`rtc`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
+//! | [`balloon`], [`block`], [`console`], [`iommu`], [`mem`], [`net`], [`pmem`], [`rng`], [`rtc`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
 //!
 //! If a driver breaks the rules of a queue, its device stops with DEVICE_NEEDS_RESET; an
 //! impossible request is answered with an error. Neither ever makes
@@ -23,6 +23,7 @@ mod buffers;
 pub mod console;
 mod counters;
 mod device;
+pub mod iommu;
 mod limiter;
 pub mod mem;
 pub mod net;

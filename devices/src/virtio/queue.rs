@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::buffers::{RANGES_MAX, Segment, Segments};
 use super::device::{ActiveQueue, VirtioInterrupt};
+use super::iommu::QueueDma;
 
 /// Error text for a chain whose buffers are not RAM.
 pub(crate) const NOT_RAM: &str = "points outside of guest RAM";
@@ -48,12 +49,30 @@ pub(crate) struct Chain {
     pub(crate) writable: Segments,
 }
 
+/// Evaluates an expression with guest memory as the driver of a queue has its rings in it.
+macro_rules! with_rings {
+    ($queue:ident, $memory:ident, |$rings:ident| $expression:expr) => {
+        match &$queue.dma {
+            None => {
+                let $rings = $memory;
+                $expression
+            }
+            Some(dma) => {
+                let $rings = &dma.rings($memory);
+                $expression
+            }
+        }
+    };
+}
+
 /// An enabled queue, with what is needed to serve it.
 pub(crate) struct WorkQueue {
     index: u16,
     queue: Queue,
     kick: EventFd,
     memory: GuestMemoryHandle,
+    /// How the driver's addresses are to be understood; without, they are those of guest memory.
+    dma: Option<QueueDma>,
     interrupt: Arc<dyn VirtioInterrupt>,
     /// Whether a chain was used since the driver was last considered for a notification.
     was_used: bool,
@@ -68,13 +87,14 @@ impl WorkQueue {
         interrupt: &Arc<dyn VirtioInterrupt>,
         features: u64,
     ) -> Self {
-        let ActiveQueue { index, mut queue, kick, .. } = active;
+        let ActiveQueue { index, mut queue, kick, dma, .. } = active;
         queue.set_event_idx(features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
         Self {
             index,
             queue,
             kick,
             memory: memory.clone(),
+            dma,
             interrupt: Arc::clone(interrupt),
             was_used: false,
             notify_anyway: false,
@@ -90,7 +110,11 @@ impl WorkQueue {
         self.queue.size()
     }
 
+    /// Its position, when no chain is in flight any more.
     pub(crate) fn state(&self) -> (u16, QueueState) {
+        if let Some(dma) = &self.dma {
+            dma.end_all();
+        }
         (self.index, self.queue.state())
     }
 
@@ -100,6 +124,11 @@ impl WorkQueue {
 
     pub(crate) fn interrupt(&self) -> &Arc<dyn VirtioInterrupt> {
         &self.interrupt
+    }
+
+    /// Whether the driver's addresses are translated.
+    pub(crate) fn is_translated(&self) -> bool {
+        self.dma.is_some()
     }
 
     /// A snapshot of guest memory.
@@ -128,18 +157,26 @@ impl WorkQueue {
     pub(crate) fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
-        let available = self.queue.avail_idx(memory, Ordering::Acquire).map_err(ring)?;
-        if available.0 == self.queue.next_avail() {
-            return Ok(None);
-        }
-        let chain = self.queue.iter(memory).map_err(ring)?.next();
-        let chain = chain
-            .ok_or(Broken::Ring { index, source: virtio_queue::Error::InvalidAvailRingIndex })?;
-        parse(chain).map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
+        let chain = with_rings!(self, memory, |rings| {
+            let available = self.queue.avail_idx(rings, Ordering::Acquire).map_err(ring)?;
+            if available.0 == self.queue.next_avail() {
+                return Ok(None);
+            }
+            let chain = self.queue.iter(rings).map_err(ring)?.next();
+            parse(chain.ok_or(ring(virtio_queue::Error::InvalidAvailRingIndex))?)
+        });
+        let chain = chain.and_then(|chain| match &self.dma {
+            None => Ok(chain),
+            Some(dma) => dma.take(&chain).map_err(|why| (chain.head, why)),
+        });
+        chain.map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
     }
 
     /// Returns the last chain taken to the available ring.
     pub(crate) fn undo_pop(&mut self) {
+        if let Some(dma) = &self.dma {
+            dma.end_last();
+        }
         self.queue.go_to_previous_position();
     }
 
@@ -208,7 +245,16 @@ impl WorkQueue {
         let index = self.index;
         let written = u32::try_from(written_bytes).unwrap_or(u32::MAX);
         self.was_used = true;
-        self.queue.add_used(memory, head, written).map_err(|source| Broken::Ring { index, source })
+        self.end(head);
+        with_rings!(self, memory, |rings| self.queue.add_used(rings, head, written))
+            .map_err(|source| Broken::Ring { index, source })
+    }
+
+    /// A chain's buffers are not accessed any more.
+    fn end(&self, head: u16) {
+        if let Some(dma) = &self.dma {
+            dma.end(head);
+        }
     }
 
     /// Adds several chains to the used ring such that the driver sees all of them at once.
@@ -231,10 +277,12 @@ impl WorkQueue {
             let gpa = self.queue.used_ring().checked_add(HEADER_BYTES + slot * ELEMENT_BYTES);
             let gpa =
                 gpa.ok_or(Broken::Ring { index, source: virtio_queue::Error::AddressOverflow })?;
-            memory.write_slice(&element, GuestAddress(gpa)).map_err(|error| Broken::Ring {
-                index,
-                source: virtio_queue::Error::GuestMemory(error),
-            })?;
+            self.end(*head);
+            with_rings!(self, memory, |rings| rings.write_slice(&element, GuestAddress(gpa)))
+                .map_err(|error| Broken::Ring {
+                    index,
+                    source: virtio_queue::Error::GuestMemory(error),
+                })?;
             self.queue.set_next_used(self.queue.next_used().wrapping_add(1));
             // The queue only counts what it adds itself, and decides on notifications by that.
             self.notify_anyway = true;
@@ -250,15 +298,17 @@ impl WorkQueue {
         }
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
-        let needed = self.queue.needs_notification(memory).map_err(ring)?;
+        let needed = with_rings!(self, memory, |rings| self.queue.needs_notification(rings));
+        let needed = needed.map_err(ring)?;
         if !needed && !std::mem::take(&mut self.notify_anyway) {
             return Ok(());
         }
         self.notify_anyway = false;
         if !self.queue.event_idx_enabled() {
-            let flags: u16 = memory
-                .load(GuestAddress(self.queue.avail_ring()), Ordering::Acquire)
-                .map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
+            let gpa = GuestAddress(self.queue.avail_ring());
+            let flags = with_rings!(self, memory, |rings| rings.load(gpa, Ordering::Acquire));
+            let flags: u16 =
+                flags.map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
             let unwanted = u16::try_from(VRING_AVAIL_F_NO_INTERRUPT).unwrap_or(0);
             if u16::from_le(flags) & unwanted != 0 {
                 return Ok(());
@@ -271,13 +321,15 @@ impl WorkQueue {
     /// Suppresses driver notifications while chains are being taken anyway.
     pub(crate) fn suppress_kicks(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
         let index = self.index;
-        self.queue.disable_notification(memory).map_err(|source| Broken::Ring { index, source })
+        with_rings!(self, memory, |rings| self.queue.disable_notification(rings))
+            .map_err(|source| Broken::Ring { index, source })
     }
 
     /// Enables driver notifications again; `true` if a chain has arrived in the meantime without one.
     pub(crate) fn allow_kicks(&mut self, memory: &GuestMemory) -> Result<bool, Broken> {
         let index = self.index;
-        self.queue.enable_notification(memory).map_err(|source| Broken::Ring { index, source })
+        with_rings!(self, memory, |rings| self.queue.enable_notification(rings))
+            .map_err(|source| Broken::Ring { index, source })
     }
 
     /// Like [`Self::allow_kicks`], for a queue with `seen` available chains that are too few: requests a
@@ -300,7 +352,9 @@ impl WorkQueue {
 ///
 /// The iterator ends alike at the end of a chain and at an invalid descriptor. A chain is complete if its
 /// last descriptor has no next flag.
-fn parse(chain: DescriptorChain<&GuestMemory>) -> Result<Chain, (u16, &'static str)> {
+fn parse<M: vm_memory::GuestMemory>(
+    chain: DescriptorChain<&M>,
+) -> Result<Chain, (u16, &'static str)> {
     let head = chain.head_index();
     let mut parsed = Chain { head, ..Chain::default() };
     let mut ended = false;

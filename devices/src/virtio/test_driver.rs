@@ -18,6 +18,7 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, Gues
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::device::{Activation, ActiveQueue, Kicks, VirtioDevice, VirtioInterrupt};
+use super::iommu::Endpoint;
 
 /// Border between two regions.
 pub(crate) const BORDER: u64 = 2 << 20;
@@ -145,6 +146,8 @@ pub(crate) struct DriverQueue {
     available: u16,
     used: u16,
     kick: Arc<Mutex<EventFd>>,
+    /// For a device behind the IOMMU. The driver's own addresses in the rings are those of guest memory.
+    pub(crate) endpoint: Option<Arc<Endpoint>>,
 }
 
 impl DriverQueue {
@@ -157,6 +160,7 @@ impl DriverQueue {
             available: 0,
             used: 0,
             kick: Arc::new(Mutex::new(EventFd::new(EFD_NONBLOCK).unwrap())),
+            endpoint: None,
         };
         let zeros = vec![0; usize::try_from(QUEUE_STRIDE).unwrap()];
         memory.memory().write_slice(&zeros, GuestAddress(queue.base())).unwrap();
@@ -188,7 +192,8 @@ impl DriverQueue {
     fn with(&self, queue: Queue) -> ActiveQueue {
         let kick = self.kick.lock().try_clone().unwrap();
         let kicks = Arc::new(TestKicks(Arc::clone(&self.kick)));
-        ActiveQueue { index: self.index, queue, kick, kicks }
+        let dma = self.endpoint.as_ref().map(Endpoint::queue);
+        ActiveQueue { index: self.index, queue, kick, kicks, dma }
     }
 
     fn write<T: vm_memory::ByteValued>(&self, value: T, gpa: u64) {

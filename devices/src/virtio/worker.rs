@@ -387,6 +387,8 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
         watch.clear();
         work.report_broken();
         work.start_broken(watch);
+        // Behind the IOMMU, mappings are removed no sooner than what used them has ended.
+        let _ = work.queue_states();
         true
     };
     loop {

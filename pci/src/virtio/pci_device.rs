@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 
+use devices::virtio::iommu::Endpoint;
 use devices::virtio::{PendingPause, VirtioDevice};
 use hypervisor::irq::{IoEvents, MsiSource};
 use memory::GuestMemoryHandle;
@@ -150,6 +151,14 @@ impl VirtioPciDevice {
             notify,
             transport: Mutex::new(transport),
         })
+    }
+
+    /// Places the device behind the IOMMU, before any driver has it: the addresses that its driver uses are those of
+    /// `endpoint`.
+    #[must_use]
+    pub fn behind(self, endpoint: Arc<Endpoint>) -> Self {
+        self.transport.lock().endpoint = Some(endpoint);
+        self
     }
 
     /// Runs `f` with exclusive access to the device. It must not call back into this.

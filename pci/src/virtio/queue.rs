@@ -68,12 +68,12 @@ impl QueueRegisters {
         Self { size_max, size: size_max, enabled: false, desc_gpa: 0, driver_gpa: 0, device_gpa: 0 }
     }
 
-    /// Validates the registers, and builds the queue.
+    /// Validates the registers, and builds the queue. Its rings have to lie in `memory`, if that is given.
     pub fn build(
         &self,
         progress: QueueProgressState,
         event_idx: bool,
-        memory: &GuestMemory,
+        memory: Option<&GuestMemory>,
     ) -> Result<Queue, QueueError> {
         let state = QueueState {
             max_size: self.size_max,
@@ -89,9 +89,11 @@ impl QueueRegisters {
         let queue = Queue::try_from(state).map_err(|source| QueueError::Registers { source })?;
         // Lengths include the event fields of VIRTIO_F_EVENT_IDX (virtio 1.3, 2.7).
         let size = u64::from(self.size);
-        inside(memory, "descriptor table", self.desc_gpa, 16 * size)?;
-        inside(memory, "available ring", self.driver_gpa, 6 + 2 * size)?;
-        inside(memory, "used ring", self.device_gpa, 6 + 8 * size)?;
+        if let Some(memory) = memory {
+            inside(memory, "descriptor table", self.desc_gpa, 16 * size)?;
+            inside(memory, "available ring", self.driver_gpa, 6 + 2 * size)?;
+            inside(memory, "used ring", self.device_gpa, 6 + 8 * size)?;
+        }
         Ok(queue)
     }
 
@@ -155,7 +157,7 @@ mod tests {
     }
 
     fn build(registers: QueueRegisters) -> Result<Queue, QueueError> {
-        registers.build(QueueProgressState { next_avail: 3, next_used: 2 }, true, &memory())
+        registers.build(QueueProgressState { next_avail: 3, next_used: 2 }, true, Some(&memory()))
     }
 
     #[test]

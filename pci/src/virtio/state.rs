@@ -292,14 +292,14 @@ impl Transport {
                     .and_then(|queue| queue.progress)
                     .unwrap_or_default()
             };
-            build_queues(&registers, common.driver_features, &self.memory, progress)
+            build_queues(&registers, common.driver_features, self.ring_memory(), progress)
                 .map_err(|(index, source)| VirtioStateError::Queue { index, source })?
         } else {
             Vec::new()
         };
         // Changes by the driver since it accepted them are in the state of the device itself.
         if status.phase >= Phase::FeaturesOk {
-            self.device.acknowledge_features(common.driver_features);
+            self.device.acknowledge_features(Self::device_features(common.driver_features));
         }
         if let Err(error) = self.device.restore(&state.device) {
             self.device.reset();

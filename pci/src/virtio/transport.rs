@@ -8,9 +8,10 @@
 
 use std::sync::Arc;
 
+use devices::virtio::iommu::Endpoint;
 use devices::virtio::{Activation, ActiveQueue, PendingPause, VirtioDevice, VirtioInterrupt};
 use devices::{LogLimit, log_limited};
-use memory::GuestMemoryHandle;
+use memory::{GuestMemory, GuestMemoryHandle};
 use virtio_bindings::virtio_config as feature;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueState};
@@ -35,6 +36,8 @@ const UNSUPPORTED: u64 = 1 << feature::VIRTIO_F_RING_PACKED
     | 1 << feature::VIRTIO_F_NOTIF_CONFIG_DATA
     | 1 << feature::VIRTIO_F_RING_RESET
     | 1 << feature::VIRTIO_F_ADMIN_VQ;
+/// The driver uses addresses that the IOMMU translates. Known to the transport alone.
+const ACCESS_PLATFORM: u64 = 1 << feature::VIRTIO_F_ACCESS_PLATFORM;
 
 /// Activation state of the device.
 pub(super) enum Run {
@@ -54,6 +57,8 @@ pub(super) struct Transport {
     pub(super) id: String,
     pub(super) device: Box<dyn VirtioDevice>,
     pub(super) memory: GuestMemoryHandle,
+    /// The device as the IOMMU knows it, if it is behind one.
+    pub(super) endpoint: Option<Arc<Endpoint>>,
     pub(super) interrupt: Arc<PciInterrupt>,
     pub(super) notify: Arc<Notify>,
     pub(super) status: DeviceStatus,
@@ -88,6 +93,7 @@ impl Transport {
             id,
             device,
             memory,
+            endpoint: None,
             interrupt,
             notify,
             status: DeviceStatus::RESET,
@@ -107,10 +113,22 @@ impl Transport {
 
     /// Features offered to the driver.
     pub(super) fn offered_features(&self) -> u64 {
-        self.device.features() & !UNSUPPORTED
+        let of_place = if self.endpoint.is_some() { ACCESS_PLATFORM } else { 0 };
+        self.device.features() & !(UNSUPPORTED | ACCESS_PLATFORM) | of_place
     }
 
-    /// Whether these features are acceptable at the end of negotiation.
+    /// Those of the accepted features that the device knows.
+    pub(super) fn device_features(features: u64) -> u64 {
+        features & !ACCESS_PLATFORM
+    }
+
+    /// Guest memory in which rings must lie. What addresses behind the IOMMU lead to is found out by each access.
+    pub(super) fn ring_memory(&self) -> Option<&GuestMemoryHandle> {
+        self.endpoint.is_none().then_some(&self.memory)
+    }
+
+    /// Whether these features are acceptable at the end of negotiation. Behind the IOMMU addresses are translated
+    /// whether the driver knows of it or not, so that it cannot choose; firmware may not know.
     pub(super) fn are_features_acceptable(&self, features: u64, beyond: bool) -> bool {
         features & !self.offered_features() == 0 && features & VERSION_1 != 0 && !beyond
     }
@@ -168,7 +186,7 @@ impl Transport {
                 self.log(|| format!("features {features:#x} refused, {offered:#x} are offered"));
                 return false;
             }
-            self.device.acknowledge_features(features);
+            self.device.acknowledge_features(Self::device_features(features));
         }
         self.status.phase = next;
         if next == Phase::DriverOk {
@@ -214,7 +232,7 @@ impl Transport {
         &self,
         progress: impl Fn(u16) -> QueueProgressState,
     ) -> Result<Vec<(u16, Queue)>, (u16, QueueError)> {
-        build_queues(&self.queues, self.driver_features, &self.memory, progress)
+        build_queues(&self.queues, self.driver_features, self.ring_memory(), progress)
     }
 
     /// Builds what the device needs for activation.
@@ -223,14 +241,16 @@ impl Transport {
             .into_iter()
             .map(|(index, queue)| {
                 let kicks = Arc::<Notify>::clone(&self.notify);
-                Ok(ActiveQueue { index, queue, kick: self.notify.handle(index)?, kicks })
+                let kick = self.notify.handle(index)?;
+                let dma = self.endpoint.as_ref().map(Endpoint::queue);
+                Ok(ActiveQueue { index, queue, kick, kicks, dma })
             })
             .collect::<std::io::Result<_>>()?;
         Ok(Activation {
             memory: self.memory.clone(),
             interrupt: self.interrupt.clone(),
             queues,
-            features: self.driver_features,
+            features: Self::device_features(self.driver_features),
         })
     }
 
@@ -362,15 +382,16 @@ impl Transport {
 pub(super) fn build_queues(
     registers: &[QueueRegisters],
     features: u64,
-    memory: &GuestMemoryHandle,
+    memory: Option<&GuestMemoryHandle>,
     progress: impl Fn(u16) -> QueueProgressState,
 ) -> Result<Vec<(u16, Queue)>, (u16, QueueError)> {
-    let memory = memory.memory();
+    let memory = memory.map(GuestAddressSpace::memory);
+    let memory: Option<&GuestMemory> = memory.as_deref();
     let event_idx = features & EVENT_IDX != 0;
     (0..)
         .zip(registers)
         .filter(|(_, queue)| queue.enabled)
-        .map(|(index, queue)| match queue.build(progress(index), event_idx, &memory) {
+        .map(|(index, queue)| match queue.build(progress(index), event_idx, memory) {
             Ok(queue) => Ok((index, queue)),
             Err(error) => Err((index, error)),
         })

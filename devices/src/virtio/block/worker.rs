@@ -501,4 +501,12 @@ impl Work for BlockWorker {
         drop(self.shared.full.take(self.queue.index()));
         self.queue.interrupt().needs_reset();
     }
+
+    /// Behind the IOMMU, the driver may wait for the end of what is in flight.
+    fn start_broken(&mut self, _watch: &mut Watch) {
+        if self.queue.is_translated() {
+            // It is known to be broken.
+            let _ = self.drain();
+        }
+    }
 }

@@ -177,7 +177,7 @@ impl VirtioDevice for Vdpa {
             })
         };
         let ring = |active: ActiveQueue| {
-            let ActiveQueue { index, queue, kick, kicks } = active;
+            let ActiveQueue { index, queue, kick, kicks, dma: _ } = active;
             Ok(Ring { index, queue, trapped: kick, kicks, call: eventfd()? })
         };
         let rings = queues.into_iter().map(ring).collect::<Result<Vec<_>, ActivateError>>()?;

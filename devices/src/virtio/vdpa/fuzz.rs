@@ -132,7 +132,7 @@ fn activation(ram: &GuestRam, features: u64) -> Result<Activation, Box<dyn std::
     queue.try_set_used_ring_address(GuestAddress(0x800))?;
     queue.set_ready(true);
     let kick = EventFd::new(EFD_NONBLOCK)?;
-    let queues = vec![ActiveQueue { index: 0, queue, kick, kicks: Arc::new(NoKicks) }];
+    let queues = vec![ActiveQueue { index: 0, queue, kick, kicks: Arc::new(NoKicks), dma: None }];
     Ok(Activation {
         memory: ram.guest_memory(),
         interrupt: Arc::new(NoInterrupt),

@@ -178,7 +178,7 @@ fn activation(
         let valid: &GuestMemory = &memory.memory();
         debug_assert!(queue.is_valid(valid), "the rings are in memory");
         let kick = EventFd::new(EFD_NONBLOCK)?;
-        queues.push(ActiveQueue { index, queue, kick, kicks: Arc::new(NoKicks) });
+        queues.push(ActiveQueue { index, queue, kick, kicks: Arc::new(NoKicks), dma: None });
     }
     let interrupt = Arc::new(NoInterrupt);
     Ok(Activation { memory: memory.clone(), interrupt, queues, features })

@@ -2,6 +2,8 @@
 
 //! What a well-behaved driver does.
 
+use devices::virtio::iommu::{Iommu, IommuConfig};
+
 use super::*;
 
 #[test]
@@ -64,6 +66,30 @@ fn linux_drives_the_device() {
         (0x4_0000, 0x5_0000, 0x6_0000)
     );
     assert!(state.event_idx_enabled);
+}
+
+#[test]
+fn behind_an_iommu_the_driver_s_addresses_are_not_those_of_memory() {
+    const ACCESS_PLATFORM: u64 = 1 << 33;
+    let iommu = Iommu::new(IommuConfig { id: "iommu".to_owned(), address_bits: 48 }).unwrap();
+    let endpoint = iommu.handle().endpoint();
+    let mut rig = Rig::cold_as(BarWidth::Bits64, WINDOWS, |device| device.behind(endpoint));
+    rig.probe();
+    assert_eq!(rig.offered_features(), FakeDevice::OFFERED | ACCESS_PLATFORM);
+    // Whether the driver knows or not; the device itself never does.
+    for accepted in [0, ACCESS_PLATFORM] {
+        assert!(rig.negotiate(FakeDevice::OFFERED | accepted));
+        rig.set_up_queue(0, 128, 1 << 40);
+        rig.set_status(15);
+        assert_eq!(rig.status(), 15);
+        let calls = rig.take_calls();
+        let acknowledged = DeviceCall::Acknowledge(FakeDevice::OFFERED);
+        assert!(calls.ends_with(&[acknowledged, DeviceCall::Activate]), "{calls:?}");
+        let record = rig.record();
+        let activation = record.activation.as_ref().unwrap();
+        assert_eq!(activation.features, FakeDevice::OFFERED);
+        assert!(activation.queues.iter().all(|queue| queue.dma.is_some()));
+    }
 }
 
 #[test]

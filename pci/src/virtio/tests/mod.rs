@@ -82,6 +82,14 @@ impl Rig {
     }
 
     fn cold_with(width: BarWidth, windows: MmioWindows) -> Self {
+        Self::cold_as(width, windows, |device| device)
+    }
+
+    fn cold_as(
+        width: BarWidth,
+        windows: MmioWindows,
+        change: impl FnOnce(VirtioPciDevice) -> VirtioPciDevice,
+    ) -> Self {
         let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
         let events = Arc::new(FakeIoEvents::default());
         let interrupts = Arc::new(FakeMsiSource::new(64));
@@ -95,7 +103,7 @@ impl Rig {
             interrupts.as_ref(),
             events.clone(),
         );
-        let device = Arc::new(device.unwrap());
+        let device = Arc::new(change(device.unwrap()));
         let options = PciSegmentOptions { segment: 0, windows };
         let segment = PciSegment::new(options, mapper.clone()).unwrap();
         let on_bus: Arc<dyn PciDevice> = device.clone();
