@@ -206,6 +206,35 @@ fn rtc() -> Vec<Seed> {
     memory.seeds("virtio_rtc", "requests", &[0, 1])
 }
 
+/// A device is attached and has its rings and a buffer mapped, a buffer is unmapped again; a probe; a fault. The third
+/// queue is that of the device.
+fn iommu() -> Vec<Seed> {
+    const ENDPOINT: u32 = 8;
+    const DOMAIN: u32 = 1;
+    let mut memory = Memory::new(3);
+    let request = |memory: &mut Memory, number: usize, kind: u32, rest: &[&[u8]], room: u32| {
+        let at = BUFFERS + 0x40 * number;
+        put(&mut memory.bytes, at, &kind.to_le_bytes());
+        put(&mut memory.bytes, at + 4, &rest.concat());
+        let len = u32::try_from(4 + rest.concat().len()).expect("requests are short");
+        memory.chain(0, &[(at, len, false), (0x7000 + 0x80 * number, room, true)]);
+    };
+    let (domain, endpoint) = (DOMAIN.to_le_bytes(), ENDPOINT.to_le_bytes());
+    let pages = |first: u64, gpa: u64| {
+        [first.to_le_bytes(), (first + 0xfff).to_le_bytes(), gpa.to_le_bytes()].concat()
+    };
+    request(&mut memory, 0, 1, &[&domain, &endpoint, &[0; 8]], 4);
+    request(&mut memory, 1, 3, &[&domain, &pages(0x2000, 0x2000), &3_u32.to_le_bytes()], 4);
+    request(&mut memory, 2, 3, &[&domain, &pages(1 << 32, 0x6000), &2_u32.to_le_bytes()], 4);
+    request(&mut memory, 3, 3, &[&domain, &pages(1 << 33, 0x5000), &1_u32.to_le_bytes()], 4);
+    request(&mut memory, 4, 4, &[&domain, &pages(1 << 33, 0)[..16], &[0; 4]], 4);
+    request(&mut memory, 5, 5, &[&endpoint, &[0; 64]], 68);
+    memory.chain(1, &[(0x7c00, 24, true)]);
+    memory.chain(2, &[(1 << 32, 64, true)]);
+    memory.chain(2, &[(1 << 33, 64, true)]);
+    memory.seeds("virtio_iommu", "requests", &[0, 1])
+}
+
 /// Flushes, another request, and chains without room.
 fn pmem() -> Vec<Seed> {
     let mut memory = Memory::new(1);
@@ -372,5 +401,5 @@ fn tpm() -> Vec<Seed> {
 }
 
 pub fn seeds() -> Vec<Seed> {
-    [vhost_user(), vdpa(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), rtc(), pmem()].into_iter().flatten().collect()
+    [vhost_user(), vdpa(), tpm(), vsock(), balloon(), mem(), block(), net(), net_control(), console_and_rng(), rtc(), iommu(), pmem()].into_iter().flatten().collect()
 }

@@ -37,6 +37,7 @@ mod hotplug;
 mod http;
 mod hung_disk;
 mod in_doubt;
+mod iommu;
 mod landlock;
 mod leaks;
 mod lifecycle;
@@ -103,6 +104,7 @@ fn main() -> ExitCode {
     pause::add(&mut suite);
     pmem::add(&mut suite);
     rtc::add(&mut suite);
+    iommu::add(&mut suite);
     postcopy::add(&mut suite);
     page_server::add(&mut suite);
     tls::add(&mut suite);

@@ -9,6 +9,7 @@ use super::AcpiError;
 use super::cpu_hotplug::CPUS_MAX;
 use super::memory_hotplug::MemoryHotplug;
 use super::numa::AcpiNuma;
+use super::viot::AcpiIommu;
 use crate::layout::{self, GpaRange};
 
 /// One vCPU.
@@ -112,6 +113,8 @@ pub struct AcpiInputs {
     pub generation_id_gpa: Option<u64>,
     /// Where the registers of the TPM are if there is one.
     pub tpm_gpa: Option<u64>,
+    /// The virtual IOMMU if there is one.
+    pub iommu: Option<AcpiIommu>,
     /// Further AML at the top level of the DSDT.
     pub extra_aml: Vec<u8>,
 }
@@ -136,6 +139,7 @@ impl AcpiInputs {
             memory_hotplug: None,
             generation_id_gpa: Some(layout::GENERATION_ID_GPA),
             tpm_gpa: None,
+            iommu: None,
             extra_aml: Vec::new(),
         }
     }

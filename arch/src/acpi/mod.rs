@@ -2,7 +2,7 @@
 
 //! ACPI tables, which describe the machine to the guest.
 //!
-//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT, SLIT, TPM2 and DSDT, their contents and their place in guest memory.
+//! Owns RSDP, XSDT, FADT, MADT, MCFG, SRAT, SLIT, TPM2, VIOT and DSDT, their contents and their place in guest memory.
 //! The machine is hardware-reduced, as cloud-hypervisor's is: no SCI, no fixed registers but power
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
@@ -16,6 +16,7 @@ mod numa;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod viot;
 
 use acpi_tables::Aml;
 use acpi_tables::rsdp::Rsdp;
@@ -25,6 +26,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 pub use inputs::{AcpiCpu, AcpiInputs, AcpiMemory, GedInputs, IntxRoute, PciSegment};
 pub use numa::{AcpiInitiator, AcpiNuma, DOMAINS_MAX};
+pub use viot::{AcpiIommu, PciFunction};
 
 use crate::layout;
 
@@ -105,7 +107,8 @@ pub fn build_tables(inputs: &AcpiInputs) -> Result<Vec<u8>, AcpiError> {
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let fixed = [tables::fadt(inputs, dsdt_gpa), tables::madt(inputs), tables::mcfg(inputs)];
     let nodes = numa::srat(inputs).into_iter().chain(numa::slit(inputs));
-    for table in fixed.into_iter().chain(nodes).chain(tables::tpm2(inputs)) {
+    let others = tables::tpm2(inputs).into_iter().chain(viot::viot(inputs));
+    for table in fixed.into_iter().chain(nodes).chain(others) {
         xsdt.add_entry(place(&mut area, &table));
     }
     let xsdt_gpa = place(&mut area, &to_bytes(&xsdt));

@@ -239,8 +239,10 @@ pub mod workload {
     pub const PMEM_WRITE: u64 = 15;
     /// vCPU 0 reads the first real-time clock, over and over, which never goes back.
     pub const RTC_READ: u64 = 16;
+    /// As `DISK_WRITE`, by addresses that the IOMMU translates, whose mappings change with each request.
+    pub const IOMMU_DISK: u64 = 17;
     /// Names, by number.
-    pub const NAMES: [&str; 17] = [
+    pub const NAMES: [&str; 18] = [
         "idle",
         "fill",
         "verify",
@@ -258,6 +260,7 @@ pub mod workload {
         "net-echo",
         "pmem-write",
         "rtc-read",
+        "iommu-disk",
     ];
 }
 

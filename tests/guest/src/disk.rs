@@ -7,7 +7,7 @@
 use crate::abi::{self, PAGE_BYTES, disk, disk_failure};
 use crate::mem;
 use crate::smp;
-use crate::virtio::{Device, Part, Queue};
+use crate::virtio::{self, Device, Part, Queue};
 
 const DEVICE_TYPE: u32 = 2;
 const SECTOR_BYTES: u64 = 512;
@@ -19,7 +19,8 @@ const HEADER_BYTES: u32 = 16;
 const BLOCK_BYTES: u32 = 4096;
 const OK: u8 = 0;
 
-const DATA_GPA: u64 = abi::BALLOON_REQUEST_GPA;
+/// Where the data of a request is; header and status are in the next page.
+pub const DATA_GPA: u64 = abi::BALLOON_REQUEST_GPA;
 const HEADER_GPA: u64 = DATA_GPA + PAGE_BYTES;
 const STATUS_GPA: u64 = HEADER_GPA + 16;
 
@@ -40,11 +41,27 @@ pub struct Disk {
 impl Disk {
     /// Starts the first block device that configuration space at `ecam` shows.
     pub fn start(ecam: u64) -> Result<Self, u64> {
-        let device = Device::find(ecam, DEVICE_TYPE)?;
+        Self::start_behind(ecam, 0)
+    }
+
+    /// The same for one behind an IOMMU that has mapped everything at addresses that are greater by `offset`.
+    pub fn start_behind(ecam: u64, offset: u64) -> Result<Self, u64> {
+        let mut device = Device::find(ecam, DEVICE_TYPE)?;
+        device.offset = offset;
         device.agree(F_FLUSH)?;
         let queue = device.queue(0, abi::BALLOON_RINGS_GPA)?;
         device.ready();
         Ok(Self { queue })
+    }
+
+    /// The number of the first block device for an IOMMU.
+    pub fn number(ecam: u64) -> Result<u32, u64> {
+        virtio::number(ecam, DEVICE_TYPE)
+    }
+
+    /// Sends a request, and waits for nothing.
+    pub fn post_read(&mut self) {
+        self.queue.post(&parts(READ));
     }
 
     /// Checks what was written to the place of block `number` last, and writes the block.
@@ -69,14 +86,17 @@ impl Disk {
         mem::store32(HEADER_GPA + 4, 0);
         mem::store(HEADER_GPA + 8, number % disk::BLOCKS * (PAGE_BYTES / SECTOR_BYTES));
         mem::store8(STATUS_GPA, u8::MAX);
-        let parts = [
-            Part { gpa: HEADER_GPA, len_bytes: HEADER_BYTES, writable: false },
-            Part { gpa: DATA_GPA, len_bytes: BLOCK_BYTES, writable: kind == READ },
-            Part { gpa: STATUS_GPA, len_bytes: 1, writable: true },
-        ];
-        self.queue.request(&parts, meanwhile);
+        self.queue.request(&parts(kind), meanwhile);
         if mem::load8(STATUS_GPA) == OK { Ok(()) } else { Err(disk_failure::REQUEST) }
     }
+}
+
+fn parts(kind: u32) -> [Part; 3] {
+    [
+        Part { gpa: HEADER_GPA, len_bytes: HEADER_BYTES, writable: false },
+        Part { gpa: DATA_GPA, len_bytes: BLOCK_BYTES, writable: kind == READ },
+        Part { gpa: STATUS_GPA, len_bytes: 1, writable: true },
+    ]
 }
 
 /// Where the words of the data are.

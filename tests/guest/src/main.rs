@@ -16,6 +16,7 @@ mod clock;
 mod cmdline;
 mod disk;
 mod hostile;
+mod iommu;
 mod layout;
 mod master;
 mod mem;

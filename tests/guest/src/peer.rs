@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Drivers of devices that another process serves: a file system, which is asked for its root, and a network device
-//! whose frames come back; of persistent memory; and of a real-time clock.
+//! whose frames come back; of persistent memory; of a real-time clock; and of an IOMMU with a disk behind it.
 //!
 //! Owns the requests, one at a time, and the check of each answer. Must never count a request before it was answered.
 
 use crate::abi::{self, PAGE_BYTES, disk_failure, workload};
+use crate::iommu::Iommu;
 use crate::mem;
 use crate::pmem::Pmem;
 use crate::virtio::{Device, Part, Queue};
@@ -80,6 +81,8 @@ pub enum Peer {
     Pmem(Pmem),
     /// Of a network device.
     Net(Net),
+    /// Of an IOMMU with a disk behind it.
+    Iommu(Iommu),
     /// Of a real-time clock.
     Rtc {
         /// The queue of its requests.
@@ -101,6 +104,9 @@ impl Peer {
         }
         if workload == workload::NET_ECHO {
             return Net::start(ecam).map(Self::Net);
+        }
+        if workload == workload::IOMMU_DISK {
+            return Iommu::start(ecam).map(Self::Iommu);
         }
         if workload == workload::RTC_READ {
             let device = Device::find(ecam, TYPE_RTC)?;
@@ -140,6 +146,7 @@ impl Peer {
                 if inode == ROOT { Ok(()) } else { Err(disk_failure::CONTENT) }
             }
             Self::Pmem(pmem) => pmem.write(number, meanwhile),
+            Self::Iommu(iommu) => iommu.write(number, meanwhile),
             Self::Net(net) => net.ask(number, meanwhile),
             Self::Rtc { queue, last_ns } => {
                 let now_ns = rtc(queue, RTC_READ, meanwhile)?;

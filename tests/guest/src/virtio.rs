@@ -57,6 +57,8 @@ const ACKNOWLEDGE_AND_DRIVER: u8 = 3;
 const FEATURES_OK: u8 = 8;
 const DRIVER_OK: u8 = 4;
 const F_VERSION_1: u64 = 1 << 32;
+/// Offered by a device behind an IOMMU.
+const F_ACCESS_PLATFORM: u64 = 1 << 33;
 
 const DESC_NEXT: u16 = 1;
 const DESC_WRITE: u16 = 2;
@@ -75,6 +77,8 @@ pub struct Device {
     pub config: u64,
     /// Queues that it has.
     pub queues: u16,
+    /// What it adds to addresses of memory, for an IOMMU to take away.
+    pub offset: u64,
 }
 
 /// One queue.
@@ -85,6 +89,8 @@ pub struct Queue {
     /// Descriptors, at most `QUEUE_SIZE`.
     size: u16,
     avail: u16,
+    /// That of its device.
+    offset: u64,
 }
 
 /// A part of a request.
@@ -118,6 +124,12 @@ pub fn device_type(function: u64) -> Option<u32> {
 /// The function's configuration space, if a device of this type is there.
 fn find(ecam: u64, wanted: u32) -> Option<u64> {
     functions(ecam).find(|at| device_type(*at) == Some(wanted))
+}
+
+/// The number that a device of this type has for an IOMMU: its place on the first bus.
+pub fn number(ecam: u64, wanted: u32) -> Result<u32, u64> {
+    let function = find(ecam, wanted).ok_or(balloon_failure::DEVICE)?;
+    Ok(low_half((function - ecam) >> 12))
 }
 
 /// Where the registers of a function are; 0 for those that it does not have.
@@ -214,7 +226,7 @@ impl Device {
         }
         mem::store8(common + common::STATUS, ACKNOWLEDGE_AND_DRIVER);
         let queues = mem::load16(common + common::NUM_QUEUES);
-        Ok(Self { common, notify, notify_multiplier, config, queues })
+        Ok(Self { common, notify, notify_multiplier, config, queues, offset: 0 })
     }
 
     /// Agrees on those of the wanted features that the device offers, and says which.
@@ -223,7 +235,7 @@ impl Device {
             mem::store32(self.common + common::DEVICE_FEATURE_SELECT, select);
             u64::from(mem::load32(self.common + common::DEVICE_FEATURE))
         };
-        let agreed = (half(0) | half(1) << 32) & (wanted | F_VERSION_1);
+        let agreed = (half(0) | half(1) << 32) & (wanted | F_VERSION_1 | F_ACCESS_PLATFORM);
         for (select, half) in [(0, low_half(agreed)), (1, low_half(agreed >> 32))] {
             mem::store32(self.common + common::DRIVER_FEATURE_SELECT, select);
             mem::store32(self.common + common::DRIVER_FEATURE, half);
@@ -252,13 +264,14 @@ impl Device {
             (common::QUEUE_AVAIL, rings + AVAIL_AT),
             (common::QUEUE_USED, rings + USED_AT),
         ] {
-            mem::store32(self.common + register, low_half(gpa));
-            mem::store32(self.common + register + 4, 0);
+            let address = gpa + self.offset;
+            mem::store32(self.common + register, low_half(address));
+            mem::store32(self.common + register + 4, low_half(address >> 32));
         }
         let offset = mem::load16(self.common + common::QUEUE_NOTIFY_OFF);
         mem::store16(self.common + common::QUEUE_ENABLE, 1);
         let notify = self.notify + u64::from(offset) * self.notify_multiplier;
-        Ok(Queue { rings, notify, index: number, size, avail: 0 })
+        Ok(Queue { rings, notify, index: number, size, avail: 0, offset: self.offset })
     }
 
     /// The device may begin.
@@ -288,7 +301,7 @@ impl Queue {
             let more = usize::from(number) + 1 < parts.len();
             let next = if more { DESC_NEXT } else { 0 };
             let write = if part.writable { DESC_WRITE } else { 0 };
-            mem::store(at, part.gpa);
+            mem::store(at, part.gpa + self.offset);
             mem::store32(at + 8, part.len_bytes);
             mem::store16(at + 12, next | write);
             mem::store16(at + 14, number + 1);

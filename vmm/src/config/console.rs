@@ -44,7 +44,7 @@ option_family! {
         /// Socket for mode `Socket`, at which the VMM listens for one client at a time.
         socket: Option<PathBuf> = None, "socket" as Opt<File>;
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
         /// PCI segment.

@@ -76,7 +76,7 @@ option_family! {
         /// Bypass the host's page cache.
         direct: bool = false, "direct" as One<Toggle>;
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// Number of queues.
         num_queues: u16 = 1, "num_queues" as One<Int>, range(1, 254);
         /// Descriptors of each queue, a power of two.

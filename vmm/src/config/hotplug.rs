@@ -102,7 +102,9 @@ impl NewDevice {
             Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
             Self::Pmem(_) => config.pmem.iter().flatten().last().cloned().map(Self::Pmem),
         };
-        Ok((config, last.unwrap_or(self)))
+        let added = last.unwrap_or(self);
+        config.check_added_behind(added.id())?;
+        Ok((config, added))
     }
 }
 

@@ -27,6 +27,7 @@ pub mod fs;
 pub mod generic_vhost_user;
 pub mod grant;
 pub mod hotplug;
+mod iommu;
 pub mod landlock;
 pub mod memory;
 pub mod migration;

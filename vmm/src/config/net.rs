@@ -46,7 +46,7 @@ option_family! {
         /// Maximum transmission unit.
         mtu: Option<u16> = None, "mtu" as Opt<Int>, range(1280, 65535);
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// Number of queues, two for each queue pair.
         num_queues: u16 = 2, "num_queues" as One<Int>, range(2, 508);
         /// Descriptors of each queue, a power of two.

@@ -29,10 +29,10 @@ option_family! {
     PlatformConfig "platform" {
         /// Number of PCI segments, 1 to 96.
         num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>;
-        /// PCI segments behind the virtual IOMMU.
-        iommu_segments: Option<Vec<u16>> = None, "iommu_segments" as Opt<IntList>, unsupported();
-        /// Address bits of the virtual IOMMU.
-        iommu_address_width_bits: u8 = 64, "iommu_address_width" as One<Int>, unsupported();
+        /// PCI segments behind the virtual IOMMU: all their devices have iommu=on.
+        iommu_segments: Option<Vec<u16>> = None, "iommu_segments" as Opt<IntList>;
+        /// Address bits of the virtual IOMMU, 1 to 64.
+        iommu_address_width_bits: u8 = 64, "iommu_address_width" as One<Int>, range(1, 64);
         /// System serial number (SMBIOS).
         system_serial_number: Option<String> = None, "system_serial_number" as Opt<Text>;
         /// System serial number (SMBIOS), older name.

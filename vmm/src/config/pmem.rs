@@ -21,7 +21,7 @@ option_family! {
         /// Size in bytes, a multiple of 2 MiB; by default that of the file.
         size: Option<u64> = None, "size" as Opt<Bytes>;
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// Keep what the guest writes out of the file, which is opened read-only. It is lost when the VM ends.
         discard_writes: bool = false, "discard_writes" as One<Toggle>;
         /// PCI segment.
@@ -98,7 +98,6 @@ mod tests {
             (json!({ "pmem": [{ "file": "/p", "size": 0 }] }), "2 MiB"),
             (json!({ "pmem": [{ "file": "/p", "size": 4096 }] }), "2 MiB"),
             (json!({ "pmem": [{ "file": "/p", "gpa": 4096 }] }), "2 MiB"),
-            (json!({ "pmem": [{ "file": "/p", "iommu": true }] }), "pmem[0].iommu"),
             (json!({ "pmem": [{ "file": "/p" }], "disks": [{ "path": "//p" }] }), "the image /p"),
             (json!({ "pmem": [{ "file": "/p", "pci_segment": 1 }] }), "no PCI segment 1"),
             (

@@ -19,7 +19,7 @@ option_family! {
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// File that entropy is read from.
         src: PathBuf = PathBuf::from("/dev/urandom"), "src" as One<File>, required_json();
     }

@@ -17,6 +17,6 @@ option_family! {
         /// PCI device number.
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
     }
 }

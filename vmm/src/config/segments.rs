@@ -26,6 +26,8 @@ pub struct PciPlace<'a> {
     pub segment: u16,
     /// Its device number, if it asks for one or has one.
     pub number: Option<u8>,
+    /// Whether it asks to be behind the IOMMU.
+    pub iommu: bool,
 }
 
 /// Weights of the segments, by number.
@@ -63,40 +65,46 @@ impl VmConfig {
     /// The devices that have a place on the PCI bus.
     pub fn pci_places(&self) -> Vec<PciPlace<'_>> {
         let mut places = Vec::new();
-        let mut push = |family, id, segment, number| {
-            places.push(PciPlace { family, id, segment, number });
+        let mut push = |family, id, segment, number, iommu| {
+            places.push(PciPlace { family, id, segment, number, iommu });
         };
         for disk in self.disks.iter().flatten() {
-            push("disk", &disk.id, disk.pci_segment, disk.pci_device_id);
+            push("disk", &disk.id, disk.pci_segment, disk.pci_device_id, disk.iommu);
         }
         for net in self.net.iter().flatten() {
-            push("net", &net.id, net.pci_segment, net.pci_device_id);
+            push("net", &net.id, net.pci_segment, net.pci_device_id, net.iommu);
         }
         for fs in self.fs.iter().flatten() {
-            push("fs", &fs.id, fs.pci_segment, fs.pci_device_id);
+            push("fs", &fs.id, fs.pci_segment, fs.pci_device_id, false);
         }
         for it in self.generic_vhost_user.iter().flatten() {
-            push("generic-vhost-user", &it.id, it.pci_segment, it.pci_device_id);
+            push("generic-vhost-user", &it.id, it.pci_segment, it.pci_device_id, false);
         }
         for pmem in self.pmem.iter().flatten() {
-            push("pmem", &pmem.id, pmem.pci_segment, pmem.pci_device_id);
+            push("pmem", &pmem.id, pmem.pci_segment, pmem.pci_device_id, pmem.iommu);
         }
         for vdpa in self.vdpa.iter().flatten() {
-            push("vdpa", &vdpa.id, vdpa.pci_segment, vdpa.pci_device_id);
+            push("vdpa", &vdpa.id, vdpa.pci_segment, vdpa.pci_device_id, vdpa.iommu);
         }
         for device in self.devices.iter().flatten() {
-            push("device", &device.id, device.pci_segment, device.pci_device_id);
+            push("device", &device.id, device.pci_segment, device.pci_device_id, device.iommu);
         }
-        push("console", &self.console.id, self.console.pci_segment, self.console.pci_device_id);
-        push("rng", &self.rng.id, self.rng.pci_segment, self.rng.pci_device_id);
+        push(
+            "console",
+            &self.console.id,
+            self.console.pci_segment,
+            self.console.pci_device_id,
+            self.console.iommu,
+        );
+        push("rng", &self.rng.id, self.rng.pci_segment, self.rng.pci_device_id, self.rng.iommu);
         if let Some(balloon) = &self.balloon {
-            push("balloon", &balloon.id, balloon.pci_segment, balloon.pci_device_id);
+            push("balloon", &balloon.id, balloon.pci_segment, balloon.pci_device_id, balloon.iommu);
         }
         if let Some(vsock) = &self.vsock {
-            push("vsock", &vsock.id, vsock.pci_segment, vsock.pci_device_id);
+            push("vsock", &vsock.id, vsock.pci_segment, vsock.pci_device_id, vsock.iommu);
         }
         if let Some(rtc) = &self.rtc {
-            push("rtc", &rtc.id, rtc.pci_segment, rtc.pci_device_id);
+            push("rtc", &rtc.id, rtc.pci_segment, rtc.pci_device_id, rtc.iommu);
         }
         places
     }
@@ -122,7 +130,7 @@ impl VmConfig {
             }
         }
         let mut slots = BTreeSet::new();
-        for PciPlace { family, id, segment, number } in self.pci_places() {
+        for PciPlace { family, id, segment, number, .. } in self.pci_places() {
             if segment >= count {
                 return Err(missing(family, id.clone().unwrap_or_default(), segment));
             }
@@ -245,7 +253,10 @@ mod tests {
                 json!({"pci_segments": [{"pci_segment": 0, "mmio64_aperture_weight": 0}]}),
                 "pci-segment '0': mmio64_aperture_weight is 0",
             ),
-            (json!({"platform": {"iommu_segments": [0]}}), "iommu_segments"),
+            (
+                json!({"platform": {"iommu_segments": [1]}}),
+                "iommu_segments: there is no PCI segment 1",
+            ),
         ] {
             let error = complete(&config).unwrap_err();
             assert!(error.contains(why), "{config}: {error}");

@@ -45,6 +45,8 @@ pub const RNG_ID: &str = "__rng";
 pub const RTC_ID: &str = "__rtc";
 /// Id of the balloon.
 pub const BALLOON_ID: &str = "__balloon";
+/// Id of the virtual IOMMU.
+pub const IOMMU_ID: &str = "__iommu";
 /// Id of the watchdog.
 pub const WATCHDOG_ID: &str = "__watchdog";
 /// Name of the panic device.
@@ -92,8 +94,8 @@ option_family! {
         vsock: Option<VsockConfig> = None, "" as JsonOnly;
         /// NUMA nodes of the guest.
         numa: Option<Vec<NumaConfig>> = None, "" as JsonOnly;
-        /// Virtual IOMMU.
-        iommu: bool = false, "" as JsonOnly, unsupported();
+        /// Virtual IOMMU; there is one in any case if a device or segment is to be behind it.
+        iommu: bool = false, "" as JsonOnly;
         /// Watchdog device.
         watchdog: bool = false, "" as JsonOnly;
         /// Real-time clock device.
@@ -155,8 +157,10 @@ impl VmConfig {
             return Err(ConfigError::DoubleTty);
         }
         self.assign_ids()?;
+        self.iommu |= self.needs_iommu();
         check(&self)?;
         self.check_slots()?;
+        self.check_iommu()?;
         self.check_host_devices()?;
         self.check_exclusive()?;
         self.check_vhost_user()?;

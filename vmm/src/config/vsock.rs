@@ -22,7 +22,7 @@ option_family! {
         /// this path with `_P` appended.
         socket: PathBuf = PathBuf::new(), "socket" as One<File>, required();
         /// Place the device behind the virtual IOMMU.
-        iommu: bool = false, "iommu" as One<Toggle>, unsupported();
+        iommu: bool = false, "iommu" as One<Toggle>;
         /// PCI segment.
         pci_segment: u16 = 0, "pci_segment" as One<Int>;
         /// PCI device number.

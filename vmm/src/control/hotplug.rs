@@ -71,7 +71,7 @@ impl Vmm {
         let refused = |error: &RemoveError| {
             let kind = match error {
                 RemoveError::Unknown(_) => ApiErrorKind::NotFound,
-                RemoveError::Fixed(_) => ApiErrorKind::BadRequest,
+                RemoveError::Fixed(_) | RemoveError::BehindIommu(_) => ApiErrorKind::BadRequest,
             };
             ApiError::from_error(kind, error)
         };

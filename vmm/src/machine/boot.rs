@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs, PciSegment};
+use arch::acpi::{self, AcpiError, AcpiInputs, AcpiIommu, PciSegment};
 use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
 use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
@@ -189,6 +189,8 @@ pub struct LoadInput<'a> {
     pub segments: Vec<PciSegment>,
     /// Tells where a passed-through device is, by its id.
     pub place: &'a dyn Fn(&str) -> Option<Bdf>,
+    /// The virtual IOMMU if there is one.
+    pub iommu: Option<AcpiIommu>,
     /// Whether there is a serial port.
     pub has_serial: bool,
 }
@@ -198,7 +200,7 @@ pub struct LoadInput<'a> {
 /// # Errors
 /// Names the file or table.
 pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
-    let LoadInput { ram, config, topology, segments, place, has_serial } = input;
+    let LoadInput { ram, config, topology, segments, place, iommu, has_serial } = input;
     let payload = Payload::of(&config.payload)?;
     let mut kernel = open(payload.what, payload.path)?;
     let mut initramfs = match payload.initramfs {
@@ -213,6 +215,7 @@ pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
     if !has_serial {
         inputs.serial_gsi = None;
     }
+    inputs.iommu = iommu;
     inputs.tpm_gpa = config.tpm.as_ref().map(|_| layout::TPM_GPA);
     inputs.memory_hotplug = memory_hotplug::described(config, ram);
     numa::describe(&mut inputs, config, ram, place);

@@ -24,7 +24,7 @@ use super::segments::Segments;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
 use super::{CancelToken, Machine, MachineError};
-use crate::config::vm::{PVPANIC_ID, WATCHDOG_ID};
+use crate::config::vm::{IOMMU_ID, PVPANIC_ID, WATCHDOG_ID};
 use crate::config::{NewDevice, VmConfig};
 use crate::events;
 
@@ -39,6 +39,12 @@ pub enum RemoveError {
         "'{0}' cannot be removed: disks, network, file system, vsock, vDPA, other vhost-user and passed-through devices and persistent memory can"
     )]
     Fixed(String),
+    /// The guest's tables name the device for good.
+    #[error(
+        "'{0}' cannot be removed: it is behind the IOMMU in a segment that has other devices as well; those in \
+         a segment of iommu_segments can"
+    )]
+    BehindIommu(String),
 }
 
 /// The hot-plug registers of the PCI slots.
@@ -246,7 +252,8 @@ impl Machine {
         let number = bdf.device();
         let mems = self.parts.devices.mems();
         let is_placed_down = |id: &str| {
-            id == WATCHDOG_ID || id == PVPANIC_ID || mems.iter().any(|(other, _)| other == id)
+            [IOMMU_ID, WATCHDOG_ID, PVPANIC_ID].contains(&id)
+                || mems.iter().any(|(other, _)| other == id)
         };
         let functions = self.functions().into_iter();
         let mut below =
@@ -270,6 +277,9 @@ impl Machine {
         let function = function.ok_or_else(|| RemoveError::Unknown(id.to_owned()))?;
         if self.config.without(id).is_none() {
             return Err(RemoveError::Fixed(id.to_owned()));
+        }
+        if self.config.named_behind_iommu().contains(&id) {
+            return Err(RemoveError::BehindIommu(id.to_owned()));
         }
         if self.parts.passthrough.withdraw(function.bdf) {
             events::emit("vm", "device-removing", &[("id", id)]);

@@ -56,6 +56,7 @@ mod generation;
 mod host;
 mod hotplug;
 mod inspect;
+mod iommus;
 mod legacy;
 mod limits;
 mod memory_hotplug;
@@ -246,6 +247,7 @@ impl Machine {
             topology: &parts.topology,
             segments: parts.segments.described(&passthrough::routes()),
             place: &|id| parts.passthrough.address_of(id),
+            iommu: parts.devices.described_iommu(&config),
             has_serial: consoles.serial.is_some(),
         })?;
         generation::write_new(&parts.ram)?;

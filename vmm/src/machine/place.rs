@@ -11,12 +11,14 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use devices::virtio::iommu::IommuHandle;
 use devices::virtio::{Activated, VirtioDevice};
 use hypervisor::irq::IoEvents;
 use pci::{
     BarWidth, Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, VirtioPciDevice,
 };
 
+use super::iommus;
 use super::segments::{PlaceError, Segments};
 use super::virtio::{PciContext, VirtioDevices, VirtioError};
 use crate::config::VmConfig;
@@ -59,17 +61,24 @@ pub struct Place {
     /// The lowest free number if it asks for none.
     number: Option<u8>,
     bars: BarPlacement,
+    iommu: bool,
 }
 
 impl Place {
     /// In a segment, perhaps with a number.
     pub fn new(segment: u16, number: Option<u8>) -> Self {
-        Self { segment, number, bars: BarPlacement::Wide }
+        Self { segment, number, bars: BarPlacement::Wide, iommu: false }
     }
 
     /// Of a disk present at boot.
     pub fn of_boot_disk(config: &VmConfig, segment: u16, number: Option<u8>) -> Self {
-        Self { segment, number, bars: BarPlacement::of_boot_disk(config, segment) }
+        Self { bars: BarPlacement::of_boot_disk(config, segment), ..Self::new(segment, number) }
+    }
+
+    /// The same place, perhaps behind the IOMMU.
+    #[must_use]
+    pub fn behind_iommu(self, iommu: bool) -> Self {
+        Self { iommu, ..self }
     }
 }
 
@@ -138,7 +147,11 @@ impl VirtioDevices {
             events,
         )
         .map_err(|source| VirtioError::Transport { id: id.to_owned(), source })?;
-        let function = Arc::new(function);
+        let endpoint = self.iommu().filter(|_| place.iommu).map(IommuHandle::endpoint);
+        let function = Arc::new(match &endpoint {
+            Some(endpoint) => function.behind(Arc::clone(endpoint)),
+            None => function,
+        });
         let as_pci: Arc<dyn PciDevice> = function.clone();
         let explain = |source: PciError| {
             no_place(context.segments.explain(place.segment, as_pci.as_ref(), source))
@@ -151,6 +164,9 @@ impl VirtioDevices {
         } else {
             segment.add_device(&as_pci, wished).map_err(explain)?
         };
+        if let (Some(iommu), Some(endpoint)) = (self.iommu(), &endpoint) {
+            iommu.add(iommus::number(bdf), endpoint);
+        }
         self.functions.push((bdf, function));
         Ok(bdf)
     }

@@ -211,7 +211,7 @@ impl VirtioDevices {
     ) -> Result<Bdf, VirtioError> {
         let id = config.id.clone().unwrap_or_default();
         let device = Pmem::new(id.clone(), &file, range.range.start_gpa);
-        let place = Place::new(config.pci_segment, config.pci_device_id);
+        let place = Place::new(config.pci_segment, config.pci_device_id).behind_iommu(config.iommu);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.locks.push((id.clone(), file.lock()));
         self.pmems.push((id, range));

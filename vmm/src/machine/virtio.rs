@@ -11,6 +11,7 @@ use std::sync::Arc;
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use devices::virtio::block::{Block, DiskLock, DiskResizer, FullDisk};
 use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
+use devices::virtio::iommu::{Iommu, IommuHandle};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
 use devices::virtio::rng::{Rng, RngConfig, RngError};
@@ -30,6 +31,7 @@ use super::consoles::Consoles;
 use super::disks::{self, DiskWiringError};
 use super::events::{EventSink, GuestEvent, Power};
 use super::exclusive::{self, ExclusiveError, LockedImages};
+use super::iommus;
 use super::limits::RateGroups;
 use super::mems::{self, Wired};
 use super::nets::{self, NetHandle, NetWiringError};
@@ -40,7 +42,7 @@ use super::segments::{PlaceError, Segments};
 use super::vdpas::VdpaWiringError;
 use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
-use crate::config::vm::WATCHDOG_ID;
+use crate::config::vm::{IOMMU_ID, WATCHDOG_ID};
 use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
 
 /// Why a virtio device cannot be created.
@@ -70,6 +72,9 @@ pub enum VirtioError {
     /// A virtio-mem device cannot be created.
     #[error("cannot make a memory device")]
     Mem(#[from] MemError),
+    /// The IOMMU cannot be created.
+    #[error("cannot make the virtual IOMMU; raise the limit of open files")]
+    Iommu(#[source] std::io::Error),
     /// The requested device number is not available.
     #[error("cannot use the pci_device_id of '{id}'")]
     Number {
@@ -133,6 +138,7 @@ pub struct VirtioDevices {
     pub(super) vhost_users: Vec<VhostUserHandle>,
     /// The vDPA devices.
     pub(super) vdpas: Vec<(String, VdpaEnd)>,
+    pub(super) iommu: Option<IommuHandle>,
     balloon: Option<BalloonHandle>,
     watchdog: Option<WatchdogHandle>,
     console: Option<ConsoleResizer>,
@@ -179,16 +185,20 @@ impl VirtioDevices {
         let mut devices = Self { sink: Some(sink), rate_groups, ..Self::default() };
         let mut taken = TakenNumbers::reserve(config, context.segments)?;
         let pmems = pmems::make(config, context, images)?;
+        let iommu = iommus::make(config)?;
+        devices.iommu = iommu.as_ref().map(Iommu::handle);
         if let Some(endpoint) = &consoles.virtio {
             let id = config.console.id.clone().unwrap_or_default();
             let console =
                 Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
             devices.console = Some(console.resizer());
-            let place = Place::new(config.console.pci_segment, config.console.pci_device_id);
+            let place = Place::new(config.console.pci_segment, config.console.pci_device_id)
+                .behind_iommu(config.console.iommu);
             devices.plug(context, &id, Box::new(console), place)?;
         }
         for disk in config.disks.iter().flatten() {
-            let place = Place::of_boot_disk(config, disk.pci_segment, disk.pci_device_id);
+            let place = Place::of_boot_disk(config, disk.pci_segment, disk.pci_device_id)
+                .behind_iommu(disk.iommu);
             if disk.vhost_user {
                 let made = vhost_users::make_disk(disk, context.ram)?;
                 devices.plug_vhost_user(made, context, place)?;
@@ -211,12 +221,13 @@ impl VirtioDevices {
         devices.plug_vdpas(config, context)?;
         let id = config.rng.id.clone().unwrap_or_default();
         let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
-        let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id);
+        let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id)
+            .behind_iommu(config.rng.iommu);
         devices.plug(context, &id, Box::new(rng), place)?;
         if let Some(rtc) = &config.rtc {
             let id = rtc.id.clone().unwrap_or_default();
             let device = Rtc::new(RtcConfig { id: id.clone() });
-            let place = Place::new(rtc.pci_segment, rtc.pci_device_id);
+            let place = Place::new(rtc.pci_segment, rtc.pci_device_id).behind_iommu(rtc.iommu);
             devices.plug(context, &id, Box::new(device), place)?;
         }
         for pmem in pmems {
@@ -238,6 +249,10 @@ impl VirtioDevices {
             devices.watchdog = Some(watchdog.handle());
             let place = Place::new(0, taken.take_highest());
             devices.plug(context, WATCHDOG_ID, Box::new(watchdog), place)?;
+        }
+        if let Some(iommu) = iommu {
+            let place = Place::new(0, taken.take_highest());
+            devices.plug(context, IOMMU_ID, Box::new(iommu), place)?;
         }
         if let Some(balloon) = &config.balloon {
             let id = balloon.id.clone().unwrap_or_default();
@@ -287,7 +302,7 @@ impl VirtioDevices {
         context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = net.id.clone().unwrap_or_default();
-        let place = Place::new(net.pci_segment, net.pci_device_id);
+        let place = Place::new(net.pci_segment, net.pci_device_id).behind_iommu(net.iommu);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
@@ -301,7 +316,7 @@ impl VirtioDevices {
         context: &PciContext<'_>,
     ) -> Result<Bdf, VirtioError> {
         let id = vsock.id.clone().unwrap_or_default();
-        let place = Place::new(vsock.pci_segment, vsock.pci_device_id);
+        let place = Place::new(vsock.pci_segment, vsock.pci_device_id).behind_iommu(vsock.iommu);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters));
         self.sockets.push((id, handle.socket));
@@ -325,6 +340,9 @@ impl VirtioDevices {
         segments.remove_device(bdf);
         // Ends its threads, so that none writes to the image or takes frames any more.
         function.reset();
+        if let Some(iommu) = &self.iommu {
+            iommu.remove(iommus::number(bdf));
+        }
         self.counters.retain(|(other, _)| *other != id);
         self.full_disks.retain(|(other, _)| *other != id);
         self.resizers.retain(|(other, _)| *other != id);
@@ -386,7 +404,7 @@ impl VirtioDevices {
         context: &PciContext<'_>,
         is_paused: bool,
     ) -> Result<Bdf, VirtioError> {
-        let place = Place::new(disk.pci_segment, disk.pci_device_id);
+        let place = Place::new(disk.pci_segment, disk.pci_device_id).behind_iommu(disk.iommu);
         let bdf = self.plug_disk(disk, made, context, place)?;
         self.pause_if_machine_is(is_paused);
         Ok(bdf)

@@ -36,6 +36,7 @@ const DEVICES: &[&str] = &[
     "device-net",
     "device-console",
     "device-balloon",
+    "device-iommu",
     "device-mem",
     "device-pmem",
     "device-rng",
@@ -176,6 +177,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "tpm": &[&CONNECTIONS], starts &[], "passes the guest's commands to the process that implements its TPM";
     "device-pmem": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "flushes persistent memory to its file";
     "device-rng": &[&FILES, &SCHEDULING, &MEMORY], starts &[], "reads random bytes";
+    "device-iommu": &[&SCHEDULING, &MEMORY], starts &[], "answers the requests of the guest's IOMMU driver";
     "device-rtc": &[&SCHEDULING, &MEMORY], starts &[], "reads the host's clock";
     "serial": &[&CONNECTIONS, &FILES], starts &[&["console-out"]], "reads the input of the serial port";
     "console-out": &[&CONNECTIONS, &FILES], starts &[],

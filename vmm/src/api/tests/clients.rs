@@ -102,8 +102,12 @@ fn bodies_that_are_wrong_get_reasons() {
     assert!(refused("vm.create", "{").contains("EOF"));
     assert!(refused("vm.create", "{}").contains("missing field `payload`"));
     assert!(refused("vm.create", r#"{"payload":{}}"#).contains("no kernel"));
-    let unsupported = refused("vm.create", r#"{"payload":{"kernel":"/k"},"iommu":true}"#);
-    assert!(unsupported.ends_with("'iommu' is not supported by this version"), "{unsupported}");
+    let unsupported =
+        refused("vm.create", r#"{"payload":{"kernel":"/k"},"balloon":{"size":0,"iommu":true}}"#);
+    assert!(
+        unsupported.ends_with("'balloon.iommu' is not supported by this version"),
+        "{unsupported}"
+    );
     assert!(refused("vm.send-migration", "{}").contains("destination_url"));
     let url = r#"{"destination_url":"http://x"}"#;
     assert!(refused("vm.send-migration", url).contains("is not a migration address"));
