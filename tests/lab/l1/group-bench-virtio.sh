@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # on_request
 # limit_s: 5400
-# cpus: 2
 # machine: -m 3G
 # Disks, networks and vsock of a Debian guest, beside the same guest under QEMU, which has an I/O thread, io_uring
 # and the kernel's vhost: `scripts/bench virtio` reads the lines that begin with FIGURE and TARGET.
