@@ -18,7 +18,9 @@ const COUNT_OFFSET: usize = 36;
 const FIRST_NODE_OFFSET: usize = 38;
 const TYPE_PCI_RANGE: u8 = 1;
 const TYPE_VIRTIO_IOMMU_PCI: u8 = 3;
-/// Routing id of the last function on the root bus of a segment.
+/// Routing ids of the first and last function on the root bus of a segment, but for the host bridge. Linux (6.15 and later)
+/// asks the IOMMU for whatever is named here, and gives up all of it when one is not known there.
+const FIRST_OF_ROOT_BUS: u16 = 8;
 const LAST_OF_ROOT_BUS: u16 = 0xff;
 
 /// A PCI function, by its segment and its routing id there.
@@ -47,7 +49,8 @@ pub(super) fn viot(inputs: &AcpiInputs) -> Option<Vec<u8>> {
     let iommu = inputs.iommu.as_ref()?;
     let mut table = Sdt::new(*b"VIOT", FIXED_BYTES, REVISION, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let functions = iommu.functions.iter().map(|at| (*at, at.1));
-    let segments = iommu.segments.iter().map(|segment| ((*segment, 0), LAST_OF_ROOT_BUS));
+    let segments =
+        iommu.segments.iter().map(|segment| ((*segment, FIRST_OF_ROOT_BUS), LAST_OF_ROOT_BUS));
     let ranges: Vec<_> = functions.chain(segments).collect();
     let count = u16::try_from(ranges.len()).unwrap_or(u16::MAX).saturating_add(1);
     table.write_u16(COUNT_OFFSET, count);
@@ -92,7 +95,7 @@ mod tests {
         assert_eq!(table[48..64], [3, 0, 16, 0, 0, 0, 0xf0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         let of_device = [1, 0, 24, 0, 0x18, 0, 0, 0, 0, 0, 0, 0, 0x18, 0, 0x18, 0, 48, 0];
         assert_eq!(table[64..82], of_device);
-        let of_segment = [1, 0, 24, 0, 0, 0, 2, 0, 2, 0, 2, 0, 0, 0, 0xff, 0, 48, 0];
+        let of_segment = [1, 0, 24, 0, 8, 0, 2, 0, 2, 0, 2, 0, 8, 0, 0xff, 0, 48, 0];
         assert_eq!(table[88..106], of_segment);
     }
 }

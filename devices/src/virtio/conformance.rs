@@ -90,7 +90,7 @@ fn rtc() -> Subject {
 }
 
 fn iommu() -> Subject {
-    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64 };
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64, memory_bytes: 0 };
     let device = Box::new(Iommu::new(config).unwrap());
     Subject { device, kind: "virtio-iommu", _keep: Box::new(()) }
 }

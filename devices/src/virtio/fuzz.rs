@@ -324,7 +324,7 @@ pub fn fuzz_iommu(data: &[u8]) {
 
 fn run_iommu(data: &[u8]) -> Setup<()> {
     let guest = Guest::new(data, features_of(data))?;
-    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64 };
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 64, memory_bytes: 0 };
     let handle = Iommu::new(config)?.handle();
     let endpoint = handle.endpoint();
     handle.add(8, &endpoint);
@@ -462,7 +462,7 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let _ = rng.restore(&snapshot);
     let mut rtc = super::rtc::Rtc::new(super::rtc::RtcConfig { id: "rtc".to_owned() });
     let _ = rtc.restore(&snapshot);
-    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 48 };
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 48, memory_bytes: 0 };
     let mut iommu = Iommu::new(config)?;
     iommu.handle().add(8, &iommu.handle().endpoint());
     let _ = iommu.restore(&snapshot);

@@ -21,7 +21,7 @@ translated() {
   guest $1 'cat /sys/kernel/iommu_groups/*/type' && ! grep -v '^DMA' $T/out || { cat $T/out; return 1; }
 }
 quiet() {
-  guest $1 '! dmesg | grep -iE "viommu.*(fault|fail|error)|page fault from EP|I/O error|BUG:|Oops|WARNING: CPU"' || { cat $T/out; return 1; }
+  guest $1 '! dmesg | grep -iE "virtio_iommu.*(fault|fail|error)|fault from EP|I/O error|BUG:|Oops|WARNING: CPU"' || { cat $T/out; return 1; }
 }
 # with_disk NAME SERIAL COMMAND: runs a command in the guest with $b as the disk's device.
 with_disk() { guest $1 "b=; for d in /sys/block/vd*; do [ \"\$(cat \$d/serial)\" != $2 ] || { b=/dev/\${d##*/}; break; }; done; [ -n \"\$b\" ] && { $3; }"; }

@@ -59,6 +59,16 @@ impl NewDevice {
         id.as_deref().unwrap_or_default()
     }
 
+    /// The same for a guest that runs, whose tables name what is behind the IOMMU already.
+    ///
+    /// # Errors
+    /// As [`Self::add_to`]; and the device would have to be named there.
+    pub fn add_to_running(self, config: &VmConfig) -> Result<(VmConfig, Self), ConfigError> {
+        let (config, added) = self.add_to(config)?;
+        config.check_added_behind(added.id())?;
+        Ok((config, added))
+    }
+
     /// Adds the device: the new configuration, and the device with its defaults filled in. Only the device
     /// is validated by the rules for new devices, as the existing ones may have been accepted by an earlier
     /// version.
@@ -102,9 +112,7 @@ impl NewDevice {
             Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
             Self::Pmem(_) => config.pmem.iter().flatten().last().cloned().map(Self::Pmem),
         };
-        let added = last.unwrap_or(self);
-        config.check_added_behind(added.id())?;
-        Ok((config, added))
+        Ok((config, last.unwrap_or(self)))
     }
 }
 

@@ -183,8 +183,11 @@ mod tests {
         let config = complete(&json!({"platform": segments()})).unwrap();
         let add = |segment: u16, iommu: bool| {
             let disk = json!({"path": "/d", "pci_segment": segment, "iommu": iommu});
-            NewDevice::Disk(serde_json::from_value(disk).unwrap()).add_to(&config)
+            NewDevice::Disk(serde_json::from_value(disk).unwrap())
         };
+        // Before the guest is there, its tables can still name any.
+        assert!(add(1, true).add_to(&config).is_ok());
+        let add = |segment, iommu| add(segment, iommu).add_to_running(&config);
         add(2, true).unwrap();
         add(1, false).unwrap();
         let error = add(1, true).unwrap_err().to_string();

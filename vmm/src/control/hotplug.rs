@@ -23,10 +23,6 @@ fn refused(error: &ConfigError) -> ApiError {
     ApiError::from_error(kind, error)
 }
 
-fn with(device: NewDevice, config: &VmConfig) -> Result<(VmConfig, NewDevice), ApiError> {
-    device.add_to(config).map_err(|error| refused(&error))
-}
-
 impl Vmm {
     /// Adds a device; a thread opens it, which has no time limit.
     pub(super) fn add_device_for(&mut self, device: NewDevice, responder: Responder) {
@@ -51,12 +47,13 @@ impl Vmm {
         device: NewDevice,
     ) -> Result<Option<(VmConfig, NewDevice)>, ApiError> {
         if let VmLifecycle::Created(config) = &mut self.vm {
-            **config = with(device, config)?.0;
+            **config = device.add_to(config).map_err(|error| refused(&error))?.0;
             return Ok(None);
         }
         self.machine_mut()?;
         self.refuse_while_memory_arrives("given devices")?;
-        with(device, self.machine_mut()?.config()).map(Some)
+        let added = device.add_to_running(self.machine_mut()?.config());
+        added.map(Some).map_err(|error| refused(&error))
     }
 
     /// `vm.remove-device`, also for a device that is still being added.

@@ -23,7 +23,8 @@ pub(super) fn make(config: &VmConfig) -> Result<Option<Iommu>, VirtioError> {
         return Ok(None);
     }
     let address_bits = config.iommu_address_bits();
-    let iommu = Iommu::new(IommuConfig { id: IOMMU_ID.to_owned(), address_bits });
+    let memory_bytes = config.memory.most_bytes().unwrap_or(u64::MAX);
+    let iommu = Iommu::new(IommuConfig { id: IOMMU_ID.to_owned(), address_bits, memory_bytes });
     iommu.map(Some).map_err(VirtioError::Iommu)
 }
 

@@ -16,6 +16,7 @@ use hypervisor::ThreadsError;
 
 use super::virtio::VirtioDevices;
 use super::{Machine, MachineError};
+use crate::config::vm::IOMMU_ID;
 
 /// Poll interval for cancellation.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -75,8 +76,20 @@ impl Drop for PausingDevices {
 impl VirtioDevices {
     /// Starts to pause all devices, except those being reset by a driver.
     fn begin_pause(&self) -> PausingDevices {
+        self.begin_pause_of(|_| true)
+    }
+
+    /// The same while vCPUs run, which goes on for as long as the slowest device needs. The IOMMU is left out: Linux polls
+    /// for its answers with interrupts off.
+    fn begin_early_pause(&self) -> PausingDevices {
+        self.begin_pause_of(|id| id != IOMMU_ID)
+    }
+
+    fn begin_pause_of(&self, is_meant: impl Fn(&str) -> bool) -> PausingDevices {
         let begin = |function: &pci::VirtioPciDevice| {
-            function.begin_pause().map(|begun| (pci::PciDevice::id(function).to_owned(), begun))
+            let id = pci::PciDevice::id(function);
+            let begun = if is_meant(id) { function.begin_pause() } else { None };
+            begun.map(|begun| (id.to_owned(), begun))
         };
         let devices = self.functions().iter().filter_map(|(_, function)| begin(function));
         PausingDevices { devices: devices.collect(), is_kept: false }
@@ -101,7 +114,7 @@ impl Machine {
             // The devices may have changed since the pause, and the caller relies on no further writes.
             return Ok(self.parts.passthrough.stop()?);
         }
-        let early = self.parts.devices.begin_pause();
+        let early = self.parts.devices.begin_early_pause();
         early.wait(within, is_cancelled)?;
         self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_cancelled)?;
         let stopped = self.stop_devices(within, is_cancelled);
@@ -171,6 +184,6 @@ impl Machine {
         if self.paused {
             return Ok(());
         }
-        self.parts.devices.begin_pause().wait(within, is_cancelled)
+        self.parts.devices.begin_early_pause().wait(within, is_cancelled)
     }
 }

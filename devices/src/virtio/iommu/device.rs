@@ -34,6 +34,8 @@ pub struct IommuConfig {
     pub id: String,
     /// Bits of the addresses that it translates, 1 to 64.
     pub address_bits: u8,
+    /// Bytes of guest memory, by which mappings are limited.
+    pub memory_bytes: u64,
 }
 
 /// An IOMMU.
@@ -51,7 +53,7 @@ impl Iommu {
     /// The host gives no eventfd.
     pub fn new(config: IommuConfig) -> io::Result<Self> {
         let unused = 64_u32.saturating_sub(u32::from(config.address_bits)).min(63);
-        let handle = IommuHandle::new(u64::MAX >> unused)?;
+        let handle = IommuHandle::new(u64::MAX >> unused, config.memory_bytes)?;
         Ok(Self { config, handle, features: 0, workers: Workers::default() })
     }
 

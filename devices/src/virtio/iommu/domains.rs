@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
@@ -16,8 +17,9 @@ use super::endpoint::{Endpoint, Notices, Space};
 use super::request::{MSI_FIRST, MSI_LAST, Request, Status};
 use super::table::{Mapping, READ, Table, TableError, WRITE};
 
-/// Most mappings of all domains together, so that a guest cannot use up the memory of the host.
-pub(super) const MAPPINGS_MAX: usize = 1 << 17;
+/// Mappings of all domains together that any guest may have, and the most that there may be. A mapping takes some 50
+/// bytes of the host and 38 of a saved state, which is sent while the guest stands still.
+pub(super) const MAPPINGS_RANGE: RangeInclusive<usize> = 1 << 17..=1 << 20;
 /// Largest number of a domain.
 pub(super) const DOMAIN_MAX: u32 = 0xffff;
 /// Size of the smallest page.
@@ -68,6 +70,9 @@ pub(super) struct Domains {
     endpoints: BTreeMap<u32, Member>,
     by_number: BTreeMap<u32, Domain>,
     mappings: usize,
+    mappings_max: usize,
+    /// Whether a driver was told that there are too many.
+    was_full: bool,
     /// Whether endpoints without a domain reach all of guest memory.
     bypass: bool,
     /// The last address that can be mapped.
@@ -86,6 +91,11 @@ impl Domains {
 
     pub(super) fn last_address(&self) -> u64 {
         self.last_address
+    }
+
+    #[cfg(test)]
+    pub(super) fn mappings_max(&self) -> usize {
+        self.mappings_max
     }
 
     /// Changes what endpoints without a domain reach.
@@ -194,7 +204,12 @@ impl Domains {
         if first <= MSI_LAST && mapping.last >= MSI_FIRST {
             return Err(Status::Invalid);
         }
-        if self.mappings >= MAPPINGS_MAX {
+        if self.mappings >= self.mappings_max {
+            if !std::mem::replace(&mut self.was_full, true) {
+                let most = self.mappings_max;
+                // Linux does not look at the answer, and learns of it by the access that then fails.
+                log::warn!("the guest has {most} mappings in its IOMMU, further ones are refused");
+            }
             return Err(Status::NoMemory);
         }
         table.write().map(first, mapping).map_err(|error| match error {
@@ -239,11 +254,15 @@ pub struct IommuHandle {
 }
 
 impl IommuHandle {
-    pub(super) fn new(last_address: u64) -> io::Result<Self> {
+    /// An IOMMU of a guest with this much memory.
+    pub(super) fn new(last_address: u64, memory_bytes: u64) -> io::Result<Self> {
+        let pages = usize::try_from(memory_bytes / PAGE_BYTES).unwrap_or(usize::MAX);
         let domains = Domains {
             endpoints: BTreeMap::new(),
             by_number: BTreeMap::new(),
             mappings: 0,
+            mappings_max: pages.clamp(*MAPPINGS_RANGE.start(), *MAPPINGS_RANGE.end()),
+            was_full: false,
             // As in cloud-hypervisor: firmware reads its disk before any driver of the IOMMU runs.
             bypass: true,
             last_address,

@@ -35,6 +35,8 @@ use crate::virtio::queue::Chain;
 
 /// Translations that a queue keeps.
 const KEPT_MAX: usize = 16;
+/// Mappings that one chain may use.
+const CHAIN_MAPPINGS_MAX: u32 = 1 << 16;
 /// Faults that are kept until the driver has room for them; further ones are not reported.
 const FAULTS_MAX: usize = 64;
 
@@ -168,13 +170,18 @@ impl Endpoint {
     fn refuse(&self, address: u64, access: u32, in_domain: bool) -> Refused {
         let endpoint = self.number.load(Ordering::Relaxed);
         self.notices.report(Fault { endpoint, address, access, in_domain });
-        Refused
+        Refused::NotMapped
     }
 }
 
-/// An access is not mapped. It has been reported.
+/// Why a range is not translated.
 #[derive(Debug)]
-struct Refused;
+enum Refused {
+    /// It is not mapped, which has been reported.
+    NotMapped,
+    /// It consists of more pieces than were wanted.
+    TooMany,
+}
 
 #[derive(Debug)]
 struct InFlight {
@@ -208,14 +215,14 @@ impl QueueSpace {
         Ok(found)
     }
 
-    /// Calls `each` with the pieces of guest memory that a range consists of.
+    /// Calls `each` with the pieces of guest memory that a range consists of, while that wants more.
     fn translate(
         &mut self,
         endpoint: &Endpoint,
         iova: u64,
         len_bytes: u64,
         access: u32,
-        mut each: impl FnMut(u64, u64),
+        mut each: impl FnMut(u64, u64) -> bool,
     ) -> Result<(), Refused> {
         let (mut at, mut left) = (iova, len_bytes);
         while left > 0 {
@@ -228,7 +235,9 @@ impl QueueSpace {
             let rest = mapping.last.saturating_sub(at);
             let len_bytes = left.min(rest.saturating_add(1));
             let gpa = mapping.gpa.checked_add(at.saturating_sub(first));
-            each(gpa.ok_or_else(|| endpoint.refuse(at, access, true))?, len_bytes);
+            if !each(gpa.ok_or_else(|| endpoint.refuse(at, access, true))?, len_bytes) {
+                return Err(Refused::TooMany);
+            }
             left = left.saturating_sub(len_bytes);
             match at.checked_add(len_bytes) {
                 Some(next) => at = next,
@@ -270,6 +279,8 @@ impl QueueDma {
             return Err("is available again before it was used");
         }
         let mut ranges = Vec::new();
+        // The thread holds the lock meanwhile, and neither pauses nor stops.
+        let mut mappings_left = CHAIN_MAPPINGS_MAX;
         let mut translate = |from: &Segments, access| {
             let mut to = Segments::default();
             let mut pieces: Vec<(u64, u64)> = Vec::new();
@@ -280,18 +291,22 @@ impl QueueDma {
                 space
                     .translate(&self.endpoint, iova, len_bytes, access, |gpa, len_bytes| {
                         push(&mut pieces, gpa, len_bytes);
+                        mappings_left = mappings_left.saturating_sub(1);
+                        mappings_left > 0 && pieces.len() <= RANGES_MAX
                     })
-                    .map_err(|Refused| "points to what the IOMMU does not map")?;
-                if pieces.len() > RANGES_MAX {
-                    return Err("has more than 1024 ranges behind the IOMMU");
-                }
+                    .map_err(|refused| match refused {
+                        Refused::NotMapped => "points to what the IOMMU does not map",
+                        Refused::TooMany => {
+                            "has more than 1024 ranges or 65535 mappings behind the IOMMU"
+                        }
+                    })?;
             }
             for (gpa, len_bytes) in pieces {
                 // Pieces are joined only up to this length.
                 let len_bytes = u32::try_from(len_bytes).unwrap_or(u32::MAX);
                 to.push(Segment { gpa: GuestAddress(gpa), len_bytes });
             }
-            Ok(to)
+            Ok::<_, &'static str>(to)
         };
         let readable = translate(&chain.readable, READ)?;
         let writable = translate(&chain.writable, WRITE)?;
@@ -360,7 +375,10 @@ impl RingMemory<'_> {
             Permissions::ReadWrite => READ | WRITE,
         };
         let mut pieces = Vec::with_capacity(1);
-        let each = |gpa, len_bytes| pieces.push((gpa, usize::try_from(len_bytes).unwrap_or(0)));
+        let each = |gpa, len_bytes| {
+            pieces.push((gpa, usize::try_from(len_bytes).unwrap_or(0)));
+            true
+        };
         let len_bytes = u64::try_from(count).ok()?;
         let mut space = self.space.borrow_mut();
         space.translate(self.endpoint, iova, len_bytes, wanted, each).ok()?;

@@ -6,7 +6,9 @@
 
 use std::sync::Arc;
 
-use super::domains::{DOMAIN_MAX, MAPPINGS_MAX, PAGE_BYTES};
+use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
+
+use super::domains::{DOMAIN_MAX, MAPPINGS_RANGE, PAGE_BYTES};
 use super::request::{Request, Status};
 use super::{Endpoint, Iommu, IommuConfig, IommuHandle};
 use crate::virtio::queue::WorkQueue;
@@ -20,7 +22,12 @@ const ANSWER: u64 = DATA + 0x100;
 const READ_WRITE: u32 = 3;
 
 fn iommu() -> Iommu {
-    Iommu::new(IommuConfig { id: "iommu".to_owned(), address_bits: 48 }).unwrap()
+    of_guest(0)
+}
+
+fn of_guest(memory_bytes: u64) -> Iommu {
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 48, memory_bytes };
+    Iommu::new(config).unwrap()
 }
 
 fn started() -> (Iommu, Driver, Arc<Endpoint>) {
@@ -246,7 +253,7 @@ fn refused_accesses_are_reported_and_stop_the_device() {
 
 #[test]
 fn a_mapping_is_removed_when_what_uses_it_has_ended() {
-    let (_device, mut driver, endpoint) = started();
+    let (device, mut driver, endpoint) = started();
     let mut other = Driver::new(1, 16);
     assert_eq!(ask(&mut driver, attach(1)), 0);
     assert_eq!(ask(&mut driver, map(0, 0, 1, READ_WRITE)), 0);
@@ -259,11 +266,23 @@ fn a_mapping_is_removed_when_what_uses_it_has_ended() {
     let chain = queue.pop(&memory).unwrap().unwrap();
     // What is not in use is removed at once.
     assert_eq!(ask(&mut driver, unmap(2 << 20, 1)), 0);
+    // What is in use is gone at once for the next chain, and the request is not answered, however often something
+    // else ends.
+    let wait_until_carried_out = || {
+        while device.handle().domains.lock().pending.is_none() {
+            std::thread::yield_now();
+        }
+    };
     send(&mut driver, &bytes(unmap(1 << 20, 1)), 4);
-    // The mapping is gone when the next chain is seen to be refused, and the request is not answered.
+    wait_until_carried_out();
     other.queues[0].add(&[readable(1 << 20, 16)]);
-    while let Ok(Some(_)) = queue.pop(&memory) {
-        queue.undo_pop();
+    assert!(queue.pop(&memory).is_err());
+    for _ in 0..100 {
+        device.handle().notices.event.write(1).unwrap();
+        while device.handle().notices.event.read().is_ok() {
+            std::thread::yield_now();
+        }
+        assert!(device.handle().domains.lock().pending.is_some());
     }
     assert_eq!(driver.queues[0].take_used(), None);
     queue.add_used(&memory, chain.head, 16).unwrap();
@@ -274,9 +293,79 @@ fn a_mapping_is_removed_when_what_uses_it_has_ended() {
     other.queues[0].add(&[readable(1 << 20, 16)]);
     let _chain = queue.pop(&memory).unwrap().unwrap();
     send(&mut driver, &bytes(Request::Detach { domain: 1, endpoint: NUMBER }), 4);
+    wait_until_carried_out();
     drop(queue);
     assert_eq!(driver.wait_used(0).1, 4);
     assert_eq!(driver.read(ANSWER, 1), [0]);
+}
+
+#[test]
+fn a_chain_that_uses_too_many_mappings_is_refused() {
+    const PAGES: u64 = 1 << 16;
+    let handle = of_guest(1 << 40).handle();
+    let endpoint = handle.endpoint();
+    handle.add(NUMBER, &endpoint);
+    assert_eq!(perform(&handle, attach(1)), Status::Ok);
+    let first = 1 << 40;
+    // Next to each other in memory as well, so that what they lead to is one range.
+    for page in 0..PAGES {
+        let gpa = page * PAGE_BYTES;
+        assert_eq!(perform(&handle, map(first + gpa, gpa, 1, 1)), Status::Ok);
+    }
+    assert_eq!(perform(&handle, map(0, 0, 1, READ_WRITE)), Status::Ok);
+    for (pages, is_taken) in [(PAGES - 1, true), (PAGES, false)] {
+        let mut driver = Driver::new(1, 16);
+        let mut queue = taken(&driver, &endpoint);
+        let memory = queue.memory();
+        let len_bytes = u32::try_from(pages * PAGE_BYTES).unwrap();
+        driver.queues[0].add(&[readable(first, len_bytes)]);
+        assert_eq!(queue.pop(&memory).is_ok(), is_taken, "{pages}");
+    }
+}
+
+#[test]
+fn a_ring_may_cross_pages_that_are_not_next_to_each_other() {
+    let handle = iommu().handle();
+    let endpoint = handle.endpoint();
+    handle.add(NUMBER, &endpoint);
+    assert_eq!(perform(&handle, attach(1)), Status::Ok);
+    let driver = Driver::new(1, 16);
+    let memory = driver.memory.memory();
+    assert_eq!(perform(&handle, map(0x7000_0000, DATA + 0x3000, 1, READ_WRITE)), Status::Ok);
+    assert_eq!(perform(&handle, map(0x7000_1000, DATA, 1, READ_WRITE)), Status::Ok);
+    let dma = endpoint.queue();
+    let bytes: Vec<u8> = (1..=32).collect();
+    dma.rings(&memory).write_slice(&bytes, GuestAddress(0x7000_0ff0)).unwrap();
+    assert_eq!(driver.read(DATA + 0x3ff0, 16), bytes[..16]);
+    assert_eq!(driver.read(DATA, 16), bytes[16..]);
+    assert_eq!(driver.read(DATA + 0x4000, 16), [0; 16]);
+    let mut read = [0; 32];
+    dma.rings(&memory).read_slice(&mut read, GuestAddress(0x7000_0ff0)).unwrap();
+    assert_eq!(read[..], bytes);
+    assert!(dma.rings(&memory).read_slice(&mut read, GuestAddress(0x7000_1ff0)).is_err());
+}
+
+#[test]
+fn what_a_queue_has_kept_is_not_used_in_another_domain() {
+    let handle = iommu().handle();
+    let endpoint = handle.endpoint();
+    handle.add(NUMBER, &endpoint);
+    let mut driver = Driver::new(1, 16);
+    assert_eq!(perform(&handle, attach(1)), Status::Ok);
+    for request in [map(0, 0, 1, READ_WRITE), map(1 << 20, DATA, 1, 1)] {
+        assert_eq!(perform(&handle, request), Status::Ok);
+    }
+    let mut queue = taken(&driver, &endpoint);
+    let memory = queue.memory();
+    driver.queues[0].add(&[readable(1 << 20, 16)]);
+    let chain = queue.pop(&memory).unwrap().unwrap();
+    queue.add_used(&memory, chain.head, 0).unwrap();
+    assert_eq!(perform(&handle, attach(2)), Status::Ok);
+    let in_second =
+        |first, gpa| Request::Map { domain: 2, first, last: first + 0xfff, gpa, flags: 3 };
+    assert_eq!(perform(&handle, in_second(0, 0)), Status::Ok);
+    driver.queues[0].add(&[readable(1 << 20, 16)]);
+    assert!(queue.pop(&memory).is_err());
 }
 
 #[test]
@@ -297,12 +386,15 @@ fn a_chain_is_in_flight_once() {
 
 #[test]
 fn mappings_are_limited() {
+    let limit = |memory_bytes| of_guest(memory_bytes).handle().domains.lock().mappings_max();
+    let (least, most) = MAPPINGS_RANGE.into_inner();
+    assert_eq!((limit(0), limit(1 << 30), limit(1 << 40)), (least, 1 << 18, most));
     let handle = iommu().handle();
     let endpoint = handle.endpoint();
     handle.add(NUMBER, &endpoint);
     assert_eq!(perform(&handle, attach(1)), Status::Ok);
     let first = 1 << 40;
-    for page in 0..MAPPINGS_MAX as u64 {
+    for page in 0..least as u64 {
         assert_eq!(perform(&handle, map(first + page * PAGE_BYTES, 0, 1, 1)), Status::Ok);
     }
     assert_eq!(perform(&handle, map(0, 0, 1, 1)), Status::NoMemory);

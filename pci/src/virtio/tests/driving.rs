@@ -71,7 +71,8 @@ fn linux_drives_the_device() {
 #[test]
 fn behind_an_iommu_the_driver_s_addresses_are_not_those_of_memory() {
     const ACCESS_PLATFORM: u64 = 1 << 33;
-    let iommu = Iommu::new(IommuConfig { id: "iommu".to_owned(), address_bits: 48 }).unwrap();
+    let config = IommuConfig { id: "iommu".to_owned(), address_bits: 48, memory_bytes: 0 };
+    let iommu = Iommu::new(config).unwrap();
     let endpoint = iommu.handle().endpoint();
     let mut rig = Rig::cold_as(BarWidth::Bits64, WINDOWS, |device| device.behind(endpoint));
     rig.probe();
