@@ -11,11 +11,13 @@
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, RwLock, RwLockWriteGuard};
 use thiserror::Error;
 
 use super::image::SECTOR_BYTES;
+use super::placed::{Place, Transfer, Transfers};
 use super::request::Range;
 
 /// Format of a disk image.
@@ -120,6 +122,11 @@ pub(super) trait FormatDriver: Send + Sync {
     fn write_zeroes(&mut self, range: Range) -> io::Result<()>;
     /// Makes a range read as zeros and deallocates it. No other operation is in progress.
     fn write_zeroes_and_free(&mut self, range: Range) -> io::Result<()>;
+    /// Where a range is in the image's own file, if it is there in one piece and a read, or a write, of it changes nothing
+    /// else; none if in doubt. Until an operation that must be alone it stays there.
+    fn place(&self, _offset: u64, _len_bytes: u64, _write: bool) -> Option<Place> {
+        None
+    }
     /// Writes modified tables to the file, not necessarily to stable storage.
     fn write_tables(&self) -> io::Result<()>;
     /// Writes modified tables and leaves an image that needs no repair. No other operation is in progress, and the next
@@ -158,6 +165,8 @@ pub(super) struct Formatted {
     unloaded: Box<dyn Unloaded>,
     /// Held for reading during an operation, and for writing during one that must be alone.
     driver: RwLock<Option<Box<dyn FormatDriver>>>,
+    /// Those that go past the driver. One begins only with the lock above.
+    transfers: Arc<Transfers>,
     /// Operations that may still begin beside those in progress.
     free: Mutex<usize>,
     freed: Condvar,
@@ -181,6 +190,7 @@ impl Formatted {
         Self {
             unloaded,
             driver: RwLock::new(None),
+            transfers: Arc::default(),
             free: Mutex::new(CONCURRENT_MAX),
             freed: Condvar::new(),
         }
@@ -213,7 +223,7 @@ impl Formatted {
 
     /// Reads the tables, unless they are in memory. The image must be locked.
     pub(super) fn load(&self) -> Result<(), FormatError> {
-        let mut driver = self.driver.write();
+        let mut driver = self.exclusively();
         if driver.is_none() {
             *driver = Some(self.unloaded.load()?);
         }
@@ -223,20 +233,45 @@ impl Formatted {
     /// Writes modified tables and drops all. Even after an error the file is not accessed again before the next
     /// load.
     pub(super) fn unload(&self) -> io::Result<()> {
-        let Some(mut driver) = self.driver.write().take() else { return Ok(()) };
+        let Some(mut driver) = self.exclusively().take() else { return Ok(()) };
         driver.close()
     }
 
     /// Blocks all operations until the returned value is dropped.
     #[cfg(test)]
     pub(super) fn hold(&self) -> impl Drop + '_ {
-        self.driver.write()
+        self.exclusively()
+    }
+
+    /// How many requests went straight to the file so far.
+    #[cfg(test)]
+    pub(super) fn transfers_begun(&self) -> usize {
+        self.transfers.begun()
     }
 
     /// Whether no operation may begin beside those in progress.
     #[cfg(test)]
     pub(super) fn is_busy(&self) -> bool {
         *self.free.lock() == 0
+    }
+
+    /// The driver, with no operation and no transfer in progress.
+    fn exclusively(&self) -> RwLockWriteGuard<'_, Option<Box<dyn FormatDriver>>> {
+        let driver = self.driver.write();
+        self.transfers.wait();
+        driver
+    }
+
+    /// Begins a transfer that goes straight to the file, if it can; does not wait for operations in progress.
+    pub(super) fn begin_transfer(
+        &self,
+        offset: u64,
+        len_bytes: u64,
+        write: bool,
+    ) -> Option<Transfer> {
+        let driver = self.driver.try_read()?;
+        let place = driver.as_deref()?.place(offset, len_bytes, write)?;
+        Some(self.transfers.begin(place))
     }
 
     fn turn(&self) -> Turn<'_> {
@@ -252,7 +287,7 @@ impl Formatted {
     }
 
     fn alone<T>(&self, work: impl FnOnce(&mut dyn FormatDriver) -> io::Result<T>) -> io::Result<T> {
-        match self.driver.write().as_mut() {
+        match self.exclusively().as_mut() {
             Some(driver) => work(driver.as_mut()),
             None => Err(not_loaded()),
         }
@@ -278,7 +313,7 @@ impl Formatted {
 
     /// Leaves an image that needs no repair; no effect on one that is not loaded.
     pub(super) fn close(&self) -> io::Result<()> {
-        self.driver.write().as_mut().map_or(Ok(()), |driver| driver.close())
+        self.exclusively().as_mut().map_or(Ok(()), |driver| driver.close())
     }
 
     /// Writes modified tables; no effect on an image that is not loaded.

@@ -28,6 +28,7 @@ mod lock;
 mod long_transfer;
 mod no_space;
 pub(super) mod perform;
+mod placed;
 pub(super) mod pool;
 mod qcow2;
 mod request;

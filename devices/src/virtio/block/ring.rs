@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::image::Disk;
 use super::long_transfer::UNDER_WAY_BYTES;
+use super::placed::Transfer;
 use super::request::Request;
 use crate::virtio::buffers::HostRanges;
 
@@ -42,8 +43,10 @@ pub(super) enum Action {
 pub(super) struct Job {
     pub(super) request: Request,
     pub(super) action: Action,
-    /// Offset on the disk of the remaining part.
+    /// Offset in the file of the remaining part.
     pub(super) offset: u64,
+    /// Keeps the place of an image in a format.
+    pub(super) transfer: Option<Transfer>,
     /// Remaining host ranges; empty for a flush.
     pub(super) ranges: HostRanges<Arc<GuestMemory>>,
     pub(super) started: Instant,

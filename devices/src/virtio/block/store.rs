@@ -22,6 +22,7 @@ use imago::storage::drivers::CommonStorageHelper;
 use parking_lot::RwLock;
 
 use super::image::{Disk, file_or_device_len_bytes};
+use super::placed::Place;
 use super::synchronous::AlignedBuffer;
 use crate::syscalls::check;
 
@@ -154,6 +155,23 @@ impl Store {
         }
         let error = format!("the image points to {offset:#x}, behind its end at {len_bytes:#x}");
         Err(io::Error::new(io::ErrorKind::UnexpectedEof, error))
+    }
+
+    /// Where a range is for a transfer that does not come through here, if that needs no care: aligned, and clear of the
+    /// header and of the tables whose writes are recorded.
+    pub(super) fn place(&self, offset: u64, len_bytes: u64) -> Option<Place> {
+        let align = u64::try_from(self.of.offset_align_bytes).unwrap_or(u64::MAX);
+        let is_aligned = offset.is_multiple_of(align) && len_bytes.is_multiple_of(align);
+        let is_of_tables =
+            self.tables.as_ref().is_some_and(|tables| tables.contain(offset, len_bytes));
+        let address_align_bytes = self.of.address_align_bytes;
+        let is_plain = is_aligned && offset >= self.unit_bytes && !is_of_tables;
+        is_plain.then_some(Place { offset, address_align_bytes })
+    }
+
+    /// Whether both are the same open file.
+    pub(super) fn is_same_file(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.of.file, &other.of.file)
     }
 
     fn check_place(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {

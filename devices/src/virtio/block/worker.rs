@@ -51,7 +51,7 @@ pub(crate) struct BlockWorker {
     queue: WorkQueue,
     shared: Shared,
     ring: Option<Ring>,
-    /// Replaces the ring for an image in a format.
+    /// For an image in a format: does what the ring alone cannot.
     pool: Option<Pool>,
     /// Limit on the requests of the queue; those that have to wait stay in it.
     throttle: Option<Throttle>,
@@ -69,7 +69,8 @@ impl BlockWorker {
     pub(crate) fn new(queue: WorkQueue, shared: Shared, with_ring: bool) -> Self {
         let mut ring = None;
         let pool = shared.engine.disk.formatted().and_then(|_| Self::pool(&queue, &shared));
-        if with_ring && shared.engine.disk.formatted().is_none() {
+        // Nothing that may wait for operations of the ring runs on this thread.
+        if with_ring && (pool.is_some() || shared.engine.disk.formatted().is_none()) {
             match Ring::new(Arc::clone(&shared.engine.disk), queue.size()) {
                 Ok(made) => ring = Some(made),
                 Err(error) => {
@@ -237,10 +238,12 @@ impl BlockWorker {
 
     /// Starts a request, or carries it out; returns the bytes transferred synchronously.
     fn begin(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Result<u64, Broken> {
-        if let Some(pool) = &mut self.pool
+        if self.pool.is_some()
             && !matches!(request.operation, Operation::GetId { .. } | Operation::Refused(_))
         {
-            pool.push(PoolJob { request, memory: Arc::clone(memory), started: Instant::now() });
+            if let Some(request) = self.start_placed(request, memory) {
+                self.start_in_pool(request, memory);
+            }
             return Ok(0);
         }
         let Some(request) = self.start_in_ring(request, memory) else { return Ok(0) };
@@ -266,6 +269,44 @@ impl BlockWorker {
             }
         }
         Ok(())
+    }
+
+    fn start_in_pool(&mut self, request: Request, memory: &Arc<GuestMemory>) {
+        let started = Instant::now();
+        if let Some(pool) = &mut self.pool {
+            pool.push(PoolJob { request, memory: Arc::clone(memory), started });
+        }
+    }
+
+    /// Returns the request if it cannot go straight to the file of an image in a format.
+    fn start_placed(&mut self, request: Request, memory: &Arc<GuestMemory>) -> Option<Request> {
+        let Engine { disk, .. } = &self.shared.engine;
+        let (Some(ring), Some(formatted)) = (&mut self.ring, disk.formatted()) else {
+            return Some(request);
+        };
+        let (action, offset, data) = match &request.operation {
+            Operation::Read { offset, data } => (Action::Read, *offset, data),
+            // A write that is stable at once takes the tables with it.
+            Operation::Write { offset, data }
+                if self.shared.engine.stability() == Stability::Later =>
+            {
+                (Action::Write { through: false }, *offset, data)
+            }
+            _ => return Some(request),
+        };
+        let Ok(ranges) = data.host_ranges(Arc::clone(memory)) else { return Some(request) };
+        if ranges.len_bytes() == 0 {
+            return Some(request);
+        }
+        let is_write = action != Action::Read;
+        let transfer = formatted.begin_transfer(offset, data.len_bytes(), is_write);
+        let Some(transfer) = transfer.filter(|it| ranges.is_aligned(it.place.address_align_bytes))
+        else {
+            return Some(request);
+        };
+        let (offset, started, transfer) = (transfer.place.offset, Instant::now(), Some(transfer));
+        let job = Job { request, action, offset, transfer, ranges, started, done_bytes: 0 };
+        ring.push(Box::new(job)).err().map(|job| job.request)
     }
 
     /// Returns the request if it has to be carried out synchronously.
@@ -300,8 +341,9 @@ impl BlockWorker {
             return Some(request);
         }
         let started = Instant::now();
-        let job = Box::new(Job { request, action, offset, ranges, started, done_bytes: 0 });
-        ring.push(job).err().map(|job| job.request)
+        let transfer = None;
+        let job = Job { request, action, offset, transfer, ranges, started, done_bytes: 0 };
+        ring.push(Box::new(job)).err().map(|job| job.request)
     }
 
     fn reap(&mut self) -> Result<(), Broken> {
@@ -321,15 +363,21 @@ impl BlockWorker {
 
     fn reap_ring(&mut self) -> Result<(), Broken> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
-        let mut result = Ok(());
+        let (mut result, mut again) = (Ok(()), Vec::new());
         for Done { job, result: done } in ring.take_completed() {
-            let Job { request, action, ranges, started, done_bytes, .. } = *job;
+            let Job { request, action, transfer, ranges, started, done_bytes, .. } = *job;
             let memory = Arc::clone(ranges.memory_arc());
             let mut written = 0;
             if let Operation::Read { data, .. } = &request.operation {
                 // Also after an error, as a part may have been transferred before.
                 data.mark_written(&memory, done_bytes);
                 written = done_bytes;
+            }
+            if transfer.is_some() && done.is_err() {
+                // The driver knows what is behind the end of the file, and what an error means.
+                drop(transfer);
+                again.push((request, memory));
+                continue;
             }
             let disk = &self.shared.engine.disk;
             let done = match action {
@@ -342,6 +390,9 @@ impl BlockWorker {
             let outcome = done.map(|()| written);
             // Each is completed, whatever the result of earlier ones.
             result = self.finish(&memory, request, outcome, started).and(result);
+        }
+        for (request, memory) in again {
+            self.start_in_pool(request, &memory);
         }
         result
     }

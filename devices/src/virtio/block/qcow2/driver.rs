@@ -15,6 +15,7 @@ use parking_lot::RwLock;
 
 use super::header::Header;
 use crate::virtio::block::formatted::FormatDriver;
+use crate::virtio::block::placed::Place;
 use crate::virtio::block::request::Range;
 use crate::virtio::block::store::{Store, Tables};
 
@@ -113,6 +114,18 @@ impl FormatDriver for Qcow2Driver {
     fn write(&self, buffer: &[u8], offset: u64) -> io::Result<()> {
         self.mark()?;
         self.image.write(buffer, offset)
+    }
+
+    fn place(&self, offset: u64, len_bytes: u64, write: bool) -> Option<Place> {
+        // The header has to say first that the image is in use.
+        if write && self.can_free && !*self.is_marked.try_read()? {
+            return None;
+        }
+        let (mapping, mapped_bytes) = self.image.get_mapping(offset, len_bytes).ok()?;
+        // Only what is writable is in a cluster that belongs to no snapshot.
+        let Mapping::Raw { storage, offset, writable, .. } = mapping else { return None };
+        let is_whole = mapped_bytes >= len_bytes && storage.is_same_file(&self.header);
+        if is_whole && (writable || !write) { storage.place(offset, len_bytes) } else { None }
     }
 
     fn discard(&mut self, range: Range) -> io::Result<()> {

@@ -69,6 +69,58 @@ fn requests_reach_the_disk_in_the_image() {
 }
 
 #[test]
+fn what_is_allocated_is_read_and_written_in_its_place() {
+    if !Ring::is_available() {
+        test_skip::skip!("io_uring cannot be used here");
+        return;
+    }
+    let mut fixture = fixture(qcow2(), |_| {});
+    let lock = fixture.device.lock();
+    let begun = || lock.disk.formatted().unwrap().transfers_begun();
+    for (round, in_place) in [(0, 0), (1, 1)] {
+        fixture.driver.write(BUFFER, &pattern(round));
+        let write = [readable(BUFFER, 200), readable(BUFFER + 200, 312)];
+        assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 9, &write), (OK, 1));
+        assert_eq!(begun(), in_place);
+    }
+    let read = [writable(BUFFER + 0x1000, 512)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 9, &read), (OK, 513));
+    assert_eq!(begun(), 2);
+    assert_eq!(fixture.driver.read(BUFFER + 0x1000, 512), pattern(1));
+    // What is nowhere is not.
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 900, &read), (OK, 513));
+    assert_eq!(begun(), 2);
+    // Without a cache of the host, a write takes the tables with it.
+    fixture.device.write_config(32, &[0]);
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 9, &[readable(BUFFER, 512)]).0, OK);
+    assert_eq!(begun(), 2);
+}
+
+#[test]
+fn a_transfer_that_the_file_refuses_takes_the_usual_way() {
+    if !Ring::is_available() {
+        test_skip::skip!("io_uring cannot be used here");
+        return;
+    }
+    let mut fixture = fixture(qcow2(), |_| {});
+    let write = [readable(BUFFER, 4096)];
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 8, &write), (OK, 1));
+    // The file ends within the cluster: what is behind reads as zeros, which the kernel's answer does not say.
+    let lock = fixture.device.lock();
+    let place = lock.disk.formatted().unwrap().begin_transfer(4096, 4096, false).unwrap().place;
+    fixture.image.as_file().set_len(place.offset + 1024).unwrap();
+    fixture.driver.write(BUFFER, &[0xee; 4096]);
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_IN, 8, &[writable(BUFFER, 4096)]), (OK, 4097));
+    assert_eq!(fixture.driver.read(BUFFER, 4096), [0; 4096]);
+    // An error of the host is reported once, by the driver of the format.
+    lock.disk.refusal.set(libc::EIO);
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 8, &[readable(BUFFER, 512)]).0, IO_ERROR);
+    lock.disk.refusal.set(0);
+    assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 8, &[readable(BUFFER, 512)]).0, OK);
+    assert_eq!(fixture.device.pause().len(), 1);
+}
+
+#[test]
 fn an_image_that_is_not_loaded_answers_with_errors() {
     let image = qcow2();
     let device = Block::new(BlockConfig { format: DiskFormat::Qcow2, ..config(&image) }).unwrap();
