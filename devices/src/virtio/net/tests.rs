@@ -141,6 +141,49 @@ fn long_frames_are_spread_over_buffers_that_appear_together() {
     assert_eq!(fixture.driver.wait_used(RECEIVE), (3, 22), "the queue continues behind it");
 }
 
+/// Long and short ones in any order, several at a time, in buffers of all lengths.
+#[test]
+fn frames_arrive_whole_however_many_buffers_were_taken_for_them() {
+    const BUFFERS: u16 = 16;
+    let place = |head: u16| DATA + u64::from(head) * 0x1000;
+    let mut fixture = Fixture::new(0);
+    let (mut number, mut added, mut used) = (7_u64, 0_u16, 0_u16);
+    let mut random = |below: u64| {
+        number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (number >> 33) % below
+    };
+    // Until no driver's ring wraps at a multiple of the rounds.
+    for round in 0..150 {
+        let mut frames = Vec::new();
+        for _ in 0..=random(3) {
+            let is_long = round % 50 < 25 && random(3) > 0;
+            let len = if is_long { 1500 + random(1500) } else { 1 + random(300) };
+            frames.push(fixture.send_frame(usize::try_from(len).unwrap()));
+        }
+        let mut received = Vec::new();
+        for mut frame in frames {
+            while received.len() < frame.len() {
+                while added - used < BUFFERS {
+                    let head = added % BUFFERS;
+                    let len = 64 + u32::try_from(random(1900)).unwrap();
+                    fixture.driver.queues[RECEIVE].add(&[writable(place(head), len)]);
+                    added += 1;
+                }
+                fixture.driver.queues[RECEIVE].kick();
+                let (head, len) = fixture.driver.wait_used(RECEIVE);
+                assert_eq!(head, used % BUFFERS, "in the order of the ring");
+                used += 1;
+                frame[10] += 1;
+                received.extend(fixture.driver.read(place(head), usize::try_from(len).unwrap()));
+            }
+            assert!(received == frame, "round {round}");
+            received.clear();
+        }
+    }
+    let (_, state) = fixture.device.pause().swap_remove(RECEIVE);
+    assert_eq!(state.next_avail, used, "what was not used is given back");
+}
+
 #[test]
 fn a_long_frame_waits_for_more_buffers() {
     let mut fixture = Fixture::new(0);

@@ -2,6 +2,7 @@
 
 //! The thread of one queue pair of a network device.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use virtio_queue::QueueState;
 use super::config::Link;
 use super::counters::NetCounters;
 use super::tap::{HEADER_BYTES, Tap};
+use crate::virtio::buffers::Segments;
 use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
@@ -26,6 +28,10 @@ const TRANSMIT_LIMIT_TOKEN: u64 = 4;
 const BUDGET: u32 = 256;
 /// Maximum length of a tap's frame: 64 KiB of IP with Ethernet and VLAN headers.
 const FRAME_BYTES_MAX: usize = HEADER_BYTES + 14 + 4 + 65_535;
+/// Frames in one buffer each after which buffers are taken one by one.
+const SMALL_FRAMES_MAX: u8 = 16;
+/// Ranges of buffers that are taken for one frame.
+const TAKEN_RANGES_MAX: usize = 128;
 /// Offset in the header of the number of buffers of a frame.
 const NUM_BUFFERS_OFFSET: usize = 10;
 
@@ -40,7 +46,11 @@ pub(crate) struct NetWorker {
     mergeable: bool,
     /// Only while running: paused, the tap may be taken over by another process.
     tap: Option<Arc<Tap>>,
-    /// Receives what does not fit into the first buffer.
+    /// Buffers taken from the ring for frames, in its order; none between two events.
+    taken: VecDeque<Chain>,
+    /// Frames since the last one that needed several buffers.
+    small_frames: u8,
+    /// Receives what does not fit into the buffers taken.
     tail: Box<[u8]>,
     /// A frame that waits for buffers.
     waiting: Option<Vec<u8>>,
@@ -95,6 +105,8 @@ impl NetWorker {
             counters,
             mergeable,
             tap: None,
+            taken: VecDeque::new(),
+            small_frames: SMALL_FRAMES_MAX,
             tail: vec![0; FRAME_BYTES_MAX].into_boxed_slice(),
             waiting: None,
             limits: PairLimits::default(),
@@ -174,32 +186,43 @@ impl NetWorker {
         }
     }
 
+    /// Receives until something is lacking. Buffers that are taken and not used are given back before this returns: other
+    /// events may have to do with them, such as a mapping of the IOMMU that the driver removes.
     fn receive_frames(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
+        let result = self.receive_into_taken(memory);
+        for _ in self.taken.drain(..) {
+            self.receive.undo_pop();
+        }
+        result
+    }
+
+    fn receive_into_taken(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
         let Some(tap) = self.tap.clone() else { return Ok(Pause::NoTap) };
         for _ in 0..BUDGET {
-            let Some(chain) = self.pop_buffer(memory)? else { return Ok(Pause::NoBuffers) };
-            if chain.writable.len_bytes() < HEADER_BYTES as u64 {
+            if !self.take_buffers(memory, self.wanted_bytes())? {
+                return Ok(Pause::NoBuffers);
+            }
+            if let Some(chain) = self.taken.front()
+                && chain.writable.len_bytes() < HEADER_BYTES as u64
+            {
                 return Err(self.receive.bad_chain(chain.head, "has no room for a frame"));
             }
             if let Some(frame) = self.waiting.take() {
-                if let Delivery::Waiting(count) = self.deliver(memory, chain, frame)? {
+                if let Delivery::Waiting(count) = self.deliver(memory, frame)? {
                     return Ok(Pause::FewBuffers(count));
                 }
                 continue;
             }
             if self.limits.receive.as_mut().is_some_and(|limit| !limit.may_begin()) {
-                self.receive.undo_pop();
                 return Ok(Pause::Limit);
             }
-            let len_bytes = match self.read_frame(&tap, memory, &chain)? {
+            let len_bytes = match self.read_frame(&tap, memory)? {
                 Ok(len_bytes) if len_bytes >= HEADER_BYTES => len_bytes,
                 Ok(_) => {
-                    self.receive.undo_pop();
                     self.counters.dropped.add(1);
                     continue;
                 }
                 Err(error) => {
-                    self.receive.undo_pop();
                     if error.kind() == io::ErrorKind::WouldBlock {
                         return Ok(Pause::NoFrame);
                     }
@@ -210,112 +233,157 @@ impl NetWorker {
             if let Some(limit) = &self.limits.receive {
                 limit.charge(frame_bytes(len_bytes as u64));
             }
-            if let Delivery::Waiting(count) = self.received(memory, chain, len_bytes)? {
+            if let Delivery::Waiting(count) = self.received(memory, len_bytes)? {
                 return Ok(Pause::FewBuffers(count));
             }
         }
         Ok(Pause::Budget)
     }
 
-    /// Reads a frame into a buffer, and the rest into the tail.
-    fn read_frame(
-        &mut self,
-        tap: &Tap,
-        memory: &GuestMemory,
-        chain: &Chain,
-    ) -> Result<io::Result<usize>, Broken> {
-        let mut ranges = chain
-            .writable
-            .host_ranges(memory)
-            .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+    /// Room for which buffers are taken before a frame is read: one buffer, or enough for any frame while the frames need
+    /// several. What does not fit has to be copied twice.
+    fn wanted_bytes(&self) -> usize {
+        if self.mergeable && self.small_frames < SMALL_FRAMES_MAX { FRAME_BYTES_MAX } else { 1 }
+    }
+
+    /// Takes buffers until there is this much room in them, or no more; false if there is none at all.
+    fn take_buffers(&mut self, memory: &GuestMemory, wanted_bytes: usize) -> Result<bool, Broken> {
+        let mut room_bytes = self.taken_bytes();
+        let mut ranges_count: usize = self.taken.iter().map(|it| it.writable.iter().count()).sum();
+        while room_bytes < wanted_bytes as u64 {
+            let Some(chain) = self.pop_buffer(memory)? else { break };
+            ranges_count = ranges_count.saturating_add(chain.writable.iter().count());
+            if ranges_count > TAKEN_RANGES_MAX && !self.taken.is_empty() {
+                // A call takes only so many, and a single buffer may have as many.
+                self.receive.undo_pop();
+                break;
+            }
+            room_bytes = room_bytes.saturating_add(chain.writable.len_bytes());
+            self.taken.push_back(chain);
+        }
+        Ok(!self.taken.is_empty())
+    }
+
+    fn taken_bytes(&self) -> u64 {
+        self.taken.iter().map(|chain| chain.writable.len_bytes()).fold(0, u64::saturating_add)
+    }
+
+    /// All that has been taken, as one buffer; of a driver that does not accept several, the first one.
+    fn room(&self) -> Segments {
+        let count = if self.mergeable { self.taken.len() } else { 1 };
+        let mut room = Segments::default();
+        for chain in self.taken.iter().take(count) {
+            room.append(chain.writable.clone());
+        }
+        room
+    }
+
+    /// Reads a frame into the buffers taken, and the rest into the tail.
+    fn read_frame(&mut self, tap: &Tap, memory: &GuestMemory) -> Result<io::Result<usize>, Broken> {
+        let head = self.taken.front().map_or(0, |chain| chain.head);
+        let room = self.room();
+        let mut ranges =
+            room.host_ranges(memory).map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
         // SAFETY: the tail is not moved, freed or otherwise used before `ranges` is dropped at the
         // end of this function.
         unsafe { ranges.push_own(self.tail.as_mut_ptr(), self.tail.len()) };
         Ok(ranges.read(tap.file()))
     }
 
-    /// Completes a frame that was read into `chain` and possibly the tail.
-    fn received(
-        &mut self,
-        memory: &GuestMemory,
-        chain: Chain,
-        len_bytes: usize,
-    ) -> Result<Delivery, Broken> {
-        let room = usize::try_from(chain.writable.len_bytes()).unwrap_or(usize::MAX);
-        let written = len_bytes.min(room);
-        chain.writable.mark_written(memory, written as u64);
-        if len_bytes <= room {
-            let one_buffer = 1_u16.to_le_bytes();
-            let offset = NUM_BUFFERS_OFFSET as u64;
-            chain
-                .writable
-                .copy_in_at(memory, offset, &one_buffer)
-                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
-            self.count_received(len_bytes);
-            self.receive.add_used(memory, chain.head, len_bytes as u64)?;
+    /// Completes a frame that was read into the buffers taken and possibly the tail.
+    fn received(&mut self, memory: &GuestMemory, len_bytes: usize) -> Result<Delivery, Broken> {
+        let room = self.room();
+        let room_bytes = usize::try_from(room.len_bytes()).unwrap_or(usize::MAX);
+        let head = self.taken.front().map_or(0, |chain| chain.head);
+        room.mark_written(memory, len_bytes.min(room_bytes) as u64);
+        if len_bytes <= room_bytes {
+            let used = self.filled(len_bytes);
+            let count = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
+            room.copy_in_at(memory, NUM_BUFFERS_OFFSET as u64, &count)
+                .map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
+            self.finish(memory, &used, len_bytes)?;
             return Ok(Delivery::Finished);
         }
         if !self.mergeable {
-            self.receive.undo_pop();
             self.counters.dropped.add(1);
             return Ok(Delivery::Finished);
         }
-        let mut frame = vec![0; room];
-        chain
-            .writable
-            .copy_out(memory, &mut frame)
-            .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
-        frame.extend_from_slice(self.tail.get(..len_bytes - room).unwrap_or_default());
-        self.deliver(memory, chain, frame)
+        let mut frame = vec![0; room_bytes];
+        room.copy_out(memory, &mut frame).map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
+        frame.extend_from_slice(self.tail.get(..len_bytes - room_bytes).unwrap_or_default());
+        self.deliver(memory, frame)
     }
 
-    /// Copies a frame to as many buffers as needed, starting with `chain`. If there are too few, all are
-    /// returned and the frame is kept.
-    fn deliver(
-        &mut self,
-        memory: &GuestMemory,
-        chain: Chain,
-        mut frame: Vec<u8>,
-    ) -> Result<Delivery, Broken> {
-        let mut room = chain.writable.len_bytes();
-        let mut chains = vec![chain];
-        while room < frame.len() as u64 {
-            let ring_is_full = chains.len() >= usize::from(self.receive.size());
-            let next = if ring_is_full { None } else { self.pop_buffer(memory)? };
-            let Some(next) = next else {
-                for _ in &chains {
-                    self.receive.undo_pop();
-                }
-                if ring_is_full {
-                    // It can never fit.
-                    self.counters.dropped.add(1);
-                    return Ok(Delivery::Finished);
-                }
-                self.waiting = Some(frame);
-                let count = u16::try_from(chains.len()).unwrap_or(u16::MAX);
-                return Ok(Delivery::Waiting(count));
-            };
-            room += next.writable.len_bytes();
-            chains.push(next);
+    /// The buffers that a frame of this length fills, with the bytes in each.
+    fn filled(&self, len_bytes: usize) -> Vec<(u16, u64)> {
+        let mut left_bytes = len_bytes as u64;
+        let mut filled = Vec::with_capacity(1);
+        for chain in &self.taken {
+            let bytes = left_bytes.min(chain.writable.len_bytes());
+            filled.push((chain.head, bytes));
+            left_bytes = left_bytes.saturating_sub(bytes);
+            if left_bytes == 0 {
+                break;
+            }
         }
-        let count = u16::try_from(chains.len()).unwrap_or(u16::MAX).to_le_bytes();
+        filled
+    }
+
+    /// Copies a frame to as many buffers as needed. If there are too few, the frame is kept.
+    fn deliver(&mut self, memory: &GuestMemory, mut frame: Vec<u8>) -> Result<Delivery, Broken> {
+        while self.take_one_more(memory, frame.len())? {}
+        let count = self.taken.len();
+        if self.taken_bytes() < frame.len() as u64 {
+            if count >= usize::from(self.receive.size()) {
+                // It can never fit.
+                self.counters.dropped.add(1);
+                return Ok(Delivery::Finished);
+            }
+            self.waiting = Some(frame);
+            return Ok(Delivery::Waiting(u16::try_from(count).unwrap_or(u16::MAX)));
+        }
+        let used = self.filled(frame.len());
+        let count = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
         for (to, from) in frame.iter_mut().skip(NUM_BUFFERS_OFFSET).zip(count) {
             *to = from;
         }
-        let mut used = Vec::with_capacity(chains.len());
         let mut done = 0;
-        for chain in &chains {
+        for chain in self.taken.iter().take(used.len()) {
             let rest = frame.get(done..).unwrap_or_default();
-            let copied = chain
-                .writable
-                .copy_in(memory, rest)
-                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
-            used.push((chain.head, copied as u64));
-            done += copied;
+            let copied = chain.writable.copy_in(memory, rest);
+            done += copied.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
         }
-        self.count_received(frame.len());
-        self.receive.add_used_together(memory, &used)?;
+        self.finish(memory, &used, frame.len())?;
         Ok(Delivery::Finished)
+    }
+
+    /// Takes another buffer, unless there is this much room or none left; whether it has.
+    fn take_one_more(&mut self, memory: &GuestMemory, wanted_bytes: usize) -> Result<bool, Broken> {
+        let is_full = self.taken.len() >= usize::from(self.receive.size());
+        if is_full || self.taken_bytes() >= wanted_bytes as u64 {
+            return Ok(false);
+        }
+        let chain = self.pop_buffer(memory)?;
+        let is_more = chain.is_some();
+        self.taken.extend(chain);
+        Ok(is_more)
+    }
+
+    /// Gives the driver the first buffers taken, which have a frame.
+    fn finish(
+        &mut self,
+        memory: &GuestMemory,
+        used: &[(u16, u64)],
+        len_bytes: usize,
+    ) -> Result<(), Broken> {
+        let is_small = used.len() <= 1;
+        self.small_frames = if is_small { self.small_frames.saturating_add(1) } else { 0 };
+        self.count_received(len_bytes);
+        self.taken.drain(..used.len().min(self.taken.len()));
+        match used {
+            [(head, bytes)] => self.receive.add_used(memory, *head, *bytes),
+            several => self.receive.add_used_together(memory, several),
+        }
     }
 
     fn count_received(&self, len_bytes: usize) {
