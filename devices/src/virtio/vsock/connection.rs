@@ -3,8 +3,8 @@
 //! One connection between a port of the guest and a stream of the host.
 //!
 //! Owns its state, what the guest has sent and the host has not taken yet, and the credit of both
-//! directions (virtio 1.3, 5.10.6.3). Data for the guest is never buffered: it is read when the guest has
-//! provided a buffer for it, and credit. Must never wait for the host.
+//! directions (virtio 1.3, 5.10.6.3). Data for the guest are read when it has provided a buffer for them, and credit;
+//! of a client that writes much, some in advance, as a guest's buffers are small. Must never wait for the host.
 //!
 //! ```text
 //!   host's client > Requested -- RESPONSE --> Open -- both of one side's ends --> RST is sent
@@ -23,11 +23,8 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 
-/// Maximum data of a connection that is buffered for the host, reported to the guest as its credit; as in
-/// cloud-hypervisor.
-pub(crate) const BUFFER_BYTES: u32 = 64 << 10;
-/// Consumed bytes unknown to the guest that trigger a credit update.
-const TELL_CREDIT_BYTES: u32 = BUFFER_BYTES / 4;
+/// Most data that are read of a client in advance, in whose place it may write more.
+const AHEAD_BYTES_MAX: usize = 64 << 10;
 /// Time limit for the guest to respond to a connecting client.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 /// Time limit for the guest to close a connection whose client has gone.
@@ -62,6 +59,7 @@ pub(super) struct Packet {
     pub(super) op: u16,
     pub(super) flags: u32,
     pub(super) len_bytes: usize,
+    pub(super) buf_alloc: u32,
     pub(super) fwd_cnt: u32,
 }
 
@@ -70,8 +68,14 @@ pub(super) struct Connection {
     stream: UnixStream,
     phase: Phase,
     due: Due,
-    /// Data from the guest that the host has not read yet.
+    /// Data from the guest that the host has not read yet, and their maximum, which the guest has as its credit.
     to_host: VecDeque<u8>,
+    buffer_bytes: u32,
+    /// Data of the client that were read in advance, and where the rest begins.
+    ahead: Vec<u8>,
+    ahead_at: usize,
+    /// Whether the last read filled all of its room.
+    is_flowing: bool,
     /// Bytes consumed by the host, and the count last reported to the guest.
     fwd_cnt: Wrapping<u32>,
     fwd_cnt_told: Wrapping<u32>,
@@ -95,12 +99,16 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    fn new(stream: UnixStream, phase: Phase) -> Self {
+    fn new(stream: UnixStream, phase: Phase, buffer_bytes: u32) -> Self {
         Self {
             stream,
             phase,
             due: Due::default(),
             to_host: VecDeque::new(),
+            buffer_bytes,
+            ahead: Vec::new(),
+            ahead_at: 0,
+            is_flowing: false,
             fwd_cnt: Wrapping(0),
             fwd_cnt_told: Wrapping(0),
             sent_cnt: Wrapping(0),
@@ -118,17 +126,18 @@ impl Connection {
         }
     }
 
-    /// A connection by a host client, to be requested from the guest. `stream` must be non-blocking.
-    pub(super) fn of_host(stream: UnixStream) -> Self {
-        let mut connection = Self::new(stream, Phase::Requested);
+    /// A connection by a host client, to be requested from the guest. `stream` must be non-blocking; of what the guest
+    /// sends, `buffer_bytes` may wait for the client.
+    pub(super) fn of_host(stream: UnixStream, buffer_bytes: u32) -> Self {
+        let mut connection = Self::new(stream, Phase::Requested, buffer_bytes);
         connection.due.request = true;
         connection.wait_for(ANSWER_TIME);
         connection
     }
 
-    /// A connection requested by the guest, and accepted. `stream` must be non-blocking.
-    pub(super) fn of_guest(stream: UnixStream, request: &Header) -> Self {
-        let mut connection = Self::new(stream, Phase::Open);
+    /// A connection requested by the guest, and accepted; otherwise the same.
+    pub(super) fn of_guest(stream: UnixStream, request: &Header, buffer_bytes: u32) -> Self {
+        let mut connection = Self::new(stream, Phase::Open, buffer_bytes);
         connection.due.response = true;
         connection.take_credit(request);
         connection
@@ -227,11 +236,18 @@ impl Connection {
 
     fn send(&mut self, data: &[u8]) {
         let held_bytes = u32::try_from(self.to_host.len()).unwrap_or(u32::MAX);
-        let free_bytes = BUFFER_BYTES.saturating_sub(held_bytes);
+        let free_bytes = self.buffer_bytes.saturating_sub(held_bytes);
         if u32::try_from(data.len()).map_or(true, |len_bytes| len_bytes > free_bytes) {
             return self.fail();
         }
-        self.to_host.extend(data);
+        let mut rest = data;
+        if self.to_host.is_empty() && self.host_receives {
+            // What fails here is tried again below, and understood there.
+            let written = self.stream.write(data).unwrap_or(0);
+            rest = data.get(written..).unwrap_or_default();
+            self.forwarded(written);
+        }
+        self.to_host.extend(rest);
         self.flush();
     }
 
@@ -329,7 +345,7 @@ impl Connection {
 
     fn credit_update_is_due(&self) -> bool {
         let Wrapping(untold) = self.fwd_cnt - self.fwd_cnt_told;
-        self.due.credit || self.phase == Phase::Open && untold >= TELL_CREDIT_BYTES
+        self.due.credit || self.phase == Phase::Open && untold >= self.buffer_bytes / 4
     }
 
     /// Whether [`Self::next_packet`] may return a packet.
@@ -349,7 +365,8 @@ impl Connection {
         let (op, flags, len_bytes) = self.next_op(room)?;
         self.due.credit = false;
         self.fwd_cnt_told = self.fwd_cnt;
-        Some(Packet { op, flags, len_bytes, fwd_cnt: self.fwd_cnt.0 })
+        let (buf_alloc, fwd_cnt) = (self.buffer_bytes, self.fwd_cnt.0);
+        Some(Packet { op, flags, len_bytes, buf_alloc, fwd_cnt })
     }
 
     fn next_op(&mut self, room: &mut [u8]) -> Option<(u16, u32, usize)> {
@@ -386,12 +403,40 @@ impl Connection {
     fn read(&mut self, room: &mut [u8]) -> Option<usize> {
         let credit = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
         let room_bytes = room.len().min(credit);
+        let room = room.get_mut(..room_bytes).unwrap_or_default();
+        if self.is_flowing && self.ahead_at == self.ahead.len() {
+            self.read_ahead();
+        }
+        let ahead = self.ahead.get(self.ahead_at..).unwrap_or_default();
+        let len_bytes = if ahead.is_empty() {
+            let len_bytes = self.read_stream(room)?;
+            self.is_flowing = len_bytes == room.len();
+            len_bytes
+        } else {
+            let len_bytes = ahead.len().min(room.len());
+            room.iter_mut().zip(ahead).for_each(|(to, from)| *to = *from);
+            self.ahead_at = self.ahead_at.saturating_add(len_bytes);
+            len_bytes
+        };
+        self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+        Some(len_bytes)
+    }
+
+    /// Reads as much as may be in advance. What there is not is found out by the next read.
+    fn read_ahead(&mut self) {
+        let mut ahead = std::mem::take(&mut self.ahead);
+        ahead.resize(AHEAD_BYTES_MAX, 0);
+        let len_bytes = self.read_stream(&mut ahead).unwrap_or(0);
+        self.is_flowing = len_bytes == ahead.len();
+        ahead.truncate(len_bytes);
+        (self.ahead, self.ahead_at) = (ahead, 0);
+    }
+
+    /// Reads from the stream; `None` if it has nothing now, or has ended.
+    fn read_stream(&mut self, room: &mut [u8]) -> Option<usize> {
         loop {
-            match self.stream.read(room.get_mut(..room_bytes).unwrap_or_default()) {
-                Ok(len_bytes) if len_bytes > 0 => {
-                    self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
-                    return Some(len_bytes);
-                }
+            match self.stream.read(room) {
+                Ok(len_bytes) if len_bytes > 0 => return Some(len_bytes),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.is_readable = false;
@@ -426,7 +471,7 @@ mod tests {
     #[test]
     fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut connection = Connection::of_host(ours);
+        let mut connection = Connection::of_host(ours, 4096);
         assert!(connection.deadline().is_some(), "the guest has to answer in time");
         connection.end_overdue();
         // A guest without a buffer for the RST must not cause repeated wake-ups.

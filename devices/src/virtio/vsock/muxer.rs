@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::connection::{BUFFER_BYTES, Connection, Packet};
+use super::connection::{Connection, Packet};
 use super::counters::VsockCounters;
 use super::greeting::{Greeted, Greeting};
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
@@ -23,9 +23,14 @@ use super::socket::VsockSocket;
 use crate::endpoint::listener::PathListener;
 use crate::{LogLimit, log_limited};
 
-/// Maximum number of connections, including those with only data for the host left. Each may buffer
-/// [`BUFFER_BYTES`], so 64 MiB in total; as in cloud-hypervisor.
+/// Maximum number of connections, including those with only data for the host left; as in cloud-hypervisor.
 const CONNECTIONS_MAX: usize = 1023;
+/// Connections that there may be for another one to have the larger buffer.
+const LARGE_MAX: usize = 256;
+/// What the guest may send of a connection while its client does not read, in few and in many connections: 112 MiB in
+/// all.
+pub(super) const LARGE_BUFFER_BYTES: u32 = 256 << 10;
+const SMALL_BUFFER_BYTES: u32 = 64 << 10;
 /// Maximum number of clients that have not sent their port; beyond that the oldest is dropped.
 const GREETINGS_MAX: usize = 64;
 /// Maximum number of RSTs without a connection that wait for guest buffers; the size of a queue.
@@ -216,7 +221,8 @@ impl Muxer {
         }
         match self.socket.connect_to_port(ports.0) {
             Ok(stream) => {
-                let connection = Connection::of_guest(UnixStream::from(stream), request);
+                let connection =
+                    Connection::of_guest(UnixStream::from(stream), request, self.buffer_bytes());
                 let token = self.next_token();
                 self.insert(ports, connection, token);
                 true
@@ -269,6 +275,11 @@ impl Muxer {
         }
     }
 
+    /// What a new connection may have to buffer.
+    fn buffer_bytes(&self) -> u32 {
+        if self.connections.len() < LARGE_MAX { LARGE_BUFFER_BYTES } else { SMALL_BUFFER_BYTES }
+    }
+
     /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn has_packets(&self) -> bool {
         !self.answers.is_empty() || !self.ready.is_empty()
@@ -288,12 +299,12 @@ impl Muxer {
             entry.is_ready = false;
             let mut packet = None;
             self.with(ports, |connection| packet = connection.next_packet(room));
-            if let Some(Packet { op, flags, len_bytes, fwd_cnt }) = packet {
+            if let Some(Packet { op, flags, len_bytes, buf_alloc, fwd_cnt }) = packet {
                 let header = Header {
                     op,
                     flags,
                     len_bytes: u32::try_from(len_bytes).unwrap_or(0),
-                    buf_alloc: BUFFER_BYTES,
+                    buf_alloc,
                     fwd_cnt,
                     ..self.header(ports)
                 };
@@ -394,7 +405,8 @@ impl Muxer {
         // It is registered again as a connection; cannot fail.
         let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
         let ports = (self.next_client_port(guest_port), guest_port);
-        self.insert(ports, Connection::of_host(greeting.into_stream()), token);
+        let connection = Connection::of_host(greeting.into_stream(), self.buffer_bytes());
+        self.insert(ports, connection, token);
     }
 
     /// A port that no connection to `guest_port` uses; there are more ports than connections.

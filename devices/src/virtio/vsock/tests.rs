@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use super::connection::BUFFER_BYTES;
+use super::muxer::LARGE_BUFFER_BYTES as BUFFER_BYTES;
 use super::packet::{HEADER_BYTES, HOST_CID, Header, TYPE_STREAM, op};
 use super::{Vsock, VsockConfig};
 use crate::virtio::VirtioDevice;
@@ -301,6 +301,47 @@ fn a_guest_that_minds_its_credit_sends_all_that_it_has() {
         fixture.send_packet(header(op::RW), chunk);
     }
     assert!(reader.join().unwrap());
+}
+
+#[test]
+fn what_a_client_writes_arrives_whole_and_in_its_order_within_the_guest_s_credit() {
+    const CREDIT: u32 = 100 << 10;
+    let mut fixture = Fixture::new();
+    let client = fixture.connected();
+    let credit = |taken| Header { buf_alloc: CREDIT, fwd_cnt: taken, ..header(op::CREDIT_UPDATE) };
+    fixture.send_packet(credit(0), &[]);
+    let all = pattern(600_001);
+    let expected = all.clone();
+    // Pieces of any length, and at last the end.
+    let writer = std::thread::spawn(move || {
+        let (mut client, mut at, mut len) = (client, 0, 1);
+        while at < all.len() {
+            let end = all.len().min(at + len);
+            client.write_all(&all[at..end]).unwrap();
+            (at, len) = (end, len * 3 % 70_001 + 1);
+        }
+        client.shutdown(Shutdown::Write).unwrap();
+        client
+    });
+    let (mut received, mut told) = (Vec::new(), 0_u32);
+    loop {
+        let (header, data) = fixture.receive();
+        match header.op {
+            op::RW => received.extend(data),
+            // It is granted where the device asks, and no sooner.
+            op::CREDIT_REQUEST => {
+                told = u32::try_from(received.len()).unwrap();
+                fixture.send_packet(credit(told), &[]);
+            }
+            op => {
+                assert_eq!((op, header.flags), (op::SHUTDOWN, 2));
+                break;
+            }
+        }
+        assert!(received.len() - usize::try_from(told).unwrap() <= CREDIT as usize);
+    }
+    assert!(received == expected, "{} bytes", received.len());
+    drop(writer.join().unwrap());
 }
 
 #[test]
