@@ -311,13 +311,14 @@ impl Connection {
         }
     }
 
-    /// The events to poll the stream for; `None` to stop polling.
+    /// The events to poll the stream for; `None` to stop polling. They come once, and are remembered here: to poll for
+    /// some and no longer would be two system calls for each message.
     pub(super) fn interest(&self) -> Option<EventSet> {
         if self.has_hung_up || self.is_over() {
             return None;
         }
-        let mut events = EventSet::empty();
-        if self.may_read() && !self.is_readable {
+        let mut events = EventSet::EDGE_TRIGGERED;
+        if self.may_read() {
             events |= EventSet::IN;
         }
         if self.host_receives && !self.to_host.is_empty() {

@@ -40,6 +40,8 @@ pub(crate) struct VsockWorker {
     /// Whether packets of the guest wait, without a notification by it, for room for their answers.
     is_transmit_held: bool,
     timer: TimerFd,
+    /// What the timer is set to.
+    armed: Option<Instant>,
     /// Buffer for the data of one packet.
     data: Vec<u8>,
 }
@@ -62,6 +64,7 @@ impl VsockWorker {
             reset_is_due,
             is_transmit_held: false,
             timer,
+            armed: None,
             data,
         })
     }
@@ -197,7 +200,11 @@ impl VsockWorker {
 
     /// Sets the timer to the first time limit of a connection.
     fn arm(&mut self) -> Result<(), Broken> {
-        let armed = match self.muxer.first_deadline() {
+        let deadline = self.muxer.first_deadline();
+        if self.armed == deadline {
+            return Ok(());
+        }
+        let armed = match deadline {
             Some(deadline) => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 // Zero would disarm it.
@@ -205,6 +212,7 @@ impl VsockWorker {
             }
             None => self.timer.clear(),
         };
+        self.armed = deadline;
         armed.map_err(|error| {
             log::error!("cannot set the timer of a socket device: {error}");
             Broken::Device("the host refused to set a timer")
@@ -218,9 +226,10 @@ impl Work for VsockWorker {
     }
 
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        watch.on(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
-        watch.on(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
-        watch.on(EVENT_TOKEN, self.event.kick().as_raw_fd())?;
+        // Not read, which would be a system call for each: what they announce is in the rings.
+        watch.on_signal(RECEIVE_TOKEN, self.receive.kick().as_raw_fd())?;
+        watch.on_signal(TRANSMIT_TOKEN, self.transmit.kick().as_raw_fd())?;
+        watch.on_signal(EVENT_TOKEN, self.event.kick().as_raw_fd())?;
         watch.on(STREAMS_TOKEN, self.muxer.poll_fd())?;
         watch.on(TIMER_TOKEN, self.timer.as_raw_fd())?;
         self.send_reset()?;
@@ -231,19 +240,14 @@ impl Work for VsockWorker {
 
     fn ready(&mut self, token: u64, _watch: &mut Watch) -> Result<(), Broken> {
         match token {
-            RECEIVE_TOKEN => self.receive.take_kick(),
-            TRANSMIT_TOKEN => {
-                self.transmit.take_kick();
-                self.transmit()?;
-            }
-            EVENT_TOKEN => {
-                self.event.take_kick();
-                return self.send_reset();
-            }
+            RECEIVE_TOKEN => {}
+            TRANSMIT_TOKEN => self.transmit()?,
+            EVENT_TOKEN => return self.send_reset(),
             STREAMS_TOKEN => self.muxer.serve_streams(),
             _ => {
                 // It has expired, or was set again meanwhile: overdue connections are checked in any case.
                 let _ = self.timer.clear();
+                self.armed = None;
                 self.muxer.end_overdue(Instant::now());
             }
         }
@@ -278,6 +282,7 @@ impl Work for VsockWorker {
             TIMER_TOKEN => {
                 // It has expired, or was set again meanwhile.
                 let _ = self.timer.clear();
+                self.armed = None;
                 self.muxer.end_overdue(Instant::now());
             }
             // Taken from epoll before the queue broke.
