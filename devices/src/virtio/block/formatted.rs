@@ -154,6 +154,10 @@ pub(super) trait Unloaded: Send + Sync {
     fn lock_others(&self, _lock: bool) -> Result<(), FormatError> {
         Ok(())
     }
+    /// Whether its driver tells the places of data ([`FormatDriver::place`]).
+    fn has_places(&self) -> bool {
+        false
+    }
     /// Checks whether it can be loaded, without writing. No other host may write to it meanwhile.
     fn check(&self) -> Result<(), FormatError>;
     /// Reads the tables.
@@ -172,7 +176,8 @@ pub(super) struct Formatted {
     freed: Condvar,
 }
 
-/// Maximum number of concurrent operations. Each keeps tables in use, of which a driver has room for 128.
+/// Maximum number of concurrent operations. Each keeps tables in use, of which a driver has room for 128; so does the
+/// thread of each queue, for as long as it looks up a place.
 const CONCURRENT_MAX: usize = 64;
 
 /// The right to carry out an operation beside others.
@@ -206,6 +211,10 @@ impl Formatted {
 
     pub(super) fn unit_bytes(&self) -> u64 {
         self.unloaded.unit_bytes()
+    }
+
+    pub(super) fn has_places(&self) -> bool {
+        self.unloaded.has_places()
     }
 
     pub(super) fn other_paths(&self) -> Vec<PathBuf> {
@@ -262,7 +271,8 @@ impl Formatted {
         driver
     }
 
-    /// Begins a transfer that goes straight to the file, if it can; does not wait for operations in progress.
+    /// Begins a transfer that goes straight to the file, if it can; does not wait for operations that must be alone. It
+    /// may read a table.
     pub(super) fn begin_transfer(
         &self,
         offset: u64,

@@ -3,8 +3,9 @@
 //! Transfers of an image in a format that go straight to its file, as those of a raw image do.
 //!
 //! Owns the record of those in progress, for which an operation that changes where data are has to wait. A transfer is
-//! begun by the thread of a queue, which must never wait here: it gives up where such an operation is in progress, and
-//! the request takes the usual way through the driver of the format.
+//! begun by the thread of a queue, which must never wait here, as it alone ends those that others wait for: it gives up
+//! where such an operation is in progress, and the request takes the usual way through the driver of the format. The
+//! driver may read a table meanwhile, and write others for which it is in the way, but waits for no transfer.
 
 use std::sync::Arc;
 

@@ -165,6 +165,8 @@ impl Store {
         let is_of_tables =
             self.tables.as_ref().is_some_and(|tables| tables.contain(offset, len_bytes));
         let address_align_bytes = self.of.address_align_bytes;
+        // Otherwise a request nearby may read, change and write what belongs to this one as well.
+        let is_aligned = is_aligned && address_align_bytes <= self.of.offset_align_bytes;
         let is_plain = is_aligned && offset >= self.unit_bytes && !is_of_tables;
         is_plain.then_some(Place { offset, address_align_bytes })
     }

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use memory::GuestMemory;
 use virtio_queue::QueueState;
+use vmm_sys_util::eventfd::EventFd;
 
 use super::counters::BlockCounters;
 use super::image::Disk;
@@ -69,17 +70,14 @@ impl BlockWorker {
     pub(crate) fn new(queue: WorkQueue, shared: Shared, with_ring: bool) -> Self {
         let mut ring = None;
         let pool = shared.engine.disk.formatted().and_then(|_| Self::pool(&queue, &shared));
+        let formatted = shared.engine.disk.formatted();
         // Nothing that may wait for operations of the ring runs on this thread.
-        if with_ring && (pool.is_some() || shared.engine.disk.formatted().is_none()) {
+        if with_ring && formatted.is_none_or(|it| pool.is_some() && it.has_places()) {
             match Ring::new(Arc::clone(&shared.engine.disk), queue.size()) {
                 Ok(made) => ring = Some(made),
                 Err(error) => {
                     let path = shared.engine.disk.path().display();
-                    log_limited!(
-                        shared.log,
-                        Info,
-                        "disk {path} uses synchronous I/O instead of io_uring: {error}"
-                    );
+                    log_limited!(shared.log, Info, "disk {path} does without io_uring: {error}");
                 }
             }
         }
@@ -242,7 +240,7 @@ impl BlockWorker {
             && !matches!(request.operation, Operation::GetId { .. } | Operation::Refused(_))
         {
             if let Some(request) = self.start_placed(request, memory) {
-                self.start_in_pool(request, memory);
+                self.start_in_pool(request, memory, Instant::now());
             }
             return Ok(0);
         }
@@ -271,8 +269,7 @@ impl BlockWorker {
         Ok(())
     }
 
-    fn start_in_pool(&mut self, request: Request, memory: &Arc<GuestMemory>) {
-        let started = Instant::now();
+    fn start_in_pool(&mut self, request: Request, memory: &Arc<GuestMemory>, started: Instant) {
         if let Some(pool) = &mut self.pool {
             pool.push(PoolJob { request, memory: Arc::clone(memory), started });
         }
@@ -351,7 +348,7 @@ impl BlockWorker {
     }
 
     fn reap_pool(&mut self) -> Result<(), Broken> {
-        let Some(pool) = &mut self.pool else { return Ok(()) };
+        let Some(pool) = self.pool.as_mut().filter(|pool| !pool.is_idle()) else { return Ok(()) };
         let mut result = Ok(());
         for PoolDone { job, outcome } in pool.take_completed() {
             let PoolJob { request, memory, started } = job;
@@ -376,7 +373,7 @@ impl BlockWorker {
             if transfer.is_some() && done.is_err() {
                 // The driver knows what is behind the end of the file, and what an error means.
                 drop(transfer);
-                again.push((request, memory));
+                again.push((request, memory, started));
                 continue;
             }
             let disk = &self.shared.engine.disk;
@@ -391,8 +388,8 @@ impl BlockWorker {
             // Each is completed, whatever the result of earlier ones.
             result = self.finish(&memory, request, outcome, started).and(result);
         }
-        for (request, memory) in again {
-            self.start_in_pool(request, &memory);
+        for (request, memory, started) in again {
+            self.start_in_pool(request, &memory, started);
         }
         result
     }
@@ -508,11 +505,11 @@ impl Work for BlockWorker {
         self.put_back();
         let mut result = Ok(());
         while !self.is_idle() {
-            if let Some(ring) = &self.ring {
-                ring.wait();
-            }
-            if let Some(pool) = &self.pool {
-                pool.wait();
+            // What the pool does may wait for transfers that only this thread ends.
+            match (&self.ring, &self.pool) {
+                (Some(ring), _) if !ring.is_idle() => ring.wait(),
+                (_, Some(pool)) => pool.wait(),
+                _ => {}
             }
             result = self.reap().and(result);
         }
@@ -526,17 +523,15 @@ impl Work for BlockWorker {
         let reaped = self.reap();
         watch.off(KICK_TOKEN);
         watch.off(LIMIT_TOKEN);
-        if let Some(pool) = self.pool.as_ref().filter(|pool| !pool.is_idle())
-            && watch.on(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
-            && reaped.is_ok()
-        {
-            return Ok(false);
-        }
         // The kernel may not have accepted all of it.
-        let is_watched = self.ring.as_mut().filter(|ring| !ring.is_idle()).is_some_and(|ring| {
-            ring.submit() && watch.on_signal(RING_TOKEN, ring.completed().as_raw_fd()).is_ok()
+        let is_ring_watched = self.ring.as_mut().is_none_or(|ring| {
+            let mut is_watched = |fd: &EventFd| watch.on_signal(RING_TOKEN, fd.as_raw_fd()).is_ok();
+            ring.is_idle() || ring.submit() && is_watched(ring.completed())
         });
-        if is_watched && reaped.is_ok() {
+        let is_pool_watched = self.pool.as_ref().is_none_or(|pool| {
+            pool.is_idle() || watch.on(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
+        });
+        if is_ring_watched && is_pool_watched && reaped.is_ok() && !self.is_idle() {
             return Ok(false);
         }
         // Also if the driver broke a rule: operations in flight write to guest memory all the same.
@@ -553,11 +548,18 @@ impl Work for BlockWorker {
         self.queue.interrupt().needs_reset();
     }
 
-    /// Behind the IOMMU, the driver may wait for the end of what is in flight.
+    /// Behind the IOMMU, the driver may wait for the end of what is in flight; and other queues may, for that of
+    /// transfers.
     fn start_broken(&mut self, _watch: &mut Watch) {
+        // It is known to be broken.
         if self.queue.is_translated() {
-            // It is known to be broken.
             let _ = self.drain();
+        }
+        while self.pool.is_some()
+            && let Some(ring) = self.ring.as_ref().filter(|ring| !ring.is_idle())
+        {
+            ring.wait();
+            let _ = self.reap_ring();
         }
     }
 }

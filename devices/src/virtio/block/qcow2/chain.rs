@@ -185,6 +185,10 @@ impl Unloaded for Chain {
         Self::check(self, self.purpose(Purpose::WriteLater)).map(drop)
     }
 
+    fn has_places(&self) -> bool {
+        true
+    }
+
     fn load(&self) -> Result<Box<dyn FormatDriver>, FormatError> {
         let now = Self::check(self, self.purpose(Purpose::Write))?;
         let header = Store::new(self.image.clone(), now.cluster_bytes());
@@ -203,11 +207,12 @@ impl Unloaded for Chain {
         let header_area = 0..now.cluster_bytes();
         let areas = [now.l1, now.references].map(Table::area);
         let areas = std::iter::once(header_area).chain(areas).collect();
-        let tables = Arc::new(Tables::new(areas, Header::references_area));
-        let image = open_qcow2(&self.image, &self.header, behind, Some(Arc::clone(&tables)))?;
+        let recorded = Arc::new(Tables::new(areas, Header::references_area));
+        let image = open_qcow2(&self.image, &self.header, behind, Some(Arc::clone(&recorded)))?;
         let holes = Store::new(self.image.clone(), self.header.cluster_bytes());
         let holes = holes.with_header(Header::MAY_CHANGE);
-        Ok(Box::new(Qcow2Driver::new(image, holes, header, tables, &self.header)))
+        let shared = tables::shared(&header, &now)?;
+        Ok(Box::new(Qcow2Driver::new(image, holes, header, recorded, &self.header, shared)))
     }
 }
 

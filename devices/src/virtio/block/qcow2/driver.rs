@@ -32,6 +32,8 @@ pub(super) struct Qcow2Driver {
     is_marked: RwLock<bool>,
     /// Whether a write that nothing repeats has failed.
     tables: Arc<Tables>,
+    /// Numbers of the L2 tables whose clusters have no place to rely on.
+    shared: Vec<u32>,
     cluster_bytes: u64,
     size_bytes: u64,
     can_free: bool,
@@ -45,6 +47,7 @@ impl Qcow2Driver {
         header_store: Store,
         tables: Arc<Tables>,
         header: &Header,
+        shared: Vec<u32>,
     ) -> Self {
         Self {
             image,
@@ -52,10 +55,19 @@ impl Qcow2Driver {
             header: header_store,
             is_marked: RwLock::new(false),
             tables,
+            shared,
             cluster_bytes: header.cluster_bytes(),
             size_bytes: header.size_bytes,
             can_free: header.can_free,
         }
+    }
+
+    /// Whether an address of the disk is one of an L2 table that may be shared.
+    fn is_of_shared_table(&self, offset: u64) -> bool {
+        // A table is a cluster of entries of 8 bytes.
+        let reach_bytes = self.cluster_bytes.saturating_mul(self.cluster_bytes / 8);
+        let number = offset.checked_div(reach_bytes).and_then(|it| u32::try_from(it).ok());
+        number.is_none_or(|number| self.shared.binary_search(&number).is_ok())
     }
 
     /// Marks the image as in use, on stable storage, before anything in it changes.
@@ -117,6 +129,10 @@ impl FormatDriver for Qcow2Driver {
     }
 
     fn place(&self, offset: u64, len_bytes: u64, write: bool) -> Option<Place> {
+        let last = offset.checked_add(len_bytes.checked_sub(1)?)?;
+        if self.is_of_shared_table(offset) || self.is_of_shared_table(last) {
+            return None;
+        }
         // The header has to say first that the image is in use.
         if write && self.can_free && !*self.is_marked.try_read()? {
             return None;

@@ -15,6 +15,8 @@ use crate::virtio::block::store::Store;
 
 /// Offset bits of an L1 entry.
 const ENTRY_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// What an entry refers to has no other reference.
+const COPIED: u64 = 1 << 63;
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01fe;
 /// Bytes of a table read at a time.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -67,6 +69,19 @@ pub(super) fn check(
         Purpose::WriteLater => check_counts(store, header, &blocks, &[0]),
         Purpose::Write => check_counts(store, header, &blocks, &taken),
     }
+}
+
+/// Numbers of the L2 tables that a snapshot may share, in their order. A write makes a table of its own of such a one, and
+/// what its entries say of their clusters is not to be relied on.
+pub(super) fn shared(store: &Store, header: &Header) -> Result<Vec<u32>, FormatError> {
+    let mut shared = Vec::new();
+    for (number, entry) in (0..).zip(read(store, header.l1)?) {
+        let entry = entry?;
+        if entry & ENTRY_OFFSET != 0 && entry & COPIED == 0 {
+            shared.push(number);
+        }
+    }
+    Ok(shared)
 }
 
 struct Places<'a> {

@@ -120,6 +120,65 @@ fn a_transfer_that_the_file_refuses_takes_the_usual_way() {
     assert_eq!(fixture.device.pause().len(), 1);
 }
 
+/// A discard waits for transfers that only the thread of their queue ends, whatever that is told meanwhile.
+#[test]
+fn transfers_end_before_what_waits_for_them() {
+    const ROUNDS: u32 = 200;
+    if !Ring::is_available() {
+        test_skip::skip!("io_uring cannot be used here");
+        return;
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    let work = move || {
+        for round in 0..ROUNDS {
+            // Direct, so that the kernel does not answer at once.
+            let mut fixture = fixture(qcow2(), |config| config.direct = true);
+            fixture.driver.write(BUFFER, &[0xee; 4096]);
+            let write = [readable(BUFFER, 4096)];
+            assert_eq!(fixture.request(abi::VIRTIO_BLK_T_OUT, 8, &write).0, OK);
+            let ask = |fixture: &mut Fixture, at: u64, kind: u32, sector: u64, data| {
+                let mut header = [0; 16];
+                header[..4].copy_from_slice(&kind.to_le_bytes());
+                header[8..].copy_from_slice(&sector.to_le_bytes());
+                fixture.driver.write(at, &header);
+                let buffers = [readable(at, 16), data, writable(at + 0x40, 1)];
+                fixture.driver.queues[0].add(&buffers);
+            };
+            let lock = fixture.device.lock();
+            let begun = lock.disk.formatted().unwrap().transfers_begun();
+            let read = writable(BUFFER + 0x2000, 4096);
+            ask(&mut fixture, DATA + 0x8000, abi::VIRTIO_BLK_T_IN, 8, read);
+            let range = [8_u64.to_le_bytes().to_vec(), [8, 0, 0, 0, 0, 0, 0, 0].to_vec()].concat();
+            fixture.driver.write(DATA + 0x8800, &range);
+            let range = readable(DATA + 0x8800, 16);
+            ask(&mut fixture, DATA + 0x8400, abi::VIRTIO_BLK_T_DISCARD, 0, range);
+            let is_broken = round % 2 == 1;
+            if is_broken {
+                // Has no room for a status.
+                fixture.driver.queues[0].add(&[readable(HEADER, 16)]);
+            }
+            fixture.driver.queues[0].kick();
+            let formatted = lock.disk.formatted().unwrap();
+            while formatted.transfers_begun() == begun {
+                std::thread::yield_now();
+            }
+            if is_broken {
+                fixture.driver.interrupt.wait_broken();
+                // Of another queue, for example.
+                drop(formatted.hold());
+                fixture.device.pause();
+            } else {
+                fixture.device.reset();
+            }
+            drop(fixture);
+        }
+        tell.send(()).unwrap();
+    };
+    let thread = std::thread::spawn(work);
+    told.recv_timeout(Duration::from_mins(1)).expect("a queue waits for itself, or a step failed");
+    thread.join().unwrap();
+}
+
 #[test]
 fn an_image_that_is_not_loaded_answers_with_errors() {
     let image = qcow2();
