@@ -9,6 +9,14 @@ use std::collections::BTreeSet;
 
 use pci::register;
 
+/// Null: a place without meaning, whose next pointer is valid.
+pub const NONE: u8 = 0x00;
+/// Power management (PCI Bus Power Management 1.2, 3.2).
+pub const POWER_MANAGEMENT: u8 = 0x01;
+/// Vital product data (PCI 3.0, appendix I).
+pub const VITAL_PRODUCT_DATA: u8 = 0x03;
+/// Vendor-specific; its length follows the header (PCI 3.0, appendix H).
+pub const VENDOR_SPECIFIC: u8 = 0x09;
 /// MSI (PCI 3.0, 6.8.1).
 pub const MSI: u8 = 0x05;
 /// MSI-X (PCI 3.0, 6.8.2).
@@ -25,7 +33,8 @@ const STATUS_CAPABILITIES: u8 = 1 << 4;
 const FIRST_OFFSET: u16 = 0x40;
 const CONVENTIONAL_END: u16 = 0x100;
 
-fn byte(config: &[u8], offset: u16) -> Option<u8> {
+/// An 8-bit register; `None` beyond the end.
+pub fn byte(config: &[u8], offset: u16) -> Option<u8> {
     config.get(usize::from(offset)).copied()
 }
 

@@ -14,6 +14,7 @@
 use hypervisor::irq::MsiMessage;
 
 use super::capabilities::{self, HIDDEN_EXTENDED, double_word, word};
+use super::clique::CliqueCapability;
 use super::error::VfioError;
 use super::express::{Express, Port};
 use pci::{BarDecode, BarDescription};
@@ -227,6 +228,20 @@ impl ShadowConfig {
             self.emulate(offset, masks);
             self.space.put(offset, values);
         }
+    }
+
+    /// Has the function name the GPUDirect clique that it is in. `config` is the host's configuration space.
+    ///
+    /// # Errors
+    /// It is no GPU of NVIDIA's, or there is no room.
+    pub fn show_clique(&mut self, config: &[u8], clique: u8) -> Result<(), VfioError> {
+        let CliqueCapability { offset, link, registers } = CliqueCapability::place(config, clique)?;
+        let [pointer, _] = offset.to_le_bytes();
+        self.emulate(link, &[0xff]);
+        self.space.put(link, &[pointer]);
+        self.emulate(offset, &[0xff; 8]);
+        self.space.put(offset, &registers);
+        Ok(())
     }
 
     fn emulate(&mut self, offset: u16, masks: &[u8]) {

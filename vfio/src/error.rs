@@ -201,6 +201,28 @@ pub enum VfioError {
         #[source]
         source: ConfigError,
     },
+    /// The function is not one of those that have cliques.
+    #[error(
+        "x_nv_gpudirect_clique is for GPUs of NVIDIA's (vendor 0x10de, class 0x03), and this function has vendor \
+         {vendor:#06x}, class {class:#04x}"
+    )]
+    CliqueOfOther {
+        /// Its vendor.
+        vendor: u16,
+        /// Its base class.
+        class: u8,
+    },
+    /// There is no clique of this number.
+    #[error("there is no GPUDirect clique {clique}; cliques are numbered from 0 to 15")]
+    CliqueNumber {
+        /// The number.
+        clique: u8,
+    },
+    /// Configuration space has no room for the capability of cliques.
+    #[error(
+        "x_nv_gpudirect_clique needs 8 free bytes in the function's list of capabilities, and it has none"
+    )]
+    NoRoomForClique,
     /// MSI-X cannot be set up.
     #[error("MSI-X cannot be set up")]
     Msix(#[from] MsixError),

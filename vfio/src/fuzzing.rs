@@ -104,6 +104,7 @@ pub fn fuzz_vfio_state(input: &[u8]) {
             intx: None,
             trapped_bars: Vec::new(),
             has_ports: true,
+            gpudirect_clique: None,
             peers: None,
         };
         let device = VfioPciDevice::new("fuzz".to_owned(), host.clone(), wiring).ok()?;
@@ -141,6 +142,7 @@ fn drive(
         intx: line.map(|file| Box::new(FakeLine(file)) as _),
         trapped_bars: Vec::new(),
         has_ports: true,
+        gpudirect_clique: None,
         peers: Some(Arc::clone(peers)),
     };
     let host: Arc<dyn HostFunction> = host.clone();

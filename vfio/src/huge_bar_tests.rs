@@ -56,6 +56,7 @@ impl Rig {
                 intx: None,
                 trapped_bars: Vec::new(),
                 has_ports: true,
+                gpudirect_clique: None,
                 peers: Some(peers.clone()),
             };
             let device = VfioPciDevice::new(format!("gpu{number}"), host, wiring).unwrap();

@@ -21,6 +21,7 @@
 
 mod bars;
 mod capabilities;
+mod clique;
 mod config;
 mod container;
 mod device;
@@ -63,6 +64,7 @@ mod sysfs;
 mod tests;
 mod unmasking;
 
+pub use clique::CLIQUE_MAX;
 pub use container::Type1Container;
 pub use device::{BarSlots, DmaLog, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
 pub use device_events::{DeviceEvents, OnDeviceEvent};

@@ -63,6 +63,18 @@ impl Rig {
         has_line: bool,
         prepare: impl FnOnce(&FakeFunction),
     ) -> Self {
+        Self::wired(config, prepare, |wiring| {
+            wiring.trapped_bars = trapped_bars;
+            wiring.intx = has_line.then(|| Box::new(FakeLine(silent_file())) as _);
+        })
+    }
+
+    /// `connect` changes what the function is connected to.
+    pub(super) fn wired(
+        config: Vec<u8>,
+        prepare: impl FnOnce(&FakeFunction),
+        connect: impl FnOnce(&mut VfioWiring<'_>),
+    ) -> Self {
         let windows = MmioWindows {
             below_4g: MmioRange { start_gpa: BELOW, len_bytes: 0x100_0000 },
             above_4g: MmioRange { start_gpa: ABOVE, len_bytes: 0x100_0000 },
@@ -72,16 +84,17 @@ impl Rig {
         prepare(&host);
         let slots = Arc::new(FakeSlots::default());
         let msi = FakeMsiSource::new(64);
-        let line = has_line.then(|| Box::new(FakeLine(silent_file())) as _);
-        let wiring = VfioWiring {
+        let mut wiring = VfioWiring {
             msi_source: &msi,
             slots: slots.clone(),
             gate: Arc::clone(&gate),
-            intx: line,
-            trapped_bars,
+            intx: None,
+            trapped_bars: Vec::new(),
             has_ports: true,
+            gpudirect_clique: None,
             peers: None,
         };
+        connect(&mut wiring);
         let device = Arc::new(VfioPciDevice::new("gpu".into(), host.clone(), wiring).unwrap());
         let mapper = Arc::new(FakeMapper::new(vec![windows.below_4g, windows.above_4g]));
         let ports =
@@ -323,6 +336,7 @@ fn without_ports_the_guest_sees_no_bar_of_them() {
             intx: None,
             trapped_bars: Vec::new(),
             has_ports,
+            gpudirect_clique: None,
             peers: None,
         };
         let device = VfioPciDevice::new("gpu".into(), host, wiring).unwrap();
@@ -356,6 +370,7 @@ fn a_bridge_is_refused() {
         intx: None,
         trapped_bars: Vec::new(),
         has_ports: true,
+        gpudirect_clique: None,
         peers: None,
     };
     let refused = VfioPciDevice::new("bridge".into(), host, wiring);

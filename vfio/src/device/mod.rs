@@ -75,6 +75,8 @@ pub struct VfioWiring<'a> {
     /// Whether its bus has ports. Without them the guest does not see the function's I/O BARs: one that has no
     /// address keeps Linux from enabling the function.
     pub has_ports: bool,
+    /// The GPUDirect clique that the function is to name, if it is in one.
+    pub gpudirect_clique: Option<u8>,
     /// The functions with which it is to share BARs for p2p.
     pub peers: Option<Arc<P2pBars>>,
 }
@@ -150,7 +152,10 @@ impl VfioPciDevice {
         let msi = MsiLayout::find(&raw)
             .filter(|layout| counts(InterruptKind::Msi) >= u32::from(layout.count()));
         let intx = wiring.intx.filter(|_| counts(InterruptKind::Intx) > 0);
-        let config = ShadowConfig::new(&raw, &bars, msi, msix, intx.is_some())?;
+        let mut config = ShadowConfig::new(&raw, &bars, msi, msix, intx.is_some())?;
+        if let Some(clique) = wiring.gpudirect_clique {
+            config.show_clique(&raw, clique)?;
+        }
         let interrupts = Interrupts::new(
             &id,
             Arc::clone(&host),

@@ -65,6 +65,7 @@ impl Rig {
             intx: None,
             trapped_bars: Vec::new(),
             has_ports: true,
+            gpudirect_clique: None,
             peers: Some(self.peers.clone()),
         };
         let device = VfioPciDevice::new(format!("gpu{number}"), host.clone(), wiring).unwrap();

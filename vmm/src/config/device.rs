@@ -45,9 +45,8 @@ option_family! {
         pci_device_id: Option<u8> = None, "pci_device_id" as Opt<Int>, range(1, 31);
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
-        /// GPUDirect clique of the device.
-        x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>,
-            unsupported();
+        /// GPUDirect clique of the device, an NVIDIA GPU: GPUs of one clique reach each other by DMA.
+        x_nv_gpudirect_clique: Option<u8> = None, "x_nv_gpudirect_clique" as Opt<Int>, range(0, 15);
         /// BARs that are not mapped into the guest.
         x_exclude_mmap_bars: Vec<u64> = Vec::new(), "x_exclude_mmap_bars" as One<IntList>;
         /// When guest memory is mapped for DMA.
@@ -85,6 +84,17 @@ impl DeviceConfig {
         }
         if self.x_exclude_mmap_bars.iter().any(|bar| *bar >= BARS_COUNT) {
             return refuse("x_exclude_mmap_bars names a BAR that does not exist (0 to 5 do)");
+        }
+        if self.x_nv_gpudirect_clique.is_some() {
+            // The guest's driver would rely on what does not work.
+            if platform.is_some_and(|platform| !platform.vfio_p2p_dma) {
+                return refuse("x_nv_gpudirect_clique needs --platform vfio_p2p_dma=on");
+            }
+            if platform.is_some_and(|platform| platform.iommufd) {
+                return refuse(
+                    "x_nv_gpudirect_clique needs type1: with iommufd=on devices do not reach each other",
+                );
+            }
         }
         Ok(())
     }

@@ -215,6 +215,25 @@ fn passed_through_devices() {
     let refused = with(r#"{"path":"/d","iommu":true}"#);
     assert!(matches!(refused, Err(ConfigError::Unsupported { .. })), "{refused:?}");
     assert!(with(r#"{"path":"/d","x_exclude_mmap_bars":[6]}"#).is_err());
+    for clique in [0, 15] {
+        let device = format!(r#"{{"path":"/d","x_nv_gpudirect_clique":{clique}}}"#);
+        let devices = with(&device).unwrap().devices.unwrap();
+        assert_eq!(devices[0].x_nv_gpudirect_clique, Some(clique));
+    }
+    let too_large = r#"{"path":"/d","x_nv_gpudirect_clique":16}"#;
+    assert!(serde_json::from_str::<DeviceConfig>(too_large).is_err());
+    assert!(DeviceConfig::parse("path=/d,x_nv_gpudirect_clique=16").is_err());
+    assert!(with(r#"{"path":"/d","x_nv_gpudirect_clique":null}"#).is_ok());
+    let parsed = DeviceConfig::parse("path=/e,x_nv_gpudirect_clique=3").unwrap();
+    assert_eq!(parsed.x_nv_gpudirect_clique, Some(3));
+    for platform in [r#"{"vfio_p2p_dma":false}"#, r#"{"iommufd":true}"#] {
+        let refused = complete(&format!(
+            r#"{{"payload":{{"kernel":"/k"}},"platform":{platform},
+                "devices":[{{"path":"/d","x_nv_gpudirect_clique":0}}]}}"#
+        ));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("x_nv_gpudirect_clique needs"), "{platform}: {refused}");
+    }
     assert!(with(r#"{"path":"/d","id":"x"},{"path":"/e","id":"x"}"#).is_err());
     assert!(with(r#"{"path":"/d","pci_device_id":3},{"path":"/e","pci_device_id":3}"#).is_err());
 }

@@ -242,6 +242,7 @@ pub(super) mod tests {
                 intx: None,
                 trapped_bars: Vec::new(),
                 has_ports: true,
+                gpudirect_clique: None,
                 peers: None,
             };
             let device = VfioPciDevice::new(id.to_owned(), host.clone(), wiring).unwrap();
@@ -444,6 +445,7 @@ pub(super) mod tests {
                 intx: None,
                 trapped_bars: Vec::new(),
                 has_ports: true,
+                gpudirect_clique: None,
                 peers: None,
             };
             let id = device.id().to_owned();

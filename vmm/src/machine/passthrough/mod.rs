@@ -11,6 +11,7 @@
 //! | `announcing` | devices that the guest does not see before memory is mapped |
 //! | `opening` | devices that are opened while the guest runs |
 //! | `backend` | VFIO container or iommufd |
+//! | `counters` | times and states of the devices, for `vm.counters` |
 //! | `kept` | what stays mapped while the guest reboots |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
 //! | `slots` | BARs as memory slots of KVM |
@@ -22,6 +23,7 @@
 mod adding;
 mod announcing;
 mod backend;
+mod counters;
 mod device_events;
 mod kept;
 mod migration;
@@ -419,6 +421,7 @@ impl Passthrough {
             intx: Some(Box::new(line) as Box<dyn IntxLine>),
             trapped_bars: trapped.filter_map(|bar| u8::try_from(*bar).ok()).collect(),
             has_ports: config.pci_segment == 0,
+            gpudirect_clique: config.x_nv_gpudirect_clique,
             peers,
         };
         let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
@@ -549,39 +552,6 @@ impl Passthrough {
     /// The devices with their addresses.
     pub fn devices(&self) -> &[(Bdf, Arc<VfioPciDevice>)] {
         &self.devices
-    }
-
-    /// Per device, in microseconds: when it was open, when all memory was mapped for it, when its driver
-    /// enabled DMA, and how long that waited.
-    pub fn counters(
-        &self,
-        clock_us: impl Fn(Instant) -> u64,
-    ) -> BTreeMap<String, BTreeMap<String, u64>> {
-        let pinned = match self.progress().map(|progress| progress.state) {
-            Some(PinState::Pinned { at, .. }) => Some(at),
-            _ => None,
-        };
-        let of_device = |device: &VfioPciDevice| {
-            let times = device.bus_master_times();
-            let mut counters = BTreeMap::new();
-            if let Some(at) = self.opened.get(device.id()) {
-                counters.insert("opened_monotonic_us".to_owned(), clock_us(*at));
-            }
-            if let Some(asked) = times.asked {
-                counters.insert("bus_master_asked_monotonic_us".to_owned(), clock_us(asked));
-            }
-            if let (Some(asked), Some(granted)) = (times.asked, times.granted) {
-                let waited = granted.saturating_duration_since(asked).as_micros();
-                let waited = u64::try_from(waited).unwrap_or(u64::MAX);
-                counters.insert("bus_master_waited_us".to_owned(), waited);
-            }
-            if let Some(at) = pinned {
-                counters.insert("pinned_monotonic_us".to_owned(), clock_us(at));
-            }
-            counters.insert("lost".to_owned(), u64::from(device.is_lost()));
-            counters
-        };
-        self.devices.iter().map(|(_, device)| (device.id().to_owned(), of_device(device))).collect()
     }
 }
 
