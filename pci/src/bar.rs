@@ -14,13 +14,19 @@ pub enum BarKind {
     Memory64,
     /// I/O ports, one register.
     Ports,
+    /// The expansion ROM: a 32-bit memory address with an enable bit of its own, in a register apart from the
+    /// others.
+    Rom,
 }
+
+/// Index of the expansion ROM, as VFIO and Linux count: after all other BARs.
+pub const ROM_INDEX: u8 = 6;
 
 impl BarKind {
     /// Number of registers.
     pub fn registers_count(self) -> u8 {
         match self {
-            Self::Memory32 | Self::Ports => 1,
+            Self::Memory32 | Self::Ports | Self::Rom => 1,
             Self::Memory64 => 2,
         }
     }
@@ -29,7 +35,7 @@ impl BarKind {
 /// One BAR of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarDescription {
-    /// Index of its (first) register, 0 to 5.
+    /// Index of its (first) register, 0 to 5; [`ROM_INDEX`] for the expansion ROM.
     pub index: u8,
     /// Type of the BAR.
     pub kind: BarKind,
@@ -46,6 +52,8 @@ pub struct BarDecode {
     pub enabled: bool,
     /// Whether I/O decoding is enabled.
     pub ports_enabled: bool,
+    /// The expansion ROM's own enable bit; it decodes memory if both are set.
+    pub rom_enabled: bool,
     /// Index and address of each BAR.
     pub gpas: Vec<(u8, u64)>,
 }

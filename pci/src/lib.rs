@@ -32,7 +32,7 @@ mod msix;
 mod pvpanic;
 mod virtio;
 
-pub use bar::{BarDecode, BarDescription, BarKind};
+pub use bar::{BarDecode, BarDescription, BarKind, ROM_INDEX};
 pub use bar_placement::{
     BarMapper, BarWindow, MapError, MmioRange, MmioWindows, PlacementError, PortWindow, RangeWish,
 };
@@ -42,7 +42,7 @@ pub use bus::{
 };
 pub use config_space::{
     BAR_PORTS_LENS, BARS_COUNT, CONFIG_SPACE_LEN_BYTES, ConfigError, ConfigSpace, ConfigSpaceState,
-    ConfigStateError, Identity, register,
+    ConfigStateError, Identity, ROM_LENS, register,
 };
 pub use device::{PciDevice, PciDeviceState, PciStateError};
 #[cfg(any(test, feature = "testing"))]

@@ -2,10 +2,23 @@
 # What the groups with passed-through devices need besides the usual machine: a disk to pass through, and
 # programs that change limits of a process. Sourced by scripts/lab.
 
+# write_rom FILE: an expansion ROM of 40 KiB for an NVMe disk; its checksum is wrong, so that no firmware runs it.
+write_rom() {
+  {
+    # Signature, length in 512 bytes, where the structure "PCIR" is; vendor, device, its length, class, the
+    # image's length, that it is the last.
+    printf '\125\252\120'
+    head -c 21 /dev/zero
+    printf '\034\000\000\000PCIR\066\033\020\000\000\000\030\000\000\002\010\001\120\000\000\000\000\200\000\000'
+    # More than a ROM's worth, so that no end of a pipe is early.
+    seq 20000 | head -c 40904
+  } >"$1"
+}
 # build_extra_vfio FILE: writes the disk, and an initramfs with the programs.
 build_extra_vfio() {
   local tree=$LAB/vfio
   truncate -s 256M "$LAB/vfio.img"
+  write_rom "$LAB/vfio-rom.img"
   rm -rf "$tree"
   mkdir -p "$tree/bin"
   add_program "$tree" /usr/bin/prlimit

@@ -30,7 +30,6 @@ const COMMAND_MEMORY: u8 = 1 << 1;
 const COMMAND_BUS_MASTER: u8 = 1 << 2;
 const HEADER_TYPE: u16 = 0x0e;
 const HEADER_MULTI_FUNCTION: u8 = 1 << 7;
-const ROM: u16 = 0x30;
 const INTERRUPT_PIN: u16 = 0x3d;
 const PIN_A: u8 = 1;
 
@@ -171,7 +170,7 @@ impl ShadowConfig {
         shadow.emulate(HEADER_TYPE, &[HEADER_MULTI_FUNCTION]);
         // All BARs and the ROM, so that unsupported ones read as zero.
         shadow.emulate(register::BAR0, &[0xff; 24]);
-        shadow.emulate(ROM, &[0xff; 4]);
+        shadow.emulate(register::ROM, &[0xff; 4]);
         shadow.emulate(register::INTERRUPT_LINE, &[0xff; 2]);
         shadow.space.put(INTERRUPT_PIN, &[if has_pin { PIN_A } else { 0 }]);
         for bar in bars {

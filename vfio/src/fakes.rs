@@ -56,6 +56,12 @@ pub struct FakeFunction {
     config: Mutex<Vec<u8>>,
     bars: Mutex<BTreeMap<(u8, u64), u8>>,
     host_bars: Mutex<[HostBar; 6]>,
+    /// Length and contents of its expansion ROM.
+    rom: Mutex<(u64, Vec<u8>)>,
+    /// How often its ROM was read.
+    pub rom_reads: AtomicU64,
+    /// Its ROM cannot be read.
+    pub refuses_rom: AtomicBool,
     file: File,
     gate: Arc<DmaGate>,
     connected: Mutex<Option<(InterruptKind, usize)>>,
@@ -117,6 +123,9 @@ impl FakeFunction {
             config: Mutex::new(config),
             bars: Mutex::default(),
             host_bars: Mutex::new(host_bars()),
+            rom: Mutex::default(),
+            rom_reads: AtomicU64::new(0),
+            refuses_rom: AtomicBool::new(false),
             file,
             gate,
             connected: Mutex::default(),
@@ -166,6 +175,11 @@ impl FakeFunction {
         if let Some(current) = self.host_bars.lock().get_mut(usize::from(index)) {
             *current = bar;
         }
+    }
+
+    /// Has an expansion ROM from now on, of which this is the beginning; called as [`set_bar`](Self::set_bar) is.
+    pub fn set_rom(&self, len_bytes: u64, contents: &[u8]) {
+        *self.rom.lock() = (len_bytes, contents.to_vec());
     }
 
     /// Signals what a host would; false if no event is connected.
@@ -248,10 +262,25 @@ impl HostFunction for FakeFunction {
     }
 
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
+        if index >= pci::BARS_COUNT {
+            self.violate(format!("write of BAR {index}, which does not exist"));
+        }
         let mut bars = self.bars.lock();
         for (byte, at) in data.iter().zip(offset..) {
             bars.insert((index, at), *byte);
         }
+    }
+
+    fn rom_len_bytes(&self) -> u64 {
+        self.rom.lock().0
+    }
+
+    fn read_rom(&self) -> io::Result<Vec<u8>> {
+        self.rom_reads.fetch_add(1, Ordering::Relaxed);
+        if self.refuses_rom.load(Ordering::Relaxed) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        Ok(self.rom.lock().1.clone())
     }
 
     fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {

@@ -69,6 +69,9 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
         }
     }
     let Ok(host) = FakeFunction::new(config, Arc::clone(&gate)) else { return };
+    if kind & 4 != 0 {
+        host.set_rom(0x1_0000, &[0x55, 0xaa]);
+    }
     let slots = Arc::new(FakeSlots::default());
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
     let iommu = Arc::new(FakeP2p::new(Arc::clone(&slots), Arc::clone(&gate)));

@@ -60,6 +60,13 @@ pub trait HostFunction: MigrationPort {
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]);
     /// Writes a BAR.
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]);
+    /// Length of its expansion ROM in bytes; zero if it has none that can be read.
+    fn rom_len_bytes(&self) -> u64;
+    /// Reads its expansion ROM, of which the end may be missing.
+    ///
+    /// # Errors
+    /// The host refuses.
+    fn read_rom(&self) -> io::Result<Vec<u8>>;
     /// Maps a part of a BAR into this process, where huge pages are possible: see [`BarMapping`].
     ///
     /// # Errors

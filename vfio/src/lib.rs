@@ -58,6 +58,7 @@ mod pinning_tests;
 mod prepinned;
 mod ranges;
 mod reach;
+mod rom;
 mod space;
 mod sysfs;
 #[cfg(test)]
@@ -78,7 +79,7 @@ pub use interrupts::IntxLine;
 pub use iommufd::IommufdSpace;
 pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
-pub use migration::INTEGRATED_ENDPOINT_VERSION;
+pub use migration::{INTEGRATED_ENDPOINT_VERSION, ROM_VERSION};
 pub use p2p::{P2pBars, P2pTarget, Peer};
 pub use pinning::{MapSample, PinProgress, PinState, Pinning, PinningAbort};
 pub use prepinned::mapped_pieces;

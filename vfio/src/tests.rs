@@ -22,7 +22,7 @@ use pci::{BarKind, PciDevice};
 use pci::{MmioRange, MmioWindows, PortWindow};
 use pci::{PciEcam, PciSegment, PciSegmentOptions};
 
-const BELOW: u64 = 0xc000_0000;
+pub(super) const BELOW: u64 = 0xc000_0000;
 /// Where the first BAR of a page is placed.
 const LAST_PAGE_BELOW: u64 = BELOW + 0xff_f000;
 pub(super) const ABOVE: u64 = 0x40_0000_0000;

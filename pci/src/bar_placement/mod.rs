@@ -254,8 +254,8 @@ impl BarPlacement {
         })
     }
 
-    /// Allocates addresses for all BARs of a function, or none. An I/O BAR for which there is no space gets
-    /// none: functions must work without (PCIe 4.0, 1.3.2.2), unless the guest makes space. A 32-bit BAR
+    /// Allocates addresses for all BARs of a function, or none. An I/O BAR or expansion ROM for which there is no
+    /// space gets none: functions must work without (PCIe 4.0, 1.3.2.2), unless the guest makes space. A 32-bit BAR
     /// for which there is no space becomes a 64-bit one, if the function supports that.
     pub fn add(
         &mut self,
@@ -263,8 +263,9 @@ impl BarPlacement {
         device: &Arc<dyn PciDevice>,
     ) -> Result<(), PlacementError> {
         let mut descriptions = device.bars();
-        // Large ones first, for the fewest gaps.
-        descriptions.sort_by_key(|bar| std::cmp::Reverse(bar.len_bytes));
+        // What can be done without last, else large ones first, for the fewest gaps.
+        descriptions
+            .sort_by_key(|bar| (bar.kind == BarKind::Rom, std::cmp::Reverse(bar.len_bytes)));
         let mut claims = Vec::with_capacity(descriptions.len());
         for mut description in descriptions {
             let mut placed = self.place(device.id(), description);
@@ -272,10 +273,12 @@ impl BarPlacement {
             if placed.is_err() && is_narrow && device.widen_bar(description.index) {
                 description.kind = BarKind::Memory64;
                 placed = self.place(device.id(), description);
+            } else if placed.is_err() && is_narrow && self.displace_roms() {
+                placed = self.place(device.id(), description);
             }
             match placed {
                 Ok(claim) => claims.push((description, Some(claim))),
-                Err(error) if description.kind == BarKind::Ports => {
+                Err(error) if matches!(description.kind, BarKind::Ports | BarKind::Rom) => {
                     warn!("{error}; the guest may place it");
                     claims.push((description, None));
                 }
@@ -283,6 +286,8 @@ impl BarPlacement {
                     for claim in claims.into_iter().filter_map(|(_, claim)| claim) {
                         self.free(claim);
                     }
+                    // Those that had to make room.
+                    self.resolve_claims();
                     return Err(error);
                 }
             }
@@ -323,7 +328,7 @@ impl BarPlacement {
 
     fn place(&mut self, id: &str, bar: BarDescription) -> Result<Claim, PlacementError> {
         let (window, policy) = match bar.kind {
-            BarKind::Memory32 => (WINDOW_BELOW_4G, AllocPolicy::LastMatch),
+            BarKind::Memory32 | BarKind::Rom => (WINDOW_BELOW_4G, AllocPolicy::LastMatch),
             BarKind::Memory64 => (WINDOW_ABOVE_4G, AllocPolicy::FirstMatch),
             BarKind::Ports => (WINDOW_PORTS, AllocPolicy::FirstMatch),
         };
@@ -344,6 +349,16 @@ impl BarPlacement {
             })
     }
 
+    /// Frees the ranges of expansion ROMs that do not decode, for a BAR that a function needs; returns whether there
+    /// were any. They get them back if there is room after all.
+    fn displace_roms(&mut self) -> bool {
+        let is_idle = |bar: &&mut PlacedBar| bar.description.kind == BarKind::Rom && !bar.decodes;
+        let idle = self.bars.iter_mut().filter(is_idle);
+        let claims: Vec<Claim> = idle.filter_map(|bar| bar.claim.take()).collect();
+        claims.iter().for_each(|claim| self.free(*claim));
+        !claims.is_empty()
+    }
+
     /// Updates the mappings of a function from its registers.
     pub fn refresh(&mut self, owner: DeviceNumber) {
         self.observe(|bar| bar.owner == owner);
@@ -362,6 +377,7 @@ impl BarPlacement {
             bar.decodes = match bar.description.kind {
                 BarKind::Memory32 | BarKind::Memory64 => decode.enabled,
                 BarKind::Ports => decode.ports_enabled,
+                BarKind::Rom => decode.enabled && decode.rom_enabled,
             };
             let gpa = decode.gpas.iter().find(|(index, _)| *index == bar.description.index);
             if let Some((_, gpa)) = gpa {

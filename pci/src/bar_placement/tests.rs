@@ -50,6 +50,7 @@ impl Function {
             decode: Mutex::new(BarDecode {
                 enabled: false,
                 ports_enabled: false,
+                rom_enabled: false,
                 gpas: Vec::new(),
             }),
             moves: Mutex::default(),
@@ -479,4 +480,51 @@ proptest! {
             prop_assert_eq!(rig.mapper.violations(), Vec::<String>::new());
         }
     }
+}
+
+#[test]
+fn an_expansion_rom_takes_no_room_that_a_bar_needs() {
+    let mut rig = Rig::new();
+    // The larger of the two, and placed last all the same.
+    let bars = [(BarKind::Rom, 0x4_0000), (BarKind::Memory32, 0x1000)];
+    let function = rig.add(&bars).unwrap();
+    assert_eq!((function.gpa(2), function.gpa(0)), (LOW_LAST_PAGE, LOW + 0x8_0000));
+    let other = rig.add(&[(BarKind::Memory32, 0x8_0000)]).unwrap();
+    assert_eq!(other.gpa(0), LOW, "there is room for both");
+    let third = rig.add(&[(BarKind::Memory32, 0x4_0000)]).unwrap();
+    assert_eq!(third.gpa(0), function.gpa(0), "the ROM is not decoded");
+    let refused = rig.add(&[(BarKind::Memory32, 0x8_0000)]).err().unwrap();
+    assert!(matches!(refused, PlacementError::NoRoom { index: 0, .. }), "{refused}");
+    let no_room = rig.add(&[(BarKind::Memory64, 0x1000), (BarKind::Rom, 0x10_0000)]).unwrap();
+    assert_eq!((no_room.gpa(0), no_room.gpa(2)), (HIGH, 0), "it is done without");
+}
+
+#[test]
+fn a_rom_that_made_room_for_nothing_has_it_back() {
+    let mut rig = Rig::new();
+    let function = rig.add(&[(BarKind::Rom, 0x4_0000)]).unwrap();
+    rig.add(&[(BarKind::Memory32, 0x10_0000), (BarKind::Memory32, 0x1000)]).err().unwrap();
+    let next = rig.add(&[(BarKind::Rom, 0x4_0000)]).unwrap();
+    assert!(next.gpa(0) < function.gpa(0), "its range is taken");
+}
+
+#[test]
+fn a_rom_is_mapped_while_memory_and_it_are_enabled() {
+    let mut rig = Rig::new();
+    let function = rig.add(&[(BarKind::Rom, 0x1000)]).unwrap();
+    for (memory, rom) in [(false, true), (true, false), (false, false)] {
+        function.decode.lock().rom_enabled = rom;
+        rig.decode(0, memory);
+        assert_eq!(rig.mapper.mapped(), [0_u64; 0], "{memory} {rom}");
+    }
+    function.decode.lock().rom_enabled = true;
+    rig.decode(0, true);
+    assert_eq!(rig.mapper.mapped(), [LOW_LAST_PAGE]);
+    let bar = rig.add(&[(BarKind::Memory32, 0x1000)]).unwrap();
+    rig.set(1, LOW_LAST_PAGE, true);
+    assert_eq!(rig.mapper.mapped(), [LOW_LAST_PAGE], "the ROM was there first");
+    assert_eq!(bar.moves.lock().last(), None);
+    function.decode.lock().rom_enabled = false;
+    rig.decode(0, true);
+    assert_eq!(bar.moves.lock().last(), Some(&Some(LOW_LAST_PAGE)));
 }

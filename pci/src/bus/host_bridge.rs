@@ -62,7 +62,7 @@ impl PciDevice for HostBridge {
     }
 
     fn bar_decode(&self) -> BarDecode {
-        BarDecode { enabled: false, ports_enabled: false, gpas: Vec::new() }
+        BarDecode { enabled: false, ports_enabled: false, rom_enabled: false, gpas: Vec::new() }
     }
 
     fn place_bar(&self, _index: u8, _gpa: u64) {}

@@ -385,11 +385,13 @@ pub struct ConfigAddress {
     pub offset: u16,
 }
 
-/// Whether a write may have changed the command register or a BAR.
+/// Whether a write may have changed the command register, a BAR or the expansion ROM.
 fn concerns_decoding(offset: u16, len_bytes: usize) -> bool {
     let start = usize::from(offset);
     let end = start.saturating_add(len_bytes);
     let touches = |first: u16, last: u16| start <= usize::from(last) && end > usize::from(first);
     let bars_last = register::BAR0 + u16::from(BARS_COUNT) * 4 - 1;
-    touches(register::COMMAND, register::COMMAND + 1) || touches(register::BAR0, bars_last)
+    touches(register::COMMAND, register::COMMAND + 1)
+        || touches(register::BAR0, bars_last)
+        || touches(register::ROM, register::ROM + 3)
 }

@@ -13,7 +13,7 @@ mod tests;
 
 use thiserror::Error;
 
-use crate::bar::{BarDecode, BarDescription, BarKind};
+use crate::bar::{BarDecode, BarDescription, BarKind, ROM_INDEX};
 
 pub use state::{ConfigSpaceState, ConfigStateError};
 
@@ -47,6 +47,8 @@ pub mod register {
     pub const SUBSYSTEM_VENDOR_ID: u16 = 0x2c;
     /// Subsystem ID, 16 bits.
     pub const SUBSYSTEM_ID: u16 = 0x2e;
+    /// Expansion ROM, 32 bits.
+    pub const ROM: u16 = 0x30;
     /// Offset of the first capability, 8 bits.
     pub const CAPABILITIES: u16 = 0x34;
     /// Interrupt line, 8 bits.
@@ -71,6 +73,11 @@ const BAR_LEN_MIN_BYTES: u64 = 16;
 /// Valid lengths of an I/O BAR, likewise.
 pub const BAR_PORTS_LENS: std::ops::RangeInclusive<u64> = 4..=256;
 
+const ROM_ENABLE: u32 = 1;
+const ROM_ADDRESS_MASK: u64 = !0x7ff;
+/// Valid lengths of an expansion ROM (PCI 3.0, 6.2.5.2).
+pub const ROM_LENS: std::ops::RangeInclusive<u64> = 0x800..=0x100_0000;
+
 /// Why a configuration space cannot be built. These are programming errors.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ConfigError {
@@ -82,8 +89,8 @@ pub enum ConfigError {
     },
     /// The BAR length is invalid.
     #[error(
-        "a BAR cannot be {len_bytes} bytes long; it takes a power of two, 16 at least, and an I/O BAR \
-         4 to 256"
+        "a BAR cannot be {len_bytes} bytes long; it takes a power of two, 16 at least, an I/O BAR \
+         4 to 256, and an expansion ROM 2 KiB to 16 MiB"
     )]
     BarSize {
         /// The requested length.
@@ -121,7 +128,8 @@ pub struct Identity {
 pub struct ConfigSpace {
     bytes: Box<[u8; LEN]>,
     writable: Box<[u8; LEN]>,
-    bars: [Option<BarDescription>; BARS_COUNT as usize],
+    /// The expansion ROM is the last.
+    bars: [Option<BarDescription>; BARS_COUNT as usize + 1],
     /// Offset of the pointer to the next capability, and offset of that one.
     capability_link: u16,
     capability_next: u16,
@@ -136,7 +144,7 @@ impl ConfigSpace {
         let mut space = Self {
             bytes: Box::new([0; LEN]),
             writable: Box::new([0; LEN]),
-            bars: [None; BARS_COUNT as usize],
+            bars: [None; BARS_COUNT as usize + 1],
             capability_link: register::CAPABILITIES,
             capability_next: FIRST_CAPABILITY_OFFSET,
             extended_last: None,
@@ -165,8 +173,13 @@ impl ConfigSpace {
     pub fn add_bar(&mut self, bar: BarDescription) -> Result<(), ConfigError> {
         let index = bar.index;
         let registers = bar.kind.registers_count();
-        let taken = index.checked_add(registers).is_none_or(|end| end > BARS_COUNT)
-            || (index..index + registers).any(|register| self.register_is_taken(register));
+        let exists = if bar.kind == BarKind::Rom {
+            index == ROM_INDEX
+        } else {
+            index.checked_add(registers).is_some_and(|end| end <= BARS_COUNT)
+        };
+        let taken =
+            !exists || (index..index + registers).any(|register| self.register_is_taken(register));
         if taken {
             return Err(ConfigError::BarIndex { index });
         }
@@ -175,6 +188,7 @@ impl ConfigSpace {
             BarKind::Memory32 => (BAR_LEN_MIN_BYTES..=1 << 31).contains(&len_bytes),
             BarKind::Memory64 => len_bytes >= BAR_LEN_MIN_BYTES,
             BarKind::Ports => BAR_PORTS_LENS.contains(&len_bytes),
+            BarKind::Rom => ROM_LENS.contains(&len_bytes),
         };
         if !len_bytes.is_power_of_two() || !fits {
             return Err(ConfigError::BarSize { len_bytes });
@@ -186,6 +200,8 @@ impl ConfigSpace {
         if bar.kind == BarKind::Ports {
             flags |= BAR_IS_PORTS;
             self.allow(register::COMMAND, &COMMAND_IO.to_le_bytes());
+        } else if bar.kind == BarKind::Rom {
+            self.allow(register::ROM, &ROM_ENABLE.to_le_bytes());
         } else if bar.prefetchable {
             flags |= BAR_PREFETCHABLE;
         }
@@ -204,9 +220,8 @@ impl ConfigSpace {
     /// There is no such memory BAR, or no register for the upper half; nothing has changed then.
     pub fn set_bar_width(&mut self, index: u8, kind: BarKind) -> Result<(), ConfigError> {
         let bar = self.bars.get(usize::from(index)).copied().flatten();
-        let (Some(bar), false) =
-            (bar.filter(|bar| bar.kind != BarKind::Ports), kind == BarKind::Ports)
-        else {
+        let is_plain = |kind| matches!(kind, BarKind::Memory32 | BarKind::Memory64);
+        let Some(bar) = bar.filter(|bar| is_plain(bar.kind) && is_plain(kind)) else {
             return Err(ConfigError::BarIndex { index });
         };
         if bar.kind == kind {
@@ -372,10 +387,11 @@ impl ConfigSpace {
                 (u64::from(self.read_u32(offset + 4)) << 32 | low) & BAR_ADDRESS_MASK
             }
             BarKind::Ports => low & BAR_PORTS_MASK,
+            BarKind::Rom => low & ROM_ADDRESS_MASK,
         })
     }
 
-    /// Sets a BAR register; bits below the BAR's size are ignored, as is a BAR that does not exist, as in a
+    /// Sets a BAR register; bits below the BAR's size are ignored (an expansion ROM is disabled), as is a BAR that does not exist, as in a
     /// guest write.
     pub fn set_bar_gpa(&mut self, index: u8, gpa: u64) {
         let Some(bar) = self.bars.get(usize::from(index)).copied().flatten() else { return };
@@ -388,6 +404,7 @@ impl ConfigSpace {
         BarDecode {
             enabled: self.memory_decode(),
             ports_enabled: self.io_decode(),
+            rom_enabled: self.read_u32(register::ROM) & ROM_ENABLE != 0,
             gpas: self
                 .bars()
                 .filter_map(|bar| self.bar_gpa(bar.index).map(|gpa| (bar.index, gpa)))
@@ -397,5 +414,5 @@ impl ConfigSpace {
 }
 
 fn bar_offset(index: u8) -> u16 {
-    register::BAR0 + u16::from(index) * 4
+    if index == ROM_INDEX { register::ROM } else { register::BAR0 + u16::from(index) * 4 }
 }

@@ -250,3 +250,33 @@ proptest! {
         prop_assert_eq!(fresh.restored(&state).unwrap().save(), state);
     }
 }
+
+#[test]
+fn an_expansion_rom_is_sized_and_has_an_enable_bit_of_its_own() {
+    let mut space = ConfigSpace::endpoint(&identity());
+    space.add_bar(bar(0, BarKind::Memory32, 0x1000)).unwrap();
+    space.add_bar(bar(ROM_INDEX, BarKind::Rom, 0x1_0000)).unwrap();
+    assert!(!space.bar_decode().rom_enabled);
+    space.set_bar_gpa(ROM_INDEX, 0xc012_3456);
+    assert_eq!(space.read_u32(register::ROM), 0xc012_0000);
+    space.write(register::ROM, &u32::MAX.to_le_bytes());
+    assert_eq!(space.read_u32(register::ROM), 0xffff_0001);
+    assert_eq!(space.bar_gpa(ROM_INDEX), Some(0xffff_0000));
+    assert!(space.bar_decode().rom_enabled);
+    assert_eq!(space.read_u32(register::BAR0), 0, "a register apart");
+    let restored = space.restored(&space.save()).unwrap();
+    assert_eq!(restored.bar_decode(), space.bar_decode());
+    for (index, kind, len_bytes) in [
+        (ROM_INDEX, BarKind::Rom, 0x1000),
+        (ROM_INDEX, BarKind::Memory32, 0x1000),
+        (2, BarKind::Rom, 0x1000),
+        (7, BarKind::Rom, 0x1000),
+    ] {
+        assert!(space.add_bar(bar(index, kind, len_bytes)).is_err(), "{index} {kind:?}");
+    }
+    let refused = |len_bytes| {
+        ConfigSpace::endpoint(&identity()).add_bar(bar(ROM_INDEX, BarKind::Rom, len_bytes))
+    };
+    assert!([0x400, 0x1800, 0x200_0000].map(refused).iter().all(Result::is_err));
+    assert!([0x800, 0x100_0000].map(refused).iter().all(Result::is_ok));
+}

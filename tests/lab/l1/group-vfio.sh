@@ -3,7 +3,7 @@
 # IOMMU, so that it is hardware as far as this machine is concerned): drivers, DMA by content in both
 # directions, MSI-X, MSI and the interrupt pin, reboot, what a VM with devices refuses, and memory that is
 # mapped while the guest runs.
-# machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
+# machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed,romfile=@LAB@/vfio-rom.img
 # machine: -device ich9-ahci,id=sata -drive if=none,id=p1,file=@LAB@/vfio.img,format=raw,snapshot=on -device ide-hd,drive=p1,bus=sata.0
 # machine: -netdev hubport,id=h0,hubid=0 -device virtio-net-pci,netdev=h0,romfile=,mac=52:54:00:00:02:01
 # machine: -netdev hubport,id=h1,hubid=0 -device virtio-net-pci,netdev=h1,romfile=,mac=52:54:00:00:02:02,iommu_platform=on,disable-legacy=on
@@ -31,6 +31,8 @@ refuses_what_is_not_bound() {
   grep -q "belongs to nvme; bind it to vfio-pci first" $T/refused.log
 }
 check refuses_what_is_not_bound refuses_what_is_not_bound
+# As the kernel here reads it.
+rom=$(cd $disk && echo 1 >rom && sha256sum <rom; echo 0 >rom)
 check disk_is_bound give_to_vfio $disk
 check sata_is_bound give_to_vfio $sata
 check network_card_is_bound give_to_vfio $nic
@@ -78,6 +80,12 @@ drivers_load() {
   grep -q "^passed" $T/out && grep -q "^52:54:00:00:02:02" $T/out
 }
 check drivers_load drivers_load
+reads_the_expansion_rom() {
+  guest a "cd /sys/class/nvme/nvme0/device; ls -l rom; echo 1 >rom; sha256sum <rom; echo 0 >rom"
+  cat $T/out
+  [ -n "$rom" ] && [ "$rom" != "$(sha256sum </dev/null)" ] && grep -qF "$rom" $T/out
+}
+check reads_the_expansion_rom reads_the_expansion_rom
 check reads_by_dma reads_what_is_there a
 check writes_by_dma writes_and_reads_back a
 interrupts_by_msix() {

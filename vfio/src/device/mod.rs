@@ -34,10 +34,13 @@ use crate::gate::DmaGate;
 use crate::host::{HostFunction, InterruptKind};
 use crate::interrupts::{Interrupts, IntxLine};
 use crate::mapping::BarMapping;
-use crate::migration::{INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, VFIO_STATE_VERSION};
+use crate::migration::{
+    INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, ROM_VERSION, VFIO_STATE_VERSION,
+};
 use crate::p2p::{P2pBars, Peer};
+use crate::rom::{self, Rom};
 use pci::register;
-use pci::{BarDecode, BarDescription, BarKind, MapError};
+use pci::{BarDecode, BarDescription, BarKind, MapError, ROM_INDEX};
 use pci::{PciDevice, PciDeviceState, PciStateError};
 
 /// Kind of a passed-through function in saved state.
@@ -114,6 +117,7 @@ pub struct VfioPciDevice {
     pub(super) config: Mutex<ShadowConfig>,
     pub(super) interrupts: Interrupts,
     msix_ranges: Option<MsixRanges>,
+    rom: Rom,
     direct: Mutex<Vec<DirectBar>>,
     slots: Arc<dyn BarSlots>,
     peer: Option<Peer>,
@@ -152,7 +156,10 @@ impl VfioPciDevice {
         let msi = MsiLayout::find(&raw)
             .filter(|layout| counts(InterruptKind::Msi) >= u32::from(layout.count()));
         let intx = wiring.intx.filter(|_| counts(InterruptKind::Intx) > 0);
-        let mut config = ShadowConfig::new(&raw, &bars, msi, msix, intx.is_some())?;
+        // After all that looks for something in a BAR: MSI-X may name one that does not exist.
+        let with_rom: Vec<_> =
+            bars.iter().copied().chain(rom::describe(&id, host.as_ref())).collect();
+        let mut config = ShadowConfig::new(&raw, &with_rom, msi, msix, intx.is_some())?;
         if let Some(clique) = wiring.gpudirect_clique {
             config.show_clique(&raw, clique)?;
         }
@@ -177,6 +184,7 @@ impl VfioPciDevice {
             config: Mutex::new(config),
             interrupts,
             msix_ranges,
+            rom: Rom::default(),
             direct: Mutex::new(direct),
             slots: wiring.slots,
             peer,
@@ -257,6 +265,11 @@ impl VfioPciDevice {
     /// Whether it is shown as an integrated endpoint, which it is not on the host.
     pub fn is_integrated_endpoint(&self) -> bool {
         self.config.lock().is_integrated_endpoint()
+    }
+
+    /// Whether the guest sees an expansion ROM.
+    pub fn has_rom(&self) -> bool {
+        self.config.lock().bars().iter().any(|bar| bar.kind == BarKind::Rom)
     }
 
     /// Whether it is lost to the guest.
@@ -455,6 +468,9 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return data.fill(0xff);
         }
+        if index == ROM_INDEX {
+            return self.rom.read(&self.id, self.host.as_ref(), offset, data);
+        }
         match (self.msix_place(index, offset), self.interrupts.msix()) {
             (MsixPlace::Table(offset), Some(msix)) => msix.read_table(offset, data),
             (MsixPlace::Pending(offset), Some(msix)) => msix.read_pba(offset, data),
@@ -463,7 +479,7 @@ impl PciDevice for VfioPciDevice {
     }
 
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
-        if self.is_lost() {
+        if self.is_lost() || index == ROM_INDEX {
             return;
         }
         match (self.msix_place(index, offset), self.interrupts.msix()) {
@@ -475,12 +491,14 @@ impl PciDevice for VfioPciDevice {
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
         let state = self.saved().map_err(|error| self.state_error(error))?;
-        let is_integrated = self.is_integrated_endpoint();
-        PciDeviceState::encode(
-            self,
-            if is_integrated { INTEGRATED_ENDPOINT_VERSION } else { 1 },
-            &state,
-        )
+        let version = if self.has_rom() {
+            ROM_VERSION
+        } else if self.is_integrated_endpoint() {
+            INTEGRATED_ENDPOINT_VERSION
+        } else {
+            1
+        };
+        PciDeviceState::encode(self, version, &state)
     }
 
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {

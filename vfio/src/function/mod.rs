@@ -21,7 +21,7 @@ use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
     VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ERR_IRQ_INDEX, VFIO_PCI_INTX_IRQ_INDEX,
     VFIO_PCI_MSI_IRQ_INDEX, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_PCI_REQ_IRQ_INDEX,
-    VFIO_REGION_INFO_FLAG_MMAP,
+    VFIO_PCI_ROM_REGION_INDEX, VFIO_REGION_INFO_FLAG_MMAP, VFIO_REGION_INFO_FLAG_READ,
 };
 use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
@@ -208,6 +208,32 @@ impl HostFunction for VfioFunction {
 
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
         self.write(index.into(), offset, data);
+    }
+
+    fn rom_len_bytes(&self) -> u64 {
+        let flags = self.device.get_region_flags(VFIO_PCI_ROM_REGION_INDEX);
+        if flags & VFIO_REGION_INFO_FLAG_READ == 0 {
+            return 0;
+        }
+        self.device.get_region_size(VFIO_PCI_ROM_REGION_INDEX)
+    }
+
+    fn read_rom(&self) -> io::Result<Vec<u8>> {
+        let len = usize::try_from(self.rom_len_bytes()).map_err(io::Error::other)?;
+        let start = self.device.get_region_offset(VFIO_PCI_ROM_REGION_INDEX);
+        let mut contents = vec![0; len];
+        let mut filled = 0;
+        while let Some(rest) = contents.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+            match self.file.read_at(rest, start.saturating_add(filled as u64)) {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if filled == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        contents.truncate(filled);
+        Ok(contents)
     }
 
     fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {

@@ -18,13 +18,15 @@ use super::error::MigrationError;
 use super::session::STATE_LEN_BYTES_MAX;
 use crate::capabilities::{self, HIDDEN_EXTENDED, double_word};
 use pci::BarDescription;
-use pci::MsixState;
 use pci::{ConfigSpaceState, register};
+use pci::{MsixState, ROM_INDEX};
 
 /// Version of [`VfioState`] for a function shown as an integrated endpoint, which it is not on the host.
 pub const INTEGRATED_ENDPOINT_VERSION: u32 = 2;
+/// Version of [`VfioState`] for a function whose expansion ROM the guest sees.
+pub const ROM_VERSION: u32 = 3;
 /// Newest version of [`VfioState`] that is read. The lowest version that can represent a state is written.
-pub const VFIO_STATE_VERSION: u32 = INTEGRATED_ENDPOINT_VERSION;
+pub const VFIO_STATE_VERSION: u32 = ROM_VERSION;
 
 /// The state returned by the host driver. In JSON it is base64, with its length.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -151,12 +153,16 @@ impl Hardware {
             let what = "its list of capabilities";
             return Err(differs(what, shown(&self.capabilities), shown(&here.capabilities)));
         }
-        if self.bars != here.bars {
+        // A guest of an earlier version has seen no expansion ROM, and finds one here that it has not switched on.
+        let has_rom = self.bars.iter().any(|(index, _)| *index == ROM_INDEX);
+        let mut here_bars = here.bars.clone();
+        here_bars.retain(|(index, _)| *index != ROM_INDEX || has_rom);
+        if self.bars != here_bars {
             let shown = |list: &[(u8, u64)]| {
                 let entry = |(index, len): &(u8, u64)| format!("BAR {index} of {len:#x} bytes");
                 list.iter().take(SHOWN_MAX).map(entry).collect::<Vec<_>>().join(", ")
             };
-            return Err(differs("its BARs", shown(&self.bars), shown(&here.bars)));
+            return Err(differs("its BARs", shown(&self.bars), shown(&here_bars)));
         }
         Ok(())
     }

@@ -302,8 +302,56 @@ fn a_state_that_does_not_fit_is_refused_before_the_hardware_hears_of_it() {
         here.check();
     }
     let mut newer = saved(&rig(true));
-    newer.version += 1;
-    assert!(refusal_of(&newer).1.contains("version 3"));
+    newer.version = super::VFIO_STATE_VERSION + 1;
+    assert!(refusal_of(&newer).1.contains("version 4"));
+}
+
+/// A function whose expansion ROM has this length, or none.
+fn rig_with_rom(len_bytes: u64) -> Rig {
+    let rig = Rig::prepared(FakeFunction::config(), |host| {
+        host.migration.allow(true, FIRMWARE);
+        host.set_rom(len_bytes, &[0x55, 0xaa]);
+    });
+    rig.gate.open();
+    rig
+}
+
+#[test]
+fn an_expansion_rom_moves_as_bars_do() {
+    let (rom_gpa, source) = (0xc020_0000_u32, rig_with_rom(0x8000));
+    source.write(0x30, &(rom_gpa | 1).to_le_bytes());
+    source.write(4, &[2, 0]);
+    let state = saved(&source);
+    assert_eq!(state.version, 3);
+    let here = rig_with_rom(0x8000);
+    here.device.stop().unwrap();
+    here.device.restore(&state).unwrap();
+    here.segment.refresh_mappings();
+    assert_eq!(here.read(0x30), (rom_gpa | 1).to_le_bytes());
+    let mut data = [0; 2];
+    assert!(here.mapper.read(rom_gpa.into(), &mut data) && data == [0x55, 0xaa]);
+    here.check();
+    for (len_bytes, expected) in [(0, "its BARs"), (0x1_0000, "BAR 6 of 0x10000 bytes here")] {
+        let other = rig_with_rom(len_bytes);
+        other.device.stop().unwrap();
+        let refused = chain(&other.device.restore(&state).unwrap_err());
+        assert!(refused.contains(expected), "{refused}");
+    }
+}
+
+#[test]
+fn a_guest_that_has_seen_no_rom_finds_one_that_is_off() {
+    let source = rig(true);
+    source.write(4, &[2, 0]);
+    let state = saved(&source);
+    assert_eq!(state.version, 2, "as an earlier version writes it");
+    let here = rig_with_rom(0x8000);
+    here.device.stop().unwrap();
+    here.device.restore(&state).unwrap();
+    here.segment.refresh_mappings();
+    assert_eq!(here.read(0x30), [0; 4]);
+    assert_eq!(here.slots.shown(), source.slots.shown());
+    here.check();
 }
 
 #[test]

@@ -65,7 +65,7 @@ fn of_functions(functions: &[FunctionInfo]) -> Tree {
 
 fn resource(bar: &BarDescription, gpa: u64) -> Value {
     let kind = match bar.kind {
-        BarKind::Memory32 => "Mmio32",
+        BarKind::Memory32 | BarKind::Rom => "Mmio32",
         BarKind::Memory64 => "Mmio64",
         BarKind::Ports => "Io",
     };

@@ -127,6 +127,12 @@ impl Machine {
         self.parts.segments.last() > 0
     }
 
+    /// Whether the guest sees an expansion ROM of a passed-through device, which needs a newer version of the machine
+    /// state.
+    pub fn has_roms(&self) -> bool {
+        self.parts.passthrough.devices().iter().any(|(_, device)| device.has_rom())
+    }
+
     /// Whether a passed-through device is shown as an integrated endpoint, which needs a newer version of
     /// the machine state.
     pub fn has_integrated_endpoints(&self) -> bool {

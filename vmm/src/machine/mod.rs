@@ -117,7 +117,7 @@ pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use ram::{MachineRamError, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
-    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, StateJsonError,
+    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, ROMS_VERSION, StateJsonError,
 };
 pub use vhost_users::check_logs;
 pub use virtio::{HotAddError, VirtioError};

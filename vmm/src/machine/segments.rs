@@ -322,7 +322,7 @@ impl Segments {
         };
         let bars = device.bars();
         let kind = bars.iter().find(|bar| bar.index == *index).map(|bar| bar.kind);
-        let Some(kind) = kind.filter(|kind| *kind != BarKind::Ports) else {
+        let Some(kind) = kind.filter(|kind| !matches!(kind, BarKind::Ports | BarKind::Rom)) else {
             return PlaceError::Bus(source);
         };
         let others = self.get(segment).map(|segment| segment.devices()).unwrap_or_default();

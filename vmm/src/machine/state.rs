@@ -12,7 +12,7 @@ use hypervisor::{ClockState, CpuidEntry, IrqchipState, VCPU_STATE_VERSION, VcpuS
 use pci::{NARROW_BAR_VERSION, PciDeviceState, VIRTIO_PCI_KIND};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vfio::{INTEGRATED_ENDPOINT_VERSION, VFIO_PCI_KIND};
+use vfio::{INTEGRATED_ENDPOINT_VERSION, ROM_VERSION, VFIO_PCI_KIND};
 use vm_migration::vm::STATE_BYTES_MAX;
 
 use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
@@ -28,7 +28,11 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 5 | `cpu_hotplug`: vCPUs that the guest has yet to notice or to eject |
 /// | 6 | version 2 of `pci_hotplug`, which is of several PCI segments |
 /// | 7 | `memory_hotplug`: memory devices of ACPI |
-pub const MACHINE_STATE_VERSION: u32 = 7;
+/// | 8 | version 3 of passed-through devices, whose expansion ROM the guest sees |
+pub const MACHINE_STATE_VERSION: u32 = 8;
+
+/// First version with expansion ROMs of passed-through devices.
+pub const ROMS_VERSION: u32 = 8;
 
 /// First version with memory devices of ACPI.
 const MEMORY_HOTPLUG_VERSION: u32 = 7;
@@ -227,13 +231,17 @@ impl MachineState {
             let state = &function.state;
             state.kind == VIRTIO_PCI_KIND && state.version >= NARROW_BAR_VERSION
         };
-        let is_integrated = |function: &PciFunctionState| {
-            let state = &function.state;
-            state.kind == VFIO_PCI_KIND && state.version >= INTEGRATED_ENDPOINT_VERSION
+        let is_passed_from = |version| {
+            move |function: &PciFunctionState| {
+                let state = &function.state;
+                state.kind == VFIO_PCI_KIND && state.version >= version
+            }
         };
         let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
         let has_segments = |slots: &DeviceSnapshot| slots.version >= PCI_HOTPLUG_SEGMENTS_VERSION;
-        if self.memory_hotplug.is_some() {
+        if self.pci.values().any(is_passed_from(ROM_VERSION)) {
+            Some((ROMS_VERSION, "a passed-through device with an expansion ROM"))
+        } else if self.memory_hotplug.is_some() {
             Some((MEMORY_HOTPLUG_VERSION, "memory devices of ACPI"))
         } else if self.pci_hotplug.as_ref().is_some_and(has_segments) {
             Some((PCI_SEGMENTS_VERSION, "several PCI segments"))
@@ -241,7 +249,7 @@ impl MachineState {
             Some((CPU_HOTPLUG_VERSION, "vCPUs that come or go"))
         } else if self.legacy.get(CMOS).is_some_and(has_clock) {
             Some((CMOS_CLOCK_STATE_VERSION, "a CMOS clock that the guest has set"))
-        } else if self.pci.values().any(is_integrated) {
+        } else if self.pci.values().any(is_passed_from(INTEGRATED_ENDPOINT_VERSION)) {
             Some((
                 INTEGRATED_ENDPOINTS_VERSION,
                 "a passed-through device as an integrated endpoint",

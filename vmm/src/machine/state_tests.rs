@@ -278,6 +278,19 @@ fn a_guest_with_integrated_endpoints_goes_to_no_program_that_knows_none() {
 }
 
 #[test]
+fn a_guest_with_an_expansion_rom_goes_to_no_program_that_knows_none() {
+    let mut state = recorded("v1-generic");
+    let function = &mut state["pci"]["_disk0"]["state"];
+    function["kind"] = json!("vfio-pci");
+    function["version"] = json!(3);
+    let refused = read(&state).unwrap_err().to_string();
+    assert!(refused.contains("with an expansion ROM"), "{refused}");
+    state["version"] = json!(8);
+    assert!(read(&state).unwrap().for_reader(7).is_err());
+    assert_eq!(read(&state).unwrap().for_reader(8).unwrap().version, 8);
+}
+
+#[test]
 fn a_cmos_clock_that_the_guest_has_set_is_left_out_for_a_program_that_knows_none() {
     let mut state = recorded("v1-generic");
     let untouched = state["legacy"]["cmos"].clone();

@@ -23,7 +23,7 @@ use super::page_server::{PageServerPlan, PageServerProcess};
 use crate::config::BalloonConfig;
 use crate::machine::{
     INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION,
-    WriteBack, WriteBackError, features,
+    ROMS_VERSION, WriteBack, WriteBackError, features,
 };
 
 /// Downtime of a machine without vCPUs: pausing, saving, restoring and resuming the devices.
@@ -197,7 +197,9 @@ impl SourceVm for LeavingMachine {
 
     fn formats(&self) -> Formats {
         // Other parts of later versions are dropped by `MachineState::for_reader`.
-        let state = if self.machine.has_segments() {
+        let state = if self.machine.has_roms() {
+            ROMS_VERSION
+        } else if self.machine.has_segments() {
             PCI_SEGMENTS_VERSION
         } else if self.machine.has_integrated_endpoints() {
             INTEGRATED_ENDPOINTS_VERSION
