@@ -14,7 +14,12 @@ SLOW_MAP_S=75
 slow() { echo "/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_MAP_S=$SLOW_MAP_S $1"; }
 MEMORY=size=1G,shared=on
 
-is_withheld() { info $1 '"state": *"Pinning"' && ! happened $1 device-added && guest $1 "test ! -e /dev/nvme0n1"; }
+# is_withheld NAME: vm.info names it, and the guest has none.
+is_withheld() {
+  info $1 '"state": *"Pinning"' && info $1 '"withheld_ms": *[1-9]' &&
+    tr -d ' \n' <$T/info | grep -q '"withheld":\[{"id":"disk"' || return 1
+  ! happened $1 device-added && guest $1 "test ! -e /dev/nvme0n1"
+}
 # responds NAME: the guest reads the configuration space of all of its devices, and nothing waits.
 responds() {
   guest $1 "cut -d. -f1 /proc/uptime; for i in 1 2 3; do cat /sys/bus/pci/devices/*/config | wc -c; done; cut -d. -f1 /proc/uptime" || return 1

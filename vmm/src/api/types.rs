@@ -126,6 +126,18 @@ option_family! {
 }
 
 option_family! {
+    /// A passed-through device that the guest does not see before all memory is mapped.
+    WithheldDeviceInfo "withheld-device-info" {
+        /// Name of the device.
+        id: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// Since when, in microseconds on the host's CLOCK_MONOTONIC.
+        since_monotonic_us: u64 = 0, "" as JsonOnly, answer(), required_json();
+        /// For how long, in milliseconds.
+        withheld_ms: u64 = 0, "" as JsonOnly, answer(), required_json();
+    }
+}
+
+option_family! {
     /// Progress of mapping guest memory for DMA by passed-through devices.
     PassthroughInfo "passthrough-info" {
         /// Bytes mapped and pinned so far.
@@ -136,6 +148,8 @@ option_family! {
         state: PinningState = PinningState::Pinning, "" as JsonOnly, answer(), required_json();
         /// Reason of the failure.
         error: Option<String> = None, "" as JsonOnly, answer();
+        /// Devices that the guest does not see yet, if there are any.
+        withheld: Option<Vec<WithheldDeviceInfo>> = None, "" as JsonOnly, answer();
     }
 }
 

@@ -10,7 +10,7 @@ use vfio::{PinProgress, PinState};
 use super::device_tree;
 use crate::api::{
     FullDiskInfo, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo,
-    VmState,
+    VmState, WithheldDeviceInfo,
 };
 use crate::config::VmConfig;
 use crate::machine::{FullDiskStatus, Machine, PrefaultEnd, PrefaultStatus};
@@ -58,7 +58,9 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         postcopy_paused: None,
         full_disks: full_disks(machine),
         prefault: machine.prefault_status().map(prefault_info),
-        passthrough: machine.pin_progress().map(pinning),
+        passthrough: machine
+            .pin_progress()
+            .map(|progress| pinning(progress, machine.withheld_devices())),
     }
 }
 
@@ -72,7 +74,7 @@ fn full_disks(machine: &Machine) -> Option<Vec<FullDiskInfo>> {
     (!full.is_empty()).then_some(full)
 }
 
-fn pinning(progress: PinProgress) -> PassthroughInfo {
+fn pinning(progress: PinProgress, withheld: Vec<(String, Instant)>) -> PassthroughInfo {
     let (state, error) = match progress.state {
         PinState::Pinning => (PinningState::Pinning, None),
         PinState::Pinned { .. } => (PinningState::Pinned, None),
@@ -83,7 +85,13 @@ fn pinning(progress: PinProgress) -> PassthroughInfo {
         total_bytes: progress.total_bytes,
         state,
         error,
+        withheld: (!withheld.is_empty()).then(|| withheld.into_iter().map(withheld_info).collect()),
     }
+}
+
+fn withheld_info((id, since): (String, Instant)) -> WithheldDeviceInfo {
+    let withheld_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
+    WithheldDeviceInfo { id, since_monotonic_us: monotonic_us(since), withheld_ms }
 }
 
 fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
@@ -126,4 +134,52 @@ pub fn counters(machine: &Machine) -> VmCounters {
         .collect();
     counters.insert(OWN_COUNTERS.to_owned(), own);
     counters
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::{Value, json};
+    use vfio::MapSample;
+
+    use super::*;
+
+    fn shown(state: PinState, withheld: Vec<(String, Instant)>) -> Value {
+        let (pinned_bytes, total_bytes) = (1 << 20, 4 << 20);
+        let progress = PinProgress {
+            pinned_bytes,
+            processed_bytes: pinned_bytes,
+            sample: MapSample::default(),
+            total_bytes,
+            state,
+        };
+        serde_json::to_value(pinning(progress, withheld)).unwrap()
+    }
+
+    #[test]
+    fn devices_that_the_guest_does_not_see_are_named_with_their_time() {
+        let before_us = monotonic_us(Instant::now());
+        let since = Instant::now().checked_sub(Duration::from_secs(3)).unwrap();
+        let info = shown(PinState::Pinning, vec![("gpu".to_owned(), since)]);
+        assert_eq!(
+            (&info["pinned_bytes"], &info["total_bytes"]),
+            (&json!(1 << 20), &json!(4 << 20))
+        );
+        let listed = info["withheld"].as_array().unwrap();
+        assert_eq!((listed.len(), &listed[0]["id"]), (1, &json!("gpu")));
+        assert!(listed[0]["withheld_ms"].as_u64().unwrap() >= 3000);
+        let since_us = listed[0]["since_monotonic_us"].as_u64().unwrap();
+        assert!((before_us - 3_100_000..before_us).contains(&since_us), "{since_us} {before_us}");
+    }
+
+    #[test]
+    fn without_such_devices_there_is_no_list() {
+        let info = shown(PinState::Failed("no memory".into()), Vec::new());
+        let expected = json!({
+            "pinned_bytes": 1 << 20, "total_bytes": 4 << 20, "state": "Failed", "error": "no memory",
+        });
+        assert_eq!(info, expected);
+    }
 }

@@ -9,6 +9,7 @@
 //! where it runs then.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use arch::layout;
 use devices::Snapshot as _;
@@ -214,6 +215,11 @@ impl Machine {
     /// Whether the guest does not see a device yet.
     pub fn withholds_devices(&self) -> bool {
         self.parts.passthrough.withholds_any()
+    }
+
+    /// The devices that the guest does not see yet, and since when.
+    pub fn withheld_devices(&self) -> Vec<(String, Instant)> {
+        self.parts.passthrough.withheld_devices()
     }
 
     /// Number of the newest ACPI event, if the guest has not read all of them: a device that has come or is to

@@ -10,6 +10,8 @@
 //! Owns which devices are withheld, and whether each is announced or removed. Runs where the machine is at
 //! hand: it must never announce or remove one while the machine is being paused, moved or saved.
 
+use std::time::Instant;
+
 use pci::Bdf;
 use vfio::PinState;
 
@@ -49,18 +51,29 @@ impl Withholding {
     }
 }
 
+/// A device that the guest does not see yet.
+struct WithheldDevice {
+    bdf: Bdf,
+    why: Withholding,
+    since: Instant,
+}
+
 /// The withheld devices of a machine.
 #[derive(Default)]
-pub(super) struct Withheld(Vec<(Bdf, Withholding)>);
+pub(super) struct Withheld(Vec<WithheldDevice>);
 
 impl Withheld {
     pub(super) fn add(&mut self, bdf: Bdf) {
-        self.0.push((bdf, Withholding::Memory));
+        self.0.push(WithheldDevice { bdf, why: Withholding::Memory, since: Instant::now() });
     }
 
     /// Forgets a device, which was announced or removed.
     pub(super) fn forget(&mut self, bdf: Bdf) {
-        self.0.retain(|(at, _)| *at != bdf);
+        self.0.retain(|device| device.bdf != bdf);
+    }
+
+    fn get(&self, bdf: Bdf) -> Option<&WithheldDevice> {
+        self.0.iter().find(|device| device.bdf == bdf)
     }
 }
 
@@ -72,32 +85,39 @@ impl Passthrough {
 
     /// Whether the device at `bdf` is withheld from the guest.
     pub fn withholds(&self, bdf: Bdf) -> bool {
-        self.withheld.0.iter().any(|(at, _)| *at == bdf)
+        self.withheld.get(bdf).is_some()
+    }
+
+    /// Ids of the withheld devices, and since when the guest would see each otherwise.
+    pub fn withheld_devices(&self) -> Vec<(String, Instant)> {
+        let since = |bdf: &Bdf| self.withheld.get(*bdf).map(|device| device.since);
+        let devices = self.devices.iter().filter_map(|(bdf, device)| Some((device, since(bdf)?)));
+        devices.map(|(device, since)| (pci::PciDevice::id(&**device).to_owned(), since)).collect()
     }
 
     /// Has a withheld device removed without the guest, shortly; false if it is not withheld.
     pub fn withdraw(&mut self, bdf: Bdf) -> bool {
-        let Some((_, why)) = self.withheld.0.iter_mut().find(|(at, _)| *at == bdf) else {
+        let Some(device) = self.withheld.0.iter_mut().find(|device| device.bdf == bdf) else {
             return false;
         };
-        *why = Withholding::Removal;
+        device.why = Withholding::Removal;
         (self.sink)(GuestEvent::WithheldDevice);
         true
     }
 
     /// Whether the withheld device at `bdf` is to be removed.
     pub fn is_withdrawn(&self, bdf: Bdf) -> bool {
-        self.withheld.0.contains(&(bdf, Withholding::Removal))
+        self.withheld.get(bdf).is_some_and(|device| device.why == Withholding::Removal)
     }
 
     fn with_fate(&self, wanted: Fate) -> Vec<Bdf> {
         let memory = self.progress().map(|progress| progress.state);
-        let fate = |&(bdf, why): &(Bdf, Withholding)| {
-            let device = self.devices.iter().find(|(at, _)| *at == bdf);
-            why.fate(memory.as_ref(), device.is_none_or(|(_, device)| device.is_lost()))
+        let fate = |withheld: &WithheldDevice| {
+            let device = self.devices.iter().find(|(at, _)| *at == withheld.bdf);
+            withheld.why.fate(memory.as_ref(), device.is_none_or(|(_, device)| device.is_lost()))
         };
         let devices = self.withheld.0.iter().filter(|device| fate(device) == wanted);
-        devices.map(|(bdf, _)| *bdf).collect()
+        devices.map(|device| device.bdf).collect()
     }
 
     /// Shows those withheld devices on the bus for which memory is mapped; the guest is still to be told of
@@ -200,13 +220,16 @@ mod tests {
 
     #[test]
     fn the_guest_sees_the_devices_when_the_last_piece_is_mapped_and_not_before() {
-        let kernel = Arc::new(DmaGate::default());
+        let (kernel, begun) = (Arc::new(DmaGate::default()), Instant::now());
         let hold = Arc::clone(&kernel);
         let before = Box::new(move |_| hold.wait().map_err(io::Error::other));
         let (mut passthrough, _target, segments, told) =
             withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
         assert!(passthrough.show_ready(&segments).is_empty() && passthrough.refused().is_empty());
+        let listed = passthrough.withheld_devices();
+        assert_eq!(listed.iter().map(|(id, _)| id.as_str()).collect::<Vec<_>>(), ["one", "two"]);
+        assert!(listed.iter().all(|(_, since)| (begun..=Instant::now()).contains(since)));
         assert!(bdfs.iter().all(|bdf| vendor(&segments, *bdf) == 0xffff));
         assert!(told.try_recv().is_err());
         kernel.open();
@@ -215,6 +238,7 @@ mod tests {
         assert_eq!(shown, [(bdfs[0], "one".to_owned()), (bdfs[1], "two".to_owned())]);
         assert!(bdfs.iter().all(|bdf| vendor(&segments, *bdf) != 0xffff));
         assert!(!passthrough.withholds_any() && passthrough.show_ready(&segments).is_empty());
+        assert!(passthrough.withheld_devices().is_empty());
     }
 
     #[test]
