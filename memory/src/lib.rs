@@ -111,7 +111,8 @@ pub use pins::{DiscardBan, Pins};
 pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Populate, PopulateModel, Prefault, PrefaultError, PrefaultEvent,
-    PrefaultHelper, PrefaultObserver, PrefaultOptions, PrefaultProgress, check_available,
+    PrefaultHelper, PrefaultObserver, PrefaultOptions, PrefaultProgress, StopQuery,
+    check_available,
 };
 pub use processors::run_on_node;
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};

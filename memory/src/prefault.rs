@@ -46,6 +46,9 @@ pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError>
 /// Populates a range (bytes of the region) in place of the kernel.
 pub type PopulateModel = Arc<dyn Fn(&RamRegion, &Range<u64>) + Send + Sync>;
 
+/// Whether a caller wants an engine to stop; called often, so it must not block.
+pub type StopQuery = Arc<dyn Fn() -> bool + Send + Sync>;
+
 /// An event of an engine.
 #[derive(Debug)]
 pub enum PrefaultEvent<'a> {
@@ -80,6 +83,8 @@ pub struct PrefaultOptions {
     /// Memory that was discarded before its turn is left alone: for a guest that runs meanwhile, and has a
     /// balloon or reports free pages. It counts as done.
     pub spares_discarded: bool,
+    /// Looked at in the middle of a chunk, as [`Prefault::cancel`] is.
+    pub is_stopped: Option<StopQuery>,
     /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
     /// host is not checked. Never set by a VMM.
     pub model: Option<PopulateModel>,
@@ -94,6 +99,7 @@ impl Default for PrefaultOptions {
             observer: None,
             yields_to_guest: false,
             spares_discarded: false,
+            is_stopped: None,
             model: None,
         }
     }
@@ -108,6 +114,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("observer", &self.observer.is_some())
             .field("yields_to_guest", &self.yields_to_guest)
             .field("spares_discarded", &self.spares_discarded)
+            .field("is_stopped", &self.is_stopped.is_some())
             .field("model", &self.model.is_some())
             .finish()
     }
@@ -187,6 +194,7 @@ struct Engine {
     observer: Option<PrefaultObserver>,
     yields_to_guest: bool,
     spares_discarded: bool,
+    is_stopped: Option<StopQuery>,
     model: Option<PopulateModel>,
     /// Running threads and helpers; the last one reports the end. Locked briefly.
     working: Mutex<usize>,
@@ -233,6 +241,7 @@ impl Prefault {
             observer: options.observer.clone(),
             yields_to_guest: options.yields_to_guest,
             spares_discarded: options.spares_discarded,
+            is_stopped: options.is_stopped.clone(),
             model: options.model.clone(),
             working: Mutex::new(counts.iter().sum()),
             idle: Condvar::new(),
@@ -286,7 +295,7 @@ impl Prefault {
         PrefaultHelper(Arc::clone(&self.engine))
     }
 
-    /// Requests that the threads end after their current chunk. What is populated stays populated.
+    /// Requests that the threads end, also in the middle of a chunk. What is populated stays populated.
     pub fn cancel(&self) {
         self.engine.cancel();
     }
@@ -415,14 +424,18 @@ impl Engine {
     }
 
     fn work(&self, queue: &Queue) {
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.is_to_stop() {
             let next = queue.next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = queue.chunks.get(next) else { return };
-            if let Err(error) = self.populate(chunk) {
-                self.stop.store(true, Ordering::Relaxed);
-                let mut failure = self.failure.lock();
-                failure.get_or_insert(error);
-                return;
+            match self.populate(chunk) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => {
+                    self.stop.store(true, Ordering::Relaxed);
+                    let mut failure = self.failure.lock();
+                    failure.get_or_insert(error);
+                    return;
+                }
             }
             let len_bytes = chunk.bytes.end - chunk.bytes.start;
             self.done_bytes.fetch_add(len_bytes, Ordering::Relaxed);
@@ -432,7 +445,12 @@ impl Engine {
         }
     }
 
-    fn populate(&self, chunk: &Chunk) -> Result<(), PrefaultError> {
+    fn is_to_stop(&self) -> bool {
+        self.stop.load(Ordering::Relaxed) || self.is_stopped.as_ref().is_some_and(|query| query())
+    }
+
+    /// Populates a chunk; false if it was stopped before its end.
+    fn populate(&self, chunk: &Chunk) -> Result<bool, PrefaultError> {
         let region = &*chunk.region;
         let mut done = |range: Range<u64>| {
             let Some(hook) = &self.on_chunk else { return Ok(()) };
@@ -443,12 +461,18 @@ impl Engine {
         let all = vec![chunk.bytes.clone()];
         let parts = if self.spares_discarded { region.never_discarded(&chunk.bytes) } else { all };
         if let Some(model) = &self.model {
-            return parts.into_iter().try_for_each(|part| {
+            let modelled = parts.into_iter().try_for_each(|part| {
                 model(region, &part);
                 done(part)
             });
+            return modelled.map(|()| true);
         }
-        parts.into_iter().try_for_each(|part| region.populate(&part, &mut done))
+        for part in parts {
+            if !region.populate(&part, &|| !self.is_to_stop(), &mut done)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -482,7 +506,7 @@ impl Populate for RamRegion {
         let mut start = range.start;
         while start < range.end {
             let end = chunk_end(start, skew, chunk_bytes, align).min(range.end);
-            self.populate(&(start..end), |piece| {
+            self.populate(&(start..end), &|| true, |piece| {
                 let at = piece.start;
                 let zone = || self.zone_id().to_owned();
                 done(piece).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
@@ -559,7 +583,7 @@ impl RamRegion {
     /// When the range lies outside the region, or the host has no memory.
     pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
         self.check_pages(range).map_err(PrefaultError::Range)?;
-        self.populate::<PopulateError>(range, |_| Ok(()))?;
+        self.populate::<PopulateError>(range, &|| true, |_| Ok(()))?;
         Ok(())
     }
 }

@@ -171,6 +171,26 @@ fn a_cancelled_run_says_how_far_it_came() {
 }
 
 #[test]
+fn a_run_stops_in_the_middle_of_a_chunk() {
+    let ram = ram("p", 64 * MIB, Backing::Memfd, false);
+    let looks = AtomicUsize::new(0);
+    // Once before the chunk, once before each step.
+    let is_stopped: StopQuery = Arc::new(move || looks.fetch_add(1, Ordering::Relaxed) >= 3);
+    let options = PrefaultOptions {
+        threads: NonZeroUsize::new(1),
+        chunk_bytes: 64 * MIB,
+        on_chunk: Some(Arc::new(|_, range| panic!("{range:?} is not populated"))),
+        is_stopped: Some(is_stopped),
+        ..PrefaultOptions::default()
+    };
+    let error = ram.prefault(&options).unwrap().wait().unwrap_err();
+    let PrefaultError::Cancelled { done_bytes, .. } = error else { panic!("{error}") };
+    assert_eq!(done_bytes, 0);
+    let populated = ram.regions()[0].populated_runs(&(0..64 * MIB)).unwrap();
+    assert_eq!(populated, [0..16 * MIB], "two steps");
+}
+
+#[test]
 fn more_than_the_host_has_is_refused_before_a_page_is_touched() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let ram = ram("p", 1 << 44, backing, false);
@@ -298,7 +318,7 @@ fn pages_of_a_file_are_put_into_the_page_tables() {
     let first = ram("p", 4 * MIB, Backing::Memfd, false);
     let file = Arc::clone(first.regions()[0].file().unwrap());
     first.regions()[0].write_range(5 * 4096, &[0xa5; 4096]).unwrap();
-    first.regions()[0].populate(&(0..2 * MIB), |_| Ok::<_, PopulateError>(())).unwrap();
+    first.regions()[0].populate(&(0..2 * MIB), &|| true, |_| Ok::<_, PopulateError>(())).unwrap();
     let config =
         RamConfig { zones: vec![ZoneSpec { shared: true, ..ZoneSpec::new("p", 4 * MIB) }] };
     let provided = [crate::ProvidedFile::file("p", file)];

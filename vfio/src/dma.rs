@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 
-use memory::{ChunkHook, GuestRam, Prefault, PrefaultError, PrefaultOptions, RamRegion};
+use memory::{ChunkHook, GuestRam, Prefault, PrefaultError, PrefaultOptions, RamRegion, StopQuery};
 
 use super::limits::DmaLimits;
 
@@ -62,6 +62,8 @@ pub struct Populating<'a> {
     pub chunk_bytes: u64,
     /// Called on several threads, with each chunk as soon as it is populated.
     pub on_chunk: ChunkHook,
+    /// Looked at now and then: whether to stop, in the middle of a chunk as well.
+    pub is_stopped: StopQuery,
     /// Whether populating yields to the running guest.
     pub yields_to_guest: bool,
     /// Called at the start with a helper for threads that would otherwise only wait.
@@ -98,6 +100,7 @@ impl Populator for GuestRamPopulator {
         let options = PrefaultOptions {
             chunk_bytes: how.chunk_bytes,
             on_chunk: Some(how.on_chunk),
+            is_stopped: Some(how.is_stopped),
             yields_to_guest: how.yields_to_guest,
             threads: self.threads,
             ..PrefaultOptions::default()

@@ -81,7 +81,7 @@ pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use migration::{INTEGRATED_ENDPOINT_VERSION, ROM_VERSION};
 pub use p2p::{P2pBars, P2pTarget, Peer};
-pub use pinning::{MapSample, PinProgress, PinState, Pinning, PinningAbort};
+pub use pinning::{MapSample, OnAbandoned, PinProgress, PinState, Pinning, PinningAbort};
 pub use prepinned::mapped_pieces;
 pub use reach::{HYPERTRANSPORT, HostReach};
 pub use space::{DmaSpace, OpenedFunction};

@@ -28,6 +28,8 @@ pub(crate) const SMALL_BYTES: u64 = 1 << 30;
 
 /// Why mapping has failed that was cancelled.
 const VM_ENDS: &str = "the VM ends";
+/// Why mapping has failed that was abandoned.
+const UNUSED: &str = "the devices that it was for are being removed";
 
 /// State of mapping memory for DMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +79,19 @@ pub enum MapSample {
     },
 }
 
+/// What follows the end of the thread.
+enum End {
+    /// Its result is reported.
+    Reported,
+    /// Everything is unmapped and this is called, in place of a report.
+    Abandoned(Option<OnAbandoned>),
+    /// The thread has ended, or there is none.
+    Over,
+}
+
+/// Called once, on the mapping thread, when nothing is mapped any more.
+pub type OnAbandoned = Box<dyn FnOnce() + Send>;
+
 struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
@@ -85,6 +100,8 @@ struct Shared {
     sample: Mutex<MapSample>,
     stop: AtomicBool,
     state: Mutex<PinState>,
+    /// Locked briefly.
+    end: Mutex<End>,
     gate: Arc<DmaGate>,
     yields_to_guest: bool,
 }
@@ -122,6 +139,7 @@ impl Pinning {
             sample: Mutex::default(),
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
+            end: Mutex::new(End::Reported),
             gate,
             yields_to_guest,
         });
@@ -147,6 +165,7 @@ impl Pinning {
             dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
+            end: Mutex::new(End::Over),
             gate,
             yields_to_guest: false,
         });
@@ -215,6 +234,27 @@ impl Pinning {
     /// A handle that can abort the mapping without owning it.
     pub fn abandonment(&self) -> PinningAbort {
         PinningAbort(Arc::clone(&self.shared))
+    }
+
+    /// Abandons it before its end, without waiting: its thread unmaps everything and calls `then`. The devices that
+    /// it is for must never have reached memory. Returns whether it was still in progress; if not, nothing has
+    /// changed.
+    pub fn abandon(&self, then: OnAbandoned) -> bool {
+        let mut end = self.shared.end.lock();
+        if !matches!(*end, End::Reported) {
+            return false;
+        }
+        *end = End::Abandoned(Some(then));
+        drop(end);
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.gate.fail(UNUSED);
+        self.shared.dma_map.close();
+        true
+    }
+
+    /// Whether it was abandoned, and is still unmapping.
+    pub fn is_being_abandoned(&self) -> bool {
+        matches!(*self.shared.end.lock(), End::Abandoned(_))
     }
 
     /// Cancels it; accesses that wait at the gate are refused. Nothing is mapped again.
@@ -293,6 +333,13 @@ impl Shared {
         let _fail_gate = FailGateOnExit(&self.gate);
         let start = Instant::now();
         let result = self.pin(populator);
+        if let Some(then) = self.abandoned() {
+            self.dma_map.unmap_lost();
+            *self.state.lock() = PinState::Failed(UNUSED.into());
+            *self.end.lock() = End::Over;
+            then();
+            return Err(PinError::Cancelled);
+        }
         if self.stop.load(Ordering::Relaxed) {
             *self.state.lock() = PinState::Failed(VM_ENDS.into());
             return Err(PinError::Cancelled);
@@ -314,6 +361,18 @@ impl Shared {
         result
     }
 
+    /// What was asked for if it was abandoned; from here on it cannot be.
+    fn abandoned(&self) -> Option<OnAbandoned> {
+        let mut end = self.end.lock();
+        match &mut *end {
+            End::Abandoned(then) => then.take(),
+            End::Reported | End::Over => {
+                *end = End::Over;
+                None
+            }
+        }
+    }
+
     fn go_on(&self) -> Result<(), PinError> {
         if self.stop.load(Ordering::Relaxed) { Err(PinError::Cancelled) } else { Ok(()) }
     }
@@ -333,6 +392,7 @@ impl Shared {
 
     fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
         let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
+        let stopping = Arc::clone(self);
         let keep = Arc::clone(&kept);
         populator.populate(Populating {
             chunk_bytes: self.dma_map.chunk_bytes(),
@@ -353,6 +413,7 @@ impl Shared {
                 shared.processed_bytes.fetch_add(len_bytes, Ordering::Relaxed);
                 Ok(())
             }),
+            is_stopped: Arc::new(move || stopping.stop.load(Ordering::Relaxed)),
             yields_to_guest: self.yields_to_guest,
             begun: &|help| {
                 if self.yields_to_guest {

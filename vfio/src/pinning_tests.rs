@@ -340,3 +340,85 @@ fn a_guest_waits_only_for_what_is_soon_mapped() {
     };
     assert!(is_too_long(1024 * MIB, 100, stuck), "populated, but nothing can be mapped");
 }
+
+/// Populates nothing until it is told to stop.
+struct Endless(GuestRamPopulator, Mutex<mpsc::Sender<()>>);
+
+impl Populator for Endless {
+    fn total_bytes(&self) -> (u64, u64) {
+        self.0.total_bytes()
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.0.regions()
+    }
+
+    fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+        let _ = self.1.lock().send(());
+        while !(how.is_stopped)() {
+            std::thread::yield_now();
+        }
+        Err(PrefaultError::Cancelled { done_bytes: 0, total_bytes: 0 })
+    }
+}
+
+/// Memory that is populated without end, and was when this returns.
+fn endless() -> (Pinning, Arc<FakeTarget>, Arc<DmaGate>) {
+    let (gate, target) = (Arc::new(DmaGate::default()), Arc::new(FakeTarget::default()));
+    let inner = GuestRamPopulator::new(ram(64 * MIB), None);
+    let dma_map = dma_map(Arc::clone(&target), &inner);
+    let (begun, has_begun) = mpsc::channel();
+    let populator = Arc::new(Endless(inner, Mutex::new(begun)));
+    let on_end = Box::new(|state: &PinState| panic!("{state:?}"));
+    let pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), true, on_end).unwrap();
+    has_begun.recv_timeout(PATIENCE).unwrap();
+    (pinning, target, gate)
+}
+
+#[test]
+fn what_ends_does_not_wait_for_memory_to_be_populated() {
+    let (pinning, ..) = endless();
+    let (dropped, is_dropped) = mpsc::channel();
+    std::thread::spawn(move || {
+        drop(pinning);
+        let _ = dropped.send(());
+    });
+    is_dropped.recv_timeout(PATIENCE).unwrap();
+}
+
+#[test]
+fn what_is_abandoned_unmaps_all_by_itself_and_says_so() {
+    let (ram, kernel) = (ram(192 * MIB), Arc::new(DmaGate::default()));
+    let (hold, (arrived, at_map)) = (Arc::clone(&kernel), mpsc::channel());
+    let arrived = Mutex::new(arrived);
+    let target = Arc::new(FakeTarget {
+        before: Some(Box::new(move |_| {
+            let _ = arrived.lock().send(());
+            hold.wait().map_err(io::Error::other)
+        })),
+        ..FakeTarget::default()
+    });
+    let populator = Arc::new(GuestRamPopulator::new(ram, None));
+    let (dma_map, gate) = (dma_map(target.clone(), &populator), Arc::new(DmaGate::default()));
+    let on_end = Box::new(|state: &PinState| panic!("{state:?}"));
+    let pinning = Pinning::start(dma_map, populator, Arc::clone(&gate), true, on_end).unwrap();
+    at_map.recv_timeout(PATIENCE).unwrap();
+    let (over, is_over) = mpsc::channel();
+    assert!(pinning.abandon(Box::new(move || over.send(()).unwrap())));
+    assert!(pinning.is_being_abandoned() && gate.wait().is_err());
+    assert!(is_over.try_recv().is_err(), "the kernel is not done");
+    assert!(!pinning.abandon(Box::new(|| panic!("it was abandoned before"))));
+    kernel.open();
+    is_over.recv_timeout(PATIENCE).unwrap();
+    assert!(target.mapped.lock().is_empty() && !pinning.is_being_abandoned());
+    assert!(matches!(pinning.progress().state, PinState::Failed(_)));
+}
+
+#[test]
+fn what_is_mapped_is_not_abandoned() {
+    let (ram, gate) = (ram(64 * MIB), Arc::new(DmaGate::default()));
+    let mut pinning = start(FakeTarget::default(), &ram, &gate).unwrap();
+    pinning.wait().unwrap();
+    assert!(!pinning.abandon(Box::new(|| panic!("it was abandoned"))));
+    assert!(gate.is_open() && matches!(pinning.progress().state, PinState::Pinned { .. }));
+}

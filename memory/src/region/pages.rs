@@ -15,6 +15,10 @@ use crate::mapping::{Advice, Mapping};
 use crate::populate::{PopulateError, PopulateTarget};
 use crate::zone_kind::ZoneKind;
 
+/// Populated by one call of the kernel, which nothing can stop: a few milliseconds, also for a thread that has a
+/// twentieth of a processor.
+const POPULATE_STEP_BYTES: u64 = 8 << 20;
+
 impl RamRegion {
     /// Populates a `range` that is about to be filled through [`io_slice`](Self::io_slice), in one call
     /// instead of a fault for each page. Where the kernel does not support it (before 5.14) or fails now,
@@ -111,12 +115,14 @@ impl RamRegion {
     }
 
     /// Populates the parts of `range` whose contents are here, and calls `done` for each. Parts that are
-    /// still to arrive are skipped, in whole pages of the backing.
+    /// still to arrive are skipped, in whole pages of the backing. Stops, and returns false, when `go_on` says no: it
+    /// is asked before each call of the kernel.
     pub(crate) fn populate<E: From<PopulateError>>(
         &self,
         range: &Range<u64>,
+        go_on: &dyn Fn() -> bool,
         mut done: impl FnMut(Range<u64>) -> Result<(), E>,
-    ) -> Result<(), E> {
+    ) -> Result<bool, E> {
         let target = self.target(&self.main);
         let page = self.page_bytes();
         let mut at = range.start;
@@ -129,12 +135,30 @@ impl RamRegion {
             let here = at..absent.start.min(range.end);
             if !here.is_empty() {
                 if !self.is_prezeroed() {
-                    target.populate(here.clone())?;
+                    for step in self.steps(&here) {
+                        if !go_on() {
+                            return Ok(false);
+                        }
+                        target.populate(step)?;
+                    }
                 }
                 done(here)?;
             }
             at = absent.end.max(at + page);
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// What is populated by one call of the kernel. Collapsing waits for every processor at each call, whatever its
+    /// length.
+    fn steps(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+        let step_bytes =
+            if self.zone.collapse { u64::MAX } else { POPULATE_STEP_BYTES.max(self.page_bytes()) };
+        let (mut at, end) = (range.start, range.end);
+        std::iter::from_fn(move || {
+            let start = at;
+            at = start.saturating_add(step_bytes).min(end);
+            (start < end).then_some(start..at)
+        })
     }
 }

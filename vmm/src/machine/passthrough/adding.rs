@@ -9,10 +9,10 @@
 use std::sync::{Arc, Weak};
 
 use pci::{Bdf, PciDevice as _};
-use vfio::PinState;
+use vfio::{PinState, VfioPciDevice};
 
 use super::backend::real_place;
-use super::outcome::read;
+use super::outcome::{read, unmap_if_unused};
 use super::{DiscardingDevices, Passthrough, PassthroughError, Showing, ban, new_gate};
 use crate::config::{DeviceConfig, PinMode};
 use crate::machine::pausing::CancelToken;
@@ -53,6 +53,9 @@ impl Passthrough {
     }
 
     pub(super) fn check_memory(&self) -> Result<(), PassthroughError> {
+        if self.is_abandoning_memory() {
+            return Err(PassthroughError::Leaving);
+        }
         match self.progress().map(|progress| progress.state) {
             Some(PinState::Failed(reason)) => Err(PassthroughError::MemoryFailed(reason)),
             _ => Ok(()),
@@ -105,6 +108,10 @@ impl Passthrough {
         // Closing the device releases its group, which must not be needed by a mapping any more.
         drop(device);
         read(&self.device_list).devices.retain(|device| device.strong_count() > 0);
+        let has_failed = |(_, device): &(Bdf, Arc<VfioPciDevice>)| device.is_disarmed();
+        if !self.devices.is_empty() && self.devices.iter().all(has_failed) {
+            unmap_if_unused(&self.device_list);
+        }
     }
 
     /// Resets all DMA state once the last device has been removed.
@@ -119,6 +126,26 @@ impl Passthrough {
     }
 }
 
+impl Drop for Passthrough {
+    fn drop(&mut self) {
+        let is_open = |(_, token): &(String, Weak<()>)| token.strong_count() > 0;
+        if !self.withdrawn.iter().any(is_open) {
+            // What is mapped ends with the address space.
+            return;
+        }
+        // A thread that opens a device for an addition that was cancelled has a share of it, for as long as that takes.
+        self.notices = None;
+        read(&self.device_list).memory = None;
+        self.pinning = None;
+        for (_, device) in self.devices.drain(..) {
+            device.disarm();
+        }
+        if let Some(space) = &self.space {
+            space.unmap_all();
+        }
+    }
+}
+
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
@@ -129,8 +156,9 @@ mod tests {
     use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
     use parking_lot::Mutex;
     use vfio::DmaGate;
-    use vfio::fakes::FakeTarget;
+    use vfio::fakes::{FakeFunction, FakeTarget};
 
+    use super::super::announcing::tests::new_segment;
     use super::super::migration::tests::two_devices;
     use super::*;
 
@@ -165,6 +193,55 @@ mod tests {
         let result = is_over.recv_timeout(PATIENCE).unwrap();
         assert!(matches!(result, Err(PassthroughError::Cancelled)), "{result:?}");
         kernel.open();
+    }
+
+    /// Two devices, for which all memory is mapped.
+    fn mapped() -> (Passthrough, [Arc<FakeFunction>; 2], Arc<FakeTarget>) {
+        let (mut passthrough, hosts) = two_devices();
+        let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
+        let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
+        let target = Arc::new(FakeTarget::default());
+        passthrough.space = Some(target.clone());
+        let (discarding, cancel) = (DiscardingDevices::default(), CancelToken::default());
+        passthrough.map_memory(&ram, discarding, &cancel).unwrap();
+        let list = &passthrough.device_list;
+        read(list).devices =
+            passthrough.devices.iter().map(|(_, device)| Arc::downgrade(device)).collect();
+        passthrough.await_memory(&|| false).unwrap();
+        assert!(!target.mapped.lock().is_empty());
+        (passthrough, hosts, target)
+    }
+
+    #[test]
+    fn memory_does_not_stay_mapped_for_a_device_that_is_opened_for_nothing() {
+        for is_being_opened in [true, false] {
+            let (mut passthrough, hosts, target) = mapped();
+            // What the thread that opens it has.
+            let (token, space) = (Arc::new(()), passthrough.space.clone());
+            passthrough.withdrawn.push(("/one".to_owned(), Arc::downgrade(&token)));
+            let _token = is_being_opened.then_some(token);
+            drop(passthrough);
+            // Otherwise it ends with the space, which nothing else has then.
+            assert_eq!(target.mapped.lock().is_empty(), is_being_opened);
+            assert_eq!(hosts.map(|host| *host.resets.lock() > 0), [is_being_opened; 2]);
+            drop(space);
+        }
+    }
+
+    #[test]
+    fn memory_does_not_stay_mapped_for_devices_that_have_failed() {
+        let (mut passthrough, _hosts, target) = mapped();
+        let segments = Segments::of_test(new_segment());
+        let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
+        passthrough.devices[0].1.disarm();
+        unmap_if_unused(&passthrough.device_list);
+        assert!(!target.mapped.lock().is_empty(), "the other one works");
+        assert!(passthrough.remove(bdfs[1], &segments).is_some());
+        assert!(target.mapped.lock().is_empty());
+        assert!(
+            passthrough.check_memory().is_err() && passthrough.remove(bdfs[0], &segments).is_some()
+        );
+        passthrough.check_memory().unwrap();
     }
 
     #[test]

@@ -10,10 +10,11 @@
 //! Owns which devices are withheld, and whether each is announced or removed. Runs where the machine is at
 //! hand: it must never announce or remove one while the machine is being paused, moved or saved.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use pci::Bdf;
-use vfio::PinState;
+use vfio::{PinState, Pinning};
 
 use super::Passthrough;
 use crate::machine::events::GuestEvent;
@@ -95,14 +96,31 @@ impl Passthrough {
         devices.map(|(device, since)| (pci::PciDevice::id(&**device).to_owned(), since)).collect()
     }
 
-    /// Has a withheld device removed without the guest, shortly; false if it is not withheld.
+    /// Has a withheld device removed without the guest, shortly; false if it is not withheld. If memory is being
+    /// mapped for such devices alone, it is unmapped first, by the thread that maps it.
     pub fn withdraw(&mut self, bdf: Bdf) -> bool {
         let Some(device) = self.withheld.0.iter_mut().find(|device| device.bdf == bdf) else {
             return false;
         };
         device.why = Withholding::Removal;
-        (self.sink)(GuestEvent::WithheldDevice);
+        if !self.abandon_memory() {
+            (self.sink)(GuestEvent::WithheldDevice);
+        }
         true
+    }
+
+    /// Has memory unmapped in the background if all devices are to be removed before it was mapped. They have never
+    /// reached it, as their guest has not seen them. Returns whether it was begun.
+    fn abandon_memory(&self) -> bool {
+        let is_needed = self.devices.iter().any(|(bdf, _)| !self.is_withdrawn(*bdf));
+        let Some(pinning) = self.pinning.as_ref().filter(|_| !is_needed) else { return false };
+        let sink = Arc::clone(&self.sink);
+        pinning.abandon(Box::new(move || sink(GuestEvent::WithheldDevice)))
+    }
+
+    /// Whether memory is being unmapped for the removal of all devices.
+    pub(super) fn is_abandoning_memory(&self) -> bool {
+        self.pinning.as_ref().is_some_and(Pinning::is_being_abandoned)
     }
 
     /// Whether the withheld device at `bdf` is to be removed.
@@ -111,6 +129,9 @@ impl Passthrough {
     }
 
     fn with_fate(&self, wanted: Fate) -> Vec<Bdf> {
+        if self.is_abandoning_memory() && wanted != Fate::Wait {
+            return Vec::new();
+        }
         let memory = self.progress().map(|progress| progress.state);
         let fate = |withheld: &WithheldDevice| {
             let device = self.devices.iter().find(|(at, _)| *at == withheld.bdf);
@@ -149,7 +170,7 @@ impl Passthrough {
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
-mod tests {
+pub(super) mod tests {
     use std::io;
     use std::sync::Arc;
     use std::sync::mpsc::{Receiver, channel};
@@ -176,7 +197,7 @@ mod tests {
     /// Three pieces.
     const RAM_BYTES: u64 = 192 << 20;
 
-    fn new_segment() -> Arc<PciSegment> {
+    pub(in super::super) fn new_segment() -> Arc<PciSegment> {
         let below_4g = MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x1000_0000 };
         let above_4g = MmioRange { start_gpa: 0x40_0000_0000, len_bytes: 0x1_0000_0000 };
         let windows = MmioWindows { below_4g, above_4g };
@@ -190,6 +211,15 @@ mod tests {
         let segment = segments.of(bdf).unwrap();
         segment.read_config(ConfigAddress { bus: 0, device, function: 0, offset: 0 }, &mut data);
         u16::from_le_bytes(data)
+    }
+
+    /// Opens when dropped: a test that fails would wait for its mapping otherwise.
+    struct OpenAtEnd(Arc<DmaGate>);
+
+    impl Drop for OpenAtEnd {
+        fn drop(&mut self) {
+            self.0.open();
+        }
     }
 
     /// Two withheld devices, whose memory is being mapped in `target`; and when something is to be decided.
@@ -275,19 +305,27 @@ mod tests {
         });
         let (mut passthrough, target, segments, told) =
             withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
+        let kernel = OpenAtEnd(kernel);
         at_map.recv_timeout(PATIENCE).unwrap();
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
-        for bdf in &bdfs {
-            assert!(passthrough.withdraw(*bdf));
-            told.recv_timeout(PATIENCE).unwrap();
-        }
+        assert!(passthrough.withdraw(bdfs[0]));
+        told.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(passthrough.refused(), [bdfs[0]], "the other one waits for memory all the same");
+        // Nothing waits for the kernel, which ends only what it has begun.
+        assert!(passthrough.withdraw(bdfs[1]) && passthrough.withdraw(bdfs[1]));
+        told.recv_timeout(PATIENCE).unwrap();
+        assert!(passthrough.refused().is_empty() && told.try_recv().is_err());
+        let refused = passthrough.check_memory();
+        assert!(matches!(refused, Err(PassthroughError::Leaving)), "{refused:?}");
+        kernel.0.open();
+        told.recv_timeout(PATIENCE).unwrap();
+        assert!(target.mapped.lock().is_empty(), "the removal has nothing left to unmap");
         assert_eq!(passthrough.refused(), bdfs);
-        // The kernel ends only what it has begun.
-        kernel.open();
         for bdf in bdfs {
             assert!(passthrough.remove(bdf, &segments).is_some());
         }
-        assert!(target.mapped.lock().is_empty() && passthrough.progress().is_none());
+        assert!(passthrough.progress().is_none());
+        passthrough.check_memory().unwrap();
     }
 
     #[test]

@@ -121,6 +121,12 @@ pub enum PassthroughError {
          the VM has, then add them again"
     )]
     MemoryFailed(Arc<str>),
+    /// Memory that was being mapped is unmapped, as the devices that it was for are removed.
+    #[error(
+        "guest memory is being unmapped, as the passed-through devices that the VM had are being removed; add the \
+         device when they are gone (event device-removed)"
+    )]
+    Leaving,
     /// A device prevents a migration or snapshot.
     #[error(
         "the VM can be neither migrated nor saved because of its passed-through devices: {0}; remove \
