@@ -62,7 +62,7 @@ check its_driver_did_not_wait did_not_wait a
 check no_vcpu_stalled never_stalled a
 check power_button_ends_the_vmm power_button a
 
-SLOW_MAP_S=40
+SLOW_MAP_S=60
 LAUNCH=$(slow)
 start_guest b 2 || failed start "the VMM did not start"
 check boots_without_a_device wait_until $WAIT_S says b "GUEST-READY 2 vcpus"
@@ -74,6 +74,18 @@ answers_at_once() {
 check adding_one_is_answered_at_once answers_at_once
 check guest_runs_without_it is_withheld b
 check other_devices_respond_meanwhile responds b
+# Removed while the kernel is in the middle of mapping: other requests do not wait for that.
+removed_meanwhile() {
+  asked=$(cut -d. -f1 /proc/uptime)
+  remote b remove-device disk && remote b pause && remote b resume || return 1
+  echo "$(($(cut -d. -f1 /proc/uptime) - asked)) s"
+  [ $(($(cut -d. -f1 /proc/uptime) - asked)) -lt 12 ] && ! happened b device-removed && ! happened b device-added || return 1
+  remote b add-device path=$disk,id=disk2 >$T/refused.log 2>&1 && return 1
+  cat $T/refused.log
+  wait_until $((SLOW_MAP_S + 30)) happened b device-removed && pinned_is b 0 && ! happened b device-added
+}
+check one_that_is_removed_keeps_nothing_waiting removed_meanwhile
+check adding_it_again_is_answered_at_once answers_at_once
 check guest_finds_the_added_one guest_finds_it b
 check reads_by_dma_of_the_added_one reads_what_is_there b
 check driver_of_the_added_one_did_not_wait did_not_wait b
