@@ -187,7 +187,7 @@ fn a_run_stops_in_the_middle_of_a_chunk() {
     let PrefaultError::Cancelled { done_bytes, .. } = error else { panic!("{error}") };
     assert_eq!(done_bytes, 0);
     let populated = ram.regions()[0].populated_runs(&(0..64 * MIB)).unwrap();
-    assert_eq!(populated, [0..16 * MIB], "two steps");
+    assert!(populated.iter().eq([&(0..16 * MIB)]), "two steps: {populated:?}");
 }
 
 #[test]

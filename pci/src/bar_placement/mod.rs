@@ -355,7 +355,9 @@ impl BarPlacement {
         let is_idle = |bar: &&mut PlacedBar| bar.description.kind == BarKind::Rom && !bar.decodes;
         let idle = self.bars.iter_mut().filter(is_idle);
         let claims: Vec<Claim> = idle.filter_map(|bar| bar.claim.take()).collect();
-        claims.iter().for_each(|claim| self.free(*claim));
+        for claim in &claims {
+            self.free(*claim);
+        }
         !claims.is_empty()
     }
 
