@@ -11,8 +11,14 @@ use serde_json::Value;
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
 /// Packages that only tests and benchmarks are made of.
-const TEST_PACKAGES: [&str; 5] =
-    ["godwit-bench", "guest-reader", "native-tests", "test-skip", "vhost-user-disk"];
+const TEST_PACKAGES: [&str; 5] = [
+    "godwit-bench",
+    "guest-reader",
+    "native-tests",
+    "test-skip",
+    "vfio-user-device",
+    "vhost-user-disk",
+];
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 

@@ -14,7 +14,7 @@ mod log_limit;
 mod state;
 mod syscalls;
 pub mod tpm;
-mod unix_connect;
+pub mod unix_connect;
 pub mod virtio;
 
 pub use log_limit::{LogLimit, SuppressedLines};

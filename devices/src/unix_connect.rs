@@ -12,11 +12,14 @@ use std::time::{Duration, Instant};
 use crate::syscalls;
 
 /// Time between two attempts: hardly noticed at a start, and little work for the host.
-pub(crate) const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
+pub const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(20);
 
 /// Connects to `path`. Within `limit` it is tried again while nothing listens yet, or too many connections are
 /// waiting, unless that is cancelled.
-pub(crate) fn connect_within(
+///
+/// # Errors
+/// The last attempt's.
+pub fn connect_within(
     path: &Path,
     limit: Duration,
     is_cancelled: &dyn Fn() -> bool,

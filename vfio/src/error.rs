@@ -13,6 +13,8 @@ use iommufd_ioctls::IommufdError;
 use memory::{AccessError, PrefaultError};
 use thiserror::Error;
 
+use super::user::UserError;
+
 use pci::ConfigError;
 use pci::MsixError;
 
@@ -229,6 +231,9 @@ pub enum VfioError {
     /// MSI cannot be set up.
     #[error("MSI cannot be set up")]
     Msi(#[source] IrqError),
+    /// The process that emulates the function is of no use.
+    #[error(transparent)]
+    User(#[from] UserError),
 }
 
 /// Why guest memory cannot be mapped for DMA.

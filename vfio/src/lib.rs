@@ -64,6 +64,7 @@ mod sysfs;
 #[cfg(test)]
 mod tests;
 mod unmasking;
+pub mod user;
 
 pub use clique::CLIQUE_MAX;
 pub use container::Type1Container;

@@ -212,6 +212,16 @@ impl VfioPciDevice {
         }
     }
 
+    /// Has the guest reach no part of a BAR without an exit from now on. Returns whether it could; then an access to memory
+    /// that the host could not provide may be tried again.
+    pub fn stop_mapping(&self) -> bool {
+        let mut direct = self.direct.lock();
+        let could = direct.iter().any(|bar| !bar.areas.is_empty());
+        direct.iter_mut().for_each(|bar| self.hide(bar));
+        direct.clear();
+        could
+    }
+
     /// Stops the function's DMA for good: it is lost to the guest, bus mastering is disabled, and it is
     /// reset. No guest write can enable DMA again, not even one that waits at the gate. Memory may be
     /// unmapped when this returns.
