@@ -11,7 +11,7 @@ use serde_json::Value;
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
 /// Packages that only tests and benchmarks are made of.
-const TEST_PACKAGES: [&str; 5] = [
+const TEST_PACKAGES: [&str; 6] = [
     "godwit-bench",
     "guest-reader",
     "native-tests",

@@ -11,7 +11,7 @@ use std::fmt::Write as _;
 use clap::{Arg, ArgAction};
 use vmm::config::Family;
 use vmm::config::family::{FamilyInfo, FieldInfo};
-use vmm::config::reference::{UNSUPPORTED_FAMILIES, help};
+use vmm::config::reference::help;
 
 /// Line width if the terminal reports none, and the range within which its width is used.
 const WIDTH_DEFAULT: usize = 80;
@@ -120,18 +120,12 @@ pub fn keys(info: &FamilyInfo, width: usize) -> String {
 /// Description of a family with all its keys.
 pub fn page<T: Family>(width: usize) -> String {
     let info = T::info();
-    if UNSUPPORTED_FAMILIES.contains(&info.name) {
-        return help::<T>();
-    }
     keys(&info, width)
 }
 
 /// Description of a family in one line.
 pub fn about<T: Family>() -> String {
     let info = T::info();
-    if UNSUPPORTED_FAMILIES.contains(&info.name) {
-        return help::<T>();
-    }
     info.about.split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
 }
 
@@ -143,7 +137,6 @@ pub fn option<T: Family>(name: &'static str, with_help: bool) -> Arg {
         return arg.help("");
     }
     let long = format!("{}\n{}", about::<T>(), page::<T>(width().saturating_sub(CLAP_INDENT)));
-    let long = if UNSUPPORTED_FAMILIES.contains(&T::info().name) { about::<T>() } else { long };
     arg.help(help::<T>()).long_help(long)
 }
 

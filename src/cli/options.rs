@@ -14,10 +14,9 @@ use vmm::config::numa::NumaConfig;
 use vmm::config::platform::{PciSegmentConfig, PlatformConfig};
 use vmm::config::rate_limiter::RateLimitGroupConfig;
 use vmm::config::tpm::TpmConfig;
-use vmm::config::unsupported::UserDeviceConfig;
 use vmm::config::{
     BalloonConfig, DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, LandlockConfig,
-    NetConfig, PmemConfig, RngConfig, RtcConfig, VdpaConfig, VsockConfig,
+    NetConfig, PmemConfig, RngConfig, RtcConfig, UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 
 use super::manual;

@@ -138,7 +138,7 @@ const ROWS: &[Row] = &[
     of_guest("unknown_key", &["--cpus", "boots=2"], USAGE, "boots"),
     of_guest("not_a_number", &["--cpus", "boot=two"], USAGE, "two"),
     of_guest("not_a_toggle", &["--memory", "size=64M,shared=perhaps"], USAGE, "perhaps"),
-    of_guest("unsupported_device", &["--user-device", "socket=/s"], USAGE, "user_devices"),
+    of_guest("user_device_private", &["--user-device", "socket=/s"], USAGE, "shared=on"),
     of_guest("vdpa_behind_an_iommu", &["--vdpa", "path=/s,iommu=on"], USAGE, "iommu"),
     of_guest("vdpa_missing", &["--vdpa", "path={}/none"], FAILED, "cannot open {}/none"),
     of_guest("vdpa_of_another_kind", &["--vdpa", "path=/dev/null"], FAILED, "VHOST_SET_OWNER"),

@@ -231,6 +231,9 @@ pub enum VfioError {
     /// MSI cannot be set up.
     #[error("MSI cannot be set up")]
     Msi(#[source] IrqError),
+    /// The interrupt line is not available.
+    #[error("it gets no interrupt line")]
+    Line(#[source] IrqError),
     /// The process that emulates the function is of no use.
     #[error(transparent)]
     User(#[from] UserError),

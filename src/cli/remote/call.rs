@@ -12,11 +12,10 @@ use serde_json::{Value, json};
 use vmm::api::endpoints::Method;
 use vmm::config::codec::{Bytes, ValueCodec as _};
 use vmm::config::migration::RestoreConfig;
-use vmm::config::unsupported::UserDeviceConfig;
 use vmm::config::{
     ConfigFd, DeviceConfig, DiskConfig, Family, FsConfig, GenericVhostUserConfig,
     MigrationRecoverData, NetConfig, PmemConfig, ReceiveMigrationData, SendMigrationData,
-    VdpaConfig, VsockConfig,
+    UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 
 use super::RemoteError;

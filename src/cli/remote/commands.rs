@@ -8,10 +8,10 @@ use clap::{Arg, ArgAction, Command};
 use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
 use vmm::config::migration::RestoreConfig;
-use vmm::config::unsupported::UserDeviceConfig;
 use vmm::config::{
     DeviceConfig, DiskConfig, Family, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
-    NetConfig, PmemConfig, ReceiveMigrationData, SendMigrationData, VdpaConfig, VsockConfig,
+    NetConfig, PmemConfig, ReceiveMigrationData, SendMigrationData, UserDeviceConfig, VdpaConfig,
+    VsockConfig,
 };
 
 use crate::cli::manual;

@@ -319,6 +319,15 @@ impl HostFunction for UserFunction {
         self.write(index.into(), offset, data);
     }
 
+    /// Its server is not asked for one.
+    fn rom_len_bytes(&self) -> u64 {
+        0
+    }
+
+    fn read_rom(&self) -> io::Result<Vec<u8>> {
+        Err(none())
+    }
+
     fn map_bar(&self, index: u8, range: &Range<u64>) -> io::Result<Arc<BarMapping>> {
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let len = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| invalid())?;

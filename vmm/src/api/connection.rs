@@ -82,10 +82,6 @@ async fn answer(
                 .insert(ALLOW, HeaderValue::from_static(endpoint.method.as_str()));
             return response;
         }
-        Route::Unsupported(name) => {
-            let message = format!("{name} is not supported by this version");
-            return refuse(StatusCode::NOT_IMPLEMENTED, &message);
-        }
         Route::Unknown => {
             let message = format!("there is no endpoint '{}'", head.uri.path());
             return refuse(StatusCode::NOT_FOUND, &message);

@@ -16,8 +16,8 @@ use super::types::{
 use crate::config::{
     DeviceConfig, DiskConfig, ForceData, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
     NetConfig, NewDevice, PmemConfig, ReceiveMigrationData, RestoreConfig, SendMigrationData,
-    VdpaConfig, VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk, VmResizeZone,
-    VmSnapshotConfig, VsockConfig,
+    UserDeviceConfig, VdpaConfig, VmConfig, VmCoredumpData, VmRemoveDevice, VmResize, VmResizeDisk,
+    VmResizeZone, VmSnapshotConfig, VsockConfig,
 };
 use crate::json_text;
 
@@ -64,9 +64,7 @@ pub struct Endpoint {
     pub decode: fn(&[u8]) -> Result<VmmRequest, ApiError>,
 }
 
-use ApiErrorKind::{
-    AlreadyCreated, Conflict, NotBooted, NotCreated, NotFound, NotNow, NotSupported,
-};
+use ApiErrorKind::{AlreadyCreated, Conflict, NotBooted, NotCreated, NotFound, NotNow};
 use Method::{Get, Put};
 
 const LIVE: &[ApiErrorKind] = &[NotCreated, NotBooted, Conflict];
@@ -255,6 +253,16 @@ pub const ENDPOINTS: &[Endpoint] = &[
         decode: |body| Ok(add(NewDevice::GenericVhostUser(json("GenericVhostUserConfig", body)?))),
     },
     Endpoint {
+        path: "vm.add-user-device",
+        method: Put,
+        summary: "Adds a device that another process emulates (vfio-user) to the VM, as vm.add-device does.",
+        operation: None,
+        takes: Body::Schema(schema!(UserDeviceConfig)),
+        gives: Body::Optional(schema!(PciDeviceInfo)),
+        errors: &[NotCreated, Conflict],
+        decode: |body| Ok(add(NewDevice::User(json("UserDeviceConfig", body)?))),
+    },
+    Endpoint {
         path: "vm.add-vdpa",
         method: Put,
         summary: "Adds a vDPA device to the VM, as vm.add-device does.",
@@ -287,7 +295,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.remove-device",
         method: Put,
-        summary: "Removes a disk, network, file system, vsock, vhost-user, vDPA, persistent memory or passed-through device. If the VM is \
+        summary: "Removes a disk, network, file system, vsock, vhost-user, vfio-user, vDPA, persistent memory or passed-through device. If the VM is \
                   running, the guest is asked to eject it; otherwise it is removed from the configuration.",
         operation: None,
         takes: Body::Schema(schema!(VmRemoveDevice)),
@@ -305,7 +313,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
         gives: Body::Empty,
         // `NotNow` is kept because clients of cloud-hypervisor expect it of this request; nothing returns
         // it here.
-        errors: &[NotCreated, NotBooted, Conflict, NotNow, NotSupported],
+        errors: &[NotCreated, NotBooted, Conflict, NotNow],
         decode: |body| Ok(VmmRequest::Resize(Box::new(json("VmResize", body)?))),
     },
     Endpoint {
@@ -451,9 +459,6 @@ pub const ENDPOINTS: &[Endpoint] = &[
     },
 ];
 
-/// Endpoints of cloud-hypervisor that are answered with "not supported".
-pub const UNSUPPORTED: [&str; 1] = ["vm.add-user-device"];
-
 /// Result of looking up a path and a method.
 #[derive(Debug)]
 pub enum Route {
@@ -461,8 +466,6 @@ pub enum Route {
     Found(&'static Endpoint),
     /// The path exists, with another method.
     WrongMethod(&'static Endpoint),
-    /// A cloud-hypervisor endpoint that is not supported.
-    Unsupported(&'static str),
     /// The path is unknown.
     Unknown,
 }
@@ -477,10 +480,7 @@ pub fn route(method: &str, path: &str) -> Route {
             Route::WrongMethod(endpoint)
         };
     }
-    match UNSUPPORTED.iter().find(|known| **known == name) {
-        Some(name) => Route::Unsupported(name),
-        None => Route::Unknown,
-    }
+    Route::Unknown
 }
 
 fn json<T: DeserializeOwned>(what: &str, body: &[u8]) -> Result<T, ApiError> {

@@ -138,7 +138,6 @@ const fn describe(kind: ApiErrorKind) -> &'static str {
             "There is a VM already, or an operation in progress excludes this."
         }
         ApiErrorKind::NotNow => "Another operation is in progress; retry later.",
-        ApiErrorKind::NotSupported => "Not supported by this version.",
         ApiErrorKind::Failed => "The operation failed.",
     }
 }

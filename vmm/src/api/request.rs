@@ -132,8 +132,6 @@ pub enum ApiErrorKind {
     Conflict,
     /// Another operation is in progress; the same request may succeed later.
     NotNow,
-    /// A known request that is not supported.
-    NotSupported,
     /// The operation failed.
     Failed,
 }
@@ -148,7 +146,6 @@ impl ApiErrorKind {
             Self::AlreadyCreated | Self::Conflict => 409,
             Self::NotNow => 429,
             Self::Failed => 500,
-            Self::NotSupported => 501,
         }
     }
 }

@@ -26,7 +26,7 @@ pub enum GrantKind {
     Memory,
     /// Sockets of memory pools.
     Pool,
-    /// Files and sockets of consoles, the sockets of vsock and vhost-user devices and of the TPM, and the terminal of this process.
+    /// Files and sockets of consoles, the sockets of vsock, vhost-user and vfio-user devices and of the TPM, and the terminal of this process.
     Console,
     /// Kernel, initramfs and firmware, which are read again when the guest reboots.
     Payload,

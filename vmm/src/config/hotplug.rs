@@ -10,8 +10,8 @@ use super::error::ConfigError;
 use super::exclusive::check_mac;
 use super::family::option_family;
 use super::{
-    DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, NetConfig, PmemConfig, VdpaConfig,
-    VmConfig, VsockConfig,
+    DeviceConfig, DiskConfig, FsConfig, GenericVhostUserConfig, NetConfig, PmemConfig,
+    UserDeviceConfig, VdpaConfig, VmConfig, VsockConfig,
 };
 
 option_family! {
@@ -35,6 +35,8 @@ pub enum NewDevice {
     Fs(FsConfig),
     /// A vhost-user device of any type.
     GenericVhostUser(GenericVhostUserConfig),
+    /// A device that another process emulates.
+    User(UserDeviceConfig),
     /// A vDPA device.
     Vdpa(VdpaConfig),
     /// A vsock device.
@@ -52,6 +54,7 @@ impl NewDevice {
             Self::Net(net) => &net.id,
             Self::Fs(fs) => &fs.id,
             Self::GenericVhostUser(device) => &device.id,
+            Self::User(device) => &device.id,
             Self::Vdpa(vdpa) => &vdpa.id,
             Self::Vsock(vsock) => &vsock.id,
             Self::Pmem(pmem) => &pmem.id,
@@ -86,6 +89,7 @@ impl NewDevice {
                 config.generic_vhost_user.get_or_insert_default().push(device.clone());
             }
             Self::Pmem(pmem) => config.pmem.get_or_insert_default().push(pmem.clone()),
+            Self::User(device) => config.user_devices.get_or_insert_default().push(device.clone()),
             Self::Vdpa(vdpa) => config.vdpa.get_or_insert_default().push(vdpa.clone()),
             Self::Vsock(vsock) => {
                 if let Some(VsockConfig { id, .. }) = &config.vsock {
@@ -108,6 +112,7 @@ impl NewDevice {
                 let last = config.generic_vhost_user.iter().flatten().last();
                 last.cloned().map(Self::GenericVhostUser)
             }
+            Self::User(_) => config.user_devices.iter().flatten().last().cloned().map(Self::User),
             Self::Vdpa(_) => config.vdpa.iter().flatten().last().cloned().map(Self::Vdpa),
             Self::Vsock(_) => config.vsock.clone().map(Self::Vsock),
             Self::Pmem(_) => config.pmem.iter().flatten().last().cloned().map(Self::Pmem),
@@ -140,6 +145,7 @@ impl VmConfig {
             | take_out(&mut config.fs, |fs| is(&fs.id))
             | take_out(&mut config.generic_vhost_user, |device| is(&device.id))
             | take_out(&mut config.pmem, |pmem| is(&pmem.id))
+            | take_out(&mut config.user_devices, |device| is(&device.id))
             | take_out(&mut config.vdpa, |vdpa| is(&vdpa.id))
             | config.vsock.take_if(|vsock| is(&vsock.id)).is_some();
         found.then_some(config)
@@ -157,7 +163,9 @@ impl VmConfig {
             let fs = fs.chain(config.pmem.iter().flatten().filter_map(|pmem| pmem.id.clone()));
             let devices = config.devices.iter().flatten().filter_map(|device| device.id.clone());
             let vdpas = config.vdpa.iter().flatten().filter_map(|vdpa| vdpa.id.clone());
-            let devices = devices.chain(vdpas);
+            let users = config.user_devices.iter().flatten();
+            let users = users.filter_map(|device| device.id.clone());
+            let devices = devices.chain(vdpas).chain(users);
             let vsock = config.vsock.iter().filter_map(|vsock| vsock.id.clone());
             disks.chain(nets).chain(fs).chain(devices).chain(vsock).collect()
         };
@@ -184,7 +192,9 @@ impl VmConfig {
         let devices = self.devices.iter_mut().flatten();
         let devices = devices.map(|device| (&device.id, &mut device.pci_device_id));
         let vdpas = self.vdpa.iter_mut().flatten().map(|vdpa| (&vdpa.id, &mut vdpa.pci_device_id));
-        let devices = devices.chain(vdpas);
+        let users = self.user_devices.iter_mut().flatten();
+        let users = users.map(|device| (&device.id, &mut device.pci_device_id));
+        let devices = devices.chain(vdpas).chain(users);
         let balloon = self.balloon.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
         let vsock = self.vsock.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));
         let rtc = self.rtc.iter_mut().map(|it| (&it.id, &mut it.pci_device_id));

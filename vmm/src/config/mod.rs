@@ -46,7 +46,7 @@ pub mod rng;
 pub mod rtc;
 pub mod segments;
 pub mod tpm;
-pub mod unsupported;
+pub mod user_device;
 pub mod value;
 pub mod vdpa;
 pub mod vm;
@@ -86,6 +86,7 @@ pub use prefault::Prefault;
 pub use resize::{VmResize, VmResizeDisk, VmResizeZone};
 pub use rng::RngConfig;
 pub use rtc::RtcConfig;
+pub use user_device::UserDeviceConfig;
 pub use value::MacAddr;
 pub use vdpa::VdpaConfig;
 pub use vm::{VmConfig, random_bytes};
@@ -126,6 +127,7 @@ pub fn fuzz_option_string(data: &[u8]) {
         "net" => check::<NetConfig>(text),
         "fs" => check::<FsConfig>(text),
         "generic-vhost-user" => check::<GenericVhostUserConfig>(text),
+        "user-device" => check::<UserDeviceConfig>(text),
         "vdpa" => check::<VdpaConfig>(text),
         "rng" => check::<RngConfig>(text),
         "rtc" => check::<RtcConfig>(text),
@@ -171,6 +173,7 @@ pub fn fuzz_api_json(data: &[u8]) {
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Net(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Fs(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::GenericVhostUser(it).add_to(&config));
+    let _ = serde_json::from_slice(data).map(|it| NewDevice::User(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Vdpa(it).add_to(&config));
     let _ = serde_json::from_slice(data).map(|it| NewDevice::Vsock(it).add_to(&config));
     let _ = serde_json::from_slice::<SendMigrationData>(data).map(|data| data.validate());

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use super::family::{Family, FamilyInfo, FieldInfo};
 use super::{
     console, cpus, disk, memory, migration, net, numa, payload, platform, pmem, rate_limiter, rng,
-    rtc, tpm, unsupported, vdpa, vsock,
+    rtc, tpm, user_device, vdpa, vsock,
 };
 
 /// The families, in the order of the reference page.
@@ -28,6 +28,7 @@ pub fn families() -> Vec<FamilyInfo> {
         super::GenericVhostUserConfig::info(),
         pmem::PmemConfig::info(),
         super::DeviceConfig::info(),
+        user_device::UserDeviceConfig::info(),
         vdpa::VdpaConfig::info(),
         vsock::VsockConfig::info(),
         rng::RngConfig::info(),
@@ -46,20 +47,13 @@ pub fn families() -> Vec<FamilyInfo> {
         tpm::TpmConfig::info(),
         super::LandlockConfig::info(),
         platform::PciSegmentConfig::info(),
-        unsupported::UserDeviceConfig::info(),
     ]
 }
-
-/// Families that are refused as a whole.
-pub const UNSUPPORTED_FAMILIES: [&str; 1] = ["user-device"];
 
 /// Syntax and meaning of one family, for `--help`.
 pub fn help<T: Family>() -> String {
     let info = T::info();
     let about = info.about.trim().trim_end_matches('.').to_owned();
-    if UNSUPPORTED_FAMILIES.contains(&info.name) {
-        return format!("{about} (not supported by this version)");
-    }
     format!("{about}: \"{}\"", info.syntax())
 }
 
@@ -75,16 +69,14 @@ pub fn reference_page() -> String {
          name, but only its default is accepted.\n",
     );
     for family in families() {
-        let refused = UNSUPPORTED_FAMILIES.contains(&family.name);
         let _ = write!(
             out,
-            "\n## `{}` (`{}`)\n\n{}{}\n\n\
+            "\n## `{}` (`{}`)\n\n{}\n\n\
              | key | JSON field | type | default | range | since | meaning |\n\
              | --- | --- | --- | --- | --- | --- | --- |\n",
             family.name,
             family.type_name,
             family.about.trim(),
-            if refused { " *Refused.*" } else { "" }
         );
         for field in family.fields.iter().filter(|field| !field.spec.hidden) {
             let _ = writeln!(out, "{}", row(field));

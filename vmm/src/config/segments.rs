@@ -86,6 +86,9 @@ impl VmConfig {
         for vdpa in self.vdpa.iter().flatten() {
             push("vdpa", &vdpa.id, vdpa.pci_segment, vdpa.pci_device_id, vdpa.iommu);
         }
+        for device in self.user_devices.iter().flatten() {
+            push("user-device", &device.id, device.pci_segment, device.pci_device_id, false);
+        }
         for device in self.devices.iter().flatten() {
             push("device", &device.id, device.pci_segment, device.pci_device_id, device.iommu);
         }

@@ -32,7 +32,7 @@ use super::rate_limiter::RateLimitGroupConfig;
 use super::rng::RngConfig;
 use super::rtc::RtcConfig;
 use super::tpm::TpmConfig;
-use super::unsupported::UserDeviceConfig;
+use super::user_device::UserDeviceConfig;
 use super::value::MacAddr;
 use super::vdpa::VdpaConfig;
 use super::vsock::VsockConfig;
@@ -87,7 +87,7 @@ option_family! {
         /// Passed-through host devices.
         devices: Option<Vec<DeviceConfig>> = None, "" as JsonOnly;
         /// Devices emulated by other processes (vfio-user).
-        user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly, unsupported();
+        user_devices: Option<Vec<UserDeviceConfig>> = None, "" as JsonOnly;
         /// vDPA devices.
         vdpa: Option<Vec<VdpaConfig>> = None, "" as JsonOnly;
         /// Socket device (virtio-vsock).
@@ -165,6 +165,7 @@ impl VmConfig {
         self.check_exclusive()?;
         self.check_vhost_user()?;
         self.check_vdpa()?;
+        self.check_user_devices()?;
         self.check_rate_groups()?;
         self.check_numa()?;
         for net in self.net.iter_mut().flatten() {
@@ -196,6 +197,7 @@ impl VmConfig {
             device.validate(self.platform.as_ref())?;
         }
         self.vdpa.iter().flatten().try_for_each(VdpaConfig::validate)?;
+        self.user_devices.iter().flatten().try_for_each(UserDeviceConfig::validate)?;
         if let Some(balloon) = &self.balloon {
             balloon.validate(self.memory.most_bytes().unwrap_or(0))?;
         }
@@ -263,6 +265,9 @@ impl VmConfig {
         for id in self.vdpa.iter().flatten().filter_map(|vdpa| vdpa.id.as_deref()) {
             take("vdpa", id, "")?;
         }
+        for id in self.user_devices.iter().flatten().filter_map(|device| device.id.as_deref()) {
+            take("user-device", id, "")?;
+        }
         if let Some(id) = self.vsock.as_ref().and_then(|vsock| vsock.id.as_deref()) {
             take("vsock", id, "")?;
         }
@@ -275,7 +280,9 @@ impl VmConfig {
         let fs = fs.chain(pmems);
         let devices = self.devices.iter_mut().flatten().map(|device| ("_vfio", &mut device.id));
         let vdpas = self.vdpa.iter_mut().flatten().map(|vdpa| ("_vdpa", &mut vdpa.id));
-        let devices = devices.chain(vdpas);
+        let users = self.user_devices.iter_mut().flatten();
+        let users = users.map(|device| ("_vfio_user", &mut device.id));
+        let devices = devices.chain(vdpas).chain(users);
         let vsock = self.vsock.iter_mut().map(|vsock| ("_vsock", &mut vsock.id));
         let mut count = 0_u32;
         for (prefix, id) in disks.chain(nets).chain(fs).chain(devices).chain(vsock) {

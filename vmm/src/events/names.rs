@@ -93,9 +93,10 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "vm",
         "back-end-lost",
-        "the process that serves a device over vhost-user has ended, does not answer or has broken \
-         the protocol: the device needs a reset; once for each connection, and noticed only while the \
-         driver uses the device (id, error: why)",
+        "the process that serves a device over vhost-user or vfio-user has ended, does not answer or \
+         has broken the protocol: the device needs a reset, over vfio-user it is gone for the guest; \
+         once for each connection, and over vhost-user noticed only while the driver uses the device \
+         (id, error: why)",
     ),
     ("vm", "passthrough-device-opened", "a passed-through device is open and reset (id, took_ms)"),
     (

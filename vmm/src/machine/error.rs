@@ -27,6 +27,7 @@ use super::pmems::PmemNotMovable;
 use super::ram::MachineRamError;
 use super::segments::SegmentsError;
 use super::state::MACHINE_STATE_VERSION;
+use super::user_devices::{UserDeviceError, UserNotMovable};
 use super::vdpas::VdpaNotMovable;
 use super::vhost_users::{NotMovable, StateNotGiven};
 use super::virtio::{HotAddError, VirtioError};
@@ -47,6 +48,12 @@ pub enum MachineError {
     /// A vDPA device of the VM cannot be migrated or saved.
     #[error(transparent)]
     Vdpa(#[from] VdpaNotMovable),
+    /// A device that another process emulates cannot be migrated or saved.
+    #[error(transparent)]
+    UserNotMovable(#[from] UserNotMovable),
+    /// A device that another process emulates cannot be used.
+    #[error(transparent)]
+    User(#[from] UserDeviceError),
     /// The state of a device is not given by its back end.
     #[error(transparent)]
     StateNotGiven(#[from] StateNotGiven),

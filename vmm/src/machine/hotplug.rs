@@ -37,7 +37,7 @@ pub enum RemoveError {
     Unknown(String),
     /// The device cannot be unplugged.
     #[error(
-        "'{0}' cannot be removed: disks, network, file system, vsock, vDPA, other vhost-user and passed-through devices and persistent memory can"
+        "'{0}' cannot be removed: disks, network, file system, vsock, vDPA, vfio-user, other vhost-user and passed-through devices and persistent memory can"
     )]
     Fixed(String),
     /// The guest's tables name the device for good.
@@ -171,6 +171,9 @@ impl Machine {
                 .devices
                 .add_pmem(&pmem, file, &context, self.paused)
                 .map_err(HotAddError::from)?,
+            Opened::User(device, made) => {
+                self.parts.user_devices.add(&device, *made, &context).map_err(HotAddError::from)?
+            }
             Opened::Vdpa(vdpa, made) => self
                 .parts
                 .devices
@@ -311,6 +314,7 @@ impl Machine {
         for bdf in self.parts.hotplug.ejected().into_iter().chain(refused) {
             let id = self.parts.passthrough.remove(bdf, &self.parts.segments);
             let mut had_memory = id.is_some();
+            let id = id.or_else(|| self.parts.user_devices.remove(bdf, &self.parts.segments));
             let id = id.or_else(|| {
                 let before = self.parts.devices.vdpas.len();
                 let id = self.parts.devices.remove(bdf, &self.parts.segments);

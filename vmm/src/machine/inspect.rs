@@ -252,6 +252,8 @@ impl Machine {
         let passed = passed.map(|(bdf, device)| FunctionInfo::of_passed_through(*bdf, device));
         let panics = self.parts.panics.iter();
         let panics = panics.map(|(bdf, device)| FunctionInfo::of_emulated(*bdf, device.as_ref()));
-        virtio.chain(panics).chain(passed).collect()
+        let users = self.parts.user_devices.devices();
+        let users = users.map(|(bdf, device)| FunctionInfo::of_passed_through(bdf, device));
+        virtio.chain(panics).chain(passed).chain(users).collect()
     }
 }

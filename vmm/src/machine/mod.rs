@@ -28,6 +28,7 @@
 //! | `virtio`, `place` | virtio devices on the PCI bus, and where on it |
 //! | `disks`, `nets`, `vsocks`, `vhost_users`, `vdpas`, `consoles`, `balloons`, `mems`, `pmems`, `panics`, `tpms`, `legacy` | wiring of each kind of device |
 //! | `passthrough` | VFIO devices |
+//! | `user_devices` | PCI devices that other processes emulate |
 //! | `opening` | opening what is behind an added device |
 //! | `hotplug` | devices that come and go |
 //! | `memory_hotplug` | memory that comes as memory devices of ACPI |
@@ -79,6 +80,7 @@ mod space;
 mod stage2;
 mod state;
 mod tpms;
+mod user_devices;
 mod vdpas;
 mod vhost_users;
 mod virtio;
@@ -310,6 +312,7 @@ impl Machine {
         }
         // Before anything that the next boot does with memory.
         self.parts.passthrough.leave(&self.parts.ram);
+        self.parts.user_devices.end();
         self.end_devices();
     }
 
@@ -336,6 +339,7 @@ impl Machine {
         passthrough::check_config(config)?;
         vhost_users::check_movable(config)?;
         vdpas::check_movable(config)?;
+        user_devices::check_movable(config)?;
         pmems::check_movable(config)?;
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
@@ -431,6 +435,7 @@ impl Machine {
         self.check_room()?;
         vhost_users::check_movable(&self.config)?;
         vdpas::check_movable(&self.config)?;
+        user_devices::check_movable(&self.config)?;
         self.parts.devices.check_back_ends()?;
         self.parts.devices.check_movable()?;
         Ok(self.parts.passthrough.check_movable(&self.config)?)

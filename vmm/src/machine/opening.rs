@@ -17,6 +17,7 @@ use devices::virtio::vdpa::Vdpa;
 use devices::virtio::vhost_user::VhostUser;
 use devices::virtio::vsock::Vsock;
 use memory::GuestRam;
+use vfio::user::UserFunction;
 
 use super::exclusive::ExclusiveError;
 use super::limits::RateGroups;
@@ -24,13 +25,15 @@ use super::nets::{self, NetHandle};
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::place::Place;
 use super::pmems;
+use super::user_devices;
 use super::vdpas;
 use super::vhost_users;
 use super::virtio::{HotAddError, VirtioError};
 use super::vsocks::{self, VsockHandle};
 use super::{LockedImages, MachineError, disks};
 use crate::config::{
-    DeviceConfig, DiskConfig, NetConfig, NewDevice, PmemConfig, VdpaConfig, VmConfig, VsockConfig,
+    DeviceConfig, DiskConfig, NetConfig, NewDevice, PmemConfig, UserDeviceConfig, VdpaConfig,
+    VmConfig, VsockConfig,
 };
 
 /// A device that can be plugged into a machine.
@@ -45,6 +48,8 @@ pub enum Opened {
     VhostUser(Box<VhostUser>, Place),
     /// Persistent memory, whose file is open and locked.
     Pmem(PmemConfig, PmemFile),
+    /// A device that another process emulates, which is connected.
+    User(UserDeviceConfig, Box<UserFunction>),
     /// A vDPA device, which is open.
     Vdpa(VdpaConfig, Box<Vdpa>),
     /// A vsock device, whose socket listens.
@@ -139,6 +144,10 @@ fn open_now(
             let id = || pmem.id.clone().unwrap_or_default();
             file.lock().lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;
             Opened::Pmem(pmem, file)
+        }
+        NewDevice::User(device) => {
+            let made = user_devices::make(&device, ram)?;
+            Opened::User(device, Box::new(made))
         }
         NewDevice::Vdpa(vdpa) => {
             let made = vdpas::make(&vdpa, ram).map_err(VirtioError::from)?;

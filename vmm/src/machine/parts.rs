@@ -28,6 +28,7 @@ use super::passthrough::{OpenInput, Passthrough};
 use super::segments::Segments;
 use super::space::AddressSpace;
 use super::tpms::TpmDevice;
+use super::user_devices::UserDevices;
 use super::virtio::{PciContext, VirtioDevices};
 use super::{boot, panics, ram};
 use crate::config::VmConfig;
@@ -39,6 +40,7 @@ pub(super) struct MachineParts {
     // Drop order matters: devices end before memory.
     pub(super) devices: VirtioDevices,
     pub(super) passthrough: Passthrough,
+    pub(super) user_devices: UserDevices,
     pub(super) panics: Option<PanicFunction>,
     pub(super) legacy: LegacyDevices,
     pub(super) tpm: TpmDevice,
@@ -108,6 +110,8 @@ impl MachineParts {
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
         let panics =
             panics::wire(config, segments.first(), devices.taken_numbers(), Arc::clone(&sink))?;
+        let user_devices = UserDevices::wire(config, &pci)?;
+        space.set_revocable(user_devices.revocable());
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
         if !passthrough.is_opening() {
             devices.place_later(&segments)?;
@@ -116,6 +120,7 @@ impl MachineParts {
         Ok(Self {
             devices,
             passthrough,
+            user_devices,
             panics,
             legacy,
             tpm,

@@ -18,6 +18,13 @@ use pci::{
 use super::events::{GuestEvent, Power};
 use super::faults::MissingPages;
 
+/// Memory that a guest can do without.
+pub trait Revocable: Send + Sync {
+    /// Has the guest reach by exits what it reaches in memory that other processes provide. Returns whether there was any:
+    /// then an access for which there is no memory may be tried again.
+    fn revoke(&self) -> bool;
+}
+
 /// The I/O ports and MMIO of a machine.
 #[derive(Default)]
 pub struct AddressSpace {
@@ -26,6 +33,8 @@ pub struct AddressSpace {
     first_mmio: OnceLock<Instant>,
     /// Handler for accesses to missing RAM, where vCPUs can be refused them.
     missing: OnceLock<Arc<dyn MissingPages>>,
+    /// Memory of other processes, which may take it away.
+    revocable: OnceLock<Arc<dyn Revocable>>,
 }
 
 impl AddressSpace {
@@ -60,6 +69,11 @@ impl AddressSpace {
     /// Sets the handler that fetches missing pages for faulting vCPUs. Called once, before they run.
     pub fn set_missing_pages(&self, pages: Arc<dyn MissingPages>) {
         let _ = self.missing.set(pages);
+    }
+
+    /// Sets what is revoked when there is no memory for an access. Called once, before vCPUs run.
+    pub fn set_revocable(&self, memory: Arc<dyn Revocable>) {
+        let _ = self.revocable.set(memory);
     }
 
     /// A PCI segment whose memory BARs are in `windows`; I/O BARs of segment 0 are among the ports.
@@ -183,7 +197,9 @@ impl ExitHandler for Exits {
 
     fn memory_fault(&self, vcpu_index: u32, access: FaultedAccess) -> FaultAction {
         let missing = self.space.missing.get();
-        missing.map_or(FaultAction::Stop, |pages| pages.resolve(vcpu_index, access))
+        let action = missing.map_or(FaultAction::Stop, |pages| pages.resolve(vcpu_index, access));
+        let revocable = self.space.revocable.get().filter(|_| action == FaultAction::Stop);
+        if revocable.is_some_and(|memory| memory.revoke()) { FaultAction::Retry } else { action }
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {

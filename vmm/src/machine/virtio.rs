@@ -39,6 +39,7 @@ use super::passthrough::DiscardingDevices;
 use super::place::{Place, TakenNumbers};
 use super::pmems::{self, PmemRange, PmemWiringError};
 use super::segments::{PlaceError, Segments};
+use super::user_devices::UserDeviceError;
 use super::vdpas::VdpaWiringError;
 use super::vhost_users::{self, VhostUserWiringError};
 use super::vsocks::{self, VsockHandle};
@@ -119,6 +120,9 @@ pub enum HotAddError {
     /// The device cannot be created.
     #[error(transparent)]
     Device(#[from] VirtioError),
+    /// The process that emulates it is of no use.
+    #[error(transparent)]
+    User(#[from] UserDeviceError),
     /// Its image, tap or socket cannot be taken.
     #[error(transparent)]
     Exclusive(#[from] ExclusiveError),

@@ -121,6 +121,10 @@ fn names(config: &VmConfig) -> Vec<Named<'_>> {
         let what = format!("socket of device {:?}", device.id.as_deref().unwrap_or_default());
         all.push(path(what, GrantKind::Console, &device.socket));
     }
+    for device in config.user_devices.iter().flatten() {
+        let what = format!("socket of device {:?}", device.id.as_deref().unwrap_or_default());
+        all.push(path(what, GrantKind::Console, &device.socket));
+    }
     // The sockets next to it, with a port appended, belong to the guest as well.
     let vsock = config.vsock.iter();
     all.extend(vsock.map(|vsock| path("vsock socket", GrantKind::Console, &vsock.socket)));

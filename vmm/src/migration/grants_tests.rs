@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
+use crate::config::reference::families;
 
 fn config(more: Value) -> VmConfig {
     let mut config = json!({
@@ -83,6 +83,7 @@ fn each_kind_of_name_needs_a_rule_of_its_kind() {
                 {"socket": at("x"), "queue_sizes": [64], "device_type": 26}
             ]}),
         ),
+        ("console", json!({"user_devices": [{"id": "u", "socket": at("x")}]})),
         ("payload", json!({"payload": {"kernel": "/k", "initramfs": at("x")}})),
         ("rng", json!({"rng": {"src": at("x")}})),
         ("device", json!({"devices": [{"id": "v", "path": at("x")}]})),
@@ -176,10 +177,7 @@ fn no_path_of_a_configuration_is_forgotten() {
     for family in families() {
         // A rule of Landlock opens nothing, and without any the process is not confined.
         let is_of_no_use = family.name == "landlock-rules";
-        if is_of_no_use
-            || of_requests.contains(&family.name)
-            || UNSUPPORTED_FAMILIES.contains(&family.name)
-        {
+        if is_of_no_use || of_requests.contains(&family.name) {
             continue;
         }
         for field in family.fields.iter().filter(|field| !field.spec.unsupported) {
@@ -207,6 +205,7 @@ fn no_path_of_a_configuration_is_forgotten() {
         ("serial", "file"),
         ("serial", "socket"),
         ("tpm", "socket"),
+        ("user-device", "socket"),
         ("vdpa", "path"),
         ("vsock", "socket"),
     ]);

@@ -415,6 +415,12 @@ mod tests {
     }
 
     #[test]
+    fn a_vfio_user_device_is_reached_by_its_socket_alone() {
+        // Connecting to a socket takes no right of a path.
+        assert_eq!(derived(json!({"user_devices": [{"socket": "/run/vm/u"}]})), []);
+    }
+
+    #[test]
     fn a_passed_through_device_has_its_nodes_and_what_the_host_says_of_it() {
         let device = derived(json!({"devices": [{"path": "/sys/d/7"}]}));
         for rule in [

@@ -54,6 +54,7 @@ const OTHER_OF_DEVICES: &[&str] = &[
     "console-out",
     "announce",
     "vfio-unmask",
+    "vfio-user",
     "vhost-limit",
     "vhost-requests",
     "tpm",
@@ -149,6 +150,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         &FAULT_LOOKUP, &VDPA_CONFIG,
     ], starts &[&["vfio-unmask"]],
         "runs a vCPU, and handles its exits: device registers, offloads, configuration of passed-through and vDPA devices, \
+        messages to the processes that emulate vfio-user devices, \
         discards of memory";
     "device-start": &[&RING, &FILES, &CONNECTIONS, &TAPS, &SCHEDULING, &TIMERS], starts &[DEVICES],
         "activates devices: opens what their queues work with, and starts the threads that serve them";
@@ -195,7 +197,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "opens passed-through devices";
     "vfio-events": &[&VFIO_REQUESTS, &KVM_REQUESTS, &FILES], starts &[],
         "handles device errors and unplug requests of the host";
-    "vfio-unmask": &[&VFIO_REQUESTS, &KVM_REQUESTS], starts &[], "unmasks INTx interrupts of passed-through devices";
+    "vfio-unmask": &[&VFIO_REQUESTS, &KVM_REQUESTS, &CONNECTIONS], starts &[], "unmasks INTx interrupts of passed-through and vfio-user devices";
+    "vfio-user": &[&CONNECTIONS, &KVM_REQUESTS], starts &[],
+        "refuses commands of the process that emulates a device, and takes the device from the guest when that is lost";
     "stage2-fill": &[&KVM_REQUESTS, &SCHEDULING, &MEMORY], starts &[], "fills second-stage tables";
     "huge-pages": &[&MEMORY, &SCHEDULING, &OPEN], starts &[], "collapses memory into huge pages";
     "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "throttles vCPUs";

@@ -7,9 +7,9 @@ use std::fmt::Write as _;
 
 use serde_json::Value;
 
-use super::super::endpoints::{ENDPOINTS, UNSUPPORTED};
+use super::super::endpoints::ENDPOINTS;
 use super::super::openapi;
-use crate::config::reference::{UNSUPPORTED_FAMILIES, families};
+use crate::config::reference::families;
 
 /// What is accepted and is not as there: the schema, the field, and how it differs.
 const DIFFERENT: &[(&str, &str, &str)] = &[
@@ -44,13 +44,12 @@ fn page() -> String {
          line have the same keys as the JSON fields; [options.md](options.md) has all of them, and\n\
          [events.md](events.md) the events.\n\n\
          ## Requests\n\n\
-         A request that is not supported is answered with 501 and its name.\n\n\
          | request | here |\n| --- | --- |\n",
     );
     let upstream = upstream();
     let paths = upstream["paths"].as_object().unwrap();
     for path in paths.keys() {
-        let here = if UNSUPPORTED.contains(&path.as_str()) { "no" } else { "yes" };
+        let here = if ENDPOINTS.iter().any(|it| it.path == path) { "yes" } else { "no" };
         let _ = writeln!(out, "| `{path}` | {here} |");
     }
     let own = ENDPOINTS.iter().map(|endpoint| endpoint.path);
@@ -66,18 +65,15 @@ fn page() -> String {
     for family in families() {
         let fields = &upstream["schemas"][family.type_name]["fields"];
         let Some(fields) = fields.as_object() else { continue };
-        let is_refused = UNSUPPORTED_FAMILIES.contains(&family.name);
         let ours = &described["components"]["schemas"][family.type_name]["properties"];
         let is_accepted = |name: &String| {
             let field = family.fields.iter().find(|field| field.spec.field == name);
-            !is_refused
-                && !ours[name].is_null()
-                && field.is_none_or(|field| !field.spec.unsupported)
+            !ours[name].is_null() && field.is_none_or(|field| !field.spec.unsupported)
         };
         let (accepted, refused): (Vec<_>, Vec<_>) = fields.keys().cloned().partition(is_accepted);
         let own = family.fields.iter().filter(|field| !field.spec.hidden && !field.spec.answer);
         let own = own.map(|field| field.spec.field.to_owned());
-        let own = own.filter(|name| !is_refused && !name.is_empty() && !fields.contains_key(name));
+        let own = own.filter(|name| !name.is_empty() && !fields.contains_key(name));
         let _ = writeln!(
             out,
             "| `{}` | {} | {} | {} |",

@@ -275,11 +275,3 @@ fn reference_page_is_up_to_date() {
     let kept = std::fs::read_to_string(path).unwrap_or_default();
     assert!(kept == now, "docs/options.md is stale, run the test with UPDATE_DOCS=1");
 }
-
-#[test]
-fn refused_families_are_known() {
-    let known: Vec<_> = reference::families().iter().map(|family| family.name).collect();
-    for name in reference::UNSUPPORTED_FAMILIES {
-        assert!(known.contains(&name), "{name}");
-    }
-}

@@ -65,11 +65,11 @@ pub use opening::Opening;
 use opening::{Opened, PendingDevice};
 pub use outcome::DiscardingDevices;
 use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
-use slots::KvmBarSlots;
 
 pub use kept::{KeptDma, KeptDmaSlot};
 pub use prepinned::PrepinnedSlot;
 pub use reach::choose_high_hole;
+pub use slots::KvmBarSlots;
 
 /// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
@@ -209,7 +209,7 @@ pub struct Passthrough {
 }
 
 /// The I/O APIC line for the interrupt pin of a device.
-fn line_of(number: DeviceNumber) -> u32 {
+pub fn line_of(number: DeviceNumber) -> u32 {
     layout::FIRST_FREE_GSI + u32::from(number.get()) % INTX_LINES
 }
 

@@ -14,10 +14,13 @@ use vfio::{BarMapping, BarSlots};
 
 /// First memory slot number for BARs; lower numbers are for RAM.
 const FIRST_BAR_SLOT: u32 = 1024;
+/// The same for devices that other processes emulate. KVM has 32764 slots.
+const FIRST_USER_SLOT: u32 = 16 << 10;
 
 /// Maps BARs as KVM memory slots.
 pub struct KvmBarSlots {
     vm: Vm,
+    first: u32,
     /// Slot numbers in use; only locked briefly.
     taken: Mutex<BTreeSet<u32>>,
 }
@@ -25,12 +28,17 @@ pub struct KvmBarSlots {
 impl KvmBarSlots {
     /// BAR slots of `vm`.
     pub fn new(vm: Vm) -> Self {
-        Self { vm, taken: Mutex::default() }
+        Self { vm, first: FIRST_BAR_SLOT, taken: Mutex::default() }
+    }
+
+    /// Those for devices that other processes emulate.
+    pub fn of_user_devices(vm: Vm) -> Self {
+        Self { vm, first: FIRST_USER_SLOT, taken: Mutex::default() }
     }
 
     fn take(&self) -> u32 {
         let mut taken = self.taken.lock();
-        let free = (FIRST_BAR_SLOT..u32::MAX).find(|number| !taken.contains(number));
+        let free = (self.first..u32::MAX).find(|number| !taken.contains(number));
         let number = free.unwrap_or(u32::MAX);
         taken.insert(number);
         number
