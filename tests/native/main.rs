@@ -79,6 +79,7 @@ mod tpm;
 mod turning;
 mod unfit;
 mod unread;
+mod user_devices;
 mod vhost_moves;
 mod vhost_peers;
 mod vhost_user;
@@ -88,7 +89,10 @@ mod watch;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if let Some(code) = vhost_user::serve_if_asked().or_else(vhost_peers::serve_if_asked) {
+    if let Some(code) = vhost_user::serve_if_asked()
+        .or_else(vhost_peers::serve_if_asked)
+        .or_else(user_devices::serve_if_asked)
+    {
         return code;
     }
     let mut suite = harness::Suite::default();
@@ -160,6 +164,7 @@ fn main() -> ExitCode {
     descriptors::add(&mut suite);
     vhost_moves::add(&mut suite);
     vhost_peers::add(&mut suite);
+    user_devices::add(&mut suite);
     vhost_user::add(&mut suite);
     vsock::add(&mut suite);
     clients::add(&mut suite);

@@ -66,6 +66,7 @@ pub fn requests() -> Vec<Request> {
             "vm.add-generic-vhost-user",
             r#"{"socket":"/dev/null/socket","device_type":26,"queue_sizes":[64]}"#,
         ),
+        put("vm.add-user-device", r#"{"socket":"/dev/null/socket"}"#),
         put("vm.add-vdpa", r#"{"path":"/nonexistent","num_queues":1}"#),
         put("vm.add-vsock", r#"{"cid":3,"socket":"/nonexistent/vsock"}"#),
         put("vm.add-pmem", r#"{"file":"/nonexistent"}"#),

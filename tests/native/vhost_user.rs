@@ -178,7 +178,7 @@ fn killed() {
 }
 
 /// The inodes of the files that are guest memory.
-fn memory_of(vmm: &Vmm) -> Vec<u64> {
+pub fn memory_of(vmm: &Vmm) -> Vec<u64> {
     let folder = format!("/proc/{}/fd", vmm.pid());
     let files = std::fs::read_dir(folder).expect("its descriptors").flatten().map(|it| it.path());
     let is_memory = |file: &PathBuf| {

@@ -241,8 +241,10 @@ pub mod workload {
     pub const RTC_READ: u64 = 16;
     /// As `DISK_WRITE`, by addresses that the IOMMU translates, whose mappings change with each request.
     pub const IOMMU_DISK: u64 = 17;
+    /// vCPU 0 has the first device of a vfio-user server copy memory, one request at a time, and look into a mapped BAR.
+    pub const USER_DEVICE: u64 = 18;
     /// Names, by number.
-    pub const NAMES: [&str; 18] = [
+    pub const NAMES: [&str; 19] = [
         "idle",
         "fill",
         "verify",
@@ -261,6 +263,7 @@ pub mod workload {
         "pmem-write",
         "rtc-read",
         "iommu-disk",
+        "user-device",
     ];
 }
 

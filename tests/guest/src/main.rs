@@ -28,6 +28,7 @@ mod pvh;
 mod reuse;
 mod runtime;
 mod smp;
+mod user_device;
 mod virtio;
 mod watchdog;
 mod worker;

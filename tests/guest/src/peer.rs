@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Drivers of devices that another process serves: a file system, which is asked for its root, and a network device
-//! whose frames come back; of persistent memory; of a real-time clock; and of an IOMMU with a disk behind it.
+//! whose frames come back; of persistent memory; of a real-time clock; of an IOMMU with a disk behind it; and of a device of a
+//! vfio-user server.
 //!
 //! Owns the requests, one at a time, and the check of each answer. Must never count a request before it was answered.
 
@@ -8,6 +9,7 @@ use crate::abi::{self, PAGE_BYTES, disk_failure, workload};
 use crate::iommu::Iommu;
 use crate::mem;
 use crate::pmem::Pmem;
+use crate::user_device::UserDevice;
 use crate::virtio::{Device, Part, Queue};
 
 const TYPE_NET: u32 = 1;
@@ -79,6 +81,8 @@ pub enum Peer {
     },
     /// Of persistent memory.
     Pmem(Pmem),
+    /// Of a device of a vfio-user server.
+    User(UserDevice),
     /// Of a network device.
     Net(Net),
     /// Of an IOMMU with a disk behind it.
@@ -101,6 +105,9 @@ impl Peer {
     pub fn start(ecam: u64, workload: u64) -> Result<Self, u64> {
         if workload == workload::PMEM_WRITE {
             return Pmem::start(ecam).map(Self::Pmem);
+        }
+        if workload == workload::USER_DEVICE {
+            return UserDevice::start(ecam).map(Self::User);
         }
         if workload == workload::NET_ECHO {
             return Net::start(ecam).map(Self::Net);
@@ -147,6 +154,7 @@ impl Peer {
             }
             Self::Pmem(pmem) => pmem.write(number, meanwhile),
             Self::Iommu(iommu) => iommu.write(number, meanwhile),
+            Self::User(device) => device.ask(number, meanwhile),
             Self::Net(net) => net.ask(number, meanwhile),
             Self::Rtc { queue, last_ns } => {
                 let now_ns = rtc(queue, RTC_READ, meanwhile)?;

@@ -340,7 +340,8 @@ impl Worker {
             | workload::NET_ECHO
             | workload::PMEM_WRITE
             | workload::RTC_READ
-            | workload::IOMMU_DISK => {
+            | workload::IOMMU_DISK
+            | workload::USER_DEVICE => {
                 if self.vcpu == 0 && PARAM.get(param::EJECT) != 0 {
                     (self.disk, self.peer) = (None, None);
                     if disk::eject(PARAM.get(param::EJECT), self.vcpus, self.khz) {

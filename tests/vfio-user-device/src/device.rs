@@ -162,7 +162,13 @@ impl Device {
                 }
             }
             1 => drop(self.shared.write_all_at(data, SHARED_FILE_OFFSET + offset)),
-            7 => write(&mut self.config, offset, data),
+            // Of configuration space the command register can be written, and not the status behind it.
+            7 => {
+                let command = data.iter().zip(offset..).filter(|(_, at)| (4..6).contains(at));
+                for (byte, at) in command {
+                    write(&mut self.config, at, &[*byte]);
+                }
+            }
             _ => {}
         }
     }

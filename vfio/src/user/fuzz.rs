@@ -155,6 +155,7 @@ fn drive(function: &Arc<UserFunction>) {
         gate,
         intx: None,
         trapped_bars: Vec::new(),
+        gpudirect_clique: None,
         has_ports: true,
         peers: None,
     };
