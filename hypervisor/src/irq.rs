@@ -48,10 +48,13 @@ pub trait MsiVector: Send + Sync {
     fn mask(&self) -> Result<(), IrqError>;
     /// Raises the interrupt.
     fn trigger(&self) -> Result<(), IrqError>;
+    /// Raises the interrupt of a trigger that [`MsiVector::take_pending`] has taken. Unlike [`MsiVector::trigger`] it does
+    /// not write the eventfd, at which a process that has it could have the caller wait.
+    fn redeliver(&self, message: MsiMessage) -> Result<(), IrqError>;
     /// The eventfd behind [`MsiVector::trigger`], for back ends that signal it directly.
     fn eventfd(&self) -> BorrowedFd<'_>;
     /// Clears a trigger that arrived while the vector was masked, without delivering it; returns whether
-    /// there was one. Used to save the pending bit.
+    /// there was one. Used to save the pending bit. Does not wait, whatever the flags of the eventfd.
     fn take_pending(&self) -> bool;
 }
 

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::os::fd::AsRawFd as _;
 use std::time::Instant;
 
 use common::{CODE, Event, Guest, PATIENCE, Recorder, boot, kvm, start, vm};
@@ -87,6 +88,22 @@ fn a_pending_trigger_can_be_taken_only_while_masked() {
     vector.trigger().unwrap();
     expect_interrupt(&guest);
     assert!(!vector.take_pending());
+}
+
+#[test]
+fn a_process_that_has_the_eventfd_keeps_no_thread_waiting() {
+    let Some(guest) = interruptible() else { return };
+    let vector = guest.vm.create_vector().unwrap();
+    // The flag is that of the open file, which all that have a descriptor of it share.
+    // SAFETY: plain values, and the descriptor is open.
+    assert_eq!(unsafe { libc::fcntl(vector.eventfd().as_raw_fd(), libc::F_SETFL, 0) }, 0);
+    assert!(!vector.take_pending());
+    vector.trigger().unwrap();
+    assert!(vector.take_pending());
+    vector.program(MESSAGE).unwrap();
+    vector.redeliver(MESSAGE).unwrap();
+    expect_interrupt(&guest);
+    assert!(guest.events.try_recv().is_err());
 }
 
 #[test]

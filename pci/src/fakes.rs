@@ -75,6 +75,11 @@ impl MsiVector for FakeVector {
         Ok(())
     }
 
+    fn redeliver(&self, message: MsiMessage) -> Result<(), IrqError> {
+        self.record().delivered.push(message);
+        Ok(())
+    }
+
     fn eventfd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor belongs to `self.event`, which lives as long as the borrow.
         unsafe { BorrowedFd::borrow_raw(self.event.as_raw_fd()) }

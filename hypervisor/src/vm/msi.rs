@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use kvm_bindings::KvmIrqRouting;
+use kvm_bindings::{KvmIrqRouting, kvm_msi};
 use kvm_ioctls::NoDatamatch;
 use parking_lot::{Mutex, MutexGuard};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -51,6 +51,17 @@ fn signal(event: &EventFd) -> Result<(), IrqError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Reads an eventfd; false if there is nothing to read. Another process that has the eventfd can clear its O_NONBLOCK,
+/// after which read(2) waits, but not this.
+fn read_now(event: &EventFd) -> bool {
+    let mut count = [0_u8; 8];
+    let mut buffer = libc::iovec { iov_base: count.as_mut_ptr().cast(), iov_len: count.len() };
+    // An eventfd has no offset, which is said by -1.
+    // SAFETY: the kernel writes at most `count.len()` bytes into `count`, which outlives the call, as does the buffer.
+    let got = unsafe { libc::preadv2(event.as_raw_fd(), &raw mut buffer, 1, -1, libc::RWF_NOWAIT) };
+    usize::try_from(got) == Ok(count.len())
 }
 
 fn borrow(event: &EventFd) -> BorrowedFd<'_> {
@@ -117,13 +128,25 @@ impl MsiVector for Vector {
         signal(&self.event)
     }
 
+    fn redeliver(&self, message: MsiMessage) -> Result<(), IrqError> {
+        let [a0, a1, a2, a3, a4, a5, a6, a7] = message.address.to_le_bytes();
+        let msi = kvm_msi {
+            address_lo: u32::from_le_bytes([a0, a1, a2, a3]),
+            address_hi: u32::from_le_bytes([a4, a5, a6, a7]),
+            data: message.data,
+            ..kvm_msi::default()
+        };
+        // A guest that takes none of these now is no error.
+        self.vm.fd.signal_msi(msi).map(drop).map_err(kernel("deliver an interrupt"))
+    }
+
     fn eventfd(&self) -> BorrowedFd<'_> {
         borrow(&self.event)
     }
 
     fn take_pending(&self) -> bool {
         let attached = self.attached();
-        !*attached && self.event.read().is_ok()
+        !*attached && read_now(&self.event)
     }
 }
 

@@ -281,7 +281,7 @@ impl Msix {
                 entry.programmed = Some(entry.message);
             }
             if std::mem::take(&mut entry.pending) {
-                msi.trigger()?;
+                msi.redeliver(entry.message)?;
             }
         } else if entry.programmed.take().is_some() {
             msi.mask()?;

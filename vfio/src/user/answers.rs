@@ -7,7 +7,6 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 
 use serde::Deserialize;
 use vfio_bindings::bindings::vfio::{
@@ -145,6 +144,8 @@ pub struct Region {
     pub file: Option<(File, u64)>,
     /// The parts that can be mapped.
     pub mappable: Vec<Range<u64>>,
+    /// It could be mapped, but its file is not memory.
+    pub has_other_file: bool,
 }
 
 /// The answer to what the region `index` is; the file is that which came along.
@@ -177,6 +178,7 @@ pub fn region(index: u32, answer: Answer) -> Result<Region, String> {
         is_writable: has(VFIO_REGION_INFO_FLAG_WRITE),
         file: None,
         mappable: Vec::new(),
+        has_other_file: false,
     };
     if !has(VFIO_REGION_INFO_FLAG_MMAP) {
         return Ok(region);
@@ -194,7 +196,11 @@ pub fn region(index: u32, answer: Answer) -> Result<Region, String> {
         None => Vec::new(),
     };
     // One that can be mapped, it says, comes with its file; without, accesses are messages.
-    if let Some(file) = fds.into_iter().next().map(|fd: OwnedFd| File::from(fd)) {
+    if let Some(fd) = fds.into_iter().next() {
+        let Some(file) = fd.into_memory() else {
+            region.has_other_file = true;
+            return Ok(region);
+        };
         check_file(&file, offset, &areas)?;
         region.file = Some((file, offset));
         region.mappable = areas;

@@ -7,7 +7,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ use rustix::net::{
 };
 
 use super::protocol::FDS_TAKEN_MAX;
+use super::received::ReceivedFd;
 
 /// Descriptors for which there is room, so that one too many is seen as such, and closed.
 const FDS_ROOM: usize = FDS_TAKEN_MAX + 1;
@@ -111,18 +112,19 @@ impl Connection {
         Ok(())
     }
 
-    /// Fills the buffer; descriptors that come along are added to `fds`.
+    /// Fills the buffer; descriptors that come along are added to `fds`. Without that, there may be none, and the kernel
+    /// drops them.
     ///
     /// # Errors
     /// What has kept it from that.
     pub fn receive(
         &self,
         mut buffer: &mut [u8],
-        fds: &mut Vec<OwnedFd>,
+        mut fds: Option<&mut Vec<ReceivedFd>>,
         deadline: &Deadline,
     ) -> Result<(), TransferError> {
         while !buffer.is_empty() {
-            match self.receive_some(buffer, fds) {
+            match self.receive_some(buffer, fds.as_deref_mut()) {
                 Ok(0) => return Err(TransferError::HungUp),
                 Ok(received) => buffer = buffer.get_mut(received..).unwrap_or_default(),
                 Err(TransferError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -144,10 +146,11 @@ impl Connection {
     fn receive_some(
         &self,
         buffer: &mut [u8],
-        fds: &mut Vec<OwnedFd>,
+        fds: Option<&mut Vec<ReceivedFd>>,
     ) -> Result<usize, TransferError> {
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FDS_ROOM))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let room = if fds.is_some() { space.as_mut_slice() } else { &mut [] };
+        let mut control = RecvAncillaryBuffer::new(room);
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
         let received = loop {
             match recvmsg(&self.0, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
@@ -156,12 +159,16 @@ impl Connection {
                 Err(error) => return Err(error.into()),
             }
         };
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(come) = message {
-                fds.extend(come);
+        let mut count = 0;
+        if let Some(fds) = fds {
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(come) = message {
+                    fds.extend(come.map(ReceivedFd::from));
+                }
             }
+            count = fds.len();
         }
-        if fds.len() > FDS_TAKEN_MAX || received.flags.contains(ReturnFlags::CTRUNC) {
+        if count > FDS_TAKEN_MAX || received.flags.contains(ReturnFlags::CTRUNC) {
             return Err(TransferError::TooManyFds);
         }
         Ok(received.bytes)

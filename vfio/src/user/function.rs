@@ -7,7 +7,6 @@
 //! guest's processors, for which [`crate::VfioPciDevice::stop_mapping`] is there; a file of any other kind of file system
 //! could keep them waiting, and is not mapped.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -37,9 +36,6 @@ use crate::migration::{DeviceState, MigrationPort, MigrationSupport};
 /// Kinds of interrupts, each with the number of them that PCI allows.
 const IRQS: [(u32, u32); 3] =
     [(VFIO_PCI_INTX_IRQ_INDEX, 1), (VFIO_PCI_MSI_IRQ_INDEX, 32), (VFIO_PCI_MSIX_IRQ_INDEX, 2048)];
-/// File systems whose files are memory: tmpfs, with every memfd, and hugetlbfs (Linux, `uapi/linux/magic.h`).
-const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x9584_58f6];
-
 /// A function that another process emulates.
 pub struct UserFunction {
     id: String,
@@ -267,24 +263,15 @@ fn ask_region(
     let payload = protocol::device_get_region_info(index, room_bytes);
     let room = usize::try_from(room_bytes).unwrap_or(0);
     let command = Command::DeviceGetRegionInfo;
-    let mut region = session.ask(&Question::new(command, &payload, room), deadline, |answer| {
-        answers::region(index, answer)
-    })?;
-    if let Some((file, _)) = &region.file
-        && !is_in_memory(file)
-    {
+    let question = Question::new(command, &payload, room).taking_fds();
+    let region = session.ask(&question, deadline, |answer| answers::region(index, answer))?;
+    if region.has_other_file {
         log::warn!(
             "device {id}: the file of BAR {index} is not in memory (a memfd, or on a tmpfs): the guest's accesses go \
              to the device server, which is slow"
         );
-        (region.file, region.mappable) = (None, Vec::new());
     }
     Ok(region)
-}
-
-pub(super) fn is_in_memory(file: &File) -> bool {
-    rustix::fs::fstatfs(file)
-        .is_ok_and(|stat| u64::try_from(stat.f_type).is_ok_and(|kind| IN_MEMORY.contains(&kind)))
 }
 
 impl Drop for UserFunction {

@@ -10,6 +10,7 @@
 //! | --- | --- |
 //! | `protocol` | numbers and layouts of messages |
 //! | `connection` | bytes and descriptors on the socket, with a time limit |
+//! | `received` | descriptors that the server sends |
 //! | `session` | one command after the other, what a server asks in between, the end after the first violation |
 //! | `answers` | what answers have to say, and what they may |
 //! | `function` | the function, as the rest of this crate sees it |
@@ -27,6 +28,7 @@ mod function;
 mod fuzz;
 mod memory;
 mod protocol;
+mod received;
 mod session;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@
 //! memory, which it has mapped) is refused whenever it comes. A command that the server refuses ends nothing.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -21,6 +21,7 @@ use super::answers::{self, Limits};
 use super::connection::{Connection, Deadline, TransferError};
 use super::error::UserError;
 use super::protocol::{self, Command, HEADER_LEN_BYTES, Header, Kind, TRANSFER_LEN_BYTES_MAX};
+use super::received::ReceivedFd;
 
 /// Time for an operation of one or several commands: what a guest reads or writes, a reset, all steps at the start. A
 /// guest complains of a processor that does nothing for 20 seconds.
@@ -40,17 +41,24 @@ pub(super) struct Question<'a> {
     pub fds: &'a [BorrowedFd<'a>],
     /// Length of the longest payload that an answer may have.
     pub room: usize,
+    /// Descriptors may come with the answer.
+    pub takes_fds: bool,
 }
 
 impl<'a> Question<'a> {
     /// Without descriptors.
     pub fn new(command: Command, payload: &'a [u8], room: usize) -> Self {
-        Self { command, payload, fds: &[], room }
+        Self { command, payload, fds: &[], room, takes_fds: false }
     }
 
     /// With descriptors.
     pub fn with(self, fds: &'a [BorrowedFd<'a>]) -> Self {
         Self { fds, ..self }
+    }
+
+    /// With an answer that may have descriptors.
+    pub fn taking_fds(self) -> Self {
+        Self { takes_fds: true, ..self }
     }
 }
 
@@ -60,7 +68,7 @@ pub(super) struct Answer {
     /// What follows its header.
     pub payload: Vec<u8>,
     /// The descriptors that came along.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<ReceivedFd>,
 }
 
 struct Exchange {
@@ -200,15 +208,19 @@ impl Session {
         result
     }
 
-    /// Handles what has come without a command, or the end of the connection.
-    pub fn attend(&self) {
+    /// Handles what has come without a command, or the end of the connection; returns whether it was a command.
+    pub fn attend(&self) -> bool {
         let exchange = self.exchange.lock();
         if self.lost.get().is_some() || !exchange.connection.is_readable() {
-            return;
+            return false;
         }
         let deadline = self.deadline();
-        if let Err(error) = exchange.refuse_command(&deadline) {
-            self.end(&error_text::chain(&error));
+        match exchange.refuse_command(&deadline) {
+            Ok(()) => true,
+            Err(error) => {
+                self.end(&error_text::chain(&error));
+                false
+            }
         }
     }
 
@@ -222,7 +234,7 @@ impl Session {
 
 impl Exchange {
     fn ask(&mut self, question: &Question<'_>, deadline: &Deadline) -> Result<Answer, UserError> {
-        let Question { command, payload, fds, room } = *question;
+        let Question { command, payload, fds, room, takes_fds } = *question;
         let name = command.name();
         let failed = |error| failed(error, name, deadline);
         self.last_id = self.last_id.wrapping_add(1);
@@ -231,7 +243,8 @@ impl Exchange {
         self.connection.send(&message, fds, deadline).map_err(failed)?;
         loop {
             let mut fds = Vec::new();
-            let answer = self.header(&mut fds, deadline).map_err(failed)?;
+            let room_for_fds = takes_fds.then_some(&mut fds);
+            let answer = self.header(room_for_fds, deadline).map_err(failed)?;
             let wrong = |problem: String| UserError::Answer { command: name, problem };
             let kind = answer.kind();
             let len = answer.payload_len_bytes();
@@ -264,16 +277,16 @@ impl Exchange {
                 return Err(wrong(format!("it has {len} bytes, and {room} are the most")));
             }
             let mut payload = vec![0; len];
-            self.connection.receive(&mut payload, &mut fds, deadline).map_err(failed)?;
+            let room_for_fds = takes_fds.then_some(&mut fds);
+            self.connection.receive(&mut payload, room_for_fds, deadline).map_err(failed)?;
             return Ok(Answer { payload, fds });
         }
     }
 
     /// Receives one message that is no answer, and refuses it.
     fn refuse_command(&self, deadline: &Deadline) -> Result<(), UserError> {
-        let mut fds = Vec::new();
-        let header = self.header(&mut fds, deadline);
-        let header = header.map_err(|error| failed(error, "nothing", deadline))?;
+        let header = self.header(None, deadline);
+        let header = header.map_err(|error| unasked(error, deadline))?;
         match (header.kind(), header.payload_len_bytes()) {
             (Some(Kind::Command { wants_reply }), Some(len)) => {
                 self.refuse(&header, len, wants_reply, deadline)
@@ -293,7 +306,7 @@ impl Exchange {
         if len > COMMAND_LEN_BYTES_MAX {
             return Err(UserError::Message(format!("a command of {len} bytes")));
         }
-        let failed = |error| failed(error, "a refusal", deadline);
+        let failed = |error| unasked(error, deadline);
         self.skip(len, deadline).map_err(failed)?;
         if wants_reply {
             let answer = header.refusal(libc::EOPNOTSUPP).bytes();
@@ -302,7 +315,11 @@ impl Exchange {
         Ok(())
     }
 
-    fn header(&self, fds: &mut Vec<OwnedFd>, deadline: &Deadline) -> Result<Header, TransferError> {
+    fn header(
+        &self,
+        fds: Option<&mut Vec<ReceivedFd>>,
+        deadline: &Deadline,
+    ) -> Result<Header, TransferError> {
         let mut bytes = [0; HEADER_LEN_BYTES];
         self.connection.receive(&mut bytes, fds, deadline)?;
         Ok(Header::parse(&bytes))
@@ -314,10 +331,19 @@ impl Exchange {
         while left > 0 {
             let now = left.min(PIECE_LEN_BYTES);
             let part = piece.get_mut(..now).unwrap_or_default();
-            self.connection.receive(part, &mut Vec::new(), deadline)?;
+            self.connection.receive(part, None, deadline)?;
             left -= now;
         }
         Ok(())
+    }
+}
+
+/// The same for a message that is no answer.
+fn unasked(error: TransferError, deadline: &Deadline) -> UserError {
+    match error {
+        TransferError::Late => UserError::Message("a part of a message".to_owned()),
+        TransferError::TooManyFds => UserError::Message("descriptors".to_owned()),
+        other => failed(other, "nothing", deadline),
     }
 }
 

@@ -8,6 +8,7 @@
 use std::io;
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use stoppable_thread::StoppableThread;
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
@@ -18,6 +19,8 @@ use super::session::{CONNECTION, Session};
 /// Called once with the reason when the server is lost.
 pub type OnUserLost = Box<dyn FnOnce(&str) + Send>;
 
+/// Time between two refusals of what a server asks: 32 a second.
+const BETWEEN_COMMANDS: Duration = Duration::from_millis(31);
 /// Token of the event that ends the thread.
 const STOP: u64 = 0;
 
@@ -53,8 +56,9 @@ fn watch(session: &Session, on_lost: OnUserLost) {
         if tokens.clone().any(|token| token == STOP) {
             return;
         }
-        if tokens.any(|token| token == CONNECTION) {
-            session.attend();
+        if tokens.any(|token| token == CONNECTION) && session.attend() {
+            // A server that goes on asking waits, and not the host's processor for it.
+            std::thread::sleep(BETWEEN_COMMANDS);
         }
         if let Some(why) = session.lost() {
             return on_lost(why);

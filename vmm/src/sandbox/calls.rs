@@ -236,7 +236,7 @@ group! {
         SYS_pwrite64 "images, snapshots, registers of passed-through devices";
         SYS_preadv "images, snapshots";
         SYS_pwritev "images, snapshots";
-        SYS_preadv2 "images, snapshots";
+        SYS_preadv2 "images, snapshots, eventfds of interrupts that another process has";
         SYS_pwritev2 "images, snapshots";
         SYS_fallocate "holes in images and memory";
         SYS_ftruncate "sizes of images, memory and snapshots";
