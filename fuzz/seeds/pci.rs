@@ -132,8 +132,37 @@ fn passthrough(gate_open: bool) -> Vec<u8> {
     input
 }
 
+/// Answers of a device server, by the form of `vfio/src/user/fuzz.rs`: as usual for a while, then another one, then as
+/// usual. A start has a greeting, the device, seven regions, three kinds of interrupts, a reset and memory.
+fn device_server() -> Vec<Seed> {
+    let after = |usual: usize, bytes: &[u8]| [&vec![0; usual][..], bytes].concat();
+    let other = |payload: &[u8]| {
+        let len = u8::try_from(payload.len()).unwrap_or(0);
+        [&[0x80 | len][..], payload].concat()
+    };
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let greeting = [&[0, 0, 0, 0][..], br#"{"capabilities":{"max_msg_fds":8}}"#, &[0]].concat();
+    // Of the second region: one area, without a file.
+    let region = words(&[64, 0b1111, 1, 32, 0x2000, 0, 0, 0, 0x1_0001, 0, 1, 0, 0, 0, 0x1000, 0]);
+    let named = [
+        ("usual", Vec::new()),
+        ("greeting", other(&greeting)),
+        ("device", after(1, &other(&words(&[16, 0b10, 9, 3])))),
+        ("areas", after(3, &other(&region))),
+        ("interrupts", after(9, &other(&words(&[16, 1, 0, 0])))),
+        ("changed", after(2, &[0xf0, 20, 2])),
+        ("refused", after(12, &[0xf1, 22])),
+        ("asks", after(1, &[0xf2, 16, 0, 0x10, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0])),
+        ("no-message", after(5, &[0xf3, 1, 2, 3])),
+        ("ends-at-work", after(20, &[0xff])),
+        ("refuses-at-work", after(18, &[0xf1, 5, 0xf1, 5, 0xf1, 28])),
+    ];
+    named.into_iter().map(|(name, bytes)| Seed::new("vfio_user", name, bytes)).collect()
+}
+
 pub fn seeds() -> Vec<Seed> {
-    vec![
+    let mut seeds = device_server();
+    seeds.extend([
         Seed::new("vfio_config", "gate-open", passthrough(true)),
         Seed::new("vfio_config", "gate-failed", passthrough(false)),
         Seed::new("vfio_state", "as-saved", b"{}".to_vec()),
@@ -147,5 +176,6 @@ pub fn seeds() -> Vec<Seed> {
         Seed::new("pci_config_space", "ports", enumeration(true)),
         Seed::new("virtio_transport", "one-queue", driver(1, false)),
         Seed::new("virtio_transport", "two-queues-msix", driver(2, true)),
-    ]
+    ]);
+    seeds
 }

@@ -39,6 +39,7 @@ const OPTION_STRINGS: [(&str, &str); 45] = [
     ("net", "vhost_user=on,socket=/s,vhost_mode=server,num_queues=2"),
     ("fs", "tag=share,socket=/s,num_queues=1,queue_size=1024,id=share"),
     ("generic-vhost-user", "socket=/s,virtio_id=26,queue_sizes=[64,64]"),
+    ("user-device", "socket=/run/nvme/cntrl,pci_segment=0,pci_device_id=9,id=u"),
     ("vdpa", "path=/dev/vhost-vdpa-0,num_queues=3,pci_device_id=9,id=v"),
     ("rng", "src=/dev/urandom"),
     ("vsock", "cid=3,socket=/run/vm.vsock,id=sock"),

@@ -44,6 +44,7 @@ fn option_strings_parse() {
             "net" => parses::<config::NetConfig>(text),
             "fs" => parses::<config::FsConfig>(text),
             "generic-vhost-user" => parses::<config::GenericVhostUserConfig>(text),
+            "user-device" => parses::<config::UserDeviceConfig>(text),
             "vdpa" => parses::<config::VdpaConfig>(text),
             "vsock" => parses::<config::VsockConfig>(text),
             "tpm" => parses::<config::tpm::TpmConfig>(text),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! `vm.add-device`, `vm.add-disk`, `vm.add-net`, `vm.add-fs`, `vm.add-generic-vhost-user`, `vm.add-vdpa`, `vm.add-vsock`, `vm.add-pmem` and `vm.remove-device`.
+//! `vm.add-device`, `vm.add-disk`, `vm.add-net`, `vm.add-fs`, `vm.add-generic-vhost-user`, `vm.add-user-device`, `vm.add-vdpa`, `vm.add-vsock`, `vm.add-pmem` and `vm.remove-device`.
 //!
 //! Owns their answers. Before the guest runs they change its configuration, afterwards its machine.
 
