@@ -4,7 +4,7 @@
 
 use super::Seed;
 
-const OPTION_STRINGS: [(&str, &str); 45] = [
+const OPTION_STRINGS: [(&str, &str); 46] = [
     ("cpus", "boot=2"),
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
