@@ -424,7 +424,7 @@ mod tests {
             if name == "memory-zone" {
                 line.push_str(" --memory size=0");
             }
-            if ["fs", "generic-vhost-user"].contains(&name) {
+            if ["fs", "generic-vhost-user", "user-device"].contains(&name) {
                 line.push_str(" --memory size=512M,shared=on");
             }
             let launch = match parse(line.split(' ')) {

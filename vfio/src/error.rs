@@ -13,7 +13,7 @@ use iommufd_ioctls::IommufdError;
 use memory::{AccessError, PrefaultError};
 use thiserror::Error;
 
-use super::user::UserError;
+use super::user_error::UserError;
 
 use pci::ConfigError;
 use pci::MsixError;

@@ -65,6 +65,7 @@ mod sysfs;
 mod tests;
 mod unmasking;
 pub mod user;
+mod user_error;
 
 pub use clique::CLIQUE_MAX;
 pub use container::Type1Container;

@@ -23,7 +23,6 @@ use vfio_bindings::bindings::vfio::{
 
 use super::answers::{self, Irq, Region};
 use super::connection::Deadline;
-use super::error::UserError;
 use super::memory::{self as handed, Handed};
 use super::protocol::{self, Command, IrqAction};
 use super::session::{OPERATION_LIMIT, Question, Session};
@@ -32,6 +31,7 @@ use crate::error::VfioError;
 use crate::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use crate::mapping::BarMapping;
 use crate::migration::{DeviceState, MigrationPort, MigrationSupport};
+use crate::user_error::UserError;
 
 /// Kinds of interrupts, each with the number of them that PCI allows.
 const IRQS: [(u32, u32); 3] =

@@ -13,9 +13,9 @@ use parking_lot::Mutex;
 
 use super::answers;
 use super::connection::Deadline;
-use super::error::UserError;
 use super::protocol::{self, Command};
 use super::session::{Question, Session};
+use crate::user_error::UserError;
 
 /// The parts that a server has.
 #[derive(Default)]

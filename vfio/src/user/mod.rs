@@ -22,7 +22,6 @@
 
 mod answers;
 mod connection;
-mod error;
 mod function;
 #[cfg(any(test, feature = "testing"))]
 mod fuzz;
@@ -34,7 +33,7 @@ mod session;
 mod tests;
 mod watch;
 
-pub use error::UserError;
+pub use crate::user_error::UserError;
 pub use function::UserFunction;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzz::fuzz_vfio_user;

@@ -19,9 +19,9 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::answers::{self, Limits};
 use super::connection::{Connection, Deadline, TransferError};
-use super::error::UserError;
 use super::protocol::{self, Command, HEADER_LEN_BYTES, Header, Kind, TRANSFER_LEN_BYTES_MAX};
 use super::received::ReceivedFd;
+use crate::user_error::UserError;
 
 /// Time for an operation of one or several commands: what a guest reads or writes, a reset, all steps at the start. A
 /// guest complains of a processor that does nothing for 20 seconds.

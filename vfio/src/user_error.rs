@@ -2,7 +2,8 @@
 
 //! Errors of functions that another process emulates.
 //!
-//! Owns the messages, and which of them end a session.
+//! Owns the messages, and which of them end a session. Apart from the client, as the errors of all functions have these
+//! among them.
 
 use std::io;
 use std::path::PathBuf;
@@ -83,7 +84,7 @@ pub enum UserError {
 
 impl UserError {
     /// Whether nothing may be asked any more: the server has not just refused a command.
-    pub(super) fn ends_session(&self) -> bool {
+    pub(crate) fn ends_session(&self) -> bool {
         !matches!(
             self,
             Self::Refused { .. } | Self::Lost(_) | Self::Lacks(_) | Self::PrivateMemory { .. }
@@ -91,7 +92,7 @@ impl UserError {
     }
 
     /// Whether the server has closed the connection.
-    pub(super) fn is_hang_up(&self) -> bool {
+    pub(crate) fn is_hang_up(&self) -> bool {
         match self {
             Self::HungUp => true,
             Self::Connection(error) => {
