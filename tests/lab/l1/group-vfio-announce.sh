@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
+# limit_s: 1500
 # Memory whose mapping takes long: no vCPU waits for it, at boot or when a device is added. The guest finds the
 # device when memory is mapped; until then, all other devices respond as ever.
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed

@@ -395,6 +395,7 @@ fn plugged(function: &Arc<UserFunction>) -> (Arc<VfioPciDevice>, Arc<FakeSlots>)
         gate,
         intx: None,
         trapped_bars: Vec::new(),
+        gpudirect_clique: None,
         has_ports: true,
         peers: None,
     };

@@ -160,14 +160,14 @@ fn unknown_json_fields_are_refused_by_name_unless_they_are_null() {
 #[test]
 fn everything_unsupported_is_named_at_once() {
     let error = complete(
-        r#"{"payload":{"kernel":"/k"},"user_devices":[{"socket":"/u"}],
+        r#"{"payload":{"kernel":"/k"},
             "devices":[{"path":"/d","iommu":true}],
             "balloon":{"size":0,"iommu":true}}"#,
     )
     .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "'balloon.iommu', 'devices[0].iommu', 'user_devices' are not supported by this version"
+        "'balloon.iommu', 'devices[0].iommu' are not supported by this version"
     );
     let error = params(|p| p.igvm = Some("/i".into())).unwrap_err();
     assert_eq!(error.to_string(), "'payload.igvm' is not supported by this version");
