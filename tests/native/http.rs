@@ -67,7 +67,7 @@ fn bodies() {
         (r#"{"payload":{"kernel":"/k"},"memory":{"size":-1}}"#, "size"),
         (r#"{"payload":{"kernel":"/k"},"cpus":{"boot_vcpus":0,"max_vcpus":1}}"#, "boot_vcpus"),
         (r#"{"payload":{"kernel":"/k"},"tpm":{"socket":""}}"#, "needs a socket"),
-        (r#"{"payload":{"kernel":"/k"},"pmem":[{"file":"/f","iommu":true}]}"#, "not supported"),
+        (r#"{"payload":{"kernel":"/k"},"balloon":{"size":0,"iommu":true}}"#, "not supported"),
         (
             r#"{"payload":{"kernel":"/k"},"disks":[{"path":"/d","id":"a"},{"path":"/e","id":"a"}]}"#,
             "used twice",

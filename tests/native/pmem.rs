@@ -261,7 +261,6 @@ fn refused() {
         (text(place.0.path()), "is a directory"),
         (format!("{},size=4M,discard_writes=on", text(place.0.path())), "discard_writes=on"),
         ("/dev/null".to_owned(), "neither a regular file nor a block device"),
-        (format!("{},iommu=on", text(&good)), "pmem[0].iommu"),
         (format!("{},pci_segment=1", text(&good)), "no PCI segment 1"),
     ] {
         let option = format!("file={option}");

@@ -203,6 +203,40 @@ fn a_long_frame_waits_for_more_buffers() {
 }
 
 #[test]
+fn a_frame_that_no_ring_has_room_for_costs_the_next_one_nothing() {
+    let mut fixture = Fixture::new(0);
+    for head in 0..16_u64 {
+        fixture.driver.queues[RECEIVE].add(&[writable(DATA + head * 0x1000, 100)]);
+    }
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.send_frame(1600);
+    let mut frame = fixture.send_frame(150);
+    frame[10] = 2;
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (0, 100));
+    assert_eq!(fixture.driver.wait_used(RECEIVE), (1, 62));
+    let received = [fixture.driver.read(DATA, 100), fixture.driver.read(DATA + 0x1000, 62)];
+    assert_eq!(received.concat(), frame);
+    assert_eq!(fixture.device.counters().dropped(), 1);
+    let (_, state) = fixture.device.pause().swap_remove(RECEIVE);
+    assert_eq!(state.next_avail, 2);
+}
+
+#[test]
+fn buffers_without_any_room_need_a_reset() {
+    let mut fixture = Fixture::new(0);
+    fixture.send_frame(1600);
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 20)]);
+    for _ in 1..16 {
+        fixture.driver.queues[RECEIVE].add(&[writable(DATA, 0)]);
+    }
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.driver.queues[RECEIVE].add(&[writable(DATA, 0)]);
+    fixture.driver.queues[RECEIVE].kick();
+    fixture.send_frame(8);
+    fixture.driver.interrupt.wait_broken();
+}
+
+#[test]
 fn a_frame_that_does_not_fit_is_dropped_and_the_buffer_kept() {
     let mut fixture = Fixture::new(1 << abi::VIRTIO_NET_F_MRG_RXBUF);
     fixture.driver.queues[RECEIVE].add(&[writable(DATA, 1000)]);

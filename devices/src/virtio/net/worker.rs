@@ -190,10 +190,14 @@ impl NetWorker {
     /// events may have to do with them, such as a mapping of the IOMMU that the driver removes.
     fn receive_frames(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
         let result = self.receive_into_taken(memory);
+        self.give_back();
+        result
+    }
+
+    fn give_back(&mut self) {
         for _ in self.taken.drain(..) {
             self.receive.undo_pop();
         }
-        result
     }
 
     fn receive_into_taken(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
@@ -250,7 +254,10 @@ impl NetWorker {
     fn take_buffers(&mut self, memory: &GuestMemory, wanted_bytes: usize) -> Result<bool, Broken> {
         let mut room_bytes = self.taken_bytes();
         let mut ranges_count: usize = self.taken.iter().map(|it| it.writable.iter().count()).sum();
-        while room_bytes < wanted_bytes as u64 {
+        // Buffers may have no room at all, and a driver may add them as fast as they are taken.
+        while room_bytes < wanted_bytes as u64
+            && self.taken.len() < usize::from(self.receive.size())
+        {
             let Some(chain) = self.pop_buffer(memory)? else { break };
             ranges_count = ranges_count.saturating_add(chain.writable.iter().count());
             if ranges_count > TAKEN_RANGES_MAX && !self.taken.is_empty() {
@@ -335,8 +342,9 @@ impl NetWorker {
         let count = self.taken.len();
         if self.taken_bytes() < frame.len() as u64 {
             if count >= usize::from(self.receive.size()) {
-                // It can never fit.
+                // It can never fit. More of its buffers are taken than a call has ranges.
                 self.counters.dropped.add(1);
+                self.give_back();
                 return Ok(Delivery::Finished);
             }
             self.waiting = Some(frame);

@@ -430,6 +430,10 @@ impl Connection {
         let len_bytes = self.read_stream(&mut ahead).unwrap_or(0);
         self.is_flowing = len_bytes == ahead.len();
         ahead.truncate(len_bytes);
+        if len_bytes == 0 {
+            // It may be long until the client writes as much again.
+            ahead = Vec::new();
+        }
         (self.ahead, self.ahead_at) = (ahead, 0);
     }
 

@@ -18,7 +18,7 @@
 //!
 //! Connections belong to the process: a guest that is migrated, or restored from a snapshot, is told
 //! that all of them are closed. A client never makes the device wait, nor buffer more than
-//! [`muxer::LARGE_BUFFER_BYTES`] for it.
+//! [`muxer::LARGE_BUFFER_BYTES`] for it and 64 KiB of it.
 
 pub(super) mod connection;
 mod counters;

@@ -28,7 +28,7 @@ const CONNECTIONS_MAX: usize = 1023;
 /// Connections that there may be for another one to have the larger buffer.
 const LARGE_MAX: usize = 256;
 /// What the guest may send of a connection while its client does not read, in few and in many connections: 112 MiB in
-/// all.
+/// all, beside 64 KiB of each connection that are read in advance.
 pub(super) const LARGE_BUFFER_BYTES: u32 = 256 << 10;
 const SMALL_BUFFER_BYTES: u32 = 64 << 10;
 /// Maximum number of clients that have not sent their port; beyond that the oldest is dropped.
