@@ -119,6 +119,7 @@ pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};
 pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};
 pub use reserved::ReservedRange;
+pub use restart::ForeignWriter;
 pub use zero::is_zero;
 pub use zone_file::LockedFile;
 pub use zone_kind::ZoneKind;

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, mmap::MmapRegionBuilder};
 
@@ -174,7 +174,7 @@ pub struct GuestRam {
     /// Cleared when a guest has run.
     starts_zero: AtomicBool,
     /// Set when another process that maps the memory is out of reach.
-    pub(crate) has_stray_writer: AtomicBool,
+    pub(crate) foreign_writers: AtomicUsize,
     config: RamConfig,
     layout: RamLayout,
     discards: Arc<Discards<dyn Pins>>,
@@ -306,7 +306,7 @@ impl GuestRam {
             warnings,
             locked,
             starts_zero: AtomicBool::new(starts_zero),
-            has_stray_writer: AtomicBool::new(false),
+            foreign_writers: AtomicUsize::new(0),
             config: config.clone(),
             layout,
             discards: Arc::default(),

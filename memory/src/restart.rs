@@ -9,6 +9,7 @@
 //! page is still to arrive.
 
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
 use crate::config::{Backing, RamConfig, ZoneSpec};
 use crate::layout::RamLayout;
@@ -19,6 +20,19 @@ use crate::region::RamRegion;
 /// Whether pages of a hugetlb zone that the guest has from the start were given back.
 fn lacks_huge_pages(region: &RamRegion) -> bool {
     region.is_hugetlb() && region.has_holes() && region.block_bytes().is_none()
+}
+
+/// Another process that may write guest memory, and is never taken to have stopped if this is dropped.
+#[derive(Debug)]
+pub struct ForeignWriter(Weak<GuestRam>);
+
+impl ForeignWriter {
+    /// The process says that it has no reference to the memory left.
+    pub fn has_stopped(self) {
+        if let Some(ram) = self.0.upgrade() {
+            ram.foreign_writers.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
 }
 
 impl GuestRam {
@@ -33,7 +47,7 @@ impl GuestRam {
         };
         let shows_file = |zone: &ZoneSpec| matches!(zone.backing, Backing::File(_)) && !zone.shared;
         self.is_of(config, layout)
-            && !self.has_stray_writer.load(Ordering::Acquire)
+            && self.foreign_writers.load(Ordering::SeqCst) == 0
             && !config.zones.iter().any(shows_file)
             && self.regions().iter().all(|region| is_complete(region))
     }
@@ -41,7 +55,14 @@ impl GuestRam {
     /// Notes that another process may write this memory from now on, at any time: one that served a device, has it
     /// mapped, and cannot be told to stop. No later guest may have the memory.
     pub fn note_stray_writer(&self) {
-        self.has_stray_writer.store(true, Ordering::Release);
+        self.foreign_writers.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Notes the same of a process that can be told to stop, before it is handed memory: until it says that it has
+    /// stopped.
+    pub fn foreign_writer(self: &Arc<Self>) -> ForeignWriter {
+        self.note_stray_writer();
+        ForeignWriter(Arc::downgrade(self))
     }
 
     /// Prepares the memory of a guest that has ended for its next boot. No block is plugged afterwards, device
@@ -166,6 +187,15 @@ mod tests {
         let (config, layout) = (config(), RamLayout::default());
         let ram = GuestRam::new(&config, layout).unwrap();
         assert!(ram.can_restart(&config, layout));
+        let ram = Arc::new(ram);
+        let (first, second) = (ram.foreign_writer(), ram.foreign_writer());
+        first.has_stopped();
+        assert!(!ram.can_restart(&config, layout), "the other one");
+        second.has_stopped();
+        assert!(ram.can_restart(&config, layout));
+        drop(ram.foreign_writer());
+        assert!(!ram.can_restart(&config, layout));
+        let ram = GuestRam::new(&config, layout).unwrap();
         ram.note_stray_writer();
         assert!(!ram.can_restart(&config, layout));
     }

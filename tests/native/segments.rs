@@ -201,7 +201,7 @@ fn refusals() {
             ["--pci-segment", "pci_segment=0,mmio64_aperture_weight=0"],
             "mmio64_aperture_weight is 0",
         ),
-        (["--platform", "num_pci_segments=2,iommu_segments=[1]"], "iommu_segments"),
+        (["--platform", "num_pci_segments=2,iommu_segments=[2]"], "iommu_segments"),
     ] {
         let (code, output) =
             VmmBuilder::guest(1, MEMORY, "workload=idle").with(&arguments).bare().run();

@@ -25,6 +25,9 @@ pub enum UserError {
         #[source]
         source: io::Error,
     },
+    /// The device was not to be added any more.
+    #[error("it was cancelled before the device server was given guest memory")]
+    Withdrawn,
     /// The host lacks something.
     #[error("cannot {what}")]
     Resource {

@@ -48,6 +48,9 @@ pub struct UserFunction {
     log_limit: LogLimit,
 }
 
+/// Longest BAR of which parts are mapped, so that a server cannot use up the addresses of the VMM.
+const MAPPED_BAR_BYTES_MAX: u64 = 1 << 40;
+
 fn index_of(kind: InterruptKind) -> u32 {
     match kind {
         InterruptKind::Intx => VFIO_PCI_INTX_IRQ_INDEX,
@@ -61,10 +64,15 @@ impl UserFunction {
     ///
     /// # Errors
     /// There is no server in time, it says what is wrong or late, or memory is private.
-    pub fn open(id: &str, path: &Path, ram: &GuestRam) -> Result<Self, UserError> {
+    pub fn open(
+        id: &str,
+        path: &Path,
+        ram: &Arc<GuestRam>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Self, UserError> {
         // Before the server hears anything.
         handed::check(ram)?;
-        Self::of(id, Session::open(path, OPERATION_LIMIT)?, ram)
+        Self::of(id, Session::open(path, OPERATION_LIMIT)?, ram, is_cancelled)
     }
 
     /// The same over a connection, with a time limit for each operation.
@@ -72,14 +80,19 @@ impl UserFunction {
     pub fn over(
         id: &str,
         stream: std::os::unix::net::UnixStream,
-        ram: &GuestRam,
+        ram: &Arc<GuestRam>,
         limit: std::time::Duration,
     ) -> Result<Self, UserError> {
         handed::check(ram)?;
-        Self::of(id, Session::over(stream, limit)?, ram)
+        Self::of(id, Session::over(stream, limit)?, ram, &|| false)
     }
 
-    fn of(id: &str, session: Session, ram: &GuestRam) -> Result<Self, UserError> {
+    fn of(
+        id: &str,
+        session: Session,
+        ram: &Arc<GuestRam>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Self, UserError> {
         let deadline = session.deadline();
         let payload = protocol::device_get_info();
         let room = answers::INFO_LEN_BYTES;
@@ -116,7 +129,7 @@ impl UserFunction {
         };
         // It may still be set to do what an earlier guest has asked of it, at addresses of that guest.
         function.ask_reset(&deadline)?;
-        function.handed.map_all(&function.session, ram, &deadline)?;
+        function.handed.map_all(&function.session, ram, &deadline, is_cancelled)?;
         Ok(function)
     }
 
@@ -295,7 +308,9 @@ impl HostFunction for UserFunction {
 
     fn bar(&self, index: u8) -> Option<HostBar> {
         let region = self.bars.get(usize::from(index)).filter(|region| region.len_bytes > 0)?;
-        Some(HostBar { len_bytes: region.len_bytes, mappable: region.mappable.clone() })
+        let mappable =
+            if region.len_bytes <= MAPPED_BAR_BYTES_MAX { &*region.mappable } else { &[] };
+        Some(HostBar { len_bytes: region.len_bytes, mappable: mappable.to_vec() })
     }
 
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {

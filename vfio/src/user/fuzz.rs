@@ -186,6 +186,7 @@ fn drive(function: &Arc<UserFunction>) {
 pub fn fuzz_vfio_user(input: &[u8]) {
     let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", 4 << 20) }];
     let Ok(ram) = GuestRam::new(&RamConfig { zones }, RamLayout::default()) else { return };
+    let ram = Arc::new(ram);
     let Ok((ours, mut theirs)) = UnixStream::pair() else { return };
     std::thread::scope(|scope| {
         scope.spawn(move || {

@@ -7,8 +7,9 @@
 //! come back. Must never hand over memory that is private, as the server would see other pages.
 
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 
-use memory::{GuestRam, ZoneKind};
+use memory::{ForeignWriter, GuestRam, ZoneKind};
 use parking_lot::Mutex;
 
 use super::answers;
@@ -22,6 +23,8 @@ use crate::user_error::UserError;
 pub(super) struct Handed {
     /// Address and length in bytes.
     parts: Mutex<Vec<(u64, u64)>>,
+    /// Until all of them are back.
+    writer: Mutex<Option<ForeignWriter>>,
 }
 
 /// Refuses memory that cannot be handed over.
@@ -39,27 +42,35 @@ pub(super) fn check(ram: &GuestRam) -> Result<(), UserError> {
 }
 
 impl Handed {
-    /// Hands over all memory.
+    /// Hands over all memory. If this is dropped before all is back, no later guest gets the memory.
     ///
     /// # Errors
-    /// The server is lost, or refuses.
+    /// The server is lost, or refuses; or it was cancelled, before anything was handed over.
     pub fn map_all(
         &self,
         session: &Session,
-        ram: &GuestRam,
+        ram: &Arc<GuestRam>,
         deadline: &Deadline,
+        is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), UserError> {
         check(ram)?;
+        *self.writer.lock() = Some(ram.foreign_writer());
+        // In this order: a guest that boots next asks for writers after it has cancelled.
+        if is_cancelled() {
+            self.stopped();
+            return Err(UserError::Withdrawn);
+        }
         for region in ram.regions() {
             let (gpa, len_bytes) = (region.gpa(), region.len_bytes());
             let file = region.file().ok_or(UserError::PrivateMemory { gpa })?;
             let payload = protocol::dma_map(region.file_offset(), gpa, len_bytes);
+            // A server that does not answer may have it.
+            self.parts.lock().push((gpa, len_bytes));
             session.ask(
                 &Question::new(Command::DmaMap, &payload, 0).with(&[file.as_fd()]),
                 deadline,
                 |answer| answers::nothing(&answer.payload),
             )?;
-            self.parts.lock().push((gpa, len_bytes));
         }
         Ok(())
     }
@@ -78,7 +89,15 @@ impl Handed {
             })?;
             parts.pop();
         }
+        drop(parts);
+        self.stopped();
         Ok(())
+    }
+
+    fn stopped(&self) {
+        if let Some(writer) = self.writer.lock().take() {
+            writer.has_stopped();
+        }
     }
 
     /// Whether the server has any.

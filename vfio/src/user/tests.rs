@@ -30,11 +30,11 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
-fn ram(shared: bool) -> GuestRam {
+fn ram(shared: bool) -> Arc<GuestRam> {
     let layout =
         RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, high_hole: None, end: 1 << 40 };
     let zones = vec![ZoneSpec { shared, ..ZoneSpec::new("mem0", 4 * MIB) }];
-    GuestRam::new(&RamConfig { zones }, layout).unwrap()
+    Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
 }
 
 struct Server {

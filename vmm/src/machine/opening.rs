@@ -71,7 +71,9 @@ pub fn open(
 ) -> Result<(Opened, VmConfig), MachineError> {
     let (id, device, ram) = (device.id().to_owned(), device.clone(), Arc::clone(ram));
     let groups = groups.clone();
-    match run_unless_cancelled(move || open_now(device, config, &ram, &groups), cancel) {
+    let token = cancel.clone();
+    let open = move || open_now(device, config, &ram, &groups, &token);
+    match run_unless_cancelled(open, cancel) {
         Ok(Some(result)) => result.map_err(MachineError::HotAdd),
         Ok(None) => Err(MachineError::AddWithdrawn { id }),
         Err(source) => Err(MachineError::OpenThread { id, source }),
@@ -104,6 +106,7 @@ fn open_now(
     mut config: VmConfig,
     ram: &Arc<GuestRam>,
     groups: &RateGroups,
+    cancel: &CancelToken,
 ) -> Result<(Opened, VmConfig), HotAddError> {
     let opened = match device {
         NewDevice::Host(device) => Opened::Host(device),
@@ -146,7 +149,7 @@ fn open_now(
             Opened::Pmem(pmem, file)
         }
         NewDevice::User(device) => {
-            let made = user_devices::make(&device, ram)?;
+            let made = user_devices::make(&device, ram, cancel)?;
             Opened::User(device, Box::new(made))
         }
         NewDevice::Vdpa(vdpa) => {

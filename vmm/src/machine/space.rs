@@ -22,7 +22,7 @@ use super::faults::MissingPages;
 pub trait Revocable: Send + Sync {
     /// Has the guest reach by exits what it reaches in memory that other processes provide. Returns whether there was any:
     /// then an access for which there is no memory may be tried again.
-    fn revoke(&self) -> bool;
+    fn revoke(&self, vcpu_index: u32) -> bool;
 }
 
 /// The I/O ports and MMIO of a machine.
@@ -199,7 +199,11 @@ impl ExitHandler for Exits {
         let missing = self.space.missing.get();
         let action = missing.map_or(FaultAction::Stop, |pages| pages.resolve(vcpu_index, access));
         let revocable = self.space.revocable.get().filter(|_| action == FaultAction::Stop);
-        if revocable.is_some_and(|memory| memory.revoke()) { FaultAction::Retry } else { action }
+        if revocable.is_some_and(|memory| memory.revoke(vcpu_index)) {
+            FaultAction::Retry
+        } else {
+            action
+        }
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {

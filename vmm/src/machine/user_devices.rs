@@ -6,6 +6,8 @@
 //! reads as ones, and that no later guest gets the memory), and the rule that a machine with such a device stays where
 //! it is. Guest memory is with the server before the guest sees the device, and taken back after it has been reset.
 
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use memory::GuestRam;
@@ -15,6 +17,7 @@ use thiserror::Error;
 use vfio::user::{UserError, UserFunction, Watch};
 use vfio::{DmaGate, IntxLine, VfioError, VfioPciDevice, VfioWiring};
 
+use super::CancelToken;
 use super::passthrough::{KvmBarSlots, line_of};
 use super::segments::{PlaceError, Segments};
 use super::space::Revocable;
@@ -80,9 +83,10 @@ pub fn check_movable(config: &VmConfig) -> Result<(), UserNotMovable> {
 pub fn make(
     device: &UserDeviceConfig,
     ram: &Arc<GuestRam>,
+    cancel: &CancelToken,
 ) -> Result<UserFunction, UserDeviceError> {
     let id = device.id.clone().unwrap_or_default();
-    UserFunction::open(&id, &device.socket, ram)
+    UserFunction::open(&id, &device.socket, ram, &|| cancel.is_cancelled())
         .map_err(|source| UserDeviceError::Server { id, source })
 }
 
@@ -105,11 +109,23 @@ pub struct UserDevices {
 
 /// The devices whose servers may have taken memory from under a BAR.
 #[derive(Default)]
-struct MappedBars(Mutex<Vec<Weak<VfioPciDevice>>>);
+struct MappedBars {
+    devices: Mutex<Vec<Weak<VfioPciDevice>>>,
+    /// How often memory was taken from the guest, and how often that was when a vCPU last asked for it: of several that
+    /// ask at a time, one finds something.
+    revocations: AtomicU64,
+    seen: Mutex<BTreeMap<u32, u64>>,
+}
+
+impl MappedBars {
+    fn note(&self) {
+        self.revocations.fetch_add(1, Ordering::AcqRel);
+    }
+}
 
 impl Revocable for MappedBars {
-    fn revoke(&self) -> bool {
-        let devices: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
+    fn revoke(&self, vcpu_index: u32) -> bool {
+        let devices: Vec<_> = self.devices.lock().iter().filter_map(Weak::upgrade).collect();
         let mut any = false;
         for device in devices.iter().filter(|device| device.stop_mapping()) {
             any = true;
@@ -119,7 +135,11 @@ impl Revocable for MappedBars {
                 device.id()
             );
         }
-        any
+        if any {
+            self.note();
+        }
+        let now = self.revocations.load(Ordering::Acquire);
+        any || self.seen.lock().insert(vcpu_index, now).unwrap_or(0) != now
     }
 }
 
@@ -136,7 +156,7 @@ impl UserDevices {
             ram: Arc::clone(context.ram),
         };
         for device in config.user_devices.iter().flatten() {
-            this.add(device, make(device, context.ram)?, context)?;
+            this.add(device, make(device, context.ram, &CancelToken::default())?, context)?;
         }
         Ok(this)
     }
@@ -186,7 +206,7 @@ impl UserDevices {
         });
         let added = added.inspect_err(|_| segment.release(number))?;
         let bdf = added.bdf;
-        let mut mapped = self.mapped.0.lock();
+        let mut mapped = self.mapped.devices.lock();
         mapped.retain(|device| device.strong_count() > 0);
         mapped.push(Arc::downgrade(&added.device));
         drop(mapped);
@@ -274,6 +294,7 @@ impl UserDevices {
         // The end of the session is no loss.
         drop(watch);
         device.disarm();
+        self.mapped.note();
         self.take_memory_back(device.id(), &function);
     }
 
@@ -310,6 +331,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn of_several_vcpus_that_find_memory_gone_each_tries_again_once() {
+        let mapped = MappedBars::default();
+        assert!(!mapped.revoke(0), "there is none that it could be");
+        // As if another vCPU had found some.
+        mapped.note();
+        assert!(mapped.revoke(0) && mapped.revoke(7));
+        assert!(!mapped.revoke(0) && !mapped.revoke(7), "something else is wrong");
+        mapped.note();
+        assert!(mapped.revoke(7));
+    }
+
+    #[test]
     fn a_machine_with_such_devices_stays_where_it_is() {
         let config = |devices| {
             let memory = json!({ "size": 1 << 30, "shared": true });
@@ -332,7 +365,7 @@ mod tests {
             id: Some("u".to_owned()),
             ..UserDeviceConfig::default()
         };
-        let error = error_text::chain(&make(&device, &ram).err().unwrap());
+        let error = error_text::chain(&make(&device, &ram, &CancelToken::default()).err().unwrap());
         assert!(error.contains("'u'") && error.contains("shared=on"), "{error}");
     }
 }
