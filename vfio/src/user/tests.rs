@@ -3,6 +3,8 @@
 //! Tests of the client with a device server that does as it should, and with some that do not.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod later_guests;
+
 use std::fs::File;
 use std::io::Read as _;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -30,11 +32,16 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 const MIB: u64 = 1 << 20;
 
-fn ram(shared: bool) -> Arc<GuestRam> {
+fn layout(shared: bool) -> (RamConfig, RamLayout) {
     let layout =
         RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, high_hole: None, end: 1 << 40 };
     let zones = vec![ZoneSpec { shared, ..ZoneSpec::new("mem0", 4 * MIB) }];
-    Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
+    (RamConfig { zones }, layout)
+}
+
+fn ram(shared: bool) -> Arc<GuestRam> {
+    let (config, layout) = layout(shared);
+    Arc::new(GuestRam::new(&config, layout).unwrap())
 }
 
 struct Server {
