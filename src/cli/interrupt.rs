@@ -114,13 +114,15 @@ mod tests {
             .env(FULL_PIPE, "1")
             .stdout(Stdio::piped())
             .stderr(pipe);
-        // SAFETY: between fork and exec only the mask is changed, which takes no memory. The signal is blocked
-        // in all threads, as in a program that calls `explain` first: that of the tests has others.
+        // SAFETY: between fork and exec only the mask and the disposition are changed, which takes no memory. The signal is
+        // blocked in all threads, as in a program that calls `explain` first: that of the tests has others. What starts
+        // the tests may ignore it, as shells have it for what runs in the background.
         unsafe {
             command.pre_exec(|| {
                 let mut set = std::mem::zeroed();
                 libc::sigaddset(&raw mut set, libc::SIGINT);
                 libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
                 Ok(())
             });
         }
