@@ -2,10 +2,8 @@
 # on_request
 # limit_s: 5400
 # machine: -m 3G
-# machine: -icount shift=0
 # Disks, networks and vsock of a Debian guest, beside the same guest under QEMU, which has an I/O thread, io_uring
-# and the kernel's vhost: `scripts/bench virtio` reads the lines that begin with FIGURE and TARGET. The machine's clock
-# counts its instructions, a nanosecond each, so that a busy host changes nothing.
+# and the kernel's vhost: `scripts/bench virtio` reads the lines that begin with FIGURE and TARGET.
 . ./lib.sh
 . ./bench-lib.sh
 . ./qemu.sh
