@@ -186,15 +186,15 @@ impl NetWorker {
         }
     }
 
-    /// Receives until something is lacking. Buffers that are taken and not used are given back before this returns: other
+    /// Receives until something is lacking. Buffers that are taken and not used are returned to the ring before this returns: other
     /// events may have to do with them, such as a mapping of the IOMMU that the driver removes.
     fn receive_frames(&mut self, memory: &GuestMemory) -> Result<Pause, Broken> {
         let result = self.receive_into_taken(memory);
-        self.give_back();
+        self.return_taken();
         result
     }
 
-    fn give_back(&mut self) {
+    fn return_taken(&mut self) {
         for _ in self.taken.drain(..) {
             self.receive.undo_pop();
         }
@@ -220,7 +220,8 @@ impl NetWorker {
             if self.limits.receive.as_mut().is_some_and(|limit| !limit.may_begin()) {
                 return Ok(Pause::Limit);
             }
-            let len_bytes = match self.read_frame(&tap, memory)? {
+            let room = self.room();
+            let len_bytes = match self.read_frame(&tap, memory, &room)? {
                 Ok(len_bytes) if len_bytes >= HEADER_BYTES => len_bytes,
                 Ok(_) => {
                     self.counters.dropped.add(1);
@@ -237,7 +238,7 @@ impl NetWorker {
             if let Some(limit) = &self.limits.receive {
                 limit.charge(frame_bytes(len_bytes as u64));
             }
-            if let Delivery::Waiting(count) = self.received(memory, len_bytes)? {
+            if let Delivery::Waiting(count) = self.received(memory, &room, len_bytes)? {
                 return Ok(Pause::FewBuffers(count));
             }
         }
@@ -286,9 +287,13 @@ impl NetWorker {
     }
 
     /// Reads a frame into the buffers taken, and the rest into the tail.
-    fn read_frame(&mut self, tap: &Tap, memory: &GuestMemory) -> Result<io::Result<usize>, Broken> {
+    fn read_frame(
+        &mut self,
+        tap: &Tap,
+        memory: &GuestMemory,
+        room: &Segments,
+    ) -> Result<io::Result<usize>, Broken> {
         let head = self.taken.front().map_or(0, |chain| chain.head);
-        let room = self.room();
         let mut ranges =
             room.host_ranges(memory).map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
         // SAFETY: the tail is not moved, freed or otherwise used before `ranges` is dropped at the
@@ -298,8 +303,12 @@ impl NetWorker {
     }
 
     /// Completes a frame that was read into the buffers taken and possibly the tail.
-    fn received(&mut self, memory: &GuestMemory, len_bytes: usize) -> Result<Delivery, Broken> {
-        let room = self.room();
+    fn received(
+        &mut self,
+        memory: &GuestMemory,
+        room: &Segments,
+        len_bytes: usize,
+    ) -> Result<Delivery, Broken> {
         let room_bytes = usize::try_from(room.len_bytes()).unwrap_or(usize::MAX);
         let head = self.taken.front().map_or(0, |chain| chain.head);
         room.mark_written(memory, len_bytes.min(room_bytes) as u64);
@@ -338,13 +347,19 @@ impl NetWorker {
 
     /// Copies a frame to as many buffers as needed. If there are too few, the frame is kept.
     fn deliver(&mut self, memory: &GuestMemory, mut frame: Vec<u8>) -> Result<Delivery, Broken> {
-        while self.take_one_more(memory, frame.len())? {}
+        let mut room_bytes = self.taken_bytes();
+        while room_bytes < frame.len() as u64 && self.taken.len() < usize::from(self.receive.size())
+        {
+            let Some(chain) = self.pop_buffer(memory)? else { break };
+            room_bytes = room_bytes.saturating_add(chain.writable.len_bytes());
+            self.taken.push_back(chain);
+        }
         let count = self.taken.len();
-        if self.taken_bytes() < frame.len() as u64 {
+        if room_bytes < frame.len() as u64 {
             if count >= usize::from(self.receive.size()) {
                 // It can never fit. More of its buffers are taken than a call has ranges.
                 self.counters.dropped.add(1);
-                self.give_back();
+                self.return_taken();
                 return Ok(Delivery::Finished);
             }
             self.waiting = Some(frame);
@@ -363,18 +378,6 @@ impl NetWorker {
         }
         self.finish(memory, &used, frame.len())?;
         Ok(Delivery::Finished)
-    }
-
-    /// Takes another buffer, unless there is this much room or none left; whether it has.
-    fn take_one_more(&mut self, memory: &GuestMemory, wanted_bytes: usize) -> Result<bool, Broken> {
-        let is_full = self.taken.len() >= usize::from(self.receive.size());
-        if is_full || self.taken_bytes() >= wanted_bytes as u64 {
-            return Ok(false);
-        }
-        let chain = self.pop_buffer(memory)?;
-        let is_more = chain.is_some();
-        self.taken.extend(chain);
-        Ok(is_more)
     }
 
     /// Gives the driver the first buffers taken, which have a frame.
