@@ -32,12 +32,12 @@ pub struct CancelToken(Arc<AtomicBool>);
 impl CancelToken {
     /// Cancels the operation.
     pub fn cancel(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.store(true, Ordering::SeqCst);
     }
 
     /// Whether the operation was cancelled.
     pub fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.load(Ordering::SeqCst)
     }
 }
 

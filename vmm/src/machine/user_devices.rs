@@ -125,6 +125,8 @@ impl MappedBars {
 
 impl Revocable for MappedBars {
     fn revoke(&self, vcpu_index: u32) -> bool {
+        // Before anything is looked for: another vCPU has either found all and counted it, or comes after this one.
+        let mut seen = self.seen.lock();
         let devices: Vec<_> = self.devices.lock().iter().filter_map(Weak::upgrade).collect();
         let mut any = false;
         for device in devices.iter().filter(|device| device.stop_mapping()) {
@@ -139,7 +141,7 @@ impl Revocable for MappedBars {
             self.note();
         }
         let now = self.revocations.load(Ordering::Acquire);
-        any || self.seen.lock().insert(vcpu_index, now).unwrap_or(0) != now
+        seen.insert(vcpu_index, now).unwrap_or(0) != now
     }
 }
 

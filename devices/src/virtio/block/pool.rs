@@ -144,7 +144,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Signalled when requests have completed.
+    /// Signalled when requests have completed, perhaps after they were taken; to be watched with `Watch::on_signal`, as it
+    /// is never read.
     pub(super) fn completed(&self) -> &EventFd {
         &self.shared.completed
     }
@@ -174,8 +175,6 @@ impl Pool {
     }
 
     pub(super) fn take_completed(&mut self) -> Vec<PoolDone> {
-        // An error means that there is nothing to take, which is as good.
-        let _ = self.shared.completed.read();
         let done = std::mem::take(&mut self.shared.lock().done);
         self.in_flight = self.in_flight.saturating_sub(done.len());
         for PoolDone { job, .. } in &done {

@@ -475,13 +475,13 @@ impl Work for BlockWorker {
     }
 
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        // Neither is read, which would be a system call for each request: what they announce is in the rings.
+        // None is read, which would be a system call for each request: what they announce is in the rings.
         watch.on_signal(KICK_TOKEN, self.queue.kick().as_raw_fd())?;
         if let Some(ring) = &self.ring {
             watch.on_signal(RING_TOKEN, ring.completed().as_raw_fd())?;
         }
         if let Some(pool) = &self.pool {
-            watch.on(POOL_TOKEN, pool.completed().as_raw_fd())?;
+            watch.on_signal(POOL_TOKEN, pool.completed().as_raw_fd())?;
         }
         if let Some(throttle) = &self.throttle {
             watch.on_signal(LIMIT_TOKEN, throttle.fd())?;
@@ -529,7 +529,7 @@ impl Work for BlockWorker {
             ring.is_idle() || ring.submit() && is_watched(ring.completed())
         });
         let is_pool_watched = self.pool.as_ref().is_none_or(|pool| {
-            pool.is_idle() || watch.on(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
+            pool.is_idle() || watch.on_signal(POOL_TOKEN, pool.completed().as_raw_fd()).is_ok()
         });
         if is_ring_watched && is_pool_watched && reaped.is_ok() && !self.is_idle() {
             return Ok(false);

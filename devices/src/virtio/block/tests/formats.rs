@@ -120,6 +120,46 @@ fn a_transfer_that_the_file_refuses_takes_the_usual_way() {
     assert_eq!(fixture.device.pause().len(), 1);
 }
 
+/// Time that the thread of the queue has had a processor for.
+fn processor_time(thread: &str) -> Duration {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let is_meant = |task: &std::path::Path| {
+        std::fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim() == thread)
+    };
+    let mut tasks = tasks.map(|task| task.unwrap().path());
+    let task = tasks.find(|task| is_meant(task)).unwrap();
+    let text = std::fs::read_to_string(task.join("schedstat")).unwrap();
+    Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
+}
+
+#[test]
+fn a_queue_with_nothing_to_do_takes_no_processor() {
+    let mut fixture = fixture(qcow2(), |config| "spins".clone_into(&mut config.id));
+    // Several at a time, so that a thread of the pool announces what was taken with the work of another.
+    for round in 0..300_u64 {
+        for slot in 0..4_u64 {
+            let at = DATA + 0x1_0000 + slot * 0x1000;
+            let mut header = [0; 16];
+            header[8..].copy_from_slice(&((round * 4 + slot) % SECTORS).to_le_bytes());
+            fixture.driver.write(at, &header);
+            let buffers = [readable(at, 16), writable(at + 0x200, 512), writable(at + 0x10, 1)];
+            fixture.driver.queues[0].add(&buffers);
+        }
+        fixture.driver.queues[0].kick();
+        for _ in 0..4 {
+            fixture.driver.wait_used(0);
+        }
+        if round % 10 == 9 {
+            let (before, began) = (processor_time("spins_q0"), Instant::now());
+            while began.elapsed() < Duration::from_millis(10) {
+                std::thread::yield_now();
+            }
+            let took = processor_time("spins_q0").saturating_sub(before);
+            assert!(took < Duration::from_millis(4), "{took:?} after round {round}");
+        }
+    }
+}
+
 /// A discard waits for transfers that only the thread of their queue ends, whatever that is told meanwhile.
 #[test]
 fn transfers_end_before_what_waits_for_them() {
