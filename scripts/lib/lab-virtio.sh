@@ -1,31 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # What the lab's group `bench-virtio` needs besides the usual machine: QEMU, disks in memory, the kernel's vhost, a
-# vsock back end that ends at Unix sockets, a qcow2 image, the program that makes the load, and a guest with vsock.
-# Sourced by scripts/lab.
-
-VHOST_DEVICE_VSOCK_VERSION=0.3.0
-
-# need_vhost_device_vsock: builds it into $LAB/vhost-device-vsock/bin. Debian has no package of it.
-need_vhost_device_vsock() {
-  local dir=$LAB/vhost-device-vsock
-  [ ! -x "$dir/bin/vhost-device-vsock" ] || return 0
-  need_rust
-  say "building vhost-device-vsock $VHOST_DEVICE_VSOCK_VERSION"
-  (cd "$ROOT" && cargo install --quiet --locked --version "=$VHOST_DEVICE_VSOCK_VERSION" --root "$dir" --target-dir "$dir/target" \
-    vhost-device-vsock) || die "cannot build vhost-device-vsock"
-  rm -rf "$dir/target"
-}
+# qcow2 image, the program that makes the load, and a guest with vsock. Sourced by scripts/lab.
 
 # build_extra_bench_virtio FILE: writes an initramfs with it.
 build_extra_bench_virtio() {
   local tree=$LAB/extra-bench-virtio
   need_packages qemu-utils
-  need_vhost_device_vsock
   build_l2_initramfs l2-initramfs-vsock "$LAB/kernel" vmw_vsock_virtio_transport
   rm -rf "$tree"
   mkdir -p "$tree/bin" "$tree/lab/more"
   add_qemu "$tree"
-  add_program "$tree" "$LAB/vhost-device-vsock/bin/vhost-device-vsock"
   add_program "$tree" "$(PATH=$PATH:/usr/sbin command -v mke2fs)"
   # In its place is busybox's, which knows one file system.
   mv "$tree/bin/mke2fs" "$tree/lab/"

@@ -3,8 +3,7 @@
 # limit_s: 5400
 # machine: -m 3G
 # Disks, networks and vsock of a Debian guest, beside the same guest under QEMU, which has an I/O thread, io_uring
-# and the kernel's vhost, and for vsock also a vhost-user back end that ends at Unix sockets as ours does:
-# `scripts/bench virtio` reads the lines that begin with FIGURE and TARGET.
+# and the kernel's vhost: `scripts/bench virtio` reads the lines that begin with FIGURE and TARGET.
 . ./lib.sh
 . ./bench-lib.sh
 . ./qemu.sh
@@ -36,22 +35,15 @@ start() {
       start_guest ours $2 --disk path=$RAW,direct=on,image_type=raw,num_queues=1 path=$QCOW2,direct=on,image_type=qcow2,num_queues=1 \
         --net tap=lab0,mac=52:54:00:00:00:02,num_queues=$((2 * $2)) --vsock cid=3,socket=$T/vsock || return 1
       ;;
-    qemu | qemu_unix)
+    qemu)
       queues=
       [ $2 = 1 ] || queues=,queues=$2
-      vsock="-device vhost-vsock-pci,guest-cid=3,disable-legacy=on"
-      if [ $1 = qemu_unix ]; then
-        vhost-device-vsock --vm guest-cid=3,socket=$T/vsock_vhost,uds-path=$T/vsock >$T/vsock.log 2>&1 &
-        back_end=$!
-        wait_until 30 test -S $T/vsock_vhost || { cat $T/vsock.log; return 1; }
-        vsock="-chardev socket,id=vsock,path=$T/vsock_vhost -device vhost-user-vsock-pci,chardev=vsock,disable-legacy=on"
-      fi
-      QEMU_VCPUS=$2 start_qemu $1 "" \
+      QEMU_VCPUS=$2 start_qemu qemu "" \
         -drive if=none,id=raw,file=$RAW,format=raw,cache=none,aio=io_uring -device virtio-blk-pci,drive=raw,iothread=io,num-queues=1 \
         -drive if=none,id=qcow2,file=$QCOW2,format=qcow2,cache=none,aio=io_uring -device virtio-blk-pci,drive=qcow2,iothread=io,num-queues=1 \
         -netdev tap,id=net,ifname=lab0,script=no,downscript=no,vhost=$vhost$queues \
         -device virtio-net-pci,netdev=net,mac=52:54:00:00:00:02,romfile=,$([ $2 = 1 ] || echo mq=on,vectors=$((2 * $2 + 2)),)disable-legacy=on \
-        $vsock || return 1
+        -device vhost-vsock-pci,guest-cid=3,disable-legacy=on || return 1
       ;;
   esac
   wait_until 30 tap_is_up && wait_until $WAIT_S says $vm "GUEST-READY" || return 1
@@ -61,9 +53,8 @@ start() {
 ended_both() {
   case $1 in
     ours) remote ours shutdown-vmm && ends ours 30 ;;
-    *) kill "$(cat $T/$1.pid)" && wait_until 30 test -s $T/$1.exit ;;
+    qemu) kill "$(cat $T/qemu.pid)" && wait_until 30 test -s $T/qemu.exit ;;
   esac
-  [ $1 != qemu_unix ] || kill $back_end
   rm -f $T/vsock $T/vsock_*
 }
 # row NAME WHO ARGUMENT...: what the load in the guest gets, in a file of its own.
@@ -92,8 +83,8 @@ network() {
     row $2-ask $1 ask tcp:10.9.0.1:7100 $3 $LOAD_S
 }
 vsock() {
-  # Ours ends at Unix sockets, QEMU's in the host's kernel or at Unix sockets.
-  case $1 in qemu) address=vsock:2:$VSOCK_PORT ;; *) address=unix:$T/vsock_$VSOCK_PORT ;; esac
+  # Ours ends at Unix sockets, QEMU's in the host's kernel.
+  case $1 in ours) address=unix:$T/vsock_$VSOCK_PORT ;; qemu) address=vsock:2:$VSOCK_PORT ;; esac
   ./io-load serve $address &
   server=$!
   for what in send receive ask; do
@@ -112,7 +103,6 @@ measured() {
       ;;
     novhost) network $1 net-novhost 1 || return 1 ;;
     queues) network $1 queues $2 || return 1 ;;
-    vsock) vsock $1 || return 1 ;;
   esac
   ended_both $1
 }
@@ -129,11 +119,6 @@ while [ $round -lt $RUNS ]; do
     vhost=off
     check qemu_without_vhost_$round measured qemu 1 novhost
     kill -9 "$(cat $T/qemu.pid)" 2>/dev/null
-  fi
-  if has vsock; then
-    vhost=on
-    check qemu_unix_$round measured qemu_unix 1 vsock
-    kill -9 "$(cat $T/qemu_unix.pid)" 2>/dev/null
   fi
   if has queues; then
     vhost=on
@@ -167,13 +152,6 @@ for net in net:"one queue" net-novhost:"one queue, QEMU without vhost" queues:"t
   compared $name-receive KiB/s "network, ${net#*:}: the guest receives"
   compared $name-ask requests/s "network, ${net#*:}: requests answered"
 done
-for what in send receive ask; do
-  cp $T/rows/vsock-$what.ours $T/rows/vsock-unix-$what.ours 2>/dev/null
-  cp $T/rows/vsock-$what.qemu_unix $T/rows/vsock-unix-$what.qemu 2>/dev/null
-done
-for vsock in vsock:"QEMU with the kernel's vhost" vsock-unix:"QEMU with Unix sockets by vhost-user"; do
-  name=${vsock%%:*}
-  compared $name-send KiB/s "vsock, ${vsock#*:}: the guest sends"
-  compared $name-receive KiB/s "vsock, ${vsock#*:}: the guest receives"
-  compared $name-ask requests/s "vsock, ${vsock#*:}: requests answered"
-done
+compared vsock-send KiB/s "vsock: the guest sends"
+compared vsock-receive KiB/s "vsock: the guest receives"
+compared vsock-ask requests/s "vsock: requests answered"
