@@ -5,8 +5,10 @@
 //! Owns the choice of the benchmark and the printing of its report. A figure is a median of several
 //! alternating runs. Must never measure only one side of a comparison.
 
+mod after;
 mod boot;
 mod child;
+mod cost;
 mod hugepages;
 mod loopback;
 mod machine;
@@ -18,6 +20,7 @@ mod precopy;
 mod prefault;
 mod prezero;
 mod process;
+mod processor;
 mod qemu;
 mod raw;
 mod report;
@@ -53,6 +56,12 @@ fn main() -> ExitCode {
                 .arg(number("downtime-ms", "300", "Downtime that every VMM may take"))
                 .arg(path("baseline", BASELINE_HELP)),
         )
+        .subcommand(common("migration-cost", "3").about(
+            "Processor time that a migration costs on each side, compared with QEMU",
+        ))
+        .subcommand(common("after-migration", "3").about(
+            "How fast a guest is after a migration or a restore, by that before, and its huge pages",
+        ))
         .subcommand(common("snapshot", "5").about(
             "Snapshot and restore compared with the raw disk, start after an on-demand restore",
         ))
@@ -125,12 +134,15 @@ fn run(name: &str, arguments: &ArgMatches) -> Result<Report, Box<dyn std::error:
     }
     let (vmm, guest) = (path("vmm"), path("guest"));
     let remote = vmm.with_file_name("ch-remote");
-    let programs = pair::Programs { vmm: &vmm, remote: &remote, guest: &guest, options: &[] };
+    let programs =
+        pair::Programs { vmm: &vmm, remote: &remote, guest: &guest, options: &[], memory: "" };
     let baseline = baseline(arguments)?;
     let baseline =
         baseline.as_ref().map(|(vmm, remote)| pair::Programs { vmm, remote, ..programs });
     match name {
         "boot" => boot::run(&vmm, &guest, runs),
+        "migration-cost" => cost::run(&programs, runs),
+        "after-migration" => after::run(&programs, runs),
         "snapshot" => snapshot::run(&vmm, &guest, runs),
         "prefault" => prefault::run(runs),
         "prezero-pool" => prezero::run(&vmm, &guest, runs),

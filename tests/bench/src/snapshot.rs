@@ -76,7 +76,13 @@ impl Vmm {
         Ok(vmm)
     }
 
-    fn remote(&self, arguments: &[&str]) -> Result<String, Box<dyn Error>> {
+    /// Process ID.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives a command; returns what it printed.
+    pub fn remote(&self, arguments: &[&str]) -> Result<String, Box<dyn Error>> {
         let socket = self.folder.path().join("api");
         let output =
             Command::new(&self.remote).arg("--api-socket").arg(socket).args(arguments).output()?;
@@ -88,7 +94,7 @@ impl Vmm {
     }
 
     /// Milliseconds between two events, by the VMM's clock; waits for the second.
-    fn between_events_ms(&self, first: &str, second: &str) -> Result<f64, Box<dyn Error>> {
+    pub fn between_events_ms(&self, first: &str, second: &str) -> Result<f64, Box<dyn Error>> {
         let start = Instant::now();
         loop {
             let text = fs::read_to_string(self.folder.path().join("events")).unwrap_or_default();

@@ -36,6 +36,8 @@ pub struct Programs<'a> {
     pub guest: &'a Path,
     /// Further options of each `cloud-hypervisor`.
     pub options: &'a [&'a str],
+    /// What the guest's memory is made of: further keys of `--memory`, each behind a comma.
+    pub memory: &'a str,
 }
 
 /// Two VMMs, the first one with the guest.
@@ -46,6 +48,9 @@ pub trait Pair {
     fn destination_pid(&self) -> u32;
     /// Migrates; returns when the source reports the end.
     fn migrate(&mut self) -> Result<(), Box<dyn Error>>;
+    /// Waits until the source's process has ended after a migration, and is told to where it would not by itself;
+    /// returns the processor time that it used in all.
+    fn end_source(&mut self) -> Result<Duration, Box<dyn Error>>;
 }
 
 /// A workload of the guest.

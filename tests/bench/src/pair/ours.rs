@@ -69,7 +69,7 @@ impl Ours {
         receiver: &str,
         send: &str,
     ) -> Result<Self, Box<dyn Error>> {
-        let memory = format!("size={MEMORY_MIB}M,shared=on");
+        let memory = format!("size={MEMORY_MIB}M,shared=on{}", programs.memory);
         let mut command = Command::new(programs.vmm);
         command
             .args(["--serial", "off", "--console", "off", "--cmdline", cmdline, "--kernel"])
@@ -120,6 +120,10 @@ impl Pair for Ours {
             receiver.0.wait()?;
         }
         Ok(())
+    }
+
+    fn end_source(&mut self) -> Result<Duration, Box<dyn Error>> {
+        self.source.child.used_in_all(LIMIT)
     }
 }
 

@@ -117,6 +117,11 @@ impl Pair for Qemu {
             }
         }
     }
+
+    fn end_source(&mut self) -> Result<Duration, Box<dyn Error>> {
+        self.source.execute("quit", &json!({}))?;
+        self.source.child.used_in_all(LIMIT)
+    }
 }
 
 impl Machine {
@@ -129,6 +134,8 @@ impl Machine {
         let mut child = Killed::spawn(
             Command::new(PROGRAM)
                 .args(["-accel", "kvm", "-cpu", CPU, "-nodefaults", "-display", "none"])
+                // So that threads have names.
+                .args(["-name", "guest,debug-threads=on"])
                 .args(["-no-reboot", "-bios", QBOOT, "-append", cmdline, "-kernel"])
                 .arg(guest)
                 .args(["-smp", &VCPUS.to_string(), "-m", &format!("{MEMORY_MIB}M")])
