@@ -31,7 +31,8 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     /// Start of the mapping that guest and devices use, which userfaultfd watches.
     fn main(&self, region: usize) -> *mut u8;
 
-    /// Start of the second mapping of the same pages, which is never watched; `None` for anonymous memory.
+    /// Start of the second mapping of the same pages, which is never watched; `None` for anonymous memory, and for
+    /// memory that is only read and has none.
     fn alias(&self, region: usize) -> Option<*mut u8>;
 
     /// Start of the mapping of the same pages that vCPUs use instead of [`main`](Self::main), if they have
@@ -239,7 +240,8 @@ impl GuestSlice<'_> {
     }
 }
 
-/// The mapping through which this crate reads and writes: the alias, or `main` without one.
+/// The mapping through which this crate reads and writes: the alias, or `main` without one, which then is not
+/// watched.
 ///
 /// # Panics
 /// When the run does not lie in the memory's layout: runs come from checked constructors.

@@ -464,6 +464,12 @@ impl RamRegion {
         Ok(self.alias.get_or_init(|| made))
     }
 
+    /// The `alias` mapping of the whole region, if it has been made.
+    pub fn made_alias(&self) -> Option<VolatileSlice<'_>> {
+        let alias = self.alias.get()?;
+        self.slice(alias, &(0..self.len_bytes())).ok()
+    }
+
     /// True when there is, or can be, a second mapping that userfaultfd does not watch.
     pub fn has_alias(&self) -> bool {
         self.kind() == ZoneKind::Shared

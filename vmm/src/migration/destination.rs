@@ -168,7 +168,7 @@ impl DestinationBuilder for ArrivingBuilder {
         let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
         self.faults.prepare(&ram, &common_cpuid)?;
-        let memory = Arc::new(MigratingRam::new(ram)?);
+        let memory = Arc::new(MigratingRam::to_write(ram)?);
         Ok(MappedArrival { builder: self, config, memory })
     }
 }

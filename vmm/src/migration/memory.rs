@@ -28,20 +28,30 @@ fn bytes(pages: &Range<u64>) -> Range<u64> {
 }
 
 impl MigratingRam {
-    /// Describes `ram`, and makes the second mappings.
+    /// Describes `ram` to be written, and makes the second mappings.
     ///
     /// # Errors
     /// The layout is invalid, or a second mapping cannot be made.
-    pub fn new(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
+    pub fn to_write(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
+        for region in ram.regions().iter().filter(|region| region.has_alias()) {
+            region.alias_slice(&(0..region.len_bytes())).map_err(MigratingRamError::Alias)?;
+        }
+        Self::to_read(ram)
+    }
+
+    /// Describes `ram` to be read. It is read as the guest has it mapped, which costs no page faults and no second set of
+    /// page tables, unless it has a second mapping: then it came through that one, and what userfaultfd watches may not be
+    /// read otherwise.
+    ///
+    /// # Errors
+    /// The layout is invalid.
+    pub fn to_read(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
         let mut regions = Vec::new();
         for region in ram.regions() {
             let backing = match region.kind() {
                 ZoneKind::Shared => Backing::Shared,
                 ZoneKind::PrivateAnonymous | ZoneKind::PrivateFile => Backing::Anonymous,
             };
-            if backing == Backing::Shared {
-                region.alias_slice(&(0..region.len_bytes())).map_err(MigratingRamError::Alias)?;
-            }
             regions.push(RegionInfo {
                 name: region.zone_id().to_owned(),
                 gpa: region.gpa(),
@@ -87,9 +97,7 @@ unsafe impl GuestMemoryMap for MigratingRam {
     }
 
     fn alias(&self, region: usize) -> Option<*mut u8> {
-        let region = self.region(region);
-        let whole = region.alias_slice(&(0..region.len_bytes())).ok()?;
-        Some(whole.ptr_guard_mut().as_ptr())
+        Some(self.region(region).made_alias()?.ptr_guard_mut().as_ptr())
     }
 
     fn vcpus(&self, region: usize) -> Option<*mut u8> {
