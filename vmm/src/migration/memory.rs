@@ -173,3 +173,27 @@ unsafe impl GuestMemoryMap for MigratingRam {
         self.ram.make_zero(run.region, &bytes(&(run.first..run.end()))).map_err(to_io)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use memory::{RamConfig, RamLayout, ZoneSpec};
+
+    use super::*;
+
+    #[test]
+    fn memory_that_is_only_read_gets_no_second_mapping() {
+        let shared = ZoneSpec { shared: true, ..ZoneSpec::new("s", 4 << 20) };
+        let zones = vec![shared, ZoneSpec::new("p", 4 << 20)];
+        let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
+        let ram = Arc::new(ram);
+        let aliases = |memory: &MigratingRam| [0, 1].map(|index| memory.alias(index).is_some());
+        let source = MigratingRam::to_read(Arc::clone(&ram)).unwrap();
+        assert_eq!(aliases(&source), [false, false]);
+        let destination = MigratingRam::to_write(Arc::clone(&ram)).unwrap();
+        assert_eq!(aliases(&destination), [true, false]);
+        // What came through it is read through it.
+        let onward = MigratingRam::to_read(ram).unwrap();
+        assert_eq!(onward.alias(0), destination.alias(0));
+        assert_ne!(onward.alias(0), Some(onward.main(0)));
+    }
+}
