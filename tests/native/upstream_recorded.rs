@@ -20,9 +20,11 @@ use crate::harness::{Suite, runs, skip, wait_for};
 const PROGRAM: &str = "GODWIT_UPSTREAM_BIN";
 
 const PRECOPY: [&str; 3] = ["unix-1", "tcp-2", "all-2"];
-const SNAPSHOTS: [&str; 11] = [
+const SNAPSHOTS: [&str; 13] = [
     "plain-1",
     "plain-2",
+    "disk-1",
+    "legacy-2",
     "all-2",
     "added",
     "acpi-hotplug",
