@@ -19,12 +19,13 @@ use crate::harness::{Suite, runs, skip, wait_for};
 /// Its value is the program, or a script that runs it, with the options that the host makes necessary.
 const PROGRAM: &str = "GODWIT_UPSTREAM_BIN";
 
-const PRECOPY: [&str; 3] = ["unix-1", "tcp-2", "all-2"];
-const SNAPSHOTS: [&str; 13] = [
+const PRECOPY: [&str; 2] = ["plain-1", "all-2"];
+const SNAPSHOTS: [&str; 14] = [
     "plain-1",
     "plain-2",
     "disk-1",
     "legacy-2",
+    "debian-2",
     "all-2",
     "added",
     "acpi-hotplug",
@@ -177,7 +178,7 @@ fn postcopy() {
 
 /// A destination that answers each request so; what the stand-in says of it.
 fn answered(answer: &'static [u8]) -> Result<(), upstream::Misread> {
-    let [connection] = &upstream::stream("unix-1")[..] else { panic!("one connection") };
+    let [connection] = &upstream::stream("plain-1")[..] else { panic!("one connection") };
     let (mut here, mut there) = UnixStream::pair().expect("two sockets");
     let lens: Vec<_> = connection.requests.iter().map(|frame| frame.encode().len()).collect();
     let destination = std::thread::spawn(move || {
@@ -253,7 +254,7 @@ fn live() {
         move || api(&socket, "PUT", "vm.receive-migration", &url)
     });
     let mut peer = wait_for("the migration's socket", || UnixStream::connect(at("migration")).ok());
-    let [connection] = &upstream::stream("unix-1")[..] else { panic!("one connection") };
+    let [connection] = &upstream::stream("plain-1")[..] else { panic!("one connection") };
     let disk = at("disk");
     let result = upstream::replay(&mut peer, &connection.requests, |kind, document| {
         if kind == command::CONFIG {
