@@ -20,12 +20,13 @@ use crate::harness::{Suite, runs, skip, wait_for};
 const PROGRAM: &str = "GODWIT_UPSTREAM_BIN";
 
 const PRECOPY: [&str; 2] = ["plain-1", "all-2"];
-const SNAPSHOTS: [&str; 14] = [
+const SNAPSHOTS: [&str; 15] = [
     "plain-1",
     "plain-2",
     "disk-1",
     "legacy-2",
     "debian-2",
+    "debian-plugged",
     "all-2",
     "added",
     "acpi-hotplug",
