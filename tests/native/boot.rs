@@ -3,7 +3,10 @@
 
 use std::fs;
 
-use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, process};
+use guest_reader::abi::{CONTROL_GPA, control};
+use tempfile::TempDir;
+
+use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, image, process};
 
 pub fn add(suite: &mut Suite) {
     for vcpus in [1, 2, 4] {
@@ -25,6 +28,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("boot::memory_file_zone", file_zone);
     suite.add("boot::memory_beyond_4_gib_is_sparse", beyond_4_gib);
     suite.add("boot::prefault_brings_all_memory_in", prefault_is_complete);
+    suite.add("boot::virtio_devices_start_where_they_lie", devices_start);
 }
 
 fn boots_with_vcpus(vcpus: u32) {
@@ -106,5 +110,32 @@ fn prefault_is_complete() {
     vmm.guest();
     let resident_kib = process::status_kib(vmm.pid(), "RssShmem");
     assert!(resident_kib >= 256 << 10, "{resident_kib} KiB of 256 MiB are resident");
+    vmm.shut_down();
+}
+
+/// Devices at the top of the address space, with all that they offer, started at once.
+fn devices_start() {
+    let folder = TempDir::with_prefix("godwit-boot-").expect("a folder");
+    let disk = folder.path().join("disk");
+    fs::File::create(&disk).and_then(|file| file.set_len(1 << 20)).expect("a disk");
+    let vsock = format!("cid=3,socket={}", folder.path().join("vsock").display());
+    let console = folder.path().join("console");
+    let vmm = VmmBuilder::new(&["--serial", "off", "--kernel", image()])
+        .with(&["--cpus", "boot=1,max_phys_bits=39", "--memory", "size=64M,shared=on"])
+        .with(&["--cmdline", "workload=random-write mem=16M reserve=1M wake=1"])
+        .with(&["--console", &format!("file={}", console.display())])
+        .with(&["--disk", &format!("path={}", disk.display())])
+        .with(&["--balloon", "size=0,free_page_reporting=on", "--vsock", &vsock])
+        .with(&["--rng", "src=/dev/urandom", "--watchdog", "--rtc", "id=clock"])
+        .start();
+    vmm.wait_for_work(1_000);
+    let word = vmm.guest().memory().word(CONTROL_GPA + control::WOKEN).expect("the guest's memory");
+    assert_eq!(
+        word.count_ones(),
+        7,
+        "{word:#x}: console, disk, rng, balloon, vsock, watchdog, rtc"
+    );
+    assert_eq!(fs::read_to_string(&console).expect("what it said"), "awake\r\n");
+    vmm.verify();
     vmm.shut_down();
 }

@@ -79,6 +79,7 @@ mod tpm;
 mod turning;
 mod unfit;
 mod unread;
+mod upstream_recorded;
 mod user_devices;
 mod vhost_moves;
 mod vhost_peers;
@@ -152,6 +153,7 @@ fn main() -> ExitCode {
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
+    upstream_recorded::add(&mut suite);
     console_sockets::add(&mut suite);
     copies::add(&mut suite);
     prefault::add(&mut suite);

@@ -106,6 +106,8 @@ pub mod control {
     pub const MASTER_GRANTED_TSC: u64 = 0xb0;
     /// What the device's command and status registers said then.
     pub const MASTER_COMMAND: u64 = 0xb8;
+    /// Virtio devices that were started where they lie, a bit for each device number.
+    pub const WOKEN: u64 = 0xc0;
     /// Ranges of test pages: gpa, number of the first page, pages, 0.
     pub const RANGES: u64 = 0x100;
     /// Distance of two ranges.

@@ -83,6 +83,8 @@ pub struct Settings {
     pub watchdog: u64,
     /// `panic=`: events that vCPU 0 reports to the panic device; 0: none.
     pub panic: u64,
+    /// `wake=0|1`: vCPU 0 starts every virtio device of the first bus where it lies.
+    pub wake: u64,
     /// `reserve=`: bytes at the end of RAM without test pages.
     pub reserve: u64,
     /// Words that were not understood.
@@ -117,6 +119,7 @@ impl Settings {
             bus_master: 0,
             watchdog: 0,
             panic: 0,
+            wake: 0,
             reserve: 0,
             refused: 0,
         }
@@ -211,6 +214,7 @@ impl Settings {
             bus_master: 0,
             watchdog: 0,
             panic: 0,
+            wake: 0,
             reserve: 0,
             refused: 0,
         }
@@ -238,6 +242,7 @@ impl Settings {
             b"bus_master" => &mut self.bus_master,
             b"watchdog" => &mut self.watchdog,
             b"panic" => &mut self.panic,
+            b"wake" => &mut self.wake,
             _ => return None,
         })
     }

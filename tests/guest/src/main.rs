@@ -30,6 +30,7 @@ mod runtime;
 mod smp;
 mod user_device;
 mod virtio;
+mod wake;
 mod watchdog;
 mod worker;
 
@@ -100,6 +101,9 @@ extern "C" fn bsp_main(start_info: u64) -> ! {
         CONTROL.set(control::FAILURE, failure::VCPU);
         mem::store32(abi::MMIO_EVENT_GPA, event::FAILED);
     }
+    if settings.wake != 0 {
+        CONTROL.set(control::WOKEN, wake::all(settings.ecam, shared.layout.reserved));
+    }
     CONTROL.set(control::READY_TSC, clock::now());
     CONTROL.set(control::STAGE, stage::RUNNING);
     mem::store32(abi::MMIO_EVENT_GPA, event::READY);
@@ -169,13 +173,18 @@ fn map_high_memory(ram: &[Span], tables_gpa: u64) {
         if !ram.iter().any(|span| span.start < start + GIB && start < span.end) {
             continue;
         }
-        let directory = tables_gpa + (entry - 4) * abi::PAGE_BYTES;
-        for slot in 0..512 {
-            mem::store(directory + slot * 8, (start + slot * LARGE_PAGE_BYTES) | LARGE_PAGE_FLAGS);
-        }
-        let pdpt = &raw const boot::pdpt as u64;
-        mem::store(pdpt + entry * 8, directory | TABLE_FLAGS);
+        map_gib(entry, tables_gpa + (entry - 4) * abi::PAGE_BYTES);
     }
+}
+
+/// Maps a gibibyte of the first 512 by a directory that is written to this page.
+fn map_gib(entry: u64, directory: u64) {
+    for slot in 0..512 {
+        let gpa = entry * GIB + slot * LARGE_PAGE_BYTES;
+        mem::store(directory + slot * 8, gpa | LARGE_PAGE_FLAGS);
+    }
+    let pdpt = &raw const boot::pdpt as u64;
+    mem::store(pdpt + entry * 8, directory | TABLE_FLAGS);
 }
 
 fn publish(layout: &Layout) {

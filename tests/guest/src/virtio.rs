@@ -13,7 +13,8 @@ const VENDOR: u32 = 0x1af4;
 /// Modern devices have their type behind this number.
 const FIRST_MODERN: u32 = 0x1040;
 const DEVICES: u64 = 32;
-const CONFIG_BYTES: u64 = 8 * 4096;
+/// Distance of two devices in configuration space.
+pub const CONFIG_BYTES: u64 = 8 * 4096;
 
 const COMMAND: u64 = 0x04;
 const COMMAND_MEMORY_AND_BUS_MASTER: u32 = 6;
@@ -41,6 +42,7 @@ pub mod common {
     pub const DEVICE_FEATURE: u64 = 4;
     pub const DRIVER_FEATURE_SELECT: u64 = 8;
     pub const DRIVER_FEATURE: u64 = 12;
+    pub const CONFIG_MSIX_VECTOR: u64 = 16;
     pub const NUM_QUEUES: u64 = 18;
     pub const STATUS: u64 = 20;
     pub const QUEUE_SELECT: u64 = 22;
@@ -65,7 +67,8 @@ const DESC_WRITE: u16 = 2;
 const AVAIL_NO_INTERRUPT: u16 = 1;
 /// Descriptors of a queue; its rings fit a page.
 pub const QUEUE_SIZE: u16 = 32;
-const AVAIL_AT: u64 = 0x800;
+/// Where the available ring is in the page of a queue's rings, its flags first.
+pub const AVAIL_AT: u64 = 0x800;
 const USED_AT: u64 = 0xc00;
 
 /// A device that is being set up, or is.
@@ -147,16 +150,21 @@ pub struct Regions {
     pub msix: u64,
 }
 
+/// Where a BAR lies.
+pub fn bar_gpa(function: u64, bar: u64) -> u64 {
+    let at = BARS + bar.min(BAR_COUNT - 1) * 4;
+    let low = register(function, at);
+    let high = if low & 7 == BAR_64 { u64::from(register(function, at + 4)) << 32 } else { 0 };
+    high | u64::from(low & !0xf)
+}
+
 /// Looks for the regions that a function's capabilities name.
 pub fn regions(function: u64) -> Regions {
     let mut found = Regions::default();
     if register(function, COMMAND) & STATUS_CAPABILITIES == 0 {
         return found;
     }
-    let base = |bar: u32| {
-        let bar = u64::from(bar).min(BAR_COUNT - 1);
-        u64::from(register(function, BARS + bar * 4) & !0xf)
-    };
+    let base = |bar: u32| bar_gpa(function, bar.into());
     let mut at = u64::from(register(function, CAPABILITIES) & 0xfc);
     for _ in 0..CAPABILITIES_MAX {
         if at == 0 {
@@ -216,8 +224,17 @@ impl Device {
     pub fn find(ecam: u64, device_type: u32) -> Result<Self, u64> {
         let function = find(ecam, device_type).ok_or(balloon_failure::DEVICE)?;
         place_bars(function, BARS_GPA, BARS_DISTANCE);
+        let device = Self::reset(function)?;
+        if device.config == 0 {
+            return Err(balloon_failure::LEGACY);
+        }
+        Ok(device)
+    }
+
+    /// Resets a device that can be reached, where it lies.
+    pub fn reset(function: u64) -> Result<Self, u64> {
         let Regions { common, notify, notify_multiplier, config, .. } = regions(function);
-        if common == 0 || notify == 0 || config == 0 {
+        if common == 0 || notify == 0 {
             return Err(balloon_failure::LEGACY);
         }
         mem::store8(common + common::STATUS, 0);
@@ -274,6 +291,15 @@ impl Device {
         Ok(Queue { rings, notify, index: number, size, avail: 0, offset: self.offset })
     }
 
+    /// Has changes of the configuration and answers of each queue announced, by vectors from 0 on.
+    pub fn announce(&self) {
+        mem::store16(self.common + common::CONFIG_MSIX_VECTOR, 0);
+        for number in 0..self.queues {
+            mem::store16(self.common + common::QUEUE_SELECT, number);
+            mem::store16(self.common + common::QUEUE_MSIX_VECTOR, number + 1);
+        }
+    }
+
     /// The device may begin.
     pub fn ready(&self) {
         self.add_status(DRIVER_OK);
@@ -324,6 +350,28 @@ impl Queue {
         fence(Ordering::SeqCst);
         mem::load32(self.rings + USED_AT + 4 + slot * 8 + 4)
     }
+}
+
+/// Lets a function be reached where it lies, and reach memory.
+pub fn enable(function: u64) {
+    let command = register(function, COMMAND) & 0xffff;
+    mem::store32(function + COMMAND, command | COMMAND_MEMORY_AND_BUS_MASTER);
+}
+
+/// Where the capability of MSI-X is among the registers of a function.
+pub fn msix_capability(function: u64) -> Option<u64> {
+    let mut at = u64::from(register(function, CAPABILITIES) & 0xfc);
+    for _ in 0..CAPABILITIES_MAX {
+        if at == 0 {
+            break;
+        }
+        let head = register(function, at);
+        if head & 0xff == CAPABILITY_MSIX {
+            return Some(at);
+        }
+        at = u64::from(head >> 8 & 0xfc);
+    }
+    None
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "the upper half is another register")]

@@ -16,8 +16,10 @@ pub mod programs;
 pub mod qcow2;
 pub mod relay;
 pub mod runner;
+pub mod runs;
 pub mod taps;
 pub mod terminal;
+pub mod upstream;
 pub mod vmm;
 
 use std::time::{Duration, Instant};
