@@ -5,6 +5,8 @@
 
 use super::Seed;
 
+const RECORDED_CONFIG: &[u8] =
+    include_bytes!("../../tests/data/cloud-hypervisor-53/snapshots/plain-1/config.json");
 const RECORDED: &[u8] =
     include_bytes!("../../tests/data/cloud-hypervisor-53/snapshots/plain-1/state.json");
 
@@ -92,7 +94,9 @@ pub fn seeds() -> Vec<Seed> {
         r#"{{"vm_config":{{"cpus":{{"boot_vcpus":1,"max_vcpus":1}}}},"common_cpuid":[],"memory_manager_data":{}}}"#,
         memory(),
     );
+    let whole = [RECORDED_CONFIG, b"\n", RECORDED].concat();
     vec![
+        Seed::new("cloud_hypervisor_adopt", "recorded", whole),
         seed("few-devices", "d", few.as_bytes()),
         seed("more-devices", "d", more.as_bytes()),
         seed("recorded", "d", RECORDED),

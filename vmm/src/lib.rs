@@ -7,6 +7,7 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `adopt` | VMs of cloud-hypervisor: from their documents to configuration, memory and state |
 //! | `api` | HTTP API on a Unix socket: endpoints, OpenAPI, descriptors that come along |
 //! | `config` | option families: option strings, JSON, schema and rules of a VM configuration |
 //! | `control` | the VMM thread: the life cycle of the VM, one request at a time |
@@ -21,6 +22,7 @@
 //! | `signals` | signals of the process as events of its main thread |
 //! | `json_text`, `json_bound` | JSON as text; bounds on JSON from outside |
 
+pub mod adopt;
 pub mod api;
 pub mod config;
 pub mod control;

@@ -116,7 +116,7 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
-pub use ram::{MachineRamError, slots_in};
+pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, ROMS_VERSION, StateJsonError,
