@@ -53,6 +53,7 @@ mod migration_rounds;
 mod numa;
 mod page_server;
 mod pause;
+mod platforms;
 mod pmem;
 mod pool_arrivals;
 mod postcopy;
@@ -106,6 +107,7 @@ fn main() -> ExitCode {
     states::add(&mut suite);
     unread::add(&mut suite);
     pause::add(&mut suite);
+    platforms::add(&mut suite);
     pmem::add(&mut suite);
     rtc::add(&mut suite);
     iommu::add(&mut suite);

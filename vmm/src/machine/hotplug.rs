@@ -134,6 +134,7 @@ impl Machine {
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
+            platform: self.config.machine_platform(),
         };
         let bdf = match opened {
             Opened::Host(device) => {

@@ -20,6 +20,7 @@
 //! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in stage-2 tables |
 //! | `faults` | guest RAM of which vCPUs may be refused a page |
 //! | `boot` | CPUID, tables, kernel, registers |
+//! | `boot_devices` | the virtio devices of a booting machine, kind by kind |
 //! | `numa` | NUMA nodes, as tables and memory devices tell of them |
 //! | `affinity` | host CPUs of vCPU threads |
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
@@ -42,6 +43,7 @@
 mod affinity;
 mod balloons;
 mod boot;
+mod boot_devices;
 mod consoles;
 mod core_dump;
 mod cpu_hotplug;
@@ -119,7 +121,8 @@ pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
-    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, ROMS_VERSION, StateJsonError,
+    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PLATFORMS_VERSION, PciFunctionState, ROMS_VERSION,
+    StateJsonError,
 };
 pub use vhost_users::check_logs;
 pub use virtio::{HotAddError, VirtioError};
@@ -242,6 +245,7 @@ impl Machine {
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.devices.settle_pmems(&mut config);
+        config.pci_numbers = parts.kept_numbers();
         let vcpus = parts.create_vcpus(&config)?;
         let entry = boot::load(boot::LoadInput {
             ram: &parts.ram,
@@ -288,6 +292,7 @@ impl Machine {
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
+            platform: self.config.machine_platform(),
         };
         self.parts.passthrough.finish_opening(
             &context,

@@ -12,7 +12,7 @@ use devices::virtio::ActivationThread;
 use hypervisor::{KvmError, Vcpu, Vm};
 use kvm_bindings::CpuId;
 use memory::GuestRam;
-use pci::PciConfigIo;
+use pci::{PciConfigIo, PciDevice as _};
 
 use super::consoles::Consoles;
 use super::cpu_hotplug::CpuHotplug;
@@ -34,6 +34,8 @@ use super::{boot, panics, ram};
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
 use crate::config::cpus::CpusConfig;
+use crate::config::on_platform::PciNumber;
+use crate::config::vm::{IOMMU_ID, PVPANIC_ID, WATCHDOG_ID};
 
 /// A machine without vCPU threads.
 pub(super) struct MachineParts {
@@ -104,12 +106,18 @@ impl MachineParts {
         let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
         let memory_hotplug = MemoryHotplug::wire(config, &space, &ram)?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
-        let pci = PciContext { segments: &segments, vm: &vm, ram: &ram, activation: &activation };
+        let pci = PciContext {
+            segments: &segments,
+            vm: &vm,
+            ram: &ram,
+            activation: &activation,
+            platform: config.machine_platform(),
+        };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
         let panics =
-            panics::wire(config, segments.first(), devices.taken_numbers(), Arc::clone(&sink))?;
+            panics::wire(config, segments.first(), devices.taken_mut(), Arc::clone(&sink))?;
         let user_devices = UserDevices::wire(config, &pci)?;
         space.set_revocable(user_devices.revocable());
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
@@ -136,6 +144,18 @@ impl MachineParts {
             activation,
             topology,
         })
+    }
+
+    /// The numbers of devices for which no option names one, if the platform wants them to be kept.
+    pub(super) fn kept_numbers(&self) -> Option<Vec<PciNumber>> {
+        let mut ids = vec![IOMMU_ID, WATCHDOG_ID, PVPANIC_ID];
+        ids.extend(self.devices.mems().iter().map(|(id, _)| id.as_str()));
+        let virtio = self.devices.functions().iter();
+        let virtio = virtio.map(|(bdf, device)| (device.id(), bdf));
+        let panics = self.panics.iter().map(|(bdf, device)| (device.id(), bdf));
+        let first = virtio.chain(panics).filter(|(_, bdf)| bdf.segment() == 0);
+        let numbers = first.map(|(id, bdf)| (id, bdf.device()));
+        self.devices.taken_numbers().to_be_kept(&ids, numbers)
     }
 
     /// The vCPUs, not started.

@@ -11,7 +11,7 @@ use arch::layout;
 use devices::bus::{Bus, BusDevice, BusError};
 use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
 use pci::{
-    BarMapper, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
+    BarMapper, BarRules, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
     PortWindow,
 };
 
@@ -76,7 +76,7 @@ impl AddressSpace {
         let _ = self.revocable.set(memory);
     }
 
-    /// A PCI segment whose memory BARs are in `windows`; I/O BARs of segment 0 are among the ports.
+    /// A PCI segment whose memory BARs are in `windows`, and placed by `rules`; I/O BARs of segment 0 are among the ports.
     ///
     /// # Errors
     /// A window is invalid.
@@ -84,13 +84,14 @@ impl AddressSpace {
         self: &Arc<Self>,
         segment: u16,
         windows: MmioWindows,
+        rules: BarRules,
     ) -> Result<Arc<PciSegment>, PciError> {
         let ports = (segment == 0).then(|| PortWindow {
             first: layout::PCI_IO_PORT,
             last: layout::PCI_IO_LAST_PORT,
             mapper: Arc::new(Ports(Arc::clone(self))),
         });
-        PciSegment::with_ports(PciSegmentOptions { segment, windows }, self.clone(), ports)
+        PciSegment::with_rules(PciSegmentOptions { segment, windows }, rules, self.clone(), ports)
     }
 
     /// When the guest first accessed MMIO.
