@@ -19,7 +19,7 @@
 //! | `own_states`, `features` | the virtio devices' own states; what they may have offered |
 //! | `topology` | which devices there are, and where |
 //!
-//! The machine has to be of the platform that the guest has seen, [`SeenPlatform`].
+//! The machine is of the platform that the guest has seen; [`SeenPlatform`] has what of it the documents say.
 
 mod clock;
 mod configuration;
@@ -46,9 +46,13 @@ use serde_json::Value;
 
 use crate::config::VmConfig;
 use crate::machine::MachineState;
+use crate::platform::PlatformName;
 
 pub use error::AdoptError;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
+
+/// The platform of these guests.
+const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;
 
 /// Guest memory, as far as it is read: the indices of rings.
 pub trait ReadGuest {
@@ -127,11 +131,15 @@ pub fn adopt(
     let mut losses = Vec::new();
     let topology = topology::of(document)?;
     let raw = configuration::read(vm_config, memory, &topology)?;
-    let config = raw.config.complete_begun().map_err(AdoptError::Config)?;
+    let mut config = raw.config;
+    config.platform.get_or_insert_default().platform = PLATFORM;
+    let mut config = config.complete_begun().map_err(AdoptError::Config)?;
     topology::check(&config, document)?;
     let layout = memory::layout(&config.memory, memory, &document.memory)?;
     let vcpus = vcpu::convert(document, &config.cpus)?;
     let windows = functions::Windows::of(&layout, vcpus.address_bits)?;
+    config.pci_address_bits = Some(vcpus.address_bits);
+    config.pci_numbers = topology.unlisted_numbers(document);
     let clock = clock::convert(&document.vm)?;
     let mut pci = BTreeMap::new();
     let mut offered = BTreeMap::new();
@@ -151,6 +159,7 @@ pub fn adopt(
     }
     let mut state = MachineState {
         version: 1,
+        platform: PLATFORM,
         shown: vcpu::shown(&vcpus.states),
         clock,
         vcpus: vcpus.states,

@@ -184,6 +184,10 @@ fn devices_are_where_the_guest_has_found_them() {
     assert_eq!(adopted.platform.address_bits, 39);
     assert_eq!(adopted.platform.addresses["__watchdog"].device(), 9);
     assert_eq!(adopted.platform.names_count, 5);
+    assert_eq!(adopted.config.pci_address_bits, Some(39));
+    let numbers = adopted.config.pci_numbers.as_ref().unwrap();
+    let numbers: Vec<_> = numbers.iter().map(|it| (it.id.as_str(), it.number)).collect();
+    assert_eq!(numbers, [("__watchdog", 9), ("__pvpanic", 11)]);
     let segments = recorded!("segments").adopted();
     assert_eq!(segments.state.pci["_net2"].bdf, "0001:00:02.0");
     let later = recorded!("virtio-mem").adopted();

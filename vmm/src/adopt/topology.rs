@@ -9,6 +9,7 @@ use pci::Bdf;
 
 use super::error::{AdoptError, ensure};
 use crate::config::memory::HotplugMethod;
+use crate::config::on_platform::PciNumber;
 use crate::config::vm::{PVPANIC_ID, WATCHDOG_ID};
 use crate::config::{ConsoleMode, VmConfig};
 use crate::machine::later_memory_id;
@@ -158,6 +159,20 @@ impl Topology {
     /// The address of persistent memory.
     pub fn pmem_gpa(&self, id: &str) -> Option<u64> {
         self.pmems.get(id).copied()
+    }
+
+    /// The numbers in segment 0 of devices for which no option names one.
+    pub fn unlisted_numbers(&self, document: &Document) -> Option<Vec<PciNumber>> {
+        let is_unlisted = |device: &Virtio| matches!(device, Virtio::Watchdog(_) | Virtio::Mem(_));
+        let virtio = document.devices.virtio.iter().filter_map(|(id, (_, device))| {
+            let place = self.places.get(id).filter(|_| is_unlisted(device))?;
+            Some((name_here(id, device), place.bdf))
+        });
+        let panics = self.panic_device.iter().map(|place| (PVPANIC_ID.to_owned(), place.bdf));
+        let first = virtio.chain(panics).filter(|(_, bdf)| bdf.segment() == 0);
+        let numbers: Vec<_> =
+            first.map(|(id, bdf)| PciNumber { id, number: bdf.device() }).collect();
+        (!numbers.is_empty()).then_some(numbers)
     }
 
     /// The addresses of all functions, by the ids that they have here.

@@ -295,3 +295,50 @@ fn a_reset_device_has_accepted_nothing() {
     assert_eq!((rng.common.driver_features, rng.common.active), (0, false));
     assert!(rng.queues[0].progress.is_none());
 }
+
+#[test]
+fn functions_of_the_platform_take_the_states() {
+    use devices::virtio::rng::{Rng, RngConfig};
+    use devices::virtio::rtc::{Rtc, RtcConfig};
+    use devices::virtio::{Offering, VirtioDevice};
+    use pci::fakes::{FakeIoEvents, FakeMsiSource};
+    use pci::{BarWidth, PciDevice as _, VirtioPciDevice, VirtioPciForm};
+
+    let adopted = all_devices().adopted();
+    let platform = adopted.config.machine_platform();
+    let layout = ::memory::RamLayout {
+        hole_start: 3 << 30,
+        hole_end: 4 << 30,
+        high_hole: None,
+        end: 1 << 39,
+    };
+    let memory = ::memory::RamConfig { zones: vec![::memory::ZoneSpec::new("mem0", 8 << 20)] };
+    let memory = ::memory::GuestRam::new(&memory, layout).unwrap();
+    let rng = RngConfig { id: "__rng".to_owned(), source: "/dev/urandom".into() };
+    let rtc = RtcConfig { id: "__rtc".to_owned() };
+    let devices: [(&str, Box<dyn VirtioDevice>); 2] = [
+        ("__rng", Box::new(Offering::of(Box::new(Rng::new(rng).unwrap()), platform.offers.rng))),
+        ("__rtc", Box::new(Offering::of(Box::new(Rtc::new(rtc)), platform.offers.rtc))),
+    ];
+    for (id, device) in devices {
+        let function = VirtioPciDevice::with_form(
+            id.to_owned(),
+            device,
+            VirtioPciForm { width: BarWidth::Bits64, rules: &platform.virtio_pci },
+            memory.guest_memory(),
+            &FakeMsiSource::new(8),
+            std::sync::Arc::new(FakeIoEvents::default()),
+        )
+        .unwrap();
+        let state = &adopted.state.pci[id].state;
+        let taken = pci::PciDevice::restore(&function, state);
+        taken.unwrap_or_else(|error| panic!("{id}: {}", error_text::chain(&error)));
+        // What the guest reads is what it has read.
+        let theirs = virtio(&adopted, id).config.registers;
+        for (offset, expected) in (0_u16..).step_by(4).zip(theirs) {
+            let mut register = [0; 4];
+            function.read_config(offset, &mut register);
+            assert_eq!(u32::from_le_bytes(register), expected, "{id} {offset:#x}");
+        }
+    }
+}
