@@ -160,7 +160,7 @@ pub fn adopt(
     let mut state = MachineState {
         version: 1,
         platform: PLATFORM,
-        shown: vcpu::shown(&vcpus.states),
+        shown: vcpu::shown(&document.vm),
         clock,
         vcpus: vcpus.states,
         irqchips: interrupts::convert(&document.devices.ioapic)?,

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu};
+use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu, VmData};
 use hypervisor::{Blob, CpuidEntry, MsrValue, TscState, VcpuState};
 use kvm_bindings::{KVM_VCPUEVENT_VALID_TRIPLE_FAULT, kvm_debugregs, kvm_vcpu_events};
 use serde::de::DeserializeOwned;
@@ -91,25 +91,10 @@ fn address_bits(vcpu: &KvmVcpu) -> Result<u8, AdoptError> {
     Ok(u8::try_from(bits).unwrap_or(0))
 }
 
-/// What all vCPUs were shown: the entries of the first, without what follows its state.
-pub fn shown(vcpus: &[VcpuState]) -> Vec<CpuidEntry> {
-    const OSXSAVE: u32 = 1 << 27;
-    const OSPKE: u32 = 1 << 4;
-    let entries = vcpus.first().map_or_else(Vec::new, |first| first.cpuid.clone());
-    let without = |mut entry: CpuidEntry| {
-        let [_, ebx, ecx, edx] = &mut entry.answer;
-        match (entry.function, entry.index) {
-            (1, _) => {
-                *ebx &= 0x00ff_ffff;
-                *ecx &= !OSXSAVE;
-            }
-            (7, 0) => *ecx &= !OSPKE,
-            (0xb | 0x1f, _) => *edx = 0,
-            _ => {}
-        }
-        entry
-    };
-    entries.into_iter().map(without).collect()
+/// What all vCPUs were shown, by which a host is compared and new vCPUs are made. Not what the kernel returns of a vCPU: not
+/// every KVM returns what it was told.
+pub fn shown(vm: &VmData) -> Vec<CpuidEntry> {
+    vm.common_cpuid.iter().map(entry).collect()
 }
 
 /// A vCPU that is converted.

@@ -6,7 +6,7 @@
 use super::*;
 
 /// Values without a meaning for a machine of this program, and why.
-const WITHOUT_MEANING: [&str; 22] = [
+const WITHOUT_MEANING: [&str; 21] = [
     // A second copy of what is in the XSAVE area.
     "/Kvm/fpu/",
     // A VM's property, also in its configuration.
@@ -25,8 +25,6 @@ const WITHOUT_MEANING: [&str; 22] = [
     "/selected_slot",
     // Whether a pin has a route, which each has here.
     "/used_entries/",
-    // What any VM would be shown on that host.
-    "/common_cpuid",
     // Sizes and masks of BARs that are not in use, or follow from the kind of device.
     "/bars/",
     "/rom_bar_",
