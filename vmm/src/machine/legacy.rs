@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use arch::acpi::RegisterPlace;
 use arch::layout;
 use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
@@ -46,6 +47,17 @@ pub enum LegacyError {
     Serial(#[from] SerialError),
 }
 
+/// What of the legacy devices is not at the same place in every machine.
+#[derive(Clone, Copy, Debug)]
+pub struct FixedPlaces {
+    /// Port of the debug console.
+    pub debug_port: u16,
+    /// Interrupt line of the event device.
+    pub ged_gsi: u32,
+    /// Register of the event device.
+    pub ged: RegisterPlace,
+}
+
 /// The legacy devices of a machine.
 pub struct LegacyDevices {
     serial: Option<Arc<Serial>>,
@@ -68,7 +80,7 @@ impl LegacyDevices {
         space: &AddressSpace,
         ram: &GuestRam,
         consoles: &Consoles,
-        debug_port: u16,
+        fixed: FixedPlaces,
         power: &Arc<Power>,
     ) -> Result<Self, LegacyError> {
         let mut lines = Vec::new();
@@ -120,12 +132,19 @@ impl LegacyDevices {
             timer.clone(),
             timer.clone(),
         )?;
-        let ged = Arc::new(GedDevice::new(line(layout::GED_GSI)?));
-        place("ged", layout::GED_PORT, GED_REGISTER_LEN_BYTES, ged.clone(), ged.clone())?;
+        let ged = Arc::new(GedDevice::new(line(fixed.ged_gsi)?));
         if let Some(endpoint) = &consoles.debug {
             let console = Arc::new(DebugConsole::new(Arc::clone(endpoint)));
-            place("debug-console", debug_port, DEBUG_CONSOLE_LEN_BYTES, console.clone(), console)?;
+            place(
+                "debug-console",
+                fixed.debug_port,
+                DEBUG_CONSOLE_LEN_BYTES,
+                console.clone(),
+                console,
+            )?;
         }
+        stateful.insert("ged", ged.clone());
+        space.insert_registers(fixed.ged, GED_REGISTER_LEN_BYTES, "ged", ged.clone())?;
         space.insert_ports(
             layout::POST_PORT,
             DEBUG_PORT_LEN_BYTES,

@@ -247,17 +247,21 @@ impl Machine {
         parts.devices.settle_pmems(&mut config);
         config.pci_numbers = parts.kept_numbers();
         let vcpus = parts.create_vcpus(&config)?;
+        let platform = config.machine_platform();
         let entry = boot::load(boot::LoadInput {
             ram: &parts.ram,
             config: &config,
+            registers: boot::registers_of(&config, &parts.ram, &parts.segments),
             topology: &parts.topology,
-            segments: parts.segments.described(&passthrough::routes()),
+            segments: parts.segments.described(&passthrough::routes(platform.first_intx_gsi)),
             place: &|id| parts.passthrough.address_of(id),
             iommu: parts.devices.described_iommu(&config),
             has_serial: consoles.serial.is_some(),
         })?;
-        generation::write_new(&parts.ram)?;
-        parts.legacy.generation().set_present(true);
+        if platform.tables.has_generation_id {
+            generation::write_new(&parts.ram)?;
+            parts.legacy.generation().set_present(true);
+        }
         parts.tpm.power_on()?;
         let cpuid = parts.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {

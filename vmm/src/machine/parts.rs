@@ -21,7 +21,7 @@ use super::events::{EventSink, Power};
 use super::exclusive::LockedImages;
 use super::host::Host;
 use super::hotplug::Hotplug;
-use super::legacy::LegacyDevices;
+use super::legacy::{FixedPlaces, LegacyDevices};
 use super::memory_hotplug::MemoryHotplug;
 use super::panics::PanicFunction;
 use super::passthrough::{OpenInput, Passthrough};
@@ -79,21 +79,28 @@ impl MachineParts {
         BuildInput { ram, open, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let platform = config.machine_platform();
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
                 tss_gpa: layout::KVM_TSS_GPA,
                 identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
+                interrupts: platform.interrupts,
             },
             |vm| Ok::<_, MachineError>(ram::attach(vm, &ram, config.memory.hotplug_method)?),
         )?;
         let space = Arc::new(AddressSpace::default());
         let power = Power::new(Arc::clone(&sink));
-        let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
-        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
+        let segments = Segments::make(config, &ram, bits, &space)?;
+        let registers = boot::registers_of(config, &ram, &segments);
+        let fixed = FixedPlaces {
+            debug_port: config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT),
+            ged_gsi: platform.ged_gsi,
+            ged: registers.ged,
+        };
+        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, fixed, &power)?;
 
         let tpm = TpmDevice::wire(config, &space, open.opening, open.cancel)?;
-        let segments = Segments::make(config, &ram, bits, &space)?;
         let config_ports = Arc::new(PciConfigIo::new(segments.first()));
         space.insert_ports(
             layout::PCI_CONFIG_PORT,
@@ -101,17 +108,17 @@ impl MachineParts {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let hotplug = Hotplug::wire(&space, &segments, Arc::clone(&sink))?;
+        let hotplug = Hotplug::wire(&space, &segments, registers.pci, Arc::clone(&sink))?;
         let vcpus = config.cpus.boot_vcpus;
-        let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
-        let memory_hotplug = MemoryHotplug::wire(config, &space, &ram)?;
+        let cpu_hotplug = CpuHotplug::wire(&space, vcpus, registers.cpus, Arc::clone(&sink))?;
+        let memory_hotplug = MemoryHotplug::wire(config, &space, &ram, registers.memory)?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
         let pci = PciContext {
             segments: &segments,
             vm: &vm,
             ram: &ram,
             activation: &activation,
-            platform: config.machine_platform(),
+            platform,
         };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
@@ -177,6 +184,6 @@ impl MachineParts {
     /// The CPUID that the vCPUs would be shown if the guest booted here.
     pub(super) fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
         let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
+        boot::vm_cpuid(host, config, self.topology, tsc_khz)
     }
 }

@@ -265,6 +265,11 @@ impl Segments {
         Self { list: vec![Arc::clone(&first)], first, shares: Vec::new(), windows }
     }
 
+    /// Address bits by which the windows are laid out.
+    pub fn address_bits(&self) -> u8 {
+        self.windows.address_bits
+    }
+
     /// Number of the last segment.
     pub fn last(&self) -> u16 {
         u16::try_from(self.list.len().saturating_sub(1)).unwrap_or(u16::MAX)

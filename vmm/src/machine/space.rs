@@ -7,6 +7,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use arch::acpi::RegisterPlace;
 use arch::layout;
 use devices::bus::{Bus, BusDevice, BusError};
 use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
@@ -64,6 +65,23 @@ impl AddressSpace {
         device: Arc<dyn BusDevice>,
     ) -> Result<(), BusError> {
         self.mmio.insert(name, gpa, len_bytes, device)
+    }
+
+    /// Places registers where a platform has them.
+    ///
+    /// # Errors
+    /// The ports or addresses are taken.
+    pub fn insert_registers(
+        &self,
+        place: RegisterPlace,
+        len_bytes: u64,
+        name: &str,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), BusError> {
+        match place {
+            RegisterPlace::Ports(port) => self.insert_ports(port, len_bytes, name, device),
+            RegisterPlace::Memory(gpa) => self.insert_memory(gpa, len_bytes, name, device),
+        }
     }
 
     /// Sets the handler that fetches missing pages for faulting vCPUs. Called once, before they run.

@@ -5,15 +5,21 @@
 //! Owns its values. The facts behind them, with the sections that tests name, are in docs/cloud-hypervisor-state.md;
 //! docs/platforms.md says what of them is not so here.
 
+use arch::acpi::TableRules;
+use arch::cpuid::{CpuidRules, FlatCount, TimingLeaf};
 use arch::windows::{ShareRule, WindowRules};
 use devices::virtio::Offer;
 use devices::virtio::block::BlockLimits;
+use hypervisor::InterruptRules;
 use pci::{
     BarRules, BarStructure, BusMastering, FilledFrom, PanicDeviceRules, VirtioCapability,
     VirtioPciRules,
 };
 
-use super::{DeviceKind, KindOffers, NumberRules, Platform, PlatformName, RefusedOption, Unlisted};
+use super::{
+    DeviceKind, KindOffers, NumberRules, Platform, PlatformName, RefusedOption, RegisterRules,
+    Unlisted,
+};
 
 const fn at(offset: u32, len_bytes: u32) -> BarStructure {
     BarStructure { offset, len_bytes }
@@ -135,6 +141,26 @@ pub static CLOUD_HYPERVISOR_53: Platform = Platform {
         unlisted: Unlisted::LowestFree,
     },
     offers: OFFERS,
+    registers: RegisterRules::Pages { first_below_end: 0x1_1000 },
+    ged_gsi: 13,
+    first_intx_gsi: 5,
+    tables: TableRules {
+        event_device: "GEC_",
+        wide_apic_ids: true,
+        all_may_come: true,
+        has_nmi: false,
+        // The serial port.
+        identity_overrides: &[4],
+        has_legacy_flags: false,
+        has_generation_id: false,
+    },
+    interrupts: InterruptRules { hides_pics: true, extended_destinations: true },
+    cpuid: CpuidRules {
+        flat_count: FlatCount::AtBoot,
+        guest_address_bits: true,
+        timing_leaf: TimingLeaf::InvariantTsc,
+        msi_ext_dest_id: true,
+    },
     keeps_address_bits: true,
     // Drivers may use queue_size - 2 segments in a request, of which at most 1024 descriptors are taken here.
     disk_queue_size_max: 1024,

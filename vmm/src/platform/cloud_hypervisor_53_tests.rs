@@ -6,6 +6,8 @@
 
 use std::sync::Arc;
 
+use arch::acpi::{HotplugProtocol, HotplugRegisters, RegisterPlace};
+use arch::cpuid::{FlatCount, TimingLeaf};
 use arch::layout::{self, HighHole};
 use devices::virtio::rng::{Rng, RngConfig};
 use devices::virtio::{Offering, VirtioDevice};
@@ -227,4 +229,42 @@ fn queues_are_those_of_the_table() {
         assert_eq!(offer.queue_sizes, Some(sizes));
     }
     assert_eq!((offers.disk.queue_sizes, offers.net.queue_sizes), (None, None));
+}
+
+/// Section 5.1, the table of platform devices.
+#[test]
+fn registers_are_below_the_end_of_the_addresses() {
+    let end = 1_u64 << 46;
+    let selected = |gpa| HotplugRegisters {
+        place: RegisterPlace::Memory(gpa),
+        protocol: HotplugProtocol::Selector,
+    };
+    let without = PLATFORM.registers.placed(46, false);
+    assert_eq!(without.pci, RegisterPlace::Memory(end - 0x1_1000));
+    assert_eq!(without.cpus, selected(end - 0x1_2000));
+    assert_eq!(without.ged, RegisterPlace::Memory(end - 0x1_3000));
+    let with = PLATFORM.registers.placed(46, true);
+    assert_eq!(with.memory, selected(end - 0x1_1000));
+    assert_eq!(with.pci, RegisterPlace::Memory(end - 0x1_2000));
+    assert_eq!(with.cpus, selected(end - 0x1_3000));
+    assert_eq!(with.ged, RegisterPlace::Memory(end - 0x1_4000));
+    let window = PLATFORM.windows.high(4 << 30, 46, HighHole::None).unwrap();
+    assert!(window.end_gpa() <= end - 0x11_0000, "they are outside of it");
+}
+
+/// Sections 5.5 and 5.7.
+#[test]
+fn lines_tables_and_cpuid_are_those_of_the_platform() {
+    assert_eq!((PLATFORM.ged_gsi, PLATFORM.first_intx_gsi), (13, 5));
+    assert!(PLATFORM.interrupts.hides_pics && PLATFORM.interrupts.extended_destinations);
+    let tables = PLATFORM.tables;
+    assert!(tables.wide_apic_ids && tables.all_may_come && !tables.has_nmi);
+    assert!(!tables.has_legacy_flags && !tables.has_generation_id);
+    assert_eq!((tables.identity_overrides, tables.event_device), (&[4][..], "GEC_"));
+    let cpuid = PLATFORM.cpuid;
+    assert_eq!(
+        (cpuid.flat_count, cpuid.timing_leaf),
+        (FlatCount::AtBoot, TimingLeaf::InvariantTsc)
+    );
+    assert!(cpuid.guest_address_bits && cpuid.msi_ext_dest_id);
 }

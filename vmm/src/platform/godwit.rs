@@ -4,10 +4,14 @@
 //!
 //! Owns its values, in the form of every platform's. The crates that obey them have them as their defaults.
 
+use arch::acpi::GODWIT_TABLES;
+use arch::cpuid::GODWIT_CPUID;
+use arch::layout;
 use arch::windows::GODWIT_WINDOWS;
+use hypervisor::GODWIT_INTERRUPTS;
 use pci::{GODWIT_BARS, GODWIT_PANIC_DEVICE, GODWIT_VIRTIO_PCI};
 
-use super::{DeviceKind, KindOffers, NumberRules, Platform, PlatformName, Unlisted};
+use super::{DeviceKind, KindOffers, NumberRules, Platform, PlatformName, RegisterRules, Unlisted};
 
 /// The definition.
 pub static GODWIT: Platform = Platform {
@@ -38,6 +42,12 @@ pub static GODWIT: Platform = Platform {
         unlisted: Unlisted::FromHighest,
     },
     offers: KindOffers::AS_THE_DEVICES,
+    registers: RegisterRules::Ports,
+    ged_gsi: layout::GED_GSI,
+    first_intx_gsi: layout::FIRST_FREE_GSI,
+    tables: GODWIT_TABLES,
+    interrupts: GODWIT_INTERRUPTS,
+    cpuid: GODWIT_CPUID,
     keeps_address_bits: false,
     disk_queue_size_max: 32768,
     refused: &[],

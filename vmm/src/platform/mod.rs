@@ -13,13 +13,18 @@
 //! | `cloud_hypervisor_53` | the machine that guests of cloud-hypervisor v53 see; facts in docs/cloud-hypervisor-state.md |
 //! | `numbers` | the form of the rules for device numbers |
 //! | `offers` | the form of what a platform says of each kind of virtio device |
+//! | `registers` | where registers of the event device and of hotplug are |
 
 mod cloud_hypervisor_53;
 mod godwit;
 mod numbers;
 mod offers;
+mod registers;
 
+use arch::acpi::TableRules;
+use arch::cpuid::CpuidRules;
 use arch::windows::WindowRules;
+use hypervisor::InterruptRules;
 use pci::{BarRules, PanicDeviceRules, VirtioPciRules};
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +32,7 @@ pub use cloud_hypervisor_53::CLOUD_HYPERVISOR_53;
 pub use godwit::GODWIT;
 pub use numbers::{NumberRules, Unlisted};
 pub use offers::{DeviceKind, KindOffers};
+pub use registers::{PlacedRegisters, RegisterRules};
 
 /// Name of a platform, in options, JSON and saved states.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,6 +82,18 @@ pub struct Platform {
     pub numbers: NumberRules,
     /// Features and queues of virtio devices.
     pub offers: KindOffers,
+    /// The registers of the event device and of hotplug.
+    pub registers: RegisterRules,
+    /// Interrupt line of the event device.
+    pub ged_gsi: u32,
+    /// First of the eight interrupt lines that the tables name for the pins of PCI devices.
+    pub first_intx_gsi: u32,
+    /// What ACPI tables say, beyond where things are.
+    pub tables: TableRules,
+    /// Interrupt controllers, and messages to them.
+    pub interrupts: InterruptRules,
+    /// CPUID of guests that boot on it.
+    pub cpuid: CpuidRules,
     /// What guests have been shown depends on the number of their address bits, which is then kept with the
     /// configuration from the first boot on. If it is not, only several PCI segments depend on it.
     pub keeps_address_bits: bool,
