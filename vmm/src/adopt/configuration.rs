@@ -84,6 +84,12 @@ pub fn read(
                 without_tap.push(id.clone());
             }
             place(device, &at, &id, topology)?;
+            if let (true, Some(mtu)) = (family == "net", topology.mtu(&id)) {
+                let has = device.entry("mtu").or_insert(Value::Null);
+                if has.is_null() {
+                    *has = json!(mtu);
+                }
+            }
             if let (true, Some(gpa)) = (family == "pmem", topology.pmem_gpa(&id)) {
                 device.insert("gpa".to_owned(), json!(gpa));
             }

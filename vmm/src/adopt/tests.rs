@@ -181,6 +181,8 @@ fn devices_are_where_the_guest_has_found_them() {
     assert_eq!(adopted.config.disks.as_ref().unwrap()[1].pci_device_id, Some(3));
     assert_eq!(adopted.config.rng.pci_device_id, Some(5));
     assert_eq!(adopted.config.pmem.as_ref().unwrap()[0].gpa, Some(0x7f_ffc0_0000));
+    // Of its tap; the driver has read it.
+    assert_eq!(adopted.config.net.as_ref().unwrap()[0].mtu, Some(1500));
     assert_eq!(adopted.platform.address_bits, 39);
     assert_eq!(adopted.platform.addresses["__watchdog"].device(), 9);
     assert_eq!(adopted.platform.names_count, 5);

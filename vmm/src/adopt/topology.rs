@@ -15,6 +15,8 @@ use crate::config::{ConsoleMode, VmConfig};
 use crate::machine::later_memory_id;
 
 const PATH: &str = "device-manager";
+/// Feature bit of a network that says its MTU.
+const NET_MTU: u64 = 1 << 3;
 
 /// Where a function is, by the tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +35,8 @@ pub struct Topology {
     panic_device: Option<Place>,
     /// Addresses of persistent memory.
     pmems: BTreeMap<String, u64>,
+    /// MTUs that networks have offered.
+    mtus: BTreeMap<String, u16>,
 }
 
 fn at(id: &str) -> String {
@@ -94,7 +98,12 @@ pub fn of(document: &Document) -> Result<Topology, AdoptError> {
         Virtio::Pmem(pmem) => Some((id.clone(), pmem.config.start)),
         _ => None,
     });
-    Ok(Topology { places, panic_device, pmems: pmems.collect() })
+    let mtus = manager.virtio.iter().filter_map(|(id, (_, device))| match device {
+        Virtio::Net(net) if net.avail_features & NET_MTU != 0 => Some((id.clone(), net.config.mtu)),
+        _ => None,
+    });
+    let (pmems, mtus) = (pmems.collect(), mtus.collect());
+    Ok(Topology { places, panic_device, pmems, mtus })
 }
 
 fn node<'a>(
@@ -173,6 +182,11 @@ impl Topology {
         let numbers: Vec<_> =
             first.map(|(id, bdf)| PciNumber { id, number: bdf.device() }).collect();
         (!numbers.is_empty()).then_some(numbers)
+    }
+
+    /// The MTU that a network has offered: there that of its tap, if no option says one.
+    pub fn mtu(&self, id: &str) -> Option<u16> {
+        self.mtus.get(id).copied()
     }
 
     /// The addresses of all functions, by the ids that they have here.

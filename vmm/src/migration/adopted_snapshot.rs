@@ -259,3 +259,7 @@ impl ReadGuest for MemoryContents {
         Ok(u16::from_le_bytes(bytes))
     }
 }
+
+#[cfg(test)]
+#[path = "adopted_snapshot_tests.rs"]
+mod tests;
