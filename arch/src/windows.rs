@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What a platform decides about the windows for BARs: where they are and how PCI segments share them.
+//! What a platform decides about the windows for BARs: where they are and how PCI segments share them; and where memory
+//! is that comes later, as the 64-bit window begins after it.
 //!
 //! Owns the form of these rules and what follows from them for a machine's memory and address bits. Must never know a
 //! platform by its name.
@@ -25,11 +26,17 @@ pub struct WindowRules {
     pub end_bytes: u64,
     /// How segments share the windows.
     pub shares: ShareRule,
+    /// What the start of memory that is added later is a multiple of, a power of two.
+    pub later_memory_align_bytes: u64,
 }
 
 /// The rules for this program's own guests.
-pub const GODWIT_WINDOWS: WindowRules =
-    WindowRules { start_align_bytes: 1 << 30, end_bytes: 0x1_0000, shares: ShareRule::Nearest };
+pub const GODWIT_WINDOWS: WindowRules = WindowRules {
+    start_align_bytes: 1 << 30,
+    end_bytes: 0x1_0000,
+    shares: ShareRule::Nearest,
+    later_memory_align_bytes: 2 << 30,
+};
 
 /// Unit of shares of the 32-bit window.
 const LOW_UNIT_BYTES: u64 = layout::PAGE_BYTES;
@@ -109,8 +116,12 @@ mod tests {
 
     use super::*;
 
-    const UNITS: WindowRules =
-        WindowRules { start_align_bytes: 4096, end_bytes: 0x11_0000, shares: ShareRule::Units };
+    const UNITS: WindowRules = WindowRules {
+        start_align_bytes: 4096,
+        end_bytes: 0x11_0000,
+        shares: ShareRule::Units,
+        later_memory_align_bytes: 128 << 20,
+    };
 
     #[test]
     fn a_window_begins_where_memory_ends() {

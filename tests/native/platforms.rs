@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::disks::{Disk, holds, write_more, written};
 use crate::harness::migrate::migrate;
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image};
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
 use crate::hotplug::places;
 use crate::snapshot::{place, save};
 
@@ -22,6 +22,7 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name, move || disk_moves(mode));
     }
     suite.add("platforms::a_guest_is_restored", restored);
+    suite.add("platforms::what_comes_later_moves", later_moves);
     suite.add("platforms::devices_have_the_numbers_of_the_platform", numbers);
     suite.add("platforms::a_disk_comes_and_stays_where_it_is", comes);
     suite.add("platforms::what_it_does_not_have_is_refused", refusals);
@@ -115,6 +116,30 @@ fn restored() {
         assert!(after.written >= report.written, "{report:?} {after:?}");
         vmm.shut_down();
     }
+}
+
+/// vCPUs and memory that the guest, which has no interpreter for the platform's methods, has yet to notice.
+fn later_moves() {
+    let source = VmmBuilder::new(&["--serial", "off", "--console", "off", "--kernel", image()])
+        .with(&["--cpus", "boot=1,max=4", "--memory", "size=128M,shared=on,hotplug_size=512M"])
+        .with(&["--cmdline", "workload=random-write mem=32M"])
+        .with(&["--platform", &format!("platform={NAME}")])
+        .start();
+    source.wait_for_work(2_000);
+    let wish = json!({"desired_vcpus": 3, "desired_ram": 256 << 20}).to_string();
+    source.api().put("vm.resize", &wish).ok();
+    let numbers = |vmm: &Vmm| {
+        let config = vmm.api().get("vm.info").ok().json()["config"].clone();
+        (config["cpus"]["boot_vcpus"].clone(), config["memory"]["hotplugged_size"].clone())
+    };
+    wait_for("the memory", || (numbers(&source) == (json!(3), json!(128 << 20))).then_some(()));
+    let destination = Vmm::empty();
+    migrate(source, &destination, Transport::Unix, Mode::Precopy);
+    is_on_platform(&destination);
+    assert_eq!(numbers(&destination), (json!(3), json!(128 << 20)));
+    destination.wait_for_work(2_000);
+    destination.verify();
+    destination.shut_down();
 }
 
 fn numbers() {

@@ -34,10 +34,10 @@ pub use cpu_hotplug::{CPU_HOTPLUG_LEN_BYTES, CPU_HOTPLUG_PORT, CpuHotplug, OnCpu
 pub use cpu_selector::{CPU_SELECTOR_LEN_BYTES, CpuSelector};
 pub use debug::{
     DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
-    DebugPort,
+    DebugPort, FirmwareOutput,
 };
 pub use generation_id::{GENERATION_ID_LEN_BYTES, GenerationId};
-pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
+pub use i8042::{I8042, I8042_DATA_PORTS, I8042_LEN_BYTES, I8042_PORT};
 pub use memory_hotplug::{
     MEMORY_DEVICES_MAX, MEMORY_HOTPLUG_LEN_BYTES, MEMORY_HOTPLUG_PORT, MemoryDevice, MemoryHotplug,
 };

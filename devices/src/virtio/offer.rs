@@ -3,7 +3,7 @@
 //! A device that offers less than it has, or has other queues, as a platform wants it.
 //!
 //! Owns what of a device's features and queues drivers see. All else is the device's. It must never offer what the
-//! device does not keep: whoever adds to its features answers for what is added.
+//! device does not keep: features are added only where they hold for it anyway.
 
 use super::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use super::worker::Pausing;

@@ -14,10 +14,10 @@ use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
 use devices::legacy::{
     CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
-    GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_MEMORY_DEVICES_CHANGED,
+    FirmwareOutput, GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_MEMORY_DEVICES_CHANGED,
     GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, GenerationId, HostClock, I8042,
-    I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl,
-    SERIAL_LEN_BYTES, Serial, SerialError,
+    I8042_DATA_PORTS, I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer,
+    PowerControl, SERIAL_LEN_BYTES, Serial, SerialError,
 };
 use devices::virtio::{DeviceSnapshot, StateError};
 use hypervisor::Vm;
@@ -29,6 +29,7 @@ use super::consoles::Consoles;
 use super::events::Power;
 use super::space::AddressSpace;
 use super::state::GENERATION_ID;
+use crate::platform::PortRules;
 
 /// Why a legacy device cannot be created.
 #[derive(Debug, Error)]
@@ -56,6 +57,8 @@ pub struct FixedPlaces {
     pub ged_gsi: u32,
     /// Register of the event device.
     pub ged: RegisterPlace,
+    /// Ports that not every machine has.
+    pub ports: PortRules,
 }
 
 /// The legacy devices of a machine.
@@ -114,8 +117,15 @@ impl LegacyDevices {
         let (low, high) = sizes(ram);
         let cmos = Arc::new(Cmos::new(low, high, Box::new(HostClock)));
         place("cmos", layout::CMOS_PORT, CMOS_LEN_BYTES, cmos.clone(), cmos)?;
-        let i8042 = Arc::new(I8042::new(power.clone()));
-        place("i8042", layout::I8042_PORT, I8042_LEN_BYTES, i8042.clone(), i8042)?;
+        if fixed.ports.keyboard_data {
+            let i8042 = Arc::new(I8042::new(power.clone()));
+            place("i8042", layout::I8042_PORT, I8042_LEN_BYTES, i8042.clone(), i8042)?;
+        } else {
+            let i8042 = Arc::new(I8042::without_data_port(power.clone()));
+            let port = layout::I8042_PORT + I8042_DATA_PORTS;
+            let len_bytes = I8042_LEN_BYTES - u64::from(I8042_DATA_PORTS);
+            place("i8042", port, len_bytes, i8042.clone(), i8042)?;
+        }
         let control = Arc::new(PowerControl::new(power.clone()));
         place(
             "acpi-power",
@@ -142,6 +152,10 @@ impl LegacyDevices {
                 console.clone(),
                 console,
             )?;
+        }
+        if let Some(port) = fixed.ports.firmware_output {
+            let output = Arc::<FirmwareOutput>::default();
+            space.insert_ports(port, DEBUG_PORT_LEN_BYTES, "firmware output", output)?;
         }
         stateful.insert("ged", ged.clone());
         space.insert_registers(fixed.ged, GED_REGISTER_LEN_BYTES, "ged", ged.clone())?;

@@ -229,7 +229,8 @@ impl Machine {
             // What is plugged in from the start would be missing among the mappings.
             drop(kept.dma.take());
         }
-        let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
+        let layout = ram::layout_for(&config, bits);
+        let before = ram::restart(&config.memory, layout, kept.ram.take(), boot_prefault, cancel)?;
         let dma = kept.dma.take().filter(|dma| dma.is_for(&config, before.as_ref()));
         let (ram, slot) = if let Some(ram) = before {
             (ram, None)
@@ -237,7 +238,7 @@ impl Machine {
             let slot = PrepinnedSlot::take(&config, bits)?;
             let provided = slot.iter().map(PrepinnedSlot::memory).collect();
             let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-            (ram::make(&config.memory, bits, origin, boot_prefault, cancel)?, slot)
+            (ram::make(&config.memory, layout, origin, boot_prefault, cancel)?, slot)
         };
         let images = &mut kept.disks;
         let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, cancel };
@@ -353,7 +354,7 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        Ok(ram::make_arriving(&config.memory, bits, origin)?)
+        Ok(ram::make_arriving(&config.memory, ram::layout_for(config, bits), origin)?)
     }
 
     /// A paused machine on such memory, whose state is still to be received. Does not change the contents

@@ -97,6 +97,7 @@ impl MachineParts {
             debug_port: config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT),
             ged_gsi: platform.ged_gsi,
             ged: registers.ged,
+            ports: platform.ports,
         };
         let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, fixed, &power)?;
 

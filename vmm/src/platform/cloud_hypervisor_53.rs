@@ -17,8 +17,8 @@ use pci::{
 };
 
 use super::{
-    DeviceKind, KindOffers, NumberRules, Platform, PlatformName, RefusedOption, RegisterRules,
-    Unlisted,
+    DeviceKind, KindOffers, NumberRules, Platform, PlatformName, PortRules, RefusedOption,
+    RegisterRules, Unlisted,
 };
 
 const fn at(offset: u32, len_bytes: u32) -> BarStructure {
@@ -120,7 +120,12 @@ pub static CLOUD_HYPERVISOR_53: Platform = Platform {
     virtio_pci: VIRTIO_PCI,
     panic_device: PanicDeviceRules { command_at_reset: 0x103, command_writable: 0xffff },
     bars: BarRules { wide_window: FilledFrom::End, wide_align_bytes: 8 << 20 },
-    windows: WindowRules { start_align_bytes: 1, end_bytes: 0x11_0000, shares: ShareRule::Units },
+    windows: WindowRules {
+        start_align_bytes: 1,
+        end_bytes: 0x11_0000,
+        shares: ShareRule::Units,
+        later_memory_align_bytes: 128 << 20,
+    },
     numbers: NumberRules {
         order: &[
             DeviceKind::Console,
@@ -142,6 +147,7 @@ pub static CLOUD_HYPERVISOR_53: Platform = Platform {
     },
     offers: OFFERS,
     registers: RegisterRules::Pages { first_below_end: 0x1_1000 },
+    ports: PortRules { keyboard_data: false, firmware_output: Some(0x402) },
     ged_gsi: 13,
     first_intx_gsi: 5,
     tables: TableRules {

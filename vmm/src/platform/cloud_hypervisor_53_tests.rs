@@ -252,10 +252,14 @@ fn registers_are_below_the_end_of_the_addresses() {
     assert!(window.end_gpa() <= end - 0x11_0000, "they are outside of it");
 }
 
-/// Sections 5.5 and 5.7.
+/// Sections 5.4, 5.5 and 5.7.
 #[test]
 fn lines_tables_and_cpuid_are_those_of_the_platform() {
     assert_eq!((PLATFORM.ged_gsi, PLATFORM.first_intx_gsi), (13, 5));
+    assert_eq!(
+        (PLATFORM.ports.keyboard_data, PLATFORM.ports.firmware_output),
+        (false, Some(0x402))
+    );
     assert!(PLATFORM.interrupts.hides_pics && PLATFORM.interrupts.extended_destinations);
     let tables = PLATFORM.tables;
     assert!(tables.wide_apic_ids && tables.all_may_come && !tables.has_nmi);

@@ -11,7 +11,9 @@ use arch::windows::GODWIT_WINDOWS;
 use hypervisor::GODWIT_INTERRUPTS;
 use pci::{GODWIT_BARS, GODWIT_PANIC_DEVICE, GODWIT_VIRTIO_PCI};
 
-use super::{DeviceKind, KindOffers, NumberRules, Platform, PlatformName, RegisterRules, Unlisted};
+use super::{
+    DeviceKind, KindOffers, NumberRules, Platform, PlatformName, PortRules, RegisterRules, Unlisted,
+};
 
 /// The definition.
 pub static GODWIT: Platform = Platform {
@@ -43,6 +45,7 @@ pub static GODWIT: Platform = Platform {
     },
     offers: KindOffers::AS_THE_DEVICES,
     registers: RegisterRules::Ports,
+    ports: PortRules { keyboard_data: true, firmware_output: None },
     ged_gsi: layout::GED_GSI,
     first_intx_gsi: layout::FIRST_FREE_GSI,
     tables: GODWIT_TABLES,

@@ -84,6 +84,8 @@ pub struct Platform {
     pub offers: KindOffers,
     /// The registers of the event device and of hotplug.
     pub registers: RegisterRules,
+    /// Ports that not every platform has.
+    pub ports: PortRules,
     /// Interrupt line of the event device.
     pub ged_gsi: u32,
     /// First of the eight interrupt lines that the tables name for the pins of PCI devices.
@@ -101,6 +103,15 @@ pub struct Platform {
     pub disk_queue_size_max: u16,
     /// Options that make another machine than the platform's, by their paths in the JSON, and why they are refused.
     pub refused: &'static [RefusedOption],
+}
+
+/// Ports that not every platform has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortRules {
+    /// The keyboard controller has a data port.
+    pub keyboard_data: bool,
+    /// Where firmware writes its messages.
+    pub firmware_output: Option<u16>,
 }
 
 /// An option that a platform does not have.
