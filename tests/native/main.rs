@@ -9,6 +9,7 @@
     reason = "a test that cannot continue fails"
 )]
 
+mod adopted;
 mod api_client;
 mod bad_input;
 mod balloon;
@@ -97,6 +98,7 @@ fn main() -> ExitCode {
         return code;
     }
     let mut suite = harness::Suite::default();
+    adopted::add(&mut suite);
     boot::add(&mut suite);
     sandbox::add(&mut suite);
     landlock::add(&mut suite);
