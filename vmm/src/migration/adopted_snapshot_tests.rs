@@ -36,8 +36,13 @@ fn directory(memory_bytes: u64) -> tempfile::TempDir {
 
 fn ram() -> MigratingRam {
     let config = RamConfig { zones: vec![ZoneSpec::new("mem0", RAM_BYTES)] };
-    let layout =
-        RamLayout { hole_start: 3 << 30, hole_end: 4 << 30, high_hole: None, end: 1 << 39 };
+    let layout = RamLayout {
+        hole_start: 3 << 30,
+        hole_end: 4 << 30,
+        high_hole: None,
+        end: 1 << 39,
+        later_align_bytes: 128 << 20,
+    };
     MigratingRam::new(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
 }
 

@@ -315,6 +315,7 @@ fn functions_of_the_platform_take_the_states() {
         hole_end: 4 << 30,
         high_hole: None,
         end: 1 << 39,
+        later_align_bytes: 128 << 20,
     };
     let memory = ::memory::RamConfig { zones: vec![::memory::ZoneSpec::new("mem0", 8 << 20)] };
     let memory = ::memory::GuestRam::new(&memory, layout).unwrap();
