@@ -209,26 +209,11 @@ impl HighHole {
     }
 }
 
-/// The 64-bit device window: from the first GiB boundary after `ram_end_gpa` (all memory that may
-/// be added later included) to the end of what `phys_bits` can address, but for the last 64 KiB.
-///
-/// With a `hole` it is the larger of the two sides, since one window is simpler for all devices:
-/// peers of a passed-through device could not reach BARs in the hole. `None` when RAM leaves no
-/// room.
+/// The 64-bit device window of this program's own guests: from the first GiB boundary after `ram_end_gpa` (all memory
+/// that may be added later included) to the end of what `phys_bits` can address, but for the last 64 KiB; see
+/// [`crate::windows`]. `None` when RAM leaves no room.
 pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<GpaRange> {
-    let limit_gpa =
-        1_u64.checked_shl(u32::from(phys_bits)).unwrap_or(u64::MAX).saturating_sub(0x1_0000);
-    let start_gpa = ram_end_gpa.max(HIGH_RAM_64_GPA).checked_next_multiple_of(GIB)?;
-    let whole = GpaRange::between(start_gpa, limit_gpa);
-    let window = match hole.range() {
-        None => whole,
-        Some(hole) => {
-            let below = GpaRange::between(start_gpa, limit_gpa.min(hole.gpa));
-            let above = GpaRange::between(start_gpa.max(hole.end_gpa()), limit_gpa);
-            if above.len_bytes > below.len_bytes { above } else { below }
-        }
-    };
-    (window.len_bytes > 0).then_some(window)
+    crate::windows::GODWIT_WINDOWS.high(ram_end_gpa, phys_bits, hole)
 }
 
 /// Shortest share of a window; see [`shares`]. A PCI segment with less could hold no BAR worth having.

@@ -20,6 +20,7 @@ pub mod feature_msrs;
 pub mod layout;
 pub mod regs;
 pub mod smbios;
+pub mod windows;
 
 pub use boot::{BootEntry, BootError, BootSpec, load_kernel};
 

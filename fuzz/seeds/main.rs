@@ -6,6 +6,7 @@
 //! themselves and not with the code under test, so that a mistake there does not hide in the seeds.
 //! It uses nothing but the standard library: `scripts/fuzz` compiles it by itself.
 
+mod cloud_hypervisor;
 mod disk;
 mod kernel;
 mod migration;
@@ -44,6 +45,7 @@ fn put(image: &mut [u8], at: usize, bytes: &[u8]) {
 pub fn all() -> Vec<Seed> {
     let sets = [
         text::seeds(),
+        cloud_hypervisor::seeds(),
         disk::seeds(),
         kernel::seeds(),
         migration::seeds(),

@@ -7,6 +7,7 @@
 use std::io::{Seek, Write};
 
 use arch::{BootError, BootSpec};
+use cloud_hypervisor_state::{ConfigMessage, Document};
 use devices::virtio::block::{Block, BlockConfig, DiskFormat};
 use memory::GuestMemory;
 use prezero_pool_client::{Reply, Request};
@@ -96,6 +97,18 @@ fn bodies_parse() {
         }
     }
     assert_eq!(wrong, Vec::<String>::new());
+}
+
+#[test]
+fn documents_of_cloud_hypervisor_are_read() {
+    for Seed { name, contents, .. } in seeds_of("cloud_hypervisor_document") {
+        let (kind, contents) = contents.split_first().unwrap();
+        let refused = match kind {
+            b'c' => ConfigMessage::read(contents).err(),
+            _ => Document::read(contents).err(),
+        };
+        assert!(refused.is_none(), "{name}: {refused:?}");
+    }
 }
 
 #[test]

@@ -66,6 +66,18 @@ impl Vm {
         })
     }
 
+    /// Masks all lines of both PICs, for a guest that has none.
+    pub(crate) fn mask_pics(&self) -> Result<(), KvmError> {
+        for chip_id in [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE] {
+            let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+            let fd = &self.shared().fd;
+            fd.get_irqchip(&mut chip).context("read an interrupt controller's state")?;
+            chip.chip.pic.imr = 0xff;
+            fd.set_irqchip(&chip).context("set an interrupt controller's state")?;
+        }
+        Ok(())
+    }
+
     /// Sets PICs and IOAPIC. The vCPUs must have their state already.
     pub fn set_irqchips(&self, state: &IrqchipState) -> Result<(), IrqchipStateError> {
         if state.version != VERSION {

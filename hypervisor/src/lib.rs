@@ -83,6 +83,7 @@ pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
 pub use hyperv::NoHyperv;
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msr::MsrValue;
+pub use routing::{GODWIT_INTERRUPTS, InterruptRules};
 pub use stage2::{Stage2Fill, Stage2Filled};
 pub use threads::{NotAdded, Standstill, ThreadsConfig, ThreadsError, VcpuThreads};
 pub use throttle::{THROTTLE_PERCENT_MAX, VcpuThrottle};

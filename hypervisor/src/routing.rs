@@ -26,9 +26,27 @@ const FIXED_ROUTES: u32 = IOAPIC_LINES + PIC_LINES;
 /// Maximum that every kernel since 5.9 accepts (`KVM_MAX_IRQ_ROUTES`) and the bindings can carry.
 const ROUTES_MAX: u32 = 4096;
 
+/// What a platform decides about interrupts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InterruptRules {
+    /// Guests have no PICs. The kernel's are there all the same: all their lines are masked, and no GSI reaches them, as
+    /// one would reach the guest through LINT0.
+    pub hides_pics: bool,
+    /// The extended destination of a message (bits 11 to 5 of its address) counts, as bits 14 to 8 of the APIC id.
+    pub extended_destinations: bool,
+}
+
+/// The rules for this program's own guests.
+pub const GODWIT_INTERRUPTS: InterruptRules =
+    InterruptRules { hides_pics: false, extended_destinations: false };
+
+/// Bits of a message's address with the extended destination.
+const EXTENDED_DESTINATION: u64 = 0x7f << 5;
+
 /// The interrupt routes of one VM.
 #[derive(Debug)]
 pub struct RouteTable {
+    rules: InterruptRules,
     /// Maximum number of entries, including the fixed ones.
     limit: u32,
     /// Vectors by GSI; `None` until they have a message.
@@ -38,9 +56,15 @@ pub struct RouteTable {
 }
 
 impl RouteTable {
-    /// A table with only the fixed lines. `limit` is the maximum that the kernel reports.
+    /// A table with only the fixed lines, for this program's own guests. `limit` is the maximum that the kernel reports.
+    #[cfg(test)]
     pub fn new(limit: u32) -> Self {
-        Self { limit: limit.min(ROUTES_MAX), vectors: BTreeMap::new(), next: IOAPIC_LINES }
+        Self::with_rules(limit, GODWIT_INTERRUPTS)
+    }
+
+    /// A table with only the fixed lines. `limit` is the maximum that the kernel reports.
+    pub fn with_rules(limit: u32, rules: InterruptRules) -> Self {
+        Self { rules, limit: limit.min(ROUTES_MAX), vectors: BTreeMap::new(), next: IOAPIC_LINES }
     }
 
     /// Maximum number of entries.
@@ -90,17 +114,29 @@ impl RouteTable {
 
     /// The table as kernel entries.
     pub fn entries(&self) -> Vec<kvm_irq_routing_entry> {
-        let pic = (0..PIC_LINES).map(|gsi| {
+        let pic_lines = if self.rules.hides_pics { 0 } else { PIC_LINES };
+        let pic = (0..pic_lines).map(|gsi| {
             let chip =
                 if gsi < PIC_LINES_EACH { KVM_IRQCHIP_PIC_MASTER } else { KVM_IRQCHIP_PIC_SLAVE };
             line(gsi, chip, gsi % PIC_LINES_EACH)
         });
         let ioapic = (0..IOAPIC_LINES).map(|gsi| line(gsi, KVM_IRQCHIP_IOAPIC, gsi));
-        let vectors = self
-            .vectors
-            .iter()
-            .filter_map(|(gsi, message)| message.map(|message| vector(*gsi, message)));
+        let vectors = self.vectors.iter().filter_map(|(gsi, message)| {
+            message.map(|message| vector(*gsi, self.as_kernel(message)))
+        });
         pic.chain(ioapic).chain(vectors).collect()
+    }
+}
+
+impl RouteTable {
+    /// The message as the kernel takes it: bits 31 to 8 of an APIC id are in the upper half of the address.
+    fn as_kernel(&self, message: MsiMessage) -> MsiMessage {
+        let extended = message.address & EXTENDED_DESTINATION;
+        if !self.rules.extended_destinations || extended == 0 {
+            return message;
+        }
+        let address = message.address & !EXTENDED_DESTINATION | extended << (32 + 8 - 5);
+        MsiMessage { address, ..message }
     }
 }
 
@@ -197,5 +233,30 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_platform_without_pics_has_no_route_to_them() {
+        let rules = InterruptRules { hides_pics: true, ..GODWIT_INTERRUPTS };
+        let entries = RouteTable::with_rules(4096, rules).entries();
+        assert_eq!(entries.len(), 24);
+        assert!(entries.iter().zip(0..).all(|(entry, gsi)| entry.gsi == gsi));
+    }
+
+    #[test]
+    fn an_extended_destination_becomes_the_upper_bits_of_the_apic_id() {
+        let address = 0xfee0_0000 | 0x34 << 12 | 0x5 << 5;
+        let addresses = |extended_destinations| {
+            let rules = InterruptRules { extended_destinations, ..GODWIT_INTERRUPTS };
+            let mut table = RouteTable::with_rules(4096, rules);
+            let gsi = table.allocate().unwrap();
+            table.set(gsi, MsiMessage { address, data: 0x41 });
+            let entry = *table.entries().last().unwrap();
+            // SAFETY: the entry is that of a message.
+            let message = unsafe { entry.u.msi };
+            (message.address_lo, message.address_hi)
+        };
+        assert_eq!(addresses(true), (0xfee3_4000, 0x500));
+        assert_eq!(addresses(false), (0xfee3_40a0, 0));
     }
 }

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-/// Alignment of memory that is added later: the largest unit in which a 64-bit guest adds memory, so
+/// Alignment of memory that is added later, unless a layout has another one: the largest unit in which a 64-bit guest adds memory, so
 /// that all of it is usable.
 pub const LATER_ALIGN_BYTES: u64 = 2 << 30;
 
@@ -32,12 +32,20 @@ pub struct RamLayout {
     pub high_hole: Option<RamHole>,
     /// No RAM at or above this guest physical address.
     pub end: u64,
+    /// What the start of each zone that is added later is a multiple of.
+    pub later_align_bytes: u64,
 }
 
 impl Default for RamLayout {
     /// A hole from 3 to 4 GiB and an address space of 52 bits, the most that x86-64 has.
     fn default() -> Self {
-        Self { hole_start: 0xC000_0000, hole_end: 0x1_0000_0000, high_hole: None, end: 1 << 52 }
+        Self {
+            hole_start: 0xC000_0000,
+            hole_end: 0x1_0000_0000,
+            high_hole: None,
+            end: 1 << 52,
+            later_align_bytes: LATER_ALIGN_BYTES,
+        }
     }
 }
 
@@ -154,9 +162,9 @@ impl RamLayout {
 
     /// Where a zone that is added later begins: in one piece, as one device gives it to the guest.
     fn place_of_later(&self, zone: &ZoneExtent<'_>, after_gpa: u64) -> Option<u64> {
-        let aligned = |gpa: u64| gpa.checked_next_multiple_of(LATER_ALIGN_BYTES);
+        let aligned = |gpa: u64| gpa.checked_next_multiple_of(self.later_align_bytes);
         let (gpa, room) = self.room_from(aligned(after_gpa.max(self.hole_end))?);
-        let fits = room >= zone.size_bytes && gpa.is_multiple_of(LATER_ALIGN_BYTES);
+        let fits = room >= zone.size_bytes && gpa.is_multiple_of(self.later_align_bytes);
         if fits { Some(gpa) } else { aligned(gpa.max(self.high_hole?.end)) }
     }
 
@@ -238,6 +246,15 @@ mod tests {
         let zones = [zone("a", 4096, 4096), zone("b", 4 * GIB, 2 << 20)];
         let error = RamLayout::default().place(&zones).unwrap_err();
         assert!(matches!(error, LayoutError::CutPage { ref id, .. } if id == "b"), "{error}");
+    }
+
+    #[test]
+    fn what_comes_later_is_aligned_as_the_layout_says() {
+        let layout = RamLayout { later_align_bytes: 128 << 20, ..RamLayout::default() };
+        let later = ZoneExtent { comes_later: true, ..zone("later", GIB, 4096) };
+        let now = zone("now", 3 * GIB + (200 << 20), 4096);
+        let placed = layout.place(&[now, later]).unwrap();
+        assert_eq!(placed.last().unwrap().gpa, 4 * GIB + (256 << 20));
     }
 
     #[test]

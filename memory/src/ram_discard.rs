@@ -282,8 +282,12 @@ mod tests {
             let backing = backing.clone();
             ZoneSpec { backing, ..ZoneSpec::new(id, 4 * MIB) }
         };
-        let layout =
-            RamLayout { hole_start: 6 * MIB, hole_end: 16 * MIB, high_hole: None, end: 1 << 40 };
+        let layout = RamLayout {
+            hole_start: 6 * MIB,
+            hole_end: 16 * MIB,
+            end: 1 << 40,
+            ..RamLayout::default()
+        };
         GuestRam::new(&RamConfig { zones: vec![zone("a"), zone("b")] }, layout).unwrap()
     }
 

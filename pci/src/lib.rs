@@ -34,7 +34,8 @@ mod virtio;
 
 pub use bar::{BarDecode, BarDescription, BarKind, ROM_INDEX};
 pub use bar_placement::{
-    BarMapper, BarWindow, MapError, MmioRange, MmioWindows, PlacementError, PortWindow, RangeWish,
+    BarMapper, BarRules, BarWindow, FilledFrom, GODWIT_BARS, MapError, MmioRange, MmioWindows,
+    PlacementError, PortWindow, RangeWish,
 };
 pub use bus::{
     ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, PciConfigIo, PciEcam, PciError, PciSegment,
@@ -49,9 +50,12 @@ pub use device::{PciDevice, PciDeviceState, PciStateError};
 pub use fuzzing::{fuzz_config_space, fuzz_state, fuzz_transport};
 pub use msix::{ENTRY_LEN_BYTES, Msix, MsixEntryState, MsixError, MsixState, NO_VECTOR};
 pub use pci_address::{Bdf, BdfError, DEVICES_PER_BUS_COUNT, DeviceNumber};
-pub use pvpanic::{PANIC_DEVICE_KIND, PanicDevice, PanicEvent, PanicSink};
+pub use pvpanic::{
+    GODWIT_PANIC_DEVICE, PANIC_DEVICE_KIND, PanicDevice, PanicDeviceRules, PanicEvent, PanicSink,
+};
 pub use virtio::{
-    BarWidth, CommonState, NARROW_BAR_VERSION, QueueError, QueueProgressState, QueueRegisterState,
-    VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT, VirtioPciDevice, VirtioPciError, VirtioPciState,
-    VirtioStateError,
+    BarStructure, BarWidth, BusMastering, CommonState, GODWIT_VIRTIO_PCI, NARROW_BAR_VERSION,
+    QueueError, QueueProgressState, QueueRegisterState, VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT,
+    VirtioCapability, VirtioPciDevice, VirtioPciError, VirtioPciForm, VirtioPciRules,
+    VirtioPciState, VirtioStateError,
 };

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::bar::{BarDecode, BarDescription, BarKind};
-use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState, Identity};
+use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState, Identity, register};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 
 /// Kind of the function in saved state.
@@ -60,6 +60,19 @@ impl PanicEvent {
     }
 }
 
+/// What a platform decides about the command register of a panic device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PanicDeviceRules {
+    /// Its value at reset.
+    pub command_at_reset: u16,
+    /// Bits that guests can write, in addition to those of every function.
+    pub command_writable: u16,
+}
+
+/// The rules for this program's own guests.
+pub const GODWIT_PANIC_DEVICE: PanicDeviceRules =
+    PanicDeviceRules { command_at_reset: 0, command_writable: 0 };
+
 /// Called with each event on the thread of the vCPU that reported it; must not block.
 pub type PanicSink = Arc<dyn Fn(PanicEvent) + Send + Sync>;
 
@@ -82,6 +95,18 @@ impl PanicDevice {
     /// # Errors
     /// The configuration space cannot be built, which is a programming error.
     pub fn new(id: String, sink: PanicSink) -> Result<Self, ConfigError> {
+        Self::with_rules(id, sink, GODWIT_PANIC_DEVICE)
+    }
+
+    /// Like [`PanicDevice::new`], by the rules of a platform.
+    ///
+    /// # Errors
+    /// As [`PanicDevice::new`].
+    pub fn with_rules(
+        id: String,
+        sink: PanicSink,
+        rules: PanicDeviceRules,
+    ) -> Result<Self, ConfigError> {
         let mut config = ConfigSpace::endpoint(&Identity {
             vendor_id: VENDOR_ID,
             device_id: DEVICE_ID,
@@ -96,6 +121,8 @@ impl PanicDevice {
             prefetchable: false,
             len_bytes: BAR_LEN_BYTES,
         })?;
+        config.allow(register::COMMAND, &rules.command_writable.to_le_bytes());
+        config.put(register::COMMAND, &rules.command_at_reset.to_le_bytes());
         Ok(Self { id, config: Mutex::new(config), sink })
     }
 }

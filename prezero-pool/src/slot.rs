@@ -15,8 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use memory::available::InsufficientMemory;
 use memory::{
-    AccessError, Backing, GuestRam, HugePageSize, PrefaultError, ProvidedFile, RamConfig, RamError,
-    RamLayout, RamRegion, ZoneSpec,
+    AccessError, Backing, GuestRam, HugePageSize, LATER_ALIGN_BYTES, PrefaultError, ProvidedFile,
+    RamConfig, RamError, RamLayout, RamRegion, ZoneSpec,
 };
 use prezero_pool_client::SlotPages;
 use thiserror::Error;
@@ -106,7 +106,13 @@ pub struct SlotMemory {
 }
 
 /// Everything at its place from 0 on, without a hole.
-const LAYOUT: RamLayout = RamLayout { hole_start: 0, hole_end: 0, high_hole: None, end: 1 << 52 };
+const LAYOUT: RamLayout = RamLayout {
+    hole_start: 0,
+    hole_end: 0,
+    high_hole: None,
+    end: 1 << 52,
+    later_align_bytes: LATER_ALIGN_BYTES,
+};
 
 pub fn zone_of(class: &Class) -> ZoneSpec {
     let huge = |page_size| Backing::Hugetlb { page_size };

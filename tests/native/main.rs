@@ -9,6 +9,7 @@
     reason = "a test that cannot continue fails"
 )]
 
+mod adopted;
 mod api_client;
 mod bad_input;
 mod balloon;
@@ -53,6 +54,7 @@ mod migration_rounds;
 mod numa;
 mod page_server;
 mod pause;
+mod platforms;
 mod pmem;
 mod pool_arrivals;
 mod postcopy;
@@ -97,6 +99,7 @@ fn main() -> ExitCode {
         return code;
     }
     let mut suite = harness::Suite::default();
+    adopted::add(&mut suite);
     boot::add(&mut suite);
     sandbox::add(&mut suite);
     landlock::add(&mut suite);
@@ -107,6 +110,7 @@ fn main() -> ExitCode {
     states::add(&mut suite);
     unread::add(&mut suite);
     pause::add(&mut suite);
+    platforms::add(&mut suite);
     pmem::add(&mut suite);
     rtc::add(&mut suite);
     iommu::add(&mut suite);

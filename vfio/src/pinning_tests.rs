@@ -21,8 +21,12 @@ const MIB: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn ram(len_bytes: u64) -> Arc<GuestRam> {
-    let layout =
-        RamLayout { hole_start: 64 * MIB, hole_end: 4096 * MIB, high_hole: None, end: 1 << 40 };
+    let layout = RamLayout {
+        hole_start: 64 * MIB,
+        hole_end: 4096 * MIB,
+        end: 1 << 40,
+        ..RamLayout::default()
+    };
     let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
     Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
 }

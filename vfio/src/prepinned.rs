@@ -48,7 +48,7 @@ mod tests {
 
     use std::sync::Arc;
 
-    use memory::{Lease, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
+    use memory::{LATER_ALIGN_BYTES, Lease, ProvidedFile, RamConfig, RamLayout, ZoneSpec};
     use prezero_pool_client::SlotPages;
 
     use super::*;
@@ -56,8 +56,13 @@ mod tests {
     use crate::{DmaGate, DmaMap, PinState, Pinning};
 
     const MIB: u64 = 1 << 20;
-    const LAYOUT: RamLayout =
-        RamLayout { hole_start: 4 * MIB, hole_end: 8 * MIB, high_hole: None, end: 1 << 40 };
+    const LAYOUT: RamLayout = RamLayout {
+        hole_start: 4 * MIB,
+        hole_end: 8 * MIB,
+        high_hole: None,
+        end: 1 << 40,
+        later_align_bytes: LATER_ALIGN_BYTES,
+    };
 
     /// 6 MiB of memory in two regions, from a pool or not.
     fn ram(is_pools: bool) -> Arc<GuestRam> {

@@ -95,8 +95,12 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn ram() -> GuestRam {
-        let layout =
-            RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, high_hole: None, end: 1 << 40 };
+        let layout = RamLayout {
+            hole_start: 2 * MIB,
+            hole_end: 4 * MIB,
+            end: 1 << 40,
+            ..RamLayout::default()
+        };
         GuestRam::new(&RamConfig { zones: vec![ZoneSpec::new("mem0", 4 * MIB)] }, layout).unwrap()
     }
 

@@ -7,6 +7,7 @@
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | `adopt` | VMs of cloud-hypervisor: from their documents to configuration, memory and state |
 //! | `api` | HTTP API on a Unix socket: endpoints, OpenAPI, descriptors that come along |
 //! | `config` | option families: option strings, JSON, schema and rules of a VM configuration |
 //! | `control` | the VMM thread: the life cycle of the VM, one request at a time |
@@ -17,10 +18,12 @@
 //! | `options` | what `main` passes to the VMM, and why the VMM ended |
 //! | `output_queue` | a bounded queue of text for a slow reader: log, events |
 //! | `panicking` | the end of a process in which a thread panics |
+//! | `platform` | which machine a guest sees, as far as that is no option: named, versioned values |
 //! | `sandbox` | what each thread may ask of the kernel, and what the process gives up |
 //! | `signals` | signals of the process as events of its main thread |
 //! | `json_text`, `json_bound` | JSON as text; bounds on JSON from outside |
 
+pub mod adopt;
 pub mod api;
 pub mod config;
 pub mod control;
@@ -31,6 +34,7 @@ pub mod options;
 pub mod output_queue;
 pub mod page_server;
 pub mod panicking;
+pub mod platform;
 pub mod sandbox;
 pub mod signals;
 

@@ -24,13 +24,14 @@
 use acpi_tables::Aml;
 use acpi_tables::aml::{
     And, Arg, BufferData, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry,
-    FieldLockRule, FieldUpdateRule, If, Local, Method, MethodCall, Name, NotEqual, Notify,
-    OpRegion, OpRegionSpace, Path, Return, ShiftRight, Store, While, ZERO,
+    FieldLockRule, FieldUpdateRule, If, Local, Method, MethodCall, Name, NotEqual, Notify, Path,
+    Return, ShiftRight, Store, While, ZERO,
 };
 
 use super::dsdt::{Raw, STATUS_PRESENT, uid};
 use super::inputs::AcpiCpu;
 use super::numa::{AcpiNuma, proximity};
+use super::registers::{RegisterPlace, TableRules};
 use super::tables::madt_entry;
 use super::to_bytes;
 
@@ -55,8 +56,8 @@ const UID_MASK: u32 = 0xffff;
 const NOTIFICATION_SHIFT: u8 = 16;
 
 /// The registers, for the container of the processors.
-pub(super) fn registers(port: u16, cpus: usize) -> Vec<u8> {
-    let region = OpRegion::new("CPRG".into(), OpRegionSpace::SystemIO, &port, &REGISTERS_LEN_BYTES);
+pub(super) fn registers(place: RegisterPlace, cpus: usize) -> Vec<u8> {
+    let region = place.region("CPRG", REGISTERS_LEN_BYTES);
     let bits = |offset: u64| usize::try_from(offset * 8).unwrap_or(0);
     let mut fields = vec![
         FieldEntry::Named(*b"CPNX", 32),
@@ -71,7 +72,7 @@ pub(super) fn registers(port: u16, cpus: usize) -> Vec<u8> {
         FieldUpdateRule::Preserve,
         fields,
     );
-    [to_bytes(&region), to_bytes(&fields)].concat()
+    [region, to_bytes(&fields)].concat()
 }
 
 fn present_name(index: usize) -> [u8; 4] {
@@ -82,12 +83,17 @@ fn present_name(index: usize) -> [u8; 4] {
     [b'P', digit(8), digit(4), digit(0)]
 }
 
-fn path(index: usize) -> Path {
+pub(super) fn path(index: usize) -> Path {
     Path::new(&format!("C{index:03X}"))
 }
 
 /// A processor that may come and go; the first one always stays.
-pub(super) fn processor(index: usize, cpu: AcpiCpu, numa: Option<&AcpiNuma>) -> Vec<u8> {
+pub(super) fn processor(
+    index: usize,
+    cpu: AcpiCpu,
+    numa: Option<&AcpiNuma>,
+    rules: &TableRules,
+) -> Vec<u8> {
     let number = u32::try_from(index).unwrap_or(u32::MAX);
     let is_present = Path::new(&String::from_utf8_lossy(&present_name(index)));
     let id = Name::new("_HID".into(), &"ACPI0007");
@@ -97,7 +103,7 @@ pub(super) fn processor(index: usize, cpu: AcpiCpu, numa: Option<&AcpiNuma>) -> 
     let not_there = Return::new(&ZERO);
     let status = Method::new("_STA".into(), 0, true, vec![&if_there, &not_there]);
     // Read of a processor that is there, so it is enabled.
-    let entry = BufferData::new(madt_entry(number, AcpiCpu { enabled: true, ..cpu }));
+    let entry = BufferData::new(madt_entry(number, AcpiCpu { enabled: true, ..cpu }, rules));
     let entry = Name::new("_MAT".into(), &entry);
     let register = Path::new("CPEJ");
     let eject = Store::new(&register, &number);
@@ -145,13 +151,18 @@ pub(super) fn tell() -> Vec<u8> {
 }
 
 /// The container of the processors.
-pub(super) fn container(port: u16, cpus: &[AcpiCpu], numa: Option<&AcpiNuma>) -> Vec<u8> {
+pub(super) fn container(
+    place: RegisterPlace,
+    cpus: &[AcpiCpu],
+    numa: Option<&AcpiNuma>,
+    rules: &TableRules,
+) -> Vec<u8> {
     let mut children = Vec::new();
     Name::new("_HID".into(), &"ACPI0010").to_aml_bytes(&mut children);
     Name::new("_CID".into(), &EISAName::new("PNP0A05")).to_aml_bytes(&mut children);
-    children.extend(registers(port, cpus.len()));
+    children.extend(registers(place, cpus.len()));
     for (index, cpu) in cpus.iter().enumerate() {
-        children.extend(processor(index, *cpu, numa));
+        children.extend(processor(index, *cpu, numa, rules));
     }
     children.extend(methods(cpus.len()));
     to_bytes(&Device::new("CPUS".into(), vec![&Raw(children)]))

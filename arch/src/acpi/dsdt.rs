@@ -11,18 +11,19 @@ use acpi_tables::Aml;
 use acpi_tables::aml::{
     AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal,
     Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Local,
-    Memory32Fixed, Method, Name, NotEqual, Notify, OpRegion, OpRegionSpace, Or, Package,
-    PackageBuilder, Path, ResourceTemplate, Return, Scope, Store, Uuid, ZERO,
+    Memory32Fixed, Method, Name, NotEqual, Notify, Or, Package, PackageBuilder, Path,
+    ResourceTemplate, Return, Scope, Store, Uuid, ZERO,
 };
 use acpi_tables::sdt::Sdt;
 
-use super::cpu_hotplug;
 use super::ged::{EVENT_CPU, EVENT_GENERATION, EVENT_MEMORY, EVENT_PCI, EVENT_POWER_BUTTON};
 use super::hotplug::{self, Slots};
 use super::inputs::{AcpiInputs, GedInputs, PciSegment};
-use super::memory_hotplug;
+use super::memory_hotplug::{self, MemoryHotplug};
 use super::numa::proximity;
+use super::registers::{HotplugProtocol, HotplugRegisters};
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, to_bytes};
+use super::{cpu_hotplug, cpu_selector, memory_selector};
 use crate::layout;
 
 /// Integers of 64 bits.
@@ -65,7 +66,7 @@ pub(super) fn uid(number: u32) -> Name {
 pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut devices = vec![Raw(motherboard(inputs)), Raw(processors(inputs))];
     let has_segments = inputs.segments.len() > 1;
-    let slots_of = |segment: &PciSegment| match inputs.pci_hotplug_port {
+    let slots_of = |segment: &PciSegment| match inputs.pci_hotplug {
         None => Slots::None,
         Some(_) if has_segments => Slots::Of(segment.id),
         Some(_) => Slots::Only,
@@ -73,25 +74,26 @@ pub fn dsdt(inputs: &AcpiInputs) -> Vec<u8> {
     let node =
         |segment: &PciSegment| inputs.numa.as_ref().map(|numa| numa.domain_of_segment(segment.id));
     let bridge = |segment| Raw(host_bridge(segment, slots_of(segment), node(segment)));
-    let controller = |port| Raw(hotplug::controller(port, has_segments));
-    devices.extend(inputs.pci_hotplug_port.map(controller));
-    let memory = |hotplug| Raw(memory_hotplug::container(hotplug, inputs.numa.is_some()));
+    let controller = |place| Raw(hotplug::controller(place, has_segments));
+    devices.extend(inputs.pci_hotplug.map(controller));
+    let memory = |hotplug| Raw(memory(hotplug, inputs.numa.is_some()));
+    devices.extend(inputs.cpu_hotplug.and_then(selector));
     devices.extend(inputs.memory_hotplug.map(memory));
     devices.extend(inputs.segments.iter().map(bridge));
     devices.extend(inputs.cmos.then(|| Raw(clock())));
     devices.extend(inputs.serial_gsi.map(|gsi| Raw(serial(gsi))));
     devices.extend(inputs.generation_id_gpa.map(|gpa| Raw(generation_id(gpa))));
     devices.extend(inputs.tpm_gpa.map(|gpa| Raw(tpm(gpa))));
-    let has_slots = inputs.pci_hotplug_port.is_some();
+    let has_slots = inputs.pci_hotplug.is_some();
     let tell_of_slots = || hotplug::tell(inputs.segments.iter().map(|segment| segment.id));
     let has_generation = inputs.generation_id_gpa.is_some();
     let handlers = [
         (EVENT_PCI, has_slots.then(tell_of_slots)),
-        (EVENT_CPU, inputs.cpu_hotplug_port.map(|_| cpu_hotplug::tell())),
-        (EVENT_MEMORY, inputs.memory_hotplug.map(|_| memory_hotplug::tell())),
+        (EVENT_CPU, inputs.cpu_hotplug.map(tell_of_cpus)),
+        (EVENT_MEMORY, inputs.memory_hotplug.map(tell_of_memory)),
         (EVENT_GENERATION, has_generation.then(tell_of_generation)),
     ];
-    devices.extend(inputs.ged.map(|ged| Raw(events(ged, handlers))));
+    devices.extend(inputs.ged.map(|ged| Raw(events(ged, inputs.rules.event_device, handlers))));
     let system_bus = Scope::new("\\_SB_".into(), refs(&devices));
 
     let s5 = layout::ACPI_S5_SLEEP_TYPE;
@@ -124,23 +126,67 @@ fn motherboard(inputs: &AcpiInputs) -> Vec<u8> {
         .collect();
     let ports = IO::new(layout::ACPI_POWER_PORT, layout::ACPI_POWER_PORT, 1, 16);
     let len = u8::try_from(hotplug::REGISTERS_LEN_BYTES).unwrap_or(u8::MAX);
-    let slots = inputs.pci_hotplug_port.map(|port| IO::new(port, port, 1, len));
-    let len = cpu_hotplug::REGISTERS_LEN_BYTES;
-    let cpus = inputs.cpu_hotplug_port.map(|port| IO::new(port, port, 1, len));
-    let len = memory_hotplug::REGISTERS_LEN_BYTES;
-    let memory = inputs.memory_hotplug.map(|memory| IO::new(memory.port, memory.port, 1, len));
+    let slots = inputs.pci_hotplug.map(|place| Raw(place.resource(len)));
+    let cpus = inputs.cpu_hotplug.map(|it| Raw(it.place.resource(cpu_registers_len(it))));
+    let memory = inputs.memory_hotplug.map(|it| it.registers);
+    let memory = memory.map(|it| Raw(it.place.resource(memory_registers_len(it))));
     let mut resources = refs(&ecams);
     resources.push(&ports);
-    resources.extend(slots.iter().chain(&cpus).chain(&memory).map(|ports| -> &dyn Aml { ports }));
+    resources.extend(slots.iter().chain(&cpus).chain(&memory).map(|range| -> &dyn Aml { range }));
     let resources = Name::new("_CRS".into(), &ResourceTemplate::new(resources));
     to_bytes(&Device::new("MBRD".into(), vec![&hid("PNP0C02"), &uid(0), &resources]))
 }
 
 /// A container with one device for each vCPU; its UID leads to the MADT entry.
 fn processors(inputs: &AcpiInputs) -> Vec<u8> {
-    match inputs.cpu_hotplug_port {
-        Some(port) => cpu_hotplug::container(port, &inputs.cpus, inputs.numa.as_ref()),
+    let (cpus, numa, rules) = (&inputs.cpus, inputs.numa.as_ref(), &inputs.rules);
+    match inputs.cpu_hotplug {
+        Some(HotplugRegisters { place, protocol: HotplugProtocol::Events }) => {
+            cpu_hotplug::container(place, cpus, numa, rules)
+        }
+        Some(_) => cpu_selector::container(cpus, numa, rules),
         None => fixed_processors(inputs),
+    }
+}
+
+/// The device with the registers of vCPU hotplug, where they are not the container's.
+fn selector(registers: HotplugRegisters) -> Option<Raw> {
+    let HotplugRegisters { place, protocol } = registers;
+    (protocol == HotplugProtocol::Selector).then(|| Raw(cpu_selector::controller(place)))
+}
+
+fn cpu_registers_len(registers: HotplugRegisters) -> u8 {
+    match registers.protocol {
+        HotplugProtocol::Events => cpu_hotplug::REGISTERS_LEN_BYTES,
+        HotplugProtocol::Selector => cpu_selector::REGISTERS_LEN_BYTES,
+    }
+}
+
+fn memory_registers_len(registers: HotplugRegisters) -> u8 {
+    match registers.protocol {
+        HotplugProtocol::Events => memory_hotplug::REGISTERS_LEN_BYTES,
+        HotplugProtocol::Selector => memory_selector::REGISTERS_LEN_BYTES,
+    }
+}
+
+fn memory(hotplug: MemoryHotplug, has_nodes: bool) -> Vec<u8> {
+    match hotplug.registers.protocol {
+        HotplugProtocol::Events => memory_hotplug::container(hotplug, has_nodes),
+        HotplugProtocol::Selector => memory_selector::container(hotplug, has_nodes),
+    }
+}
+
+fn tell_of_cpus(registers: HotplugRegisters) -> Vec<u8> {
+    match registers.protocol {
+        HotplugProtocol::Events => cpu_hotplug::tell(),
+        HotplugProtocol::Selector => cpu_selector::tell(),
+    }
+}
+
+fn tell_of_memory(hotplug: MemoryHotplug) -> Vec<u8> {
+    match hotplug.registers.protocol {
+        HotplugProtocol::Events => memory_hotplug::tell(),
+        HotplugProtocol::Selector => memory_selector::tell(),
     }
 }
 
@@ -208,14 +254,14 @@ impl<T: Aml> Named for T {
 
 /// The generic event device and the power button it speaks for.
 /// `handlers` are further events, with the AML that tells the guest of each, if anything does.
-fn events(ged: GedInputs, handlers: [(u8, Option<Vec<u8>>); 4]) -> Vec<u8> {
+fn events(ged: GedInputs, name: &str, handlers: [(u8, Option<Vec<u8>>); 4]) -> Vec<u8> {
     let number = uid(0);
     let button_id = hid("PNP0C0C");
     let button = Device::new("PWRB".into(), vec![&button_id, &number]);
     let id = Name::new("_HID".into(), &"ACPI0013");
     let resources = ResourceTemplate::new(vec![&Interrupt::new(true, true, false, false, ged.gsi)])
         .named("_CRS");
-    let region = OpRegion::new("GEDR".into(), OpRegionSpace::SystemIO, &ged.port, &1_u8);
+    let region = Raw(ged.place.region("GEDR", 1));
     let register = Field::new(
         "GEDR".into(),
         FieldAccessType::Byte,
@@ -242,7 +288,7 @@ fn events(ged: GedInputs, handlers: [(u8, Option<Vec<u8>>); 4]) -> Vec<u8> {
     let body = Raw(body);
     let handler = Method::new("_EVT".into(), 1, true, vec![&body]);
     let device =
-        Device::new("GED_".into(), vec![&id, &number, &resources, &region, &register, &handler]);
+        Device::new(name.into(), vec![&id, &number, &resources, &region, &register, &handler]);
     [to_bytes(&button), to_bytes(&device)].concat()
 }
 

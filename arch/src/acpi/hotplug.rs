@@ -26,11 +26,11 @@
 use acpi_tables::Aml;
 use acpi_tables::aml::{
     Acquire, And, Arg, Device, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule,
-    If, Local, Method, MethodCall, Mutex, Name, Notify, ONE, OpRegion, OpRegionSpace, Path,
-    Release, ShiftLeft, Store, ZERO,
+    If, Local, Method, MethodCall, Mutex, Name, Notify, ONE, Path, Release, ShiftLeft, Store, ZERO,
 };
 
 use super::dsdt::{Raw, hid, uid};
+use super::registers::RegisterPlace;
 use super::to_bytes;
 
 /// Length of the registers in ports.
@@ -57,10 +57,10 @@ pub(super) enum Slots {
 }
 
 /// The device with the registers.
-pub(super) fn controller(port: u16, has_segments: bool) -> Vec<u8> {
-    let (id, number) = (hid("PNP0A06"), uid(u32::from(port)));
+pub(super) fn controller(place: RegisterPlace, has_segments: bool) -> Vec<u8> {
+    let (id, number) = (hid("PNP0A06"), uid(place.number()));
     let len = u8::try_from(REGISTERS_LEN_BYTES).unwrap_or(u8::MAX);
-    let region = OpRegion::new("PCST".into(), OpRegionSpace::SystemIO, &port, &len);
+    let region = Raw(place.region("PCST", len));
     let mut fields = vec![
         FieldEntry::Named(*b"PCIU", 32),
         FieldEntry::Named(*b"PCID", 32),

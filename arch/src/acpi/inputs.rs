@@ -9,6 +9,9 @@ use super::AcpiError;
 use super::cpu_hotplug::CPUS_MAX;
 use super::memory_hotplug::MemoryHotplug;
 use super::numa::AcpiNuma;
+use super::registers::{
+    GODWIT_TABLES, HotplugProtocol, HotplugRegisters, RegisterPlace, TableRules,
+};
 use super::viot::AcpiIommu;
 use crate::layout::{self, GpaRange};
 
@@ -68,8 +71,8 @@ impl PciSegment {
 pub struct GedInputs {
     /// Its interrupt.
     pub gsi: u32,
-    /// Port of its event status register.
-    pub port: u16,
+    /// Where its event status register is.
+    pub place: RegisterPlace,
 }
 
 /// Guest memory at an address.
@@ -102,11 +105,11 @@ pub struct AcpiInputs {
     pub ged: Option<GedInputs>,
     /// There is a CMOS clock at its usual ports.
     pub cmos: bool,
-    /// Port of the PCI hotplug registers if devices may come and go; see
+    /// Where the PCI hotplug registers are if devices may come and go; see
     /// [`super::hotplug`].
-    pub pci_hotplug_port: Option<u16>,
-    /// Port of the vCPU hotplug registers if vCPUs may come and go; see [`super::cpu_hotplug`].
-    pub cpu_hotplug_port: Option<u16>,
+    pub pci_hotplug: Option<RegisterPlace>,
+    /// The vCPU hotplug registers if vCPUs may come and go; see [`super::cpu_hotplug`] and [`super::cpu_selector`].
+    pub cpu_hotplug: Option<HotplugRegisters>,
     /// Memory hotplug if memory may come as memory devices; it needs the generic event device.
     pub memory_hotplug: Option<MemoryHotplug>,
     /// Where the generation ID is if there is one; it needs the generic event device.
@@ -115,6 +118,8 @@ pub struct AcpiInputs {
     pub tpm_gpa: Option<u64>,
     /// The virtual IOMMU if there is one.
     pub iommu: Option<AcpiIommu>,
+    /// What the platform decides.
+    pub rules: TableRules,
     /// Further AML at the top level of the DSDT.
     pub extra_aml: Vec<u8>,
 }
@@ -132,14 +137,21 @@ impl AcpiInputs {
             segments,
             serial_gsi: Some(layout::SERIAL_GSI),
             pm_timer_port: Some(layout::ACPI_PM_TIMER_PORT),
-            ged: Some(GedInputs { gsi: layout::GED_GSI, port: layout::GED_PORT }),
+            ged: Some(GedInputs {
+                gsi: layout::GED_GSI,
+                place: RegisterPlace::Ports(layout::GED_PORT),
+            }),
             cmos: true,
-            pci_hotplug_port: Some(layout::PCI_HOTPLUG_PORT),
-            cpu_hotplug_port: Some(layout::CPU_HOTPLUG_PORT),
+            pci_hotplug: Some(RegisterPlace::Ports(layout::PCI_HOTPLUG_PORT)),
+            cpu_hotplug: Some(HotplugRegisters {
+                place: RegisterPlace::Ports(layout::CPU_HOTPLUG_PORT),
+                protocol: HotplugProtocol::Events,
+            }),
             memory_hotplug: None,
             generation_id_gpa: Some(layout::GENERATION_ID_GPA),
             tpm_gpa: None,
             iommu: None,
+            rules: GODWIT_TABLES,
             extra_aml: Vec::new(),
         }
     }
@@ -152,7 +164,7 @@ impl AcpiInputs {
             return Err(AcpiError::CpuCount { cpus: self.cpus.len() });
         }
         let can_hotplug = u32::try_from(self.cpus.len()).is_ok_and(|cpus| cpus <= CPUS_MAX);
-        if self.cpu_hotplug_port.is_some() && !can_hotplug {
+        if self.cpu_hotplug.is_some() && !can_hotplug {
             return Err(AcpiError::HotplugCpuCount { cpus: self.cpus.len() });
         }
         for segment in &self.segments {

@@ -24,13 +24,14 @@ use acpi_tables::Aml;
 use acpi_tables::aml::{
     Add, AddressSpace, AddressSpaceCacheable, And, Arg, CreateQWordField, Device, EISAName, Equal,
     Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, If, Local, Method,
-    MethodCall, Name, NotEqual, Notify, ONE, OpRegion, OpRegionSpace, Or, Path, ResourceTemplate,
-    Return, ShiftLeft, Store, Subtract, While, ZERO,
+    MethodCall, Name, NotEqual, Notify, ONE, Or, Path, ResourceTemplate, Return, ShiftLeft, Store,
+    Subtract, While, ZERO,
 };
 
 use super::cpu_hotplug::{NO_EVENT, NOTIFY_CHECK};
 use super::dsdt::{Raw, STATUS_PRESENT, hid, uid};
 use super::numa::proximity;
+use super::registers::{HotplugRegisters, RegisterPlace};
 use super::to_bytes;
 
 /// Memory devices that there can be.
@@ -54,14 +55,14 @@ const LEN_OFFSET: u8 = 38;
 /// The registers, and the NUMA node of what may come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryHotplug {
-    /// First port of the registers.
-    pub port: u16,
+    /// The registers.
+    pub registers: HotplugRegisters,
     /// NUMA node of the memory, as a proximity domain; it is used if the guest has nodes.
     pub domain: u32,
 }
 
-fn registers(port: u16) -> Vec<u8> {
-    let region = OpRegion::new("MMRG".into(), OpRegionSpace::SystemIO, &port, &REGISTERS_LEN_BYTES);
+fn registers(place: RegisterPlace) -> Vec<u8> {
+    let region = place.region("MMRG", REGISTERS_LEN_BYTES);
     let mut fields = vec![FieldEntry::Named(*b"MMNX", 32), FieldEntry::Named(*b"MMST", 32)];
     fields.extend((0..DEVICES).map(|device| FieldEntry::Named(present_name(device), 1)));
     fields.push(FieldEntry::Reserved(64 - usize::from(DEVICES)));
@@ -77,7 +78,7 @@ fn registers(port: u16) -> Vec<u8> {
         FieldUpdateRule::Preserve,
         fields,
     );
-    [to_bytes(&region), to_bytes(&fields)].concat()
+    [region, to_bytes(&fields)].concat()
 }
 
 fn digit(device: u8) -> u8 {
@@ -123,7 +124,7 @@ fn device(number: u8, node: Option<u32>) -> Vec<u8> {
 }
 
 /// `MCRS`: the resources for an address and a length, each given in halves.
-fn resources() -> Vec<u8> {
+pub(super) fn resources() -> Vec<u8> {
     // The limits are written below; one byte is what a descriptor needs to be valid.
     let memory =
         AddressSpace::<u64>::new_memory(AddressSpaceCacheable::Cacheable, true, 0, 0, None);
@@ -189,7 +190,7 @@ pub(super) fn container(hotplug: MemoryHotplug, has_nodes: bool) -> Vec<u8> {
     let mut children = Vec::new();
     Name::new("_HID".into(), &EISAName::new("PNP0A06")).to_aml_bytes(&mut children);
     Name::new("_UID".into(), &"Memory Hotplug Controller").to_aml_bytes(&mut children);
-    children.extend(registers(hotplug.port));
+    children.extend(registers(hotplug.registers.place));
     children.extend([resources(), status()].concat());
     let node = has_nodes.then_some(hotplug.domain);
     (0..DEVICES).for_each(|number| children.extend(device(number, node)));

@@ -7,12 +7,15 @@
 //! and reset. Must never know a device: everything comes in as numbers in [`AcpiInputs`].
 
 pub mod cpu_hotplug;
+pub mod cpu_selector;
 mod dsdt;
 pub mod ged;
 pub mod hotplug;
 mod inputs;
 pub mod memory_hotplug;
+pub mod memory_selector;
 mod numa;
+mod registers;
 mod tables;
 #[cfg(test)]
 mod tests;
@@ -26,6 +29,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 pub use inputs::{AcpiCpu, AcpiInputs, AcpiMemory, GedInputs, IntxRoute, PciSegment};
 pub use numa::{AcpiInitiator, AcpiNuma, DOMAINS_MAX};
+pub use registers::{GODWIT_TABLES, HotplugProtocol, HotplugRegisters, RegisterPlace, TableRules};
 pub use viot::{AcpiIommu, PciFunction};
 
 use crate::layout;

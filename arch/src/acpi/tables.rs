@@ -13,6 +13,7 @@ use acpi_tables::sdt::Sdt;
 use acpi_tables::tpm2::{PlatformClass, StartMethod, Tpm2};
 
 use super::inputs::{AcpiCpu, AcpiInputs};
+use super::registers::TableRules;
 use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID};
 use crate::layout;
 
@@ -27,6 +28,7 @@ const MADT_REVISION: u8 = 5;
 const MADT_FIXED_BYTES: u32 = 44;
 const TYPE_LOCAL_APIC: u8 = 0;
 const TYPE_IO_APIC: u8 = 1;
+const TYPE_OVERRIDE: u8 = 2;
 const TYPE_LOCAL_APIC_NMI: u8 = 4;
 const TYPE_LOCAL_X2APIC: u8 = 9;
 const TYPE_LOCAL_X2APIC_NMI: u8 = 10;
@@ -54,11 +56,14 @@ pub fn fadt(inputs: &AcpiInputs, dsdt_gpa: u64) -> Vec<u8> {
     fadt.reset_value = layout::ACPI_POWER_RESET_VALUE;
     fadt.sleep_control_reg = power;
     fadt.sleep_status_reg = power;
-    let mut boot_arch = VGA_NOT_PRESENT;
-    if inputs.cmos {
-        fadt.century = CMOS_CENTURY;
-    } else {
-        boot_arch |= CMOS_RTC_NOT_PRESENT;
+    let mut boot_arch = 0;
+    if inputs.rules.has_legacy_flags {
+        boot_arch = VGA_NOT_PRESENT;
+        if inputs.cmos {
+            fadt.century = CMOS_CENTURY;
+        } else {
+            boot_arch |= CMOS_RTC_NOT_PRESENT;
+        }
     }
     fadt.iapc_boot_arch = boot_arch.into();
     if let Some(port) = inputs.pm_timer_port {
@@ -80,14 +85,22 @@ pub fn madt(inputs: &AcpiInputs) -> Vec<u8> {
     let mut any_x2apic = false;
     for (uid, cpu) in (0_u32..).zip(&inputs.cpus) {
         any_x2apic |= cpu.apic_id >= FIRST_X2APIC_ID;
-        push_cpu(&mut entries, uid, *cpu);
+        push_cpu(&mut entries, uid, *cpu, &inputs.rules);
     }
     entries.extend([TYPE_IO_APIC, 12, 0, 0]);
     entries.extend(u32::try_from(layout::IOAPIC_GPA).unwrap_or(0).to_le_bytes());
     entries.extend(0_u32.to_le_bytes()); // first interrupt number
+    for irq in inputs.rules.identity_overrides {
+        // Bus 0, polarity and trigger as the bus has them.
+        entries.extend([TYPE_OVERRIDE, 10, 0, *irq]);
+        entries.extend(u32::from(*irq).to_le_bytes());
+        entries.extend([0; 2]);
+    }
     // For all processors; polarity and trigger as the bus has them; LINT1.
-    entries.extend([TYPE_LOCAL_APIC_NMI, 6, 0xff, 0, 0, 1]);
-    if any_x2apic {
+    if inputs.rules.has_nmi {
+        entries.extend([TYPE_LOCAL_APIC_NMI, 6, 0xff, 0, 0, 1]);
+    }
+    if any_x2apic && inputs.rules.has_nmi {
         entries.extend([TYPE_LOCAL_X2APIC_NMI, 12, 0, 0, 0xff, 0xff, 0xff, 0xff, 1, 0, 0, 0]);
     }
     let mut table =
@@ -98,17 +111,18 @@ pub fn madt(inputs: &AcpiInputs) -> Vec<u8> {
 }
 
 /// The entry of a processor, which its `_MAT` returns, too.
-pub(super) fn madt_entry(uid: u32, cpu: AcpiCpu) -> Vec<u8> {
+pub(super) fn madt_entry(uid: u32, cpu: AcpiCpu, rules: &TableRules) -> Vec<u8> {
     let mut entry = Vec::new();
-    push_cpu(&mut entry, uid, cpu);
+    push_cpu(&mut entry, uid, cpu, rules);
     entry
 }
 
-fn push_cpu(entries: &mut Vec<u8>, uid: u32, cpu: AcpiCpu) {
-    let flags = if cpu.enabled { CPU_ENABLED } else { CPU_ONLINE_CAPABLE };
+fn push_cpu(entries: &mut Vec<u8>, uid: u32, cpu: AcpiCpu, rules: &TableRules) {
+    let may_come = if rules.all_may_come { CPU_ONLINE_CAPABLE } else { 0 };
+    let flags = if cpu.enabled { CPU_ENABLED | may_come } else { CPU_ONLINE_CAPABLE };
     let small = (u8::try_from(uid), u8::try_from(cpu.apic_id));
     match small {
-        (Ok(uid), Ok(apic_id)) if cpu.apic_id < FIRST_X2APIC_ID => {
+        (Ok(uid), Ok(apic_id)) if cpu.apic_id < FIRST_X2APIC_ID && !rules.wide_apic_ids => {
             entries.extend([TYPE_LOCAL_APIC, 8, uid, apic_id]);
             entries.extend(flags.to_le_bytes());
         }

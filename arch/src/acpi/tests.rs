@@ -23,10 +23,14 @@ fn segment(id: u8) -> PciSegment {
     }
 }
 
+fn at_port(port: u16) -> HotplugRegisters {
+    HotplugRegisters { place: RegisterPlace::Ports(port), protocol: HotplugProtocol::Events }
+}
+
 fn inputs(vcpus: u32) -> AcpiInputs {
     let mut inputs = AcpiInputs::new(0..vcpus, vec![segment(0)]);
     inputs.tpm_gpa = Some(layout::TPM_GPA);
-    inputs.cpu_hotplug_port = inputs.cpu_hotplug_port.filter(|_| vcpus <= cpu_hotplug::CPUS_MAX);
+    inputs.cpu_hotplug = inputs.cpu_hotplug.filter(|_| vcpus <= cpu_hotplug::CPUS_MAX);
     inputs
 }
 
@@ -317,8 +321,7 @@ fn largest_machine_fits() {
     let segments = || (0..96).map(with_pins).collect::<Vec<_>>();
     let all = build_tables(&AcpiInputs::new(0..cpu_hotplug::CPUS_MAX, segments())).unwrap();
     assert_eq!(table(&all, *b"MCFG").len(), 44 + 96 * 16);
-    let fixed =
-        AcpiInputs { cpu_hotplug_port: None, ..AcpiInputs::new(0..4096, vec![with_pins(0)]) };
+    let fixed = AcpiInputs { cpu_hotplug: None, ..AcpiInputs::new(0..4096, vec![with_pins(0)]) };
     build_tables(&fixed).unwrap();
     // All nodes with one segment, or all segments with the nodes of a large host.
     for (segments, domains, ranges) in
@@ -428,8 +431,8 @@ fn aml_is_what_acpica_understands() {
         ged: None,
         generation_id_gpa: None,
         cmos: false,
-        pci_hotplug_port: None,
-        cpu_hotplug_port: None,
+        pci_hotplug: None,
+        cpu_hotplug: None,
         ..AcpiInputs::new(0..300, vec![segment(0)])
     };
     let source = check_with_iasl(dir.path(), &bare).unwrap();
@@ -441,7 +444,7 @@ fn aml_is_what_acpica_understands() {
 #[test]
 fn aml_has_memory_devices_where_memory_may_come() {
     let dir = tempfile::tempdir().unwrap();
-    let hotplug = MemoryHotplug { port: layout::MEMORY_HOTPLUG_PORT, domain: 1 };
+    let hotplug = MemoryHotplug { registers: at_port(layout::MEMORY_HOTPLUG_PORT), domain: 1 };
     let inputs = AcpiInputs { memory_hotplug: Some(hotplug), ..inputs(1) };
     let Some(source) = check_with_iasl(dir.path(), &inputs) else { return };
     for expected in [
@@ -485,7 +488,7 @@ fn aml_names_the_nodes_of_processors_and_segments() {
     };
     let domains = ["C000", "C001", "C002", "PC00", "PC01"].map(domain_of);
     assert_eq!(domains, ["Zero", "One", "One", "Zero", "One"]);
-    let fixed = AcpiInputs { cpu_hotplug_port: None, ..nodes(2) };
+    let fixed = AcpiInputs { cpu_hotplug: None, ..nodes(2) };
     let source = check_with_iasl(dir.path(), &fixed).unwrap();
     assert_eq!(source.matches("Name (_PXM").count(), 3, "{source}");
     let without = AcpiInputs { memory: memory(), ..self::inputs(2) };
@@ -543,3 +546,6 @@ fn the_host_bridge_names_its_memory_windows() {
         assert_eq!(named, 1, "{descriptor:x?}");
     }
 }
+
+#[path = "selector_tests.rs"]
+mod selectors;

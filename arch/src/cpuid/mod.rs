@@ -10,6 +10,7 @@
 mod compat;
 mod features;
 mod hyperv;
+mod rules;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -18,6 +19,7 @@ mod topology;
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
 pub use compat::{MissingFeature, cpuid_compat};
+pub use rules::{CpuidRules, FlatCount, GODWIT_CPUID, TimingLeaf};
 pub use table::Register;
 use table::{Table, Vendor};
 pub use topology::{CpuTopology, CpuTopologyIds, TopologyError};
@@ -36,6 +38,8 @@ const OSPKE: u32 = 1 << 4;
 // Leaf 0x8000_0001 ECX.
 const CMP_LEGACY: u32 = 1 << 1;
 const SVM: u32 = 1 << 2;
+// Leaf 0x8000_0007 EDX.
+const INVARIANT_TSC: u32 = 1 << 8;
 
 const LEAF_MONITOR: u32 = 5;
 const LEAF_TOPOLOGY: u32 = 0xb;
@@ -46,6 +50,7 @@ const LEAF_TMUL: u32 = 0x1e;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
 const LEAF_KVM: u32 = 0x4000_0000;
 const LEAF_TIMING: u32 = 0x4000_0010;
+const LEAF_POWER: u32 = 0x8000_0007;
 const LEAF_AMD_ADDRESS: u32 = 0x8000_0008;
 const LEAF_SVM: u32 = 0x8000_000a;
 const LEAF_AMD_CACHE: u32 = 0x8000_001d;
@@ -66,6 +71,10 @@ const DEFAULT_PHYS_BITS: u8 = 36;
 pub struct CpuidConfig {
     /// Arrangement of the vCPUs.
     pub topology: CpuTopology,
+    /// Arrangement that the leaves about packages tell of; APIC ids are those of the other.
+    pub counted: CpuTopology,
+    /// What the platform decides.
+    pub rules: CpuidRules,
     /// Guest physical address bits are at most this many (option `max_phys_bits`).
     pub max_phys_bits: u8,
     /// Frequency of the guest's TSC if known, told to guests that ask the hypervisor's leaves for it.
@@ -89,6 +98,8 @@ impl CpuidConfig {
     pub fn new(topology: CpuTopology) -> Self {
         Self {
             topology,
+            counted: topology,
+            rules: GODWIT_CPUID,
             max_phys_bits: 46,
             tsc_khz: None,
             tsc_deadline: true,
@@ -116,6 +127,8 @@ pub struct VmCpuid {
     table: Table,
     vendor: Vendor,
     topology: CpuTopology,
+    /// See [`CpuidConfig::counted`].
+    counted: CpuTopology,
 }
 
 /// Physical address bits a guest can have: the host's, limited by what the second-stage tables
@@ -142,18 +155,23 @@ pub fn common_cpuid(host: &CpuId, config: &CpuidConfig) -> VmCpuid {
     let bits = phys_bits(host, config.max_phys_bits);
     table.edit(LEAF_AMD_ADDRESS, 0, |leaf| {
         let [_, linear, _, rest] = leaf.eax.to_le_bytes();
-        leaf.eax = u32::from_le_bytes([bits, linear, 0, rest]);
+        let guest_bits = if config.rules.guest_address_bits { bits } else { 0 };
+        leaf.eax = u32::from_le_bytes([bits, linear, guest_bits, rest]);
     });
-    set_caches(&mut table, &config.topology);
-    set_packages(&mut table, vendor, &config.topology);
-    set_tsc_frequency(&mut table, config.tsc_khz);
-    if config.msi_ext_dest_id {
+    set_caches(&mut table, &config.counted);
+    set_packages(&mut table, vendor, &config.counted);
+    let is_timing_shown = match config.rules.timing_leaf {
+        TimingLeaf::Always => true,
+        TimingLeaf::InvariantTsc => has_invariant_tsc(&table) && !config.hyperv,
+    };
+    set_tsc_frequency(&mut table, config.tsc_khz.filter(|_| is_timing_shown));
+    if config.msi_ext_dest_id || config.rules.msi_ext_dest_id {
         table.edit(LEAF_KVM + 1, 0, |leaf| leaf.eax |= KVM_MSI_EXT_DEST_ID);
     }
     if config.hyperv {
         hyperv::present(&mut table, config.topology.vcpus());
     }
-    VmCpuid { table, vendor, topology: config.topology }
+    VmCpuid { table, vendor, topology: config.topology, counted: config.counted }
 }
 
 impl VmCpuid {
@@ -161,7 +179,7 @@ impl VmCpuid {
     pub fn from_entries(entries: Vec<kvm_cpuid_entry2>, topology: CpuTopology) -> Self {
         let table = Table(entries);
         let vendor = table.vendor();
-        Self { table, vendor, topology }
+        Self { table, vendor, topology, counted: topology }
     }
 
     /// The entries all vCPUs share, to be compared by [`cpuid_compat`] or sent to a peer.
@@ -189,7 +207,7 @@ impl VmCpuid {
 
     /// AMD's own topology leaf (APM volume 3, E.4.18).
     fn set_amd_topology(&self, table: &mut Table, vcpu_index: u32, apic_id: u32) {
-        let topology = &self.topology;
+        let topology = &self.counted;
         let ids = topology.topology_ids(vcpu_index);
         let core_id = (apic_id >> topology.core_shift())
             & ((1 << (topology.package_shift() - topology.core_shift())) - 1);
@@ -201,6 +219,11 @@ impl VmCpuid {
             leaf.ecx = (node & 0xff) | ((dies - 1) & 7) << 8;
         });
     }
+}
+
+/// Whether the TSC of the guest's processor never changes its frequency.
+fn has_invariant_tsc(table: &Table) -> bool {
+    table.get(LEAF_POWER, 0).is_some_and(|leaf| leaf.edx & INVARIANT_TSC != 0)
 }
 
 fn edit_features(table: &mut Table, config: &CpuidConfig) {

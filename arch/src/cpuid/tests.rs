@@ -323,3 +323,40 @@ proptest! {
         }
     }
 }
+
+/// docs/cloud-hypervisor-state.md, section 5.7.
+#[test]
+fn a_platform_decides_what_is_counted_and_told() {
+    let invariant = |is_invariant: bool| {
+        let mut entries = host(INTEL).as_slice().to_vec();
+        entries.push(entry(0x8000_0007, 0, [0, 0, 0, u32::from(is_invariant) << 8]));
+        CpuId::from_entries(&entries).unwrap()
+    };
+    let rules = CpuidRules {
+        flat_count: FlatCount::AtBoot,
+        guest_address_bits: true,
+        timing_leaf: TimingLeaf::InvariantTsc,
+        msi_ext_dest_id: true,
+    };
+    let shown = |is_invariant, hyperv| {
+        let config = CpuidConfig {
+            counted: CpuTopology::flat(2).unwrap(),
+            rules,
+            tsc_khz: Some(2_500_000),
+            hyperv,
+            ..CpuidConfig::new(CpuTopology::flat(8).unwrap())
+        };
+        common_cpuid(&invariant(is_invariant), &config).for_vcpu(5).unwrap()
+    };
+    let cpuid = shown(true, false);
+    assert_eq!(leaf(&cpuid, 0xb, 1).ebx, 2, "the vCPUs at boot");
+    assert_eq!((leaf(&cpuid, 0xb, 0).edx, leaf(&cpuid, 1, 0).ebx >> 24), (5, 5), "its APIC id");
+    let [bits, _, guest_bits, _] = leaf(&cpuid, 0x8000_0008, 0).eax.to_le_bytes();
+    assert_eq!((bits, guest_bits), (46, 46));
+    assert_eq!(leaf(&cpuid, 0x4000_0001, 0).eax >> 15 & 1, 1);
+    assert_eq!(leaf(&cpuid, 0x4000_0000, 0).eax, 0x4000_0010);
+    let timing = leaf(&cpuid, 0x4000_0010, 0);
+    assert_eq!((timing.eax, timing.ebx), (2_500_000, 1_000_000));
+    assert!(find(shown(false, false).as_slice(), 0x4000_0010, 0).is_none());
+    assert!(find(shown(true, true).as_slice(), 0x4000_0110, 0).is_none());
+}

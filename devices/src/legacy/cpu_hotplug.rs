@@ -51,6 +51,14 @@ struct Registers {
     going: BTreeSet<u32>,
     /// To be removed, and not ejected by the guest yet.
     leaving: BTreeSet<u32>,
+    /// The vCPU that the registers are about, where they are of one at a time ([`super::cpu_selector`]).
+    #[serde(default, skip_serializing_if = "is_zero")]
+    selected: u32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls gets a reference")]
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 impl Registers {
@@ -129,7 +137,36 @@ impl CpuHotplug {
         *self.registers.lock() = Registers::at_rest(count);
     }
 
-    fn eject(&self, index: u32) {
+    /// Selects the vCPU that [`Self::selected_state`] is about.
+    pub(super) fn select(&self, index: u32) {
+        self.registers.lock().selected = index;
+    }
+
+    /// The selected vCPU.
+    pub(super) fn selected(&self) -> u32 {
+        self.registers.lock().selected
+    }
+
+    /// Whether the selected vCPU is present, has come without the guest having noticed, and is to go likewise.
+    pub(super) fn selected_state(&self) -> [bool; 3] {
+        let registers = self.registers.lock();
+        [&registers.present, &registers.coming, &registers.going]
+            .map(|set| set.contains(&registers.selected))
+    }
+
+    /// The guest has noticed that the selected vCPU has come, or that it is to go.
+    pub(super) fn notice_selected(&self, has_come: bool, is_to_go: bool) {
+        let mut registers = self.registers.lock();
+        let selected = registers.selected;
+        if has_come {
+            registers.coming.remove(&selected);
+        }
+        if is_to_go {
+            registers.going.remove(&selected);
+        }
+    }
+
+    pub(super) fn eject(&self, index: u32) {
         let mut registers = self.registers.lock();
         let was_asked = registers.leaving.remove(&index);
         if was_asked {
@@ -166,16 +203,20 @@ impl BusDevice for CpuHotplug {
     }
 }
 
-const FORMAT: StateFormat = StateFormat { kind: "cpu-hotplug", newest: 1 };
+const KIND: &str = "cpu-hotplug";
+/// The form for registers that select nothing, which every version reads.
+const PLAIN: StateFormat = StateFormat { kind: KIND, newest: 1 };
+const FORMAT: StateFormat = StateFormat { kind: KIND, newest: 2 };
 
 impl Snapshot for CpuHotplug {
     fn save(&self) -> DeviceSnapshot {
-        FORMAT.encode(&*self.registers.lock())
+        let registers = self.registers.lock();
+        if registers.selected == 0 { PLAIN } else { FORMAT }.encode(&*registers)
     }
 
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
         let state: Registers = FORMAT.decode(state)?;
-        let Registers { present, coming, going, leaving } = &state;
+        let Registers { present, coming, going, leaving, selected: _ } = &state;
         if !present.contains(&0) || present.last().is_some_and(|last| *last >= CPUS_MAX) {
             return Err(FORMAT.invalid("the first vCPU is missing, or one is beyond the last"));
         }

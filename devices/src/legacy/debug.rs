@@ -66,6 +66,28 @@ impl Snapshot for DebugConsole {
     }
 }
 
+/// The port to which firmware writes its messages, as some platforms have it: it answers as the debug console does, and
+/// what is written is logged at debug level, if at all.
+pub struct FirmwareOutput {
+    log: LogLimit,
+}
+
+impl Default for FirmwareOutput {
+    fn default() -> Self {
+        Self { log: LogLimit::with_burst(POST_CODES) }
+    }
+}
+
+impl BusDevice for FirmwareOutput {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(DEBUG_CONSOLE_MAGIC);
+    }
+
+    fn write(&self, _offset: u64, data: &[u8]) {
+        log_limited!(self.log, Debug, "firmware wrote {data:02x?} to its debug port");
+    }
+}
+
 /// The POST code port: writes are logged at debug level, and otherwise ignored.
 pub struct DebugPort {
     log: LogLimit,

@@ -26,16 +26,26 @@ const COMMAND_RESET: u8 = 0xfe;
 /// The output of timer 2 is high, so that loops waiting for it end.
 const TIMER_2_OUTPUT: u8 = 0x20;
 
+/// Number of ports below those of an [`I8042`] without a data port.
+pub const I8042_DATA_PORTS: u16 = 1;
+
 /// A keyboard controller whose only function is to reset the machine.
 pub struct I8042 {
     events: Arc<dyn PowerEvents>,
+    /// Ports at the start that there are not.
+    missing: u64,
     log: LogLimit,
 }
 
 impl I8042 {
     /// A controller that reports to `events`.
     pub fn new(events: Arc<dyn PowerEvents>) -> Self {
-        Self { events, log: LogLimit::default() }
+        Self { events, missing: 0, log: LogLimit::default() }
+    }
+
+    /// A controller without a data port: its first port is the next one, and it has one port fewer.
+    pub fn without_data_port(events: Arc<dyn PowerEvents>) -> Self {
+        Self { missing: I8042_DATA_PORTS.into(), ..Self::new(events) }
     }
 }
 
@@ -43,13 +53,14 @@ impl BusDevice for I8042 {
     fn read(&self, offset: u64, data: &mut [u8]) {
         // Status 0: no data to read, ready for a command.
         data.fill(0);
+        let offset = offset.saturating_add(self.missing);
         if let (SYSTEM_CONTROL_B_OFFSET, Some(first)) = (offset, data.first_mut()) {
             *first = TIMER_2_OUTPUT;
         }
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        if offset == COMMAND_OFFSET && data == [COMMAND_RESET] {
+        if offset.saturating_add(self.missing) == COMMAND_OFFSET && data == [COMMAND_RESET] {
             log_limited!(self.log, Info, "guest asked for a reset by the keyboard controller");
             self.events.reset();
         }

@@ -55,11 +55,19 @@ struct Registers {
     devices: Vec<MemoryDevice>,
     /// Added, and not read by the guest yet.
     coming: BTreeSet<u8>,
+    /// The device that the registers are about, where they are of one at a time ([`super::memory_selector`]).
+    #[serde(default, skip_serializing_if = "is_zero")]
+    selected: u8,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls gets a reference")]
+fn is_zero(number: &u8) -> bool {
+    *number == 0
 }
 
 impl Registers {
     fn at_rest(device: Option<MemoryDevice>) -> Self {
-        Self { devices: device.into_iter().collect(), coming: BTreeSet::new() }
+        Self { devices: device.into_iter().collect(), ..Self::default() }
     }
 
     /// The word at an offset from the start of the addresses and lengths.
@@ -116,6 +124,31 @@ impl MemoryHotplug {
         *self.registers.lock() = Registers::at_rest(device);
     }
 
+    /// Selects the device that the other registers are about.
+    pub(super) fn select(&self, number: u8) {
+        self.registers.lock().selected = number;
+    }
+
+    /// A word of address and length of the selected device.
+    pub(super) fn selected_word(&self, offset: u64) -> u32 {
+        let registers = self.registers.lock();
+        registers.range_word(u64::from(registers.selected) * 16 + offset)
+    }
+
+    /// Whether the selected device is present, and has come without the guest having noticed.
+    pub(super) fn selected_state(&self) -> [bool; 2] {
+        let registers = self.registers.lock();
+        let is_present = usize::from(registers.selected) < registers.devices.len();
+        [is_present, registers.coming.contains(&registers.selected)]
+    }
+
+    /// The guest has noticed that the selected device has come.
+    pub(super) fn notice_selected(&self) {
+        let mut registers = self.registers.lock();
+        let selected = registers.selected;
+        registers.coming.remove(&selected);
+    }
+
     fn next_event(&self) -> u32 {
         self.registers.lock().coming.pop_first().map_or(NO_EVENT, u32::from)
     }
@@ -151,16 +184,20 @@ impl BusDevice for MemoryHotplug {
     }
 }
 
-const FORMAT: StateFormat = StateFormat { kind: "memory-hotplug", newest: 1 };
+const KIND: &str = "memory-hotplug";
+/// The form for registers that select nothing, which every version reads.
+const PLAIN: StateFormat = StateFormat { kind: KIND, newest: 1 };
+const FORMAT: StateFormat = StateFormat { kind: KIND, newest: 2 };
 
 impl Snapshot for MemoryHotplug {
     fn save(&self) -> DeviceSnapshot {
-        FORMAT.encode(&*self.registers.lock())
+        let registers = self.registers.lock();
+        if registers.selected == 0 { PLAIN } else { FORMAT }.encode(&*registers)
     }
 
     fn restore(&self, state: &DeviceSnapshot) -> Result<(), StateError> {
         let state: Registers = FORMAT.decode(state)?;
-        let Registers { devices, coming } = &state;
+        let Registers { devices, coming, selected: _ } = &state;
         if devices.len() > MEMORY_DEVICES_MAX {
             return Err(FORMAT.invalid("there are more memory devices than registers"));
         }

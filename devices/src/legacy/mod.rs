@@ -12,10 +12,12 @@ mod cmos;
 #[cfg(test)]
 mod cmos_tests;
 mod cpu_hotplug;
+mod cpu_selector;
 mod debug;
 mod generation_id;
 mod i8042;
 mod memory_hotplug;
+mod memory_selector;
 mod pci_hotplug;
 mod serial;
 #[cfg(test)]
@@ -29,15 +31,17 @@ pub use acpi::{
 };
 pub use cmos::{CMOS_CLOCK_VERSION, CMOS_LEN_BYTES, CMOS_PORT, Clock, Cmos, HostClock};
 pub use cpu_hotplug::{CPU_HOTPLUG_LEN_BYTES, CPU_HOTPLUG_PORT, CpuHotplug, OnCpuEject};
+pub use cpu_selector::{CPU_SELECTOR_LEN_BYTES, CpuSelector};
 pub use debug::{
     DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
-    DebugPort,
+    DebugPort, FirmwareOutput,
 };
 pub use generation_id::{GENERATION_ID_LEN_BYTES, GenerationId};
-pub use i8042::{I8042, I8042_LEN_BYTES, I8042_PORT};
+pub use i8042::{I8042, I8042_DATA_PORTS, I8042_LEN_BYTES, I8042_PORT};
 pub use memory_hotplug::{
     MEMORY_DEVICES_MAX, MEMORY_HOTPLUG_LEN_BYTES, MEMORY_HOTPLUG_PORT, MemoryDevice, MemoryHotplug,
 };
+pub use memory_selector::{MEMORY_SELECTOR_LEN_BYTES, MemorySelector};
 pub use pci_hotplug::{
     OnEject, PCI_HOTPLUG_LEN_BYTES, PCI_HOTPLUG_PORT, PCI_HOTPLUG_SEGMENTS_VERSION, PciHotplug,
 };

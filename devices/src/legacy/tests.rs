@@ -93,6 +93,24 @@ fn keyboard_controller_resets_on_its_one_command() {
 }
 
 #[test]
+fn a_keyboard_controller_without_a_data_port_begins_one_port_later() {
+    let events = Arc::new(Events::default());
+    let controller = I8042::without_data_port(events.clone());
+    assert_eq!((read(&controller, 0), read(&controller, 3)), (0x20, 0));
+    controller.write(4, &[0xfe]);
+    assert_eq!(events.seen(), (0, 0));
+    controller.write(3, &[0xfe]);
+    assert_eq!(events.seen(), (1, 0));
+}
+
+#[test]
+fn firmware_finds_its_port_and_may_write_anything_there() {
+    let output = FirmwareOutput::default();
+    assert_eq!(read(&output, 0), 0xe9);
+    output.write(0, b"text");
+}
+
+#[test]
 fn event_device_shows_events_once() {
     let interrupt = line();
     let device = GedDevice::new(interrupt.try_clone().unwrap());

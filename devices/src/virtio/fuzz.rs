@@ -21,7 +21,7 @@ use super::block::perform::{CacheMode, Engine};
 use super::block::pool::QueueThreads;
 use super::block::vhdx;
 use super::block::worker::{BlockWorker, Shared};
-use super::block::{Block, BlockConfig, Disk, DiskFormat, DiskLock, OnFull};
+use super::block::{Block, BlockConfig, BlockLimits, Disk, DiskFormat, DiskLock, OnFull};
 use super::console::ConsoleResizer;
 use super::console::worker::ConsoleWorker;
 use super::device::{ActiveQueue, Kicks, VirtioInterrupt};
@@ -192,8 +192,11 @@ fn run_block(data: &[u8]) -> Setup<()> {
         sparse: choice & 8 != 0,
         on_full: OnFull::default(),
     };
+    let sectors_max = if choice & 32 == 0 { 1 << 22 } else { u32::MAX };
+    let limits = BlockLimits { discard_sectors_max: sectors_max, ..BlockLimits::GODWIT };
     let shared = Shared {
         engine,
+        limits,
         threads: QueueThreads::default(),
         counters: Arc::default(),
         full: Arc::default(),

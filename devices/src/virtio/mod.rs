@@ -8,6 +8,7 @@
 //! | `activation_thread` | the thread on which devices are activated |
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
+//! | `offer` | what of a device a platform offers |
 //! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
 //! | `limiter` | limits on the bytes and operations of devices |
 //! | [`balloon`], [`block`], [`console`], [`iommu`], [`mem`], [`net`], [`pmem`], [`rng`], [`rtc`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
@@ -27,6 +28,7 @@ pub mod iommu;
 mod limiter;
 pub mod mem;
 pub mod net;
+mod offer;
 mod one_queue;
 pub mod pmem;
 mod queue;
@@ -56,6 +58,7 @@ pub use device::{
     VirtioInterrupt,
 };
 pub use limiter::{BucketConfig, RateLimiter};
+pub use offer::{ALL_AS_THE_DEVICE, Offer, Offering};
 pub use worker::{Pausing, PendingPause};
 
 /// Features that every device offers.

@@ -17,6 +17,7 @@ use kvm_ioctls::{Cap, VmFd};
 
 use crate::caps::{Capabilities, Hypervisor, ManualDirtyLog};
 use crate::error::{KvmContext, KvmError};
+use crate::routing::{GODWIT_INTERRUPTS, InterruptRules};
 use memslots::Memslots;
 pub use memslots::{MemslotConfig, MemslotError};
 pub use msi::InterruptLine;
@@ -30,12 +31,14 @@ pub struct VmConfig {
     pub tss_gpa: u64,
     /// Guest physical address of one page that the guest never uses.
     pub identity_map_gpa: u64,
+    /// What the platform decides about interrupts.
+    pub interrupts: InterruptRules,
 }
 
 impl Default for VmConfig {
     /// The identity map at 0xfffb_c000, followed by the three pages at 0xfffb_d000.
     fn default() -> Self {
-        Self { tss_gpa: 0xfffb_d000, identity_map_gpa: 0xfffb_c000 }
+        Self { tss_gpa: 0xfffb_d000, identity_map_gpa: 0xfffb_c000, interrupts: GODWIT_INTERRUPTS }
     }
 }
 
@@ -75,6 +78,10 @@ impl Vm {
         let vm = Self::create_bare(hypervisor, config)?;
         add_memory(&vm)?;
         vm.0.fd.create_irq_chip().context("create the interrupt controllers")?;
+        if config.interrupts.hides_pics {
+            vm.mask_pics()?;
+            vm.0.routes.apply(&vm.0.fd).context("set the interrupt routes")?;
+        }
         Ok(vm)
     }
 
@@ -105,7 +112,7 @@ impl Vm {
             enable(&fd, kvm::KVM_CAP_X86_TRIPLE_FAULT_EVENT, 1)
                 .context("have pending triple faults among the events")?;
         }
-        let routes = Routes::new(capabilities.irq_routes_max);
+        let routes = Routes::new(capabilities.irq_routes_max, config.interrupts);
         Ok(Self(Arc::new(VmShared {
             fd,
             capabilities,

@@ -13,20 +13,27 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use kvm_bindings::{KvmIrqRouting, kvm_msi};
-use kvm_ioctls::NoDatamatch;
+use kvm_ioctls::{NoDatamatch, VmFd};
 use parking_lot::{Mutex, MutexGuard};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Vm, VmShared};
 use crate::irq::{IoEventAddress, IoEvents, IrqError, MsiMessage, MsiSource, MsiVector};
-use crate::routing::{IOAPIC_LINES, RouteTable};
+use crate::routing::{IOAPIC_LINES, InterruptRules, RouteTable};
 
 /// The interrupt routes of one VM.
 pub(crate) struct Routes(Mutex<RouteTable>);
 
 impl Routes {
-    pub(crate) fn new(limit: u32) -> Self {
-        Self(Mutex::new(RouteTable::new(limit)))
+    pub(crate) fn new(limit: u32, rules: InterruptRules) -> Self {
+        Self(Mutex::new(RouteTable::with_rules(limit, rules)))
+    }
+
+    /// Gives the kernel the table as it is.
+    pub(crate) fn apply(&self, fd: &VmFd) -> io::Result<()> {
+        let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
+        let table = KvmIrqRouting::from_entries(&self.lock().entries()).map_err(invalid)?;
+        fd.set_gsi_routing(&table).map_err(io::Error::from)
     }
 
     fn lock(&self) -> MutexGuard<'_, RouteTable> {

@@ -16,6 +16,7 @@
 //! 64-bit one.
 
 mod reserved;
+mod rules;
 #[cfg(test)]
 mod tests;
 
@@ -32,6 +33,7 @@ use crate::bar::{BarDescription, BarKind};
 use crate::device::PciDevice;
 
 pub use reserved::RangeWish;
+pub use rules::{BarRules, FilledFrom, GODWIT_BARS};
 
 /// A range of guest physical addresses; for an I/O BAR a range of ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -217,6 +219,7 @@ const WINDOW_PORTS: usize = 2;
 pub struct BarPlacement {
     mapper: Arc<dyn BarMapper>,
     port_mapper: Option<Arc<dyn BarMapper>>,
+    rules: BarRules,
     /// The memory windows, then the port window if there is one.
     windows: Vec<AddressAllocator>,
     bars: Vec<PlacedBar>,
@@ -226,9 +229,10 @@ pub struct BarPlacement {
 }
 
 impl BarPlacement {
-    /// A placement without BARs. Without a port window, I/O BARs are never mapped.
+    /// A placement without BARs, which chooses addresses by `rules`. Without a port window, I/O BARs are never mapped.
     pub fn new(
         windows: MmioWindows,
+        rules: BarRules,
         mapper: Arc<dyn BarMapper>,
         ports: Option<PortWindow>,
     ) -> Result<Self, PlacementError> {
@@ -247,6 +251,7 @@ impl BarPlacement {
         Ok(Self {
             mapper,
             port_mapper: ports.map(|ports| ports.mapper),
+            rules,
             windows: allocators,
             bars: Vec::new(),
             reserved: Vec::new(),
@@ -329,15 +334,16 @@ impl BarPlacement {
     fn place(&mut self, id: &str, bar: BarDescription) -> Result<Claim, PlacementError> {
         let (window, policy) = match bar.kind {
             BarKind::Memory32 | BarKind::Rom => (WINDOW_BELOW_4G, AllocPolicy::LastMatch),
-            BarKind::Memory64 => (WINDOW_ABOVE_4G, AllocPolicy::FirstMatch),
+            BarKind::Memory64 => (WINDOW_ABOVE_4G, self.rules.policy_64()),
             BarKind::Ports => (WINDOW_PORTS, AllocPolicy::FirstMatch),
         };
         let (id, index, len_bytes) = (id.to_owned(), bar.index, bar.len_bytes);
+        let align_bytes = self.rules.align_bytes(&bar);
         let Some(allocator) = self.windows.get_mut(window) else {
             return Err(PlacementError::NoPorts { id, index });
         };
         allocator
-            .allocate(bar.len_bytes, bar.len_bytes, policy)
+            .allocate(bar.len_bytes, align_bytes, policy)
             .map(|range| Claim { window, range })
             .map_err(|source| PlacementError::NoRoom {
                 id,

@@ -30,7 +30,7 @@ impl BarPlacement {
     pub fn reserve(&mut self, wish: RangeWish) -> Result<MmioRange, PlacementError> {
         let RangeWish { start_gpa: at, len_bytes, align_bytes } = wish;
         let window = WINDOW_ABOVE_4G;
-        let policy = at.map_or(AllocPolicy::FirstMatch, AllocPolicy::ExactMatch);
+        let policy = at.map_or_else(|| self.rules.policy_64(), AllocPolicy::ExactMatch);
         let is_free = self.is_free(window, at, len_bytes);
         let taken = PlacementError::RangeTaken { at: at.unwrap_or(0), len_bytes };
         let Some(allocator) = self.windows.get_mut(window).filter(|_| is_free) else {
@@ -77,7 +77,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::bar_placement::MmioWindows;
+    use crate::bar_placement::{GODWIT_BARS, MmioWindows};
     use crate::fakes::FakeMapper;
 
     const LOW: MmioRange = MmioRange { start_gpa: 0xc000_0000, len_bytes: 0x10_0000 };
@@ -86,7 +86,8 @@ mod tests {
 
     fn placement() -> BarPlacement {
         let windows = MmioWindows { below_4g: LOW, above_4g: HIGH };
-        BarPlacement::new(windows, Arc::new(FakeMapper::new(vec![LOW, HIGH])), None).unwrap()
+        let mapper = Arc::new(FakeMapper::new(vec![LOW, HIGH]));
+        BarPlacement::new(windows, GODWIT_BARS, mapper, None).unwrap()
     }
 
     fn any(len_bytes: u64) -> RangeWish {

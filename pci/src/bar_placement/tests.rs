@@ -119,7 +119,8 @@ impl Rig {
         let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
         let ports = Arc::new(FakeMapper::new(vec![PORTS]));
         let window = PortWindow { first: 0x1000, last: 0x12ff, mapper: ports.clone() };
-        let placement = BarPlacement::new(WINDOWS, mapper.clone(), Some(window)).unwrap();
+        let placement =
+            BarPlacement::new(WINDOWS, GODWIT_BARS, mapper.clone(), Some(window)).unwrap();
         Self { placement, mapper, ports, functions: Vec::new(), can_widen: false }
     }
 
@@ -298,7 +299,7 @@ fn a_function_without_room_for_its_ports_has_them_nowhere() {
 #[test]
 fn without_a_window_there_are_no_ports() {
     let mapper = Arc::new(FakeMapper::default());
-    let mut placement = BarPlacement::new(WINDOWS, mapper.clone(), None).unwrap();
+    let mut placement = BarPlacement::new(WINDOWS, GODWIT_BARS, mapper.clone(), None).unwrap();
     let function = Function::new(&[(BarKind::Ports, 8)], false);
     let device: Arc<dyn PciDevice> = function.clone();
     placement.add(Rig::number(0), &device).unwrap();
@@ -312,7 +313,7 @@ fn without_a_window_there_are_no_ports() {
 fn impossible_windows_are_refused() {
     let window = MmioRange { start_gpa: u64::MAX, len_bytes: 2 };
     let windows = MmioWindows { above_4g: window, ..WINDOWS };
-    let refused = BarPlacement::new(windows, Arc::new(FakeMapper::default()), None);
+    let refused = BarPlacement::new(windows, GODWIT_BARS, Arc::new(FakeMapper::default()), None);
     assert!(matches!(refused, Err(PlacementError::Window { start_gpa: u64::MAX, .. })));
 }
 

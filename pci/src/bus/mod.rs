@@ -20,7 +20,8 @@ use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
 
 use crate::bar_placement::{
-    BarMapper, BarPlacement, MmioRange, MmioWindows, PlacementError, PortWindow, RangeWish,
+    BarMapper, BarPlacement, BarRules, GODWIT_BARS, MmioRange, MmioWindows, PlacementError,
+    PortWindow, RangeWish,
 };
 use crate::config_space::{BARS_COUNT, register};
 use crate::device::PciDevice;
@@ -122,8 +123,21 @@ impl PciSegment {
         mapper: Arc<dyn BarMapper>,
         ports: Option<PortWindow>,
     ) -> Result<Arc<Self>, PciError> {
+        Self::with_rules(options, GODWIT_BARS, mapper, ports)
+    }
+
+    /// Like [`PciSegment::with_ports`], with BARs placed by the rules of a platform.
+    ///
+    /// # Errors
+    /// A window is invalid.
+    pub fn with_rules(
+        options: PciSegmentOptions,
+        rules: BarRules,
+        mapper: Arc<dyn BarMapper>,
+        ports: Option<PortWindow>,
+    ) -> Result<Arc<Self>, PciError> {
         let segment = options.segment;
-        let placement = BarPlacement::new(options.windows, mapper, ports)
+        let placement = BarPlacement::new(options.windows, rules, mapper, ports)
             .map_err(|source| PciError::Placement { segment, source })?;
         let mut slots = [const { Slot::Free }; DEVICES_PER_BUS_COUNT as usize];
         slots[0] = Slot::Taken(Arc::new(HostBridge::new(segment)));

@@ -2,17 +2,16 @@
 
 //! Layout of the BAR, and the capabilities that describe it (virtio 1.3, 4.1.4).
 //!
-//! The layout is the same for every device, whatever its number of queues, so that saved states
-//! stay exchangeable. No two structures share a page.
+//! The layout is that of the platform ([`VirtioPciRules`]), and the same for every device of a machine, whatever its
+//! number of queues, so that saved states stay exchangeable.
 
+use super::rules::{BarStructure, VirtioCapability, VirtioPciRules};
 use crate::bar::{BarDescription, BarKind};
 use crate::config_space::{ConfigError, ConfigSpace, ConfigSpaceState};
 use crate::msix::{self, Msix};
 
 /// Index of the transport's BAR.
 pub const BAR_INDEX: u8 = 0;
-/// Length of the BAR in bytes.
-pub const BAR_LEN_BYTES: u64 = 0x1_0000;
 /// Width of the BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarWidth {
@@ -53,13 +52,6 @@ pub const VIRTIO_QUEUES_MAX_COUNT: u16 = 1024;
 /// Distance in bytes between the notification addresses of adjacent queues.
 pub const NOTIFY_MULTIPLIER: u32 = 4;
 
-const COMMON: Structure = Structure { offset: 0x0000, len_bytes: 0x40 };
-const ISR: Structure = Structure { offset: 0x1000, len_bytes: 0x4 };
-const DEVICE: Structure = Structure { offset: 0x2000, len_bytes: 0x1000 };
-const NOTIFY: Structure = Structure { offset: 0x3000, len_bytes: 0x1000 };
-const MSIX_TABLE: Structure = Structure { offset: 0x4000, len_bytes: 0x8000 };
-const MSIX_PBA: Structure = Structure { offset: 0xc000, len_bytes: 0x1000 };
-
 const VENDOR_CAPABILITY_ID: u8 = 0x09;
 /// Length of `virtio_pci_cap`, and of the two variants with another word.
 const CAPABILITY_LEN_BYTES: u8 = 16;
@@ -70,21 +62,6 @@ const CFG_TYPE_NOTIFY: u8 = 2;
 const CFG_TYPE_ISR: u8 = 3;
 const CFG_TYPE_DEVICE: u8 = 4;
 const CFG_TYPE_PCI: u8 = 5;
-
-/// Offset of the notification addresses in the BAR.
-pub const NOTIFY_OFFSET: u64 = NOTIFY.offset as u64;
-
-#[derive(Clone, Copy)]
-struct Structure {
-    offset: u32,
-    len_bytes: u32,
-}
-
-impl Structure {
-    fn offset_of(self, bar_offset: u64) -> Option<u64> {
-        bar_offset.checked_sub(self.offset.into()).filter(|offset| *offset < self.len_bytes.into())
-    }
-}
 
 /// Target of an access to the BAR, with the offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,15 +84,15 @@ pub enum Region {
 
 impl Region {
     /// The target of an offset in the BAR.
-    pub fn at(bar_offset: u64) -> Self {
-        let within = |structure: Structure| structure.offset_of(bar_offset);
-        within(COMMON)
+    pub fn at(bar_offset: u64, rules: &VirtioPciRules) -> Self {
+        let within = |structure: BarStructure| structure.offset_of(bar_offset);
+        within(rules.common)
             .map(Self::Common)
-            .or_else(|| within(ISR).map(Self::Isr))
-            .or_else(|| within(DEVICE).map(Self::Device))
-            .or_else(|| within(NOTIFY).map(Self::Notify))
-            .or_else(|| within(MSIX_TABLE).map(Self::MsixTable))
-            .or_else(|| within(MSIX_PBA).map(Self::MsixPba))
+            .or_else(|| within(rules.isr).map(Self::Isr))
+            .or_else(|| within(rules.device).map(Self::Device))
+            .or_else(|| within(rules.notify).map(Self::Notify))
+            .or_else(|| within(rules.msix_table).map(Self::MsixTable))
+            .or_else(|| within(rules.msix_pba).map(Self::MsixPba))
             .unwrap_or(Self::Hole)
     }
 }
@@ -127,6 +104,7 @@ pub struct Capabilities {
     msix: u16,
     /// The PCI configuration access capability.
     window: u16,
+    bar_len_bytes: u64,
 }
 
 /// An access to the BAR through the PCI configuration access capability.
@@ -139,40 +117,51 @@ pub struct WindowAccess {
 }
 
 impl Capabilities {
-    /// Adds the BAR and the capabilities.
+    /// Adds the BAR and the capabilities of a device of this type.
     pub fn add(
         config: &mut ConfigSpace,
         msix: &Msix,
         width: BarWidth,
+        rules: &VirtioPciRules,
+        virtio_device_id: u16,
     ) -> Result<Self, ConfigError> {
+        let bar_len_bytes = rules.bar_len_bytes;
         config.add_bar(BarDescription {
             index: BAR_INDEX,
             kind: width.kind(),
             prefetchable: false,
-            len_bytes: BAR_LEN_BYTES,
+            len_bytes: bar_len_bytes,
         })?;
-        let (body, writable) = msix.capability(BAR_INDEX, MSIX_TABLE.offset, MSIX_PBA.offset);
-        let msix = config.add_capability(msix::CAPABILITY_ID, &body, &writable)?;
-        for (cfg_type, structure) in
-            [(CFG_TYPE_COMMON, COMMON), (CFG_TYPE_ISR, ISR), (CFG_TYPE_DEVICE, DEVICE)]
-        {
-            let body = capability_body(CAPABILITY_LEN_BYTES, cfg_type, structure);
-            config.add_capability(VENDOR_CAPABILITY_ID, &body, &[])?;
+        let mut added = Self { msix: 0, window: 0, bar_len_bytes };
+        for capability in rules.capabilities {
+            let (cfg_type, structure) = match capability {
+                VirtioCapability::MsiX => {
+                    let (table, pba) = (rules.msix_table.offset, rules.msix_pba.offset);
+                    let (body, writable) = msix.capability(BAR_INDEX, table, pba);
+                    added.msix = config.add_capability(msix::CAPABILITY_ID, &body, &writable)?;
+                    continue;
+                }
+                VirtioCapability::Device if rules.lacks_device_config(virtio_device_id) => continue,
+                VirtioCapability::Access => {
+                    added.window = add_window(config)?;
+                    continue;
+                }
+                VirtioCapability::Common => (CFG_TYPE_COMMON, rules.common),
+                VirtioCapability::Isr => (CFG_TYPE_ISR, rules.isr),
+                VirtioCapability::Device => (CFG_TYPE_DEVICE, rules.device),
+                VirtioCapability::Notify => (CFG_TYPE_NOTIFY, rules.notify),
+            };
+            if *capability == VirtioCapability::Notify {
+                let body = capability_body(CAPABILITY_LONG_LEN_BYTES, cfg_type, structure);
+                let mut notify = body.to_vec();
+                notify.extend_from_slice(&NOTIFY_MULTIPLIER.to_le_bytes());
+                config.add_capability(VENDOR_CAPABILITY_ID, &notify, &[])?;
+            } else {
+                let body = capability_body(CAPABILITY_LEN_BYTES, cfg_type, structure);
+                config.add_capability(VENDOR_CAPABILITY_ID, &body, &[])?;
+            }
         }
-        let mut notify =
-            capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_NOTIFY, NOTIFY).to_vec();
-        notify.extend_from_slice(&NOTIFY_MULTIPLIER.to_le_bytes());
-        config.add_capability(VENDOR_CAPABILITY_ID, &notify, &[])?;
-
-        let nowhere = Structure { offset: 0, len_bytes: 0 };
-        let mut window = capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_PCI, nowhere).to_vec();
-        window.extend_from_slice(&[0; 4]);
-        // The driver writes BAR, offset and length, and transfers data.
-        let mut writable = [0xff; 18];
-        writable[..2].fill(0);
-        writable[3..6].fill(0);
-        let window = config.add_capability(VENDOR_CAPABILITY_ID, &window, &writable)?;
-        Ok(Self { msix, window })
+        Ok(added)
     }
 
     /// The message control register, if a write of `len_bytes` at `offset` may have changed it.
@@ -207,7 +196,7 @@ impl Capabilities {
         let bar_offset = u64::from(config.read_u32(self.window + 8));
         let len_bytes = usize::try_from(config.read_u32(self.window + 12)).ok()?;
         let aligned = matches!(len_bytes, 1 | 2 | 4) && bar_offset.is_multiple_of(len_bytes as u64);
-        (bar == [BAR_INDEX] && aligned && bar_offset < BAR_LEN_BYTES)
+        (bar == [BAR_INDEX] && aligned && bar_offset < self.bar_len_bytes)
             .then_some(WindowAccess { bar_offset, len_bytes })
     }
 
@@ -217,8 +206,20 @@ impl Capabilities {
     }
 }
 
+/// Adds the PCI configuration access capability; returns its offset.
+fn add_window(config: &mut ConfigSpace) -> Result<u16, ConfigError> {
+    let nowhere = BarStructure { offset: 0, len_bytes: 0 };
+    let mut window = capability_body(CAPABILITY_LONG_LEN_BYTES, CFG_TYPE_PCI, nowhere).to_vec();
+    window.extend_from_slice(&[0; 4]);
+    // The driver writes BAR, offset and length, and transfers data.
+    let mut writable = [0xff; 18];
+    writable[..2].fill(0);
+    writable[3..6].fill(0);
+    config.add_capability(VENDOR_CAPABILITY_ID, &window, &writable)
+}
+
 /// `virtio_pci_cap` from its length field on.
-fn capability_body(len: u8, cfg_type: u8, structure: Structure) -> [u8; 14] {
+fn capability_body(len: u8, cfg_type: u8, structure: BarStructure) -> [u8; 14] {
     let mut body = [0; 14];
     body[..3].copy_from_slice(&[len, cfg_type, BAR_INDEX]);
     body[6..10].copy_from_slice(&structure.offset.to_le_bytes());
@@ -234,25 +235,15 @@ fn overlaps(offset: u16, len_bytes: usize, first: u16, count: u16) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn structures_fit_and_do_not_overlap() {
-        let structures = [COMMON, ISR, DEVICE, NOTIFY, MSIX_TABLE, MSIX_PBA];
-        for pair in structures.windows(2) {
-            assert!(pair[0].offset + pair[0].len_bytes <= pair[1].offset);
-        }
-        assert!(u64::from(MSIX_PBA.offset + MSIX_PBA.len_bytes) <= BAR_LEN_BYTES);
-        let vectors = u64::from(VIRTIO_QUEUES_MAX_COUNT) + 1;
-        assert!(vectors * msix::ENTRY_LEN_BYTES <= MSIX_TABLE.len_bytes.into());
-        assert!(u32::from(VIRTIO_QUEUES_MAX_COUNT) * NOTIFY_MULTIPLIER <= NOTIFY.len_bytes);
-    }
+    use crate::virtio::rules::GODWIT;
 
     #[test]
     fn regions_are_found() {
-        assert_eq!(Region::at(0x3f), Region::Common(0x3f));
-        assert_eq!(Region::at(0x40), Region::Hole);
-        assert_eq!(Region::at(0x3ffc), Region::Notify(0xffc));
-        assert_eq!(Region::at(0xbfff), Region::MsixTable(0x7fff));
-        assert_eq!(Region::at(u64::MAX), Region::Hole);
+        let at = |offset| Region::at(offset, &GODWIT);
+        assert_eq!(at(0x3f), Region::Common(0x3f));
+        assert_eq!(at(0x40), Region::Hole);
+        assert_eq!(at(0x3ffc), Region::Notify(0xffc));
+        assert_eq!(at(0xbfff), Region::MsixTable(0x7fff));
+        assert_eq!(at(u64::MAX), Region::Hole);
     }
 }

@@ -20,6 +20,7 @@ mod layout;
 mod notify;
 mod pci_device;
 mod queue;
+mod rules;
 mod shown_config;
 mod state;
 mod status;
@@ -28,8 +29,11 @@ mod tests;
 mod transport;
 
 pub use layout::{BarWidth, VIRTIO_QUEUES_MAX_COUNT};
-pub use pci_device::{VirtioPciDevice, VirtioPciError};
+pub use pci_device::{VirtioPciDevice, VirtioPciError, VirtioPciForm};
 pub use queue::QueueError;
+pub use rules::{
+    BarStructure, BusMastering, GODWIT as GODWIT_VIRTIO_PCI, VirtioCapability, VirtioPciRules,
+};
 pub use state::{
     CommonState, NARROW_BAR_VERSION, QueueProgressState, QueueRegisterState, VIRTIO_PCI_KIND,
     VirtioPciState, VirtioStateError,

@@ -20,7 +20,7 @@ use libc::EFD_NONBLOCK;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
+use super::layout::NOTIFY_MULTIPLIER;
 
 /// State of the ioeventfds.
 #[derive(Default)]
@@ -42,21 +42,24 @@ pub struct Notify {
     registrations: Mutex<Registrations>,
     /// The device shares its eventfds with another process.
     is_shared: bool,
+    /// Offset of the notification addresses in the BAR.
+    offset: u64,
     log_limit: LogLimit,
 }
 
 impl Notify {
-    /// One eventfd per queue, none registered. A device that shares its eventfds gets others from
+    /// One eventfd per queue, none registered; `offset` is that of the notification addresses in the BAR. A device that shares its eventfds gets others from
     /// [`renew`](Kicks::renew).
     pub fn new(
         queues_count: usize,
         events: Arc<dyn IoEvents>,
         is_shared: bool,
+        offset: u64,
     ) -> io::Result<Self> {
         let kicks =
             (0..queues_count).map(|_| EventFd::new(EFD_NONBLOCK)).collect::<io::Result<_>>()?;
         let (registrations, log_limit) = (Mutex::default(), LogLimit::default());
-        Ok(Self { kicks, events, registrations, is_shared, log_limit })
+        Ok(Self { kicks, events, registrations, is_shared, offset, log_limit })
     }
 
     /// A duplicate of a queue's eventfd, for the device.
@@ -132,7 +135,7 @@ impl Notify {
         registrations: &mut Registrations,
         queue_index: u16,
     ) -> Result<(), hypervisor::irq::IrqError> {
-        let offset = NOTIFY_OFFSET + u64::from(queue_index) * u64::from(NOTIFY_MULTIPLIER);
+        let offset = self.offset + u64::from(queue_index) * u64::from(NOTIFY_MULTIPLIER);
         let address = registrations.bar_gpa.and_then(|gpa| gpa.checked_add(offset));
         let kick = self.eventfd(&registrations.shared, queue_index);
         let (Some(address), Some(kick)) = (address, kick) else { return Ok(()) };

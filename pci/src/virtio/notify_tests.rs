@@ -10,15 +10,17 @@ use std::time::Duration;
 
 use super::*;
 use crate::fakes::FakeIoEvents;
+use crate::virtio::rules::GODWIT;
 
 const BAR_GPA: u64 = 0xc000_0000;
+const NOTIFY_OFFSET: u64 = GODWIT.notify.offset as u64;
 const DOORBELL: u64 = BAR_GPA + NOTIFY_OFFSET;
 /// Longer than anything here takes on a busy machine.
 const PATIENT: Duration = Duration::from_secs(20);
 
 fn shared() -> (Arc<FakeIoEvents>, Notify) {
     let events = Arc::new(FakeIoEvents::default());
-    let notify = Notify::new(1, Arc::<FakeIoEvents>::clone(&events), true).unwrap();
+    let notify = Notify::new(1, Arc::<FakeIoEvents>::clone(&events), true, NOTIFY_OFFSET).unwrap();
     notify.bar_moved(Some(BAR_GPA));
     (events, notify)
 }
@@ -53,7 +55,7 @@ fn each_start_has_a_new_eventfd_that_is_signalled() {
 #[test]
 fn a_device_that_shares_none_gets_none() {
     let events = Arc::new(FakeIoEvents::default());
-    let notify = Notify::new(1, events, false).unwrap();
+    let notify = Notify::new(1, events, false, NOTIFY_OFFSET).unwrap();
     assert_eq!(notify.renew(0).unwrap_err().kind(), io::ErrorKind::Unsupported);
 }
 

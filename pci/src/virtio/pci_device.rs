@@ -20,13 +20,14 @@ use super::bus_master::BusMaster;
 use super::identity::identity;
 use super::interrupt::PciInterrupt;
 use super::layout::{
-    BAR_INDEX, BAR_LEN_BYTES, BarWidth, Capabilities, Region, VIRTIO_QUEUES_MAX_COUNT, WindowAccess,
+    BAR_INDEX, BarWidth, Capabilities, Region, VIRTIO_QUEUES_MAX_COUNT, WindowAccess,
 };
 use super::notify::Notify;
+use super::rules::{GODWIT, VirtioPciRules};
 use super::state::{VERSION, VIRTIO_PCI_KIND, VirtioPciState, VirtioStateError, needed_version};
 use super::transport::{Run, Transport, offers_version_1};
 use crate::bar::{BarDecode, BarDescription};
-use crate::config_space::{ConfigError, ConfigSpace};
+use crate::config_space::{ConfigError, ConfigSpace, register};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
 use crate::msix::{Msix, MsixError};
 
@@ -90,9 +91,19 @@ pub enum VirtioPciError {
     },
 }
 
+/// What a virtio function looks like.
+#[derive(Clone, Copy, Debug)]
+pub struct VirtioPciForm {
+    /// Width of its BAR.
+    pub width: BarWidth,
+    /// The rules of its platform.
+    pub rules: &'static VirtioPciRules,
+}
+
 /// A virtio device with the PCI transport.
 pub struct VirtioPciDevice {
     id: String,
+    rules: &'static VirtioPciRules,
     config: Mutex<ConfigSpace>,
     capabilities: Capabilities,
     msix: Arc<Msix>,
@@ -112,8 +123,21 @@ impl VirtioPciDevice {
         interrupts: &dyn MsiSource,
         events: Arc<dyn IoEvents>,
     ) -> Result<Self, VirtioPciError> {
+        let form = VirtioPciForm { width, rules: &GODWIT };
+        Self::with_form(id, device, form, memory, interrupts, events)
+    }
+
+    /// Like [`VirtioPciDevice::new`], by the rules of a platform.
+    pub fn with_form(
+        id: String,
+        device: Box<dyn VirtioDevice>,
+        VirtioPciForm { width, rules }: VirtioPciForm,
+        memory: GuestMemoryHandle,
+        interrupts: &dyn MsiSource,
+        events: Arc<dyn IoEvents>,
+    ) -> Result<Self, VirtioPciError> {
         let device_id = device.device_id();
-        let identity = identity(device_id).ok_or(VirtioPciError::DeviceId { device_id })?;
+        let identity = identity(device_id, rules).ok_or(VirtioPciError::DeviceId { device_id })?;
         if !offers_version_1(device.as_ref()) {
             return Err(VirtioPciError::Legacy { id });
         }
@@ -130,20 +154,25 @@ impl VirtioPciDevice {
             Ok(msix) => Arc::new(msix),
             Err(source) => return Err(VirtioPciError::Msix { id, source }),
         };
-        let notify = match Notify::new(usize::from(count), events, device.shares_kicks()) {
+        let doorbells = rules.notify.offset.into();
+        let shared = device.shares_kicks();
+        let notify = match Notify::new(usize::from(count), events, shared, doorbells) {
             Ok(notify) => Arc::new(notify),
             Err(source) => return Err(VirtioPciError::Eventfd { id, source }),
         };
         let mut config = ConfigSpace::endpoint(&identity);
-        let capabilities = match Capabilities::add(&mut config, &msix, width) {
+        config.allow(register::COMMAND, &rules.command_writable.to_le_bytes());
+        let capabilities = match Capabilities::add(&mut config, &msix, width, rules, device_id) {
             Ok(capabilities) => capabilities,
             Err(source) => return Err(VirtioPciError::Config { id, source }),
         };
         let interrupt = Arc::new(PciInterrupt::new(Arc::clone(&msix), usize::from(count)));
-        let transport =
+        let mut transport =
             Transport::new(id.clone(), device, memory, Arc::clone(&interrupt), Arc::clone(&notify));
+        transport.bus_master = BusMaster::under(rules.bus_mastering);
         Ok(Self {
             id,
+            rules,
             config: Mutex::new(config),
             capabilities,
             msix,
@@ -235,7 +264,7 @@ impl VirtioPciDevice {
             return Err(error);
         }
         let needs_reset = transport.interrupt.is_reset_needed();
-        let bus_master = BusMaster::restored(restored.bus_master(), needs_reset);
+        let bus_master = transport.bus_master.restored(restored.bus_master(), needs_reset);
         self.msix.set_bus_master(bus_master.allows());
         if let Err(error) = self.msix.restore(&state.msix, control) {
             transport.reset();
@@ -346,10 +375,10 @@ impl PciDevice for VirtioPciDevice {
 
     fn read_bar(&self, index: u8, offset: u64, data: &mut [u8]) {
         data.fill(0);
-        if index != BAR_INDEX || offset >= BAR_LEN_BYTES {
+        if index != BAR_INDEX || offset >= self.rules.bar_len_bytes {
             return;
         }
-        match Region::at(offset) {
+        match Region::at(offset, self.rules) {
             Region::Common(offset) => self.transport.lock().read_common(offset, data),
             Region::Isr(0) => {
                 if let Some(isr) = data.first_mut() {
@@ -364,10 +393,10 @@ impl PciDevice for VirtioPciDevice {
     }
 
     fn write_bar(&self, index: u8, offset: u64, data: &[u8]) {
-        if index != BAR_INDEX || offset >= BAR_LEN_BYTES || data.is_empty() {
+        if index != BAR_INDEX || offset >= self.rules.bar_len_bytes || data.is_empty() {
             return;
         }
-        match Region::at(offset) {
+        match Region::at(offset, self.rules) {
             Region::Common(offset) => self.transport.lock().write_common(offset, data),
             Region::Device(offset) => self.transport.lock().device.write_config(offset, data),
             Region::Notify(offset) => self.notify.trapped(offset),

@@ -439,7 +439,7 @@ mod tests {
 
     fn ram(len_bytes: u64) -> Arc<GuestRam> {
         let layout =
-            RamLayout { hole_start: GPA, hole_end: 2 * GPA, high_hole: None, end: 1 << 40 };
+            RamLayout { hole_start: GPA, hole_end: 2 * GPA, end: 1 << 40, ..RamLayout::default() };
         let zones = vec![ZoneSpec { shared: true, ..ZoneSpec::new("mem0", len_bytes) }];
         Arc::new(GuestRam::new(&RamConfig { zones }, layout).unwrap())
     }

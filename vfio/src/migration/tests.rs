@@ -387,8 +387,12 @@ fn hardware_notices_what_was_changed_on_the_way() {
 }
 
 fn ram() -> GuestRam {
-    let layout =
-        RamLayout { hole_start: 64 * MIB, hole_end: 128 * MIB, high_hole: None, end: 1 << 40 };
+    let layout = RamLayout {
+        hole_start: 64 * MIB,
+        hole_end: 128 * MIB,
+        end: 1 << 40,
+        ..RamLayout::default()
+    };
     let zones = vec![ZoneSpec::new("mem0", 96 * MIB)];
     GuestRam::new(&RamConfig { zones }, layout).unwrap()
 }

@@ -34,7 +34,7 @@ const MIB: u64 = 1 << 20;
 
 fn layout(shared: bool) -> (RamConfig, RamLayout) {
     let layout =
-        RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, high_hole: None, end: 1 << 40 };
+        RamLayout { hole_start: 2 * MIB, hole_end: 4 * MIB, end: 1 << 40, ..RamLayout::default() };
     let zones = vec![ZoneSpec { shared, ..ZoneSpec::new("mem0", 4 * MIB) }];
     (RamConfig { zones }, layout)
 }

@@ -33,6 +33,7 @@ pub mod memory;
 pub mod migration;
 pub mod net;
 pub mod numa;
+pub mod on_platform;
 pub mod option_string;
 pub mod params;
 pub mod payload;

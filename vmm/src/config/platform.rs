@@ -4,10 +4,16 @@
 //!
 //! Owns the families and the rules within them.
 
-use super::codec::{Int, IntList, One, Opt, Text, TextList, Toggle};
+use utoipa::openapi::schema::Schema;
+use utoipa::openapi::{Ref, RefOr};
+
+use super::codec::{Choice, Int, IntList, One, Opt, OptionEnum, Text, TextList, Toggle};
 use super::descriptor::{ConfigFd, Fd};
+use super::enums::enum_schema;
 use super::error::ConfigError;
 use super::family::option_family;
+use super::value::{FieldValue, SchemaSet};
+use crate::platform::PlatformName;
 
 /// Maximum length of an SMBIOS string that common guests display in full.
 pub const MAX_SMBIOS_STRING_BYTES: usize = 255;
@@ -27,6 +33,8 @@ option_family! {
 option_family! {
     /// Options of the machine as a whole.
     PlatformConfig "platform" {
+        /// Which machine the guest sees; see docs/platforms.md.
+        platform: PlatformName = PlatformName::Godwit, "platform" as One<Choice>;
         /// Number of PCI segments, 1 to 96.
         num_pci_segments: u16 = 1, "num_pci_segments" as One<Int>;
         /// PCI segments behind the virtual IOMMU: all their devices have iommu=on.
@@ -65,6 +73,34 @@ option_family! {
         iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
         /// Peer-to-peer DMA between passed-through devices; with type1 containers only.
         vfio_p2p_dma: bool = true, "vfio_p2p_dma" as One<Toggle>;
+    }
+}
+
+impl OptionEnum for PlatformName {
+    const SYNTAX: &'static str = "godwit|cloud-hypervisor-53";
+    const NAMES: &'static [(Self, &'static str)] = Self::ALL;
+}
+
+/// The names of the platforms, which are the same in JSON and in option strings.
+fn platform_names() -> Vec<&'static str> {
+    PlatformName::ALL.iter().map(|(_, text)| *text).collect()
+}
+
+impl FieldValue for PlatformName {
+    fn schema() -> RefOr<Schema> {
+        Ref::from_schema_name("PlatformName").into()
+    }
+
+    fn type_name() -> String {
+        platform_names().join(", ")
+    }
+
+    fn collect_schemas(out: &mut SchemaSet) {
+        let schema = || {
+            let about = "Which machine the guest sees.";
+            enum_schema(about, &platform_names(), Self::default().text()).into()
+        };
+        out.entry("PlatformName".to_owned()).or_insert_with(schema);
     }
 }
 

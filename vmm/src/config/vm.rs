@@ -25,6 +25,7 @@ use super::landlock::LandlockConfig;
 use super::memory::MemoryConfig;
 use super::net::NetConfig;
 use super::numa::{self, NumaConfig, NumaScope};
+use super::on_platform::PciNumber;
 use super::payload::PayloadConfig;
 use super::platform::{PciSegmentConfig, PlatformConfig};
 use super::pmem::PmemConfig;
@@ -104,12 +105,15 @@ option_family! {
         pvpanic: bool = false, "" as JsonOnly;
         /// PCI segments.
         pci_segments: Option<Vec<PciSegmentConfig>> = None, "" as JsonOnly;
-        /// Address bits by which the windows of several PCI segments were shared out at boot: another host may have more,
-        /// and the guest has placed BARs. Kept by the VMM.
+        /// Address bits by which the windows of several PCI segments were shared out at boot, or by which the platform's
+        /// windows and registers were placed: another host may have more. Kept by the VMM.
         pci_address_bits: Option<u8> = None, "" as JsonOnly, hidden();
         /// Device numbers that devices had requested which were removed since. The watchdog, the panic device and memory
         /// devices were placed around them, and are found there again. Kept by the VMM.
         removed_device_numbers: Option<Vec<u8>> = None, "" as JsonOnly, hidden();
+        /// Device numbers of devices for which no option names one, on platforms on which they are found again by it.
+        /// Kept by the VMM.
+        pci_numbers: Option<Vec<PciNumber>> = None, "" as JsonOnly, hidden();
         /// Options of the machine as a whole.
         platform: Option<PlatformConfig> = None, "" as JsonOnly;
         /// Trusted platform module.
@@ -161,6 +165,7 @@ impl VmConfig {
         check(&self)?;
         self.check_slots()?;
         self.check_iommu()?;
+        self.check_platform()?;
         self.check_host_devices()?;
         self.check_exclusive()?;
         self.check_vhost_user()?;

@@ -8,8 +8,10 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use arch::acpi::{self, AcpiError, AcpiInputs, AcpiIommu, PciSegment};
-use arch::cpuid::{self, CpuTopology, CpuidConfig, CpuidTooLong, TopologyError, VmCpuid};
+use arch::acpi::{self, AcpiError, AcpiInputs, AcpiIommu, GedInputs, PciSegment};
+use arch::cpuid::{
+    self, CpuTopology, CpuidConfig, CpuidTooLong, FlatCount, TopologyError, VmCpuid,
+};
 use arch::layout::{self, GpaRange};
 use arch::smbios::{self, SmbiosError, SmbiosInputs};
 use arch::{BootEntry, BootError, BootSpec, regs};
@@ -19,8 +21,10 @@ use pci::Bdf;
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestMemoryError};
 
+use super::segments::Segments;
 use super::{memory_hotplug, numa, ram};
 use crate::config::{CpusConfig, PayloadConfig, PlatformConfig, VmConfig};
+use crate::platform::PlacedRegisters;
 
 /// Why a machine cannot boot.
 #[derive(Debug, Error)]
@@ -94,11 +98,20 @@ pub fn topology(config: &CpusConfig) -> Result<CpuTopology, MachineBootError> {
 /// The CPUID of all vCPUs.
 pub fn vm_cpuid(
     host: &kvm_bindings::CpuId,
-    config: &CpusConfig,
+    config: &VmConfig,
     topology: CpuTopology,
     tsc_khz: Option<u32>,
 ) -> VmCpuid {
+    let rules = config.machine_platform().cpuid;
+    let config = &config.cpus;
+    let at_boot = || CpuTopology::flat(u16::try_from(config.boot_vcpus).unwrap_or(u16::MAX)).ok();
+    let counted = match (rules.flat_count, &config.topology) {
+        (FlatCount::AtBoot, None) => at_boot().unwrap_or(topology),
+        (FlatCount::AtBoot, Some(_)) | (FlatCount::Possible, _) => topology,
+    };
     let options = CpuidConfig {
+        counted,
+        rules,
         max_phys_bits: config.max_phys_bits,
         tsc_khz,
         nested: config.nested,
@@ -183,6 +196,8 @@ pub struct LoadInput<'a> {
     pub ram: &'a GuestRam,
     /// The configuration.
     pub config: &'a VmConfig,
+    /// The registers of the event device and of hotplug.
+    pub registers: PlacedRegisters,
     /// The topology of the vCPUs.
     pub topology: &'a CpuTopology,
     /// The PCI segments, with the interrupt pins of devices.
@@ -195,12 +210,18 @@ pub struct LoadInput<'a> {
     pub has_serial: bool,
 }
 
+/// The registers of the event device and of hotplug, where the platform of a machine has them.
+pub fn registers_of(config: &VmConfig, ram: &GuestRam, segments: &Segments) -> PlacedRegisters {
+    let has_memory_devices = memory_hotplug::is_configured(config, ram);
+    config.machine_platform().registers.placed(segments.address_bits(), has_memory_devices)
+}
+
 /// Writes tables, kernel, initramfs and command line into guest memory.
 ///
 /// # Errors
 /// Names the file or table.
 pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
-    let LoadInput { ram, config, topology, segments, place, iommu, has_serial } = input;
+    let LoadInput { ram, config, registers, topology, segments, place, iommu, has_serial } = input;
     let payload = Payload::of(&config.payload)?;
     let mut kernel = open(payload.what, payload.path)?;
     let mut initramfs = match payload.initramfs {
@@ -215,9 +236,16 @@ pub fn load(input: LoadInput<'_>) -> Result<BootEntry, MachineBootError> {
     if !has_serial {
         inputs.serial_gsi = None;
     }
+    let platform = config.machine_platform();
+    inputs.rules = platform.tables;
+    inputs.ged = Some(GedInputs { gsi: platform.ged_gsi, place: registers.ged });
+    inputs.pci_hotplug = Some(registers.pci);
+    inputs.cpu_hotplug = Some(registers.cpus);
+    inputs.generation_id_gpa =
+        inputs.generation_id_gpa.filter(|_| platform.tables.has_generation_id);
     inputs.iommu = iommu;
     inputs.tpm_gpa = config.tpm.as_ref().map(|_| layout::TPM_GPA);
-    inputs.memory_hotplug = memory_hotplug::described(config, ram);
+    inputs.memory_hotplug = memory_hotplug::described(config, ram, registers.memory);
     numa::describe(&mut inputs, config, ram, place);
     let memory = ram.guest_memory();
     let memory = &*memory.memory();

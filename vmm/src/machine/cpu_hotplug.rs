@@ -14,10 +14,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use arch::acpi::{HotplugProtocol, HotplugRegisters};
 use arch::cpuid::VmCpuid;
-use arch::layout;
 use devices::Snapshot as _;
-use devices::legacy::{self, CPU_HOTPLUG_LEN_BYTES};
+use devices::bus::BusDevice;
+use devices::legacy::{self, CPU_HOTPLUG_LEN_BYTES, CPU_SELECTOR_LEN_BYTES, CpuSelector};
 use devices::virtio::DeviceSnapshot;
 use hypervisor::{KvmError, NotAdded, SharedTsc, Vcpu, VcpuStateError};
 use thiserror::Error;
@@ -77,11 +78,22 @@ impl CpuHotplug {
     ///
     /// # Errors
     /// The addresses are taken.
-    pub fn wire(space: &AddressSpace, vcpus: u32, sink: EventSink) -> Result<Self, MachineError> {
+    pub fn wire(
+        space: &AddressSpace,
+        vcpus: u32,
+        at: HotplugRegisters,
+        sink: EventSink,
+    ) -> Result<Self, MachineError> {
         let on_eject = Box::new(move || sink(GuestEvent::Ejected));
         let registers = Arc::new(legacy::CpuHotplug::new(vcpus, on_eject));
-        let port = layout::CPU_HOTPLUG_PORT;
-        space.insert_ports(port, CPU_HOTPLUG_LEN_BYTES, "vCPU hotplug", registers.clone())?;
+        let state = Arc::clone(&registers);
+        let (device, len_bytes): (Arc<dyn BusDevice>, _) = match at.protocol {
+            HotplugProtocol::Events => (state, CPU_HOTPLUG_LEN_BYTES),
+            HotplugProtocol::Selector => {
+                (Arc::new(CpuSelector::over(state)), CPU_SELECTOR_LEN_BYTES)
+            }
+        };
+        space.insert_registers(at.place, len_bytes, "vCPU hotplug", device)?;
         Ok(Self { registers })
     }
 
@@ -315,6 +327,8 @@ mod tests {
 
     use arch::acpi::cpu_hotplug as aml;
     use devices::bus::BusDevice as _;
+
+    use arch::layout;
 
     use super::*;
 

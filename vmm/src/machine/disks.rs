@@ -8,7 +8,8 @@
 use std::path::PathBuf;
 
 use devices::virtio::block::{
-    Block, BlockConfig, DiskError, DiskFormat, DiskLock, ImageFormat, LockGranularity, OnFull,
+    Block, BlockConfig, BlockLimits, DiskError, DiskFormat, DiskLock, ImageFormat, LockGranularity,
+    OnFull,
 };
 use thiserror::Error;
 
@@ -118,12 +119,13 @@ fn affinity(config: &DiskConfig) -> Vec<Vec<usize>> {
 }
 
 /// Opens the image of a disk, or takes it with its lock from `images`; in the first case it is not locked
-/// yet. `groups` are those that the disk may belong to.
+/// yet. `groups` are those that the disk may belong to, `limits` what its platform accepts of requests.
 ///
 /// # Errors
 /// Names the disk and its image.
 pub fn make(
     config: &DiskConfig,
+    limits: BlockLimits,
     images: &mut LockedImages,
     groups: &RateGroups,
 ) -> Result<(Block, DiskLock), DiskWiringError> {
@@ -157,6 +159,7 @@ pub fn make(
             config::OnFull::Pause => OnFull::Pause,
         },
         limiter: groups.limiter(config),
+        limits,
     };
     let block = match images.take(&config) {
         Some(lock) => Block::over(config, &lock),
@@ -195,7 +198,8 @@ mod tests {
         let make = |image_type| {
             let config = config(&image, image_type);
             let disk = config.disks.as_ref().and_then(|disks| disks.first()).unwrap();
-            make(disk, &mut LockedImages::default(), &RateGroups::default()).map(drop)
+            make(disk, BlockLimits::GODWIT, &mut LockedImages::default(), &RateGroups::default())
+                .map(drop)
         };
         make(ImageType::Raw).unwrap();
         for (image_type, name) in [

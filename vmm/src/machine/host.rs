@@ -78,7 +78,7 @@ impl Host {
             return Ok(());
         }
         let topology = boot::topology(&config.cpus)?;
-        let ours = boot::vm_cpuid(&*self.supported(&config.cpus)?, &config.cpus, topology, None);
+        let ours = boot::vm_cpuid(&*self.supported(&config.cpus)?, config, topology, None);
         features::check(shown, &ours).map_err(MachineError::Features)
     }
 

@@ -11,7 +11,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use arch::layout;
+use arch::acpi::RegisterPlace;
 use devices::Snapshot as _;
 use devices::legacy::{PCI_HOTPLUG_LEN_BYTES, PciHotplug};
 use devices::virtio::{DeviceSnapshot, StateError};
@@ -68,6 +68,7 @@ impl Hotplug {
     pub fn wire(
         space: &AddressSpace,
         segments: &Segments,
+        place: RegisterPlace,
         sink: EventSink,
     ) -> Result<Self, MachineError> {
         let last_segment = segments.last();
@@ -80,8 +81,8 @@ impl Hotplug {
             sink(GuestEvent::Ejected);
         });
         let registers = Arc::new(PciHotplug::new(last_segment, on_eject));
-        let port = layout::PCI_HOTPLUG_PORT;
-        space.insert_ports(port, PCI_HOTPLUG_LEN_BYTES, "PCI hotplug", registers.clone())?;
+        let len_bytes = PCI_HOTPLUG_LEN_BYTES;
+        space.insert_registers(place, len_bytes, "PCI hotplug", registers.clone())?;
         Ok(Self { registers, last_segment })
     }
 
@@ -134,6 +135,7 @@ impl Machine {
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
+            platform: self.config.machine_platform(),
         };
         let bdf = match opened {
             Opened::Host(device) => {

@@ -8,15 +8,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use arch::acpi::RegisterPlace;
 use arch::layout;
 use devices::Snapshot;
 use devices::bus::{BusDevice, BusError};
 use devices::legacy::{
     CMOS_LEN_BYTES, Cmos, DEBUG_CONSOLE_LEN_BYTES, DEBUG_PORT_LEN_BYTES, DebugConsole, DebugPort,
-    GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_MEMORY_DEVICES_CHANGED,
+    FirmwareOutput, GED_CPU_DEVICES_CHANGED, GED_GENERATION_CHANGED, GED_MEMORY_DEVICES_CHANGED,
     GED_PCI_DEVICES_CHANGED, GED_REGISTER_LEN_BYTES, GedDevice, GenerationId, HostClock, I8042,
-    I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer, PowerControl,
-    SERIAL_LEN_BYTES, Serial, SerialError,
+    I8042_DATA_PORTS, I8042_LEN_BYTES, PM_TIMER_LEN_BYTES, POWER_CONTROL_LEN_BYTES, PmTimer,
+    PowerControl, SERIAL_LEN_BYTES, Serial, SerialError,
 };
 use devices::virtio::{DeviceSnapshot, StateError};
 use hypervisor::Vm;
@@ -28,6 +29,7 @@ use super::consoles::Consoles;
 use super::events::Power;
 use super::space::AddressSpace;
 use super::state::GENERATION_ID;
+use crate::platform::PortRules;
 
 /// Why a legacy device cannot be created.
 #[derive(Debug, Error)]
@@ -44,6 +46,19 @@ pub enum LegacyError {
     /// The serial port cannot be created.
     #[error("cannot make the serial port")]
     Serial(#[from] SerialError),
+}
+
+/// What of the legacy devices is not at the same place in every machine.
+#[derive(Clone, Copy, Debug)]
+pub struct FixedPlaces {
+    /// Port of the debug console.
+    pub debug_port: u16,
+    /// Interrupt line of the event device.
+    pub ged_gsi: u32,
+    /// Register of the event device.
+    pub ged: RegisterPlace,
+    /// Ports that not every machine has.
+    pub ports: PortRules,
 }
 
 /// The legacy devices of a machine.
@@ -68,7 +83,7 @@ impl LegacyDevices {
         space: &AddressSpace,
         ram: &GuestRam,
         consoles: &Consoles,
-        debug_port: u16,
+        fixed: FixedPlaces,
         power: &Arc<Power>,
     ) -> Result<Self, LegacyError> {
         let mut lines = Vec::new();
@@ -102,8 +117,15 @@ impl LegacyDevices {
         let (low, high) = sizes(ram);
         let cmos = Arc::new(Cmos::new(low, high, Box::new(HostClock)));
         place("cmos", layout::CMOS_PORT, CMOS_LEN_BYTES, cmos.clone(), cmos)?;
-        let i8042 = Arc::new(I8042::new(power.clone()));
-        place("i8042", layout::I8042_PORT, I8042_LEN_BYTES, i8042.clone(), i8042)?;
+        if fixed.ports.keyboard_data {
+            let i8042 = Arc::new(I8042::new(power.clone()));
+            place("i8042", layout::I8042_PORT, I8042_LEN_BYTES, i8042.clone(), i8042)?;
+        } else {
+            let i8042 = Arc::new(I8042::without_data_port(power.clone()));
+            let port = layout::I8042_PORT + I8042_DATA_PORTS;
+            let len_bytes = I8042_LEN_BYTES - u64::from(I8042_DATA_PORTS);
+            place("i8042", port, len_bytes, i8042.clone(), i8042)?;
+        }
         let control = Arc::new(PowerControl::new(power.clone()));
         place(
             "acpi-power",
@@ -120,12 +142,23 @@ impl LegacyDevices {
             timer.clone(),
             timer.clone(),
         )?;
-        let ged = Arc::new(GedDevice::new(line(layout::GED_GSI)?));
-        place("ged", layout::GED_PORT, GED_REGISTER_LEN_BYTES, ged.clone(), ged.clone())?;
+        let ged = Arc::new(GedDevice::new(line(fixed.ged_gsi)?));
         if let Some(endpoint) = &consoles.debug {
             let console = Arc::new(DebugConsole::new(Arc::clone(endpoint)));
-            place("debug-console", debug_port, DEBUG_CONSOLE_LEN_BYTES, console.clone(), console)?;
+            place(
+                "debug-console",
+                fixed.debug_port,
+                DEBUG_CONSOLE_LEN_BYTES,
+                console.clone(),
+                console,
+            )?;
         }
+        if let Some(port) = fixed.ports.firmware_output {
+            let output = Arc::<FirmwareOutput>::default();
+            space.insert_ports(port, DEBUG_PORT_LEN_BYTES, "firmware output", output)?;
+        }
+        stateful.insert("ged", ged.clone());
+        space.insert_registers(fixed.ged, GED_REGISTER_LEN_BYTES, "ged", ged.clone())?;
         space.insert_ports(
             layout::POST_PORT,
             DEBUG_PORT_LEN_BYTES,

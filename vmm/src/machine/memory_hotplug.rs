@@ -10,9 +10,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use arch::acpi::memory_hotplug as aml;
-use arch::layout;
+use arch::acpi::{HotplugProtocol, HotplugRegisters};
 use devices::Snapshot as _;
-use devices::legacy::{self, MEMORY_DEVICES_MAX, MEMORY_HOTPLUG_LEN_BYTES, MemoryDevice};
+use devices::bus::BusDevice;
+use devices::legacy::{
+    self, MEMORY_DEVICES_MAX, MEMORY_HOTPLUG_LEN_BYTES, MEMORY_SELECTOR_LEN_BYTES, MemoryDevice,
+    MemorySelector,
+};
 use devices::virtio::DeviceSnapshot;
 use memory::{GuestRam, RamRegion};
 
@@ -35,11 +39,20 @@ fn region<'a>(config: &VmConfig, ram: &'a GuestRam) -> Option<&'a Arc<RamRegion>
     ram::hotplug_regions(ram).next().filter(|_| is_acpi)
 }
 
+/// Whether a configuration has memory devices, or may get some.
+pub fn is_configured(config: &VmConfig, ram: &GuestRam) -> bool {
+    region(config, ram).is_some()
+}
+
 /// What the tables of a guest say of memory devices.
-pub fn described(config: &VmConfig, ram: &GuestRam) -> Option<aml::MemoryHotplug> {
+pub fn described(
+    config: &VmConfig,
+    ram: &GuestRam,
+    registers: HotplugRegisters,
+) -> Option<aml::MemoryHotplug> {
     let region = region(config, ram)?;
     let domain = Nodes::of(config).map_or(0, |nodes| nodes.of_zone(region.zone_id()));
-    Some(aml::MemoryHotplug { port: layout::MEMORY_HOTPLUG_PORT, domain })
+    Some(aml::MemoryHotplug { registers, domain })
 }
 
 impl MemoryHotplug {
@@ -51,14 +64,20 @@ impl MemoryHotplug {
         config: &VmConfig,
         space: &AddressSpace,
         ram: &GuestRam,
+        at: HotplugRegisters,
     ) -> Result<Option<Self>, MachineError> {
         let Some(region) = region(config, ram) else { return Ok(None) };
         let registers = Arc::new(legacy::MemoryHotplug::new(None));
         let hotplug = Self { registers, region: Arc::clone(region) };
         hotplug.registers.rest(hotplug.as_one());
-        let port = layout::MEMORY_HOTPLUG_PORT;
-        let registers = Arc::clone(&hotplug.registers);
-        space.insert_ports(port, MEMORY_HOTPLUG_LEN_BYTES, "memory hotplug", registers)?;
+        let state = Arc::clone(&hotplug.registers);
+        let (device, len_bytes): (Arc<dyn BusDevice>, _) = match at.protocol {
+            HotplugProtocol::Events => (state, MEMORY_HOTPLUG_LEN_BYTES),
+            HotplugProtocol::Selector => {
+                (Arc::new(MemorySelector::over(state)), MEMORY_SELECTOR_LEN_BYTES)
+            }
+        };
+        space.insert_registers(at.place, len_bytes, "memory hotplug", device)?;
         Ok(Some(hotplug))
     }
 
@@ -180,6 +199,8 @@ mod tests {
 
     use devices::bus::BusDevice as _;
     use memory::{RamConfig, ZoneSpec};
+
+    use arch::layout;
 
     use super::*;
     use crate::config::memory::DEFAULT_ZONE;

@@ -20,6 +20,7 @@
 //! | `prefault`, `prezeroed`, `stage2` | populating it ahead of time, from the pool, in stage-2 tables |
 //! | `faults` | guest RAM of which vCPUs may be refused a page |
 //! | `boot` | CPUID, tables, kernel, registers |
+//! | `boot_devices` | the virtio devices of a booting machine, kind by kind |
 //! | `numa` | NUMA nodes, as tables and memory devices tell of them |
 //! | `affinity` | host CPUs of vCPU threads |
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
@@ -42,6 +43,7 @@
 mod affinity;
 mod balloons;
 mod boot;
+mod boot_devices;
 mod consoles;
 mod core_dump;
 mod cpu_hotplug;
@@ -116,10 +118,11 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
-pub use ram::{MachineRamError, slots_in};
+pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
-    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PciFunctionState, ROMS_VERSION, StateJsonError,
+    NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PLATFORMS_VERSION, PciFunctionState, ROMS_VERSION,
+    StateJsonError,
 };
 pub use vhost_users::check_logs;
 pub use virtio::{HotAddError, VirtioError};
@@ -226,7 +229,8 @@ impl Machine {
             // What is plugged in from the start would be missing among the mappings.
             drop(kept.dma.take());
         }
-        let before = ram::restart(&config.memory, bits, kept.ram.take(), boot_prefault, cancel)?;
+        let layout = ram::layout_for(&config, bits);
+        let before = ram::restart(&config.memory, layout, kept.ram.take(), boot_prefault, cancel)?;
         let dma = kept.dma.take().filter(|dma| dma.is_for(&config, before.as_ref()));
         let (ram, slot) = if let Some(ram) = before {
             (ram, None)
@@ -234,7 +238,7 @@ impl Machine {
             let slot = PrepinnedSlot::take(&config, bits)?;
             let provided = slot.iter().map(PrepinnedSlot::memory).collect();
             let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-            (ram::make(&config.memory, bits, origin, boot_prefault, cancel)?, slot)
+            (ram::make(&config.memory, layout, origin, boot_prefault, cancel)?, slot)
         };
         let images = &mut kept.disks;
         let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, cancel };
@@ -242,18 +246,23 @@ impl Machine {
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
         parts.devices.settle_pmems(&mut config);
+        config.pci_numbers = parts.kept_numbers();
         let vcpus = parts.create_vcpus(&config)?;
+        let platform = config.machine_platform();
         let entry = boot::load(boot::LoadInput {
             ram: &parts.ram,
             config: &config,
+            registers: boot::registers_of(&config, &parts.ram, &parts.segments),
             topology: &parts.topology,
-            segments: parts.segments.described(&passthrough::routes()),
+            segments: parts.segments.described(&passthrough::routes(platform.first_intx_gsi)),
             place: &|id| parts.passthrough.address_of(id),
             iommu: parts.devices.described_iommu(&config),
             has_serial: consoles.serial.is_some(),
         })?;
-        generation::write_new(&parts.ram)?;
-        parts.legacy.generation().set_present(true);
+        if platform.tables.has_generation_id {
+            generation::write_new(&parts.ram)?;
+            parts.legacy.generation().set_present(true);
+        }
         parts.tpm.power_on()?;
         let cpuid = parts.cpuid(&vcpus, &supported, &config);
         for (index, vcpu) in (0_u32..).zip(&vcpus) {
@@ -288,6 +297,7 @@ impl Machine {
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
+            platform: self.config.machine_platform(),
         };
         self.parts.passthrough.finish_opening(
             &context,
@@ -344,7 +354,7 @@ impl Machine {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         let given = given.iter().map(|(zone, file)| ProvidedFile::file(zone, Arc::clone(file)));
         let origin = RamSources { provided: given.collect(), locked: Vec::new(), contents };
-        Ok(ram::make_arriving(&config.memory, bits, origin)?)
+        Ok(ram::make_arriving(&config.memory, ram::layout_for(config, bits), origin)?)
     }
 
     /// A paused machine on such memory, whose state is still to be received. Does not change the contents

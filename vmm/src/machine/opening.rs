@@ -116,7 +116,8 @@ fn open_now(
         }
         NewDevice::Disk(disk) => {
             disks::detect_formats(&mut config).map_err(VirtioError::from)?;
-            let made = disks::make(&disk, &mut LockedImages::default(), groups)
+            let limits = config.machine_platform().offers.disk_limits;
+            let made = disks::make(&disk, limits, &mut LockedImages::default(), groups)
                 .map_err(VirtioError::from)?;
             let id = || disk.id.clone().unwrap_or_default();
             made.1.lock().map_err(|source| ExclusiveError::Disk { id: id(), source })?;

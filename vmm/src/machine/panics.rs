@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use devices::LogLimit;
-use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PanicDevice, PciDevice, PciSegment};
+use pci::{Bdf, DeviceNumber, PanicDevice, PciDevice, PciSegment};
 
 use super::events::{EventSink, GuestEvent};
 use super::place::TakenNumbers;
@@ -18,7 +18,7 @@ use crate::config::vm::PVPANIC_ID;
 /// The panic device and its address on the bus.
 pub type PanicFunction = (Bdf, Arc<PanicDevice>);
 
-/// Adds the device to the bus if the configuration asks for it; `taken` are device numbers in use or reserved.
+/// Adds the device to the bus if the configuration asks for it; `taken` has device numbers in use or reserved.
 /// From a guest that reports events continuously, a few are passed on, and then one per minute.
 ///
 /// # Errors
@@ -26,7 +26,7 @@ pub type PanicFunction = (Bdf, Arc<PanicDevice>);
 pub fn wire(
     config: &VmConfig,
     segment: &PciSegment,
-    taken: &TakenNumbers,
+    taken: &mut TakenNumbers,
     sink: EventSink,
 ) -> Result<Option<PanicFunction>, VirtioError> {
     if !config.pvpanic {
@@ -39,12 +39,11 @@ pub fn wire(
         }
     });
     let id = || PVPANIC_ID.to_owned();
-    let device = PanicDevice::new(id(), tell);
+    let rules = config.machine_platform().panic_device;
+    let device = PanicDevice::with_rules(id(), tell, rules);
     let device = device.map_err(|source| VirtioError::Layout { id: id(), source })?;
     let device = Arc::new(device);
-    // The highest free number: devices that are added later take the lowest, so it is the same on a destination.
-    let mut numbers = (1..DEVICES_PER_BUS_COUNT).rev().filter(|number| !taken.contains(*number));
-    let number = numbers.next().and_then(|number| DeviceNumber::new(number).ok());
+    let number = taken.take(PVPANIC_ID).and_then(|number| DeviceNumber::new(number).ok());
     let function: Arc<dyn PciDevice> = device.clone();
     let added = segment.add_device(&function, number);
     let bdf = added.map_err(|source| VirtioError::Bus { id: id(), source: source.into() })?;

@@ -12,7 +12,7 @@ use devices::virtio::ActivationThread;
 use hypervisor::{KvmError, Vcpu, Vm};
 use kvm_bindings::CpuId;
 use memory::GuestRam;
-use pci::PciConfigIo;
+use pci::{PciConfigIo, PciDevice as _};
 
 use super::consoles::Consoles;
 use super::cpu_hotplug::CpuHotplug;
@@ -21,7 +21,7 @@ use super::events::{EventSink, Power};
 use super::exclusive::LockedImages;
 use super::host::Host;
 use super::hotplug::Hotplug;
-use super::legacy::LegacyDevices;
+use super::legacy::{FixedPlaces, LegacyDevices};
 use super::memory_hotplug::MemoryHotplug;
 use super::panics::PanicFunction;
 use super::passthrough::{OpenInput, Passthrough};
@@ -34,6 +34,8 @@ use super::{boot, panics, ram};
 use crate::config::VmConfig;
 use crate::config::console::DEBUG_CONSOLE_PORT;
 use crate::config::cpus::CpusConfig;
+use crate::config::on_platform::PciNumber;
+use crate::config::vm::{IOMMU_ID, PVPANIC_ID, WATCHDOG_ID};
 
 /// A machine without vCPU threads.
 pub(super) struct MachineParts {
@@ -77,21 +79,29 @@ impl MachineParts {
         BuildInput { ram, open, images }: BuildInput<'_>,
     ) -> Result<Self, MachineError> {
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
+        let platform = config.machine_platform();
         let vm = Vm::create_with_memory(
             &host.hypervisor,
             &hypervisor::VmConfig {
                 tss_gpa: layout::KVM_TSS_GPA,
                 identity_map_gpa: layout::KVM_IDENTITY_MAP_GPA,
+                interrupts: platform.interrupts,
             },
             |vm| Ok::<_, MachineError>(ram::attach(vm, &ram, config.memory.hotplug_method)?),
         )?;
         let space = Arc::new(AddressSpace::default());
         let power = Power::new(Arc::clone(&sink));
-        let debug_port = config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT);
-        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, debug_port, &power)?;
+        let segments = Segments::make(config, &ram, bits, &space)?;
+        let registers = boot::registers_of(config, &ram, &segments);
+        let fixed = FixedPlaces {
+            debug_port: config.debug_console.iobase.unwrap_or(DEBUG_CONSOLE_PORT),
+            ged_gsi: platform.ged_gsi,
+            ged: registers.ged,
+            ports: platform.ports,
+        };
+        let legacy = LegacyDevices::wire(&vm, &space, &ram, consoles, fixed, &power)?;
 
         let tpm = TpmDevice::wire(config, &space, open.opening, open.cancel)?;
-        let segments = Segments::make(config, &ram, bits, &space)?;
         let config_ports = Arc::new(PciConfigIo::new(segments.first()));
         space.insert_ports(
             layout::PCI_CONFIG_PORT,
@@ -99,17 +109,23 @@ impl MachineParts {
             "PCI configuration ports",
             config_ports.clone(),
         )?;
-        let hotplug = Hotplug::wire(&space, &segments, Arc::clone(&sink))?;
+        let hotplug = Hotplug::wire(&space, &segments, registers.pci, Arc::clone(&sink))?;
         let vcpus = config.cpus.boot_vcpus;
-        let cpu_hotplug = CpuHotplug::wire(&space, vcpus, Arc::clone(&sink))?;
-        let memory_hotplug = MemoryHotplug::wire(config, &space, &ram)?;
+        let cpu_hotplug = CpuHotplug::wire(&space, vcpus, registers.cpus, Arc::clone(&sink))?;
+        let memory_hotplug = MemoryHotplug::wire(config, &space, &ram, registers.memory)?;
         let activation = ActivationThread::start().map_err(MachineError::ActivationThread)?;
-        let pci = PciContext { segments: &segments, vm: &vm, ram: &ram, activation: &activation };
+        let pci = PciContext {
+            segments: &segments,
+            vm: &vm,
+            ram: &ram,
+            activation: &activation,
+            platform,
+        };
         let ban = Passthrough::ban_discards(config, &ram);
         let mut devices =
             VirtioDevices::wire(config, consoles, &pci, images, Arc::clone(&sink), &power)?;
         let panics =
-            panics::wire(config, segments.first(), devices.taken_numbers(), Arc::clone(&sink))?;
+            panics::wire(config, segments.first(), devices.taken_mut(), Arc::clone(&sink))?;
         let user_devices = UserDevices::wire(config, &pci)?;
         space.set_revocable(user_devices.revocable());
         let passthrough = Passthrough::wire(config, &pci, ban, sink, open)?;
@@ -138,6 +154,18 @@ impl MachineParts {
         })
     }
 
+    /// The numbers of devices for which no option names one, if the platform wants them to be kept.
+    pub(super) fn kept_numbers(&self) -> Option<Vec<PciNumber>> {
+        let mut ids = vec![IOMMU_ID, WATCHDOG_ID, PVPANIC_ID];
+        ids.extend(self.devices.mems().iter().map(|(id, _)| id.as_str()));
+        let virtio = self.devices.functions().iter();
+        let virtio = virtio.map(|(bdf, device)| (device.id(), bdf));
+        let panics = self.panics.iter().map(|(bdf, device)| (device.id(), bdf));
+        let first = virtio.chain(panics).filter(|(_, bdf)| bdf.segment() == 0);
+        let numbers = first.map(|(id, bdf)| (id, bdf.device()));
+        self.devices.taken_numbers().to_be_kept(&ids, numbers)
+    }
+
     /// The vCPUs, not started.
     pub(super) fn create_vcpus(&self, config: &VmConfig) -> Result<Vec<Vcpu>, MachineError> {
         (0..config.cpus.boot_vcpus)
@@ -157,6 +185,6 @@ impl MachineParts {
     /// The CPUID that the vCPUs would be shown if the guest booted here.
     pub(super) fn cpuid(&self, vcpus: &[Vcpu], host: &CpuId, config: &VmConfig) -> VmCpuid {
         let tsc_khz = vcpus.first().and_then(Vcpu::tsc_khz);
-        boot::vm_cpuid(host, &config.cpus, self.topology, tsc_khz)
+        boot::vm_cpuid(host, config, self.topology, tsc_khz)
     }
 }

@@ -8,7 +8,7 @@
 //! firmware drives them, and it has page tables for the first 4 GiB. All else has 64-bit ones, a disk that is added
 //! later, or that is in another segment, too.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::iommu::IommuHandle;
@@ -16,13 +16,16 @@ use devices::virtio::{Activated, VirtioDevice};
 use hypervisor::irq::IoEvents;
 use pci::{
     BarWidth, Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, VirtioPciDevice,
+    VirtioPciForm,
 };
 
 use super::iommus;
 use super::segments::{PlaceError, Segments};
 use super::virtio::{PciContext, VirtioDevices, VirtioError};
 use crate::config::VmConfig;
+use crate::config::on_platform::PciNumber;
 use crate::config::segments::PciPlace;
+use crate::platform::Unlisted;
 
 /// Width of a device's BAR, and when it is placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,9 +85,15 @@ impl Place {
     }
 }
 
-/// Device numbers in segment 0 that options request, and those that are counted down from the highest.
+/// Device numbers in segment 0 that options request, and those of devices for which no option names one.
 #[derive(Default)]
-pub struct TakenNumbers(BTreeSet<u8>);
+pub struct TakenNumbers {
+    taken: BTreeSet<u8>,
+    /// By id, from an earlier machine of the guest.
+    kept: BTreeMap<String, u8>,
+    /// The lowest free number, for devices without any.
+    is_lowest: bool,
+}
 
 impl TakenNumbers {
     /// Reserves the numbers that options request in each segment, so that no other device takes one.
@@ -94,6 +103,16 @@ impl TakenNumbers {
     pub fn reserve(config: &VmConfig, segments: &Segments) -> Result<Self, VirtioError> {
         let mut taken: BTreeSet<u8> =
             config.removed_device_numbers.iter().flatten().copied().collect();
+        let mut kept = BTreeMap::new();
+        for PciNumber { id, number } in config.pci_numbers.iter().flatten() {
+            let Ok(wish) = DeviceNumber::new(*number) else { continue };
+            let reserved = segments
+                .get(0)
+                .and_then(|segment| segment.reserve(wish, id).map_err(PlaceError::Bus));
+            reserved.map_err(|source| VirtioError::Bus { id: id.clone(), source })?;
+            taken.insert(*number);
+            kept.insert(id.clone(), *number);
+        }
         for PciPlace { id, segment, number, .. } in config.pci_places() {
             let Some(number) = number.and_then(|number| DeviceNumber::new(number).ok()) else {
                 continue;
@@ -107,18 +126,41 @@ impl TakenNumbers {
                 taken.insert(number.get());
             }
         }
-        Ok(Self(taken))
+        let is_lowest = config.machine_platform().numbers.unlisted == Unlisted::LowestFree;
+        Ok(Self { taken, kept, is_lowest })
     }
 
-    /// Takes the highest number that is not taken, for a device whose number is not in the configuration: it is
-    /// the same on another host, whatever was plugged before.
-    pub fn take_highest(&mut self) -> Option<u8> {
-        (1..DEVICES_PER_BUS_COUNT).rev().find(|number| self.0.insert(*number))
+    /// The number of a device for which no option names one. `None` stands for the lowest free one. Otherwise it is the
+    /// highest one that is not taken: that is the same on another host, whatever was plugged before.
+    pub fn take(&mut self, id: &str) -> Option<u8> {
+        if let Some(number) = self.kept.get(id) {
+            return Some(*number);
+        }
+        if self.is_lowest {
+            return None;
+        }
+        (1..DEVICES_PER_BUS_COUNT).rev().find(|number| self.taken.insert(*number))
     }
 
     /// Whether a number is taken.
     pub fn contains(&self, number: u8) -> bool {
-        self.0.contains(&number)
+        self.taken.contains(&number)
+    }
+
+    /// The numbers of such devices to be kept with the configuration, if the platform wants that; `functions` are all of
+    /// segment 0 by id and number.
+    pub fn to_be_kept<'a>(
+        &self,
+        ids: &[&str],
+        functions: impl Iterator<Item = (&'a str, u8)>,
+    ) -> Option<Vec<PciNumber>> {
+        if !self.is_lowest {
+            return None;
+        }
+        let kept = functions.filter(|(id, _)| ids.contains(id));
+        let kept: Vec<_> =
+            kept.map(|(id, number)| PciNumber { id: id.to_owned(), number }).collect();
+        (!kept.is_empty()).then_some(kept)
     }
 }
 
@@ -138,10 +180,10 @@ impl VirtioDevices {
         let no_place = |source| VirtioError::Bus { id: id.to_owned(), source };
         let segment = context.segments.get(place.segment).map_err(no_place)?;
         let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
-        let function = VirtioPciDevice::new(
+        let function = VirtioPciDevice::with_form(
             id.to_owned(),
             Box::new(Activated::on(context.activation, device)),
-            place.bars.of_bar(),
+            VirtioPciForm { width: place.bars.of_bar(), rules: &context.platform.virtio_pci },
             context.ram.guest_memory(),
             context.vm,
             events,

@@ -10,6 +10,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use devices::virtio::Offering;
 use devices::virtio::block::DiskLock;
 use devices::virtio::pmem::{Pmem, PmemConfig as FileConfig, PmemError, PmemFile, PmemMapping};
 use hypervisor::{MemslotConfig, MemslotError, StopReason, Vm};
@@ -212,6 +213,7 @@ impl VirtioDevices {
         let id = config.id.clone().unwrap_or_default();
         let device = Pmem::new(id.clone(), &file, range.range.start_gpa);
         let place = Place::new(config.pci_segment, config.pci_device_id).behind_iommu(config.iommu);
+        let device = Offering::of(Box::new(device), context.platform.offers.pmem);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.locks.push((id.clone(), file.lock()));
         self.pmems.push((id, range));

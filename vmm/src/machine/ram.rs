@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::prefault::BootPrefault;
 use super::{CancelToken, prefault, prezeroed};
 use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
-use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault};
+use crate::config::{MemoryConfig, MemoryZoneConfig, Prefault, VmConfig};
 
 /// Why guest memory cannot be set up.
 #[derive(Debug, Error)]
@@ -173,7 +173,14 @@ pub fn layout_of(phys_bits: u8, high_hole: HighHole) -> RamLayout {
         hole_end: layout::HIGH_RAM_64_GPA,
         high_hole: high_hole.range().map(hole),
         end: 1 << phys_bits.min(52),
+        ..RamLayout::default()
     }
+}
+
+/// The same for a configuration, on its platform.
+pub fn layout_for(config: &VmConfig, phys_bits: u8) -> RamLayout {
+    let later_align_bytes = config.machine_platform().windows.later_memory_align_bytes;
+    RamLayout { later_align_bytes, ..layout_of(phys_bits, config.memory.hole()) }
 }
 
 /// The only zone of a machine without hot-plugged memory, with the pool that it names.
@@ -210,13 +217,12 @@ fn specs(config: &MemoryConfig) -> Result<Vec<ZoneSpec>, MachineRamError> {
 /// The host has no pages for what the guest before had given back, or the huge page size is not supported.
 pub fn restart(
     config: &MemoryConfig,
-    phys_bits: u8,
+    layout: RamLayout,
     before: Option<Arc<GuestRam>>,
     boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Option<Arc<GuestRam>>, MachineRamError> {
     let Some(ram) = before else { return Ok(None) };
-    let layout = layout_of(phys_bits, config.hole());
     if !ram.can_restart(&RamConfig { zones: specs(config)? }, layout) {
         log::info!(
             "guest memory is made anew: the VM reboots with other memory, or has lost a back end"
@@ -277,12 +283,12 @@ fn is_poisoned(error: &MachineRamError) -> bool {
 /// Names the zone and the limit.
 pub fn make(
     config: &MemoryConfig,
-    phys_bits: u8,
+    layout: RamLayout,
     origin: RamSources,
     boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, phys_bits, origin)?;
+    let ram = make_unpopulated(config, layout, origin)?;
     let modes = prefault_modes(config);
     let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
     populated.map_err(MachineRamError::Prefault)?;
@@ -295,10 +301,10 @@ pub fn make(
 /// Names the zone and the limit.
 pub fn make_arriving(
     config: &MemoryConfig,
-    phys_bits: u8,
+    layout: RamLayout,
     origin: RamSources,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, phys_bits, origin)?;
+    let ram = make_unpopulated(config, layout, origin)?;
     let room = prefault::check_room(&ram, &prefault_modes(config));
     room.map_err(|error| MachineRamError::Prefault(error.into()))?;
     Ok(Arc::new(ram))
@@ -307,12 +313,11 @@ pub fn make_arriving(
 /// Creates guest RAM of which only what a pool gives is populated.
 fn make_unpopulated(
     config: &MemoryConfig,
-    phys_bits: u8,
+    layout: RamLayout,
     mut origin: RamSources,
 ) -> Result<GuestRam, MachineRamError> {
     let contents = origin.contents;
     let specs = specs(config)?;
-    let layout = layout_of(phys_bits, config.hole());
     let zones = zones(config);
     let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
     let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);

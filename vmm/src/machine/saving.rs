@@ -46,6 +46,7 @@ impl Machine {
         self.parts.tpm.save_to(&mut legacy)?;
         let mut state = MachineState {
             version: 1,
+            platform: self.config.platform_name(),
             shown: self.shown.clone(),
             clock,
             vcpus,
@@ -78,6 +79,11 @@ impl Machine {
     ) -> Result<(), MachineError> {
         if !(1..=MACHINE_STATE_VERSION).contains(&state.version) {
             return Err(MachineError::StateVersion(state.version));
+        }
+        let (theirs, ours) = (state.platform, self.config.platform_name());
+        if theirs != ours {
+            let (theirs, ours) = (theirs.text(), ours.text());
+            return Err(mismatch(format!("it is of platform {theirs}, this machine of {ours}")));
         }
         if state.vcpus.len() != self.vcpus.count() {
             let (theirs, ours) = (state.vcpus.len(), self.vcpus.count());

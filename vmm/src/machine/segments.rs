@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use arch::acpi::{self, IntxRoute};
 use arch::layout::{self, GpaRange, HighHole};
+use arch::windows::{ShareRule, WindowRules};
 use devices::bus::BusError;
 use memory::GuestRam;
 use pci::{
@@ -92,6 +93,7 @@ struct Windows {
     address_bits: u8,
     hole: HighHole,
     weights: ApertureWeights,
+    rules: WindowRules,
 }
 
 impl Windows {
@@ -100,23 +102,32 @@ impl Windows {
     }
 
     fn high(&self) -> Option<GpaRange> {
-        layout::mmio64_window(self.ram_end_gpa, self.address_bits, self.hole)
+        self.rules.high(self.ram_end_gpa, self.address_bits, self.hole)
     }
 
     fn shared_out(&self) -> Result<Vec<MmioWindows>, SegmentsError> {
         let high = self.high().ok_or(SegmentsError::NoDeviceWindow)?;
-        let share = |window: GpaRange, weights: &[u32], width| {
-            layout::shares(window, weights).ok_or(SegmentsError::Share {
-                segments: weights.len(),
-                width,
-                len_bytes: window.len_bytes,
-            })
+        let none = |window: GpaRange, width| SegmentsError::Share {
+            segments: self.weights.mmio32.len(),
+            width,
+            len_bytes: window.len_bytes,
         };
-        let low = share(Self::low(), &self.weights.mmio32, 32)?;
-        let high = share(high, &self.weights.mmio64, 64)?;
+        let low = self.shares_of(Self::low(), &self.weights.mmio32, 32);
+        let low = low.ok_or_else(|| none(Self::low(), 32))?;
+        let shares = self.shares_of(high, &self.weights.mmio64, 64);
+        let high = shares.ok_or_else(|| none(high, 64))?;
         let of = |range: GpaRange| MmioRange { start_gpa: range.gpa, len_bytes: range.len_bytes };
         let both = low.into_iter().zip(high);
         Ok(both.map(|(low, high)| MmioWindows { below_4g: of(low), above_4g: of(high) }).collect())
+    }
+
+    /// The shares of a window of this width.
+    fn shares_of(&self, window: GpaRange, weights: &[u32], width: u8) -> Option<Vec<GpaRange>> {
+        if width == 64 {
+            self.rules.high_shares(window, weights)
+        } else {
+            self.rules.low_shares(window, weights)
+        }
     }
 
     /// Whether a segment has room for BARs of `needed` bytes, the longest of which has `longest`.
@@ -150,7 +161,7 @@ impl Windows {
     /// The smallest number of address bits for which a segment has room.
     fn bits_for(&self, at: u16, needed: Needed) -> Option<u8> {
         (self.address_bits.saturating_add(1)..=ADDRESS_BITS_MAX).find(|bits| {
-            let window = layout::mmio64_window(self.ram_end_gpa, *bits, self.hole);
+            let window = self.rules.high(self.ram_end_gpa, *bits, self.hole);
             Self::fits(window, &self.weights.mmio64, at, needed)
         })
     }
@@ -163,14 +174,16 @@ impl Windows {
         } else {
             (32, Some(Self::low()), &self.weights.mmio32)
         };
-        let weight = Self::weight_for(window, weights, at, needed).filter(|_| weights.len() > 1);
+        let is_known = weights.len() == 1 || self.rules.shares == ShareRule::Nearest;
+        let weight = Self::weight_for(window, weights, at, needed);
+        let weight = weight.filter(|_| weights.len() > 1 && is_known);
         let weight = weight.map(|weight| {
             format!(
                 "--pci-segment pci_segment={at},mmio{width}_aperture_weight={weight} is enough for \
                  the devices so far"
             )
         });
-        let bits = self.bits_for(at, needed).filter(|_| is_wide).map(|bits| {
+        let bits = self.bits_for(at, needed).filter(|_| is_wide && is_known).map(|bits| {
             format!("{bits} address bits are enough for them, and the VM has {}", self.address_bits)
         });
         let needs = format!(
@@ -211,7 +224,8 @@ impl Segments {
         space: &Arc<AddressSpace>,
     ) -> Result<Self, SegmentsError> {
         let weights = config.aperture_weights();
-        let kept = config.pci_address_bits.filter(|_| config.pci_segments_count() > 1);
+        let platform = config.machine_platform();
+        let kept = config.pci_address_bits.filter(|_| depends_on_address_bits(config));
         if let Some(needed) = kept.filter(|bits| *bits > host_bits) {
             return Err(SegmentsError::AddressBits { needed, here: host_bits });
         }
@@ -220,11 +234,12 @@ impl Segments {
             address_bits: kept.unwrap_or(host_bits),
             hole: config.memory.hole(),
             weights,
+            rules: platform.windows,
         };
         let shares = windows.shared_out()?;
         let mut list = Vec::new();
         for (number, window) in (0_u16..).zip(&shares) {
-            let segment = space.new_segment(number, *window)?;
+            let segment = space.new_segment(number, *window, platform.bars)?;
             let name =
                 if number == 0 { "PCI ECAM".to_owned() } else { format!("PCI ECAM {number}") };
             let ecam = Arc::new(PciEcam::new(&segment));
@@ -244,8 +259,15 @@ impl Segments {
     #[cfg(test)]
     pub fn of_test(first: Arc<PciSegment>) -> Self {
         let weights = ApertureWeights { mmio32: vec![1], mmio64: vec![1] };
-        let windows = Windows { ram_end_gpa: 0, address_bits: 40, hole: HighHole::None, weights };
+        let rules = arch::windows::GODWIT_WINDOWS;
+        let windows =
+            Windows { ram_end_gpa: 0, address_bits: 40, hole: HighHole::None, weights, rules };
         Self { list: vec![Arc::clone(&first)], first, shares: Vec::new(), windows }
+    }
+
+    /// Address bits by which the windows are laid out.
+    pub fn address_bits(&self) -> u8 {
+        self.windows.address_bits
     }
 
     /// Number of the last segment.
@@ -354,7 +376,12 @@ fn ecam_gpa(segment: u16) -> u64 {
 
 /// Notes the address bits of the host at which a machine boots, as the shares of its segments depend on them.
 pub fn keep_address_bits(config: &mut VmConfig, host_bits: u8) {
-    config.pci_address_bits = (config.pci_segments_count() > 1).then_some(host_bits);
+    config.pci_address_bits = depends_on_address_bits(config).then_some(host_bits);
+}
+
+/// Whether the guest has been shown what depends on the number of address bits.
+fn depends_on_address_bits(config: &VmConfig) -> bool {
+    config.pci_segments_count() > 1 || config.machine_platform().keeps_address_bits
 }
 
 const _: () = {
@@ -376,7 +403,8 @@ mod tests {
 
     fn windows(mmio32: Vec<u32>, mmio64: Vec<u32>) -> Windows {
         let weights = ApertureWeights { mmio32, mmio64 };
-        Windows { ram_end_gpa: 5 * GIB, address_bits: 40, hole: HighHole::None, weights }
+        let rules = arch::windows::GODWIT_WINDOWS;
+        Windows { ram_end_gpa: 5 * GIB, address_bits: 40, hole: HighHole::None, weights, rules }
     }
 
     #[test]
@@ -475,7 +503,8 @@ mod tests {
             let hole = if avoid { HighHole::AmdHyperTransport } else { HighHole::None };
             let weights = ApertureWeights { mmio32, mmio64 };
             let count = weights.mmio32.len();
-            let windows = Windows { ram_end_gpa, address_bits, hole, weights };
+            let rules = arch::windows::GODWIT_WINDOWS;
+            let windows = Windows { ram_end_gpa, address_bits, hole, weights, rules };
             let Ok(shared) = windows.shared_out() else { return Ok(()) };
             prop_assert_eq!(shared.len(), count);
             let mut ends = (layout::MMIO32_GPA, ram_end_gpa.max(layout::HIGH_RAM_64_GPA));

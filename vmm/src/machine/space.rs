@@ -7,11 +7,12 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use arch::acpi::RegisterPlace;
 use arch::layout;
 use devices::bus::{Bus, BusDevice, BusError};
 use hypervisor::{AfterExit, ExitHandler, FaultAction, FaultedAccess, FaultedAt, StopReason};
 use pci::{
-    BarMapper, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
+    BarMapper, BarRules, MapError, MmioRange, MmioWindows, PciError, PciSegment, PciSegmentOptions,
     PortWindow,
 };
 
@@ -66,6 +67,23 @@ impl AddressSpace {
         self.mmio.insert(name, gpa, len_bytes, device)
     }
 
+    /// Places registers where a platform has them.
+    ///
+    /// # Errors
+    /// The ports or addresses are taken.
+    pub fn insert_registers(
+        &self,
+        place: RegisterPlace,
+        len_bytes: u64,
+        name: &str,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), BusError> {
+        match place {
+            RegisterPlace::Ports(port) => self.insert_ports(port, len_bytes, name, device),
+            RegisterPlace::Memory(gpa) => self.insert_memory(gpa, len_bytes, name, device),
+        }
+    }
+
     /// Sets the handler that fetches missing pages for faulting vCPUs. Called once, before they run.
     pub fn set_missing_pages(&self, pages: Arc<dyn MissingPages>) {
         let _ = self.missing.set(pages);
@@ -76,7 +94,7 @@ impl AddressSpace {
         let _ = self.revocable.set(memory);
     }
 
-    /// A PCI segment whose memory BARs are in `windows`; I/O BARs of segment 0 are among the ports.
+    /// A PCI segment whose memory BARs are in `windows`, and placed by `rules`; I/O BARs of segment 0 are among the ports.
     ///
     /// # Errors
     /// A window is invalid.
@@ -84,13 +102,14 @@ impl AddressSpace {
         self: &Arc<Self>,
         segment: u16,
         windows: MmioWindows,
+        rules: BarRules,
     ) -> Result<Arc<PciSegment>, PciError> {
         let ports = (segment == 0).then(|| PortWindow {
             first: layout::PCI_IO_PORT,
             last: layout::PCI_IO_LAST_PORT,
             mapper: Arc::new(Ports(Arc::clone(self))),
         });
-        PciSegment::with_ports(PciSegmentOptions { segment, windows }, self.clone(), ports)
+        PciSegment::with_rules(PciSegmentOptions { segment, windows }, rules, self.clone(), ports)
     }
 
     /// When the guest first accessed MMIO.

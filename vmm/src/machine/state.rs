@@ -16,6 +16,7 @@ use vfio::{INTEGRATED_ENDPOINT_VERSION, ROM_VERSION, VFIO_PCI_KIND};
 use vm_migration::vm::STATE_BYTES_MAX;
 
 use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
+use crate::platform::PlatformName;
 
 /// The newest version that is read. What is written has the lowest version that can say it:
 ///
@@ -29,7 +30,11 @@ use crate::json_bound::{self, STATE_VALUES_MAX, TooManyValues};
 /// | 6 | version 2 of `pci_hotplug`, which is of several PCI segments |
 /// | 7 | `memory_hotplug`: memory devices of ACPI |
 /// | 8 | version 3 of passed-through devices, whose expansion ROM the guest sees |
-pub const MACHINE_STATE_VERSION: u32 = 8;
+/// | 9 | `platform`: another than this program's own |
+pub const MACHINE_STATE_VERSION: u32 = 9;
+
+/// First version with platforms.
+pub const PLATFORMS_VERSION: u32 = 9;
 
 /// First version with expansion ROMs of passed-through devices.
 pub const ROMS_VERSION: u32 = 8;
@@ -107,6 +112,9 @@ pub struct PciFunctionState {
 pub struct MachineState {
     /// See [`MACHINE_STATE_VERSION`].
     pub version: u32,
+    /// The platform, which is that of the configuration beside this.
+    #[serde(default, skip_serializing_if = "is_own")]
+    pub platform: PlatformName,
     /// CPUID that all vCPUs were shown when the guest booted.
     pub shown: Vec<CpuidEntry>,
     /// Guest clock.
@@ -131,6 +139,11 @@ pub struct MachineState {
     pub memory_hotplug: Option<DeviceSnapshot>,
     /// PCI functions by id.
     pub pci: BTreeMap<String, PciFunctionState>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls gets a reference")]
+fn is_own(platform: &PlatformName) -> bool {
+    *platform == PlatformName::default()
 }
 
 /// Why bytes are not a machine state.
@@ -239,7 +252,9 @@ impl MachineState {
         };
         let has_clock = |cmos: &DeviceSnapshot| cmos.version >= CMOS_CLOCK_VERSION;
         let has_segments = |slots: &DeviceSnapshot| slots.version >= PCI_HOTPLUG_SEGMENTS_VERSION;
-        if self.pci.values().any(is_passed_from(ROM_VERSION)) {
+        if !is_own(&self.platform) {
+            Some((PLATFORMS_VERSION, "a platform"))
+        } else if self.pci.values().any(is_passed_from(ROM_VERSION)) {
             Some((ROMS_VERSION, "a passed-through device with an expansion ROM"))
         } else if self.memory_hotplug.is_some() {
             Some((MEMORY_HOTPLUG_VERSION, "memory devices of ACPI"))

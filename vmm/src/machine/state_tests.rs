@@ -373,3 +373,23 @@ fn lists_without_an_end_are_refused_before_they_are_made() {
     let error = MachineState::from_json(json.as_bytes()).unwrap_err();
     assert!(matches!(error, MachineStateError::TooLarge(_)), "{error}");
 }
+
+#[test]
+fn another_platform_needs_its_version_and_no_earlier_reader_gets_it() {
+    let mut state = recorded("v1");
+    assert_eq!(read(&state).unwrap().platform, PlatformName::Godwit);
+    state["platform"] = json!("cloud-hypervisor-53");
+    let error = read(&state).unwrap_err().to_string();
+    assert!(error.contains("version 1") && error.contains("a platform"), "{error}");
+    state["version"] = json!(9);
+    let read_back = read(&state).unwrap();
+    assert_eq!(read_back.platform, PlatformName::CloudHypervisor53);
+    assert_eq!(read_back.needed_version(), 9);
+    let written: Value = serde_json::from_slice(&read_back.to_json().unwrap()).unwrap();
+    assert_eq!(written["platform"], "cloud-hypervisor-53");
+    let error = read_back.for_reader(8).unwrap_err().to_string();
+    assert!(error.contains("up to version 8") && error.contains('9'), "{error}");
+    state["platform"] = json!("cloud-hypervisor-99");
+    let error = error_text::chain(&read(&state).unwrap_err());
+    assert!(error.contains("cloud-hypervisor-99"), "{error}");
+}

@@ -184,11 +184,11 @@ fn make(config: VhostUserConfig, ram: &Arc<GuestRam>) -> Result<VhostUser, Vhost
 }
 
 impl VirtioDevices {
-    /// Plugs the file systems of a machine, and the devices of any type.
+    /// Plugs the file systems of a machine.
     ///
     /// # Errors
     /// Names the device.
-    pub(super) fn plug_served(
+    pub(super) fn plug_fs(
         &mut self,
         config: &VmConfig,
         context: &PciContext<'_>,
@@ -197,6 +197,18 @@ impl VirtioDevices {
             let made = make_fs(fs, context.ram)?;
             self.plug_vhost_user(made, context, Place::new(fs.pci_segment, fs.pci_device_id))?;
         }
+        Ok(())
+    }
+
+    /// Plugs the devices of any type.
+    ///
+    /// # Errors
+    /// Names the device.
+    pub(super) fn plug_generic(
+        &mut self,
+        config: &VmConfig,
+        context: &PciContext<'_>,
+    ) -> Result<(), VirtioError> {
         for device in config.generic_vhost_user.iter().flatten() {
             let made = make_generic(device, context.ram)?;
             let place = Place::new(device.pci_segment, device.pci_device_id);

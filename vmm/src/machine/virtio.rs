@@ -10,41 +10,39 @@ use std::sync::Arc;
 
 use devices::virtio::balloon::{BalloonError, BalloonHandle};
 use devices::virtio::block::{Block, DiskLock, DiskResizer, FullDisk};
-use devices::virtio::console::{Console, ConsoleConfig, ConsoleResizer};
+use devices::virtio::console::ConsoleResizer;
 use devices::virtio::iommu::{Iommu, IommuHandle};
 use devices::virtio::mem::{MemError, MemHandle};
 use devices::virtio::net::Net;
-use devices::virtio::rng::{Rng, RngConfig, RngError};
-use devices::virtio::rtc::{Rtc, RtcConfig};
+use devices::virtio::rng::RngError;
 use devices::virtio::vdpa::VdpaEnd;
 use devices::virtio::vhost_user::VhostUserHandle;
 use devices::virtio::vsock::{Vsock, VsockSocket};
-use devices::virtio::watchdog::{Watchdog, WatchdogConfig, WatchdogHandle};
-use devices::virtio::{ActivationThread, Counters};
+use devices::virtio::watchdog::WatchdogHandle;
+use devices::virtio::{ActivationThread, Counters, Offering};
 use hypervisor::Vm;
 use memory::GuestRam;
 use pci::{Bdf, BdfError, PciDevice as _, VirtioPciDevice, VirtioPciError};
 use thiserror::Error;
 
-use super::balloons;
+use super::boot_devices::Early;
 use super::consoles::Consoles;
-use super::disks::{self, DiskWiringError};
+use super::disks::DiskWiringError;
 use super::events::{EventSink, GuestEvent, Power};
 use super::exclusive::{self, ExclusiveError, LockedImages};
 use super::iommus;
 use super::limits::RateGroups;
-use super::mems::{self, Wired};
-use super::nets::{self, NetHandle, NetWiringError};
+use super::nets::{NetHandle, NetWiringError};
 use super::passthrough::DiscardingDevices;
 use super::place::{Place, TakenNumbers};
 use super::pmems::{self, PmemRange, PmemWiringError};
 use super::segments::{PlaceError, Segments};
 use super::user_devices::UserDeviceError;
 use super::vdpas::VdpaWiringError;
-use super::vhost_users::{self, VhostUserWiringError};
-use super::vsocks::{self, VsockHandle};
-use crate::config::vm::{IOMMU_ID, WATCHDOG_ID};
+use super::vhost_users::VhostUserWiringError;
+use super::vsocks::VsockHandle;
 use crate::config::{DiskConfig, NetConfig, VmConfig, VsockConfig};
+use crate::platform::Platform;
 
 /// Why a virtio device cannot be created.
 #[derive(Debug, Error)]
@@ -143,16 +141,16 @@ pub struct VirtioDevices {
     /// The vDPA devices.
     pub(super) vdpas: Vec<(String, VdpaEnd)>,
     pub(super) iommu: Option<IommuHandle>,
-    balloon: Option<BalloonHandle>,
-    watchdog: Option<WatchdogHandle>,
-    console: Option<ConsoleResizer>,
-    mems: Vec<(String, MemHandle)>,
+    pub(super) balloon: Option<BalloonHandle>,
+    pub(super) watchdog: Option<WatchdogHandle>,
+    pub(super) console: Option<ConsoleResizer>,
+    pub(super) mems: Vec<(String, MemHandle)>,
     /// Addresses of persistent memory; its locks are among those of the disks.
     pub(super) pmems: Vec<(String, PmemRange)>,
     pub(super) counters: Vec<(String, Arc<dyn Counters>)>,
     /// Devices with reserved numbers, whose BARs are placed after those of passed-through devices.
     pub(super) unplaced: Vec<(Bdf, Arc<VirtioPciDevice>)>,
-    taken: TakenNumbers,
+    pub(super) taken: TakenNumbers,
     /// Limits that disks share.
     pub(super) rate_groups: RateGroups,
     /// Receives the events of full disks.
@@ -169,6 +167,8 @@ pub struct PciContext<'a> {
     pub ram: &'a Arc<GuestRam>,
     /// The thread on which virtio devices are activated.
     pub activation: &'a Arc<ActivationThread>,
+    /// The platform.
+    pub platform: &'static Platform,
 }
 
 impl VirtioDevices {
@@ -187,94 +187,18 @@ impl VirtioDevices {
     ) -> Result<Self, VirtioError> {
         let rate_groups = RateGroups::new(config);
         let mut devices = Self { sink: Some(sink), rate_groups, ..Self::default() };
-        let mut taken = TakenNumbers::reserve(config, context.segments)?;
+        devices.taken = TakenNumbers::reserve(config, context.segments)?;
         let pmems = pmems::make(config, context, images)?;
         let iommu = iommus::make(config)?;
         devices.iommu = iommu.as_ref().map(Iommu::handle);
-        if let Some(endpoint) = &consoles.virtio {
-            let id = config.console.id.clone().unwrap_or_default();
-            let console =
-                Console::new(ConsoleConfig { id: id.clone(), endpoint: Arc::clone(endpoint) });
-            devices.console = Some(console.resizer());
-            let place = Place::new(config.console.pci_segment, config.console.pci_device_id)
-                .behind_iommu(config.console.iommu);
-            devices.plug(context, &id, Box::new(console), place)?;
+        let mut early = Early { consoles, images, power, pmems, iommu };
+        for kind in context.platform.numbers.order {
+            devices.plug_kind(*kind, config, context, &mut early)?;
         }
-        for disk in config.disks.iter().flatten() {
-            let place = Place::of_boot_disk(config, disk.pci_segment, disk.pci_device_id)
-                .behind_iommu(disk.iommu);
-            if disk.vhost_user {
-                let made = vhost_users::make_disk(disk, context.ram)?;
-                devices.plug_vhost_user(made, context, place)?;
-            } else {
-                let made = disks::make(disk, images, &devices.rate_groups)?;
-                devices.plug_disk(disk, made, context, place)?;
-            }
-        }
-        for net in config.net.iter().flatten() {
-            if net.vhost_user {
-                let made = vhost_users::make_net(net, context.ram)?;
-                let place = Place::new(net.pci_segment, net.pci_device_id);
-                devices.plug_vhost_user(made, context, place)?;
-            } else {
-                devices.plug_net(net, nets::make(net)?, context)?;
-            }
-        }
-        devices.plug_served(config, context)?;
-        // Before the balloon, which offers less while nothing is discarded.
-        devices.plug_vdpas(config, context)?;
-        let id = config.rng.id.clone().unwrap_or_default();
-        let rng = Rng::new(RngConfig { id: id.clone(), source: config.rng.src.clone() })?;
-        let place = Place::new(config.rng.pci_segment, config.rng.pci_device_id)
-            .behind_iommu(config.rng.iommu);
-        devices.plug(context, &id, Box::new(rng), place)?;
-        if let Some(rtc) = &config.rtc {
-            let id = rtc.id.clone().unwrap_or_default();
-            let device = Rtc::new(RtcConfig { id: id.clone() });
-            let place = Place::new(rtc.pci_segment, rtc.pci_device_id).behind_iommu(rtc.iommu);
-            devices.plug(context, &id, Box::new(device), place)?;
-        }
-        for pmem in pmems {
-            devices.plug_pmem(pmem, context)?;
-        }
-        if let Some(vsock) = &config.vsock {
-            devices.plug_vsock(vsock, vsocks::make(vsock), context)?;
-        }
-        // Before the balloon, here and after a restore: they determine its maximum size.
-        for Wired { id, device, handle } in mems::make(config, context.ram)? {
-            devices.mems.push((id.clone(), handle));
-            let place = Place::new(0, taken.take_highest());
-            devices.plug(context, &id, Box::new(device), place)?;
-        }
-        if config.watchdog {
-            let power = Arc::clone(power);
-            let expired = Arc::new(move || power.signal(GuestEvent::WatchdogExpired));
-            let watchdog = Watchdog::new(WatchdogConfig::new(WATCHDOG_ID.to_owned(), expired));
-            devices.watchdog = Some(watchdog.handle());
-            let place = Place::new(0, taken.take_highest());
-            devices.plug(context, WATCHDOG_ID, Box::new(watchdog), place)?;
-        }
-        if let Some(iommu) = iommu {
-            let place = Place::new(0, taken.take_highest());
-            devices.plug(context, IOMMU_ID, Box::new(iommu), place)?;
-        }
-        if let Some(balloon) = &config.balloon {
-            let id = balloon.id.clone().unwrap_or_default();
-            let device = balloons::make(balloon, context.ram, devices.coming_bytes())?;
-            for (_, mem) in &devices.mems {
-                let handle = device.handle();
-                mem.on_growth(Arc::new(move || handle.memory_has_grown()));
-            }
-            devices.balloon = Some(device.handle());
-            devices.counters.push((id.clone(), device.counters()));
-            let place = Place::new(balloon.pci_segment, balloon.pci_device_id);
-            devices.plug(context, &id, Box::new(device), place)?;
-        }
-        devices.taken = taken;
         Ok(devices)
     }
 
-    fn plug_disk(
+    pub(super) fn plug_disk(
         &mut self,
         disk: &DiskConfig,
         (block, lock): (Block, DiskLock),
@@ -285,6 +209,7 @@ impl VirtioDevices {
         let counters = block.counters();
         let full_disk = block.full_disk();
         let resizer = block.resizer();
+        let block = Offering::of(Box::new(block), context.platform.offers.disk);
         let bdf = self.plug(context, &id, Box::new(block), place)?;
         self.locks.push((id.clone(), lock));
         self.resizers.push((id.clone(), resizer));
@@ -299,7 +224,7 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    fn plug_net(
+    pub(super) fn plug_net(
         &mut self,
         net: &NetConfig,
         (device, handle): (Net, NetHandle),
@@ -307,13 +232,14 @@ impl VirtioDevices {
     ) -> Result<Bdf, VirtioError> {
         let id = net.id.clone().unwrap_or_default();
         let place = Place::new(net.pci_segment, net.pci_device_id).behind_iommu(net.iommu);
+        let device = Offering::of(Box::new(device), context.platform.offers.net);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters()));
         self.nets.push((id, handle));
         Ok(bdf)
     }
 
-    fn plug_vsock(
+    pub(super) fn plug_vsock(
         &mut self,
         vsock: &VsockConfig,
         (device, handle): (Vsock, VsockHandle),
@@ -321,6 +247,7 @@ impl VirtioDevices {
     ) -> Result<Bdf, VirtioError> {
         let id = vsock.id.clone().unwrap_or_default();
         let place = Place::new(vsock.pci_segment, vsock.pci_device_id).behind_iommu(vsock.iommu);
+        let device = Offering::of(Box::new(device), context.platform.offers.vsock);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), handle.counters));
         self.sockets.push((id, handle.socket));
@@ -453,9 +380,14 @@ impl VirtioDevices {
         }
     }
 
-    /// Device numbers that options request in segment 0, and those that are counted down from the highest.
+    /// Device numbers that options request in segment 0, and those of devices for which no option names one.
     pub fn taken_numbers(&self) -> &TakenNumbers {
         &self.taken
+    }
+
+    /// The same, to take another.
+    pub fn taken_mut(&mut self) -> &mut TakenNumbers {
+        &mut self.taken
     }
 
     /// The function with this id.
@@ -488,7 +420,7 @@ impl VirtioDevices {
     }
 
     /// Bytes that the virtio-mem devices are still to plug.
-    fn coming_bytes(&self) -> u64 {
+    pub(super) fn coming_bytes(&self) -> u64 {
         let missing = |(_, mem): &(String, MemHandle)| {
             mem.requested_bytes().saturating_sub(mem.plugged_bytes())
         };

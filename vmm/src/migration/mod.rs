@@ -10,6 +10,7 @@
 //! | `source` | a machine that leaves |
 //! | `destination` | a machine that arrives |
 //! | `snapshot` | a machine into a directory, and out of one |
+//! | `adopted_snapshot` | a snapshot directory of cloud-hypervisor |
 //! | `memory` | guest RAM as `vm-migration` sees it |
 //! | `dirty` | the dirty log of guest and devices |
 //! | `faults`, `fault_choice` | fault sources of postcopy, and which one `auto` means |
@@ -23,6 +24,7 @@
 //! | `grants` | what an arriving configuration may name on this host |
 //! | `updates` | changes of configuration on restore |
 
+mod adopted_snapshot;
 pub mod core_dump;
 pub mod destination;
 pub mod dirty;

@@ -17,6 +17,7 @@ use vm_migration::snapshot::{
     Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save,
 };
 
+use super::adopted_snapshot::{self, AdoptedSnapshot, AdoptedSnapshotError, MemoryContents};
 use super::destination::DmaToMissingPages;
 use super::document::sparse_config;
 use super::memory::{MigratingRam, MigratingRamError};
@@ -72,6 +73,10 @@ pub struct RestoreError {
 enum RestoreCause {
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Adopted(#[from] AdoptedSnapshotError),
+    #[error("its memory can only be copied: memory_restore_mode=copy")]
+    OnDemand,
     #[error("config.json is not the configuration of a VM")]
     ConfigJson(#[source] serde_json::Error),
     #[error("the configuration in config.json cannot be used")]
@@ -167,6 +172,24 @@ fn write_back(machine: &Machine, cancel: &Cancel) -> Result<(), TakeCause> {
     Err(SnapshotError::Cancelled.into())
 }
 
+/// Where the memory of a snapshot is.
+enum Source {
+    /// A snapshot of this program.
+    Own(Box<Opened>),
+    /// One of cloud-hypervisor, whose state has been converted.
+    Adopted(MemoryContents),
+}
+
+impl Source {
+    /// The state that is in the snapshot's file.
+    fn state_json(&self) -> &[u8] {
+        match self {
+            Self::Own(snapshot) => snapshot.state_json(),
+            Self::Adopted(_) => &[],
+        }
+    }
+}
+
 /// Confines the process to the paths of a VM, if it is to be.
 pub type Confine<'a> = &'a dyn Fn(&VmConfig) -> Result<(), LandlockError>;
 
@@ -195,10 +218,19 @@ fn restore_from(
     cancel: &Cancel,
     confine: Confine<'_>,
 ) -> Result<Restored, RestoreCause> {
-    let snapshot = Opened::open(directory)?;
-    let config: VmConfig =
-        serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
-    let mut config = config;
+    let is_on_demand = request.memory_restore_mode == MemoryRestoreMode::OnDemand;
+    let (source, mut config, adopted) = if adopted_snapshot::is_in(directory) {
+        if is_on_demand {
+            return Err(RestoreCause::OnDemand);
+        }
+        let AdoptedSnapshot { config, state, memory } = AdoptedSnapshot::open(directory)?;
+        (Source::Adopted(memory), config, Some(state))
+    } else {
+        let snapshot = Opened::open(directory)?;
+        let config: VmConfig =
+            serde_json::from_slice(snapshot.config_json()).map_err(RestoreCause::ConfigJson)?;
+        (Source::Own(Box::new(snapshot)), config, None)
+    };
     // Before any rename: descriptors use the original names.
     request.arriving_fds().place(&mut config)?;
     updates::change_config(&mut config, request)?;
@@ -206,12 +238,14 @@ fn restore_from(
     confine(&config)?;
     let has_devices = config.devices.as_ref().is_some_and(|devices| !devices.is_empty())
         || !config.vhost_user_devices().is_empty();
-    if has_devices && request.memory_restore_mode == MemoryRestoreMode::OnDemand {
+    if has_devices && is_on_demand {
         return Err(DmaToMissingPages.into());
     }
     // First, as a state that cannot be parsed needs no machine.
-    let mut state =
-        MachineState::from_json(snapshot.state_json()).map_err(RestoreCause::StateJson)?;
+    let mut state = match adopted {
+        Some(state) => state,
+        None => MachineState::from_json(source.state_json()).map_err(RestoreCause::StateJson)?,
+    };
     updates::change_state(&mut state, request)?;
     let first = state.vcpus.first().map(|vcpu| features::describing(&vcpu.msrs));
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
@@ -228,8 +262,8 @@ fn restore_from(
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };
     restored.machine.take_exclusive().map_err(RestoreCause::Make)?;
-    match request.memory_restore_mode {
-        MemoryRestoreMode::Copy => {
+    match (source, request.memory_restore_mode) {
+        (Source::Own(snapshot), MemoryRestoreMode::Copy) => {
             let report = copy_in(&snapshot, &*memory, default_threads(), cancel)?;
             log::info!(
                 "{} MiB of guest memory were read in {} ms",
@@ -238,9 +272,14 @@ fn restore_from(
             );
             prefault(&restored.machine, request, cancel)?;
         }
-        MemoryRestoreMode::OnDemand => {
+        (Source::Own(snapshot), MemoryRestoreMode::OnDemand) => {
             let stop = Cancel::new().map_err(SnapshotError::Resource)?;
-            restored.filling = Some(Filling::start(snapshot, &memory, stop)?);
+            restored.filling = Some(Filling::start(*snapshot, &memory, stop)?);
+        }
+        (Source::Adopted(contents), _) => {
+            let data_bytes = contents.copy_in(&memory, cancel)?;
+            log::info!("{} MiB of guest memory were read", data_bytes >> 20);
+            prefault(&restored.machine, request, cancel)?;
         }
     }
     let clock = match request.clock {

@@ -23,8 +23,9 @@ use super::page_server::{PageServerPlan, PageServerProcess};
 use crate::config::BalloonConfig;
 use crate::machine::{
     INTEGRATED_ENDPOINTS_VERSION, Machine, MachineError, NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION,
-    ROMS_VERSION, WriteBack, WriteBackError, features,
+    PLATFORMS_VERSION, ROMS_VERSION, WriteBack, WriteBackError, features,
 };
+use crate::platform::PlatformName;
 
 /// Downtime of a machine without vCPUs: pausing, saving, restoring and resuming the devices.
 const SWITCH_OVER_BASE: Duration = Duration::from_millis(6);
@@ -197,7 +198,9 @@ impl SourceVm for LeavingMachine {
 
     fn formats(&self) -> Formats {
         // Other parts of later versions are dropped by `MachineState::for_reader`.
-        let state = if self.machine.has_roms() {
+        let state = if self.machine.config().platform_name() != PlatformName::default() {
+            PLATFORMS_VERSION
+        } else if self.machine.has_roms() {
             ROMS_VERSION
         } else if self.machine.has_segments() {
             PCI_SEGMENTS_VERSION

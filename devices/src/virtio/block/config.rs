@@ -3,25 +3,12 @@
 //! The configuration space of a block device (virtio 1.3, 5.2.4).
 
 use super::image::{Disk, SECTOR_BYTES};
+use super::limits::BlockLimits;
 
 /// Length of the supported part of the configuration.
 const LEN_BYTES: usize = 60;
 /// Offset of the only writable field.
 pub(super) const WRITEBACK_OFFSET: u64 = 32;
-/// Limits of requests without data transfer. The thread of a queue does nothing else meanwhile, so this
-/// bounds the delay of its other requests and of a pause.
-#[derive(Clone, Copy)]
-pub(super) struct RangeLimits {
-    /// Maximum number of segments of a request.
-    pub(super) count_max: u32,
-    /// Maximum number of sectors of a segment.
-    pub(super) sectors_max: u32,
-}
-
-/// 32 times 2 GiB: no host writes data for it.
-pub(super) const DISCARD: RangeLimits = RangeLimits { count_max: 32, sectors_max: 1 << 22 };
-/// 64 MiB, which is written out if the host has no better way.
-pub(super) const WRITE_ZEROES: RangeLimits = RangeLimits { count_max: 1, sectors_max: 1 << 17 };
 
 /// Input of the configuration in addition to the disk.
 pub(super) struct ConfigInput {
@@ -29,6 +16,7 @@ pub(super) struct ConfigInput {
     pub(super) num_queues: u16,
     pub(super) writeback: bool,
     pub(super) sparse: bool,
+    pub(super) limits: BlockLimits,
 }
 
 /// Builds the configuration.
@@ -53,11 +41,11 @@ pub(super) fn build(disk: &Disk, input: &ConfigInput) -> [u8; LEN_BYTES] {
     put(28, &narrow(in_blocks(topology.io_opt_bytes)).to_le_bytes());
     put(32, &[u8::from(input.writeback)]);
     put(34, &input.num_queues.to_le_bytes());
-    put(36, &DISCARD.sectors_max.to_le_bytes());
-    put(40, &DISCARD.count_max.to_le_bytes());
+    put(36, &input.limits.discard_sectors_max.to_le_bytes());
+    put(40, &input.limits.discard_ranges_max.to_le_bytes());
     put(44, &discard_sectors.to_le_bytes());
-    put(48, &WRITE_ZEROES.sectors_max.to_le_bytes());
-    put(52, &WRITE_ZEROES.count_max.to_le_bytes());
+    put(48, &input.limits.zero_sectors_max.to_le_bytes());
+    put(52, &input.limits.zero_ranges_max.to_le_bytes());
     // Writing zeroes may deallocate storage.
     put(56, &[u8::from(input.sparse)]);
     bytes

@@ -15,6 +15,7 @@ use super::formatted::DiskFormat;
 #[cfg(any(test, feature = "testing"))]
 use super::image::SECTOR_BYTES;
 use super::image::{Disk, DiskError};
+use super::limits::BlockLimits;
 use super::lock::{DiskLock, LockGranularity};
 use super::no_space::{FullDisk, NoSpace, OnFull};
 use super::perform::{CacheMode, Engine};
@@ -75,6 +76,8 @@ pub struct BlockConfig {
     pub on_full: OnFull,
     /// Limit on bytes read and written and on requests, shared by all queues and perhaps other disks.
     pub limiter: Option<Arc<RateLimiter>>,
+    /// What is accepted of discards and writes of zeroes.
+    pub limits: BlockLimits,
 }
 
 impl Default for BlockConfig {
@@ -95,6 +98,7 @@ impl Default for BlockConfig {
             queue_affinity: Vec::new(),
             on_full: OnFull::default(),
             limiter: None,
+            limits: BlockLimits::GODWIT,
         }
     }
 }
@@ -235,6 +239,7 @@ impl Block {
         };
         let shared = Shared {
             engine,
+            limits: self.config.limits,
             threads: QueueThreads {
                 device: self.config.id.clone(),
                 queues: self.config.num_queues,
@@ -325,6 +330,7 @@ impl VirtioDevice for Block {
             num_queues: self.config.num_queues,
             writeback: self.writeback.load(Ordering::Acquire),
             sparse: self.config.sparse,
+            limits: self.config.limits,
         };
         read_config_bytes(&config::build(&self.disk, &input), offset, data);
     }

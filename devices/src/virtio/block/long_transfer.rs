@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Long transfers, which are split so that a pause need not wait for an entire one.
+//! Long transfers, discards and writes of zeroes, which are split so that a pause need not wait for an entire one.
 //!
 //! Owns the progress of a transfer. It is done piece by piece while no other request of its queue is in flight.
 //! So its chain is the one that was taken last, and between two pieces the queue can return it to the available
@@ -8,10 +8,13 @@
 //! so the transfer is started again when the queue continues, here or on another host. No other state has to
 //! be kept for that.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
+use super::image::SECTOR_BYTES;
+use super::limits::BlockLimits;
 use super::perform::Failure;
-use super::request::{Operation, Request};
+use super::request::{Operation, Range, Request};
 use crate::virtio::buffers::Segments;
 
 /// Maximum length of a transfer done at once, and length of the pieces of a longer one. Linux drivers
@@ -26,7 +29,36 @@ pub(super) struct LongTransfer {
     request: Request,
     started: Instant,
     done_bytes: u64,
-    rest: Segments,
+    rest: Rest,
+}
+
+/// What is left of a long request.
+enum Rest {
+    /// Memory of a read or write.
+    Data(Segments),
+    /// Ranges of a discard or a write of zeroes.
+    Ranges(VecDeque<Range>),
+}
+
+impl Rest {
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Data(data) => data.len_bytes() == 0,
+            Self::Ranges(ranges) => ranges.is_empty(),
+        }
+    }
+}
+
+/// Splits the next piece off, of at most `bytes_max`.
+fn next_range(ranges: &mut VecDeque<Range>, bytes_max: u64) -> Option<Range> {
+    let range = ranges.pop_front()?;
+    let len_bytes = range.len_bytes.min(bytes_max);
+    let left = range.len_bytes.saturating_sub(len_bytes);
+    if left > 0 {
+        let offset = range.offset.saturating_add(len_bytes);
+        ranges.push_front(Range { offset, len_bytes: left, ..range });
+    }
+    Some(Range { len_bytes, ..range })
 }
 
 /// Result of a piece.
@@ -37,7 +69,23 @@ pub(super) enum Progress {
     Finished { request: Request, started: Instant, outcome: Result<u64, Failure> },
 }
 
+/// The next piece of a transfer.
+fn front(rest: &mut Segments) -> Segments {
+    let len_bytes = rest.len_bytes().min(PIECE_BYTES);
+    rest.split_front(len_bytes).unwrap_or_default()
+}
+
 impl Operation {
+    /// Length of a piece of a long one.
+    fn piece_bytes(&self) -> u64 {
+        const OWN: BlockLimits = BlockLimits::GODWIT;
+        match self {
+            Self::Discard(_) => u64::from(OWN.discard_sectors_max) * SECTOR_BYTES,
+            Self::WriteZeroes(_) => u64::from(OWN.zero_sectors_max) * SECTOR_BYTES,
+            _ => PIECE_BYTES,
+        }
+    }
+
     /// Length of the transfer in bytes.
     pub(super) fn transfer_bytes(&self) -> u64 {
         match self {
@@ -48,13 +96,20 @@ impl Operation {
 }
 
 impl LongTransfer {
-    /// Starts a request that needs pieces; returns any other.
+    /// Starts a request that needs pieces; returns any other. Ranges that this program's own guests may ask for are done
+    /// at once.
     pub(super) fn begin(request: Request) -> Result<Self, Request> {
         match &request.operation {
             Operation::Read { data, .. } | Operation::Write { data, .. }
                 if data.len_bytes() > PIECE_BYTES =>
             {
-                let rest = data.clone();
+                let rest = Rest::Data(data.clone());
+                Ok(Self { request, started: Instant::now(), done_bytes: 0, rest })
+            }
+            Operation::Discard(ranges) | Operation::WriteZeroes(ranges)
+                if ranges.iter().any(|range| range.len_bytes > request.operation.piece_bytes()) =>
+            {
+                let rest = Rest::Ranges(ranges.iter().copied().collect());
                 Ok(Self { request, started: Instant::now(), done_bytes: 0, rest })
             }
             _ => Err(request),
@@ -66,20 +121,26 @@ impl LongTransfer {
         mut self,
         perform: impl FnOnce(&Operation) -> Result<u64, Failure>,
     ) -> Progress {
-        let len_bytes = self.rest.len_bytes().min(PIECE_BYTES);
-        let data = self.rest.split_front(len_bytes).unwrap_or_default();
+        let piece_bytes = self.request.operation.piece_bytes();
         let at = |offset: u64| offset.saturating_add(self.done_bytes);
-        let done = match &self.request.operation {
-            Operation::Read { offset, .. } => {
-                perform(&Operation::Read { offset: at(*offset), data })
+        let piece = match (&self.request.operation, &mut self.rest) {
+            (Operation::Read { offset, .. }, Rest::Data(rest)) => {
+                Operation::Read { offset: at(*offset), data: front(rest) }
             }
-            Operation::Write { offset, .. } => {
-                perform(&Operation::Write { offset: at(*offset), data })
+            (Operation::Write { offset, .. }, Rest::Data(rest)) => {
+                Operation::Write { offset: at(*offset), data: front(rest) }
             }
-            other => perform(other),
+            (Operation::Discard(_), Rest::Ranges(rest)) => {
+                Operation::Discard(next_range(rest, piece_bytes).into_iter().collect())
+            }
+            (_, Rest::Ranges(rest)) => {
+                Operation::WriteZeroes(next_range(rest, piece_bytes).into_iter().collect())
+            }
+            (other, Rest::Data(_)) => other.clone(),
         };
-        self.done_bytes = self.done_bytes.saturating_add(len_bytes);
-        if done.is_ok() && self.rest.len_bytes() > 0 {
+        let done = perform(&piece);
+        self.done_bytes = self.done_bytes.saturating_add(piece.transfer_bytes());
+        if done.is_ok() && !self.rest.is_empty() {
             return Progress::Unfinished(self);
         }
         let is_read = matches!(self.request.operation, Operation::Read { .. });

@@ -24,6 +24,7 @@ mod device;
 mod format;
 mod formatted;
 mod image;
+mod limits;
 mod lock;
 mod long_transfer;
 mod no_space;
@@ -51,6 +52,7 @@ pub use formatted::{DiskFormat, FormatError};
 #[cfg(any(test, feature = "testing"))]
 pub(super) use image::Disk;
 pub use image::DiskError;
+pub use limits::BlockLimits;
 pub use lock::{DiskLock, LockGranularity};
 pub use no_space::{FullDisk, OnFull};
 #[cfg(any(test, feature = "testing"))]

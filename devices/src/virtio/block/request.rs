@@ -9,8 +9,8 @@
 use memory::GuestMemory;
 use virtio_bindings::virtio_blk as abi;
 
-use super::config::{DISCARD, RangeLimits, WRITE_ZEROES};
 use super::image::SECTOR_BYTES;
+use super::limits::BlockLimits;
 use crate::virtio::buffers::Segments;
 use crate::virtio::queue::Chain;
 
@@ -104,6 +104,16 @@ pub(super) struct Request {
 pub(super) struct Limits {
     pub(super) capacity_sectors: u64,
     pub(super) readonly: bool,
+    pub(super) ranges: BlockLimits,
+}
+
+/// Limits of a request without data transfer.
+#[derive(Clone, Copy)]
+struct RangeLimits {
+    /// Maximum number of segments.
+    count_max: u32,
+    /// Maximum number of sectors of a segment.
+    sectors_max: u32,
 }
 
 impl Request {
@@ -163,7 +173,11 @@ fn operation(
         }
         abi::VIRTIO_BLK_T_DISCARD => {
             refuse_if_readonly(limits)?;
-            let ranges = ranges(&chain.readable, memory, limits, DISCARD)?;
+            let own = RangeLimits {
+                count_max: limits.ranges.discard_ranges_max,
+                sectors_max: limits.ranges.discard_sectors_max,
+            };
+            let ranges = ranges(&chain.readable, memory, limits, own)?;
             // The flag is only valid for write zeroes (virtio 1.3, 5.2.6.2).
             if ranges.iter().any(|range| range.unmap) {
                 return Err(Status::Unsupported);
@@ -172,7 +186,11 @@ fn operation(
         }
         abi::VIRTIO_BLK_T_WRITE_ZEROES => {
             refuse_if_readonly(limits)?;
-            let ranges = ranges(&chain.readable, memory, limits, WRITE_ZEROES)?;
+            let own = RangeLimits {
+                count_max: limits.ranges.zero_ranges_max,
+                sectors_max: limits.ranges.zero_sectors_max,
+            };
+            let ranges = ranges(&chain.readable, memory, limits, own)?;
             Ok(Operation::WriteZeroes(ranges))
         }
         _ => Err(Status::Unsupported),

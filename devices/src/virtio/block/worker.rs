@@ -14,6 +14,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::counters::BlockCounters;
 use super::image::Disk;
+use super::limits::BlockLimits;
 use super::long_transfer::{LongTransfer, Progress, UNDER_WAY_BYTES};
 use super::no_space::{self, NoSpace, OnFull};
 use super::perform::{Engine, Failure, Stability};
@@ -38,6 +39,8 @@ const BUDGET: u32 = 128;
 #[derive(Clone)]
 pub(crate) struct Shared {
     pub(crate) engine: Engine,
+    /// Limits that the driver has read.
+    pub(crate) limits: BlockLimits,
     /// Additional threads for an image in a format.
     pub(crate) threads: QueueThreads,
     pub(crate) counters: Arc<BlockCounters>,
@@ -117,7 +120,11 @@ impl BlockWorker {
 
     fn limits(&self) -> Limits {
         let disk = self.disk();
-        Limits { capacity_sectors: disk.capacity_sectors(), readonly: disk.readonly() }
+        Limits {
+            capacity_sectors: disk.capacity_sectors(),
+            readonly: disk.readonly(),
+            ranges: self.shared.limits,
+        }
     }
 
     fn disk(&self) -> &Disk {

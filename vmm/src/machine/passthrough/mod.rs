@@ -213,11 +213,14 @@ pub fn line_of(number: DeviceNumber) -> u32 {
     layout::FIRST_FREE_GSI + u32::from(number.get()) % INTX_LINES
 }
 
-/// I/O APIC lines for the interrupt pins of all possible devices of a segment, the same in each.
-pub fn routes() -> Vec<IntxRoute> {
+/// I/O APIC lines from `first_gsi` on for the interrupt pins of all possible devices of a segment, the same in each.
+pub fn routes(first_gsi: u32) -> Vec<IntxRoute> {
     (1..DEVICES_PER_BUS_COUNT)
         .filter_map(|number| DeviceNumber::new(number).ok())
-        .map(|number| IntxRoute { device: number.get(), pin: 0, gsi: line_of(number) })
+        .map(|number| {
+            let gsi = first_gsi + u32::from(number.get()) % INTX_LINES;
+            IntxRoute { device: number.get(), pin: 0, gsi }
+        })
         .collect()
 }
 

@@ -68,7 +68,7 @@ impl PrepinnedSlot {
         let Some((zone, socket)) = ram::only_zone(&config.memory)? else { return Ok(None) };
         // Opening the device reports what is wrong with the path.
         let Some(device) = address_of(&path) else { return Ok(None) };
-        let layout = ram::layout_of(phys_bits, config.memory.hole());
+        let layout = ram::layout_for(config, phys_bits);
         let request = TakePinned {
             size_bytes: zone.size_bytes,
             pages: prezeroed::pages(&zone),

@@ -2,6 +2,7 @@
 
 //! Long transfers: done in pieces, returned in between, and begun anew.
 
+use super::super::limits::BlockLimits;
 use super::super::long_transfer::{PIECE_BYTES, UNDER_WAY_BYTES};
 use super::super::no_space::OnFull;
 use super::super::perform::{CacheMode, Engine};
@@ -17,6 +18,13 @@ const BUFFER_BYTES: u32 = 512 << 10;
 /// Buffers of a request that takes three pieces.
 const BUFFERS: usize = 80;
 const KICK_TOKEN: u64 = 0;
+/// Of a driver that was told that there is no limit.
+const WIDE: BlockLimits = BlockLimits {
+    discard_ranges_max: 1,
+    discard_sectors_max: u32::MAX,
+    zero_ranges_max: 1,
+    zero_sectors_max: u32::MAX,
+};
 
 /// The thread of a queue, whose steps the test takes.
 struct Steps {
@@ -54,6 +62,7 @@ impl Steps {
             Engine { disk, serial: [0; 20], cache, sparse: true, on_full: OnFull::default() };
         let shared = Shared {
             engine,
+            limits: WIDE,
             threads: QueueThreads::default(),
             counters: Arc::default(),
             full: Arc::default(),
@@ -75,6 +84,25 @@ impl Steps {
         all.extend(std::iter::repeat_n(buffer, buffers));
         all.push(writable(STATUS, 1));
         self.driver.queues[0].add(&all);
+    }
+
+    /// Makes a request for a range of sectors available.
+    fn ask_for_range(&mut self, kind: u32, sector: u64, sectors: u64) {
+        let mut header = [0; 16];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        self.driver.write(HEADER, &header);
+        self.driver.write(STATUS, &[0xee]);
+        let sectors = u32::try_from(sectors).unwrap();
+        let range = [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat();
+        self.driver.write(BUFFER, &range);
+        let all = [readable(HEADER, 16), readable(BUFFER, 16), writable(STATUS, 1)];
+        self.driver.queues[0].add(&all);
+    }
+
+    fn has_zeroes_at(&self, offset: u64) -> bool {
+        let mut there = [1; 512];
+        self.image.as_file().read_exact_at(&mut there, offset).unwrap();
+        there == [0; 512]
     }
 
     fn step(&mut self) {
@@ -196,4 +224,46 @@ fn a_long_transfer_waits_for_those_before_it() {
         heads.push(head);
     }
     assert!(heads.is_sorted(), "{heads:?}");
+}
+
+#[test]
+fn a_long_range_is_done_in_pieces_that_a_pause_may_part() {
+    for with_ring in [false, Ring::is_available()] {
+        let mut steps = Steps::new(with_ring);
+        let last = DISK_BYTES - 1024;
+        for offset in [0, 512, 64 << 20, last, last + 512] {
+            steps.image.as_file().write_all_at(&[0x44; 512], offset).unwrap();
+        }
+        let (zeroes, sectors) = (abi::VIRTIO_BLK_T_WRITE_ZEROES, DISK_BYTES / 512 - 2);
+        steps.ask_for_range(zeroes, 1, sectors);
+        steps.step();
+        steps.step();
+        assert!(steps.has_zeroes_at(512) && !steps.has_zeroes_at(last), "a part of it");
+        assert!(steps.worker.try_drain(&mut steps.watch).unwrap());
+        assert_eq!((steps.next_avail(), steps.answer()), (0, None), "it is the driver's again");
+        steps.worker.start(&mut steps.watch).unwrap();
+        let mut taken = 0;
+        while steps.driver.queues[0].used_index() == 0 {
+            steps.step();
+            taken += 1;
+        }
+        // 256 MiB less two sectors in pieces of 64 MiB, one of which the start may have done.
+        assert!((3..=5).contains(&taken), "{taken}");
+        assert_eq!(steps.answer(), Some((OK, 1)));
+        assert!(steps.has_zeroes_at(64 << 20) && steps.has_zeroes_at(last));
+        assert!(!steps.has_zeroes_at(0) && !steps.has_zeroes_at(last + 512), "around it");
+    }
+}
+
+#[test]
+fn a_long_range_beyond_the_disk_is_refused() {
+    let mut steps = Steps::new(false);
+    steps.ask_for_range(abi::VIRTIO_BLK_T_DISCARD, 1, DISK_BYTES / 512);
+    steps.step();
+    assert_eq!(steps.answer(), Some((IO_ERROR, 1)));
+    steps.ask_for_range(abi::VIRTIO_BLK_T_DISCARD, 1, DISK_BYTES / 512 - 1);
+    while steps.driver.queues[0].used_index() < 2 {
+        steps.step();
+    }
+    assert_eq!(steps.answer(), Some((OK, 1)));
 }

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A VM of cloud-hypervisor as one of this program: from its documents to configuration, memory and machine state.
+//!
+//! Owns what the values of those documents mean here, and what cannot be taken over. A pure function: it has no KVM, file
+//! or socket, and reads guest memory only through [`ReadGuest`]. The documents are untrusted. What is refused is named by
+//! the path of its node; nothing is ever dropped in silence: what a guest may notice is in [`Adopted::losses`].
+//!
+//! | module | what it converts |
+//! | --- | --- |
+//! | `configuration` | the configuration, with the place of each device |
+//! | `memory` | where RAM is, memory devices of ACPI |
+//! | `vcpu` | registers, CPUID, MSRs, the local APIC |
+//! | `interrupts` | the I/O APIC; PICs that the guest has found absent |
+//! | `clock` | the clock, the TSC and the timers that follow it |
+//! | `legacy` | devices at fixed addresses |
+//! | `functions` | configuration space, BARs and MSI-X of a PCI function |
+//! | `transport` | the virtio transport, positions of queues |
+//! | `own_states`, `features` | the virtio devices' own states; what they may have offered |
+//! | `topology` | which devices there are, and where |
+//!
+//! The machine is of the platform that the guest has seen; [`SeenPlatform`] has what of it the documents say.
+
+mod clock;
+mod configuration;
+mod error;
+mod features;
+mod functions;
+mod interrupts;
+mod legacy;
+mod memory;
+mod own_states;
+mod topology;
+mod transport;
+mod vcpu;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::error::Error;
+
+use cloud_hypervisor_state::{Document, MemoryManager};
+use pci::Bdf;
+use serde_json::Value;
+
+use crate::config::VmConfig;
+use crate::machine::MachineState;
+use crate::platform::PlatformName;
+
+pub use error::AdoptError;
+pub use memory::{MemoryLayout, MemoryPart, PartKind};
+
+/// The platform of these guests.
+const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;
+
+/// Guest memory, as far as it is read: the indices of rings.
+pub trait ReadGuest {
+    /// The two bytes at an address.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    fn read_u16(&self, gpa: u64) -> Result<u16, Box<dyn Error + Send + Sync>>;
+}
+
+/// What the guest has seen that is no part of its configuration or state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeenPlatform {
+    /// Address bits by which windows and registers were placed.
+    pub address_bits: u8,
+    /// Where the window for 64-bit BARs starts.
+    pub device_area_gpa: u64,
+    /// Address of each PCI function by the id that it has here.
+    pub addresses: BTreeMap<String, Bdf>,
+    /// Features that each virtio device has offered, by the id that it has here.
+    pub offered: BTreeMap<String, u64>,
+    /// The number that the next name made by the VMM would have had.
+    pub names_count: u64,
+}
+
+/// A VM that was converted.
+#[derive(Debug)]
+pub struct Adopted {
+    /// Its configuration, complete.
+    pub config: VmConfig,
+    /// Network devices whose taps were given as descriptors, and have to be again.
+    pub without_tap: Vec<String>,
+    /// The platform.
+    pub platform: SeenPlatform,
+    /// Where its memory is.
+    pub memory: MemoryLayout,
+    /// State of everything except memory.
+    pub state: MachineState,
+    /// What is lost and the guest or its user may notice, each a sentence for the log.
+    pub losses: Vec<String>,
+}
+
+/// Fuzzes the conversion: a line with the configuration, then the document. What is made of them has a state that is read
+/// as it was written.
+#[cfg(any(test, feature = "testing"))]
+pub fn fuzz_adopt(data: &[u8]) {
+    struct Counting;
+    impl ReadGuest for Counting {
+        fn read_u16(&self, gpa: u64) -> Result<u16, Box<dyn Error + Send + Sync>> {
+            // Some of the positions fit.
+            Ok(u16::from_le_bytes([gpa.to_le_bytes()[1] & 3, 0]))
+        }
+    }
+    let Some(end) = data.iter().position(|byte| *byte == b'\n') else { return };
+    let (config, document) = data.split_at(end);
+    let Ok(config) = cloud_hypervisor_state::ConfigMessage::read_vm_config(config) else { return };
+    let Ok(document) = Document::read(document) else { return };
+    let Ok(adopted) = adopt(&config, &document.memory, &document, &Counting) else { return };
+    let json = adopted.state.to_json().unwrap_or_default();
+    let again = MachineState::from_json(&json).map(|state| state.to_json().unwrap_or_default());
+    assert!(matches!(again, Ok(again) if again == json), "read otherwise");
+}
+
+/// Converts a VM.
+///
+/// `memory` is the state of the memory manager that came with the configuration; in a snapshot that of the document.
+///
+/// # Errors
+/// Names the part that cannot be taken over.
+pub fn adopt(
+    vm_config: &Value,
+    memory: &MemoryManager,
+    document: &Document,
+    guest: &dyn ReadGuest,
+) -> Result<Adopted, AdoptError> {
+    let mut losses = Vec::new();
+    let topology = topology::of(document)?;
+    let raw = configuration::read(vm_config, memory, &topology)?;
+    let mut config = raw.config;
+    config.platform.get_or_insert_default().platform = PLATFORM;
+    let mut config = config.complete_begun().map_err(AdoptError::Config)?;
+    topology::check(&config, document)?;
+    let layout = memory::layout(&config.memory, memory, &document.memory)?;
+    let vcpus = vcpu::convert(document, &config.cpus)?;
+    let windows = functions::Windows::of(&layout, vcpus.address_bits)?;
+    config.pci_address_bits = Some(vcpus.address_bits);
+    config.pci_numbers = topology.unlisted_numbers(document);
+    let clock = clock::convert(&document.vm)?;
+    let mut pci = BTreeMap::new();
+    let mut offered = BTreeMap::new();
+    for (id, (transport, device)) in &document.devices.virtio {
+        let here = topology::name_here(id, device);
+        let known = features::check(id, device)?;
+        let state = own_states::convert(id, device, &layout, &mut losses)?;
+        let place = topology.place(id)?;
+        let input = transport::Input { id, transport, device, place, windows: &windows };
+        let state = transport::convert(&input, known.accepted, state, &layout, guest)?;
+        offered.insert(here.clone(), known.offered);
+        pci.insert(here, state);
+    }
+    if let Some(panics) = &document.devices.pvpanic {
+        let state = functions::panic_device(panics, topology.panic_device()?, &windows)?;
+        pci.insert(crate::config::vm::PVPANIC_ID.to_owned(), state);
+    }
+    let mut state = MachineState {
+        version: 1,
+        platform: PLATFORM,
+        shown: vcpu::shown(&document.vm),
+        clock,
+        vcpus: vcpus.states,
+        irqchips: interrupts::convert(&document.devices.ioapic)?,
+        legacy: legacy::convert(document, &layout, &clock, &mut losses),
+        pci_config_address: 0,
+        pci_hotplug: None,
+        cpu_hotplug: None,
+        memory_hotplug: memory::devices(&document.memory),
+        pci,
+    };
+    state.version = state.needed_version();
+    Ok(Adopted {
+        without_tap: raw.without_tap,
+        platform: SeenPlatform {
+            address_bits: vcpus.address_bits,
+            device_area_gpa: layout.device_area_gpa,
+            addresses: topology.addresses(document),
+            offered,
+            names_count: document.devices.data.device_id_cnt,
+        },
+        config,
+        memory: layout,
+        state,
+        losses,
+    })
+}

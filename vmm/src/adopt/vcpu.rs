@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! vCPUs: registers as the kernel's structures, MSRs without the TSC, the local APIC in the format that is set here.
+//!
+//! Owns what is not saved there and has a default: debug registers. Whether a processor can run them is decided later.
+
+use std::collections::BTreeMap;
+
+use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu, VmData};
+use hypervisor::{Blob, CpuidEntry, MsrValue, TscState, VcpuState};
+use kvm_bindings::{KVM_VCPUEVENT_VALID_TRIPLE_FAULT, kvm_debugregs, kvm_vcpu_events};
+use serde::de::DeserializeOwned;
+use serde::de::value::{Error as BytesError, SeqDeserializer};
+
+use super::error::{AdoptError, ensure};
+use crate::config::CpusConfig;
+
+const IA32_TSC: u32 = 0x10;
+/// Mode bit of the local APIC's base address.
+const X2APIC: u64 = 1 << 10;
+/// Register of the local APIC with its id.
+const APIC_ID: usize = 0x20;
+/// Highest APIC id for which cloud-hypervisor leaves the id in the format of xAPIC.
+const XAPIC_FORMAT_MAX: u32 = 254;
+/// Debug registers at reset.
+const DR6: u64 = 0xffff_0ff0;
+const DR7: u64 = 0x400;
+/// The last state of a vCPU that the kernel knows on x86.
+const MP_STATE_MAX: u32 = 4;
+/// Components of the XSAVE area that are in the header, and where the header is.
+const XSAVE_LEGACY_COMPONENTS: u64 = 0b11;
+const XSAVE_HEADER: usize = 512;
+const XSAVE_COMPACTED: u64 = 1 << 63;
+const XSAVE_MIN_BYTES: u64 = 576;
+const NESTED_HEADER_BYTES: usize = 128;
+const LEAF_XSAVE: u32 = 0xd;
+const LEAF_TOPOLOGY: u32 = 0xb;
+const LEAF_ADDRESS_BITS: u32 = 0x8000_0008;
+
+/// The vCPUs of a guest.
+#[derive(Debug)]
+pub struct Vcpus {
+    /// By index.
+    pub states: Vec<VcpuState>,
+    /// The address bits that they were shown.
+    pub address_bits: u8,
+}
+
+/// All vCPUs that are present. Those beyond `boot_vcpus` were ejected by the guest and are left out.
+///
+/// # Errors
+/// Names the vCPU and the register.
+pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptError> {
+    let highest = match &cpus.topology {
+        Some(topology) => topology.highest_apic_id().unwrap_or(u32::MAX),
+        None => cpus.max_vcpus,
+    };
+    let mut sources = Vec::new();
+    for index in 0..cpus.boot_vcpus {
+        let missing = || AdoptError::refused(path(index), "the node is missing");
+        let Vcpu::Kvm(vcpu) = document.vcpus.get(&index).ok_or_else(missing)?;
+        sources.push(vcpu);
+    }
+    let first = sources.first().ok_or_else(|| AdoptError::refused(path(0), "no vCPU"))?;
+    let tsc = tsc_of(first).ok_or_else(|| AdoptError::refused(path(0), "msrs: no TSC"))?;
+    let address_bits = address_bits(first)?;
+    let states =
+        (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu, highest }.convert(tsc));
+    Ok(Vcpus { states: states.collect::<Result<_, _>>()?, address_bits })
+}
+
+fn path(index: u32) -> String {
+    format!("cpu-manager/{index}")
+}
+
+fn tsc_of(vcpu: &KvmVcpu) -> Option<u64> {
+    vcpu.msrs.iter().find(|msr| msr.index == IA32_TSC).map(|msr| msr.data)
+}
+
+fn leaf(vcpu: &KvmVcpu, function: u32, index: u32) -> Option<&TheirEntry> {
+    vcpu.cpuid.iter().find(|entry| (entry.function, entry.index) == (function, index))
+}
+
+fn address_bits(vcpu: &KvmVcpu) -> Result<u8, AdoptError> {
+    let bits = leaf(vcpu, LEAF_ADDRESS_BITS, 0).map_or(0, |entry| entry.eax & 0xff);
+    ensure(
+        (32..=52).contains(&bits),
+        || format!("{}: cpuid", path(0)),
+        || format!("leaf 0x80000008 says {bits} address bits"),
+    )?;
+    Ok(u8::try_from(bits).unwrap_or(0))
+}
+
+/// What all vCPUs were shown, by which a host is compared and new vCPUs are made. Not what the kernel returns of a vCPU: not
+/// every KVM returns what it was told.
+pub fn shown(vm: &VmData) -> Vec<CpuidEntry> {
+    vm.common_cpuid.iter().map(entry).collect()
+}
+
+/// A vCPU that is converted.
+struct Source<'a> {
+    index: u32,
+    vcpu: &'a KvmVcpu,
+    /// The highest APIC id that the guest may have.
+    highest: u32,
+}
+
+impl Source<'_> {
+    fn at(&self, field: &str) -> String {
+        format!("{}: {field}", path(self.index))
+    }
+
+    fn convert(&self, tsc: u64) -> Result<VcpuState, AdoptError> {
+        let vcpu = self.vcpu;
+        let mp_state = u32::from_le_bytes(*vcpu.mp_state);
+        ensure(mp_state <= MP_STATE_MAX, || self.at("mp_state"), || format!("{mp_state}"))?;
+        let events: kvm_vcpu_events = self.structure("vcpu_events", vcpu.vcpu_events.as_slice())?;
+        let is_lost = events.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0;
+        ensure(!is_lost, || self.at("vcpu_events"), || "a triple fault".to_owned())?;
+        let sregs: kvm_bindings::kvm_sregs = self.structure("sregs", vcpu.sregs.as_slice())?;
+        Ok(VcpuState {
+            version: 1,
+            cpuid: vcpu.cpuid.iter().map(entry).collect(),
+            mp_state,
+            regs: self.structure("regs", vcpu.regs.as_slice())?,
+            pdptrs: None,
+            xsave: self.xsave()?,
+            xcrs: self.structure("xcrs", vcpu.xcrs.as_slice())?,
+            debugregs: kvm_debugregs { dr6: DR6, dr7: DR7, ..Default::default() },
+            lapic: self.lapic(sregs.apic_base)?,
+            sregs,
+            msrs: self.msrs()?,
+            events,
+            tsc: TscState { khz: vcpu.tsc_khz, value: tsc, offset: None },
+            nested: self.nested()?,
+            ssp: None,
+        })
+    }
+
+    /// A structure of the kernel from its bytes.
+    fn structure<T: DeserializeOwned>(&self, field: &str, bytes: &[u8]) -> Result<T, AdoptError> {
+        T::deserialize(SeqDeserializer::<_, BytesError>::new(bytes.iter().copied()))
+            .map_err(|error| AdoptError::refused(self.at(field), error.to_string()))
+    }
+
+    /// The XSAVE area, if all components that it says it has are in it.
+    fn xsave(&self) -> Result<Blob, AdoptError> {
+        let xsave = &self.vcpu.xsave;
+        let words = xsave.region.iter().chain(xsave.extra.iter());
+        let bytes: Vec<u8> = words.flat_map(|word| word.to_le_bytes()).collect();
+        let (present, compacted) = (u64_at(&bytes, XSAVE_HEADER), u64_at(&bytes, XSAVE_HEADER + 8));
+        ensure(
+            compacted & XSAVE_COMPACTED == 0,
+            || self.at("xsave.region"),
+            || "it is in the compacted format".to_owned(),
+        )?;
+        let others = (0_u32..63).filter(|bit| (present & !XSAVE_LEGACY_COMPONENTS) >> bit & 1 == 1);
+        for component in others {
+            let place = leaf(self.vcpu, LEAF_XSAVE, component);
+            let end = place.map(|entry| u64::from(entry.ebx).saturating_add(entry.eax.into()));
+            let has = u64::try_from(bytes.len()).unwrap_or(0);
+            ensure(
+                end.is_some_and(|end| end > XSAVE_MIN_BYTES && end <= has),
+                || self.at("xsave"),
+                || format!("component {component} is not in its {has} bytes"),
+            )?;
+        }
+        Ok(Blob::new(&bytes))
+    }
+
+    /// The register page, with the id in all bits of its register if the vCPU is in x2APIC mode.
+    fn lapic(&self, apic_base: u64) -> Result<Blob, AdoptError> {
+        let regs = self.vcpu.lapic_state.regs.iter();
+        let mut bytes: Vec<u8> = regs.map(|byte| byte.cast_unsigned()).collect();
+        if apic_base & X2APIC != 0 && self.highest <= XAPIC_FORMAT_MAX {
+            let Some(register) = bytes.get_mut(APIC_ID..).and_then(<[u8]>::first_chunk_mut) else {
+                return Err(AdoptError::refused(self.at("lapic_state"), "too short"));
+            };
+            let id = u32::from_le_bytes(*register);
+            let shown = leaf(self.vcpu, LEAF_TOPOLOGY, 0).map(|entry| entry.edx);
+            ensure(
+                id.trailing_zeros() >= 24 && shown.is_none_or(|shown| shown == id >> 24),
+                || self.at("lapic_state.regs[32]"),
+                || format!("the APIC id {id:#x} is not in the upper byte, or not the one of CPUID"),
+            )?;
+            *register = (id >> 24).to_le_bytes();
+        }
+        Ok(Blob::new(&bytes))
+    }
+
+    /// All MSRs but the TSC, by their index.
+    fn msrs(&self) -> Result<Vec<MsrValue>, AdoptError> {
+        let mut values = BTreeMap::new();
+        for msr in self.vcpu.msrs.iter().filter(|msr| msr.index != IA32_TSC) {
+            let before = values.insert(msr.index, msr.data);
+            ensure(
+                before.is_none_or(|before| before == msr.data),
+                || self.at("msrs"),
+                || format!("MSR {:#x} has two values", msr.index),
+            )?;
+        }
+        Ok(values.into_iter().map(|(index, value)| MsrValue { index, value }).collect())
+    }
+
+    /// The state of nested guests: as much of the buffer as its own length says.
+    fn nested(&self) -> Result<Option<Blob>, AdoptError> {
+        const LENGTH: usize = 4;
+        let Some(buffer) = &self.vcpu.nested_state else { return Ok(None) };
+        let bytes = buffer.as_slice();
+        let len =
+            bytes.get(LENGTH..).and_then(<[u8]>::first_chunk).copied().map(u32::from_le_bytes);
+        let len = len.and_then(|len| usize::try_from(len).ok()).unwrap_or(0);
+        let used = bytes.get(..len).filter(|used| used.len() >= NESTED_HEADER_BYTES);
+        let wrong = || AdoptError::refused(self.at("nested_state"), format!("{len} bytes of it"));
+        Ok(Some(Blob::new(used.ok_or_else(wrong)?)))
+    }
+}
+
+fn entry(entry: &TheirEntry) -> CpuidEntry {
+    let TheirEntry { function, index, flags, eax, ebx, ecx, edx } = *entry;
+    CpuidEntry { function, index, flags, answer: [eax, ebx, ecx, edx] }
+}
+
+/// The number at an offset; zero beyond the end.
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let chunk = bytes.get(at..).and_then(<[u8]>::first_chunk).copied();
+    chunk.map_or(0, u64::from_le_bytes)
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Tests on a directory with the files of a recorded snapshot.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::sync::Arc;
+
+use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+
+use super::*;
+
+const RAM_BYTES: u64 = 8 << 20;
+
+macro_rules! file {
+    ($name:literal) => {
+        include_bytes!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../tests/data/cloud-hypervisor-53/snapshots/plain-1/",
+            $name
+        ))
+    };
+}
+
+/// A snapshot with this length of its memory file, in which one page has contents.
+fn directory(memory_bytes: u64) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    std::fs::write(path(CONFIG_FILE), file!("config.json")).unwrap();
+    std::fs::write(path(STATE_FILE), file!("state.json")).unwrap();
+    let memory = File::create(path(MEMORY_FILE)).unwrap();
+    memory.set_len(memory_bytes).unwrap();
+    memory.write_all_at(&[7; PAGE], 0x5000).unwrap();
+    directory
+}
+
+fn ram() -> MigratingRam {
+    let config = RamConfig { zones: vec![ZoneSpec::new("mem0", RAM_BYTES)] };
+    let layout = RamLayout {
+        hole_start: 3 << 30,
+        hole_end: 4 << 30,
+        high_hole: None,
+        end: 1 << 39,
+        later_align_bytes: 128 << 20,
+    };
+    MigratingRam::new(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
+}
+
+fn refusal(directory: &Path) -> String {
+    match AdoptedSnapshot::open(directory) {
+        Ok(_) => panic!("it is opened"),
+        Err(error) => error_text::chain(&error),
+    }
+}
+
+#[test]
+fn a_snapshot_is_recognised_and_its_memory_copied() {
+    let directory = directory(RAM_BYTES);
+    assert!(is_in(directory.path()));
+    let snapshot = AdoptedSnapshot::open(directory.path()).unwrap();
+    assert_eq!(snapshot.state.vcpus.len(), 1);
+    assert_eq!(snapshot.memory.read_u16(0x5ffe).unwrap(), 0x0707);
+    assert_eq!(snapshot.memory.read_u16(0x5fff).unwrap(), 0x0007);
+    assert!(snapshot.memory.read_u16(RAM_BYTES - 1).is_err());
+    let ram = ram();
+    assert_eq!(snapshot.memory.copy_in(&ram, &Cancel::new().unwrap()).unwrap(), PAGE_BYTES);
+    let mut page = [0; PAGE];
+    ram.ram().guest_memory().memory().read_slice(&mut page, GuestAddress(0x5000)).unwrap();
+    assert_eq!(page, [7; PAGE]);
+    let zero = ram.ram().regions()[0].zero();
+    assert!(zero.is_zero(4) && !zero.is_zero(5) && zero.is_zero(6));
+    // One of this program has a manifest.
+    std::fs::write(directory.path().join(MANIFEST_FILE), "{}").unwrap();
+    assert!(!is_in(directory.path()));
+}
+
+#[test]
+fn an_unfinished_snapshot_is_refused() {
+    for bytes in [RAM_BYTES - 1, RAM_BYTES + 1] {
+        let error = refusal(directory(bytes).path());
+        assert!(error.contains("memory-ranges has") && error.contains("not finished"), "{error}");
+    }
+    let directory = directory(RAM_BYTES);
+    std::fs::remove_file(directory.path().join(MEMORY_FILE)).unwrap();
+    assert!(refusal(directory.path()).contains("cannot open"));
+}
+
+#[test]
+fn files_that_are_no_documents_are_named() {
+    for (name, contents, expected) in [
+        (STATE_FILE, "{", "state.json cannot be read: (root): EOF"),
+        (CONFIG_FILE, "[", "config.json cannot be read: config: [0]: EOF"),
+        (CONFIG_FILE, "[]", "cannot be taken over: the configuration has vm_config=[]"),
+    ] {
+        let directory = directory(RAM_BYTES);
+        std::fs::write(directory.path().join(name), contents).unwrap();
+        let error = refusal(directory.path());
+        assert!(error.contains(expected), "{error}");
+    }
+    let directory = directory(RAM_BYTES);
+    std::fs::remove_file(directory.path().join(STATE_FILE)).unwrap();
+    std::fs::create_dir(directory.path().join(STATE_FILE)).unwrap();
+    assert!(refusal(directory.path()).contains("state.json is no file of a snapshot"));
+}
+
+#[test]
+fn memory_that_the_machine_does_not_have_is_refused() {
+    let directory = directory(RAM_BYTES);
+    let range = MemoryRange { gpa: PAGE_BYTES, length: RAM_BYTES };
+    let contents = MemoryContents::open(&directory.path().join(MEMORY_FILE), &[range]).unwrap();
+    let file = contents.file.as_ref().unwrap();
+    let writable = OpenOptions::new().write(true).open(directory.path().join(MEMORY_FILE)).unwrap();
+    writable.write_all_at(&[1], RAM_BYTES - 1).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), RAM_BYTES);
+    let error = contents.copy_in(&ram(), &Cancel::new().unwrap()).unwrap_err();
+    assert!(error.to_string().contains("memory at 0x800000"), "{error}");
+    let cancel = Cancel::new().unwrap();
+    cancel.cancel();
+    let cancelled = contents.copy_in(&ram(), &cancel).unwrap_err();
+    assert!(matches!(cancelled, AdoptedSnapshotError::Cancelled));
+}
