@@ -130,7 +130,7 @@ impl RouteTable {
 
 impl RouteTable {
     /// The message as the kernel takes it: bits 31 to 8 of an APIC id are in the upper half of the address.
-    fn as_kernel(&self, message: MsiMessage) -> MsiMessage {
+    pub fn as_kernel(&self, message: MsiMessage) -> MsiMessage {
         let extended = message.address & EXTENDED_DESTINATION;
         if !self.rules.extended_destinations || extended == 0 {
             return message;
@@ -258,5 +258,9 @@ mod tests {
         };
         assert_eq!(addresses(true), (0xfee3_4000, 0x500));
         assert_eq!(addresses(false), (0xfee3_40a0, 0));
+        // A message that is not sent by way of a route is translated alike.
+        let rules = InterruptRules { extended_destinations: true, ..GODWIT_INTERRUPTS };
+        let sent = RouteTable::with_rules(4096, rules).as_kernel(MsiMessage { address, data: 1 });
+        assert_eq!(sent, MsiMessage { address: 0x500_fee3_4000, data: 1 });
     }
 }

@@ -136,6 +136,8 @@ impl MsiVector for Vector {
     }
 
     fn redeliver(&self, message: MsiMessage) -> Result<(), IrqError> {
+        // Not by way of a route, which would have been translated.
+        let message = self.vm.routes.lock().as_kernel(message);
         let [a0, a1, a2, a3, a4, a5, a6, a7] = message.address.to_le_bytes();
         let msi = kvm_msi {
             address_lo: u32::from_le_bytes([a0, a1, a2, a3]),

@@ -224,6 +224,8 @@ impl Machine {
         passthrough::choose_high_hole(&mut config);
         let bits = phys_bits(&host.cpuid, config.cpus.max_phys_bits);
         segments::keep_address_bits(&mut config, bits);
+        // Those of an earlier boot: what was added or removed since may have changed them.
+        config.pci_numbers = None;
         let locked = std::mem::take(&mut kept.files);
         if config.memory.has_memory_devices() {
             // What is plugged in from the start would be missing among the mappings.

@@ -58,6 +58,15 @@ pub enum SegmentsError {
         /// Address bits here.
         here: u8,
     },
+    /// The configuration of a guest that has booted elsewhere lacks what its tables were made for.
+    #[error(
+        "a guest on the platform {platform} has tables for a number of address bits, and its configuration \
+         does not say which (pci_address_bits)"
+    )]
+    NoAddressBits {
+        /// Name of the platform.
+        platform: &'static str,
+    },
     /// The bus cannot be made.
     #[error(transparent)]
     Pci(#[from] PciError),
@@ -225,6 +234,9 @@ impl Segments {
     ) -> Result<Self, SegmentsError> {
         let weights = config.aperture_weights();
         let platform = config.machine_platform();
+        if platform.keeps_address_bits && config.pci_address_bits.is_none() {
+            return Err(SegmentsError::NoAddressBits { platform: platform.name.text() });
+        }
         let kept = config.pci_address_bits.filter(|_| depends_on_address_bits(config));
         if let Some(needed) = kept.filter(|bits| *bits > host_bits) {
             return Err(SegmentsError::AddressBits { needed, here: host_bits });

@@ -140,9 +140,10 @@ impl BalloonPages {
     }
 
     /// Discards pages in the balloon if some could not be discarded when inflated, or all memory was
-    /// `populated` since, for devices or by a prefault.
+    /// `populated` since, for devices or by a prefault. Not those of a driver that need not tell before it uses them
+    /// (virtio 1.3, 5.5.6): they may have data again.
     pub(super) fn retry(&mut self, populated: bool, counters: &OperationCounters) {
-        if !std::mem::take(&mut self.deferred) && !populated {
+        if !std::mem::take(&mut self.deferred) && !populated || !self.must_tell_host {
             return;
         }
         let mut discarded = Discarded::default();

@@ -49,10 +49,11 @@ impl Rest {
     }
 }
 
-/// Splits the next piece off, of at most `bytes_max`.
-fn next_range(ranges: &mut VecDeque<Range>, bytes_max: u64) -> Option<Range> {
+/// Splits the next piece off, which ends at a multiple of `piece_bytes`, so that no unit of an image is in two.
+fn next_range(ranges: &mut VecDeque<Range>, piece_bytes: u64) -> Option<Range> {
     let range = ranges.pop_front()?;
-    let len_bytes = range.len_bytes.min(bytes_max);
+    let begun_bytes = range.offset.checked_rem(piece_bytes).unwrap_or(0);
+    let len_bytes = range.len_bytes.min(piece_bytes.saturating_sub(begun_bytes));
     let left = range.len_bytes.saturating_sub(len_bytes);
     if left > 0 {
         let offset = range.offset.saturating_add(len_bytes);
@@ -86,6 +87,24 @@ impl Operation {
         }
     }
 
+    /// The first piece of ranges that need pieces; any other operation as a whole.
+    pub(super) fn first_piece(&self) -> Self {
+        let cut = |ranges: &[Range]| {
+            let mut rest: VecDeque<Range> = ranges.iter().copied().collect();
+            next_range(&mut rest, self.piece_bytes()).into_iter().collect()
+        };
+        match self {
+            Self::Discard(ranges) if self.has_long_range() => Self::Discard(cut(ranges)),
+            Self::WriteZeroes(ranges) if self.has_long_range() => Self::WriteZeroes(cut(ranges)),
+            other => other.clone(),
+        }
+    }
+
+    fn has_long_range(&self) -> bool {
+        let (Self::Discard(ranges) | Self::WriteZeroes(ranges)) = self else { return false };
+        ranges.iter().any(|range| range.len_bytes > self.piece_bytes())
+    }
+
     /// Length of the transfer in bytes.
     pub(super) fn transfer_bytes(&self) -> u64 {
         match self {
@@ -107,7 +126,7 @@ impl LongTransfer {
                 Ok(Self { request, started: Instant::now(), done_bytes: 0, rest })
             }
             Operation::Discard(ranges) | Operation::WriteZeroes(ranges)
-                if ranges.iter().any(|range| range.len_bytes > request.operation.piece_bytes()) =>
+                if request.operation.has_long_range() =>
             {
                 let rest = Rest::Ranges(ranges.iter().copied().collect());
                 Ok(Self { request, started: Instant::now(), done_bytes: 0, rest })

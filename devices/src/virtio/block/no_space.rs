@@ -126,7 +126,8 @@ impl FullDisk {
     }
 
     /// Carries out the waiting requests as far as there is space, without completing them: the device,
-    /// which must be paused, repeats them when it resumes, as writing the same data again changes nothing.
+    /// which must be paused, repeats them when it resumes, as writing the same data again changes nothing. Of a range that
+    /// takes several pieces it is the first one: the rest may fill the disk once more.
     /// Takes as long as the storage does.
     ///
     /// # Errors
@@ -140,7 +141,7 @@ impl FullDisk {
         };
         for at in 0.. {
             let Some((operation, engine, memory)) = next(at) else { break };
-            match engine.perform(&operation, &memory.memory()) {
+            match engine.perform(&operation.first_piece(), &memory.memory()) {
                 Err(Failure::Host(error)) if is_full(&error) => return Err(error),
                 _ => {}
             }
