@@ -209,13 +209,6 @@ impl HighHole {
     }
 }
 
-/// The 64-bit device window of this program's own guests: from the first GiB boundary after `ram_end_gpa` (all memory
-/// that may be added later included) to the end of what `phys_bits` can address, but for the last 64 KiB; see
-/// [`crate::windows`]. `None` when RAM leaves no room.
-pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<GpaRange> {
-    crate::windows::GODWIT_WINDOWS.high(ram_end_gpa, phys_bits, hole)
-}
-
 /// Shortest share of a window; see [`shares`]. A PCI segment with less could hold no BAR worth having.
 pub const SHARE_MIN_BYTES: u64 = 0x1_0000;
 
@@ -263,6 +256,7 @@ const _: () = {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
+    use crate::windows::mmio64_window;
     use proptest::prelude::*;
 
     #[test]

@@ -83,6 +83,13 @@ impl WindowRules {
     }
 }
 
+/// The 64-bit device window of this program's own guests: from the first GiB boundary after `ram_end_gpa` (all memory
+/// that may be added later included) to the end of what `phys_bits` can address, but for the last 64 KiB. `None` when RAM
+/// leaves no room.
+pub fn mmio64_window(ram_end_gpa: u64, phys_bits: u8, hole: HighHole) -> Option<GpaRange> {
+    GODWIT_WINDOWS.high(ram_end_gpa, phys_bits, hole)
+}
+
 /// First address beyond those of a guest.
 pub fn end_gpa(phys_bits: u8) -> u64 {
     1_u64.checked_shl(u32::from(phys_bits)).unwrap_or(u64::MAX)

@@ -379,7 +379,7 @@ fn ram_end_gpa(ram: &GuestRam) -> u64 {
 /// The 64-bit window of a machine with this memory, of all its segments together.
 #[cfg(test)]
 pub fn wide_window(ram: &GuestRam, address_bits: u8, hole: HighHole) -> Option<GpaRange> {
-    layout::mmio64_window(ram_end_gpa(ram), address_bits, hole)
+    arch::windows::mmio64_window(ram_end_gpa(ram), address_bits, hole)
 }
 
 fn ecam_gpa(segment: u16) -> u64 {
