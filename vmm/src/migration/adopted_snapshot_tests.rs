@@ -43,7 +43,7 @@ fn ram() -> MigratingRam {
         end: 1 << 39,
         later_align_bytes: 128 << 20,
     };
-    MigratingRam::new(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
+    MigratingRam::to_write(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
 }
 
 fn refusal(directory: &Path) -> String {
