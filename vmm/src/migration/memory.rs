@@ -176,6 +176,8 @@ unsafe impl GuestMemoryMap for MigratingRam {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
     use memory::{RamConfig, RamLayout, ZoneSpec};
 
     use super::*;
