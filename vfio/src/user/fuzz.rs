@@ -189,13 +189,15 @@ pub fn fuzz_vfio_user(input: &[u8]) {
     let ram = Arc::new(ram);
     let Ok((ours, mut theirs)) = UnixStream::pair() else { return };
     std::thread::scope(|scope| {
-        scope.spawn(move || {
+        let server = scope.spawn(move || {
             let mut input = input;
             while serve_one(&mut theirs, &mut input).is_some() {}
         });
         if let Ok(function) = UserFunction::over("fuzz", ours, &ram, LIMIT) {
             drive(&Arc::new(function));
         }
+        // The scope alone does not wait for the end of the thread, which a look for leaks would find running.
+        let _ = server.join();
     });
 }
 
