@@ -17,6 +17,8 @@ use crate::config::MemoryConfig;
 use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
 
 const PATH: &str = "memory-manager";
+/// Version of the registers of memory devices that say which is selected.
+const SELECTED_VERSION: u32 = 2;
 /// What regions that are added later are aligned to.
 const LATER_ALIGN_BYTES: u64 = 128 << 20;
 
@@ -111,9 +113,12 @@ pub fn layout(
     early: &MemoryManager,
     manager: &MemoryManager,
 ) -> Result<MemoryLayout, AdoptError> {
+    // The guest may acknowledge a memory device in between, and select another.
+    let place = |slot: &HotplugSlot| (slot.base, slot.length, slot.active);
+    let slots = |manager: &MemoryManager| manager.hotplug_slots.each_ref().map(place);
     let is_same = early.guest_ram_mappings == manager.guest_ram_mappings
         && early.start_of_device_area == manager.start_of_device_area
-        && early.hotplug_slots == manager.hotplug_slots;
+        && slots(early) == slots(manager);
     ensure(
         is_same,
         || at("guest_ram_mappings"),
@@ -127,7 +132,9 @@ pub fn layout(
     let boot = mappings.iter().filter(|mapping| !mapping.virtio_mem && !is_device(mapping));
     let mut parts = boot_parts(config, &boot.copied().collect::<Vec<_>>())?;
     let last_end = parts.last().map_or(0, |part: &MemoryPart| part.gpa.end);
-    let mut next = last_end.max(HIGH_RAM_64_GPA).next_multiple_of(LATER_ALIGN_BYTES);
+    let next = last_end.max(HIGH_RAM_64_GPA).checked_next_multiple_of(LATER_ALIGN_BYTES);
+    let beyond = || AdoptError::refused(at("guest_ram_mappings"), "memory up to the last address");
+    let mut next = next.ok_or_else(beyond)?;
     for (zone, _, later_bytes) in zones(config).into_iter().filter(|(_, _, later)| *later > 0) {
         let gpa = next..next.saturating_add(later_bytes);
         next = gpa.end.checked_next_multiple_of(LATER_ALIGN_BYTES).unwrap_or(gpa.end);
@@ -243,16 +250,21 @@ pub fn devices_bytes(manager: &MemoryManager) -> u64 {
     active.fold(0, |sum: u64, slot| sum.saturating_add(slot.length))
 }
 
-/// The registers of memory devices; `None` if there is at most one, and the guest knows of it.
+/// The registers of memory devices; `None` if there is none.
 pub fn devices(manager: &MemoryManager) -> Option<DeviceSnapshot> {
     let active: Vec<&HotplugSlot> =
         manager.hotplug_slots.iter().filter(|slot| slot.active).collect();
     let coming: Vec<usize> =
         active.iter().enumerate().filter(|(_, slot)| slot.inserting).map(|(at, _)| at).collect();
-    if active.len() <= 1 && coming.is_empty() {
+    if active.is_empty() {
         return None;
     }
     let devices: Vec<_> =
         active.iter().map(|slot| json!({"gpa": slot.base, "len_bytes": slot.length})).collect();
-    Some(state("memory-hotplug", json!({"devices": devices, "coming": coming})))
+    let mut registers = state("memory-hotplug", json!({"devices": devices, "coming": coming}));
+    if let (true, Some(fields)) = (manager.selected_slot != 0, registers.data.as_object_mut()) {
+        fields.insert("selected".to_owned(), json!(manager.selected_slot));
+        registers.version = SELECTED_VERSION;
+    }
+    Some(registers)
 }

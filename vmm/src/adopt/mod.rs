@@ -17,6 +17,7 @@
 //! | `functions` | configuration space, BARs and MSI-X of a PCI function |
 //! | `transport` | the virtio transport, positions of queues |
 //! | `own_states`, `features` | the virtio devices' own states; what they may have offered |
+//! | `place` | whether a snapshot has all memory, and a machine has it where the guest has found it |
 //! | `topology` | which devices there are, and where |
 //!
 //! The machine is of the platform that the guest has seen; [`SeenPlatform`] has what of it the documents say.
@@ -30,6 +31,7 @@ mod interrupts;
 mod legacy;
 mod memory;
 mod own_states;
+mod place;
 mod topology;
 mod transport;
 mod vcpu;
@@ -50,6 +52,7 @@ use crate::platform::PlatformName;
 
 pub use error::AdoptError;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
+pub use place::{check_made, check_ranges, check_taps};
 
 /// The platform of these guests.
 const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;

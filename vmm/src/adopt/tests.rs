@@ -37,6 +37,7 @@ macro_rules! recorded {
 }
 
 mod parts;
+mod place;
 mod refusals;
 mod values;
 
