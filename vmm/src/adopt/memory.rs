@@ -13,8 +13,9 @@ use serde_json::json;
 
 use super::error::{AdoptError, ensure};
 use super::legacy::state;
+use super::own_states::MEM_BLOCK_BYTES;
 use crate::config::MemoryConfig;
-use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
+use crate::config::memory::{DEFAULT_ZONE, HotplugMethod, MemoryZoneConfig};
 
 const PATH: &str = "memory-manager";
 /// Version of the registers of memory devices that say which is selected.
@@ -99,6 +100,19 @@ fn zones(config: &MemoryConfig) -> Vec<(String, u64, u64)> {
     }
 }
 
+/// Bytes in which a memory device of a machine here adds the memory of a zone.
+fn block_bytes(config: &MemoryConfig, zone: &str) -> Option<u64> {
+    let alone = || MemoryZoneConfig {
+        size: config.size,
+        hotplug_size: config.hotplug_size,
+        hugepages: config.hugepages,
+        hugepage_size: config.hugepage_size,
+        ..MemoryZoneConfig::default()
+    };
+    let zone = config.zones.iter().flatten().find(|it| it.id == zone).cloned();
+    zone.unwrap_or_else(alone).later(config.hotplug_method).map(|(_, block_bytes)| block_bytes)
+}
+
 fn at(field: &str) -> String {
     format!("{PATH}: {field}")
 }
@@ -150,6 +164,18 @@ pub fn layout(
                     is_there,
                     || at("guest_ram_mappings"),
                     || format!("no region of zone '{zone}' at {:#x}", gpa.start),
+                )?;
+                let block_bytes = block_bytes(config, &zone);
+                ensure(
+                    block_bytes == Some(MEM_BLOCK_BYTES),
+                    || format!("memory zone '{zone}': hotplug_size"),
+                    || {
+                        let here = block_bytes.unwrap_or(0);
+                        format!(
+                            "{later_bytes:#x}: the guest adds 2 MiB at a time, and a machine here {here:#x} with \
+                             more than 32 GiB or huge pages"
+                        )
+                    },
                 )?;
                 PartKind::VirtioMem
             }

@@ -12,17 +12,20 @@ use super::error::{AdoptError, ensure};
 use super::legacy::state;
 use super::memory::{MemoryLayout, PartKind};
 
+/// Block size of most images.
+const SECTOR_BYTES: u32 = 512;
 /// Feature bit of a disk that cannot be written.
 const BLOCK_RO: u64 = 1 << 5;
 /// Feature bits of a network that a driver may change at run time: checksums, segmentation.
 const GUEST_OFFLOADS: u64 = 1 << 1 | 0b1111 << 7;
 const GUEST_ANNOUNCE: u64 = 1 << 21;
 const NET_MTU: u64 = 1 << 3;
-const MEM_BLOCK_BYTES: u64 = 2 << 20;
+/// Bytes in which a memory device adds memory.
+pub const MEM_BLOCK_BYTES: u64 = 2 << 20;
 /// Maximum number of runs of plugged blocks: a snapshot has a range for each, and can have so many.
 const MEM_RUNS_MAX: usize = 1 << 16;
 
-/// The state of a device; what it loses is added to `losses`.
+/// The state of a device of which the present driver has accepted these features; what it loses is added to `losses`.
 ///
 /// # Errors
 /// Names the value.
@@ -30,19 +33,28 @@ pub fn convert(
     id: &str,
     device: &Virtio,
     memory: &MemoryLayout,
+    accepted: u64,
     losses: &mut Vec<String>,
 ) -> Result<DeviceSnapshot, AdoptError> {
     let at = |field: &str| format!("device-manager/{id}: {field}");
     Ok(match device {
-        Virtio::Net(net) => state("virtio-net", network(net, &at)?),
+        Virtio::Net(net) => state("virtio-net", network(net, accepted, &at)?),
         Virtio::VhostUserNet(net) => {
             let pairs = net.config.max_virtqueue_pairs.max(1);
             let mtu = (net.avail_features & NET_MTU != 0).then_some(net.config.mtu);
-            let pending = net.acked_features & GUEST_ANNOUNCE != 0;
+            let pending = accepted & GUEST_ANNOUNCE != 0;
             let data = json!({"active_pairs": pairs, "announce_pending": pending, "mtu": mtu});
             state("vhost-user-net", data)
         }
-        Virtio::Block(block) => state("virtio-block", disk(block, &at)?),
+        Virtio::Block(block) => {
+            let sector_bytes = block.config.blk_size;
+            if sector_bytes != SECTOR_BYTES {
+                losses.push(format!(
+                    "disk '{id}' had blocks of {sector_bytes} bytes, and has those of its image here"
+                ));
+            }
+            state("virtio-block", disk(block, &at)?)
+        }
         Virtio::Console(console) => {
             let waiting = console.in_buffer.len();
             if waiting > 0 {
@@ -92,15 +104,15 @@ pub fn convert(
     })
 }
 
-fn network(net: &Net, at: &dyn Fn(&str) -> String) -> Result<Value, AdoptError> {
+fn network(net: &Net, accepted: u64, at: &dyn Fn(&str) -> String) -> Result<Value, AdoptError> {
     let pairs = net.config.max_virtqueue_pairs;
     ensure(pairs >= 1, || at("config.max_virtqueue_pairs"), || "no queue pair".to_owned())?;
     // All pairs are served there, whatever the driver has asked for.
     Ok(json!({
         "mac": *net.config.mac,
-        "offloads": net.acked_features & GUEST_OFFLOADS,
+        "offloads": accepted & GUEST_OFFLOADS,
         "active_pairs": pairs,
-        "announce_pending": net.acked_features & GUEST_ANNOUNCE != 0,
+        "announce_pending": accepted & GUEST_ANNOUNCE != 0,
     }))
 }
 

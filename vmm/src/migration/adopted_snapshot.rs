@@ -30,6 +30,8 @@ const MANIFEST_FILE: &str = "manifest.json";
 const CONFIG_FILE: &str = "config.json";
 const STATE_FILE: &str = "state.json";
 const MEMORY_FILE: &str = "memory-ranges";
+/// How a machine state of this program begins, but for white space.
+const OWN_STATE_START: &[u8] = b"{\"version\":";
 /// Bytes that are read at once.
 const CHUNK_BYTES: usize = 1 << 20;
 const PAGE: usize = 4096;
@@ -89,10 +91,20 @@ pub enum AdoptedSnapshotError {
     Cancelled,
 }
 
-/// Whether a directory has a snapshot of cloud-hypervisor.
+/// Whether a directory has a snapshot of cloud-hypervisor, and not an unfinished one of this program.
 pub fn is_in(directory: &Path) -> bool {
     let has = |name: &str| directory.join(name).exists();
-    !has(MANIFEST_FILE) && has(CONFIG_FILE) && has(STATE_FILE)
+    let is_there = !has(MANIFEST_FILE) && has(CONFIG_FILE) && has(STATE_FILE);
+    is_there && !is_own_state(&directory.join(STATE_FILE))
+}
+
+/// Whether a machine state of this program is in the file, perhaps not all of it. The file need not be one of a snapshot.
+fn is_own_state(path: &Path) -> bool {
+    let Ok((file, _)) = open(path) else { return false };
+    let mut start = [0; 64];
+    let len = file.read_at(&mut start, 0).unwrap_or(0);
+    let mut visible = start.iter().take(len).filter(|byte| !byte.is_ascii_whitespace());
+    OWN_STATE_START.iter().all(|byte| visible.next() == Some(byte))
 }
 
 /// A snapshot that was converted.

@@ -190,3 +190,21 @@ fn memory_that_is_only_in_a_zones_file_is_refused_and_left_there() {
     // A private mapping is in the snapshot, and never changes its file.
     AdoptedSnapshot::open(changed(|config, _| config["memory"] = zone(false)).path()).unwrap();
 }
+
+#[test]
+fn an_unfinished_snapshot_of_this_program_is_not_taken_for_another() {
+    let directory = directory(RAM_BYTES);
+    for (state, is_ours) in [
+        ("{\"version\":9,\"vcpus\":[", true),
+        ("{ \"version\": 1", true),
+        ("{\"snapshots\":{}}", false),
+        ("{\"ver", false),
+        ("", false),
+    ] {
+        std::fs::write(directory.path().join(STATE_FILE), state).unwrap();
+        assert_eq!(is_in(directory.path()), !is_ours, "{state}");
+    }
+    let adopted = AdoptedSnapshot::open(changed(|_, _| {}).path()).unwrap();
+    std::fs::write(directory.path().join(STATE_FILE), adopted.state.to_json().unwrap()).unwrap();
+    assert!(!is_in(directory.path()));
+}

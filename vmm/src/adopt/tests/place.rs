@@ -95,3 +95,46 @@ fn plugged_blocks_have_to_be_in_the_snapshot() {
     let error = check(&recorded).unwrap_err();
     assert!(error.contains("memory of zone 'mem0', is not in the snapshot"), "{error}");
 }
+
+#[test]
+fn a_tap_that_was_a_descriptor_has_to_be_given_again() {
+    let without_tap = ["_net2".to_owned()];
+    let mut config = all_devices().adopted().config;
+    let error = error_text::chain(&check_taps(&without_tap, &config).unwrap_err());
+    assert!(error.contains("device-manager/_net2: its tap was given as a descriptor"), "{error}");
+    let net = &mut config.net.as_mut().unwrap()[0];
+    net.fds = Some(crate::config::ConfigFds(Vec::new()));
+    assert!(check_taps(&without_tap, &config).is_err());
+    config.net.as_mut().unwrap()[0].fds = Some(crate::config::ConfigFds::inherited([9]));
+    check_taps(&without_tap, &config).unwrap();
+    check_taps(&[], &all_devices().adopted().config).unwrap();
+}
+
+#[test]
+fn the_one_memory_device_has_its_registers() {
+    let mut recorded = recorded!("acpi-hotplug");
+    recorded.document.memory.hotplug_slots[0].inserting = false;
+    recorded.document.memory.selected_slot = 0;
+    let device = json!({"gpa": 4_u64 << 30, "len_bytes": 128 << 20});
+    let registers = |recorded: &Recorded| recorded.adopted().state.memory_hotplug.unwrap();
+    let plain = registers(&recorded);
+    assert_eq!((plain.version, &plain.data), (1, &json!({"devices": [device], "coming": []})));
+    recorded.document.memory.selected_slot = 3;
+    let selecting = registers(&recorded);
+    assert_eq!((selecting.version, &selecting.data["selected"]), (2, &json!(3)));
+    let here = devices::legacy::MemoryHotplug::new(None);
+    devices::Snapshot::restore(&here, &selecting).unwrap();
+    assert_eq!(devices::Snapshot::save(&here).data["selected"], json!(3));
+}
+
+#[test]
+fn a_memory_device_may_be_acknowledged_after_the_configuration_was_sent() {
+    let mut recorded = recorded!("acpi-hotplug");
+    let early = recorded.document.memory.clone();
+    recorded.document.memory.hotplug_slots[0].inserting = false;
+    adopt(&recorded.config, &early, &recorded.document, &recorded.memory).unwrap();
+    let mut other = early;
+    other.hotplug_slots[0].base += 4096;
+    let error = adopt(&recorded.config, &other, &recorded.document, &recorded.memory).unwrap_err();
+    assert!(error.to_string().contains("not the one that came with"), "{error}");
+}
