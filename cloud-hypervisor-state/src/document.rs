@@ -27,6 +27,8 @@ pub const DOCUMENT_BYTES_MAX: usize = 256 << 20;
 /// Maximum number of values: a vCPU has 5,000, with nested guests 14,000; a device 3,000; a memory device one for each
 /// 2 MiB.
 const VALUES_MAX: usize = 8 << 20;
+/// Maximum number of values of the tree itself, without the texts in it: a node has 5, and a device up to 5 nodes.
+const TREE_VALUES_MAX: usize = 256 << 10;
 /// Maximum number of vCPUs, more than the number that any machine here can have.
 const VCPUS_MAX: u32 = 1024;
 
@@ -79,8 +81,8 @@ impl Document {
     /// Names the node and the field.
     pub fn read(bytes: &[u8]) -> Result<Self, DocumentError> {
         let text = text_within(ROOT, bytes, DOCUMENT_BYTES_MAX)?;
+        let mut root = NodeReader::root(parse(ROOT, text, &mut Budget::new(TREE_VALUES_MAX))?);
         let mut budget = Budget::new(VALUES_MAX);
-        let mut root = NodeReader::root(parse(ROOT, text, &mut budget)?);
         let vm = root.state(&mut budget)?;
         let vcpus = read_vcpus(root.require(CPU_MANAGER)?, &mut budget)?;
         let memory_node = root.require(MEMORY_MANAGER)?;

@@ -205,7 +205,8 @@ fn each_value_that_is_removed_is_named_or_has_a_meaning() {
     let original = Document::read(ONE_VCPU).unwrap();
     for (path, pointer) in values(ONE_VCPU) {
         let changed = with_state(ONE_VCPU, &path, |state| remove(state, &pointer));
-        // The rest of a structure of the kernel is zero, so that a zero at its end can be left out.
+        // The rest of a structure of the kernel is zero, so that a zero at its end can be left out; and so can the one flag
+        // that is off by default.
         if Document::read(&changed).ok().as_ref() != Some(&original) {
             is_named_or_kept(&changed, &path, &original, &format!("{path} without {pointer}"));
             continue;
@@ -214,7 +215,8 @@ fn each_value_that_is_removed_is_named_or_has_a_meaning() {
         let mut root = root;
         let text = node_at(&mut root, &path)["snapshot_data"]["state"].as_str().unwrap();
         let state: Value = serde_json::from_str(text).unwrap();
-        assert_eq!(state.pointer(&pointer), Some(&json!(0)), "{path} without {pointer}: dropped");
+        let default = if pointer == "/Kvm/hyperv_synic" { json!(false) } else { json!(0) };
+        assert_eq!(state.pointer(&pointer), Some(&default), "{path} without {pointer}: dropped");
     }
 }
 
@@ -384,4 +386,15 @@ proptest! {
         }
         fuzz_document(&bytes);
     }
+}
+
+#[test]
+fn a_tree_cannot_have_as_many_values_as_the_texts_in_it() {
+    let many = format!("[{}0]", "0,".repeat(256 << 10));
+    let error = Document::read(many.as_bytes()).unwrap_err();
+    assert!(matches!(error, crate::DocumentError::TooManyValues(_)), "{error}");
+    // As many in the text of a node are possible.
+    let few = format!("[{}0]", "0,".repeat(1 << 10));
+    let error = Document::read(few.as_bytes()).unwrap_err();
+    assert!(matches!(error, crate::DocumentError::Malformed { .. }), "{error}");
 }

@@ -88,6 +88,7 @@ pub struct KvmVcpu {
     #[serde(deserialize_with = "present")]
     pub nested_state: Option<Structure<8320>>,
     /// Whether MSRs of Hyper-V's interrupt controller are at the end of `msrs`.
+    #[serde(default)]
     pub hyperv_synic: bool,
 }
 

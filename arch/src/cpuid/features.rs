@@ -60,10 +60,15 @@ const OSPKE: u32 = 1 << 4;
 /// These say that something is gone: not a promise.
 const FPU_REMOVALS: u32 = 1 << 6 | 1 << 13;
 
+/// That packages have several logical processors. It follows from the topology, which the VMM decides.
+const HTT: u32 = 1 << 28;
+/// The same on AMD, and leaves in which the VMM describes that topology.
+const AMD_TOPOLOGY: u32 = 1 << 1 | 1 << 22;
+
 /// All sets of features that matter to a running guest, but KVM's.
 pub const FEATURES: &[FeatureRegister] = &[
     features(1, 0, Ecx, OSXSAVE, LEAF_1_ECX),
-    features(1, 0, Edx, 0, LEAF_1_EDX),
+    features(1, 0, Edx, HTT, LEAF_1_EDX),
     features(6, 0, Eax, 0, &[(2, "arat")]),
     features(7, 0, Ebx, FPU_REMOVALS, LEAF_7_EBX),
     features(7, 0, Ecx, OSPKE, LEAF_7_ECX),
@@ -123,7 +128,7 @@ pub const FEATURES: &[FeatureRegister] = &[
         &[(0, "xsaveopt"), (1, "xsavec"), (2, "xgetbv1"), (3, "xsaves"), (4, "xfd")],
     ),
     features(0xd, 1, Ecx, 0, &[(11, "cet user state"), (12, "cet supervisor state")]),
-    features(0x8000_0001, 0, Ecx, 0, EXT_1_ECX),
+    features(0x8000_0001, 0, Ecx, AMD_TOPOLOGY, EXT_1_ECX),
     features(
         0x8000_0001,
         0,

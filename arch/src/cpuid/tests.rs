@@ -255,6 +255,21 @@ fn compat_counts_unnamed_bits_and_other_vendors() {
 }
 
 #[test]
+fn what_the_vmm_says_of_topology_is_no_feature_of_the_host() {
+    for (vendor, function, edit) in [
+        (INTEL, 1, (|leaf| leaf.edx |= 1 << 28) as fn(&mut kvm_cpuid_entry2)),
+        (AMD, 0x8000_0001, |leaf| leaf.ecx |= 1 << 1 | 1 << 22),
+    ] {
+        let mut source = common_cpuid(&host(vendor), &config(1, 1, 1, 1));
+        let mut dest = source.clone();
+        dest.table.edit(1, 0, |leaf| leaf.edx &= !(1 << 28));
+        dest.table.edit(0x8000_0001, 0, |leaf| leaf.ecx &= !(1 << 1 | 1 << 22));
+        source.table.edit(function, 0, edit);
+        assert_eq!(cpuid_compat(source.entries(), dest.entries()), Ok(()), "{function:#x}");
+    }
+}
+
+#[test]
 fn compat_counts_performance_counters() {
     let vm = |function, regs: [u32; 4]| {
         let entries: Vec<_> = host(INTEL)

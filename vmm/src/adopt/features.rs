@@ -36,15 +36,13 @@ pub struct Known {
 fn possible(device: &Virtio) -> u64 {
     let own = match device {
         Virtio::Net(_) => NET | EVENT_IDX,
-        Virtio::VhostUserNet(_) => {
-            NET | MERGED_BUFFERS | INDIRECT_DESC | EVENT_IDX | PROTOCOL_FEATURES
-        }
+        Virtio::VhostUserNet(_) => NET | MERGED_BUFFERS | INDIRECT_DESC | EVENT_IDX,
         Virtio::Block(_) => BLOCK | INDIRECT_DESC | EVENT_IDX,
         Virtio::Console(_) => CONSOLE_SIZE,
         Virtio::Balloon(_) => BALLOON,
         Virtio::Vsock(_) => IN_ORDER,
         Virtio::Mem(_) => MEM_PXM,
-        Virtio::Fs(_) => INDIRECT_DESC | EVENT_IDX | PROTOCOL_FEATURES,
+        Virtio::Fs(_) => INDIRECT_DESC | EVENT_IDX,
         Virtio::Rng(_) | Virtio::Rtc(_) | Virtio::Pmem(_) | Virtio::Watchdog(_) => 0,
     };
     own | VERSION_1
@@ -55,7 +53,7 @@ fn possible(device: &Virtio) -> u64 {
 /// # Errors
 /// It has offered one that is not known, or a driver has accepted one that was not offered.
 pub fn check(id: &str, device: &Virtio) -> Result<Known, AdoptError> {
-    let (offered, accepted) = device.features();
+    let (offered, mut accepted) = device.features();
     let at = |field: &str| format!("device-manager/{id}: {field}");
     let behind_iommu = (offered | accepted) & ACCESS_PLATFORM;
     ensure(
@@ -65,6 +63,10 @@ pub fn check(id: &str, device: &Virtio) -> Result<Known, AdoptError> {
     )?;
     // A back end may offer more than its driver has accepted, and the guest is offered what the back end here has.
     let is_elsewhere = matches!(device, Virtio::Fs(_) | Virtio::VhostUserNet(_));
+    if is_elsewhere {
+        // Between a VMM and its back end: no driver is offered it.
+        accepted &= !PROTOCOL_FEATURES;
+    }
     let looked_at = if is_elsewhere { accepted } else { offered };
     let unknown = looked_at & !possible(device);
     ensure(

@@ -218,7 +218,8 @@ pub fn msix(
     let (is_enabled, is_masked) = (control & MSIX_ENABLE != 0, control & MSIX_MASK != 0);
     // Without MSI-X the mask means nothing. At reset the register says that it is on, and it is not: all vectors are masked
     // then, so that it makes no difference.
-    let is_at_reset = is_enabled && !is_masked && !theirs.enabled && theirs.masked;
+    let are_masked = theirs.table_entries.iter().all(|it| it.vector_ctl & VECTOR_MASKED != 0);
+    let is_at_reset = is_enabled && !is_masked && !theirs.enabled && theirs.masked && are_masked;
     let agree = is_enabled == theirs.enabled && (!is_enabled || is_masked == theirs.masked);
     let agree = agree || is_at_reset;
     ensure(

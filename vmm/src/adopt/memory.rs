@@ -13,10 +13,13 @@ use serde_json::json;
 
 use super::error::{AdoptError, ensure};
 use super::legacy::state;
+use super::own_states::MEM_BLOCK_BYTES;
 use crate::config::MemoryConfig;
-use crate::config::memory::{DEFAULT_ZONE, HotplugMethod};
+use crate::config::memory::{DEFAULT_ZONE, HotplugMethod, MemoryZoneConfig};
 
 const PATH: &str = "memory-manager";
+/// Version of the registers of memory devices that say which is selected.
+const SELECTED_VERSION: u32 = 2;
 /// What regions that are added later are aligned to.
 const LATER_ALIGN_BYTES: u64 = 128 << 20;
 
@@ -97,6 +100,19 @@ fn zones(config: &MemoryConfig) -> Vec<(String, u64, u64)> {
     }
 }
 
+/// Bytes in which a memory device of a machine here adds the memory of a zone.
+fn block_bytes(config: &MemoryConfig, zone: &str) -> Option<u64> {
+    let alone = || MemoryZoneConfig {
+        size: config.size,
+        hotplug_size: config.hotplug_size,
+        hugepages: config.hugepages,
+        hugepage_size: config.hugepage_size,
+        ..MemoryZoneConfig::default()
+    };
+    let zone = config.zones.iter().flatten().find(|it| it.id == zone).cloned();
+    zone.unwrap_or_else(alone).later(config.hotplug_method).map(|(_, block_bytes)| block_bytes)
+}
+
 fn at(field: &str) -> String {
     format!("{PATH}: {field}")
 }
@@ -111,9 +127,12 @@ pub fn layout(
     early: &MemoryManager,
     manager: &MemoryManager,
 ) -> Result<MemoryLayout, AdoptError> {
+    // The guest may acknowledge a memory device in between, and select another.
+    let place = |slot: &HotplugSlot| (slot.base, slot.length, slot.active);
+    let slots = |manager: &MemoryManager| manager.hotplug_slots.each_ref().map(place);
     let is_same = early.guest_ram_mappings == manager.guest_ram_mappings
         && early.start_of_device_area == manager.start_of_device_area
-        && early.hotplug_slots == manager.hotplug_slots;
+        && slots(early) == slots(manager);
     ensure(
         is_same,
         || at("guest_ram_mappings"),
@@ -127,7 +146,9 @@ pub fn layout(
     let boot = mappings.iter().filter(|mapping| !mapping.virtio_mem && !is_device(mapping));
     let mut parts = boot_parts(config, &boot.copied().collect::<Vec<_>>())?;
     let last_end = parts.last().map_or(0, |part: &MemoryPart| part.gpa.end);
-    let mut next = last_end.max(HIGH_RAM_64_GPA).next_multiple_of(LATER_ALIGN_BYTES);
+    let next = last_end.max(HIGH_RAM_64_GPA).checked_next_multiple_of(LATER_ALIGN_BYTES);
+    let beyond = || AdoptError::refused(at("guest_ram_mappings"), "memory up to the last address");
+    let mut next = next.ok_or_else(beyond)?;
     for (zone, _, later_bytes) in zones(config).into_iter().filter(|(_, _, later)| *later > 0) {
         let gpa = next..next.saturating_add(later_bytes);
         next = gpa.end.checked_next_multiple_of(LATER_ALIGN_BYTES).unwrap_or(gpa.end);
@@ -143,6 +164,18 @@ pub fn layout(
                     is_there,
                     || at("guest_ram_mappings"),
                     || format!("no region of zone '{zone}' at {:#x}", gpa.start),
+                )?;
+                let block_bytes = block_bytes(config, &zone);
+                ensure(
+                    block_bytes == Some(MEM_BLOCK_BYTES),
+                    || format!("memory zone '{zone}': hotplug_size"),
+                    || {
+                        let here = block_bytes.unwrap_or(0);
+                        format!(
+                            "{later_bytes:#x}: the guest adds 2 MiB at a time, and a machine here {here:#x} with \
+                             more than 32 GiB or huge pages"
+                        )
+                    },
                 )?;
                 PartKind::VirtioMem
             }
@@ -243,16 +276,21 @@ pub fn devices_bytes(manager: &MemoryManager) -> u64 {
     active.fold(0, |sum: u64, slot| sum.saturating_add(slot.length))
 }
 
-/// The registers of memory devices; `None` if there is at most one, and the guest knows of it.
+/// The registers of memory devices; `None` if there is none.
 pub fn devices(manager: &MemoryManager) -> Option<DeviceSnapshot> {
     let active: Vec<&HotplugSlot> =
         manager.hotplug_slots.iter().filter(|slot| slot.active).collect();
     let coming: Vec<usize> =
         active.iter().enumerate().filter(|(_, slot)| slot.inserting).map(|(at, _)| at).collect();
-    if active.len() <= 1 && coming.is_empty() {
+    if active.is_empty() {
         return None;
     }
     let devices: Vec<_> =
         active.iter().map(|slot| json!({"gpa": slot.base, "len_bytes": slot.length})).collect();
-    Some(state("memory-hotplug", json!({"devices": devices, "coming": coming})))
+    let mut registers = state("memory-hotplug", json!({"devices": devices, "coming": coming}));
+    if let (true, Some(fields)) = (manager.selected_slot != 0, registers.data.as_object_mut()) {
+        fields.insert("selected".to_owned(), json!(manager.selected_slot));
+        registers.version = SELECTED_VERSION;
+    }
+    Some(registers)
 }

@@ -17,6 +17,7 @@
 //! | `functions` | configuration space, BARs and MSI-X of a PCI function |
 //! | `transport` | the virtio transport, positions of queues |
 //! | `own_states`, `features` | the virtio devices' own states; what they may have offered |
+//! | `place` | whether a snapshot has all memory, and a machine has it where the guest has found it |
 //! | `topology` | which devices there are, and where |
 //!
 //! The machine is of the platform that the guest has seen; [`SeenPlatform`] has what of it the documents say.
@@ -30,6 +31,7 @@ mod interrupts;
 mod legacy;
 mod memory;
 mod own_states;
+mod place;
 mod topology;
 mod transport;
 mod vcpu;
@@ -50,6 +52,7 @@ use crate::platform::PlatformName;
 
 pub use error::AdoptError;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
+pub use place::{check_made, check_ranges, check_taps};
 
 /// The platform of these guests.
 const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;
@@ -141,15 +144,24 @@ pub fn adopt(
     config.pci_address_bits = Some(vcpus.address_bits);
     config.pci_numbers = topology.unlisted_numbers(document);
     let clock = clock::convert(&document.vm)?;
+    let shown = vcpus.states.first().map(|first| vcpu::shown(&document.vm, first, &config.cpus));
+    let shown = shown.unwrap_or_default();
+    let bar_len_bytes = config.machine_platform().virtio_pci.bar_len_bytes;
+    for disk in config.disks.iter().flatten().filter(|disk| disk.serial.is_none()) {
+        let id = disk.id.as_deref().unwrap_or_default();
+        losses.push(format!("disk '{id}' has another serial number here, as no option says one"));
+    }
     let mut pci = BTreeMap::new();
     let mut offered = BTreeMap::new();
     for (id, (transport, device)) in &document.devices.virtio {
         let here = topology::name_here(id, device);
         let known = features::check(id, device)?;
-        let state = own_states::convert(id, device, &layout, &mut losses)?;
+        let accepted = transport::accepted_now(transport, known.accepted);
+        let state = own_states::convert(id, device, &layout, accepted, &mut losses)?;
         let place = topology.place(id)?;
-        let input = transport::Input { id, transport, device, place, windows: &windows };
-        let state = transport::convert(&input, known.accepted, state, &layout, guest)?;
+        let input =
+            transport::Input { id, transport, device, place, windows: &windows, bar_len_bytes };
+        let state = transport::convert(&input, accepted, state, &layout, guest)?;
         offered.insert(here.clone(), known.offered);
         pci.insert(here, state);
     }
@@ -160,7 +172,7 @@ pub fn adopt(
     let mut state = MachineState {
         version: 1,
         platform: PLATFORM,
-        shown: vcpu::shown(&document.vm),
+        shown,
         clock,
         vcpus: vcpus.states,
         irqchips: interrupts::convert(&document.devices.ioapic)?,

@@ -2,6 +2,8 @@
 
 //! The virtio devices' own states, as version 1 of this program's, which every version reads.
 
+use std::ops::Range;
+
 use cloud_hypervisor_state::{Block, Mem, Net, Virtio};
 use devices::virtio::DeviceSnapshot;
 use serde_json::{Value, json};
@@ -10,15 +12,20 @@ use super::error::{AdoptError, ensure};
 use super::legacy::state;
 use super::memory::{MemoryLayout, PartKind};
 
+/// Block size of most images.
+const SECTOR_BYTES: u32 = 512;
 /// Feature bit of a disk that cannot be written.
 const BLOCK_RO: u64 = 1 << 5;
 /// Feature bits of a network that a driver may change at run time: checksums, segmentation.
 const GUEST_OFFLOADS: u64 = 1 << 1 | 0b1111 << 7;
 const GUEST_ANNOUNCE: u64 = 1 << 21;
 const NET_MTU: u64 = 1 << 3;
-const MEM_BLOCK_BYTES: u64 = 2 << 20;
+/// Bytes in which a memory device adds memory.
+pub const MEM_BLOCK_BYTES: u64 = 2 << 20;
+/// Maximum number of runs of plugged blocks: a snapshot has a range for each, and can have so many.
+const MEM_RUNS_MAX: usize = 1 << 16;
 
-/// The state of a device; what it loses is added to `losses`.
+/// The state of a device of which the present driver has accepted these features; what it loses is added to `losses`.
 ///
 /// # Errors
 /// Names the value.
@@ -26,19 +33,28 @@ pub fn convert(
     id: &str,
     device: &Virtio,
     memory: &MemoryLayout,
+    accepted: u64,
     losses: &mut Vec<String>,
 ) -> Result<DeviceSnapshot, AdoptError> {
     let at = |field: &str| format!("device-manager/{id}: {field}");
     Ok(match device {
-        Virtio::Net(net) => state("virtio-net", network(net, &at)?),
+        Virtio::Net(net) => state("virtio-net", network(net, accepted, &at)?),
         Virtio::VhostUserNet(net) => {
             let pairs = net.config.max_virtqueue_pairs.max(1);
             let mtu = (net.avail_features & NET_MTU != 0).then_some(net.config.mtu);
-            let pending = net.acked_features & GUEST_ANNOUNCE != 0;
+            let pending = accepted & GUEST_ANNOUNCE != 0;
             let data = json!({"active_pairs": pairs, "announce_pending": pending, "mtu": mtu});
             state("vhost-user-net", data)
         }
-        Virtio::Block(block) => state("virtio-block", disk(block, &at)?),
+        Virtio::Block(block) => {
+            let sector_bytes = block.config.blk_size;
+            if sector_bytes != SECTOR_BYTES {
+                losses.push(format!(
+                    "disk '{id}' had blocks of {sector_bytes} bytes, and has those of its image here"
+                ));
+            }
+            state("virtio-block", disk(block, &at)?)
+        }
         Virtio::Console(console) => {
             let waiting = console.in_buffer.len();
             if waiting > 0 {
@@ -88,15 +104,15 @@ pub fn convert(
     })
 }
 
-fn network(net: &Net, at: &dyn Fn(&str) -> String) -> Result<Value, AdoptError> {
+fn network(net: &Net, accepted: u64, at: &dyn Fn(&str) -> String) -> Result<Value, AdoptError> {
     let pairs = net.config.max_virtqueue_pairs;
     ensure(pairs >= 1, || at("config.max_virtqueue_pairs"), || "no queue pair".to_owned())?;
     // All pairs are served there, whatever the driver has asked for.
     Ok(json!({
         "mac": *net.config.mac,
-        "offloads": net.acked_features & GUEST_OFFLOADS,
+        "offloads": accepted & GUEST_OFFLOADS,
         "active_pairs": pairs,
-        "announce_pending": net.acked_features & GUEST_ANNOUNCE != 0,
+        "announce_pending": accepted & GUEST_ANNOUNCE != 0,
     }))
 }
 
@@ -112,6 +128,36 @@ fn disk(block: &Block, at: &dyn Fn(&str) -> String) -> Result<Value, AdoptError>
         "capacity_sectors": capacity,
         "readonly": block.avail_features & BLOCK_RO != 0,
     }))
+}
+
+/// The runs of plugged blocks of a memory device: first block and number.
+fn plugged_runs(id: &str, mem: &Mem) -> Result<Vec<(u64, u64)>, AdoptError> {
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    let blocks = (0_u64..).zip(mem.blocks_state.bitmap.iter());
+    for (block, _) in blocks.filter(|(_, is_plugged)| **is_plugged) {
+        match runs.last_mut() {
+            Some((first, count)) if first.saturating_add(*count) == block => {
+                *count = count.saturating_add(1);
+            }
+            _ => runs.push((block, 1)),
+        }
+        ensure(
+            runs.len() <= MEM_RUNS_MAX,
+            || format!("device-manager/{id}: blocks_state.bitmap"),
+            || format!("more than {MEM_RUNS_MAX} runs of plugged blocks"),
+        )?;
+    }
+    Ok(runs)
+}
+
+/// Offsets of the plugged memory in the region of a memory device.
+///
+/// # Errors
+/// It is in too many pieces.
+pub fn plugged_blocks(id: &str, mem: &Mem) -> Result<Vec<Range<u64>>, AdoptError> {
+    let bytes = |blocks: u64| blocks.saturating_mul(MEM_BLOCK_BYTES);
+    let range = |(first, count): (u64, u64)| bytes(first)..bytes(first.saturating_add(count));
+    Ok(plugged_runs(id, mem)?.into_iter().map(range).collect())
 }
 
 fn memory_device(
@@ -137,19 +183,10 @@ fn memory_device(
         || at("config.block_size"),
         || format!("{:#x}, not 2 MiB", config.block_size),
     )?;
-    let bitmap = &mem.blocks_state.bitmap;
-    let blocks = u64::try_from(bitmap.len()).unwrap_or(u64::MAX);
+    let blocks = u64::try_from(mem.blocks_state.bitmap.len()).unwrap_or(u64::MAX);
     let is_whole = Some(config.region_size) == blocks.checked_mul(MEM_BLOCK_BYTES);
     ensure(is_whole, || at("blocks_state.bitmap"), || format!("{blocks} blocks"))?;
-    let mut plugged: Vec<(u64, u64)> = Vec::new();
-    for (block, _) in (0_u64..).zip(bitmap.iter()).filter(|(_, is_plugged)| **is_plugged) {
-        match plugged.last_mut() {
-            Some((first, count)) if first.saturating_add(*count) == block => {
-                *count = count.saturating_add(1);
-            }
-            _ => plugged.push((block, 1)),
-        }
-    }
+    let plugged: Vec<(u64, u64)> = plugged_runs(id, mem)?;
     let count = plugged.iter().fold(0, |sum: u64, (_, count)| sum.saturating_add(*count));
     let bytes = count.saturating_mul(MEM_BLOCK_BYTES);
     ensure(

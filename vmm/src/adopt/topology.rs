@@ -132,7 +132,8 @@ fn place(id: &str, node: &DeviceNode) -> Result<Place, AdoptError> {
     let text = node.pci_bdf.as_deref().unwrap_or_default();
     let bdf = text.parse::<Bdf>().ok();
     let bdf = bdf.filter(|bdf| (bdf.bus(), bdf.function()) == (0, 0) && bdf.device() != 0);
-    let wrong = || AdoptError::refused(at(id), format!("no function can be at '{text}'"));
+    let wrong =
+        || AdoptError::refused(at(id), format!("no function can be at '{}'", text.escape_debug()));
     let bdf = bdf.ok_or_else(wrong)?;
     let is_prefetchable = |it: &Resource| matches!(it, Resource::PciBar { prefetchable: true, .. });
     ensure(

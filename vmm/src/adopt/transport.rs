@@ -5,6 +5,8 @@
 //! Owns the position of a queue, which no document has: its device has returned what it took, so that both positions are
 //! the index in its used ring. For back ends that gave their state, the next available entry is in it.
 
+use std::ops::RangeInclusive;
+
 use cloud_hypervisor_state::{Queue, Transport, Virtio};
 use devices::virtio::DeviceSnapshot;
 use pci::{
@@ -24,13 +26,23 @@ const DRIVER: u8 = 2;
 const FEATURES_OK: u8 = 8;
 const DRIVER_OK: u8 = 4;
 const KNOWN_STATUS: u8 = 1 | DRIVER | DRIVER_OK | FEATURES_OK;
+/// Maximum number of queues of a device that has as many as its options say.
+const QUEUES_MAX: usize = 1024;
 /// A vector that is none.
 const NO_VECTOR: u16 = 0xffff;
 const ISR_BITS: u64 = 3;
 /// Capability offsets are given from the byte after its two-byte header on.
 const CAPABILITY_HEADER: usize = 2;
-const CONFIG_SPACE_BYTES: usize = 4096;
+/// Where capabilities begin and end.
+const FIRST_CAPABILITY: usize = 0x40;
+const STANDARD_CONFIG_BYTES: usize = 0x100;
 const CAPABILITY_BYTES: usize = 18;
+const VENDOR_CAPABILITY: u8 = 9;
+/// Id, length and type of the PCI configuration access capability.
+const ACCESS_HEADER: [u8; 3] = [VENDOR_CAPABILITY, 20, 5];
+/// Feature bit of a disk that says how many segments a request may have, and descriptors that are no segments.
+const BLOCK_SEG_MAX: u64 = 1 << 2;
+const BLOCK_OVERHEAD: u16 = 2;
 /// Offset of the index in a ring.
 const RING_INDEX: u64 = 2;
 
@@ -46,6 +58,8 @@ pub struct Input<'a> {
     pub place: &'a Place,
     /// Where its BARs may be.
     pub windows: &'a Windows,
+    /// Length of BAR 0 on the platform.
+    pub bar_len_bytes: u64,
 }
 
 impl Input<'_> {
@@ -59,6 +73,27 @@ impl Input<'_> {
 
     fn at_common(&self, field: &str) -> String {
         format!("{}/virtio_pci_common_config: {field}", self.path())
+    }
+}
+
+/// The features that the present driver has accepted, of all that drivers have: these outlive a reset there.
+pub fn accepted_now(transport: &Transport, accepted: u64) -> u64 {
+    if transport.common.driver_status & DRIVER == 0 { 0 } else { accepted }
+}
+
+/// The numbers of queues that such a device may have.
+fn queue_counts(device: &Virtio) -> RangeInclusive<usize> {
+    match device {
+        Virtio::Rng(_)
+        | Virtio::Rtc(_)
+        | Virtio::Pmem(_)
+        | Virtio::Watchdog(_)
+        | Virtio::Mem(_) => 1..=1,
+        Virtio::Console(_) => 2..=2,
+        Virtio::Balloon(_) => 2..=3,
+        Virtio::Vsock(_) => 3..=3,
+        Virtio::Block(_) => 1..=QUEUES_MAX,
+        Virtio::Net(_) | Virtio::VhostUserNet(_) | Virtio::Fs(_) => 2..=QUEUES_MAX,
     }
 }
 
@@ -94,8 +129,6 @@ pub fn convert(
             progress,
         });
     }
-    // What is accepted outlives a reset there.
-    let driver_features = if status & DRIVER == 0 { 0 } else { accepted };
     let version = match BarWidth::of(&config) {
         BarWidth::Bits32 => NARROW_BAR_VERSION,
         BarWidth::Bits64 => 1,
@@ -108,7 +141,7 @@ pub fn convert(
         common: CommonState {
             device_feature_select: common.device_feature_select,
             driver_feature_select: common.driver_feature_select,
-            driver_features,
+            driver_features: accepted,
             driver_features_beyond: false,
             queue_select: common.queue_select,
             status,
@@ -151,6 +184,29 @@ fn check(input: &Input<'_>) -> Result<(), AdoptError> {
         || input.at("queues"),
         || format!("{} of them, and {vectors} vectors", data.queues.len()),
     )?;
+    let counts = queue_counts(input.device);
+    ensure(
+        counts.contains(&data.queues.len()),
+        || input.at("queues"),
+        || format!("{}, and such a device has at least {}", data.queues.len(), counts.start()),
+    )?;
+    let len_bytes = input.place.bars.iter().find(|(index, ..)| *index == 0).map(|bar| bar.2);
+    ensure(
+        len_bytes == Some(input.bar_len_bytes),
+        || format!("{}/pci_configuration: bars[0]", input.path()),
+        || format!("{:#x} bytes, not {:#x}", len_bytes.unwrap_or(0), input.bar_len_bytes),
+    )?;
+    if let Virtio::Block(disk) = input.device {
+        let seg_max = disk.config.seg_max;
+        let is_so = |queue: &Queue| {
+            queue.max_size.checked_sub(BLOCK_OVERHEAD).map(u32::from) == Some(seg_max)
+        };
+        ensure(
+            disk.avail_features & BLOCK_SEG_MAX == 0 || data.queues.iter().all(is_so),
+            || format!("device-manager/{}: config.seg_max", input.id),
+            || format!("{seg_max}, which does not follow from the size of its queues"),
+        )?;
+    }
     if let Virtio::Net(net) = input.device {
         let sizes = data.queues.iter().map(|queue| queue.max_size);
         ensure(
@@ -170,15 +226,26 @@ fn check(input: &Input<'_>) -> Result<(), AdoptError> {
     Ok(())
 }
 
-/// Where the bytes of the PCI configuration access capability are.
+/// Where the bytes of the PCI configuration access capability are: nothing else may be overwritten with them.
 fn access_offset(input: &Input<'_>) -> Result<usize, AdoptError> {
-    let offset = input.transport.data.cap_pci_cfg_offset;
-    let offset = usize::try_from(offset).ok().filter(|offset| {
-        *offset >= CAPABILITY_HEADER
-            && offset.saturating_add(CAPABILITY_BYTES) <= CONFIG_SPACE_BYTES
+    let data = &input.transport.data;
+    let [length, kind, ..] = *data.cap_pci_cfg;
+    let registers = &input.transport.configuration.registers;
+    let byte_at = |offset: usize| {
+        let register = registers.get(offset / 4)?.to_le_bytes();
+        register.get(offset % 4).copied()
+    };
+    let offset = usize::try_from(data.cap_pci_cfg_offset).ok().filter(|offset| {
+        let header = [offset.checked_sub(CAPABILITY_HEADER), Some(*offset), offset.checked_add(1)];
+        let header = header.map(|offset| offset.and_then(byte_at));
+        *offset >= FIRST_CAPABILITY + CAPABILITY_HEADER
+            && *offset <= STANDARD_CONFIG_BYTES - CAPABILITY_BYTES
+            && header == ACCESS_HEADER.map(Some)
     });
-    let outside = || AdoptError::refused(input.at("cap_pci_cfg_offset"), "outside of registers");
-    offset.ok_or_else(outside)
+    let offset = offset.filter(|_| [VENDOR_CAPABILITY, length, kind] == ACCESS_HEADER);
+    let other =
+        || AdoptError::refused(input.at("cap_pci_cfg_offset, cap_pci_cfg"), "not that capability");
+    offset.ok_or_else(other)
 }
 
 /// A queue whose position is found out.
@@ -227,15 +294,27 @@ impl Position<'_> {
 
     /// The position that a back end has given.
     fn base(&self) -> Result<Option<u16>, AdoptError> {
-        let bases = match self.input.device {
-            Virtio::Fs(fs) => &fs.vring_bases,
-            Virtio::VhostUserNet(net) => &net.vring_bases,
+        let (bases, rings) = match self.input.device {
+            Virtio::Fs(fs) => (&fs.vring_bases, fs.vu_num_queues),
+            Virtio::VhostUserNet(net) => (&net.vring_bases, net.vu_num_queues),
             _ => return Ok(None),
         };
         let Some(bases) = bases else { return Ok(None) };
+        let path = |what: String| format!("device-manager/{}: vring_bases{what}", self.input.id);
+        let count = u64::try_from(bases.len()).ok();
+        ensure(
+            count == Some(rings),
+            || path(String::new()),
+            || format!("{} of them, and the back end has {rings} rings", bases.len()),
+        )?;
+        if self.index >= bases.len() {
+            // The control queue of a network, which the VMM serves itself.
+            return Ok(None);
+        }
         let base = bases.get(self.index).and_then(|base| u16::try_from(*base).ok());
-        let path = || format!("device-manager/{}: vring_bases[{}]", self.input.id, self.index);
-        base.map(Some).ok_or_else(|| AdoptError::refused(path(), "no position of a ring"))
+        let none =
+            || AdoptError::refused(path(format!("[{}]", self.index)), "no position of a ring");
+        base.map(Some).ok_or_else(none)
     }
 
     fn read(&self, field: &str, ring_gpa: u64) -> Result<u16, AdoptError> {

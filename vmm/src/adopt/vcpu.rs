@@ -20,8 +20,6 @@ const IA32_TSC: u32 = 0x10;
 const X2APIC: u64 = 1 << 10;
 /// Register of the local APIC with its id.
 const APIC_ID: usize = 0x20;
-/// Highest APIC id for which cloud-hypervisor leaves the id in the format of xAPIC.
-const XAPIC_FORMAT_MAX: u32 = 254;
 /// Debug registers at reset.
 const DR6: u64 = 0xffff_0ff0;
 const DR7: u64 = 0x400;
@@ -36,6 +34,32 @@ const NESTED_HEADER_BYTES: usize = 128;
 const LEAF_XSAVE: u32 = 0xd;
 const LEAF_TOPOLOGY: u32 = 0xb;
 const LEAF_ADDRESS_BITS: u32 = 0x8000_0008;
+const LEAF_FEATURES: u32 = 1;
+const LEAF_AMD_FEATURES: u32 = 0x8000_0001;
+/// Leaves that v53 makes for vCPUs: caches and topology, the end of KVM's leaves and the timing leaf; AMD's topology.
+const LEAVES_OF_VCPUS: [u32; 6] = [4, LEAF_TOPOLOGY, 0x1f, 0x4000_0000, 0x4000_0010, 0x8000_001e];
+const ALL: u32 = u32::MAX;
+const LEAF_SVM: u32 = 0x8000_000a;
+const EBX: usize = 1;
+const ECX: usize = 2;
+const EDX: usize = 3;
+/// Bits that it changes in others, by leaf and register: number of logical processors, HTT; compatibility bits of AMD, number
+/// of cores and width of their ids.
+const BITS_OF_VCPUS: [(u32, usize, u32); 4] = [
+    (LEAF_FEATURES, EBX, 0xff << 16),
+    (LEAF_FEATURES, EDX, 1 << 28),
+    (LEAF_AMD_FEATURES, ECX, 1 << 1 | 1 << 22),
+    (LEAF_ADDRESS_BITS, ECX, ALL),
+];
+/// What it clears without `nested`: VMX, SVM and all that SVM can do.
+const NESTED_BITS: [(u32, usize, u32); 6] = [
+    (LEAF_FEATURES, ECX, 1 << 5),
+    (LEAF_AMD_FEATURES, ECX, 1 << 2),
+    (LEAF_SVM, 0, ALL),
+    (LEAF_SVM, EBX, ALL),
+    (LEAF_SVM, ECX, ALL),
+    (LEAF_SVM, EDX, ALL),
+];
 
 /// The vCPUs of a guest.
 #[derive(Debug)]
@@ -51,10 +75,6 @@ pub struct Vcpus {
 /// # Errors
 /// Names the vCPU and the register.
 pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptError> {
-    let highest = match &cpus.topology {
-        Some(topology) => topology.highest_apic_id().unwrap_or(u32::MAX),
-        None => cpus.max_vcpus,
-    };
     let mut sources = Vec::new();
     for index in 0..cpus.boot_vcpus {
         let missing = || AdoptError::refused(path(index), "the node is missing");
@@ -64,8 +84,7 @@ pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptErr
     let first = sources.first().ok_or_else(|| AdoptError::refused(path(0), "no vCPU"))?;
     let tsc = tsc_of(first).ok_or_else(|| AdoptError::refused(path(0), "msrs: no TSC"))?;
     let address_bits = address_bits(first)?;
-    let states =
-        (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu, highest }.convert(tsc));
+    let states = (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu }.convert(tsc));
     Ok(Vcpus { states: states.collect::<Result<_, _>>()?, address_bits })
 }
 
@@ -91,18 +110,39 @@ fn address_bits(vcpu: &KvmVcpu) -> Result<u8, AdoptError> {
     Ok(u8::try_from(bits).unwrap_or(0))
 }
 
-/// What all vCPUs were shown, by which a host is compared and new vCPUs are made. Not what the kernel returns of a vCPU: not
-/// every KVM returns what it was told.
-pub fn shown(vm: &VmData) -> Vec<CpuidEntry> {
-    vm.common_cpuid.iter().map(entry).collect()
+/// What all vCPUs were shown, by which a host is compared and new vCPUs are made. Features are those before changes for a
+/// vCPU, as not every KVM returns of a vCPU what it was told; what v53 has changed for all of them, vCPU 0 has.
+pub fn shown(vm: &VmData, first: &VcpuState, cpus: &CpusConfig) -> Vec<CpuidEntry> {
+    let theirs = |function: u32| first.cpuid.iter().filter(move |it| it.function == function);
+    let is_changed = |entry: &CpuidEntry| LEAVES_OF_VCPUS.contains(&entry.function);
+    let common = vm.common_cpuid.iter().map(entry).filter(|entry| !is_changed(entry));
+    let mut shown: Vec<CpuidEntry> = common.collect();
+    shown.extend(LEAVES_OF_VCPUS.into_iter().flat_map(theirs).copied());
+    for entry in &mut shown {
+        for (_, register, bits) in BITS_OF_VCPUS.iter().filter(|it| it.0 == entry.function) {
+            let of_first = theirs(entry.function).next().map(|first| first.answer);
+            let of_first = of_first.and_then(|answer| answer.get(*register).copied());
+            if let (Some(value), Some(of_first)) = (entry.answer.get_mut(*register), of_first) {
+                *value = *value & !bits | of_first & bits;
+            }
+        }
+        if cpus.nested {
+            continue;
+        }
+        for (_, register, bits) in NESTED_BITS.iter().filter(|it| it.0 == entry.function) {
+            if let Some(value) = entry.answer.get_mut(*register) {
+                *value &= !bits;
+            }
+        }
+    }
+    shown.sort_by_key(|entry| (entry.function, entry.index));
+    shown
 }
 
 /// A vCPU that is converted.
 struct Source<'a> {
     index: u32,
     vcpu: &'a KvmVcpu,
-    /// The highest APIC id that the guest may have.
-    highest: u32,
 }
 
 impl Source<'_> {
@@ -117,7 +157,9 @@ impl Source<'_> {
         let events: kvm_vcpu_events = self.structure("vcpu_events", vcpu.vcpu_events.as_slice())?;
         let is_lost = events.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0;
         ensure(!is_lost, || self.at("vcpu_events"), || "a triple fault".to_owned())?;
-        let sregs: kvm_bindings::kvm_sregs = self.structure("sregs", vcpu.sregs.as_slice())?;
+        let mut sregs: kvm_bindings::kvm_sregs = self.structure("sregs", vcpu.sregs.as_slice())?;
+        // An interrupt that is being delivered is in the events; this would raise it a second time.
+        sregs.interrupt_bitmap = [0; 4];
         Ok(VcpuState {
             version: 1,
             cpuid: vcpu.cpuid.iter().map(entry).collect(),
@@ -172,20 +214,28 @@ impl Source<'_> {
     fn lapic(&self, apic_base: u64) -> Result<Blob, AdoptError> {
         let regs = self.vcpu.lapic_state.regs.iter();
         let mut bytes: Vec<u8> = regs.map(|byte| byte.cast_unsigned()).collect();
-        if apic_base & X2APIC != 0 && self.highest <= XAPIC_FORMAT_MAX {
+        if apic_base & X2APIC != 0 {
             let Some(register) = bytes.get_mut(APIC_ID..).and_then(<[u8]>::first_chunk_mut) else {
                 return Err(AdoptError::refused(self.at("lapic_state"), "too short"));
             };
-            let id = u32::from_le_bytes(*register);
-            let shown = leaf(self.vcpu, LEAF_TOPOLOGY, 0).map(|entry| entry.edx);
+            // In the upper byte, unless an id of the guest needs more bits.
+            let found = u32::from_le_bytes(*register);
+            let id = self.apic_id();
             ensure(
-                id.trailing_zeros() >= 24 && shown.is_none_or(|shown| shown == id >> 24),
+                found == id || id <= 0xff && found == id << 24,
                 || self.at("lapic_state.regs[32]"),
-                || format!("the APIC id {id:#x} is not in the upper byte, or not the one of CPUID"),
+                || format!("the APIC id {found:#x} is not that of CPUID, {id:#x}"),
             )?;
-            *register = (id >> 24).to_le_bytes();
+            *register = id.to_le_bytes();
         }
         Ok(Blob::new(&bytes))
+    }
+
+    /// The APIC id that CPUID says.
+    fn apic_id(&self) -> u32 {
+        let wide = leaf(self.vcpu, LEAF_TOPOLOGY, 0).filter(|entry| entry.ebx != 0);
+        let narrow = || leaf(self.vcpu, LEAF_FEATURES, 0).map(|entry| entry.ebx >> 24);
+        wide.map(|entry| entry.edx).or_else(narrow).unwrap_or(self.index)
     }
 
     /// All MSRs but the TSC, by their index.

@@ -119,6 +119,9 @@ pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
+#[cfg(test)]
+pub use ram::{layout_for, make_arriving};
+pub use segments::device_window_gpa;
 pub use state::{
     INTEGRATED_ENDPOINTS_VERSION, MACHINE_STATE_VERSION, MachineState, MachineStateError,
     NARROW_BARS_VERSION, PCI_SEGMENTS_VERSION, PLATFORMS_VERSION, PciFunctionState, ROMS_VERSION,

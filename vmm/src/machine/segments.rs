@@ -376,6 +376,14 @@ fn ram_end_gpa(ram: &GuestRam) -> u64 {
     ends.max().unwrap_or(0)
 }
 
+/// Where the 64-bit window begins in a machine with this memory that has booted; `None` if there is no room for one, or its
+/// address bits are not known.
+pub fn device_window_gpa(config: &VmConfig, ram: &GuestRam) -> Option<u64> {
+    let rules = config.machine_platform().windows;
+    let window = rules.high(ram_end_gpa(ram), config.pci_address_bits?, config.memory.hole());
+    window.map(|window| window.gpa)
+}
+
 /// The 64-bit window of a machine with this memory, of all its segments together.
 #[cfg(test)]
 pub fn wide_window(ram: &GuestRam, address_bits: u8, hole: HighHole) -> Option<GpaRange> {

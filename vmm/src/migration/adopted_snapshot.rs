@@ -21,7 +21,7 @@ use vm_migration::layout::{PAGE_BYTES, PageRun};
 use vm_migration::ram::GuestMemoryMap as _;
 
 use super::memory::MigratingRam;
-use crate::adopt::{AdoptError, Adopted, ReadGuest, adopt};
+use crate::adopt::{AdoptError, Adopted, MemoryLayout, ReadGuest, adopt, check_ranges};
 use crate::config::VmConfig;
 use crate::machine::MachineState;
 
@@ -30,6 +30,8 @@ const MANIFEST_FILE: &str = "manifest.json";
 const CONFIG_FILE: &str = "config.json";
 const STATE_FILE: &str = "state.json";
 const MEMORY_FILE: &str = "memory-ranges";
+/// How a machine state of this program begins, but for white space.
+const OWN_STATE_START: &[u8] = b"{\"version\":";
 /// Bytes that are read at once.
 const CHUNK_BYTES: usize = 1 << 20;
 const PAGE: usize = 4096;
@@ -89,10 +91,20 @@ pub enum AdoptedSnapshotError {
     Cancelled,
 }
 
-/// Whether a directory has a snapshot of cloud-hypervisor.
+/// Whether a directory has a snapshot of cloud-hypervisor, and not an unfinished one of this program.
 pub fn is_in(directory: &Path) -> bool {
     let has = |name: &str| directory.join(name).exists();
-    !has(MANIFEST_FILE) && has(CONFIG_FILE) && has(STATE_FILE)
+    let is_there = !has(MANIFEST_FILE) && has(CONFIG_FILE) && has(STATE_FILE);
+    is_there && !is_own_state(&directory.join(STATE_FILE))
+}
+
+/// Whether a machine state of this program is in the file, perhaps not all of it. The file need not be one of a snapshot.
+fn is_own_state(path: &Path) -> bool {
+    let Ok((file, _)) = open(path) else { return false };
+    let mut start = [0; 64];
+    let len = file.read_at(&mut start, 0).unwrap_or(0);
+    let mut visible = start.iter().take(len).filter(|byte| !byte.is_ascii_whitespace());
+    OWN_STATE_START.iter().all(|byte| visible.next() == Some(byte))
 }
 
 /// A snapshot that was converted.
@@ -103,6 +115,10 @@ pub struct AdoptedSnapshot {
     pub state: MachineState,
     /// Its memory.
     pub memory: MemoryContents,
+    /// Where the guest has its memory.
+    pub layout: MemoryLayout,
+    /// Network devices whose taps were given as descriptors, and have to be again.
+    pub without_tap: Vec<String>,
 }
 
 impl AdoptedSnapshot {
@@ -121,11 +137,14 @@ impl AdoptedSnapshot {
         let state = Document::read(&state).map_err(document(STATE_FILE))?;
         let ranges = &state.memory.memory_ranges.data;
         let memory = MemoryContents::open(&directory.join(MEMORY_FILE), ranges)?;
-        let Adopted { config, state, losses, .. } = adopt(&config, &state.memory, &state, &memory)?;
+        let adopted = adopt(&config, &state.memory, &state, &memory)?;
+        // What is missing is only in files that the configuration names: nothing may be made of them.
+        check_ranges(&adopted.memory, &state, &adopted.config.memory)?;
+        let Adopted { config, without_tap, memory: layout, state, losses, .. } = adopted;
         for loss in losses {
             log::warn!("{loss}");
         }
-        Ok(Self { config, state, memory })
+        Ok(Self { config, state, memory, layout, without_tap })
     }
 }
 
@@ -160,7 +179,7 @@ fn read_whole(path: &Path) -> Result<Vec<u8>, AdoptedSnapshotError> {
 pub struct MemoryContents {
     path: PathBuf,
     file: Option<File>,
-    /// Each with its place in the file.
+    /// Each with its place in the file, by address.
     ranges: Vec<(MemoryRange, u64)>,
 }
 
@@ -172,6 +191,7 @@ impl MemoryContents {
             placed.push((*range, expected));
             expected = expected.saturating_add(range.length);
         }
+        placed.sort_by_key(|(range, _)| range.gpa);
         let (file, found) = if ranges.is_empty() {
             (None, 0)
         } else {
@@ -251,8 +271,11 @@ impl ReadGuest for MemoryContents {
             let offset = gpa.checked_sub(range.gpa)?;
             (offset.checked_add(2)? <= range.length).then_some(offset)
         };
-        let place =
-            self.ranges.iter().find_map(|(range, place)| Some(place.saturating_add(holds(range)?)));
+        let after = self.ranges.partition_point(|(range, _)| range.gpa <= gpa);
+        let place = after.checked_sub(1).and_then(|index| {
+            let (range, place) = self.ranges.get(index)?;
+            Some(place.saturating_add(holds(range)?))
+        });
         let place = place.ok_or("the snapshot does not have this memory")?;
         let mut bytes = [0; 2];
         self.read(&mut bytes, place)?;

@@ -119,3 +119,92 @@ fn memory_that_the_machine_does_not_have_is_refused() {
     let cancelled = contents.copy_in(&ram(), &cancel).unwrap_err();
     assert!(matches!(cancelled, AdoptedSnapshotError::Cancelled));
 }
+
+/// The recorded snapshot with one thing changed, and a memory file of its ranges.
+fn changed(
+    change: impl FnOnce(&mut serde_json::Value, &mut Vec<MemoryRange>),
+) -> tempfile::TempDir {
+    let directory = directory(RAM_BYTES);
+    let path = |name: &str| directory.path().join(name);
+    let mut config = serde_json::from_slice(file!("config.json")).unwrap();
+    let mut document = Document::read(file!("state.json")).unwrap();
+    let mut ranges = document.memory.memory_ranges.data.to_vec();
+    change(&mut config, &mut ranges);
+    let len = ranges.iter().map(|range| range.length).sum();
+    File::create(path(MEMORY_FILE)).unwrap().set_len(len).unwrap();
+    document.memory.memory_ranges.data = ranges.try_into().ok().unwrap();
+    std::fs::write(path(CONFIG_FILE), serde_json::to_vec(&config).unwrap()).unwrap();
+    std::fs::write(path(STATE_FILE), document.write().unwrap()).unwrap();
+    directory
+}
+
+#[test]
+fn ranges_that_are_not_the_machines_memory_are_refused() {
+    let range = |gpa, length| MemoryRange { gpa, length };
+    let half = RAM_BYTES / 2;
+    for (ranges, expected) in [
+        (vec![], "0x0 to 0x800000, memory of zone 'mem0', is not in the snapshot"),
+        (vec![range(0, half)], "memory of zone 'mem0', is not in the snapshot"),
+        (
+            vec![range(0, half), range(half + PAGE_BYTES, half - PAGE_BYTES)],
+            "memory of zone 'mem0', is not in the snapshot",
+        ),
+        (
+            vec![range(0, RAM_BYTES), range(half, PAGE_BYTES)],
+            "the memory at 0x400000 is there twice",
+        ),
+        (vec![range(0, RAM_BYTES + PAGE_BYTES)], "0x0 to 0x801000 is not all memory of the VM"),
+        (
+            vec![range(0, RAM_BYTES), range(1 << 40, 1 << 40)],
+            "0x10000000000 to 0x20000000000 is not all memory of the VM",
+        ),
+    ] {
+        let error = refusal(changed(|_, found| *found = ranges).path());
+        assert!(error.contains("memory-manager: memory_ranges: "), "{error}");
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    // In pieces, and not in order.
+    let pieces = vec![range(half, half), range(0, half)];
+    AdoptedSnapshot::open(changed(|_, found| *found = pieces).path()).unwrap();
+}
+
+#[test]
+fn memory_that_is_only_in_a_zones_file_is_refused_and_left_there() {
+    let files = tempfile::tempdir().unwrap();
+    let file = files.path().join("ram");
+    std::fs::write(&file, [7; PAGE]).unwrap();
+    let zone = |shared: bool| {
+        serde_json::json!({
+            "size": 0, "zones": [{"id": "mem0", "size": RAM_BYTES, "file": file, "shared": shared}]
+        })
+    };
+    let directory = changed(|config, ranges| {
+        config["memory"] = zone(true);
+        ranges.clear();
+    });
+    std::fs::remove_file(directory.path().join(MEMORY_FILE)).unwrap();
+    let error = refusal(directory.path());
+    assert!(error.contains("memory of zone 'mem0', is not in the snapshot but only in"), "{error}");
+    assert!(error.contains(file.to_str().unwrap()), "{error}");
+    assert_eq!(std::fs::read(&file).unwrap(), [7; PAGE]);
+    // A private mapping is in the snapshot, and never changes its file.
+    AdoptedSnapshot::open(changed(|config, _| config["memory"] = zone(false)).path()).unwrap();
+}
+
+#[test]
+fn an_unfinished_snapshot_of_this_program_is_not_taken_for_another() {
+    let directory = directory(RAM_BYTES);
+    for (state, is_ours) in [
+        ("{\"version\":9,\"vcpus\":[", true),
+        ("{ \"version\": 1", true),
+        ("{\"snapshots\":{}}", false),
+        ("{\"ver", false),
+        ("", false),
+    ] {
+        std::fs::write(directory.path().join(STATE_FILE), state).unwrap();
+        assert_eq!(is_in(directory.path()), !is_ours, "{state}");
+    }
+    let adopted = AdoptedSnapshot::open(changed(|_, _| {}).path()).unwrap();
+    std::fs::write(directory.path().join(STATE_FILE), adopted.state.to_json().unwrap()).unwrap();
+    assert!(!is_in(directory.path()));
+}

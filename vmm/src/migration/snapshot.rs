@@ -24,6 +24,7 @@ use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use super::storage_thread::{CANCEL_POLL_INTERVAL, StorageError, write_on_thread};
 use super::updates::{self, UpdateError};
+use crate::adopt::{self, MemoryLayout};
 use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
@@ -177,7 +178,7 @@ enum Source {
     /// A snapshot of this program.
     Own(Box<Opened>),
     /// One of cloud-hypervisor, whose state has been converted.
-    Adopted(MemoryContents),
+    Adopted(MemoryContents, MemoryLayout),
 }
 
 impl Source {
@@ -185,7 +186,7 @@ impl Source {
     fn state_json(&self) -> &[u8] {
         match self {
             Self::Own(snapshot) => snapshot.state_json(),
-            Self::Adopted(_) => &[],
+            Self::Adopted(..) => &[],
         }
     }
 }
@@ -219,12 +220,15 @@ fn restore_from(
     confine: Confine<'_>,
 ) -> Result<Restored, RestoreCause> {
     let is_on_demand = request.memory_restore_mode == MemoryRestoreMode::OnDemand;
+    let mut taps = Vec::new();
     let (source, mut config, adopted) = if adopted_snapshot::is_in(directory) {
         if is_on_demand {
             return Err(RestoreCause::OnDemand);
         }
-        let AdoptedSnapshot { config, state, memory } = AdoptedSnapshot::open(directory)?;
-        (Source::Adopted(memory), config, Some(state))
+        let snapshot = AdoptedSnapshot::open(directory)?;
+        let AdoptedSnapshot { config, state, memory, layout, without_tap } = snapshot;
+        taps = without_tap;
+        (Source::Adopted(memory, layout), config, Some(state))
     } else {
         let snapshot = Opened::open(directory)?;
         let config: VmConfig =
@@ -233,6 +237,7 @@ fn restore_from(
     };
     // Before any rename: descriptors use the original names.
     request.arriving_fds().place(&mut config)?;
+    adopt::check_taps(&taps, &config).map_err(AdoptedSnapshotError::from)?;
     updates::change_config(&mut config, request)?;
     let mut config = config.complete_begun()?;
     confine(&config)?;
@@ -251,8 +256,15 @@ fn restore_from(
     host.check_shown(&config, &state.shown, &first.unwrap_or_default())
         .map_err(RestoreCause::State)?;
     let consoles = Consoles::open(&mut config)?;
-    let ram = Machine::arriving_ram(&config, host, &[], InitialContents::Nothing)
-        .map_err(RestoreCause::Make)?;
+    let contents = match &source {
+        Source::Own(_) => InitialContents::Nothing,
+        // Others may use the files that the configuration names.
+        Source::Adopted(..) => InitialContents::MustBeEmpty,
+    };
+    let ram = Machine::arriving_ram(&config, host, &[], contents).map_err(RestoreCause::Make)?;
+    if let Source::Adopted(_, layout) = &source {
+        adopt::check_made(layout, &config, &ram).map_err(AdoptedSnapshotError::from)?;
+    }
     if request.prefault {
         // All of it is to be populated in the end, so check at once whether that is possible.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
@@ -276,7 +288,7 @@ fn restore_from(
             let stop = Cancel::new().map_err(SnapshotError::Resource)?;
             restored.filling = Some(Filling::start(*snapshot, &memory, stop)?);
         }
-        (Source::Adopted(contents), _) => {
+        (Source::Adopted(contents, _), _) => {
             let data_bytes = contents.copy_in(&memory, cancel)?;
             log::info!("{} MiB of guest memory were read", data_bytes >> 20);
             prefault(&restored.machine, request, cancel)?;

@@ -29,12 +29,16 @@ fn an_apic_id_in_x2apic_mode_gets_all_bits() {
     in_x2apic_mode(&mut recorded, 1, 1 << 24);
     let adopted = recorded.adopted();
     assert_eq!((apic_id(&adopted, 0), apic_id(&adopted, 1)), (0, 1));
-    // The format in which it was with more APIC ids.
+    // The format in which it is with ids that need more bits.
     in_x2apic_mode(&mut recorded, 1, 1);
-    assert!(recorded.refusal().contains("cpu-manager/1: lapic_state.regs[32]"));
+    assert_eq!(apic_id(&recorded.adopted(), 1), 1);
     // Another vCPU's.
-    in_x2apic_mode(&mut recorded, 1, 2 << 24);
-    assert!(recorded.refusal().contains("not the one of CPUID"));
+    for id in [2, 2 << 24, 1 << 24 | 1] {
+        in_x2apic_mode(&mut recorded, 1, id);
+        let error = recorded.refusal();
+        assert!(error.contains("cpu-manager/1: lapic_state.regs[32]: the APIC id"), "{error}");
+        assert!(error.contains("not that of CPUID, 0x1"), "{error}");
+    }
 }
 
 #[test]
@@ -84,17 +88,76 @@ fn vcpus_that_the_guest_has_ejected_are_left_out() {
 }
 
 #[test]
-fn what_all_vcpus_were_shown_is_what_any_vm_would_be() {
-    let recorded = recorded!("plain-2");
-    let shown = recorded.adopted().state.shown;
-    let common = &recorded.document.vm.common_cpuid;
-    assert_eq!(shown.len(), common.len());
-    let (first, theirs) = (shown[1], common[1]);
-    assert_eq!(
-        (first.function, first.index, first.flags),
-        (theirs.function, theirs.index, theirs.flags)
-    );
-    assert_eq!(first.answer, [theirs.eax, theirs.ebx, theirs.ecx, theirs.edx]);
+fn features_are_those_of_all_vcpus_and_topology_is_that_of_the_first() {
+    for (name, recorded) in [("plain-2", recorded!("plain-2")), ("debian-2", recorded!("debian-2"))]
+    {
+        let adopted = recorded.adopted();
+        let (shown, first) = (&adopted.state.shown, &adopted.state.vcpus[0].cpuid);
+        let common = &recorded.document.vm.common_cpuid;
+        let answer = |entries: &[hypervisor::CpuidEntry], function: u32, index: u32| {
+            let mut entries = entries.iter();
+            let entry = entries.find(|it| (it.function, it.index) == (function, index));
+            entry.map(|entry| entry.answer)
+        };
+        let [theirs, features] =
+            [1, 7].map(|leaf| common.iter().find(|it| it.function == leaf).unwrap());
+        let [eax, ebx, ecx, edx] = answer(shown, 1, 0).unwrap();
+        // Two vCPUs and HTT; no bit of the processor that KVM does not offer.
+        assert_eq!((eax, ecx), (theirs.eax, theirs.ecx), "{name}");
+        assert_eq!((ebx >> 16 & 0xff, edx), (2, theirs.edx | 1 << 28), "{name}");
+        assert_eq!(answer(shown, 7, 0).unwrap()[1], features.ebx, "{name}");
+        let of_vcpus = [(4, 0), (0xb, 0), (0xb, 1), (0x1f, 1), (0x4000_0000, 0), (0x4000_0010, 0)];
+        for (function, index) in of_vcpus.into_iter().chain([(0x8000_001e, 0)]) {
+            let expected = answer(first, function, index);
+            assert_eq!(answer(shown, function, index), expected, "{name} {function:#x}");
+        }
+        assert_eq!(answer(shown, 0xb, 1).unwrap()[1], 2, "{name}");
+        let places: Vec<_> = shown.iter().map(|entry| (entry.function, entry.index)).collect();
+        assert!(places.is_sorted() && places.windows(2).all(|pair| pair[0] != pair[1]), "{name}");
+    }
+    // Of an AMD processor.
+    let debian = recorded!("debian-2").adopted().state.shown;
+    let answer = |leaf: u32| debian.iter().find(|it| it.function == leaf).unwrap().answer;
+    assert_eq!((answer(0x8000_0001)[2], answer(0x8000_0008)[2]), (0x40_0177, 0x2001));
+}
+
+#[test]
+fn a_guest_without_nested_guests_needs_none_here() {
+    let mut recorded = recorded!("debian-2");
+    let leaf = |recorded: &Recorded, leaf: u32| {
+        let shown = recorded.adopted().state.shown;
+        shown.iter().find(|it| it.function == leaf).map(|it| it.answer).unwrap()
+    };
+    let entries = recorded.document.vm.common_cpuid.iter().map(|entry| {
+        let mut entry = *entry;
+        match entry.function {
+            1 => entry.ecx |= 1 << 5,
+            0x8000_0001 => entry.ecx |= 1 << 2,
+            0x8000_000a => (entry.eax, entry.ebx, entry.edx) = (1, 0x10, 9),
+            _ => {}
+        }
+        entry
+    });
+    let mut entries: Vec<_> = entries.collect();
+    if entries.iter().all(|entry| entry.function != 0x8000_000a) {
+        let mut svm = entries[0];
+        (svm.function, svm.eax, svm.ebx, svm.ecx, svm.edx) = (0x8000_000a, 1, 0x10, 0, 9);
+        entries.push(svm);
+    }
+    recorded.document.vm.common_cpuid = List::try_from(entries).ok().unwrap();
+    assert_eq!(leaf(&recorded, 0x8000_000a), [1, 0x10, 0, 9]);
+    assert_ne!(leaf(&recorded, 0x8000_0001)[2] & 1 << 2, 0);
+    recorded.config["cpus"]["nested"] = json!(false);
+    assert_eq!(leaf(&recorded, 0x8000_000a), [0; 4]);
+    assert_eq!(leaf(&recorded, 1)[2] & 1 << 5, 0);
+    assert_eq!(leaf(&recorded, 0x8000_0001)[2] & 1 << 2, 0);
+}
+
+#[test]
+fn an_interrupt_is_not_raised_twice() {
+    let mut recorded = plain();
+    recorded.vcpu(0).sregs[280 + 4] = 1;
+    assert_eq!(recorded.adopted().state.vcpus[0].sregs.interrupt_bitmap, [0; 4]);
 }
 
 #[test]
@@ -162,6 +225,12 @@ fn the_mask_of_msix_counts_if_it_is_enabled() {
         *control = *control & 0x3fff_ffff | register << 30;
         (transport.msix.enabled, transport.msix.masked) = (enabled, masked);
     };
+    set(&mut recorded, 0b10, false, true);
+    assert!(recorded.refusal().contains("enabled, masked"), "a vector could be raised");
+    let msix = &mut recorded.transport("__rng").msix;
+    for vector in 0..msix.table_entries.len() {
+        msix.table_entries = changed(&msix.table_entries, vector, |it| it.vector_ctl = 1);
+    }
     for (register, enabled, masked, is_taken) in [
         (0b00, false, true, true),
         (0b01, false, false, true),
@@ -298,6 +367,10 @@ fn a_reset_device_has_accepted_nothing() {
     let rng = virtio(&recorded.adopted(), "__rng");
     assert_eq!((rng.common.driver_features, rng.common.active), (0, false));
     assert!(rng.queues[0].progress.is_none());
+    let transport = recorded.transport("_net2");
+    (transport.data.device_activated, transport.common.driver_status) = (false, 0);
+    let net = virtio(&recorded.adopted(), "_net2").device.data;
+    assert_eq!((&net["offloads"], &net["announce_pending"]), (&json!(0), &json!(false)));
 }
 
 #[test]

@@ -88,11 +88,14 @@ fn devices_that_the_configuration_does_not_have_or_the_document() {
     let address = tree["_virtio-pci-__rng"].pci_bdf.clone();
     tree.get_mut("_virtio-pci-_disk0").unwrap().pci_bdf = address;
     assert!(recorded.refusal().contains("two functions at 0000:00:05.0"));
-    for address in ["0000:00:00.0", "0000:01:05.0", "0000:00:05.1", "xxxx:00:05.0"] {
+    for address in ["0000:00:00\n0", "0000:00:00.0", "0000:01:05.0", "0000:00:05.1", "xxxx:00:05.0"]
+    {
         let mut recorded = all_devices();
         let tree = &mut recorded.document.devices.data.device_tree.0;
         tree.get_mut("_virtio-pci-__rng").unwrap().pci_bdf = Some(address.to_owned());
-        assert!(recorded.refusal().contains("no function can be at"), "{address}");
+        let error = recorded.refusal();
+        let expected = format!("no function can be at '{}'", address.escape_debug());
+        assert!(error.contains(&expected) && !error.contains('\n'), "{error}");
     }
 }
 
@@ -226,6 +229,13 @@ fn registers_of_functions() {
         (with(&|it| it.common.msix_config = 2), "there is no vector 2"),
         (with(&|it| it.data.cap_pci_cfg_offset = 1), "cap_pci_cfg_offset"),
         (with(&|it| it.data.cap_pci_cfg_offset = 4090), "cap_pci_cfg_offset"),
+        // A BAR, the common configuration's capability, the control word of MSI-X, the last byte.
+        (with(&|it| it.data.cap_pci_cfg_offset = 0x10), "cap_pci_cfg_offset"),
+        (with(&|it| it.data.cap_pci_cfg_offset = 0x42), "cap_pci_cfg_offset"),
+        (with(&|it| it.data.cap_pci_cfg_offset = 0x8a), "cap_pci_cfg_offset"),
+        (with(&|it| it.data.cap_pci_cfg_offset = u64::MAX), "cap_pci_cfg_offset"),
+        (with(&|it| it.data.cap_pci_cfg[0] = 16), "cap_pci_cfg"),
+        (with(&|it| it.data.cap_pci_cfg[1] = 1), "cap_pci_cfg"),
         (with(&|it| it.data.interrupt_status = 4), "interrupt_status"),
     ] {
         assert!(error.contains("_virtio-pci-__rng"), "{error}");
@@ -398,4 +408,16 @@ fn devices_values() {
     let mut recorded = all_devices();
     recorded.document.devices.pvpanic.as_mut().unwrap().data.events = 7;
     assert!(recorded.refusal().contains("device-manager/__pvpanic: events: 0x7"));
+}
+
+#[test]
+fn memory_devices_with_larger_blocks_here() {
+    let mut recorded = recorded!("virtio-mem");
+    let bytes = 64_u64 << 30;
+    recorded.config["memory"]["hotplug_size"] = json!(bytes);
+    let mappings = &mut recorded.document.memory.guest_ram_mappings;
+    let region = mappings.iter().position(|mapping| mapping.virtio_mem).unwrap();
+    *mappings = changed(mappings, region, |mapping| mapping.size = bytes);
+    let error = recorded.refusal();
+    assert!(error.contains("memory zone 'mem0': hotplug_size: 0x1000000000: the guest"), "{error}");
 }
