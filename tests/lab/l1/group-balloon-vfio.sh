@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # A Debian guest with a balloon alongside a passed-through disk: free page reporting is not offered, what
 # goes into the balloon is unmapped and returned in whole pieces, and the device's DMA goes to the
 # pages that the guest has, whatever it did with the balloon in between.

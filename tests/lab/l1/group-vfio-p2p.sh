@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+# takes_turns
 # Two passed-through NVMe controllers in one Debian guest: what one writes by DMA arrives in the memory of the
 # other, as long as the guest has that switched on and where it has put it; and does not with
 # vfio_p2p_dma=off.
