@@ -138,6 +138,15 @@ pub fn adopt(
     config.platform.get_or_insert_default().platform = PLATFORM;
     let mut config = config.complete_begun().map_err(AdoptError::Config)?;
     topology::check(&config, document)?;
+    // Of a private mapping the contents are the guest's, and came with it: the file stays as it is.
+    for zone in config.memory.zones.iter_mut().flatten().filter(|zone| !zone.shared) {
+        if let Some(file) = zone.file.take() {
+            let (zone, file) = (&zone.id, file.display());
+            losses.push(format!(
+                "zone '{zone}' has memory of its own in place of a private copy of {file}"
+            ));
+        }
+    }
     let layout = memory::layout(&config.memory, memory, &document.memory)?;
     let vcpus = vcpu::convert(document, &config.cpus)?;
     let windows = functions::Windows::of(&layout, vcpus.address_bits)?;

@@ -17,7 +17,7 @@ use cloud_hypervisor_state::{
 use thiserror::Error;
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use vm_migration::Cancel;
-use vm_migration::layout::{PAGE_BYTES, PageRun};
+use vm_migration::layout::{GpaRange, PAGE_BYTES, PageRun};
 use vm_migration::ram::GuestMemoryMap as _;
 
 use super::memory::MigratingRam;
@@ -76,6 +76,14 @@ pub enum AdoptedSnapshotError {
         found: u64,
         /// The sum of the ranges.
         expected: u64,
+    },
+    /// The host has no memory for a part of it.
+    #[error("guest memory at {gpa:#x} cannot be populated")]
+    Populate {
+        /// Where it was to be.
+        gpa: u64,
+        /// Why not.
+        source: io::Error,
     },
     /// A range is not in the machine's memory.
     #[error("the snapshot has memory at {gpa:#x} that the machine does not have")]
@@ -251,16 +259,39 @@ fn put(memory: &MigratingRam, gpa: u64, bytes: &[u8]) -> Result<u64, AdoptedSnap
     let guest = memory.ram().guest_memory();
     let guest = guest.memory();
     let mut data_bytes = 0_u64;
-    for (page, gpa) in bytes.chunks(PAGE).zip((gpa..).step_by(PAGE)) {
-        if page.iter().all(|byte| *byte == 0) {
-            continue;
+    let is_zero = |page: &[u8]| page.iter().all(|byte| *byte == 0);
+    let (mut rest, mut gpa) = (bytes, gpa);
+    while !rest.is_empty() {
+        let zeroes =
+            rest.chunks(PAGE).take_while(|page| is_zero(page)).count().saturating_mul(PAGE);
+        let data = rest.get(zeroes..).unwrap_or_default();
+        gpa = gpa.saturating_add(u64::try_from(zeroes).unwrap_or(u64::MAX));
+        let count = data.chunks(PAGE).take_while(|page| !is_zero(page)).count();
+        if count == 0 {
+            break;
         }
         let outside = || AdoptedSnapshotError::Range { gpa };
-        let range = vm_migration::layout::GpaRange { gpa, len_bytes: PAGE_BYTES };
-        let run = memory.layout().locate(range).map_err(|_| outside())?;
-        guest.write_slice(page, GuestAddress(gpa)).map_err(|_| outside())?;
+        let first = GpaRange { gpa, len_bytes: PAGE_BYTES };
+        let first = memory.layout().locate(first).map_err(|_| outside())?;
+        let info = memory.layout().regions().get(first.region).ok_or_else(outside)?;
+        // The next region has its own turn.
+        let count = u64::try_from(count).unwrap_or(u64::MAX);
+        let run = PageRun { count: count.min(info.pages().saturating_sub(first.first)), ..first };
+        let (now, next) = data
+            .split_at_checked(usize::try_from(run.len_bytes()).unwrap_or(usize::MAX))
+            .ok_or_else(outside)?;
+        // Where the host has no page for it a store would end the process.
+        let unit = info.host_page_bytes / PAGE_BYTES;
+        let start = run.first / unit * unit;
+        let end = run.end().next_multiple_of(unit).min(info.pages());
+        memory
+            .populate(PageRun { first: start, count: end.saturating_sub(start), ..run })
+            .map_err(|source| AdoptedSnapshotError::Populate { gpa, source })?;
+        guest.write_slice(now, GuestAddress(gpa)).map_err(|_| outside())?;
         memory.mark_resident(run);
-        data_bytes = data_bytes.saturating_add(PAGE_BYTES);
+        data_bytes = data_bytes.saturating_add(run.len_bytes());
+        gpa = gpa.saturating_add(run.len_bytes());
+        rest = next;
     }
     Ok(data_bytes)
 }

@@ -187,8 +187,11 @@ fn memory_that_is_only_in_a_zones_file_is_refused_and_left_there() {
     assert!(error.contains("memory of zone 'mem0', is not in the snapshot but only in"), "{error}");
     assert!(error.contains(file.to_str().unwrap()), "{error}");
     assert_eq!(std::fs::read(&file).unwrap(), [7; PAGE]);
-    // A private mapping is in the snapshot, and never changes its file.
-    AdoptedSnapshot::open(changed(|config, _| config["memory"] = zone(false)).path()).unwrap();
+    // What a private mapping has is in the snapshot, and its file is not opened at all.
+    let private = changed(|config, _| config["memory"] = zone(false));
+    let adopted = AdoptedSnapshot::open(private.path()).unwrap();
+    let zones = adopted.config.memory.zones.unwrap();
+    assert!(zones.iter().all(|zone| zone.file.is_none() && !zone.shared));
 }
 
 #[test]

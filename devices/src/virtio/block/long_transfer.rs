@@ -49,7 +49,7 @@ impl Rest {
     }
 }
 
-/// Splits the next piece off, which ends at a multiple of `piece_bytes`, so that no unit of an image is in two.
+/// Splits the next piece off, which ends at a multiple of `piece_bytes`, so that no smaller unit of an image is in two.
 fn next_range(ranges: &mut VecDeque<Range>, piece_bytes: u64) -> Option<Range> {
     let range = ranges.pop_front()?;
     let begun_bytes = range.offset.checked_rem(piece_bytes).unwrap_or(0);
@@ -87,17 +87,23 @@ impl Operation {
         }
     }
 
-    /// The first piece of ranges that need pieces; any other operation as a whole.
-    pub(super) fn first_piece(&self) -> Self {
-        let cut = |ranges: &[Range]| {
-            let mut rest: VecDeque<Range> = ranges.iter().copied().collect();
-            next_range(&mut rest, self.piece_bytes()).into_iter().collect()
-        };
+    /// The pieces of ranges that need some; any other operation as a whole.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = Self> {
+        let mut rest = VecDeque::new();
+        let mut whole = None;
         match self {
-            Self::Discard(ranges) if self.has_long_range() => Self::Discard(cut(ranges)),
-            Self::WriteZeroes(ranges) if self.has_long_range() => Self::WriteZeroes(cut(ranges)),
-            other => other.clone(),
+            Self::Discard(ranges) | Self::WriteZeroes(ranges) if self.has_long_range() => {
+                rest.extend(ranges.iter().copied());
+            }
+            _ => whole = Some(self.clone()),
         }
+        std::iter::from_fn(move || {
+            let piece = |range| match self {
+                Self::Discard(_) => Self::Discard(vec![range]),
+                _ => Self::WriteZeroes(vec![range]),
+            };
+            whole.take().or_else(|| next_range(&mut rest, self.piece_bytes()).map(piece))
+        })
     }
 
     fn has_long_range(&self) -> bool {

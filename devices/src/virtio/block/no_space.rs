@@ -10,6 +10,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use memory::GuestMemoryHandle;
 use parking_lot::{Mutex, MutexGuard};
@@ -18,6 +19,9 @@ use vm_memory::GuestAddressSpace;
 use super::image::Disk;
 use super::perform::{Engine, Failure};
 use super::request::Request;
+
+/// For how long pieces of one range are tried, while the device is paused: what they did is done again afterwards.
+const PIECES_TIME: Duration = Duration::from_secs(1);
 
 /// Handling of a request for which the host has no space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -127,7 +131,7 @@ impl FullDisk {
 
     /// Carries out the waiting requests as far as there is space, without completing them: the device,
     /// which must be paused, repeats them when it resumes, as writing the same data again changes nothing. Of a range that
-    /// takes several pieces it is the first one: the rest may fill the disk once more.
+    /// takes several pieces those that a second is enough for: the rest may fill the disk once more.
     /// Takes as long as the storage does.
     ///
     /// # Errors
@@ -141,9 +145,13 @@ impl FullDisk {
         };
         for at in 0.. {
             let Some((operation, engine, memory)) = next(at) else { break };
-            match engine.perform(&operation.first_piece(), &memory.memory()) {
-                Err(Failure::Host(error)) if is_full(&error) => return Err(error),
-                _ => {}
+            let began = Instant::now();
+            for piece in operation.pieces() {
+                match engine.perform(&piece, &memory.memory()) {
+                    Err(Failure::Host(error)) if is_full(&error) => return Err(error),
+                    Ok(_) if began.elapsed() < PIECES_TIME => {}
+                    _ => break,
+                }
             }
         }
         Ok(())

@@ -7,6 +7,7 @@ use super::super::long_transfer::{PIECE_BYTES, UNDER_WAY_BYTES};
 use super::super::no_space::OnFull;
 use super::super::perform::{CacheMode, Engine};
 use super::super::pool::QueueThreads;
+use super::super::request::{Operation, Range};
 use super::super::worker::{BlockWorker, Shared};
 use super::*;
 use crate::virtio::queue::WorkQueue;
@@ -253,6 +254,29 @@ fn a_long_range_is_done_in_pieces_that_a_pause_may_part() {
         assert!(steps.has_zeroes_at(64 << 20) && steps.has_zeroes_at(last));
         assert!(!steps.has_zeroes_at(0) && !steps.has_zeroes_at(last + 512), "around it");
     }
+}
+
+#[test]
+fn pieces_of_a_range_end_where_those_of_others_do() {
+    const PIECE_BYTES: u64 = 64 << 20;
+    let range = |offset, len_bytes| Range { offset, len_bytes, unmap: true };
+    let all = vec![range(512, 2 * PIECE_BYTES), range(0, 512)];
+    let mut pieces = Vec::new();
+    for piece in Operation::WriteZeroes(all).pieces() {
+        let Operation::WriteZeroes(ranges) = piece else { panic!("not as a whole") };
+        pieces.extend(ranges);
+    }
+    let expected = [
+        range(512, PIECE_BYTES - 512),
+        range(PIECE_BYTES, PIECE_BYTES),
+        range(2 * PIECE_BYTES, 512),
+        range(0, 512),
+    ];
+    assert_eq!(pieces, expected);
+    let short = Operation::Discard(vec![range(512, PIECE_BYTES), range(0, 512)]);
+    assert!(
+        matches!(&short.pieces().collect::<Vec<_>>()[..], [Operation::Discard(two)] if two.len() == 2)
+    );
 }
 
 #[test]
