@@ -51,6 +51,7 @@ use crate::machine::MachineState;
 use crate::platform::PlatformName;
 
 pub use error::AdoptError;
+pub use functions::Windows;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
 pub use place::{check_made, check_ranges, check_taps};
 
