@@ -119,6 +119,27 @@ impl Draft {
         Ok(())
     }
 
+    /// Completes a snapshot without a manifest, as others have it: the file that makes it one is the last of `names`. All are
+    /// written and synced. `proceed` is as with [`Self::publish`].
+    pub(crate) fn publish_without_manifest(
+        mut self,
+        names: &[&str],
+        proceed: &dyn Fn() -> Result<(), SnapshotError>,
+    ) -> Result<(), SnapshotError> {
+        proceed()?;
+        for name in names {
+            self.name(name)?;
+            // The next one has its name only if this one has.
+            self.sync()?;
+        }
+        proceed()?;
+        // From here on it is a snapshot: the marker of an incomplete one is all that may be left.
+        self.whole = true;
+        let marker = self.partial(MANIFEST_FILE);
+        remove(&marker).map_err(SnapshotError::io("remove", &marker))?;
+        self.sync()
+    }
+
     fn name(&self, name: &str) -> Result<(), SnapshotError> {
         let to = self.path.join(name);
         fs::rename(self.partial(name), &to).map_err(SnapshotError::io("give its name to", &to))

@@ -51,7 +51,7 @@ use serde_json::Value;
 use crate::adopt::{MemoryLayout, ReadGuest, Windows};
 use crate::config::VmConfig;
 use crate::config::vm::PVPANIC_ID;
-use crate::machine::{MachineState, PciFunctionState};
+use crate::machine::{MachineState, PciFunctionState, SeenDevice};
 use crate::platform::PlatformName;
 use error::ensure;
 use own_states::LaterMemory;
@@ -65,17 +65,6 @@ const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;
 /// Newest version of a virtio function's state that is understood here.
 const VIRTIO_VERSION: u32 = pci::NARROW_BAR_VERSION;
 const DRIVER: u8 = 2;
-
-/// What a guest sees of a virtio device, apart from what is saved of it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SeenDevice {
-    /// Features that it offers.
-    pub features: u64,
-    /// Its device configuration; zeros beyond its end.
-    pub config: Vec<u8>,
-    /// Maximum size of each queue.
-    pub queue_sizes: Vec<u16>,
-}
 
 /// A machine, apart from its saved state.
 #[derive(Clone, Copy)]

@@ -11,11 +11,11 @@ use cloud_hypervisor_state::{
 use devices::virtio::DeviceSnapshot;
 use serde::Deserialize;
 
-use super::SeenDevice;
 use super::error::{ExportError, ensure, fits};
 use super::legacy::read;
 use crate::adopt::{MemoryLayout, PartKind};
 use crate::config::VmConfig;
+use crate::machine::SeenDevice;
 
 /// Bytes in which a memory device adds memory there.
 const MEM_BLOCK_BYTES: u64 = 2 << 20;

@@ -11,6 +11,7 @@
 //! | `destination` | a machine that arrives |
 //! | `snapshot` | a machine into a directory, and out of one |
 //! | `adopted_snapshot` | a snapshot directory of cloud-hypervisor |
+//! | `exported_snapshot` | a machine as cloud-hypervisor saves it |
 //! | `memory` | guest RAM as `vm-migration` sees it |
 //! | `dirty` | the dirty log of guest and devices |
 //! | `faults`, `fault_choice` | fault sources of postcopy, and which one `auto` means |
@@ -30,6 +31,7 @@ pub mod destination;
 pub mod dirty;
 mod disk_writer;
 pub mod document;
+mod exported_snapshot;
 mod fault_choice;
 pub mod faults;
 pub mod grants;
