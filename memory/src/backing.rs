@@ -47,6 +47,9 @@ pub enum InitialContents {
     /// Like [`Nothing`](Self::Nothing), but a file with data is refused instead of emptied, because only
     /// the sender of the contents has named it.
     MustBeEmpty,
+    /// Like [`MustBeEmpty`](Self::MustBeEmpty), but a file that has a length is refused: the sender may be a program that
+    /// uses the file and takes no lock of it, with memory that its guest has not touched.
+    MustBeNew,
 }
 
 impl InitialContents {
@@ -141,8 +144,20 @@ impl ZoneBacking {
                 None => Ok(Self::anonymous()),
             };
         }
-        if start == InitialContents::MustBeEmpty && found.holds_data() {
-            return Err(BackingError::HoldsData { zone: zone.id.clone(), path: path.to_owned() });
+        let whose = || (zone.id.clone(), path.to_owned());
+        match start {
+            InitialContents::MustBeEmpty if found.holds_data() => {
+                let (zone, path) = whose();
+                return Err(BackingError::HoldsData { zone, path });
+            }
+            InitialContents::MustBeNew => {
+                let len_bytes = found.len_bytes(zone)?;
+                if len_bytes > 0 {
+                    let (zone, path) = whose();
+                    return Err(BackingError::NotNew { zone, path, len_bytes });
+                }
+            }
+            _ => {}
         }
         found.size(zone)?;
         let hugetlb = found.hugetlb_page_bytes();

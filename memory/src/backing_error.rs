@@ -78,6 +78,20 @@ pub enum BackingError {
         path.display(), path.display()
     )]
     HoldsData { zone: String, path: PathBuf },
+    /// A file that the program which sends the contents may use, without a lock.
+    #[error(
+        "memory zone '{zone}': {} has {len_bytes} bytes, and may be the memory of the VM that is received, as its \
+         source takes no lock of it: remove the file if nothing uses it, or use another",
+        path.display()
+    )]
+    NotNew {
+        /// The zone.
+        zone: String,
+        /// Its file.
+        path: PathBuf,
+        /// Length of the file.
+        len_bytes: u64,
+    },
     #[error(
         "memory zone '{zone}': could not discard the contents of {}, which the incoming memory is \
          to replace",

@@ -133,6 +133,12 @@ impl ZoneFile {
         self.holds_data
     }
 
+    /// Length of the file of `zone`.
+    pub fn len_bytes(&self, zone: &ZoneSpec) -> Result<u64, BackingError> {
+        let metadata = self.file.metadata();
+        metadata.map(|data| data.len()).map_err(|source| open_error(zone, &self.path, source))
+    }
+
     /// True when others can open it and a lock keeps them from using it.
     pub fn is_locked(&self) -> bool {
         self.locked

@@ -207,6 +207,22 @@ fn a_file_that_only_an_arriving_configuration_names_is_not_emptied() {
 }
 
 #[test]
+fn a_file_that_another_program_may_use_has_to_be_new() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ram");
+    File::create(&path).unwrap().set_len(MIB).unwrap();
+    let contents = InitialContents::MustBeNew;
+    let sources = RamSources { contents, ..RamSources::default() };
+    let error = made(vec![zone(&path, true)], &sources).unwrap_err();
+    assert!(matches!(error, RamError::Backing(BackingError::NotNew { .. })), "{error}");
+    assert_eq!(fs::metadata(&path).unwrap().len(), MIB);
+    File::create(&path).unwrap();
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
+    fs::remove_file(&path).unwrap();
+    assert!(all_is_zero(&made(vec![zone(&path, true)], &sources).unwrap()));
+}
+
+#[test]
 fn a_file_that_is_handed_over_stays_locked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("ram");

@@ -82,6 +82,8 @@ mod tpm;
 mod turning;
 mod unfit;
 mod unread;
+mod upstream_arrives;
+mod upstream_live;
 mod upstream_recorded;
 mod user_devices;
 mod vhost_moves;
@@ -160,6 +162,8 @@ fn main() -> ExitCode {
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
     upstream_recorded::add(&mut suite);
+    upstream_arrives::add(&mut suite);
+    upstream_live::add(&mut suite);
     console_sockets::add(&mut suite);
     copies::add(&mut suite);
     prefault::add(&mut suite);

@@ -31,6 +31,8 @@ const LAST_WORDS_DRAIN: Duration = Duration::from_secs(1);
 pub(crate) struct Channel {
     pub connection: Arc<Connection>,
     pub reader: Reader,
+    /// Refusals carry a reason.
+    gives_reasons: bool,
 }
 
 /// The payload of a positive answer.
@@ -44,7 +46,12 @@ impl Channel {
     pub(crate) fn new(connection: Connection) -> Self {
         let connection = Arc::new(connection);
         let reader = Reader::new(Arc::clone(&connection));
-        Self { connection, reader }
+        Self { connection, reader, gives_reasons: true }
+    }
+
+    /// Refuses without a reason from here on: the peer reads no payload of an answer.
+    pub(crate) fn omit_reasons(&mut self) {
+        self.gives_reasons = false;
     }
 
     /// Opens an extra connection.
@@ -85,7 +92,7 @@ impl Channel {
 
     /// The connection alone, if nothing else refers to it.
     pub(crate) fn into_connection(self) -> Option<Connection> {
-        let Self { connection, reader } = self;
+        let Self { connection, reader, .. } = self;
         drop(reader);
         Arc::into_inner(connection)
     }
@@ -239,6 +246,7 @@ impl Channel {
         if let Ok(never) = Cancel::new() {
             self.connection.set_cancel(&never);
             self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
+            let reason = if self.gives_reasons { reason } else { "" };
             let answer = Answer::Error { reason: reason.to_string() };
             if self.connection.send(&answer.encode()).is_ok() {
                 self.connection.finish_sending(LAST_WORDS_DRAIN);

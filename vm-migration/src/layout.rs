@@ -218,6 +218,38 @@ impl Layout {
         Ok(PageRun { region, first: offset / PAGE_BYTES, count: len_bytes / PAGE_BYTES })
     }
 
+    /// Finds the pages of a range that may go on in regions that begin where the one before ends. Ends after the first
+    /// error.
+    pub fn locate_all(
+        &self,
+        range: GpaRange,
+    ) -> impl Iterator<Item = Result<PageRun, LayoutError>> + '_ {
+        let mut rest = Some(range);
+        std::iter::from_fn(move || {
+            let now = rest.take()?;
+            let after = self.regions.partition_point(|region| region.gpa <= now.gpa);
+            let region = after.checked_sub(1).and_then(|index| self.regions.get(index));
+            let left =
+                region.and_then(|info| info.len_bytes.checked_sub(now.gpa.checked_sub(info.gpa)?));
+            let first = match left {
+                Some(left) if left > 0 && left < now.len_bytes => {
+                    // No region ends at the end of the address space.
+                    rest = Some(GpaRange {
+                        gpa: now.gpa.saturating_add(left),
+                        len_bytes: now.len_bytes - left,
+                    });
+                    GpaRange { len_bytes: left, ..now }
+                }
+                _ => now,
+            };
+            let located = self.locate(first);
+            if located.is_err() {
+                rest = None;
+            }
+            Some(located)
+        })
+    }
+
     /// The addresses of a run, for the protocol.
     pub fn range_of(&self, run: PageRun) -> GpaRange {
         let region = &self.regions[run.region];

@@ -256,6 +256,19 @@ pub trait MappedMachine: Send + 'static {
     /// # Errors
     /// What is missing on this host; the text is shown at the source.
     fn build(self) -> Result<Self::Vm, VmError>;
+
+    /// Whether it takes the state to know what the machine is made of. It is built by
+    /// [`build_from_state`](Self::build_from_state) then, while the guest is stopped.
+    fn is_built_from_state(&self) -> bool {
+        false
+    }
+
+    /// Builds the rest as [`build`](Self::build) does, when all of memory and the state have arrived.
+    /// [`DestinationVm::apply_state`] is called with an empty text afterwards.
+    ///
+    /// # Errors
+    /// What of the state is not possible, or missing on this host.
+    fn build_from_state(self, state_json: &[u8]) -> Result<Self::Vm, VmError>;
 }
 
 /// A machine on the destination that has not run yet. Dropping it frees everything.
@@ -290,6 +303,15 @@ pub trait DestinationVm: Sized + Send + 'static {
     /// # Errors
     /// Names the device or vCPU; the guest then resumes on the source.
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError>;
+
+    /// Takes the exclusive resources early, for a source that has released them and learns only from the answer to its
+    /// last message that the guest is here: what fails afterwards fails too late.
+    ///
+    /// # Errors
+    /// Names what another VM holds; the guest then resumes on the source.
+    fn take_exclusive(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
 
     /// Notes that it is in doubt which side has the guest: the machine stays as it is until that is known.
     /// Called when the doubt begins, and again (`lasts`) when the source can no longer use the

@@ -43,6 +43,8 @@ impl Used {
 
 /// Follows the vCPU threads of a process until it is asked for the time that they used meanwhile.
 pub struct VcpuTime {
+    /// True if there was a vCPU thread at the beginning.
+    pub began_with_some: bool,
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Duration>,
 }
@@ -53,6 +55,7 @@ impl VcpuTime {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let before = vcpus(pid);
+        let began_with_some = !before.is_empty();
         let thread = std::thread::spawn(move || {
             let mut latest = before.clone();
             while !stopped.load(Ordering::Acquire) {
@@ -62,7 +65,7 @@ impl VcpuTime {
             let all = |times: &BTreeMap<u32, Duration>| times.values().sum::<Duration>();
             all(&latest).saturating_sub(all(&before))
         });
-        Self { stop, thread }
+        Self { began_with_some, stop, thread }
     }
 
     /// Processor time since the beginning.

@@ -76,6 +76,11 @@ impl Reception {
         Self { remote, url }
     }
 
+    /// Whether `ch-remote` has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.remote.try_wait().expect("it can be waited for").is_some()
+    }
+
     /// Waits for `ch-remote` to end.
     #[track_caller]
     pub fn finish(self) -> Output {

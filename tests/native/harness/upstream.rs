@@ -8,6 +8,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,7 @@ pub mod command {
     pub const STATE: u16 = 3;
     pub const MEMORY: u16 = 4;
     pub const COMPLETE: u16 = 5;
+    pub const COMPLETE_PAUSED: u16 = 8;
     pub const PAGE_FAULT: u16 = 9;
 }
 
@@ -143,26 +145,50 @@ pub struct Misread {
 /// Sends all requests of a connection, each after the answer to the one before; configuration and state after a `change`.
 /// Every answer has to be Ok without a payload.
 pub fn replay(
-    socket: &mut UnixStream,
+    socket: &mut impl Socket,
     requests: &[Frame],
     change: impl Fn(u16, &mut Value),
 ) -> Result<(), Misread> {
     for (request, frame) in requests.iter().enumerate() {
         let fault = |why| Misread { request, command: frame.kind, why };
-        let mut frame = frame.clone();
-        if matches!(frame.kind, command::CONFIG | command::STATE) {
-            let mut document = serde_json::from_slice(&frame.payload).expect("JSON");
-            change(frame.kind, &mut document);
-            frame.payload = document.to_string().into_bytes();
-        }
+        let frame = changed(frame, &change);
         socket.write_all(&frame.encode()).map_err(|error| fault(error.to_string()))?;
         answer(socket).map_err(fault)?;
     }
     Ok(())
 }
 
+/// A request whose document went through a `change`.
+pub fn changed(frame: &Frame, change: impl Fn(u16, &mut Value)) -> Frame {
+    let mut frame = frame.clone();
+    if matches!(frame.kind, command::CONFIG | command::STATE) {
+        let mut document = serde_json::from_slice(&frame.payload).expect("JSON");
+        change(frame.kind, &mut document);
+        frame.payload = document.to_string().into_bytes();
+    }
+    frame
+}
+
+/// What carries a connection.
+pub trait Socket: Read + Write {
+    /// Whether reading waits.
+    fn wait(&self, waits: bool) -> io::Result<()>;
+}
+
+impl Socket for UnixStream {
+    fn wait(&self, waits: bool) -> io::Result<()> {
+        self.set_nonblocking(!waits)
+    }
+}
+
+impl Socket for TcpStream {
+    fn wait(&self, waits: bool) -> io::Result<()> {
+        self.set_nonblocking(!waits)
+    }
+}
+
 /// Reads what the peer reads, and looks whether there is more.
-fn answer(socket: &mut UnixStream) -> Result<(), String> {
+pub fn answer(socket: &mut impl Socket) -> Result<(), String> {
     let mut head = [0; HEADER];
     socket.read_exact(&mut head).map_err(|error| format!("no answer: {error}"))?;
     let len = u64::from_le_bytes(head[8..].try_into().expect("eight bytes"));
@@ -176,9 +202,9 @@ fn answer(socket: &mut UnixStream) -> Result<(), String> {
     if head[2..8] != [0; 6] {
         return Err(format!("bytes that are not zero in {head:?}"));
     }
-    socket.set_nonblocking(true).map_err(|error| error.to_string())?;
+    socket.wait(false).map_err(|error| error.to_string())?;
     let more = socket.read(&mut [0]);
-    socket.set_nonblocking(false).map_err(|error| error.to_string())?;
+    socket.wait(true).map_err(|error| error.to_string())?;
     match more {
         Ok(1..) => Err("more than an answer".to_owned()),
         Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error.to_string()),

@@ -106,7 +106,8 @@ impl Promised {
         Self { until: self.until.max(now.saturating_add(promise)) }
     }
 
-    /// The source confirmed: it cannot run the guest any more.
+    /// The source confirmed, or its host has received the acknowledgement that is the commit: it cannot run the guest
+    /// any more.
     pub(crate) fn confirmed(self) -> Owned {
         Owned
     }
@@ -143,7 +144,8 @@ impl InDoubt {
     /// Whether the operator may decide this now.
     ///
     /// The source commits no more once the promise is over. Until then it may still commit after the
-    /// operator has looked at it, so discarding the machine needs `force`.
+    /// operator has looked at it, so discarding the machine needs `force`. A promise without an end is
+    /// [`Duration::MAX`], also in the refusal.
     ///
     /// # Errors
     /// The reason for a refusal.
@@ -155,7 +157,11 @@ impl InDoubt {
             }
             OperatorRequest::Delete { force: false } if now > self.until => Ok(Decision::Discarded),
             OperatorRequest::Delete { force: false } => {
-                Err(Refusal::Promised(self.until.saturating_sub(now)))
+                Err(Refusal::Promised(if self.until == Duration::MAX {
+                    self.until
+                } else {
+                    self.until.saturating_sub(now)
+                }))
             }
             OperatorRequest::Cancel | OperatorRequest::End { force: false } => {
                 Err(Refusal::TooLate)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Builds the machine on a separate thread while memory arrives.
+//! Builds the machine on a separate thread while memory arrives, or once its state has arrived.
 //!
 //! Owns that thread. The receive loop polls its result together with the connections, so that the source
 //! learns of a missing back end while its guest still runs. Dropping it waits a bounded time for the thread,
@@ -17,7 +17,7 @@ use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::transport::{TransportError, WaitEnd, wait_readable, wait_readable_or_left};
-use crate::vm::MappedMachine;
+use crate::vm::{MappedMachine, VmError};
 
 const STEP: &str = "building the machine at the destination";
 
@@ -35,9 +35,14 @@ pub(crate) struct Building<V> {
     unwanted: Cancel,
 }
 
+/// Builds a machine from its state.
+type FromState<V> = Box<dyn FnOnce(&[u8]) -> Result<V, VmError> + Send>;
+
 enum Work<V> {
     Thread(JoinHandle<Result<V, Cause>>),
     Here(Result<V, Cause>),
+    /// Begins when the state has come.
+    Deferred(FromState<V>),
     Taken,
 }
 
@@ -50,13 +55,47 @@ impl<V: Send + 'static> Building<V> {
     where
         V: crate::vm::DestinationVm,
     {
-        let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
-        let (ended, failed, unwanted) = (event()?, event()?, event()?);
+        let mut building = Self::with(Work::Taken)?;
+        building.spawn(move || mapped.build(), until_ready)?;
+        Ok(building)
+    }
+
+    /// A machine whose building waits for its state: see [`begin_from`](Self::begin_from).
+    pub(crate) fn deferred<M: MappedMachine<Vm = V>>(mapped: M) -> Result<Self, Failure> {
+        Self::with(Work::Deferred(Box::new(move |state| mapped.build_from_state(state))))
+    }
+
+    /// Starts the thread of a machine that has waited for this state. The state of any other machine is returned.
+    pub(crate) fn begin_from(&mut self, state: Vec<u8>) -> Result<Option<Vec<u8>>, Failure>
+    where
+        V: crate::vm::DestinationVm,
+    {
+        match std::mem::replace(&mut self.work, Work::Taken) {
+            Work::Deferred(build) => {
+                self.spawn(move || build(&state), true)?;
+                Ok(None)
+            }
+            other => {
+                self.work = other;
+                Ok(Some(state))
+            }
+        }
+    }
+
+    fn spawn(
+        &mut self,
+        build: impl FnOnce() -> Result<V, VmError> + Send + 'static,
+        until_ready: bool,
+    ) -> Result<(), Failure>
+    where
+        V: crate::vm::DestinationVm,
+    {
         let body = {
+            let Self { ended, failed, unwanted, .. } = self;
             let (ended, failed, unwanted) = (ended.clone(), failed.clone(), unwanted.clone());
             move || {
                 let build = || {
-                    let vm = mapped.build()?;
+                    let vm = build()?;
                     if until_ready {
                         vm.await_ready(&|| unwanted.is_cancelled())?;
                     }
@@ -71,16 +110,20 @@ impl<V: Send + 'static> Building<V> {
             }
         };
         let thread = stoppable_thread::spawn("mig-build", body);
-        let thread = thread.map_err(Cause::Resource).step(STEP)?;
-        Ok(Self { work: Work::Thread(thread), ended, failed, unwanted })
+        self.work = Work::Thread(thread.map_err(Cause::Resource).step(STEP)?);
+        Ok(())
     }
 
     /// A machine that is built already.
     pub(crate) fn done(vm: V) -> Result<Self, Failure> {
+        let building = Self::with(Work::Here(Ok(vm)))?;
+        building.ended.cancel();
+        Ok(building)
+    }
+
+    fn with(work: Work<V>) -> Result<Self, Failure> {
         let event = || Cancel::new().map_err(Cause::Resource).step(STEP);
-        let (ended, failed, unwanted) = (event()?, event()?, event()?);
-        ended.cancel();
-        Ok(Self { work: Work::Here(Ok(vm)), ended, failed, unwanted })
+        Ok(Self { work, ended: event()?, failed: event()?, unwanted: event()? })
     }
 
     /// Readable once building has failed.
@@ -117,7 +160,7 @@ impl<V: Send + 'static> Building<V> {
         match std::mem::replace(&mut self.work, Work::Taken) {
             Work::Thread(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Work::Here(result) => result,
-            Work::Taken => unreachable!("a machine is taken once"),
+            Work::Deferred(_) | Work::Taken => unreachable!("a machine is begun, and taken once"),
         }
         .step(STEP)
     }

@@ -42,7 +42,8 @@ pub(super) enum Resolution {
 /// State and connections of a destination in doubt.
 pub(super) struct Doubt<'a, M: GuestMemoryMap> {
     pub state: InDoubt,
-    pub agreed: &'a Agreed,
+    /// `None` with plain version 0, whose source never says more.
+    pub agreed: Option<&'a Agreed>,
     /// The fault threads, if pages are missing.
     pub faults: Option<&'a mut FaultThreads<M>>,
     /// A handle that is never cancelled.
@@ -60,6 +61,11 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         log::warn!("which side has the guest is in doubt: {}", lost.for_peer());
         if let Some(faults) = &mut self.faults {
             faults.disconnect();
+        }
+        if self.agreed.is_none() {
+            log::warn!(
+                "this source does not say so itself: find out whether it runs the guest, and decide here"
+            );
         }
         context.progress.cannot_recover(lost.for_peer());
         context.progress.enter(Phase::InDoubt);
@@ -117,7 +123,9 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
     ) -> Result<(DoubtOutcome, Resolution), (Option<&'static str>, Channel)> {
         let refused = |reason, channel| Err((Some(reason), channel));
         match hello {
-            Hello::Message(Message::Verdict { id, verdict }, control) if id == self.agreed.id => {
+            Hello::Message(Message::Verdict { id, verdict }, control)
+                if self.agreed.is_some_and(|agreed| agreed.id == id) =>
+            {
                 let known = self.state.hears(verdict);
                 if matches!(known, DoubtOutcome::NotHere(_)) {
                     // The source continues whether it receives this or not.

@@ -2,11 +2,12 @@
 
 //! Threads that receive memory from extra connections while rounds arrive.
 //!
-//! Owns them from the first message of a connection to its end, and which of them failed. A source may
-//! send only memory there.
+//! Owns them from the first message of a connection to its end, whether something arrives there, and which of them
+//! failed. A source may send only memory there.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
@@ -36,13 +37,41 @@ pub(super) struct Helpers {
     failed: Cancel,
     /// The first failure. Locked for one access.
     failure: Arc<Mutex<Option<Failure>>>,
+    activity: Arc<Activity>,
+}
+
+/// What arrives on extra connections, for the time limit of the first one: a source may send all memory here.
+#[derive(Default)]
+struct Activity {
+    /// Messages that were received.
+    messages: AtomicU64,
+    /// Connections in the middle of a message, which has a time limit of its own.
+    within: AtomicUsize,
+}
+
+/// While a connection is in the middle of a message.
+struct Within<'a>(&'a Activity);
+
+impl<'a> Within<'a> {
+    fn begin(activity: &'a Activity) -> Self {
+        activity.within.fetch_add(1, Ordering::Relaxed);
+        Self(activity)
+    }
+}
+
+impl Drop for Within<'_> {
+    fn drop(&mut self) {
+        self.0.messages.fetch_add(1, Ordering::Relaxed);
+        self.0.within.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Helpers {
     pub(super) fn new() -> Result<Self, Cause> {
         let cancel = || Cancel::new().map_err(Cause::Resource);
         let (stop, quit, failed) = (cancel()?, cancel()?, cancel()?);
-        Ok(Self { threads: Vec::new(), stop, quit, failed, failure: Arc::default() })
+        let (failure, activity) = (Arc::default(), Arc::default());
+        Ok(Self { threads: Vec::new(), stop, quit, failed, failure, activity })
     }
 
     pub(super) fn start<M: GuestMemoryMap>(
@@ -57,10 +86,11 @@ impl Helpers {
         let (quit, cancel) = (self.quit.clone(), context.cancel.clone());
         let progress = Arc::clone(context.progress);
         let (failed, failure) = (self.failed.clone(), Arc::clone(&self.failure));
+        let activity = Arc::clone(&self.activity);
         let body = move || {
             let stops = [&quit, &cancel];
             let mut taken = 0;
-            let part = (&mut channel, &mut taken);
+            let part = (&mut channel, &mut taken, &*activity);
             let rounds = take_rounds(&*memory, &fresh, part, negotiated, &progress, &stops);
             match rounds.map_err(|error| (taken, error)) {
                 Ok(Rounds::Ended) => None,
@@ -95,6 +125,13 @@ impl Helpers {
     /// Number of connections that they read from.
     pub(super) fn count(&self) -> usize {
         self.threads.len()
+    }
+
+    /// Whether something arrives, or has arrived since `seen` was set by this.
+    pub(super) fn are_active(&self, seen: &mut u64) -> bool {
+        let messages = self.activity.messages.load(Ordering::Relaxed);
+        let is_within = self.activity.within.load(Ordering::Relaxed) > 0;
+        is_within || std::mem::replace(seen, messages) != messages
     }
 
     /// Readable once one of them failed.
@@ -158,7 +195,7 @@ enum Rounds {
 fn take_rounds<M: GuestMemoryMap>(
     memory: &M,
     fresh: &Unpopulated,
-    (channel, taken): (&mut Channel, &mut u64),
+    (channel, taken, activity): (&mut Channel, &mut u64, &Activity),
     negotiated: bool,
     progress: &Progress,
     stops: &[&Cancel],
@@ -172,6 +209,7 @@ fn take_rounds<M: GuestMemoryMap>(
                 waited => waited.step(STEP)?,
             }
         }
+        let _within = Within::begin(activity);
         let message = match channel.timed(Message::read) {
             Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,

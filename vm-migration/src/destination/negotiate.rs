@@ -148,7 +148,17 @@ impl Connected {
         }
         // A machine whose pages are still to come takes its state without them.
         let until_ready = first_machine.is_none();
-        let building = begun.insert(Building::start(mapped, until_ready)?);
+        let is_deferred = mapped.is_built_from_state();
+        if is_deferred && terms.negotiated() {
+            let what = "a source that negotiates has sent the configuration of another program";
+            let remedy = "send the VM with the program that runs it";
+            return Err(Cause::Unsupported { what: what.to_string(), remedy }).step(STEP);
+        }
+        let building = begun.insert(if is_deferred {
+            Building::deferred(mapped)?
+        } else {
+            Building::start(mapped, until_ready)?
+        });
         let mut fault_source = None;
         if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be built before; and it may know the
@@ -182,6 +192,7 @@ fn agree(
     let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
     control.connection.send(&answer.encode()).step(STEP)?;
     if !offer {
+        control.omit_reasons();
         return Ok(Terms::Plain);
     }
     let offer = match read(control, "waiting for the source's capabilities")? {
@@ -257,6 +268,11 @@ fn take_config(
                 }
                 given.push(GivenMemory { name: name.clone(), file: file.into() });
                 control.yes().step(STEP)?;
+            }
+            (Message::MemoryFd { .. }, None) if !terms.negotiated() => {
+                let what = "the source hands its memory over as files".to_string();
+                let remedy = "send the VM without local=on";
+                return Err(Cause::Unsupported { what, remedy }).step(STEP);
             }
             (other, _) => return Err(unexpected(&other, "Config")),
         }

@@ -8,6 +8,7 @@
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::arrivals::{Arrivals, Expect, Hello};
@@ -27,6 +28,7 @@ use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
 use crate::fault::FaultSource;
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
+use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{FEATURE_FIGURES, FEATURE_PREPARING, Offer, TOKEN_BYTES};
 use crate::protocol::inflate::Inflater;
@@ -39,9 +41,14 @@ use crate::vm::DestinationVm;
 /// How long an extra connection may take to send its role. Nothing waits for it meanwhile.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A source of plain version 0 says nothing while it stops its guest, which waits for its disks: it may be silent for this
+/// many times the usual limit.
+const PLAIN_SILENCE_FACTOR: u32 = 4;
+
 /// The negotiated protocol.
 pub(crate) enum Terms {
-    /// Plain version 0.
+    /// Plain version 0: answers have no payload, the roles of extra connections no token, and the source hands
+    /// the guest over with the answer to Complete.
     Plain,
     /// The negotiated protocol.
     Negotiated { offer: Offer, token: [u8; TOKEN_BYTES] },
@@ -65,7 +72,7 @@ impl Terms {
         matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_PREPARING))
     }
 
-    fn negotiated(&self) -> bool {
+    pub(super) fn negotiated(&self) -> bool {
         matches!(self, Self::Negotiated { .. })
     }
 
@@ -218,6 +225,9 @@ impl<V: DestinationVm> Mapped<V> {
                         return Err(unexpected(&Message::State(Vec::new()), "Pending"));
                     }
                     helpers.finish()?;
+                    self.check_memory_came(context.progress)?;
+                    // A machine that is made of its state has it already.
+                    let state = self.parts.building.begin_from(state)?.unwrap_or_default();
                     self.parts.building.wait(&mut self.control, context.cancel)?;
                     let vm = self.parts.building.finish()?;
                     if self.mode().may_postcopy() && faults.is_none() {
@@ -239,6 +249,17 @@ impl<V: DestinationVm> Mapped<V> {
         }
     }
 
+    /// Nothing in plain version 0 says that memory follows the state, where it is missing for good here.
+    fn check_memory_came(&self, progress: &Progress) -> Result<(), Failure> {
+        let received = &progress.counters.memory_bytes_received;
+        if self.parts.terms.negotiated() || received.load(Ordering::Relaxed) > 0 {
+            return Ok(());
+        }
+        let what = "the source has sent no memory before the state, as in postcopy".to_string();
+        let remedy = "send the VM with memory_mode=precopy";
+        Err(Cause::Unsupported { what, remedy }).step("receiving the guest's state")
+    }
+
     fn failure_to_build(&mut self) -> Failure {
         match self.parts.building.finish() {
             Err(failure) => failure,
@@ -254,9 +275,12 @@ impl<V: DestinationVm> Mapped<V> {
         fresh: &Arc<Unpopulated>,
         context: Context<'_>,
     ) -> Result<Message, Failure> {
-        // The source has this time, whatever else connects.
-        let mut since = Instant::now();
+        // The source has this time, whatever else connects, from the last sign of it on any connection.
+        let (mut since, mut seen) = (Instant::now(), 0);
         loop {
+            if helpers.are_active(&mut seen) {
+                since = Instant::now();
+            }
             if let Some(message) = self.next(helpers, arrivals, since, context)? {
                 return Ok(message);
             }
@@ -291,7 +315,11 @@ impl<V: DestinationVm> Mapped<V> {
         context: Context<'_>,
     ) -> Result<Option<Message>, Failure> {
         const STEP: &str = "waiting for memory or state";
-        let limit = context.options.limits.answer;
+        let answer = context.options.limits.answer;
+        let limit = match self.parts.terms {
+            Terms::Plain => answer.saturating_mul(PLAIN_SILENCE_FACTOR),
+            Terms::Negotiated { .. } => answer,
+        };
         if !self.control.reader.has_buffered() {
             let mut fds = vec![
                 helpers.failed_fd(),
@@ -416,7 +444,7 @@ fn greet(
     context: Context<'_>,
 ) -> Result<(Role, Channel), (String, Channel)> {
     let stranger = |channel| Err((ProtocolError::Token.to_string(), channel));
-    let (role, shown, channel) = match hello {
+    let (role, shown, mut channel) = match hello {
         Hello::Extra(role, shown, channel) => (role, shown, channel),
         Hello::Message(Message::Start { .. }, channel) => {
             let why = "another VM is on its way to here; nothing else is received meanwhile";
@@ -431,6 +459,8 @@ fn greet(
         if let Err(error) = channel.yes() {
             return Err((error.to_string(), channel));
         }
+    } else {
+        channel.omit_reasons();
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))

@@ -5,10 +5,10 @@
 //! Owns the moment at which the guest may run here. With the negotiated protocol that is when the
 //! source confirms that it has seen the acknowledgement; [`super::doubt`] handles a connection that is
 //! lost in between. A machine that cannot be started is kept, and its pages keep arriving: the guest is
-//! nowhere else. A version 0 source does not send Confirm: the guest starts on Complete and the answer
-//! says whether it did.
+//! nowhere else. A version 0 source does not send Confirm: its commit is the answer to Complete, and the guest
+//! may run once the source's host has acknowledged the bytes of that answer.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::doubt::{Doubt, Resolution};
 use super::fault::FaultThreads;
@@ -33,16 +33,19 @@ use crate::vm::DestinationVm;
 pub(crate) struct Ready<V: DestinationVm> {
     vm: V,
     control: Channel,
-    commit: Option<Commit>,
+    commit: Commit,
     faults: Option<FaultThreads<V::Memory>>,
     /// True if the guest ran at the source.
     resume: bool,
 }
 
-/// The promise of the acknowledgement; there is none with plain version 0.
+/// The promise of the acknowledgement.
 struct Commit {
-    agreed: Agreed,
+    /// `None` with plain version 0, whose source confirms nothing.
+    agreed: Option<Agreed>,
     promised: Promised,
+    /// Why not all of it has left this side.
+    unsent: Option<Failure>,
     /// A handle that is never cancelled: nothing ends a wait from the acknowledgement on.
     never: Cancel,
 }
@@ -72,12 +75,7 @@ impl<V: DestinationVm> HasState<V> {
     /// Restores the state and acknowledges the handover.
     pub(crate) fn prepare(mut self, context: Context<'_>) -> Result<Ready<V>, PhaseFailure<V>> {
         match self.try_prepare(context) {
-            Ok((resume, promised)) => {
-                let commit = self.agreed.zip(promised).map(|(agreed, (promised, never))| Commit {
-                    agreed,
-                    promised,
-                    never,
-                });
+            Ok((resume, commit)) => {
                 let Self { vm, control, faults, .. } = self;
                 Ok(Ready { vm, control, commit, faults, resume })
             }
@@ -91,12 +89,15 @@ impl<V: DestinationVm> HasState<V> {
         }
     }
 
-    fn try_prepare(
-        &mut self,
-        context: Context<'_>,
-    ) -> Result<(bool, Option<(Promised, Cancel)>), Failure> {
+    fn try_prepare(&mut self, context: Context<'_>) -> Result<(bool, Commit), Failure> {
         const STEP: &str = "acknowledging the handover";
         self.apply_state(context)?;
+        if self.agreed.is_none() {
+            self.vm
+                .take_exclusive()
+                .map_err(Cause::Vm)
+                .step("taking what the guest has for itself")?;
+        }
         self.control.yes().step("acknowledging the guest's state")?;
         let resume = match read(&mut self.control, "waiting for the handover")? {
             Message::Complete => true,
@@ -107,16 +108,26 @@ impl<V: DestinationVm> HasState<V> {
             faults.commit()?;
         }
         let never = self.end_of_cancel(context)?;
-        if self.agreed.is_none() {
-            return Ok((resume, None));
-        }
         // If sending fails, the acknowledgement may still have been sent: the connection is then found
         // lost.
-        let promised = Promised::new(clock::now(), context.options.limits.rejoin);
-        if let Err(error) = self.control.yes() {
-            log::warn!("{STEP}: {error}");
-        }
-        Ok((resume, Some((promised, never))))
+        // What a source that confirms nothing was sent on this host, it may read whenever it goes on.
+        let is_kept = self.agreed.is_none() && self.control.connection.is_unix();
+        let promise = if is_kept { Duration::MAX } else { context.options.limits.rejoin };
+        let promised = Promised::new(clock::now(), promise);
+        let unsent = match self.control.yes() {
+            Ok(()) => None,
+            // Not a byte of what would be the commit has left.
+            Err(error)
+                if self.agreed.is_none() && self.control.connection.is_between_messages() =>
+            {
+                return Err(error).step(STEP);
+            }
+            Err(error) => {
+                log::warn!("{STEP}: {error}");
+                Some(Failure::new(STEP, error))
+            }
+        };
+        Ok((resume, Commit { agreed: self.agreed.take(), promised, unsent, never }))
     }
 }
 
@@ -190,18 +201,29 @@ struct SoleOwner {
     stopped: Option<Instant>,
 }
 
+/// What was heard of the source after the acknowledgement.
+enum Heard {
+    /// The guest is here.
+    Owned(SoleOwner),
+    /// The connection was lost before.
+    Nothing(Promised, Failure),
+}
+
 impl<V: DestinationVm> Ready<V> {
-    /// Waits until the source confirms that it cannot run the guest any more.
+    fn tells_figures(&self) -> bool {
+        self.commit.agreed.as_ref().is_some_and(|agreed| agreed.tells_figures)
+    }
+
+    /// Waits for Confirm, however often the source asks for a new acknowledgement before.
     ///
     /// # Errors
-    /// When the guest is not here, by decision of the source or the operator.
-    fn wait_for_word(
+    /// The source has said that it continues to run the guest.
+    fn wait_for_confirm(
         &mut self,
-        commit: Commit,
+        mut promised: Promised,
         context: Context<'_>,
-    ) -> Result<SoleOwner, Failure> {
+    ) -> Result<Heard, Failure> {
         const STEP: &str = "waiting for the source to confirm the handover";
-        let Commit { agreed, mut promised, never } = commit;
         let lost = loop {
             match read(&mut self.control, STEP) {
                 Ok(Message::Confirm(figures)) => {
@@ -211,7 +233,8 @@ impl<V: DestinationVm> Ready<V> {
                     let owned = promised.confirmed();
                     let (teller, stopped) =
                         (StartReport::Control, told.and_then(|told| told.stopped(at)));
-                    return Ok(SoleOwner { owned, teller, lost: None, wanted: false, stopped });
+                    let here = SoleOwner { owned, teller, lost: None, wanted: false, stopped };
+                    return Ok(Heard::Owned(here));
                 }
                 Ok(Message::Renew) => {
                     promised = promised.renewed(clock::now(), context.options.limits.rejoin);
@@ -228,9 +251,48 @@ impl<V: DestinationVm> Ready<V> {
                 Err(failure) => break failure,
             }
         };
+        Ok(Heard::Nothing(promised, lost))
+    }
+
+    /// Waits until the source's host has the answer to Complete: the source reads it from there, or does not run any
+    /// more.
+    fn wait_for_bytes(&mut self, promised: Promised, context: Context<'_>) -> Heard {
+        const STEP: &str = "waiting for the source's host to receive the acknowledgement";
+        if let Some(failure) = self.commit.unsent.take() {
+            return Heard::Nothing(promised, failure);
+        }
+        let limit = context.options.limits.answer;
+        match self.control.connection.await_received(limit) {
+            Ok(()) => Heard::Owned(SoleOwner {
+                owned: promised.confirmed(),
+                teller: StartReport::Silence,
+                lost: None,
+                wanted: false,
+                stopped: None,
+            }),
+            Err(error) => Heard::Nothing(promised, Failure::new(STEP, error)),
+        }
+    }
+
+    /// Waits until the source cannot run the guest any more, by its word or what its host has received.
+    ///
+    /// # Errors
+    /// When the guest is not here, by decision of the source or the operator.
+    fn wait_for_word(&mut self, context: Context<'_>) -> Result<SoleOwner, Failure> {
+        const STEP: &str = "waiting for the source to confirm the handover";
+        let promised = self.commit.promised;
+        let heard = match self.commit.agreed {
+            Some(_) => self.wait_for_confirm(promised, context)?,
+            None => self.wait_for_bytes(promised, context),
+        };
+        let (promised, lost) = match heard {
+            Heard::Owned(here) => return Ok(here),
+            Heard::Nothing(promised, lost) => (promised, lost),
+        };
         self.control.connection.shut_down();
         let faults = self.faults.as_mut();
-        let doubt = Doubt { state: promised.lost(), agreed: &agreed, faults, never: &never };
+        let Commit { agreed, never, .. } = &self.commit;
+        let doubt = Doubt { state: promised.lost(), agreed: agreed.as_ref(), faults, never };
         let (known, word) = doubt.resolve(&mut self.vm, &lost, context);
         match known {
             DoubtOutcome::Owned(owned) => {
@@ -257,9 +319,8 @@ impl<V: DestinationVm> Ready<V> {
 
     /// Starts the guest, once the source cannot run it any more.
     pub(crate) fn run(mut self, context: Context<'_>) -> Result<Received<V>, PhaseFailure<V>> {
-        let Some(commit) = self.commit.take() else { return self.run_at_once() };
-        let tells_figures = commit.agreed.tells_figures;
-        let here = match self.wait_for_word(commit, context) {
+        let tells_figures = self.tells_figures();
+        let here = match self.wait_for_word(context) {
             Ok(here) => here,
             Err(failure) => {
                 let failure = explain(self.faults.as_ref(), failure);
@@ -304,24 +365,6 @@ impl<V: DestinationVm> Ready<V> {
                 }
                 let faults = Some(Box::new(Faulting::new(threads, control, lost, tells_figures)));
                 Err(PhaseFailure { peer: None, failure, guest, vm: Some(vm), faults })
-            }
-        }
-    }
-
-    /// Starts the guest of a plain version 0 source, which is sent the outcome.
-    fn run_at_once(self) -> Result<Received<V>, PhaseFailure<V>> {
-        let Self { vm, control, resume, .. } = self;
-        match vm.run(resume) {
-            Ok(vm) => {
-                if let Err(error) = control.yes() {
-                    // The guest runs; a source that does not get this report keeps its memory.
-                    log::warn!("the source could not be told that the guest runs: {error}");
-                }
-                Ok(Received { vm, faults: None })
-            }
-            Err((_, reason)) => {
-                let failure = Failure::new("starting the guest", Cause::Vm(reason));
-                Err(PhaseFailure::early(Some(control), failure))
             }
         }
     }

@@ -22,9 +22,12 @@ pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// Longest device and vCPU state: about 100 KiB for a vCPU, a thousand of them, doubled.
 pub const STATE_BYTES_MAX: u64 = 256 << 20;
 
-/// Longest range table: a million ranges. This program sends some hundred at most; version 0 peers
-/// may send every page of a gigabyte as a range of its own.
+/// Longest range table: a million ranges. This program sends some hundred at most.
 pub const TABLE_BYTES_MAX: u64 = 16 << 20;
+
+/// Longest range table whose contents follow: version 0 peers send each page that was written and has no neighbour as a
+/// range of its own, and this is 64 GiB of such pages.
+pub const MEMORY_TABLE_BYTES_MAX: u64 = 256 << 20;
 
 /// Longest capability document.
 pub const CAPABILITIES_BYTES_MAX: u64 = 1 << 20;
@@ -125,7 +128,7 @@ pub fn put_table(out: &mut Vec<u8>, ranges: &[GpaRange]) {
     }
 }
 
-/// Reads a range table; the ranges are unchecked.
+/// Reads a range table of at most `max_bytes`; the ranges are unchecked.
 ///
 /// # Errors
 /// When it is too long or not a whole number of entries.
@@ -133,11 +136,12 @@ pub fn read_table(
     from: &mut impl ByteSource,
     what: &'static str,
     len_bytes: u64,
+    max_bytes: u64,
 ) -> Result<Vec<GpaRange>, ProtocolError> {
     if !len_bytes.is_multiple_of(RANGE_BYTES as u64) {
         return Err(ProtocolError::BadLength { what, len_bytes });
     }
-    let payload = read_payload(from, what, len_bytes, TABLE_BYTES_MAX)?;
+    let payload = read_payload(from, what, len_bytes, max_bytes)?;
     let word =
         |bytes: &[u8]| bytes.iter().rev().fold(0u64, |all, byte| all << 8 | u64::from(*byte));
     let (entries, _) = payload.as_chunks::<RANGE_BYTES>();

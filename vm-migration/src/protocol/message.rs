@@ -9,8 +9,9 @@ use super::ProtocolError;
 pub use super::answer::Answer;
 use super::capabilities::TOKEN_BYTES;
 use super::codec::{
-    CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX,
-    REASON_BYTES_MAX, STATE_BYTES_MAX, put_table, read_payload, read_table,
+    CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, MEMORY_TABLE_BYTES_MAX,
+    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_table, read_payload,
+    read_table,
 };
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
@@ -368,7 +369,7 @@ impl Message {
         let header = Header::read(from)?;
         let command = Command::from_code(header.code)?;
         let (what, len) = (command.name(), header.len_bytes);
-        let table = |from: &mut _| read_table(from, what, len);
+        let table = |from: &mut _| read_table(from, what, len, TABLE_BYTES_MAX);
         Ok(match command {
             Command::Start => {
                 empty(what, len)?;
@@ -377,7 +378,7 @@ impl Message {
             }
             Command::Config => Self::Config(read_payload(from, what, len, CONFIG_BYTES_MAX)?),
             Command::State => Self::State(read_payload(from, what, len, STATE_BYTES_MAX)?),
-            Command::Memory => Self::Memory(table(from)?),
+            Command::Memory => Self::Memory(read_table(from, what, len, MEMORY_TABLE_BYTES_MAX)?),
             Command::Complete => empty(what, len).map(|()| Self::Complete)?,
             Command::Abandon => Self::Abandon(read_reason(from, what, len)?),
             Command::MemoryFd => {

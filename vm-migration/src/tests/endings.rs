@@ -76,6 +76,10 @@ impl MappedMachine for Heavy<FakeMapped> {
         let Self { machine, fails, faults, end } = self;
         Ok(Heavy { machine: machine.build()?, fails, faults, end })
     }
+
+    fn build_from_state(self, _: &[u8]) -> Result<Self::Vm, VmError> {
+        unreachable!("it is built without its state")
+    }
 }
 
 impl DestinationVm for Heavy<FakeDestination> {

@@ -5,6 +5,7 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `mod` | the set-up that all share |
+//! | `acknowledged` | the commit of plain version 0 |
 //! | `auto` | precopy that switches to postcopy |
 //! | `moves` | successful migrations |
 //! | `early` | building the machine while memory is sent |
@@ -34,6 +35,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+mod acknowledged;
 mod auto;
 mod commit;
 mod compressed;

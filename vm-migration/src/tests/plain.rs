@@ -19,7 +19,7 @@ use crate::testing::Pace;
 use crate::transport::Address;
 use crate::{Cause, MemoryMode};
 
-fn header(code: u16, len: u64) -> [u8; 16] {
+pub(super) fn header(code: u16, len: u64) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..2].copy_from_slice(&code.to_le_bytes());
     bytes[8..].copy_from_slice(&len.to_le_bytes());

@@ -8,6 +8,7 @@
 //! | `reach` | name resolution and connecting, with a time limit and a cancel |
 //! | `wait` | poll with a time limit and a cancel |
 //! | `reader` | the reading end of a connection |
+//! | `received` | whether what was sent is with the peer's host |
 //! | `rights` | descriptors that are sent along with bytes |
 //! | `listener` | listening sockets |
 //! | `socket` | connections, vectored transfer to and from guest memory |
@@ -21,6 +22,7 @@ mod address;
 mod listener;
 mod reach;
 mod reader;
+mod received;
 mod rights;
 mod secured;
 mod socket;

@@ -42,15 +42,17 @@ mod tests;
 use std::collections::BTreeMap;
 use std::error::Error;
 
-use cloud_hypervisor_state::{Document, MemoryManager};
+use cloud_hypervisor_state::{ConfigMessage, Document, MemoryManager};
+use hypervisor::CpuidEntry;
 use pci::Bdf;
 use serde_json::Value;
 
-use crate::config::VmConfig;
+use crate::config::{ImageType, VmConfig};
 use crate::machine::MachineState;
 use crate::platform::PlatformName;
 
 pub use error::AdoptError;
+use error::ensure;
 pub use functions::Windows;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
 pub use place::{check_made, check_ranges, check_taps};
@@ -99,6 +101,70 @@ pub struct Adopted {
     pub losses: Vec<String>,
 }
 
+/// What is known of a VM before its state comes: enough for its memory, and for the refusals that need no state.
+#[derive(Debug)]
+pub struct Begun {
+    /// Its configuration, complete but for the places of its devices.
+    pub config: VmConfig,
+    /// Network devices whose taps were given as descriptors, and have to be again.
+    pub without_tap: Vec<String>,
+    /// Where its memory is.
+    pub memory: MemoryLayout,
+    /// CPUID that its vCPUs were shown, but for what differs between vCPUs.
+    pub shown: Vec<CpuidEntry>,
+}
+
+/// Gives private zones memory of their own: of a private mapping the contents are the guest's, and come with it. The file
+/// stays as it is. What is lost is added to `losses`.
+fn without_private_files(config: &mut VmConfig, losses: &mut Vec<String>) {
+    for zone in config.memory.zones.iter_mut().flatten().filter(|zone| !zone.shared) {
+        if let Some(file) = zone.file.take() {
+            let (zone, file) = (&zone.id, file.display());
+            losses.push(format!(
+                "zone '{zone}' has memory of its own in place of a private copy of {file}"
+            ));
+        }
+    }
+}
+
+/// Refuses images of which the source keeps a part to itself when it hands the VM over: it writes the tables of qcow2 when
+/// it closes them, and that is after the guest has begun to run here.
+fn check_images(config: &VmConfig) -> Result<(), AdoptError> {
+    for disk in config.disks.iter().flatten() {
+        let id = disk.id.as_deref().unwrap_or_default();
+        ensure(
+            disk.readonly || disk.image_type != ImageType::Qcow2,
+            || format!("config.disks: '{id}'"),
+            || {
+                let why = "cloud-hypervisor completes a qcow2 image only when it closes it, after the VM has moved";
+                format!(
+                    "{why}: convert it to raw, or restore a snapshot once cloud-hypervisor has ended"
+                )
+            },
+        )?;
+    }
+    Ok(())
+}
+
+/// Converts what comes before the state of a VM. It is the configuration of [`adopt`] but for the places of devices.
+///
+/// # Errors
+/// Names the part that cannot be taken over.
+pub fn begin(message: &ConfigMessage) -> Result<Begun, AdoptError> {
+    let early = &message.memory_manager_data;
+    let raw = configuration::read(&message.vm_config, early, &topology::Topology::default())?;
+    let mut config = raw.config;
+    config.platform.get_or_insert_default().platform = PLATFORM;
+    let mut config = config.complete_begun().map_err(AdoptError::Config)?;
+    // What is lost is said once the whole VM is converted.
+    without_private_files(&mut config, &mut Vec::new());
+    check_images(&config)?;
+    let memory = memory::layout(&config.memory, early, early)?;
+    config.pci_address_bits = Some(vcpu::address_bits("common_cpuid", &message.common_cpuid)?);
+    let shown = vcpu::shown(&message.common_cpuid, None, &config.cpus);
+    Ok(Begun { config, without_tap: raw.without_tap, memory, shown })
+}
+
 /// Fuzzes the conversion: a line with the configuration, then the document. What is made of them has a state that is read
 /// as it was written.
 #[cfg(any(test, feature = "testing"))]
@@ -139,23 +205,14 @@ pub fn adopt(
     config.platform.get_or_insert_default().platform = PLATFORM;
     let mut config = config.complete_begun().map_err(AdoptError::Config)?;
     topology::check(&config, document)?;
-    // Of a private mapping the contents are the guest's, and came with it: the file stays as it is.
-    for zone in config.memory.zones.iter_mut().flatten().filter(|zone| !zone.shared) {
-        if let Some(file) = zone.file.take() {
-            let (zone, file) = (&zone.id, file.display());
-            losses.push(format!(
-                "zone '{zone}' has memory of its own in place of a private copy of {file}"
-            ));
-        }
-    }
+    without_private_files(&mut config, &mut losses);
     let layout = memory::layout(&config.memory, memory, &document.memory)?;
     let vcpus = vcpu::convert(document, &config.cpus)?;
     let windows = functions::Windows::of(&layout, vcpus.address_bits)?;
     config.pci_address_bits = Some(vcpus.address_bits);
     config.pci_numbers = topology.unlisted_numbers(document);
     let clock = clock::convert(&document.vm)?;
-    let shown = vcpus.states.first().map(|first| vcpu::shown(&document.vm, first, &config.cpus));
-    let shown = shown.unwrap_or_default();
+    let shown = vcpu::shown(&document.vm.common_cpuid, vcpus.states.first(), &config.cpus);
     let bar_len_bytes = config.machine_platform().virtio_pci.bar_len_bytes;
     for disk in config.disks.iter().flatten().filter(|disk| disk.serial.is_none()) {
         let id = disk.id.as_deref().unwrap_or_default();

@@ -36,6 +36,8 @@ macro_rules! recorded {
     };
 }
 
+mod begun;
+mod network;
 mod parts;
 mod place;
 mod refusals;

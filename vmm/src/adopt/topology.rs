@@ -28,7 +28,7 @@ pub struct Place {
 }
 
 /// The places of all functions.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Topology {
     /// Virtio devices by their id there.
     places: BTreeMap<String, Place>,

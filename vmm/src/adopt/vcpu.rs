@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu, VmData};
+use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu};
 use hypervisor::{Blob, CpuidEntry, MsrValue, TscState, VcpuState};
 use kvm_bindings::{KVM_VCPUEVENT_VALID_TRIPLE_FAULT, kvm_debugregs, kvm_vcpu_events};
 use serde::de::DeserializeOwned;
@@ -83,7 +83,7 @@ pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptErr
     }
     let first = sources.first().ok_or_else(|| AdoptError::refused(path(0), "no vCPU"))?;
     let tsc = tsc_of(first).ok_or_else(|| AdoptError::refused(path(0), "msrs: no TSC"))?;
-    let address_bits = address_bits(first)?;
+    let address_bits = address_bits(&format!("{}: cpuid", path(0)), &first.cpuid)?;
     let states = (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu }.convert(tsc));
     Ok(Vcpus { states: states.collect::<Result<_, _>>()?, address_bits })
 }
@@ -100,22 +100,36 @@ fn leaf(vcpu: &KvmVcpu, function: u32, index: u32) -> Option<&TheirEntry> {
     vcpu.cpuid.iter().find(|entry| (entry.function, entry.index) == (function, index))
 }
 
-fn address_bits(vcpu: &KvmVcpu) -> Result<u8, AdoptError> {
-    let bits = leaf(vcpu, LEAF_ADDRESS_BITS, 0).map_or(0, |entry| entry.eax & 0xff);
+/// The address bits that vCPUs with this CPUID are shown; `path` is where it is.
+///
+/// # Errors
+/// No processor has so many.
+pub fn address_bits(path: &str, cpuid: &[TheirEntry]) -> Result<u8, AdoptError> {
+    let leaf = cpuid.iter().find(|entry| entry.function == LEAF_ADDRESS_BITS);
+    let bits = leaf.map_or(0, |entry| entry.eax & 0xff);
     ensure(
         (32..=52).contains(&bits),
-        || format!("{}: cpuid", path(0)),
+        || path.to_owned(),
         || format!("leaf 0x80000008 says {bits} address bits"),
     )?;
     Ok(u8::try_from(bits).unwrap_or(0))
 }
 
 /// What all vCPUs were shown, by which a host is compared and new vCPUs are made. Features are those before changes for a
-/// vCPU, as not every KVM returns of a vCPU what it was told; what v53 has changed for all of them, vCPU 0 has.
-pub fn shown(vm: &VmData, first: &VcpuState, cpus: &CpusConfig) -> Vec<CpuidEntry> {
-    let theirs = |function: u32| first.cpuid.iter().filter(move |it| it.function == function);
-    let is_changed = |entry: &CpuidEntry| LEAVES_OF_VCPUS.contains(&entry.function);
-    let common = vm.common_cpuid.iter().map(entry).filter(|entry| !is_changed(entry));
+/// vCPU, as not every KVM returns of a vCPU what it was told; what v53 has changed for all of them, vCPU 0 has. `first` is
+/// that one, once its state has come; before that, leaves and bits of vCPUs are those of `common`.
+pub fn shown(
+    common: &[TheirEntry],
+    first: Option<&VcpuState>,
+    cpus: &CpusConfig,
+) -> Vec<CpuidEntry> {
+    let theirs = |function: u32| {
+        let first = first.into_iter().flat_map(|first| &first.cpuid);
+        first.filter(move |it| it.function == function)
+    };
+    let is_changed =
+        |entry: &CpuidEntry| first.is_some() && LEAVES_OF_VCPUS.contains(&entry.function);
+    let common = common.iter().map(entry).filter(|entry| !is_changed(entry));
     let mut shown: Vec<CpuidEntry> = common.collect();
     shown.extend(LEAVES_OF_VCPUS.into_iter().flat_map(theirs).copied());
     for entry in &mut shown {

@@ -7,6 +7,8 @@
 //! that received it, which waits for the source's word all the time; what the operator decides goes to
 //! that thread, and the request is answered when it has acted on it.
 
+use std::time::Duration;
+
 use vm_migration::commit::destination::{Decision, InDoubt, OperatorRequest, Refusal};
 
 use super::receiving::Receiving;
@@ -34,15 +36,18 @@ pub fn in_doubt() -> ApiError {
     ApiError::new(
         ApiErrorKind::Conflict,
         "the VM has arrived, and the connection was lost before its source said which of the two has \
-         it: the source says so when it can be reached again; if it has handed the VM over or ended \
+         it: a source of this program says so when it can be reached again; if it has handed the VM over or ended \
          before it could continue with it, vm.resume starts it here, and if the VM ran on there, vm.delete \
-         discards it here",
+         discards it here. What tells that of a source of cloud-hypervisor is in docs/adopt.md",
     )
 }
 
 fn words(refusal: Refusal) -> ApiError {
     match refusal {
         Refusal::TooLate => in_doubt(),
+        Refusal::Promised(Duration::MAX) => in_doubt().context(
+            "its source, on this host, may still hand the VM over to here as long as it lives: vm.delete needs force",
+        ),
         Refusal::Promised(left) => in_doubt().context(format!(
             "for {} s more the source may still hand the VM over to here: vm.delete needs force \
              until then",

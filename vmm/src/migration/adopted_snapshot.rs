@@ -20,6 +20,7 @@ use vm_migration::Cancel;
 use vm_migration::layout::{GpaRange, PAGE_BYTES, PageRun};
 use vm_migration::ram::GuestMemoryMap as _;
 
+use super::adopted_arrival::warn_of;
 use super::memory::MigratingRam;
 use crate::adopt::{AdoptError, Adopted, MemoryLayout, ReadGuest, adopt, check_ranges};
 use crate::config::VmConfig;
@@ -149,9 +150,7 @@ impl AdoptedSnapshot {
         // What is missing is only in files that the configuration names: nothing may be made of them.
         check_ranges(&adopted.memory, &state, &adopted.config.memory)?;
         let Adopted { config, without_tap, memory: layout, state, losses, .. } = adopted;
-        for loss in losses {
-            log::warn!("{loss}");
-        }
+        warn_of(&losses);
         Ok(Self { config, state, memory, layout, without_tap })
     }
 }

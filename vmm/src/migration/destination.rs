@@ -16,6 +16,7 @@ use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
 
+use super::adopted_arrival::{AdoptedArrival, Started};
 use super::document::{KNOWN, MachineDocument};
 use super::faults::FaultPlan;
 use super::memory::MigratingRam;
@@ -23,7 +24,7 @@ use super::resident::{self, KvmLimits};
 use super::{grants, updates};
 use crate::config::zone_update::MemoryUpdates;
 use crate::config::{ArrivingFds, Grant, VmConfig};
-use crate::machine::{Consoles, EventSink, Host, Machine, MachineState};
+use crate::machine::{Consoles, EventSink, Host, Machine, MachineState, features};
 use crate::sandbox::landlock::LandlockError;
 
 /// Time that storage has to drop this host's cached contents of the disks while the guest is stopped: as
@@ -93,6 +94,13 @@ impl ArrivingBuilder {
 }
 
 impl ArrivingBuilder {
+    /// The configuration with what the request says of this host.
+    fn complete(&self, mut config: VmConfig) -> Result<VmConfig, VmError> {
+        self.fds.place(&mut config)?;
+        updates::change_memory(&mut config, &self.memory)?;
+        Ok(config.complete_begun()?)
+    }
+
     /// Whether the rules allow what the configuration names. A pool that the request for this migration names is not
     /// the source's choice.
     fn check_grants(&self, config: &VmConfig) -> Result<(), VmError> {
@@ -111,12 +119,16 @@ pub struct MappedArrival {
     builder: ArrivingBuilder,
     config: VmConfig,
     memory: Arc<MigratingRam>,
+    /// Set if it is of cloud-hypervisor.
+    adopted: Option<AdoptedArrival>,
 }
 
 /// A machine that has arrived and has not run here yet.
 pub struct ArrivingMachine {
     machine: Machine,
     memory: Arc<MigratingRam>,
+    /// The state that the machine was made of.
+    converted: Option<Box<MachineState>>,
     /// Present until the fault source is set up on request.
     faults: Option<FaultPlan>,
     /// Set if vCPUs are refused missing pages: KVM's own accesses to them fail.
@@ -152,24 +164,37 @@ impl DestinationBuilder for ArrivingBuilder {
         config_json: &[u8],
         given: Vec<GivenMemory>,
     ) -> Result<MappedArrival, VmError> {
-        let MachineDocument { mut vm_config, common_cpuid, feature_msrs } =
-            MachineDocument::read(config_json)?;
-        self.fds.place(&mut vm_config)?;
-        updates::change_memory(&mut vm_config, &self.memory)?;
-        let config = vm_config.complete_begun()?;
+        let (adopted, vm_config, common_cpuid, feature_msrs) =
+            if let Some(Started { arrival, config, shown }) = AdoptedArrival::read(config_json)? {
+                (Some(arrival), config, shown, Vec::new())
+            } else {
+                let MachineDocument { vm_config, common_cpuid, feature_msrs } =
+                    MachineDocument::read(config_json)?;
+                (None, vm_config, common_cpuid, feature_msrs)
+            };
+        let config = self.complete(vm_config)?;
+        if let Some(adopted) = &adopted {
+            adopted.check_taps(&config)?;
+        }
         self.check_grants(&config)?;
         (self.confine)(&config)?;
         self.host.check_shown(&config, &common_cpuid, &feature_msrs)?;
         let given: Vec<_> =
             given.into_iter().map(|zone| (zone.name, Arc::new(zone.file))).collect();
         // Without rules the source alone has named the files: those with contents must not be emptied for
-        // it.
-        let ruled = self.rules.is_some();
-        let contents = if ruled { InitialContents::Nothing } else { InitialContents::MustBeEmpty };
+        // it. cloud-hypervisor may use them on this host, as it takes no locks of them.
+        let contents = match (&adopted, &self.rules) {
+            (Some(_), _) => InitialContents::MustBeNew,
+            (None, Some(_)) => InitialContents::Nothing,
+            (None, None) => InitialContents::MustBeEmpty,
+        };
         let ram = Machine::arriving_ram(&config, &self.host, &given, contents)?;
+        if let Some(adopted) = &adopted {
+            adopted.check_memory(&config, &ram)?;
+        }
         self.faults.prepare(&ram, &common_cpuid)?;
         let memory = Arc::new(MigratingRam::to_write(ram)?);
-        Ok(MappedArrival { builder: self, config, memory })
+        Ok(MappedArrival { builder: self, config, memory, adopted })
     }
 }
 
@@ -180,8 +205,24 @@ impl MappedMachine for MappedArrival {
         Arc::clone(&self.memory)
     }
 
+    fn is_built_from_state(&self) -> bool {
+        self.adopted.is_some()
+    }
+
+    fn build_from_state(mut self, state_json: &[u8]) -> Result<ArrivingMachine, VmError> {
+        let Some(adopted) = self.adopted.take() else { return self.build() };
+        let (config, state) = adopted.finish(state_json, &self.memory)?;
+        let config = self.builder.complete(config)?;
+        // The same files, whatever the state has added.
+        self.builder.check_grants(&config)?;
+        let features = state.vcpus.first().map(|vcpu| features::describing(&vcpu.msrs));
+        self.builder.host.check_shown(&config, &state.shown, &features.unwrap_or_default())?;
+        let arriving = Self { config, ..self }.build()?;
+        Ok(ArrivingMachine { converted: Some(Box::new(state)), ..arriving })
+    }
+
     fn build(self) -> Result<ArrivingMachine, VmError> {
-        let Self { builder, mut config, memory } = self;
+        let Self { builder, mut config, memory, .. } = self;
         let ArrivingBuilder { host, sink, faults, doubts, rules, .. } = builder;
         let consoles = Consoles::open(&mut config)?;
         let ram = Arc::clone(memory.ram());
@@ -191,7 +232,8 @@ impl MappedMachine for MappedArrival {
         machine.check_exclusive()?;
         // Repeated once the state has arrived, with little left to do then.
         machine.drop_disk_caches()?;
-        Ok(ArrivingMachine { machine, memory, faults: Some(faults), kvm_limits: None, doubts })
+        let (converted, faults) = (None, Some(faults));
+        Ok(ArrivingMachine { machine, memory, converted, faults, kvm_limits: None, doubts })
     }
 }
 
@@ -218,7 +260,10 @@ impl DestinationVm for ArrivingMachine {
         // until the guest runs here. A disk whose cache cannot be dropped, or whose storage does not
         // respond in time, fails here, while the source can still resume the guest.
         self.machine.drop_disk_caches_within(DROP_CACHES_TIME_MAX)?;
-        let mut state = MachineState::from_json(state_json)?;
+        let mut state = match self.converted.take() {
+            Some(state) => *state,
+            None => MachineState::from_json(state_json)?,
+        };
         if let Some(kvm_limits) = self.kvm_limits {
             resident::bring_in(self.memory.ram(), &state.vcpus, kvm_limits)?;
             if kvm_limits.async_page_faults {
@@ -228,16 +273,23 @@ impl DestinationVm for ArrivingMachine {
         Ok(self.machine.restore(state, ClockPolicy::CatchUp)?)
     }
 
+    fn take_exclusive(&mut self) -> Result<(), VmError> {
+        Ok(self.machine.take_exclusive()?)
+    }
+
     fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
         (self.doubts)(&self.machine, doubt, lasts);
     }
 
     fn run(self, resume: bool) -> Result<Machine, (Self, VmError)> {
-        let Self { mut machine, memory, faults, kvm_limits, doubts } = self;
+        let Self { mut machine, memory, converted, faults, kvm_limits, doubts } = self;
         let running = if resume { machine.resume() } else { machine.take_exclusive() };
         match running {
             Ok(()) => Ok(machine),
-            Err(error) => Err((Self { machine, memory, faults, kvm_limits, doubts }, error.into())),
+            Err(error) => {
+                let arrived = Self { machine, memory, converted, faults, kvm_limits, doubts };
+                Err((arrived, error.into()))
+            }
         }
     }
 }

@@ -10,6 +10,7 @@
 //! | `source` | a machine that leaves |
 //! | `destination` | a machine that arrives |
 //! | `snapshot` | a machine into a directory, and out of one |
+//! | `adopted_arrival` | a machine that arrives from cloud-hypervisor |
 //! | `adopted_snapshot` | a snapshot directory of cloud-hypervisor |
 //! | `exported_snapshot` | a machine as cloud-hypervisor saves it |
 //! | `memory` | guest RAM as `vm-migration` sees it |
@@ -25,6 +26,7 @@
 //! | `grants` | what an arriving configuration may name on this host |
 //! | `updates` | changes of configuration on restore |
 
+mod adopted_arrival;
 mod adopted_snapshot;
 pub mod core_dump;
 pub mod destination;

@@ -93,6 +93,8 @@ const TERMINAL: &[u32] = &[
 ];
 /// TIOCGPTN, TIOCSPTLCK, TIOCGPTPEER, TIOCSCTTY.
 const PSEUDOTERMINAL: &[u32] = &[0x8004_5430, 0x4004_5431, 0x5441, 0x540e];
+/// SIOCOUTQ.
+const OUTPUT_QUEUE: &[u32] = &[0x5411];
 /// PAGEMAP_SCAN, which is read and write of a structure of 96 bytes, type `f`, number 16.
 const PAGEMAP_SCAN: &[u32] = &[0xc060_6610];
 /// Requests of tap devices: TUNSETIFF, TUNGETFEATURES, TUNSETOFFLOAD, TUNGETIFF, TUNGETVNETHDRSZ, TUNSETVNETHDRSZ,
@@ -295,6 +297,13 @@ group! {
     /// A ring that is there.
     RING_REQUESTS "ring requests" {
         SYS_io_uring_enter "requests to disks";
+    }
+}
+
+group! {
+    /// What a connection's peer has not received.
+    UNRECEIVED "unreceived" {
+        SYS_ioctl [Check::Second(OUTPUT_QUEUE)] "the commit of a migration that has no other";
     }
 }
 

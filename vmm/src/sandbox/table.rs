@@ -11,8 +11,8 @@ use super::calls::{
     CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
     INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
     PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
-    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, VDPA_CONFIG,
-    VDPA_REQUESTS, VFIO_REQUESTS,
+    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, UNRECEIVED,
+    VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
 /// Threads with the same system calls.
@@ -102,15 +102,24 @@ const BUILD: &[&Group] = &[
 ];
 
 /// The same for a thread that confines itself to the paths of the configuration first.
-const CONFINE_AND_BUILD: &[&Group] = &{
-    let mut all: [&Group; BUILD.len() + 1] = [&LANDLOCK; BUILD.len() + 1];
+const CONFINE_AND_BUILD: &[&Group] = &with::<{ BUILD.len() + 1 }>(&LANDLOCK, BUILD);
+
+/// Groups that owning the machine of an incoming migration needs.
+const RECEIVE: &[&Group] = &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&UNRECEIVED, CONFINE_AND_BUILD);
+
+/// A group, and others after it.
+const fn with<const COUNT: usize>(
+    first: &'static Group,
+    others: &[&'static Group],
+) -> [&'static Group; COUNT] {
+    let mut all = [first; COUNT];
     let mut at = 0;
-    while at < BUILD.len() {
-        all[at] = BUILD[at];
+    while at < others.len() {
+        all[at + 1] = others[at];
         at += 1;
     }
     all
-};
+}
 
 /// Groups that transferring pages over connections needs.
 const MOVE: &[&Group] = &[
@@ -243,7 +252,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
         "disk-writer", "throttle", "vcpu", "write-back", "discard-vm"]],
         "owns the machine of an outgoing migration, and starts the page server, which inherits its filter";
-    "migration-recv": CONFINE_AND_BUILD, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
+    "migration-recv": RECEIVE, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["mig-receive",
         "mig-build", "mig-prepare", "mig-faults", "mig-pages", "mig-urgent", "mig-linger",
         "mig-resolve", "mig-look", "mig-connect", "mig-alive"]], "owns the machine of an incoming migration";
     "mig-send": MOVE, starts &[&["mig-look"]], "sends memory over one connection";

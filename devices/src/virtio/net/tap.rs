@@ -308,9 +308,15 @@ impl Tap {
         Ok(())
     }
 
-    /// Sets the MTU of the host's interface.
+    /// Sets the MTU of the host's interface, if it has another one: to set it takes a capability, also to what it is.
     pub(super) fn set_mtu(&self, mtu: u16) -> Result<(), TapError> {
-        self.interface_call(libc::SIOCSIFMTU, "set the MTU", |request| {
+        const WHAT: &str = "set the MTU";
+        let query = self.ask(libc::SIOCGIFMTU, WHAT)?;
+        // SAFETY: SIOCGIFMTU has filled the MTU.
+        if unsafe { query.ifr_ifru.ifru_mtu } == i32::from(mtu) {
+            return Ok(());
+        }
+        self.interface_call(libc::SIOCSIFMTU, WHAT, |request| {
             request.ifr_ifru.ifru_mtu = mtu.into();
             Ok(())
         })
@@ -391,12 +397,7 @@ impl Tap {
     /// Brings the host's interface up, if it is not.
     pub(super) fn set_up(&self) -> Result<(), TapError> {
         const WHAT: &str = "switch on the interface";
-        let fail = |source| self.failed(WHAT, source);
-        let mut query = request(&self.name)?;
-        let socket = socket(libc::AF_INET).map_err(fail)?;
-        // SAFETY: SIOCGIFFLAGS reads and writes one ifreq; the descriptor is open.
-        let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut query) };
-        check(result).map_err(fail)?;
+        let query = self.ask(libc::SIOCGIFFLAGS, WHAT)?;
         // SAFETY: SIOCGIFFLAGS has filled the flags.
         let flags = unsafe { query.ifr_ifru.ifru_flags };
         let wanted = libc::c_short::try_from(libc::IFF_UP | libc::IFF_RUNNING).unwrap_or(0);
@@ -407,6 +408,16 @@ impl Tap {
             request.ifr_ifru.ifru_flags = flags | wanted;
             Ok(())
         })
+    }
+
+    /// The answer to a question about the host's interface.
+    fn ask(&self, call: libc::c_ulong, what: &'static str) -> Result<libc::ifreq, TapError> {
+        let fail = |source| self.failed(what, source);
+        let mut query = request(&self.name)?;
+        let socket = socket(libc::AF_INET).map_err(fail)?;
+        // SAFETY: the calls used here read and write one ifreq, which lives during the call; the descriptor is open.
+        check(unsafe { libc::ioctl(socket.as_raw_fd(), call, &raw mut query) }).map_err(fail)?;
+        Ok(query)
     }
 
     fn interface_call(

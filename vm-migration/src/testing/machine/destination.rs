@@ -25,6 +25,7 @@ pub struct Builder {
     gate: Option<Receiver<()>>,
     ready_gate: Option<Receiver<()>>,
     start_gate: Option<Receiver<()>>,
+    from_state: bool,
 }
 
 /// A fake machine on the destination.
@@ -52,7 +53,8 @@ impl Builder {
     /// A builder for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = FakeVm::new(memory, guest).common;
-        Self { common, touch: Vec::new(), gate: None, ready_gate: None, start_gate: None }
+        let (gate, ready_gate, start_gate) = (None, None, None);
+        Self { common, touch: Vec::new(), gate, ready_gate, start_gate, from_state: false }
     }
 
     /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
@@ -87,6 +89,13 @@ impl Builder {
     #[must_use]
     pub fn touch(mut self, pages: Vec<(usize, u64)>) -> Self {
         self.touch = pages;
+        self
+    }
+
+    /// Makes it a machine that is built from its state.
+    #[must_use]
+    pub fn from_state(mut self) -> Self {
+        self.from_state = true;
         self
     }
 
@@ -157,8 +166,17 @@ impl MappedMachine for FakeMapped {
         Arc::clone(&self.0.common.memory)
     }
 
+    fn is_built_from_state(&self) -> bool {
+        self.0.from_state
+    }
+
+    fn build_from_state(self, state_json: &[u8]) -> Result<FakeDestination, VmError> {
+        let _: serde_json::Value = serde_json::from_slice(state_json)?;
+        self.build()
+    }
+
     fn build(self) -> Result<FakeDestination, VmError> {
-        let Builder { common, touch, gate, ready_gate, start_gate } = self.0;
+        let Builder { common, touch, gate, ready_gate, start_gate, .. } = self.0;
         if let Some(gate) = gate {
             // Ends when the test opens the gate, or has ended.
             let _ = gate.recv();
@@ -194,11 +212,17 @@ impl DestinationVm for FakeDestination {
 
     fn apply_state(&mut self, state_json: &[u8]) -> Result<(), VmError> {
         self.common.call(Inject::Apply, "apply")?;
-        let _: serde_json::Value = serde_json::from_slice(state_json)?;
+        if !state_json.is_empty() {
+            let _: serde_json::Value = serde_json::from_slice(state_json)?;
+        }
         for (region, page) in &self.touch {
             self.common.memory.word(*region, *page, 0).load(std::sync::atomic::Ordering::Relaxed);
         }
         Ok(())
+    }
+
+    fn take_exclusive(&mut self) -> Result<(), VmError> {
+        self.common.call(Inject::Exclusive, "exclusive")
     }
 
     fn in_doubt(&mut self, _: InDoubt, lasts: bool) {

@@ -44,6 +44,7 @@ pub enum Inject {
     Prepare,
     Ready,
     Apply,
+    Exclusive,
     Run,
     /// No failure: preparing the stop takes longer than the downtime.
     PreparesStopSlowly,
