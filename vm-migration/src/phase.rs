@@ -139,7 +139,8 @@ pub enum GuestLocation {
     NotHere,
     /// The destination owns it.
     OnDestination,
-    /// On this destination, complete but never run; whether the source still runs it is not known here.
+    /// On this side, complete and not running; whether the other side runs it is not known here. At a destination it has
+    /// never run.
     InDoubt,
     /// On the destination with pages missing; postcopy is paused.
     PostcopyPaused,
@@ -153,7 +154,7 @@ impl fmt::Display for GuestLocation {
             Self::NotHere => "the guest stays at the source",
             Self::OnDestination => "the guest belongs to the destination; check its state there",
             Self::InDoubt => {
-                "the guest did not start here; start it by hand only if the source does not run it"
+                "the guest does not run here; start it by hand only if the other side does not run it"
             }
             Self::PostcopyPaused => {
                 "postcopy is paused: the guest at the destination waits for pages from the source; \

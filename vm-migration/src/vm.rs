@@ -110,6 +110,17 @@ pub trait SourceVm: Sized + Send {
     /// Called once, before the configuration is requested; documents that are written later keep to them.
     fn meet(&mut self, _newest: Formats) {}
 
+    /// The destination speaks plain version 0 alone. True if that is another program, for which the configuration and the
+    /// state are written from now on, and which commits as it does: it takes exclusive resources with the state, and runs
+    /// the guest before it answers the last message. Called once, before the configuration is requested, and in place of
+    /// [`meet`](Self::meet) then.
+    ///
+    /// # Errors
+    /// Why this machine cannot be moved there.
+    fn meet_plain(&mut self) -> Result<bool, VmError> {
+        Ok(false)
+    }
+
     /// Its memory, which stays mapped as long as a reference is held, also after the handover.
     fn memory(&self) -> Arc<Self::Memory>;
 

@@ -98,6 +98,11 @@ impl Program {
         report
     }
 
+    /// Whether it has ended with success, once it has.
+    pub fn ended(&mut self) -> Option<bool> {
+        self.child.try_wait().expect("a child").map(|status| status.success())
+    }
+
     /// Ends it at once.
     pub fn kill(&mut self) {
         let _ = self.child.kill();

@@ -6,12 +6,13 @@
 //! ([`crate::commit`] has the rules): until then the destination does not run the guest, whatever it has
 //! received, and from then on no value exists here that could run it. With plain version 0 the destination
 //! runs the guest on Complete, so exclusive resources are released before, and acquired again if the answer
-//! is not Ok.
+//! is not Ok. [`super::other`] has what is different with another program.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::negotiate::{Links, Terms};
+use super::other;
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
 use super::verdict::{Retraction, VerdictSender, note_standing};
@@ -47,6 +48,25 @@ pub(crate) struct Doubt {
     pub state: Unconfirmed,
     /// Reports the verdict in precopy; in postcopy, reconnecting does.
     pub teller: Option<VerdictSender>,
+}
+
+/// What a failure means.
+pub(super) enum Stage {
+    /// The destination does not run the guest, and cannot be in doubt.
+    Safe,
+    /// The destination may have acknowledged, and is told that the guest stays.
+    Offered(Withheld),
+    /// Another program was told to run the guest, and only its answer says whether it does.
+    InDoubt,
+}
+
+impl Stage {
+    fn withheld(self) -> Option<Withheld> {
+        match self {
+            Self::Offered(withheld) => Some(withheld),
+            Self::Safe | Self::InDoubt => None,
+        }
+    }
 }
 
 /// Most acknowledgements that may become outdated before the source commits: a source that is later than
@@ -101,7 +121,7 @@ impl<V: SourceVm> Stopped<V> {
         let (bulk, urgent) = (links.memory.len(), links.urgent.len());
         let mut session = None;
         let server = later.as_ref();
-        let mut stage = None;
+        let mut stage = Stage::Safe;
         let prepared = give_everything(
             &mut vm,
             &mut control,
@@ -124,19 +144,24 @@ impl<V: SourceVm> Stopped<V> {
                     fate.and_then(|fate| fate.take_failure()).unwrap_or(failure)
                 };
                 drop(session);
+                if matches!(stage, Stage::InDoubt) && !is_refused {
+                    return Err(PhaseFailure::InDoubt(vm, failure));
+                }
                 // A destination that has refused is not in doubt.
-                let withheld = stage.filter(|_| !is_refused);
+                let withheld = stage.withheld().filter(|_| !is_refused);
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
                     retraction.map(|(withheld, teller)| Retraction { withheld, teller });
-                return Err(PhaseFailure::Paused { vm, peer: control, failure, retraction, log });
+                let (peer, is_other) = (control, links.terms.is_other());
+                let paused = PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log };
+                return Err(paused);
             }
         };
         // The point of no return: a cancel from here on comes too late.
         let ran = vm.ran_before();
         let remains = vm.handed_over();
         let confirmed = match (&links.terms, committed) {
-            (Terms::Plain, _) | (_, None) => Ok(()),
+            (Terms::Plain { .. }, _) | (_, None) => Ok(()),
             (Terms::Negotiated { .. }, Some(committed)) => {
                 let figures = last_figures(&links, since, context);
                 confirm(&mut control, figures, context).map_err(|failure| (failure, committed))
@@ -191,7 +216,7 @@ fn give_everything<P: PausedVm, M: GuestMemoryMap>(
     control: &mut Channel,
     links: &mut Links,
     (server, session): (Option<&Arc<Server<M>>>, &mut Option<Session>),
-    stage: &mut Option<Withheld>,
+    stage: &mut Stage,
     context: Context<'_>,
 ) -> Result<Option<Acknowledged>, Failure> {
     let state = vm.state_json().map_err(Cause::Vm).step("saving the guest's state")?;
@@ -223,13 +248,19 @@ fn send_state<P: PausedVm>(
     control: &mut Channel,
     (pending, state): (Option<Vec<u8>>, Vec<u8>),
     terms: &Terms,
-    stage: &mut Option<Withheld>,
+    stage: &mut Stage,
     context: Context<'_>,
 ) -> Result<Option<Acknowledged>, Failure> {
     let limit = context.options.limits.answer;
     let complete = if vm.ran_before() { Message::Complete } else { Message::CompletePaused };
     match terms {
-        Terms::Plain => {
+        Terms::Plain { is_other: true } => {
+            // It takes them with the state.
+            release(vm)?;
+            other::hand_over(control, state, &complete, stage, context)?;
+            Ok(None)
+        }
+        Terms::Plain { is_other: false } => {
             control.ask(&Message::State(state), limit).step("sending the guest's state")?;
             release(vm)?;
             control.ask(&complete, limit).step("handing the guest over")?;
@@ -245,14 +276,14 @@ fn send_state<P: PausedVm>(
             bytes.extend(Message::State(state).encode());
             bytes.extend(complete.encode());
             let offered = Offered::new(clock::now());
-            *stage = Some(offered.fails());
+            *stage = Stage::Offered(offered.fails());
             let sent = control.connection.send(&bytes);
             sent.map_err(|error| control.explain(error)).step("sending the guest's state")?;
             for _ in 0..answers {
                 control.answer(limit).step("waiting for the handover to be acknowledged")?;
             }
             let acknowledged = make_usable(offered.acknowledged(), control, terms, context)?;
-            *stage = Some(acknowledged.fails());
+            *stage = Stage::Offered(acknowledged.fails());
             release(vm)?;
             check_cancel(context.cancel, "confirming the handover")?;
             Ok(Some(acknowledged))

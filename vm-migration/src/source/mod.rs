@@ -17,6 +17,7 @@
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, remaining pages are sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
+//! | `other` | the same with another program that speaks plain version 0 |
 //! | `verdict` | tells the destination which side has the guest, after the connection was lost |
 //! | `serve` | Serve: bulk pushers and urgent servers |
 //!
@@ -30,6 +31,7 @@ mod content;
 mod convergence;
 mod handover;
 mod negotiate;
+mod other;
 mod page_maps;
 mod precopy;
 mod round;
@@ -84,7 +86,8 @@ pub enum SendFailure<V: SourceVm> {
         /// The failure.
         error: MigrationError,
     },
-    /// The guest is at the source and could not be resumed.
+    /// The guest is at the source, paused: it could not be resumed, or it is not known whether the destination runs it
+    /// ([`GuestLocation::InDoubt`]).
     StillPaused {
         /// The machine.
         vm: V::Paused,
@@ -129,9 +132,14 @@ pub(crate) enum PhaseFailure<V: SourceVm> {
         failure: Failure,
         /// Set when the destination may be in doubt, and is to be told.
         retraction: Option<Retraction>,
+        /// The destination is another program, which has to drop its machine before this one can take back what only one
+        /// may hold.
+        is_other: bool,
         /// The dirty log, which is stopped when the guest continues.
         log: Option<V::Log>,
     },
+    /// The other program may run the guest: it has been told to, and its answer is not known.
+    InDoubt(V::Paused, Failure),
     HandedOver(Remains<V>, Option<Held<V::Memory>>, Failure),
 }
 
@@ -193,11 +201,15 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
             let error = fail(Phase::Failed, GuestLocation::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
-        PhaseFailure::Paused { vm, peer, failure, retraction, log } => {
-            // The guest is resumed first; the peer does not run it without a Confirm.
+        PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log } => {
+            let mut peer = Some(peer);
+            if is_other && let Some(peer) = peer.take() {
+                other::withdraw(peer, &failure, context);
+            }
+            // The guest is resumed first; a peer of this program does not run it without a Confirm.
             let resumed = vm.resume();
             drop(log);
-            send_to_peer(Some(peer), &failure);
+            send_to_peer(peer, &failure);
             if let Some(retraction) = retraction {
                 retraction.send_in_background();
             }
@@ -212,6 +224,10 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
                     SendFailure::StillPaused { vm, error }
                 }
             }
+        }
+        PhaseFailure::InDoubt(vm, failure) => {
+            let error = fail(Phase::Failed, GuestLocation::InDoubt, failure);
+            SendFailure::StillPaused { vm, error }
         }
         PhaseFailure::HandedOver(remains, held, failure) => {
             let (last, guest) = match held {

@@ -32,7 +32,7 @@ use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
-use crate::transport::Connection;
+use crate::transport::{Address, Connection};
 use crate::vm::SourceVm;
 
 /// The negotiated terms and all connections of a migration.
@@ -71,7 +71,7 @@ impl Links {
     /// whole ones visible.
     pub(crate) fn unit_pages(&self, region: usize) -> u64 {
         match &self.terms {
-            Terms::Plain => 1,
+            Terms::Plain { .. } => 1,
             Terms::Negotiated { layout, .. } => {
                 layout.regions()[region].host_page_bytes / PAGE_BYTES
             }
@@ -96,7 +96,11 @@ impl Links {
 #[derive(Debug)]
 pub(crate) enum Terms {
     /// Plain version 0.
-    Plain,
+    Plain {
+        /// The destination is another program: it takes exclusive resources with the state, and runs the guest before it
+        /// answers the last message.
+        is_other: bool,
+    },
     /// The negotiated protocol.
     Negotiated {
         zero_pages: bool,
@@ -128,6 +132,11 @@ impl Terms {
         matches!(self, Self::Negotiated { zero_pages: true, .. })
     }
 
+    /// Whether the destination is another program.
+    pub(super) fn is_other(&self) -> bool {
+        matches!(self, Self::Plain { is_other: true })
+    }
+
     pub(crate) fn local(&self) -> bool {
         matches!(self, Self::Negotiated { local: true, .. })
     }
@@ -156,7 +165,7 @@ impl Terms {
     pub(super) fn usable(&self) -> Duration {
         match self {
             // There is no acknowledgement: Complete hands the guest over.
-            Self::Plain => Duration::MAX,
+            Self::Plain { .. } => Duration::MAX,
             Self::Negotiated { promise, .. } => usable(*promise),
         }
     }
@@ -208,13 +217,21 @@ pub(crate) fn agree<V: SourceVm>(
     }
     let needed = vm.formats();
     let (token, round_trip) = offer(memory, needed, control, context)?;
-    let known = token.as_ref().map_or_else(Formats::default, |(_, accepted)| accepted.formats);
-    if let Some(what) = needed.beyond(known) {
-        let what = format!("the guest needs {what}, at the destination");
-        let remedy = "update the destination";
-        return Err(Cause::Unsupported { what, remedy }).step("comparing versions");
+    let is_other = match &token {
+        None => vm.meet_plain().map_err(Cause::Vm).step("meeting a destination of version 0")?,
+        Some(_) => false,
+    };
+    if is_other {
+        check_other(context)?;
+    } else {
+        let known = token.as_ref().map_or_else(Formats::default, |(_, accepted)| accepted.formats);
+        if let Some(what) = needed.beyond(known) {
+            let what = format!("the guest needs {what}, at the destination");
+            let remedy = "update the destination";
+            return Err(Cause::Unsupported { what, remedy }).step("comparing versions");
+        }
+        vm.meet(known);
     }
-    vm.meet(known);
     let config = vm.config_json().map_err(Cause::Vm).step("reading the configuration")?;
     if context.options.local {
         give_files(&**memory, control, context)?;
@@ -223,7 +240,7 @@ pub(crate) fn agree<V: SourceVm>(
         .ask(&Message::Config(config), context.options.limits.prepare)
         .step("waiting for the destination to map the memory")?;
     let terms = match &token {
-        None => Terms::Plain,
+        None => Terms::Plain { is_other },
         Some((features, accepted)) => {
             let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
             let layout = Layout::new(prepared.regions)
@@ -271,6 +288,17 @@ pub(crate) fn agree<V: SourceVm>(
     }
     let records = Vec::new();
     Ok(Links { memory: memory_links, urgent, terms, token, records, round_trip, page_server })
+}
+
+/// Refuses what another program that speaks plain version 0 does not take.
+fn check_other(context: Context<'_>) -> Result<(), Failure> {
+    let options = context.options;
+    if options.connections > 1 && !matches!(options.to, Address::Tcp { .. }) {
+        let what = "the destination takes several connections over TCP only".to_owned();
+        let remedy = "use tcp:, or leave connections out";
+        return Err(Cause::Unsupported { what, remedy }).step("negotiating");
+    }
+    Ok(())
 }
 
 /// Refuses memory without a file to hand over.

@@ -100,7 +100,9 @@ impl<V: SourceVm> Copied<V> {
         match rest(log.as_ref()) {
             Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
             Err(failure) => {
-                Err(PhaseFailure::Paused { vm, peer: control, failure, retraction: None, log })
+                let is_other = links.terms.is_other();
+                let (peer, retraction) = (control, None);
+                Err(PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log })
             }
         }
     }

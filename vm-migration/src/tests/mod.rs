@@ -53,6 +53,7 @@ mod holes;
 mod hostile;
 mod local;
 mod moves;
+mod other;
 mod own;
 mod pieces;
 mod plain;

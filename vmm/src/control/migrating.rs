@@ -303,6 +303,12 @@ impl Vmm {
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
                 self.vm = VmLifecycle::Live(machine);
+                if stay.guest == GuestLocation::InDoubt {
+                    // What was asked for was asked for without knowledge of the doubt.
+                    let error = ApiError::new(ApiErrorKind::Conflict, stay.reason);
+                    cancel::refuse_all(&mut resumers, &error);
+                    self.refuse_end(&error);
+                }
                 for responder in resumers.drain(..) {
                     self.resume_live_for(responder);
                 }

@@ -21,7 +21,7 @@ use vm_migration::snapshot::{
 use super::adopted_snapshot::{self, AdoptedSnapshot, AdoptedSnapshotError, MemoryContents};
 use super::destination::DmaToMissingPages;
 use super::document::sparse_config;
-use super::exported_snapshot::{ExportedSnapshot, ExportedSnapshotError};
+use super::exported_machine::{ExportedMachineError, ExportedSnapshot};
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use super::storage_thread::{CANCEL_POLL_INTERVAL, StorageError, write_on_thread};
@@ -50,7 +50,7 @@ enum TakeCause {
     #[error(transparent)]
     Ending(#[from] GuestIsEnding),
     #[error(transparent)]
-    Exported(#[from] ExportedSnapshotError),
+    Exported(#[from] ExportedMachineError),
     #[error("its state cannot be read")]
     Machine(#[from] MachineError),
     #[error(transparent)]

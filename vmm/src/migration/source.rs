@@ -17,6 +17,7 @@ use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
 use super::dirty::{DeviceLogs, MachineDirtyLog};
 use super::disk_writer::DiskWriter;
 use super::document::{CONFIG_VERSION, MachineDocument};
+use super::exported_machine::{config_message, state_message};
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::page_server::{PageServerPlan, PageServerProcess};
@@ -75,9 +76,18 @@ pub struct LeavingMachine {
     memory: Arc<MigratingRam>,
     page_server: Option<PageServerPlan>,
     disk_writer: Option<DiskWriter>,
-    /// The formats that the destination reads.
-    reader: Formats,
+    /// Who reads its documents.
+    reader: Reader,
     limits: StopLimits,
+}
+
+/// Who reads the documents of an outgoing machine.
+#[derive(Clone, Copy)]
+enum Reader {
+    /// This program, and the formats that it reads.
+    Own(Formats),
+    /// cloud-hypervisor v53.
+    CloudHypervisor53,
 }
 
 /// An outgoing machine whose guest is paused.
@@ -87,7 +97,7 @@ pub struct PausedMachine {
     ran_before: bool,
     /// The write-back of its disks, until it has been waited for.
     write_back: Option<WriteBack>,
-    reader: Formats,
+    reader: Reader,
     limits: StopLimits,
 }
 
@@ -117,7 +127,7 @@ impl LeavingMachine {
         match MigratingRam::to_read(Arc::clone(machine.ram())) {
             Ok(memory) => {
                 let disk_writer = DiskWriter::start(machine.writable_disks());
-                let (memory, reader) = (Arc::new(memory), Formats::default());
+                let (memory, reader) = (Arc::new(memory), Reader::Own(Formats::default()));
                 Ok(Self { machine, memory, page_server, disk_writer, reader, limits })
             }
             Err(error) => Err((machine, error)),
@@ -188,6 +198,9 @@ impl SourceVm for LeavingMachine {
     type Paused = PausedMachine;
 
     fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
+        if let Reader::CloudHypervisor53 = self.reader {
+            return Ok(config_message(&self.machine)?);
+        }
         let document = MachineDocument {
             vm_config: self.machine.config().clone(),
             common_cpuid: self.machine.shown().to_vec(),
@@ -218,7 +231,14 @@ impl SourceVm for LeavingMachine {
     }
 
     fn meet(&mut self, newest: Formats) {
-        self.reader = newest;
+        self.reader = Reader::Own(newest);
+    }
+
+    fn meet_plain(&mut self) -> Result<bool, VmError> {
+        // What is refused is refused before the configuration is sent.
+        config_message(&self.machine)?;
+        self.reader = Reader::CloudHypervisor53;
+        Ok(true)
     }
 
     fn memory(&self) -> Arc<MigratingRam> {
@@ -312,7 +332,10 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        let state = self.machine.save()?.for_reader(self.reader.state)?.to_json()?;
+        let state = match self.reader {
+            Reader::Own(formats) => self.machine.save()?.for_reader(formats.state)?.to_json()?,
+            Reader::CloudHypervisor53 => state_message(&self.machine)?,
+        };
         // Before the destination acknowledges: its acknowledgement has a time limit.
         self.await_write_back()?;
         Ok(state)

@@ -89,6 +89,8 @@ struct Common {
     /// The format versions that its documents need, or that it reads.
     formats: Formats,
     met: Met,
+    /// A destination of plain version 0 is another program.
+    for_other: bool,
 }
 
 /// The format versions that a machine was told the destination reads.
@@ -197,6 +199,7 @@ impl FakeVm {
             page_server: None,
             formats: Formats::default(),
             met: Met::default(),
+            for_other: false,
         };
         Self { common, writers: None }
     }
@@ -234,6 +237,13 @@ impl FakeVm {
     #[must_use]
     pub fn formats(mut self, formats: Formats) -> Self {
         self.common.formats = formats;
+        self
+    }
+
+    /// Makes it one that another program can take, which every destination of plain version 0 is then.
+    #[must_use]
+    pub fn for_other(mut self) -> Self {
+        self.common.for_other = true;
         self
     }
 
@@ -310,6 +320,10 @@ impl SourceVm for FakeVm {
 
     fn meet(&mut self, newest: Formats) {
         *self.common.met.lock() = Some(newest);
+    }
+
+    fn meet_plain(&mut self) -> Result<bool, VmError> {
+        Ok(self.common.for_other)
     }
 
     fn memory(&self) -> Arc<FakeMemory> {

@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+//! A running guest moves from here to cloud-hypervisor v53: to a stand-in that answers as it does, whatever fails there,
+//! and to the real program if `GODWIT_UPSTREAM_BIN` names it, and back. There is never more than one guest that runs.
+
+use std::fs;
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use crate::disks::{Disk, is_locked};
+use crate::harness::migrate::Reception;
+use crate::harness::upstream::command::{COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE};
+use crate::harness::upstream_destination::{Destination, Fault, Received};
+use crate::harness::upstream_program::Program;
+use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
+
+const ABANDON: u16 = 6;
+const PLATFORM: &str = "platform=cloud-hypervisor-53";
+const LIMIT_EACH: Duration = Duration::from_mins(1);
+
+pub fn add(suite: &mut Suite) {
+    for transport in [Transport::Unix, Transport::Tcp] {
+        let name = format!("upstream_leaves::a_stand_in_gets_all_of_it_{transport:?}");
+        suite.add(&name.to_lowercase(), move || gets_all(transport, 1));
+    }
+    suite.add("upstream_leaves::several_connections", || gets_all(Transport::Tcp, 4));
+    suite.add("upstream_leaves::one_that_was_paused_is_paused", paused);
+    suite.add("upstream_leaves::what_fails_before_the_end_leaves_the_guest_here", fails);
+    suite.add("upstream_leaves::a_refusal_of_the_last_message_leaves_the_guest_here", refused_last);
+    suite.add("upstream_leaves::without_the_last_answer_it_is_in_doubt", in_doubt);
+    suite.add("upstream_leaves::what_it_cannot_have_is_named", named);
+    let count = std::env::var("GODWIT_MIGRATIONS").ok().and_then(|text| text.parse().ok());
+    let count: u32 = count.unwrap_or(3).max(1);
+    for transport in [Transport::Unix, Transport::Tcp] {
+        let name = format!("upstream_leaves::real_{transport:?}_{count}_rounds").to_lowercase();
+        suite.add_long(&name, LIMIT_EACH * (count + 1), move || rounds(transport, 1, count));
+    }
+    suite.add("upstream_leaves::real_several_connections", || rounds(Transport::Tcp, 4, 1));
+    suite.add("upstream_leaves::the_real_one_refuses_and_ends", real_failures);
+}
+
+/// A guest with a disk that works.
+struct Here {
+    vmm: Vmm,
+    disk: Disk,
+    folder: TempDir,
+}
+
+impl Here {
+    fn start() -> Self {
+        let (disk, folder) =
+            (Disk::new(), TempDir::with_prefix("godwit-leaves-").expect("a folder"));
+        let option = format!("path={},image_type=raw", disk.file.display());
+        let vmm = VmmBuilder::new(&["--kernel", image(), "--console", "null", "--serial", "null"])
+            .with(&["--cmdline", "workload=random-write mem=48M", "--platform", PLATFORM])
+            .with(&["--cpus", "boot=2", "--memory", "size=128M,shared=on", "--disk", &option])
+            .start();
+        vmm.wait_for_work(5_000);
+        Self { vmm, disk, folder }
+    }
+
+    fn there(
+        &self,
+        transport: Transport,
+        further: usize,
+        fault: Option<(u16, Fault)>,
+    ) -> Destination {
+        Destination::start(transport, self.folder.path(), further, fault)
+    }
+
+    /// Sends it, and waits for the end.
+    fn send(&self, url: &str, connections: u32) -> Output {
+        let option = format!(
+            "destination_url={url},connections={connections},downtime_ms=300,timeout_s=4,timeout_strategy=ignore"
+        );
+        self.vmm.remote(&["send-migration", "--wait", &option])
+    }
+
+    /// Sends it to a destination that fails; the error.
+    #[track_caller]
+    fn send_in_vain(&self, url: &str) -> String {
+        let output = self.send(url, 1);
+        assert!(!output.status.success(), "{output:?}\n{}", self.vmm.output());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+
+    /// The guest goes on, with its disk.
+    #[track_caller]
+    fn goes_on(&self) {
+        assert_eq!(self.vmm.api().state(), "Running", "{}", self.vmm.output());
+        self.vmm.wait_for_work(1_000);
+        assert!(is_locked(&self.disk.file));
+        self.vmm.verify();
+    }
+}
+
+/// What has come there is a VM here, with all its pages.
+#[track_caller]
+fn holds(received: &Received, state: &str) {
+    let folder = TempDir::with_prefix("godwit-left-").expect("a folder");
+    received.save(folder.path());
+    let vmm = Vmm::empty();
+    let resume = if state == "Running" { "on" } else { "off" };
+    let url = format!("source_url=file://{},resume={resume}", folder.path().display());
+    vmm.remote_ok(&["restore", &url]);
+    assert_eq!(vmm.api().state(), state);
+    if state == "Running" {
+        vmm.wait_for_work(2_000);
+        vmm.verify();
+    } else {
+        vmm.verify_paused();
+    }
+    vmm.shut_down();
+}
+
+fn gets_all(transport: Transport, connections: u32) {
+    let mut here = Here::start();
+    let further = usize::try_from(connections - 1).expect("few");
+    let there = here.there(transport, further, None);
+    let output = here.send(&there.url, connections);
+    assert!(output.status.success(), "{output:?}\n{}", here.vmm.output());
+    let received = there.finish();
+    assert_eq!(received.commands, [START, CONFIG, MEMORY, STATE, COMPLETE]);
+    assert_eq!(received.further, further);
+    assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
+    holds(&received, "Running");
+}
+
+fn paused() {
+    let mut here = Here::start();
+    here.vmm.remote_ok(&["pause"]);
+    let there = here.there(Transport::Unix, 0, None);
+    let output = here.send(&there.url, 1);
+    assert!(output.status.success(), "{output:?}\n{}", here.vmm.output());
+    let received = there.finish();
+    assert_eq!(received.commands.last(), Some(&COMPLETE_PAUSED));
+    assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
+    holds(&received, "Paused");
+}
+
+/// The same VM tries again and again, and moves in the end.
+fn fails() {
+    let mut here = Here::start();
+    for message in [START, CONFIG, MEMORY, STATE] {
+        for fault in [Fault::Refused, Fault::LostBefore, Fault::LostAfter] {
+            let there = here.there(Transport::Unix, 0, Some((message, fault)));
+            here.send_in_vain(&there.url);
+            let received = there.finish();
+            assert!(received.commands.contains(&message), "{message} {fault:?}: {received:?}");
+            let is_told =
+                received.commands.iter().any(|it| [COMPLETE, COMPLETE_PAUSED].contains(it));
+            assert!(!is_told, "{message} {fault:?}: {:?}", received.commands);
+            here.goes_on();
+        }
+    }
+    let there = here.there(Transport::Unix, 0, None);
+    assert!(here.send(&there.url, 1).status.success(), "{}", here.vmm.output());
+    holds(&there.finish(), "Running");
+    assert_eq!(here.vmm.wait_for_exit(), 0);
+}
+
+fn refused_last() {
+    let here = Here::start();
+    let there = here.there(Transport::Tcp, 0, Some((COMPLETE, Fault::Refused)));
+    here.send_in_vain(&there.url);
+    assert_eq!(there.finish().commands.last(), Some(&COMPLETE));
+    here.goes_on();
+    here.vmm.shut_down();
+}
+
+/// It may run there: nothing is done here until it is known.
+fn in_doubt() {
+    for is_there in [false, true] {
+        let here = Here::start();
+        let there = here.there(Transport::Unix, 0, Some((COMPLETE, Fault::LostBefore)));
+        let error = here.send_in_vain(&there.url);
+        assert!(error.contains("does not run here"), "{error}");
+        let received = there.finish();
+        assert_eq!(received.commands.last(), Some(&COMPLETE), "it is not told to drop the VM");
+        assert_eq!(here.vmm.api().state(), "Paused");
+        assert!(!is_locked(&here.disk.file), "the destination may have it");
+        let guest = here.vmm.guest_status().iterations();
+        assert_eq!(here.vmm.guest_status().iterations(), guest, "it does not work");
+        if is_there {
+            here.vmm.api().put("vm.delete", "").ok();
+            assert_eq!(here.vmm.api().get("vm.info").status, 404);
+            holds(&received, "Running");
+        } else {
+            here.vmm.api().put("vm.resume", "").ok();
+            here.goes_on();
+        }
+        here.vmm.shut_down();
+    }
+}
+
+fn named() {
+    // Another machine: nothing but the greeting is sent.
+    let folder = TempDir::with_prefix("godwit-leaves-").expect("a folder");
+    let vmm = Vmm::boot(1, "size=64M", "workload=random-write mem=16M");
+    let there = Destination::start(Transport::Unix, folder.path(), 0, None);
+    let output =
+        vmm.remote(&["send-migration", "--wait", &format!("destination_url={}", there.url)]);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && error.contains("platform=godwit"), "{error}");
+    assert_eq!(there.finish().commands, [START, ABANDON]);
+    vmm.wait_for_work(1_000);
+    vmm.shut_down();
+    // Options that it does not have.
+    let here = Here::start();
+    for (options, expected) in [
+        (",memory_mode=postcopy", "postcopy"),
+        (",compression=zstd", "compression"),
+        (",local=on", "local"),
+        (",connections=2", "over TCP only"),
+    ] {
+        let there = here.there(Transport::Unix, 0, None);
+        let option = format!("destination_url={}{options}", there.url);
+        let output = here.vmm.remote(&["send-migration", "--wait", &option]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(expected), "{options}: {error}");
+        assert_eq!(there.finish().commands, [START, ABANDON], "{options}");
+        here.goes_on();
+    }
+    here.vmm.shut_down();
+}
+
+/// The real program that receives, and the answer to its request once that has ended.
+struct Receiving {
+    program: Program,
+    url: String,
+    answer: std::thread::JoinHandle<u16>,
+}
+
+impl Receiving {
+    fn start(transport: Transport) -> Self {
+        let program = Program::start(&[]);
+        let url = match transport {
+            Transport::Tcp => format!("tcp:127.0.0.1:{}", crate::harness::free_port()),
+            Transport::Unix => format!("unix:{}", program.path("migration").display()),
+        };
+        let (api, body) = (program.api(), json!({"receiver_url": url}).to_string());
+        let answer = std::thread::spawn(move || {
+            let answer = api.request("PUT", "vm.receive-migration", Some(&body));
+            // It may end before it answers.
+            answer.map_or(0, |answer| answer.status)
+        });
+        wait_for("it to listen", || {
+            let lists = ["/proc/net/tcp", "/proc/net/unix"].map(fs::read_to_string);
+            let [tcp, unix] = lists.map(|list| list.expect("a list"));
+            let listens = match transport {
+                Transport::Tcp => {
+                    let port: u16 = url.rsplit(':').next()?.parse().ok()?;
+                    tcp.contains(&format!(":{port:04X} 00000000:0000 0A"))
+                }
+                Transport::Unix => unix.contains(url.strip_prefix("unix:")?),
+            };
+            listens.then_some(())
+        });
+        Self { program, url, answer }
+    }
+}
+
+/// There and back, again and again.
+fn rounds(transport: Transport, connections: u32, count: u32) {
+    let mut here = Here::start();
+    for number in 1..=count {
+        let Receiving { mut program, url, answer } = Receiving::start(transport);
+        let began = Instant::now();
+        let output = here.send(&url, connections);
+        assert!(output.status.success(), "{output:?}\n{}\n{}", here.vmm.output(), program.log());
+        let total = began.elapsed();
+        assert_eq!(answer.join().expect("no panic") / 100, 2, "{}", program.log());
+        assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
+        assert_eq!(program.api().state(), "Running");
+        assert!(!program.log().contains("faulty MSR"), "{}", program.log());
+        program.wait_for_work(5_000);
+        program.verify_and_pause();
+        program.api().put("vm.resume", "").ok();
+        let back = Vmm::empty();
+        let reception = Reception::start(&back, transport, Mode::Precopy);
+        let wanted = json!({"destination_url": reception.url}).to_string();
+        program.api().put("vm.send-migration", &wanted).ok();
+        let output = reception.finish();
+        assert!(output.status.success(), "{output:?}\n{}\n{}", back.output(), program.log());
+        wait_for("its end", || program.ended());
+        back.wait_for_work(5_000);
+        let report = back.verify();
+        println!(
+            "round {number}: {} ms there, {} pages compared",
+            total.as_millis(),
+            report.written
+        );
+        here.vmm = back;
+    }
+    here.vmm.shut_down();
+}
+
+/// What the real program cannot have, and its end while it receives.
+fn real_failures() {
+    let here = Here::start();
+    // Its disk is not there: noticed with the state, when the guest is stopped.
+    let hidden = here.disk.file.with_extension("hidden");
+    let Receiving { mut program, url, answer } = Receiving::start(Transport::Unix);
+    fs::rename(&here.disk.file, &hidden).expect("renamed");
+    here.send_in_vain(&url);
+    fs::rename(&hidden, &here.disk.file).expect("renamed");
+    assert_ne!(answer.join().expect("no panic") / 100, 2);
+    program.kill();
+    here.goes_on();
+    // It ends before it has been told to run the guest, at different moments.
+    for bytes in [1_u64 << 20, 20 << 20] {
+        let Receiving { mut program, url, answer } = Receiving::start(Transport::Unix);
+        let option = format!("destination_url={url},bandwidth=8M");
+        let child = here.vmm.remote_spawn(&["send-migration", "--wait", &option]);
+        wait_for("some memory", || {
+            let progress = here.vmm.api().get("vm.migration-progress");
+            (progress.status < 300 && progress.json()["memory_bytes_sent"].as_u64()? >= bytes)
+                .then_some(())
+        });
+        program.kill();
+        assert!(!crate::harness::vmm::finish(child).status.success());
+        assert_eq!(answer.join().expect("no panic"), 0);
+        here.goes_on();
+    }
+    here.vmm.shut_down();
+}

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A machine as cloud-hypervisor v53 saves or sends it: its documents, and the ranges of memory that are saved with them.
+//!
+//! Owns what of a machine is looked at, and what of a machine that is saved cannot be sent; what it means there is known to
+//! [`crate::export`]. Nothing is written here.
+
+use std::sync::Arc;
+
+use cloud_hypervisor_state::DocumentError;
+use thiserror::Error;
+use vm_migration::layout::GpaRange;
+
+use super::adopted_arrival::warn_of;
+use super::memory::{MigratingRam, MigratingRamError};
+use crate::config::VmConfig;
+use crate::export::{self, ExportError, Exported, Seen, check_platform, export, layout_of};
+use crate::machine::{Machine, MachineError};
+
+/// Why a machine cannot be written as one of cloud-hypervisor.
+#[derive(Debug, Error)]
+pub enum ExportedMachineError {
+    /// Its memory cannot be described.
+    #[error(transparent)]
+    Memory(#[from] MigratingRamError),
+    /// Another machine than the destination's.
+    #[error(
+        "the destination is cloud-hypervisor, or a program that speaks as it does: of this VM it has nothing to make one of"
+    )]
+    OtherPlatform(#[source] ExportError),
+    /// It can be saved, and not sent.
+    #[error("{what} cannot be sent to cloud-hypervisor 53: {problem}")]
+    NotSent {
+        /// The part.
+        what: String,
+        /// Why.
+        problem: &'static str,
+    },
+    /// Its state cannot be read.
+    #[error("its state cannot be read")]
+    Machine(#[from] MachineError),
+    /// A part of it is not possible there.
+    #[error("it cannot be written as a VM of cloud-hypervisor 53")]
+    Export(#[from] ExportError),
+    /// A document cannot be written.
+    #[error("its state cannot be written as a document of cloud-hypervisor 53")]
+    Document(#[from] DocumentError),
+    /// The configuration has no JSON form.
+    #[error("its configuration cannot be written as JSON")]
+    Json(#[from] serde_json::Error),
+}
+
+/// A machine that was converted.
+pub struct ExportedSnapshot {
+    /// The configuration.
+    pub config_json: Vec<u8>,
+    /// The state.
+    pub state_json: Vec<u8>,
+    /// The memory that belongs to it, in the order in which the state names it. Each range is in one region.
+    pub ranges: Vec<GpaRange>,
+}
+
+/// Converts a paused machine.
+///
+/// # Errors
+/// Names the part that v53 does not have, or not in this state.
+fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
+    let config = machine.config();
+    // Cheap, and the reason that most will see.
+    check_platform(config)?;
+    let layout = layout_of(config, machine.ram())?;
+    let devices = machine.seen_devices();
+    let guest = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
+    let exported = export(&seen, &machine.save()?)?;
+    warn_of(&exported.losses);
+    Ok(exported)
+}
+
+impl ExportedSnapshot {
+    /// Converts a paused machine.
+    ///
+    /// # Errors
+    /// As [`convert`], or a document cannot be written.
+    pub fn of(machine: &Machine) -> Result<Self, ExportedMachineError> {
+        let Exported { vm_config, document, .. } = convert(machine)?;
+        let ranges = document.memory.memory_ranges.data.iter();
+        let ranges = ranges.map(|range| GpaRange { gpa: range.gpa, len_bytes: range.length });
+        Ok(Self {
+            config_json: serde_json::to_vec(&vm_config)?,
+            state_json: document.write()?,
+            ranges: ranges.collect(),
+        })
+    }
+}
+
+/// The message that is sent before memory, of a machine whose guest may run.
+///
+/// # Errors
+/// Names what v53 does not have, as far as that is known by then.
+pub fn config_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
+    let config = machine.config();
+    check_platform(config).map_err(ExportedMachineError::OtherPlatform)?;
+    check_sent(config)?;
+    let layout = layout_of(config, machine.ram())?;
+    let devices = machine.memory_devices();
+    let message = export::begin(config, &layout, machine.shown(), devices.as_ref())?;
+    Ok(message.write()?)
+}
+
+/// The state of a paused machine.
+///
+/// # Errors
+/// Names what v53 does not have, or not in this state.
+pub fn state_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
+    Ok(convert(machine)?.document.write()?)
+}
+
+/// Refuses what its destination could not have as it is.
+fn check_sent(config: &VmConfig) -> Result<(), ExportedMachineError> {
+    let shared = |zone: &&crate::config::MemoryZoneConfig| zone.shared && zone.file.is_some();
+    if let Some(zone) = config.memory.zones.iter().flatten().find(shared) {
+        let what = format!("memory zone '{}'", zone.id);
+        let problem = "pages that are not sent are zero, and its file there may have others";
+        return Err(ExportedMachineError::NotSent { what, problem });
+    }
+    let given = |net: &&crate::config::NetConfig| net.fds.is_some();
+    if let Some(net) = config.net.iter().flatten().find(given) {
+        let what = format!("network '{}'", net.id.as_deref().unwrap_or_default());
+        let problem = "its tap is a descriptor, which cannot be given to a VM that arrives there";
+        return Err(ExportedMachineError::NotSent { what, problem });
+    }
+    Ok(())
+}
