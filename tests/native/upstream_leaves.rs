@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use crate::disks::{Disk, is_locked};
 use crate::harness::migrate::Reception;
 use crate::harness::upstream::command::{COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE};
+use crate::harness::upstream_cuts::{Cut, Cutter};
 use crate::harness::upstream_destination::{Destination, Fault, Received};
 use crate::harness::upstream_program::Program;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
@@ -39,6 +40,11 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("upstream_leaves::real_several_connections", || rounds(Transport::Tcp, 4, 1));
     suite.add("upstream_leaves::the_real_one_refuses_and_ends", real_failures);
+    suite.add_long(
+        "upstream_leaves::the_real_one_is_cut_at_each_message",
+        4 * LIMIT_EACH,
+        real_cuts,
+    );
 }
 
 /// A guest with a disk that works.
@@ -325,4 +331,49 @@ fn real_failures() {
         here.goes_on();
     }
     here.vmm.shut_down();
+}
+
+/// Cut at a message to the real program, or at its answer: there is one guest that runs, or a doubt in which none does here.
+fn real_cuts() {
+    let here = Here::start();
+    for (message, cut) in [START, CONFIG, MEMORY, STATE, COMPLETE]
+        .into_iter()
+        .flat_map(|message| [Cut::Before, Cut::After].map(|cut| (message, cut)))
+    {
+        let case = format!("{message} {cut:?}");
+        let Receiving { mut program, answer, .. } = Receiving::start(Transport::Unix);
+        let cutter = Cutter::start(here.folder.path(), &program.path("migration"), message, cut);
+        let error = here.send_in_vain(&cutter.url);
+        assert!(cutter.has_cut(), "{case}: {error}");
+        let has_run = |program: &Program| program.log().contains("event = resumed");
+        match (message, cut) {
+            (COMPLETE, Cut::After) => {
+                // It runs there, which is not known here.
+                assert!(error.contains("does not run here"), "{case}: {error}");
+                assert_eq!(answer.join().expect("no panic") / 100, 2, "{case}");
+                assert_eq!(program.api().state(), "Running", "{case}");
+                assert_eq!(here.vmm.api().state(), "Paused", "{case}");
+                here.vmm.api().put("vm.delete", "").ok();
+                program.wait_for_work(1_000);
+                program.verify_and_pause();
+                program.kill();
+                here.vmm.shut_down();
+                return;
+            }
+            (COMPLETE, Cut::Before) | (STATE, Cut::After) => {
+                // It has a VM that does not run, and the disk.
+                assert_eq!(here.vmm.api().state(), "Paused", "{case}: {error}");
+                let refused = here.vmm.api().put("vm.resume", "");
+                assert!(refused.status >= 300, "{case}: {refused:?}");
+                assert!(!has_run(&program), "{case}: {}", program.log());
+                program.kill();
+                here.vmm.api().put("vm.resume", "").ok();
+            }
+            _ => {
+                assert!(!has_run(&program), "{case}: {}", program.log());
+                program.kill();
+            }
+        }
+        here.goes_on();
+    }
 }

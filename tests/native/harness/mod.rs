@@ -20,6 +20,7 @@ pub mod runs;
 pub mod taps;
 pub mod terminal;
 pub mod upstream;
+pub mod upstream_cuts;
 pub mod upstream_destination;
 pub mod upstream_program;
 pub mod vmm;
