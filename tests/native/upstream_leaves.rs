@@ -152,8 +152,13 @@ fn fails() {
     for message in [START, CONFIG, MEMORY, STATE] {
         for fault in [Fault::Refused, Fault::LostBefore, Fault::LostAfter] {
             let there = here.there(Transport::Unix, 0, Some((message, fault)));
-            here.send_in_vain(&there.url);
+            let error = here.send_in_vain(&there.url);
             let received = there.finish();
+            if fault == Fault::LostAfter && message == STATE && error.contains("does not run here")
+            {
+                // The last message was under way by then.
+                here.vmm.api().put("vm.resume", "").ok();
+            }
             assert!(received.commands.contains(&message), "{message} {fault:?}: {received:?}");
             let is_told =
                 received.commands.iter().any(|it| [COMPLETE, COMPLETE_PAUSED].contains(it));
