@@ -130,7 +130,10 @@ impl Connected {
         let first = std::mem::replace(&mut self.first, Message::Complete);
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
-        let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
+        let mapped = builder
+            .map_memory(&config, given, terms.memory_mode())
+            .map_err(Cause::Vm)
+            .step(STEP)?;
         let memory = mapped.memory();
         if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
             memory.use_small_pages(true);

@@ -67,6 +67,13 @@ impl Terms {
         }
     }
 
+    pub(super) fn memory_mode(&self) -> MemoryMode {
+        match self {
+            Self::Plain => MemoryMode::Precopy,
+            Self::Negotiated { offer, .. } => offer.memory_mode,
+        }
+    }
+
     /// The source expects keep-alives while it waits for the machine.
     fn tells_of_preparing(&self) -> bool {
         matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_PREPARING))
@@ -243,10 +250,7 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     fn mode(&self) -> MemoryMode {
-        match &self.parts.terms {
-            Terms::Plain => MemoryMode::Precopy,
-            Terms::Negotiated { offer, .. } => offer.memory_mode,
-        }
+        self.parts.terms.memory_mode()
     }
 
     /// Nothing in plain version 0 says that memory follows the state, where it is missing for good here.

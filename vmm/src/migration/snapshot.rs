@@ -134,7 +134,7 @@ fn take_into(
     write_back(machine, cancel)?;
     let config_json = serde_json::to_vec_pretty(&sparse_config(machine.config())?)?;
     let state_json = machine.save()?.to_json()?;
-    let memory = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let memory = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     write(directory, config_json, state_json, memory, cancel)
 }
 
@@ -269,7 +269,12 @@ fn restore_from(
         // All of it is to be populated in the end, so check at once whether that is possible.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
-    let memory = Arc::new(MigratingRam::to_write(Arc::clone(&ram))?);
+    let is_on_demand = matches!(
+        (&source, request.memory_restore_mode),
+        (Source::Own(_), MemoryRestoreMode::OnDemand)
+    );
+    let of = if is_on_demand { MigratingRam::with_aliases } else { MigratingRam::as_mapped };
+    let memory = Arc::new(of(Arc::clone(&ram))?);
     let machine =
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };
