@@ -259,7 +259,7 @@ fn restore_from(
     let contents = match &source {
         Source::Own(_) => InitialContents::Nothing,
         // Others may use the files that the configuration names.
-        Source::Adopted(..) => InitialContents::MustBeEmpty,
+        Source::Adopted(..) => InitialContents::MustBeNew,
     };
     let ram = Machine::arriving_ram(&config, host, &[], contents).map_err(RestoreCause::Make)?;
     if let Source::Adopted(_, layout) = &source {
