@@ -318,7 +318,7 @@ pub trait DestinationVm: Sized + Send + 'static {
 
     /// Notes that it is in doubt which side has the guest: the machine stays as it is until that is known.
     /// Called when the doubt begins, and again (`lasts`) when the source can no longer use the
-    /// acknowledgement and has not reported.
+    /// acknowledgement and has not reported, or when as much time has passed with one that never reports.
     fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
         let _ = (doubt, lasts);
     }

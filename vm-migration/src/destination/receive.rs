@@ -182,9 +182,9 @@ impl<V: DestinationVm> Mapped<V> {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
-                    let progress = context.progress;
+                    let told = (&**context.progress, &[context.cancel][..]);
                     self.control
-                        .timed(|from| take_memory(memory, &fresh, from, &ranges, progress))
+                        .timed(|from| take_memory(memory, &fresh, from, &ranges, told))
                         .step(STEP)?;
                 }
                 Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
@@ -300,7 +300,10 @@ impl<V: DestinationVm> Mapped<V> {
                 };
                 match greet(hello, &self.parts.terms, context) {
                     Ok(joined) => {
-                        since = Instant::now();
+                        // A source that shows no token cannot be told from a stranger.
+                        if self.parts.terms.negotiated() {
+                            since = Instant::now();
+                        }
                         self.join(joined, helpers, fresh, context)?;
                     }
                     Err((reason, channel)) => arrivals.refuse(channel, &reason),
@@ -464,7 +467,7 @@ fn greet(
             return Err((error.to_string(), channel));
         }
     } else {
-        channel.omit_reasons();
+        channel.speak_plain();
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))
