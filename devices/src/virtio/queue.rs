@@ -237,6 +237,19 @@ impl WorkQueue {
         Some(Single::Taken(chain))
     }
 
+    /// Whether the driver keeps to the available ring's rules, for a queue of which nothing is taken now.
+    pub(crate) fn check_available(&self, memory: &GuestMemory) -> Result<(), Broken> {
+        let index = self.index;
+        let ring = |source| Broken::Ring { index, source };
+        let available =
+            with_rings!(self, memory, |rings| self.queue.avail_idx(rings, Ordering::Acquire));
+        let available = available.map_err(ring)?.0;
+        if available.wrapping_sub(self.queue.next_avail()) > self.queue.size() {
+            return Err(ring(virtio_queue::Error::InvalidAvailRingIndex));
+        }
+        Ok(())
+    }
+
     /// Returns the last chain taken to the available ring.
     pub(crate) fn undo_pop(&mut self) {
         if let Some(dma) = &self.dma {
