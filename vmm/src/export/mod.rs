@@ -120,7 +120,7 @@ pub fn begin(
     // What is lost is said once the whole VM is converted.
     let vm_config = configuration::convert(config, &mut Vec::new())?;
     // Of the memory that the guest is to have of memory devices nothing has to be known yet.
-    let memory = memory::convert(&config.memory, layout, devices, 0, &[])?;
+    let memory = memory::convert(layout, devices, 0, &[])?;
     Ok(ConfigMessage { vm_config, common_cpuid: vcpu::common(shown)?, memory_manager_data: memory })
 }
 
@@ -176,9 +176,9 @@ fn memory_of(
 ) -> Result<MemoryManager, ExportError> {
     let plugged: Vec<Range<u64>> = later.iter().flat_map(|it| it.plugged.clone()).collect();
     let requested = later.iter().fold(0, |sum: u64, it| sum.saturating_add(it.requested_bytes));
-    let ranges = memory::ranges(seen.layout, &plugged);
     let devices = state.memory_hotplug.as_ref();
-    memory::convert(&seen.config.memory, seen.layout, devices, requested, &ranges)
+    let ranges = memory::ranges(seen.layout, devices, &plugged)?;
+    memory::convert(seen.layout, devices, requested, &ranges)
 }
 
 /// The PCI functions, one after another.

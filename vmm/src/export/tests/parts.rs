@@ -176,6 +176,72 @@ fn a_nested_state_of_a_header_alone_is_none() {
 }
 
 #[test]
+fn each_memory_device_has_a_range_of_its_own() {
+    const DEVICE: u64 = 128 << 20;
+    let mut recorded = recorded!("acpi-hotplug");
+    let part = recorded.adopted.memory.parts.iter_mut();
+    let devices = |kind| matches!(kind, crate::adopt::PartKind::Devices { .. });
+    let part = part.into_iter().find(|part| devices(part.kind)).unwrap();
+    let gpa = part.gpa.start;
+    part.kind = crate::adopt::PartKind::Devices { plugged_bytes: 2 * DEVICE };
+    let mut plug = |places: [u64; 2]| {
+        let devices = places.map(|gpa| json!({"gpa": gpa, "len_bytes": DEVICE}));
+        let data = json!({"devices": devices, "coming": [], "selected": 0});
+        let kind = "memory-hotplug".to_owned();
+        let state = devices::virtio::DeviceSnapshot { kind, version: 2, data };
+        recorded.adopted.state.memory_hotplug = Some(state);
+        recorded.export()
+    };
+    let memory = plug([gpa, gpa + DEVICE]).unwrap().document.memory;
+    let ranges = memory.memory_ranges.data.iter().map(|range| (range.gpa, range.length));
+    let mappings = memory.guest_ram_mappings.iter().map(|mapping| (mapping.gpa, mapping.size));
+    let mappings: Vec<_> = mappings.collect();
+    assert_eq!(mappings[1..], [(gpa, DEVICE), (gpa + DEVICE, DEVICE)]);
+    assert!(ranges.eq(mappings));
+    for places in [[gpa - DEVICE, gpa + DEVICE], [gpa + DEVICE, gpa + DEVICE]] {
+        let error = plug(places).unwrap_err().to_string();
+        assert!(error.contains("memory hot-plug: "), "{error}");
+    }
+}
+
+#[test]
+fn a_disk_keeps_the_serial_number_that_it_has_here() {
+    let mut recorded = all_devices();
+    recorded.adopted.config.disks.as_mut().unwrap()[1].serial = Some("S".repeat(30));
+    let disks = &recorded.exported().vm_config["disks"];
+    assert_eq!(disks[0]["serial"], json!("_disk0"));
+    assert_eq!(disks[1]["serial"], json!("S".repeat(20)), "as long as a driver reads it");
+}
+
+#[test]
+fn sizes_of_zero_that_are_refused_there_are_left_out() {
+    use crate::config::memory::HotplugMethod::{Acpi, VirtioMem};
+    let mut recorded = recorded!("zones");
+    let memory = |recorded: &Recorded| {
+        let config = configuration::convert(&recorded.adopted.config, &mut Vec::new());
+        config.unwrap()["memory"].clone()
+    };
+    let config = &mut recorded.adopted.config.memory;
+    config.hotplug_method = Acpi;
+    let zone = &mut config.zones.as_mut().unwrap()[1];
+    (zone.hotplug_size, zone.hotplugged_size) = (Some(0), Some(0));
+    let zone = &memory(&recorded)["zones"][1];
+    assert_eq!((zone.get("hotplug_size"), zone.get("hotplugged_size")), (None, None));
+    let mut recorded = plain();
+    let config = &mut recorded.adopted.config.memory;
+    (config.zones, config.hotplugged_size) = (Some(Vec::new()), Some(0));
+    for (method, size) in [(Acpi, None), (Acpi, Some(1 << 30)), (VirtioMem, None)] {
+        let config = &mut recorded.adopted.config.memory;
+        (config.hotplug_method, config.hotplug_size) = (method, size);
+        let memory = memory(&recorded);
+        assert_eq!((memory.get("hotplugged_size"), memory.get("zones")), (None, None));
+        assert_eq!(memory.get("hotplug_size").cloned(), size.map(|size| json!(size)));
+    }
+    recorded.adopted.config.memory.hotplug_size = Some(1 << 30);
+    assert_eq!(memory(&recorded)["hotplugged_size"], json!(0));
+}
+
+#[test]
 fn what_is_lost_is_said() {
     let losses = |recorded: &Recorded| recorded.exported().losses.join("; ");
     assert_eq!(losses(&plain()), "");
