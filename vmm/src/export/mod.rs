@@ -140,7 +140,8 @@ pub fn export(seen: &Seen<'_>, state: &MachineState) -> Result<Exported, ExportE
     )?;
     let mut documents = BTreeMap::new();
     for (index, vcpu) in state.vcpus.iter().enumerate() {
-        let vcpu = vcpu::convert(index, vcpu, seen.guest, &mut losses)?;
+        let hyperv = seen.config.cpus.kvm_hyperv;
+        let vcpu = vcpu::convert(index, vcpu, hyperv, seen.guest, &mut losses)?;
         documents.insert(u32::try_from(index).unwrap_or(u32::MAX), vcpu);
     }
     let legacy = legacy::convert(state, &mut losses)?;
@@ -159,7 +160,7 @@ pub fn export(seen: &Seen<'_>, state: &MachineState) -> Result<Exported, ExportE
         memory,
         devices: DeviceManager {
             data: tree.finish(),
-            ioapic: interrupts::convert(&state.irqchips)?,
+            ioapic: interrupts::convert(&state.irqchips, &mut losses)?,
             serial: legacy.serial,
             debug_console: legacy.debug_console,
             pvpanic,

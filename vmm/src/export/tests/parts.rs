@@ -160,19 +160,78 @@ fn recorded_mem() -> Recorded {
     recorded!("virtio-mem")
 }
 
+/// A state of nested guests of this length, with the start of its header.
+fn nested(len: usize, flags: u16, format: u16, vmxon: u64) -> Option<Blob> {
+    let mut nested = vec![1; len];
+    nested[..2].copy_from_slice(&flags.to_le_bytes());
+    nested[2..4].copy_from_slice(&format.to_le_bytes());
+    nested[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
+    nested[8..16].copy_from_slice(&vmxon.to_le_bytes());
+    Some(Blob::new(&nested))
+}
+
 #[test]
-fn a_nested_state_of_a_header_alone_is_none() {
+fn a_nested_state_of_a_header_alone_is_none_if_it_says_nothing() {
     const NESTED: usize = 4096;
     let mut recorded = plain();
-    for len in [128_usize, 128 + NESTED] {
-        let mut nested = vec![1; len];
-        nested[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
-        recorded.adopted.state.vcpus[0].nested = Some(Blob::new(&nested));
+    for (len, flags, format, vmxon) in
+        [(128, 0, 0, u64::MAX), (128, 1 << 8, 1, 7), (128 + NESTED, 1, 0, 0x1000)]
+    {
+        let nested = nested(len, flags, format, vmxon);
+        recorded.adopted.state.vcpus[0].nested.clone_from(&nested);
         let exported = recorded.exported();
         let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
-        let bytes = vcpu.nested_state.as_ref().map(|state| state[..len].to_vec());
-        assert_eq!(bytes, (len > 128).then_some(nested));
+        let bytes = vcpu.nested_state.as_ref().map(|state| Blob::new(&state[..len]));
+        assert_eq!(bytes, nested.filter(|_| len > 128));
     }
+    // In VMX operation without nested guests; interrupts held back by SVM; a format that is not known.
+    for (flags, format, vmxon) in [(0, 0, 0x1000), (0, 1, 0), (1 << 8, 2, u64::MAX)] {
+        recorded.adopted.state.vcpus[0].nested = nested(128, flags, format, vmxon);
+        let error = recorded.refusal();
+        assert!(error.contains("vCPU 0: it is ready to run nested guests"), "{error}");
+    }
+}
+
+#[test]
+fn registers_of_hyperv_are_there_if_the_configuration_has_them() {
+    let mut recorded = plain();
+    let timers = [0x4000_00b0, 0x4000_00b1];
+    let msrs = timers.map(|index| hypervisor::MsrValue { index, value: 9 });
+    recorded.adopted.state.vcpus[0].msrs.extend(msrs);
+    for hyperv in [false, true] {
+        recorded.adopted.config.cpus.kvm_hyperv = hyperv;
+        let exported = recorded.exported();
+        let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
+        assert_eq!(vcpu.hyperv_synic, hyperv);
+        assert_eq!(exported.vm_config["cpus"]["kvm_hyperv"], json!(hyperv));
+        let found: Vec<_> = vcpu.msrs.iter().map(|msr| msr.index).collect();
+        let found: Vec<_> = found.into_iter().filter(|msr| timers.contains(msr)).collect();
+        assert_eq!(found, [timers[1], timers[0]], "a count before its configuration");
+    }
+}
+
+#[test]
+fn no_more_msrs_than_can_be_set_at_once() {
+    let mut recorded = plain();
+    let add = |recorded: &mut Recorded, first: u32, count: u32| {
+        let msrs = (first..first + count).map(|index| hypervisor::MsrValue { index, value: 1 });
+        recorded.adopted.state.vcpus[0].msrs.extend(msrs);
+    };
+    let count = |exported: &Exported| {
+        let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
+        u32::try_from(vcpu.msrs.len()).unwrap()
+    };
+    let before = count(&recorded.exported());
+    add(&mut recorded, 0x5000, 255 - before - 64);
+    add(&mut recorded, 0x400, 64);
+    let exported = recorded.exported();
+    assert_eq!((count(&exported), exported.losses.len()), (255, 0));
+    add(&mut recorded, 0x440, 64);
+    let exported = recorded.exported();
+    assert_eq!(count(&exported), 255 - 64);
+    assert!(exported.losses[0].contains("machine checks"), "{:?}", exported.losses);
+    add(&mut recorded, 0x6000, 65);
+    assert!(recorded.refusal().contains("vCPU 0: it has 256 MSRs, and 255"));
 }
 
 #[test]
@@ -249,11 +308,18 @@ fn what_is_lost_is_said() {
     assert!(losses(&recorded).contains("'_vsock4'"), "{}", losses(&recorded));
     let state = &mut recorded.adopted.state;
     state.vcpus[1].debugregs.db[2] = 0x1000;
+    state.vcpus[0].debugregs.dr7 = 0x2400;
+    let mut chip = [0; 520];
+    state.irqchips.ioapic.fill(&mut chip).unwrap();
+    chip[24] = 2;
+    state.irqchips.ioapic = Blob::new(&chip);
     state.legacy.get_mut("cmos").unwrap().version = 2;
     recorded.adopted.config.memory.prefault_threads = Some(3);
     recorded.adopted.config.memory.prefault = crate::config::Prefault::Background;
     let losses = losses(&recorded);
-    for what in ["vCPU 1", "CMOS", "memory.prefault_threads", "memory.prefault has"] {
+    for what in
+        ["vCPU 1", "vCPU 0", "APIC (0x2)", "CMOS", "memory.prefault_threads", "memory.prefault has"]
+    {
         assert!(losses.contains(what), "{what}: {losses}");
     }
     assert_eq!(recorded.exported().vm_config["memory"]["prefault"], json!(false));

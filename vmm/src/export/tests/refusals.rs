@@ -119,7 +119,11 @@ fn an_option_is_dropped_if_it_means_nothing_there() {
 #[test]
 fn registers_that_it_does_not_save() {
     type Change = fn(&mut hypervisor::VcpuState);
-    let changes: [(&str, Change); 5] = [
+    let changes: [(&str, Change); 6] = [
+        ("an XSAVE area of 4294967295 bytes", |vcpu| {
+            let leaf = vcpu.cpuid.iter_mut().find(|leaf| (leaf.function, leaf.index) == (0xd, 0));
+            leaf.unwrap().answer[2] = u32::MAX;
+        }),
         ("breakpoints are in use", |vcpu| vcpu.debugregs.dr7 = 0x401),
         ("its shadow stack is in use", |vcpu| vcpu.ssp = Some(0x1000)),
         ("a triple fault waits", |vcpu| {
