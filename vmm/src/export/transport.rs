@@ -11,7 +11,7 @@ use pci::{QueueRegisterState, VirtioPciState};
 use super::Seen;
 use super::error::{ExportError, ensure, fits};
 use super::functions::{self, Bar};
-use crate::adopt::Windows;
+use super::windows::Windows;
 
 /// Bits of the status register: all that a driver sets, and the last of them.
 const KNOWN_STATUS: u8 = 0xf;
@@ -19,12 +19,13 @@ const DRIVER_OK: u8 = 4;
 /// Offset of the index in a ring.
 const RING_INDEX: u64 = 2;
 
-/// The transport of a device, and the place of its BAR. `sizes` are the maximum sizes of its queues.
+/// The transport of the device at `bdf`, and the place of its BAR. `sizes` are the maximum sizes of its queues.
 ///
 /// # Errors
 /// Names what v53 could not take over.
 pub fn convert(
     what: &str,
+    bdf: &str,
     state: &VirtioPciState,
     sizes: &[u16],
     bar_len_bytes: u64,
@@ -41,7 +42,7 @@ pub fn convert(
     ensure(!common.driver_features_beyond, || what.to_owned(), problem)?;
     let problem = || format!("it has {} queues, and {} of a size", state.queues.len(), sizes.len());
     ensure(sizes.len() == state.queues.len(), || what.to_owned(), problem)?;
-    let mut function = functions::configuration(what, &state.config, bar_len_bytes, windows)?;
+    let mut function = functions::configuration(what, bdf, &state.config, bar_len_bytes, windows)?;
     let access = functions::take_access(what, &mut function.configuration)?;
     let msix = functions::msix(what, &state.msix, &function.configuration)?;
     let mut queues = Vec::new();

@@ -300,6 +300,19 @@ fn sizes_of_zero_that_are_refused_there_are_left_out() {
     assert_eq!(memory(&recorded)["hotplugged_size"], json!(0));
 }
 
+/// A guest may enable it before it fills the table.
+#[test]
+fn msix_is_what_its_register_says() {
+    let mut recorded = all_devices();
+    recorded.change("_disk0", |state| {
+        for entry in &mut state.msix.entries {
+            (entry.address, entry.data, entry.masked, entry.pending) = (0, 0, true, false);
+        }
+    });
+    let (transport, _) = &recorded.exported().document.devices.virtio["_disk0"];
+    assert_eq!((transport.msix.enabled, transport.msix.masked), (true, false));
+}
+
 #[test]
 fn what_is_lost_is_said() {
     let losses = |recorded: &Recorded| recorded.exported().losses.join("; ");
@@ -337,4 +350,16 @@ fn a_paravirtual_host_is_compared_by_what_it_shows_every_vm() {
     let features = leaf(1)[0];
     assert_eq!((features.ebx >> 16, features.ecx >> 27 & 1, features.edx >> 28 & 1), (0, 0, 0));
     assert_eq!((leaf(7)[0].ecx >> 4 & 1, leaf(0xb).len(), leaf(0xb)[0].ecx), (0, 1, 0));
+}
+
+/// v53 puts it at the highest free place, whatever its register says.
+#[test]
+fn a_panic_device_that_is_elsewhere_there_is_said() {
+    let mut recorded = all_devices();
+    let losses = |recorded: &Recorded| recorded.exported().losses.join("; ");
+    assert!(!losses(&recorded).contains("panic"), "{}", losses(&recorded));
+    let state = &mut recorded.adopted.state.pci.get_mut(PVPANIC_ID).unwrap().state;
+    let register = &mut state.data["config"]["registers"][4];
+    *register = json!(register.as_u64().unwrap() - 0x1000);
+    assert!(losses(&recorded).contains("its panic device is at"), "{}", losses(&recorded));
 }

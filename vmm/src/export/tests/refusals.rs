@@ -98,6 +98,33 @@ fn options_within_options() {
     assert!(error.starts_with("pvpanic: "), "{error}");
 }
 
+#[test]
+fn two_devices_of_one_name() {
+    let mut tree = Tree::default();
+    let bar = functions::Bar { gpa: 0xc000_0000, len_bytes: 2, is_wide: false };
+    let place = Place { bdf: "0000:00:01.0".to_owned(), bar };
+    tree.add_panic_device(place.clone()).unwrap();
+    let error = tree.add_panic_device(place).unwrap_err().to_string();
+    assert!(error.contains("'__pvpanic': two devices"), "{error}");
+}
+
+#[test]
+fn bars_outside_of_their_segments_window() {
+    let mut recorded = all_devices();
+    // Free addresses, of the other window.
+    recorded.change("_net2", |state| {
+        (state.config.registers[4], state.config.registers[5]) = (0xd000_0004, 0);
+    });
+    refused(&recorded, &["device '_net2'", "no device of its segment"]);
+    let mut recorded = recorded!("segments");
+    recorded.exported();
+    recorded.adopted.state.pci.get_mut("_net2").unwrap().bdf = "0000:00:1e.0".to_owned();
+    refused(&recorded, &["device '_net2'", "no device of its segment"]);
+    let mut recorded = all_devices();
+    recorded.change("_pmem3", |state| state.device.data["gpa"] = json!(0xd000_0000_u64));
+    refused(&recorded, &["device '_pmem3'", "outside of its segment's window"]);
+}
+
 /// An option that comes to this program later must not be dropped in silence: each is known there, lost, or refused.
 #[test]
 fn an_option_is_dropped_if_it_means_nothing_there() {
