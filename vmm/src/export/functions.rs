@@ -103,17 +103,27 @@ fn capabilities(registers: &[u32]) -> Vec<(usize, u8)> {
     found
 }
 
-/// The configuration space of the function at `bdf`, with a BAR of this length.
+/// A function that is converted.
+#[derive(Clone, Copy)]
+pub struct Site<'a> {
+    /// What it is called in errors.
+    pub what: &'a str,
+    /// Its address.
+    pub bdf: &'a str,
+    /// Where BARs can be.
+    pub windows: &'a Windows,
+}
+
+/// The configuration space of a function with a BAR of this length.
 ///
 /// # Errors
 /// Its BAR is not where devices of its segment can be: the guest has moved it, or is moving or sizing it.
 pub fn configuration(
-    what: &str,
-    bdf: &str,
+    site: &Site<'_>,
     config: &ConfigSpaceState,
     bar_len_bytes: u64,
-    windows: &Windows,
 ) -> Result<Function, ExportError> {
+    let Site { what, bdf, windows } = *site;
     let registers = registers(what, config)?;
     let [low, high] = [BAR0, BAR0 + 1].map(|number| registers.get(number).copied().unwrap_or(0));
     let is_wide = low & BAR_TYPE_BITS == BAR_TYPE_64;
@@ -247,15 +257,14 @@ struct PanicDevice {
 /// # Errors
 /// Its state is not one of such a device.
 pub fn panic_device(
-    what: &str,
-    bdf: &str,
+    site: &Site<'_>,
     state: &PciDeviceState,
-    windows: &Windows,
 ) -> Result<(Pvpanic, Bar), ExportError> {
+    let what = site.what;
     let problem = || format!("its state is version {} of {}", state.version, state.kind);
     ensure(state.kind == PANIC_DEVICE_KIND && state.version == 1, || what.to_owned(), problem)?;
     let PanicDevice { config } = PanicDevice::deserialize(&state.data)?;
-    let function = configuration(what, bdf, &config, PANIC_BAR_BYTES, windows)?;
+    let function = configuration(site, &config, PANIC_BAR_BYTES)?;
     let data = PvpanicData { events: PANIC_EVENTS };
     Ok((Pvpanic { data, configuration: function.configuration }, function.bar))
 }

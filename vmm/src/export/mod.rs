@@ -56,6 +56,7 @@ use crate::config::vm::PVPANIC_ID;
 use crate::machine::{MachineState, PciFunctionState, SeenDevice};
 use crate::platform::PlatformName;
 use error::ensure;
+use functions::Site;
 use own_states::LaterMemory;
 use topology::{Place, Tree};
 use windows::Windows;
@@ -222,8 +223,9 @@ impl<'a> Functions<'a> {
     ) -> Result<(), ExportError> {
         let what = format!("device '{id}'");
         let PciFunctionState { bdf, state } = function;
+        let site = Site { what: &what, bdf, windows: &self.windows };
         if id == PVPANIC_ID {
-            let (device, bar) = functions::panic_device(&what, bdf, state, &self.windows)?;
+            let (device, bar) = functions::panic_device(&site, state)?;
             self.panic_gpa = Some(bar.gpa);
             self.tree.add_panic_device(Place { bdf: bdf.clone(), bar })?;
             self.pvpanic = Some(device);
@@ -254,8 +256,7 @@ impl<'a> Functions<'a> {
             _ => id.to_owned(),
         };
         let (sizes, len) = (&device.queue_sizes, self.bar_len_bytes);
-        let (transport, bar) =
-            transport::convert(&what, bdf, &state, sizes, len, &self.windows, self.seen)?;
+        let (transport, bar) = transport::convert(&site, &state, sizes, len, self.seen)?;
         if let Virtio::Pmem(pmem) = &converted {
             let (start, end) =
                 (pmem.config.start, pmem.config.start.saturating_add(pmem.config.size));

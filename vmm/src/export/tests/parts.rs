@@ -161,13 +161,13 @@ fn recorded_mem() -> Recorded {
 }
 
 /// A state of nested guests of this length, with the start of its header.
-fn nested(len: usize, flags: u16, format: u16, vmxon: u64) -> Option<Blob> {
+fn nested(len: usize, flags: u16, format: u16, vmxon: u64) -> Blob {
     let mut nested = vec![1; len];
     nested[..2].copy_from_slice(&flags.to_le_bytes());
     nested[2..4].copy_from_slice(&format.to_le_bytes());
     nested[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
     nested[8..16].copy_from_slice(&vmxon.to_le_bytes());
-    Some(Blob::new(&nested))
+    Blob::new(&nested)
 }
 
 #[test]
@@ -178,15 +178,15 @@ fn a_nested_state_of_a_header_alone_is_none_if_it_says_nothing() {
         [(128, 0, 0, u64::MAX), (128, 1 << 8, 1, 7), (128 + NESTED, 1, 0, 0x1000)]
     {
         let nested = nested(len, flags, format, vmxon);
-        recorded.adopted.state.vcpus[0].nested.clone_from(&nested);
+        recorded.adopted.state.vcpus[0].nested = Some(nested.clone());
         let exported = recorded.exported();
         let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
         let bytes = vcpu.nested_state.as_ref().map(|state| Blob::new(&state[..len]));
-        assert_eq!(bytes, nested.filter(|_| len > 128));
+        assert_eq!(bytes, (len > 128).then_some(nested));
     }
     // In VMX operation without nested guests; interrupts held back by SVM; a format that is not known.
     for (flags, format, vmxon) in [(0, 0, 0x1000), (0, 1, 0), (1 << 8, 2, u64::MAX)] {
-        recorded.adopted.state.vcpus[0].nested = nested(128, flags, format, vmxon);
+        recorded.adopted.state.vcpus[0].nested = Some(nested(128, flags, format, vmxon));
         let error = recorded.refusal();
         assert!(error.contains("vCPU 0: it is ready to run nested guests"), "{error}");
     }
