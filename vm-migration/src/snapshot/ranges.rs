@@ -283,17 +283,21 @@ mod tests {
             }
             save(folder.path(), &memory, &all).unwrap();
             assert_eq!(names_in(&folder), [CONFIG_FILE, MEMORY_FILE, STATE_FILE]);
-            files.iter().for_each(|name| fs::remove_file(folder.path().join(name)).unwrap());
+            for name in files {
+                fs::remove_file(folder.path().join(name)).unwrap();
+            }
         }
         // One with a manifest that had most of its names.
         for index in [folder.path().join(INDEX_FILE), partial(folder.path(), INDEX_FILE)] {
             fs::write(partial(folder.path(), MANIFEST_FILE), []).unwrap();
-            files
-                .iter()
-                .for_each(|name| fs::write(folder.path().join(name), "unfinished").unwrap());
+            for name in files {
+                fs::write(folder.path().join(name), "unfinished").unwrap();
+            }
             fs::write(&index, "unfinished").unwrap();
             save(folder.path(), &memory, &all).unwrap();
-            files.iter().for_each(|name| fs::remove_file(folder.path().join(name)).unwrap());
+            for name in files {
+                fs::remove_file(folder.path().join(name)).unwrap();
+            }
         }
     }
 
