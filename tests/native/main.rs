@@ -26,6 +26,7 @@ mod disk_formats;
 mod disk_sizes;
 mod disks;
 mod events;
+mod exported;
 mod fault_sources;
 mod fault_stress;
 mod figures;
@@ -114,6 +115,7 @@ fn main() -> ExitCode {
     postcopy::add(&mut suite);
     tls::add(&mut suite);
     events::add(&mut suite);
+    exported::add(&mut suite);
     figures::add(&mut suite);
     remote::add(&mut suite);
     report::add(&mut suite);

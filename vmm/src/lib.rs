@@ -11,6 +11,7 @@
 //! | `api` | HTTP API on a Unix socket: endpoints, OpenAPI, descriptors that come along |
 //! | `config` | option families: option strings, JSON, schema and rules of a VM configuration |
 //! | `control` | the VMM thread: the life cycle of the VM, one request at a time |
+//! | `export` | VMs of this program as those of cloud-hypervisor: from configuration, memory and state to its documents |
 //! | `machine` | a machine: memory, vCPUs and devices, wired together |
 //! | `migration` | a machine as `vm-migration` needs it: memory, dirty log, state, faults |
 //! | `page_server` | this program as the process that sends the last pages of a postcopy |
@@ -28,6 +29,7 @@ pub mod api;
 pub mod config;
 pub mod control;
 pub mod events;
+pub mod export;
 pub mod machine;
 pub mod migration;
 pub mod options;

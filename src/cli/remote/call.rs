@@ -89,7 +89,15 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
             Call { fds, ..put("vm.restore", &to_json(&config)) }
         }
         "coredump" => put("vm.coredump", &json!({"destination_url": config()})),
-        "snapshot" => put("vm.snapshot", &json!({"destination_url": config()})),
+        "snapshot" => {
+            let mut body = json!({"destination_url": config()});
+            if let (Some(format), Some(fields)) =
+                (matches.get_one::<String>("format"), body.as_object_mut())
+            {
+                fields.insert("format".to_owned(), json!(format));
+            }
+            put("vm.snapshot", &body)
+        }
         "remove-device" => put("vm.remove-device", &json!({"id": config()})),
         "resize" => put("vm.resize", &resize(matches)?),
         "resize-disk" => {

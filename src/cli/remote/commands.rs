@@ -7,11 +7,12 @@
 use clap::{Arg, ArgAction, Command};
 use vmm::api::endpoints::Method;
 use vmm::api::types::{BUILD_VERSION, COMPATIBLE_VERSION};
+use vmm::config::codec::OptionEnum as _;
 use vmm::config::migration::RestoreConfig;
 use vmm::config::{
     DeviceConfig, DiskConfig, Family, FsConfig, GenericVhostUserConfig, MigrationRecoverData,
-    NetConfig, PmemConfig, ReceiveMigrationData, SendMigrationData, UserDeviceConfig, VdpaConfig,
-    VsockConfig,
+    NetConfig, PmemConfig, ReceiveMigrationData, SendMigrationData, SnapshotFormat,
+    UserDeviceConfig, VdpaConfig, VsockConfig,
 };
 
 use crate::cli::manual;
@@ -115,7 +116,14 @@ fn life_cycle_commands() -> Vec<Command> {
         Command::new("delete").about("Delete a VM").arg(force()),
         Command::new("shutdown-vmm").about("Shut the VMM down").arg(force()),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
-            .about("Create a snapshot of the VM"),
+            .about("Create a snapshot of the VM")
+            .arg(
+                Arg::new("format")
+                    .long("format")
+                    .num_args(1)
+                    .value_name(SnapshotFormat::SYNTAX)
+                    .help("Which program restores it"),
+            ),
     ]
 }
 

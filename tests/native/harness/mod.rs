@@ -21,6 +21,7 @@ pub mod runs;
 pub mod taps;
 pub mod terminal;
 pub mod upstream;
+pub mod upstream_program;
 pub mod vmm;
 
 use std::time::{Duration, Instant};

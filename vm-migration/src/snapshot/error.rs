@@ -92,6 +92,9 @@ pub enum SnapshotError {
     /// The memory layout of another machine.
     #[error("the memory of the snapshot is not that of the machine in its configuration")]
     Layout(#[source] LayoutError),
+    /// Memory that is to be saved is not there.
+    #[error("a range of memory that the snapshot is to have does not exist")]
+    Range(#[source] LayoutError),
     /// An error in handling guest memory.
     #[error("guest memory could not be accessed")]
     Memory(#[source] io::Error),

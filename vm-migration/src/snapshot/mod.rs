@@ -20,6 +20,7 @@
 //!
 //! A directory without a manifest is not a snapshot, whatever else it holds.
 //!
+//! [`save_ranges`] writes one in the form of others, without index and manifest, which this module does not read.
 //! [`write_core`] writes memory to one file of a format that others read; it cannot be restored.
 //!
 //! [`GuestMemoryMap`]: crate::ram::GuestMemoryMap
@@ -35,6 +36,7 @@ mod index;
 mod manifest;
 mod ondemand;
 mod open;
+mod ranges;
 mod save;
 
 #[cfg(all(test, not(loom)))]
@@ -46,6 +48,7 @@ pub use error::SnapshotError;
 pub use manifest::FORMAT_VERSION;
 pub use ondemand::{FillEnd, FillReport, Filling, Stuck};
 pub use open::Opened;
+pub use ranges::save_ranges;
 pub use save::{SaveReport, Saved, save};
 
 #[cfg(any(test, feature = "testing"))]

@@ -62,7 +62,7 @@ impl Windows {
     }
 
     /// Whether a BAR of this kind may be there.
-    fn hold(&self, bar: &Range<u64>, is_wide: bool) -> bool {
+    pub fn hold(&self, bar: &Range<u64>, is_wide: bool) -> bool {
         let within = |window: &Range<u64>| window.start <= bar.start && bar.end <= window.end;
         let fits = within(&self.low) || is_wide && within(&self.high);
         fits && !self.memory.overlaps(bar)

@@ -53,6 +53,7 @@ use crate::platform::PlatformName;
 
 pub use error::AdoptError;
 use error::ensure;
+pub use functions::Windows;
 pub use memory::{MemoryLayout, MemoryPart, PartKind};
 pub use place::{check_made, check_ranges, check_taps};
 

@@ -22,6 +22,7 @@ use super::error::ConfigError;
 use super::family::{Family as _, option_family};
 use super::grant::{Grant, GrantList};
 use super::option_string::OptionError;
+use super::snapshot_format::SnapshotFormat;
 use super::value::MacAddr;
 use super::zone_update::{MemoryUpdates, VmMemoryZoneUpdateData, ZoneUpdates};
 
@@ -290,6 +291,8 @@ option_family! {
     VmSnapshotConfig "snapshot" {
         /// `file://<directory>`; the directory must exist and contain no snapshot.
         destination_url: String = String::new(), "destination_url" as One<Text>, required_json();
+        /// Which program restores it; that of cloud-hypervisor v53 can be written of a VM of its platform.
+        format: SnapshotFormat = SnapshotFormat::Godwit, "format" as One<Choice>;
     }
 }
 

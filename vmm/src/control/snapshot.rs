@@ -23,7 +23,7 @@ use super::threads::spawn_with;
 use super::{GuestPages, Next, RunError, VmLifecycle, Vmm, describe, emit, failed};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply, VmInfo};
-use crate::config::{RestoreConfig, VmConfig, VmSnapshotConfig};
+use crate::config::{RestoreConfig, SnapshotFormat, VmConfig, VmSnapshotConfig};
 use crate::events;
 use crate::machine::Machine;
 use crate::migration::memory::MigratingRam;
@@ -145,8 +145,14 @@ impl MemoryFill {
     }
 }
 
-fn save(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<(), ApiError> {
-    let report = snapshot::take(machine, directory, cancel).map_err(|error| failed(&error))?;
+fn save(
+    machine: &Machine,
+    directory: &Path,
+    format: SnapshotFormat,
+    cancel: &Cancel,
+) -> Result<(), ApiError> {
+    let report = snapshot::take(machine, directory, format, cancel);
+    let report = report.map_err(|error| failed(&error))?;
     log::info!(
         "saved to {}: {} of {} MiB in {} ms{}",
         directory.display(),
@@ -188,8 +194,8 @@ impl Vmm {
             Ok(prepared) => prepared,
             Err(error) => return Err((error, responder)),
         };
-        let own_cancel = cancel.clone();
-        let job = move |machine: &Machine| save(machine, &directory, &own_cancel);
+        let (own_cancel, format) = (cancel.clone(), config.format);
+        let job = move |machine: &Machine| save(machine, &directory, format, &own_cancel);
         self.lend(Work::Snapshot, cancel, responder, job)
     }
 

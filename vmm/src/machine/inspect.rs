@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use devices::virtio::DeviceSnapshot;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::vhost_user::WriteLog;
 use hypervisor::VcpuThrottle;
@@ -15,6 +16,7 @@ use pci::{BarDecode, BarDescription, BarKind, Bdf, PciDevice};
 use vfio::DmaLog;
 use vfio::{PinProgress, VfioPciDevice};
 
+use super::memory_hotplug::MemoryHotplug;
 use super::prefault::{Background, PrefaultStatus};
 use super::ram;
 use super::{Machine, ResizeBalloonError};
@@ -55,6 +57,20 @@ fn placed(bars: Vec<BarDescription>, decode: &BarDecode) -> Vec<(BarDescription,
     };
     bars.into_iter().map(|bar| (bar, gpa_of(&bar))).collect()
 }
+
+/// What a guest sees of a virtio device, apart from what is saved of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SeenDevice {
+    /// Features that it offers.
+    pub features: u64,
+    /// The first bytes of its device configuration; zeros beyond its end.
+    pub config: Vec<u8>,
+    /// Maximum size of each queue.
+    pub queue_sizes: Vec<u16>,
+}
+
+/// Bytes of a device configuration in [`SeenDevice`]: no device here has a longer one.
+const SEEN_CONFIG_BYTES: usize = 64;
 
 /// Which background work on guest memory was stopped for a migration.
 #[derive(Clone, Copy, Debug, Default)]
@@ -242,6 +258,26 @@ impl Machine {
         let mut counters = self.parts.devices.counters();
         counters.extend(self.parts.passthrough.counters(clock_us));
         counters
+    }
+
+    /// What the guest sees of each virtio device, by id.
+    pub fn seen_devices(&self) -> BTreeMap<String, SeenDevice> {
+        let functions = self.parts.devices.functions().iter();
+        let seen = functions.map(|(_, function)| {
+            let seen = function.with_device(|device| {
+                let mut config = vec![0; SEEN_CONFIG_BYTES];
+                device.read_config(0, &mut config);
+                let queue_sizes = device.queue_sizes_max().to_vec();
+                SeenDevice { features: device.features(), config, queue_sizes }
+            });
+            (function.id().to_owned(), seen)
+        });
+        seen.collect()
+    }
+
+    /// The registers of memory devices; `None` if all that is plugged in is one that the guest knows of.
+    pub fn memory_devices(&self) -> Option<DeviceSnapshot> {
+        self.parts.memory_hotplug.as_ref().and_then(MemoryHotplug::save)
     }
 
     /// The PCI functions.

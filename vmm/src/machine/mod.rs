@@ -112,7 +112,7 @@ pub use full_disks::{DisksFull, FullDiskStatus};
 pub use generation::GenerationError;
 pub use host::{Host, HostError};
 pub use hotplug::RemoveError;
-pub use inspect::{FunctionInfo, StoppedMemoryWork};
+pub use inspect::{FunctionInfo, SeenDevice, StoppedMemoryWork};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;

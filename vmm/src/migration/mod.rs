@@ -12,6 +12,7 @@
 //! | `snapshot` | a machine into a directory, and out of one |
 //! | `adopted_arrival` | a machine that arrives from cloud-hypervisor |
 //! | `adopted_snapshot` | a snapshot directory of cloud-hypervisor |
+//! | `exported_snapshot` | a machine as cloud-hypervisor saves it |
 //! | `memory` | guest RAM as `vm-migration` sees it |
 //! | `dirty` | the dirty log of guest and devices |
 //! | `faults`, `fault_choice` | fault sources of postcopy, and which one `auto` means |
@@ -32,6 +33,7 @@ pub mod destination;
 pub mod dirty;
 mod disk_writer;
 pub mod document;
+mod exported_snapshot;
 mod fault_choice;
 pub mod faults;
 pub mod grants;

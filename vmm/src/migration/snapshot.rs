@@ -13,19 +13,23 @@ use hypervisor::ClockPolicy;
 use memory::{InitialContents, Prefault, PrefaultError, PrefaultOptions};
 use thiserror::Error;
 use vm_migration::Cancel;
+use vm_migration::layout::GpaRange;
 use vm_migration::snapshot::{
-    Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save,
+    Filling, Opened, SaveReport, Saved, SnapshotError, copy_in, default_threads, save, save_ranges,
 };
 
 use super::adopted_snapshot::{self, AdoptedSnapshot, AdoptedSnapshotError, MemoryContents};
 use super::destination::DmaToMissingPages;
 use super::document::sparse_config;
+use super::exported_snapshot::{ExportedSnapshot, ExportedSnapshotError};
 use super::memory::{MigratingRam, MigratingRamError};
 use super::source::GuestIsEnding;
 use super::storage_thread::{CANCEL_POLL_INTERVAL, StorageError, write_on_thread};
 use super::updates::{self, UpdateError};
 use crate::adopt::{self, MemoryLayout};
-use crate::config::{ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, VmConfig};
+use crate::config::{
+    ConfigError, GuestClock, MemoryRestoreMode, RestoreConfig, SnapshotFormat, VmConfig,
+};
 use crate::machine::{
     ConsoleError, Consoles, EventSink, GenerationError, Host, Machine, MachineError, MachineState,
     MachineStateError, StateJsonError, WriteBackError, features,
@@ -45,6 +49,8 @@ pub struct TakeError {
 enum TakeCause {
     #[error(transparent)]
     Ending(#[from] GuestIsEnding),
+    #[error(transparent)]
+    Exported(#[from] ExportedSnapshotError),
     #[error("its state cannot be read")]
     Machine(#[from] MachineError),
     #[error(transparent)]
@@ -116,42 +122,73 @@ pub struct Restored {
 /// Writes a paused machine to a directory. The machine stays paused.
 ///
 /// # Errors
-/// Names the file. Nothing is left in the directory; if the storage hangs, nothing is left once it
-/// responds.
-pub fn take(machine: &Machine, directory: &Path, cancel: &Cancel) -> Result<SaveReport, TakeError> {
-    take_into(machine, directory, cancel)
+/// Names the file, or what the program of the format does not have. Nothing is left in the directory; if the storage hangs,
+/// nothing is left once it responds.
+pub fn take(
+    machine: &Machine,
+    directory: &Path,
+    format: SnapshotFormat,
+    cancel: &Cancel,
+) -> Result<SaveReport, TakeError> {
+    take_into(machine, directory, format, cancel)
         .map_err(|source| TakeError { directory: directory.display().to_string(), source })
 }
 
 fn take_into(
     machine: &Machine,
     directory: &Path,
+    format: SnapshotFormat,
     cancel: &Cancel,
 ) -> Result<SaveReport, TakeCause> {
     if machine.is_ending() {
         return Err(GuestIsEnding.into());
     }
+    // What the other program does not have is named before anything is written back.
+    let exported = match format {
+        SnapshotFormat::Godwit => None,
+        SnapshotFormat::CloudHypervisor53 => Some(ExportedSnapshot::of(machine)?),
+    };
     write_back(machine, cancel)?;
-    let config_json = serde_json::to_vec_pretty(&sparse_config(machine.config())?)?;
-    let state_json = machine.save()?.to_json()?;
+    let documents = match exported {
+        None => Documents {
+            config_json: serde_json::to_vec_pretty(&sparse_config(machine.config())?)?,
+            state_json: machine.save()?.to_json()?,
+            ranges: None,
+        },
+        Some(ExportedSnapshot { config_json, state_json, ranges }) => {
+            Documents { config_json, state_json, ranges: Some(ranges) }
+        }
+    };
     let memory = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
-    write(directory, config_json, state_json, memory, cancel)
+    write(directory, documents, memory, cancel)
+}
+
+/// What is written besides memory.
+struct Documents {
+    config_json: Vec<u8>,
+    state_json: Vec<u8>,
+    /// The memory that is written; none if it is all, in the form of this program.
+    ranges: Option<Vec<GpaRange>>,
 }
 
 /// Writes the snapshot on a thread that only needs the memory: storage that hangs blocks that thread and
 /// not the machine.
 fn write(
     directory: &Path,
-    config_json: Vec<u8>,
-    state_json: Vec<u8>,
+    documents: Documents,
     memory: MigratingRam,
     cancel: &Cancel,
 ) -> Result<SaveReport, TakeCause> {
     let (directory, own_cancel) = (directory.to_owned(), cancel.clone());
     let result = write_on_thread(
         move || {
+            let Documents { config_json, state_json, ranges } = documents;
             let saved = Saved { config_json: &config_json, state_json: &state_json };
-            let result = save(&directory, saved, &memory, default_threads(), &own_cancel);
+            let (threads, cancel) = (default_threads(), &own_cancel);
+            let result = match &ranges {
+                None => save(&directory, saved, &memory, threads, cancel),
+                Some(ranges) => save_ranges(&directory, saved, ranges, &memory, threads, cancel),
+            };
             // Released before the machine's owner continues.
             drop(memory);
             result
