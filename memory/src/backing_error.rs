@@ -80,8 +80,8 @@ pub enum BackingError {
     HoldsData { zone: String, path: PathBuf },
     /// A file that the program which sends the contents may use, without a lock.
     #[error(
-        "memory zone '{zone}': {} has {len_bytes} bytes, and may be the memory of the VM that is received, as its \
-         source takes no lock of it: remove the file if nothing uses it, or use another",
+        "memory zone '{zone}': {} has {len_bytes} bytes, and may be in use: the program that the VM comes from \
+         takes no lock of it. Remove the file if nothing uses it, or use another",
         path.display()
     )]
     NotNew {

@@ -29,9 +29,9 @@
 //! # Two mappings
 //!
 //! `main` is what KVM's slots, the devices and userfaultfd see; it exists from the start. `alias`
-//! is a second `MAP_SHARED` mapping of the same pages that is never watched: migration reads and
-//! writes through it without faulting on `main`. It is made on first use, so that boot does not
-//! pay for it.
+//! is a second `MAP_SHARED` mapping of the same pages that is never watched: postcopy and a restore on demand write
+//! through it without faulting on `main`, and what has it is read through it. It is made on first use, so that boot and
+//! a move by precopy do not pay for it.
 //!
 //! # Files
 //!

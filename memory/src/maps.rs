@@ -60,7 +60,7 @@ impl ResidentMap {
 /// received as zero.
 ///
 /// Stored as the pages that **may hold data**. Written by discard and by receivers of zero pages
-/// (zero), by writers through the alias (data), and by
+/// (zero), by writers of what arrives (data), and by
 /// [`RamRegion::sync_zero_map`](crate::RamRegion::sync_zero_map) (data wherever the kernel has a
 /// page).
 ///

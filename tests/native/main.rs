@@ -109,17 +109,11 @@ fn main() -> ExitCode {
     landlock::add(&mut suite);
     firmware::add(&mut suite);
     lifecycle::add(&mut suite);
-    starting::add(&mut suite);
-    requests::add(&mut suite);
-    states::add(&mut suite);
-    unread::add(&mut suite);
     pause::add(&mut suite);
     platforms::add(&mut suite);
-    pmem::add(&mut suite);
     rtc::add(&mut suite);
     iommu::add(&mut suite);
     postcopy::add(&mut suite);
-    page_server::add(&mut suite);
     tls::add(&mut suite);
     events::add(&mut suite);
     exported::add(&mut suite);
@@ -135,8 +129,6 @@ fn main() -> ExitCode {
     disk_formats::add(&mut suite);
     disk_sizes::add(&mut suite);
     disks::add(&mut suite);
-    hung_disk::add(&mut suite);
-    full_disk::add(&mut suite);
     rate_limits::add(&mut suite);
     leaks::add(&mut suite);
     migration::add(&mut suite);
@@ -147,7 +139,6 @@ fn main() -> ExitCode {
     core_dump::add(&mut suite);
     tpm::add(&mut suite);
     cpu_hotplug::add(&mut suite);
-    numa::add(&mut suite);
     cuts::add(&mut suite);
     meanwhile::add(&mut suite);
     strangers::add(&mut suite);
@@ -184,5 +175,16 @@ fn main() -> ExitCode {
     clients::add(&mut suite);
     soak::add(&mut suite);
     file_zones::add(&mut suite);
+    suite.beside(|suite| {
+        starting::add(suite);
+        requests::add(suite);
+        states::add(suite);
+        unread::add(suite);
+        hung_disk::add(suite);
+        full_disk::add(suite);
+        page_server::add(suite);
+        pmem::add(suite);
+        numa::add(suite);
+    });
     suite.main()
 }

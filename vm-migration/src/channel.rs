@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::cancel::Cancel;
 use crate::error::Cause;
+use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::TOKEN_BYTES;
 use crate::protocol::codec::{HEADER_BYTES, Header, REASON_BYTES_MAX};
 use crate::protocol::message::{Answer, Command, Message, Role};
@@ -31,8 +32,8 @@ const LAST_WORDS_DRAIN: Duration = Duration::from_secs(1);
 pub(crate) struct Channel {
     pub connection: Arc<Connection>,
     pub reader: Reader,
-    /// Refusals carry a reason.
-    gives_reasons: bool,
+    /// The peer speaks plain version 0.
+    is_plain: bool,
 }
 
 /// The payload of a positive answer.
@@ -46,12 +47,20 @@ impl Channel {
     pub(crate) fn new(connection: Connection) -> Self {
         let connection = Arc::new(connection);
         let reader = Reader::new(Arc::clone(&connection));
-        Self { connection, reader, gives_reasons: true }
+        Self { connection, reader, is_plain: false }
     }
 
-    /// Refuses without a reason from here on: the peer reads no payload of an answer.
-    pub(crate) fn omit_reasons(&mut self) {
-        self.gives_reasons = false;
+    /// Speaks plain version 0 from here on: the peer reads no payload of an answer, so refusals are without a reason.
+    pub(crate) fn speak_plain(&mut self) {
+        self.is_plain = true;
+    }
+
+    /// Reads a message of the first connection.
+    ///
+    /// # Errors
+    /// The connection has failed, or the message is malformed.
+    pub(crate) fn read_message(&mut self) -> Result<Message, ProtocolError> {
+        if self.is_plain { self.timed(Message::read_plain) } else { self.timed(Message::read) }
     }
 
     /// Opens an extra connection.
@@ -246,7 +255,7 @@ impl Channel {
         if let Ok(never) = Cancel::new() {
             self.connection.set_cancel(&never);
             self.connection.set_stall_timeout(LAST_SEND_TIMEOUT);
-            let reason = if self.gives_reasons { reason } else { "" };
+            let reason = if self.is_plain { "" } else { reason };
             let answer = Answer::Error { reason: reason.to_string() };
             if self.connection.send(&answer.encode()).is_ok() {
                 self.connection.finish_sending(LAST_WORDS_DRAIN);

@@ -32,7 +32,7 @@ pub unsafe trait GuestMemoryMap: Send + Sync + 'static {
     fn main(&self, region: usize) -> *mut u8;
 
     /// Start of the second mapping of the same pages, which is never watched; `None` for anonymous memory, and for
-    /// memory that is only read and has none.
+    /// memory that has none, as nothing arrives behind a guest.
     fn alias(&self, region: usize) -> Option<*mut u8>;
 
     /// Start of the mapping of the same pages that vCPUs use instead of [`main`](Self::main), if they have

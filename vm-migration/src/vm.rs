@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
+use crate::options::MemoryMode;
 use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap;
@@ -241,7 +242,8 @@ pub trait DestinationBuilder: Send {
 
     /// Maps the machine's memory without populating it; it may be memory that is populated with zeros already. The
     /// source waits for this before it sends memory, so all other work belongs to [`MappedMachine::build`]. With `given`
-    /// (a migration with `local=on`) the zones named there use these files.
+    /// (a migration with `local=on`) the zones named there use these files. Whether memory arrives behind a running guest
+    /// is up to `mode`.
     ///
     /// # Errors
     /// What is missing on this host; the text is shown at the source.
@@ -249,6 +251,7 @@ pub trait DestinationBuilder: Send {
         self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
+        mode: MemoryMode,
     ) -> Result<Self::Mapped, VmError>;
 }
 
@@ -326,7 +329,7 @@ pub trait DestinationVm: Sized + Send + 'static {
 
     /// Notes that it is in doubt which side has the guest: the machine stays as it is until that is known.
     /// Called when the doubt begins, and again (`lasts`) when the source can no longer use the
-    /// acknowledgement and has not reported.
+    /// acknowledgement and has not reported, or when as much time has passed with one that never reports.
     fn in_doubt(&mut self, doubt: InDoubt, lasts: bool) {
         let _ = (doubt, lasts);
     }

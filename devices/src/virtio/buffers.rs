@@ -12,15 +12,22 @@ use std::io;
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use memory::GuestMemory;
+use smallvec::SmallVec;
 use vm_memory::bitmap::Bitmap;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError};
+use vm_memory::{
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, MmapRegion, VolatileSlice,
+};
 
 use crate::syscalls::check_len;
 
 /// Maximum number of iovecs of a system call (`IOV_MAX`).
 pub(crate) const RANGES_MAX: usize = 1024;
+
+/// Ranges of a buffer that take no allocation: most have one or two.
+const RANGES_INLINE: usize = 2;
 
 /// A range of guest physical addresses, not validated to be RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,9 +36,20 @@ pub(crate) struct Segment {
     pub(crate) len_bytes: u32,
 }
 
+impl Segment {
+    /// What is left behind the first `left_bytes`, from which those skipped are taken.
+    fn skip(self, left_bytes: &mut u64) -> Self {
+        let skipped = u32::try_from(*left_bytes).unwrap_or(u32::MAX).min(self.len_bytes);
+        *left_bytes -= u64::from(skipped);
+        // An address that overflows is not RAM, which the access reports.
+        let gpa = GuestAddress(self.gpa.0.saturating_add(u64::from(skipped)));
+        Self { gpa, len_bytes: self.len_bytes - skipped }
+    }
+}
+
 /// The ranges of a buffer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Segments(Vec<Segment>);
+pub(crate) struct Segments(SmallVec<[Segment; RANGES_INLINE]>);
 
 impl Segments {
     pub(crate) fn push(&mut self, segment: Segment) {
@@ -59,8 +77,8 @@ impl Segments {
         if len_bytes > self.len_bytes() {
             return None;
         }
-        let mut front = Vec::new();
-        let mut back = Vec::new();
+        let mut front = SmallVec::new();
+        let mut back = SmallVec::new();
         let mut wanted = len_bytes;
         for segment in &self.0 {
             let taken = u32::try_from(wanted).unwrap_or(u32::MAX).min(segment.len_bytes);
@@ -93,6 +111,9 @@ impl Segments {
         let mut done = 0;
         for segment in &self.0 {
             let rest = to.get_mut(done..).unwrap_or_default();
+            if rest.is_empty() {
+                break;
+            }
             let len_bytes = rest.len().min(usize_of(segment.len_bytes));
             memory.read_slice(rest.get_mut(..len_bytes).unwrap_or_default(), segment.gpa)?;
             done += len_bytes;
@@ -106,32 +127,41 @@ impl Segments {
         memory: &GuestMemory,
         from: &[u8],
     ) -> Result<usize, GuestMemoryError> {
-        let mut done = 0;
-        for segment in &self.0 {
-            let rest = from.get(done..).unwrap_or_default();
-            let len_bytes = rest.len().min(usize_of(segment.len_bytes));
-            memory.write_slice(rest.get(..len_bytes).unwrap_or_default(), segment.gpa)?;
-            done += len_bytes;
-        }
-        Ok(done)
+        self.copy_in_at(memory, 0, from)
     }
 
-    /// Copies `from` to guest memory at `offset` in the buffer; less than all of it if there is no space.
+    /// Copies `from` to guest memory at `offset` in the buffer; less than all of it if there is no space. Returns the
+    /// length.
     pub(crate) fn copy_in_at(
         &self,
         memory: &GuestMemory,
         offset: u64,
         from: &[u8],
-    ) -> Result<(), GuestMemoryError> {
-        let mut rest = self.clone();
-        if rest.split_front(offset).is_some() {
-            rest.copy_in(memory, from)?;
+    ) -> Result<usize, GuestMemoryError> {
+        let mut done = 0;
+        let mut skipped = offset;
+        for segment in &self.0 {
+            let rest = from.get(done..).unwrap_or_default();
+            if rest.is_empty() {
+                break;
+            }
+            let segment = segment.skip(&mut skipped);
+            let len_bytes = rest.len().min(usize_of(segment.len_bytes));
+            write(memory, segment.gpa, rest.get(..len_bytes).unwrap_or_default())?;
+            done += len_bytes;
         }
-        Ok(())
+        Ok(done)
     }
 
     /// Marks the first `len_bytes` dirty, after the kernel has written them.
     pub(crate) fn mark_written(&self, memory: &GuestMemory, len_bytes: u64) {
+        // Mostly nothing is logged, which is found out sooner than where the buffer is. The write came first, as for
+        // each mark.
+        fence(Ordering::SeqCst);
+        let is_logged = |region: &MmapRegion<memory::DeviceDirtyLog>| region.bitmap().is_tracking();
+        if !memory.iter().any(|region| is_logged(region)) {
+            return;
+        }
         let mut left = len_bytes;
         for segment in &self.0 {
             let written = u32::try_from(left).unwrap_or(u32::MAX).min(segment.len_bytes);
@@ -147,17 +177,24 @@ impl Segments {
     where
         M: Deref<Target = GuestMemory>,
     {
-        let mut ranges = Vec::with_capacity(self.0.len());
-        for segment in &self.0 {
-            for slice in memory.get_slices(segment.gpa, usize_of(segment.len_bytes)) {
-                let slice = slice?;
-                ranges.push(libc::iovec {
-                    iov_base: slice.ptr_guard_mut().as_ptr().cast(),
-                    iov_len: slice.len(),
-                });
-            }
+        let mut ranges = HostRanges::with_capacity(memory, self.0.len());
+        ranges.push(self, 0, usize::MAX)?;
+        Ok(ranges)
+    }
+}
+
+/// Writes to guest memory: `write_slice`, for what is within one region as nearly everything is.
+pub(crate) fn write(
+    memory: &GuestMemory,
+    gpa: GuestAddress,
+    bytes: &[u8],
+) -> Result<(), GuestMemoryError> {
+    match memory.get_slice(gpa, bytes.len()) {
+        Ok(place) => {
+            place.copy_from(bytes);
+            Ok(())
         }
-        Ok(HostRanges { ranges, memory })
+        Err(_) => memory.write_slice(bytes, gpa),
     }
 }
 
@@ -184,6 +221,43 @@ impl HostRanges<Arc<GuestMemory>> {
 }
 
 impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
+    /// No ranges yet, with a place for `count` of them.
+    pub(crate) fn with_capacity(memory: M, count: usize) -> Self {
+        Self { ranges: Vec::with_capacity(count), memory }
+    }
+
+    /// Appends what is in a buffer of the guest behind `offset`, up to `limit_bytes`; returns its length.
+    pub(crate) fn push(
+        &mut self,
+        buffer: &Segments,
+        offset: u64,
+        limit_bytes: usize,
+    ) -> Result<usize, GuestMemoryError> {
+        let mut skipped = offset;
+        let mut left_bytes = limit_bytes;
+        for segment in &buffer.0 {
+            let segment = segment.skip(&mut skipped);
+            let len_bytes = left_bytes.min(usize_of(segment.len_bytes));
+            if len_bytes == 0 {
+                continue;
+            }
+            left_bytes -= len_bytes;
+            let mut add = |place: VolatileSlice<'_, _>| {
+                let iov_base = place.ptr_guard_mut().as_ptr().cast();
+                self.ranges.push(libc::iovec { iov_base, iov_len: place.len() });
+            };
+            // Nearly always within one region.
+            if let Ok(place) = self.memory.get_slice(segment.gpa, len_bytes) {
+                add(place);
+                continue;
+            }
+            for place in self.memory.get_slices(segment.gpa, len_bytes) {
+                add(place?);
+            }
+        }
+        Ok(limit_bytes - left_bytes)
+    }
+
     /// Appends a buffer of the device to those of the guest.
     ///
     /// # Safety
@@ -257,7 +331,7 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
     }
 
     /// `readv` into the ranges.
-    pub(crate) fn read(&self, file: &File) -> io::Result<usize> {
+    pub(crate) fn read(&self, file: &impl AsRawFd) -> io::Result<usize> {
         let (ranges, count) = self.as_raw_c();
         // SAFETY: as for `read_at`.
         check_len(unsafe { libc::readv(file.as_raw_fd(), ranges, count) })
@@ -331,7 +405,46 @@ mod tests {
         assert_eq!(ranges.as_raw().1, 0);
     }
 
+    #[test]
+    fn copies_begin_and_end_where_they_are_told() {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        // What lies behind the copy is not looked at.
+        let buffer = segments(&[(0x10, 2), (0x20, 3), (0x30, 4), (u64::MAX, 8)]);
+        assert_eq!(buffer.copy_in_at(&memory, 3, &[1, 2, 3, 4]).unwrap(), 4);
+        let mut out = [9; 9];
+        assert_eq!(buffer.copy_out(&memory, &mut out).unwrap(), 9);
+        assert_eq!(out, [0, 0, 0, 1, 2, 3, 4, 0, 0]);
+        let buffer = segments(&[(0x10, 2)]);
+        assert_eq!(buffer.copy_in_at(&memory, 1, &[7, 8]).unwrap(), 1);
+        assert_eq!(buffer.copy_in_at(&memory, 2, &[7, 8]).unwrap(), 0);
+        assert!(segments(&[(u64::MAX, 8)]).copy_in_at(&memory, 4, &[1]).is_err());
+    }
+
     proptest! {
+        #[test]
+        fn a_part_of_a_buffer_has_the_ranges_of_what_is_split_off(
+            parts in proptest::collection::vec((0_u64..0x1000, 1_u32..0x1000), 0..10),
+            offset in 0_u64..20_000,
+            limit in 0_usize..20_000,
+        ) {
+            let regions = [(GuestAddress(0), 0x800), (GuestAddress(0x800), 0x1800)];
+            let memory = GuestMemory::from_ranges(&regions).unwrap();
+            let mut expected = segments(&parts);
+            let whole = expected.clone();
+            let mut pushed = HostRanges::with_capacity(&memory, 0);
+            let len_bytes = pushed.push(&whole, offset, limit).unwrap();
+            prop_assert_eq!(pushed.len_bytes(), len_bytes);
+            if expected.split_front(offset.min(whole.len_bytes())).is_some() {
+                let limit = (limit as u64).min(expected.len_bytes());
+                let expected = expected.split_front(limit).unwrap().host_ranges(&memory).unwrap();
+                let places = |ranges: &HostRanges<&GuestMemory>| {
+                    let ranges = ranges.ranges.iter();
+                    ranges.map(|range| (range.iov_base.addr(), range.iov_len)).collect::<Vec<_>>()
+                };
+                prop_assert_eq!(places(&pushed), places(&expected));
+            }
+        }
+
         #[test]
         fn splitting_never_loses_a_byte(
             parts in proptest::collection::vec((any::<u64>(), 0_u32..5000), 0..10),

@@ -7,16 +7,19 @@
 //! after which the queue must not be used again before a reset.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use memory::{GuestMemory, GuestMemoryHandle};
 use thiserror::Error;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VRING_AVAIL_F_NO_INTERRUPT};
+use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryLoadGuard};
+use vm_memory::{
+    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend as _, GuestMemoryLoadGuard,
+};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::buffers::{RANGES_MAX, Segment, Segments};
+use super::buffers::{RANGES_MAX, Segment, Segments, write};
 use super::device::{ActiveQueue, VirtioInterrupt};
 use super::iommu::QueueDma;
 
@@ -49,6 +52,13 @@ pub(crate) struct Chain {
     pub(crate) writable: Segments,
 }
 
+/// What a look at the available ring has given.
+enum Single {
+    Taken(Chain),
+    /// There is no chain.
+    Nothing,
+}
+
 /// Evaluates an expression with guest memory as the driver of a queue has its rings in it.
 macro_rules! with_rings {
     ($queue:ident, $memory:ident, |$rings:ident| $expression:expr) => {
@@ -76,8 +86,8 @@ pub(crate) struct WorkQueue {
     interrupt: Arc<dyn VirtioInterrupt>,
     /// Whether a chain was used since the driver was last considered for a notification.
     was_used: bool,
-    /// Whether to send the next notification whatever the event index says.
-    notify_anyway: bool,
+    /// Position of the used ring when that was last done.
+    considered_at: u16,
 }
 
 impl WorkQueue {
@@ -89,6 +99,7 @@ impl WorkQueue {
     ) -> Self {
         let ActiveQueue { index, mut queue, kick, dma, .. } = active;
         queue.set_event_idx(features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
+        let considered_at = queue.next_used();
         Self {
             index,
             queue,
@@ -97,7 +108,7 @@ impl WorkQueue {
             dma,
             interrupt: Arc::clone(interrupt),
             was_used: false,
-            notify_anyway: false,
+            considered_at,
         }
     }
 
@@ -158,11 +169,15 @@ impl WorkQueue {
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
         let chain = with_rings!(self, memory, |rings| {
-            let available = self.queue.avail_idx(rings, Ordering::Acquire).map_err(ring)?;
-            if available.0 == self.queue.next_avail() {
-                return Ok(None);
+            let mut chain = self.queue.iter(rings).map_err(ring)?.next();
+            if chain.is_none() {
+                let available = self.queue.avail_idx(rings, Ordering::Acquire).map_err(ring)?;
+                if available.0 == self.queue.next_avail() {
+                    return Ok(None);
+                }
+                // It came meanwhile, or its place in the ring cannot be read.
+                chain = self.queue.iter(rings).map_err(ring)?.next();
             }
-            let chain = self.queue.iter(rings).map_err(ring)?.next();
             parse(chain.ok_or(ring(virtio_queue::Error::InvalidAvailRingIndex))?)
         });
         let chain = chain.and_then(|chain| match &self.dma {
@@ -170,6 +185,69 @@ impl WorkQueue {
             Some(dma) => dma.take(&chain).map_err(|why| (chain.head, why)),
         });
         chain.map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
+    }
+
+    /// The same, sooner, for a queue whose chains are mostly of one descriptor: receive buffers.
+    pub(crate) fn pop_buffer(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
+        match self.pop_single(memory) {
+            Some(Single::Taken(chain)) => Ok(Some(chain)),
+            Some(Single::Nothing) => Ok(None),
+            None => self.pop(memory),
+        }
+    }
+
+    /// Takes the next chain if it is one descriptor of the queue's own table; `None` for whatever is unusual or wrong,
+    /// which is left to the general way.
+    fn pop_single(&mut self, memory: &GuestMemory) -> Option<Single> {
+        const HEADER_BYTES: u64 = 4;
+        const ELEMENT_BYTES: u64 = 2;
+        if self.dma.is_some() {
+            return None;
+        }
+        let (position, size) = (self.queue.next_avail(), self.queue.size());
+        let available = self.queue.avail_idx(memory, Ordering::Acquire).ok()?.0;
+        let waiting = available.wrapping_sub(position);
+        if waiting == 0 {
+            return Some(Single::Nothing);
+        }
+        if waiting > size || !self.queue.ready() {
+            return None;
+        }
+        let slot = HEADER_BYTES + ELEMENT_BYTES * u64::from(position.checked_rem(size)?);
+        let gpa = GuestAddress(self.queue.avail_ring().checked_add(slot)?);
+        let head = u16::from_le(memory.load(gpa, Ordering::Acquire).ok()?);
+        if head >= size {
+            return None;
+        }
+        let at = u64::from(head) * size_of::<Descriptor>() as u64;
+        let gpa = GuestAddress(self.queue.desc_table().checked_add(at)?);
+        let place = memory.get_slice(gpa, size_of::<Descriptor>()).ok()?;
+        let descriptor: Descriptor = place.read_obj(0).ok()?;
+        if descriptor.has_next() || descriptor.refers_to_indirect_table() {
+            return None;
+        }
+        let mut chain = Chain { head, ..Chain::default() };
+        let segment = Segment { gpa: descriptor.addr(), len_bytes: descriptor.len() };
+        if descriptor.is_write_only() {
+            chain.writable.push(segment);
+        } else {
+            chain.readable.push(segment);
+        }
+        self.queue.set_next_avail(position.wrapping_add(1));
+        Some(Single::Taken(chain))
+    }
+
+    /// Whether the driver keeps to the available ring's rules, for a queue of which nothing is taken now.
+    pub(crate) fn check_available(&self, memory: &GuestMemory) -> Result<(), Broken> {
+        let index = self.index;
+        let ring = |source| Broken::Ring { index, source };
+        let available =
+            with_rings!(self, memory, |rings| self.queue.avail_idx(rings, Ordering::Acquire));
+        let available = available.map_err(ring)?.0;
+        if available.wrapping_sub(self.queue.next_avail()) > self.queue.size() {
+            return Err(ring(virtio_queue::Error::InvalidAvailRingIndex));
+        }
+        Ok(())
     }
 
     /// Returns the last chain taken to the available ring.
@@ -242,19 +320,7 @@ impl WorkQueue {
         head: u16,
         written_bytes: u64,
     ) -> Result<(), Broken> {
-        let index = self.index;
-        let written = u32::try_from(written_bytes).unwrap_or(u32::MAX);
-        self.was_used = true;
-        self.end(head);
-        with_rings!(self, memory, |rings| self.queue.add_used(rings, head, written))
-            .map_err(|source| Broken::Ring { index, source })
-    }
-
-    /// A chain's buffers are not accessed any more.
-    fn end(&self, head: u16) {
-        if let Some(dma) = &self.dma {
-            dma.end(head);
-        }
+        self.add_used_together(memory, &[(head, written_bytes)])
     }
 
     /// Adds several chains to the used ring such that the driver sees all of them at once.
@@ -263,58 +329,75 @@ impl WorkQueue {
         memory: &GuestMemory,
         used: &[(u16, u64)],
     ) -> Result<(), Broken> {
+        const INDEX_OFFSET: u64 = 2;
         const HEADER_BYTES: u64 = 4;
         const ELEMENT_BYTES: u64 = 8;
-        let Some(((last_head, last_bytes), rest)) = used.split_last() else { return Ok(()) };
+        if used.is_empty() {
+            return Ok(());
+        }
         let index = self.index;
-        let size = self.queue.size().max(1);
-        for (head, written_bytes) in rest {
-            let slot = u64::from(self.queue.next_used() % size);
+        let ring = |source| Broken::Ring { index, source };
+        let (start, size) = (self.queue.used_ring(), self.queue.size().max(1));
+        let place = |offset| {
+            let gpa = start.checked_add(offset).ok_or(virtio_queue::Error::AddressOverflow);
+            gpa.map(GuestAddress).map_err(ring)
+        };
+        let mut position = self.queue.next_used();
+        for (head, written_bytes) in used {
+            if *head >= size {
+                return Err(ring(virtio_queue::Error::InvalidDescriptorIndex));
+            }
             let written = u32::try_from(*written_bytes).unwrap_or(u32::MAX);
             let mut element = [0; 8];
             element[..4].copy_from_slice(&u32::from(*head).to_le_bytes());
             element[4..].copy_from_slice(&written.to_le_bytes());
-            let gpa = self.queue.used_ring().checked_add(HEADER_BYTES + slot * ELEMENT_BYTES);
-            let gpa =
-                gpa.ok_or(Broken::Ring { index, source: virtio_queue::Error::AddressOverflow })?;
-            self.end(*head);
-            with_rings!(self, memory, |rings| rings.write_slice(&element, GuestAddress(gpa)))
-                .map_err(|error| Broken::Ring {
-                    index,
-                    source: virtio_queue::Error::GuestMemory(error),
-                })?;
-            self.queue.set_next_used(self.queue.next_used().wrapping_add(1));
-            // The queue only counts what it adds itself, and decides on notifications by that.
-            self.notify_anyway = true;
+            let gpa = place(HEADER_BYTES + u64::from(position % size) * ELEMENT_BYTES)?;
+            let put = match &self.dma {
+                None => write(memory, gpa, &element),
+                Some(dma) => {
+                    dma.end(*head);
+                    dma.rings(memory).write_slice(&element, gpa)
+                }
+            };
+            put.map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
+            position = position.wrapping_add(1);
         }
-        self.add_used(memory, *last_head, *last_bytes)
+        self.was_used = true;
+        self.queue.set_next_used(position);
+        let gpa = place(INDEX_OFFSET)?;
+        let position = position.to_le();
+        with_rings!(self, memory, |rings| rings.store(position, gpa, Ordering::Release))
+            .map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))
     }
 
     /// Notifies the driver of used chains, if it wants that.
     pub(crate) fn notify(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
-        // The queue itself finds one needed in any case without event indexes.
         if !std::mem::take(&mut self.was_used) {
             return Ok(());
         }
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
-        let needed = with_rings!(self, memory, |rings| self.queue.needs_notification(rings));
-        let needed = needed.map_err(ring)?;
-        if !needed && !std::mem::take(&mut self.notify_anyway) {
-            return Ok(());
+        let has_events = self.queue.event_idx_enabled();
+        // The event index is behind the ring, the flag in its first two bytes.
+        let offset = if has_events { 4 + 2 * u64::from(self.queue.size()) } else { 0 };
+        let gpa = self.queue.avail_ring().checked_add(offset);
+        let gpa = GuestAddress(gpa.ok_or(ring(virtio_queue::Error::AddressOverflow))?);
+        // A driver that looks at the ring after it has written this has to see what was used.
+        fence(Ordering::SeqCst);
+        let wish = with_rings!(self, memory, |rings| rings.load(gpa, Ordering::Acquire));
+        let wish: u16 = wish.map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
+        let wish = u16::from_le(wish);
+        let now = self.queue.next_used();
+        let before = std::mem::replace(&mut self.considered_at, now);
+        let is_wanted = if has_events {
+            // Whether the index lies among those used since (virtio 1.3, 2.7.10).
+            now.wrapping_sub(wish).wrapping_sub(1) < now.wrapping_sub(before)
+        } else {
+            u32::from(wish) & VRING_AVAIL_F_NO_INTERRUPT == 0
+        };
+        if is_wanted {
+            self.interrupt.queue_used(index);
         }
-        self.notify_anyway = false;
-        if !self.queue.event_idx_enabled() {
-            let gpa = GuestAddress(self.queue.avail_ring());
-            let flags = with_rings!(self, memory, |rings| rings.load(gpa, Ordering::Acquire));
-            let flags: u16 =
-                flags.map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
-            let unwanted = u16::try_from(VRING_AVAIL_F_NO_INTERRUPT).unwrap_or(0);
-            if u16::from_le(flags) & unwanted != 0 {
-                return Ok(());
-            }
-        }
-        self.interrupt.queue_used(index);
         Ok(())
     }
 
@@ -378,151 +461,5 @@ fn parse<M: vm_memory::GuestMemory>(
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-    use super::*;
-    use crate::virtio::RING_FEATURES;
-    use crate::virtio::test_driver::{DATA, Driver, readable, writable};
-
-    fn queue(driver: &Driver, features: u64) -> WorkQueue {
-        let activation = driver.fresh(features);
-        let active = activation.queues.into_iter().next().unwrap();
-        WorkQueue::new(active, &driver.memory, &activation.interrupt, features)
-    }
-
-    fn use_one(driver: &mut Driver, queue: &mut WorkQueue) {
-        let memory = queue.memory();
-        driver.queues[0].add(&[readable(DATA, 1)]);
-        let chain = queue.pop(&memory).unwrap().unwrap();
-        queue.add_used(&memory, chain.head, 0).unwrap();
-    }
-
-    #[test]
-    fn the_driver_is_interrupted_at_the_index_that_it_names() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, RING_FEATURES);
-        driver.queues[0].want_interrupt_at(2);
-        let memory = queue.memory();
-        let mut interrupts = Vec::new();
-        for _ in 0..5 {
-            use_one(&mut driver, &mut queue);
-            queue.notify(&memory).unwrap();
-            interrupts.push(driver.interrupt.queue_interrupts(0));
-        }
-        assert_eq!(interrupts, [0, 0, 1, 1, 1]);
-    }
-
-    #[test]
-    fn without_event_indexes_the_flag_of_the_driver_counts() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, 0);
-        let memory = queue.memory();
-        use_one(&mut driver, &mut queue);
-        queue.notify(&memory).unwrap();
-        assert_eq!(driver.interrupt.queue_interrupts(0), 1);
-        driver.write(driver.queues[0].available_ring(), &[1, 0]);
-        use_one(&mut driver, &mut queue);
-        queue.notify(&memory).unwrap();
-        assert_eq!(driver.interrupt.queue_interrupts(0), 1);
-    }
-
-    #[test]
-    fn a_driver_is_not_interrupted_for_nothing() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, 0);
-        for used in 0..3 {
-            for _ in 0..2 {
-                queue.serve(16, |_, _| Ok(0)).unwrap();
-                let memory = queue.memory();
-                queue.notify(&memory).unwrap();
-                assert_eq!(driver.interrupt.queue_interrupts(0), used);
-            }
-            driver.queues[0].add(&[readable(DATA, 1)]);
-        }
-    }
-
-    #[test]
-    fn chains_that_break_the_rules_are_found_out() {
-        let next = virtio_bindings::virtio_ring::VRING_DESC_F_NEXT;
-        let indirect = virtio_bindings::virtio_ring::VRING_DESC_F_INDIRECT;
-        type Build = fn(&mut Driver, u32, u32);
-        let cases: [(&str, Build); 6] = [
-            ("loop", |driver, next, _| {
-                driver.queues[0].put_descriptor(0, readable(DATA, 1), next, 0);
-                driver.queues[0].publish(0);
-            }),
-            ("next outside of the table", |driver, next, _| {
-                driver.queues[0].put_descriptor(0, readable(DATA, 1), next, 16);
-                driver.queues[0].publish(0);
-            }),
-            ("head outside of the table", |driver, _, _| driver.queues[0].publish(16)),
-            ("readable behind writable", |driver, _, _| {
-                driver.queues[0].add(&[writable(DATA, 1), readable(DATA, 1)]);
-            }),
-            ("indirect table of odd length", |driver, _, indirect| {
-                driver.queues[0].put_descriptor(0, readable(DATA, 17), indirect, 0);
-                driver.queues[0].publish(0);
-            }),
-            ("indirect table outside of RAM", |driver, _, indirect| {
-                driver.queues[0].put_descriptor(0, readable(1 << 40, 16), indirect, 0);
-                driver.queues[0].publish(0);
-            }),
-        ];
-        for (name, build) in cases {
-            let mut driver = Driver::new(1, 16);
-            let mut queue = queue(&driver, RING_FEATURES);
-            build(&mut driver, next, indirect);
-            let memory = queue.memory();
-            assert!(queue.pop(&memory).is_err(), "{name}");
-        }
-    }
-
-    #[test]
-    fn requests_that_take_long_leave_the_queue_for_other_events_sooner() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, RING_FEATURES);
-        for _ in 0..5 {
-            driver.queues[0].add(&[readable(DATA, 1)]);
-        }
-        let (mut turns, mut served) = (Vec::new(), 0);
-        while served < 5 {
-            let before = served;
-            queue
-                .serve_by_cost(10, |_, _| {
-                    served += 1;
-                    Ok((0, 6))
-                })
-                .unwrap();
-            turns.push(served - before);
-            assert_eq!(queue.kick().read().is_ok(), served < 5 || served - before == 2);
-        }
-        assert_eq!(turns, [2, 2, 1]);
-    }
-
-    #[test]
-    fn a_chain_as_long_as_its_queue_is_fine() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, RING_FEATURES);
-        driver.queues[0].add(&[readable(DATA, 1); 16]);
-        let memory = queue.memory();
-        let chain = queue.pop(&memory).unwrap().unwrap();
-        assert_eq!(chain.readable.len_bytes(), 16);
-        assert!(queue.pop(&memory).unwrap().is_none());
-    }
-
-    #[test]
-    fn a_race_with_the_driver_is_seen_when_kicks_are_allowed_again() {
-        let mut driver = Driver::new(1, 16);
-        let mut queue = queue(&driver, RING_FEATURES);
-        let memory = queue.memory();
-        queue.suppress_kicks(&memory).unwrap();
-        assert!(!queue.allow_kicks(&memory).unwrap());
-        driver.queues[0].add(&[readable(DATA, 1)]);
-        assert!(queue.allow_kicks(&memory).unwrap());
-        assert!(!queue.allow_kicks_beyond(&memory, 1).unwrap());
-        driver.queues[0].add(&[readable(DATA, 1)]);
-        assert!(queue.allow_kicks_beyond(&memory, 1).unwrap());
-        assert_eq!(queue.pop(&memory).unwrap().unwrap().head, 0, "the position is as it was");
-    }
-}
+#[path = "queue_tests.rs"]
+mod tests;

@@ -514,12 +514,12 @@ impl RamRegion {
         self.slice(self.alias()?, range)
     }
 
-    /// `range` in the best mapping for migration: `alias` where there is one, else `main`.
+    /// `range` in the best mapping for migration: `alias` if it has been made, else `main`.
     ///
     /// # Errors
-    /// When the range lies outside the region, or the alias cannot be made.
+    /// When the range lies outside the region.
     pub fn io_slice(&self, range: &Range<u64>) -> Result<VolatileSlice<'_>, AccessError> {
-        if self.has_alias() { self.alias_slice(range) } else { self.main_slice(range) }
+        self.slice(self.alias.get().unwrap_or(&self.main), range)
     }
 
     /// Copies guest memory at `offset` to `into`, through the mapping of [`io_slice`].

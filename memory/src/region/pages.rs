@@ -20,8 +20,8 @@ use crate::zone_kind::ZoneKind;
 const POPULATE_STEP_BYTES: u64 = 8 << 20;
 
 impl RamRegion {
-    /// Populates a `range` that is about to be filled through [`io_slice`](Self::io_slice), in one call
-    /// instead of a fault for each page. Where the kernel does not support it (before 5.14) or fails now,
+    /// Populates a `range` that is about to be filled through the `alias` mapping if it has been made, else `main`, in one
+    /// call instead of a fault for each page. Where the kernel does not support it (before 5.14) or fails now,
     /// faults do it later. Nothing is collapsed, because each such call waits for every processor of the
     /// host; see [`Collapse`](crate::Collapse).
     ///
@@ -69,8 +69,7 @@ impl RamRegion {
         get: impl FnOnce(&Mapping) -> io::Result<()>,
     ) -> Result<(), AccessError> {
         self.check_pages(range)?;
-        let mapping = if self.has_alias() { self.alias()? } else { &self.main };
-        match get(mapping) {
+        match get(self.alias.get().unwrap_or(&self.main)) {
             Err(source)
                 if matches!(
                     source.raw_os_error(),

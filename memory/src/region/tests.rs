@@ -438,3 +438,17 @@ fn memory_of_another_user_is_populated_where_it_has_pages() {
     assert_eq!(before, [0..2 * PAGE, 700 * PAGE..701 * PAGE]);
     assert!(after.iter().eq([&(0..PAGE)]), "{after:?}");
 }
+
+#[test]
+fn what_is_populated_before_it_is_filled_is_mapped_where_it_is_filled() {
+    let ram = ram(|zone| zone.shared = true);
+    let region = &ram.regions()[0];
+    let mapped = |at: *const u8| smaps_bytes(at, "Rss");
+    region.populate_for_io(&(0..256 << 10)).unwrap();
+    assert_eq!(mapped(region.as_ptr()), 256 << 10, "the guest has it without a fault");
+    let alias = region.alias_slice(&(0..MIB)).unwrap().ptr_guard().as_ptr();
+    assert_eq!(mapped(alias), 0);
+    region.populate_for_io(&(512 << 10..640 << 10)).unwrap();
+    assert_eq!(mapped(alias), 128 << 10);
+    assert_eq!(mapped(region.as_ptr()), 256 << 10, "the guest still waits for it");
+}

@@ -5,6 +5,7 @@
 //! not. Must never contain an expectation about a particular feature.
 
 pub mod api;
+pub mod beside;
 pub mod faults;
 pub mod huge_pages;
 pub mod loops;

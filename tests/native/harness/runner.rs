@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Runs the tests one after the other and prints what came of them, in the words of cargo's own
-//! test harness.
+//! Runs the tests one after the other, and at the same time those that do not mind, and prints what came of them, in the
+//! words of cargo's own test harness.
 //!
 //! Owns the order, the time limit of each test and the third outcome alongside passed and failed: a
 //! test that cannot run on this machine says why (`SKIPPED name: reason`). The usual harness has no
@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use super::beside::{self, Beside};
 use super::programs;
 use super::vmm::kill_all;
 
@@ -33,6 +34,8 @@ pub fn skip(reason: impl Into<String>) -> ! {
 pub struct Case {
     name: String,
     limit: Duration,
+    /// It runs while another one does.
+    is_beside: bool,
     run: Box<dyn FnOnce() + Send>,
 }
 
@@ -40,6 +43,8 @@ pub struct Case {
 #[derive(Default)]
 pub struct Suite {
     cases: Vec<Case>,
+    /// Whether those that are added run beside others.
+    adds_beside: bool,
 }
 
 impl Suite {
@@ -50,7 +55,16 @@ impl Suite {
 
     /// Adds a test that may take so long.
     pub fn add_long(&mut self, name: &str, limit: Duration, run: impl FnOnce() + Send + 'static) {
-        self.cases.push(Case { name: name.to_owned(), limit, run: Box::new(run) });
+        let (name, is_beside) = (name.to_owned(), self.adds_beside);
+        self.cases.push(Case { name, limit, is_beside, run: Box::new(run) });
+    }
+
+    /// Adds tests that do not mind that another one runs: they measure no time, have what they use of the host for
+    /// themselves, and mostly wait, or need one processor at most.
+    pub fn beside(&mut self, add: impl FnOnce(&mut Self)) {
+        self.adds_beside = true;
+        add(self);
+        self.adds_beside = false;
     }
 
     /// Runs what the arguments choose: parts of names, `--exact`, `--skip PART`, `--list`.
@@ -77,11 +91,25 @@ impl Suite {
             eprintln!("the programs under test cannot be built:\n{error}");
             return ExitCode::from(101);
         }
+        let (beside, alone): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|case| case.is_beside);
+        let (other, chosen) = if beside::is_it() || alone.is_empty() {
+            (None, beside)
+        } else {
+            ((!beside.is_empty()).then(Beside::start), alone)
+        };
         println!("\nrunning {} tests", chosen.len());
         for case in chosen {
             tally.run(case);
         }
-        tally.report(start.elapsed())
+        let code = tally.report(start.elapsed());
+        match other.map(|started| started.and_then(Beside::finish)) {
+            None | Some(Ok(true)) => code,
+            Some(Ok(false)) => ExitCode::from(101),
+            Some(Err(error)) => {
+                eprintln!("the tests that run beside others cannot be run: {error}");
+                ExitCode::from(101)
+            }
+        }
     }
 }
 

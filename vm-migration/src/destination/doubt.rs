@@ -71,6 +71,8 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
         context.progress.enter(Phase::InDoubt);
         vm.in_doubt(self.state, false);
         let mut lasts = false;
+        // A promise without an end is that to a source which never reports.
+        let reports_until = clock::now().saturating_add(context.options.limits.rejoin);
         let mut arrivals = Arrivals::new(Expect::Message, HELLO_TIMEOUT);
         let mut listener = Arc::clone(context.listener);
         let steering = &context.options.steering;
@@ -82,7 +84,12 @@ impl<M: GuestMemoryMap> Doubt<'_, M> {
             if let Some(steering::Recover::At(address)) = steering.take_recover() {
                 self.listen_at(&address, &mut listener);
             }
-            if !lasts && self.state.promise_is_over(clock::now()) {
+            let now = clock::now();
+            let is_over = match self.agreed {
+                Some(_) => self.state.promise_is_over(now),
+                None => now > reports_until,
+            };
+            if !lasts && is_over {
                 lasts = true;
                 vm.in_doubt(self.state, true);
             }

@@ -43,7 +43,7 @@ pub(super) struct Helpers {
 /// What arrives on extra connections, for the time limit of the first one: a source may send all memory here.
 #[derive(Default)]
 struct Activity {
-    /// Messages that were received.
+    /// Messages with pages that were received.
     messages: AtomicU64,
     /// Connections in the middle of a message, which has a time limit of its own.
     within: AtomicUsize,
@@ -61,7 +61,6 @@ impl<'a> Within<'a> {
 
 impl Drop for Within<'_> {
     fn drop(&mut self) {
-        self.0.messages.fetch_add(1, Ordering::Relaxed);
         self.0.within.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -209,15 +208,18 @@ fn take_rounds<M: GuestMemoryMap>(
                 waited => waited.step(STEP)?,
             }
         }
-        let _within = Within::begin(activity);
+        // The first message may be that of a stranger.
+        let _within = (*taken > 0).then(|| Within::begin(activity));
         let message = match channel.timed(Message::read) {
             Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,
         };
+        let is_empty =
+            matches!(&message, Message::Memory(it) | Message::ZeroPages(it) if it.is_empty());
         match message {
             Message::Memory(ranges) => {
                 channel
-                    .timed(|from| take_memory(memory, fresh, from, &ranges, progress))
+                    .timed(|from| take_memory(memory, fresh, from, &ranges, (progress, stops)))
                     .step(STEP)?;
             }
             Message::MemoryZstd { ranges, frame_bytes } if negotiated => {
@@ -234,6 +236,9 @@ fn take_rounds<M: GuestMemoryMap>(
             other => return Err(unexpected(&other, "Memory")),
         }
         *taken += 1;
+        if !is_empty {
+            activity.messages.fetch_add(1, Ordering::Relaxed);
+        }
         channel.yes().step(STEP)?;
     }
 }

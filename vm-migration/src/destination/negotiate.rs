@@ -130,7 +130,10 @@ impl Connected {
         let first = std::mem::replace(&mut self.first, Message::Complete);
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
-        let mapped = builder.map_memory(&config, given).map_err(Cause::Vm).step(STEP)?;
+        let mapped = builder
+            .map_memory(&config, given, terms.memory_mode())
+            .map_err(Cause::Vm)
+            .step(STEP)?;
         let memory = mapped.memory();
         if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
             memory.use_small_pages(true);
@@ -192,7 +195,7 @@ fn agree(
     let answer = Answer::Ok { offer_taken: offer, payload: Vec::new() };
     control.connection.send(&answer.encode()).step(STEP)?;
     if !offer {
-        control.omit_reasons();
+        control.speak_plain();
         return Ok(Terms::Plain);
     }
     let offer = match read(control, "waiting for the source's capabilities")? {
@@ -338,7 +341,7 @@ pub(crate) fn read(control: &mut Channel, step: &'static str) -> Result<Message,
         let limit = control.connection.stall_timeout();
         control.connection.wait_for_data(Some(limit)).step(step)?;
     }
-    match control.timed(Message::read).step(step)? {
+    match control.read_message().step(step)? {
         Message::Abandon(reason) if reason.is_empty() => {
             Err(Cause::Abandoned("it gave no reason, see its log".to_string())).step(step)
         }

@@ -67,6 +67,13 @@ impl Terms {
         }
     }
 
+    pub(super) fn memory_mode(&self) -> MemoryMode {
+        match self {
+            Self::Plain => MemoryMode::Precopy,
+            Self::Negotiated { offer, .. } => offer.memory_mode,
+        }
+    }
+
     /// The source expects keep-alives while it waits for the machine.
     fn tells_of_preparing(&self) -> bool {
         matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_PREPARING))
@@ -175,9 +182,9 @@ impl<V: DestinationVm> Mapped<V> {
                     return Err(unexpected(&message, "State"));
                 }
                 Message::Memory(ranges) => {
-                    let progress = context.progress;
+                    let told = (&**context.progress, &[context.cancel][..]);
                     self.control
-                        .timed(|from| take_memory(memory, &fresh, from, &ranges, progress))
+                        .timed(|from| take_memory(memory, &fresh, from, &ranges, told))
                         .step(STEP)?;
                 }
                 Message::MemoryZstd { ranges, frame_bytes } if self.parts.terms.negotiated() => {
@@ -243,10 +250,7 @@ impl<V: DestinationVm> Mapped<V> {
     }
 
     fn mode(&self) -> MemoryMode {
-        match &self.parts.terms {
-            Terms::Plain => MemoryMode::Precopy,
-            Terms::Negotiated { offer, .. } => offer.memory_mode,
-        }
+        self.parts.terms.memory_mode()
     }
 
     /// Nothing in plain version 0 says that memory follows the state, where it is missing for good here.
@@ -296,7 +300,10 @@ impl<V: DestinationVm> Mapped<V> {
                 };
                 match greet(hello, &self.parts.terms, context) {
                     Ok(joined) => {
-                        since = Instant::now();
+                        // A source that shows no token cannot be told from a stranger.
+                        if self.parts.terms.negotiated() {
+                            since = Instant::now();
+                        }
                         self.join(joined, helpers, fresh, context)?;
                     }
                     Err((reason, channel)) => arrivals.refuse(channel, &reason),
@@ -460,7 +467,7 @@ fn greet(
             return Err((error.to_string(), channel));
         }
     } else {
-        channel.omit_reasons();
+        channel.speak_plain();
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))

@@ -110,9 +110,9 @@ impl<V: DestinationVm> HasState<V> {
         let never = self.end_of_cancel(context)?;
         // If sending fails, the acknowledgement may still have been sent: the connection is then found
         // lost.
-        // What a source that confirms nothing was sent on this host, it may read whenever it goes on.
-        let is_kept = self.agreed.is_none() && self.control.connection.is_unix();
-        let promise = if is_kept { Duration::MAX } else { context.options.limits.rejoin };
+        // What a source was sent that confirms nothing, it may read whenever it goes on.
+        let promise =
+            if self.agreed.is_some() { context.options.limits.rejoin } else { Duration::MAX };
         let promised = Promised::new(clock::now(), promise);
         let unsent = match self.control.yes() {
             Ok(()) => None,

@@ -61,13 +61,13 @@ pub(super) fn take_memory<M: GuestMemoryMap>(
     fresh: &Unpopulated,
     from: &mut impl ByteSource,
     ranges: &[GpaRange],
-    progress: &Progress,
+    (progress, stops): (&Progress, &[&Cancel]),
 ) -> Result<(), Cause> {
     let layout = memory.layout();
     for range in ranges {
         layout.locate_all(*range).try_for_each(|run| run.map(drop)).map_err(ProtocolError::from)?;
     }
-    let mut piece = Piece { memory, fresh, progress, runs: Vec::new(), pages: 0 };
+    let mut piece = Piece { memory, fresh, progress, stops, runs: Vec::new(), pages: 0 };
     for run in ranges.iter().flat_map(|range| layout.locate_all(*range)) {
         // Stretches are populated whole, so none may lie in two pieces.
         for part in run.map_err(ProtocolError::from)?.cut(MEMORY_PIECE_PAGES) {
@@ -86,6 +86,7 @@ struct Piece<'a, M> {
     memory: &'a M,
     fresh: &'a Unpopulated,
     progress: &'a Progress,
+    stops: &'a [&'a Cancel],
     runs: Vec<PageRun>,
     pages: u64,
 }
@@ -93,6 +94,9 @@ struct Piece<'a, M> {
 impl<M: GuestMemoryMap> Piece<'_, M> {
     /// Receives its contents, and begins the next one.
     fn take(&mut self, from: &mut impl ByteSource) -> Result<(), Cause> {
+        if self.stops.iter().any(|stop| stop.is_cancelled()) {
+            return Err(Cause::Cancelled);
+        }
         for run in &self.runs {
             self.fresh.populate(self.memory, *run).map_err(Cause::Memory)?;
         }
@@ -195,7 +199,7 @@ mod tests {
         let progress = Progress::new(Side::Destination);
         let table = [pages(0, 128), pages(60, 8), pages(0, 128)];
         let bytes = contents(264);
-        take_memory(&*memory, &fresh, &mut &bytes[..], &table, &progress).unwrap();
+        take_memory(&*memory, &fresh, &mut &bytes[..], &table, (&progress, &[])).unwrap();
         for (region, page, number) in [(0, 0, 136), (0, 63, 199), (1, 0, 200), (1, 63, 263)] {
             assert_eq!(first_byte(&memory, region, page), number % 251, "{region}: {page}");
         }
@@ -213,7 +217,8 @@ mod tests {
         {
             let bytes = contents(3);
             let mut from = &bytes[..];
-            let taken = take_memory(&*memory, &fresh, &mut from, &[pages(0, 1), bad], &progress);
+            let taken =
+                take_memory(&*memory, &fresh, &mut from, &[pages(0, 1), bad], (&progress, &[]));
             assert!(matches!(taken, Err(Cause::Protocol(ProtocolError::Layout(_)))), "{taken:?}");
             assert_eq!(from.len(), bytes.len(), "{bad:?}");
         }
@@ -227,10 +232,11 @@ mod tests {
         let bytes = contents(8999);
         // It ends in the third piece.
         let mut from = &bytes[..bytes.len() - 1];
-        take_memory(&*memory, &fresh, &mut from, &[pages(1, 8999)], &progress).unwrap_err();
+        take_memory(&*memory, &fresh, &mut from, &[pages(1, 8999)], (&progress, &[])).unwrap_err();
         let received = progress.counters.memory_bytes_received.load(Ordering::Relaxed);
         assert_eq!(received, (2 * MEMORY_PIECE_PAGES - 1) * PAGE_BYTES, "what has come is told");
-        take_memory(&*memory, &fresh, &mut &bytes[..], &[pages(1, 8999)], &progress).unwrap();
+        take_memory(&*memory, &fresh, &mut &bytes[..], &[pages(1, 8999)], (&progress, &[]))
+            .unwrap();
         for page in [1, 4095, 4096, 8192, 8999] {
             assert_eq!(first_byte(&memory, 0, page), (page - 1) % 251);
         }

@@ -25,9 +25,9 @@ pub const STATE_BYTES_MAX: u64 = 256 << 20;
 /// Longest range table: a million ranges. This program sends some hundred at most.
 pub const TABLE_BYTES_MAX: u64 = 16 << 20;
 
-/// Longest range table whose contents follow: version 0 peers send each page that was written and has no neighbour as a
-/// range of its own, and this is 64 GiB of such pages.
-pub const MEMORY_TABLE_BYTES_MAX: u64 = 256 << 20;
+/// Longest range table of memory that a source of plain version 0 sends on its first connection: it sends each page that was
+/// written and has no neighbour as a range of its own, and this is 64 GiB of such pages.
+pub const PLAIN_TABLE_BYTES_MAX: u64 = 256 << 20;
 
 /// Longest capability document.
 pub const CAPABILITIES_BYTES_MAX: u64 = 1 << 20;

@@ -9,9 +9,9 @@ use super::ProtocolError;
 pub use super::answer::Answer;
 use super::capabilities::TOKEN_BYTES;
 use super::codec::{
-    CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, MEMORY_TABLE_BYTES_MAX,
-    PENDING_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_table, read_payload,
-    read_table,
+    CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, FIGURES_BYTES_MAX, Header, PENDING_BYTES_MAX,
+    PLAIN_TABLE_BYTES_MAX, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_table,
+    read_payload, read_table,
 };
 use crate::commit::Verdict;
 use crate::layout::GpaRange;
@@ -366,6 +366,21 @@ impl Message {
     /// # Errors
     /// When the bytes are not a message; see [`ProtocolError`].
     pub fn read(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        Self::read_with(from, TABLE_BYTES_MAX)
+    }
+
+    /// Reads a message of a source of plain version 0 on its first connection, whose tables of memory may be longer.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_plain(from: &mut impl ByteSource) -> Result<Self, ProtocolError> {
+        Self::read_with(from, PLAIN_TABLE_BYTES_MAX)
+    }
+
+    fn read_with(
+        from: &mut impl ByteSource,
+        memory_table_bytes_max: u64,
+    ) -> Result<Self, ProtocolError> {
         let header = Header::read(from)?;
         let command = Command::from_code(header.code)?;
         let (what, len) = (command.name(), header.len_bytes);
@@ -378,7 +393,7 @@ impl Message {
             }
             Command::Config => Self::Config(read_payload(from, what, len, CONFIG_BYTES_MAX)?),
             Command::State => Self::State(read_payload(from, what, len, STATE_BYTES_MAX)?),
-            Command::Memory => Self::Memory(read_table(from, what, len, MEMORY_TABLE_BYTES_MAX)?),
+            Command::Memory => Self::Memory(read_table(from, what, len, memory_table_bytes_max)?),
             Command::Complete => empty(what, len).map(|()| Self::Complete)?,
             Command::Abandon => Self::Abandon(read_reason(from, what, len)?),
             Command::MemoryFd => {

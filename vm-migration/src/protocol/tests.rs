@@ -10,9 +10,9 @@ use proptest::prelude::*;
 
 use super::ProtocolError;
 use super::codec::{
-    ANSWER_BYTES_MAX, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header, MEMORY_TABLE_BYTES_MAX,
-    PENDING_BYTES_MAX, RANGE_BYTES, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX, put_varint,
-    read_payload, take_varint,
+    ANSWER_BYTES_MAX, CAPABILITIES_BYTES_MAX, CONFIG_BYTES_MAX, Header, PENDING_BYTES_MAX,
+    PLAIN_TABLE_BYTES_MAX, RANGE_BYTES, REASON_BYTES_MAX, STATE_BYTES_MAX, TABLE_BYTES_MAX,
+    put_varint, read_payload, take_varint,
 };
 use super::message::{Answer, Command, Message, Recover, Role, VERSION, fuzz_stream};
 use super::runs;
@@ -170,9 +170,14 @@ fn messages_without_payload_accept_none() {
 fn a_table_is_a_whole_number_of_entries_and_bounded() {
     let odd = [&Header::new(Command::Memory.code(), 17).encode()[..], &[0; 17]].concat();
     assert!(matches!(Message::read(&mut &odd[..]), Err(ProtocolError::BadLength { .. })));
-    let long = MEMORY_TABLE_BYTES_MAX + RANGE_BYTES as u64;
-    let long = Header::new(Command::Memory.code(), long).encode();
-    assert!(matches!(Message::read(&mut &long[..]), Err(ProtocolError::TooLong { .. })));
+    let long =
+        |max_bytes| Header::new(Command::Memory.code(), max_bytes + RANGE_BYTES as u64).encode();
+    let refused = Message::read(&mut &long(TABLE_BYTES_MAX)[..]);
+    assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{refused:?}");
+    let refused = Message::read_plain(&mut &long(PLAIN_TABLE_BYTES_MAX)[..]);
+    assert!(matches!(refused, Err(ProtocolError::TooLong { .. })), "{refused:?}");
+    let cut = Message::read_plain(&mut &long(TABLE_BYTES_MAX)[..]);
+    assert!(matches!(cut, Err(ProtocolError::Transport(_))), "it is not too long: {cut:?}");
 }
 
 #[test]
@@ -184,7 +189,7 @@ fn every_payload_has_a_limit() {
         (Command::Pending, PENDING_BYTES_MAX),
         (Command::Stale, PENDING_BYTES_MAX),
         (Command::Abandon, REASON_BYTES_MAX),
-        (Command::Memory, MEMORY_TABLE_BYTES_MAX),
+        (Command::Memory, TABLE_BYTES_MAX),
         (Command::MemoryZstd, TABLE_BYTES_MAX),
         (Command::ZeroPages, TABLE_BYTES_MAX),
         (Command::Coming, TABLE_BYTES_MAX),

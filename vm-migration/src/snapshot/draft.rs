@@ -9,7 +9,8 @@
 //!
 //! Owns the files until the manifest has its name: dropping a draft before that removes all of them.
 //! A draft whose process is killed leaves hidden files. The manifest's was made first and marks the others
-//! as unfinished: the next snapshot removes them, and nothing restores them.
+//! as unfinished: the next snapshot removes them, and nothing restores them. The marker alone says nothing about a snapshot
+//! without a manifest whose files all have their names: that is complete, and is never removed.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};
@@ -21,6 +22,9 @@ use super::{CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MEMORY_FILE, STATE_FILE};
 
 /// All files but the manifest.
 const CONTENT_FILES: [&str; 4] = [CONFIG_FILE, STATE_FILE, INDEX_FILE, MEMORY_FILE];
+
+/// The files of a snapshot without a manifest.
+const WITHOUT_MANIFEST: [&str; 3] = [CONFIG_FILE, STATE_FILE, MEMORY_FILE];
 
 /// A snapshot that is not complete yet.
 #[derive(Debug)]
@@ -51,6 +55,22 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Whether there is a snapshot without a manifest that lacks nothing but the removal of its marker. One with a manifest that is
+/// not finished has its index, under either name; of one that is being removed the configuration goes first.
+fn is_whole_without_manifest(path: &Path) -> Result<bool, SnapshotError> {
+    for index in [path.join(INDEX_FILE), partial(path, INDEX_FILE)] {
+        if is_there(&index)? {
+            return Ok(false);
+        }
+    }
+    for name in WITHOUT_MANIFEST {
+        if !is_there(&path.join(name))? || is_there(&partial(path, name))? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 impl Draft {
     /// Begins a snapshot in an existing directory that has none.
     pub(crate) fn begin(path: &Path) -> Result<Self, SnapshotError> {
@@ -71,7 +91,11 @@ impl Draft {
         if is_there(&finished)? {
             return Err(SnapshotError::Exists(finished));
         }
-        if is_there(&marker)? {
+        let is_marked = is_there(&marker)?;
+        if is_marked && is_whole_without_manifest(path)? {
+            return Err(SnapshotError::Exists(path.join(CONFIG_FILE)));
+        }
+        if is_marked {
             log::info!("clearing away an unfinished snapshot in {}", path.display());
             clear(path).map_err(SnapshotError::io("clear away what is left in", path))?;
         }
@@ -133,11 +157,14 @@ impl Draft {
             self.sync()?;
         }
         proceed()?;
-        // From here on it is a snapshot: the marker of an incomplete one is all that may be left.
+        // From here on it is a snapshot. A marker that is left, now or after a power failure, changes nothing about it.
         self.whole = true;
         let marker = self.partial(MANIFEST_FILE);
-        remove(&marker).map_err(SnapshotError::io("remove", &marker))?;
-        self.sync()
+        let removed = remove(&marker).map_err(SnapshotError::io("remove", &marker));
+        if let Err(error) = removed.and_then(|()| self.sync()) {
+            log::warn!("a mark of an unfinished snapshot may be left beside a whole one: {error}");
+        }
+        Ok(())
     }
 
     fn name(&self, name: &str) -> Result<(), SnapshotError> {

@@ -151,6 +151,8 @@ mod tests {
 
     use tempfile::TempDir;
 
+    use super::super::draft::partial;
+    use super::super::{INDEX_FILE, MANIFEST_FILE};
     use super::*;
     use crate::layout::Backing;
     use crate::testing::FakeMemory;
@@ -243,5 +245,79 @@ mod tests {
         let error = save_ranges(folder.path(), SAVED, &all, &*memory, 2, &cancel).unwrap_err();
         assert!(matches!(error, SnapshotError::Cancelled), "{error}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    fn names_in(folder: &TempDir) -> Vec<String> {
+        let entries = fs::read_dir(folder.path()).unwrap();
+        let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// As after a kill between the last name and the removal of the marker.
+    #[test]
+    fn a_whole_snapshot_beside_a_marker_is_never_removed() {
+        let (memory, folder) = (memory(), TempDir::new().unwrap());
+        let all = [GpaRange { gpa: 0, len_bytes: 9 * MIB }];
+        save(folder.path(), &memory, &all).unwrap();
+        fs::write(partial(folder.path(), MANIFEST_FILE), []).unwrap();
+        let error = save(folder.path(), &memory, &all).unwrap_err();
+        assert!(matches!(&error, SnapshotError::Exists(path) if path.ends_with(CONFIG_FILE)));
+        let left = [&partial(Path::new(""), MANIFEST_FILE).display().to_string(), CONFIG_FILE];
+        assert_eq!(names_in(&folder), [left[0], left[1], MEMORY_FILE, STATE_FILE]);
+    }
+
+    /// As after a kill at any time before.
+    #[test]
+    fn what_a_killed_process_left_is_removed() {
+        let (memory, folder) = (memory(), TempDir::new().unwrap());
+        let all = [GpaRange { gpa: 0, len_bytes: 9 * MIB }];
+        let files = [MEMORY_FILE, STATE_FILE, CONFIG_FILE];
+        for named in 0..files.len() {
+            fs::write(partial(folder.path(), MANIFEST_FILE), []).unwrap();
+            for (number, name) in files.into_iter().enumerate() {
+                let own = folder.path().join(name);
+                let path = if number < named { own } else { partial(folder.path(), name) };
+                fs::write(path, "unfinished").unwrap();
+            }
+            save(folder.path(), &memory, &all).unwrap();
+            assert_eq!(names_in(&folder), [CONFIG_FILE, MEMORY_FILE, STATE_FILE]);
+            for name in files {
+                fs::remove_file(folder.path().join(name)).unwrap();
+            }
+        }
+        // One with a manifest that had most of its names.
+        for index in [folder.path().join(INDEX_FILE), partial(folder.path(), INDEX_FILE)] {
+            fs::write(partial(folder.path(), MANIFEST_FILE), []).unwrap();
+            for name in files {
+                fs::write(folder.path().join(name), "unfinished").unwrap();
+            }
+            fs::write(&index, "unfinished").unwrap();
+            save(folder.path(), &memory, &all).unwrap();
+            for name in files {
+                fs::remove_file(folder.path().join(name)).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_marker_that_cannot_be_removed_is_no_failure() {
+        let folder = TempDir::new().unwrap();
+        let draft = Draft::begin(folder.path()).unwrap();
+        let files = [MEMORY_FILE, STATE_FILE, CONFIG_FILE];
+        for name in files {
+            draft.write(name, b"x").unwrap();
+        }
+        let marker = partial(folder.path(), MANIFEST_FILE);
+        let block = || {
+            if marker.is_file() {
+                fs::remove_file(&marker).unwrap();
+                fs::create_dir(&marker).unwrap();
+            }
+            Ok(())
+        };
+        draft.publish_without_manifest(&files, &block).unwrap();
+        assert_eq!(names_in(&folder).len(), 4);
     }
 }

@@ -59,9 +59,14 @@ impl DestinationBuilder for Heavy<Builder> {
     type Vm = Heavy<FakeDestination>;
     type Mapped = Heavy<FakeMapped>;
 
-    fn map_memory(self, config: &[u8], given: Vec<GivenMemory>) -> Result<Self::Mapped, VmError> {
+    fn map_memory(
+        self,
+        config: &[u8],
+        given: Vec<GivenMemory>,
+        mode: MemoryMode,
+    ) -> Result<Self::Mapped, VmError> {
         let Self { machine, fails, faults, end } = self;
-        Ok(Heavy { machine: machine.map_memory(config, given)?, fails, faults, end })
+        Ok(Heavy { machine: machine.map_memory(config, given, mode)?, fails, faults, end })
     }
 }
 

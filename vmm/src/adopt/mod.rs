@@ -127,16 +127,16 @@ fn without_private_files(config: &mut VmConfig, losses: &mut Vec<String>) {
     }
 }
 
-/// Refuses images of which the source keeps a part to itself when it hands the VM over: it writes the tables of qcow2 when
-/// it closes them, and that is after the guest has begun to run here.
+/// Refuses images that the source still changes when it has handed the VM over: it writes the tables of qcow2 when it closes
+/// them, and those of VHDX with each request that it was late with.
 fn check_images(config: &VmConfig) -> Result<(), AdoptError> {
     for disk in config.disks.iter().flatten() {
         let id = disk.id.as_deref().unwrap_or_default();
         ensure(
-            disk.readonly || disk.image_type != ImageType::Qcow2,
+            disk.readonly || !matches!(disk.image_type, ImageType::Qcow2 | ImageType::Vhdx),
             || format!("config.disks: '{id}'"),
             || {
-                let why = "cloud-hypervisor completes a qcow2 image only when it closes it, after the VM has moved";
+                let why = "cloud-hypervisor may change the tables of a qcow2 or VHDX image after the VM has moved";
                 format!(
                     "{why}: convert it to raw, or restore a snapshot once cloud-hypervisor has ended"
                 )

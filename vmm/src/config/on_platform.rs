@@ -122,6 +122,9 @@ mod tests {
             (json!({"user_devices": [{"socket": "/s"}]}), "user_devices"),
             (json!({"vdpa": [{"path": "/dev/vhost-vdpa-0", "num_queues": 1}]}), "vdpa"),
             (json!({"disks": [{"path": "/d", "queue_size": 2048}]}), "queue_size=2048"),
+            (json!({"balloon": {"size": 0, "free_page_hinting": true}}), "free_page_hinting"),
+            (json!({"balloon": {"size": 0, "statistics_interval_s": 1}}), "statistics_interval_s"),
+            (json!({"balloon": {"size": 0, "prezero_hints": true}}), "prezero_hints"),
         ] {
             let error = complete(&more).unwrap_err();
             assert!(error.contains("cloud-hypervisor-53") && error.contains(named), "{error}");
@@ -130,5 +133,6 @@ mod tests {
             complete(&own).unwrap();
         }
         complete(&json!({"devices": [], "disks": [{"path": "/d", "queue_size": 1024}]})).unwrap();
+        complete(&json!({"balloon": {"size": 0, "free_page_reporting": true}})).unwrap();
     }
 }

@@ -46,7 +46,7 @@ fn words(refusal: Refusal) -> ApiError {
     match refusal {
         Refusal::TooLate => in_doubt(),
         Refusal::Promised(Duration::MAX) => in_doubt().context(
-            "its source, on this host, may still hand the VM over to here as long as it lives: vm.delete needs force",
+            "its source may still hand the VM over to here as long as it lives: vm.delete needs force",
         ),
         Refusal::Promised(left) => in_doubt().context(format!(
             "for {} s more the source may still hand the VM over to here: vm.delete needs force \

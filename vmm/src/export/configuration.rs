@@ -9,12 +9,12 @@ use serde_json::{Map, Value, json};
 
 use super::error::ExportError;
 use crate::config::VmConfig;
+use crate::config::memory::HotplugMethod;
 use crate::config::value::FieldValue as _;
 use crate::config::vm::{BALLOON_ID, CONSOLE_ID, RNG_ID, RTC_ID};
 
-/// Option families that v53 has, by their path, each with its options. What is in an option that is no family of this
-/// list is taken as it is.
-const FAMILIES: [(&str, &[&str]); 20] = [
+/// Option families that v53 has, by their path, each with its options.
+const FAMILIES: [(&str, &[&str]); 25] = [
     (
         "",
         &[
@@ -55,6 +55,9 @@ const FAMILIES: [(&str, &[&str]); 20] = [
             "core_scheduling",
         ],
     ),
+    ("cpus.topology", &["threads_per_core", "cores_per_die", "dies_per_package", "packages"]),
+    ("cpus.features", &["amx"]),
+    ("cpus.affinity", &["vcpu", "host_cpus"]),
     (
         "memory",
         &[
@@ -77,7 +80,6 @@ const FAMILIES: [(&str, &[&str]); 20] = [
         &[
             "id",
             "size",
-            "file",
             "mergeable",
             "shared",
             "hugepages",
@@ -113,6 +115,7 @@ const FAMILIES: [(&str, &[&str]); 20] = [
             "disable_aio",
         ],
     ),
+    ("disks.queue_affinity", &["queue_index", "host_cpus"]),
     (
         "net",
         &[
@@ -145,6 +148,7 @@ const FAMILIES: [(&str, &[&str]); 20] = [
     ("debug_console", &["mode", "file", "iobase"]),
     ("vsock", &["cid", "socket", "pci_segment", "pci_device_id", "id"]),
     ("numa", &["guest_numa_id", "cpus", "distances", "memory_zones", "pci_segments", "device_id"]),
+    ("numa.distances", &["destination", "distance"]),
     ("rtc", &["id", "pci_segment", "pci_device_id"]),
     ("pci_segments", &["pci_segment", "mmio32_aperture_weight", "mmio64_aperture_weight"]),
     (
@@ -170,6 +174,36 @@ const FAMILIES: [(&str, &[&str]); 20] = [
     ("landlock_rules", &["path", "access"]),
     ("rate_limit_groups", &["id", "rate_limiter_config"]),
 ];
+
+/// The end of the path of a rate limiter, its limits, and the options of each.
+const RATE_LIMITER: &str = "rate_limiter_config";
+const LIMITS: [&str; 2] = ["bandwidth", "ops"];
+const BUCKET: [&str; 3] = ["size", "one_time_burst", "refill_time"];
+
+/// Options that v53 has, and of which not all is known that would have to be written. The last part of a path is enough where
+/// devices of several families have it.
+const NOT_WRITTEN: [&str; 17] = [
+    "tpm",
+    "fs",
+    "generic_vhost_user",
+    "devices",
+    "user_devices",
+    "vdpa",
+    "ivshmem",
+    "pvmemcontrol",
+    "iommu",
+    "iommu_segments",
+    "vhost_user",
+    "vhost_socket",
+    "gdb",
+    "igvm",
+    "fw_cfg_config",
+    "tdx",
+    "sev_snp",
+];
+
+/// Bytes of the serial number that a disk has.
+const SERIAL_BYTES: usize = 20;
 
 /// Options of this program that say nothing to v53: what they mean is in the documents, or is the same there always.
 const IMPLIED: [&str; 7] = [
@@ -203,15 +237,35 @@ fn join(path: &str, key: &str) -> String {
 
 /// The options of a family, if it is one.
 fn options(path: &str) -> Option<&'static [&'static str]> {
+    let (family, last) = path.rsplit_once('.').unwrap_or(("", path));
+    if last == RATE_LIMITER {
+        return Some(&LIMITS);
+    }
+    if family.ends_with(RATE_LIMITER) && LIMITS.contains(&last) {
+        return Some(&BUCKET);
+    }
     FAMILIES.iter().find(|(family, _)| *family == path).map(|(_, options)| *options)
 }
 
+/// Why an option that is used cannot be written.
+fn unknown(path: &str) -> ExportError {
+    let last = path.rsplit('.').next().unwrap_or(path);
+    let problem = if path == "memory.zones.file" {
+        "pages that are zero are not written, and the file may have others when it is opened there"
+    } else if NOT_WRITTEN.contains(&last) {
+        "this option of cloud-hypervisor 53 is not written"
+    } else {
+        "cloud-hypervisor 53 has no such option"
+    };
+    ExportError::refused(path, problem)
+}
+
 /// Refuses the options that are used and not known, and says which are lost.
-fn check(used: &Value, path: &str, losses: &mut Vec<String>) -> Result<(), ExportError> {
+pub(super) fn check(used: &Value, path: &str, losses: &mut Vec<String>) -> Result<(), ExportError> {
     match used {
         Value::Array(items) => items.iter().try_for_each(|item| check(item, path, losses)),
         Value::Object(fields) => {
-            let Some(options) = options(path) else { return Ok(()) };
+            let options = options(path).ok_or_else(|| unknown(path))?;
             for (key, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
                 let at = join(path, key);
                 if options.contains(&key.as_str()) {
@@ -219,7 +273,7 @@ fn check(used: &Value, path: &str, losses: &mut Vec<String>) -> Result<(), Expor
                 } else if LOST.contains(&at.as_str()) {
                     losses.push(format!("{at} has no counterpart there"));
                 } else if !IMPLIED.contains(&at.as_str()) {
-                    return Err(ExportError::refused(at, "cloud-hypervisor 53 has no such option"));
+                    return Err(unknown(&at));
                 }
             }
             Ok(())
@@ -272,6 +326,8 @@ pub fn convert(config: &VmConfig, losses: &mut Vec<String>) -> Result<Value, Exp
             device.remove("id");
         }
     }
+    let disks = fields.get_mut("disks").and_then(Value::as_array_mut);
+    disks.into_iter().flatten().filter_map(Value::as_object_mut).for_each(with_serial);
     let nets = fields.get_mut("net").and_then(Value::as_array_mut);
     for net in nets.into_iter().flatten() {
         if let Some(Value::Array(fds)) = net.get_mut("fds") {
@@ -286,14 +342,30 @@ pub fn convert(config: &VmConfig, losses: &mut Vec<String>) -> Result<Value, Exp
         }
     }
     if let Some(memory) = fields.get_mut("memory").and_then(Value::as_object_mut) {
+        let has_devices = config.memory.hotplug_method == HotplugMethod::Acpi;
         populated_or_not(memory, "memory", losses);
         let zones = memory.get_mut("zones").and_then(Value::as_array_mut);
         for zone in zones.into_iter().flatten().filter_map(Value::as_object_mut) {
             populated_or_not(zone, "memory.zones", losses);
+            without_zeros(zone, has_devices);
         }
         with_devices(memory, config);
+        without_zeros(memory, has_devices);
+        if memory.get("zones").and_then(Value::as_array).is_some_and(Vec::is_empty) {
+            memory.remove("zones");
+        }
     }
     Ok(vm)
+}
+
+/// Without one of its own the number of a disk follows from its id here, and from its file there. It is no longer than what a
+/// driver reads.
+fn with_serial(disk: &mut Map<String, Value>) {
+    let own = disk.get("serial").or_else(|| disk.get("id")).and_then(Value::as_str);
+    let Some(own) = own else { return };
+    let cut = own.get(..own.floor_char_boundary(SERIAL_BYTES)).unwrap_or(own);
+    let serial = json!(cut);
+    disk.insert("serial".to_owned(), serial);
 }
 
 /// There is no way there to populate memory in the background.
@@ -304,11 +376,26 @@ fn populated_or_not(options: &mut Map<String, Value>, path: &str, losses: &mut V
     }
 }
 
-/// With memory devices of ACPI `size` counts them too, and they have no size of their own.
+/// With memory devices of ACPI `size` counts them too.
 fn with_devices(memory: &mut Map<String, Value>, config: &VmConfig) {
     let bytes = config.memory.hotplugged_size.filter(|_| config.memory.has_memory_devices());
     if let Some(bytes) = bytes {
         memory.insert("size".to_owned(), json!(config.memory.size.saturating_add(bytes)));
-        memory.remove("hotplugged_size");
+    }
+}
+
+/// A size that is refused there even if it is zero: with memory devices of ACPI none is plugged in by its size, and a zone
+/// has none; what is to be added has to be there for a part of it to be plugged in.
+fn without_zeros(options: &mut Map<String, Value>, has_devices: bool) {
+    let is_zone = options.contains_key("id");
+    let is_zero = |value: Option<&Value>| value.is_some_and(|value| *value == json!(0));
+    if has_devices {
+        options.remove("hotplugged_size");
+    }
+    if is_zone && has_devices && is_zero(options.get("hotplug_size")) {
+        options.remove("hotplug_size");
+    }
+    if !options.contains_key("hotplug_size") && is_zero(options.get("hotplugged_size")) {
+        options.remove("hotplugged_size");
     }
 }

@@ -13,7 +13,7 @@ use pci::{ConfigSpaceState, MsixState, PANIC_DEVICE_KIND, PciDeviceState};
 use serde::Deserialize;
 
 use super::error::{ExportError, ensure, fits};
-use crate::adopt::Windows;
+use super::windows::Windows;
 
 const REGISTERS: usize = 1024;
 const REGISTER_BYTES: usize = 4;
@@ -53,7 +53,8 @@ pub struct Bar {
 }
 
 impl Bar {
-    fn range(&self) -> Range<u64> {
+    /// Its addresses.
+    pub fn range(&self) -> Range<u64> {
         self.gpa..self.gpa.saturating_add(self.len_bytes)
     }
 }
@@ -102,25 +103,39 @@ fn capabilities(registers: &[u32]) -> Vec<(usize, u8)> {
     found
 }
 
+/// A function that is converted.
+#[derive(Clone, Copy)]
+pub struct Site<'a> {
+    /// What it is called in errors.
+    pub what: &'a str,
+    /// Its address.
+    pub bdf: &'a str,
+    /// Where BARs can be.
+    pub windows: &'a Windows,
+}
+
 /// The configuration space of a function with a BAR of this length.
 ///
 /// # Errors
-/// Its BAR is not where devices can be: the guest is moving or sizing it.
+/// Its BAR is not where devices of its segment can be: the guest has moved it, or is moving or sizing it.
 pub fn configuration(
-    what: &str,
+    site: &Site<'_>,
     config: &ConfigSpaceState,
     bar_len_bytes: u64,
-    windows: &Windows,
 ) -> Result<Function, ExportError> {
+    let Site { what, bdf, windows } = *site;
     let registers = registers(what, config)?;
     let [low, high] = [BAR0, BAR0 + 1].map(|number| registers.get(number).copied().unwrap_or(0));
     let is_wide = low & BAR_TYPE_BITS == BAR_TYPE_64;
     let address = u64::from(low & !BAR_TYPE_BITS);
     let gpa = if is_wide { u64::from(high) << 32 | address } else { address };
     let bar = Bar { gpa, len_bytes: bar_len_bytes, is_wide };
-    let problem =
-        || format!("its BAR is at {gpa:#x}, where no device can be: the guest is moving it");
-    ensure(windows.hold(&bar.range(), is_wide), || what.to_owned(), problem)?;
+    let problem = || {
+        format!(
+            "its BAR is at {gpa:#x}, where no device of its segment can be there: the guest is moving it, or has moved it"
+        )
+    };
+    ensure(windows.hold(bdf, &bar.range(), is_wide), || what.to_owned(), problem)?;
     let [mask_low, mask_high] = halves(!bar_len_bytes.wrapping_sub(1));
     let mut bars = [PciBar::default(); 6];
     let region = if is_wide { BarRegion::Memory64BitRegion } else { BarRegion::Memory32BitRegion };
@@ -221,15 +236,13 @@ pub fn msix(
     });
     let entries: Vec<MsixEntry> = entries.collect();
     let (is_enabled, is_masked) = (control & MSIX_ENABLE != 0, control & MSIX_MASK != 0);
-    // At reset the register says on there, and the state off.
-    let at_reset = MsixEntry { vector_ctl: 1, ..MsixEntry::default() };
-    let is_at_reset = is_enabled && !is_masked && entries.iter().all(|entry| *entry == at_reset);
-    let is_at_reset = is_at_reset && pending.iter().all(|word| *word == 0);
+    // At reset the register says on there, and the state off. As the register says is right for a guest that has enabled it
+    // before it fills the table, too: an entry that is unmasked is routed at once, on or off before.
     Ok(MsixConfig {
         table_entries: fits(List::try_from(entries), || what.to_owned())?,
         pba_entries: fits(List::try_from(pending), || what.to_owned())?,
-        masked: is_masked || is_at_reset,
-        enabled: is_enabled && !is_at_reset,
+        masked: is_masked,
+        enabled: is_enabled,
     })
 }
 
@@ -244,14 +257,14 @@ struct PanicDevice {
 /// # Errors
 /// Its state is not one of such a device.
 pub fn panic_device(
-    what: &str,
+    site: &Site<'_>,
     state: &PciDeviceState,
-    windows: &Windows,
 ) -> Result<(Pvpanic, Bar), ExportError> {
+    let what = site.what;
     let problem = || format!("its state is version {} of {}", state.version, state.kind);
     ensure(state.kind == PANIC_DEVICE_KIND && state.version == 1, || what.to_owned(), problem)?;
     let PanicDevice { config } = PanicDevice::deserialize(&state.data)?;
-    let function = configuration(what, &config, PANIC_BAR_BYTES, windows)?;
+    let function = configuration(site, &config, PANIC_BAR_BYTES)?;
     let data = PvpanicData { events: PANIC_EVENTS };
     Ok((Pvpanic { data, configuration: function.configuration }, function.bar))
 }

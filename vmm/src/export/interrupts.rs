@@ -14,21 +14,26 @@ const ENTRY_AT_RESET: u64 = 0x1_0000;
 /// Where things are in the kernel's structure.
 const SELECTED: usize = 16;
 const ID: usize = 20;
+const REQUESTS: usize = 24;
 const ENTRIES: usize = 32;
 /// Length of the kernel's structure: number of the chip, padding, state.
 const CHIP_BYTES: usize = 520;
 
-/// The I/O APIC.
+/// The I/O APIC; an interrupt that waits in it is added to `losses`.
 ///
 /// # Errors
 /// The saved one is longer than the kernel's structure.
-pub fn convert(irqchips: &IrqchipState) -> Result<Ioapic, ExportError> {
+pub fn convert(irqchips: &IrqchipState, losses: &mut Vec<String>) -> Result<Ioapic, ExportError> {
     let mut chip = [0; CHIP_BYTES];
     fits(irqchips.ioapic.fill(&mut chip), || "the I/O APIC".to_owned())?;
     let word = |at: usize| {
         let found = chip.get(at..).and_then(<[u8]>::first_chunk).copied();
         u32::from_le_bytes(found.unwrap_or_default())
     };
+    let requests = word(REQUESTS);
+    if requests != 0 {
+        losses.push(format!("interrupts that wait in the I/O APIC ({requests:#x}) are lost there"));
+    }
     let entry = |pin: usize| {
         let found = chip.get(ENTRIES.saturating_add(pin.saturating_mul(8))..);
         u64::from_le_bytes(found.and_then(<[u8]>::first_chunk).copied().unwrap_or_default())

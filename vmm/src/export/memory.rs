@@ -15,8 +15,8 @@ use serde::Deserialize;
 use super::error::{ExportError, ensure, fits};
 use super::legacy::read;
 use crate::adopt::{MemoryLayout, MemoryPart, PartKind};
+use crate::config::VmConfig;
 use crate::config::memory::HotplugMethod;
-use crate::config::{MemoryConfig, VmConfig};
 use crate::machine::{device_window_gpa, later_memory_id};
 
 const WHAT: &str = "memory";
@@ -82,20 +82,26 @@ pub fn zone_of(later_id: &str) -> String {
     later_id.strip_prefix(&prefix).unwrap_or(later_id).to_owned()
 }
 
-/// The memory that has contents, by address: `plugged` are the plugged blocks of each memory device, as ranges of guest
-/// addresses.
-pub fn ranges(layout: &MemoryLayout, plugged: &[Range<u64>]) -> Vec<Range<u64>> {
-    let parts = layout.parts.iter().filter_map(|part| match part.kind {
-        PartKind::Boot => Some(part.gpa.clone()),
-        PartKind::Devices { plugged_bytes } => {
-            Some(part.gpa.start..part.gpa.start.saturating_add(plugged_bytes))
-        }
-        PartKind::VirtioMem => None,
-    });
-    let mut ranges: Vec<_> = parts.chain(plugged.iter().cloned()).collect();
+/// The memory that has contents, by address: `devices` are the registers of memory devices, `plugged` the plugged blocks of
+/// each virtio-mem device, as ranges of guest addresses. A range is never in two mappings: who restores it takes it for one
+/// piece of host memory.
+///
+/// # Errors
+/// The registers are not those of the memory that there is.
+pub fn ranges(
+    layout: &MemoryLayout,
+    devices: Option<&DeviceSnapshot>,
+    plugged: &[Range<u64>],
+) -> Result<Vec<Range<u64>>, ExportError> {
+    let registers = registers(layout, devices)?;
+    let boot = layout.parts.iter().filter(|part| part.kind == PartKind::Boot);
+    let boot = boot.map(|part| part.gpa.clone());
+    let devices = registers.devices.iter();
+    let devices = devices.map(|it| it.gpa..it.gpa.saturating_add(it.len_bytes));
+    let mut ranges: Vec<_> = boot.chain(devices).chain(plugged.iter().cloned()).collect();
     ranges.retain(|range| !range.is_empty());
     ranges.sort_by_key(|range| range.start);
-    ranges
+    Ok(ranges)
 }
 
 /// The state of the memory manager. `devices` are the registers of memory devices; `requested_bytes` is what guests are to
@@ -104,7 +110,6 @@ pub fn ranges(layout: &MemoryLayout, plugged: &[Range<u64>]) -> Vec<Range<u64>> 
 /// # Errors
 /// There are more ranges than a document can have.
 pub fn convert(
-    config: &MemoryConfig,
     layout: &MemoryLayout,
     devices: Option<&DeviceSnapshot>,
     requested_bytes: u64,
@@ -113,16 +118,14 @@ pub fn convert(
     let registers = registers(layout, devices)?;
     let mut mappings: Vec<RamMapping> = Vec::new();
     let mut add = |gpa: u64, size: u64, zone: &str, virtio_mem: bool| {
-        let before = mappings.iter().filter(|it| it.zone_id == zone && !it.virtio_mem);
-        let before_bytes = before.fold(0, |sum: u64, it| sum.saturating_add(it.size));
-        let has_file = has_file(config, zone) && !virtio_mem;
         mappings.push(RamMapping {
             slot: u32::try_from(mappings.len()).unwrap_or(u32::MAX),
             gpa,
             size,
             zone_id: zone.to_owned(),
             virtio_mem,
-            file_offset: if has_file { before_bytes } else { 0 },
+            // Only zones in files have another, and those are refused.
+            file_offset: 0,
         });
     };
     let mut boot_ram = 0_u64;
@@ -170,11 +173,6 @@ pub fn convert(
     })
 }
 
-/// Whether a zone is in a file.
-fn has_file(config: &MemoryConfig, zone: &str) -> bool {
-    config.zones.iter().flatten().any(|it| it.id == zone && it.file.is_some())
-}
-
 /// The registers of memory devices; without a state all that is plugged in is one device that the guest knows of.
 fn registers(
     layout: &MemoryLayout,
@@ -192,6 +190,13 @@ fn registers(
     };
     let registers: Registers = read(DEVICES, state, "memory-hotplug", DEVICES_VERSION)?;
     let end = registers.devices.last().map_or(0, |it| it.gpa.saturating_add(it.len_bytes));
+    let starts = registers.devices.iter().map(|it| it.gpa).skip(1);
+    let ends = registers.devices.iter().map(|it| it.gpa.saturating_add(it.len_bytes));
+    let follow = starts.zip(ends).all(|(start, end)| start == end);
+    let first = registers.devices.first().map(|it| it.gpa);
+    let begin = first.is_none() || first == room.map(|(gpa, _)| gpa);
+    let problem = || "its devices do not follow one another".to_owned();
+    ensure(follow && begin, || DEVICES.to_owned(), problem)?;
     let plugged_end = room.map_or(0, |(gpa, plugged)| gpa.saturating_add(plugged));
     ensure(
         registers.devices.len() <= DEVICES_MAX && end == plugged_end,

@@ -18,6 +18,7 @@
 //! | `transport` | the virtio transport, positions of queues |
 //! | `own_states` | the virtio devices' own states |
 //! | `topology` | the tree of devices |
+//! | `windows` | where BARs can be |
 //!
 //! Only a machine of the platform that those guests have seen can be written.
 
@@ -32,6 +33,7 @@ mod own_states;
 mod topology;
 mod transport;
 mod vcpu;
+mod windows;
 
 #[cfg(test)]
 mod tests;
@@ -48,14 +50,16 @@ use pci::{VIRTIO_PCI_KIND, VirtioPciState};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::adopt::{MemoryLayout, ReadGuest, Windows};
+use crate::adopt::{MemoryLayout, ReadGuest};
 use crate::config::VmConfig;
 use crate::config::vm::PVPANIC_ID;
 use crate::machine::{MachineState, PciFunctionState, SeenDevice};
 use crate::platform::PlatformName;
 use error::ensure;
+use functions::Site;
 use own_states::LaterMemory;
 use topology::{Place, Tree};
+use windows::Windows;
 
 pub use error::ExportError;
 pub use memory::layout_of;
@@ -120,7 +124,7 @@ pub fn begin(
     // What is lost is said once the whole VM is converted.
     let vm_config = configuration::convert(config, &mut Vec::new())?;
     // Of the memory that the guest is to have of memory devices nothing has to be known yet.
-    let memory = memory::convert(&config.memory, layout, devices, 0, &[])?;
+    let memory = memory::convert(layout, devices, 0, &[])?;
     Ok(ConfigMessage { vm_config, common_cpuid: vcpu::common(shown)?, memory_manager_data: memory })
 }
 
@@ -140,7 +144,8 @@ pub fn export(seen: &Seen<'_>, state: &MachineState) -> Result<Exported, ExportE
     )?;
     let mut documents = BTreeMap::new();
     for (index, vcpu) in state.vcpus.iter().enumerate() {
-        let vcpu = vcpu::convert(index, vcpu, seen.guest, &mut losses)?;
+        let hyperv = seen.config.cpus.kvm_hyperv;
+        let vcpu = vcpu::convert(index, vcpu, hyperv, seen.guest, &mut losses)?;
         documents.insert(u32::try_from(index).unwrap_or(u32::MAX), vcpu);
     }
     let legacy = legacy::convert(state, &mut losses)?;
@@ -148,6 +153,7 @@ pub fn export(seen: &Seen<'_>, state: &MachineState) -> Result<Exported, ExportE
     for (id, function) in &state.pci {
         functions.add(id, function, &mut losses)?;
     }
+    functions.check_panic_device(&mut losses);
     let Functions { tree, virtio, pvpanic, later, .. } = functions;
     let memory = memory_of(seen, state, &later)?;
     let document = Document {
@@ -159,7 +165,7 @@ pub fn export(seen: &Seen<'_>, state: &MachineState) -> Result<Exported, ExportE
         memory,
         devices: DeviceManager {
             data: tree.finish(),
-            ioapic: interrupts::convert(&state.irqchips)?,
+            ioapic: interrupts::convert(&state.irqchips, &mut losses)?,
             serial: legacy.serial,
             debug_console: legacy.debug_console,
             pvpanic,
@@ -176,9 +182,9 @@ fn memory_of(
 ) -> Result<MemoryManager, ExportError> {
     let plugged: Vec<Range<u64>> = later.iter().flat_map(|it| it.plugged.clone()).collect();
     let requested = later.iter().fold(0, |sum: u64, it| sum.saturating_add(it.requested_bytes));
-    let ranges = memory::ranges(seen.layout, &plugged);
     let devices = state.memory_hotplug.as_ref();
-    memory::convert(&seen.config.memory, seen.layout, devices, requested, &ranges)
+    let ranges = memory::ranges(seen.layout, devices, &plugged)?;
+    memory::convert(seen.layout, devices, requested, &ranges)
 }
 
 /// The PCI functions, one after another.
@@ -189,24 +195,22 @@ struct Functions<'a> {
     tree: Tree,
     virtio: BTreeMap<String, (cloud_hypervisor_state::Transport, Virtio)>,
     pvpanic: Option<cloud_hypervisor_state::Pvpanic>,
+    /// Where the panic device is here.
+    panic_gpa: Option<u64>,
     /// Of each memory device.
     later: Vec<LaterMemory>,
 }
 
 impl<'a> Functions<'a> {
     fn new(seen: &'a Seen<'a>, tree: Tree) -> Result<Self, ExportError> {
-        let unknown =
-            || ExportError::refused("memory", "the address bits of the guest are not known");
-        let bits = seen.config.pci_address_bits.ok_or_else(unknown)?;
-        let no_window =
-            |error: crate::adopt::AdoptError| ExportError::refused("memory", error.to_string());
         Ok(Self {
             seen,
-            windows: Windows::of(seen.layout, bits).map_err(no_window)?,
+            windows: Windows::of(seen)?,
             bar_len_bytes: seen.config.machine_platform().virtio_pci.bar_len_bytes,
             tree,
             virtio: BTreeMap::new(),
             pvpanic: None,
+            panic_gpa: None,
             later: Vec::new(),
         })
     }
@@ -219,8 +223,10 @@ impl<'a> Functions<'a> {
     ) -> Result<(), ExportError> {
         let what = format!("device '{id}'");
         let PciFunctionState { bdf, state } = function;
+        let site = Site { what: &what, bdf, windows: &self.windows };
         if id == PVPANIC_ID {
-            let (device, bar) = functions::panic_device(&what, state, &self.windows)?;
+            let (device, bar) = functions::panic_device(&site, state)?;
+            self.panic_gpa = Some(bar.gpa);
             self.tree.add_panic_device(Place { bdf: bdf.clone(), bar })?;
             self.pvpanic = Some(device);
             return Ok(());
@@ -250,10 +256,29 @@ impl<'a> Functions<'a> {
             _ => id.to_owned(),
         };
         let (sizes, len) = (&device.queue_sizes, self.bar_len_bytes);
-        let (transport, bar) =
-            transport::convert(&what, &state, sizes, len, &self.windows, self.seen)?;
+        let (transport, bar) = transport::convert(&site, &state, sizes, len, self.seen)?;
+        if let Virtio::Pmem(pmem) = &converted {
+            let (start, end) =
+                (pmem.config.start, pmem.config.start.saturating_add(pmem.config.size));
+            let problem =
+                || format!("its memory is at {start:#x}, outside of its segment's window");
+            ensure(self.windows.hold(bdf, &(start..end), true), || what.clone(), problem)?;
+        }
+        self.windows.take(bdf, &bar);
         self.tree.add_virtio(&there, &converted, Place { bdf: bdf.clone(), bar })?;
         self.virtio.insert(there, (transport, converted));
         Ok(())
+    }
+
+    /// v53 does not put the panic device where its register says.
+    fn check_panic_device(&self, losses: &mut Vec<String>) {
+        let Some(here) = self.panic_gpa else { return };
+        let there = self.windows.panic_device_gpa();
+        if there != Some(here) {
+            let there = there.map_or_else(|| "nowhere".to_owned(), |gpa| format!("at {gpa:#x}"));
+            losses.push(format!(
+                "panics of the guest are not noticed there: its panic device is at {here:#x}, and {there} there"
+            ));
+        }
     }
 }

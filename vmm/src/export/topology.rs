@@ -8,7 +8,7 @@ use cloud_hypervisor_state::{
     BarType, DeviceManagerData, DeviceNode, List, Named, Resource, TRANSPORT_PREFIX, Virtio,
 };
 
-use super::error::{ExportError, fits};
+use super::error::{ExportError, ensure, fits};
 use super::functions::Bar;
 use super::legacy::Legacy;
 use crate::config::vm::PVPANIC_ID;
@@ -72,14 +72,15 @@ impl Tree {
             children: fits(List::try_from(children), || id.to_owned())?,
             pci_bdf,
         };
-        self.0.insert(id.to_owned(), node);
-        Ok(())
+        let before = self.0.insert(id.to_owned(), node);
+        let problem = || "two devices have this name there".to_owned();
+        ensure(before.is_none(), || format!("device '{id}'"), problem)
     }
 
     /// Adds a virtio device with its transport.
     ///
     /// # Errors
-    /// As [`Self::of`].
+    /// There is a device of this name.
     pub fn add_virtio(
         &mut self,
         id: &str,
@@ -102,7 +103,7 @@ impl Tree {
     /// Adds the panic device.
     ///
     /// # Errors
-    /// As [`Self::of`].
+    /// There is a device of this name.
     pub fn add_panic_device(&mut self, place: Place) -> Result<(), ExportError> {
         self.add(PVPANIC_ID, vec![resource(&place.bar)], None, Vec::new(), Some(place.bdf))
     }

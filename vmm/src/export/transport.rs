@@ -10,8 +10,7 @@ use pci::{QueueRegisterState, VirtioPciState};
 
 use super::Seen;
 use super::error::{ExportError, ensure, fits};
-use super::functions::{self, Bar};
-use crate::adopt::Windows;
+use super::functions::{self, Bar, Site};
 
 /// Bits of the status register: all that a driver sets, and the last of them.
 const KNOWN_STATUS: u8 = 0xf;
@@ -24,13 +23,13 @@ const RING_INDEX: u64 = 2;
 /// # Errors
 /// Names what v53 could not take over.
 pub fn convert(
-    what: &str,
+    site: &Site<'_>,
     state: &VirtioPciState,
     sizes: &[u16],
     bar_len_bytes: u64,
-    windows: &Windows,
     seen: &Seen<'_>,
 ) -> Result<(Transport, Bar), ExportError> {
+    let what = site.what;
     let common = &state.common;
     let (status, active) = (common.status, common.active);
     let problem = || format!("its status is {status:#x}: it has failed, or needs a reset");
@@ -41,7 +40,7 @@ pub fn convert(
     ensure(!common.driver_features_beyond, || what.to_owned(), problem)?;
     let problem = || format!("it has {} queues, and {} of a size", state.queues.len(), sizes.len());
     ensure(sizes.len() == state.queues.len(), || what.to_owned(), problem)?;
-    let mut function = functions::configuration(what, &state.config, bar_len_bytes, windows)?;
+    let mut function = functions::configuration(site, &state.config, bar_len_bytes)?;
     let access = functions::take_access(what, &mut function.configuration)?;
     let msix = functions::msix(what, &state.msix, &function.configuration)?;
     let mut queues = Vec::new();

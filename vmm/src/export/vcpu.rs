@@ -5,6 +5,8 @@
 //!
 //! Owns what is refused because v53 saves no such register: what is in use must not be lost.
 
+use std::ops::RangeInclusive;
+
 use cloud_hypervisor_state::{
     CpuidEntry as TheirEntry, Fixed, Fpu, KvmVcpu, Lapic, List, Msr, Structure, Vcpu, Xsave,
 };
@@ -23,8 +25,17 @@ const LAPIC_BYTES: usize = 1024;
 /// Debug registers at reset, and the bits of DR7 that make a breakpoint work.
 const DR6: u64 = 0xffff_0ff0;
 const DR7_ENABLED: u64 = 0xff;
+const DR7_AT_RESET: u64 = 0x400;
 const XSAVE_REGION_BYTES: usize = 4096;
 const WORD: usize = 4;
+/// Longest area that a document can have: 60 KiB beyond the first part.
+const XSAVE_BYTES_MAX: usize = XSAVE_REGION_BYTES + (60 << 10);
+/// MSRs that KVM sets at once, which is how they are set there.
+const MSRS_MAX: usize = 255;
+/// Banks of machine checks, which v53 does not save itself.
+const MACHINE_CHECKS: RangeInclusive<u32> = 0x400..=0x47f;
+/// Configuration and count of each timer of Hyper-V, in turn.
+const HYPERV_TIMERS: RangeInclusive<u32> = 0x4000_00b0..=0x4000_00b7;
 const NESTED_HEADER_BYTES: usize = 128;
 const NESTED_BYTES: usize = 8320;
 /// Control registers and EFER: paging with page directory pointers.
@@ -62,13 +73,15 @@ const BITS_OF_VCPUS: [(u32, usize, u32); 9] = [
     (LEAF_AMD_TOPOLOGY, ECX, u32::MAX),
 ];
 
-/// The state of a vCPU; what it loses is added to `losses`.
+/// The state of a vCPU; what it loses is added to `losses`. `hyperv` is whether it has the registers of Hyper-V, which KVM
+/// only accepts there if the document says so.
 ///
 /// # Errors
 /// A register is in use that is not saved there.
 pub fn convert(
     index: usize,
     vcpu: &VcpuState,
+    hyperv: bool,
     guest: &dyn ReadGuest,
     losses: &mut Vec<String>,
 ) -> Result<Vcpu, ExportError> {
@@ -82,7 +95,7 @@ pub fn convert(
     let (fpu, xsave) = source.floating_point()?;
     Ok(Vcpu::Kvm(Box::new(KvmVcpu {
         cpuid: fits(List::try_from(cpuid), || source.what())?,
-        msrs: source.msrs()?,
+        msrs: source.msrs(losses)?,
         vcpu_events: source.structure(&events)?,
         regs: source.structure(&vcpu.regs)?,
         sregs: source.structure(&vcpu.sregs)?,
@@ -93,7 +106,7 @@ pub fn convert(
         mp_state: Structure::from(vcpu.mp_state.to_le_bytes()),
         tsc_khz: vcpu.tsc.khz,
         nested_state: source.nested()?,
-        hyperv_synic: false,
+        hyperv_synic: hyperv,
     })))
 }
 
@@ -115,9 +128,10 @@ impl Source<'_> {
         let enabled = debugregs.dr7 & DR7_ENABLED;
         let problem = || format!("breakpoints are in use (DR7 {:#x})", debugregs.dr7);
         ensure(enabled == 0, what, problem)?;
-        if debugregs.db != [0; 4] || debugregs.dr6 != DR6 {
-            losses
-                .push(format!("vCPU {} loses its debug registers, none of which work", self.index));
+        let is_at_reset = debugregs.dr7 & !DR7_AT_RESET == 0 && debugregs.dr6 == DR6;
+        if debugregs.db != [0; 4] || !is_at_reset {
+            let index = self.index;
+            losses.push(format!("vCPU {index} loses its debug registers: no breakpoint is in use"));
         }
         let uses_ssp = ssp.is_some_and(|ssp| ssp != 0);
         ensure(!uses_ssp, what, || "its shadow stack is in use".to_owned())?;
@@ -166,7 +180,9 @@ impl Source<'_> {
     fn floating_point(&self) -> Result<(Fpu, Xsave), ExportError> {
         let used = self.vcpu.xsave.bytes();
         let longest = self.leaf(LEAF_XSAVE).map_or(0, |entry| entry.answer[ECX]);
-        let longest = usize::try_from(longest).unwrap_or(0);
+        let longest = usize::try_from(longest).unwrap_or(usize::MAX);
+        let problem = || format!("its CPUID says an XSAVE area of {longest} bytes");
+        ensure(longest <= XSAVE_BYTES_MAX, || self.what(), problem)?;
         let len = longest.max(used.len()).max(XSAVE_REGION_BYTES).next_multiple_of(WORD);
         let mut bytes = vec![0; len];
         fits(self.vcpu.xsave.fill(&mut bytes), || self.what())?;
@@ -199,17 +215,29 @@ impl Source<'_> {
         Ok(Lapic { regs: Fixed::from(bytes.map(u8::cast_signed)) })
     }
 
-    /// All MSRs, the TSC among them, by their index.
-    fn msrs<const MAX: usize>(&self) -> Result<List<Msr, MAX>, ExportError> {
+    /// All MSRs, the TSC among them, by their index; but a timer of Hyper-V has its count before its configuration, as a count
+    /// may enable it. Where there are more than KVM sets at once, those of machine checks are left out.
+    fn msrs<const MAX: usize>(
+        &self,
+        losses: &mut Vec<String>,
+    ) -> Result<List<Msr, MAX>, ExportError> {
         let all = self.vcpu.msrs.iter().filter(|msr| msr.index != IA32_TSC);
         let mut msrs: Vec<_> = all.map(|msr| Msr { index: msr.index, data: msr.value }).collect();
         msrs.push(Msr { index: IA32_TSC, data: self.vcpu.tsc.value });
-        msrs.sort_by_key(|msr| msr.index);
+        if msrs.len() > MSRS_MAX {
+            msrs.retain(|msr| !MACHINE_CHECKS.contains(&msr.index));
+            losses.push(format!("vCPU {} loses its banks of machine checks", self.index));
+        }
+        let found = msrs.len();
+        let problem = || format!("it has {found} MSRs, and {MSRS_MAX} can be set there");
+        ensure(found <= MSRS_MAX, || self.what(), problem)?;
+        msrs.sort_by_key(|msr| msr.index ^ u32::from(HYPERV_TIMERS.contains(&msr.index)));
         fits(List::try_from(msrs), || self.what())
     }
 
+    /// The state of nested guests. One that is a header alone is not written: v53 has none then, and sets none.
     fn nested(&self) -> Result<Option<Structure<NESTED_BYTES>>, ExportError> {
-        /// Where the length of the whole is, in the kernel's structure.
+        /// Where things are in the kernel's structure.
         const LENGTH: usize = 4;
         let Some(nested) = &self.vcpu.nested else { return Ok(None) };
         let mut buffer = [0; NESTED_BYTES];
@@ -218,7 +246,36 @@ impl Source<'_> {
         let len = usize::try_from(len.map_or(0, u32::from_le_bytes)).unwrap_or(usize::MAX);
         let problem = || format!("its state of nested guests has {len} bytes");
         ensure(len <= NESTED_BYTES, || self.what(), problem)?;
-        Ok((len > NESTED_HEADER_BYTES).then(|| Structure::from(buffer)))
+        if len > NESTED_HEADER_BYTES {
+            return Ok(Some(Structure::from(buffer)));
+        }
+        let problem = || {
+            "it is ready to run nested guests and runs none (a hypervisor is loaded in the guest), for which \
+             cloud-hypervisor 53 has no state"
+                .to_owned()
+        };
+        ensure(is_idle(&buffer), || self.what(), problem)?;
+        Ok(None)
+    }
+}
+
+/// Whether a state of nested guests that is a header alone says nothing: a vCPU not in VMX operation, or one of SVM whose
+/// global interrupt flag is set.
+fn is_idle(header: &[u8]) -> bool {
+    const FORMAT: usize = 2;
+    const VMXON: usize = 8;
+    const VMX: u16 = 0;
+    const SVM: u16 = 1;
+    const GIF_SET: u16 = 1 << 8;
+    let half = |at: usize| {
+        let found = header.get(at..).and_then(<[u8]>::first_chunk).copied();
+        u16::from_le_bytes(found.unwrap_or_default())
+    };
+    let vmxon = header.get(VMXON..).and_then(<[u8]>::first_chunk).copied();
+    match half(FORMAT) {
+        VMX => vmxon.map(u64::from_le_bytes) == Some(u64::MAX),
+        SVM => half(0) & GIF_SET != 0,
+        _ => false,
     }
 }
 

@@ -43,7 +43,7 @@ fn ram() -> MigratingRam {
         end: 1 << 39,
         later_align_bytes: 128 << 20,
     };
-    MigratingRam::to_write(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
+    MigratingRam::as_mapped(Arc::new(GuestRam::new(&config, layout).unwrap())).unwrap()
 }
 
 fn refusal(directory: &Path) -> String {

@@ -69,7 +69,7 @@ pub fn take(machine: &Machine, path: &Path, cancel: &Cancel) -> Result<CoreRepor
 }
 
 fn take_into(machine: &Machine, path: &Path, cancel: &Cancel) -> Result<CoreReport, CoreDumpCause> {
-    let memory = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let memory = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let ranges = memory.layout().regions().iter();
     let ranges = ranges.map(|region| CoreRange { gpa: region.gpa, len_bytes: region.len_bytes });
     let format = Elf(machine.core_file(ranges.collect())?);

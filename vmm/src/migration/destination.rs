@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use hypervisor::ClockPolicy;
 use memory::InitialContents;
-use vm_migration::VmError;
 use vm_migration::commit::destination::InDoubt;
 use vm_migration::fault::FaultSource;
 use vm_migration::protocol::formats::Formats;
 use vm_migration::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine};
+use vm_migration::{MemoryMode, VmError};
 
 use super::adopted_arrival::{AdoptedArrival, Started};
 use super::document::{KNOWN, MachineDocument};
@@ -163,6 +163,7 @@ impl DestinationBuilder for ArrivingBuilder {
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
+        mode: MemoryMode,
     ) -> Result<MappedArrival, VmError> {
         let (adopted, vm_config, common_cpuid, feature_msrs) =
             if let Some(Started { arrival, config, shown }) = AdoptedArrival::read(config_json)? {
@@ -193,7 +194,9 @@ impl DestinationBuilder for ArrivingBuilder {
             adopted.check_memory(&config, &ram)?;
         }
         self.faults.prepare(&ram, &common_cpuid)?;
-        let memory = Arc::new(MigratingRam::to_write(ram)?);
+        let is_behind_guest = mode.may_postcopy();
+        let of = if is_behind_guest { MigratingRam::with_aliases } else { MigratingRam::as_mapped };
+        let memory = Arc::new(of(ram)?);
         Ok(MappedArrival { builder: self, config, memory, adopted })
     }
 }

@@ -28,24 +28,25 @@ fn bytes(pages: &Range<u64>) -> Range<u64> {
 }
 
 impl MigratingRam {
-    /// Describes `ram` to be written, and makes the second mappings.
+    /// Describes `ram` to be filled behind the guest, which waits for pages that are missing: makes the second mappings, which
+    /// userfaultfd does not watch.
     ///
     /// # Errors
     /// The layout is invalid, or a second mapping cannot be made.
-    pub fn to_write(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
+    pub fn with_aliases(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
         for region in ram.regions().iter().filter(|region| region.has_alias()) {
             region.alias_slice(&(0..region.len_bytes())).map_err(MigratingRamError::Alias)?;
         }
-        Self::to_read(ram)
+        Self::as_mapped(ram)
     }
 
-    /// Describes `ram` to be read. It is read as the guest has it mapped, which costs no page faults and no second set of
-    /// page tables, unless it has a second mapping: then it came through that one, and what userfaultfd watches may not be
-    /// read otherwise.
+    /// Describes `ram` to be read, or to be filled before the guest runs. That is done as the guest has it mapped, which costs
+    /// no second set of page tables: for reading no page faults, and what is filled is there for the guest without one. Only
+    /// memory that has a second mapping came through that, and what userfaultfd watches may not be read otherwise.
     ///
     /// # Errors
     /// The layout is invalid.
-    pub fn to_read(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
+    pub fn as_mapped(ram: Arc<GuestRam>) -> Result<Self, MigratingRamError> {
         let mut regions = Vec::new();
         for region in ram.regions() {
             let backing = match region.kind() {
@@ -189,12 +190,12 @@ mod tests {
         let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
         let ram = Arc::new(ram);
         let aliases = |memory: &MigratingRam| [0, 1].map(|index| memory.alias(index).is_some());
-        let source = MigratingRam::to_read(Arc::clone(&ram)).unwrap();
+        let source = MigratingRam::as_mapped(Arc::clone(&ram)).unwrap();
         assert_eq!(aliases(&source), [false, false]);
-        let destination = MigratingRam::to_write(Arc::clone(&ram)).unwrap();
+        let destination = MigratingRam::with_aliases(Arc::clone(&ram)).unwrap();
         assert_eq!(aliases(&destination), [true, false]);
         // What came through it is read through it.
-        let onward = MigratingRam::to_read(ram).unwrap();
+        let onward = MigratingRam::as_mapped(ram).unwrap();
         assert_eq!(onward.alias(0), destination.alias(0));
         assert_ne!(onward.alias(0), Some(onward.main(0)));
     }

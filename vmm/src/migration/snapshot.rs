@@ -143,20 +143,23 @@ fn take_into(
     if machine.is_ending() {
         return Err(GuestIsEnding.into());
     }
+    // What the other program does not have is named before anything is written back.
+    let exported = match format {
+        SnapshotFormat::Godwit => None,
+        SnapshotFormat::CloudHypervisor53 => Some(ExportedSnapshot::of(machine)?),
+    };
     write_back(machine, cancel)?;
-    let documents = match format {
-        SnapshotFormat::Godwit => Documents {
+    let documents = match exported {
+        None => Documents {
             config_json: serde_json::to_vec_pretty(&sparse_config(machine.config())?)?,
             state_json: machine.save()?.to_json()?,
             ranges: None,
         },
-        SnapshotFormat::CloudHypervisor53 => {
-            let ExportedSnapshot { config_json, state_json, ranges } =
-                ExportedSnapshot::of(machine)?;
+        Some(ExportedSnapshot { config_json, state_json, ranges }) => {
             Documents { config_json, state_json, ranges: Some(ranges) }
         }
     };
-    let memory = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let memory = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     write(directory, documents, memory, cancel)
 }
 
@@ -293,7 +296,7 @@ fn restore_from(
     let contents = match &source {
         Source::Own(_) => InitialContents::Nothing,
         // Others may use the files that the configuration names.
-        Source::Adopted(..) => InitialContents::MustBeEmpty,
+        Source::Adopted(..) => InitialContents::MustBeNew,
     };
     let ram = Machine::arriving_ram(&config, host, &[], contents).map_err(RestoreCause::Make)?;
     if let Source::Adopted(_, layout) = &source {
@@ -303,7 +306,12 @@ fn restore_from(
         // All of it is to be populated in the end, so check at once whether that is possible.
         memory::check_available(ram.regions()).map_err(PrefaultError::from)?;
     }
-    let memory = Arc::new(MigratingRam::to_write(Arc::clone(&ram))?);
+    let is_on_demand = matches!(
+        (&source, request.memory_restore_mode),
+        (Source::Own(_), MemoryRestoreMode::OnDemand)
+    );
+    let of = if is_on_demand { MigratingRam::with_aliases } else { MigratingRam::as_mapped };
+    let memory = Arc::new(of(Arc::clone(&ram))?);
     let machine =
         Machine::arriving(config, consoles, host, sink, ram).map_err(RestoreCause::Make)?;
     let mut restored = Restored { machine: Box::new(machine), filling: None };

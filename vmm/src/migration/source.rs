@@ -124,7 +124,7 @@ impl LeavingMachine {
         page_server: Option<PageServerPlan>,
         limits: StopLimits,
     ) -> Result<Self, (Box<Machine>, MigratingRamError)> {
-        match MigratingRam::to_read(Arc::clone(machine.ram())) {
+        match MigratingRam::as_mapped(Arc::clone(machine.ram())) {
             Ok(memory) => {
                 let disk_writer = DiskWriter::start(machine.writable_disks());
                 let (memory, reader) = (Arc::new(memory), Reader::Own(Formats::default()));

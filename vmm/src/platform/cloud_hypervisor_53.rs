@@ -112,6 +112,9 @@ const REFUSED: &[RefusedOption] = &[
     RefusedOption { path: "devices", why: "routes and BARs of passed-through devices differ" },
     RefusedOption { path: "user_devices", why: "routes and BARs of such devices differ" },
     RefusedOption { path: "vdpa", why: "vDPA devices have not been compared" },
+    RefusedOption { path: "balloon.free_page_hinting", why: "its balloon has no such feature" },
+    RefusedOption { path: "balloon.statistics_interval_s", why: "its balloon has no statistics" },
+    RefusedOption { path: "balloon.prezero_hints", why: "its balloon has no such feature" },
 ];
 
 /// The definition.

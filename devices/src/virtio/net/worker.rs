@@ -14,7 +14,7 @@ use virtio_queue::QueueState;
 use super::config::Link;
 use super::counters::NetCounters;
 use super::tap::{HEADER_BYTES, Tap};
-use crate::virtio::buffers::Segments;
+use crate::virtio::buffers::HostRanges;
 use crate::virtio::limiter::Throttle;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
@@ -177,7 +177,7 @@ impl NetWorker {
     /// The next receive buffer. One with a readable part is refused: a frame may keep all buffers of the ring,
     /// and only their writable parts are bounded by its length.
     fn pop_buffer(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
-        let chain = self.receive.pop(memory)?;
+        let chain = self.receive.pop_buffer(memory)?;
         match chain {
             Some(chain) if chain.readable.len_bytes() > 0 => {
                 Err(self.receive.bad_chain(chain.head, "is a receive buffer with a readable part"))
@@ -220,8 +220,8 @@ impl NetWorker {
             if self.limits.receive.as_mut().is_some_and(|limit| !limit.may_begin()) {
                 return Ok(Pause::Limit);
             }
-            let room = self.room();
-            let len_bytes = match self.read_frame(&tap, memory, &room)? {
+            let (read, room_bytes) = self.read_frame(&tap, memory)?;
+            let len_bytes = match read {
                 Ok(len_bytes) if len_bytes >= HEADER_BYTES => len_bytes,
                 Ok(_) => {
                     self.counters.dropped.add(1);
@@ -238,7 +238,7 @@ impl NetWorker {
             if let Some(limit) = &self.limits.receive {
                 limit.charge(frame_bytes(len_bytes as u64));
             }
-            if let Delivery::Waiting(count) = self.received(memory, &room, len_bytes)? {
+            if let Delivery::Waiting(count) = self.received(memory, room_bytes, len_bytes)? {
                 return Ok(Pause::FewBuffers(count));
             }
         }
@@ -276,47 +276,54 @@ impl NetWorker {
         self.taken.iter().map(|chain| chain.writable.len_bytes()).fold(0, u64::saturating_add)
     }
 
-    /// All that has been taken, as one buffer; of a driver that does not accept several, the first one.
-    fn room(&self) -> Segments {
-        let count = if self.mergeable { self.taken.len() } else { 1 };
-        let mut room = Segments::default();
-        for chain in self.taken.iter().take(count) {
-            room.append(chain.writable.clone());
-        }
-        room
+    /// The buffers that a frame may have: all that were taken, or the first one of a driver that does not accept several.
+    fn for_a_frame(&self) -> impl Iterator<Item = &Chain> {
+        self.taken.iter().take(if self.mergeable { usize::MAX } else { 1 })
     }
 
-    /// Reads a frame into the buffers taken, and the rest into the tail.
+    /// Reads a frame into the buffers taken, and the rest into the tail. Returns the room in the buffers as well.
     fn read_frame(
         &mut self,
         tap: &Tap,
         memory: &GuestMemory,
-        room: &Segments,
-    ) -> Result<io::Result<usize>, Broken> {
-        let head = self.taken.front().map_or(0, |chain| chain.head);
-        let mut ranges =
-            room.host_ranges(memory).map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
+    ) -> Result<(io::Result<usize>, usize), Broken> {
+        let mut ranges = HostRanges::with_capacity(memory, self.taken.len() + 1);
+        let mut room_bytes = 0_usize;
+        for chain in self.for_a_frame() {
+            let pushed = ranges.push(&chain.writable, 0, usize::MAX);
+            let pushed = pushed.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+            room_bytes = room_bytes.saturating_add(pushed);
+        }
         // SAFETY: the tail is not moved, freed or otherwise used before `ranges` is dropped at the
         // end of this function.
         unsafe { ranges.push_own(self.tail.as_mut_ptr(), self.tail.len()) };
-        Ok(ranges.read(tap.file()))
+        Ok((ranges.read(tap.file()), room_bytes))
     }
 
     /// Completes a frame that was read into the buffers taken and possibly the tail.
     fn received(
         &mut self,
         memory: &GuestMemory,
-        room: &Segments,
+        room_bytes: usize,
         len_bytes: usize,
     ) -> Result<Delivery, Broken> {
-        let room_bytes = usize::try_from(room.len_bytes()).unwrap_or(usize::MAX);
-        let head = self.taken.front().map_or(0, |chain| chain.head);
-        room.mark_written(memory, len_bytes.min(room_bytes) as u64);
+        let mut left_bytes = len_bytes.min(room_bytes) as u64;
+        for chain in self.for_a_frame() {
+            let bytes = left_bytes.min(chain.writable.len_bytes());
+            chain.writable.mark_written(memory, bytes);
+            left_bytes -= bytes;
+            if left_bytes == 0 {
+                break;
+            }
+        }
         if len_bytes <= room_bytes {
             let used = self.filled(len_bytes);
             let count = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
-            room.copy_in_at(memory, NUM_BUFFERS_OFFSET as u64, &count)
-                .map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
+            // The whole header is in the first one.
+            if let Some(chain) = self.taken.front() {
+                let copied = chain.writable.copy_in_at(memory, NUM_BUFFERS_OFFSET as u64, &count);
+                copied.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+            }
             self.finish(memory, &used, len_bytes)?;
             return Ok(Delivery::Finished);
         }
@@ -325,7 +332,11 @@ impl NetWorker {
             return Ok(Delivery::Finished);
         }
         let mut frame = vec![0; room_bytes];
-        room.copy_out(memory, &mut frame).map_err(|_| self.receive.bad_chain(head, NOT_RAM))?;
+        let mut done = 0;
+        for chain in &self.taken {
+            let copied = chain.writable.copy_out(memory, frame.get_mut(done..).unwrap_or_default());
+            done += copied.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+        }
         frame.extend_from_slice(self.tail.get(..len_bytes - room_bytes).unwrap_or_default());
         self.deliver(memory, frame)
     }

@@ -3,8 +3,8 @@
 //! One connection between a port of the guest and a stream of the host.
 //!
 //! Owns its state, what the guest has sent and the host has not taken yet, and the credit of both
-//! directions (virtio 1.3, 5.10.6.3). Data for the guest are read when it has provided a buffer for them, and credit;
-//! of a client that writes much, some in advance, as a guest's buffers are small. Must never wait for the host.
+//! directions (virtio 1.3, 5.10.6.3). Data for the guest are read when it has provided buffers for them, and credit,
+//! straight into these: of a client that writes much into several at once. Must never wait for the host.
 //!
 //! ```text
 //!   host's client > Requested -- RESPONSE --> Open -- both of one side's ends --> RST is sent
@@ -13,7 +13,7 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Write as _};
 use std::net::Shutdown;
 use std::num::Wrapping;
 use std::os::unix::net::UnixStream;
@@ -23,8 +23,6 @@ use vmm_sys_util::epoll::EventSet;
 
 use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 
-/// Most data that are read of a client in advance, in whose place it may write more.
-const AHEAD_BYTES_MAX: usize = 64 << 10;
 /// Time limit for the guest to respond to a connecting client.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 /// Time limit for the guest to close a connection whose client has gone.
@@ -53,7 +51,27 @@ struct Due {
     credit: bool,
 }
 
-/// A packet for the guest; its data are in the caller's buffer.
+/// Where the data of a packet go: one buffer or several, which are a packet each for the guest.
+pub(super) trait Room {
+    /// Reads from a stream into as many buffers as `wanted_bytes` take, but at least into one, and no more than
+    /// `limit_bytes`.
+    fn read(
+        &mut self,
+        stream: &UnixStream,
+        wanted_bytes: usize,
+        limit_bytes: usize,
+    ) -> io::Result<Filled>;
+}
+
+/// What was read from a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Filled {
+    pub(super) len_bytes: usize,
+    /// Whether it is as much as there was room for.
+    pub(super) is_full: bool,
+}
+
+/// A packet for the guest; its data are in the caller's room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Packet {
     pub(super) op: u16,
@@ -71,10 +89,7 @@ pub(super) struct Connection {
     /// Data from the guest that the host has not read yet, and their maximum, which the guest has as its credit.
     to_host: VecDeque<u8>,
     buffer_bytes: u32,
-    /// Data of the client that were read in advance, and where the rest begins.
-    ahead: Vec<u8>,
-    ahead_at: usize,
-    /// Whether the last read filled all of its room.
+    /// Whether the last data filled all of their room.
     is_flowing: bool,
     /// Bytes consumed by the host, and the count last reported to the guest.
     fwd_cnt: Wrapping<u32>,
@@ -106,8 +121,6 @@ impl Connection {
             due: Due::default(),
             to_host: VecDeque::new(),
             buffer_bytes,
-            ahead: Vec::new(),
-            ahead_at: 0,
             is_flowing: false,
             fwd_cnt: Wrapping(0),
             fwd_cnt_told: Wrapping(0),
@@ -361,16 +374,20 @@ impl Connection {
             || self.credit_update_is_due()
     }
 
-    /// The next packet for the guest, with its data at the front of `room`.
-    pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Packet> {
-        let (op, flags, len_bytes) = self.next_op(room)?;
+    /// The next packet for the guest, with its data in `room`: not many more than `share_bytes`.
+    pub(super) fn next_packet(
+        &mut self,
+        room: &mut impl Room,
+        share_bytes: usize,
+    ) -> Option<Packet> {
+        let (op, flags, len_bytes) = self.next_op(room, share_bytes)?;
         self.due.credit = false;
         self.fwd_cnt_told = self.fwd_cnt;
         let (buf_alloc, fwd_cnt) = (self.buffer_bytes, self.fwd_cnt.0);
         Some(Packet { op, flags, len_bytes, buf_alloc, fwd_cnt })
     }
 
-    fn next_op(&mut self, room: &mut [u8]) -> Option<(u16, u32, usize)> {
+    fn next_op(&mut self, room: &mut impl Room, share_bytes: usize) -> Option<(u16, u32, usize)> {
         if std::mem::take(&mut self.due.rst) {
             self.close_for_guest();
             return Some((op::RST, 0, 0));
@@ -383,7 +400,7 @@ impl Connection {
         }
         if self.may_read() && self.is_readable {
             if self.credit_bytes() > 0 {
-                if let Some(len_bytes) = self.read(room) {
+                if let Some(len_bytes) = self.read(room, share_bytes) {
                     return Some((op::RW, 0, len_bytes));
                 }
             } else if !std::mem::replace(&mut self.has_asked, true) {
@@ -401,50 +418,25 @@ impl Connection {
     }
 
     /// Reads data of the host, within the guest's credit; `None` if there are none now, or at the end.
-    fn read(&mut self, room: &mut [u8]) -> Option<usize> {
-        let credit = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
-        let room_bytes = room.len().min(credit);
-        let room = room.get_mut(..room_bytes).unwrap_or_default();
-        if self.is_flowing && self.ahead_at == self.ahead.len() {
-            self.read_ahead();
-        }
-        let ahead = self.ahead.get(self.ahead_at..).unwrap_or_default();
-        let len_bytes = if ahead.is_empty() {
-            let len_bytes = self.read_stream(room)?;
-            self.is_flowing = len_bytes == room.len();
-            len_bytes
-        } else {
-            let len_bytes = ahead.len().min(room.len());
-            room.iter_mut().zip(ahead).for_each(|(to, from)| *to = *from);
-            self.ahead_at = self.ahead_at.saturating_add(len_bytes);
-            len_bytes
-        };
-        self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
-        Some(len_bytes)
-    }
-
-    /// Reads as much as may be in advance. What there is not is found out by the next read.
-    fn read_ahead(&mut self) {
-        let mut ahead = std::mem::take(&mut self.ahead);
-        ahead.resize(AHEAD_BYTES_MAX, 0);
-        let len_bytes = self.read_stream(&mut ahead).unwrap_or(0);
-        self.is_flowing = len_bytes == ahead.len();
-        ahead.truncate(len_bytes);
-        if len_bytes == 0 {
-            // It may be long until the client writes as much again.
-            ahead = Vec::new();
-        }
-        (self.ahead, self.ahead_at) = (ahead, 0);
-    }
-
-    /// Reads from the stream; `None` if it has nothing now, or has ended.
-    fn read_stream(&mut self, room: &mut [u8]) -> Option<usize> {
+    fn read(&mut self, room: &mut impl Room, share_bytes: usize) -> Option<usize> {
+        let credit_bytes = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
+        // Buffers that are taken for a client that writes little only have to be given back.
+        let wanted_bytes = if self.is_flowing { share_bytes } else { 1 };
         loop {
-            match self.stream.read(room) {
-                Ok(len_bytes) if len_bytes > 0 => return Some(len_bytes),
+            match room.read(&self.stream, wanted_bytes, credit_bytes) {
+                Ok(Filled { len_bytes, is_full }) if len_bytes > 0 => {
+                    self.is_flowing = is_full;
+                    self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+                    return Some(len_bytes);
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.is_readable = false;
+                    return None;
+                }
+                // The guest's memory cannot be written. That is no end of the client's data.
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                    self.fail();
                     return None;
                 }
                 Ok(_) | Err(_) => {
@@ -468,23 +460,5 @@ impl Connection {
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-
-    use super::*;
-
-    #[test]
-    fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
-        let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut connection = Connection::of_host(ours, 4096);
-        assert!(connection.deadline().is_some(), "the guest has to answer in time");
-        connection.end_overdue();
-        // A guest without a buffer for the RST must not cause repeated wake-ups.
-        assert_eq!(connection.deadline(), None);
-        connection.restart_time_limit();
-        assert_eq!(connection.deadline(), None);
-        assert!(connection.has_packets());
-        assert_eq!(connection.next_packet(&mut []).unwrap().op, op::RST);
-        assert!(connection.is_over());
-    }
-}
+#[path = "connection_tests.rs"]
+mod tests;

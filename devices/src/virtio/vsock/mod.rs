@@ -18,7 +18,7 @@
 //!
 //! Connections belong to the process: a guest that is migrated, or restored from a snapshot, is told
 //! that all of them are closed. A client never makes the device wait, nor buffer more than
-//! [`muxer::LARGE_BUFFER_BYTES`] for it and 64 KiB of it.
+//! [`muxer::LARGE_BUFFER_BYTES`] for it; what it writes stays in its socket until the guest has room.
 
 pub(super) mod connection;
 mod counters;

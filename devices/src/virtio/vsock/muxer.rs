@@ -3,8 +3,8 @@
 //! All connections of one guest.
 //!
 //! Owns which packet belongs to which connection, the ports of the host's clients, and the order in which
-//! packets are sent to the guest: round robin over the connections. Every count is bounded, whatever guest and
-//! clients do. Must never touch guest memory.
+//! packets are sent to the guest: round robin over the connections, which share what is sent in a round. Every count is
+//! bounded, whatever guest and clients do. Must never touch guest memory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::connection::{Connection, Packet};
+use super::connection::{Connection, Packet, Room};
 use super::counters::VsockCounters;
 use super::greeting::{Greeted, Greeting};
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
@@ -28,7 +28,7 @@ const CONNECTIONS_MAX: usize = 1023;
 /// Connections that there may be for another one to have the larger buffer.
 const LARGE_MAX: usize = 256;
 /// What the guest may send of a connection while its client does not read, in few and in many connections: 112 MiB in
-/// all, beside 64 KiB of each connection that are read in advance.
+/// all.
 pub(super) const LARGE_BUFFER_BYTES: u32 = 256 << 10;
 const SMALL_BUFFER_BYTES: u32 = 64 << 10;
 /// Maximum number of clients that have not sent their port; beyond that the oldest is dropped.
@@ -37,6 +37,9 @@ const GREETINGS_MAX: usize = 64;
 const ANSWERS_MAX: usize = 256;
 /// Maximum number of clients accepted before other events.
 const ACCEPTED_MAX: usize = 16;
+/// Data that all connections with packets together may send in a round. Each may fill one buffer of the guest in any
+/// case.
+const ROUND_BYTES: usize = 64 << 10;
 /// Maximum number of events taken from epoll at a time.
 const EVENTS_MAX: usize = 32;
 /// First port for the host's clients; their range ends at the largest positive 32-bit integer, for programs
@@ -51,8 +54,9 @@ const LISTENER_TOKEN: u64 = 0;
 /// Host port and guest port.
 type Ports = (u32, u32);
 
-/// A packet for the guest; its data are in the caller's buffer.
+/// A packet for the guest, or several that only differ in their data, which are in the caller's room.
 pub(super) struct Outgoing {
+    /// Without the length of the data.
     pub(super) header: Header,
     pub(super) len_bytes: usize,
 }
@@ -285,11 +289,11 @@ impl Muxer {
         !self.answers.is_empty() || !self.ready.is_empty()
     }
 
-    /// The next packet for the guest, with its data at the front of `room`.
-    pub(super) fn next_packet(&mut self, room: &mut [u8]) -> Option<Outgoing> {
+    /// The next packet for the guest, with its data in `room`.
+    pub(super) fn next_packet(&mut self, room: &mut impl Room) -> Option<Outgoing> {
         if let Some(Answer { ports, kind }) = self.answers.pop_front() {
             let header = Header { kind, op: op::RST, ..self.header(ports) };
-            return Some(self.count(header, 0));
+            return Some(Outgoing { header, len_bytes: 0 });
         }
         while let Some(ports) = self.ready.pop_front() {
             // It may be closed, and its ports reused by another connection, which has its own turn.
@@ -297,18 +301,12 @@ impl Muxer {
                 continue;
             };
             entry.is_ready = false;
+            let share_bytes = ROUND_BYTES / self.ready.len().saturating_add(1);
             let mut packet = None;
-            self.with(ports, |connection| packet = connection.next_packet(room));
+            self.with(ports, |connection| packet = connection.next_packet(room, share_bytes));
             if let Some(Packet { op, flags, len_bytes, buf_alloc, fwd_cnt }) = packet {
-                let header = Header {
-                    op,
-                    flags,
-                    len_bytes: u32::try_from(len_bytes).unwrap_or(0),
-                    buf_alloc,
-                    fwd_cnt,
-                    ..self.header(ports)
-                };
-                return Some(self.count(header, len_bytes));
+                let header = Header { op, flags, buf_alloc, fwd_cnt, ..self.header(ports) };
+                return Some(Outgoing { header, len_bytes });
             }
         }
         None
@@ -319,10 +317,15 @@ impl Muxer {
         Header { src_cid, dst_cid, src_port, dst_port, kind: TYPE_STREAM, ..Header::default() }
     }
 
-    fn count(&self, header: Header, len_bytes: usize) -> Outgoing {
-        self.counters.rx_packets.add(1);
-        self.counters.rx_bytes.add(header.len_bytes.into());
-        Outgoing { header, len_bytes }
+    /// Counts packets that were given to the guest, with their data.
+    pub(super) fn count_given(&self, packets: u32, data_bytes: u64) {
+        self.counters.rx_packets.add(packets.into());
+        self.counters.rx_bytes.add(data_bytes);
+    }
+
+    /// Logs why a packet's data could not be put into the guest's memory.
+    pub(super) fn complain(&self, error: &io::Error) {
+        log_limited!(self.log, Warn, "data for the guest cannot be put into its memory: {error}");
     }
 
     /// Handles the streams that are ready.

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod hostile;
+mod receiving;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::Shutdown;

@@ -2,19 +2,24 @@
 
 //! The thread of a socket device: its three queues and all streams of the host.
 //!
-//! Owns which queue is served when. The guest's packets are taken only while there is room for answers
-//! to them, so that a driver that sends and never receives is not answered forever.
+//! Owns which queue is served when, and the guest's receive buffers while a packet is put into them. The guest's packets
+//! are taken only while there is room for answers to them, so that a driver that sends and never receives is not answered
+//! forever.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::AsRawFd as _;
+use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use memory::GuestMemory;
 use virtio_queue::QueueState;
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::connection::{Filled, Room};
 use super::muxer::{Muxer, Outgoing};
 use super::packet::{DATA_BYTES_MAX, HEADER_BYTES, Header};
+use crate::virtio::buffers::HostRanges;
 use crate::virtio::queue::{Broken, Chain, NOT_RAM, WorkQueue};
 use crate::virtio::worker::{Watch, Work};
 
@@ -25,6 +30,10 @@ const STREAMS_TOKEN: u64 = 3;
 const TIMER_TOKEN: u64 = 4;
 /// Maximum number of packets of one direction before other events.
 const BUDGET: u32 = 256;
+/// Ranges of buffers that are taken for one read.
+const TAKEN_RANGES_MAX: usize = 128;
+/// Ranges that a read into several buffers mostly has: those of Linux have almost 4 KiB each.
+const RANGES_EXPECTED: usize = 20;
 /// Maximum number of turns of both directions before other events.
 const ROUNDS_MAX: u32 = 2;
 /// The event that all connections are closed (`VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`).
@@ -42,8 +51,23 @@ pub(crate) struct VsockWorker {
     timer: TimerFd,
     /// What the timer is set to.
     armed: Option<Instant>,
-    /// Buffer for the data of one packet.
+    /// Data of a packet of the guest.
     data: Vec<u8>,
+    /// Buffers taken from the receive queue, in its order; none between two events.
+    taken: VecDeque<Chain>,
+    /// Buffers that a packet was put into, with the bytes in each.
+    used: Vec<(u16, u64)>,
+}
+
+/// The receive queue while data are read into its buffers.
+struct ReceiveRoom<'a> {
+    queue: &'a mut WorkQueue,
+    memory: &'a GuestMemory,
+    taken: &'a mut VecDeque<Chain>,
+    /// A rule that the driver has broken with a buffer.
+    broken: Option<Broken>,
+    /// Why the last read has failed.
+    failure: Option<io::Error>,
 }
 
 impl VsockWorker {
@@ -66,6 +90,8 @@ impl VsockWorker {
             timer,
             armed: None,
             data,
+            taken: VecDeque::new(),
+            used: Vec::new(),
         })
     }
 
@@ -125,41 +151,75 @@ impl VsockWorker {
     fn receive(&mut self) -> Result<(), Broken> {
         let memory = self.receive.memory();
         self.receive.suppress_kicks(&memory)?;
-        for _ in 0..BUDGET {
-            let Some(mut chain) = self.receive.pop(&memory)? else {
-                if self.receive.allow_kicks(&memory)? {
-                    self.receive.suppress_kicks(&memory)?;
-                    continue;
-                }
-                return self.receive.notify(&memory);
-            };
-            if !self.muxer.has_packets() {
-                // The buffers stay for later; further ones need no notification.
-                self.receive.undo_pop();
-                return self.receive.notify(&memory);
-            }
-            let header_at = chain.writable.split_front(HEADER_BYTES as u64);
-            let too_short = || self.receive.bad_chain(chain.head, "is too short for a packet");
-            let header_at = header_at.ok_or_else(too_short)?;
-            let room = usize::try_from(chain.writable.len_bytes()).unwrap_or(usize::MAX);
-            let room = self.data.get_mut(..room.min(DATA_BYTES_MAX)).unwrap_or_default();
-            if room.is_empty() {
-                return Err(too_short());
-            }
-            let Some(Outgoing { header, len_bytes }) = self.muxer.next_packet(room) else {
-                self.receive.undo_pop();
-                return self.receive.notify(&memory);
-            };
-            let data = room.get(..len_bytes).unwrap_or_default();
-            let written = header_at
-                .copy_in(&memory, &header.to_bytes())
-                .and_then(|_| chain.writable.copy_in(&memory, data))
-                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
-            let written = written.saturating_add(HEADER_BYTES);
-            self.receive.add_used(&memory, chain.head, u64::try_from(written).unwrap_or(0))?;
+        let sent = self.send_packets(&memory);
+        // Other events may have to do with buffers that were not used, such as a mapping of the IOMMU that the driver
+        // removes.
+        for _ in self.taken.drain(..) {
+            self.receive.undo_pop();
         }
-        self.receive.kick_self();
+        sent?;
         self.receive.notify(&memory)
+    }
+
+    fn send_packets(&mut self, memory: &GuestMemory) -> Result<(), Broken> {
+        if !self.muxer.has_packets() {
+            // The buffers stay for later; further ones need no notification.
+            return self.receive.check_available(memory);
+        }
+        let mut budget = BUDGET;
+        while self.muxer.has_packets() {
+            if budget == 0 {
+                self.receive.kick_self();
+                break;
+            }
+            let Self { receive: queue, taken, .. } = self;
+            let mut room = ReceiveRoom { queue, memory, taken, broken: None, failure: None };
+            if room.taken.is_empty() && !room.take_buffer()? {
+                if !self.receive.allow_kicks(memory)? {
+                    break;
+                }
+                self.receive.suppress_kicks(memory)?;
+                budget -= 1;
+                continue;
+            }
+            let packet = self.muxer.next_packet(&mut room);
+            let ReceiveRoom { broken, failure, .. } = room;
+            if let Some(broken) = broken {
+                return Err(broken);
+            }
+            if let Some(error) = failure {
+                self.muxer.complain(&error);
+            }
+            let Some(packet) = packet else { break };
+            budget = budget.saturating_sub(self.give(memory, &packet)?);
+        }
+        Ok(())
+    }
+
+    /// Gives the guest a packet, whose data are in the first buffers taken; returns the number of these.
+    fn give(&mut self, memory: &GuestMemory, packet: &Outgoing) -> Result<u32, Broken> {
+        let mut left_bytes = packet.len_bytes as u64;
+        self.used.clear();
+        while let Some(chain) = self.taken.pop_front() {
+            let data_bytes = left_bytes.min(data_room_bytes(&chain) as u64);
+            left_bytes -= data_bytes;
+            let len_bytes = HEADER_BYTES as u64 + data_bytes;
+            let data_bytes = u32::try_from(data_bytes).unwrap_or(0);
+            let header = Header { len_bytes: data_bytes, ..packet.header };
+            chain
+                .writable
+                .copy_in(memory, &header.to_bytes())
+                .map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+            chain.writable.mark_written(memory, len_bytes);
+            self.used.push((chain.head, len_bytes));
+            if left_bytes == 0 {
+                break;
+            }
+        }
+        self.receive.add_used_together(memory, &self.used)?;
+        let count = u32::try_from(self.used.len()).unwrap_or(u32::MAX);
+        self.muxer.count_given(count, packet.len_bytes as u64);
+        Ok(count)
     }
 
     /// Tells the guest that its connections are gone, once it has a buffer for that.
@@ -218,6 +278,84 @@ impl VsockWorker {
             Broken::Device("the host refused to set a timer")
         })
     }
+}
+
+impl ReceiveRoom<'_> {
+    /// Takes another buffer from the ring; returns whether there is one.
+    fn take_buffer(&mut self) -> Result<bool, Broken> {
+        let Some(chain) = self.queue.pop_buffer(self.memory)? else { return Ok(false) };
+        if data_room_bytes(&chain) == 0 {
+            return Err(self.queue.bad_chain(chain.head, "is too short for a packet"));
+        }
+        self.taken.push_back(chain);
+        Ok(true)
+    }
+
+    /// Where data go: into the first buffer, and into further ones, which are taken as needed, until there is room for
+    /// `wanted_bytes`.
+    fn ranges(
+        &mut self,
+        wanted_bytes: usize,
+        limit_bytes: usize,
+    ) -> Result<HostRanges<&GuestMemory>, Broken> {
+        let mut ranges = HostRanges::with_capacity(
+            self.memory,
+            if wanted_bytes > 1 { RANGES_EXPECTED } else { 1 },
+        );
+        let (mut room_bytes, mut ranges_count) = (0_usize, 0_usize);
+        // A driver may add buffers as fast as they are taken.
+        for index in 0..usize::from(self.queue.size()) {
+            if index >= self.taken.len() && !self.take_buffer()? {
+                break;
+            }
+            let Some(chain) = self.taken.get(index) else { break };
+            let count = chain.writable.iter().count().saturating_add(chain.readable.iter().count());
+            ranges_count = ranges_count.saturating_add(count);
+            if index > 0 && ranges_count > TAKEN_RANGES_MAX {
+                break;
+            }
+            let limit = data_room_bytes(chain).min(limit_bytes.saturating_sub(room_bytes));
+            let pushed = ranges.push(&chain.writable, HEADER_BYTES as u64, limit);
+            let pushed = pushed.map_err(|_| self.queue.bad_chain(chain.head, NOT_RAM))?;
+            room_bytes = room_bytes.saturating_add(pushed);
+            if room_bytes >= wanted_bytes.min(limit_bytes) {
+                break;
+            }
+        }
+        Ok(ranges)
+    }
+}
+
+impl Room for ReceiveRoom<'_> {
+    fn read(
+        &mut self,
+        stream: &UnixStream,
+        wanted_bytes: usize,
+        limit_bytes: usize,
+    ) -> io::Result<Filled> {
+        let ranges = match self.ranges(wanted_bytes, limit_bytes) {
+            Ok(ranges) => ranges,
+            Err(broken) => {
+                self.broken = Some(broken);
+                return Err(io::ErrorKind::Other.into());
+            }
+        };
+        match ranges.read(stream) {
+            Ok(len_bytes) => Ok(Filled { len_bytes, is_full: len_bytes == ranges.len_bytes() }),
+            Err(error) => {
+                if error.raw_os_error() == Some(libc::EFAULT) {
+                    self.failure = Some(io::Error::from_raw_os_error(libc::EFAULT));
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Data of a packet that a receive buffer has room for, behind the header.
+fn data_room_bytes(chain: &Chain) -> usize {
+    let room_bytes = chain.writable.len_bytes().saturating_sub(HEADER_BYTES as u64);
+    usize::try_from(room_bytes).unwrap_or(usize::MAX).min(DATA_BYTES_MAX)
 }
 
 impl Work for VsockWorker {

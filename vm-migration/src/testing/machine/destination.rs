@@ -13,6 +13,7 @@ use super::{Calls, Common, FakeVm, Inject};
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::layout::to_usize;
+use crate::options::MemoryMode;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
 use crate::testing::{FakeMemory, Guest, Pace};
@@ -145,6 +146,7 @@ impl DestinationBuilder for Builder {
         mut self,
         config_json: &[u8],
         given: Vec<GivenMemory>,
+        _: MemoryMode,
     ) -> Result<FakeMapped, VmError> {
         if !given.is_empty() {
             let files = given.into_iter().map(|zone| zone.file).collect();

@@ -120,9 +120,12 @@ fn an_image_that_its_source_has_not_completed_is_refused_before_memory_comes() {
         recorded.config["disks"][0]["readonly"] = json!(readonly);
         begin(&message(&recorded)).map(drop)
     };
-    let error = error_text::chain(&with("Qcow2", false).unwrap_err());
-    assert!(error.contains("'_disk0'") && error.contains("qcow2"), "{error}");
-    for (image, readonly) in [("Qcow2", true), ("Raw", false), ("Vhdx", false)] {
+    for image in ["Qcow2", "Vhdx"] {
+        let error = error_text::chain(&with(image, false).unwrap_err());
+        assert!(error.contains("'_disk0'") && error.contains("tables"), "{error}");
+    }
+    for (image, readonly) in [("Qcow2", true), ("Vhdx", true), ("Raw", false), ("FixedVhd", false)]
+    {
         with(image, readonly).unwrap();
     }
 }

@@ -160,19 +160,157 @@ fn recorded_mem() -> Recorded {
     recorded!("virtio-mem")
 }
 
+/// A state of nested guests of this length, with the start of its header.
+fn nested(len: usize, flags: u16, format: u16, vmxon: u64) -> Blob {
+    let mut nested = vec![1; len];
+    nested[..2].copy_from_slice(&flags.to_le_bytes());
+    nested[2..4].copy_from_slice(&format.to_le_bytes());
+    nested[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
+    nested[8..16].copy_from_slice(&vmxon.to_le_bytes());
+    Blob::new(&nested)
+}
+
 #[test]
-fn a_nested_state_of_a_header_alone_is_none() {
+fn a_nested_state_of_a_header_alone_is_none_if_it_says_nothing() {
     const NESTED: usize = 4096;
     let mut recorded = plain();
-    for len in [128_usize, 128 + NESTED] {
-        let mut nested = vec![1; len];
-        nested[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
-        recorded.adopted.state.vcpus[0].nested = Some(Blob::new(&nested));
+    for (len, flags, format, vmxon) in
+        [(128, 0, 0, u64::MAX), (128, 1 << 8, 1, 7), (128 + NESTED, 1, 0, 0x1000)]
+    {
+        let nested = nested(len, flags, format, vmxon);
+        recorded.adopted.state.vcpus[0].nested = Some(nested.clone());
         let exported = recorded.exported();
         let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
-        let bytes = vcpu.nested_state.as_ref().map(|state| state[..len].to_vec());
+        let bytes = vcpu.nested_state.as_ref().map(|state| Blob::new(&state[..len]));
         assert_eq!(bytes, (len > 128).then_some(nested));
     }
+    // In VMX operation without nested guests; interrupts held back by SVM; a format that is not known.
+    for (flags, format, vmxon) in [(0, 0, 0x1000), (0, 1, 0), (1 << 8, 2, u64::MAX)] {
+        recorded.adopted.state.vcpus[0].nested = Some(nested(128, flags, format, vmxon));
+        let error = recorded.refusal();
+        assert!(error.contains("vCPU 0: it is ready to run nested guests"), "{error}");
+    }
+}
+
+#[test]
+fn registers_of_hyperv_are_there_if_the_configuration_has_them() {
+    let mut recorded = plain();
+    let timers = [0x4000_00b0, 0x4000_00b1];
+    let msrs = timers.map(|index| hypervisor::MsrValue { index, value: 9 });
+    recorded.adopted.state.vcpus[0].msrs.extend(msrs);
+    for hyperv in [false, true] {
+        recorded.adopted.config.cpus.kvm_hyperv = hyperv;
+        let exported = recorded.exported();
+        let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
+        assert_eq!(vcpu.hyperv_synic, hyperv);
+        assert_eq!(exported.vm_config["cpus"]["kvm_hyperv"], json!(hyperv));
+        let found: Vec<_> = vcpu.msrs.iter().map(|msr| msr.index).collect();
+        let found: Vec<_> = found.into_iter().filter(|msr| timers.contains(msr)).collect();
+        assert_eq!(found, [timers[1], timers[0]], "a count before its configuration");
+    }
+}
+
+#[test]
+fn no_more_msrs_than_can_be_set_at_once() {
+    let mut recorded = plain();
+    let add = |recorded: &mut Recorded, first: u32, count: u32| {
+        let msrs = (first..first + count).map(|index| hypervisor::MsrValue { index, value: 1 });
+        recorded.adopted.state.vcpus[0].msrs.extend(msrs);
+    };
+    let count = |exported: &Exported| {
+        let Vcpu::Kvm(vcpu) = &exported.document.vcpus[&0];
+        u32::try_from(vcpu.msrs.len()).unwrap()
+    };
+    let before = count(&recorded.exported());
+    add(&mut recorded, 0x5000, 255 - before - 64);
+    add(&mut recorded, 0x400, 64);
+    let exported = recorded.exported();
+    assert_eq!((count(&exported), exported.losses.len()), (255, 0));
+    add(&mut recorded, 0x440, 64);
+    let exported = recorded.exported();
+    assert_eq!(count(&exported), 255 - 64);
+    assert!(exported.losses[0].contains("machine checks"), "{:?}", exported.losses);
+    add(&mut recorded, 0x6000, 65);
+    assert!(recorded.refusal().contains("vCPU 0: it has 256 MSRs, and 255"));
+}
+
+#[test]
+fn each_memory_device_has_a_range_of_its_own() {
+    const DEVICE: u64 = 128 << 20;
+    let mut recorded = recorded!("acpi-hotplug");
+    let part = recorded.adopted.memory.parts.iter_mut();
+    let devices = |kind| matches!(kind, crate::adopt::PartKind::Devices { .. });
+    let part = part.into_iter().find(|part| devices(part.kind)).unwrap();
+    let gpa = part.gpa.start;
+    part.kind = crate::adopt::PartKind::Devices { plugged_bytes: 2 * DEVICE };
+    let mut plug = |places: [u64; 2]| {
+        let devices = places.map(|gpa| json!({"gpa": gpa, "len_bytes": DEVICE}));
+        let data = json!({"devices": devices, "coming": [], "selected": 0});
+        let kind = "memory-hotplug".to_owned();
+        let state = devices::virtio::DeviceSnapshot { kind, version: 2, data };
+        recorded.adopted.state.memory_hotplug = Some(state);
+        recorded.export()
+    };
+    let memory = plug([gpa, gpa + DEVICE]).unwrap().document.memory;
+    let ranges = memory.memory_ranges.data.iter().map(|range| (range.gpa, range.length));
+    let mappings = memory.guest_ram_mappings.iter().map(|mapping| (mapping.gpa, mapping.size));
+    let mappings: Vec<_> = mappings.collect();
+    assert_eq!(mappings[1..], [(gpa, DEVICE), (gpa + DEVICE, DEVICE)]);
+    assert!(ranges.eq(mappings));
+    for places in [[gpa - DEVICE, gpa + DEVICE], [gpa + DEVICE, gpa + DEVICE]] {
+        let error = plug(places).unwrap_err().to_string();
+        assert!(error.contains("memory hot-plug: "), "{error}");
+    }
+}
+
+#[test]
+fn a_disk_keeps_the_serial_number_that_it_has_here() {
+    let mut recorded = all_devices();
+    recorded.adopted.config.disks.as_mut().unwrap()[1].serial = Some("S".repeat(30));
+    let disks = &recorded.exported().vm_config["disks"];
+    assert_eq!(disks[0]["serial"], json!("_disk0"));
+    assert_eq!(disks[1]["serial"], json!("S".repeat(20)), "as long as a driver reads it");
+}
+
+#[test]
+fn sizes_of_zero_that_are_refused_there_are_left_out() {
+    use crate::config::memory::HotplugMethod::{Acpi, VirtioMem};
+    let mut recorded = recorded!("zones");
+    let memory = |recorded: &Recorded| {
+        let config = configuration::convert(&recorded.adopted.config, &mut Vec::new());
+        config.unwrap()["memory"].clone()
+    };
+    let config = &mut recorded.adopted.config.memory;
+    config.hotplug_method = Acpi;
+    let zone = &mut config.zones.as_mut().unwrap()[1];
+    (zone.hotplug_size, zone.hotplugged_size) = (Some(0), Some(0));
+    let zone = &memory(&recorded)["zones"][1];
+    assert_eq!((zone.get("hotplug_size"), zone.get("hotplugged_size")), (None, None));
+    let mut recorded = plain();
+    let config = &mut recorded.adopted.config.memory;
+    (config.zones, config.hotplugged_size) = (Some(Vec::new()), Some(0));
+    for (method, size) in [(Acpi, None), (Acpi, Some(1 << 30)), (VirtioMem, None)] {
+        let config = &mut recorded.adopted.config.memory;
+        (config.hotplug_method, config.hotplug_size) = (method, size);
+        let memory = memory(&recorded);
+        assert_eq!((memory.get("hotplugged_size"), memory.get("zones")), (None, None));
+        assert_eq!(memory.get("hotplug_size").cloned(), size.map(|size| json!(size)));
+    }
+    recorded.adopted.config.memory.hotplug_size = Some(1 << 30);
+    assert_eq!(memory(&recorded)["hotplugged_size"], json!(0));
+}
+
+/// A guest may enable it before it fills the table.
+#[test]
+fn msix_is_what_its_register_says() {
+    let mut recorded = all_devices();
+    recorded.change("_disk0", |state| {
+        for entry in &mut state.msix.entries {
+            (entry.address, entry.data, entry.masked, entry.pending) = (0, 0, true, false);
+        }
+    });
+    let (transport, _) = &recorded.exported().document.devices.virtio["_disk0"];
+    assert_eq!((transport.msix.enabled, transport.msix.masked), (true, false));
 }
 
 #[test]
@@ -183,11 +321,18 @@ fn what_is_lost_is_said() {
     assert!(losses(&recorded).contains("'_vsock4'"), "{}", losses(&recorded));
     let state = &mut recorded.adopted.state;
     state.vcpus[1].debugregs.db[2] = 0x1000;
+    state.vcpus[0].debugregs.dr7 = 0x2400;
+    let mut chip = [0; 520];
+    state.irqchips.ioapic.fill(&mut chip).unwrap();
+    chip[24] = 2;
+    state.irqchips.ioapic = Blob::new(&chip);
     state.legacy.get_mut("cmos").unwrap().version = 2;
     recorded.adopted.config.memory.prefault_threads = Some(3);
     recorded.adopted.config.memory.prefault = crate::config::Prefault::Background;
     let losses = losses(&recorded);
-    for what in ["vCPU 1", "CMOS", "memory.prefault_threads", "memory.prefault has"] {
+    for what in
+        ["vCPU 1", "vCPU 0", "APIC (0x2)", "CMOS", "memory.prefault_threads", "memory.prefault has"]
+    {
         assert!(losses.contains(what), "{what}: {losses}");
     }
     assert_eq!(recorded.exported().vm_config["memory"]["prefault"], json!(false));
@@ -205,4 +350,16 @@ fn a_paravirtual_host_is_compared_by_what_it_shows_every_vm() {
     let features = leaf(1)[0];
     assert_eq!((features.ebx >> 16, features.ecx >> 27 & 1, features.edx >> 28 & 1), (0, 0, 0));
     assert_eq!((leaf(7)[0].ecx >> 4 & 1, leaf(0xb).len(), leaf(0xb)[0].ecx), (0, 1, 0));
+}
+
+/// v53 puts it at the highest free place, whatever its register says.
+#[test]
+fn a_panic_device_that_is_elsewhere_there_is_said() {
+    let mut recorded = all_devices();
+    let losses = |recorded: &Recorded| recorded.exported().losses.join("; ");
+    assert!(!losses(&recorded).contains("panic"), "{}", losses(&recorded));
+    let state = &mut recorded.adopted.state.pci.get_mut(PVPANIC_ID).unwrap().state;
+    let register = &mut state.data["config"]["registers"][4];
+    *register = json!(register.as_u64().unwrap() - 0x1000);
+    assert!(losses(&recorded).contains("its panic device is at"), "{}", losses(&recorded));
 }

@@ -28,7 +28,7 @@ fn a_machine_of_another_platform() {
 }
 
 #[test]
-fn options_that_it_does_not_have() {
+fn options_that_are_not_written() {
     let mut recorded = all_devices();
     for (path, config) in [
         ("tpm", json!({"tpm": {"socket": "/x"}})),
@@ -44,9 +44,85 @@ fn options_that_it_does_not_have() {
         whole.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
         let config = serde_json::from_value(whole).unwrap();
         let before = std::mem::replace(&mut recorded.adopted.config, config);
-        refused(&recorded, &[&format!("{path}: "), "no such option"]);
+        refused(&recorded, &[&format!("{path}: "), "of cloud-hypervisor 53 is not written"]);
         recorded.adopted.config = before;
     }
+}
+
+/// Their file would be opened there with what it has by then.
+#[test]
+fn zones_in_files() {
+    for shared in [true, false] {
+        let mut recorded = recorded!("zones");
+        let zone = &mut recorded.adopted.config.memory.zones.as_mut().unwrap()[0];
+        (zone.file, zone.shared) = (Some("/x".into()), shared);
+        refused(&recorded, &["memory.zones.file: pages that are zero"]);
+    }
+}
+
+#[test]
+fn options_within_options() {
+    let bucket = json!({"size": 1, "one_time_burst": 2, "refill_time": 3});
+    let limits = json!({"bandwidth": bucket, "ops": bucket});
+    let mut vm = json!({
+        "cpus": {
+            "topology": {"threads_per_core": 1, "cores_per_die": 1, "dies_per_package": 1, "packages": 1},
+            "features": {"amx": true},
+            "affinity": [{"vcpu": 0, "host_cpus": [1]}],
+        },
+        "disks": [{
+            "rate_limiter_config": limits, "queue_affinity": [{"queue_index": 0, "host_cpus": [1]}],
+        }],
+        "net": [{"rate_limiter_config": limits}],
+        "rate_limit_groups": [{"id": "a", "rate_limiter_config": limits}],
+        "numa": [{"distances": [{"destination": 1, "distance": 20}]}],
+    });
+    let check = |vm: &Value| configuration::check(vm, "", &mut Vec::new());
+    check(&vm).unwrap();
+    for (pointer, path) in [
+        ("/cpus/topology", "cpus.topology.later"),
+        ("/cpus/features", "cpus.features.later"),
+        ("/cpus/affinity/0", "cpus.affinity.later"),
+        ("/disks/0/rate_limiter_config", "disks.rate_limiter_config.later"),
+        ("/net/0/rate_limiter_config/ops", "net.rate_limiter_config.ops.later"),
+        ("/disks/0/queue_affinity/0", "disks.queue_affinity.later"),
+        ("/numa/0/distances/0", "numa.distances.later"),
+    ] {
+        let options = vm.pointer_mut(pointer).unwrap().as_object_mut().unwrap();
+        options.insert("later".to_owned(), json!(1));
+        let error = check(&vm).unwrap_err().to_string();
+        assert_eq!(error, format!("{path}: cloud-hypervisor 53 has no such option"));
+        vm.pointer_mut(pointer).unwrap().as_object_mut().unwrap().remove("later");
+    }
+    let error = check(&json!({"pvpanic": {"later": 1}})).unwrap_err().to_string();
+    assert!(error.starts_with("pvpanic: "), "{error}");
+}
+
+#[test]
+fn two_devices_of_one_name() {
+    let mut tree = Tree::default();
+    let bar = functions::Bar { gpa: 0xc000_0000, len_bytes: 2, is_wide: false };
+    let place = Place { bdf: "0000:00:01.0".to_owned(), bar };
+    tree.add_panic_device(place.clone()).unwrap();
+    let error = tree.add_panic_device(place).unwrap_err().to_string();
+    assert!(error.contains("'__pvpanic': two devices"), "{error}");
+}
+
+#[test]
+fn bars_outside_of_their_segments_window() {
+    let mut recorded = all_devices();
+    // Free addresses, of the other window.
+    recorded.change("_net2", |state| {
+        (state.config.registers[4], state.config.registers[5]) = (0xd000_0004, 0);
+    });
+    refused(&recorded, &["device '_net2'", "no device of its segment"]);
+    let mut recorded = recorded!("segments");
+    recorded.exported();
+    recorded.adopted.state.pci.get_mut("_net2").unwrap().bdf = "0000:00:1e.0".to_owned();
+    refused(&recorded, &["device '_net2'", "no device of its segment"]);
+    let mut recorded = all_devices();
+    recorded.change("_pmem3", |state| state.device.data["gpa"] = json!(0xd000_0000_u64));
+    refused(&recorded, &["device '_pmem3'", "outside of its segment's window"]);
 }
 
 /// An option that comes to this program later must not be dropped in silence: each is known there, lost, or refused.
@@ -70,7 +146,11 @@ fn an_option_is_dropped_if_it_means_nothing_there() {
 #[test]
 fn registers_that_it_does_not_save() {
     type Change = fn(&mut hypervisor::VcpuState);
-    let changes: [(&str, Change); 5] = [
+    let changes: [(&str, Change); 6] = [
+        ("an XSAVE area of 4294967295 bytes", |vcpu| {
+            let leaf = vcpu.cpuid.iter_mut().find(|leaf| (leaf.function, leaf.index) == (0xd, 0));
+            leaf.unwrap().answer[2] = u32::MAX;
+        }),
         ("breakpoints are in use", |vcpu| vcpu.debugregs.dr7 = 0x401),
         ("its shadow stack is in use", |vcpu| vcpu.ssp = Some(0x1000)),
         ("a triple fault waits", |vcpu| {

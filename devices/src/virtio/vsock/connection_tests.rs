@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A connection, step by step, with reads whose results are given.
+
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::collections::VecDeque;
+
+use super::*;
+
+const SHARE: usize = 10_000;
+
+/// A room in which each read ends as it is told, with an error or a length.
+#[derive(Default)]
+struct Told {
+    ends: VecDeque<Result<usize, i32>>,
+    /// What was wanted by each read, and its limit.
+    asked: Vec<(usize, usize)>,
+}
+
+impl Room for Told {
+    fn read(
+        &mut self,
+        _stream: &UnixStream,
+        wanted_bytes: usize,
+        limit_bytes: usize,
+    ) -> io::Result<Filled> {
+        self.asked.push((wanted_bytes, limit_bytes));
+        match self.ends.pop_front().unwrap() {
+            // Its buffers have 100 bytes each.
+            Ok(len_bytes) => {
+                let room_bytes = wanted_bytes.next_multiple_of(100).min(limit_bytes);
+                Ok(Filled { len_bytes, is_full: len_bytes == room_bytes })
+            }
+            Err(errno) => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+fn header(op: u16, buf_alloc: u32, fwd_cnt: u32) -> Header {
+    Header { op, buf_alloc, fwd_cnt, ..Header::default() }
+}
+
+/// An open connection to a guest with this room, which has been told so, and whose stream has data.
+fn open(buf_alloc: u32) -> (Connection, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut connection = Connection::of_guest(ours, &header(op::REQUEST, buf_alloc, 0), 4096);
+    assert_eq!(next(&mut connection, &[]), (Some((op::RESPONSE, 0)), vec![]));
+    connection.stream_ready(EventSet::IN);
+    (connection, theirs)
+}
+
+/// Operation and length of a packet, and what each read before it wanted, with its limit.
+type Next = (Option<(u16, usize)>, Vec<(usize, usize)>);
+
+/// The next packet, where reads end in this way.
+fn next(connection: &mut Connection, ends: &[Result<usize, i32>]) -> Next {
+    let mut room = Told { ends: ends.iter().copied().collect(), asked: Vec::new() };
+    let packet = connection.next_packet(&mut room, SHARE);
+    assert!(room.ends.is_empty(), "not all was read");
+    (packet.map(|packet| (packet.op, packet.len_bytes)), room.asked)
+}
+
+#[test]
+fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let mut connection = Connection::of_host(ours, 4096);
+    assert!(connection.deadline().is_some(), "the guest has to answer in time");
+    connection.end_overdue();
+    // A guest without a buffer for the RST must not cause repeated wake-ups.
+    assert_eq!(connection.deadline(), None);
+    connection.restart_time_limit();
+    assert_eq!(connection.deadline(), None);
+    assert!(connection.has_packets());
+    assert_eq!(next(&mut connection, &[]).0, Some((op::RST, 0)));
+    assert!(connection.is_over());
+}
+
+#[test]
+fn several_buffers_are_for_a_client_that_has_filled_one() {
+    let (mut connection, _theirs) = open(50_000);
+    assert_eq!(next(&mut connection, &[Ok(99)]), (Some((op::RW, 99)), vec![(1, 50_000)]));
+    assert_eq!(next(&mut connection, &[Ok(100)]), (Some((op::RW, 100)), vec![(1, 49_901)]));
+    assert_eq!(next(&mut connection, &[Ok(SHARE)]).1, [(SHARE, 49_801)]);
+    // What is read short may be the end of it, or not: only a read that finds nothing is.
+    assert_eq!(next(&mut connection, &[Ok(SHARE - 1)]).1, [(SHARE, 39_801)]);
+    assert!(connection.has_packets());
+    assert_eq!(next(&mut connection, &[Err(libc::EAGAIN)]), (None, vec![(1, 29_802)]));
+    assert!(!connection.has_packets());
+    connection.stream_ready(EventSet::IN);
+    let ends = [Err(libc::EINTR), Ok(7)];
+    assert_eq!(next(&mut connection, &ends), (Some((op::RW, 7)), vec![(1, 29_802); 2]));
+}
+
+#[test]
+fn no_more_is_read_than_the_guest_has_room_for_whatever_it_says_later() {
+    let (mut connection, _theirs) = open(1000);
+    assert_eq!(next(&mut connection, &[Ok(100)]).1, [(1, 1000)]);
+    assert_eq!(next(&mut connection, &[Ok(400)]).1, [(SHARE, 900)]);
+    // Half of it is left, which it takes back, and then more than that.
+    for (buf_alloc, fwd_cnt) in [(500, 0), (300, 0), (0, 0), (1000, 501), (0, 500)] {
+        connection.take_packet(&header(op::CREDIT_UPDATE, buf_alloc, fwd_cnt), None, 1);
+        let asked = next(&mut connection, &[]);
+        assert!(matches!(asked, (None | Some((op::CREDIT_REQUEST, 0)), _)), "{asked:?}");
+    }
+    connection.take_packet(&header(op::CREDIT_UPDATE, 300, 400), None, 1);
+    assert_eq!(next(&mut connection, &[Ok(1)]).1, [(1, 200)]);
+}
+
+#[test]
+fn the_end_of_a_stream_is_told_behind_its_data() {
+    for end in [Ok(0), Err(libc::ECONNRESET)] {
+        let (mut connection, _theirs) = open(1000);
+        assert_eq!(next(&mut connection, &[Ok(5)]).0, Some((op::RW, 5)));
+        assert_eq!(next(&mut connection, &[end]).0, Some((op::SHUTDOWN, 0)), "{end:?}");
+        assert_eq!(next(&mut connection, &[]).0, None);
+    }
+}
+
+#[test]
+fn data_that_the_guest_s_memory_cannot_take_are_no_end_but_a_reset() {
+    let (mut connection, _theirs) = open(1000);
+    assert_eq!(next(&mut connection, &[Err(libc::EFAULT)]).0, None);
+    assert!(connection.has_packets());
+    assert_eq!(next(&mut connection, &[]).0, Some((op::RST, 0)));
+    assert!(connection.is_over());
+}
