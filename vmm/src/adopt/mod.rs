@@ -37,7 +37,7 @@ mod transport;
 mod vcpu;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::BTreeMap;
 use std::error::Error;

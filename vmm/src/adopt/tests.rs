@@ -54,7 +54,7 @@ fn plain() -> Recorded {
 }
 
 /// Memory of which the runs of bytes with contents were kept.
-fn unpacked(packed: &[u8]) -> Vec<u8> {
+pub(crate) fn unpacked(packed: &[u8]) -> Vec<u8> {
     let word = |at: usize| {
         let bytes = packed[at..at + 8].try_into().unwrap();
         usize::try_from(u64::from_le_bytes(bytes)).unwrap()

@@ -4,12 +4,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use std::error::Error;
-
 use cloud_hypervisor_state::{BlockConfig, NetConfig, Vcpu};
 use serde_json::{Value, json};
 
 use super::*;
+use crate::adopt::tests::unpacked;
 use crate::adopt::{Adopted, adopt};
 
 macro_rules! bytes_of {
@@ -42,42 +41,14 @@ mod documents;
 mod parts;
 mod refusals;
 
-/// Memory without contents beyond what was kept.
-struct Memory(Vec<u8>);
-
-impl ReadGuest for Memory {
-    fn read_u16(&self, gpa: u64) -> Result<u16, Box<dyn Error + Send + Sync>> {
-        let at = usize::try_from(gpa)?;
-        let bytes = self.0.get(at..at + 2).map_or([0; 2], |bytes| [bytes[0], bytes[1]]);
-        Ok(u16::from_le_bytes(bytes))
-    }
-}
-
 /// A recorded VM, and what it is here.
 struct Recorded {
     name: &'static str,
     config: Value,
     document: Document,
-    memory: Memory,
+    memory: Vec<u8>,
     adopted: Adopted,
     devices: BTreeMap<String, SeenDevice>,
-}
-
-/// Memory of which the runs of bytes with contents were kept.
-fn unpacked(packed: &[u8]) -> Vec<u8> {
-    let word = |at: usize| {
-        let bytes = packed[at..at + 8].try_into().unwrap();
-        usize::try_from(u64::from_le_bytes(bytes)).unwrap()
-    };
-    let Some(end) = packed.len().checked_sub(8) else { return Vec::new() };
-    let mut memory = vec![0; word(end)];
-    let mut at = 0;
-    while at < end {
-        let (offset, len) = (word(at), word(at + 8));
-        memory[offset..offset + len].copy_from_slice(&packed[at + 16..at + 16 + len]);
-        at += 16 + len;
-    }
-    memory
 }
 
 fn block_bytes(config: &BlockConfig) -> Vec<u8> {
@@ -138,7 +109,7 @@ impl Recorded {
     fn of(name: &'static str, config: &[u8], document: &[u8], memory: &[u8]) -> Self {
         let config = ConfigMessage::read_vm_config(config).unwrap();
         let document = Document::read(document).unwrap();
-        let memory = Memory(unpacked(memory));
+        let memory = unpacked(memory);
         let adopted = adopt(&config, &document.memory, &document, &memory);
         let adopted =
             adopted.unwrap_or_else(|error| panic!("{name}: {}", error_text::chain(&error)));

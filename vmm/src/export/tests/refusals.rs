@@ -189,12 +189,12 @@ fn a_page_directory_that_is_in_memory_is_read_from_there() {
     vcpu.sregs.efer = 0;
     vcpu.sregs.cr3 = 0x10_0020;
     vcpu.pdptrs = Some([0x1234_5001, 0, 7, 0]);
-    recorded.memory.0.resize(8 << 20, 0);
-    recorded.memory.0[0x10_0020..0x10_0040].fill(0);
-    recorded.memory.0[0x10_0020..0x10_0024].copy_from_slice(&0x1234_5001_u32.to_le_bytes());
-    recorded.memory.0[0x10_0030] = 7;
+    recorded.memory.resize(8 << 20, 0);
+    recorded.memory[0x10_0020..0x10_0040].fill(0);
+    recorded.memory[0x10_0020..0x10_0024].copy_from_slice(&0x1234_5001_u32.to_le_bytes());
+    recorded.memory[0x10_0030] = 7;
     recorded.exported();
-    recorded.memory.0[0x10_0031] = 1;
+    recorded.memory[0x10_0031] = 1;
     refused(&recorded, &["vCPU 0: ", "page directory"]);
 }
 
