@@ -169,7 +169,7 @@ pub fn is_locked(path: &Path) -> bool {
 }
 
 /// Takes the lock that a VM would as soon as it is free, until the answer is dropped.
-fn lock(path: &Path) -> File {
+pub fn lock(path: &Path) -> File {
     let file = File::options().read(true).write(true).open(path).expect("the disk");
     let range = whole();
     // SAFETY: F_OFD_SETLKW reads one flock, which lives during the call.

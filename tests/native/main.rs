@@ -83,6 +83,7 @@ mod turning;
 mod unfit;
 mod unread;
 mod upstream_arrives;
+mod upstream_doubt;
 mod upstream_leaves;
 mod upstream_live;
 mod upstream_recorded;
@@ -155,6 +156,7 @@ fn main() -> ExitCode {
     migration_recorded::add(&mut suite);
     upstream_recorded::add(&mut suite);
     upstream_arrives::add(&mut suite);
+    upstream_doubt::add(&mut suite);
     upstream_leaves::add(&mut suite);
     upstream_live::add(&mut suite);
     console_sockets::add(&mut suite);

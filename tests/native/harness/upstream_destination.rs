@@ -10,6 +10,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -34,6 +35,8 @@ pub enum Fault {
     LostBefore,
     /// It is answered with Ok, and the connection is lost.
     LostAfter,
+    /// It is not answered, and the connection is lost when [`Destination::finish`] is called.
+    Held,
 }
 
 /// What it has got.
@@ -100,7 +103,12 @@ pub struct Destination {
     /// Where.
     pub url: String,
     thread: JoinHandle<Received>,
+    held: Receiver<()>,
+    release: Sender<()>,
 }
+
+/// What the thread says when it holds a message, and is told to let the connection go.
+type Hold = (Sender<()>, Receiver<()>);
 
 impl Destination {
     /// One that takes a migration, with as many `further` connections, and fails at a message if it is told to. Its socket
@@ -124,13 +132,24 @@ impl Destination {
                 (Listener::Unix(UnixListener::bind(path).expect("a socket")), url)
             }
         };
-        let thread = std::thread::spawn(move || serve(&listener, further, fault));
-        Self { url, thread }
+        let (holds, held) = channel();
+        let (release, released) = channel();
+        let hold = (holds, released);
+        let thread = std::thread::spawn(move || serve(&listener, further, fault, &hold));
+        Self { url, thread, held, release }
+    }
+
+    /// Waits until it holds a message ([`Fault::Held`]).
+    #[track_caller]
+    pub fn wait_until_held(&self) {
+        self.held.recv_timeout(super::PATIENCE).expect("the message comes");
     }
 
     /// What it has got, once the migration has ended.
     #[track_caller]
     pub fn finish(self) -> Received {
+        // It may hold none, and have ended.
+        let _ = self.release.send(());
         self.thread.join().expect("it has seen nothing strange")
     }
 }
@@ -171,7 +190,12 @@ fn keep(frame: &Frame, memory: &Mutex<Vec<(u64, Vec<u8>)>>) {
     }
 }
 
-fn serve(listener: &Listener, further: usize, fault: Option<(u16, Fault)>) -> Received {
+fn serve(
+    listener: &Listener,
+    further: usize,
+    fault: Option<(u16, Fault)>,
+    (holds, released): &Hold,
+) -> Received {
     let mut control = listener.accept();
     let memory = Arc::new(Mutex::new(Vec::new()));
     let mut received = Received::default();
@@ -192,6 +216,11 @@ fn serve(listener: &Listener, further: usize, fault: Option<(u16, Fault)>) -> Re
         }
         match fault.filter(|(at, _)| *at == kind).map(|(_, fault)| fault) {
             Some(Fault::LostBefore) => break,
+            Some(Fault::Held) => {
+                holds.send(()).expect("the test waits");
+                released.recv().expect("the test ends");
+                break;
+            }
             Some(Fault::Refused) => {
                 answer(&mut *control, ERROR);
                 break;

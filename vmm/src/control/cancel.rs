@@ -95,7 +95,9 @@ impl Vmm {
             VmLifecycle::HandedOver { reason, .. } => {
                 return responder.answer(Err(too_late(reason)));
             }
-            VmLifecycle::NotStarted { .. } => return responder.answer(Err(self.vm.why_not_live())),
+            VmLifecycle::NotStarted { .. } | VmLifecycle::Unanswered { .. } => {
+                return responder.answer(Err(self.vm.why_not_live()));
+            }
             VmLifecycle::Live(_) if matches!(self.pages, GuestPages::Arriving { .. }) => {
                 return responder.answer(Err(arrived()));
             }

@@ -20,7 +20,7 @@ use crate::api::{ApiError, ApiErrorKind, ApiReply};
 use crate::options::ExitReason;
 
 /// An operation that ends in order within this time may do so in a process that is to end at once.
-const AT_ONCE: Duration = Duration::from_millis(300);
+pub(super) const AT_ONCE: Duration = Duration::from_millis(300);
 
 /// Time that a cancelled start or restore has to end after a signal. Does not apply once the guest runs
 /// while its passed-through devices are still being opened: such a guest is ended in order.
@@ -57,6 +57,9 @@ impl Vmm {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
             }
+            VmLifecycle::Unanswered { .. } if force => {
+                self.end_unanswered(ExitReason::ApiShutdown, Some(responder))
+            }
             VmLifecycle::Live(_)
             | VmLifecycle::Starting(_)
             | VmLifecycle::Transitioning(_)
@@ -68,7 +71,9 @@ impl Vmm {
                 self.at_latest = Some(Instant::now() + AT_ONCE);
                 self.end_here(ExitReason::ApiShutdown, Some(responder))
             }
-            VmLifecycle::Migrating { .. } | VmLifecycle::Serving(_) => {
+            VmLifecycle::Migrating { .. }
+            | VmLifecycle::Serving(_)
+            | VmLifecycle::Unanswered { .. } => {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
@@ -97,7 +102,7 @@ impl Vmm {
     }
 
     /// Ends the process once the VM has ended in order.
-    fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
+    pub(super) fn end_here(&mut self, reason: ExitReason, responder: Option<Responder>) -> Next {
         self.ask_for_end(reason, responder);
         self.go_on_ending()
     }
@@ -167,7 +172,9 @@ impl Vmm {
             VmLifecycle::TearingDown(_)
             | VmLifecycle::Migrating { .. }
             | VmLifecycle::Serving(_)
-            | VmLifecycle::Receiving(_) => {}
+            | VmLifecycle::Receiving(_)
+            // Only with force, or at the second signal: `end_unanswered`.
+            | VmLifecycle::Unanswered { .. } => {}
             VmLifecycle::None
             | VmLifecycle::Created(_)
             | VmLifecycle::NotStarted { .. }
@@ -208,7 +215,8 @@ impl Vmm {
             | VmLifecycle::Busy(_)
             | VmLifecycle::Migrating { .. }
             | VmLifecycle::Serving(_)
-            | VmLifecycle::NotStarted { .. } => true,
+            | VmLifecycle::NotStarted { .. }
+            | VmLifecycle::Unanswered { .. } => true,
             VmLifecycle::None
             | VmLifecycle::Created(_)
             | VmLifecycle::Receiving(_)
@@ -253,6 +261,15 @@ impl Vmm {
                 }
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
+            VmLifecycle::Unanswered { .. } if is_second => {
+                return self.end_unanswered(ExitReason::Signal, None);
+            }
+            VmLifecycle::Unanswered { .. } => {
+                log::warn!(
+                    "told to end; a second request discards the VM: {}",
+                    self.vm.why_not_live()
+                );
+            }
             _ if is_second && self.told_by_signal => {
                 log::warn!("told to end again: ending without waiting");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
@@ -309,7 +326,7 @@ impl Vmm {
     /// with the process.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
-            VmLifecycle::Live(machine) => {
+            VmLifecycle::Live(machine) | VmLifecycle::Unanswered { machine, .. } => {
                 machine.consoles().close();
                 let waiting = std::mem::replace(&mut self.pages, GuestPages::Resident);
                 std::mem::forget((machine, waiting));

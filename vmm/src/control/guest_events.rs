@@ -136,7 +136,8 @@ impl Vmm {
                 | VmLifecycle::Starting(_)
                 | VmLifecycle::Transitioning(_)
                 | VmLifecycle::Receiving(_)
-                | VmLifecycle::NotStarted { .. },
+                | VmLifecycle::NotStarted { .. }
+                | VmLifecycle::Unanswered { .. },
                 _,
             ) => MachineStatus::Elsewhere,
             (

@@ -48,10 +48,10 @@ impl Vmm {
             return sending.resumers.push(responder);
         }
         let Some(responder) = self.decide_for(OperatorRequest::Resume, responder) else { return };
-        if matches!(self.vm, VmLifecycle::NotStarted { .. }) {
-            self.start_arrived_for(responder);
-        } else {
-            self.resume_live_for(responder);
+        match &self.vm {
+            VmLifecycle::NotStarted { .. } => self.start_arrived_for(responder),
+            VmLifecycle::Unanswered { .. } => self.resume_unanswered(responder),
+            _ => self.resume_live_for(responder),
         }
     }
 
@@ -79,6 +79,7 @@ impl Vmm {
                 sending.deleters.push(responder);
                 sending.steering.abandon();
             }
+            VmLifecycle::Unanswered { .. } if force => return self.discard_unanswered(responder),
             VmLifecycle::Receiving(_) => {
                 drop(self.decide_for(OperatorRequest::Delete { force }, responder));
             }

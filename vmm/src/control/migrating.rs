@@ -294,6 +294,14 @@ impl Vmm {
                     Next::Continue
                 }
             }
+            SendEnd::Returned(mut machine, stay) if stay.guest == GuestLocation::InDoubt => {
+                machine.resume_memory_work(stopped);
+                // What was asked for meanwhile was asked for without knowledge of that.
+                cancellers.append(&mut resumers);
+                let requests = std::mem::take(&mut cancellers);
+                self.left_unanswered(machine, stay.reason, requests);
+                Next::Continue
+            }
             SendEnd::Returned(mut machine, stay) => {
                 machine.resume_memory_work(stopped);
                 if stay.is_cancelled {
@@ -303,12 +311,6 @@ impl Vmm {
                 log::error!("{}", stay.reason);
                 cancel::confirm_all(&mut cancellers, "source", stay.guest, &stay.reason);
                 self.vm = VmLifecycle::Live(machine);
-                if stay.guest == GuestLocation::InDoubt {
-                    // What was asked for was asked for without knowledge of the doubt.
-                    let error = ApiError::new(ApiErrorKind::Conflict, stay.reason);
-                    cancel::refuse_all(&mut resumers, &error);
-                    self.refuse_end(&error);
-                }
                 for responder in resumers.drain(..) {
                     self.resume_live_for(responder);
                 }

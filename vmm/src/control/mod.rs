@@ -22,6 +22,8 @@
 //!   Live > TearingDown > None, Created, Starting: delete, shutdown, reboot
 //!   Live > Transitioning > Live: pause, resume, a device comes or goes; a disk is full, or has room again
 //!   NotStarted > Transitioning > Live: resume
+//!   Migrating > Unanswered: another program was told to run the guest, and its answer is lost
+//!   Unanswered > Transitioning > Live, Unanswered: resume
 //! ```
 //!
 //! | module | owns |
@@ -47,6 +49,7 @@
 //! | `postcopy` | start-postcopy and recover |
 //! | `cancel` | which requests end a migration, and until when |
 //! | `doubt` | a VM that has arrived, while it is unknown whether its source runs it |
+//! | `unanswered` | a VM that was sent, while it is unknown whether its destination runs it |
 //! | `observer` | migrations in log and events |
 //! | `when_not_live` | what a request is told that meets no live VM |
 //! | `describe`, `device_tree` | `vm.info` and `vm.counters` |
@@ -78,6 +81,7 @@ mod starting;
 mod teardown;
 mod threads;
 mod triple_faults;
+mod unanswered;
 mod unread_events;
 mod when_not_live;
 
@@ -136,6 +140,8 @@ enum VmLifecycle {
     Receiving(Receiving),
     /// A machine has arrived whole and could not be started; the operator decides.
     NotStarted { machine: Box<ArrivingMachine>, reason: String },
+    /// Its destination was told to run it and has not answered; it is paused here, and the operator decides.
+    Unanswered { machine: Box<Machine>, reason: String },
     /// Being saved or restored, on a thread that owns the machine.
     Busy(Busy),
     /// The machine is being created, which may block on the files and devices that it opens.
@@ -457,6 +463,9 @@ impl Vmm {
                 postcopy_paused: self.postcopy_paused(),
                 ..describe::of_machine(machine.machine())
             },
+            VmLifecycle::Unanswered { machine, reason } => {
+                VmInfo { in_doubt: Some(reason.clone()), ..describe::of_machine(machine) }
+            }
             VmLifecycle::Receiving(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();
                 VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }

@@ -84,6 +84,8 @@ pub struct Transition {
     pub cancel: CancelToken,
     /// Requests to resume, which cancel a pause.
     resumers: Vec<Responder>,
+    /// Why it is not known whether the VM runs at its destination, if that is so while it is resumed.
+    pub unanswered: Option<String>,
     /// The device that is being added, if any.
     adding: Option<Adding>,
 }
@@ -102,7 +104,8 @@ impl Transition {
         consoles: Consoles,
         cancel: CancelToken,
     ) -> Self {
-        Self { info, consoles, kind, cancel, resumers: Vec::new(), adding: None }
+        let (resumers, unanswered, adding) = (Vec::new(), None, None);
+        Self { info, consoles, kind, cancel, resumers, unanswered, adding }
     }
 
     /// Whether the device `id` is being added.
@@ -194,6 +197,17 @@ fn report_failed_resume(kind: TransitionKind, error: &ApiError) {
         return super::snapshot::report_failed_restore(error);
     }
     events::emit("vm", "resume-failed", &[("error", &error.to_string())]);
+}
+
+fn report_failed_pause(error: &TransitionError, responder: Option<Responder>) {
+    let kind = match error {
+        TransitionError::Machine(MachineError::PauseWithdrawn) => ApiErrorKind::Conflict,
+        _ => ApiErrorKind::Failed,
+    };
+    let error = ApiError::from_error(kind, error).context("the VM runs on");
+    log::error!("{error}");
+    events::emit("vm", "pause-failed", &[("error", &error.to_string())]);
+    answer(responder, Err(error));
 }
 
 fn answer(responder: Option<Responder>, result: ApiResult) {
@@ -399,10 +413,13 @@ impl Vmm {
     /// Handles the end of a transition.
     pub(super) fn transition_over(&mut self, end: TransitionEnd) -> Next {
         let TransitionEnd { machine, kind, result, responder } = end;
-        let (resumers, adding) = match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
-            VmLifecycle::Transitioning(transition) => (transition.resumers, transition.adding),
-            _ => (Vec::new(), None),
-        };
+        let (resumers, adding, unanswered) =
+            match std::mem::replace(&mut self.vm, VmLifecycle::Live(machine)) {
+                VmLifecycle::Transitioning(transition) => {
+                    (transition.resumers, transition.adding, transition.unanswered)
+                }
+                _ => (Vec::new(), None, None),
+            };
         if std::mem::take(&mut self.memory_came) {
             self.all_pages_resident();
         }
@@ -419,16 +436,7 @@ impl Vmm {
                 if kind == TransitionKind::Full {
                     self.cannot_stop_for_room();
                 }
-                let kind = match error {
-                    TransitionError::Machine(MachineError::PauseWithdrawn) => {
-                        ApiErrorKind::Conflict
-                    }
-                    _ => ApiErrorKind::Failed,
-                };
-                let error = ApiError::from_error(kind, &error).context("the VM runs on");
-                log::error!("{error}");
-                events::emit("vm", "pause-failed", &[("error", &error.to_string())]);
-                answer(responder, Err(error));
+                report_failed_pause(&error, responder);
             }
             (TransitionKind::Add | TransitionKind::Eject, result) => {
                 self.device_change_over(result, responder, adding);
@@ -456,8 +464,10 @@ impl Vmm {
                 report_failed_resume(kind, &error);
             }
             (kind, result) => {
-                if result.is_ok() {
-                    self.found_room();
+                match unanswered {
+                    _ if result.is_ok() => self.found_room(),
+                    Some(reason) => self.still_unanswered(reason),
+                    None => {}
                 }
                 let why = |error: TransitionError| {
                     let kind = match error {

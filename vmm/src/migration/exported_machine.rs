@@ -70,7 +70,7 @@ fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
     check_platform(config)?;
     let layout = layout_of(config, machine.ram())?;
     let devices = machine.seen_devices();
-    let guest = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let guest = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
     let exported = export(&seen, &machine.save()?)?;
     warn_of(&exported.losses);
