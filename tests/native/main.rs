@@ -104,7 +104,6 @@ fn main() -> ExitCode {
         return code;
     }
     let mut suite = harness::Suite::default();
-    adopted::add(&mut suite);
     boot::add(&mut suite);
     sandbox::add(&mut suite);
     landlock::add(&mut suite);
@@ -117,7 +116,6 @@ fn main() -> ExitCode {
     postcopy::add(&mut suite);
     tls::add(&mut suite);
     events::add(&mut suite);
-    exported::add(&mut suite);
     figures::add(&mut suite);
     remote::add(&mut suite);
     report::add(&mut suite);
@@ -154,11 +152,6 @@ fn main() -> ExitCode {
     migration_precopy::add(&mut suite);
     snapshot_recorded::add(&mut suite);
     migration_recorded::add(&mut suite);
-    upstream_recorded::add(&mut suite);
-    upstream_arrives::add(&mut suite);
-    upstream_doubt::add(&mut suite);
-    upstream_leaves::add(&mut suite);
-    upstream_live::add(&mut suite);
     console_sockets::add(&mut suite);
     copies::add(&mut suite);
     prefault::add(&mut suite);
@@ -187,6 +180,13 @@ fn main() -> ExitCode {
         page_server::add(suite);
         pmem::add(suite);
         numa::add(suite);
+        adopted::add(suite);
+        exported::add(suite);
+        upstream_recorded::add(suite);
+        upstream_arrives::add(suite);
+        upstream_doubt::add(suite);
+        upstream_leaves::add(suite);
+        upstream_live::add(suite);
     });
     suite.main()
 }
