@@ -170,23 +170,26 @@ fn main() -> ExitCode {
     clients::add(&mut suite);
     soak::add(&mut suite);
     file_zones::add(&mut suite);
-    suite.beside(|suite| {
-        starting::add(suite);
-        requests::add(suite);
-        states::add(suite);
-        unread::add(suite);
-        hung_disk::add(suite);
-        full_disk::add(suite);
-        page_server::add(suite);
-        pmem::add(suite);
-        numa::add(suite);
-        adopted::add(suite);
-        exported::add(suite);
-        upstream_recorded::add(suite);
-        upstream_arrives::add(suite);
-        upstream_doubt::add(suite);
-        upstream_leaves::add(suite);
-        upstream_live::add(suite);
-    });
+    suite.beside(add_beside);
     suite.main()
+}
+
+/// Tests that mind no other, as [`harness::Suite::beside`] says.
+fn add_beside(suite: &mut harness::Suite) {
+    starting::add(suite);
+    requests::add(suite);
+    states::add(suite);
+    unread::add(suite);
+    hung_disk::add(suite);
+    full_disk::add(suite);
+    page_server::add(suite);
+    pmem::add(suite);
+    numa::add(suite);
+    adopted::add(suite);
+    exported::add(suite);
+    upstream_recorded::add(suite);
+    upstream_arrives::add(suite);
+    upstream_doubt::add(suite);
+    upstream_leaves::add(suite);
+    upstream_live::add(suite);
 }
