@@ -19,6 +19,7 @@ use super::unpopulated::Unpopulated;
 use crate::cancel::Cancel;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
+use crate::layout::PAGE_BYTES;
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
 use crate::protocol::inflate::Inflater;
@@ -43,10 +44,19 @@ pub(super) struct Helpers {
 /// What arrives on extra connections, for the time limit of the first one: a source may send all memory here.
 #[derive(Default)]
 struct Activity {
-    /// Messages with pages that were received.
-    messages: AtomicU64,
+    /// Pages that were received as contents or as zero.
+    pages: AtomicU64,
     /// Connections in the middle of a message, which has a time limit of its own.
     within: AtomicUsize,
+}
+
+impl Activity {
+    fn has_gone_on(&self, seen: &mut u64, progress: &Progress) -> bool {
+        let pieces = progress.counters.memory_bytes_received.load(Ordering::Relaxed);
+        let sign = self.pages.load(Ordering::Relaxed).wrapping_add(pieces);
+        let is_within = self.within.load(Ordering::Relaxed) > 0;
+        is_within || std::mem::replace(seen, sign) != sign
+    }
 }
 
 /// While a connection is in the middle of a message.
@@ -126,11 +136,9 @@ impl Helpers {
         self.threads.len()
     }
 
-    /// Whether something arrives, or has arrived since `seen` was set by this.
-    pub(super) fn are_active(&self, seen: &mut u64) -> bool {
-        let messages = self.activity.messages.load(Ordering::Relaxed);
-        let is_within = self.activity.within.load(Ordering::Relaxed) > 0;
-        is_within || std::mem::replace(seen, messages) != messages
+    /// Whether something arrives, or has arrived since `seen` was set by this: messages, and parts of long ones.
+    pub(super) fn are_active(&self, seen: &mut u64, progress: &Progress) -> bool {
+        self.activity.has_gone_on(seen, progress)
     }
 
     /// Readable once one of them failed.
@@ -182,6 +190,18 @@ impl Drop for Helpers {
     }
 }
 
+/// Number of pages whose contents a message has, or says to be zero.
+fn pages_of(message: &Message) -> u64 {
+    match message {
+        Message::Memory(ranges)
+        | Message::ZeroPages(ranges)
+        | Message::MemoryZstd { ranges, .. } => {
+            ranges.iter().fold(0, |pages, range| pages.saturating_add(range.len_bytes / PAGE_BYTES))
+        }
+        _ => 0,
+    }
+}
+
 /// Why a thread has ended.
 enum Rounds {
     /// The connection ended.
@@ -208,14 +228,13 @@ fn take_rounds<M: GuestMemoryMap>(
                 waited => waited.step(STEP)?,
             }
         }
-        // The first message may be that of a stranger.
-        let _within = (*taken > 0).then(|| Within::begin(activity));
+        // The first message may be that of a stranger if the connection had to show no token.
+        let _within = (negotiated || *taken > 0).then(|| Within::begin(activity));
         let message = match channel.timed(Message::read) {
             Err(ProtocolError::Transport(TransportError::Closed)) => return Ok(Rounds::Ended),
             message => message.step(STEP)?,
         };
-        let is_empty =
-            matches!(&message, Message::Memory(it) | Message::ZeroPages(it) if it.is_empty());
+        let pages = pages_of(&message);
         match message {
             Message::Memory(ranges) => {
                 channel
@@ -236,9 +255,34 @@ fn take_rounds<M: GuestMemoryMap>(
             other => return Err(unexpected(&other, "Memory")),
         }
         *taken += 1;
-        if !is_empty {
-            activity.messages.fetch_add(1, Ordering::Relaxed);
-        }
+        activity.pages.fetch_add(pages, Ordering::Relaxed);
         channel.yes().step(STEP)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::GpaRange;
+    use crate::phase::Side;
+
+    #[test]
+    fn a_part_of_a_first_message_is_a_sign_of_life_and_an_empty_message_is_none() {
+        let (activity, progress) = (Activity::default(), Progress::new(Side::Source));
+        let mut seen = 0;
+        assert!(!activity.has_gone_on(&mut seen, &progress));
+        progress.counters.memory_bytes_received.fetch_add(1 << 24, Ordering::Relaxed);
+        assert!(activity.has_gone_on(&mut seen, &progress));
+        assert!(!activity.has_gone_on(&mut seen, &progress), "once");
+        let within = Within::begin(&activity);
+        assert!(activity.has_gone_on(&mut seen, &progress));
+        drop(within);
+        let nothing = GpaRange { gpa: 0, len_bytes: 0 };
+        for empty in [vec![], vec![nothing; 3]] {
+            assert_eq!(pages_of(&Message::Memory(empty.clone())), 0);
+            assert_eq!(pages_of(&Message::MemoryZstd { ranges: empty, frame_bytes: 9 }), 0);
+        }
+        let page = GpaRange { gpa: 0, len_bytes: PAGE_BYTES };
+        assert_eq!(pages_of(&Message::ZeroPages(vec![page, nothing, page])), 2);
     }
 }

@@ -282,7 +282,7 @@ impl<V: DestinationVm> Mapped<V> {
         // The source has this time, whatever else connects, from the last sign of it on any connection.
         let (mut since, mut seen) = (Instant::now(), 0);
         loop {
-            if helpers.are_active(&mut seen) {
+            if helpers.are_active(&mut seen, context.progress) {
                 since = Instant::now();
             }
             if let Some(message) = self.next(helpers, arrivals, since, context)? {
