@@ -388,9 +388,8 @@ impl Connection {
     }
 
     fn next_op(&mut self, room: &mut impl Room, share_bytes: usize) -> Option<(u16, u32, usize)> {
-        if std::mem::take(&mut self.due.rst) {
-            self.close_for_guest();
-            return Some((op::RST, 0, 0));
+        if let Some(reset) = self.take_reset() {
+            return Some(reset);
         }
         if std::mem::take(&mut self.due.request) {
             return Some((op::REQUEST, 0, 0));
@@ -402,6 +401,10 @@ impl Connection {
             if self.credit_bytes() > 0 {
                 if let Some(len_bytes) = self.read(room, share_bytes) {
                     return Some((op::RW, 0, len_bytes));
+                }
+                // Reading may have failed at the guest's memory, and nothing else may come that leads here again.
+                if let Some(reset) = self.take_reset() {
+                    return Some(reset);
                 }
             } else if !std::mem::replace(&mut self.has_asked, true) {
                 return Some((op::CREDIT_REQUEST, 0, 0));
@@ -415,6 +418,14 @@ impl Connection {
             return Some((op::SHUTDOWN, flags, 0));
         }
         self.credit_update_is_due().then_some((op::CREDIT_UPDATE, 0, 0))
+    }
+
+    /// The reset that is due, which ends the connection.
+    fn take_reset(&mut self) -> Option<(u16, u32, usize)> {
+        std::mem::take(&mut self.due.rst).then(|| {
+            self.close_for_guest();
+            (op::RST, 0, 0)
+        })
     }
 
     /// Reads data of the host, within the guest's credit; `None` if there are none now, or at the end.
