@@ -293,6 +293,10 @@ fn saved() -> Scene {
     let body = json!({ "destination_url": url }).to_string();
     let waiting = Some(begin(&vmm, "vm.snapshot", &body));
     wait_until_doing(&vmm, "saved");
+    // From then on nothing changes by itself.
+    wait_for("the file system to hold it", || {
+        process::waits_in_the_kernel(vmm.pid()).then_some(())
+    });
     Scene {
         vmm,
         doing: Some("saved"),

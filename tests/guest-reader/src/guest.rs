@@ -88,6 +88,10 @@ impl GuestError {
 pub struct AttachOptions {
     /// More names (parts of them) of files that hold guest RAM.
     pub names: Vec<String>,
+    /// Whole names of memfds in the order of their guest addresses. Those that are not among them follow by
+    /// their descriptors, which is the order in which a process has made them only if it has closed no other
+    /// descriptor meanwhile.
+    pub order: Vec<String>,
     /// RAM below the MMIO hole, bytes; otherwise found out.
     pub low_bytes: Option<u64>,
     /// Where everything is, when no guess can be right.
@@ -153,7 +157,7 @@ impl Guest {
     pub fn attach_with(pid: u32, options: &AttachOptions) -> Result<Self, GuestError> {
         let wrap = |source| GuestError::Process { pid, source };
         let khz = options.tsc_khz.unwrap_or_else(tsc::khz);
-        let files = process::ram_files(pid, &options.names).map_err(wrap)?;
+        let files = process::ram_files(pid, &options.names, &options.order).map_err(wrap)?;
         if !files.is_empty() {
             let mut memory = GuestMemory::new(files, options.low_bytes);
             if let Some(segments) = &options.segments {

@@ -204,8 +204,13 @@ fn resident_in_pagemap(pagemap: &File, address: u64, end: u64) -> io::Result<(bo
     Ok((first.unwrap_or(false), at.min(end) - address))
 }
 
-/// The files of guest RAM that a process has open, in the order of their descriptors, each once.
-pub(crate) fn ram_files(pid: u32, more_names: &[String]) -> Result<Vec<Backing>, ProcessError> {
+/// The files of guest RAM that a process has open, each once: memfds with the names in `order`, and then the
+/// others by their descriptors.
+pub(crate) fn ram_files(
+    pid: u32,
+    more_names: &[String],
+    order: &[String],
+) -> Result<Vec<Backing>, ProcessError> {
     let folder = PathBuf::from(format!("/proc/{pid}/fd"));
     let proc_error = |path: &PathBuf| {
         let path = path.clone();
@@ -240,10 +245,18 @@ pub(crate) fn ram_files(pid: u32, more_names: &[String]) -> Result<Vec<Backing>,
         let identity = (data.dev(), data.ino());
         if data.len() >= PAGE_BYTES && !seen.contains(&identity) {
             seen.push(identity);
-            backings.push(Backing::File { name: target, file, len_bytes: data.len() });
+            let place = memfd_name(&target).and_then(|name| order.iter().position(|at| at == name));
+            let backing = Backing::File { name: target, file, len_bytes: data.len() };
+            backings.push((place.unwrap_or(order.len()), backing));
         }
     }
-    Ok(backings)
+    backings.sort_by_key(|(place, _)| *place);
+    Ok(backings.into_iter().map(|(_, backing)| backing).collect())
+}
+
+/// The name that a memfd was given, by what its descriptor points to.
+fn memfd_name(target: &str) -> Option<&str> {
+    target.strip_suffix(" (deleted)").unwrap_or(target).strip_prefix("/memfd:")
 }
 
 fn is_ram_name(target: &str, more_names: &[String]) -> bool {
@@ -251,7 +264,7 @@ fn is_ram_name(target: &str, more_names: &[String]) -> bool {
     if more_names.iter().any(|name| plain.contains(name.as_str())) {
         return true;
     }
-    let Some(name) = plain.strip_prefix("/memfd:") else { return false };
+    let Some(name) = memfd_name(target) else { return false };
     RAM_NAMES.contains(&name) || name.starts_with(RAM_PREFIX)
 }
 
@@ -312,4 +325,30 @@ pub fn anonymous_line(line: &str) -> Option<(u64, u64)> {
     let start = u64::from_str_radix(start, 16).ok()?;
     let end = u64::from_str_radix(end, 16).ok()?;
     (start < end).then_some((start, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn files_come_in_the_order_asked_for_and_then_by_descriptor() {
+        let files = ["third", "first", "second"].map(|name| {
+            let file = memfd_create(format!("ram-order-{name}"), MemfdFlags::CLOEXEC).unwrap();
+            let file = File::from(file);
+            file.set_len(PAGE_BYTES).unwrap();
+            file
+        });
+        let order = ["first", "second"].map(|name| format!("ram-order-{name}"));
+        let names = |order: &[String]| -> Vec<String> {
+            let found = ram_files(std::process::id(), &[], order).unwrap();
+            let names = found.iter().map(|file| memfd_name(&file.name()).unwrap().to_owned());
+            names.filter_map(|name| Some(name.strip_prefix("ram-order-")?.to_owned())).collect()
+        };
+        assert_eq!(names(&order), ["first", "second", "third"]);
+        assert_eq!(names(&[]), ["third", "first", "second"]);
+        drop(files);
+    }
 }

@@ -32,6 +32,15 @@ pub fn thread_names(pid: u32) -> Vec<String> {
     names
 }
 
+/// Whether one of its threads waits in the kernel for what no signal interrupts.
+pub fn waits_in_the_kernel(pid: u32) -> bool {
+    fs::read_dir(format!("/proc/{pid}/task"))
+        .expect("the process is there")
+        .filter_map(|entry| fs::read_to_string(entry.ok()?.path().join("stat")).ok())
+        // The name before the state may hold anything, parentheses too.
+        .any(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D')))
+}
+
 /// A field of `/proc/PID/status` in KiB.
 pub fn status_kib(pid: u32, field: &str) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");

@@ -243,11 +243,24 @@ impl Vmm {
     /// Its guest, whose memory may be in a file that is called [`RAM_FILE`].
     #[track_caller]
     fn attach(&self) -> Guest {
-        let options =
-            AttachOptions { names: vec![RAM_FILE.to_owned()], ..AttachOptions::default() };
+        let options = AttachOptions {
+            names: vec![RAM_FILE.to_owned()],
+            order: self.zone_memfds(),
+            ..AttachOptions::default()
+        };
         GUEST_PATIENCE
             .until("the start of the guest", || Guest::attach_with(self.pid(), &options).map(Some))
             .unwrap_or_else(|error| panic!("{error}\n{}", self.output()))
+    }
+
+    /// Names of the memfds of its memory zones, in the order of the configuration, which is that of their
+    /// addresses. Their descriptors need not have that order: a connection to the API that is closed between
+    /// two of them leaves the second one a smaller number.
+    fn zone_memfds(&self) -> Vec<String> {
+        let Ok(info) = self.api().request("GET", "vm.info", None) else { return Vec::new() };
+        let zones = (info.status == 200).then(|| info.json()["config"]["memory"]["zones"].clone());
+        let zones = zones.as_ref().and_then(Value::as_array).into_iter().flatten();
+        zones.filter_map(|zone| Some(format!("ram-{}", zone["id"].as_str()?))).collect()
     }
 
     /// Its guest, once it has filled its pages and the workload runs.
