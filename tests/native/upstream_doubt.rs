@@ -2,6 +2,8 @@
 //! A VM whose destination, cloud-hypervisor v53 as a stand-in, was told to run it and has not answered: nothing is done here
 //! until an operator says where it is ("In doubt" in docs/adopt.md).
 
+use std::fs;
+
 use crate::disks::{is_locked, lock};
 use crate::harness::upstream::command::COMPLETE;
 use crate::harness::upstream_destination::{Fault, Received};
@@ -29,12 +31,22 @@ fn doubtful() -> (Here, Received) {
     assert!(error.contains("does not run here"), "{error}");
     let received = there.finish();
     assert_eq!(received.commands.last(), Some(&COMPLETE), "it is not told to drop the VM");
-    let event = here.vmm.wait_for_event("migration-in-doubt");
-    assert_eq!(event["properties"]["side"], "source", "{event}");
-    assert!(!here.vmm.event_names().iter().any(|name| name == "migration-failed"));
+    here.vmm.wait_for_event("migration-unanswered");
+    stands_still(&here);
     is_in_doubt(&here);
     assert!(!is_locked(&here.disk.file), "the destination may have the disk");
     (here, received)
+}
+
+/// Its vCPUs do nothing, in a time in which they would do much.
+#[track_caller]
+fn stands_still(here: &Here) {
+    let before = here.vmm.guest_status().iterations();
+    for _ in 0..20 {
+        here.vmm.api().get("vm.info").ok();
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert_eq!(here.vmm.guest_status().iterations(), before);
 }
 
 #[track_caller]
@@ -48,7 +60,10 @@ fn is_there() {
     let (here, received) = doubtful();
     let refused = here.vmm.api().put("vm.delete", "");
     assert!(refused.status == REFUSED && refused.body.contains("force"), "{refused:?}");
+    is_in_doubt(&here);
+    let disk = fs::read(&here.disk.file).expect("the disk");
     here.vmm.remote_ok(&["delete", "--force"]);
+    assert!(fs::read(&here.disk.file).expect("the disk") == disk, "it is not written");
     assert_eq!(here.vmm.api().get("vm.info").status, 404);
     holds(&received, "Running");
     here.vmm.shut_down();
@@ -58,15 +73,19 @@ fn is_not_there() {
     let (mut here, _) = doubtful();
     let file = lock(&here.disk.file);
     let refused = here.vmm.api().put("vm.resume", "");
-    assert!(refused.status >= 400 && refused.body.contains("lock"), "{refused:?}");
+    assert!(refused.status == REFUSED && refused.body.contains("force"), "{refused:?}");
+    let refused = here.vmm.api().put("vm.resume", FORCE);
+    let says = |what| refused.body.contains(what);
+    assert!(
+        refused.status >= 400 && says("cannot be locked") && says("docs/adopt.md"),
+        "{refused:?}"
+    );
     is_in_doubt(&here);
-    // A request to end the process that came in the doubt does not end what an operator has continued since.
+    // A request to end the process that came in the doubt does not end what an operator continues.
     here.vmm.signal(libc::SIGTERM);
-    wait_for("the signal", || {
-        here.vmm.output().contains("a second request discards the VM").then_some(())
-    });
+    is_logged(&here, "another signal discards the VM");
     drop(file);
-    here.vmm.remote_ok(&["resume"]);
+    here.vmm.remote_ok(&["resume", "--force"]);
     here.goes_on();
     assert!(here.vmm.api().get("vm.info").ok().json()["in_doubt"].is_null());
     // It is a VM like any other: it moves in the end.
@@ -81,38 +100,58 @@ fn all_is_refused() {
     let api = here.vmm.api();
     let held = Held::by(&here.vmm);
     let answered = ["vmm.ping", "vm.info", "vm.migration-progress", "vm.migration-report"];
-    for (name, answer) in wave(&api, &requests_but(&["vm.resume"])) {
+    // What needs a VM is refused for the doubt; the rest is answered, or refused for what it asks for.
+    let others = ["vm.create", "vm.restore", "vm.receive-migration", "vm.migration-recover"];
+    for (name, answer) in wave(&api, &requests_but(&[])) {
         if answered.contains(&name) {
             assert_eq!(answer.status, 200, "{name}: {answer:?}");
-        } else {
+        } else if others.contains(&name) || name.ends_with("-cancel") {
             assert!(answer.status >= 400, "{name}: {answer:?}");
+        } else {
+            let is_refused = answer.status == REFUSED && answer.body.contains("docs/adopt.md");
+            assert!(is_refused, "{name}: {answer:?}");
         }
     }
     held.assert_still(&here.vmm, "all requests");
     is_in_doubt(&here);
-    let refused = api.put("vm.snapshot", r#"{"destination_url":"file:///nonexistent"}"#);
-    assert!(refused.status == REFUSED && refused.body.contains("docs/adopt.md"), "{refused:?}");
-    api.put("vm.resume", "").ok();
+    api.put("vm.resume", FORCE).ok();
     here.goes_on();
     here.vmm.shut_down();
 }
 
 fn ends() {
     let (mut here, _) = doubtful();
-    here.vmm.signal(libc::SIGTERM);
-    wait_for("the signal", || {
-        here.vmm.output().contains("a second request discards the VM").then_some(())
-    });
+    // A session that ends sends several.
+    for signal in [libc::SIGTERM, libc::SIGHUP] {
+        here.vmm.signal(signal);
+    }
+    is_logged(&here, "another signal discards the VM");
     is_in_doubt(&here);
+    std::thread::sleep(std::time::Duration::from_millis(1_100));
     here.vmm.signal(libc::SIGTERM);
-    assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
+    ended(&mut here);
 
     let (mut here, _) = doubtful();
     let refused = here.vmm.api().put("vmm.shutdown", "");
     assert!(refused.status == REFUSED && refused.body.contains("force"), "{refused:?}");
     is_in_doubt(&here);
     here.vmm.api().put("vmm.shutdown", FORCE).ok();
+    ended(&mut here);
+}
+
+/// It has ended without its guest having run again.
+#[track_caller]
+fn ended(here: &mut Here) {
     assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
+    let names = here.vmm.event_names();
+    let left = names.iter().position(|name| name == "migration-unanswered").expect("the doubt");
+    assert!(!names[left..].iter().any(|name| name.starts_with("resum")), "{names:?}");
+    assert!(!is_locked(&here.disk.file));
+}
+
+#[track_caller]
+fn is_logged(here: &Here, line: &str) {
+    wait_for(line, || here.vmm.output().contains(line).then_some(()));
 }
 
 fn came_before() {
@@ -124,7 +163,7 @@ fn came_before() {
     let canceller = here.vmm.remote_spawn(&["migration-cancel"]);
     here.vmm.wait_for_event("migration-cancelling");
     here.vmm.signal(libc::SIGTERM);
-    wait_for("the signal", || here.vmm.output().contains("told to end").then_some(()));
+    is_logged(&here, "told to end");
     there.finish();
     let cancelled = finish(canceller);
     let error = String::from_utf8_lossy(&cancelled.stderr).into_owned();
@@ -132,7 +171,11 @@ fn came_before() {
     let sent = finish(sender);
     assert_eq!(sent.status.code(), Some(4), "{sent:?}");
     is_in_doubt(&here);
-    here.vmm.remote_ok(&["resume"]);
+    // The signal came before the doubt, and this one is the first.
+    here.vmm.signal(libc::SIGTERM);
+    is_logged(&here, "another signal discards the VM");
+    is_in_doubt(&here);
+    here.vmm.remote_ok(&["resume", "--force"]);
     here.goes_on();
     here.vmm.shut_down();
 }

@@ -156,7 +156,7 @@ fn fails() {
             if fault == Fault::LostAfter && message == STATE && error.contains("does not run here")
             {
                 // The last message was under way by then.
-                here.vmm.api().put("vm.resume", "").ok();
+                here.vmm.api().put("vm.resume", r#"{"force":true}"#).ok();
             }
             assert!(received.commands.contains(&message), "{message} {fault:?}: {received:?}");
             let is_told =
@@ -346,7 +346,7 @@ fn real_cuts() {
                 assert!(refused.status >= 300, "{case}: {refused:?}");
                 assert!(!has_run(&program), "{case}: {}", program.log());
                 program.kill();
-                here.vmm.api().put("vm.resume", "").ok();
+                here.vmm.api().put("vm.resume", r#"{"force":true}"#).ok();
             }
             _ => {
                 assert!(!has_run(&program), "{case}: {}", program.log());

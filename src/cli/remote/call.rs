@@ -116,6 +116,7 @@ pub fn call(name: &str, matches: &ArgMatches) -> Result<Call, RemoteError> {
         }
         "migration-report" => Call::bare(Method::Get, "vm.migration-report"),
         "delete" => forced("vm.delete", matches),
+        "resume" => forced("vm.resume", matches),
         "shutdown-vmm" => forced("vmm.shutdown", matches),
         "migration-recover" => {
             let data = MigrationRecoverData::parse_or_url(&config())

@@ -18,7 +18,7 @@ use vmm::config::{
 use crate::cli::manual;
 
 /// Subcommands without arguments: name, method, endpoint, help.
-pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
+pub(super) const SIMPLE: [(&str, Method, &str, &str); 12] = [
     ("boot", Method::Put, "vm.boot", "Boot a created VM"),
     ("counters", Method::Get, "vm.counters", "Show the counters of the VM's devices"),
     ("info", Method::Get, "vm.info", "Show configuration and state of the VM"),
@@ -39,7 +39,6 @@ pub(super) const SIMPLE: [(&str, Method, &str, &str); 13] = [
     ("ping", Method::Get, "vmm.ping", "Check that the VMM responds"),
     ("power-button", Method::Put, "vm.power-button", "Press the power button of the VM"),
     ("reboot", Method::Put, "vm.reboot", "Reboot the VM"),
-    ("resume", Method::Put, "vm.resume", "Resume the VM"),
     ("shutdown", Method::Put, "vm.shutdown", "Shut the VM down"),
     (
         "snapshot-cancel",
@@ -72,7 +71,10 @@ fn watch() -> Arg {
 }
 
 fn force() -> Arg {
-    flag("force", "Even if a migrated VM still needs pages from this process, and is lost")
+    flag(
+        "force",
+        "Even if a VM is lost with it that needs pages from this process, or may not run elsewhere",
+    )
 }
 
 fn device_commands() -> Vec<Command> {
@@ -115,6 +117,10 @@ fn life_cycle_commands() -> Vec<Command> {
         of_family::<RestoreConfig>("restore").about("Restore a VM from a snapshot"),
         Command::new("delete").about("Delete a VM").arg(force()),
         Command::new("shutdown-vmm").about("Shut the VMM down").arg(force()),
+        Command::new("resume").about("Resume the VM").arg(flag(
+            "force",
+            "Also if it was sent to a destination that has not answered: it does not run there",
+        )),
         option("snapshot", "Where the snapshot goes: file:///<path>".to_owned())
             .about("Create a snapshot of the VM")
             .arg(

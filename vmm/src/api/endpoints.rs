@@ -156,10 +156,10 @@ pub const ENDPOINTS: &[Endpoint] = &[
         method: Put,
         summary: "Resumes the vCPUs of the paused VM.",
         operation: Some("resumeVM"),
-        takes: Body::Empty,
+        takes: Body::Optional(schema!(ForceData)),
         gives: Body::Empty,
         errors: LIVE,
-        decode: |_| Ok(VmmRequest::Resume),
+        decode: |body| Ok(VmmRequest::Resume { force: decode_force(body)? }),
     },
     Endpoint {
         path: "vm.shutdown",

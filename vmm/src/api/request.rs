@@ -39,7 +39,10 @@ pub enum VmmRequest {
     /// Stop the vCPUs.
     Pause,
     /// Resume the vCPUs.
-    Resume,
+    Resume {
+        /// Also if the VM may run at the destination of a migration.
+        force: bool,
+    },
     /// Shut the guest down and keep the configuration.
     Shutdown,
     /// Reboot the guest.
@@ -50,7 +53,7 @@ pub enum VmmRequest {
     Nmi,
     /// Delete the VM.
     Delete {
-        /// Also while a migrated VM still needs pages from this process.
+        /// Also while a migrated VM still needs pages from this process, or may not run elsewhere.
         force: bool,
     },
     /// Add a device.

@@ -182,8 +182,8 @@ option_family! {
         /// What is being done to the VM while other requests wait, if anything: booted, rebooted, paused,
         /// resumed, changed, saved, restored, migrated, ended.
         doing: Option<String> = None, "" as JsonOnly, answer();
-        /// Set at a migration destination while it is not known whether the source still runs the VM
-        /// (the state is Paused): the reason.
+        /// Set at a migration destination while it is not known whether the source still runs the VM, and at a source
+        /// while it is not known whether the destination does (the state is Paused): the reason.
         in_doubt: Option<String> = None, "" as JsonOnly, answer();
         /// Set at a postcopy destination that has lost its connections to the source (the state is
         /// Running; an access to a missing page blocks): the reason.

@@ -171,7 +171,7 @@ option_family! {
 }
 
 option_family! {
-    /// Whether to carry out a request even if it loses a guest on another host.
+    /// Whether to carry out a request even if it loses a guest, or has one run here that may run on another host.
     ForceData "force" {
         /// Carry out the request even then.
         force: bool = false, "force" as One<Toggle>;

@@ -95,7 +95,7 @@ impl Vmm {
             VmLifecycle::HandedOver { reason, .. } => {
                 return responder.answer(Err(too_late(reason)));
             }
-            VmLifecycle::NotStarted { .. } | VmLifecycle::Unanswered { .. } => {
+            VmLifecycle::NotStarted { .. } | VmLifecycle::Unanswered(_) => {
                 return responder.answer(Err(self.vm.why_not_live()));
             }
             VmLifecycle::Live(_) if matches!(self.pages, GuestPages::Arriving { .. }) => {

@@ -48,7 +48,7 @@ pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
         VmLifecycle::TearingDown(_) => true,
         VmLifecycle::Starting(_) => !cancels,
         VmLifecycle::Transitioning(transition) => match request {
-            VmmRequest::Resume => transition.kind != TransitionKind::Pause,
+            VmmRequest::Resume { .. } => transition.kind != TransitionKind::Pause,
             VmmRequest::MigrationRecover(_) => false,
             VmmRequest::RemoveDevice(data) => !transition.is_adding(&data.id),
             _ => true,

@@ -14,6 +14,7 @@ use vm_migration::Phase;
 
 use super::snapshot::report_failed_restore;
 use super::starting::start_cancelled;
+use super::unanswered::Unanswered;
 use super::{GuestPages, Next, VmLifecycle, Vmm, emit};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
@@ -57,7 +58,7 @@ impl Vmm {
                 responder.answer(Ok(ApiReply::Empty));
                 Next::Exit(ExitReason::ApiShutdown)
             }
-            VmLifecycle::Unanswered { .. } if force => {
+            VmLifecycle::Unanswered(_) if force => {
                 self.end_unanswered(ExitReason::ApiShutdown, Some(responder))
             }
             VmLifecycle::Live(_)
@@ -73,7 +74,7 @@ impl Vmm {
             }
             VmLifecycle::Migrating { .. }
             | VmLifecycle::Serving(_)
-            | VmLifecycle::Unanswered { .. } => {
+            | VmLifecycle::Unanswered(_) => {
                 responder.answer(Err(self.vm.why_not_live()));
                 Next::Continue
             }
@@ -174,7 +175,7 @@ impl Vmm {
             | VmLifecycle::Serving(_)
             | VmLifecycle::Receiving(_)
             // Only with force, or at the second signal: `end_unanswered`.
-            | VmLifecycle::Unanswered { .. } => {}
+            | VmLifecycle::Unanswered(_) => {}
             VmLifecycle::None
             | VmLifecycle::Created(_)
             | VmLifecycle::NotStarted { .. }
@@ -216,7 +217,7 @@ impl Vmm {
             | VmLifecycle::Migrating { .. }
             | VmLifecycle::Serving(_)
             | VmLifecycle::NotStarted { .. }
-            | VmLifecycle::Unanswered { .. } => true,
+            | VmLifecycle::Unanswered(_) => true,
             VmLifecycle::None
             | VmLifecycle::Created(_)
             | VmLifecycle::Receiving(_)
@@ -261,15 +262,7 @@ impl Vmm {
                 }
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
-            VmLifecycle::Unanswered { .. } if is_second => {
-                return self.end_unanswered(ExitReason::Signal, None);
-            }
-            VmLifecycle::Unanswered { .. } => {
-                log::warn!(
-                    "told to end; a second request discards the VM: {}",
-                    self.vm.why_not_live()
-                );
-            }
+            VmLifecycle::Unanswered(_) => return self.signal_unanswered(),
             _ if is_second && self.told_by_signal => {
                 log::warn!("told to end again: ending without waiting");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
@@ -326,7 +319,7 @@ impl Vmm {
     /// with the process.
     pub(super) fn end_vm(&mut self) {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
-            VmLifecycle::Live(machine) | VmLifecycle::Unanswered { machine, .. } => {
+            VmLifecycle::Live(machine) | VmLifecycle::Unanswered(Unanswered { machine, .. }) => {
                 machine.consoles().close();
                 let waiting = std::mem::replace(&mut self.pages, GuestPages::Resident);
                 std::mem::forget((machine, waiting));

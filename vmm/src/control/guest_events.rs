@@ -137,7 +137,7 @@ impl Vmm {
                 | VmLifecycle::Transitioning(_)
                 | VmLifecycle::Receiving(_)
                 | VmLifecycle::NotStarted { .. }
-                | VmLifecycle::Unanswered { .. },
+                | VmLifecycle::Unanswered(_),
                 _,
             ) => MachineStatus::Elsewhere,
             (

@@ -31,7 +31,7 @@ impl Vmm {
     }
 
     /// `vm.resume`.
-    pub(super) fn resume_for(&mut self, responder: Responder) {
+    pub(super) fn resume_for(&mut self, force: bool, responder: Responder) {
         if self.is_abandoned() {
             return responder.answer(Err(ApiError::not_created()));
         }
@@ -50,7 +50,7 @@ impl Vmm {
         let Some(responder) = self.decide_for(OperatorRequest::Resume, responder) else { return };
         match &self.vm {
             VmLifecycle::NotStarted { .. } => self.start_arrived_for(responder),
-            VmLifecycle::Unanswered { .. } => self.resume_unanswered(responder),
+            VmLifecycle::Unanswered(_) => self.resume_unanswered(force, responder),
             _ => self.resume_live_for(responder),
         }
     }
@@ -79,7 +79,7 @@ impl Vmm {
                 sending.deleters.push(responder);
                 sending.steering.abandon();
             }
-            VmLifecycle::Unanswered { .. } if force => return self.discard_unanswered(responder),
+            VmLifecycle::Unanswered(_) if force => return self.discard_unanswered(responder),
             VmLifecycle::Receiving(_) => {
                 drop(self.decide_for(OperatorRequest::Delete { force }, responder));
             }

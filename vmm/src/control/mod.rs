@@ -122,6 +122,7 @@ use snapshot::{Busy, MemoryFill, Work};
 use starting::Starting;
 use teardown::Teardown;
 use triple_faults::TripleFaults;
+use unanswered::Unanswered;
 use unread_events::UnreadEvents;
 
 /// State of the VM in its life cycle, with what each state owns.
@@ -141,7 +142,7 @@ enum VmLifecycle {
     /// A machine has arrived whole and could not be started; the operator decides.
     NotStarted { machine: Box<ArrivingMachine>, reason: String },
     /// Its destination was told to run it and has not answered; it is paused here, and the operator decides.
-    Unanswered { machine: Box<Machine>, reason: String },
+    Unanswered(Unanswered),
     /// Being saved or restored, on a thread that owns the machine.
     Busy(Busy),
     /// The machine is being created, which may block on the files and devices that it opens.
@@ -362,8 +363,8 @@ impl Vmm {
                 self.pause_for(responder);
                 return None;
             }
-            VmmRequest::Resume => {
-                self.resume_for(responder);
+            VmmRequest::Resume { force } => {
+                self.resume_for(force, responder);
                 return None;
             }
             VmmRequest::Snapshot(config) => {
@@ -463,9 +464,7 @@ impl Vmm {
                 postcopy_paused: self.postcopy_paused(),
                 ..describe::of_machine(machine.machine())
             },
-            VmLifecycle::Unanswered { machine, reason } => {
-                VmInfo { in_doubt: Some(reason.clone()), ..describe::of_machine(machine) }
-            }
+            VmLifecycle::Unanswered(unanswered) => unanswered.info(),
             VmLifecycle::Receiving(Receiving { doubt: Some(doubtful), progress, .. }) => {
                 let why = progress.snapshot().recovery.reason.unwrap_or_default();
                 VmInfo { in_doubt: Some(why), ..doubtful.info.as_ref().clone() }

@@ -464,11 +464,11 @@ impl Vmm {
                 report_failed_resume(kind, &error);
             }
             (kind, result) => {
-                match unanswered {
-                    _ if result.is_ok() => self.found_room(),
-                    Some(reason) => self.still_unanswered(reason),
-                    None => {}
+                if result.is_ok() {
+                    self.found_room();
                 }
+                let doubt = unanswered.filter(|_| result.is_err());
+                let doubt = doubt.and_then(|unanswered| self.still_unanswered(unanswered));
                 let why = |error: TransitionError| {
                     let kind = match error {
                         TransitionError::Machine(MachineError::DisksFull(_)) => {
@@ -476,7 +476,8 @@ impl Vmm {
                         }
                         _ => ApiErrorKind::Failed,
                     };
-                    ApiError::from_error(kind, &error)
+                    let error = ApiError::from_error(kind, &error);
+                    doubt.iter().fold(error, ApiError::context)
                 };
                 let result = result
                     .map_err(why)
@@ -496,7 +497,7 @@ impl Vmm {
                 VmLifecycle::Live(machine) if !machine.is_paused() => {
                     responder.answer(Ok(ApiReply::Empty));
                 }
-                _ => self.resume_for(responder),
+                _ => self.resume_for(false, responder),
             }
         }
         next.and_then(|| self.go_on_ending())
@@ -553,8 +554,10 @@ impl Vmm {
         let PauseEnd { machine, result, responder } = end;
         let is_paused = match &self.vm {
             VmLifecycle::Live(live) => live.is_paused(),
-            // Being saved or sent, still paused.
-            VmLifecycle::Busy(_) | VmLifecycle::Migrating { .. } => true,
+            // Being saved or sent, or sent and not answered: still paused.
+            VmLifecycle::Busy(_) | VmLifecycle::Migrating { .. } | VmLifecycle::Unanswered(_) => {
+                true
+            }
             // Still paused as well.
             VmLifecycle::Transitioning(transition)
                 if matches!(

@@ -6,7 +6,7 @@
 
 use vm_migration::Phase;
 
-use super::{VmLifecycle, doubt, pausing, unanswered};
+use super::{VmLifecycle, doubt, pausing};
 use crate::api::{ApiError, ApiErrorKind};
 
 impl VmLifecycle {
@@ -92,7 +92,7 @@ impl VmLifecycle {
                      vm.delete discards it"
                 ),
             ),
-            Self::Unanswered { reason, .. } => unanswered::may_run_elsewhere(reason),
+            Self::Unanswered(unanswered) => unanswered.error(),
             Self::HandedOver { reason, .. } => ApiError::new(
                 ApiErrorKind::NotCreated,
                 format!(

@@ -157,7 +157,13 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "migration-finished",
         "the VM runs at the destination, with all its memory (final figures)",
     ),
-    ("vm", "migration-failed", "the VM could not be sent (error: why)"),
+    ("vm", "migration-failed", "the VM could not be sent, and is here (error: why)"),
+    (
+        "vm",
+        "migration-unanswered",
+        "a destination that only answers, as cloud-hypervisor, may run the VM, which is stopped here until an operator \
+         decides (error: why)",
+    ),
     ("vm", "migration-cancelling", "a request to cancel the migration was received (side: which)"),
     ("vm", "migration-cancelled", "the migration was cancelled (side, guest: where it is now)"),
     (

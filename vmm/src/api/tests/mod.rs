@@ -117,7 +117,7 @@ fn vmm(queue: &ApiQueue, hold: &Sender<Responder>) {
             }
             VmmRequest::Boot => refuse(ApiErrorKind::NotCreated),
             VmmRequest::Pause => refuse(ApiErrorKind::NotBooted),
-            VmmRequest::Resume => refuse(ApiErrorKind::Conflict),
+            VmmRequest::Resume { .. } => refuse(ApiErrorKind::Conflict),
             VmmRequest::Reboot => refuse(ApiErrorKind::Failed),
             VmmRequest::ReceiveMigration(_) => {
                 let _ = hold.send(responder);
