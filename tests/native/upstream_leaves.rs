@@ -2,11 +2,13 @@
 //! A running guest moves from here to cloud-hypervisor v53: to a stand-in that answers as it does, whatever fails there,
 //! and to the real program if `GODWIT_UPSTREAM_BIN` names it, and back. There is never more than one guest that runs.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::disks::{Disk, is_locked};
@@ -16,6 +18,7 @@ use crate::harness::upstream_cuts::{Cut, Cutter};
 use crate::harness::upstream_destination::{Destination, Fault, Received};
 use crate::harness::upstream_program::Program;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
+use crate::snapshot::place;
 
 const ABANDON: u16 = 6;
 const PLATFORM: &str = "platform=cloud-hypervisor-53";
@@ -27,6 +30,10 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name.to_lowercase(), move || gets_all(transport, 1));
     }
     suite.add("upstream_leaves::several_connections", || gets_all(Transport::Tcp, 4));
+    for connections in [1, 4] {
+        let name = format!("upstream_leaves::memory_devices_by_{connections}_connections");
+        suite.add(&name, move || memory_devices(connections));
+    }
     suite.add("upstream_leaves::one_that_was_paused_is_paused", paused);
     suite.add("upstream_leaves::what_fails_before_the_end_leaves_the_guest_here", fails);
     suite.add("upstream_leaves::a_refusal_of_the_last_message_leaves_the_guest_here", refused_last);
@@ -132,6 +139,84 @@ fn gets_all(transport: Transport, connections: u32) {
     assert_eq!(received.further, further);
     assert_eq!(here.vmm.wait_for_exit(), 0, "{}", here.vmm.output());
     holds(&received, "Running");
+}
+
+/// Makes two memory devices of the one that a VM has that was saved.
+fn two_devices(state: &Path, len: u64) {
+    let text = fs::read(state).expect("a state");
+    let mut root: Value = serde_json::from_slice(&text).expect("JSON");
+    let inner = &mut root["snapshots"]["memory-manager"]["snapshot_data"]["state"];
+    let mut manager: Value = serde_json::from_str(inner.as_str().expect("text")).expect("JSON");
+    let mut halve = |list: &str, start: &str, size: &str| {
+        let list = manager.pointer_mut(list).and_then(Value::as_array_mut).expect("a list");
+        let mut next = list.last().expect("the device").clone();
+        let last = list.last_mut().expect("the device");
+        assert_eq!(last[size], 2 * len);
+        last[size] = json!(len);
+        next[size] = json!(len);
+        next[start] = json!(last[start].as_u64().expect("a number") + len);
+        if let Some(slot) = next.get_mut("slot") {
+            *slot = json!(list.len());
+        }
+        list.push(next);
+    };
+    halve("/guest_ram_mappings", "gpa", "size");
+    halve("/memory_ranges/data", "gpa", "length");
+    let first = manager["hotplug_slots"][0]["base"].as_u64().expect("a number");
+    for (number, base) in [first, first + len].into_iter().enumerate() {
+        manager["hotplug_slots"][number] = json!({
+            "base": base, "length": len, "active": true, "inserting": false, "removing": false,
+        });
+    }
+    manager["next_hotplug_slot"] = json!(2);
+    manager["next_memory_slot"] = json!(3);
+    *inner = json!(manager.to_string());
+    fs::write(state, root.to_string()).expect("written");
+}
+
+/// Memory with contents on both sides of the border between two memory devices, which is one region here. The guest has no
+/// driver for them, so that a snapshot gives them their contents.
+fn memory_devices(connections: u32) {
+    const BOOT: u64 = 64 << 20;
+    const DEVICE: u64 = 128 << 20;
+    const FILLED: u64 = 3 << 20;
+    const MEMORY: &str = "size=64M,shared=on,hotplug_size=512M,hotplugged_size=256M";
+    let args = ["--kernel", image(), "--cmdline", "workload=random-write mem=32M"];
+    let vmm = VmmBuilder::new(&args)
+        .with(&["--console", "null", "--serial", "null", "--platform", PLATFORM])
+        .with(&["--memory", MEMORY])
+        .start();
+    vmm.wait_for_work(2_000);
+    let (folder, url) = place();
+    vmm.remote_ok(&["pause"]);
+    vmm.remote_ok(&["snapshot", &url, "--format", "cloud-hypervisor-53"]);
+    vmm.shut_down();
+    two_devices(&folder.path().join("state.json"), DEVICE);
+    let path = folder.path().join("memory-ranges");
+    let file = File::options().write(true).open(&path).expect("a file");
+    assert_eq!(file.metadata().expect("a length").len(), BOOT + 2 * DEVICE);
+    let filled = Vec::from_iter((0..2 * FILLED).map(|at| (at / 4096 % 250) as u8 + 1));
+    let border = BOOT + DEVICE;
+    file.write_all_at(&filled, border - FILLED).expect("written");
+    let mut here = Vmm::empty();
+    here.remote_ok(&["restore", &format!("source_url={url},resume=on")]);
+    here.wait_for_work(2_000);
+    let further = usize::try_from(connections - 1).expect("few");
+    let there = Destination::start(Transport::Tcp, folder.path(), further, None);
+    let option = format!(
+        "destination_url={},connections={connections},downtime_ms=300,timeout_s=4,timeout_strategy=ignore",
+        there.url
+    );
+    let output = here.remote(&["send-migration", "--wait", &option]);
+    assert!(output.status.success(), "{output:?}\n{}", here.output());
+    let received = there.finish();
+    assert_eq!(here.wait_for_exit(), 0, "{}", here.output());
+    let folder = TempDir::with_prefix("godwit-left-").expect("a folder");
+    received.save(folder.path());
+    let mut came = vec![0; filled.len()];
+    let file = File::open(folder.path().join("memory-ranges")).expect("a file");
+    file.read_exact_at(&mut came, border - FILLED).expect("read");
+    assert!(came == filled, "other contents");
 }
 
 fn paused() {

@@ -254,13 +254,13 @@ fn send_state<P: PausedVm>(
     let limit = context.options.limits.answer;
     let complete = if vm.ran_before() { Message::Complete } else { Message::CompletePaused };
     match terms {
-        Terms::Plain { is_other: true } => {
+        Terms::Plain { other: Some(_) } => {
             // It takes them with the state.
             release(vm)?;
             other::hand_over(control, state, &complete, stage, context)?;
             Ok(None)
         }
-        Terms::Plain { is_other: false } => {
+        Terms::Plain { other: None } => {
             control.ask(&Message::State(state), limit).step("sending the guest's state")?;
             release(vm)?;
             control.ask(&complete, limit).step("handing the guest over")?;

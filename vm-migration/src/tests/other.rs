@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use super::plain::{header, tcp};
 use super::{FakeMemory, FakeVm, Guest, memory, options, send};
 use crate::error::GuestLocation;
+use crate::layout::{GpaRange, PAGE_BYTES};
 use crate::source::SendFailure;
 use crate::testing::{Calls, Inject};
 
@@ -32,6 +33,35 @@ enum Answer {
     Last,
 }
 
+/// How the destination maps the memory: a region here is several mappings there.
+fn mappings() -> Vec<GpaRange> {
+    let pages = |gpa: u64, first: u64, count: u64| GpaRange {
+        gpa: gpa + first * PAGE_BYTES,
+        len_bytes: count * PAGE_BYTES,
+    };
+    let low = [(0, 100), (100, 1), (101, 900), (1001, 1047)];
+    let high = [(0, 1000), (1000, 25)];
+    let low = low.map(|(first, count)| pages(0, first, count));
+    low.into_iter().chain(high.map(|(first, count)| pages(1 << 32, first, count))).collect()
+}
+
+/// Checks the rules for ranges of memory; their length in total.
+fn check_ranges(payload: &[u8]) -> u64 {
+    let ranges = payload.chunks_exact(16).map(|pair| {
+        let word = |at: usize| u64::from_le_bytes(pair[at..at + 8].try_into().unwrap());
+        GpaRange { gpa: word(0), len_bytes: word(8) }
+    });
+    let mut total = 0;
+    for range in ranges {
+        let holds = |it: &GpaRange| {
+            it.gpa <= range.gpa && range.gpa + range.len_bytes <= it.gpa + it.len_bytes
+        };
+        assert!(mappings().iter().any(holds), "{range:?} is not in one mapping");
+        total += range.len_bytes;
+    }
+    total
+}
+
 /// Takes a message; its command and the length of its payload.
 fn take(control: &mut TcpStream) -> Option<(u16, u64)> {
     let mut head = [0; 16];
@@ -41,9 +71,7 @@ fn take(control: &mut TcpStream) -> Option<(u16, u64)> {
     let mut payload = vec![0; usize::try_from(len).unwrap()];
     control.read_exact(&mut payload).ok()?;
     if code == MEMORY {
-        let lengths = payload.chunks_exact(16).map(|pair| pair[8..].try_into().unwrap());
-        let len: u64 = lengths.map(u64::from_le_bytes).sum();
-        let mut contents = vec![0; usize::try_from(len).unwrap()];
+        let mut contents = vec![0; usize::try_from(check_ranges(&payload)).unwrap()];
         control.read_exact(&mut contents).ok()?;
     }
     Some((code, len))
@@ -87,10 +115,10 @@ type Ended = Result<(), Box<SendFailure<FakeVm>>>;
 fn sent(at: u16, answer: Answer, inject: Inject) -> (Ended, Vec<u16>, Vec<Called>, Calls) {
     let from: Arc<FakeMemory> = memory();
     let guest = Guest::new(&from, 31);
-    guest.fill(&from, 40);
+    guest.fill(&from, 100);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let options = options(&tcp(&listener));
-    let vm = FakeVm::new(&from, &guest).inject(inject).for_other().running();
+    let vm = FakeVm::new(&from, &guest).inject(inject).for_other(mappings()).running();
     let calls = vm.calls();
     let peer = destination(listener, at, answer, Arc::clone(&calls));
     let ended = send(vm, &options).map(drop);

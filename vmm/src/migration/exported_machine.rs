@@ -7,8 +7,9 @@
 
 use std::sync::Arc;
 
-use cloud_hypervisor_state::DocumentError;
+use cloud_hypervisor_state::{DocumentError, MemoryManager};
 use thiserror::Error;
+use vm_migration::borders::Borders;
 use vm_migration::layout::GpaRange;
 
 use super::adopted_arrival::warn_of;
@@ -70,7 +71,7 @@ fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
     check_platform(config)?;
     let layout = layout_of(config, machine.ram())?;
     let devices = machine.seen_devices();
-    let guest = MigratingRam::to_read(Arc::clone(machine.ram()))?;
+    let guest = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
     let exported = export(&seen, &machine.save()?)?;
     warn_of(&exported.losses);
@@ -94,26 +95,45 @@ impl ExportedSnapshot {
     }
 }
 
-/// The message that is sent before memory, of a machine whose guest may run.
-///
-/// # Errors
-/// Names what v53 does not have, as far as that is known by then.
-pub fn config_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-    let config = machine.config();
-    check_platform(config).map_err(ExportedMachineError::OtherPlatform)?;
-    check_sent(config)?;
-    let layout = layout_of(config, machine.ram())?;
-    let devices = machine.memory_devices();
-    let message = export::begin(config, &layout, machine.shown(), devices.as_ref())?;
-    Ok(message.write()?)
+/// What has been said of a machine before its memory is sent.
+pub struct SentMachine {
+    config_json: Vec<u8>,
+    memory: MemoryManager,
 }
 
-/// The state of a paused machine.
-///
-/// # Errors
-/// Names what v53 does not have, or not in this state.
-pub fn state_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-    Ok(convert(machine)?.document.write()?)
+impl SentMachine {
+    /// The message that is sent before memory, of a machine whose guest may run.
+    ///
+    /// # Errors
+    /// Names what v53 does not have, as far as that is known by then.
+    pub fn begin(machine: &Machine) -> Result<Self, ExportedMachineError> {
+        let config = machine.config();
+        check_platform(config).map_err(ExportedMachineError::OtherPlatform)?;
+        check_sent(config)?;
+        let layout = layout_of(config, machine.ram())?;
+        let devices = machine.memory_devices();
+        let message = export::begin(config, &layout, machine.shown(), devices.as_ref())?;
+        Ok(Self { config_json: message.write()?, memory: message.memory_manager_data })
+    }
+
+    /// The message.
+    pub fn config_json(&self) -> &[u8] {
+        &self.config_json
+    }
+
+    /// The borders of the memory that its destination maps.
+    pub fn borders(&self) -> Borders {
+        let mappings = self.memory.guest_ram_mappings.iter();
+        Borders::of(mappings.map(|it| GpaRange { gpa: it.gpa, len_bytes: it.size }))
+    }
+
+    /// The state of the machine, which is paused by now.
+    ///
+    /// # Errors
+    /// Names what v53 does not have, or not in this state.
+    pub fn state_json(&self, machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
+        Ok(convert(machine)?.document.write()?)
+    }
 }
 
 /// Refuses what its destination could not have as it is.
@@ -132,3 +152,7 @@ fn check_sent(config: &VmConfig) -> Result<(), ExportedMachineError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "exported_machine_tests.rs"]
+mod tests;
