@@ -8,10 +8,11 @@ use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
+use guest_reader::abi::disk::BLOCKS;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::disks::{Disk, is_locked};
+use crate::disks::{Disk, is_locked, write_more, written};
 use crate::harness::migrate::Reception;
 use crate::harness::upstream::command::{COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE};
 use crate::harness::upstream_cuts::{Cut, Cutter};
@@ -34,6 +35,7 @@ pub fn add(suite: &mut Suite) {
         let name = format!("upstream_leaves::memory_devices_by_{connections}_connections");
         suite.add(&name, move || memory_devices(connections));
     }
+    suite.add("upstream_leaves::what_the_guest_asked_of_its_disk_is_served_before", disk_writes);
     suite.add("upstream_leaves::one_that_was_paused_is_paused", paused);
     suite.add("upstream_leaves::what_fails_before_the_end_leaves_the_guest_here", fails);
     suite.add("upstream_leaves::a_refusal_of_the_last_message_leaves_the_guest_here", refused_last);
@@ -217,6 +219,34 @@ fn memory_devices(connections: u32) {
     let file = File::open(folder.path().join("memory-ranges")).expect("a file");
     file.read_exact_at(&mut came, border - FILLED).expect("read");
     assert!(came == filled, "other contents");
+}
+
+/// A guest that always has a request under way: none is left in the ring, or its state would be refused.
+fn disk_writes() {
+    let disk = Disk::new();
+    let option = format!("path={},id=data,image_type=raw", disk.file.display());
+    let args = ["--kernel", image(), "--cmdline", "workload=disk-write mem=16M"];
+    let mut here = VmmBuilder::new(&args)
+        .with(&["--console", "null", "--serial", "null", "--platform", PLATFORM])
+        .with(&["--memory", "size=128M,shared=on", "--disk", &option])
+        .start();
+    write_more(&here, 2 * BLOCKS);
+    for number in 1..=3 {
+        let folder = TempDir::with_prefix("godwit-leaves-").expect("a folder");
+        let there = Destination::start(Transport::Unix, folder.path(), 0, None);
+        let option = format!("destination_url={},downtime_ms=300,timeout_s=4", there.url);
+        let output = here.remote(&["send-migration", "--wait", &option]);
+        assert!(output.status.success(), "{number}: {output:?}\n{}", here.output());
+        assert_eq!(here.wait_for_exit(), 0, "{}", here.output());
+        there.finish().save(folder.path());
+        here = Vmm::empty();
+        let url = format!("source_url=file://{},resume=on", folder.path().display());
+        here.remote_ok(&["restore", &url]);
+        write_more(&here, 2 * BLOCKS);
+    }
+    here.remote_ok(&["pause"]);
+    disk.holds(written(&here));
+    here.shut_down();
 }
 
 fn paused() {

@@ -15,7 +15,9 @@ use vm_migration::layout::GpaRange;
 use super::adopted_arrival::warn_of;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::VmConfig;
-use crate::export::{self, ExportError, Exported, Seen, check_platform, export, layout_of};
+use crate::export::{
+    self, ExportError, Exported, Seen, check_platform, check_queued, export, layout_of,
+};
 use crate::machine::{Machine, MachineError};
 
 /// Why a machine cannot be written as one of cloud-hypervisor.
@@ -61,11 +63,20 @@ pub struct ExportedSnapshot {
     pub ranges: Vec<GpaRange>,
 }
 
+/// What a machine is converted for.
+#[derive(Clone, Copy)]
+enum Goal {
+    /// It is saved, and may go on here.
+    Saved,
+    /// It is sent.
+    Sent,
+}
+
 /// Converts a paused machine.
 ///
 /// # Errors
 /// Names the part that v53 does not have, or not in this state.
-fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
+fn convert(machine: &Machine, goal: Goal) -> Result<Exported, ExportedMachineError> {
     let config = machine.config();
     // Cheap, and the reason that most will see.
     check_platform(config)?;
@@ -73,7 +84,11 @@ fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
     let devices = machine.seen_devices();
     let guest = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
-    let exported = export(&seen, &machine.save()?)?;
+    let state = machine.save()?;
+    if let Goal::Sent = goal {
+        check_queued(&state, &guest)?;
+    }
+    let exported = export(&seen, &state)?;
     warn_of(&exported.losses);
     Ok(exported)
 }
@@ -84,7 +99,7 @@ impl ExportedSnapshot {
     /// # Errors
     /// As [`convert`], or a document cannot be written.
     pub fn of(machine: &Machine) -> Result<Self, ExportedMachineError> {
-        let Exported { vm_config, document, .. } = convert(machine)?;
+        let Exported { vm_config, document, .. } = convert(machine, Goal::Saved)?;
         let ranges = document.memory.memory_ranges.data.iter();
         let ranges = ranges.map(|range| GpaRange { gpa: range.gpa, len_bytes: range.length });
         Ok(Self {
@@ -132,7 +147,7 @@ impl SentMachine {
     /// # Errors
     /// Names what v53 does not have, or not in this state.
     pub fn state_json(&self, machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-        Ok(convert(machine)?.document.write()?)
+        Ok(convert(machine, Goal::Sent)?.document.write()?)
     }
 }
 

@@ -298,7 +298,13 @@ impl SourceVm for LeavingMachine {
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
         let mut leaving = self;
         let ran_before = !leaving.machine.is_paused();
-        if let Err(error) = leaving.machine.pause(leaving.limits.devices(), &|| false) {
+        let within = leaving.limits.devices();
+        let paused = match leaving.reader {
+            Reader::Own(_) => leaving.machine.pause(within, &|| false),
+            // What it would find in the queues it would serve even if the guest goes on here.
+            Reader::CloudHypervisor53(_) => leaving.machine.pause_when_served(within, &|| false),
+        };
+        if let Err(error) = paused {
             return Err((leaving, error.into()));
         }
         if leaving.machine.is_ending() {

@@ -60,6 +60,34 @@ fn zones_in_files() {
     }
 }
 
+/// They would be served there even if the VM stays here.
+#[test]
+fn requests_that_wait_in_a_queue() {
+    let mut recorded = all_devices();
+    check_queued(&recorded.adopted.state, &recorded.memory).unwrap();
+    let queues = |id: &str| -> Vec<_> {
+        let data = recorded.adopted.state.pci[id].state.data.clone();
+        serde_json::from_value::<VirtioPciState>(data).unwrap().queues
+    };
+    let (disk, net) = (queues("_disk0"), queues("_net2"));
+    let mut add = |queue: &pci::QueueRegisterState| {
+        let at = usize::try_from(queue.driver_gpa + 2).unwrap();
+        let index = &mut recorded.memory[at];
+        *index = index.wrapping_add(1);
+        let checked = check_queued(&recorded.adopted.state, &recorded.memory);
+        recorded.memory[at] = recorded.memory[at].wrapping_sub(1);
+        checked.map_err(|error| error.to_string())
+    };
+    // Free buffers of the guest are none.
+    add(&net[0]).unwrap();
+    for (queue, expected) in
+        [(&disk[0], "device '_disk0', queue 0: 1 "), (&net[1], "'_net2', queue 1: 1 ")]
+    {
+        let error = add(queue).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn options_within_options() {
     let bucket = json!({"size": 1, "one_time_burst": 2, "refill_time": 3});
