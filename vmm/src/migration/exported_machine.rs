@@ -3,7 +3,8 @@
 //! A machine as cloud-hypervisor v53 saves or sends it: its documents, and the ranges of memory that are saved with them.
 //!
 //! Owns what of a machine is looked at, and what of a machine that is saved cannot be sent; what it means there is known to
-//! [`crate::export`]. Nothing is written here.
+//! [`crate::export`]. Nothing is written here. What was said of a machine that is sent stays true until its state follows, or
+//! the state is refused.
 
 use std::sync::Arc;
 
@@ -145,20 +146,33 @@ impl SentMachine {
     /// The state of the machine, which is paused by now.
     ///
     /// # Errors
-    /// Names what v53 does not have, or not in this state.
+    /// Names what v53 does not have, or not in this state, or what is not as it was said to be.
     pub fn state_json(&self, machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-        Ok(convert(machine, Goal::Sent)?.document.write()?)
+        let document = convert(machine, Goal::Sent)?.document;
+        check_same_memory(&self.memory, &document.memory)?;
+        Ok(document.write()?)
     }
+}
+
+/// Refuses memory, or registers of memory devices, that are not as they were: v53 does not look at those of the state.
+fn check_same_memory(
+    sent: &MemoryManager,
+    now: &MemoryManager,
+) -> Result<(), ExportedMachineError> {
+    let seen = |it: &MemoryManager| {
+        let mappings = it.guest_ram_mappings.clone();
+        (mappings, it.hotplug_slots.clone(), it.selected_slot, it.next_hotplug_slot)
+    };
+    if seen(sent) == seen(now) {
+        return Ok(());
+    }
+    let what = "a VM whose guest has just plugged in memory".to_owned();
+    let problem = "the registers of its memory devices have changed meanwhile; try again";
+    Err(ExportedMachineError::NotSent { what, problem })
 }
 
 /// Refuses what its destination could not have as it is.
 fn check_sent(config: &VmConfig) -> Result<(), ExportedMachineError> {
-    let shared = |zone: &&crate::config::MemoryZoneConfig| zone.shared && zone.file.is_some();
-    if let Some(zone) = config.memory.zones.iter().flatten().find(shared) {
-        let what = format!("memory zone '{}'", zone.id);
-        let problem = "pages that are not sent are zero, and its file there may have others";
-        return Err(ExportedMachineError::NotSent { what, problem });
-    }
     let given = |net: &&crate::config::NetConfig| net.fds.is_some();
     if let Some(net) = config.net.iter().flatten().find(given) {
         let what = format!("network '{}'", net.id.as_deref().unwrap_or_default());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Tests on what is said of a machine before its memory is sent.
+//! Tests on memory that changes while a machine is sent.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -14,6 +14,23 @@ fn memory() -> MemoryManager {
         "/../tests/data/cloud-hypervisor-53/snapshots/acpi-hotplug/state.json"
     ));
     Document::read(document).unwrap().memory
+}
+
+#[test]
+fn registers_of_memory_devices_stay_as_they_were_sent() {
+    let sent = memory();
+    let check = |now: &MemoryManager| check_same_memory(&sent, now).map_err(|it| it.to_string());
+    // What is only counted may change.
+    check(&MemoryManager { current_ram: 0, ..memory() }).unwrap();
+    let mut slots = *memory().hotplug_slots;
+    slots[0].inserting ^= true;
+    for changed in [
+        MemoryManager { hotplug_slots: slots.into(), ..memory() },
+        MemoryManager { selected_slot: sent.selected_slot + 1, ..memory() },
+        MemoryManager { next_hotplug_slot: sent.next_hotplug_slot + 1, ..memory() },
+    ] {
+        assert!(check(&changed).unwrap_err().contains("memory devices have changed"));
+    }
 }
 
 #[test]

@@ -236,6 +236,10 @@ impl SourceVm for LeavingMachine {
     fn meet_plain(&mut self) -> Result<PlainPeer, VmError> {
         // What is refused is refused before the configuration is sent.
         let sent = SentMachine::begin(&self.machine)?;
+        log::warn!(
+            "the destination speaks plain version 0 of the protocol and is taken for cloud-hypervisor v53, as its answers do not \
+             tell; other versions are not supported"
+        );
         let borders = sent.borders();
         self.reader = Reader::CloudHypervisor53(Box::new(sent));
         Ok(PlainPeer::Other(borders))

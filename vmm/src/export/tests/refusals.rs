@@ -6,7 +6,7 @@ use devices::virtio::DeviceSnapshot;
 use hypervisor::Blob;
 
 use super::*;
-use crate::config::{ConfigFds, OnFull};
+use crate::config::{ConfigFds, ConsoleMode, OnFull};
 
 fn snapshot(kind: &str, version: u32, data: Value) -> DeviceSnapshot {
     DeviceSnapshot { kind: kind.to_owned(), version, data }
@@ -57,7 +57,22 @@ fn zones_in_files() {
         let zone = &mut recorded.adopted.config.memory.zones.as_mut().unwrap()[0];
         (zone.file, zone.shared) = (Some("/x".into()), shared);
         refused(&recorded, &["memory.zones.file: pages that are zero"]);
+        // One that is sent is refused before anything of it is.
+        let Adopted { config, memory, .. } = &recorded.adopted;
+        let early = begin(config, memory, &[], None);
+        assert!(early.unwrap_err().to_string().contains("memory.zones.file"));
     }
+}
+
+#[test]
+fn a_console_at_a_socket() {
+    let mut recorded = plain();
+    let console = &mut recorded.adopted.config.console;
+    (console.mode, console.socket) = (ConsoleMode::Socket, Some("/x".into()));
+    refused(&recorded, &["console.mode=socket", "no console at a socket"]);
+    let Adopted { config, memory, .. } = &recorded.adopted;
+    let early = begin(config, memory, &[], None);
+    assert!(early.unwrap_err().to_string().contains("console.mode=socket"));
 }
 
 /// They would be served there even if the VM stays here.
