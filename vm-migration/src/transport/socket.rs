@@ -487,24 +487,24 @@ impl Connection {
     }
 
     /// Ends the sending direction and reads what the peer still sends, for up to `limit`: closing with unread
-    /// bytes would make the peer's host discard the last message.
-    pub(crate) fn finish_sending(&self, limit: Duration) {
+    /// bytes would make the peer's host discard the last message. Returns whether the peer has closed in order.
+    pub(crate) fn finish_sending(&self, limit: Duration) -> bool {
         self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
         let deadline = Instant::now() + limit;
         let mut sink = vec![MaybeUninit::uninit(); 64 << 10];
         loop {
             match self.socket.recv(&mut sink) {
-                Ok(0) => return,
+                Ok(0) => return true,
                 Ok(_) if Instant::now() < deadline => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     let ready = self.wait(libc::POLLIN, Some(left), "draining");
                     if ready.is_err() {
-                        return;
+                        return false;
                     }
                 }
-                _ => return,
+                _ => return false,
             }
         }
     }
