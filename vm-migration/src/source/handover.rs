@@ -158,6 +158,8 @@ impl<V: SourceVm> Stopped<V> {
                 };
                 drop(session);
                 if matches!(stage, Stage::InDoubt) && !is_refused {
+                    // What is still under way of the last message is not sent again.
+                    control.connection.reset_when_closed();
                     return Err(PhaseFailure::InDoubt(vm, failure));
                 }
                 let given = stage.given();
@@ -166,7 +168,7 @@ impl<V: SourceVm> Stopped<V> {
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
                     retraction.map(|(withheld, teller)| Retraction { withheld, teller });
-                let peers = Peers::new(control, &links);
+                let peers = Peers::new(control, links);
                 let paused = PhaseFailure::Paused { vm, peers, failure, retraction, given, log };
                 return Err(paused);
             }

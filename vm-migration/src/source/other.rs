@@ -20,6 +20,9 @@ use crate::protocol::message::Message;
 /// How long it may take to drop its machine.
 const WITHDRAW_TIME: Duration = Duration::from_secs(10);
 
+/// How long messages of memory may take to be completed, on all connections together. The guest runs.
+const COMPLETE_TIME: Duration = Duration::from_secs(1);
+
 /// The destination has the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Given {
@@ -109,9 +112,23 @@ fn told(peer: &mut Channel, given: Given, left: &dyn Fn() -> Duration) -> Result
     Ok(())
 }
 
-/// Leaves a destination that does not have the state, and so holds nothing that only one side may hold.
-pub(super) fn leave(control: &Channel, failure: &Failure) {
-    if failure.peer_listens() {
+/// Leaves a destination that does not have the state, and so holds nothing that only one side may hold. Within a message of
+/// memory it does not notice the end of the connection, and would wait for the rest for ever: the message is completed with
+/// zeros, as its machine is dropped anyway. Where that is not possible, a TCP connection is reset, which it notices.
+pub(super) fn leave(control: &Channel, further: Vec<Channel>, failure: &Failure) {
+    let until = Instant::now() + COMPLETE_TIME;
+    let never = Cancel::new();
+    for channel in further.iter().chain(std::iter::once(control)) {
+        let is_complete = never.as_ref().is_ok_and(|never| {
+            channel.connection.set_cancel(never);
+            channel.connection.complete_message(until)
+        });
+        if !is_complete {
+            channel.connection.reset_when_closed();
+        }
+    }
+    drop(further);
+    if failure.peer_listens() && control.connection.is_between_messages() {
         control.abandon("");
     }
 }

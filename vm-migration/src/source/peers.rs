@@ -2,7 +2,7 @@
 
 //! The connections over which a peer is told that a migration has failed.
 //!
-//! Owns how it is told. Further connections have ended by then.
+//! Owns which of them are told. One of this program is told on the first; the others have ended by then.
 
 use super::negotiate::Links;
 use super::other;
@@ -13,25 +13,29 @@ use crate::error::Failure;
 pub(crate) struct Peers {
     /// The first one.
     pub control: Channel,
+    /// Further ones for memory, to another program.
+    further: Vec<Channel>,
     is_other: bool,
 }
 
 impl Peers {
     /// A peer that has one connection so far.
     pub(crate) fn first(control: Channel) -> Self {
-        Self { control, is_other: false }
+        Self { control, further: Vec::new(), is_other: false }
     }
 
     /// A peer whose further connections are no longer used.
-    pub(crate) fn new(control: Channel, links: &Links) -> Self {
-        Self { control, is_other: links.terms.is_other() }
+    pub(crate) fn new(control: Channel, links: Links) -> Self {
+        let is_other = links.terms.is_other();
+        let further = if is_other { links.memory } else { Vec::new() };
+        Self { control, further, is_other }
     }
 
     /// Tells the peer, if the connection still takes it, and ends all connections.
     pub(crate) fn tell(self, failure: &Failure) {
-        let Self { control, is_other } = self;
+        let Self { control, further, is_other } = self;
         if is_other {
-            other::leave(&control, failure);
+            other::leave(&control, further, failure);
         } else if failure.peer_listens() {
             control.abandon(&failure.for_peer());
         }

@@ -102,7 +102,7 @@ impl<V: SourceVm> Negotiated<V> {
         match result {
             Ok(remaining) => Ok(Copied { vm, memory, control, links, remaining }),
             Err(failure) => {
-                Err(PhaseFailure::Running(vm, Some(Peers::new(control, &links)), failure))
+                Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure))
             }
         }
     }

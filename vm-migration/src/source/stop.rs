@@ -45,7 +45,7 @@ impl<V: SourceVm> Copied<V> {
             Ok(paused) => paused,
             Err((vm, reason)) => {
                 let failure = Failure::new("pausing the guest", Cause::Vm(reason));
-                return Err(PhaseFailure::Running(vm, Some(Peers::new(control, &links)), failure));
+                return Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure));
             }
         };
         let (log, goes) = match remaining {
@@ -101,7 +101,7 @@ impl<V: SourceVm> Copied<V> {
         match rest(log.as_ref()) {
             Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
             Err(failure) => {
-                let peers = Peers::new(control, &links);
+                let peers = Peers::new(control, links);
                 let (retraction, given) = (None, None);
                 Err(PhaseFailure::Paused { vm, peers, failure, retraction, given, log })
             }

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use socket2::SockRef;
+
 use super::plain::{header, tcp};
 use super::{FakeMemory, FakeVm, Guest, memory, migrate, options};
 use crate::Cancel;
@@ -292,6 +294,15 @@ fn without_an_answer_to_the_last_message_nothing_is_done() {
     assert_eq!(seen.commands, [1, 2, STATE, COMPLETE], "it is not told to drop the machine");
 }
 
+/// What is under way of the last message is not sent again.
+#[test]
+fn in_doubt_the_connection_is_reset() {
+    let silent = Other { limit: SHORT, ..Other::new(COMPLETE, Answer::Silent) };
+    let seen = sent(silent).in_doubt();
+    assert_eq!(seen.commands, [1, 2, STATE, COMPLETE]);
+    assert_eq!(seen.end, Some(Err(ErrorKind::ConnectionReset)));
+}
+
 #[test]
 fn whatever_fails_before_the_state_or_is_refused_leaves_the_guest_here() {
     for (at, answer) in [
@@ -392,5 +403,60 @@ fn the_guest_goes_on_first_if_the_destination_has_no_state() {
         let (_, seen) = sent(Other { inject, ..Other::new(0, Answer::Ok) }).resumed();
         assert_eq!(seen.commands, [1, 2, ABANDON], "{inject:?}");
         assert!(has(&seen.calls[0], "resume"), "{inject:?}: {:?}", seen.calls);
+    }
+}
+
+/// The destination reads a message up to its announced length, whatever becomes of the connection.
+#[test]
+fn a_message_of_memory_that_is_cut_short_is_completed() {
+    let (from, guest) = full();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    SockRef::from(&listener).set_recv_buffer_size(16 << 10).unwrap();
+    let options = options(&tcp(&listener));
+    let vm = FakeVm::new(&from, &guest).for_other(mappings()).running();
+    let cancel = Cancel::new().unwrap();
+    let peer = {
+        let cancel = cancel.clone();
+        std::thread::spawn(move || {
+            let (mut control, _) = listener.accept().unwrap();
+            for code in [1, 2] {
+                assert_eq!(take(&mut control).unwrap(), Some(code));
+                yes(&mut control, 1);
+            }
+            wait_until_full(&control);
+            cancel.cancel();
+            let mut commands = Vec::new();
+            while let Some(code) = take(&mut control).unwrap() {
+                commands.push(code);
+                if code == ABANDON {
+                    break;
+                }
+            }
+            commands
+        })
+    };
+    let progress = Arc::new(Progress::new(Side::Source));
+    let failure = migrate(vm, &options, &progress, &cancel).map(drop).unwrap_err();
+    match *failure {
+        SendFailure::Resumed { error, .. } => {
+            assert!(matches!(error.cause, Cause::Cancelled), "{error:?}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let commands = peer.join().unwrap();
+    let (last, messages) = commands.split_last().unwrap();
+    assert!(*last == ABANDON && messages.iter().all(|code| *code == MEMORY), "{commands:?}");
+}
+
+/// Waits until the source cannot send more, as nothing is read.
+fn wait_until_full(control: &TcpStream) {
+    let mut sample = vec![0; 8 << 20];
+    let (mut len, mut since) = (0, Instant::now());
+    while len == 0 || since.elapsed() < Duration::from_millis(300) {
+        let now = control.peek(&mut sample).unwrap();
+        if now != len {
+            (len, since) = (now, Instant::now());
+        }
+        std::thread::yield_now();
     }
 }
