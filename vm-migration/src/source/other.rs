@@ -113,7 +113,7 @@ fn told(peer: &mut Channel, given: Given, left: &dyn Fn() -> Duration) -> Result
 }
 
 /// Leaves a destination that does not have the state, and so holds nothing that only one side may hold. Within a message of
-/// memory it does not notice the end of the connection, and would wait for the rest for ever: the message is completed with
+/// memory it does not notice the end of the connection, and would wait for the rest: the message is completed with
 /// zeros, as its machine is dropped anyway. Where that is not possible, a TCP connection is reset, which it notices.
 pub(super) fn leave(control: &Channel, further: Vec<Channel>, failure: &Failure) {
     let until = Instant::now() + COMPLETE_TIME;

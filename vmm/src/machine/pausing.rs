@@ -41,7 +41,7 @@ impl CancelToken {
     }
 }
 
-/// What becomes of requests that devices have not taken when the guest stops.
+/// Whether requests that devices have not taken when the guest stops are served.
 #[derive(Clone, Copy)]
 enum Queued {
     /// They stay in their queues.
