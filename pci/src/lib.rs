@@ -55,7 +55,7 @@ pub use pvpanic::{
 };
 pub use virtio::{
     BarStructure, BarWidth, BusMastering, CommonState, GODWIT_VIRTIO_PCI, NARROW_BAR_VERSION,
-    QueueError, QueueProgressState, QueueRegisterState, VIRTIO_PCI_KIND, VIRTIO_QUEUES_MAX_COUNT,
-    VirtioCapability, VirtioPciDevice, VirtioPciError, VirtioPciForm, VirtioPciRules,
-    VirtioPciState, VirtioStateError,
+    QueueError, QueueProgressState, QueueRegisterState, Rings, RunningQueues, VIRTIO_PCI_KIND,
+    VIRTIO_QUEUES_MAX_COUNT, VirtioCapability, VirtioPciDevice, VirtioPciError, VirtioPciForm,
+    VirtioPciRules, VirtioPciState, VirtioStateError,
 };

@@ -32,21 +32,10 @@ fn doubtful() -> (Here, Received) {
     let received = there.finish();
     assert_eq!(received.commands.last(), Some(&COMPLETE), "it is not told to drop the VM");
     here.vmm.wait_for_event("migration-unanswered");
-    stands_still(&here);
+    here.stands_still();
     is_in_doubt(&here);
     assert!(!is_locked(&here.disk.file), "the destination may have the disk");
     (here, received)
-}
-
-/// Its vCPUs do nothing, in a time in which they would do much.
-#[track_caller]
-fn stands_still(here: &Here) {
-    let before = here.vmm.guest_status().iterations();
-    for _ in 0..20 {
-        here.vmm.api().get("vm.info").ok();
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    assert_eq!(here.vmm.guest_status().iterations(), before);
 }
 
 #[track_caller]

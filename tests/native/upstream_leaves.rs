@@ -2,23 +2,29 @@
 //! A running guest moves from here to cloud-hypervisor v53: to a stand-in that answers as it does, whatever fails there,
 //! and to the real program if `GODWIT_UPSTREAM_BIN` names it, and back. There is never more than one guest that runs.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::disks::{Disk, is_locked};
+use crate::disks::{Disk, is_locked, write_more, written};
 use crate::harness::migrate::Reception;
 use crate::harness::upstream::command::{COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE};
 use crate::harness::upstream_cuts::{Cut, Cutter};
 use crate::harness::upstream_destination::{Destination, Fault, Received};
 use crate::harness::upstream_program::Program;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
+use crate::snapshot::place;
+use guest_reader::abi::disk::BLOCKS;
 
 const ABANDON: u16 = 6;
 const PLATFORM: &str = "platform=cloud-hypervisor-53";
+/// Decides a doubt.
+const FORCE: &str = r#"{"force":true}"#;
 const LIMIT_EACH: Duration = Duration::from_mins(1);
 
 pub fn add(suite: &mut Suite) {
@@ -27,6 +33,11 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name.to_lowercase(), move || gets_all(transport, 1));
     }
     suite.add("upstream_leaves::several_connections", || gets_all(Transport::Tcp, 4));
+    for connections in [1, 4] {
+        let name = format!("upstream_leaves::memory_devices_by_{connections}_connections");
+        suite.add(&name, move || memory_devices(connections));
+    }
+    suite.add("upstream_leaves::what_the_guest_asked_of_its_disk_is_served_before", disk_writes);
     suite.add("upstream_leaves::one_that_was_paused_is_paused", paused);
     suite.add("upstream_leaves::what_fails_before_the_end_leaves_the_guest_here", fails);
     suite.add("upstream_leaves::a_refusal_of_the_last_message_leaves_the_guest_here", refused_last);
@@ -91,6 +102,18 @@ impl Here {
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
+    /// The guest is paused, and does nothing in a time in which it would have.
+    #[track_caller]
+    pub fn stands_still(&self) {
+        assert_eq!(self.vmm.api().state(), "Paused", "{}", self.vmm.output());
+        let before = self.vmm.guest_status().iterations();
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_millis(300) {
+            assert_eq!(self.vmm.guest_status().iterations(), before, "it works");
+            std::thread::yield_now();
+        }
+    }
+
     /// The guest goes on, with its disk.
     #[track_caller]
     pub fn goes_on(&self) {
@@ -133,6 +156,112 @@ fn gets_all(transport: Transport, connections: u32) {
     holds(&received, "Running");
 }
 
+/// Makes two memory devices of the one that a VM has that was saved.
+fn two_devices(state: &Path, len: u64) {
+    let text = fs::read(state).expect("a state");
+    let mut root: Value = serde_json::from_slice(&text).expect("JSON");
+    let inner = &mut root["snapshots"]["memory-manager"]["snapshot_data"]["state"];
+    let mut manager: Value = serde_json::from_str(inner.as_str().expect("text")).expect("JSON");
+    let mut halve = |list: &str, start: &str, size: &str| {
+        let list = manager.pointer_mut(list).and_then(Value::as_array_mut).expect("a list");
+        let mut next = list.last().expect("the device").clone();
+        let last = list.last_mut().expect("the device");
+        assert_eq!(last[size], 2 * len);
+        last[size] = json!(len);
+        next[size] = json!(len);
+        next[start] = json!(last[start].as_u64().expect("a number") + len);
+        if let Some(slot) = next.get_mut("slot") {
+            *slot = json!(list.len());
+        }
+        list.push(next);
+    };
+    halve("/guest_ram_mappings", "gpa", "size");
+    halve("/memory_ranges/data", "gpa", "length");
+    let first = manager["hotplug_slots"][0]["base"].as_u64().expect("a number");
+    for (number, base) in [first, first + len].into_iter().enumerate() {
+        manager["hotplug_slots"][number] = json!({
+            "base": base, "length": len, "active": true, "inserting": false, "removing": false,
+        });
+    }
+    manager["next_hotplug_slot"] = json!(2);
+    manager["next_memory_slot"] = json!(3);
+    *inner = json!(manager.to_string());
+    fs::write(state, root.to_string()).expect("written");
+}
+
+/// Memory with contents on both sides of the border between two memory devices, which is one region here. The guest has no
+/// driver for them, so that a snapshot gives them their contents.
+fn memory_devices(connections: u32) {
+    const BOOT: u64 = 64 << 20;
+    const DEVICE: u64 = 128 << 20;
+    const FILLED: u64 = 3 << 20;
+    const MEMORY: &str = "size=64M,shared=on,hotplug_size=512M,hotplugged_size=256M";
+    let args = ["--kernel", image(), "--cmdline", "workload=random-write mem=32M"];
+    let vmm = VmmBuilder::new(&args)
+        .with(&["--console", "null", "--serial", "null", "--platform", PLATFORM])
+        .with(&["--memory", MEMORY])
+        .start();
+    vmm.wait_for_work(2_000);
+    let (folder, url) = place();
+    vmm.remote_ok(&["pause"]);
+    vmm.remote_ok(&["snapshot", &url, "--format", "cloud-hypervisor-53"]);
+    vmm.shut_down();
+    two_devices(&folder.path().join("state.json"), DEVICE);
+    let path = folder.path().join("memory-ranges");
+    let file = File::options().write(true).open(&path).expect("a file");
+    assert_eq!(file.metadata().expect("a length").len(), BOOT + 2 * DEVICE);
+    let filled = Vec::from_iter((0..2 * FILLED).map(|at| (at / 4096 % 250) as u8 + 1));
+    let border = BOOT + DEVICE;
+    file.write_all_at(&filled, border - FILLED).expect("written");
+    let mut here = Vmm::empty();
+    here.remote_ok(&["restore", &format!("source_url={url},resume=on")]);
+    here.wait_for_work(2_000);
+    let further = usize::try_from(connections - 1).expect("few");
+    let there = Destination::start(Transport::Tcp, folder.path(), further, None);
+    let option = format!(
+        "destination_url={},connections={connections},downtime_ms=300,timeout_s=4,timeout_strategy=ignore",
+        there.url
+    );
+    let output = here.remote(&["send-migration", "--wait", &option]);
+    assert!(output.status.success(), "{output:?}\n{}", here.output());
+    let received = there.finish();
+    assert_eq!(here.wait_for_exit(), 0, "{}", here.output());
+    let folder = TempDir::with_prefix("godwit-left-").expect("a folder");
+    received.save(folder.path());
+    let mut came = vec![0; filled.len()];
+    let file = File::open(folder.path().join("memory-ranges")).expect("a file");
+    file.read_exact_at(&mut came, border - FILLED).expect("read");
+    assert!(came == filled, "other contents");
+}
+
+/// A guest that always has a request under way: none is left in the ring, or its state would be refused.
+fn disk_writes() {
+    let disk = Disk::new();
+    let option = format!("path={},id=data,image_type=raw", disk.file.display());
+    let args = ["--kernel", image(), "--cmdline", "workload=disk-write mem=16M"];
+    let mut here = VmmBuilder::new(&args)
+        .with(&["--console", "null", "--serial", "null", "--platform", PLATFORM])
+        .with(&["--memory", "size=128M,shared=on", "--disk", &option])
+        .start();
+    write_more(&here, 2 * BLOCKS);
+    for number in 1..=3 {
+        let folder = TempDir::with_prefix("godwit-leaves-").expect("a folder");
+        let there = Destination::start(Transport::Unix, folder.path(), 0, None);
+        let option = format!("destination_url={},downtime_ms=300,timeout_s=4", there.url);
+        let output = here.remote(&["send-migration", "--wait", &option]);
+        assert!(output.status.success(), "{number}: {output:?}\n{}", here.output());
+        assert_eq!(here.wait_for_exit(), 0, "{}", here.output());
+        there.finish().save(folder.path());
+        here = Vmm::empty();
+        let url = format!("source_url=file://{},resume=on", folder.path().display());
+        here.remote_ok(&["restore", &url]);
+        write_more(&here, 2 * BLOCKS);
+    }
+    here.remote_ok(&["pause"]);
+    disk.holds(written(&here));
+    here.shut_down();
+}
+
 fn paused() {
     let mut here = Here::start();
     here.vmm.remote_ok(&["pause"]);
@@ -153,10 +282,16 @@ fn fails() {
             let there = here.there(Transport::Unix, 0, Some((message, fault)));
             let error = here.send_in_vain(&there.url);
             let received = there.finish();
-            if fault == Fault::LostAfter && message == STATE && error.contains("does not run here")
-            {
-                // The last message was under way by then.
-                here.vmm.api().put("vm.resume", r#"{"force":true}"#).ok();
+            let is_doubt = message == STATE && fault != Fault::Refused;
+            assert_eq!(
+                error.contains("does not run here"),
+                is_doubt,
+                "{message} {fault:?}: {error}"
+            );
+            if is_doubt {
+                // It keeps its VM when a connection is lost.
+                here.stands_still();
+                here.vmm.api().put("vm.resume", FORCE).ok();
             }
             assert!(received.commands.contains(&message), "{message} {fault:?}: {received:?}");
             let is_told =
@@ -324,15 +459,17 @@ fn real_cuts() {
         let cutter = Cutter::start(here.folder.path(), &program.path("migration"), message, cut);
         let error = here.send_in_vain(&cutter.url);
         assert!(cutter.has_cut(), "{case}: {error}");
-        let has_run = |program: &Program| program.log().contains("event = resumed");
+        // Its devices and vCPUs run from then on.
+        let has_run = |program: &Program| program.log().contains("event = resuming");
         match (message, cut) {
             (COMPLETE, Cut::After) => {
                 // It runs there, which is not known here.
                 assert!(error.contains("does not run here"), "{case}: {error}");
                 assert_eq!(answer.join().expect("no panic") / 100, 2, "{case}");
                 assert_eq!(program.api().state(), "Running", "{case}");
-                assert_eq!(here.vmm.api().state(), "Paused", "{case}");
-                here.vmm.api().put("vm.delete", "").ok();
+                assert!(has_run(&program), "{case}: {}", program.log());
+                here.stands_still();
+                here.vmm.api().put("vm.delete", FORCE).ok();
                 program.wait_for_work(1_000);
                 program.verify_and_pause();
                 program.kill();
@@ -341,12 +478,20 @@ fn real_cuts() {
             }
             (COMPLETE, Cut::Before) | (STATE, Cut::After) => {
                 // It has a VM that does not run, and the disk.
-                assert_eq!(here.vmm.api().state(), "Paused", "{case}: {error}");
-                let refused = here.vmm.api().put("vm.resume", "");
+                assert!(error.contains("does not run here"), "{case}: {error}");
+                here.stands_still();
+                let refused = here.vmm.api().put("vm.resume", FORCE);
                 assert!(refused.status >= 300, "{case}: {refused:?}");
                 assert!(!has_run(&program), "{case}: {}", program.log());
                 program.kill();
-                here.vmm.api().put("vm.resume", r#"{"force":true}"#).ok();
+                here.vmm.api().put("vm.resume", FORCE).ok();
+            }
+            (STATE, Cut::Before) => {
+                // It has nothing, which is not known here.
+                here.stands_still();
+                assert!(!has_run(&program), "{case}: {}", program.log());
+                program.kill();
+                here.vmm.api().put("vm.resume", FORCE).ok();
             }
             _ => {
                 assert!(!has_run(&program), "{case}: {}", program.log());

@@ -22,7 +22,7 @@ use crate::transport::{Connection, Reader, TransportError};
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long the last message to a stalled peer may block behind data that it does not read.
-const LAST_SEND_TIMEOUT: Duration = Duration::from_millis(500);
+pub(crate) const LAST_SEND_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long a peer that is still sending has to receive the last message.
 const LAST_WORDS_DRAIN: Duration = Duration::from_secs(1);

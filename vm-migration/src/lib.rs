@@ -59,6 +59,7 @@
 //! }
 //! ```
 
+pub mod borders;
 pub mod cancel;
 mod channel;
 pub mod commit;

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::borders::Borders;
 use crate::commit::destination::InDoubt;
 use crate::fault::FaultSource;
 use crate::options::MemoryMode;
@@ -86,6 +87,16 @@ pub trait FreePageHints: Send + Sync {
     fn free_words(&self, region: usize, pages: Range<u64>, words: &mut [u64]);
 }
 
+/// What a destination is that speaks plain version 0 alone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PlainPeer {
+    /// An earlier version of this program.
+    Own,
+    /// Another program, which commits as it does: it takes exclusive resources with the state, and runs the guest before it
+    /// answers the last message. It takes a range of memory only if it has none of these borders inside.
+    Other(Borders),
+}
+
 /// A machine on the source whose guest may run.
 pub trait SourceVm: Sized + Send {
     /// Type of its memory.
@@ -111,15 +122,13 @@ pub trait SourceVm: Sized + Send {
     /// Called once, before the configuration is requested; documents that are written later keep to them.
     fn meet(&mut self, _newest: Formats) {}
 
-    /// The destination speaks plain version 0 alone. True if that is another program, for which the configuration and the
-    /// state are written from now on, and which commits as it does: it takes exclusive resources with the state, and runs
-    /// the guest before it answers the last message. Called once, before the configuration is requested, and in place of
-    /// [`meet`](Self::meet) then.
+    /// The destination speaks plain version 0 alone. Called once, before the configuration is requested, and in place of
+    /// [`meet`](Self::meet) if it is another program; the configuration and the state are written for that one from then on.
     ///
     /// # Errors
     /// Why this machine cannot be moved there.
-    fn meet_plain(&mut self) -> Result<bool, VmError> {
-        Ok(false)
+    fn meet_plain(&mut self) -> Result<PlainPeer, VmError> {
+        Ok(PlainPeer::Own)
     }
 
     /// Its memory, which stays mapped as long as a reference is held, also after the handover.

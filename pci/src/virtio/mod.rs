@@ -38,3 +38,4 @@ pub use state::{
     CommonState, NARROW_BAR_VERSION, QueueProgressState, QueueRegisterState, VIRTIO_PCI_KIND,
     VirtioPciState, VirtioStateError,
 };
+pub use transport::{Rings, RunningQueues};

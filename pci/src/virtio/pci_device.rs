@@ -25,7 +25,7 @@ use super::layout::{
 use super::notify::Notify;
 use super::rules::{GODWIT, VirtioPciRules};
 use super::state::{VERSION, VIRTIO_PCI_KIND, VirtioPciState, VirtioStateError, needed_version};
-use super::transport::{Run, Transport, offers_version_1};
+use super::transport::{Run, RunningQueues, Transport, offers_version_1};
 use crate::bar::{BarDecode, BarDescription};
 use crate::config_space::{ConfigError, ConfigSpace, register};
 use crate::device::{PciDevice, PciDeviceState, PciStateError};
@@ -204,6 +204,12 @@ impl VirtioPciDevice {
     /// to guest memory.
     pub fn reset(&self) {
         self.transport.lock().reset();
+    }
+
+    /// Signals each queue of a device that runs, as a driver does whose notification is lost, and returns them; `None` if it
+    /// does not run, or a driver is resetting it.
+    pub fn kick_queues(&self) -> Option<RunningQueues> {
+        self.transport.try_lock().and_then(|transport| transport.kick_queues())
     }
 
     /// Starts to pause the device, without waiting for its requests; `None` if a driver is resetting it.

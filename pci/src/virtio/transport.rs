@@ -39,6 +39,28 @@ const UNSUPPORTED: u64 = 1 << feature::VIRTIO_F_RING_PACKED
 /// The driver uses addresses that the IOMMU translates. Known to the transport alone.
 const ACCESS_PLATFORM: u64 = 1 << feature::VIRTIO_F_ACCESS_PLATFORM;
 
+/// The queues of a device that runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunningQueues {
+    /// Type of the device.
+    pub device_id: u16,
+    /// Number of queues that it has.
+    pub count: usize,
+    /// Those that its driver has enabled.
+    pub rings: Vec<Rings>,
+}
+
+/// The rings of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rings {
+    /// Index of the queue.
+    pub index: u16,
+    /// Driver area: requests that the driver has made available.
+    pub driver_gpa: u64,
+    /// Device area: requests that the device has returned.
+    pub device_gpa: u64,
+}
+
 /// Activation state of the device.
 pub(super) enum Run {
     /// Not activated since the last reset.
@@ -311,6 +333,18 @@ impl Transport {
             }
             run => self.run = run,
         }
+    }
+
+    /// See [`super::VirtioPciDevice::kick_queues`].
+    pub(super) fn kick_queues(&self) -> Option<RunningQueues> {
+        let Run::Running = self.run else { return None };
+        let enabled = (0_u16..).zip(&self.queues).filter(|(_, queue)| queue.enabled);
+        let rings = enabled.map(|(index, queue)| {
+            self.notify.kick(index);
+            Rings { index, driver_gpa: queue.driver_gpa, device_gpa: queue.device_gpa }
+        });
+        let rings = rings.collect();
+        Some(RunningQueues { device_id: self.device.device_id(), count: self.queues.len(), rings })
     }
 
     /// Starts to pause an activated device.

@@ -181,9 +181,22 @@ fn answer(stream: &mut dyn Stream, status: u16) -> bool {
     stream.write_all(&bytes).is_ok()
 }
 
-fn keep(frame: &Frame, memory: &Mutex<Vec<(u64, Vec<u8>)>>) {
+/// Start and length of each mapping of memory that the configuration has.
+fn mappings(config: &Value) -> Vec<(u64, u64)> {
+    let mappings = config["memory_manager_data"]["guest_ram_mappings"].as_array();
+    let number = |value: &Value| value.as_u64().expect("a number");
+    let ends = |it: &Value| (number(&it["gpa"]), number(&it["size"]));
+    mappings.expect("mappings").iter().map(ends).collect()
+}
+
+/// A range lies in one mapping: such a destination puts one that does not in the wrong place.
+fn keep(frame: &Frame, mappings: &[(u64, u64)], memory: &Mutex<Vec<(u64, Vec<u8>)>>) {
     let mut contents = &frame.contents[..];
     for (gpa, len) in frame.ranges() {
+        let holds = |(start, size): &(u64, u64)| {
+            gpa.checked_sub(*start).is_some_and(|offset| offset + len <= *size)
+        };
+        assert!(len > 0 && mappings.iter().any(holds), "{gpa:#x}+{len:#x} is in none of them");
         let (bytes, rest) = contents.split_at(usize::try_from(len).expect("64 bits"));
         memory.lock().expect("no panic").push((gpa, bytes.to_vec()));
         contents = rest;
@@ -211,7 +224,7 @@ fn serve(
                 received.config = serde_json::from_slice(&frame.payload).expect("JSON");
             }
             command::STATE => received.state.clone_from(&frame.payload),
-            command::MEMORY => keep(&frame, &memory),
+            command::MEMORY => keep(&frame, &mappings(&received.config), &memory),
             _ => {}
         }
         match fault.filter(|(at, _)| *at == kind).map(|(_, fault)| fault) {
@@ -237,8 +250,8 @@ fn serve(
         if kind == command::CONFIG {
             for _ in 0..further {
                 let mut stream = listener.accept();
-                let memory = Arc::clone(&memory);
-                carriers.push(std::thread::spawn(move || carry(&mut *stream, &memory)));
+                let (memory, mappings) = (Arc::clone(&memory), mappings(&received.config));
+                carriers.push(std::thread::spawn(move || carry(&mut *stream, &mappings, &memory)));
             }
         }
     }
@@ -250,14 +263,18 @@ fn serve(
 }
 
 /// Takes memory until the end of a further connection; whether some has come.
-fn carry(stream: &mut dyn Stream, memory: &Mutex<Vec<(u64, Vec<u8>)>>) -> bool {
+fn carry(
+    stream: &mut dyn Stream,
+    mappings: &[(u64, u64)],
+    memory: &Mutex<Vec<(u64, Vec<u8>)>>,
+) -> bool {
     let mut role = [0; 2];
     stream.read_exact(&mut role).expect("a role");
     assert_eq!(u16::from_le_bytes(role), ROLE_MEMORY);
     let mut has_carried = false;
     while let Some(frame) = read_frame(stream) {
         assert_eq!(frame.kind, command::MEMORY);
-        keep(&frame, memory);
+        keep(&frame, mappings, memory);
         has_carried = true;
         answer(stream, OK);
     }

@@ -7,6 +7,7 @@
 
 use std::ops::Range;
 
+use crate::borders::Borders;
 use crate::layout::{GpaRange, PageRun};
 use crate::ram::{GuestMemoryMap, Hold};
 
@@ -97,9 +98,17 @@ impl Content<'_> {
     }
 }
 
-/// The address ranges of runs.
-pub(crate) fn ranges<M: GuestMemoryMap>(memory: &M, runs: &[PageRun]) -> Vec<GpaRange> {
-    runs.iter().map(|run| memory.layout().range_of(*run)).collect()
+/// The address ranges of runs, for a peer that takes a range only within its `borders`, if it has any.
+pub(crate) fn ranges<M: GuestMemoryMap>(
+    memory: &M,
+    runs: &[PageRun],
+    borders: Option<&Borders>,
+) -> Vec<GpaRange> {
+    let whole = runs.iter().map(|run| memory.layout().range_of(*run));
+    match borders {
+        None => whole.collect(),
+        Some(borders) => whole.flat_map(|range| borders.cut(range)).collect(),
+    }
 }
 
 #[cfg(test)]

@@ -5,14 +5,15 @@
 //! Owns the point of no return. With the negotiated protocol it is the moment before Confirm is sent
 //! ([`crate::commit`] has the rules): until then the destination does not run the guest, whatever it has
 //! received, and from then on no value exists here that could run it. With plain version 0 the destination
-//! runs the guest on Complete, so exclusive resources are released before, and acquired again if the answer
-//! is not Ok. [`super::other`] has what is different with another program.
+//! runs the guest on Complete, so exclusive resources are released before, and acquired again if it
+//! refuses. [`super::other`] has what is different with another program.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::negotiate::{Links, Terms};
-use super::other;
+use super::other::{self, Given};
+use super::peers::Peers;
 use super::serve::{Held, Reconnect, Server, serve_bulk, serve_urgent};
 use super::stop::Stopped;
 use super::verdict::{Retraction, VerdictSender, note_standing};
@@ -56,6 +57,8 @@ pub(super) enum Stage {
     Safe,
     /// The destination may have acknowledged, and is told that the guest stays.
     Offered(Withheld),
+    /// Another program has the state, and holds what only one side may hold until it has dropped its machine.
+    Given(Given),
     /// Another program was told to run the guest, and only its answer says whether it does.
     InDoubt,
 }
@@ -64,7 +67,17 @@ impl Stage {
     fn withheld(self) -> Option<Withheld> {
         match self {
             Self::Offered(withheld) => Some(withheld),
-            Self::Safe | Self::InDoubt => None,
+            Self::Safe | Self::Given(_) | Self::InDoubt => None,
+        }
+    }
+
+    /// What another program has, unless it is in doubt.
+    fn given(&self) -> Option<Given> {
+        match self {
+            Self::Given(given) => Some(*given),
+            // It has answered all messages.
+            Self::InDoubt => Some(Given { is_answered: true }),
+            Self::Safe | Self::Offered(_) => None,
         }
     }
 }
@@ -145,15 +158,18 @@ impl<V: SourceVm> Stopped<V> {
                 };
                 drop(session);
                 if matches!(stage, Stage::InDoubt) && !is_refused {
+                    // What is still under way of the last message is not sent again.
+                    control.connection.reset_when_closed();
                     return Err(PhaseFailure::InDoubt(vm, failure));
                 }
+                let given = stage.given();
                 // A destination that has refused is not in doubt.
                 let withheld = stage.withheld().filter(|_| !is_refused);
                 let retraction = withheld.zip(links.teller(context));
                 let retraction =
                     retraction.map(|(withheld, teller)| Retraction { withheld, teller });
-                let (peer, is_other) = (control, links.terms.is_other());
-                let paused = PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log };
+                let peers = Peers::new(control, links);
+                let paused = PhaseFailure::Paused { vm, peers, failure, retraction, given, log };
                 return Err(paused);
             }
         };
@@ -254,13 +270,13 @@ fn send_state<P: PausedVm>(
     let limit = context.options.limits.answer;
     let complete = if vm.ran_before() { Message::Complete } else { Message::CompletePaused };
     match terms {
-        Terms::Plain { is_other: true } => {
+        Terms::Plain { other: Some(_) } => {
             // It takes them with the state.
             release(vm)?;
             other::hand_over(control, state, &complete, stage, context)?;
             Ok(None)
         }
-        Terms::Plain { is_other: false } => {
+        Terms::Plain { other: None } => {
             control.ask(&Message::State(state), limit).step("sending the guest's state")?;
             release(vm)?;
             control.ask(&complete, limit).step("handing the guest over")?;

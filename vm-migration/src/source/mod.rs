@@ -17,6 +17,7 @@
 //! | `convergence` | when to stop precopy, and what to do if it does not help: pure policy |
 //! | `stop` | Stop: the guest is paused, remaining pages are sent or noted |
 //! | `handover` | Handover: the exchange after which the guest belongs to the destination |
+//! | `peers` | who is told of a failure |
 //! | `other` | the same with another program that speaks plain version 0 |
 //! | `verdict` | tells the destination which side has the guest, after the connection was lost |
 //! | `serve` | Serve: bulk pushers and urgent servers |
@@ -33,6 +34,7 @@ mod handover;
 mod negotiate;
 mod other;
 mod page_maps;
+mod peers;
 mod precopy;
 mod round;
 mod send_stream;
@@ -52,6 +54,8 @@ use crate::progress::{Phase, Progress, ProgressDocument};
 use crate::report::FailureReport;
 use crate::vm::{PausedVm, SourceVm};
 
+use other::Given;
+use peers::Peers;
 use verdict::Retraction;
 
 pub use serve::{Held, serve_for_another};
@@ -125,16 +129,16 @@ impl<V: SourceVm> std::fmt::Debug for SendFailure<V> {
 
 /// How a phase failed, with the owner of the guest at that time.
 pub(crate) enum PhaseFailure<V: SourceVm> {
-    Running(V, Option<Channel>, Failure),
+    Running(V, Option<Peers>, Failure),
     Paused {
         vm: V::Paused,
-        peer: Channel,
+        peers: Peers,
         failure: Failure,
         /// Set when the destination may be in doubt, and is to be told.
         retraction: Option<Retraction>,
-        /// The destination is another program, which has to drop its machine before this one can take back what only one
-        /// may hold.
-        is_other: bool,
+        /// The destination is another program and has the state: it has to drop its machine before this one can take back
+        /// what only one may hold.
+        given: Option<Given>,
         /// The dirty log, which is stopped when the guest continues.
         log: Option<V::Log>,
     },
@@ -196,20 +200,31 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
         error
     };
     match phase_failure {
-        PhaseFailure::Running(vm, peer, failure) => {
-            send_to_peer(peer, &failure);
+        PhaseFailure::Running(vm, peers, failure) => {
+            if let Some(peers) = peers {
+                peers.tell(&failure);
+            }
             let error = fail(Phase::Failed, GuestLocation::OnSource, failure);
             SendFailure::Resumed { vm, error }
         }
-        PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log } => {
-            let mut peer = Some(peer);
-            if is_other && let Some(peer) = peer.take() {
-                other::withdraw(peer, &failure, context);
-            }
-            // The guest is resumed first; a peer of this program does not run it without a Confirm.
+        PhaseFailure::Paused { vm, peers, failure, retraction, given, log } => {
+            let peers = match given {
+                None => Some(peers),
+                Some(given) => {
+                    if !other::withdraw(peers.control, given, &failure, context) {
+                        let error = fail(Phase::Failed, GuestLocation::InDoubt, failure);
+                        return SendFailure::StillPaused { vm, error };
+                    }
+                    None
+                }
+            };
+            // The guest is resumed first; a peer of this program does not run it without a Confirm, and another one does not
+            // without the state.
             let resumed = vm.resume();
             drop(log);
-            send_to_peer(peer, &failure);
+            if let Some(peers) = peers {
+                peers.tell(&failure);
+            }
             if let Some(retraction) = retraction {
                 retraction.send_in_background();
             }
@@ -240,12 +255,6 @@ fn fail_phase<V: SourceVm>(context: Context<'_>, phase_failure: PhaseFailure<V>)
     }
 }
 
-fn send_to_peer(peer: Option<Channel>, failure: &Failure) {
-    if let Some(peer) = peer.filter(|_| failure.peer_listens()) {
-        peer.abandon(&failure.for_peer());
-    }
-}
-
 /// A connection to the destination on which nothing has been sent.
 pub(crate) struct Connected<V> {
     vm: V,
@@ -263,7 +272,10 @@ impl<V: SourceVm> Connected<V> {
             Ok(links) => {
                 Ok(precopy::Negotiated { vm: self.vm, memory, control: self.control, links })
             }
-            Err(failure) => Err(PhaseFailure::Running(self.vm, Some(self.control), failure)),
+            Err(failure) => {
+                let peers = Peers::first(self.control);
+                Err(PhaseFailure::Running(self.vm, Some(peers), failure))
+            }
         }
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::send_stream::Record;
 use super::verdict::VerdictSender;
 use super::{Connected, Context, PhaseFailure};
+use crate::borders::Borders;
 use crate::channel::Channel;
 use crate::commit::usable;
 use crate::document::Mode;
@@ -33,7 +34,7 @@ use crate::protocol::message::{Message, Role, VERSION};
 use crate::protocol::runs;
 use crate::ram::GuestMemoryMap;
 use crate::transport::{Address, Connection};
-use crate::vm::SourceVm;
+use crate::vm::{PlainPeer, SourceVm};
 
 /// The negotiated terms and all connections of a migration.
 #[derive(Debug)]
@@ -97,9 +98,9 @@ impl Links {
 pub(crate) enum Terms {
     /// Plain version 0.
     Plain {
-        /// The destination is another program: it takes exclusive resources with the state, and runs the guest before it
-        /// answers the last message.
-        is_other: bool,
+        /// Set when the destination is another program: it takes exclusive resources with the state, and runs the guest
+        /// before it answers the last message. A range of memory may have none of these borders inside.
+        other: Option<Borders>,
     },
     /// The negotiated protocol.
     Negotiated {
@@ -134,7 +135,15 @@ impl Terms {
 
     /// Whether the destination is another program.
     pub(super) fn is_other(&self) -> bool {
-        matches!(self, Self::Plain { is_other: true })
+        self.borders().is_some()
+    }
+
+    /// The addresses that a range of memory that is sent may not have inside.
+    pub(super) fn borders(&self) -> Option<&Borders> {
+        match self {
+            Self::Plain { other } => other.as_ref(),
+            Self::Negotiated { .. } => None,
+        }
     }
 
     pub(crate) fn local(&self) -> bool {
@@ -217,11 +226,15 @@ pub(crate) fn agree<V: SourceVm>(
     }
     let needed = vm.formats();
     let (token, round_trip) = offer(memory, needed, control, context)?;
-    let is_other = match &token {
+    let plain_peer = match &token {
         None => vm.meet_plain().map_err(Cause::Vm).step("meeting a destination of version 0")?,
-        Some(_) => false,
+        Some(_) => PlainPeer::Own,
     };
-    if is_other {
+    let other = match plain_peer {
+        PlainPeer::Own => None,
+        PlainPeer::Other(borders) => Some(borders),
+    };
+    if other.is_some() {
         check_other(context)?;
     } else {
         let known = token.as_ref().map_or_else(Formats::default, |(_, accepted)| accepted.formats);
@@ -240,7 +253,7 @@ pub(crate) fn agree<V: SourceVm>(
         .ask(&Message::Config(config), context.options.limits.prepare)
         .step("waiting for the destination to map the memory")?;
     let terms = match &token {
-        None => Terms::Plain { is_other },
+        None => Terms::Plain { other },
         Some((features, accepted)) => {
             let prepared = Prepared::parse(&answer.payload).step("reading its memory layout")?;
             let layout = Layout::new(prepared.regions)

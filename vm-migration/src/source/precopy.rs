@@ -14,6 +14,7 @@ use page_bitmap::PageBitmap;
 use super::convergence::{Decision, Expected, Forecast, Measure, Policy};
 use super::negotiate::Links;
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
+use super::peers::Peers;
 use super::round::{Pass, RoundKind, clear_all, send_round};
 use super::switch::Switch;
 use super::{Context, PhaseFailure, check_cancel};
@@ -100,7 +101,9 @@ impl<V: SourceVm> Negotiated<V> {
         let Self { vm, memory, control, links } = self;
         match result {
             Ok(remaining) => Ok(Copied { vm, memory, control, links, remaining }),
-            Err(failure) => Err(PhaseFailure::Running(vm, Some(control), failure)),
+            Err(failure) => {
+                Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure))
+            }
         }
     }
 

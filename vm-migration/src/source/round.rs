@@ -106,8 +106,10 @@ pub(crate) fn send_round<M: GuestMemoryMap>(
         links.records.push(Record::new(context.options.compression)?);
     }
     let (round_trip, records, progress) = (links.round_trip, &mut links.records, context.progress);
-    let stream =
-        |(channel, record)| SendStream::new(channel, record, round_trip, streams as u64, progress);
+    let borders = links.terms.borders();
+    let stream = |(channel, record)| {
+        SendStream::new(channel, record, round_trip, streams as u64, borders, progress)
+    };
     let sent = {
         let channels = std::iter::once(&mut *control).chain(&mut links.memory);
         let announcer = announce.then(Announcer::default);
@@ -295,7 +297,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
                 }
             }
             if !coming.is_empty() {
-                stream.send(&Message::Coming(ranges(self.memory, &coming)))?;
+                stream.send(&Message::Coming(ranges(self.memory, &coming, None)))?;
             }
         }
         Ok(())
@@ -465,7 +467,7 @@ impl<'a, M: GuestMemoryMap, L: DirtyLog> Round<'a, M, L> {
             stream.send_blank(self.memory, &content.blank)?;
         }
         if !content.zero.is_empty() {
-            stream.send(&Message::ZeroPages(ranges(self.memory, &content.zero)))?;
+            stream.send(&Message::ZeroPages(ranges(self.memory, &content.zero, None)))?;
         }
         let counters = &self.context.progress.counters;
         let data_bytes = content.data_bytes();

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::compression::{self, Encoding, PageCompressor};
 use super::content::ranges;
 use super::unit_space::{UNIT_BYTES, UNITS_MAX};
+use crate::borders::Borders;
 use crate::channel::Channel;
 use crate::error::{Cause, Failure, Step};
 use crate::layout::{PageRun, to_usize};
@@ -97,6 +98,8 @@ pub(crate) struct SendStream<'a> {
     round_trip: Duration,
     /// Number of connections in this round.
     streams: u64,
+    /// Addresses that no range may have inside.
+    borders: Option<&'a Borders>,
     /// Size and time of sending of unanswered messages.
     waiting: VecDeque<(u64, Instant)>,
     answered: Option<Instant>,
@@ -111,13 +114,15 @@ impl<'a> SendStream<'a> {
         record: &'a mut Record,
         round_trip: Duration,
         streams: u64,
+        borders: Option<&'a Borders>,
         progress: &'a Progress,
     ) -> Self {
         if let Some(page_compressor) = &mut record.page_compressor {
             page_compressor.choice.interrupted();
         }
         let (waiting, answered) = (VecDeque::with_capacity(UNANSWERED_MAX), None);
-        Self { channel, record, round_trip, streams, progress, waiting, answered, trial: None }
+        let trial = None;
+        Self { channel, record, round_trip, streams, borders, waiting, answered, trial, progress }
     }
 
     /// How many units to claim when `left` are left for all streams: ever fewer towards the end.
@@ -232,7 +237,7 @@ impl<'a> SendStream<'a> {
         memory: &M,
         data: &[PageRun],
     ) -> Result<(), Failure> {
-        let head = Message::Memory(ranges(memory, data)).encode();
+        let head = Message::Memory(ranges(memory, data, self.borders)).encode();
         let mut parts = Vec::with_capacity(1 + data.len());
         parts.push(Part::Bytes(&head));
         parts.extend(data.iter().map(|run| Part::Guest(ram::slice(memory, *run))));
@@ -246,7 +251,7 @@ impl<'a> SendStream<'a> {
         blank: &[PageRun],
     ) -> Result<(), Failure> {
         const ZEROS: &[u8] = &[0; 64 << 10];
-        let head = Message::Memory(ranges(memory, blank)).encode();
+        let head = Message::Memory(ranges(memory, blank, self.borders)).encode();
         let mut parts = vec![Part::Bytes(&head)];
         for run in blank {
             let mut left = to_usize(run.len_bytes());
@@ -278,7 +283,7 @@ impl<'a> SendStream<'a> {
                 self.progress.compressed(raw_bytes, frame.len() as u64);
                 // Fits, because a frame is shorter than its contents.
                 let frame_bytes = u32::try_from(frame.len()).unwrap_or(u32::MAX);
-                let ranges = ranges(memory, data);
+                let ranges = ranges(memory, data, self.borders);
                 let head = Message::MemoryZstd { ranges, frame_bytes }.encode();
                 self.send_parts(&[Part::Bytes(&head), Part::Bytes(frame)], raw_bytes)
             }

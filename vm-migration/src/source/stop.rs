@@ -12,6 +12,7 @@ use page_bitmap::PageBitmap;
 
 use super::negotiate::Links;
 use super::page_maps::{add_dirty, in_units};
+use super::peers::Peers;
 use super::precopy::{Copied, RemainingMemory};
 use super::round::{Pass, RoundKind, send_round};
 use super::serve::{Grain, Server};
@@ -44,7 +45,7 @@ impl<V: SourceVm> Copied<V> {
             Ok(paused) => paused,
             Err((vm, reason)) => {
                 let failure = Failure::new("pausing the guest", Cause::Vm(reason));
-                return Err(PhaseFailure::Running(vm, Some(control), failure));
+                return Err(PhaseFailure::Running(vm, Some(Peers::new(control, links)), failure));
             }
         };
         let (log, goes) = match remaining {
@@ -100,9 +101,9 @@ impl<V: SourceVm> Copied<V> {
         match rest(log.as_ref()) {
             Ok(later) => Ok(Stopped { vm, control, links, later, log, since }),
             Err(failure) => {
-                let is_other = links.terms.is_other();
-                let (peer, retraction) = (control, None);
-                Err(PhaseFailure::Paused { vm, peer, failure, retraction, is_other, log })
+                let peers = Peers::new(control, links);
+                let (retraction, given) = (None, None);
+                Err(PhaseFailure::Paused { vm, peers, failure, retraction, given, log })
             }
         }
     }

@@ -11,6 +11,7 @@
 //! | `received` | whether what was sent is with the peer's host |
 //! | `rights` | descriptors that are sent along with bytes |
 //! | `listener` | listening sockets |
+//! | `leaving` | the end of a connection within a message, and with bytes that may not arrive any more |
 //! | `socket` | connections, vectored transfer to and from guest memory |
 //! | `secured` | the same transfers with TLS |
 //! | `tls` | TLS: certificates, handshake, records |
@@ -19,6 +20,7 @@
 //! caller asks for that, and each ends at once when the migration is cancelled.
 
 mod address;
+mod leaving;
 mod listener;
 mod reach;
 mod reader;

@@ -52,6 +52,8 @@ pub struct Connection {
     read_bytes: AtomicU64,
     /// A message was sent in part only.
     is_cut_short: AtomicBool,
+    /// The bytes that it lacks; 0 if that is not known.
+    pub(super) missing_bytes: AtomicU64,
 }
 
 impl Connection {
@@ -162,6 +164,7 @@ impl Connection {
             reading_since: Mutex::new(None),
             read_bytes: AtomicU64::new(0),
             is_cut_short: AtomicBool::new(false),
+            missing_bytes: AtomicU64::new(0),
         })
     }
 
@@ -224,6 +227,11 @@ impl Connection {
         let sent = self.send_pieces(parts, &mut sent_bytes);
         if sent.is_err() && sent_bytes > 0 {
             self.cut_short();
+            // What a record of TLS has taken of a message is not known.
+            let all_bytes: u64 = parts.iter().map(|part| part_iovec(part).iov_len as u64).sum();
+            let missing = all_bytes.saturating_sub(sent_bytes);
+            self.missing_bytes
+                .store(if self.tls.is_none() { missing } else { 0 }, Ordering::Relaxed);
         }
         sent
     }
@@ -231,6 +239,11 @@ impl Connection {
     /// Notes that a message was sent in part only: the peer would take further bytes for the rest of it.
     pub(crate) fn cut_short(&self) {
         self.is_cut_short.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes that the message is complete after all.
+    pub(super) fn is_complete(&self) {
+        self.is_cut_short.store(false, Ordering::Relaxed);
     }
 
     /// True when the peer takes what is sent next as a new message.
@@ -487,24 +500,24 @@ impl Connection {
     }
 
     /// Ends the sending direction and reads what the peer still sends, for up to `limit`: closing with unread
-    /// bytes would make the peer's host discard the last message.
-    pub(crate) fn finish_sending(&self, limit: Duration) {
+    /// bytes would make the peer's host discard the last message. Returns whether the peer has closed in order.
+    pub(crate) fn finish_sending(&self, limit: Duration) -> bool {
         self.say_goodbye();
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
         let deadline = Instant::now() + limit;
         let mut sink = vec![MaybeUninit::uninit(); 64 << 10];
         loop {
             match self.socket.recv(&mut sink) {
-                Ok(0) => return,
+                Ok(0) => return true,
                 Ok(_) if Instant::now() < deadline => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     let ready = self.wait(libc::POLLIN, Some(left), "draining");
                     if ready.is_err() {
-                        return;
+                        return false;
                     }
                 }
-                _ => return,
+                _ => return false,
             }
         }
     }

@@ -8,10 +8,10 @@
 use serde_json::{Map, Value, json};
 
 use super::error::ExportError;
-use crate::config::VmConfig;
 use crate::config::memory::HotplugMethod;
 use crate::config::value::FieldValue as _;
 use crate::config::vm::{BALLOON_ID, CONSOLE_ID, RNG_ID, RTC_ID};
+use crate::config::{ConsoleMode, VmConfig};
 
 /// Option families that v53 has, by their path, each with its options.
 const FAMILIES: [(&str, &[&str]); 25] = [
@@ -309,6 +309,10 @@ pub fn convert(config: &VmConfig, losses: &mut Vec<String>) -> Result<Value, Exp
     if config.memory.hole() != arch::layout::HighHole::None {
         let problem = "cloud-hypervisor 53 leaves no hole in memory";
         return Err(ExportError::refused("memory.high_hole", problem));
+    }
+    if config.console.mode == ConsoleMode::Socket {
+        let problem = "cloud-hypervisor 53 has no console at a socket, only a serial port";
+        return Err(ExportError::refused("console.mode=socket", problem));
     }
     let mut vm = serde_json::to_value(config)?;
     keep(&mut vm, "");

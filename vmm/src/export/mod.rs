@@ -16,6 +16,7 @@
 //! | `legacy` | devices at fixed addresses; hot-plug that is under way, which is refused |
 //! | `functions` | configuration space and MSI-X of a PCI function |
 //! | `transport` | the virtio transport, positions of queues |
+//! | `queued` | nothing: requests that may not be in a queue of a machine that is sent |
 //! | `own_states` | the virtio devices' own states |
 //! | `topology` | the tree of devices |
 //! | `windows` | where BARs can be |
@@ -30,6 +31,7 @@ mod interrupts;
 mod legacy;
 mod memory;
 mod own_states;
+mod queued;
 mod topology;
 mod transport;
 mod vcpu;
@@ -63,6 +65,7 @@ use windows::Windows;
 
 pub use error::ExportError;
 pub use memory::layout_of;
+pub use queued::check_queued;
 
 /// The platform of these guests.
 const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;

@@ -75,6 +75,7 @@ mod place;
 mod pmems;
 mod prefault;
 mod prezeroed;
+mod queued;
 mod ram;
 mod saving;
 mod segments;
@@ -118,6 +119,7 @@ pub use mems::ResizeMemoryError;
 pub use passthrough::PassthroughError;
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
+pub use queued::has_free_buffers;
 pub use ram::{MachineRamError, later_id as later_memory_id, slots_in};
 #[cfg(test)]
 pub use ram::{layout_for, make_arriving};

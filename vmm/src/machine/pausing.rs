@@ -41,7 +41,17 @@ impl CancelToken {
     }
 }
 
+/// Whether requests that devices have not taken when the guest stops are served.
+#[derive(Clone, Copy)]
+enum Queued {
+    /// They stay in their queues.
+    Stays,
+    /// They are served first.
+    IsServed,
+}
+
 /// Devices that are being paused; they resume when this is dropped.
+#[derive(Default)]
 struct PausingDevices {
     devices: Vec<(String, PendingPause)>,
     is_kept: bool,
@@ -110,14 +120,46 @@ impl Machine {
         within: Duration,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), MachineError> {
+        self.pause_with(Queued::Stays, within, is_cancelled)
+    }
+
+    /// The same, and no request is left in a queue: devices have `within` to serve what the guest has queued by the time at
+    /// which its vCPUs have stopped. In a machine that was paused already, requests stay.
+    ///
+    /// # Errors
+    /// As [`Machine::pause`].
+    pub fn pause_when_served(
+        &mut self,
+        within: Duration,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
+        self.pause_with(Queued::IsServed, within, is_cancelled)
+    }
+
+    fn pause_with(
+        &mut self,
+        queued: Queued,
+        within: Duration,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
         if self.paused {
             // The devices may have changed since the pause, and the caller relies on no further writes.
             return Ok(self.parts.passthrough.stop()?);
         }
-        let early = self.parts.devices.begin_early_pause();
+        let early = match queued {
+            Queued::Stays => self.parts.devices.begin_early_pause(),
+            // What the guest would queue meanwhile would have to be served while it is stopped.
+            Queued::IsServed => PausingDevices::default(),
+        };
         early.wait(within, is_cancelled)?;
         self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_cancelled)?;
-        let stopped = self.stop_devices(within, is_cancelled);
+        let served = match queued {
+            Queued::Stays => Ok(()),
+            Queued::IsServed => {
+                self.parts.devices.finish_queued(&self.parts.ram, within, is_cancelled)
+            }
+        };
+        let stopped = served.and_then(|()| self.stop_devices(within, is_cancelled));
         match stopped {
             Ok(mut late) => {
                 let mut early = early;

@@ -3,18 +3,22 @@
 //! A machine as cloud-hypervisor v53 saves or sends it: its documents, and the ranges of memory that are saved with them.
 //!
 //! Owns what of a machine is looked at, and what of a machine that is saved cannot be sent; what it means there is known to
-//! [`crate::export`]. Nothing is written here.
+//! [`crate::export`]. Nothing is written here. What was said of a machine that is sent stays true until its state follows, or
+//! the state is refused.
 
 use std::sync::Arc;
 
-use cloud_hypervisor_state::DocumentError;
+use cloud_hypervisor_state::{DocumentError, MemoryManager};
 use thiserror::Error;
+use vm_migration::borders::Borders;
 use vm_migration::layout::GpaRange;
 
 use super::adopted_arrival::warn_of;
 use super::memory::{MigratingRam, MigratingRamError};
 use crate::config::VmConfig;
-use crate::export::{self, ExportError, Exported, Seen, check_platform, export, layout_of};
+use crate::export::{
+    self, ExportError, Exported, Seen, check_platform, check_queued, export, layout_of,
+};
 use crate::machine::{Machine, MachineError};
 
 /// Why a machine cannot be written as one of cloud-hypervisor.
@@ -60,11 +64,20 @@ pub struct ExportedSnapshot {
     pub ranges: Vec<GpaRange>,
 }
 
+/// What a machine is converted for.
+#[derive(Clone, Copy)]
+enum Goal {
+    /// It is saved, and may go on here.
+    Saved,
+    /// It is sent.
+    Sent,
+}
+
 /// Converts a paused machine.
 ///
 /// # Errors
 /// Names the part that v53 does not have, or not in this state.
-fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
+fn convert(machine: &Machine, goal: Goal) -> Result<Exported, ExportedMachineError> {
     let config = machine.config();
     // Cheap, and the reason that most will see.
     check_platform(config)?;
@@ -72,7 +85,11 @@ fn convert(machine: &Machine) -> Result<Exported, ExportedMachineError> {
     let devices = machine.seen_devices();
     let guest = MigratingRam::as_mapped(Arc::clone(machine.ram()))?;
     let seen = Seen { config, layout: &layout, devices: &devices, guest: &guest };
-    let exported = export(&seen, &machine.save()?)?;
+    let state = machine.save()?;
+    if let Goal::Sent = goal {
+        check_queued(&state, &guest)?;
+    }
+    let exported = export(&seen, &state)?;
     warn_of(&exported.losses);
     Ok(exported)
 }
@@ -83,7 +100,7 @@ impl ExportedSnapshot {
     /// # Errors
     /// As [`convert`], or a document cannot be written.
     pub fn of(machine: &Machine) -> Result<Self, ExportedMachineError> {
-        let Exported { vm_config, document, .. } = convert(machine)?;
+        let Exported { vm_config, document, .. } = convert(machine, Goal::Saved)?;
         let ranges = document.memory.memory_ranges.data.iter();
         let ranges = ranges.map(|range| GpaRange { gpa: range.gpa, len_bytes: range.length });
         Ok(Self {
@@ -94,36 +111,68 @@ impl ExportedSnapshot {
     }
 }
 
-/// The message that is sent before memory, of a machine whose guest may run.
-///
-/// # Errors
-/// Names what v53 does not have, as far as that is known by then.
-pub fn config_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-    let config = machine.config();
-    check_platform(config).map_err(ExportedMachineError::OtherPlatform)?;
-    check_sent(config)?;
-    let layout = layout_of(config, machine.ram())?;
-    let devices = machine.memory_devices();
-    let message = export::begin(config, &layout, machine.shown(), devices.as_ref())?;
-    Ok(message.write()?)
+/// What has been said of a machine before its memory is sent.
+pub struct SentMachine {
+    config_json: Vec<u8>,
+    memory: MemoryManager,
 }
 
-/// The state of a paused machine.
-///
-/// # Errors
-/// Names what v53 does not have, or not in this state.
-pub fn state_message(machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
-    Ok(convert(machine)?.document.write()?)
+impl SentMachine {
+    /// The message that is sent before memory, of a machine whose guest may run.
+    ///
+    /// # Errors
+    /// Names what v53 does not have, as far as that is known by then.
+    pub fn begin(machine: &Machine) -> Result<Self, ExportedMachineError> {
+        let config = machine.config();
+        check_platform(config).map_err(ExportedMachineError::OtherPlatform)?;
+        check_sent(config)?;
+        let layout = layout_of(config, machine.ram())?;
+        let devices = machine.memory_devices();
+        let message = export::begin(config, &layout, machine.shown(), devices.as_ref())?;
+        Ok(Self { config_json: message.write()?, memory: message.memory_manager_data })
+    }
+
+    /// The message.
+    pub fn config_json(&self) -> &[u8] {
+        &self.config_json
+    }
+
+    /// The borders of the memory that its destination maps.
+    pub fn borders(&self) -> Borders {
+        let mappings = self.memory.guest_ram_mappings.iter();
+        Borders::of(mappings.map(|it| GpaRange { gpa: it.gpa, len_bytes: it.size }))
+    }
+
+    /// The state of the machine, which is paused by now.
+    ///
+    /// # Errors
+    /// Names what v53 does not have, or not in this state, or what is not as it was said to be.
+    pub fn state_json(&self, machine: &Machine) -> Result<Vec<u8>, ExportedMachineError> {
+        let document = convert(machine, Goal::Sent)?.document;
+        check_same_memory(&self.memory, &document.memory)?;
+        Ok(document.write()?)
+    }
+}
+
+/// Refuses memory, or registers of memory devices, that are not as they were: v53 does not look at those of the state.
+fn check_same_memory(
+    sent: &MemoryManager,
+    now: &MemoryManager,
+) -> Result<(), ExportedMachineError> {
+    let seen = |it: &MemoryManager| {
+        let mappings = it.guest_ram_mappings.clone();
+        (mappings, it.hotplug_slots.clone(), it.selected_slot, it.next_hotplug_slot)
+    };
+    if seen(sent) == seen(now) {
+        return Ok(());
+    }
+    let what = "a VM whose guest has just plugged in memory".to_owned();
+    let problem = "the registers of its memory devices have changed meanwhile; try again";
+    Err(ExportedMachineError::NotSent { what, problem })
 }
 
 /// Refuses what its destination could not have as it is.
 fn check_sent(config: &VmConfig) -> Result<(), ExportedMachineError> {
-    let shared = |zone: &&crate::config::MemoryZoneConfig| zone.shared && zone.file.is_some();
-    if let Some(zone) = config.memory.zones.iter().flatten().find(shared) {
-        let what = format!("memory zone '{}'", zone.id);
-        let problem = "pages that are not sent are zero, and its file there may have others";
-        return Err(ExportedMachineError::NotSent { what, problem });
-    }
     let given = |net: &&crate::config::NetConfig| net.fds.is_some();
     if let Some(net) = config.net.iter().flatten().find(given) {
         let what = format!("network '{}'", net.id.as_deref().unwrap_or_default());
@@ -132,3 +181,7 @@ fn check_sent(config: &VmConfig) -> Result<(), ExportedMachineError> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "exported_machine_tests.rs"]
+mod tests;

@@ -12,12 +12,12 @@ use hypervisor::VcpuThrottle;
 use vm_migration::VmError;
 use vm_migration::page_server::PageServerHandle;
 use vm_migration::protocol::formats::Formats;
-use vm_migration::vm::{FreePageHints, PausedVm, SourceVm, Throttle};
+use vm_migration::vm::{FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle};
 
 use super::dirty::{DeviceLogs, MachineDirtyLog};
 use super::disk_writer::DiskWriter;
 use super::document::{CONFIG_VERSION, MachineDocument};
-use super::exported_machine::{config_message, state_message};
+use super::exported_machine::SentMachine;
 use super::hints::MachineHints;
 use super::memory::{MigratingRam, MigratingRamError};
 use super::page_server::{PageServerPlan, PageServerProcess};
@@ -82,12 +82,11 @@ pub struct LeavingMachine {
 }
 
 /// Who reads the documents of an outgoing machine.
-#[derive(Clone, Copy)]
 enum Reader {
     /// This program, and the formats that it reads.
     Own(Formats),
-    /// cloud-hypervisor v53.
-    CloudHypervisor53,
+    /// cloud-hypervisor v53, to which this is sent of the machine.
+    CloudHypervisor53(Box<SentMachine>),
 }
 
 /// An outgoing machine whose guest is paused.
@@ -198,8 +197,8 @@ impl SourceVm for LeavingMachine {
     type Paused = PausedMachine;
 
     fn config_json(&mut self) -> Result<Vec<u8>, VmError> {
-        if let Reader::CloudHypervisor53 = self.reader {
-            return Ok(config_message(&self.machine)?);
+        if let Reader::CloudHypervisor53(sent) = &self.reader {
+            return Ok(sent.config_json().to_vec());
         }
         let document = MachineDocument {
             vm_config: self.machine.config().clone(),
@@ -234,11 +233,16 @@ impl SourceVm for LeavingMachine {
         self.reader = Reader::Own(newest);
     }
 
-    fn meet_plain(&mut self) -> Result<bool, VmError> {
+    fn meet_plain(&mut self) -> Result<PlainPeer, VmError> {
         // What is refused is refused before the configuration is sent.
-        config_message(&self.machine)?;
-        self.reader = Reader::CloudHypervisor53;
-        Ok(true)
+        let sent = SentMachine::begin(&self.machine)?;
+        log::warn!(
+            "the destination speaks plain version 0 of the protocol and is taken for cloud-hypervisor v53, as its answers do not \
+             tell; other versions are not supported"
+        );
+        let borders = sent.borders();
+        self.reader = Reader::CloudHypervisor53(Box::new(sent));
+        Ok(PlainPeer::Other(borders))
     }
 
     fn memory(&self) -> Arc<MigratingRam> {
@@ -298,7 +302,13 @@ impl SourceVm for LeavingMachine {
     fn pause(self) -> Result<PausedMachine, (Self, VmError)> {
         let mut leaving = self;
         let ran_before = !leaving.machine.is_paused();
-        if let Err(error) = leaving.machine.pause(leaving.limits.devices(), &|| false) {
+        let within = leaving.limits.devices();
+        let paused = match leaving.reader {
+            Reader::Own(_) => leaving.machine.pause(within, &|| false),
+            // What it would find in the queues it would serve even if the guest goes on here.
+            Reader::CloudHypervisor53(_) => leaving.machine.pause_when_served(within, &|| false),
+        };
+        if let Err(error) = paused {
             return Err((leaving, error.into()));
         }
         if leaving.machine.is_ending() {
@@ -332,9 +342,9 @@ impl PausedVm for PausedMachine {
     }
 
     fn state_json(&mut self) -> Result<Vec<u8>, VmError> {
-        let state = match self.reader {
+        let state = match &self.reader {
             Reader::Own(formats) => self.machine.save()?.for_reader(formats.state)?.to_json()?,
-            Reader::CloudHypervisor53 => state_message(&self.machine)?,
+            Reader::CloudHypervisor53(sent) => sent.state_json(&self.machine)?,
         };
         // Before the destination acknowledges: its acknowledgement has a time limit.
         self.await_write_back()?;

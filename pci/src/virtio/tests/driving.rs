@@ -288,6 +288,20 @@ fn pause_and_resume_reach_the_device_once() {
     assert_eq!(rig.take_calls(), [], "a device that is not active has nothing to pause");
 }
 
+/// A vCPU may have been stopped between the ring and the notification.
+#[test]
+fn a_device_that_runs_is_told_of_each_of_its_queues() {
+    let rig = Rig::driving();
+    let queues = rig.device.kick_queues().unwrap();
+    let indexes: Vec<_> = queues.rings.iter().map(|rings| rings.index).collect();
+    assert_eq!((&indexes[..], queues.count), (&[0, 2][..], 3));
+    assert!(queues.rings.iter().all(|rings| rings.driver_gpa != rings.device_gpa));
+    assert_eq!((rig.take_kicks(0), rig.take_kicks(1), rig.take_kicks(2)), (1, 0, 1));
+    rig.device.pause();
+    assert_eq!(rig.device.kick_queues(), None, "it is not to access memory");
+    assert_eq!(rig.take_kicks(0), 0);
+}
+
 #[test]
 fn vcpus_and_device_threads_do_not_block_each_other() {
     const ROUNDS: u64 = 200;

@@ -206,7 +206,7 @@ impl<M: GuestMemoryMap> Server<M> {
     pub(super) fn send(&self, connection: &Connection, reply: &Reply) -> Result<u64, Cause> {
         let memory = &*self.memory;
         let message = |runs: &Vec<PageRun>, wrap: fn(Vec<GpaRange>) -> Message| {
-            if runs.is_empty() { Vec::new() } else { wrap(ranges(memory, runs)).encode() }
+            if runs.is_empty() { Vec::new() } else { wrap(ranges(memory, runs, None)).encode() }
         };
         let data = message(&reply.data, Message::Memory);
         let mut rest = message(&reply.zero, Message::ZeroPages);

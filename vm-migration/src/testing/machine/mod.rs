@@ -18,11 +18,12 @@ pub use destination::{Builder, FakeDestination, FakeMapped};
 use super::guest::{Guest, Pace, Writers};
 use super::memory::{FakeLog, FakeMemory};
 use super::page_server::FakePageServer;
-use crate::layout::to_usize;
+use crate::borders::Borders;
+use crate::layout::{GpaRange, to_usize};
 use crate::page_server::PageServerHandle;
 use crate::protocol::formats::Formats;
 use crate::ram::GuestMemoryMap as _;
-use crate::vm::{FreePageHints, PausedVm, SourceVm, Throttle, VmError};
+use crate::vm::{FreePageHints, PausedVm, PlainPeer, SourceVm, Throttle, VmError};
 
 /// The calls that a machine received, in order.
 pub type Calls = Arc<Mutex<Vec<&'static str>>>;
@@ -89,8 +90,8 @@ struct Common {
     /// The format versions that its documents need, or that it reads.
     formats: Formats,
     met: Met,
-    /// A destination of plain version 0 is another program.
-    for_other: bool,
+    /// A destination of plain version 0 is another program, with these borders of mappings.
+    for_other: Option<Borders>,
 }
 
 /// The format versions that a machine was told the destination reads.
@@ -199,7 +200,7 @@ impl FakeVm {
             page_server: None,
             formats: Formats::default(),
             met: Met::default(),
-            for_other: false,
+            for_other: None,
         };
         Self { common, writers: None }
     }
@@ -240,10 +241,11 @@ impl FakeVm {
         self
     }
 
-    /// Makes it one that another program can take, which every destination of plain version 0 is then.
+    /// Makes it one that another program can take, which every destination of plain version 0 is then. That one maps its
+    /// memory in these pieces.
     #[must_use]
-    pub fn for_other(mut self) -> Self {
-        self.common.for_other = true;
+    pub fn for_other(mut self, mappings: impl IntoIterator<Item = GpaRange>) -> Self {
+        self.common.for_other = Some(Borders::of(mappings));
         self
     }
 
@@ -322,8 +324,8 @@ impl SourceVm for FakeVm {
         *self.common.met.lock() = Some(newest);
     }
 
-    fn meet_plain(&mut self) -> Result<bool, VmError> {
-        Ok(self.common.for_other)
+    fn meet_plain(&mut self) -> Result<PlainPeer, VmError> {
+        Ok(self.common.for_other.clone().map_or(PlainPeer::Own, PlainPeer::Other))
     }
 
     fn memory(&self) -> Arc<FakeMemory> {

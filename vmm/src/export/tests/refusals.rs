@@ -6,7 +6,7 @@ use devices::virtio::DeviceSnapshot;
 use hypervisor::Blob;
 
 use super::*;
-use crate::config::{ConfigFds, OnFull};
+use crate::config::{ConfigFds, ConsoleMode, OnFull};
 
 fn snapshot(kind: &str, version: u32, data: Value) -> DeviceSnapshot {
     DeviceSnapshot { kind: kind.to_owned(), version, data }
@@ -57,6 +57,49 @@ fn zones_in_files() {
         let zone = &mut recorded.adopted.config.memory.zones.as_mut().unwrap()[0];
         (zone.file, zone.shared) = (Some("/x".into()), shared);
         refused(&recorded, &["memory.zones.file: pages that are zero"]);
+        // One that is sent is refused before anything of it is.
+        let Adopted { config, memory, .. } = &recorded.adopted;
+        let early = begin(config, memory, &[], None);
+        assert!(early.unwrap_err().to_string().contains("memory.zones.file"));
+    }
+}
+
+#[test]
+fn a_console_at_a_socket() {
+    let mut recorded = plain();
+    let console = &mut recorded.adopted.config.console;
+    (console.mode, console.socket) = (ConsoleMode::Socket, Some("/x".into()));
+    refused(&recorded, &["console.mode=socket", "no console at a socket"]);
+    let Adopted { config, memory, .. } = &recorded.adopted;
+    let early = begin(config, memory, &[], None);
+    assert!(early.unwrap_err().to_string().contains("console.mode=socket"));
+}
+
+/// They would be served there even if the VM stays here.
+#[test]
+fn requests_that_wait_in_a_queue() {
+    let mut recorded = all_devices();
+    check_queued(&recorded.adopted.state, &recorded.memory).unwrap();
+    let queues = |id: &str| -> Vec<_> {
+        let data = recorded.adopted.state.pci[id].state.data.clone();
+        serde_json::from_value::<VirtioPciState>(data).unwrap().queues
+    };
+    let (disk, net) = (queues("_disk0"), queues("_net2"));
+    let mut add = |queue: &pci::QueueRegisterState| {
+        let at = usize::try_from(queue.driver_gpa + 2).unwrap();
+        let index = &mut recorded.memory[at];
+        *index = index.wrapping_add(1);
+        let checked = check_queued(&recorded.adopted.state, &recorded.memory);
+        recorded.memory[at] = recorded.memory[at].wrapping_sub(1);
+        checked.map_err(|error| error.to_string())
+    };
+    // Free buffers of the guest are none.
+    add(&net[0]).unwrap();
+    for (queue, expected) in
+        [(&disk[0], "device '_disk0', queue 0: 1 "), (&net[1], "'_net2', queue 1: 1 ")]
+    {
+        let error = add(queue).unwrap_err();
+        assert!(error.contains(expected), "{error}");
     }
 }
 
