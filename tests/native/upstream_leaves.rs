@@ -210,7 +210,7 @@ fn memory_devices(connections: u32) {
     let path = folder.path().join("memory-ranges");
     let file = File::options().write(true).open(&path).expect("a file");
     assert_eq!(file.metadata().expect("a length").len(), BOOT + 2 * DEVICE);
-    let filled = Vec::from_iter((0..2 * FILLED).map(|at| (at / 4096 % 250) as u8 + 1));
+    let filled: Vec<u8> = (0..2 * FILLED).map(|at| (at / 4096 % 250) as u8 + 1).collect();
     let border = BOOT + DEVICE;
     file.write_all_at(&filled, border - FILLED).expect("written");
     let mut here = Vmm::empty();
