@@ -19,7 +19,6 @@ use crate::harness::upstream_destination::{Destination, Fault, Received};
 use crate::harness::upstream_program::Program;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
 use crate::snapshot::place;
-use guest_reader::abi::disk::BLOCKS;
 
 const ABANDON: u16 = 6;
 const PLATFORM: &str = "platform=cloud-hypervisor-53";
@@ -234,16 +233,17 @@ fn memory_devices(connections: u32) {
     assert!(came == filled, "other contents");
 }
 
-/// A guest that always has a request under way: none is left in the ring, or its state would be refused.
+/// A guest whose requests wait for the limit of its disk: none is left in the ring, or its state would be refused.
 fn disk_writes() {
     let disk = Disk::new();
-    let option = format!("path={},id=data,image_type=raw", disk.file.display());
+    let limit = "ops_size=2,ops_refill_time=100";
+    let option = format!("path={},id=data,image_type=raw,{limit}", disk.file.display());
     let args = ["--kernel", image(), "--cmdline", "workload=disk-write mem=16M"];
     let mut here = VmmBuilder::new(&args)
         .with(&["--console", "null", "--serial", "null", "--platform", PLATFORM])
         .with(&["--memory", "size=128M,shared=on", "--disk", &option])
         .start();
-    write_more(&here, 2 * BLOCKS);
+    write_more(&here, 10);
     for number in 1..=3 {
         let folder = TempDir::with_prefix("godwit-leaves-").expect("a folder");
         let there = Destination::start(Transport::Unix, folder.path(), 0, None);
@@ -255,7 +255,7 @@ fn disk_writes() {
         here = Vmm::empty();
         let url = format!("source_url=file://{},resume=on", folder.path().display());
         here.remote_ok(&["restore", &url]);
-        write_more(&here, 2 * BLOCKS);
+        write_more(&here, 10);
     }
     here.remote_ok(&["pause"]);
     disk.holds(written(&here));
