@@ -193,7 +193,7 @@ fn two_devices(state: &Path, len: u64) {
 fn memory_devices(connections: u32) {
     const BOOT: u64 = 64 << 20;
     const DEVICE: u64 = 128 << 20;
-    const FILLED: u64 = 3 << 20;
+    const FILLED: u64 = 512 << 10;
     const MEMORY: &str = "size=64M,shared=on,hotplug_size=512M,hotplugged_size=256M";
     let args = ["--kernel", image(), "--cmdline", "workload=random-write mem=32M"];
     let vmm = VmmBuilder::new(&args)

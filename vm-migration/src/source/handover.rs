@@ -76,7 +76,7 @@ impl Stage {
         match self {
             Self::Given(given) => Some(*given),
             // It has answered all messages.
-            Self::InDoubt => Some(Given { is_answered: true }),
+            Self::InDoubt => Some(Given { is_answered: true, answers_until: Instant::now() }),
             Self::Safe | Self::Offered(_) => None,
         }
     }

@@ -28,6 +28,8 @@ const COMPLETE_TIME: Duration = Duration::from_secs(1);
 pub(crate) struct Given {
     /// It has answered it.
     pub(super) is_answered: bool,
+    /// Until when it may take to answer it.
+    pub(super) answers_until: Instant,
 }
 
 /// Sends the state, and has the guest run. Exclusive resources have been released.
@@ -43,19 +45,20 @@ pub(super) fn hand_over(
     let limit = context.options.limits.answer;
     // It uses a state only when it has all of it.
     control.tell(&Message::State(state)).step(SENDING)?;
-    *stage = Stage::Given(Given { is_answered: false });
+    let answers_until = Instant::now() + limit;
+    *stage = Stage::Given(Given { is_answered: false, answers_until });
     control.answer(limit).step(SENDING)?;
-    *stage = Stage::Given(Given { is_answered: true });
+    *stage = Stage::Given(Given { is_answered: true, answers_until });
+    let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
     check_cancel(context.cancel, STEP)?;
+    // A cancel from here on comes too late, and must not hide what has come.
+    control.connection.set_cancel(&never);
     // A connection that has ended by now carries no answer, and the message has not been sent.
     if control.has_data().map_err(Cause::Resource).step(STEP)? {
         let answer = control.answer(limit).step(STEP)?;
         let what = format!("an answer of {} bytes to no message", answer.payload.len());
         return Err(Cause::Unsupported { what, remedy: "see the destination's log" }).step(STEP);
     }
-    // A cancel from here on comes too late.
-    let never = Cancel::new().map_err(Cause::Resource).step(STEP)?;
-    control.connection.set_cancel(&never);
     *stage = Stage::InDoubt;
     control.ask(complete, limit).step(STEP)?;
     Ok(())
@@ -69,7 +72,9 @@ pub(super) fn withdraw(
     failure: &Failure,
     context: Context<'_>,
 ) -> bool {
-    let until = Instant::now() + WITHDRAW_TIME.min(context.options.limits.answer);
+    // It is told to drop its machine, and does so, when it has taken the state.
+    let begins = if given.is_answered { Instant::now() } else { given.answers_until };
+    let until = begins.max(Instant::now()) + WITHDRAW_TIME.min(context.options.limits.answer);
     let left = || until.saturating_duration_since(Instant::now());
     let is_refused = matches!(failure.cause, Cause::Refused(_));
     let Ok(never) = Cancel::new() else { return is_refused };

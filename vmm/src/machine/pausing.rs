@@ -24,6 +24,8 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Minimum time for vCPUs to leave the guest, however short the pause is to be: on a busy host a thread may
 /// not be scheduled for a while.
 const VCPUS_TIME_MIN: Duration = Duration::from_secs(1);
+/// Time that devices which have served all requests have to stop, at least.
+const IDLE_TIME_MIN: Duration = Duration::from_millis(10);
 
 /// Cancels a start, pause or hot-plug in progress; cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -123,8 +125,8 @@ impl Machine {
         self.pause_with(Queued::Stays, within, is_cancelled)
     }
 
-    /// The same, and no request is left in a queue: devices have `within` to serve what the guest has queued by the time at
-    /// which its vCPUs have stopped. In a machine that was paused already, requests stay.
+    /// The same, and no request is left in a queue: once the vCPUs have stopped, devices have `within` in all to serve what
+    /// the guest has queued and to stop. In a machine that was paused already, requests stay.
     ///
     /// # Errors
     /// As [`Machine::pause`].
@@ -153,13 +155,18 @@ impl Machine {
         };
         early.wait(within, is_cancelled)?;
         self.pause_vcpus(within.max(VCPUS_TIME_MIN), is_cancelled)?;
+        let until = Instant::now() + within;
         let served = match queued {
             Queued::Stays => Ok(()),
             Queued::IsServed => {
                 self.parts.devices.finish_queued(&self.parts.ram, within, is_cancelled)
             }
         };
-        let stopped = served.and_then(|()| self.stop_devices(within, is_cancelled));
+        let left = match queued {
+            Queued::Stays => within,
+            Queued::IsServed => until.saturating_duration_since(Instant::now()).max(IDLE_TIME_MIN),
+        };
+        let stopped = served.and_then(|()| self.stop_devices(left, is_cancelled));
         match stopped {
             Ok(mut late) => {
                 let mut early = early;
