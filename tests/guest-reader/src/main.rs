@@ -109,6 +109,7 @@ fn run(matches: &ArgMatches) -> Result<u8, GuestError> {
     let patience = Patience::millis(number("timeout-ms").unwrap_or(0));
     let options = AttachOptions {
         names: matches.get_many::<String>("name").into_iter().flatten().cloned().collect(),
+        order: Vec::new(),
         low_bytes: number("low-bytes"),
         segments: None,
         tsc_khz: number("tsc-khz"),

@@ -329,6 +329,8 @@ pub fn anonymous_line(line: &str) -> Option<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
     use rustix::fs::{MemfdFlags, memfd_create};
 
     use super::*;
