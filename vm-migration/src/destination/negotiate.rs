@@ -130,10 +130,9 @@ impl Connected {
         let first = std::mem::replace(&mut self.first, Message::Complete);
         let terms = agree(first, control, context.options, builder.formats())?;
         let (config, given) = take_config(control, &terms)?;
-        let mapped = builder
-            .map_memory(&config, given, terms.memory_mode())
-            .map_err(Cause::Vm)
-            .step(STEP)?;
+        let told = terms.tells_of_mapping();
+        let mapped = control.busy(told, || builder.map_memory(&config, given, terms.memory_mode()));
+        let mapped = mapped.map_err(Cause::Vm).step(STEP)?;
         let memory = mapped.memory();
         if matches!(&terms, Terms::Negotiated { offer, .. } if offer.memory_mode.may_postcopy()) {
             memory.use_small_pages(true);
@@ -166,7 +165,7 @@ impl Connected {
         if let Some(offer) = first_machine {
             // The source stops its guest next, so the machine has to be built before; and it may know the
             // best way to catch accesses.
-            building.wait(control, context.cancel)?;
+            building.wait_telling(control, told, context.cancel)?;
             let mut vm = building.finish()?;
             let watched = watch(&mut vm, &memory, offer, context);
             *building = Building::done(vm)?;

@@ -30,7 +30,9 @@ use crate::fault::FaultSource;
 use crate::options::{CONNECTIONS_MAX, MemoryMode, RECOVER_TIMEOUT_DEFAULT};
 use crate::progress::Progress;
 use crate::protocol::ProtocolError;
-use crate::protocol::capabilities::{FEATURE_FIGURES, FEATURE_PREPARING, Offer, TOKEN_BYTES};
+use crate::protocol::capabilities::{
+    FEATURE_FIGURES, FEATURE_MAPPING, FEATURE_PREPARING, Offer, TOKEN_BYTES,
+};
 use crate::protocol::inflate::Inflater;
 use crate::protocol::message::{Answer, Message, Role};
 use crate::ram::GuestMemoryMap;
@@ -77,6 +79,11 @@ impl Terms {
     /// The source expects keep-alives while it waits for the machine.
     fn tells_of_preparing(&self) -> bool {
         matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_PREPARING))
+    }
+
+    /// The source expects keep-alives while memory is mapped, and while outdated pages are discarded.
+    pub(super) fn tells_of_mapping(&self) -> bool {
+        matches!(self, Self::Negotiated { offer, .. } if offer.features.contains(FEATURE_MAPPING))
     }
 
     pub(super) fn negotiated(&self) -> bool {
@@ -218,7 +225,10 @@ impl<V: DestinationVm> Mapped<V> {
                     self.bulk.extend(helpers.return_channels()?);
                     let stale = stale.get_or_insert_with(|| Stale::new(memory));
                     let stays = |region| memory.is_ready(region);
-                    let thrown_away = stale.throw_away(memory, &units, stays, context.cancel);
+                    let told = self.parts.terms.tells_of_mapping();
+                    let thrown_away = self
+                        .control
+                        .busy(told, || stale.throw_away(memory, &units, stays, context.cancel));
                     thrown_away.step("discarding outdated pages")?;
                 }
                 Message::Pending(bytes) if faults.is_none() => {
@@ -298,7 +308,7 @@ impl<V: DestinationVm> Mapped<V> {
                     }
                     other => other,
                 };
-                match greet(hello, &self.parts.terms, context) {
+                match greet(hello, &self.parts.terms, &self.control, context) {
                     Ok(joined) => {
                         // A source that shows no token cannot be told from a stranger.
                         if self.parts.terms.negotiated() {
@@ -448,6 +458,7 @@ impl<V: DestinationVm> Mapped<V> {
 fn greet(
     hello: Hello,
     terms: &Terms,
+    control: &Channel,
     context: Context<'_>,
 ) -> Result<(Role, Channel), (String, Channel)> {
     let stranger = |channel| Err((ProtocolError::Token.to_string(), channel));
@@ -467,6 +478,10 @@ fn greet(
             return Err((error.to_string(), channel));
         }
     } else {
+        // It has no token to show. What it sends goes to guest memory.
+        if !channel.connection.is_from_the_host_of(&control.connection) {
+            return Err((ProtocolError::OtherHost.to_string(), channel));
+        }
         channel.speak_plain();
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);

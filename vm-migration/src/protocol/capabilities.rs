@@ -48,6 +48,11 @@ pub const FEATURE_FIGURES: &str = "figures";
 /// answers `AwaitMachine`.
 pub const FEATURE_PREPARING: &str = "preparing";
 
+/// While the destination maps memory and builds the machine that its first answer waits for, or discards outdated pages, it
+/// sends `Alive` once a second before it answers Config and Stale. Without, a source would have to wait long for a
+/// destination that says nothing.
+pub const FEATURE_MAPPING: &str = "mapping";
+
 /// Length of the token that extra connections send.
 pub const TOKEN_BYTES: usize = 16;
 
@@ -66,6 +71,7 @@ pub fn features() -> BTreeSet<String> {
         FEATURE_VERDICT,
         FEATURE_FIGURES,
         FEATURE_PREPARING,
+        FEATURE_MAPPING,
     ]
     .map(String::from)
     .into()

@@ -570,6 +570,13 @@ pub fn fuzz_stream(data: &[u8]) {
         }
     }
     let mut from = data;
+    while let Ok(message) = Message::read_plain(&mut from) {
+        if let Message::Memory(ranges) = message {
+            let runs = ranges.iter().flat_map(|range| layout.locate_all(*range));
+            runs.for_each(|run| drop(run));
+        }
+    }
+    let mut from = data;
     while Answer::read(&mut from).is_ok() {}
     let _ = Role::read(&mut &*data);
 }

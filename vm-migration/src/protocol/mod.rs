@@ -19,7 +19,8 @@
 //!   Start (offer in spare header bytes)  ->  Ok (offer taken, in spare header bytes)
 //!   Capabilities (JSON)                  ->  Ok + JSON, or Error + reason      [negotiated]
 //!   MemoryFd (with a descriptor) ...     ->  Ok for each                       [local]
-//!   Config (JSON)                        ->  Ok [+ layout JSON, negotiated]: memory is mapped
+//!   Config (JSON)                        ->  [Alive once a second until then, negotiated]
+//!                                            Ok [+ layout JSON, negotiated]: memory is mapped
 //!   Memory | ZeroPages [negotiated] ...  ->  Ok for each; Error as soon as the machine that is
 //!                                            being built meanwhile turns out to be impossible
 //!   MemoryZstd [negotiated] ...          ->  Ok for each
@@ -139,4 +140,7 @@ pub enum ProtocolError {
     /// An extra connection without the session's token.
     #[error("an extra connection does not belong to this migration (wrong session token)")]
     Token,
+    /// An extra connection, without a token, from elsewhere.
+    #[error("an extra connection comes from another host than the source's first one")]
+    OtherHost,
 }

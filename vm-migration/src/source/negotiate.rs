@@ -14,7 +14,7 @@ use super::send_stream::Record;
 use super::verdict::VerdictSender;
 use super::{Connected, Context, PhaseFailure};
 use crate::borders::Borders;
-use crate::channel::Channel;
+use crate::channel::{Channel, PositiveAnswer};
 use crate::commit::usable;
 use crate::document::Mode;
 use crate::error::{Cause, Failure, Step};
@@ -25,9 +25,9 @@ use crate::page_server::PageServerHandle;
 use crate::protocol::ProtocolError;
 use crate::protocol::capabilities::{
     Accepted, FEATURE_COMING, FEATURE_CONFIRM, FEATURE_EARLY_MEMORY, FEATURE_FIGURES,
-    FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_STALE,
-    FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES, common,
-    features, millis, software,
+    FEATURE_LOCAL, FEATURE_MAPPING, FEATURE_PIECES, FEATURE_POSTCOPY, FEATURE_PREPARING,
+    FEATURE_STALE, FEATURE_VERDICT, FEATURE_ZERO_PAGES, FEATURE_ZSTD, Offer, Prepared, TOKEN_BYTES,
+    common, features, millis, software,
 };
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Message, Role, VERSION};
@@ -121,6 +121,8 @@ pub(crate) enum Terms {
         figures: bool,
         /// The destination sends keep-alives while it prepares its machine.
         preparing: bool,
+        /// The destination sends keep-alives while it maps memory, and while it discards outdated pages.
+        mapping: bool,
         /// How long the destination keeps the machine after its acknowledgement.
         promise: Duration,
         /// The destination's memory layout, which determines the unit in which pages are sent.
@@ -160,6 +162,10 @@ impl Terms {
 
     pub(super) fn hears_of_preparing(&self) -> bool {
         matches!(self, Self::Negotiated { preparing: true, .. })
+    }
+
+    pub(super) fn hears_of_mapping(&self) -> bool {
+        matches!(self, Self::Negotiated { mapping: true, .. })
     }
 
     pub(super) fn takes_figures(&self) -> bool {
@@ -249,8 +255,8 @@ pub(crate) fn agree<V: SourceVm>(
     if context.options.local {
         give_files(&**memory, control, context)?;
     }
-    let answer = control
-        .ask(&Message::Config(config), context.options.limits.prepare)
+    let mapping = token.as_ref().is_some_and(|(features, _)| features.contains(FEATURE_MAPPING));
+    let answer = ask_of_mapping(control, &Message::Config(config), mapping, context)
         .step("waiting for the destination to map the memory")?;
     let terms = match &token {
         None => Terms::Plain { other },
@@ -277,6 +283,7 @@ pub(crate) fn agree<V: SourceVm>(
                 verdicts: features.contains(FEATURE_VERDICT),
                 figures: features.contains(FEATURE_FIGURES),
                 preparing: features.contains(FEATURE_PREPARING),
+                mapping: features.contains(FEATURE_MAPPING),
                 promise: accepted.promise(),
                 layout,
             }
@@ -443,4 +450,27 @@ fn offer<M: GuestMemoryMap>(
             },
         )),
     }
+}
+
+/// Asks for what a destination may take long for: mapping memory, or discarding it. One that says that it works on it (`mapping`)
+/// has the whole time, and any other too, as it cannot say so; one that could say so and does not is given up soon.
+pub(super) fn ask_of_mapping(
+    control: &mut Channel,
+    message: &Message,
+    mapping: bool,
+    context: Context<'_>,
+) -> Result<PositiveAnswer, Cause> {
+    let limits = &context.options.limits;
+    if !mapping {
+        return control.ask(message, limits.prepare);
+    }
+    let asked = Instant::now();
+    control.tell(message)?;
+    control.answer_of_busy_while(limits.answer, || {
+        let waited = asked.elapsed();
+        if waited >= limits.prepare {
+            return Err(Cause::SlowPreparation { waited_s: waited.as_secs() });
+        }
+        Ok(())
+    })
 }

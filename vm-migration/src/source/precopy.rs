@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use page_bitmap::PageBitmap;
 
 use super::convergence::{Decision, Expected, Forecast, Measure, Policy};
-use super::negotiate::Links;
+use super::negotiate::{Links, ask_of_mapping};
 use super::page_maps::{add_dirty, empty_maps, in_units, scan};
 use super::peers::Peers;
 use super::round::{Pass, RoundKind, clear_all, send_round};
@@ -286,7 +286,8 @@ impl<V: SourceVm> Negotiated<V> {
                 break;
             }
             let message = Message::Stale(runs::encode(&more));
-            self.control.ask(&message, context.options.limits.prepare).step(STEP)?;
+            let mapping = self.links.terms.hears_of_mapping();
+            ask_of_mapping(&mut self.control, &message, mapping, context).step(STEP)?;
             told = now;
             if count <= STALE_UNITS_MIN || count > before / 2 {
                 break;

@@ -179,6 +179,41 @@ fn the_first_connection_may_be_silent_while_memory_comes_on_others() {
 }
 
 #[test]
+fn another_host_cannot_add_memory_to_that_of_a_source_without_a_token() {
+    let (to, guest) = guest();
+    let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
+    let Address::Tcp { host, port } = &target.address else { panic!() };
+    let mut control = TcpStream::connect((host.as_str(), *port)).unwrap();
+    ask(&mut control, &header(1, 0));
+    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+    let there: std::net::SocketAddr = format!("{host}:{port}").parse().unwrap();
+    let stranger =
+        socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    let elsewhere: std::net::SocketAddr = "127.0.0.2:0".parse().unwrap();
+    stranger.bind(&elsewhere.into()).unwrap();
+    stranger.connect(&there.into()).unwrap();
+    let mut stranger = TcpStream::from(stranger);
+    let mut message = 1u16.to_le_bytes().to_vec();
+    let mut memory = a_page();
+    memory.truncate(memory.len() - 4096);
+    memory.extend_from_slice(&[0xee; 4096]);
+    message.extend(memory);
+    stranger.write_all(&message).unwrap();
+    let mut told = [0; 16];
+    stranger.read_exact(&mut told).unwrap();
+    assert_eq!(told[..2], 2u16.to_le_bytes(), "an error");
+    let first = to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(first, 0, "nothing of another host is in memory");
+    // One of the source's own is taken.
+    let mut extra = TcpStream::connect((host.as_str(), *port)).unwrap();
+    extra.write_all(&1u16.to_le_bytes()).unwrap();
+    ask(&mut extra, &a_page());
+    ask(&mut control, &[&header(3, 2)[..], b"{}"].concat());
+    ask(&mut control, &header(5, 0));
+    assert!(target.join().unwrap().vm.runs());
+}
+
+#[test]
 fn an_answer_that_is_not_taken_leaves_it_in_doubt() {
     for (decision, runs) in [(Decision::RunsHere, true), (Decision::Discarded, false)] {
         let (to, guest) = guest();

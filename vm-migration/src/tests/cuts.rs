@@ -20,8 +20,8 @@ use super::{
     loopback, memory, options, send,
 };
 use crate::protocol::capabilities::{
-    FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_PIECES, FEATURE_POSTCOPY,
-    FEATURE_PREPARING, FEATURE_ZERO_PAGES, FEATURE_ZSTD,
+    FEATURE_COMING, FEATURE_EARLY_MEMORY, FEATURE_LOCAL, FEATURE_MAPPING, FEATURE_PIECES,
+    FEATURE_POSTCOPY, FEATURE_PREPARING, FEATURE_ZERO_PAGES, FEATURE_ZSTD,
 };
 use crate::protocol::message::Command;
 use crate::source::SendFailure;
@@ -306,6 +306,7 @@ fn peers_without_a_feature_continue_without_it_or_say_what_is_missing() {
     unused(FEATURE_EARLY_MEMORY, Kind::Plain, Command::AwaitMachine);
     unused(FEATURE_ZERO_PAGES, Kind::Plain, Command::ZeroPages);
     optional(FEATURE_PREPARING, precopy, Kind::Plain);
+    optional(FEATURE_MAPPING, precopy, Kind::Plain);
     let refused = |feature, mode, kind| {
         let run = run_within(LIMITS, mode, kind, Rule::Without(feature));
         let SendFailure::Resumed { mut vm, error } = *run.sent.unwrap_err() else { panic!() };

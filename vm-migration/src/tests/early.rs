@@ -3,6 +3,8 @@
 //! The machine at the destination is built while memory is sent: not before, and not after the
 //! guest was stopped.
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
@@ -14,7 +16,9 @@ use super::{
 };
 use crate::channel::Channel;
 use crate::progress::Phase;
-use crate::protocol::message::Message;
+use crate::protocol::capabilities::{Accepted, features};
+use crate::protocol::formats::Formats;
+use crate::protocol::message::{Answer, Message};
 use crate::source::SendFailure;
 use crate::testing::Inject;
 use crate::transport::{Connection, TransportError};
@@ -292,4 +296,67 @@ fn a_cancel_on_either_side_ends_the_preparation() {
         assert!(calls.contains(&"not ready") && !calls.contains(&"pause"), "{calls:?}");
         drop(open);
     }
+}
+
+#[test]
+fn a_destination_that_says_that_it_maps_memory_is_waited_for() {
+    let (from, to) = (memory(), memory());
+    let guest = Guest::new(&from, 58);
+    let (open, gate) = channel();
+    let target = Target::start(&loopback(), Builder::new(&to, &guest).map_gate(gate), LIMITS);
+    let mut options = options(&target.address);
+    // Far less than the destination takes, and more than there is between two keep-alives.
+    options.limits.answer = Duration::from_millis(2500);
+    let vm = FakeVm::new(&from, &guest).running();
+    let progress = Arc::new(Progress::new(Side::Source));
+    let sender =
+        std::thread::spawn(move || migrate(vm, &options, &progress, &Cancel::new().unwrap()));
+    std::thread::sleep(Duration::from_secs(4));
+    assert!(!sender.is_finished());
+    open.send(()).unwrap();
+    sender.join().unwrap().unwrap();
+    target.join().unwrap().vm.stop();
+    assert_whole(&guest, &to);
+}
+
+#[test]
+fn a_destination_that_is_silent_after_the_configuration_is_given_up_soon() {
+    let from = memory();
+    let guest = Guest::new(&from, 59);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let silent = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut message = || {
+            let mut header = [0; 16];
+            stream.read_exact(&mut header).unwrap();
+            let len = u64::from_le_bytes(header[8..].try_into().unwrap());
+            stream.read_exact(&mut vec![0; usize::try_from(len).unwrap()]).unwrap();
+            stream.try_clone().unwrap()
+        };
+        let mut answer = |offer_taken, payload| {
+            message().write_all(&Answer::Ok { offer_taken, payload }.encode()).unwrap();
+        };
+        answer(true, Vec::new());
+        let (software, features, token) = (String::from("a test"), features(), [7; 16]);
+        let formats = Formats::default();
+        let accepted = Accepted { software, features, token, promise_ms: None, formats };
+        answer(false, accepted.to_json());
+        // The configuration, and then its end.
+        drop(message());
+        while stream.read(&mut [0; 64]).is_ok_and(|len| len > 0) {}
+    });
+    let mut options = options(&format!("tcp:{address}").parse().unwrap());
+    options.limits.answer = Duration::from_millis(500);
+    let vm = FakeVm::new(&from, &guest).running();
+    let progress = Arc::new(Progress::new(Side::Source));
+    let began = Instant::now();
+    let failure = *migrate(vm, &options, &progress, &Cancel::new().unwrap()).unwrap_err();
+    assert!(began.elapsed() < options.limits.prepare / 2, "{:?}", began.elapsed());
+    let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
+    assert!(matches!(error.cause, Cause::Transport(TransportError::Timeout { .. })), "{error:?}");
+    assert!(vm.runs());
+    vm.stop();
+    assert_whole(&guest, &from);
+    silent.join().unwrap();
 }

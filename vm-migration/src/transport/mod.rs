@@ -10,6 +10,7 @@
 //! | `reader` | the reading end of a connection |
 //! | `received` | whether what was sent is with the peer's host |
 //! | `rights` | descriptors that are sent along with bytes |
+//! | `same_host` | whether two connections come from one host |
 //! | `listener` | listening sockets |
 //! | `leaving` | the end of a connection within a message, and with bytes that may not arrive any more |
 //! | `socket` | connections, vectored transfer to and from guest memory |
@@ -26,6 +27,7 @@ mod reach;
 mod reader;
 mod received;
 mod rights;
+mod same_host;
 mod secured;
 mod socket;
 pub(crate) mod tls;

@@ -23,6 +23,7 @@ use crate::vm::{DestinationBuilder, DestinationVm, GivenMemory, MappedMachine, V
 pub struct Builder {
     common: Common,
     touch: Vec<(usize, u64)>,
+    map_gate: Option<Receiver<()>>,
     gate: Option<Receiver<()>>,
     ready_gate: Option<Receiver<()>>,
     start_gate: Option<Receiver<()>>,
@@ -54,8 +55,9 @@ impl Builder {
     /// A builder for `guest`, in `memory`.
     pub fn new(memory: &Arc<FakeMemory>, guest: &Arc<Guest>) -> Self {
         let common = FakeVm::new(memory, guest).common;
-        let (gate, ready_gate, start_gate) = (None, None, None);
-        Self { common, touch: Vec::new(), gate, ready_gate, start_gate, from_state: false }
+        let (map_gate, gate, ready_gate, start_gate) = (None, None, None, None);
+        let (touch, from_state) = (Vec::new(), false);
+        Self { common, touch, map_gate, gate, ready_gate, start_gate, from_state }
     }
 
     /// Sets the number of vCPUs, the percentage of memory that they write, and their rate.
@@ -97,6 +99,13 @@ impl Builder {
     #[must_use]
     pub fn from_state(mut self) -> Self {
         self.from_state = true;
+        self
+    }
+
+    /// Makes mapping memory wait until the gate is opened, or dropped.
+    #[must_use]
+    pub fn map_gate(mut self, gate: Receiver<()>) -> Self {
+        self.map_gate = Some(gate);
         self
     }
 
@@ -151,6 +160,10 @@ impl DestinationBuilder for Builder {
         if !given.is_empty() {
             let files = given.into_iter().map(|zone| zone.file).collect();
             self.common.memory = FakeMemory::over(self.common.memory.layout(), files)?;
+        }
+        if let Some(gate) = &self.map_gate {
+            // Ends when the test opens the gate, or has ended.
+            let _ = gate.recv();
         }
         self.common.call(Inject::Map, "map")?;
         let _: serde_json::Value = serde_json::from_slice(config_json)?;
