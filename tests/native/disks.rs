@@ -96,7 +96,9 @@ impl Disk {
     /// The same of a disk that comes while the guest runs: it has registers that destinations of any version
     /// know.
     fn guest_with_it_later(&self) -> Vmm {
-        let vmm = Vmm::boot(1, MEMORY, "workload=idle mem=16M");
+        let guest = VmmBuilder::guest(1, MEMORY, "workload=idle mem=16M");
+        // A destination of the plain protocol is taken for cloud-hypervisor.
+        let vmm = guest.with(&["--platform", "platform=cloud-hypervisor-53"]).start();
         let disk = json!({"path": self.name, "id": "data"}).to_string();
         vmm.api().put("vm.add-disk", &disk).ok();
         vmm.guest().set("workload=disk-write").expect("it listens");
@@ -399,10 +401,12 @@ fn slow_disk() {
     assert!(!is_locked(&file));
 }
 
-/// A peer of the plain protocol that takes everything and is gone when the guest is to run.
-fn vanish_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
+/// A peer of the plain protocol that takes everything, and refuses when the guest is to run.
+fn refuse_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
     const MEMORY: u16 = 4;
     const COMPLETE: u16 = 5;
+    const OK: u8 = 1;
+    const REFUSED: u8 = 2;
     let mut at_complete = Some(at_complete);
     let mut head = [0; 16];
     while source.read_exact(&mut head).is_ok() {
@@ -420,13 +424,15 @@ fn vanish_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
                 left -= u64::try_from(part).expect("little");
             }
         }
+        let mut answer = [0; 16];
+        answer[0] = if code == COMPLETE { REFUSED } else { OK };
         if code == COMPLETE {
             at_complete.take().expect("once")();
+        }
+        source.write_all(&answer).expect("the source listens");
+        if code == COMPLETE {
             return;
         }
-        let mut answer = [0; 16];
-        answer[0] = 1;
-        source.write_all(&answer).expect("the source listens");
     }
 }
 
@@ -442,7 +448,7 @@ fn resumes_locked() {
         let peer = scope.spawn(|| {
             let (stream, _) = listener.accept().expect("the source connects");
             let mut held = None;
-            vanish_at_complete(stream, || held = Some(lock(&disk.file)));
+            refuse_at_complete(stream, || held = Some(lock(&disk.file)));
             held
         });
         let send = json!({"destination_url": url, "memory_mode": "Precopy"}).to_string();
