@@ -573,7 +573,7 @@ pub fn fuzz_stream(data: &[u8]) {
     while let Ok(message) = Message::read_plain(&mut from) {
         if let Message::Memory(ranges) = message {
             let runs = ranges.iter().flat_map(|range| layout.locate_all(*range));
-            runs.for_each(|run| drop(run));
+            runs.for_each(drop);
         }
     }
     let mut from = data;

@@ -359,7 +359,9 @@ impl Connection {
 
     fn credit_update_is_due(&self) -> bool {
         let Wrapping(untold) = self.fwd_cnt - self.fwd_cnt_told;
-        self.due.credit || self.phase == Phase::Open && untold >= self.buffer_bytes / 4
+        // Linux has no more on its way than its own buffer holds, and does not ask.
+        let most_bytes = self.buffer_bytes.min(self.peer_buf_alloc);
+        self.due.credit || self.phase == Phase::Open && untold >= (most_bytes / 4).max(1)
     }
 
     /// Whether [`Self::next_packet`] may return a packet.

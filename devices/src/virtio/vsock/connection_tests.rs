@@ -108,6 +108,17 @@ fn no_more_is_read_than_the_guest_has_room_for_whatever_it_says_later() {
 }
 
 #[test]
+fn a_guest_with_a_small_buffer_is_told_of_its_credit_before_that_is_used_up() {
+    let (mut connection, _theirs) = open(1000);
+    // Linux sends no more at a time than its own buffer holds.
+    connection.take_packet(&header(op::RW, 1000, 0), Some(&[1; 200]), 1);
+    assert_eq!(next(&mut connection, &[Err(libc::EAGAIN)]).0, None, "less than a quarter");
+    connection.take_packet(&header(op::RW, 1000, 0), Some(&[1; 50]), 1);
+    assert_eq!(next(&mut connection, &[]).0, Some((op::CREDIT_UPDATE, 0)));
+    assert_eq!(next(&mut connection, &[]).0, None, "once");
+}
+
+#[test]
 fn the_end_of_a_stream_is_told_behind_its_data() {
     for end in [Ok(0), Err(libc::ECONNRESET)] {
         let (mut connection, _theirs) = open(1000);

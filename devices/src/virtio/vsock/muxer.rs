@@ -255,6 +255,10 @@ impl Muxer {
         // Closes the stream, which removes it from epoll.
         if let Some(entry) = self.connections.remove(&ports) {
             self.tokens.remove(&entry.token);
+            if entry.is_ready {
+                // A guest without receive buffers could open and reset one connection without end.
+                self.ready.retain(|ready| *ready != ports);
+            }
         }
         self.deadlines.remove(&ports);
     }
