@@ -6,7 +6,7 @@
 //! devices over one file are one disk as several hosts see it: each has a page cache of its own.
 
 use std::fs::{self, File};
-use std::io::{Read as _, Write as _};
+use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
@@ -22,6 +22,8 @@ use crate::harness::faults::Faults;
 use crate::harness::loops::{Loop, Mounted, format};
 use crate::harness::migrate::{Reception, failure_of, migrate, send_option, text};
 use crate::harness::relay::{Link, Point, Relay, Row, Setting};
+use crate::harness::upstream::command;
+use crate::harness::upstream_destination::read_frame;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, wait_for};
 use crate::hung_disk::wait_until_it_hangs;
 
@@ -403,34 +405,18 @@ fn slow_disk() {
 
 /// A peer of the plain protocol that takes everything, and refuses when the guest is to run.
 fn refuse_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
-    const MEMORY: u16 = 4;
-    const COMPLETE: u16 = 5;
     const OK: u8 = 1;
     const REFUSED: u8 = 2;
     let mut at_complete = Some(at_complete);
-    let mut head = [0; 16];
-    while source.read_exact(&mut head).is_ok() {
-        let code = u16::from_le_bytes([head[0], head[1]]);
-        let len_bytes = u64::from_le_bytes(head[8..].try_into().expect("eight bytes"));
-        let mut payload = vec![0; usize::try_from(len_bytes).expect("little")];
-        source.read_exact(&mut payload).expect("the payload");
-        if code == MEMORY {
-            let len = |range: &[u8]| u64::from_le_bytes(range[8..].try_into().expect("a range"));
-            let mut left = payload.chunks_exact(16).map(len).sum::<u64>();
-            let mut buffer = vec![0; 1 << 16];
-            while left > 0 {
-                let part = usize::try_from(left.min(1 << 16)).expect("little");
-                source.read_exact(&mut buffer[..part]).expect("memory");
-                left -= u64::try_from(part).expect("little");
-            }
-        }
-        let mut answer = [0; 16];
-        answer[0] = if code == COMPLETE { REFUSED } else { OK };
-        if code == COMPLETE {
+    while let Some(frame) = read_frame(&mut source) {
+        let is_last = frame.kind == command::COMPLETE;
+        if is_last {
             at_complete.take().expect("once")();
         }
+        let mut answer = [0; 16];
+        answer[0] = if is_last { REFUSED } else { OK };
         source.write_all(&answer).expect("the source listens");
-        if code == COMPLETE {
+        if is_last {
             return;
         }
     }

@@ -19,7 +19,7 @@ use crate::harness::api::Answer;
 use crate::harness::loops::{Mounted, format};
 use crate::harness::{Suite, Vmm, VmmBuilder, payload, process, skip, wait_for};
 use crate::hung_disk::Hung;
-use crate::requests::{Held, PROMPT, prompt, prompt_put, requests, requests_but, wave};
+use crate::requests::{Held, prompt, prompt_put, requests, requests_but, wave};
 use crate::starting::{Slow, wait_until_doing};
 
 pub fn add(suite: &mut Suite) {
