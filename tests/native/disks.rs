@@ -95,15 +95,11 @@ impl Disk {
         vmm
     }
 
-    /// The same of a disk that comes while the guest runs: it has registers that destinations of any version
-    /// know.
-    fn guest_with_it_later(&self) -> Vmm {
-        let guest = VmmBuilder::guest(1, MEMORY, "workload=idle mem=16M");
-        // A destination of the plain protocol is taken for cloud-hypervisor.
-        let vmm = guest.with(&["--platform", "platform=cloud-hypervisor-53"]).start();
-        let disk = json!({"path": self.name, "id": "data"}).to_string();
-        vmm.api().put("vm.add-disk", &disk).ok();
-        vmm.guest().set("workload=disk-write").expect("it listens");
+    /// The same on the platform of cloud-hypervisor, for which a destination of the plain protocol is taken.
+    fn guest_of_the_platform(&self) -> Vmm {
+        let option = format!("path={},id=data{}", self.name.display(), self.option);
+        let platform = ["--platform", "platform=cloud-hypervisor-53", "--disk", &option];
+        let vmm = VmmBuilder::guest(1, MEMORY, GUEST).with(&platform).start();
         write_more(&vmm, 2 * BLOCKS);
         vmm
     }
@@ -426,7 +422,7 @@ fn refuse_at_complete(mut source: TcpStream, at_complete: impl FnOnce()) {
 fn resumes_locked() {
     let disk = Disk::new();
     disk.name_is(&disk.file);
-    let vmm = disk.guest_with_it_later();
+    let vmm = disk.guest_of_the_platform();
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let url = format!("tcp:{}", listener.local_addr().expect("an address"));
     let mut other = None;
