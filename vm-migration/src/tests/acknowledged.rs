@@ -42,6 +42,19 @@ fn a_page() -> Vec<u8> {
     message
 }
 
+fn connect(target: &Target) -> TcpStream {
+    let Address::Tcp { host, port } = &target.address else { panic!() };
+    TcpStream::connect((host.as_str(), *port)).unwrap()
+}
+
+/// The first connection of a source, whose configuration is taken.
+fn up_to_config(target: &Target) -> TcpStream {
+    let mut control = connect(target);
+    ask(&mut control, &header(1, 0));
+    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+    control
+}
+
 fn up_to_state(stream: &mut (impl Read + Write)) {
     ask(stream, &header(1, 0));
     ask(stream, &[&header(2, 2)[..], b"{}"].concat());
@@ -160,12 +173,8 @@ fn the_first_connection_may_be_silent_while_memory_comes_on_others() {
     let (to, guest) = guest();
     let limits = Limits { answer: Duration::from_millis(300), ..LIMITS };
     let target = Target::start(&loopback(), Builder::new(&to, &guest), limits);
-    let Address::Tcp { host, port } = &target.address else { panic!() };
-    let connect = || TcpStream::connect((host.as_str(), *port)).unwrap();
-    let mut control = connect();
-    ask(&mut control, &header(1, 0));
-    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
-    let mut extra = connect();
+    let mut control = up_to_config(&target);
+    let mut extra = connect(&target);
     extra.write_all(&1u16.to_le_bytes()).unwrap();
     let began = std::time::Instant::now();
     // Longer than a source of plain version 0 may be silent.
@@ -182,11 +191,8 @@ fn the_first_connection_may_be_silent_while_memory_comes_on_others() {
 fn another_host_cannot_add_memory_to_that_of_a_source_without_a_token() {
     let (to, guest) = guest();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let Address::Tcp { host, port } = &target.address else { panic!() };
-    let mut control = TcpStream::connect((host.as_str(), *port)).unwrap();
-    ask(&mut control, &header(1, 0));
-    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
-    let there: std::net::SocketAddr = format!("{host}:{port}").parse().unwrap();
+    let mut control = up_to_config(&target);
+    let there = control.peer_addr().unwrap();
     let stranger =
         socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     let elsewhere: std::net::SocketAddr = "127.0.0.2:0".parse().unwrap();
@@ -205,7 +211,7 @@ fn another_host_cannot_add_memory_to_that_of_a_source_without_a_token() {
     let first = to.word(0, 0, 0).load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(first, 0, "nothing of another host is in memory");
     // One of the source's own is taken.
-    let mut extra = TcpStream::connect((host.as_str(), *port)).unwrap();
+    let mut extra = connect(&target);
     extra.write_all(&1u16.to_le_bytes()).unwrap();
     ask(&mut extra, &a_page());
     ask(&mut control, &[&header(3, 2)[..], b"{}"].concat());
@@ -242,10 +248,7 @@ fn what_fails_is_refused_before_the_answer_and_without_a_payload() {
         let (to, guest) = guest();
         let builder = Builder::new(&to, &guest).inject(inject);
         let target = Target::start(&loopback(), builder, LIMITS);
-        let Address::Tcp { host, port } = &target.address else { panic!() };
-        let mut control = TcpStream::connect((host.as_str(), *port)).unwrap();
-        ask(&mut control, &header(1, 0));
-        ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+        let mut control = up_to_config(&target);
         ask(&mut control, &a_page());
         control.write_all(&[&header(3, 2)[..], b"{}"].concat()).unwrap();
         let mut told = Vec::new();
@@ -260,10 +263,7 @@ fn what_fails_is_refused_before_the_answer_and_without_a_payload() {
 fn a_state_without_memory_before_it_is_refused() {
     let (to, guest) = guest();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);
-    let Address::Tcp { host, port } = &target.address else { panic!() };
-    let mut control = TcpStream::connect((host.as_str(), *port)).unwrap();
-    ask(&mut control, &header(1, 0));
-    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+    let mut control = up_to_config(&target);
     control.write_all(&[&header(3, 2)[..], b"{}"].concat()).unwrap();
     let mut told = Vec::new();
     control.read_to_end(&mut told).unwrap();
@@ -278,10 +278,7 @@ fn a_machine_of_its_state_is_built_when_that_has_come() {
     let builder = Builder::new(&to, &guest).from_state();
     let calls = builder.calls();
     let target = Target::start(&loopback(), builder, LIMITS);
-    let Address::Tcp { host, port } = &target.address else { panic!() };
-    let mut control = TcpStream::connect((host.as_str(), *port)).unwrap();
-    ask(&mut control, &header(1, 0));
-    ask(&mut control, &[&header(2, 2)[..], b"{}"].concat());
+    let mut control = up_to_config(&target);
     ask(&mut control, &a_page());
     assert!(!has(&calls, "prepare"), "it is built too early");
     ask(&mut control, &[&header(3, 2)[..], b"{}"].concat());
