@@ -166,8 +166,11 @@ impl Connected {
             // The source stops its guest next, so the machine has to be built before; and it may know the
             // best way to catch accesses.
             building.wait_telling(control, told, context.cancel)?;
-            let mut vm = building.finish()?;
-            let watched = watch(&mut vm, &memory, offer, context);
+            let (vm, watched) = control.busy(told, || {
+                let mut vm = building.finish()?;
+                let watched = watch(&mut vm, &memory, offer, context);
+                Ok::<_, Failure>((vm, watched))
+            })?;
             *building = Building::done(vm)?;
             fault_source = Some(watched?);
         }

@@ -478,11 +478,11 @@ fn greet(
             return Err((error.to_string(), channel));
         }
     } else {
+        channel.speak_plain();
         // It has no token to show. What it sends goes to guest memory.
         if !channel.connection.is_from_the_host_of(&control.connection) {
             return Err((ProtocolError::OtherHost.to_string(), channel));
         }
-        channel.speak_plain();
     }
     channel.connection.set_stall_timeout(context.options.limits.answer);
     Ok((role, channel))
