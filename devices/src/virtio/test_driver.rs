@@ -6,12 +6,15 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering, fence};
 use std::time::Duration;
 
 use memory::{GuestMemory, GuestMemoryHandle};
 use parking_lot::{Condvar, Mutex};
-use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_bindings::virtio_ring::{
+    VIRTIO_RING_F_EVENT_IDX, VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE,
+    VRING_USED_F_NO_NOTIFY,
+};
 use virtio_queue::{Queue, QueueState, QueueT};
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion};
@@ -146,6 +149,10 @@ pub(crate) struct DriverQueue {
     available: u16,
     used: u16,
     kick: Arc<Mutex<EventFd>>,
+    /// Whether the device tells which index it wants to be notified of.
+    has_event_idx: AtomicBool,
+    /// The available index at the last notification.
+    kicked: AtomicU16,
     /// For a device behind the IOMMU. The driver's own addresses in the rings are those of guest memory.
     pub(crate) endpoint: Option<Arc<Endpoint>>,
 }
@@ -160,6 +167,8 @@ impl DriverQueue {
             available: 0,
             used: 0,
             kick: Arc::new(Mutex::new(EventFd::new(EFD_NONBLOCK).unwrap())),
+            has_event_idx: AtomicBool::new(false),
+            kicked: AtomicU16::new(0),
             endpoint: None,
         };
         let zeros = vec![0; usize::try_from(QUEUE_STRIDE).unwrap()];
@@ -274,7 +283,26 @@ impl DriverQueue {
         self.kick.lock().try_clone().unwrap()
     }
 
+    /// Notifies the device, as Linux does: unless it wants no notification of what was added since the last
+    /// (virtio 1.3, 2.7.10).
     pub(crate) fn kick(&self) {
+        let available = self.available;
+        let kicked = self.kicked.swap(available, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let read = |gpa: u64| self.memory.memory().read_obj::<u16>(GuestAddress(gpa)).unwrap();
+        let is_wanted = if self.has_event_idx.load(Ordering::Relaxed) {
+            let event = read(self.used_ring() + 4 + 8 * u64::from(self.size));
+            available.wrapping_sub(event).wrapping_sub(1) < available.wrapping_sub(kicked)
+        } else {
+            u32::from(read(self.used_ring())) & VRING_USED_F_NO_NOTIFY == 0
+        };
+        if is_wanted {
+            self.kick_anyway();
+        }
+    }
+
+    /// Notifies the device, whatever it wants.
+    pub(crate) fn kick_anyway(&self) {
         self.kick.lock().write(1).unwrap();
     }
 
@@ -327,6 +355,10 @@ impl Driver {
 
     fn activation(&self, queues: Vec<ActiveQueue>, features: u64) -> Activation {
         let interrupt: Arc<dyn VirtioInterrupt> = self.interrupt.clone();
+        for queue in &self.queues {
+            let has_event_idx = features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0;
+            queue.has_event_idx.store(has_event_idx, Ordering::Relaxed);
+        }
         Activation { memory: self.memory.clone(), interrupt, queues, features }
     }
 

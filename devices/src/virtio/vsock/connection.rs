@@ -27,7 +27,7 @@ use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 /// Time limit for the guest to close a connection whose client has gone.
 const END_TIME: Duration = Duration::from_secs(2);
-/// Time limit for a client to read the guest's last data after the guest has closed the connection.
+/// Time limit for a client to read more of the guest's last data after the guest has closed the connection.
 const LINGER_TIME: Duration = Duration::from_mins(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,11 +196,19 @@ impl Connection {
         self.to_host.clear();
     }
 
-    /// Resets the connection; the RST is sent once the guest has a buffer, with nothing else to wait for.
+    /// Resets the connection: the client is told at once, and the guest by an RST once it has a buffer, with nothing
+    /// else to wait for; if it knows of the connection.
     pub(super) fn fail(&mut self) {
         self.drop_data();
         self.deadline = None;
-        self.due = Due { rst: true, ..Due::default() };
+        // Fails only if the client has gone.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        if self.due.request {
+            self.due = Due::default();
+            self.phase = Phase::Over;
+        } else {
+            self.due = Due { rst: true, ..Due::default() };
+        }
     }
 
     fn take_credit(&mut self, header: &Header) {
@@ -294,6 +302,9 @@ impl Connection {
 
     fn forwarded(&mut self, len_bytes: usize) {
         self.to_host.drain(..len_bytes.min(self.to_host.len()));
+        if self.phase == Phase::Lingering {
+            self.wait_for(LINGER_TIME);
+        }
         self.fwd_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
     }
 
@@ -346,12 +357,13 @@ impl Connection {
 
     /// Flags of a SHUTDOWN that is still to be sent to the guest.
     fn shutdown_due(&self) -> Option<u32> {
+        // A client that has gone reads no more, but its last data are delivered first, if the guest takes any.
+        let is_gone = self.has_hung_up && (!self.host_sends || !self.guest_receives);
         let mut flags = 0;
-        if !self.host_sends {
+        if !self.host_sends || is_gone {
             flags |= SHUTDOWN_SEND;
         }
-        // A client that has gone reads no more, but its last data are delivered first.
-        if !self.host_receives || self.has_hung_up && !self.host_sends {
+        if !self.host_receives || is_gone {
             flags |= SHUTDOWN_RECEIVE;
         }
         (self.phase == Phase::Open && flags & !self.shutdown_told != 0).then_some(flags)
@@ -434,7 +446,7 @@ impl Connection {
     fn read(&mut self, room: &mut impl Room, share_bytes: usize) -> Option<usize> {
         let credit_bytes = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
         // Buffers that are taken for a client that writes little only have to be given back.
-        let wanted_bytes = if self.is_flowing { share_bytes } else { 1 };
+        let mut wanted_bytes = if self.is_flowing { share_bytes } else { 1 };
         loop {
             match room.read(&self.stream, wanted_bytes, credit_bytes) {
                 Ok(Filled { len_bytes, is_full }) if len_bytes > 0 => {
@@ -447,8 +459,11 @@ impl Connection {
                     self.is_readable = false;
                     return None;
                 }
-                // The guest's memory cannot be written. That is no end of the client's data.
-                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                // A buffer that cannot be written, or memory of the host for a list of several: each is for one
+                // connection, which may not be this one.
+                Err(error) if wanted_bytes > 1 && !is_end(&error) => wanted_bytes = 1,
+                // That is no end of the client's data.
+                Err(error) if !is_end(&error) => {
                     self.fail();
                     return None;
                 }
@@ -470,6 +485,11 @@ impl Connection {
             self.wait_for(LINGER_TIME);
         }
     }
+}
+
+/// Whether a stream that fails in this way has ended for its other side too.
+fn is_end(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ConnectionReset
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::VecDeque;
+use std::io::Read as _;
 
 use super::*;
 
@@ -63,10 +64,17 @@ fn next(connection: &mut Connection, ends: &[Result<usize, i32>]) -> Next {
 
 #[test]
 fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
-    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
     let mut connection = Connection::of_host(ours, 4096);
     assert!(connection.deadline().is_some(), "the guest has to answer in time");
+    assert_eq!(next(&mut connection, &[]).0, Some((op::REQUEST, 0)));
     connection.end_overdue();
+    assert_eq!(
+        theirs.read(&mut [0]).unwrap(),
+        0,
+        "the client does not wait for the guest's buffer"
+    );
     // A guest without a buffer for the RST must not cause repeated wake-ups.
     assert_eq!(connection.deadline(), None);
     connection.restart_time_limit();
@@ -74,6 +82,54 @@ fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
     assert!(connection.has_packets());
     assert_eq!(next(&mut connection, &[]).0, Some((op::RST, 0)));
     assert!(connection.is_over());
+}
+
+#[test]
+fn a_guest_that_was_not_asked_yet_is_not_asked_for_a_client_that_has_been_given_up() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let mut connection = Connection::of_host(ours, 4096);
+    connection.end_overdue();
+    assert!(connection.is_over(), "nothing waits for a buffer of the guest");
+    assert_eq!(theirs.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_guest_that_receives_no_more_is_told_that_its_client_has_gone() {
+    let (mut connection, theirs) = open(1000);
+    let header = Header { flags: SHUTDOWN_RECEIVE, ..header(op::SHUTDOWN, 1000, 0) };
+    connection.take_packet(&header, None, 1);
+    assert_eq!(next(&mut connection, &[]).0, None);
+    drop(theirs);
+    connection.stream_ready(EventSet::HANG_UP);
+    let packet = connection.next_packet(&mut Told::default(), SHARE).unwrap();
+    assert_eq!((packet.op, packet.flags), (op::SHUTDOWN, SHUTDOWN_SEND | SHUTDOWN_RECEIVE));
+    assert!(connection.deadline().is_some(), "the guest closes it now");
+}
+
+#[test]
+fn a_client_that_goes_on_reading_gets_the_last_data_however_long_that_takes() {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let mut connection = Connection::of_guest(ours, &header(op::REQUEST, 1000, 0), 4 << 20);
+    let sent = vec![7; 4 << 20];
+    connection.take_packet(&header(op::RW, 1000, 0), Some(&sent), 1);
+    let flags = SHUTDOWN_SEND | SHUTDOWN_RECEIVE;
+    connection.take_packet(&Header { flags, ..header(op::SHUTDOWN, 1000, 0) }, None, 1);
+    assert_eq!(next(&mut connection, &[]).0, Some((op::RST, 0)));
+    let mut last = connection.deadline().unwrap();
+    let mut left = sent.len();
+    let mut bytes = vec![0; 256 << 10];
+    while !connection.is_over() {
+        left -= theirs.read(&mut bytes).unwrap();
+        connection.stream_ready(EventSet::OUT);
+        let deadline = connection.deadline().unwrap();
+        assert!(deadline > last || left + bytes.len() >= sent.len(), "its time begins again");
+        last = deadline;
+    }
+    drop(connection);
+    left -= theirs.read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(left, 0);
 }
 
 #[test]
@@ -129,8 +185,19 @@ fn the_end_of_a_stream_is_told_behind_its_data() {
 }
 
 #[test]
-fn data_that_the_guest_s_memory_cannot_take_are_no_end_but_a_reset() {
-    let (mut connection, _theirs) = open(1000);
-    assert_eq!(next(&mut connection, &[Err(libc::EFAULT)]).0, Some((op::RST, 0)));
-    assert!(connection.is_over());
+fn data_that_cannot_be_put_into_the_guest_s_memory_are_no_end_but_a_reset() {
+    for errno in [libc::EFAULT, libc::ENOMEM, libc::EIO] {
+        let (mut connection, _theirs) = open(1000);
+        assert_eq!(next(&mut connection, &[Err(errno)]).0, Some((op::RST, 0)));
+        assert!(connection.is_over());
+    }
+}
+
+#[test]
+fn a_bad_buffer_among_several_is_for_one_connection_only() {
+    let (mut connection, _theirs) = open(50_000);
+    next(&mut connection, &[Ok(100)]);
+    let ends = [Err(libc::EFAULT), Ok(100)];
+    let wanted = vec![(SHARE, 49_900), (1, 49_900)];
+    assert_eq!(next(&mut connection, &ends), (Some((op::RW, 100)), wanted));
 }

@@ -7,6 +7,7 @@
 //! bounded, whatever guest and clients do. Must never touch guest memory.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
@@ -121,7 +122,7 @@ impl Muxer {
             ready: VecDeque::new(),
             answers: VecDeque::new(),
             last_token: LISTENER_TOKEN,
-            last_port: LAST_CLIENT_PORT,
+            last_port: any_client_port(),
         })
     }
 
@@ -273,6 +274,9 @@ impl Muxer {
         if let Err(error) = entry.watch(&self.epoll) {
             log_limited!(self.log, Warn, "cannot watch a client of the guest: {error}");
             entry.connection.fail();
+            if entry.connection.is_over() {
+                return self.remove(ports);
+            }
         }
         match entry.connection.deadline() {
             Some(deadline) => self.deadlines.insert(ports, deadline),
@@ -452,6 +456,15 @@ impl Muxer {
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.connections.len(), self.greetings.len())
     }
+}
+
+/// Where the ports of this run begin: a guest that was restored, or has moved, may have connections left whose ports an
+/// earlier run has given.
+fn any_client_port() -> u32 {
+    let ports = u64::from(LAST_CLIENT_PORT - FIRST_CLIENT_PORT) + 1;
+    // Taken from the keys of hash tables, which are drawn for each.
+    let drawn = RandomState::new().hash_one(ports) % ports;
+    FIRST_CLIENT_PORT + u32::try_from(drawn).unwrap_or(0)
 }
 
 impl Entry {
