@@ -160,9 +160,13 @@ impl Connection {
         &self.stream
     }
 
-    /// Whether the guest knows the connection.
+    /// Whether the guest knows the connection. Before that, its packets are of an earlier one with the same ports.
     pub(super) fn is_known(&self) -> bool {
-        matches!(self.phase, Phase::Requested | Phase::Open)
+        match self.phase {
+            Phase::Requested => !self.due.request,
+            Phase::Open => true,
+            Phase::Lingering | Phase::Over => false,
+        }
     }
 
     /// Whether the connection is closed.
@@ -461,7 +465,7 @@ impl Connection {
                 }
                 // A buffer that cannot be written, or memory of the host for a list of several: each is for one
                 // connection, which may not be this one.
-                Err(error) if wanted_bytes > 1 && !is_end(&error) => wanted_bytes = 1,
+                Err(error) if wanted_bytes > 1 && is_of_the_buffers(&error) => wanted_bytes = 1,
                 // That is no end of the client's data.
                 Err(error) if !is_end(&error) => {
                     self.fail();
@@ -485,6 +489,11 @@ impl Connection {
             self.wait_for(LINGER_TIME);
         }
     }
+}
+
+/// Whether fewer buffers may be read into where several were not.
+fn is_of_the_buffers(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EFAULT | libc::ENOMEM | libc::ENOBUFS))
 }
 
 /// Whether a stream that fails in this way has ended for its other side too.

@@ -69,6 +69,7 @@ fn a_connection_that_has_waited_long_enough_has_no_deadline_left_in_the_past() {
     let mut connection = Connection::of_host(ours, 4096);
     assert!(connection.deadline().is_some(), "the guest has to answer in time");
     assert_eq!(next(&mut connection, &[]).0, Some((op::REQUEST, 0)));
+    assert!(connection.is_known());
     connection.end_overdue();
     assert_eq!(
         theirs.read(&mut [0]).unwrap(),
@@ -89,6 +90,7 @@ fn a_guest_that_was_not_asked_yet_is_not_asked_for_a_client_that_has_been_given_
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
     let mut connection = Connection::of_host(ours, 4096);
+    assert!(!connection.is_known(), "packets for these ports are of another connection");
     connection.end_overdue();
     assert!(connection.is_over(), "nothing waits for a buffer of the guest");
     assert_eq!(theirs.read(&mut [0]).unwrap(), 0);

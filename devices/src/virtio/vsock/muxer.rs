@@ -331,9 +331,13 @@ impl Muxer {
         self.counters.rx_bytes.add(data_bytes);
     }
 
-    /// Logs why a packet's data could not be put into the guest's memory.
+    /// Logs why a client's data could not be read into the guest's memory.
     pub(super) fn complain(&self, error: &io::Error) {
-        log_limited!(self.log, Warn, "data for the guest cannot be put into its memory: {error}");
+        log_limited!(
+            self.log,
+            Warn,
+            "a client's data cannot be put into the guest's memory: {error}"
+        );
     }
 
     /// Handles the streams that are ready.
@@ -462,7 +466,7 @@ impl Muxer {
 /// earlier run has given.
 fn any_client_port() -> u32 {
     let ports = u64::from(LAST_CLIENT_PORT - FIRST_CLIENT_PORT) + 1;
-    // Taken from the keys of hash tables, which are drawn for each.
+    // Taken from the keys of hash tables, which are random and differ.
     let drawn = RandomState::new().hash_one(ports) % ports;
     FIRST_CLIENT_PORT + u32::try_from(drawn).unwrap_or(0)
 }

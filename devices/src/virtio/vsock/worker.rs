@@ -340,15 +340,21 @@ impl Room for ReceiveRoom<'_> {
                 return Err(io::ErrorKind::Other.into());
             }
         };
-        match ranges.read(stream) {
-            Ok(len_bytes) => Ok(Filled { len_bytes, is_full: len_bytes == ranges.len_bytes() }),
-            Err(error) => {
-                if error.raw_os_error() == Some(libc::EFAULT) {
-                    self.failure = Some(io::Error::from_raw_os_error(libc::EFAULT));
-                }
-                Err(error)
-            }
+        let room_bytes = ranges.len_bytes();
+        let read = ranges.read(stream);
+        self.failure = read.as_ref().err().and_then(failure_of);
+        let len_bytes = read?;
+        Ok(Filled { len_bytes, is_full: len_bytes == room_bytes })
+    }
+}
+
+/// An error that is neither the client's end nor a reason to try again later.
+fn failure_of(error: &io::Error) -> Option<io::Error> {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionReset => {
+            None
         }
+        _ => error.raw_os_error().map(io::Error::from_raw_os_error),
     }
 }
 
