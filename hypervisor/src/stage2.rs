@@ -83,8 +83,10 @@ impl Stage2Fill {
         let body = {
             let work = Arc::clone(&work);
             move || {
+                // The ranges may have to be waited for.
+                let runs = runs();
                 let begin = Instant::now();
-                work.lock().extend(runs());
+                work.lock().extend(runs);
                 work.fill_with(&vcpus);
                 done(work.end(begin.elapsed()));
             }

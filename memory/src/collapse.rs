@@ -4,30 +4,47 @@
 //!
 //! Memory arrives in small pages: making huge ones at that moment costs time in which the guest, or
 //! a thread that waits for it, is stopped. This module makes them afterwards, for zones that are to have huge
-//! pages and whose host does not make them by itself.
+//! pages and whose memory did not come in them.
 //!
-//! Owns one thread, which works for a tenth of the time. Must never populate memory, must not be used
+//! Owns the threads, the order of the blocks, and the pace: where the guest leaves a processor they do not rest, and
+//! otherwise they take a tenth of its processors at most. Must never populate memory, must not be used
 //! while contents are still to arrive, and must stop soon after it is asked to.
 
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
 use crate::populate::THP_BYTES;
-use crate::region::RamRegion;
+use crate::processors::yield_processor;
+use crate::region::{Collapsing, RamRegion};
 
-/// How much longer the thread rests than it works. Collapsing interrupts every processor, including those of
-/// the guest.
-const REST_FACTOR: u32 = 9;
-/// Failed blocks, without a success, after which collapsing counts as unsupported by this kernel.
-const FAILURES_MAX: u64 = 64;
+/// The part of the guest's processors, as a divisor, that a thread may take from it.
+const GUESTS_PART: u32 = 10;
+/// Beyond it the threads wait for each other in the kernel, and for memory.
+const THREADS_MAX: usize = 4;
+/// Blocks of a region that cannot be collapsed, or that are in use, without a single one that can, after which the others
+/// of the region are left alone.
+const IMPOSSIBLE_MAX: u64 = 8;
+const REFUSED_MAX: u64 = 64;
+/// Runs after each other for which there is no huge page. Each makes the kernel look for one by moving memory.
+const SHORTAGES_MAX: u32 = 8;
+/// How often a block in use is tried again, and how long after.
+const RETRIES: u32 = 3;
+const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// Most bytes that one call collapses. Each call waits for every processor, which takes longer than making a
-/// huge page; and the guest waits for memory that is being copied.
+/// huge page; and pages that are not mapped meanwhile fault.
 const RUN_BYTES_MAX: u64 = 8 * THP_BYTES;
+/// A run that took longer, as the kernel has to make room for huge pages, is followed by short ones: a migration that
+/// begins waits for the end of a run.
+const LONG_RUN: Duration = Duration::from_millis(20);
+/// What a thread takes from the others at a time.
+const STRIPE_BYTES: u64 = 32 * THP_BYTES;
 
 #[derive(Debug, Default)]
 struct Stop {
@@ -61,120 +78,328 @@ pub struct Collapsed {
     pub refused: u64,
 }
 
-/// A thread that collapses memory into huge pages. Dropping it stops the thread and waits for it.
+/// How many threads there are, and how long each rests after its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Pace {
+    threads: usize,
+    /// Rest by work, as numerator and denominator.
+    rest: (u32, u32),
+}
+
+impl Pace {
+    /// Beside a guest with so many vCPUs, on this many processors.
+    fn beside(vcpus: u32, processors: usize) -> Self {
+        let guest = usize::try_from(vcpus).unwrap_or(usize::MAX);
+        match processors.saturating_sub(guest) {
+            0 => Self { threads: 1, rest: (GUESTS_PART.saturating_sub(vcpus), vcpus.max(1)) },
+            left => Self { threads: left.min(THREADS_MAX), rest: (0, 1) },
+        }
+    }
+
+    fn rest_after(self, work: Duration) -> Duration {
+        work.saturating_mul(self.rest.0) / self.rest.1
+    }
+}
+
+/// Counts of the blocks of one region.
+#[derive(Debug, Default)]
+struct Tally {
+    huge: AtomicU64,
+    sparse: AtomicU64,
+    refused: AtomicU64,
+    /// Of the refused, those that no other try can help.
+    impossible: AtomicU64,
+}
+
+impl Tally {
+    fn so_far(&self) -> Collapsed {
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Collapsed { huge: of(&self.huge), sparse: of(&self.sparse), refused: of(&self.refused) }
+    }
+
+    fn add(&self, blocks: u64, result: Collapsing) {
+        if result == Collapsing::Done {
+            self.huge.fetch_add(blocks, Ordering::Relaxed);
+            return;
+        }
+        self.refused.fetch_add(blocks, Ordering::Relaxed);
+        if result == Collapsing::Impossible {
+            self.impossible.fetch_add(blocks, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the rest of the region will not be collapsed either.
+    fn is_hopeless(&self) -> bool {
+        let Collapsed { huge, refused, .. } = self.so_far();
+        let impossible = self.impossible.load(Ordering::Relaxed);
+        huge == 0 && (impossible >= IMPOSSIBLE_MAX || refused >= REFUSED_MAX)
+    }
+}
+
+/// What the threads share.
 #[derive(Debug)]
-pub struct Collapse(StoppableThread<Collapsed>);
+struct Work {
+    regions: Vec<(Arc<RamRegion>, Tally)>,
+    /// Region and bytes of it.
+    stripes: Vec<(usize, Range<u64>)>,
+    /// The first stripe that no thread has taken.
+    next: AtomicUsize,
+    /// Locked while a run is unmapped. KVM has vCPUs wait for all ranges that are being unmapped, and what lies between.
+    unmapping: Mutex<()>,
+    pace: Pace,
+    began: Instant,
+    /// Threads that have not ended; the last one reports.
+    running: AtomicUsize,
+    stop: Stop,
+    /// Told when no thread runs any more.
+    end: Stop,
+}
+
+/// A block to be tried again: the index of its region, and its bytes.
+type Block = (usize, Range<u64>);
+
+impl Work {
+    fn new(regions: Vec<Arc<RamRegion>>, pace: Pace) -> Self {
+        let mut stripes = Vec::new();
+        for (index, region) in regions.iter().enumerate() {
+            let blocks = region.huge_blocks();
+            let mut at = blocks.start;
+            while at < blocks.end {
+                let end = blocks.end.min(at.saturating_add(STRIPE_BYTES));
+                stripes.push((index, at..end));
+                at = end;
+            }
+        }
+        let threads = pace.threads.min(stripes.len()).max(1);
+        Self {
+            regions: regions.into_iter().map(|region| (region, Tally::default())).collect(),
+            stripes,
+            next: AtomicUsize::new(0),
+            unmapping: Mutex::new(()),
+            pace: Pace { threads, ..pace },
+            began: Instant::now(),
+            running: AtomicUsize::new(threads),
+            stop: Stop::default(),
+            end: Stop::default(),
+        }
+    }
+
+    fn so_far(&self) -> Collapsed {
+        self.regions.iter().fold(Collapsed::default(), |all, (_, tally)| {
+            let Collapsed { huge, sparse, refused } = tally.so_far();
+            Collapsed {
+                huge: all.huge + huge,
+                sparse: all.sparse + sparse,
+                refused: all.refused + refused,
+            }
+        })
+    }
+
+    /// What each thread does.
+    fn collapse_all(&self) {
+        if let Some(again) = self.first_pass() {
+            self.later_passes(again);
+        }
+        if self.running.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let Collapsed { huge, sparse, refused } = self.so_far();
+            let took_ms = self.began.elapsed().as_millis();
+            log::info!(
+                "guest memory was collapsed into {huge} huge pages in {took_ms} ms by {} threads; \
+                 {sparse} blocks were not populated in full, and {refused} were refused",
+                self.pace.threads
+            );
+            self.end.tell();
+        }
+    }
+
+    /// Takes stripes until none is left; returns the blocks in use. `None` when it was to stop.
+    fn first_pass(&self) -> Option<Vec<Block>> {
+        let mut again = Vec::new();
+        let (mut shortages, mut run_bytes) = (0, RUN_BYTES_MAX);
+        loop {
+            let stripe = self.stripes.get(self.next.fetch_add(1, Ordering::Relaxed));
+            let Some((index, stripe)) = stripe else { return Some(again) };
+            let Some((region, tally)) = self.regions.get(*index) else { continue };
+            let mut at = stripe.start;
+            while at < stripe.end && !tally.is_hopeless() {
+                let began = Instant::now();
+                // What is returned to the host meanwhile would come back as zeros.
+                let hold = region.hold(at..stripe.end.min(at + run_bytes));
+                let run = populated_run(region, at..stripe.end.min(at + run_bytes));
+                if run.is_empty() {
+                    tally.sparse.fetch_add(1, Ordering::Relaxed);
+                    at += THP_BYTES;
+                } else {
+                    at = run.end;
+                    let is_short = self.collapse_run(*index, &run, &mut again);
+                    shortages = if is_short { shortages + 1 } else { 0 };
+                }
+                drop(hold);
+                let took = began.elapsed();
+                run_bytes = if took > LONG_RUN { THP_BYTES } else { RUN_BYTES_MAX };
+                if shortages >= SHORTAGES_MAX {
+                    // The host has none for the other threads either.
+                    self.next.store(self.stripes.len(), Ordering::Relaxed);
+                    return None;
+                }
+                if self.stop.within(self.pace.rest_after(took)) {
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Collapses a run, of which all is populated, and adds its blocks in use to `again`. Returns whether there was no
+    /// huge page.
+    fn collapse_run(&self, index: usize, run: &Range<u64>, again: &mut Vec<Block>) -> bool {
+        let Some((region, tally)) = self.regions.get(index) else { return false };
+        {
+            let _alone = self.unmapping.lock();
+            region.unmap(run);
+        }
+        let whole = region.collapse(run);
+        if whole == Collapsing::Done {
+            tally.add((run.end - run.start) / THP_BYTES, whole);
+            return false;
+        }
+        // The kernel says what became of one of them. Those that are huge by now take no time.
+        for block in blocks_of(run) {
+            let result = region.collapse(&block);
+            tally.add(1, result);
+            match result {
+                Collapsing::InUse => again.push((index, block)),
+                Collapsing::NoMemory => return true,
+                Collapsing::Done | Collapsing::Impossible => {}
+            }
+        }
+        false
+    }
+
+    /// Tries blocks in use again.
+    fn later_passes(&self, mut left: Vec<Block>) {
+        for _ in 0..RETRIES {
+            if left.is_empty() || self.stop.within(RETRY_AFTER) {
+                return;
+            }
+            let mut still = Vec::new();
+            for (index, block) in left {
+                let began = Instant::now();
+                let Some((region, tally)) = self.regions.get(index) else { continue };
+                if tally.is_hopeless() {
+                    continue;
+                }
+                let hold = region.hold(block.clone());
+                let result =
+                    if region.is_populated(&block) { Some(region.collapse(&block)) } else { None };
+                drop(hold);
+                let counted = match result {
+                    Some(Collapsing::Done) => Some(&tally.huge),
+                    None => Some(&tally.sparse),
+                    Some(Collapsing::InUse) => {
+                        still.push((index, block));
+                        None
+                    }
+                    Some(Collapsing::NoMemory | Collapsing::Impossible) => None,
+                };
+                if let Some(counted) = counted {
+                    tally.refused.fetch_sub(1, Ordering::Relaxed);
+                    counted.fetch_add(1, Ordering::Relaxed);
+                }
+                if self.stop.within(self.pace.rest_after(began.elapsed())) {
+                    return;
+                }
+            }
+            left = still;
+        }
+    }
+}
+
+fn blocks_of(run: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let starts = run.clone().step_by(crate::to_usize(THP_BYTES));
+    starts.map(|start| start..start + THP_BYTES)
+}
+
+/// The blocks from the start of `range` that are populated in full.
+fn populated_run(region: &RamRegion, range: Range<u64>) -> Range<u64> {
+    let mut end = range.start;
+    while end < range.end && region.is_populated(&(end..end + THP_BYTES)) {
+        end += THP_BYTES;
+    }
+    range.start..end
+}
+
+/// The end of a collapse, for those that would rather work after it.
+#[derive(Debug)]
+pub struct CollapseEnd(Arc<Work>);
+
+impl CollapseEnd {
+    /// Waits for `time` at most; returns whether the threads have ended, with all of their work or because they
+    /// were stopped.
+    pub fn within(&self, time: Duration) -> bool {
+        self.0.end.within(time)
+    }
+
+    /// Bytes of the memory that is looked through.
+    pub fn len_bytes(&self) -> u64 {
+        self.0.stripes.iter().map(|(_, stripe)| stripe.end - stripe.start).sum()
+    }
+}
+
+/// Threads that collapse memory into huge pages. Dropping it stops them and waits for them.
+#[derive(Debug)]
+pub struct Collapse {
+    threads: Vec<StoppableThread>,
+    work: Arc<Work>,
+}
 
 impl Collapse {
-    /// Starts with those of `regions` that want huge pages; `None` if none does.
+    /// Starts with those of `regions` that want huge pages, beside a guest with so many vCPUs; `None` if
+    /// none does.
     ///
     /// # Errors
-    /// When the thread cannot be started.
-    pub fn start(regions: &[Arc<RamRegion>]) -> io::Result<Option<Self>> {
+    /// When a thread cannot be started.
+    pub fn start(regions: &[Arc<RamRegion>], vcpus: u32) -> io::Result<Option<Self>> {
         let wanting = |region: &&Arc<RamRegion>| region.wants_collapse();
         let regions: Vec<_> = regions.iter().filter(wanting).cloned().collect();
         if regions.is_empty() {
             return Ok(None);
         }
-        let stop = Arc::new(Stop::default());
-        let for_thread = Arc::clone(&stop);
-        let body = move || collapse_all(&regions, &for_thread);
-        Ok(Some(Self(StoppableThread::spawn("huge-pages", move || stop.tell(), body)?)))
+        let processors = thread::available_parallelism().map_or(1, usize::from);
+        let work = Arc::new(Work::new(regions, Pace::beside(vcpus, processors)));
+        let mut threads = Vec::new();
+        for _ in 0..work.pace.threads {
+            let (to_stop, to_do) = (Arc::clone(&work), Arc::clone(&work));
+            let body = move || {
+                // The host may have no processor left where the guest leaves one.
+                if to_do.pace.rest.0 == 0 {
+                    yield_processor();
+                }
+                to_do.collapse_all();
+            };
+            threads.push(StoppableThread::spawn("huge-pages", move || to_stop.stop.tell(), body)?);
+        }
+        Ok(Some(Self { threads, work }))
+    }
+
+    /// Its end.
+    pub fn end(&self) -> CollapseEnd {
+        CollapseEnd(Arc::clone(&self.work))
     }
 
     /// Requests that it stops soon. Collapsed blocks stay huge.
     pub fn cancel(&self) {
-        self.0.stop();
+        self.work.stop.tell();
     }
 
     /// Waits for the end; returns the state of the blocks.
     pub fn wait(self) -> Collapsed {
-        self.0.join()
-    }
-}
-
-fn collapse_all(regions: &[Arc<RamRegion>], stop: &Stop) -> Collapsed {
-    let mut blocks = Collapsed::default();
-    for region in regions {
-        let mut left = region.huge_blocks().peekable();
-        while let Some(first) = left.next() {
-            let began = Instant::now();
-            if region.is_populated(&first) {
-                let mut run = first;
-                let fits = |run: &Range<u64>| run.end - run.start < RUN_BYTES_MAX;
-                while let Some(next) = left.next_if(|next| fits(&run) && region.is_populated(next))
-                {
-                    run.end = next.end;
-                }
-                let count = (run.end - run.start) / THP_BYTES;
-                match region.collapse(&run) {
-                    Ok(true) => blocks.huge += count,
-                    Ok(false) | Err(_) => blocks.refused += count,
-                }
-            } else {
-                blocks.sparse += 1;
-            }
-            let hopeless = blocks.huge == 0 && blocks.refused >= FAILURES_MAX;
-            if hopeless || stop.within(began.elapsed() * REST_FACTOR) {
-                return blocks;
-            }
+        for thread in self.threads {
+            thread.join();
         }
+        self.work.so_far()
     }
-    blocks
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
-
-    use super::*;
-    use crate::{Backing, GuestRam, RamConfig, RamLayout, ZoneSpec};
-
-    const MIB: u64 = 1 << 20;
-
-    fn ram(thp: bool) -> GuestRam {
-        let zone =
-            ZoneSpec { thp, shared: true, backing: Backing::Memfd, ..ZoneSpec::new("t", 32 * MIB) };
-        GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
-    }
-
-    #[test]
-    fn full_blocks_become_huge_and_keep_what_they_hold_while_others_stay() {
-        let ram = ram(true);
-        let region = &ram.regions()[0];
-        let data: Vec<u8> = (0_u32..6 << 18).flat_map(u32::to_le_bytes).collect();
-        region.write_range(0, &data).unwrap();
-        region.write_range(8 * MIB, &data[..1 << 20]).unwrap();
-        let before = region.populated_runs(&(0..32 * MIB)).unwrap();
-        let Some(collapse) = Collapse::start(ram.regions()).unwrap() else {
-            test_skip::skip!("this host gives huge pages to shared memory by itself");
-            return;
-        };
-        let blocks = collapse.wait();
-        if blocks.huge == 0 {
-            test_skip::skip!("this kernel does not collapse");
-            return;
-        }
-        assert_eq!(blocks, Collapsed { huge: 3, sparse: 13, refused: 0 });
-        assert_eq!(region.populated_runs(&(0..32 * MIB)).unwrap(), before);
-        let mut found = vec![0; data.len()];
-        region.io_slice(&(0..6 * MIB)).unwrap().copy_to(&mut found[..]);
-        assert!(found == data);
-    }
-
-    #[test]
-    fn memory_that_is_to_have_small_pages_is_left_alone() {
-        assert!(Collapse::start(ram(false).regions()).unwrap().is_none());
-    }
-
-    #[test]
-    fn it_ends_when_it_is_told_to() {
-        let ram = ram(true);
-        ram.regions()[0].fill(&(0..32 * MIB)).unwrap();
-        let stop = Stop::default();
-        stop.tell();
-        let blocks = collapse_all(ram.regions(), &stop);
-        let begun = blocks.huge + blocks.sparse + blocks.refused;
-        assert_eq!(begun * THP_BYTES, RUN_BYTES_MAX, "all at once, or more than one run");
-    }
-}
+#[path = "collapse_tests.rs"]
+mod tests;

@@ -100,7 +100,7 @@ pub use page_bitmap::PageBitmap;
 pub use backing::InitialContents;
 pub use backing::sealed_file;
 pub use backing_error::BackingError;
-pub use collapse::{Collapse, Collapsed};
+pub use collapse::{Collapse, CollapseEnd, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use holds::PageHold;

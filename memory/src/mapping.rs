@@ -38,7 +38,8 @@ pub enum Advice {
     PopulateWrite = libc::MADV_POPULATE_WRITE,
     PopulateRead = libc::MADV_POPULATE_READ,
     Collapse = libc::MADV_COLLAPSE,
-    /// Private memory reads as zero (anonymous) or as the file afterwards.
+    /// Private memory reads as zero (anonymous) or as the file afterwards. Shared memory keeps its contents, and is
+    /// mapped again by the next access.
     DontNeed = libc::MADV_DONTNEED,
 }
 

@@ -376,3 +376,32 @@ fn a_lease_is_kept_as_long_as_the_memory() {
     drop(region);
     assert!(lent.upgrade().is_none(), "nothing uses it any more");
 }
+
+#[test]
+fn memory_that_arrives_in_small_pages_is_joined_whatever_the_host_does_with_other() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = root.path().join("sys/kernel/mm/transparent_hugepage");
+    fs::create_dir_all(&settings).unwrap();
+    for setting in ["never", "advise"] {
+        fs::write(settings.join("shmem_enabled"), format!("[{setting}]")).unwrap();
+        let zone = |id: &str, thp, shared, backing| ZoneSpec {
+            backing,
+            shared,
+            thp,
+            ..ZoneSpec::new(id, 4 << 20)
+        };
+        let zones = vec![
+            zone("huge", true, true, Backing::Memfd),
+            zone("small", false, true, Backing::Memfd),
+            zone("private", true, false, Backing::Anonymous),
+        ];
+        let ram = make_on(&Host::pretended(root.path()), zones).unwrap();
+        let wanting = || ram.regions().iter().map(|region| region.wants_collapse());
+        let is_made_by_us = setting == "never";
+        assert!(wanting().eq([is_made_by_us, false, false]), "{setting}");
+        for region in ram.regions() {
+            region.use_small_pages(true);
+        }
+        assert!(wanting().eq([true, false, false]), "{setting}");
+    }
+}

@@ -5,30 +5,54 @@
 //! Owns the check whether a block may be collapsed, and the call. Must never populate a page: a
 //! block that is not fully populated stays as it is.
 
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::{AccessError, RamRegion};
-use crate::mapping::{Advice, Mapping};
-use crate::populate::{THP_BYTES, aligned_inside};
-use crate::to_usize;
+use super::RamRegion;
+use crate::mapping::Advice;
+use crate::populate::aligned_inside;
 use crate::zone_kind::ZoneKind;
 
+/// The result of a collapse of several blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Collapsing {
+    /// All are huge pages.
+    Done,
+    /// At least one is not: a page of it is in use, for I/O for example. Another try may succeed.
+    InUse,
+    /// There is no huge page, or the cgroup has no memory for one.
+    NoMemory,
+    /// It cannot be done: the memory is not of a kind that can be collapsed, or the kernel does not.
+    Impossible,
+}
+
+impl Collapsing {
+    /// By the kernel's error (`madvise(2)`, `MADV_COLLAPSE`): `EBUSY` is of the cgroup, and of pages that are to arrive.
+    fn of(error: &io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => Self::InUse,
+            Some(libc::ENOMEM | libc::EBUSY) => Self::NoMemory,
+            _ => Self::Impossible,
+        }
+    }
+}
+
 impl RamRegion {
-    /// True when huge pages are wanted that the host's settings do not provide by themselves. Prezeroed memory has
-    /// them, and its accesses map them, unless it was mapped in small pages before.
+    /// True when huge pages are wanted that it did not come in: because it was mapped in small pages meanwhile,
+    /// or because the host's settings do not provide any. Prezeroed memory has them, and its accesses map them.
     pub(crate) fn wants_collapse(&self) -> bool {
-        self.zone.collapse && (!self.was_prezeroed() || self.was_small())
+        let is_small = self.was_small() || self.zone.collapse && !self.was_prezeroed();
+        is_small && self.zone.may_collapse() && self.takes_host_memory()
     }
 
     fn was_small(&self) -> bool {
         self.small_pages.load(Ordering::Acquire)
     }
 
-    /// The blocks that could be huge pages, in bytes of the region.
-    pub(crate) fn huge_blocks(&self) -> impl Iterator<Item = Range<u64>> + use<> {
-        let whole = aligned_inside(self.host_addr(), &(0..self.len_bytes()));
-        whole.step_by(to_usize(THP_BYTES)).map(|start| start..start + THP_BYTES)
+    /// The part that could be huge pages, in bytes of the region: whole blocks.
+    pub(crate) fn huge_blocks(&self) -> Range<u64> {
+        aligned_inside(self.host_addr(), &(0..self.len_bytes()))
     }
 
     /// Makes the host back the current mappings of this shared region with small pages only,
@@ -57,22 +81,50 @@ impl RamRegion {
         self.populated_runs(block).is_ok_and(|runs| runs == [block.clone()])
     }
 
-    /// Collapses `range` after it was filled with small pages; best effort, returns true when the
-    /// kernel did all of it. Costs a copy of every small page; where the file has huge pages already only the mappings
-    /// change, each for itself.
-    ///
-    /// # Errors
-    /// When the range lies outside the region.
-    pub fn collapse(&self, range: &Range<u64>) -> Result<bool, AccessError> {
-        self.check(range)?;
+    /// Unmaps the whole blocks of `range` before they are collapsed. Nothing is lost by that, as the memory is shared; of
+    /// private memory nothing is unmapped. The kernel unmaps page by page what it collapses, and stops all
+    /// vCPUs for each: this stops them once. What the guest touches meanwhile faults.
+    pub fn unmap(&self, range: &Range<u64>) {
         let blocks = aligned_inside(self.host_addr(), range);
-        let possible = !self.is_hugetlb() && !blocks.is_empty();
-        let collapse = |mapping: &Mapping| mapping.advise(&blocks, Advice::Collapse).is_ok();
-        if !possible {
-            return Ok(false);
+        let is_possible = self.kind() == ZoneKind::Shared && !self.is_hugetlb();
+        if self.check(range).is_err() || !is_possible || blocks.is_empty() {
+            return;
         }
-        let of_vcpus =
-            self.vcpus().filter(|_| self.was_prezeroed()).is_none_or(|vcpus| collapse(vcpus));
-        Ok(collapse(&self.main) && of_vcpus)
+        let views = [Some(&self.main), self.alias.get(), self.vcpus.get()];
+        for mapping in views.into_iter().flatten() {
+            if let Err(error) = mapping.advise(&blocks, Advice::DontNeed) {
+                log::debug!("memory is collapsed while it is mapped: {error}");
+            }
+        }
+    }
+
+    /// Collapses the whole blocks of `range` after it was filled with small pages. Costs a copy of every small
+    /// page; where the file has huge pages already only the mappings change.
+    pub fn collapse(&self, range: &Range<u64>) -> Collapsing {
+        let blocks = aligned_inside(self.host_addr(), range);
+        if self.check(range).is_err() || self.is_hugetlb() || blocks.is_empty() {
+            return Collapsing::Impossible;
+        }
+        let of_vcpus = self.vcpus().map(|vcpus| &**vcpus);
+        for mapping in [Some(&*self.main), of_vcpus].into_iter().flatten() {
+            if let Err(error) = mapping.advise(&blocks, Advice::Collapse) {
+                return Collapsing::of(&error);
+            }
+        }
+        Collapsing::Done
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_says_of_a_collapse() {
+        let of = |errno| Collapsing::of(&io::Error::from_raw_os_error(errno));
+        assert_eq!(of(libc::EAGAIN), Collapsing::InUse);
+        assert_eq!(of(libc::ENOMEM), Collapsing::NoMemory);
+        assert_eq!(of(libc::EBUSY), Collapsing::NoMemory, "the cgroup is full");
+        assert_eq!(of(libc::EINVAL), Collapsing::Impossible);
     }
 }

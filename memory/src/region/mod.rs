@@ -42,6 +42,8 @@ use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
 use crate::{PAGE_BYTES, to_usize};
 
+pub use self::huge::Collapsing;
+
 /// Why an access failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AccessError {
@@ -138,7 +140,7 @@ pub enum AccessError {
 pub(crate) struct Zone {
     pub spec: ZoneSpec,
     pub backing: ZoneBacking,
-    /// Huge pages of this zone must be made by collapsing.
+    /// Huge pages of this zone must be made by collapsing when it is populated.
     pub collapse: bool,
     /// Every mapping of a hugetlb file, because a page shows only where it was touched. Locked for a push
     /// or a copy, never during a system call.
@@ -161,6 +163,11 @@ impl Zone {
         spec.block_bytes = spec.block_bytes.map(|bytes| bytes.max(backing.page_bytes));
         let mincore_tells = backing.file.as_deref().is_none_or(mincore_tells);
         Self { spec, backing, collapse, views: Mutex::default(), mincore_tells, _lease: lease }
+    }
+
+    /// Whether small pages of it may be joined into huge ones.
+    fn may_collapse(&self) -> bool {
+        self.backing.kind == ZoneKind::Shared && !self.backing.hugetlb && self.spec.thp
     }
 
     /// The zone's file, if it has a lock to be kept.

@@ -5,7 +5,7 @@
 //! Owns no state. Must never stop a vCPU, nor wait for one.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use devices::virtio::DeviceSnapshot;
 use devices::virtio::balloon::BalloonHandle;
@@ -94,7 +94,9 @@ impl Machine {
         if let Some(prefault) = &self.prefault {
             prefault.cancel();
         }
-        let collapsing = self.collapse.take().is_some();
+        // What has ended is not begun again: the guest would lose its second-stage tables for nothing.
+        let is_collapsing = |collapse: Collapse| !collapse.end().within(Duration::ZERO);
+        let collapsing = self.collapse.take().is_some_and(is_collapsing);
         StoppedMemoryWork { populating, collapsing, filling: self.stop_stage2() }
     }
 
@@ -118,7 +120,7 @@ impl Machine {
     /// Starts to collapse received memory into huge pages, where they are configured. All memory must be
     /// resident.
     pub fn restore_huge_pages(&mut self) {
-        match Collapse::start(self.parts.ram.regions()) {
+        match Collapse::start(self.parts.ram.regions(), self.config.cpus.boot_vcpus) {
             Ok(collapse) => self.collapse = collapse,
             Err(error) => {
                 log::warn!("guest memory is not collapsed into huge pages: no thread: {error}");

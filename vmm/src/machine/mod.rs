@@ -142,6 +142,9 @@ use virtio::PciContext;
 /// A machine: the memory, vCPUs and devices of a booted VM.
 pub struct Machine {
     // Drop order matters: vCPU threads end first, then the parts.
+    /// Collapse of received memory to huge pages, in the background. Declared before the stage-2 prefault, which waits for
+    /// its end.
+    collapse: Option<Collapse>,
     /// Stage-2 prefault of received memory. Declared before the vCPUs, whose threads it uses.
     stage2: Option<Stage2Fill>,
     vcpus: VcpuThreads,
@@ -156,8 +159,6 @@ pub struct Machine {
     has_arrived: bool,
     /// Background prefault, in progress or finished.
     prefault: Option<prefault::Background>,
-    /// Collapse of received memory to huge pages, in the background.
-    collapse: Option<Collapse>,
     /// Everything except the vCPUs.
     parts: MachineParts,
     consoles: Consoles,

@@ -7,12 +7,18 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hypervisor::Stage2Filled;
-use memory::GuestRam;
+use memory::{Collapse, GuestRam};
 
 use super::Machine;
 use crate::events;
+
+/// How long memory that is being collapsed into huge pages is waited for: collapsing takes away what was filled for its
+/// small pages. Of more memory than that, the tables are filled beside it.
+const COLLAPSE_FIRST: Duration = Duration::from_secs(2);
+const COLLAPSE_FIRST_BYTES: u64 = 8 << 30;
 
 impl Machine {
     /// Starts to prefault stage-2 for all populated memory, on the vCPU threads; the guest may run
@@ -26,9 +32,16 @@ impl Machine {
             return;
         }
         let ram = Arc::clone(&self.parts.ram);
+        let collapsed = self.collapse.as_ref().map(Collapse::end);
+        let runs = move || {
+            if let Some(collapsed) = collapsed.filter(|it| it.len_bytes() <= COLLAPSE_FIRST_BYTES) {
+                collapsed.within(COLLAPSE_FIRST);
+            }
+            populated(&ram)
+        };
         self.stage2 = self
             .vcpus
-            .fill_stage2(move || populated(&ram), report)
+            .fill_stage2(runs, report)
             .inspect_err(|error| {
                 log::warn!("stage-2 tables are not prefaulted: no thread: {error}");
             })

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! The collapse of memory on this kernel: what becomes huge, what stays, and when it ends.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+use std::fs::File;
+use std::io::pipe;
+use std::os::fd::AsRawFd;
+use std::sync::mpsc;
+
+use super::*;
+use crate::host::testing::smaps_bytes;
+use crate::{Backing, GuestRam, RamConfig, RamLayout, ZoneSpec};
+
+const MIB: u64 = 1 << 20;
+
+fn ram(thp: bool) -> GuestRam {
+    let zone =
+        ZoneSpec { thp, shared: true, backing: Backing::Memfd, ..ZoneSpec::new("t", 32 * MIB) };
+    GuestRam::new(&RamConfig { zones: vec![zone] }, RamLayout::default()).unwrap()
+}
+
+/// Writes `data` in small pages, as contents that arrive behind a running guest come.
+fn arrive(region: &RamRegion, parts: &[(u64, &[u8])]) {
+    region.use_small_pages(true);
+    for (at, data) in parts {
+        region.write_range(*at, data).unwrap();
+    }
+    region.use_small_pages(false);
+}
+
+fn bytes(len: u32) -> Vec<u8> {
+    (0..len / 4).flat_map(u32::to_le_bytes).collect()
+}
+
+/// True, after a word about it, where the kernel makes no huge pages of shared memory at all.
+fn is_impossible(blocks: Collapsed) -> bool {
+    if blocks.huge == 0 {
+        test_skip::skip!("this kernel does not collapse");
+    }
+    blocks.huge == 0
+}
+
+#[test]
+fn full_blocks_become_huge_and_keep_what_they_hold_while_others_stay() {
+    let ram = ram(true);
+    let region = &ram.regions()[0];
+    let data = bytes(6 << 20);
+    arrive(region, &[(0, &data), (8 * MIB, &data[..1 << 20])]);
+    let before = region.populated_runs(&(0..32 * MIB)).unwrap();
+    // On each host, whatever it does with memory that nothing has asked small pages for.
+    let collapse = Collapse::start(ram.regions(), 1).unwrap().unwrap();
+    let end = collapse.end();
+    assert!(end.within(Duration::from_secs(20)), "its end is told");
+    let blocks = collapse.wait();
+    if is_impossible(blocks) {
+        return;
+    }
+    assert_eq!(blocks, Collapsed { huge: 3, sparse: 13, refused: 0 });
+    assert_eq!(region.populated_runs(&(0..32 * MIB)).unwrap(), before);
+    let mut found = vec![0; data.len()];
+    region.io_slice(&(0..6 * MIB)).unwrap().copy_to(&mut found[..]);
+    assert!(found == data);
+}
+
+#[test]
+fn the_mapping_of_the_vcpus_is_huge_as_well() {
+    let ram = ram(true);
+    let region = &ram.regions()[0];
+    region.map_for_vcpus().unwrap();
+    let data = bytes(4 << 20);
+    arrive(region, &[(0, &data)]);
+    if is_impossible(Collapse::start(ram.regions(), 1).unwrap().unwrap().wait()) {
+        return;
+    }
+    let huge = |start: *mut u8| smaps_bytes(start, "ShmemPmdMapped");
+    assert_eq!(huge(region.as_ptr()), 4 * MIB);
+    assert_eq!(huge(region.vcpus_ptr().unwrap()), 4 * MIB);
+}
+
+#[test]
+fn memory_that_is_to_have_small_pages_is_left_alone() {
+    let ram = ram(false);
+    ram.regions()[0].use_small_pages(true);
+    assert!(Collapse::start(ram.regions(), 1).unwrap().is_none());
+}
+
+/// Takes a reference to the page at `start`, for as long as the pipe exists.
+fn in_use(start: *mut u8) -> (File, File) {
+    let (reader, writer) = pipe().unwrap();
+    let page = libc::iovec { iov_base: start.cast(), iov_len: 4096 };
+    // SAFETY: the page is mapped, and its contents may be read at any time from the pipe.
+    let done = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const page, 1, 0) };
+    assert_eq!(done, 4096);
+    let file = |fd: std::os::fd::OwnedFd| File::from(fd);
+    (file(reader.into()), file(writer.into()))
+}
+
+#[test]
+fn a_block_in_use_holds_up_no_other_and_is_collapsed_when_it_is_free() {
+    let ram = ram(true);
+    let region = &ram.regions()[0];
+    arrive(region, &[(0, &bytes(32 << 20))]);
+    let used = in_use(region.as_ptr());
+    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let again = work.first_pass().unwrap();
+    if is_impossible(work.so_far()) {
+        return;
+    }
+    assert_eq!(again, [(0, 0..2 * MIB)]);
+    assert_eq!(work.so_far(), Collapsed { huge: 15, sparse: 0, refused: 1 });
+    work.later_passes(again.clone());
+    assert_eq!(work.so_far(), Collapsed { huge: 15, sparse: 0, refused: 1 });
+    drop(used);
+    work.later_passes(again);
+    assert_eq!(work.so_far(), Collapsed { huge: 16, sparse: 0, refused: 0 });
+}
+
+#[test]
+fn a_block_that_is_returned_before_it_is_tried_again_stays_returned() {
+    let ram = ram(true);
+    let region = &ram.regions()[0];
+    arrive(region, &[(0, &bytes(4 << 20))]);
+    let _used = in_use(region.as_ptr());
+    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let again = work.first_pass().unwrap();
+    if is_impossible(work.so_far()) {
+        return;
+    }
+    ram.discard_in_region(0, &(0..MIB)).unwrap();
+    work.later_passes(again);
+    assert_eq!(work.so_far(), Collapsed { huge: 1, sparse: 15, refused: 0 });
+    let left = region.populated_runs(&(0..32 * MIB)).unwrap();
+    assert!(left.iter().eq(&[MIB..4 * MIB]), "{left:?}");
+}
+
+#[test]
+fn a_range_that_is_being_returned_is_waited_for() {
+    let ram = ram(true);
+    let region = &ram.regions()[0];
+    arrive(region, &[(0, &bytes(4 << 20))]);
+    let discard = region.begin_discard(&(0..MIB));
+    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    thread::scope(|scope| {
+        let (over, is_over) = mpsc::channel();
+        let work = &work;
+        scope.spawn(move || over.send(work.first_pass()));
+        let held_up = is_over.recv_timeout(Duration::from_millis(500));
+        assert!(held_up.is_err() && work.so_far() == Collapsed::default());
+        drop(discard);
+        is_over.recv().unwrap();
+    });
+    assert_ne!(work.so_far(), Collapsed::default());
+}
+
+#[test]
+fn a_zone_that_cannot_be_collapsed_ends_soon_and_keeps_no_other_from_it() {
+    let (file, memfd) = (ram(true), ram(true));
+    for ram in [&file, &memfd] {
+        arrive(&ram.regions()[0], &[(0, &bytes(32 << 20))]);
+    }
+    // The kernel collapses none of a mapping that is to have small pages.
+    file.regions()[0].use_small_pages(true);
+    let regions = vec![Arc::clone(&file.regions()[0]), Arc::clone(&memfd.regions()[0])];
+    let work = Work::new(regions, Pace { threads: 1, rest: (0, 1) });
+    work.collapse_all();
+    let [cannot, can] = [0, 1].map(|index: usize| work.regions[index].1.so_far());
+    assert_eq!(cannot, Collapsed { huge: 0, sparse: 0, refused: IMPOSSIBLE_MAX });
+    if !is_impossible(can) {
+        assert_eq!(can, Collapsed { huge: 16, sparse: 0, refused: 0 });
+    }
+}
+
+#[test]
+fn it_ends_when_it_is_told_to() {
+    let ram = ram(true);
+    ram.regions()[0].fill(&(0..32 * MIB)).unwrap();
+    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    work.stop.tell();
+    assert!(!work.end.within(Duration::ZERO));
+    work.collapse_all();
+    assert!(work.end.within(Duration::ZERO));
+    let blocks = work.so_far();
+    let begun = blocks.huge + blocks.sparse + blocks.refused;
+    assert_eq!(begun * THP_BYTES, RUN_BYTES_MAX, "all at once, or more than one run");
+}
+
+#[test]
+fn the_guest_keeps_nine_tenths_of_its_processors() {
+    let work = Duration::from_millis(7);
+    let of = |vcpus, processors| {
+        let pace = Pace::beside(vcpus, processors);
+        (pace.threads, pace.rest_after(work).as_millis())
+    };
+    assert_eq!(of(1, 1), (1, 63));
+    assert_eq!(of(2, 2), (1, 28));
+    assert_eq!(of(5, 4), (1, 7));
+    assert_eq!(of(160, 160), (1, 0), "one of 160 is less than a tenth");
+    assert_eq!(of(1, 2), (1, 0), "one that the guest leaves");
+    assert_eq!(of(8, 192), (THREADS_MAX, 0));
+    assert_eq!(of(0, 0), (1, 70));
+}
