@@ -44,6 +44,16 @@ remote() {
 answers() { remote "$1" ping >/dev/null 2>&1; }
 state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
 
+# confinement ARG...: with LAB_WORDS=lab.landlock, the options that confine a VMM whose VM the arguments describe. Beside
+# the files of its VM it has those that a group plugs in later.
+confinement() {
+  grep -qw lab.landlock /proc/cmdline || return 0
+  case " $* " in
+    *" --landlock "*) ;;
+    *" --kernel "* | *" --firmware "*)
+      echo "--landlock --landlock-rules path=$T,access=rw path=/lab,access=r path=/dev,access=rw path=/sys,access=rw" ;;
+  esac
+}
 # start_vmm NAME ARG...: a VMM with an API socket; its pid is in $T/NAME.pid. $LAUNCH stands before it,
 # $PASS_BY says how devices are passed through.
 start_vmm() {
@@ -51,7 +61,7 @@ start_vmm() {
   shift
   # The shell around it keeps the exit code, also when the reader is not its parent.
   {
-    ${LAUNCH:-} cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events ${PASS_BY:-} "$@" >$T/$vm.vmm.log 2>&1 &
+    ${LAUNCH:-} cloud-hypervisor --api-socket path=$T/$vm.sock --event-monitor path=$T/$vm.events ${PASS_BY:-} "$@" $(confinement "$@") >$T/$vm.vmm.log 2>&1 &
     echo $! >$T/$vm.pid
     wait $!
     echo $? >$T/$vm.exit
