@@ -389,6 +389,23 @@ proptest! {
 }
 
 #[test]
+fn documents_that_are_too_long_are_not_looked_at() {
+    let too_long = |error: crate::DocumentError, most: usize| match error {
+        crate::DocumentError::TooLong { max_bytes, .. } => assert_eq!(max_bytes, most),
+        other => panic!("{other}"),
+    };
+    // Pages that nothing has touched.
+    let bytes = vec![0; (256 << 20) + 1];
+    too_long(Document::read(&bytes).unwrap_err(), 256 << 20);
+    let bytes = &bytes[..=16 << 20];
+    too_long(ConfigMessage::read(bytes).unwrap_err(), 16 << 20);
+    too_long(ConfigMessage::read_vm_config(bytes).unwrap_err(), 16 << 20);
+    let many = format!("[{}0]", "0,".repeat(512 << 10));
+    let error = ConfigMessage::read(many.as_bytes()).unwrap_err();
+    assert!(matches!(error, crate::DocumentError::TooManyValues(_)), "{error}");
+}
+
+#[test]
 fn a_tree_cannot_have_as_many_values_as_the_texts_in_it() {
     let many = format!("[{}0]", "0,".repeat(256 << 10));
     let error = Document::read(many.as_bytes()).unwrap_err();
