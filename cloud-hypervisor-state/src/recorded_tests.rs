@@ -406,6 +406,27 @@ fn documents_that_are_too_long_are_not_looked_at() {
 }
 
 #[test]
+fn a_vcpu_has_a_number_that_a_machine_can_have() {
+    let root: Value = serde_json::from_slice(ONE_VCPU).unwrap();
+    let mut paths = Vec::new();
+    visit(&root, "", &mut |path, _| paths.push(path.to_owned()));
+    let path = paths.iter().find(|path| path.ends_with("/0")).unwrap();
+    let (parent, _) = path.rsplit_once('/').unwrap();
+    let renumbered = |number: &str| {
+        let mut changed = root.clone();
+        let vcpus = node_at(&mut changed, parent)["snapshots"].as_object_mut().unwrap();
+        let vcpu = vcpus.remove("0").unwrap();
+        vcpus.insert(number.to_owned(), vcpu);
+        Document::read(&serde_json::to_vec(&changed).unwrap())
+    };
+    assert!(renumbered("1023").unwrap().vcpus.contains_key(&1023));
+    for number in ["1024", "4294967296", "-1", "01"] {
+        let error = renumbered(number).unwrap_err().to_string();
+        assert!(error.contains(number), "{error}");
+    }
+}
+
+#[test]
 fn a_tree_cannot_have_as_many_values_as_the_texts_in_it() {
     let many = format!("[{}0]", "0,".repeat(256 << 10));
     let error = Document::read(many.as_bytes()).unwrap_err();
