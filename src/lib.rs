@@ -9,4 +9,6 @@ pub mod cli;
 #[cfg(test)]
 mod architecture_tests;
 #[cfg(test)]
+mod limits_tests;
+#[cfg(test)]
 mod module_circle_tests;

@@ -389,6 +389,44 @@ proptest! {
 }
 
 #[test]
+fn documents_that_are_too_long_are_not_looked_at() {
+    let too_long = |error: crate::DocumentError, most: usize| match error {
+        crate::DocumentError::TooLong { max_bytes, .. } => assert_eq!(max_bytes, most),
+        other => panic!("{other}"),
+    };
+    // Pages that nothing has touched.
+    let bytes = vec![0; (256 << 20) + 1];
+    too_long(Document::read(&bytes).unwrap_err(), 256 << 20);
+    let bytes = &bytes[..=16 << 20];
+    too_long(ConfigMessage::read(bytes).unwrap_err(), 16 << 20);
+    too_long(ConfigMessage::read_vm_config(bytes).unwrap_err(), 16 << 20);
+    let many = format!("[{}0]", "0,".repeat(512 << 10));
+    let error = ConfigMessage::read(many.as_bytes()).unwrap_err();
+    assert!(matches!(error, crate::DocumentError::TooManyValues(_)), "{error}");
+}
+
+#[test]
+fn a_vcpu_has_a_number_that_a_machine_can_have() {
+    let root: Value = serde_json::from_slice(ONE_VCPU).unwrap();
+    let mut paths = Vec::new();
+    visit(&root, "", &mut |path, _| paths.push(path.to_owned()));
+    let path = paths.iter().find(|path| path.ends_with("/0")).unwrap();
+    let (parent, _) = path.rsplit_once('/').unwrap();
+    let renumbered = |number: &str| {
+        let mut changed = root.clone();
+        let vcpus = node_at(&mut changed, parent)["snapshots"].as_object_mut().unwrap();
+        let vcpu = vcpus.remove("0").unwrap();
+        vcpus.insert(number.to_owned(), vcpu);
+        Document::read(&serde_json::to_vec(&changed).unwrap())
+    };
+    assert!(renumbered("1023").unwrap().vcpus.contains_key(&1023));
+    for number in ["1024", "4294967296", "-1", "01"] {
+        let error = renumbered(number).unwrap_err().to_string();
+        assert!(error.contains(number), "{error}");
+    }
+}
+
+#[test]
 fn a_tree_cannot_have_as_many_values_as_the_texts_in_it() {
     let many = format!("[{}0]", "0,".repeat(256 << 10));
     let error = Document::read(many.as_bytes()).unwrap_err();

@@ -3,6 +3,7 @@
 //! Tests of the client with a device server that does as it should, and with some that do not.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod commands;
 mod later_guests;
 
 use std::fs::File;

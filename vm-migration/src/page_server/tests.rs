@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
 
+use std::io::Write as _;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -113,6 +114,22 @@ fn charges_that_make_no_sense_are_refused() {
     ] {
         let bytes = changed(&whole, path, &value);
         assert!(TakeoverRequest::parse(&bytes, &layout()).is_err(), "{path} {value}");
+    }
+}
+
+#[test]
+fn orders_that_are_too_long_are_refused_before_their_bytes_come() {
+    // A description of memory, and a takeover request.
+    for (code, most) in [(1, 4 << 20), (3, 1 << 20)] {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let mut page_server = PageServerEnd::new(theirs).unwrap();
+        ours.write_all(&Header::new(code, most + 1).encode()).unwrap();
+        let error = page_server.take_memory(|_, _| -> Result<(), _> { unreachable!() });
+        let error = error.map(drop).unwrap_err();
+        assert!(
+            matches!(&error, Cause::Protocol(ProtocolError::TooLong { max_bytes, .. }) if *max_bytes == most),
+            "{error}"
+        );
     }
 }
 

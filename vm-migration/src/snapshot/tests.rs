@@ -378,6 +378,16 @@ fn a_foreign_directory_is_neither_restored_nor_touched() {
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
 }
 
+#[test]
+fn a_manifest_that_is_too_long_is_not_read() {
+    let folder = taken(&filled(Backing::Shared));
+    let manifest = fs::OpenOptions::new().write(true).open(folder.path().join(MANIFEST_FILE));
+    // A hole behind what it says.
+    manifest.unwrap().set_len((2 << 20) + 1).unwrap();
+    let error = restored(folder.path()).unwrap_err();
+    assert!(error.to_string().contains("2097152 are the most"), "{error}");
+}
+
 fn geometry() -> (Layout, Geometry) {
     let region = |(gpa, pages): (u64, u64)| RegionInfo {
         name: "r".into(),

@@ -188,6 +188,25 @@ fn the_first_connection_may_be_silent_while_memory_comes_on_others() {
 }
 
 #[test]
+fn a_source_without_versions_may_be_silent_for_a_while_and_not_for_ever() {
+    let (to, guest) = guest();
+    let limits = Limits { answer: Duration::from_millis(500), ..LIMITS };
+    for (silent, is_taken) in [(2 * limits.answer, true), (20 * limits.answer, false)] {
+        let target = Target::start(&loopback(), Builder::new(&to, &guest), limits);
+        let mut control = up_to_config(&target);
+        let began = std::time::Instant::now();
+        wait_until("the end of the silence", || began.elapsed() >= silent || target.is_over());
+        assert_eq!(target.is_over(), !is_taken);
+        if is_taken {
+            ask(&mut control, &a_page());
+        } else {
+            assert!(began.elapsed() >= 4 * limits.answer, "{:?}", began.elapsed());
+            assert!(target.join().is_err());
+        }
+    }
+}
+
+#[test]
 fn another_host_cannot_add_memory_to_that_of_a_source_without_a_token() {
     let (to, guest) = guest();
     let target = Target::start(&loopback(), Builder::new(&to, &guest), LIMITS);

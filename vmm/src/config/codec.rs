@@ -381,6 +381,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_list_of_numbers_has_an_end_before_it_is_made() {
+        let parsed = |text: &str| parse_int_list(text).map(|list| list.len());
+        assert_eq!(parsed("[0-8191]"), Ok(8192));
+        for text in ["[0-8192]", "[0-8191,0]", "[0-18446744073709551615]", "[1-4096,1-4096,7]"] {
+            assert_eq!(parsed(text), Err("a list has at most 8192 entries".to_owned()), "{text}");
+        }
+    }
+
+    #[test]
     fn sizes() {
         for (text, bytes) in
             [("0", 0), ("1", 1), ("4K", 4096), ("512M", 512 << 20), ("1G", 1 << 30)]

@@ -306,6 +306,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::config::Family;
 
     fn process() -> ProcessPaths {
         ProcessPaths {
@@ -415,9 +416,73 @@ mod tests {
     }
 
     #[test]
-    fn a_vfio_user_device_is_reached_by_its_socket_alone() {
+    fn a_device_of_another_process_is_reached_by_its_socket_alone() {
         // Connecting to a socket takes no right of a path.
-        assert_eq!(derived(json!({"user_devices": [{"socket": "/run/vm/u"}]})), []);
+        let socket = "/run/vm/u";
+        for device in [
+            json!({"user_devices": [{"socket": socket}]}),
+            json!({"fs": [{"tag": "t", "socket": socket}]}),
+            json!({"tpm": {"socket": socket}}),
+            json!({"disks": [{"vhost_user": true, "vhost_socket": socket}]}),
+            json!({"generic_vhost_user": [
+                {"socket": socket, "queue_sizes": [16], "device_type": 26}
+            ]}),
+        ] {
+            assert_eq!(derived(device.clone()), [], "{device}");
+        }
+    }
+
+    /// By field of a VM: its option on the page, or nothing if the field names no path of the host.
+    const OPTIONS: &[(&str, &str)] = &[
+        ("cpus", ""),
+        ("memory", "--memory-zone"),
+        ("payload", "--kernel"),
+        ("rate_limit_groups", ""),
+        ("disks", "--disk"),
+        ("net", "--net"),
+        ("rng", "--rng"),
+        ("balloon", ""),
+        ("fs", "--fs"),
+        ("generic_vhost_user", "--generic-vhost-user"),
+        ("pmem", "--pmem"),
+        ("serial", "--serial"),
+        ("console", "--console"),
+        ("debug_console", "--debug-console"),
+        ("devices", "--device"),
+        ("user_devices", "--user-device"),
+        ("vdpa", "--vdpa"),
+        ("vsock", "--vsock"),
+        ("numa", ""),
+        ("iommu", ""),
+        ("watchdog", ""),
+        ("rtc", ""),
+        ("pvpanic", ""),
+        ("pci_segments", ""),
+        ("pci_address_bits", ""),
+        ("removed_device_numbers", ""),
+        ("pci_numbers", ""),
+        ("platform", ""),
+        ("tpm", "--tpm"),
+        ("landlock_enable", ""),
+        ("landlock_rules", "--landlock-rules"),
+    ];
+
+    #[test]
+    fn the_page_has_a_row_for_each_option_that_names_paths() {
+        let fields: Vec<_> = VmConfig::info().fields.iter().map(|field| field.spec.field).collect();
+        let known: Vec<_> = OPTIONS.iter().map(|(field, _)| *field).collect();
+        assert_eq!(known, fields, "OPTIONS says which field names paths: add it there, and a row");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/sandbox.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let rows = page.lines().skip_while(|line| *line != "| option | access |").skip(2);
+        let named: Vec<_> = rows
+            .take_while(|line| line.starts_with('|'))
+            .flat_map(|line| line.split('|').nth(1).unwrap().split('`').skip(1).step_by(2))
+            .filter_map(|option| option.split(' ').next())
+            .collect();
+        for (field, option) in OPTIONS.iter().filter(|(_, option)| !option.is_empty()) {
+            assert!(named.contains(option), "no row for {option} ({field}) in docs/sandbox.md");
+        }
     }
 
     #[test]
