@@ -262,7 +262,7 @@ impl Work {
             tally.add((run.end - run.start) / THP_BYTES, whole);
             return false;
         }
-        // The kernel says what became of one of them. Those that are huge by now take no time.
+        // The error is that of one block. Those that are huge by now take no time.
         for block in blocks_of(run) {
             let result = region.collapse(&block);
             tally.add(1, result);
