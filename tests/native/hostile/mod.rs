@@ -1,27 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A guest that attacks: its first vCPU misuses every PCI function's registers, rings, interrupts and
-//! configuration space at random, from a seed, while another one writes to memory that no device was told of.
+//! configuration space, I/O ports and registers outside of BARs at random, from a seed, while another one writes to
+//! memory that no device was told of.
 //!
 //! Meanwhile the API answers, the host spends no more threads, descriptors, memory and log lines on it than
 //! the limits below, and the guest is moved, saved and restored. Afterwards every page that the second vCPU
-//! wrote is compared. `GODWIT_HOSTILE_SECONDS` attacks for longer, `GODWIT_HOSTILE_SEED` from another seed.
+//! wrote is compared. `GODWIT_HOSTILE_SECONDS` attacks for longer, `GODWIT_HOSTILE_SEED` from another seed;
+//! `GODWIT_HOSTILE_COST`, in seconds, adds a run that measures what each kind of attack costs the host.
+
+mod cost;
+mod machine;
+mod meddling;
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
+use guest_reader::abi::{self, param};
 
 use crate::harness::migrate::migrate;
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, is_root, process};
-use crate::snapshot;
+use crate::harness::{Mode, Suite, Transport, Vmm, process};
+use crate::tpm::Swtpm;
+use crate::vhost_user::BackEnd;
+use crate::{snapshot, user_devices};
+
+use machine::{Attackable, Disks};
 
 pub fn add(suite: &mut Suite) {
-    let seconds = variable("SECONDS").unwrap_or(SECONDS);
-    let limit = Duration::from_secs(seconds) + MORE_TIME;
-    suite.add_long("hostile::devices_are_attacked", limit, move || attacked(seconds));
+    let limit = limit();
+    suite.add_long("hostile::devices_are_attacked", limit, attacked);
     suite.add_long("hostile::it_moves", limit, moved);
     suite.add_long("hostile::it_is_saved_and_restored", limit, saved);
+    if let Some(seconds) = variable("COST") {
+        suite.add_long("hostile::what_it_costs", Duration::from_hours(1), move || {
+            cost::all(seconds);
+        });
+    }
+}
+
+/// Those that mind no other.
+pub fn add_beside(suite: &mut Suite) {
+    let limit = limit();
+    suite.add_long("hostile::other_devices_are_attacked", limit, others);
+    suite.add_long("hostile::devices_behind_the_iommu_are_attacked", limit, behind_iommu);
+    meddling::add(suite, limit);
+}
+
+fn seconds() -> u64 {
+    variable("SECONDS").unwrap_or(SECONDS)
+}
+
+fn limit() -> Duration {
+    Duration::from_secs(seconds()) + MORE_TIME
 }
 
 /// How long it attacks where nothing else is said.
@@ -47,48 +76,6 @@ fn variable(name: &str) -> Option<u64> {
     let name = format!("GODWIT_HOSTILE_{name}");
     let text = std::env::var(&name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
-}
-
-/// Disks that several VMMs open in turn.
-struct Disks {
-    folder: TempDir,
-}
-
-impl Disks {
-    fn new() -> Self {
-        let folder = TempDir::with_prefix("godwit-hostile-").expect("a folder");
-        for name in ["a", "b"] {
-            let file = fs::File::create(folder.path().join(name)).expect("a disk");
-            file.set_len(16 << 20).expect("a disk");
-        }
-        Self { folder }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-}
-
-/// The guest with a device of each kind, and `more`.
-fn start(disks: &Disks, seed: u64, more: &[&str]) -> Vmm {
-    let memory = "size=256M,shared=on,hotplug_method=virtio-mem,hotplug_size=256M";
-    let cmdline = format!("workload=hostile vcpus=2 mem=64M reserve=24M verify=full seed={seed}");
-    let disk = |name: &str, more: &str| {
-        format!("path={},image_type=raw,queue_size=256{more}", disks.path(name).display())
-    };
-    let mut builder = VmmBuilder::new(&["--serial", "off", "--console", "null"])
-        .with(&["--kernel", image(), "--cpus", "boot=3", "--memory", memory, "--cmdline", &cmdline])
-        .with(&["--balloon"])
-        .with(&["size=16M,free_page_reporting=on,free_page_hinting=on,statistics_interval_s=1"])
-        .with(&["--disk", &disk("a", ""), &disk("b", ",readonly=on,num_queues=2")])
-        .with(&["--rtc", "id=clock"]);
-    if is_root() && Path::new("/dev/net/tun").exists() {
-        builder = builder.with(&["--net", "mac=02:00:00:00:00:01"]);
-    }
-    let vmm = builder.with(more).start();
-    vmm.guest();
-    println!("the guest attacks with seed {seed}");
-    vmm
 }
 
 /// What a VMM holds and has written.
@@ -118,11 +105,24 @@ fn attacks(vmm: &Vmm) -> Vec<u64> {
     first.attacks.clone().expect("something to attack")
 }
 
+/// Whether the guest was told to attack by a kind.
+fn is_wanted(vmm: &Vmm, kind: usize) -> bool {
+    let page = vmm.guest().memory().word(abi::PARAM_GPA + param::ATTACKS).expect("its parameters");
+    page == 0 || page >> kind & 1 == 1
+}
+
 /// Watches for so long; the VMM stays within its limits and the guest goes on.
 #[track_caller]
 fn watch(vmm: &mut Vmm, time: Duration) {
+    watch_while(vmm, time, |_| ());
+}
+
+/// The same, while something is done over and over.
+#[track_caller]
+fn watch_while(vmm: &mut Vmm, time: Duration, mut meddle: impl FnMut(&Vmm)) {
     let (start, before, attacked) = (Instant::now(), Spent::of(vmm), attacks(vmm));
     while start.elapsed() < time {
+        meddle(vmm);
         let asked = Instant::now();
         vmm.api().get("vmm.ping").ok();
         vmm.api().get("vm.counters").ok();
@@ -143,45 +143,91 @@ fn watch(vmm: &mut Vmm, time: Duration) {
     }
     vmm.wait_for_heartbeat();
     let counts = attacks(vmm);
-    let idle = counts.iter().zip(&attacked).position(|(now, then)| now <= then);
-    assert!(idle.is_none() || time < BETWEEN, "no attack of kind {idle:?}: {counts:?}");
+    let is_idle = |(kind, (now, then)): (usize, (&u64, &u64))| {
+        (is_wanted(vmm, kind) && now <= then).then_some(kind)
+    };
+    let idle = counts.iter().zip(&attacked).enumerate().find_map(is_idle);
+    assert!(idle.is_none() || time <= BETWEEN, "no attack of kind {idle:?}: {counts:?}");
     println!("attacks by kind: {counts:?}");
     let names = vmm.event_names();
     assert!(!names.iter().any(|name| name == "rebooting"), "the guest was reset: {names:?}");
 }
 
-/// That the attacks get past the first checks: devices did what they were asked.
+/// That the attacks get past the first checks: devices did what they were asked, each by one of its counters.
 #[track_caller]
-fn assert_deep(vmm: &Vmm) {
+fn assert_deep(vmm: &Vmm, did: &[(&str, &str)]) {
     let counters = vmm.api().get("vm.counters").ok().json();
-    let sum = |device: &str, names: &[&str]| -> u64 {
-        names.iter().filter_map(|name| counters[device][*name].as_u64()).sum()
-    };
-    assert!(sum("_disk0", &["read_ops", "write_ops"]) > 0, "{counters}");
-    assert!(sum("_disk1", &["read_ops"]) > 0, "{counters}");
-    assert!(sum("__balloon", &["inflated_pages"]) > 0, "{counters}");
-    assert!(sum("__balloon", &["rejected_pages"]) > 0, "{counters}");
+    for (device, counter) in did {
+        assert!(counters[*device][*counter].as_u64() > Some(0), "{device}, {counter}: {counters}");
+    }
 }
 
 fn seed() -> u64 {
     variable("SEED").unwrap_or(1)
 }
 
-fn attacked(seconds: u64) {
+fn attacked() {
     let disks = Disks::new();
-    let vsock = format!("cid=3,socket={}", disks.path("vsock").display());
-    let mut vmm = start(&disks, seed(), &["--vsock", &vsock]);
-    watch(&mut vmm, Duration::from_secs(seconds));
+    let mut machine = Attackable::new(&disks, seed());
+    machine.add_vsock("");
+    machine.add(&["--watchdog", "--pmem", &format!("file={}", disks.path("pmem").display())]);
+    let mut vmm = machine.start();
+    watch(&mut vmm, Duration::from_secs(seconds()));
     vmm.verify();
     watch(&mut vmm, BETWEEN);
-    assert_deep(&vmm);
+    assert_deep(&vmm, &[("_disk0", "write_ops"), ("_disk1", "read_ops")]);
+    assert_deep(&vmm, &[("__balloon", "inflated_pages"), ("__balloon", "rejected_pages")]);
     vmm.verify();
     vmm.shut_down();
 }
 
+/// Devices that do not move, or are of more than one queue, or of an image.
+fn others() {
+    let disks = Disks::new();
+    let (server, served) = (user_devices::server("usual"), BackEnd::start());
+    let swtpm = Swtpm::start();
+    let mut machine = Attackable::bare(&disks, seed() + 3);
+    let device = format!("socket={}", server.socket().display());
+    machine.add(&["--pvpanic", "--user-device", &device]);
+    let disk = disks.option("qcow2", "image_type=qcow2,num_queues=2");
+    machine.add(&["--disk", &disk, &format!("vhost_user=on,socket={}", served.socket().display())]);
+    machine.add_net("mac=02:00:00:00:00:02,num_queues=4");
+    let mut vmm = match &swtpm {
+        Some(swtpm) => swtpm.vmm(machine.builder().with(&["--tpm", "socket=socket"])),
+        None => machine.start(),
+    };
+    vmm.guest();
+    watch(&mut vmm, Duration::from_secs(seconds()));
+    vmm.verify();
+    watch(&mut vmm, BETWEEN);
+    assert_deep(&vmm, &[("_disk0", "write_ops")]);
+    vmm.verify();
+    vmm.shut_down();
+}
+
+fn behind_iommu() {
+    let disks = Disks::new();
+    let mut machine = Attackable::bare(&disks, seed() + 4);
+    let disk = disks.option("a", "image_type=raw,iommu=on");
+    machine.add(&["--disk", &disk, &disks.option("qcow2", "image_type=qcow2,iommu=on")]);
+    machine.add(&["--rng", "src=/dev/urandom,iommu=on", "--rtc", "id=clock,iommu=on"]);
+    machine.add(&["--pmem", &format!("file={},iommu=on", disks.path("pmem").display())]);
+    machine.add_vsock(",iommu=on");
+    machine.add_net("mac=02:00:00:00:00:03,iommu=on");
+    let mut vmm = machine.start();
+    watch(&mut vmm, Duration::from_secs(seconds()));
+    vmm.verify();
+    assert_deep(&vmm, &[("_disk0", "read_bytes"), ("_vsock4", "tx_packets")]);
+    let mut there = Vmm::empty();
+    migrate(vmm, &there, Transport::Unix, Mode::Precopy);
+    watch(&mut there, BETWEEN);
+    there.verify();
+    there.shut_down();
+}
+
 fn moved() {
     let disks = Disks::new();
-    let mut here = start(&disks, seed() + 1, &[]);
+    let mut here = Attackable::new(&disks, seed() + 1).start();
     for mode in [Mode::Precopy, Mode::Postcopy, Mode::Precopy, Mode::Postcopy] {
         watch(&mut here, BETWEEN);
         let there = Vmm::empty();
@@ -196,7 +242,7 @@ fn moved() {
 
 fn saved() {
     let disks = Disks::new();
-    let mut here = start(&disks, seed() + 2, &[]);
+    let mut here = Attackable::new(&disks, seed() + 2).start();
     for mode in ["copy", "ondemand"] {
         watch(&mut here, BETWEEN);
         let (folder, url) = snapshot::place();
