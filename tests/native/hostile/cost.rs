@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::attacks;
@@ -45,7 +46,7 @@ const SETTLE: Duration = Duration::from_secs(1);
 
 /// Measures each kind of attack on all devices, and requests to each of them, for so long each.
 pub fn all(seconds: u64) {
-    println!("| attack | a second | processors | us each | busiest thread, processors |");
+    println!("| attack | a second | processors | µs each | busiest thread, its share |");
     println!("| --- | --- | --- | --- | --- |");
     let all = (0_u64..).zip(KINDS).map(|(kind, name)| (name.to_owned(), 1 << kind, 0));
     let of = |kind: usize| {
@@ -81,11 +82,11 @@ fn row(name: &str, kinds: u64, device: u64, time: Duration) {
     let (used, thread) = busiest.unwrap_or((0.0, "none"));
     let attacks = f64::from(u32::try_from(attacks).unwrap_or(u32::MAX));
     println!(
-        "| {name} | {:.0} | {:.2} | {:.1} | `{thread}`, {:.2} |",
+        "| {name} | {:.0} | {:.3} | {:.1} | `{thread}`, {:.0} % |",
         attacks / seconds,
         others / seconds,
         others * 1e6 / attacks.max(1.0),
-        used / seconds
+        used * 100.0 / others.max(1e-9)
     );
     vmm.shut_down();
 }
@@ -100,33 +101,39 @@ struct Used {
 
 impl Used {
     fn of(vmm: &Vmm) -> Self {
-        let process = format!("/proc/{}", vmm.pid());
+        let process = PathBuf::from(format!("/proc/{}", vmm.pid()));
         let mut by_thread = BTreeMap::new();
-        let mut vcpus_s = 0.0;
-        for entry in fs::read_dir(format!("{process}/task")).expect("its threads").flatten() {
+        let mut there_s = 0.0;
+        for entry in fs::read_dir(process.join("task")).expect("its threads").flatten() {
             // One that has just ended has no times.
-            let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
-            let Some((name, used_s)) = used(&stat) else { continue };
-            if name.starts_with("vcpu") {
-                vcpus_s += used_s;
-            } else {
+            let Some((name, ticks_s)) = used(&entry.path()) else { continue };
+            let Some(used_s) = used_precisely(&entry.path()) else { continue };
+            there_s += ticks_s;
+            if !name.starts_with("vcpu") {
                 *by_thread.entry(name).or_insert(0.0) += used_s;
             }
         }
-        let stat = fs::read_to_string(format!("{process}/stat")).expect("it is there");
-        let (_, all_s) = used(&stat).expect("its times");
-        Self { others_s: all_s - vcpus_s, by_thread }
+        let (_, all_s) = used(&process).expect("its times");
+        Self { others_s: by_thread.values().sum::<f64>() + (all_s - there_s).max(0.0), by_thread }
     }
 }
 
-/// Name, and time in user and kernel mode, of a line of `/proc`.
-fn used(stat: &str) -> Option<(String, f64)> {
+/// Name, and time in user and kernel mode, of a process with what has ended of it, or of a thread.
+fn used(task: &Path) -> Option<(String, f64)> {
     // SAFETY: takes a plain number and cannot fail.
     let ticks_a_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    let stat = fs::read_to_string(task.join("stat")).ok()?;
     let (head, rest) = stat.rsplit_once(") ")?;
     let (_, name) = head.split_once('(')?;
     // The state is the third field, the times are the 14th and 15th.
     let mut times = rest.split_ascii_whitespace().skip(11).map(str::parse::<u32>);
     let ticks = f64::from(times.next()?.ok()?) + f64::from(times.next()?.ok()?);
     Some((name.to_owned(), ticks / f64::from(i32::try_from(ticks_a_second).ok()?)))
+}
+
+/// Time of a thread by what the scheduler counts: to the nanosecond, where those are ticks.
+fn used_precisely(task: &Path) -> Option<f64> {
+    let times = fs::read_to_string(task.join("schedstat")).ok()?;
+    let nanoseconds: u64 = times.split_ascii_whitespace().next()?.parse().ok()?;
+    Some(Duration::from_nanos(nanoseconds).as_secs_f64())
 }

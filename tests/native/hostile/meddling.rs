@@ -9,7 +9,7 @@ use serde_json::json;
 use super::machine::{Attackable, Disks};
 use super::{BETWEEN, seconds, seed, watch, watch_while};
 use crate::harness::migrate::migrate;
-use crate::harness::{Mode, Suite, Transport, Vmm};
+use crate::harness::{Mode, Suite, Transport, Vmm, wait_for};
 
 pub fn add(suite: &mut Suite, limit: Duration) {
     for (name, platform) in [
@@ -120,10 +120,13 @@ fn attacked(platform: Option<&'static str>) {
     }
     println!("{} changes, of which {} were refused", meddler.round, meddler.refused);
     println!("{:?}", CHANGES.map(|event| (event, count(&vmm, event))));
-    vmm.verify();
     assert_eq!(missing(&vmm), None, "{:?}", vmm.event_names());
+    // Not while a device goes that the guest has just ejected.
+    wait_for("a pause", || (vmm.api().put("vm.pause", "").status < 300).then_some(()));
+    vmm.verify_paused();
     let mut there = Vmm::empty();
     migrate(vmm, &there, Transport::Unix, Mode::Precopy);
+    there.api().put("vm.resume", "").ok();
     watch(&mut there, BETWEEN);
     there.verify();
     there.shut_down();

@@ -60,8 +60,8 @@ const MORE_TIME: Duration = Duration::from_mins(3);
 /// How long it attacks between moves, and after a restore.
 const BETWEEN: Duration = Duration::from_secs(2);
 
-/// In which the API answers.
-const PROMPT: Duration = Duration::from_secs(2);
+/// In which the API answers, also on a host that has much else to do.
+const PROMPT: Duration = Duration::from_secs(10);
 /// Threads that devices may have besides those of the beginning: a worker a queue.
 const MORE_THREADS: usize = 24;
 /// Descriptors, likewise: those of the workers' event loops and of notifications.
@@ -125,7 +125,9 @@ fn watch_while(vmm: &mut Vmm, time: Duration, mut meddle: impl FnMut(&Vmm)) {
         meddle(vmm);
         let asked = Instant::now();
         vmm.api().get("vmm.ping").ok();
-        vmm.api().get("vm.counters").ok();
+        let counters = vmm.api().get("vm.counters");
+        // While a device goes that the guest has ejected, others wait.
+        assert!([200, 409].contains(&counters.status), "{counters:?}");
         assert!(asked.elapsed() < PROMPT, "two answers took {:?}", asked.elapsed());
         assert_eq!(vmm.exited(), None, "the VMM ended: {}", vmm.output());
         let now = Spent::of(vmm);
