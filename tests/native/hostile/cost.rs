@@ -41,6 +41,7 @@ const DEVICES: [(u64, &str); 9] = [
     (24, "memory"),
     (27, "persistent memory"),
 ];
+const TICK_S: f64 = 0.01;
 /// For the guest to set its devices up.
 const SETTLE: Duration = Duration::from_secs(1);
 
@@ -78,16 +79,19 @@ fn row(name: &str, kinds: u64, device: u64, time: Duration) {
     let others = after.others_s - before.others_s;
     let of = |thread: &str| before.by_thread.get(thread).copied().unwrap_or(0.0);
     let each = after.by_thread.iter().map(|(thread, used)| (used - of(thread), thread.as_str()));
-    let busiest = each.max_by(|one, other| one.0.total_cmp(&other.0));
-    let (used, thread) = busiest.unwrap_or((0.0, "none"));
-    let attacks = f64::from(u32::try_from(attacks).unwrap_or(u32::MAX));
-    println!(
-        "| {name} | {:.0} | {:.3} | {:.1} | `{thread}`, {:.0} % |",
-        attacks / seconds,
-        others / seconds,
-        others * 1e6 / attacks.max(1.0),
-        used * 100.0 / others.max(1e-9)
-    );
+    let (used, thread) = each.max_by(|one, other| one.0.total_cmp(&other.0)).unwrap_or_default();
+    let attacks = f64::from(u32::try_from(attacks).unwrap_or(u32::MAX)).max(1.0);
+    let rate = attacks / seconds;
+    // What has ended is counted in ticks, of which one may be missing or too many.
+    if others > TICK_S {
+        let (processors, each_us) = (others / seconds, others * 1e6 / attacks);
+        let share = used * 100.0 / others;
+        println!(
+            "| {name} | {rate:.0} | {processors:.2} | {each_us:.0} | `{thread}`, {share:.0} % |"
+        );
+    } else {
+        println!("| {name} | {rate:.0} | 0.00 | below {:.0} | |", TICK_S * 1e6 / attacks);
+    }
     vmm.shut_down();
 }
 
