@@ -100,6 +100,46 @@ macro_rules! log_limited {
     };
 }
 
+/// A logger that keeps the lines of this process's tests, for those that count their own.
+#[cfg(test)]
+pub(crate) mod kept {
+    #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+    use std::sync::Once;
+
+    use parking_lot::Mutex;
+
+    struct Kept;
+
+    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    static START: Once = Once::new();
+
+    impl log::Log for Kept {
+        fn enabled(&self, _metadata: &log::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn log(&self, record: &log::Record<'_>) {
+            LINES.lock().push(record.args().to_string());
+        }
+
+        fn flush(&self) {}
+    }
+
+    /// Keeps lines from now on.
+    pub(crate) fn start() {
+        START.call_once(|| {
+            log::set_logger(&Kept).unwrap();
+            log::set_max_level(log::LevelFilter::Info);
+        });
+    }
+
+    /// How many have this in them.
+    pub(crate) fn count(part: &str) -> usize {
+        LINES.lock().iter().filter(|line| line.contains(part)).count()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -185,6 +185,7 @@ fn add_beside(suite: &mut harness::Suite) {
     vhost_peers::add(suite);
     vhost_moves::add(suite);
     user_devices::add(suite);
+    hostile::add_beside(suite);
     adopted::add(suite);
     exported::add(suite);
     upstream_recorded::add(suite);

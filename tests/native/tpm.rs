@@ -16,13 +16,13 @@ pub fn add(suite: &mut Suite) {
 }
 
 /// An emulator whose socket is `socket` in a directory of its own.
-struct Swtpm {
+pub struct Swtpm {
     folder: TempDir,
     process: Child,
 }
 
 impl Swtpm {
-    fn start() -> Option<Self> {
+    pub fn start() -> Option<Self> {
         let folder = TempDir::with_prefix("godwit-tpm-").expect("a folder");
         let process = Command::new("swtpm")
             .current_dir(folder.path())
@@ -38,7 +38,7 @@ impl Swtpm {
     }
 
     /// A VMM that runs where the socket is: what a VM is called elsewhere does not change.
-    fn vmm(&self, builder: VmmBuilder) -> Vmm {
+    pub fn vmm(&self, builder: VmmBuilder) -> Vmm {
         let folder = self.folder.path().to_str().expect("UTF-8");
         builder.wrapped(&["sh", "-c", "cd \"$0\" && exec \"$@\"", folder]).start()
     }

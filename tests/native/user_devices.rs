@@ -55,7 +55,8 @@ pub fn serve_if_asked() -> Option<ExitCode> {
     Some(ExitCode::FAILURE)
 }
 
-fn server(kind: &str) -> BackEnd {
+/// A device server of a kind.
+pub fn server(kind: &str) -> BackEnd {
     let folder = TempDir::with_prefix("godwit-vfio-user-").expect("a folder");
     let socket = folder.path().join("socket");
     BackEnd::serve(folder, vec![SERVE.into(), kind.into(), socket.into()])

@@ -51,7 +51,8 @@ pub struct BackEnd {
 }
 
 impl BackEnd {
-    fn start() -> Self {
+    /// One that serves a disk.
+    pub fn start() -> Self {
         let folder = TempDir::with_prefix("godwit-vhost-user-").expect("a folder");
         let image = folder.path().join("image");
         File::create(&image).and_then(|file| file.set_len(DISK_BYTES)).expect("an image");

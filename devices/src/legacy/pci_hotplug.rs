@@ -27,9 +27,14 @@ const SELECT_OFFSET: u64 = 12;
 /// Bit 0 would be the host bridge.
 const SLOTS: u32 = !1;
 
-/// Called on a vCPU thread with a segment and the devices that the guest has ejected there, a bit for each
-/// device number.
-pub type OnEject = Box<dyn Fn(u16, u32) + Send + Sync>;
+/// What is done on a vCPU thread when the guest ejects devices.
+pub struct OnEject {
+    /// Hides them from the guest: a segment, and a bit for each device number. They are not known as ejected before that
+    /// is done, so that their owner does not give the numbers to other devices, which would be hidden in their place.
+    pub hide: Box<dyn Fn(u16, u32) + Send + Sync>,
+    /// Notifies their owner.
+    pub notify: Box<dyn Fn() + Send + Sync>,
+}
 
 /// The hot-plug registers.
 pub struct PciHotplug {
@@ -115,8 +120,9 @@ impl PciHotplug {
         let before = segment.leaving.fetch_and(!wanted, Ordering::AcqRel);
         let going = before & wanted & SLOTS;
         if going != 0 {
+            (self.on_eject.hide)(number, going);
             segment.ejected.fetch_or(going, Ordering::AcqRel);
-            (self.on_eject)(number, going);
+            (self.on_eject.notify)();
         }
     }
 }
@@ -179,11 +185,13 @@ struct SegmentsState {
 
 impl Segment {
     fn save(&self) -> State {
+        let ejected = self.ejected.load(Ordering::Acquire);
         State {
             up: self.up.load(Ordering::Acquire),
             down: self.down.load(Ordering::Acquire),
-            leaving: self.leaving.load(Ordering::Acquire),
-            ejected: self.ejected.load(Ordering::Acquire),
+            // Without those that were asked for again when the guest had ejected them, and their owner did not know yet.
+            leaving: self.leaving.load(Ordering::Acquire) & !ejected,
+            ejected,
         }
     }
 
@@ -238,7 +246,7 @@ impl Snapshot for PciHotplug {
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-    use std::sync::Arc;
+    use std::sync::{Arc, Weak};
 
     use parking_lot::Mutex;
     use proptest::prelude::*;
@@ -250,7 +258,8 @@ mod tests {
     fn rig_of(last_segment: u16) -> (PciHotplug, Told) {
         let told = Told::default();
         let inner = Arc::clone(&told);
-        let on_eject = Box::new(move |segment, bits| inner.lock().push((segment, bits)));
+        let hide = Box::new(move |segment, bits| inner.lock().push((segment, bits)));
+        let on_eject = OnEject { hide, notify: Box::new(|| ()) };
         (PciHotplug::new(last_segment, on_eject), told)
     }
 
@@ -296,6 +305,36 @@ mod tests {
         assert_eq!(*told.lock(), [(0, 1 << 4)], "once");
         device.gone(0, 4);
         assert_eq!(device.ejected(0), 0);
+    }
+
+    #[test]
+    fn a_device_is_hidden_before_its_owner_sees_that_it_was_ejected() {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let device = Arc::new_cyclic(|device: &Weak<PciHotplug>| {
+            let look = |what: &'static str| {
+                let (seen, device) = (Arc::clone(&seen), device.clone());
+                move || seen.lock().push((what, device.upgrade().unwrap().ejected(0)))
+            };
+            let (hide, notify) = (look("hidden"), look("notified"));
+            PciHotplug::new(
+                0,
+                OnEject { hide: Box::new(move |_, _| hide()), notify: Box::new(notify) },
+            )
+        });
+        device.request_unplug(0, 4);
+        device.write(EJECT_OFFSET, &[0xff; 4]);
+        assert_eq!(*seen.lock(), [("hidden", 0), ("notified", 1 << 4)]);
+    }
+
+    #[test]
+    fn a_device_that_was_ejected_and_is_asked_for_again_can_be_saved() {
+        let device = rig().0;
+        device.request_unplug(0, 4);
+        device.write(EJECT_OFFSET, &[0xff; 4]);
+        device.request_unplug(0, 4);
+        let other = rig().0;
+        other.restore(&device.save()).unwrap();
+        assert_eq!((other.leaving(0), other.ejected(0)), (0, 1 << 4));
     }
 
     #[test]

@@ -56,6 +56,10 @@ fn line() -> EventFd {
     EventFd::new(EFD_NONBLOCK).unwrap()
 }
 
+fn ignored() -> OnEject {
+    OnEject { hide: Box::new(|_, _| {}), notify: Box::new(|| {}) }
+}
+
 #[test]
 fn power_control_knows_reset_and_switching_off() {
     let events = Arc::new(Events::default());
@@ -221,7 +225,7 @@ proptest! {
             Box::new(GedDevice::new(line())),
             Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
             Box::new(I8042::new(events)),
-            Box::new(PciHotplug::new(0, Box::new(|_, _| {}))),
+            Box::new(PciHotplug::new(0, ignored())),
             Box::new(DebugConsole::new(Arc::clone(&endpoint))),
             Box::<DebugPort>::default(),
             Box::new(Serial::new(endpoint, line()).unwrap()),
@@ -332,7 +336,7 @@ fn foreign_states_are_refused_by_every_legacy_device() {
         Box::new(GedDevice::new(line())),
         Box::new(Cmos::new(1 << 30, 0, Box::new(HostClock))),
         Box::new(I8042::new(events)),
-        Box::new(PciHotplug::new(0, Box::new(|_, _| {}))),
+        Box::new(PciHotplug::new(0, ignored())),
         Box::new(DebugConsole::new(Arc::clone(&endpoint))),
         Box::new(Serial::new(endpoint, line()).unwrap()),
     ]);

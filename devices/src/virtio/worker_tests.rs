@@ -9,6 +9,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
+use crate::log_limit::kept;
 
 const STORAGE: u64 = 1;
 const SOON: Duration = Duration::from_millis(30);
@@ -155,29 +156,9 @@ fn a_thread_that_a_bound_vcpu_starts_runs_where_it_was_told_or_anywhere() {
     assert_eq!((free, told, own), (all, vec![last], vec![last]));
 }
 
-/// Counts lines that name the device of the test below.
-struct CountingLog;
-
-static LINES: AtomicU32 = AtomicU32::new(0);
-
-impl log::Log for CountingLog {
-    fn enabled(&self, _metadata: &log::Metadata<'_>) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record<'_>) {
-        if record.args().to_string().contains("flood_q0") {
-            LINES.fetch_add(1, Ordering::AcqRel);
-        }
-    }
-
-    fn flush(&self) {}
-}
-
 #[test]
 fn a_driver_that_resets_and_breaks_its_device_again_and_again_does_not_fill_the_log() {
-    log::set_logger(&CountingLog).unwrap();
-    log::set_max_level(log::LevelFilter::Info);
+    kept::start();
     let (sender, receiver) = mpsc::channel();
     let mut workers = Workers::default();
     for _ in 0..200 {
@@ -185,7 +166,7 @@ fn a_driver_that_resets_and_breaks_its_device_again_and_again_does_not_fill_the_
         receiver.recv().unwrap();
         workers.stop();
     }
-    let lines = LINES.load(Ordering::Acquire);
+    let lines = kept::count("flood_q0");
     assert!((1..100).contains(&lines), "{lines} lines for 200 resets");
 }
 

@@ -195,6 +195,10 @@ pub mod param {
     /// their PCI segment, which it selects unless that is 0. It clears the field when it has. It needs a vCPU more
     /// than were started.
     pub const EJECT: u64 = 0xb0;
+    /// Kinds of attack of the hostile workload, a bit for each; 0: all.
+    pub const ATTACKS: u64 = 0xb8;
+    /// Type of the virtio devices that it attacks; 0: all functions.
+    pub const ATTACKED: u64 = 0xc0;
 }
 
 /// `param::COMMAND`.
@@ -365,10 +369,10 @@ pub mod vcpu {
     /// One of `balloon_failure` or `disk_failure`, 0 when there is none.
     pub const DISK_FAILURE: u64 = 0x120;
 
-    /// Attacks of each kind, `ATTACK_KINDS` counters.
+    /// Attacks of each kind, `ATTACK_KINDS` counters; the kinds are those of `hostile`.
     pub const ATTACKS: u64 = 0x130;
     /// Kinds of attack.
-    pub const ATTACK_KINDS: u64 = 12;
+    pub const ATTACK_KINDS: u64 = 14;
     /// Not 0 when there is nothing to attack.
     pub const HOSTILE_FAILURE: u64 = 0x1a0;
 

@@ -85,6 +85,10 @@ pub struct Settings {
     pub panic: u64,
     /// `wake=0|1`: vCPU 0 starts every virtio device of the first bus where it lies.
     pub wake: u64,
+    /// `attacks=`: kinds of attack, a bit for each; 0: all.
+    pub attacks: u64,
+    /// `attacked=`: type of the virtio devices that are attacked; 0: all functions.
+    pub attacked: u64,
     /// `reserve=`: bytes at the end of RAM without test pages.
     pub reserve: u64,
     /// Words that were not understood.
@@ -120,6 +124,8 @@ impl Settings {
             watchdog: 0,
             panic: 0,
             wake: 0,
+            attacks: 0,
+            attacked: 0,
             reserve: 0,
             refused: 0,
         }
@@ -156,7 +162,7 @@ impl Settings {
 
     /// These settings as fields of the parameter page, all but the generation, for a guest with
     /// so many test pages and vCPUs.
-    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 21] {
+    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 23] {
         let first = self.window.0.pages(pages);
         let window = self.window.1.pages(pages).min(pages - first);
         let active = if self.active == 0 { vcpus } else { self.active };
@@ -182,6 +188,8 @@ impl Settings {
             (param::BALLOON_FEATURES, self.balloon_features),
             (param::BALLOON_POISON, self.balloon_poison),
             (param::ECAM_GPA, self.ecam),
+            (param::ATTACKS, self.attacks),
+            (param::ATTACKED, self.attacked),
         ]
     }
 
@@ -215,6 +223,8 @@ impl Settings {
             watchdog: 0,
             panic: 0,
             wake: 0,
+            attacks: get(param::ATTACKS),
+            attacked: get(param::ATTACKED),
             reserve: 0,
             refused: 0,
         }
@@ -243,6 +253,8 @@ impl Settings {
             b"watchdog" => &mut self.watchdog,
             b"panic" => &mut self.panic,
             b"wake" => &mut self.wake,
+            b"attacks" => &mut self.attacks,
+            b"attacked" => &mut self.attacked,
             _ => return None,
         })
     }

@@ -18,6 +18,7 @@ const STARTUP: u32 = 0x4600 | abi::TRAMPOLINE_PAGE;
 
 /// Tries of the startup message, and how long each waits.
 const TRIES: u32 = 40;
+const TRIES_ELSEWHERE: u32 = 20;
 const WAIT_NS: u64 = 50_000_000;
 const AFTER_INIT_NS: u64 = 20_000;
 
@@ -54,14 +55,30 @@ pub fn write_port(vcpu: u64, khz: u64, port: u16, value: u32) -> bool {
     start(vcpu, khz, || mem::load8(copy(&raw const boot::port_writer_done)) != 0)
 }
 
+/// Has a vCPU that no test page belongs to do what is between two addresses of the image, in real mode, from the page of
+/// the trampoline on; says whether it has shown that it is done. Not longer than for a few tries.
+pub fn run_elsewhere(
+    vcpu: u64,
+    khz: u64,
+    code: (*const u8, *const u8),
+    is_done: impl Fn() -> bool,
+) -> bool {
+    copy_trampoline(code.0, code.1);
+    start_within(vcpu, khz, TRIES_ELSEWHERE, is_done)
+}
+
 /// Starts a vCPU at the trampoline, until it shows that it has started.
 fn start(index: u64, khz: u64, has_started: impl Fn() -> bool) -> bool {
+    start_within(index, khz, TRIES, has_started)
+}
+
+fn start_within(index: u64, khz: u64, tries: u32, has_started: impl Fn() -> bool) -> bool {
     mem::store32(SPURIOUS, mem::load32(SPURIOUS) | SOFTWARE_ENABLE);
     let target = u32::try_from(index).unwrap_or(0) << 24;
     mem::store32(ICR_HIGH, target);
     mem::store32(ICR_LOW, INIT_ASSERT);
     wait(AFTER_INIT_NS, khz, || false);
-    for _ in 0..TRIES {
+    for _ in 0..tries {
         mem::store32(ICR_HIGH, target);
         mem::store32(ICR_LOW, STARTUP);
         if wait(WAIT_NS, khz, &has_started) {

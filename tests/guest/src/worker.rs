@@ -10,7 +10,7 @@ use crate::abi::{
 use crate::balloon::Balloon;
 use crate::clock::{self, Clock};
 use crate::disk::{self, Disk};
-use crate::hostile::Attacker;
+use crate::hostile::{Attacker, Orders};
 use crate::layout::{Layout, Own};
 use crate::mem::{self, Block};
 use crate::pattern::{Mismatch, Pattern, Random};
@@ -370,9 +370,17 @@ impl Worker {
     /// Attacks once.
     fn attack(&mut self) {
         if self.attacker.is_none() {
-            let seed = self.random.number();
             let Layout { reserved, ram_end, .. } = *self.layout;
-            self.attacker = Attacker::start(PARAM.get(param::ECAM_GPA), seed, reserved, ram_end);
+            self.attacker = Attacker::start(Orders {
+                ecam: PARAM.get(param::ECAM_GPA),
+                seed: self.random.number(),
+                arena: reserved,
+                ram_end,
+                kinds: PARAM.get(param::ATTACKS),
+                device_type: low_half(PARAM.get(param::ATTACKED)),
+                idle_vcpu: self.vcpus,
+                khz: self.khz,
+            });
         }
         let Some(attacker) = &mut self.attacker else {
             self.block.set(vcpu::HOSTILE_FAILURE, 1);

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use arch::acpi::RegisterPlace;
 use devices::Snapshot as _;
-use devices::legacy::{PCI_HOTPLUG_LEN_BYTES, PciHotplug};
+use devices::legacy::{OnEject, PCI_HOTPLUG_LEN_BYTES, PciHotplug};
 use devices::virtio::{DeviceSnapshot, StateError};
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
 use thiserror::Error;
@@ -73,13 +73,13 @@ impl Hotplug {
     ) -> Result<Self, MachineError> {
         let last_segment = segments.last();
         let segments: Vec<_> = segments.iter().map(Arc::downgrade).collect();
-        let on_eject = Box::new(move |segment: u16, bits| {
+        let hide = Box::new(move |segment: u16, bits| {
             let segment = segments.get(usize::from(segment)).and_then(Weak::upgrade);
             if let Some(segment) = segment {
                 numbers(bits).for_each(|number| segment.hide(number));
             }
-            sink(GuestEvent::Ejected);
         });
+        let on_eject = OnEject { hide, notify: Box::new(move || sink(GuestEvent::Ejected)) };
         let registers = Arc::new(PciHotplug::new(last_segment, on_eject));
         let len_bytes = PCI_HOTPLUG_LEN_BYTES;
         space.insert_registers(place, len_bytes, "PCI hotplug", registers.clone())?;

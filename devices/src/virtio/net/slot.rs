@@ -101,6 +101,15 @@ impl TapSlot {
         Ok(())
     }
 
+    /// Opens the tap, if it is not open; one that cannot be opened is logged, as often as a driver may have that: it
+    /// starts the device as often as it likes.
+    pub(super) fn acquire_if_possible(&self) {
+        if let Err(error) = self.acquire() {
+            let why = error_text::chain(&error);
+            log_limited!(self.log, Warn, "network device continues without its tap: {why}");
+        }
+    }
+
     /// Whether the tap could be opened: driver, permission and kind. It does not matter whether another
     /// process has it open now.
     ///
@@ -200,5 +209,30 @@ impl Inner {
         }
         self.is_applied = result.is_ok();
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::log_limit::kept;
+
+    #[test]
+    fn a_tap_that_cannot_be_opened_again_and_again_does_not_fill_the_log() {
+        kept::start();
+        let name = "much-too-long-for-an-interface";
+        let slot = TapSlot::new(TapConfig {
+            name: Some(name.to_owned()),
+            ip: None,
+            mask: None,
+            host_mac: None,
+            mtu: None,
+            queue_pairs: 1,
+        });
+        for _ in 0..200 {
+            slot.acquire_if_possible();
+        }
+        let lines = kept::count(name);
+        assert!((1..100).contains(&lines), "{lines} lines for 200 starts");
     }
 }

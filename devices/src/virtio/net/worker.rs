@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use log::{debug, warn};
+use log::debug;
 use memory::GuestMemory;
 use virtio_queue::QueueState;
 
@@ -442,9 +442,7 @@ impl Work for NetWorker {
     }
 
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        if let Err(error) = self.link.tap.acquire() {
-            warn!("network device continues without its tap: {error}");
-        }
+        self.link.tap.acquire_if_possible();
         self.tap = self.link.tap.pair(self.pair);
         // A new tap may have the number of the old one, and must not be taken for watched.
         watch.off(TAP_TOKEN);

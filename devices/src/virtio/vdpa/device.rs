@@ -187,6 +187,7 @@ impl VirtioDevice for Vdpa {
             Arc::clone(&self.ram),
             Arc::clone(&self.offer),
             Arc::clone(&self.stops),
+            Arc::clone(&self.log),
         );
         let worker = VdpaWorker {
             id: self.id.clone(),

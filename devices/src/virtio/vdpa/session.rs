@@ -23,6 +23,7 @@ use super::backend::{Backend, RingPlace};
 use super::error::VdpaError;
 use super::offer::Offer;
 use crate::virtio::Kicks;
+use crate::{LogLimit, log_limited};
 
 /// Bytes mapped in one call: pinning them takes a fraction of a second, for which a reset may have to wait.
 const CHUNK_BYTES: u64 = 256 << 20;
@@ -76,6 +77,8 @@ pub(super) struct Session {
     offer: Arc<Offer>,
     /// Set when the device is to be reset: nothing more is mapped then.
     stops: Arc<AtomicBool>,
+    /// That of the device: its driver resets it as often as it likes.
+    log: Arc<LogLimit>,
     /// Guest physical ranges, as they were mapped.
     mapped: Vec<Range<u64>>,
     phase: Phase,
@@ -88,8 +91,9 @@ impl Session {
         ram: Arc<GuestRam>,
         offer: Arc<Offer>,
         stops: Arc<AtomicBool>,
+        log: Arc<LogLimit>,
     ) -> Self {
-        Self { backend, ram, offer, stops, mapped: Vec::new(), phase: Phase::Stopped }
+        Self { backend, ram, offer, stops, log, mapped: Vec::new(), phase: Phase::Stopped }
     }
 
     /// What the device does.
@@ -236,7 +240,8 @@ impl Session {
     pub(super) fn reset(&mut self) {
         self.phase = Phase::Stopped;
         if let Err(error) = called("VHOST_VDPA_SET_STATUS", self.backend.set_status(0)) {
-            log::warn!("cannot reset a vDPA device: {}", error_text::chain(&error));
+            let why = error_text::chain(&error);
+            log_limited!(self.log, Warn, "cannot reset a vDPA device: {why}");
         }
         let mapped = std::mem::take(&mut self.mapped);
         if mapped.is_empty() {
@@ -251,7 +256,8 @@ impl Session {
             called("VHOST_IOTLB_INVALIDATE", failed)
         });
         if let Err(error) = unmapped {
-            log::warn!("cannot unmap memory of a vDPA device: {}", error_text::chain(&error));
+            let why = error_text::chain(&error);
+            log_limited!(self.log, Warn, "cannot unmap memory of a vDPA device: {why}");
         }
     }
 

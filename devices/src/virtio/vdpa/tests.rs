@@ -16,6 +16,7 @@ use super::offer::Offer;
 use super::scripted::{Answers, Fails, Scripted, Seen};
 use super::session::Session;
 use super::*;
+use crate::log_limit::kept;
 use crate::virtio::test_driver::Driver;
 use crate::virtio::{Counters as _, VirtioDevice};
 
@@ -441,7 +442,27 @@ fn nothing_is_discarded_as_long_as_a_device_is_there() {
 fn session(scripted: Scripted, ram: &Arc<GuestRam>, stops: &Arc<AtomicBool>) -> Session {
     let mut scripted = scripted;
     let offer = Offer::ask(&mut scripted, 1).unwrap();
-    Session::new(Arc::new(scripted), Arc::clone(ram), Arc::new(offer), Arc::clone(stops))
+    let log = Arc::default();
+    Session::new(Arc::new(scripted), Arc::clone(ram), Arc::new(offer), Arc::clone(stops), log)
+}
+
+#[test]
+fn a_device_that_cannot_be_reset_again_and_again_does_not_fill_the_log() {
+    kept::start();
+    let is_opened = Arc::new(AtomicBool::new(false));
+    let opened = Arc::clone(&is_opened);
+    let fails: Fails = Box::new(move |call| {
+        let fails = opened.load(Ordering::Acquire) && call.starts_with("set_status");
+        fails.then(|| io::Error::other("a fault of this very test"))
+    });
+    let scripted = Scripted::new(Answers::default(), fails);
+    let mut session = session(scripted, &ram(1), &Arc::default());
+    is_opened.store(true, Ordering::Release);
+    for _ in 0..200 {
+        session.reset();
+    }
+    let lines = kept::count("a fault of this very test");
+    assert!((1..100).contains(&lines), "{lines} lines for 200 resets");
 }
 
 #[test]

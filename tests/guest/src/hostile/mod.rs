@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! A driver that attacks: random but repeatable misuse of every PCI function's registers, queues, interrupts and
-//! configuration space.
+//! configuration space, of I/O ports, and of memory-mapped registers that are in no BAR.
 //!
-//! Owns the functions that it found at its start, and the arena, which is the end of RAM: rings and buffers lie
+//! Owns the functions that it finds, and the arena, which is the end of RAM: rings and buffers lie
 //! there or outside of RAM, so that a device that does as it is told leaves all test pages as they are, and
 //! one that writes where it must not shows. Must never name an address of other RAM, nor make a device write
 //! what another one would take for such an address; and must never wait for a device without an end.
 
+mod ports;
+mod registers;
+mod requests;
 mod rings;
 
-use crate::abi::PAGE_BYTES;
+use ports::Ports;
+
+use crate::abi::{self, PAGE_BYTES};
 use crate::layout::Span;
 use crate::mem;
 use crate::pattern::Random;
@@ -25,6 +30,8 @@ const QUEUES_MAX: u64 = 8;
 const RING_PAGES: u64 = 4;
 /// Page numbers for the balloon; no device ever writes here.
 const PFN_BYTES: u64 = 16 * PAGE_BYTES;
+/// Requests whose layouts have addresses; nor here. It is a part of what the balloon takes no page numbers from.
+const SHAPED_BYTES: u64 = 2 * PAGE_BYTES;
 
 const CONFIG_BYTES: u64 = 4096;
 const BAR_COUNT: usize = 6;
@@ -33,6 +40,14 @@ const COMMAND: u64 = 0x04;
 const COMMAND_MEMORY_AND_BUS_MASTER: u32 = 6;
 
 const BALLOON: u32 = 5;
+const IOMMU: u32 = 23;
+
+/// Attacks after which functions are looked for again.
+const ATTACKS_BETWEEN_LOOKS: u64 = 1024;
+/// Of all kinds of attack, how many of each there are: most of it is what a driver does with one thing wrong, since the
+/// rest gets no further than the first check.
+const WEIGHTS: [u64; 14] = [1, 1, 1, 2, 5, 44, 1, 2, 2, 1, 2, 1, 1, 4];
+const _: () = assert!(WEIGHTS.len() as u64 == abi::vcpu::ATTACK_KINDS);
 
 /// Delivery mode of a message: any but "fixed" could be an NMI or INIT, by which the guest would end itself.
 const DELIVERY_MODE: u32 = 0x700;
@@ -44,79 +59,113 @@ struct Function {
     bars: [u32; BAR_COUNT],
     command: u32,
     regions: Regions,
+    id: u32,
     device_type: u32,
+    queues: u16,
+}
+
+/// What is to be attacked, and with what.
+#[derive(Clone, Copy)]
+pub struct Orders {
+    /// Configuration space.
+    pub ecam: u64,
+    /// Of the random numbers.
+    pub seed: u64,
+    /// The end of RAM.
+    pub arena: Span,
+    /// Where that is.
+    pub ram_end: u64,
+    /// A bit for each kind of attack; 0: all.
+    pub kinds: u64,
+    /// Type of the virtio devices; 0: all functions.
+    pub device_type: u32,
+    /// A vCPU that was never started.
+    pub idle_vcpu: u64,
+    /// Frequency of the TSC.
+    pub khz: u64,
 }
 
 /// The driver.
 pub struct Attacker {
     random: Random,
+    orders: Orders,
     arena: Span,
     ram_end: u64,
     functions: [Function; FUNCTIONS_MAX],
     count: usize,
+    steps: u64,
+    /// Where the last pages of all addresses are seen.
+    last_pages: u64,
+    ports: Ports,
 }
 
 impl Attacker {
-    /// Finds what configuration space at `ecam` shows. None without a function to attack or without an arena.
-    pub fn start(ecam: u64, seed: u64, arena: Span, ram_end: u64) -> Option<Self> {
+    /// Finds what configuration space shows. None without a function to attack or without an arena.
+    pub fn start(orders: Orders) -> Option<Self> {
+        let Orders { seed, arena, ram_end, .. } = orders;
         let rings = RING_PAGES * QUEUES_MAX * FUNCTIONS_MAX as u64 * PAGE_BYTES;
-        if arena.end.saturating_sub(arena.start) < PFN_BYTES + 2 * rings || arena.end != ram_end {
+        if arena.end.saturating_sub(arena.start) < PFN_BYTES + SHAPED_BYTES + 2 * rings
+            || arena.end != ram_end
+        {
             return None;
         }
         let mut attacker = Self {
             random: Random::new(seed, u64::MAX),
+            orders,
             arena,
             ram_end,
             functions: [Function::default(); FUNCTIONS_MAX],
             count: 0,
+            steps: 0,
+            last_pages: registers::map_last(),
+            ports: Ports::new(orders.idle_vcpu, orders.khz),
         };
-        for config_space in virtio::functions(ecam) {
-            let Some(slot) = attacker.functions.get_mut(attacker.count) else { break };
-            let gpa = virtio::BARS_GPA + attacker.count as u64 * FUNCTION_DISTANCE;
-            virtio::place_bars(config_space, gpa, BAR_DISTANCE);
-            let mut bars = [0; BAR_COUNT];
-            for (bar, index) in bars.iter_mut().zip(0..) {
-                *bar = mem::load32(config_space + BARS + index * 4);
-            }
-            *slot = Function {
-                config_space,
-                bars,
-                command: mem::load32(config_space + COMMAND) & 0xffff,
-                regions: virtio::regions(config_space),
-                device_type: virtio::device_type(config_space).unwrap_or(0),
-            };
-            attacker.count += 1;
-        }
+        attacker.look();
         for index in 0..PFN_BYTES / 4 {
             let pfn = attacker.pfn();
             mem::store32(arena.start + index * 4, pfn);
         }
+        // Some kinds alone would meet devices that do nothing.
+        for index in (0..attacker.count).filter(|_| orders.kinds != 0) {
+            let function = attacker.functions.get(index).copied().unwrap_or_default();
+            attacker.set_up(function, index as u64);
+        }
         (attacker.count > 0).then_some(attacker)
+    }
+
+    /// Looks for functions, of which some may have come, and others may have gone and left their place.
+    fn look(&mut self) {
+        for config_space in virtio::functions(self.orders.ecam) {
+            let id = mem::load32(config_space);
+            let device_type = virtio::device_type(config_space).unwrap_or(0);
+            if self.orders.device_type != 0 && device_type != self.orders.device_type {
+                continue;
+            }
+            let mut known = self.functions.iter().take(self.count);
+            let place = known.position(|function| function.config_space == config_space);
+            let index = place.unwrap_or(self.count);
+            let Some(slot) = self.functions.get_mut(index) else { break };
+            if place.is_some() && slot.id == id {
+                continue;
+            }
+            *slot = Function::at(config_space, index, device_type);
+            self.count = self.count.max(index + 1);
+        }
     }
 
     /// One attack; returns its kind.
     pub fn step(&mut self) -> u64 {
+        self.steps = self.steps.wrapping_add(1);
+        if self.steps.is_multiple_of(ATTACKS_BETWEEN_LOOKS) {
+            self.look();
+        }
         let index = self.below(self.count as u64);
         let Some(function) = usize::try_from(index).ok().and_then(|at| self.functions.get(at))
         else {
             return 0;
         };
         let function = *function;
-        // Most of it is what a driver does with one thing wrong: the rest gets no further than the first check.
-        let kind = match self.below(64) {
-            0 => 0,
-            1 => 1,
-            2 => 2,
-            3..5 => 3,
-            5..10 => 4,
-            10..54 => 5,
-            54 => 6,
-            55..57 => 7,
-            57..59 => 8,
-            59 => 9,
-            60..62 => 10,
-            _ => 11,
-        };
+        let kind = self.kind();
         if matches!(kind, 4 | 5) && !self.works(function) {
             self.set_up(function, index);
         }
@@ -132,9 +181,27 @@ impl Attacker {
             8 => self.write_device_config(function),
             9 => Self::reset_over_and_over(function),
             10 => restore(function),
-            _ => self.read_anywhere(function),
+            11 => self.read_anywhere(function),
+            12 => self.access_ports(),
+            _ => self.access_registers(self.orders.ecam),
         }
         kind
+    }
+
+    /// One of the kinds that are wanted, by their weights.
+    fn kind(&mut self) -> u64 {
+        let kinds = self.orders.kinds;
+        let is_wanted = |kind: u64| kinds == 0 || kinds >> kind & 1 == 1;
+        let weight = |kind: u64, weight: u64| if is_wanted(kind) { weight } else { 0 };
+        let all = || (0..).zip(WEIGHTS).map(|(kind, of)| (kind, weight(kind, of)));
+        let mut left = self.below(all().map(|(_, weight)| weight).sum::<u64>().max(1));
+        for (kind, weight) in all() {
+            if left < weight {
+                return kind;
+            }
+            left -= weight;
+        }
+        0
     }
 
     fn below(&mut self, limit: u64) -> u64 {
@@ -153,8 +220,16 @@ impl Attacker {
         low_quarter(self.random.number() >> 48)
     }
 
-    fn data_start(&self) -> u64 {
+    /// Requests with addresses.
+    fn shaped(&self) -> u64 {
         self.arena.start + PFN_BYTES + RING_PAGES * QUEUES_MAX * FUNCTIONS_MAX as u64 * PAGE_BYTES
+    }
+
+    fn data_start(&self) -> u64 {
+        self.arena.start
+            + PFN_BYTES
+            + SHAPED_BYTES
+            + RING_PAGES * QUEUES_MAX * FUNCTIONS_MAX as u64 * PAGE_BYTES
     }
 
     /// An address in the part of the arena that devices may write.
@@ -205,8 +280,8 @@ impl Attacker {
     fn neighbour(&mut self, function: Function) -> Function {
         let index = usize::try_from(self.below(self.count as u64)).unwrap_or(0);
         let other = self.functions.get(index).copied().unwrap_or(function);
-        let balloons = [function, other].iter().any(|one| one.device_type == BALLOON);
-        if balloons { function } else { other }
+        let guarded = [function, other].iter().any(|one| is_guarded(one.device_type));
+        if guarded { function } else { other }
     }
 
     /// Moves a BAR: over RAM, over another BAR, or out of every window.
@@ -239,7 +314,7 @@ impl Attacker {
         for _ in 0..=self.below(16) {
             let at = self.below(72);
             let is_ring = (common::QUEUE_DESC..common::QUEUE_USED + 8).contains(&at);
-            if is_ring && function.device_type == BALLOON {
+            if is_ring && is_guarded(function.device_type) {
                 continue;
             }
             let value = if is_ring { self.address() } else { self.random.number() };
@@ -280,6 +355,9 @@ impl Attacker {
 
     /// Writes anything to the device's own configuration.
     fn write_device_config(&mut self, function: Function) {
+        if function.device_type == 0 {
+            self.write_other(function);
+        }
         if function.regions.config == 0 {
             return;
         }
@@ -287,6 +365,29 @@ impl Attacker {
             let at = self.below(128);
             let value = self.random.number();
             store_any(function.regions.config + at, value, self.below(4));
+        }
+    }
+
+    /// Writes to the first BAR of what is no virtio device. What could be an address of RAM is one that devices may have.
+    fn write_other(&mut self, function: Function) {
+        let [low, high, ..] = function.bars;
+        if low & !0xf == 0 || low & 7 == 4 && high != 0 {
+            return;
+        }
+        for _ in 0..=self.below(8) {
+            let at = u64::from(low & !0xf) + self.below(8) * 8;
+            let value = match self.below(4) {
+                0 => self.address(),
+                1 => self.below(8),
+                2 => self.below(1 << 16),
+                _ => self.random.number() | 1 << 45,
+            };
+            if self.one_in(4) {
+                mem::store8(at, value.to_le_bytes()[0]);
+            } else {
+                mem::store(at, value);
+            }
+            mem::load(at);
         }
     }
 
@@ -320,6 +421,35 @@ impl Attacker {
             }
         }
     }
+}
+
+impl Function {
+    /// The function whose BARs get the place of number `index`.
+    fn at(config_space: u64, index: usize, device_type: u32) -> Self {
+        let gpa = virtio::BARS_GPA + index as u64 * FUNCTION_DISTANCE;
+        virtio::place_bars(config_space, gpa, BAR_DISTANCE);
+        let mut bars = [0; BAR_COUNT];
+        for (bar, index) in bars.iter_mut().zip(0..) {
+            *bar = mem::load32(config_space + BARS + index * 4);
+        }
+        let regions = virtio::regions(config_space);
+        let queues =
+            if regions.common == 0 { 0 } else { mem::load16(regions.common + common::NUM_QUEUES) };
+        Self {
+            config_space,
+            bars,
+            command: mem::load32(config_space + COMMAND) & 0xffff,
+            regions,
+            id: mem::load32(config_space),
+            device_type,
+            queues,
+        }
+    }
+}
+
+/// Whether a device is told of memory by what it reads, rather than by descriptors alone.
+fn is_guarded(device_type: u32) -> bool {
+    matches!(device_type, BALLOON | IOMMU)
 }
 
 /// Puts a function back to where it can be reached.

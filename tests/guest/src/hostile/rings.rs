@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! Queues that are set up, and what is put into them: requests with one thing wrong, and rubbish.
 //!
-//! Owns the rings of every function. The balloon gets page numbers of the arena and of no RAM alone, from
-//! memory that no device writes: it gives up the pages that they name.
+//! Owns the rings of every function. The balloon gets page numbers of the arena and of no RAM alone, and the IOMMU such
+//! addresses, from memory that no device writes: one gives up the pages that they name, the other leads devices there.
 
 use core::sync::atomic::{Ordering, fence};
 
 use super::{
-    Attacker, BALLOON, Function, PFN_BYTES, QUEUES_MAX, RING_PAGES, low_half, low_quarter, notify,
-    restore,
+    Attacker, Function, IOMMU, PFN_BYTES, QUEUES_MAX, RING_PAGES, is_guarded, low_half,
+    low_quarter, notify, restore,
 };
 use crate::abi::PAGE_BYTES;
 use crate::mem;
@@ -18,14 +18,6 @@ const DESC_NEXT: u16 = 1;
 const DESC_WRITE: u16 = 2;
 const DESC_INDIRECT: u16 = 4;
 const F_VERSION_1: u32 = 1;
-/// Of a network device with one pair of queues.
-const CONTROL_QUEUE: u64 = 2;
-const NET: u32 = 1;
-const CONSOLE: u32 = 3;
-const RNG: u32 = 4;
-const BLOCK: u32 = 2;
-const CLOCK: u32 = 17;
-const MEM: u32 = 24;
 /// Times that a register is looked at for a device to come out of its reset.
 const LOOKS: u32 = 200;
 /// Descriptors of a queue: their table fits its page.
@@ -100,7 +92,7 @@ impl Attacker {
         for page in 0..RING_PAGES - 1 {
             mem::clear(rings + page * PAGE_BYTES, PAGE_BYTES);
             let at = base + common::QUEUE_DESC + page * 8;
-            let elsewhere = function.device_type != BALLOON && self.one_in(200);
+            let elsewhere = !is_guarded(function.device_type) && self.one_in(200);
             let gpa = if elsewhere { self.address() } else { rings + page * PAGE_BYTES };
             mem::store32(at, low_half(gpa));
             mem::store32(at + 4, low_half(gpa >> 32));
@@ -122,15 +114,14 @@ impl Attacker {
         }
         let queue = self.some_queue(function);
         let rings = self.ring(number, queue);
-        // The inflate queue gets buffers of page numbers alone: it gives up the pages that they name.
-        let balloon = function.device_type == BALLOON;
+        // A guarded device's tables of descriptors lie nowhere: they could hold addresses of other RAM.
+        let flags_mask = if is_guarded(function.device_type) { 3 } else { 7 };
         for _ in 0..=self.below(24) {
             let at = rings + self.below(QUEUE_SIZE_MAX) * 16;
-            let (gpa, len_bytes) = self.buffer(balloon);
+            let flags = self.half() & flags_mask;
+            let (gpa, len_bytes) = self.buffer(function.device_type, flags & DESC_WRITE != 0);
             let next =
                 if self.one_in(4) { self.half() } else { low_quarter(self.below(QUEUE_SIZE_MAX)) };
-            // A balloon's tables of descriptors lie nowhere: they could hold addresses of other RAM.
-            let flags = if balloon { self.half() & 3 } else { self.half() & 7 };
             put_descriptor(at, gpa, len_bytes, flags, next);
         }
         let steps = if self.one_in(10) { self.half() } else { low_quarter(self.below(16)) };
@@ -142,8 +133,12 @@ impl Attacker {
         self.advance(function, rings, queue, steps);
     }
 
-    fn buffer(&mut self, balloon: bool) -> (u64, u32) {
-        if !balloon {
+    /// A buffer for a device, which what it takes orders from does not write.
+    fn buffer(&mut self, device_type: u32, is_written: bool) -> (u64, u32) {
+        if device_type == IOMMU && is_written {
+            return (self.data(), self.length());
+        }
+        if !is_guarded(device_type) {
             return (self.address(), self.length());
         }
         if self.one_in(8) {
@@ -179,41 +174,29 @@ impl Attacker {
         }
         let queue = self.some_queue(function);
         let rings = self.ring(number, queue);
-        let header = self.data() & !15;
-        let (header_bytes, status_bytes) = self.write_header(function.device_type, queue, header);
-        let (data, len_bytes) = if self.one_in(8) || function.device_type == BALLOON {
-            self.buffer(function.device_type == BALLOON)
+        let shape = self.write_header(function, queue);
+        let device_type = function.device_type;
+        let is_written = self.is_written(device_type, queue);
+        let (data, len_bytes) = if self.one_in(8) || is_guarded(device_type) {
+            self.buffer(device_type, is_written)
         } else {
             let len_bytes = (1 + self.below(64)) * 512;
             (self.data().min(self.arena.end - len_bytes), u32::try_from(len_bytes).unwrap_or(0))
         };
-        let written = match function.device_type {
-            // Page numbers are read; free pages are reported as parts to be written.
-            BALLOON => queue > 2 && self.one_in(2),
-            // Queues of even numbers receive.
-            NET | CONSOLE => queue.is_multiple_of(2),
-            RNG => true,
-            _ => self.one_in(2),
-        };
-        let wrong_way = function.device_type != BALLOON && self.one_in(30);
+        let wrong_way = !is_guarded(device_type) && self.one_in(30);
         let mut parts = [
-            (header, header_bytes, 0),
+            (shape.header, shape.header_bytes, 0),
             (data, len_bytes, 0),
-            (self.data(), status_bytes, DESC_WRITE),
+            (self.data(), shape.status_bytes, DESC_WRITE),
         ];
-        if written != wrong_way {
+        if is_written != wrong_way {
             parts[1].2 = DESC_WRITE;
         }
-        // The requests of virtio-mem and of a clock, and control of a network device, have no data.
-        let without_data = matches!(function.device_type, MEM | CLOCK) || header_bytes == 2;
-        let table_at = if function.device_type != BALLOON && self.one_in(4) {
-            self.data() & !15
-        } else {
-            rings
-        };
+        let table_at =
+            if !is_guarded(device_type) && self.one_in(4) { self.data() & !15 } else { rings };
         let mut used = 0;
         for (part, (gpa, bytes, flags)) in parts.into_iter().enumerate() {
-            if bytes == 0 && part != 1 || part == 1 && without_data {
+            if bytes == 0 && part != 1 || part == 1 && shape.without_data {
                 continue;
             }
             if used > 0 {
@@ -232,59 +215,6 @@ impl Attacker {
             mem::store16(rings + PAGE_BYTES + 4 + slot * 2, 0);
         }
         self.advance(function, rings, queue, 1);
-    }
-
-    /// What stands before the data; its length, and that of the answer. No 16 bytes of it look like a
-    /// descriptor of other RAM.
-    fn write_header(&mut self, device_type: u32, queue: u64, at: u64) -> (u32, u32) {
-        const NOT_AN_ADDRESS: u64 = 0x7f00_0000 << 32;
-        let any = self.random.number();
-        match device_type {
-            BLOCK => {
-                let known = [0, 1, 4, 8, 11, 13, 14];
-                let pick = usize::try_from(self.below(known.len() as u64 + 1)).unwrap_or(0);
-                let request = known.get(pick).copied().unwrap_or(any & 0xffff_ffff);
-                let sector = match self.below(16) {
-                    0 => any,
-                    1 => u64::MAX - any % 16,
-                    _ => any % 34_000,
-                };
-                mem::store(at, NOT_AN_ADDRESS | request);
-                mem::store(at + 8, sector);
-                (16, 1)
-            }
-            MEM => {
-                let request = if self.one_in(4) { any & 0xffff } else { any & 3 };
-                let block = self.below(1 << 16) << 21;
-                let start = if self.one_in(2) { 4 << 30 | block } else { any };
-                mem::store(at, NOT_AN_ADDRESS | request);
-                mem::store(at + 8, start);
-                mem::store(
-                    at + 16,
-                    NOT_AN_ADDRESS | any >> 48 & if self.one_in(2) { 15 } else { u64::MAX },
-                );
-                (24, 10)
-            }
-            CLOCK => {
-                let request = if self.one_in(4) { any & 0xffff } else { any & 0x1003 };
-                let clock = if self.one_in(4) { any >> 48 } else { 0 };
-                mem::store(at, NOT_AN_ADDRESS | request);
-                mem::store(at + 8, NOT_AN_ADDRESS | clock);
-                (16, 16)
-            }
-            NET if queue == CONTROL_QUEUE => {
-                mem::store(at, NOT_AN_ADDRESS | any & 0x0707);
-                (2, 1)
-            }
-            NET if queue.is_multiple_of(2) => (0, 0),
-            NET => {
-                let header = if self.one_in(4) { any } else { 0 };
-                mem::store(at, header | NOT_AN_ADDRESS);
-                mem::store32(at + 8, low_half(header));
-                (12, 0)
-            }
-            _ => (0, 0),
-        }
     }
 }
 
