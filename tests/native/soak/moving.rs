@@ -262,7 +262,10 @@ fn left_by_source(mut old: Vmm, settled: &Settled) {
     });
     assert_eq!(code, 0, "the source after its migration:\n{}", old.output());
     assert_no_processes(&old, "source");
-    assert_no_files(&old);
+    if !settled.is_source_killed {
+        // A page server that is killed cannot remove its socket.
+        assert_no_files(&old);
+    }
 }
 
 /// The VMM that the guest did not get to.
