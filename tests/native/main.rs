@@ -157,7 +157,6 @@ fn main() -> ExitCode {
     descriptors::add(&mut suite);
     vsock::add(&mut suite);
     clients::add(&mut suite);
-    soak::add(&mut suite);
     file_zones::add(&mut suite);
     suite.beside(add_beside);
     suite.main()
@@ -165,6 +164,8 @@ fn main() -> ExitCode {
 
 /// Tests that mind no other, as [`harness::Suite::beside`] says.
 fn add_beside(suite: &mut harness::Suite) {
+    // The first one, as it takes the longest.
+    soak::add(suite);
     starting::add(suite);
     requests::add(suite);
     states::add(suite);

@@ -273,8 +273,12 @@ fn force() {
     source.remote_ok(&["shutdown-vmm", "--force"]);
     assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
     let mut destination = destination;
+    let socket = destination.path("again");
+    destination.remote_ok(&["migration-recover", &format!("unix:{}", socket.display())]);
+    wait_for("the new address", || socket.exists().then_some(()));
     destination.remote_ok(&["shutdown-vmm", "--force"]);
     assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
+    assert!(!socket.exists(), "the socket for its source is left");
 }
 
 /// The signal waits for the last page; when the pages are released nothing is left to wait for.

@@ -18,6 +18,7 @@ use std::time::Duration;
 use devices::endpoint::ConsoleEndpoint;
 use devices::virtio::vsock::VsockSocket;
 use parking_lot::{Mutex, MutexGuard};
+use vm_migration::transport::Listener;
 
 use crate::{events, signals};
 
@@ -86,6 +87,8 @@ fn put_back() {
         // There is no client to report an error to.
         let _ = std::fs::remove_file(path);
     }
+    // A machine whose guest lacks pages is never dropped, nor what listens for their source.
+    Listener::remove_all_files();
     let vsocks: Vec<_> = outside().vsocks.iter().filter_map(Weak::upgrade).collect();
     for socket in vsocks {
         socket.remove_path();

@@ -15,6 +15,7 @@ const LOCK_TIME: Duration = Duration::from_mins(1);
 /// What the pool held before, and the lock.
 pub struct HugePages {
     before: u64,
+    in_use_before: u64,
     lock: File,
 }
 
@@ -38,10 +39,28 @@ impl HugePages {
             // Whose it was has been killed.
             let _ = fs::write(POOL, before.to_string());
         }
-        let mut borrowed = Self { before: Self::now(), lock };
+        let mut borrowed = Self { before: Self::now(), in_use_before: Self::in_use(), lock };
         borrowed.note(&borrowed.before.to_string());
         let _ = fs::write(POOL, (borrowed.before + pages).to_string());
         (Self::now() >= borrowed.before + pages).then_some(borrowed)
+    }
+
+    /// How many more are in use than before they were borrowed, once no process has them that is ending.
+    pub fn taken(&self) -> u64 {
+        let start = Instant::now();
+        loop {
+            let taken = Self::in_use().saturating_sub(self.in_use_before);
+            if taken == 0 || start.elapsed() > super::PATIENCE {
+                return taken;
+            }
+            std::thread::sleep(super::POLL);
+        }
+    }
+
+    fn in_use() -> u64 {
+        let free = POOL.replace("nr_", "free_");
+        let free: u64 = fs::read_to_string(free).unwrap_or_default().trim().parse().unwrap_or(0);
+        Self::now().saturating_sub(free)
     }
 
     fn lock() -> Option<File> {

@@ -92,20 +92,34 @@ impl Suite {
             return ExitCode::from(101);
         }
         let (beside, alone): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|case| case.is_beside);
-        let (other, chosen) = if beside::is_it() || alone.is_empty() {
-            (None, beside)
-        } else {
-            ((!beside.is_empty()).then(Beside::start), alone)
-        };
-        println!("\nrunning {} tests", chosen.len());
-        for case in chosen {
+        let beside = beside.into_iter().enumerate();
+        if beside::is_it() || alone.is_empty() {
+            println!("\nrunning {} tests", beside.len());
+            for (number, case) in beside {
+                if beside::take(number) {
+                    tally.run(case);
+                }
+            }
+            return tally.report(start.elapsed());
+        }
+        let other = (beside.len() > 0).then(Beside::start).transpose();
+        println!("\nrunning {} tests", alone.len());
+        for case in alone {
             tally.run(case);
         }
+        if let Ok(Some(other)) = &other {
+            // The other process goes from the first to the last.
+            for (number, case) in beside.rev() {
+                if other.leaves(number) {
+                    tally.run(case);
+                }
+            }
+        }
         let code = tally.report(start.elapsed());
-        match other.map(|started| started.and_then(Beside::finish)) {
-            None | Some(Ok(true)) => code,
-            Some(Ok(false)) => ExitCode::from(101),
-            Some(Err(error)) => {
+        match other.and_then(|other| other.map(Beside::finish).transpose()) {
+            Ok(None | Some(true)) => code,
+            Ok(Some(false)) => ExitCode::from(101),
+            Err(error) => {
                 eprintln!("the tests that run beside others cannot be run: {error}");
                 ExitCode::from(101)
             }

@@ -6,19 +6,24 @@
 
 use std::fs::{self, File};
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::time::Instant;
 
 use guest_reader::{AttachOptions, Guest, Patience};
 use serde_json::json;
 use tempfile::TempDir;
+use vm_migration::testing::TestCa;
 
-use super::plan::{Life, Memory};
+use super::counts::{
+    assert_locks, assert_memory_is_bounded, assert_no_files, assert_no_processes, assert_only,
+    assert_tap,
+};
+use super::lives::{Life, Memory};
 use crate::harness::pool::Pool;
-use crate::harness::process::{descriptors, thread_names};
+use crate::harness::taps::interface_exists;
 use crate::harness::vmm::GUEST_PATIENCE;
-use crate::harness::{HugePages, Vmm, VmmBuilder, wait_for};
+use crate::harness::{Vmm, VmmBuilder, wait_for};
 use crate::meanwhile;
 use crate::snapshot::{place, save};
 
@@ -26,65 +31,12 @@ use crate::snapshot::{place, save};
 pub const SHARED_MEMORY: &str = "/dev/shm";
 /// Of every zone that is a file.
 const ZONE_FILE: &str = "ram.mem";
+/// Of the disk that is there from the start.
+const BOOT_DISK: &str = "boot";
+/// The socket of the vsock device, alongside the images.
+const VSOCK: &str = "vsock";
 /// So many times a guest gives all its pages up at a go.
 pub const BALLOON_ROUNDS: u64 = 3;
-/// What a VMM of a test leaves in its folder while it runs, and after.
-const FILES: [&str; 5] = ["api", "events", "log", "stdout", "stderr"];
-
-/// The thread that collapses memory into huge pages after a guest has arrived.
-const COLLAPSES: &str = "huge-pages";
-/// The kernel's own, one for each VM from the first time that a vCPU runs. Where a guest has just
-/// reset, that can come after the VMM was looked at.
-const KERNELS: &str = "kvm-nx-lpage-re";
-
-/// The names that are there more often than before.
-fn more_than<'a>(now: &'a [String], before: &[String]) -> Vec<&'a String> {
-    let mut left = before.to_vec();
-    let is_new = |name: &&String| match left.iter().position(|other| other == *name) {
-        Some(at) => {
-            left.swap_remove(at);
-            false
-        }
-        None => true,
-    };
-    now.iter().filter(is_new).collect()
-}
-
-/// What a VMM holds.
-pub struct Holdings {
-    descriptors: Vec<String>,
-    threads: Vec<String>,
-}
-
-impl Holdings {
-    pub fn of(vmm: &Vmm) -> Self {
-        let mut threads = thread_names(vmm.pid());
-        // It goes on where it was stopped for a migration that failed, and rests most of its time.
-        threads.retain(|name| name != COLLAPSES);
-        if let Some(one) = threads.iter().position(|name| name == KERNELS) {
-            threads.swap_remove(one);
-        }
-        Self { descriptors: descriptors(vmm.pid()), threads }
-    }
-
-    /// What is there and was not before.
-    fn beyond(&self, before: &Self) -> Option<String> {
-        let descriptors = more_than(&self.descriptors, &before.descriptors);
-        let threads = more_than(&self.threads, &before.threads);
-        let is_more = !descriptors.is_empty() || self.threads.len() > before.threads.len();
-        is_more.then(|| format!("descriptors {descriptors:?}, threads {threads:?}"))
-    }
-}
-
-/// Waits until a VMM holds no more than before.
-pub fn assert_holds_no_more(vmm: &Vmm, before: &Holdings, what: &str) {
-    let start = std::time::Instant::now();
-    while let Some(more) = Holdings::of(vmm).beyond(before) {
-        assert!(start.elapsed() < super::LEFTOVERS_TIME, "{what} holds more than before: {more}");
-        std::thread::sleep(super::POLL);
-    }
-}
-
 /// A guest with the VMM it is in, and the other one while it moves.
 pub struct Running {
     pub life: Life,
@@ -97,12 +49,18 @@ pub struct Running {
     /// What its destinations may take their memory from, from the first that does.
     pool: Option<Pool>,
     disks: Disks,
-    _huge_pages: Option<HugePages>,
+    /// Of both sides, from the first migration that needs them.
+    certificates: Option<TempDir>,
+    /// Of its tap.
+    tap: Option<String>,
+    /// Whether its last VMM was killed.
+    pub was_killed: bool,
 }
 
-/// Disks that came while it ran.
+/// Its disks, on storage that both hosts have, and those that came while it ran.
 struct Disks {
     images: TempDir,
+    boot: String,
     /// How many there have been.
     count: u32,
     plugged: Vec<String>,
@@ -115,7 +73,24 @@ impl Disks {
 
     fn new() -> Self {
         let images = TempDir::with_prefix("godwit-soak-disks-").expect("a folder");
-        Self { images, count: 0, plugged: Vec::new(), leaving: Vec::new() }
+        Self {
+            images,
+            boot: BOOT_DISK.to_owned(),
+            count: 0,
+            plugged: Vec::new(),
+            leaving: Vec::new(),
+        }
+    }
+
+    /// The image of one.
+    fn path(&self, id: &str) -> PathBuf {
+        self.images.path().join(id)
+    }
+
+    fn make(&self, id: &str) -> PathBuf {
+        let path = self.path(id);
+        File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("a file");
+        path
     }
 
     /// The ids in a VM's configuration.
@@ -127,11 +102,11 @@ impl Disks {
 }
 
 impl Running {
-    /// Boots it.
-    pub fn boot(life: Life) -> Self {
-        // For the VM that is left, the one that arrives, and what the kernel has not got back yet.
-        let huge = life.memory == Memory::Huge;
-        let huge_pages = huge.then(|| HugePages::borrow(2 * life.mib / 2 + 8));
+    /// Boots the guest of this seed.
+    pub fn boot(life: Life, seed: u64) -> Self {
+        // Named after this process and this guest: 15 characters at most.
+        let tap = || format!("gs{}x{}", process::id() % 10_000_000, seed % 1_000);
+        let tap = life.devices.has_tap.then(tap);
         let base = if Path::new(SHARED_MEMORY).is_dir() {
             SHARED_MEMORY.into()
         } else {
@@ -147,11 +122,14 @@ impl Running {
             there_at: 0,
             pool: None,
             disks: Disks::new(),
-            _huge_pages: huge_pages,
+            certificates: None,
+            tap,
+            was_killed: false,
         };
         let mut builder =
             VmmBuilder::guest(running.life.vcpus, &running.memory(), &running.life.cmdline)
-                .with(&running.zones());
+                .with(&running.zones())
+                .with(&running.devices());
         if running.life.has_balloon {
             builder = builder.with(&["--balloon", "size=0,free_page_reporting=on"]);
         }
@@ -160,7 +138,31 @@ impl Running {
             fill(&running.hosts[1].path().join(ZONE_FILE), running.life.mib);
         }
         running.wait_until_it_works();
+        running.assert_holds_its_own();
         running
+    }
+
+    fn devices(&self) -> Vec<String> {
+        let devices = self.life.devices;
+        let mut words = Vec::new();
+        if devices.has_disk {
+            let path = self.disks.make(BOOT_DISK);
+            let more = if devices.has_iommu { ",iommu=on" } else { "" };
+            words.push("--disk".to_owned());
+            words.push(format!("path={},id={BOOT_DISK}{more}", path.display()));
+        }
+        if let Some(tap) = &self.tap {
+            words.extend(["--net".to_owned(), format!("tap={tap},id=lan")]);
+        }
+        if devices.has_vsock {
+            let socket = self.disks.path(VSOCK);
+            words.push("--vsock".to_owned());
+            words.push(format!("cid=3,socket={}", socket.display()));
+        }
+        if devices.has_rtc {
+            words.extend(["--rtc", "id=clock"].map(str::to_owned));
+        }
+        words
     }
 
     fn memory(&self) -> String {
@@ -249,8 +251,7 @@ impl Running {
         } else if disks.count < Disks::MAX {
             disks.count += 1;
             let id = format!("hot{}", disks.count);
-            let path = disks.images.path().join(&id);
-            File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("a file");
+            let path = disks.make(&id);
             api.put("vm.add-disk", &json!({ "path": path, "id": id }).to_string()).ok();
             disks.plugged.push(id);
         }
@@ -307,15 +308,11 @@ impl Running {
         }
         assert_eq!(vmm.api().state(), "Running", "after the move");
         let disks = Disks::of(vmm);
-        for id in &self.disks.plugged {
+        for id in self.disk_ids() {
             assert!(disks.contains(id), "the disk {id} is gone: {disks:?}");
         }
         self.wait_until_it_works();
-        let guest = Self::guest(vmm);
-        self.wait_for_balloon(&guest);
-        vmm.api().put("vm.pause", "").ok();
-        Self::compare(&guest);
-        vmm.api().put("vm.resume", "").ok();
+        let guest = self.compare_running();
         let before = guest.status().expect("the guest's status").iterations();
         self.use_balloon();
         let more = if self.life.has_balloon { 1 } else { 200 };
@@ -325,6 +322,56 @@ impl Running {
             })
             .unwrap_or_else(|error| panic!("{error:?}"));
         self.wait_for_balloon(&guest);
+    }
+
+    fn compare_running(&self) -> Guest {
+        let vmm = self.vmm();
+        let guest = Self::guest(vmm);
+        self.wait_for_balloon(&guest);
+        vmm.api().put("vm.pause", "").ok();
+        Self::compare(&guest);
+        vmm.api().put("vm.resume", "").ok();
+        guest
+    }
+
+    /// While others move it goes on, and its memory and what it has of the host stay its own.
+    pub fn look(&self) {
+        let guest = self.compare_running();
+        if !self.life.has_balloon {
+            guest.wait_for_heartbeat(GUEST_PATIENCE).unwrap_or_else(|error| panic!("{error:?}"));
+        }
+        self.assert_holds_its_own();
+    }
+
+    fn disk_ids(&self) -> impl Iterator<Item = &String> {
+        let boot = self.life.devices.has_disk.then_some(&self.disks.boot);
+        boot.into_iter().chain(&self.disks.plugged)
+    }
+
+    /// Its VMM has its tap and its locks, no other process has them, and its memory is bounded.
+    pub fn assert_holds_its_own(&self) {
+        let vmm = self.vmm();
+        assert_tap(vmm, self.tap.as_deref());
+        let held: Vec<_> = self.disk_ids().map(|id| self.disks.path(id)).collect();
+        assert_locks(&self.files(), Some(vmm), &held);
+        assert_memory_is_bounded(vmm, self.life.mib, self.life.memory.is_shared());
+    }
+
+    /// All that can be locked.
+    fn files(&self) -> Vec<PathBuf> {
+        let images = fs::read_dir(self.disks.images.path()).expect("a folder").flatten();
+        let zones = self.hosts.iter().map(|host| host.path().join(ZONE_FILE));
+        images.map(|entry| entry.path()).chain(zones).collect()
+    }
+
+    /// The option of both sides for a migration over TLS.
+    pub fn tls(&mut self) -> String {
+        let folder = self.certificates.get_or_insert_with(|| {
+            let folder = TempDir::with_prefix("godwit-tls-").expect("a folder");
+            TestCa::new().write_all(folder.path(), &["127.0.0.1"]);
+            folder
+        });
+        format!(",tls_dir={}", folder.path().display())
     }
 
     /// Lets it give all its pages up and take them again, a few times; meanwhile its table
@@ -383,14 +430,39 @@ impl Running {
 
     /// Ends it, and its VMM with it.
     pub fn end(mut self) {
-        if let Some(vmm) = self.here.take() {
-            vmm.shut_down();
+        if let Some(mut vmm) = self.here.take() {
+            vmm.end();
+            assert_no_processes(&vmm, "last VMM");
+            assert_no_files(&vmm);
         }
+        self.assert_nothing_is_left();
+    }
+
+    /// It was lost with the process that had its pages, and so is all that it had of the host.
+    pub fn lost(self) {
+        self.assert_nothing_is_left();
+    }
+
+    fn assert_nothing_is_left(mut self) {
         if let Some(pool) = self.pool.take() {
             pool.wait_until_ready();
             let wrong = pool.count("not_zero_total", "") + pool.count("unproved_total", "");
             assert_eq!(wrong, 0, "memory came back to the pool with something in it");
         }
+        assert_locks(&self.files(), None, &[]);
+        if let Some(tap) = &self.tap {
+            wait_for("the end of the tap", || (!interface_exists(tap)).then_some(()));
+        }
+        for host in &self.hosts {
+            assert_only(host.path(), &[ZONE_FILE.to_owned()]);
+        }
+        let mut images: Vec<_> = (1..=Disks::MAX).map(|number| format!("hot{number}")).collect();
+        images.push(BOOT_DISK.to_owned());
+        if self.was_killed {
+            // Its VMM could not take it away.
+            images.push(VSOCK.to_owned());
+        }
+        assert_only(self.disks.images.path(), &images);
     }
 }
 
@@ -406,53 +478,5 @@ fn fill(path: &Path, mib: u64) {
     let mut file = fs::File::create(path).expect("a file");
     for _ in 0..mib {
         file.write_all(&old).expect("room for a file");
-    }
-}
-
-/// Files that a VMM should not have left in its folder.
-pub fn assert_no_files(vmm: &Vmm, side: &str) {
-    let folder = vmm.path("");
-    let mut last = Vec::new();
-    let start = std::time::Instant::now();
-    loop {
-        last.clear();
-        for entry in fs::read_dir(&folder).expect("its folder").flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if !FILES.contains(&name.as_str()) {
-                last.push(name);
-            }
-        }
-        if last.is_empty() {
-            return;
-        }
-        assert!(start.elapsed() < super::LEFTOVERS_TIME, "files that the {side} left: {last:?}");
-        std::thread::sleep(super::POLL);
-    }
-}
-
-/// Processes that were started with something in this VMM's folder, other than itself.
-pub fn assert_no_processes(vmm: &Vmm, side: &str) {
-    let folder = vmm.path("").display().to_string();
-    let start = std::time::Instant::now();
-    loop {
-        let left: Vec<String> = fs::read_dir("/proc")
-            .expect("processes")
-            .flatten()
-            .filter_map(|entry| entry.file_name().to_string_lossy().parse::<u32>().ok())
-            .filter(|pid| *pid != vmm.pid() && *pid != process::id())
-            .filter_map(|pid| {
-                let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-                let line = String::from_utf8_lossy(&line).replace('\0', " ");
-                line.contains(&folder).then(|| format!("{pid}: {line}"))
-            })
-            .collect();
-        if left.is_empty() {
-            return;
-        }
-        assert!(
-            start.elapsed() < super::LEFTOVERS_TIME,
-            "processes of the {side} are left: {left:?}"
-        );
-        std::thread::sleep(super::POLL);
     }
 }

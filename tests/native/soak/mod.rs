@@ -1,47 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! Migrations drawn at random, one after the other: a guest boots once and moves many times, while
-//! connections are cut, either side cancels, the destination is killed, and the guest resets. After
-//! each there is one guest, every page of it is right, it continues, and nothing is left behind.
+//! Migrations drawn at random: one to three guests boot and move many times, in turn and two at a time,
+//! while connections are cut, either side cancels, is stopped or killed, and guests reset. After each
+//! there is one guest, every page of it is right, it continues, and nothing is left behind.
 //!
-//! `scripts/soak` runs it for as long as wanted; without it a few dozen are made. Each prints its
-//! seed, by which it is repeated.
+//! `scripts/soak` runs it for as long as wanted; without it five minutes are made, beside other tests. Each
+//! migration prints its seed, by which it is repeated.
 //!
-//! Owns the campaign and its summary. Must never know how a migration goes: `moving` does.
+//! Owns the campaign, whose turn it is, and the summary. Must never know how a migration goes: `moving` does.
 
+mod counts;
 mod dice;
+mod group;
 mod life;
 mod link;
+mod lives;
 mod moving;
 mod plan;
+mod troubles;
 
-use std::any::Any;
 use std::collections::BTreeMap;
-use std::fs;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::panic::catch_unwind;
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use self::counts::shared_memory_mib;
 use self::dice::{Dice, Seed};
-use self::life::{Running, SHARED_MEMORY};
+use self::group::{Member, Order, Told};
+use self::life::SHARED_MEMORY;
+use self::lives::{Life, Machine, Memory};
 use self::moving::Place;
-use self::plan::{KINDS, Life, Machine, Plan, Without};
-use crate::harness::{HugePages, Suite, Vmm, is_root, skip};
+use self::plan::{KINDS, Plan, Without, is_wanted};
+use crate::harness::taps::Tap;
+use crate::harness::{HugePages, Suite, beside, is_root, skip};
 
-/// Migrations of the short form, and the seed that it begins with: the same each time.
-const SHORT: u64 = 30;
+/// Minutes of the short form, which begins with a seed of the commit.
+const SHORT_MINUTES: u64 = 5;
+/// The seed where there is no commit.
 const SHORT_SEED: u64 = 1;
-/// Beyond the time that a campaign was given: the last migration, with all that may go wrong in it.
+/// Beyond the time that a campaign was given: the last migrations, with all that may go wrong in them.
 const MORE_TIME: Duration = Duration::from_mins(6);
 /// Without a time of its own, a campaign has this for each migration.
 const LIMIT_EACH_S: u64 = 6;
 /// Migrations of one guest.
 const MOVES_MAX: u64 = 12;
 /// In the short form: more kinds of memory rather than longer lives.
-const MOVES_MAX_SHORT: u64 = 3;
+const MOVES_MAX_SHORT: u64 = 4;
+/// The short form leaves the processors to tests that are timed.
+const NICE_SHORT: i32 = 5;
+/// Numbers of dice for a group, beyond those of any migration.
+const OF_GROUP: u64 = 1 << 32;
 /// How often a condition is looked at.
 const POLL: Duration = Duration::from_millis(4);
 /// For threads, descriptors and processes to go after what they were for is over.
-const LEFTOVERS_TIME: Duration = Duration::from_secs(15);
+const LEFTOVERS_TIME: Duration = Duration::from_secs(30);
+/// By how much the host's shared memory may grow during a campaign that has the host for itself. A guest's memory
+/// in one of ten migrations is more.
+const SHARED_MIB_MAX: u64 = 1 << 10;
 
 /// Set by `scripts/soak`.
 fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
@@ -49,10 +64,15 @@ fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     Some(text.parse().unwrap_or_else(|_| panic!("GODWIT_SOAK_{name}={text} is not understood")))
 }
 
+/// None when so many migrations are to be made.
+fn minutes() -> Option<u64> {
+    let minutes = variable("MINUTES");
+    minutes.or_else(|| variable::<u64>("MIGRATIONS").is_none().then_some(SHORT_MINUTES))
+}
+
 pub fn add(suite: &mut Suite) {
-    let (minutes, migrations) = (variable::<u64>("MINUTES"), variable::<u64>("MIGRATIONS"));
-    let by_number = LIMIT_EACH_S.saturating_mul(migrations.unwrap_or(SHORT));
-    let limit = minutes.map_or(Duration::from_secs(by_number), Duration::from_mins) + MORE_TIME;
+    let by_number = LIMIT_EACH_S.saturating_mul(variable("MIGRATIONS").unwrap_or(0));
+    let limit = minutes().map_or(Duration::from_secs(by_number), Duration::from_mins) + MORE_TIME;
     suite.add_long("soak::random_migrations", limit, campaign);
 }
 
@@ -61,10 +81,13 @@ struct Campaign {
     end: Option<Instant>,
     without: Without,
     keeps_going: bool,
-    moves_max: u64,
+    /// Other tests run at the same time.
+    is_beside: bool,
     machine: Machine,
     made: u64,
     stayed: u64,
+    lost: u64,
+    looked: u64,
     /// Passed and failed, by kind.
     kinds: BTreeMap<String, (u64, u64)>,
     failures: Vec<String>,
@@ -72,23 +95,26 @@ struct Campaign {
 }
 
 fn campaign() {
-    let minutes: Option<u64> = variable("MINUTES");
-    let seed = variable::<Seed>("SEED").unwrap_or(Seed { guest: SHORT_SEED, only: None });
+    let is_beside = beside::is_it();
+    if is_beside {
+        be_nice();
+    }
+    let seed = variable("SEED").unwrap_or_else(|| Seed { guest: seed_of_commit(), only: None });
     let without = plan::parse_without(&variable::<String>("WITHOUT").unwrap_or_default());
     for name in without.iter().flatten() {
         assert!(KINDS.contains(&name.as_str()), "no kind '{name}'; there are {}", KINDS.join(", "));
     }
-    let migrations = variable("MIGRATIONS");
-    let is_short = migrations.is_none() && minutes.is_none();
     let mut campaign = Campaign {
-        migrations: migrations.unwrap_or(if minutes.is_some() { u64::MAX } else { SHORT }),
-        end: minutes.map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
+        migrations: variable("MIGRATIONS").unwrap_or(u64::MAX),
+        end: minutes().map(|minutes| Instant::now() + Duration::from_secs(60 * minutes)),
         without,
         keeps_going: variable::<u64>("KEEP_GOING").is_some(),
-        moves_max: if is_short { MOVES_MAX_SHORT } else { MOVES_MAX },
-        machine: machine(),
+        is_beside,
+        machine: machine(is_beside),
         made: 0,
         stayed: 0,
+        lost: 0,
+        looked: 0,
         kinds: BTreeMap::new(),
         failures: Vec::new(),
         longest: (Duration::ZERO, String::new()),
@@ -97,19 +123,39 @@ fn campaign() {
     for line in campaign.machine.lacks() {
         println!("     left out: {line}");
     }
-    let start = Instant::now();
+    let (start, shared_mib) = (Instant::now(), shared_memory_mib());
     campaign.run(seed);
-    campaign.report(start.elapsed());
+    campaign.report(start.elapsed(), shared_mib);
 }
 
-fn machine() -> Machine {
+/// Another one for each commit.
+fn seed_of_commit() -> u64 {
+    let git = Command::new("git")
+        .args(["-C", env!("CARGO_MANIFEST_DIR"), "rev-parse", "HEAD"])
+        .output()
+        .ok()
+        .filter(|output| output.status.success());
+    let hash = git.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+    let seed = hash.and_then(|hash| u64::from_str_radix(hash.get(..8)?, 16).ok());
+    seed.unwrap_or(SHORT_SEED)
+}
+
+/// This thread, and all that it starts.
+fn be_nice() {
+    // SAFETY: takes numbers only; of a process that is 0 it changes the calling thread.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE_SHORT) };
+}
+
+fn machine(is_beside: bool) -> Machine {
     if !Path::new(SHARED_MEMORY).is_dir() {
         skip(format!("files for zones need {SHARED_MEMORY}"));
     }
     Machine {
         has_uffd: is_root() || Path::new("/dev/userfaultfd").exists(),
         has_bpf: is_root(),
-        has_huge_pages: HugePages::try_borrow(512).is_some(),
+        // Others wait for them for a minute, and then do without.
+        has_huge_pages: !is_beside && HugePages::try_borrow(512).is_some(),
+        has_taps: catch_unwind(Tap::open).is_ok(),
     }
 }
 
@@ -121,73 +167,159 @@ impl Campaign {
     }
 
     fn run(&mut self, seed: Seed) {
-        if seed.only.is_some() {
-            self.guest(seed);
+        if let Some(only) = seed.only {
+            self.group(seed.guest, 1, only..=only);
             return;
         }
-        let mut guest = seed.guest;
+        let moves_max = if self.is_beside { MOVES_MAX_SHORT } else { MOVES_MAX };
+        let mut leader = seed.guest;
         while self.goes_on() {
-            self.guest(Seed { guest, only: None });
-            guest = guest.wrapping_add(1);
+            let mut size = Dice::new(leader, OF_GROUP).pick(&[(1, 1), (3, 2), (1, 3)]);
+            if !self.wants("several") {
+                size = 1;
+            }
+            self.group(leader, size, 1..=moves_max);
+            leader = leader.wrapping_add(size);
         }
     }
 
-    /// One guest, until it has moved often enough or something is wrong.
-    fn guest(&mut self, seed: Seed) {
-        let Some(life) = Life::draw(seed.guest, &self.without, self.machine) else {
-            panic!("--without leaves no guest")
+    fn wants(&self, kind: &str) -> bool {
+        is_wanted(&[kind.to_owned()], &self.without)
+    }
+
+    /// Guests with seeds that follow each other, until they have moved often enough or something is wrong.
+    fn group(&mut self, leader: u64, size: u64, numbers: std::ops::RangeInclusive<u64>) {
+        println!("     guests that are alive at the same time: {size}, from --seed {leader}");
+        let mut members = Vec::new();
+        for seed in (0..size).map(|at| leader.wrapping_add(at)) {
+            let Some(life) = Life::draw(seed, &self.without, self.machine) else {
+                panic!("--without leaves no guest")
+            };
+            println!(
+                "     guest {seed}: {} MiB, {} vCPUs, {}, {}",
+                life.mib,
+                life.vcpus,
+                life.kinds().join(" "),
+                life.cmdline
+            );
+            members.push(Member::new(seed, life));
+        }
+        // For VMs that are left, those that arrive, and what the kernel has not got back yet.
+        let huge = members.iter().filter(|member| member.life.memory == Memory::Huge);
+        let huge_mib: u64 = huge.map(|member| member.life.mib).sum();
+        let huge_pages = (huge_mib > 0).then(|| HugePages::borrow(2 * huge_mib / 2 + 8));
+        for member in &members {
+            member.order(Order::Boot);
+        }
+        members.retain(|member| {
+            let told = member.told();
+            if let Err(why) = &told.outcome {
+                self.count(&member.life.kinds(), Some(why), &member.seed.to_string());
+            }
+            told.outcome.is_ok()
+        });
+        for number in numbers {
+            if !self.goes_on() {
+                break;
+            }
+            self.round(leader, number, &mut members);
+        }
+        for member in &members {
+            member.order(Order::End);
+        }
+        for member in members {
+            if let Err(why) = member.told().outcome {
+                self.count(
+                    &member.life.kinds(),
+                    Some(&why),
+                    &format!("{} at its end", member.seed),
+                );
+            }
+            member.join();
+        }
+        if let Some(pages) = huge_pages {
+            let taken = pages.taken();
+            assert_eq!(taken, 0, "pages of 2 MiB are taken after the guests have ended");
+        }
+    }
+
+    /// Each guest moves once, two of them at the same time now and then.
+    fn round(&mut self, leader: u64, number: u64, members: &mut Vec<Member>) {
+        let mut dice = Dice::new(leader, OF_GROUP + number);
+        if let Some(first) = u64::try_from(members.len()).ok().filter(|count| *count > 1) {
+            members.rotate_left(usize::try_from(dice.below(first)).unwrap_or(0));
+        }
+        let is_together = members.len() > 1 && dice.percent(40) && self.wants("together");
+        let mut seeds: Vec<u64> = members.iter().map(|member| member.seed).collect();
+        let mut first = if is_together { 2 } else { 1 };
+        while !seeds.is_empty() && self.goes_on() {
+            let now: Vec<u64> = seeds.drain(..first.min(seeds.len())).collect();
+            first = 1;
+            let failed = self.turn(number, &now, members);
+            members.retain(|member| !failed.contains(&member.seed));
+            seeds.retain(|seed| !failed.contains(seed));
+        }
+    }
+
+    /// These move, and the others are looked at afterwards. Those that have failed.
+    fn turn(&mut self, number: u64, seeds: &[u64], members: &[Member]) -> Vec<u64> {
+        let mut failed = Vec::new();
+        let (moving, others): (Vec<_>, Vec<_>) =
+            members.iter().partition(|member| seeds.contains(&member.seed));
+        let mut under_way = Vec::new();
+        for member in moving {
+            let drawn = Plan::draw(member.seed, number, &member.life, &self.without, self.machine);
+            let Some(plan) = drawn else { continue };
+            let mut kinds = [member.life.kinds(), plan.kinds().to_vec()].concat();
+            let more = [(members.len() > 1, "several"), (seeds.len() > 1, "together")];
+            kinds.extend(more.iter().filter(|(is, _)| *is).map(|(_, name)| (*name).to_owned()));
+            member.order(Order::Move(number, Box::new(plan)));
+            under_way.push((member, kinds));
+        }
+        for (member, kinds) in under_way {
+            let told = member.told();
+            if told.outcome.is_err() {
+                failed.push(member.seed);
+            }
+            self.moved(Seed { guest: member.seed, only: Some(number) }, &kinds, &told);
+        }
+        for member in &others {
+            member.order(Order::Look);
+        }
+        for member in others {
+            self.looked += 1;
+            if let Err(why) = member.told().outcome {
+                failed.push(member.seed);
+                let name = format!("{} while {seeds:?} moved, number {number}", member.seed);
+                self.count(&member.life.kinds(), Some(&why), &name);
+            }
+        }
+        failed
+    }
+
+    fn moved(&mut self, seed: Seed, kinds: &[String], told: &Told) {
+        let said = match &told.outcome {
+            Ok(None) => return,
+            Ok(Some((Place::Moved, settled_ms))) => format!("moved in {settled_ms} ms"),
+            Ok(Some((Place::Stayed, settled_ms))) => {
+                self.stayed += 1;
+                format!("stayed after {settled_ms} ms")
+            }
+            Ok(Some((Place::Lost, settled_ms))) => {
+                self.lost += 1;
+                format!("lost with what was killed, after {settled_ms} ms")
+            }
+            Err(why) => format!("FAILED: {why}"),
         };
         println!(
-            "     guest {}: {} MiB, {} vCPUs, {:?}, {}",
-            seed.guest, life.mib, life.vcpus, life.memory, life.cmdline
+            "     {seed} {said}, {:.1} s in all: {}",
+            told.took.as_secs_f64(),
+            kinds.join(" ")
         );
-        let mut running = match catch(|| Running::boot(life.clone())) {
-            Ok(running) => running,
-            Err(why) => {
-                self.count(&life.kinds(), Some(&why), &format!("{}", seed.guest));
-                return;
-            }
-        };
-        let numbers = seed.only.map_or(1..=self.moves_max, |only| only..=only);
-        for number in numbers {
-            if seed.only.is_none() && !self.goes_on() {
-                break;
-            }
-            let name = Seed { guest: seed.guest, only: Some(number) };
-            let Some(plan) = Plan::draw(seed.guest, number, &life, &self.without, self.machine)
-            else {
-                break;
-            };
-            let start = Instant::now();
-            let outcome = catch(|| {
-                let (place, settled_ms) =
-                    moving::migrate(&mut running, &plan, Dice::new(seed.guest, !number));
-                running.check(plan.is_paused && place == Place::Moved);
-                (place, settled_ms)
-            });
-            let took = start.elapsed();
-            let kinds = [life.kinds(), plan.kinds().to_vec()].concat();
-            let said = match &outcome {
-                Ok((Place::Moved, settled_ms)) => format!("moved in {settled_ms} ms"),
-                Ok((Place::Stayed, settled_ms)) => {
-                    self.stayed += 1;
-                    format!("stayed after {settled_ms} ms")
-                }
-                Err(why) => format!("FAILED: {why}"),
-            };
-            println!("     {name} {said}, {:.1} s in all: {}", took.as_secs_f64(), kinds.join(" "));
-            if took > self.longest.0 {
-                self.longest = (took, name.to_string());
-            }
-            self.count(&kinds, outcome.as_ref().err(), &name.to_string());
-            if let Err(why) = outcome {
-                keep(&running, &plan, &name.to_string(), &why);
-                return;
-            }
+        if told.took > self.longest.0 {
+            self.longest = (told.took, seed.to_string());
         }
-        if let Err(why) = catch(|| running.end()) {
-            self.count(&life.kinds(), Some(&why), &format!("{} at its end", seed.guest));
-        }
+        self.count(kinds, told.outcome.as_ref().err(), &seed.to_string());
     }
 
     fn count(&mut self, kinds: &[String], failure: Option<&String>, name: &str) {
@@ -202,7 +334,7 @@ impl Campaign {
         }
     }
 
-    fn report(&self, took: Duration) {
+    fn report(&self, took: Duration, shared_before_mib: u64) {
         println!("     kind                passed failed");
         for (kind, (passed, failed)) in &self.kinds {
             println!("     {kind:<20}{passed:>6}{failed:>7}");
@@ -213,50 +345,24 @@ impl Campaign {
         }
         let made = u32::try_from(self.made.max(1)).unwrap_or(u32::MAX);
         println!(
-            "     {:.2} s a migration, the longest {:.1} s ({}); {} stayed where they were, as they had to",
+            "     {:.2} s a migration, the longest {:.1} s ({}); {} stayed where they were, and {} were lost, as they \
+             had to; {} looks at guests while others moved",
             (took / made).as_secs_f64(),
             self.longest.0.as_secs_f64(),
             self.longest.1,
-            self.stayed
+            self.stayed,
+            self.lost,
+            self.looked
         );
+        let more_mib = shared_memory_mib().saturating_sub(shared_before_mib);
+        println!(
+            "     a VMM's own memory was at most {} KiB; the host's shared memory has grown by {more_mib} MiB",
+            counts::largest_kib()
+        );
+        let is_bounded = self.is_beside || more_mib < SHARED_MIB_MAX;
+        assert!(is_bounded, "{more_mib} MiB of shared memory are left");
         println!("     soak: {} passed, {failed} failed", self.made - failed);
         assert!(failed == 0, "{failed} of {} migrations failed", self.made);
         assert!(self.made > 0, "no migration was made");
-    }
-}
-
-/// Runs it; what a panic said is an answer. (The panic itself is printed where it happens.)
-fn catch<T>(run: impl FnOnce() -> T) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(run)).map_err(|payload: Box<dyn Any + Send>| {
-        let text = payload.downcast_ref::<String>().cloned();
-        let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-        text.unwrap_or_else(|| "it ended without a word".to_owned())
-    })
-}
-
-/// Keeps logs, events and progress documents of both sides.
-fn keep(running: &Running, plan: &Plan, name: &str, why: &str) {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("soak").join(name);
-    let _ = fs::remove_dir_all(&folder);
-    let sides = [("source", &running.here), ("destination", &running.there)];
-    for (side, vmm) in sides {
-        if let Some(vmm) = vmm {
-            keep_side(&folder.join(side), vmm);
-        }
-    }
-    let text = format!("{why}\n\n{:#?}\n\n{plan:#?}\n", running.life);
-    let _ = fs::create_dir_all(&folder).and_then(|()| fs::write(folder.join("failure"), text));
-    println!("     kept in {}", folder.display());
-}
-
-fn keep_side(folder: &Path, vmm: &Vmm) {
-    let _ = fs::create_dir_all(folder);
-    for name in ["events", "log", "stdout", "stderr"] {
-        let _ = fs::copy(vmm.path(name), folder.join(name));
-    }
-    for name in ["vm.migration-progress", "vm.info"] {
-        if let Ok(answer) = vmm.api().request("GET", name, None) {
-            let _ = fs::write(folder.join(name), answer.body);
-        }
     }
 }

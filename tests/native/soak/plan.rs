@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-//! What a guest is like, how one migration of it goes, and what happens meanwhile: all of it drawn.
+//! How one migration of a guest goes, and what happens meanwhile: all of it drawn.
 //!
 //! Owns which options go together, and the names of the kinds by which they are counted and left
 //! out. Must never start anything.
@@ -7,6 +7,7 @@
 use std::fmt::Write as _;
 
 use super::dice::Dice;
+use super::lives::{Life, Machine, Memory};
 use crate::harness::{Mode, Transport};
 
 /// A kind of migration that is not wanted: all of these names at once.
@@ -18,7 +19,8 @@ pub fn parse_without(text: &str) -> Without {
     words.map(|word| word.split('+').map(str::to_owned).collect()).collect()
 }
 
-fn is_wanted(kinds: &[String], without: &Without) -> bool {
+/// Whether none of what is left out is all there.
+pub fn is_wanted(kinds: &[String], without: &Without) -> bool {
     !without.iter().any(|names| names.iter().all(|name| kinds.contains(name)))
 }
 
@@ -30,6 +32,7 @@ pub const KINDS: &[&str] = &[
     "local",
     "tcp",
     "unix",
+    "tls",
     "small-pages",
     "thp",
     "private",
@@ -40,6 +43,11 @@ pub const KINDS: &[&str] = &[
     "balloon",
     "pool",
     "hotplug",
+    "disk",
+    "guest-iommu",
+    "tap",
+    "vsock",
+    "rtc",
     "connections-1",
     "connections-2",
     "connections-4",
@@ -60,161 +68,21 @@ pub const KINDS: &[&str] = &[
     "cancel-source",
     "cancel-destination",
     "kill-destination",
+    "kill-source",
+    "kill-page-server",
+    "stop-source",
+    "stop-destination",
     "same-file",
     "reset-before",
     "reset-during",
     "paused",
     "snapshot",
+    "several",
+    "together",
 ];
 
-/// What the guest's memory is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
-    /// A memfd of small pages.
-    Small,
-    /// A memfd with transparent huge pages.
-    Thp,
-    /// Private anonymous memory.
-    Private,
-    /// hugetlb pages of 2 MiB.
-    Huge,
-    /// A file that was not there.
-    FileFresh,
-    /// A file at each host that another guest has used; a guest that comes back finds its own.
-    FileOld,
-    /// A file, a memfd and another memfd.
-    Zones,
-}
-
-impl Memory {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Small => "small-pages",
-            Self::Thp => "thp",
-            Self::Private => "private",
-            Self::Huge => "hugetlb",
-            Self::FileFresh => "file-fresh",
-            Self::FileOld => "file-old",
-            Self::Zones => "zones",
-        }
-    }
-
-    /// Files that hold it, by zone.
-    pub const fn has_files(self) -> bool {
-        matches!(self, Self::FileFresh | Self::FileOld | Self::Zones)
-    }
-
-    const fn is_shared(self) -> bool {
-        !matches!(self, Self::Private)
-    }
-}
-
-/// What this machine can do.
-#[derive(Clone, Copy, Debug)]
-pub struct Machine {
-    /// userfaultfd may be used.
-    pub has_uffd: bool,
-    /// BPF may be used.
-    pub has_bpf: bool,
-    /// There are free pages of 2 MiB.
-    pub has_huge_pages: bool,
-}
-
-impl Machine {
-    fn can(self, kinds: &[String]) -> bool {
-        let has = |name: &str| kinds.iter().any(|kind| kind == name);
-        (self.has_uffd || !(has("postcopy") || has("auto")))
-            && (self.has_bpf || !has("sigbus"))
-            && (self.has_huge_pages || !has("hugetlb"))
-    }
-
-    /// What it cannot do, with the reason.
-    pub fn lacks(self) -> Vec<&'static str> {
-        let mut list = Vec::new();
-        if !self.has_uffd {
-            list.push("postcopy, auto: userfaultfd may not be used here");
-        }
-        if !self.has_bpf {
-            list.push("sigbus: it needs CAP_BPF and CAP_PERFMON");
-        }
-        if !self.has_huge_pages {
-            list.push("hugetlb: the host gives no pages of 2 MiB");
-        }
-        list
-    }
-}
-
-/// A guest.
-#[derive(Clone, Debug)]
-pub struct Life {
-    /// What its memory is.
-    pub memory: Memory,
-    /// All of it.
-    pub mib: u64,
-    /// How many vCPUs.
-    pub vcpus: u32,
-    /// What it does.
-    pub cmdline: String,
-    /// It can be reset: it fills its pages first, and its table does not outlive a reset in a file.
-    pub can_reset: bool,
-    /// It releases pages and takes them again, over and over.
-    pub has_balloon: bool,
-}
-
-impl Life {
-    /// A guest that is wanted; none when everything was excluded.
-    pub fn draw(seed: u64, without: &Without, machine: Machine) -> Option<Self> {
-        let mut dice = Dice::new(seed, 0);
-        (0..TRIES).map(|_| Self::draw_any(&mut dice)).find(|life| {
-            let kinds = life.kinds();
-            is_wanted(&kinds, without) && machine.can(&kinds)
-        })
-    }
-
-    fn draw_any(dice: &mut Dice) -> Self {
-        let memory = dice.pick(&[
-            (3, Memory::Small),
-            (2, Memory::Thp),
-            (2, Memory::Private),
-            (2, Memory::Huge),
-            (2, Memory::FileFresh),
-            (2, Memory::FileOld),
-            (2, Memory::Zones),
-        ]);
-        let has_balloon = dice.percent(15);
-        let mib = dice.pick(&[(4, 64), (3, 96), (2, 128), (1, 192), (1, 256)]);
-        let vcpus = if has_balloon { 1 } else { dice.pick(&[(3, 1), (3, 2), (1, 3)]) };
-        let used_mib = dice.between(mib / 4, mib / 2);
-        let is_filled = has_balloon || dice.percent(60);
-        let mut cmdline = format!(
-            "mem={used_mib}M seed={} prefill={}",
-            1 + dice.below(1000),
-            u8::from(is_filled)
-        );
-        let workload = dice.pick(&[(5, "random-write"), (2, "hot-write"), (1, "sequential-write")]);
-        let balloon = dice.pick(&[(1, "balloon-report"), (1, "balloon-inflate")]);
-        let pace_ns = dice.pick(&[(1, 0), (3, 5_000), (2, 50_000)]);
-        let write_percent = dice.pick(&[(2, 100), (1, 50)]);
-        let _ = if has_balloon {
-            let rounds = super::life::BALLOON_ROUNDS;
-            write!(cmdline, " workload={balloon} iterations={rounds}")
-        } else {
-            let words = format_args!("pace_ns={pace_ns} write_percent={write_percent}");
-            write!(cmdline, " workload={workload} {words}")
-        };
-        let can_reset = is_filled && !has_balloon && !memory.has_files();
-        Self { memory, mib, vcpus, cmdline, can_reset, has_balloon }
-    }
-
-    /// Names of what it is.
-    pub fn kinds(&self) -> Vec<String> {
-        let mut kinds = vec![self.memory.name().to_owned()];
-        if self.has_balloon {
-            kinds.push("balloon".to_owned());
-        }
-        kinds
-    }
-}
+/// A side may be silent for 10 s: what it is stopped for leaves the rest to a machine that is busy.
+const STOP_MS_MAX: u64 = 4_000;
 
 /// Something that happens while it is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,6 +94,12 @@ pub enum Trouble {
     Cancel { at_source: bool, after_ms: u64 },
     /// The destination is killed once so many bytes have been sent, if the guest is still here.
     Kill { after_bytes: u64 },
+    /// The source is killed, wherever it is then.
+    KillSource { after_ms: u64 },
+    /// The page server is killed, so long after it has taken over.
+    KillPageServer { after_ms: u64 },
+    /// A side is stopped as a whole, for less time than any limit of the other.
+    Stop { at_source: bool, after_ms: u64, for_ms: u64 },
     /// The guest crashes, which resets it.
     Reset { after_ms: u64 },
     /// The destination's zones are the very files of the source.
@@ -241,6 +115,8 @@ pub struct Plan {
     pub is_local: bool,
     /// What carries it.
     pub transport: Transport,
+    /// Both sides have certificates.
+    pub has_tls: bool,
     /// More of `send-migration`, which begins with a comma.
     pub sending: String,
     /// More of `receive-migration`, likewise.
@@ -265,7 +141,7 @@ pub struct Plan {
 }
 
 /// Draws until something is wanted.
-const TRIES: u32 = 2000;
+pub const TRIES: u32 = 2000;
 
 impl Plan {
     /// Migration `number` of the guest with this seed; none when everything was excluded.
@@ -317,7 +193,9 @@ impl Plan {
             kinds.push("delay".to_owned());
             (dice.between(1, 20), dice.between(0, 10))
         });
-        let troubles = Self::draw_troubles(dice, is_local, life, &mut kinds);
+        let has_tls = !unix && dice.percent(25);
+        kinds.extend(has_tls.then(|| "tls".to_owned()));
+        let troubles = Self::draw_troubles(dice, is_local, has_page_server, life, &mut kinds);
         let calm = troubles.is_empty();
         let snapshot = dice.percent(8).then(|| dice.pick(&[(1, "copy"), (1, "ondemand")]));
         let is_reset = life.can_reset && dice.percent(6);
@@ -338,6 +216,7 @@ impl Plan {
             mode,
             is_local,
             transport,
+            has_tls,
             sending,
             receiving,
             has_page_server,
@@ -404,6 +283,7 @@ impl Plan {
     fn draw_troubles(
         dice: &mut Dice,
         is_local: bool,
+        has_page_server: bool,
         life: &Life,
         kinds: &mut Vec<String>,
     ) -> Vec<Trouble> {
@@ -411,11 +291,15 @@ impl Plan {
         // A relay cannot pass descriptors on.
         let relayed = u64::from(!is_local);
         let resets = u64::from(life.can_reset);
+        let servers = u64::from(has_page_server);
         let mut troubles = Vec::new();
         for _ in 0..dice.pick(&[(11, 0), (8, 1), (1, 2)]) {
             let down_ms = dice.pick(&[(2, 0), (1, 50), (1, 600)]);
             let after_bytes = dice.magnitude(5, 25);
             let after_ms = dice.magnitude(0, 9);
+            let (short_ms, long_ms) = (dice.between(5, 300), dice.between(300, STOP_MS_MAX));
+            let for_ms = dice.pick(&[(2, short_ms), (1, long_ms)]);
+            let stop = |at_source| Trouble::Stop { at_source, after_ms, for_ms };
             let cut = |is_one| Trouble::Cut { after_bytes, is_one, down_ms };
             troubles.push(dice.pick(&[
                 (4 * relayed, cut(false)),
@@ -423,6 +307,10 @@ impl Plan {
                 (2, Trouble::Cancel { at_source: true, after_ms }),
                 (2, Trouble::Cancel { at_source: false, after_ms }),
                 (2 * relayed, Trouble::Kill { after_bytes }),
+                (1, Trouble::KillSource { after_ms }),
+                (2 * servers, Trouble::KillPageServer { after_ms }),
+                (1, stop(true)),
+                (1, stop(false)),
                 (resets, Trouble::Reset { after_ms }),
                 (files, Trouble::SameFile),
             ]));
@@ -445,6 +333,10 @@ impl Trouble {
             Self::Cancel { at_source: true, .. } => "cancel-source",
             Self::Cancel { at_source: false, .. } => "cancel-destination",
             Self::Kill { .. } => "kill-destination",
+            Self::KillSource { .. } => "kill-source",
+            Self::KillPageServer { .. } => "kill-page-server",
+            Self::Stop { at_source: true, .. } => "stop-source",
+            Self::Stop { at_source: false, .. } => "stop-destination",
             Self::Reset { .. } => "reset-during",
             Self::SameFile => "same-file",
         }

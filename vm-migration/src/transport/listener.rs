@@ -9,9 +9,10 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use socket2::{Domain, SockAddr, Socket, Type};
 
 use super::reach::resolve;
@@ -24,7 +25,11 @@ use crate::cancel::Cancel;
 /// Backlog of a listener: a migration opens up to 257 connections at once.
 const BACKLOG: i32 = 257;
 
-/// A listening socket. A Unix socket's file is removed when the last listener on it is dropped.
+/// Sockets with a file, for a process that ends while threads still have them.
+static WITH_FILE: Mutex<Vec<Weak<Bound>>> = Mutex::new(Vec::new());
+
+/// A listening socket. A Unix socket's file is removed when the last listener on it is dropped, or by
+/// [`Self::remove_all_files`].
 #[derive(Debug)]
 pub struct Listener {
     bound: Arc<Bound>,
@@ -100,7 +105,22 @@ impl Listener {
         {
             *port = local.port();
         }
-        Ok(Self { bound: Arc::new(bound), tls: None })
+        let bound = Arc::new(bound);
+        if bound.made.is_some() {
+            let mut all = WITH_FILE.lock();
+            all.retain(|bound| bound.strong_count() > 0);
+            all.push(Arc::downgrade(&bound));
+        }
+        Ok(Self { bound, tls: None })
+    }
+
+    /// Removes the file of every Unix socket that listens, for a process that ends without dropping them: a
+    /// guest that lacks pages is kept to the last, with the listener for its source.
+    pub fn remove_all_files() {
+        let all = std::mem::take(&mut *WITH_FILE.lock());
+        for bound in all.iter().filter_map(Weak::upgrade) {
+            bound.remove_file();
+        }
     }
 
     /// The same socket; connections accepted by the result use TLS with these certificates, or no TLS if
@@ -196,13 +216,19 @@ impl AsRawFd for Listener {
     }
 }
 
-impl Drop for Bound {
-    fn drop(&mut self) {
+impl Bound {
+    fn remove_file(&self) {
         let Some((path, device, inode)) = &self.made else { return };
         // Another listener may have created its own file there by now.
         if file_at(path).is_ok_and(|there| there == (*device, *inode)) {
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        self.remove_file();
     }
 }
 
