@@ -73,12 +73,16 @@ pub fn unlock(file: &File) -> Result<(), LockError> {
     set(file, libc::F_UNLCK).map_err(LockError::Other)
 }
 
-/// Names the processes that have a file locked, as far as `/proc` shows them to this process.
+/// Names the processes that have a file locked, as far as `/proc` shows them to this process: not one that is not
+/// dumpable, as VMMs are, if this one has dropped its capabilities. Then it says how to find it.
 pub fn holders(file: &File) -> String {
-    let found = file.metadata().map(|data| holders_of(Path::new("/proc"), data.dev(), data.ino()));
-    match found {
-        Ok(found) if !found.is_empty() => found.join(" and "),
-        _ => "another process".to_owned(),
+    let Ok(data) = file.metadata() else { return "another process".to_owned() };
+    match holders_of(Path::new("/proc"), data.dev(), data.ino()) {
+        found if !found.is_empty() => found.join(" and "),
+        _ => format!(
+            "another process (root finds it by grep -l 'OFDLCK.*:{} ' /proc/[0-9]*/fdinfo/*)",
+            data.ino()
+        ),
     }
 }
 
@@ -162,7 +166,9 @@ mod tests {
     fn the_process_that_has_it_is_named() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let file = open(named.path());
-        assert_eq!(holders(&file), "another process");
+        let unknown = holders(&file);
+        let inode = format!(":{} ' /proc", file.metadata().unwrap().ino());
+        assert!(unknown.starts_with("another process (") && unknown.contains(&inode), "{unknown}");
         lock(&file, FileUse::Written).unwrap();
         let here = holders(&file);
         assert!(here.starts_with(&format!("process {} (", std::process::id())), "{here}");

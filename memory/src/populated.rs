@@ -127,16 +127,17 @@ pub fn data_runs_by_page(file: &File, range: Range<u64>) -> io::Result<Vec<Range
 
 /// Whether `mincore` tells this process which pages of a mapped file are in memory. To a user that neither owns
 /// the file nor may write to it, the kernel says that all are: so it does of memory that a pool of another user
-/// has given. False if in doubt.
+/// has given. False if in doubt: root may be told all by a capability, but not each of its threads has that.
 pub fn mincore_tells(file: &File) -> bool {
     // SAFETY: takes nothing and cannot fail.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
-    let owner = file.metadata().map(|file| (file.uid(), file.gid(), file.mode()));
-    owner.is_ok_and(|(uid, gid, mode)| {
-        // Other groups of the process are not looked up: they count as the file's, and as not.
-        let writers = if group == gid { 0o020 } else { 0o022 };
-        user == 0 || user == uid || mode & writers == writers
-    })
+    file.metadata().is_ok_and(|file| tells_of((file.uid(), file.gid(), file.mode()), user, group))
+}
+
+fn tells_of((owner, owning_group, mode): (u32, u32, u32), user: u32, group: u32) -> bool {
+    // Other groups of the process are not looked up: they count as the file's, and as not.
+    let writers = if group == owning_group { 0o020 } else { 0o022 };
+    user == owner || mode & writers == writers
 }
 
 /// The first page at or after `at` that has data; `None` if there is none in `range`.
@@ -409,6 +410,11 @@ mod tests {
             assert_eq!(data_runs_by_page(&file, range).unwrap(), runs);
         }
         assert!(mincore_tells(&file));
+        let of_user = (1000, 1000, 0o600);
+        assert!(tells_of(of_user, 1000, 5) && !tells_of(of_user, 7, 7));
+        assert!(!tells_of(of_user, 0, 0), "a thread of root without capabilities is told nothing");
+        assert!(tells_of((1000, 1000, 0o620), 7, 1000) && !tells_of((1000, 1000, 0o620), 7, 7));
+        assert!(tells_of((1000, 1000, 0o622), 7, 7));
     }
 
     #[test]

@@ -65,12 +65,13 @@ pub struct Builder {
     name: String,
     kind: Option<&'static str>,
     stack_bytes: Option<usize>,
+    before_hook: Option<fn()>,
 }
 
 impl Builder {
     /// A thread of this name, with the usual stack.
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), kind: None, stack_bytes: None }
+        Self { name: name.into(), kind: None, stack_bytes: None, before_hook: None }
     }
 
     /// Of this kind, which the start hook gets in place of the name: for a name that comes from outside, such as
@@ -84,6 +85,20 @@ impl Builder {
     #[must_use]
     pub fn stack_bytes(self, bytes: usize) -> Self {
         Self { stack_bytes: Some(bytes), ..self }
+    }
+
+    /// Calls `first` on the new thread before the start hook: for what the hook takes the right to.
+    #[must_use]
+    pub fn before_hook(self, first: fn()) -> Self {
+        Self { before_hook: Some(first), ..self }
+    }
+
+    /// What the new thread does before its body.
+    fn begin(&self, starter: Option<&str>) {
+        if let Some(first) = self.before_hook {
+            first();
+        }
+        run_start_hook(self.kind.unwrap_or(&self.name), starter);
     }
 
     fn of_std(&self) -> std::thread::Builder {
@@ -104,7 +119,7 @@ impl Builder {
     ) -> io::Result<JoinHandle<T>> {
         let starter = own_kind();
         self.of_std().spawn(move || {
-            run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
+            self.begin(starter.as_deref());
             body()
         })
     }
@@ -120,7 +135,7 @@ impl Builder {
     ) -> io::Result<ScopedJoinHandle<'scope, T>> {
         let starter = own_kind();
         self.of_std().spawn_scoped(scope, move || {
-            run_start_hook(self.kind.unwrap_or(&self.name), starter.as_deref());
+            self.begin(starter.as_deref());
             body()
         })
     }

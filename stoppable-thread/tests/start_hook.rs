@@ -30,6 +30,9 @@ fn seen() -> Vec<String> {
     SEEN.with_borrow(Vec::clone)
 }
 
+/// What is done before the hook.
+const EARLIER: Kinds<'_> = Kinds { own: "earlier", starter: None };
+
 /// A name that Linux cuts off.
 const LONG: &str = "a-name-of-more-than-fifteen-bytes";
 
@@ -47,9 +50,13 @@ fn each_thread_runs_the_hook_once_before_its_body() {
     assert_eq!(small.spawn(named).unwrap().join().unwrap(), expected("small"));
     let of_kind = Builder::new("_disk0_q0").kind("disk").spawn(named).unwrap();
     assert_eq!(of_kind.join().unwrap(), ("_disk0_q0".to_owned(), vec!["disk".to_owned()]));
+    let begun = Builder::new("begun").before_hook(|| note(EARLIER)).spawn(seen).unwrap();
+    assert_eq!(begun.join().unwrap(), ["earlier", "begun"]);
     std::thread::scope(|scope| {
         let scoped = spawn_scoped(scope, "scoped", named).unwrap();
         assert_eq!(scoped.join().unwrap(), expected("scoped"));
+        let begun = Builder::new("begun").before_hook(|| note(EARLIER)).spawn_scoped(scope, seen);
+        assert_eq!(begun.unwrap().join().unwrap(), ["earlier", "begun"]);
     });
     assert!(seen().is_empty(), "not on the thread that starts others");
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use stoppable_thread::StoppableThread;
+use stoppable_thread::{Builder, StoppableThread};
 
 use crate::cancel::Cancel;
 use crate::error::{Cause, Failure, Step};
@@ -93,16 +93,19 @@ impl Session {
         fail: impl FnOnce(Failure) + Send + 'static,
     ) -> Result<(), Failure> {
         let body = move || {
-            if urgency == Urgency::Now {
-                hurry();
-            }
             if let Err(failure) = work(&mut part) {
                 fail(failure);
             }
             drop(part);
         };
         let stop = self.fate.stop.clone();
-        let thread = StoppableThread::spawn(name, move || stop.cancel(), body);
+        let builder = Builder::new(name);
+        let builder = match urgency {
+            // A thread of the VMM has no capability for it afterwards.
+            Urgency::Now => builder.before_hook(hurry),
+            Urgency::Later => builder,
+        };
+        let thread = StoppableThread::build(builder, move || stop.cancel(), body);
         self.threads.push(thread.map_err(Cause::Resource).step("starting a page thread")?);
         Ok(())
     }

@@ -215,6 +215,14 @@ group! {
 }
 
 group! {
+    /// What a thread does that another has started, under the filters of that one.
+    CAPABILITIES "capabilities" {
+        SYS_capget "what a new thread has";
+        SYS_capset "a new thread drops what it does not need; a permitted set never grows";
+    }
+}
+
+group! {
     /// Opening by path and reading directories.
     OPEN "open" {
         SYS_open "files, devices, /proc and /sys";

@@ -4,7 +4,7 @@
 //!
 //! Owns the order: `main` gets the filter of all that the process may ever call while it is the only thread, so every
 //! thread inherits it; each thread adds that of its own kind before its body, by the start hook of `stoppable-thread`.
-//! Filters add up, and the strictest answer counts. Paths are those of a VM: the threads that build it and `main` are
+//! Filters add up, and the strictest answer counts. Capabilities are dropped at the same two places, just before. Paths are those of a VM: the threads that build it and `main` are
 //! confined to them by `landlock`, if its configuration says so. It must never know what a thread does beyond its entry
 //! in the table.
 //!
@@ -14,12 +14,14 @@
 //! | `calls` | system calls in groups, with what is checked of them and why they are there |
 //! | `table` | the kinds of threads, their groups, and which start which |
 //! | `seccomp` | the table as filters |
+//! | `capabilities` | what is kept of what root may do, and by which threads |
 //! | `report` | the end of a process that makes another call |
 //! | `names` | names of system calls |
 //! | `landlock` | paths: a set of them for a thread, and which sets are in force |
 //! | `paths` | which paths a VM needs, by its configuration |
 
 mod calls;
+mod capabilities;
 pub mod landlock;
 mod names;
 mod paths;
@@ -30,6 +32,8 @@ mod requests;
 mod seccomp;
 mod table;
 
+#[cfg(test)]
+mod capabilities_tests;
 #[cfg(test)]
 mod tests;
 
@@ -74,6 +78,9 @@ pub enum SandboxError {
     /// The handler of SIGSYS, no_new_privs, limits.
     #[error("the process cannot drop what it does not need")]
     Process(#[source] io::Error),
+    /// A set of capabilities that is smaller.
+    #[error("capabilities cannot be dropped (--seccomp false runs without a sandbox)")]
+    Capabilities(#[source] io::Error),
     /// The filter.
     #[error("system calls cannot be sandboxed (--seccomp false runs without a sandbox)")]
     Filter(#[source] FilterError),
@@ -119,20 +126,34 @@ pub fn begin(process: Process, mode: SeccompMode) -> Result<(), SandboxError> {
         return Ok(());
     }
     no_dumps()?;
+    if let Some((index, _)) = Kind::of_thread(process.kind()) {
+        let bounding = process != Process::PageServer;
+        capabilities::limit_process(index, bounding).map_err(SandboxError::Capabilities)?;
+    }
     report::end_with_line().map_err(SandboxError::Process)?;
     // Set by this function alone, once.
     let _ = stoppable_thread::set_start_hook(confine);
-    confine_as(process.kind(), None).map_err(SandboxError::Filter)
+    confine_as(process.kind(), None)
 }
 
-fn confine_as(name: &str, starter: Option<&str>) -> Result<(), FilterError> {
+fn confine_as(name: &str, starter: Option<&str>) -> Result<(), SandboxError> {
     let Some((index, kind)) = Kind::of_thread(name) else {
-        return Err(FilterError::UnknownKind(name.to_owned()));
+        return Err(SandboxError::Filter(FilterError::UnknownKind(name.to_owned())));
     };
     report::set_kind(kind.name);
-    // A thread has the filters of the one that started it.
+    // A thread has the filters and capabilities of the one that started it.
     let inherited = starter.and_then(Kind::of_thread).is_some_and(|(other, _)| other == index);
-    if inherited || kind.adds_no_filter() { Ok(()) } else { seccomp::install(index, mode()) }
+    if inherited {
+        return Ok(());
+    }
+    // The kind's own filter may not allow it any more. The process has done it for its first thread.
+    if !kind.is_first() {
+        capabilities::limit_thread(index).map_err(SandboxError::Capabilities)?;
+    }
+    if kind.adds_no_filter() {
+        return Ok(());
+    }
+    seccomp::install(index, mode()).map_err(SandboxError::Filter)
 }
 
 /// The start hook.
@@ -140,7 +161,7 @@ fn confine(kinds: Kinds<'_>) {
     let name = kinds.own;
     if let Err(error) = confine_as(name, kinds.starter) {
         log::error!(
-            "no seccomp filter for thread {name}, and the process ends: {}",
+            "thread {name} is without its sandbox, and the process ends: {}",
             error_text::chain(&error)
         );
         log::logger().flush();

@@ -15,7 +15,7 @@ use thiserror::Error;
 
 use super::calls::{Call, Check};
 use super::requests::FREQUENT;
-use super::table::{KINDS, Kind};
+use super::table::{KINDS, Kind, MAX_KINDS};
 use crate::options::SeccompMode;
 
 /// Why a thread has no filter.
@@ -34,10 +34,6 @@ pub enum FilterError {
 
 /// Filters by kind, made when the first thread of a kind starts.
 static FILTERS: [OnceLock<Vec<BpfProgram>>; MAX_KINDS] = [const { OnceLock::new() }; MAX_KINDS];
-
-/// Room for all kinds of the table.
-const MAX_KINDS: usize = 128;
-const _: () = assert!(MAX_KINDS >= 64);
 
 /// Calls that fail on threads that may not make them, rather than end the process. The C library and a backtrace do
 /// without opening anything. A socket may be dropped by any thread, and a path that it leaves is replaced by the next

@@ -8,14 +8,18 @@
 //! does not exist in `docs/architecture.md`.
 
 use super::calls::{
-    CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES, Group,
-    INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES, OPEN,
-    PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
+    CAPABILITIES, CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES,
+    Group, INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES,
+    OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
     SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, UNRECEIVED,
     VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
-/// Threads with the same system calls.
+/// Room for all kinds.
+pub(super) const MAX_KINDS: usize = 128;
+const _: () = assert!(KINDS.len() <= MAX_KINDS);
+
+/// Threads with the same system calls and capabilities.
 #[derive(Debug)]
 pub(super) struct Kind {
     /// Name of the kind: what the start hook gets, without a number.
@@ -78,6 +82,30 @@ const OF_MACHINE: &[&str] = &[
 
 /// Threads started by one that builds, changes or continues a machine.
 const MACHINE: &[&[&str]] = &[OTHER_OF_DEVICES, OF_MACHINE];
+
+/// Threads that build, change, continue or end a machine.
+pub(super) const BUILDERS: &[&str] = &[
+    "discard-vm",
+    "open-device",
+    "vm-boot",
+    "vm-reboot",
+    "vm-shutdown",
+    "vm-delete",
+    "pause",
+    "resume",
+    "retry",
+    "add-device",
+    "eject",
+    "resize-disk",
+    "resize-vcpus",
+    "resize-memory",
+    "snapshot",
+    "restore",
+    "restore-wait",
+    "migration-send",
+    "migration-recv",
+    "mig-build",
+];
 
 /// Groups that building, changing and ending a machine needs.
 const BUILD: &[&Group] = &[
@@ -332,9 +360,13 @@ impl Kind {
         family
     }
 
-    /// What it may call: its own, and what the threads need that it starts.
+    /// What it may call: its own, and what the threads need that it starts. Those drop capabilities before they add
+    /// filters of their own.
     pub(super) fn calls(&self) -> impl Iterator<Item = &'static Call> {
         let mut groups: Vec<&'static Group> = vec![&RUNTIME];
+        if !self.starts.is_empty() {
+            groups.push(&CAPABILITIES);
+        }
         for group in self.family().into_iter().flat_map(|kind| kind.groups) {
             if !groups.iter().any(|known| known.name == group.name) {
                 groups.push(group);
