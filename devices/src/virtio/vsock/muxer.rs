@@ -455,6 +455,12 @@ impl Muxer {
         }
     }
 
+    /// Number of entries in the list of connections with packets.
+    #[cfg(test)]
+    pub(super) fn ready_len(&self) -> usize {
+        self.ready.len()
+    }
+
     /// Number of connections, and of clients that are not connected yet.
     #[cfg(test)]
     pub(super) fn sizes(&self) -> (usize, usize) {

@@ -76,6 +76,22 @@ fn packets_that_do_not_have_what_they_say_end_their_connection() {
     }
 }
 
+/// A guest that gives no buffers never has the packets that its connections have for it.
+#[test]
+fn a_connection_that_is_opened_and_reset_again_and_again_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = Arc::new(VsockSocket::new(dir.path().join("v")));
+    let mut muxer = Muxer::new(CID, socket, Arc::default(), Arc::default()).unwrap();
+    let listener = UnixListener::bind(dir.path().join("v_1")).unwrap();
+    for _ in 0..100 {
+        muxer.take_packet(&Header { dst_port: 1, ..header(op::REQUEST) }, None);
+        assert_eq!((muxer.sizes().0, muxer.ready_len()), (1, 1));
+        drop(listener.accept().unwrap());
+        muxer.take_packet(&Header { dst_port: 1, ..header(op::RST) }, None);
+        assert_eq!((muxer.sizes().0, muxer.ready_len()), (0, 0));
+    }
+}
+
 /// What a driver may say of itself in a packet.
 fn packets() -> impl Strategy<Value = (Header, Vec<u8>, bool)> {
     let ports = (0_u32..4, 0_u32..4);
@@ -152,6 +168,7 @@ proptest! {
             }
             let (connections, greetings) = muxer.sizes();
             prop_assert!(connections <= 16 && greetings == 0);
+            prop_assert!(muxer.ready_len() <= connections);
         }
     }
 }
