@@ -6,8 +6,9 @@
 //! a thread that waits for it, is stopped. This module makes them afterwards, for zones that are to have huge
 //! pages and whose memory did not come in them.
 //!
-//! Owns the threads, the order of the blocks, and the pace: where the guest leaves a processor they do not rest, and
-//! otherwise they take a tenth of its processors at most. Must never populate memory, must not be used
+//! Owns the threads and the order of the blocks. The threads neither rest nor yield: a guest is slow until its memory is
+//! joined, by more than they take from it, and waits for the block that a thread has locked (measured: with rests, or at a
+//! lower priority, the guest lost several times as much). Must never populate memory, must not be used
 //! while contents are still to arrive, and must stop soon after it is asked to.
 
 use std::io;
@@ -21,11 +22,8 @@ use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
 use crate::populate::THP_BYTES;
-use crate::processors::yield_processor;
 use crate::region::{Collapsing, RamRegion};
 
-/// The part of the guest's processors, as a divisor, that a thread may take from it.
-const GUESTS_PART: u32 = 10;
 /// Beyond it the threads wait for each other in the kernel, and for memory.
 const THREADS_MAX: usize = 4;
 /// Blocks of a region that cannot be collapsed, or that are in use, without a single one that can, after which the others
@@ -78,27 +76,10 @@ pub struct Collapsed {
     pub refused: u64,
 }
 
-/// How many threads there are, and how long each rests after its work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Pace {
-    threads: usize,
-    /// Rest by work, as numerator and denominator.
-    rest: (u32, u32),
-}
-
-impl Pace {
-    /// Beside a guest with so many vCPUs, on this many processors.
-    fn beside(vcpus: u32, processors: usize) -> Self {
-        let guest = usize::try_from(vcpus).unwrap_or(usize::MAX);
-        match processors.saturating_sub(guest) {
-            0 => Self { threads: 1, rest: (GUESTS_PART.saturating_sub(vcpus), vcpus.max(1)) },
-            left => Self { threads: left.min(THREADS_MAX), rest: (0, 1) },
-        }
-    }
-
-    fn rest_after(self, work: Duration) -> Duration {
-        work.saturating_mul(self.rest.0) / self.rest.1
-    }
+/// How many threads there are beside a guest with so many vCPUs, on this many processors: as many as it leaves.
+fn threads_beside(vcpus: u32, processors: usize) -> usize {
+    let guest = usize::try_from(vcpus).unwrap_or(usize::MAX);
+    processors.saturating_sub(guest).clamp(1, THREADS_MAX)
 }
 
 /// Counts of the blocks of one region.
@@ -146,7 +127,7 @@ struct Work {
     next: AtomicUsize,
     /// Locked while a run is unmapped. KVM has vCPUs wait for all ranges that are being unmapped, and what lies between.
     unmapping: Mutex<()>,
-    pace: Pace,
+    threads: usize,
     began: Instant,
     /// Threads that have not ended; the last one reports.
     running: AtomicUsize,
@@ -159,7 +140,7 @@ struct Work {
 type Block = (usize, Range<u64>);
 
 impl Work {
-    fn new(regions: Vec<Arc<RamRegion>>, pace: Pace) -> Self {
+    fn new(regions: Vec<Arc<RamRegion>>, threads: usize) -> Self {
         let mut stripes = Vec::new();
         for (index, region) in regions.iter().enumerate() {
             let blocks = region.huge_blocks();
@@ -170,13 +151,13 @@ impl Work {
                 at = end;
             }
         }
-        let threads = pace.threads.min(stripes.len()).max(1);
+        let threads = threads.min(stripes.len()).max(1);
         Self {
             regions: regions.into_iter().map(|region| (region, Tally::default())).collect(),
             stripes,
             next: AtomicUsize::new(0),
             unmapping: Mutex::new(()),
-            pace: Pace { threads, ..pace },
+            threads,
             began: Instant::now(),
             running: AtomicUsize::new(threads),
             stop: Stop::default(),
@@ -206,7 +187,7 @@ impl Work {
             log::info!(
                 "guest memory was collapsed into {huge} huge pages in {took_ms} ms by {} threads; \
                  {sparse} blocks were not populated in full, and {refused} were refused",
-                self.pace.threads
+                self.threads
             );
             self.end.tell();
         }
@@ -242,7 +223,7 @@ impl Work {
                     self.next.store(self.stripes.len(), Ordering::Relaxed);
                     return None;
                 }
-                if self.stop.within(self.pace.rest_after(took)) {
+                if self.stop.within(Duration::ZERO) {
                     return None;
                 }
             }
@@ -283,7 +264,6 @@ impl Work {
             }
             let mut still = Vec::new();
             for (index, block) in left {
-                let began = Instant::now();
                 let Some((region, tally)) = self.regions.get(index) else { continue };
                 if tally.is_hopeless() {
                     continue;
@@ -305,7 +285,7 @@ impl Work {
                     tally.refused.fetch_sub(1, Ordering::Relaxed);
                     counted.fetch_add(1, Ordering::Relaxed);
                 }
-                if self.stop.within(self.pace.rest_after(began.elapsed())) {
+                if self.stop.within(Duration::ZERO) {
                     return;
                 }
             }
@@ -365,17 +345,11 @@ impl Collapse {
             return Ok(None);
         }
         let processors = thread::available_parallelism().map_or(1, usize::from);
-        let work = Arc::new(Work::new(regions, Pace::beside(vcpus, processors)));
+        let work = Arc::new(Work::new(regions, threads_beside(vcpus, processors)));
         let mut threads = Vec::new();
-        for _ in 0..work.pace.threads {
+        for _ in 0..work.threads {
             let (to_stop, to_do) = (Arc::clone(&work), Arc::clone(&work));
-            let body = move || {
-                // The host may have no processor left where the guest leaves one.
-                if to_do.pace.rest.0 == 0 {
-                    yield_processor();
-                }
-                to_do.collapse_all();
-            };
+            let body = move || to_do.collapse_all();
             threads.push(StoppableThread::spawn("huge-pages", move || to_stop.stop.tell(), body)?);
         }
         Ok(Some(Self { threads, work }))

@@ -103,7 +103,7 @@ fn a_block_in_use_holds_up_no_other_and_is_collapsed_when_it_is_free() {
     let region = &ram.regions()[0];
     arrive(region, &[(0, &bytes(32 << 20))]);
     let used = in_use(region.as_ptr());
-    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let work = Work::new(ram.regions().to_vec(), 1);
     let again = work.first_pass().unwrap();
     if is_impossible(work.so_far()) {
         return;
@@ -123,7 +123,7 @@ fn a_block_that_is_returned_before_it_is_tried_again_stays_returned() {
     let region = &ram.regions()[0];
     arrive(region, &[(0, &bytes(4 << 20))]);
     let _used = in_use(region.as_ptr());
-    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let work = Work::new(ram.regions().to_vec(), 1);
     let again = work.first_pass().unwrap();
     if is_impossible(work.so_far()) {
         return;
@@ -142,7 +142,7 @@ fn a_range_that_is_being_returned_is_waited_for() {
     let region = &ram.regions()[0];
     arrive(region, &[(0, &bytes(4 << 20))]);
     let discard = region.begin_discard(&(0..MIB));
-    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let work = Work::new(ram.regions().to_vec(), 1);
     thread::scope(|scope| {
         let (over, is_over) = mpsc::channel();
         let work = &work;
@@ -164,7 +164,7 @@ fn a_zone_that_cannot_be_collapsed_ends_soon_and_keeps_no_other_from_it() {
     // The kernel collapses none of a mapping that is to have small pages.
     file.regions()[0].use_small_pages(true);
     let regions = vec![Arc::clone(&file.regions()[0]), Arc::clone(&memfd.regions()[0])];
-    let work = Work::new(regions, Pace { threads: 1, rest: (0, 1) });
+    let work = Work::new(regions, 1);
     work.collapse_all();
     let [cannot, can] = [0, 1].map(|index: usize| work.regions[index].1.so_far());
     assert_eq!(cannot, Collapsed { huge: 0, sparse: 0, refused: IMPOSSIBLE_MAX });
@@ -177,7 +177,7 @@ fn a_zone_that_cannot_be_collapsed_ends_soon_and_keeps_no_other_from_it() {
 fn it_ends_when_it_is_told_to() {
     let ram = ram(true);
     ram.regions()[0].fill(&(0..32 * MIB)).unwrap();
-    let work = Work::new(ram.regions().to_vec(), Pace { threads: 1, rest: (0, 1) });
+    let work = Work::new(ram.regions().to_vec(), 1);
     work.stop.tell();
     assert!(!work.end.within(Duration::ZERO));
     work.collapse_all();
@@ -188,17 +188,11 @@ fn it_ends_when_it_is_told_to() {
 }
 
 #[test]
-fn the_guest_keeps_nine_tenths_of_its_processors() {
-    let work = Duration::from_millis(7);
-    let of = |vcpus, processors| {
-        let pace = Pace::beside(vcpus, processors);
-        (pace.threads, pace.rest_after(work).as_millis())
-    };
-    assert_eq!(of(1, 1), (1, 63));
-    assert_eq!(of(2, 2), (1, 28));
-    assert_eq!(of(5, 4), (1, 7));
-    assert_eq!(of(160, 160), (1, 0), "one of 160 is less than a tenth");
-    assert_eq!(of(1, 2), (1, 0), "one that the guest leaves");
-    assert_eq!(of(8, 192), (THREADS_MAX, 0));
-    assert_eq!(of(0, 0), (1, 70));
+fn there_are_as_many_threads_as_the_guest_leaves_processors() {
+    assert_eq!(threads_beside(1, 1), 1);
+    assert_eq!(threads_beside(160, 160), 1);
+    assert_eq!(threads_beside(4, 2), 1);
+    assert_eq!(threads_beside(6, 8), 2);
+    assert_eq!(threads_beside(8, 192), THREADS_MAX);
+    assert_eq!(threads_beside(u32::MAX, 0), 1);
 }

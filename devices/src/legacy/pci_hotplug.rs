@@ -8,6 +8,7 @@
 
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::Snapshot;
@@ -56,6 +57,9 @@ struct Segment {
     leaving: AtomicU32,
     /// Ejected by the guest, and not removed yet.
     ejected: AtomicU32,
+    /// Locked while a device becomes one of the last two, or none of them, so that a number is not free while it is still
+    /// being hidden. `hide` is called with it.
+    changing: Mutex<()>,
 }
 
 impl PciHotplug {
@@ -79,8 +83,11 @@ impl PciHotplug {
     /// Marks a device as to be removed; the guest is notified by the event device.
     pub fn request_unplug(&self, segment: u16, number: u8) {
         if let Some(segment) = self.segment(segment) {
-            segment.leaving.fetch_or(bit(number), Ordering::AcqRel);
-            segment.down.fetch_or(bit(number), Ordering::AcqRel);
+            let _changing = segment.changing.lock();
+            // What the guest has ejected is asked for no more: its number may soon be another device's.
+            let wanted = bit(number) & !segment.ejected.load(Ordering::Acquire);
+            segment.leaving.fetch_or(wanted, Ordering::AcqRel);
+            segment.down.fetch_or(wanted, Ordering::AcqRel);
         }
     }
 
@@ -94,9 +101,18 @@ impl PciHotplug {
         self.segment(segment).map_or(0, |segment| segment.ejected.load(Ordering::Acquire))
     }
 
+    /// Devices of a segment that are to be removed, ejected or not, a bit for each number.
+    pub fn going(&self, segment: u16) -> u32 {
+        self.segment(segment).map_or(0, |segment| {
+            let _changing = segment.changing.lock();
+            segment.leaving.load(Ordering::Acquire) | segment.ejected.load(Ordering::Acquire)
+        })
+    }
+
     /// Marks a device as removed, so that its number is free.
     pub fn gone(&self, segment: u16, number: u8) {
         let Some(segment) = self.segment(segment) else { return };
+        let _changing = segment.changing.lock();
         for register in [&segment.up, &segment.down, &segment.leaving, &segment.ejected] {
             register.fetch_and(!bit(number), Ordering::AcqRel);
         }
@@ -117,11 +133,13 @@ impl PciHotplug {
     fn eject(&self, wanted: u32) {
         let number = self.selected();
         let Some(segment) = self.segment(number) else { return };
+        let changing = segment.changing.lock();
         let before = segment.leaving.fetch_and(!wanted, Ordering::AcqRel);
         let going = before & wanted & SLOTS;
         if going != 0 {
             (self.on_eject.hide)(number, going);
             segment.ejected.fetch_or(going, Ordering::AcqRel);
+            drop(changing);
             (self.on_eject.notify)();
         }
     }
@@ -185,13 +203,11 @@ struct SegmentsState {
 
 impl Segment {
     fn save(&self) -> State {
-        let ejected = self.ejected.load(Ordering::Acquire);
         State {
             up: self.up.load(Ordering::Acquire),
             down: self.down.load(Ordering::Acquire),
-            // Without those that were asked for again when the guest had ejected them, and their owner did not know yet.
-            leaving: self.leaving.load(Ordering::Acquire) & !ejected,
-            ejected,
+            leaving: self.leaving.load(Ordering::Acquire),
+            ejected: self.ejected.load(Ordering::Acquire),
         }
     }
 
@@ -248,7 +264,6 @@ mod tests {
 
     use std::sync::{Arc, Weak};
 
-    use parking_lot::Mutex;
     use proptest::prelude::*;
 
     use super::*;
@@ -332,9 +347,39 @@ mod tests {
         device.request_unplug(0, 4);
         device.write(EJECT_OFFSET, &[0xff; 4]);
         device.request_unplug(0, 4);
+        assert_eq!(device.leaving(0), 0, "the guest is not asked again");
         let other = rig().0;
         other.restore(&device.save()).unwrap();
         assert_eq!((other.leaving(0), other.ejected(0)), (0, 1 << 4));
+    }
+
+    /// The second ejection comes from another vCPU, while the first one is being carried out.
+    #[test]
+    fn a_device_that_comes_to_the_number_of_an_ejected_one_is_neither_hidden_nor_ejected() {
+        let (hiding, is_hiding) = std::sync::mpsc::channel();
+        let (go, may_go) = std::sync::mpsc::channel();
+        let may_go = Mutex::new(may_go);
+        let hide = Box::new(move |_, _| {
+            hiding.send(()).unwrap();
+            may_go.lock().recv().unwrap();
+        });
+        let device = PciHotplug::new(0, OnEject { hide, notify: Box::new(|| ()) });
+        device.request_unplug(0, 4);
+        std::thread::scope(|scope| {
+            scope.spawn(|| device.write(EJECT_OFFSET, &[0xff; 4]));
+            is_hiding.recv().unwrap();
+            let owner = scope.spawn(|| {
+                assert_eq!(device.going(0), 1 << 4, "in one of the two, or both");
+                device.request_unplug(0, 4);
+                device.gone(0, 4);
+            });
+            assert!(!owner.is_finished());
+            go.send(()).unwrap();
+            owner.join().unwrap();
+        });
+        device.add(0, 4);
+        device.write(EJECT_OFFSET, &[0xff; 4]);
+        assert_eq!((device.going(0), is_hiding.try_recv().is_ok()), (0, false));
     }
 
     #[test]

@@ -42,7 +42,7 @@ struct Bound {
     socket: Socket,
     address: Address,
     /// The socket file that was created here: path, device, inode.
-    made: Option<(PathBuf, u64, u64)>,
+    made: Mutex<Option<(PathBuf, u64, u64)>>,
 }
 
 fn file_at(path: &Path) -> io::Result<(u64, u64)> {
@@ -98,7 +98,8 @@ impl Listener {
             }
             Address::Tcp { .. } => None,
         };
-        let mut bound = Bound { socket, address: address.clone(), made };
+        let has_file = made.is_some();
+        let mut bound = Bound { socket, address: address.clone(), made: Mutex::new(made) };
         bound.socket.listen(BACKLOG)?;
         if let (Address::Tcp { port, .. }, Some(local)) =
             (&mut bound.address, bound.socket.local_addr()?.as_socket())
@@ -106,7 +107,7 @@ impl Listener {
             *port = local.port();
         }
         let bound = Arc::new(bound);
-        if bound.made.is_some() {
+        if has_file {
             let mut all = WITH_FILE.lock();
             all.retain(|bound| bound.strong_count() > 0);
             all.push(Arc::downgrade(&bound));
@@ -218,9 +219,10 @@ impl AsRawFd for Listener {
 
 impl Bound {
     fn remove_file(&self) {
-        let Some((path, device, inode)) = &self.made else { return };
+        // Once: another process may have made a file of that name, and even of that number, by the next time.
+        let Some((path, device, inode)) = self.made.lock().take() else { return };
         // Another listener may have created its own file there by now.
-        if file_at(path).is_ok_and(|there| there == (*device, *inode)) {
+        if file_at(&path).is_ok_and(|there| there == (device, inode)) {
             let _ = std::fs::remove_file(path);
         }
     }

@@ -101,9 +101,7 @@ impl Hotplug {
 
     /// Whether a device is to be removed: the guest was asked to eject it, or has ejected it already.
     fn is_going(&self, bdf: Bdf) -> bool {
-        let (registers, segment) = (&self.registers, bdf.segment());
-        let going = registers.leaving(segment) | registers.ejected(segment);
-        numbers(going).any(|number| number.get() == bdf.device())
+        numbers(self.registers.going(bdf.segment())).any(|number| number.get() == bdf.device())
     }
 
     /// The devices that the guest has ejected.

@@ -128,7 +128,7 @@ pub(super) static NEEDS: &[Need] = &[
         capability: CapabilitySet::IPC_LOCK,
         threads: &[BUILDERS, MAPPING, &["device-start"]],
         span: Span::Life,
-        unless: Some(Unless { holds: locks_without_limit, text: "`RLIMIT_MEMLOCK` is unlimited" }),
+        unless: None,
         why: "mapping guest memory for devices beyond `RLIMIT_MEMLOCK`, also by hot-plug, and as a balloon or memory \
             device gives memory back to the guest; rings of disks before Linux 5.12",
     },
@@ -165,14 +165,6 @@ pub(super) static NEEDS: &[Need] = &[
         why: "making a userfaultfd by the system call, for postcopy and on-demand restore",
     },
 ];
-
-/// Whether any amount of memory can be locked, and mapped for devices, without a capability.
-fn locks_without_limit() -> bool {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the kernel writes one rlimit, which lives across the call.
-    let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } == 0;
-    known && limit.rlim_cur == libc::RLIM_INFINITY
-}
 
 fn has_userfaultfd_device() -> bool {
     File::options().read(true).write(true).open("/dev/userfaultfd").is_ok()
