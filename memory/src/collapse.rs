@@ -374,6 +374,6 @@ impl Collapse {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 #[path = "collapse_tests.rs"]
 mod tests;

@@ -34,6 +34,13 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait for the destination to build the machine: large hugetlb guests take long.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_mins(10);
 
+/// How long a destination that cannot say that it is still preparing may be silent, in times of
+/// [`ANSWER_TIMEOUT`], beside the time in which it may populate memory ([`Limits::silent_preparation`]).
+pub const SILENT_PREPARE_FACTOR: u32 = 4;
+
+/// Memory that a destination populates in a second, at least.
+const POPULATED_BYTES_PER_S: u64 = 1 << 30;
+
 /// Default of the time for which both sides of a postcopy try to reconnect by themselves.
 pub const RECOVER_TIMEOUT_DEFAULT: Duration = Duration::from_mins(10);
 
@@ -152,6 +159,17 @@ impl Default for Limits {
             stall: STALL_TIMEOUT,
             rejoin: REJOIN_TIMEOUT,
         }
+    }
+}
+
+impl Limits {
+    /// How long a destination may be silent that has so much memory to map, may populate it, and cannot say that it
+    /// works on it: one of plain version 0, as cloud-hypervisor's, or an older one.
+    #[must_use]
+    pub fn silent_preparation(&self, memory_bytes: u64) -> Duration {
+        let populating = Duration::from_secs(memory_bytes / POPULATED_BYTES_PER_S);
+        let silent = self.answer.saturating_mul(SILENT_PREPARE_FACTOR);
+        silent.saturating_add(populating).min(self.prepare)
     }
 }
 

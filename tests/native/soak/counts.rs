@@ -57,7 +57,7 @@ pub struct Holdings {
 impl Holdings {
     pub fn of(vmm: &Vmm) -> Self {
         let mut threads = thread_names(vmm.pid());
-        // It goes on where it was stopped for a migration that failed, and rests most of its time.
+        // They go on where they were stopped for a migration that failed.
         threads.retain(|name| name != COLLAPSES);
         if let Some(one) = threads.iter().position(|name| name == KERNELS) {
             threads.swap_remove(one);

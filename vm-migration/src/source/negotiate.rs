@@ -452,8 +452,9 @@ fn offer<M: GuestMemoryMap>(
     }
 }
 
-/// Asks for what a destination may take long for: mapping memory, or discarding it. One that says that it works on it (`mapping`)
-/// has the whole time, and any other too, as it cannot say so; one that could say so and does not is given up soon.
+/// Asks for what a destination may take long for: mapping memory, or discarding it. One that says that it
+/// works on it (`mapping`) has the whole time. One that could say so and does not is given up soon, and one that cannot is
+/// when it has had time for memory of that size.
 pub(super) fn ask_of_mapping(
     control: &mut Channel,
     message: &Message,
@@ -462,7 +463,8 @@ pub(super) fn ask_of_mapping(
 ) -> Result<PositiveAnswer, Cause> {
     let limits = &context.options.limits;
     if !mapping {
-        return control.ask(message, limits.prepare);
+        let memory_bytes = context.progress.counters.total_bytes.get().unwrap_or(0);
+        return control.ask(message, limits.silent_preparation(memory_bytes));
     }
     let asked = Instant::now();
     control.tell(message)?;

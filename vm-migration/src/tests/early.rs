@@ -3,6 +3,7 @@
 //! The machine at the destination is built while memory is sent: not before, and not after the
 //! guest was stopped.
 
+use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -15,8 +16,9 @@ use super::{
     memory, migrate, options,
 };
 use crate::channel::Channel;
+use crate::options::Limits;
 use crate::progress::Phase;
-use crate::protocol::capabilities::{Accepted, features};
+use crate::protocol::capabilities::{Accepted, FEATURE_MAPPING, features};
 use crate::protocol::formats::Formats;
 use crate::protocol::message::{Answer, Message};
 use crate::source::SendFailure;
@@ -319,8 +321,9 @@ fn a_destination_that_says_that_it_maps_memory_is_waited_for() {
     assert_whole(&guest, &to);
 }
 
-#[test]
-fn a_destination_that_is_silent_after_the_configuration_is_given_up_soon() {
+/// How long a destination with these features is waited for that is silent after the configuration; without features,
+/// one of plain version 0.
+fn silence_after_the_configuration(features: Option<BTreeSet<String>>, limits: Limits) -> Duration {
     let from = memory();
     let guest = Guest::new(&from, 59);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -337,26 +340,56 @@ fn a_destination_that_is_silent_after_the_configuration_is_given_up_soon() {
         let mut answer = |offer_taken, payload| {
             message().write_all(&Answer::Ok { offer_taken, payload }.encode()).unwrap();
         };
-        answer(true, Vec::new());
-        let (software, features, token) = (String::from("a test"), features(), [7; 16]);
-        let formats = Formats::default();
-        let accepted = Accepted { software, features, token, promise_ms: None, formats };
-        answer(false, accepted.to_json());
+        answer(features.is_some(), Vec::new());
+        if let Some(features) = features {
+            let (software, token) = (String::from("a test"), [7; 16]);
+            let formats = Formats::default();
+            let accepted = Accepted { software, features, token, promise_ms: None, formats };
+            answer(false, accepted.to_json());
+        }
         // The configuration, and then its end.
         drop(message());
         while stream.read(&mut [0; 64]).is_ok_and(|len| len > 0) {}
     });
     let mut options = options(&format!("tcp:{address}").parse().unwrap());
-    options.limits.answer = Duration::from_millis(500);
+    options.limits = limits;
     let vm = FakeVm::new(&from, &guest).running();
     let progress = Arc::new(Progress::new(Side::Source));
     let began = Instant::now();
     let failure = *migrate(vm, &options, &progress, &Cancel::new().unwrap()).unwrap_err();
-    assert!(began.elapsed() < options.limits.prepare / 2, "{:?}", began.elapsed());
+    let waited = began.elapsed();
     let SendFailure::Resumed { mut vm, error } = failure else { panic!("{failure:?}") };
     assert!(matches!(error.cause, Cause::Transport(TransportError::Timeout { .. })), "{error:?}");
     assert!(vm.runs());
     vm.stop();
     assert_whole(&guest, &from);
     silent.join().unwrap();
+    waited
+}
+
+#[test]
+fn a_destination_that_is_silent_after_the_configuration_is_given_up_soon() {
+    let limits = Limits { answer: Duration::from_millis(500), ..LIMITS };
+    assert!(silence_after_the_configuration(Some(features()), limits) < limits.prepare / 2);
+}
+
+#[test]
+fn a_destination_that_cannot_say_that_it_maps_memory_has_some_time_and_not_all() {
+    let limits = Limits { answer: Duration::from_millis(300), ..LIMITS };
+    let least = limits.silent_preparation(0);
+    let mut older = features();
+    older.remove(FEATURE_MAPPING);
+    for features in [Some(older), None] {
+        let waited = silence_after_the_configuration(features, limits);
+        assert!((least..limits.prepare / 2).contains(&waited), "{waited:?}");
+    }
+}
+
+#[test]
+fn what_is_silent_has_time_for_its_memory_and_never_more_than_what_tells() {
+    let limits = Limits::default();
+    assert_eq!(limits.silent_preparation(0), 4 * limits.answer);
+    assert_eq!(limits.silent_preparation(64 << 30), 4 * limits.answer + Duration::from_secs(64));
+    assert_eq!(limits.silent_preparation(4 << 40), limits.prepare);
+    assert_eq!(limits.silent_preparation(u64::MAX), limits.prepare);
 }

@@ -138,7 +138,8 @@ pub(super) static NEEDS: &[Need] = &[
         span: Span::Life,
         unless: None,
         why: "loading the program that traces faults, for each migration that is received with `fault_source=sigbus`; \
-            no thread needs it to read what the program has recorded",
+            from Linux 5.19 on no thread needs it to read what the \
+            program has recorded",
     },
     Need {
         capability: CapabilitySet::PERFMON,

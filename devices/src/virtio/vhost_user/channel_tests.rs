@@ -167,15 +167,19 @@ fn a_change_before_the_driver_or_in_a_pause_is_told_later() {
 /// A back end that waits for an answer while it is asked for something would wait without an end.
 #[test]
 fn a_request_is_answered_while_another_is_waited_for() {
-    let mut disk = Disk::new(|request, channel| {
+    let (answered, is_answered) = channel();
+    let mut disk = Disk::new(move |request, channel| {
         let mut channel = channel?;
         if request.number == SET_VRING_ENABLE {
             channel.write_all(&message(CONFIG_CHANGE, NEED_REPLY, &[])).unwrap();
             assert_eq!(answer(&mut channel.try_clone().unwrap()), (CONFIG_CHANGE, 0));
+            let _ = answered.send(());
         }
         None
     });
     disk.driver.activate_all(&mut disk.device);
+    // There is one reader of answers at a time.
+    is_answered.recv_timeout(PATIENT).unwrap();
     disk.resize(16);
     disk.device.pause();
     assert!(disk.losses.try_recv().is_err());
