@@ -223,7 +223,11 @@ fn faults() {
         let found = wait_within(PAGES_TIME, name, of_name);
         assert!(found.iter().all(|policy| *policy == REAL_TIME), "{name}: {found:?}");
     }
-    let (held_now, _) = held(destination.pid());
+    let at_work = ["mig-faults", "mig-urgent", "mig-pages"];
+    let held_now = wait_within(PAGES_TIME, "the threads that receive pages", || {
+        let (held_now, _) = held(destination.pid());
+        at_work.iter().all(|name| held_now.contains_key(*name)).then_some(held_now)
+    });
     println!("     {held_now:x?}");
     for (name, held) in &held_now {
         let of_main = name == "cloud-hyperviso";
@@ -231,7 +235,7 @@ fn faults() {
         let has_priority = name.starts_with("mig-") && name != "migration-recv";
         assert!(!has_priority || held & bit(SYS_NICE) == 0, "{name}: {held_now:x?}");
     }
-    for name in ["mig-faults", "mig-urgent", "mig-pages"] {
+    for name in at_work {
         assert_eq!(held_now[name], 0, "{name}: {held_now:x?}");
     }
     assert!(reception.finish().status.success(), "{}", destination.output());

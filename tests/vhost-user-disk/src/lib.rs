@@ -102,7 +102,7 @@ impl Request {
                 for part in &self.readable {
                     let mut bytes = vec![0; part.len() as usize];
                     memory.read_slice(&mut bytes, part.addr()).map_err(of_memory)?;
-                    if offset + u64::from(part.len()) > disk.len_bytes {
+                    if offset.saturating_add(u64::from(part.len())) > disk.len_bytes {
                         return Err(invalid("beyond the end"));
                     }
                     disk.file.write_all_at(&bytes, offset)?;
