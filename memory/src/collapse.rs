@@ -6,9 +6,9 @@
 //! a thread that waits for it, is stopped. This module makes them afterwards, for zones that are to have huge
 //! pages and whose memory did not come in them.
 //!
-//! Owns the threads and the order of the blocks. The threads neither rest nor yield: a guest is slow until its memory is
-//! joined, by more than they take from it, and waits for the block that a thread has locked (measured: with rests, or at a
-//! lower priority, the guest lost several times as much). Must never populate memory, must not be used
+//! Owns the threads and the order of the blocks. The threads neither rest nor yield: a guest that uses all of its memory
+//! meets the block that a thread has locked again and again, and sleeps until that is copied, so that it loses about the
+//! time that all takes (measured: several times as much with rests, or at a lower priority). Must never populate memory, must not be used
 //! while contents are still to arrive, and must stop soon after it is asked to.
 
 use std::io;
@@ -22,10 +22,9 @@ use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
 use crate::populate::THP_BYTES;
+use crate::processors::threads_beside_guest;
 use crate::region::{Collapsing, RamRegion};
 
-/// Beyond it the threads wait for each other in the kernel, and for memory.
-const THREADS_MAX: usize = 4;
 /// Blocks of a region that cannot be collapsed, or that are in use, without a single one that can, after which the others
 /// of the region are left alone.
 const IMPOSSIBLE_MAX: u64 = 8;
@@ -38,8 +37,8 @@ const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// Most bytes that one call collapses. Each call waits for every processor, which takes longer than making a
 /// huge page; and pages that are not mapped meanwhile fault.
 const RUN_BYTES_MAX: u64 = 8 * THP_BYTES;
-/// A run that took longer, as the kernel has to make room for huge pages, is followed by short ones: a migration that
-/// begins waits for the end of a run.
+/// A run that took longer, as the kernel has to make room for huge pages, is followed by one of half its length: a
+/// migration that begins waits for the end of a run, as does a range that is to be returned to the host.
 const LONG_RUN: Duration = Duration::from_millis(20);
 /// What a thread takes from the others at a time.
 const STRIPE_BYTES: u64 = 32 * THP_BYTES;
@@ -65,7 +64,7 @@ impl Stop {
     }
 }
 
-/// State of the blocks at the end.
+/// Counts of the blocks that were looked at.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Collapsed {
     /// Blocks that are huge pages now.
@@ -74,12 +73,6 @@ pub struct Collapsed {
     pub sparse: u64,
     /// Blocks that the kernel did not collapse: pages in use for I/O, or no huge page available.
     pub refused: u64,
-}
-
-/// How many threads there are beside a guest with so many vCPUs, on this many processors: as many as it leaves.
-fn threads_beside(vcpus: u32, processors: usize) -> usize {
-    let guest = usize::try_from(vcpus).unwrap_or(usize::MAX);
-    processors.saturating_sub(guest).clamp(1, THREADS_MAX)
 }
 
 /// Counts of the blocks of one region.
@@ -181,6 +174,11 @@ impl Work {
         if let Some(again) = self.first_pass() {
             self.later_passes(again);
         }
+        self.leave();
+    }
+
+    /// A thread has ended, or could not be started.
+    fn leave(&self) {
         if self.running.fetch_sub(1, Ordering::AcqRel) == 1 {
             let Collapsed { huge, sparse, refused } = self.so_far();
             let took_ms = self.began.elapsed().as_millis();
@@ -203,21 +201,26 @@ impl Work {
             let Some((region, tally)) = self.regions.get(*index) else { continue };
             let mut at = stripe.start;
             while at < stripe.end && !tally.is_hopeless() {
-                let began = Instant::now();
+                let wanted = at..stripe.end.min(at + run_bytes);
                 // What is returned to the host meanwhile would come back as zeros.
-                let hold = region.hold(at..stripe.end.min(at + run_bytes));
-                let run = populated_run(region, at..stripe.end.min(at + run_bytes));
+                let hold = region.hold(wanted.clone());
+                let run = populated_run(region, wanted);
                 if run.is_empty() {
                     tally.sparse.fetch_add(1, Ordering::Relaxed);
                     at += THP_BYTES;
                 } else {
                     at = run.end;
+                    self.unmap(region, &run);
+                    let began = Instant::now();
                     let is_short = self.collapse_run(*index, &run, &mut again);
                     shortages = if is_short { shortages + 1 } else { 0 };
+                    run_bytes = if began.elapsed() > LONG_RUN {
+                        (run_bytes / 2).max(THP_BYTES)
+                    } else {
+                        (run_bytes * 2).min(RUN_BYTES_MAX)
+                    };
                 }
                 drop(hold);
-                let took = began.elapsed();
-                run_bytes = if took > LONG_RUN { THP_BYTES } else { RUN_BYTES_MAX };
                 if shortages >= SHORTAGES_MAX {
                     // The host has none for the other threads either.
                     self.next.store(self.stripes.len(), Ordering::Relaxed);
@@ -230,14 +233,15 @@ impl Work {
         }
     }
 
+    fn unmap(&self, region: &RamRegion, run: &Range<u64>) {
+        let _alone = self.unmapping.lock();
+        region.unmap(run);
+    }
+
     /// Collapses a run, of which all is populated, and adds its blocks in use to `again`. Returns whether there was no
     /// huge page.
     fn collapse_run(&self, index: usize, run: &Range<u64>, again: &mut Vec<Block>) -> bool {
         let Some((region, tally)) = self.regions.get(index) else { return false };
-        {
-            let _alone = self.unmapping.lock();
-            region.unmap(run);
-        }
         let whole = region.collapse(run);
         if whole == Collapsing::Done {
             tally.add((run.end - run.start) / THP_BYTES, whole);
@@ -279,7 +283,8 @@ impl Work {
                         still.push((index, block));
                         None
                     }
-                    Some(Collapsing::NoMemory | Collapsing::Impossible) => None,
+                    Some(Collapsing::NoMemory) => return,
+                    Some(Collapsing::Impossible) => None,
                 };
                 if let Some(counted) = counted {
                     tally.refused.fetch_sub(1, Ordering::Relaxed);
@@ -337,7 +342,7 @@ impl Collapse {
     /// none does.
     ///
     /// # Errors
-    /// When a thread cannot be started.
+    /// When no thread can be started.
     pub fn start(regions: &[Arc<RamRegion>], vcpus: u32) -> io::Result<Option<Self>> {
         let wanting = |region: &&Arc<RamRegion>| region.wants_collapse();
         let regions: Vec<_> = regions.iter().filter(wanting).cloned().collect();
@@ -345,12 +350,17 @@ impl Collapse {
             return Ok(None);
         }
         let processors = thread::available_parallelism().map_or(1, usize::from);
-        let work = Arc::new(Work::new(regions, threads_beside(vcpus, processors)));
+        let work = Arc::new(Work::new(regions, threads_beside_guest(vcpus, processors)));
         let mut threads = Vec::new();
         for _ in 0..work.threads {
             let (to_stop, to_do) = (Arc::clone(&work), Arc::clone(&work));
             let body = move || to_do.collapse_all();
-            threads.push(StoppableThread::spawn("huge-pages", move || to_stop.stop.tell(), body)?);
+            match StoppableThread::spawn("huge-pages", move || to_stop.stop.tell(), body) {
+                Ok(thread) => threads.push(thread),
+                Err(error) if threads.is_empty() => return Err(error),
+                // Those that run do all of it.
+                Err(_) => work.leave(),
+            }
         }
         Ok(Some(Self { threads, work }))
     }
@@ -358,11 +368,6 @@ impl Collapse {
     /// Its end.
     pub fn end(&self) -> CollapseEnd {
         CollapseEnd(Arc::clone(&self.work))
-    }
-
-    /// Requests that it stops soon. Collapsed blocks stay huge.
-    pub fn cancel(&self) {
-        self.work.stop.tell();
     }
 
     /// Waits for the end; returns the state of the blocks.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Holds: ranges that are being read and must not be discarded meanwhile.
+//! Holds: ranges that are being read, or collapsed into huge pages, and must not be discarded meanwhile.
 //!
 //! A migration checks which pages are populated and reads those, at the speed of its connection. If one of
 //! them is discarded in between, the read makes a new page in shared memory, which is returned to the host
@@ -110,7 +110,7 @@ impl Holds {
             while ranges.is_held(&range) {
                 let left = until.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    log::debug!("memory is returned while a migration still reads it");
+                    log::debug!("memory is returned while it is still read or collapsed");
                     break;
                 }
                 self.changed.wait_for(&mut ranges, left);

@@ -52,6 +52,17 @@ fn allowed_cpus() -> Vec<usize> {
     (0..8 * size_of_val(&set)).filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) }).collect()
 }
 
+/// Threads that join small pages into huge ones beside a running guest; beyond it they wait for each other in the
+/// kernel, and for memory.
+pub const THREADS_BESIDE_GUEST_MAX: usize = 4;
+
+/// Number of threads that work on memory beside a guest with so many vCPUs, on this many processors: as many as it leaves,
+/// and two even if it leaves none, as a vCPU sleeps that meets the memory that is being worked on.
+pub fn threads_beside_guest(vcpus: u32, processors: usize) -> usize {
+    let guest = usize::try_from(vcpus).unwrap_or(usize::MAX);
+    processors.saturating_sub(guest).clamp(processors.clamp(1, 2), THREADS_BESIDE_GUEST_MAX)
+}
+
 /// Number of threads for each load. Requested threads are shared in proportion to the chunks. By default there
 /// is one for each CPU of the node, or, where a cgroup gives the process less time than its CPUs have, as many as
 /// that is worth, shared likewise. At least one each, and at most one per chunk.
@@ -141,6 +152,16 @@ mod tests {
         assert_eq!(shared(&[(2, 16)], 8), [2]);
         assert_eq!(shared(&[(10_000, 2)], 100_000), [THREADS_MAX]);
         assert_eq!(shared(&[], 8), Vec::<usize>::new());
+    }
+
+    #[test]
+    fn there_are_two_threads_beside_a_guest_and_more_where_it_leaves_processors() {
+        assert_eq!(threads_beside_guest(1, 1), 1);
+        assert_eq!(threads_beside_guest(2, 2), 2);
+        assert_eq!(threads_beside_guest(160, 160), 2);
+        assert_eq!(threads_beside_guest(5, 8), 3);
+        assert_eq!(threads_beside_guest(8, 192), THREADS_BESIDE_GUEST_MAX);
+        assert_eq!(threads_beside_guest(u32::MAX, 0), 1);
     }
 
     #[test]

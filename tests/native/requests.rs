@@ -171,10 +171,13 @@ impl Held {
         }
     }
 
-    /// Without the connections that a later look did not find: one of an earlier request was about to be closed.
+    /// Without those of its connections that a later look did not find, if they are no more than two clients have: those
+    /// of an earlier request were about to be closed.
     fn but_for_connections_beyond(&self, later: &Self) -> Self {
         let is_connection = |name: &&String| name.starts_with("socket:");
-        let left = later.descriptors.iter().filter(is_connection).count();
+        let own = self.descriptors.iter().filter(is_connection).count();
+        let left =
+            later.descriptors.iter().filter(is_connection).count().max(own.saturating_sub(2));
         let mut connections = 0;
         let mut descriptors = self.descriptors.clone();
         descriptors.retain(|name| {

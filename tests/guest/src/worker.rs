@@ -387,8 +387,9 @@ impl Worker {
             self.enter(state::DONE, 0);
             return;
         };
-        let kind = attacker.step();
-        self.block.add(vcpu::ATTACKS + kind.min(vcpu::ATTACK_KINDS - 1) * 8, 1);
+        if let Some(kind) = attacker.step() {
+            self.block.add(vcpu::ATTACKS + kind.min(vcpu::ATTACK_KINDS - 1) * 8, 1);
+        }
         self.block.add(vcpu::ITERATIONS, 1);
     }
 

@@ -28,7 +28,12 @@ pub fn take(number: usize) -> bool {
 }
 
 fn take_in(folder: &Path, number: usize) -> bool {
-    File::create_new(folder.join(number.to_string())).is_ok()
+    match File::create_new(folder.join(number.to_string())) {
+        Ok(_) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+        // Else neither might run it.
+        Err(error) => panic!("test {number} cannot be taken in {}: {error}", folder.display()),
+    }
 }
 
 /// The process.

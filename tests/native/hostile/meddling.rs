@@ -115,7 +115,8 @@ fn attacked(platform: Option<&'static str>) {
     let missing = |vmm: &Vmm| CHANGES.into_iter().find(|event| count(vmm, event) == 0);
     while !time.is_zero() {
         watch_while(&mut vmm, time, |vmm| meddler.meddle(vmm));
-        let goes_on = missing(&vmm).is_some() && start.elapsed() < time + CHANCE;
+        let end = Duration::from_secs(seconds()) + CHANCE;
+        let goes_on = missing(&vmm).is_some() && start.elapsed() < end;
         time = if goes_on { BETWEEN } else { Duration::ZERO };
     }
     println!("{} changes, of which {} were refused", meddler.round, meddler.refused);

@@ -214,12 +214,12 @@ fn behind_iommu() {
     machine.add(&["--disk", &disk, &disks.option("qcow2", "image_type=qcow2,iommu=on")]);
     machine.add(&["--rng", "src=/dev/urandom,iommu=on", "--rtc", "id=clock,iommu=on"]);
     machine.add(&["--pmem", &format!("file={},iommu=on", disks.path("pmem").display())]);
-    machine.add_vsock(",iommu=on");
+    machine.add_vsock(",iommu=on,id=vsock");
     machine.add_net("mac=02:00:00:00:00:03,iommu=on");
     let mut vmm = machine.start();
     watch(&mut vmm, Duration::from_secs(seconds()));
     vmm.verify();
-    assert_deep(&vmm, &[("_disk0", "read_bytes"), ("_vsock4", "tx_packets")]);
+    assert_deep(&vmm, &[("_disk0", "read_bytes"), ("vsock", "tx_packets")]);
     let mut there = Vmm::empty();
     migrate(vmm, &there, Transport::Unix, Mode::Precopy);
     watch(&mut there, BETWEEN);

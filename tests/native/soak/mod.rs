@@ -50,6 +50,8 @@ const MOVES_MAX_SHORT: u64 = 4;
 const NICE_SHORT: i32 = 5;
 /// Numbers of dice for a group, beyond those of any migration.
 const OF_GROUP: u64 = 1 << 32;
+/// Pages of 2 MiB that the largest group needs: for its VMs, and for those that arrive.
+const HUGE_PAGES_MAX: u64 = 3 * 256 + 8;
 /// How often a condition is looked at.
 const POLL: Duration = Duration::from_millis(4);
 /// For threads, descriptors and processes to go after what they were for is over.
@@ -154,7 +156,7 @@ fn machine(is_beside: bool) -> Machine {
         has_uffd: is_root() || Path::new("/dev/userfaultfd").exists(),
         has_bpf: is_root(),
         // Others wait for them for a minute, and then do without.
-        has_huge_pages: !is_beside && HugePages::try_borrow(512).is_some(),
+        has_huge_pages: !is_beside && HugePages::try_borrow(HUGE_PAGES_MAX).is_some(),
         has_taps: catch_unwind(Tap::open).is_ok(),
     }
 }
@@ -207,7 +209,13 @@ impl Campaign {
         // For VMs that are left, those that arrive, and what the kernel has not got back yet.
         let huge = members.iter().filter(|member| member.life.memory == Memory::Huge);
         let huge_mib: u64 = huge.map(|member| member.life.mib).sum();
-        let huge_pages = (huge_mib > 0).then(|| HugePages::borrow(2 * huge_mib / 2 + 8));
+        let huge_pages = match (huge_mib > 0).then(|| HugePages::try_borrow(huge_mib + 8)) {
+            Some(None) => {
+                let why = format!("the host gives no {} pages of 2 MiB any more", huge_mib + 8);
+                return self.count(&[], Some(&why), &leader.to_string());
+            }
+            borrowed => borrowed.flatten(),
+        };
         for member in &members {
             member.order(Order::Boot);
         }
@@ -239,7 +247,10 @@ impl Campaign {
         }
         if let Some(pages) = huge_pages {
             let taken = pages.taken();
-            assert_eq!(taken, 0, "pages of 2 MiB are taken after the guests have ended");
+            if taken != 0 {
+                let why = format!("{taken} pages of 2 MiB are taken after the guests have ended");
+                self.count(&[], Some(&why), &leader.to_string());
+            }
         }
     }
 

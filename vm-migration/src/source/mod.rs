@@ -45,6 +45,7 @@ mod unit_space;
 mod verdict;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::cancel::Cancel;
 use crate::channel::Channel;
@@ -66,6 +67,14 @@ pub(crate) struct Context<'a> {
     pub options: &'a SendOptions,
     pub progress: &'a Arc<Progress>,
     pub cancel: &'a Cancel,
+}
+
+impl Context<'_> {
+    /// How long the destination may be silent while it prepares, if it cannot say that it does.
+    fn silent_preparation(&self) -> Duration {
+        let memory_bytes = self.progress.counters.total_bytes.get().unwrap_or(0);
+        self.options.limits.silent_preparation(memory_bytes)
+    }
 }
 
 /// A successful migration: the guest is at the destination with all its memory, or a page server

@@ -463,8 +463,7 @@ pub(super) fn ask_of_mapping(
 ) -> Result<PositiveAnswer, Cause> {
     let limits = &context.options.limits;
     if !mapping {
-        let memory_bytes = context.progress.counters.total_bytes.get().unwrap_or(0);
-        return control.ask(message, limits.silent_preparation(memory_bytes));
+        return control.ask(message, context.silent_preparation());
     }
     let asked = Instant::now();
     control.tell(message)?;

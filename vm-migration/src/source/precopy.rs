@@ -342,9 +342,7 @@ impl<V: SourceVm> Negotiated<V> {
             };
             self.control.answer_of_busy_while(options.limits.answer, may_wait).step(STEP)?;
         } else {
-            let memory_bytes = context.progress.counters.total_bytes.get().unwrap_or(0);
-            let silent = options.limits.silent_preparation(memory_bytes);
-            self.control.answer(silent).step(STEP)?;
+            self.control.answer(context.silent_preparation()).step(STEP)?;
         }
         let waited = asked.elapsed();
         if waited >= WORTH_A_LINE {

@@ -321,6 +321,7 @@ impl Machine {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
         }
+        self.collapse = None;
         // A vCPU may be waiting for a device, or for memory to be mapped for one.
         self.parts.passthrough.release_numbers(&self.parts.segments);
         self.parts.devices.release_numbers(&self.parts.segments);

@@ -154,7 +154,6 @@ fn who_may_open_configure_or_map_has_the_capability_for_it() {
     // These open what belongs to the host, in /dev, /proc and /sys, and what any user may read.
     let of_the_host = [
         "device-net",
-        "huge-pages",
         "mig-bulk",
         "mig-faults",
         "mig-look",

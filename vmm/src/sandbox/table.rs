@@ -238,7 +238,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "vfio-user": &[&CONNECTIONS, &KVM_REQUESTS], starts &[],
         "refuses commands of the process that emulates a device, and takes the device from the guest when that is lost";
     "stage2-fill": &[&KVM_REQUESTS, &SCHEDULING, &MEMORY], starts &[], "fills second-stage tables";
-    "huge-pages": &[&MEMORY, &SCHEDULING, &OPEN], starts &[], "collapses memory into huge pages";
+    "huge-pages": &[&MEMORY], starts &[], "collapses memory into huge pages";
     "throttle": &[&KVM_REQUESTS, &SCHEDULING], starts &[], "throttles vCPUs";
     "drop-cache": &[&FILES, &OPEN, &DISKS], starts &[],
         "drops cached pages of disk images that another host has written";

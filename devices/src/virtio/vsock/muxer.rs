@@ -7,7 +7,6 @@
 //! bounded, whatever guest and clients do. Must never touch guest memory.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::net::UnixStream;
@@ -22,7 +21,7 @@ use super::greeting::{Greeted, Greeting};
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
 use super::socket::VsockSocket;
 use crate::endpoint::listener::PathListener;
-use crate::{LogLimit, log_limited};
+use crate::{LogLimit, log_limited, syscalls};
 
 /// Maximum number of connections, including those with only data for the host left; as in cloud-hypervisor.
 const CONNECTIONS_MAX: usize = 1023;
@@ -471,10 +470,10 @@ impl Muxer {
 /// Where the ports of this run begin: a guest that was restored, or has moved, may have connections left whose ports an
 /// earlier run has given.
 fn any_client_port() -> u32 {
-    let ports = u64::from(LAST_CLIENT_PORT - FIRST_CLIENT_PORT) + 1;
-    // Taken from the keys of hash tables, which are random and differ.
-    let drawn = RandomState::new().hash_one(ports) % ports;
-    FIRST_CLIENT_PORT + u32::try_from(drawn).unwrap_or(0)
+    let mut bytes = [0; 4];
+    // Without random numbers they begin where they always did.
+    let _ = syscalls::random(&mut bytes);
+    FIRST_CLIENT_PORT + u32::from_le_bytes(bytes) % (LAST_CLIENT_PORT - FIRST_CLIENT_PORT + 1)
 }
 
 impl Entry {

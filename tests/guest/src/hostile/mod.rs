@@ -153,18 +153,14 @@ impl Attacker {
         }
     }
 
-    /// One attack; returns its kind.
-    pub fn step(&mut self) -> u64 {
+    /// One attack; returns its kind, or `None` where it could not be made.
+    pub fn step(&mut self) -> Option<u64> {
         self.steps = self.steps.wrapping_add(1);
         if self.steps.is_multiple_of(ATTACKS_BETWEEN_LOOKS) {
             self.look();
         }
         let index = self.below(self.count as u64);
-        let Some(function) = usize::try_from(index).ok().and_then(|at| self.functions.get(at))
-        else {
-            return 0;
-        };
-        let function = *function;
+        let function = *usize::try_from(index).ok().and_then(|at| self.functions.get(at))?;
         let kind = self.kind();
         if matches!(kind, 4 | 5) && !self.works(function) {
             self.set_up(function, index);
@@ -182,10 +178,11 @@ impl Attacker {
             9 => Self::reset_over_and_over(function),
             10 => restore(function),
             11 => self.read_anywhere(function),
-            12 => self.access_ports(),
+            12 if !self.access_ports() => return None,
+            12 => {}
             _ => self.access_registers(self.orders.ecam),
         }
-        kind
+        Some(kind)
     }
 
     /// One of the kinds that are wanted, by their weights.

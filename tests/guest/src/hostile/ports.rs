@@ -201,11 +201,24 @@ impl Access {
 }
 
 impl Attacker {
-    /// Makes a table full of accesses. Most of them take what the registers of hot-plug may give.
-    pub(super) fn access_ports(&mut self) {
+    /// Makes a table full of accesses; returns whether they were made. Most of them take what the registers of hot-plug may
+    /// give.
+    pub(super) fn access_ports(&mut self) -> bool {
         if self.ports.failures >= FAILURES_MAX {
-            return;
+            return false;
         }
+        // A vCPU that is late may still work through the last table.
+        if self.ports.failures == 0 || mem::load8(DONE_GPA) != 0 {
+            self.fill_table();
+        }
+        let code = (&raw const port_worker, &raw const port_worker_end);
+        let Ports { vcpu, khz, failures } = self.ports;
+        let done = smp::run_elsewhere(vcpu, khz, code, || mem::load8(DONE_GPA) != 0);
+        self.ports.failures = if done { 0 } else { failures + 1 };
+        done
+    }
+
+    fn fill_table(&mut self) {
         let count = 1 + self.below(ACCESSES_MAX);
         for number in 0..count {
             let mut access = self.port_access();
@@ -224,10 +237,6 @@ impl Attacker {
         }
         mem::store16(TABLE_GPA, low_quarter(count));
         mem::store8(DONE_GPA, 0);
-        let code = (&raw const port_worker, &raw const port_worker_end);
-        let Ports { vcpu, khz, failures } = self.ports;
-        let done = smp::run_elsewhere(vcpu, khz, code, || mem::load8(DONE_GPA) != 0);
-        self.ports.failures = if done { 0 } else { failures + 1 };
     }
 
     fn port_access(&mut self) -> Access {
