@@ -42,6 +42,12 @@ pub enum FaultTraceError {
         #[source]
         source: io::Error,
     },
+    /// Threads without the permission may not read what a program has recorded, and vCPUs have none.
+    #[error(
+        "this kernel lets only threads with CAP_BPF read the trace of faults, and vCPUs have no capabilities: use \
+         Linux 5.19 or later, 'sysctl kernel.unprivileged_bpf_disabled=0' where that is possible, or the patched KVM"
+    )]
+    NotReadable(#[source] io::Error),
     /// The kernel lacks the tracepoint.
     #[error(
         "KVM of this kernel has no tracepoint {tracepoint} of the form that is known here (Linux \
@@ -110,6 +116,7 @@ impl FaultTracer {
         let paging =
             if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
         let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
+        probe(&table)?;
         let this = Process::of_caller().map_err(FaultTraceError::Load)?;
         let program = bpf::load(&program(paging, &this, &table)).map_err(refusal)?;
         let tracepoint = paging.tracepoint();
@@ -133,6 +140,26 @@ impl FaultTracer {
             Paging::TwoDimensional => FaultedAt::Gpa(address),
             Paging::Shadow => FaultedAt::Gva(address),
         })
+    }
+}
+
+/// Looks whether a thread like a vCPU's, which has dropped its capabilities, may read `table`.
+fn probe(table: &OwnedFd) -> Result<(), FaultTraceError> {
+    const THREAD: &str = "trace-probe";
+    let look = || stoppable_thread::start_group(THREAD, || bpf::take_value(table, 0));
+    readable(look().map_err(FaultTraceError::Load)?)
+}
+
+/// What the answer about a thread that never faulted means.
+fn readable(answer: io::Result<u64>) -> Result<(), FaultTraceError> {
+    match answer {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES)) => {
+            Err(FaultTraceError::NotReadable(error))
+        }
+        Err(error) if error.raw_os_error() != Some(libc::ENOENT) => {
+            Err(FaultTraceError::Load(error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -233,6 +260,15 @@ mod tests {
             Err(error @ FaultTraceError::NotPermitted { .. }) => test_skip::skip!("{error}"),
             Err(error) => panic!("{error}: {:?}", std::error::Error::source(&error)),
         }
+    }
+
+    #[test]
+    fn a_trace_that_vcpus_may_not_read_is_refused_by_name() {
+        let answer = |errno| readable(Err(io::Error::from_raw_os_error(errno)));
+        let text = answer(libc::EPERM).unwrap_err().to_string();
+        assert!(text.contains("Linux 5.19"), "{text}");
+        assert!(matches!(answer(libc::EINVAL), Err(FaultTraceError::Load(_))));
+        answer(libc::ENOENT).unwrap();
     }
 
     #[test]

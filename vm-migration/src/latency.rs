@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -59,7 +60,8 @@ pub struct ThreadLatency {
 }
 
 struct OfThread {
-    name: String,
+    /// Once it was looked up.
+    name: Option<String>,
     histogram: Histogram<u32>,
 }
 
@@ -86,7 +88,7 @@ impl Latencies {
             && let Ok(mut histogram) = Histogram::new_with_max(LATENCY_MAX_US, 2)
         {
             histogram.saturating_record(latency_us);
-            self.threads.insert(id, OfThread { name: name_of(id), histogram });
+            self.threads.insert(id, OfThread { name: None, histogram });
         }
     }
 
@@ -114,13 +116,28 @@ impl Latencies {
         list
     }
 
-    /// The latencies of each thread, by name: `vcpu2` comes before `vcpu10`.
+    /// IDs of the threads whose names were not found yet.
+    fn unnamed(&self) -> Vec<u32> {
+        let unnamed = self.threads.iter().filter(|(_, thread)| thread.name.is_none());
+        unnamed.map(|(id, _)| *id).collect()
+    }
+
+    fn set_names(&mut self, names: impl IntoIterator<Item = (u32, String)>) {
+        for (id, name) in names {
+            if let Some(thread) = self.threads.get_mut(&id) {
+                thread.name.get_or_insert(name);
+            }
+        }
+    }
+
+    /// The latencies of each thread, by name: `vcpu2` comes before `vcpu10`. One without a name has its ID: it ended
+    /// before, or belongs to a back end in another process.
     pub(crate) fn threads(&self) -> Vec<ThreadLatency> {
-        let of = |thread: &OfThread| ThreadLatency {
-            name: thread.name.clone(),
+        let of = |(id, thread): (&u32, &OfThread)| ThreadLatency {
+            name: thread.name.clone().unwrap_or_else(|| format!("thread {id}")),
             latency_us: summary(&thread.histogram),
         };
-        let mut list: Vec<ThreadLatency> = self.threads.values().map(of).collect();
+        let mut list: Vec<ThreadLatency> = self.threads.iter().map(of).collect();
         list.sort_by(|left, right| {
             (left.name.len(), &left.name).cmp(&(right.name.len(), &right.name))
         });
@@ -133,10 +150,17 @@ pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The name of a thread of this process, or else its ID: back ends in other processes fault as well.
-fn name_of(thread: u32) -> String {
-    let name = std::fs::read_to_string(format!("/proc/self/task/{thread}/comm"));
-    name.map_or_else(|_| format!("thread {thread}"), |name| name.trim_end().to_owned())
+/// Looks up the names of the threads of this process that have none yet, on a thread that may open files: those that
+/// record latencies may not, and are not to wait for it.
+pub(crate) fn name_threads(latencies: &Mutex<Latencies>) {
+    let unnamed = latencies.lock().unnamed();
+    let names: Vec<_> = unnamed.into_iter().filter_map(|id| Some((id, name_of(id)?))).collect();
+    latencies.lock().set_names(names);
+}
+
+fn name_of(thread: u32) -> Option<String> {
+    let name = std::fs::read_to_string(format!("/proc/self/task/{thread}/comm")).ok()?;
+    Some(name.trim_end().to_owned())
 }
 
 fn summary<C: hdrhistogram::Counter>(histogram: &Histogram<C>) -> LatencySnapshot {
@@ -161,19 +185,33 @@ mod tests {
 
     #[test]
     fn threads_are_told_apart_by_name_and_all_are_counted_together() {
-        let mut latencies = Latencies::new();
-        let this = stoppable_thread::Builder::new("vcpu7");
-        // SAFETY: gettid has no preconditions.
-        let this = this.spawn(|| unsafe { libc::gettid() }.cast_unsigned());
-        latencies.record(Some(u32::MAX), 10);
-        latencies.record(None, 30);
-        // The thread may have ended by now: then its ID is its name.
-        latencies.record(Some(this.unwrap().join().unwrap()), 20);
-        assert_eq!(latencies.snapshot().count, 3);
-        assert_eq!(latencies.threads().len(), 2);
-        // SAFETY: as above.
-        let here = name_of(unsafe { libc::gettid() }.cast_unsigned());
-        assert!(!here.starts_with("thread "), "{here}");
+        let latencies = Mutex::new(Latencies::new());
+        let record = |thread, latency_us| latencies.lock().record(thread, latency_us);
+        let names = || -> Vec<String> {
+            let threads = latencies.lock().threads();
+            threads.into_iter().map(|thread| thread.name).collect()
+        };
+        let of_none = format!("thread {}", u32::MAX);
+        record(Some(u32::MAX), 10);
+        record(None, 30);
+        let (named, is_named) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        let this = stoppable_thread::spawn("vcpu7", move || {
+            // SAFETY: gettid has no preconditions.
+            tell.send(unsafe { libc::gettid() }.cast_unsigned()).unwrap();
+            is_named.recv().unwrap_err();
+        });
+        let id = told.recv().unwrap();
+        record(Some(id), 20);
+        assert_eq!(names().len(), 2);
+        assert!(names().contains(&format!("thread {id}")), "nothing was looked up: {:?}", names());
+        name_threads(&latencies);
+        assert_eq!(names(), ["vcpu7".to_owned(), of_none.clone()]);
+        assert_eq!(latencies.lock().snapshot().count, 3);
+        drop(named);
+        this.unwrap().join().unwrap();
+        name_threads(&latencies);
+        assert_eq!(names(), ["vcpu7".to_owned(), of_none], "the name stays");
     }
 
     #[test]

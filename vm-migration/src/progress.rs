@@ -17,7 +17,7 @@ use crate::document::{DOCUMENT_VERSION, Mode};
 use crate::fault::FaultSourceKind;
 use crate::figures::{Figures, Known};
 use crate::history::{History, PhaseEntry, RoundBegin, Sample, Timeline};
-use crate::latency::{Latencies, micros};
+use crate::latency::{Latencies, micros, name_threads};
 use crate::layout::PAGE_BYTES;
 use crate::options::Convergence;
 use crate::page_server_status::{Identity, PageServerStatus};
@@ -259,6 +259,8 @@ impl Progress {
         if phase == Phase::Done {
             self.counters.remaining_bytes.set(0);
         }
+        // As long as its threads are there.
+        name_threads(&self.latency);
         self.note_sample(true);
         self.enter(phase);
     }
@@ -390,6 +392,7 @@ impl Progress {
         drop(course);
         let peer = self.peer.lock().course.clone();
         let rounds = if own.is_empty() { peer.unwrap_or_default() } else { own };
+        name_threads(&self.latency);
         let latencies = self.latency.lock();
         let (latency, threads) = (latencies.buckets(), latencies.threads());
         History { progress, phases, timeline, rounds, latency, threads }

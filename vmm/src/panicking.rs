@@ -78,7 +78,7 @@ pub fn forget_socket() {
 }
 
 fn put_back() {
-    // The socket first: the panicked thread may hold a console.
+    // The API's socket before a console, which the panicked thread may hold.
     let socket = outside().socket.take();
     if let Some((path, device, inode)) = socket
         && std::fs::symlink_metadata(&path)
@@ -87,17 +87,18 @@ fn put_back() {
         // There is no client to report an error to.
         let _ = std::fs::remove_file(path);
     }
-    // A machine whose guest lacks pages is never dropped, nor what listens for their source.
-    Listener::remove_all_files();
-    let vsocks: Vec<_> = outside().vsocks.iter().filter_map(Weak::upgrade).collect();
-    for socket in vsocks {
-        socket.remove_path();
-    }
     let consoles: Vec<_> = outside().consoles.iter().filter_map(Weak::upgrade).collect();
     for console in consoles {
         // Other threads hold a console only for a non-blocking write. One held by the panicked thread would
         // be waited for in vain, and the consoles after it are not restored.
         let _ = console.try_close(LOCK_TIME);
+    }
+    // Directories may be of a file system that does not answer any more: what is of this host came before.
+    // A machine whose guest lacks pages is never dropped, nor what listens for their source.
+    Listener::remove_all_files();
+    let vsocks: Vec<_> = outside().vsocks.iter().filter_map(Weak::upgrade).collect();
+    for socket in vsocks {
+        socket.remove_path();
     }
 }
 

@@ -476,17 +476,6 @@ group! {
 }
 
 group! {
-    /// A tap that went with a guest to another process and is taken back when its device works again.
-    TAPS_AGAIN "taps again" {
-        SYS_open "/dev/net/tun";
-        SYS_openat "/dev/net/tun";
-        SYS_socket [Check::First(INTERNET)] "a tap's address and flags; it is never connected";
-        SYS_ioctl [Check::Second(TAP)] "a tap's name, offloads and queues";
-        SYS_ioctl [Check::Second(INTERFACE)] "a tap's address and flags";
-    }
-}
-
-group! {
     /// Disks.
     DISKS "disks" {
         SYS_ioctl [Check::Second(BLOCK)] "sizes of block devices, and what is discarded";

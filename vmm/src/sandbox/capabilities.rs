@@ -111,11 +111,11 @@ pub(super) static NEEDS: &[Need] = &[
     },
     Need {
         capability: CapabilitySet::NET_ADMIN,
-        threads: &[BUILDERS, &["main", "device-net"]],
+        threads: &[BUILDERS, &["main"]],
         span: Span::Life,
         unless: None,
-        why: "making, opening and configuring taps, also by hot-plug; a network device opens its tap again that has \
-            been in another process",
+        why: "making, opening and configuring taps, also by hot-plug, and opening again what has been in another \
+            process",
     },
     Need {
         capability: CapabilitySet::NET_BIND_SERVICE,
@@ -138,8 +138,8 @@ pub(super) static NEEDS: &[Need] = &[
         span: Span::Life,
         unless: None,
         why: "loading the program that traces faults, for each migration that is received with `fault_source=sigbus`; \
-            from Linux 5.19 on no thread needs it to read what the \
-            program has recorded",
+            vCPUs read what it has recorded without (kernels before 5.19 may forbid that: then the migration is refused \
+            before it begins)",
     },
     Need {
         capability: CapabilitySet::PERFMON,

@@ -65,7 +65,6 @@ fn threads_that_face_a_guest_or_a_peer_have_only_what_is_listed() {
         ("vcpu", lock),
         ("device-balloon", lock),
         ("device-mem", lock),
-        ("device-net", CapabilitySet::NET_ADMIN),
         ("device-vsock", CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH),
     ];
     let faces = |kind: &&Kind| {
@@ -152,32 +151,11 @@ fn who_may_open_configure_or_map_has_the_capability_for_it() {
     let listed: BTreeSet<_> = BUILDERS.iter().chain(&others).copied().collect();
     assert_eq!(builders, listed);
     // These open what belongs to the host, in /dev, /proc and /sys, and what any user may read.
-    let of_the_host = [
-        "device-net",
-        "mig-bulk",
-        "mig-faults",
-        "mig-look",
-        "mig-pages",
-        "mig-prepare",
-        "mig-receive",
-        "mig-resolve",
-        "mig-send",
-        "mig-urgent",
-        "pin",
-        "prefault",
-        "restore-fault",
-        "restore-fill",
-        "zeroer",
-    ];
-    let found: BTreeSet<_> = lacks("open", CapabilitySet::DAC_OVERRIDE)
-        .union(&lacks("taps again", CapabilitySet::DAC_OVERRIDE))
-        .copied()
-        .collect();
-    assert_eq!(found, BTreeSet::from(of_the_host));
+    let of_the_host = ["mig-resolve", "pin", "prefault", "zeroer"];
+    assert_eq!(lacks("open", CapabilitySet::DAC_OVERRIDE), BTreeSet::from(of_the_host));
     // They have the groups of `main`, and no network device.
     let net = lacks("taps", CapabilitySet::NET_ADMIN);
     assert_eq!(net, BTreeSet::from(["page-server", "prezero-pool"]));
-    assert_eq!(lacks("taps again", CapabilitySet::NET_ADMIN), BTreeSet::new());
     assert_eq!(lacks("names", CapabilitySet::FOWNER), BTreeSet::from(["zeroer"]));
     assert_eq!(
         lacks("local sockets", CapabilitySet::DAC_OVERRIDE),

@@ -11,8 +11,8 @@ use super::calls::{
     CAPABILITIES, CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES,
     Group, INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES,
     OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
-    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TAPS_AGAIN, TIMERS, UNRECEIVED,
-    VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
+    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TIMERS, UNRECEIVED, VDPA_CONFIG,
+    VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
 /// Room for all kinds.
@@ -150,16 +150,8 @@ const fn with<const COUNT: usize>(
 }
 
 /// Groups that transferring pages over connections needs.
-const MOVE: &[&Group] = &[
-    &CONNECTIONS,
-    &MEMORY,
-    &OPEN,
-    &FILES,
-    &KVM_REQUESTS,
-    &VFIO_REQUESTS,
-    &SCHEDULING,
-    &SOCKET_PATHS,
-];
+const MOVE: &[&Group] =
+    &[&CONNECTIONS, &MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING, &SOCKET_PATHS];
 
 macro_rules! kinds {
     ($($name:literal: $groups:expr, starts $starts:expr, $why:literal;)*) => {
@@ -172,13 +164,14 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
         "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "resize-memory", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
-        "restore-wait", "disk-writer"]],
+        "restore-wait", "disk-writer", "trace-probe"]],
         "the VMM thread; it starts all other threads, directly or not";
     "log": &[&FILES], starts &[], "writes lines to a file or a pipe";
     "event-monitor": &[&FILES, &CONNECTIONS], starts &[],
         "writes events to a file, a pipe or a socket";
     "put-back": &[&SOCKET_PATHS], starts &[], "restores terminals and removes socket paths after a panic";
     "end": &[], starts &[], "ends the process at a time limit";
+    "trace-probe": &[&FAULT_LOOKUP], starts &[], "looks whether vCPUs may read the trace of faults";
     "print-error": &[], starts &[], "prints the error with which the process ends";
     "http-server": &[&CONNECTIONS, &FILES, &SOCKET_PATHS], starts &[],
         "serves API connections, and receives the descriptors passed over them";
@@ -189,13 +182,13 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "runs a vCPU, and handles its exits: device registers, offloads, configuration of passed-through and vDPA devices, \
         messages to the processes that emulate vfio-user devices, \
         discards of memory";
-    "device-start": &[&RING, &FILES, &CONNECTIONS, &TAPS, &SCHEDULING, &TIMERS], starts &[DEVICES],
+    "device-start": &[&RING, &FILES, &CONNECTIONS, &TAP_OF_DRIVER, &SCHEDULING, &TIMERS], starts &[DEVICES],
         "activates devices: opens what their queues work with, and starts the threads that serve them";
     "device-block": &[&RING_REQUESTS, &FILES, &DISKS, &SCHEDULING, &MEMORY, &SET_TIMERS], starts &[],
         "serves the queues of a disk";
     "device-image": &[&FILES, &DISKS, &SCHEDULING, &MEMORY], starts &[],
         "carries out requests on an image in a format";
-    "device-net": &[&TAPS_AGAIN, &SCHEDULING, &CONNECTIONS, &SET_TIMERS], starts &[&["announce"]],
+    "device-net": &[&TAP_OF_DRIVER, &SCHEDULING, &CONNECTIONS, &SET_TIMERS], starts &[&["announce"]],
         "serves the queues of a network device";
     "device-console": &[&CONNECTIONS, &FILES, &SCHEDULING], starts &[&["console-out"]],
         "serves the queues of a console";
@@ -264,7 +257,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "snapshot-write": &[&FILES, &OPEN, &NAMES, &MEMORY, &VFIO_REQUESTS], starts &[&["snapshot-mem",
         "mig-look"]],
         "writes the files of a snapshot";
-    "snapshot-mem": &[&FILES, &MEMORY, &OPEN], starts &[], "writes or reads memory";
+    "snapshot-mem": &[&FILES, &MEMORY], starts &[], "writes or reads memory";
     "restore": CONFINE_AND_BUILD, starts &[OTHER_OF_DEVICES, OF_MACHINE, &["restore-fault",
         "restore-fill", "restore-wait", "snapshot-mem", "mig-look"]],
         "builds a machine from a snapshot";
@@ -295,7 +288,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         starts &[&["mig-resolve"]],
         "asks the destination which side owns the guest";
     "mig-hand-on": &[
-        &CONNECTIONS, &MEMORY, &OPEN, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING,
+        &CONNECTIONS, &MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING,
         &SOCKET_PATHS, &END_PAGE_SERVER,
     ], starts &[], "transfers the remaining pages to the page server, or ends it if that fails";
     "mig-resolve": &[&RESOLVER, &CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &OPEN, &FILES],

@@ -4,7 +4,7 @@
 //!
 //! A tap can be open in one process only, so it changes hands with the guest: the source of a
 //! migration releases it, the destination opens it. The device's threads get it here whenever they
-//! begin to work, and hold no reference while they are paused.
+//! begin to work, and hold no reference while they are paused. They never open it.
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -99,15 +99,6 @@ impl TapSlot {
             self.complain(&error);
         }
         Ok(())
-    }
-
-    /// Opens the tap, if it is not open; one that cannot be opened is logged, as often as a driver may have that: it
-    /// starts the device as often as it likes.
-    pub(super) fn acquire_if_possible(&self) {
-        if let Err(error) = self.acquire() {
-            let why = error_text::chain(&error);
-            log_limited!(self.log, Warn, "network device continues without its tap: {why}");
-        }
     }
 
     /// Whether the tap could be opened: driver, permission and kind. It does not matter whether another
@@ -209,30 +200,5 @@ impl Inner {
         }
         self.is_applied = result.is_ok();
         result
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::log_limit::kept;
-
-    #[test]
-    fn a_tap_that_cannot_be_opened_again_and_again_does_not_fill_the_log() {
-        kept::start();
-        let name = "much-too-long-for-an-interface";
-        let slot = TapSlot::new(TapConfig {
-            name: Some(name.to_owned()),
-            ip: None,
-            mask: None,
-            host_mac: None,
-            mtu: None,
-            queue_pairs: 1,
-        });
-        for _ in 0..200 {
-            slot.acquire_if_possible();
-        }
-        let lines = kept::count(name);
-        assert!((1..100).contains(&lines), "{lines} lines for 200 starts");
     }
 }
