@@ -61,13 +61,7 @@ pub fn all(seconds: u64) {
 fn row(name: &str, kinds: u64, device: u64, time: Duration) {
     let disks = Disks::new();
     let mut machine = Attackable::new(&disks, 1);
-    machine.add_vsock("");
-    machine.add(&[
-        "--watchdog",
-        "--pvpanic",
-        "--pmem",
-        &format!("file={}", disks.path("pmem").display()),
-    ]);
+    machine.add(&["--pvpanic"]);
     machine.attack(kinds, device);
     let vmm = machine.start();
     std::thread::sleep(SETTLE);

@@ -80,6 +80,8 @@ impl<'a> Attackable<'a> {
         let second = disks.option("b", "image_type=raw,queue_size=256,readonly=on,num_queues=2");
         machine.add(&["--balloon", balloon, "--disk", &first, &second, "--rtc", "id=clock"]);
         machine.add_net("mac=02:00:00:00:00:01");
+        machine.add_vsock("");
+        machine.add(&["--watchdog", "--pmem", &format!("file={}", disks.path("pmem").display())]);
         machine
     }
 

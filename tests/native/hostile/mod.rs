@@ -170,10 +170,7 @@ fn seed() -> u64 {
 
 fn attacked() {
     let disks = Disks::new();
-    let mut machine = Attackable::new(&disks, seed());
-    machine.add_vsock("");
-    machine.add(&["--watchdog", "--pmem", &format!("file={}", disks.path("pmem").display())]);
-    let mut vmm = machine.start();
+    let mut vmm = Attackable::new(&disks, seed()).start();
     watch(&mut vmm, Duration::from_secs(seconds()));
     vmm.verify();
     watch(&mut vmm, BETWEEN);
