@@ -38,8 +38,8 @@ pub use bar_placement::{
     PlacementError, PortWindow, RangeWish,
 };
 pub use bus::{
-    ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, PciConfigIo, PciEcam, PciError, PciSegment,
-    PciSegmentOptions,
+    ConfigAddress, ECAM_SEGMENT_LEN_BYTES, HostBridge, OnWaited, PciConfigIo, PciEcam, PciError,
+    PciSegment, PciSegmentOptions,
 };
 pub use config_space::{
     BAR_PORTS_LENS, BARS_COUNT, CONFIG_SPACE_LEN_BYTES, ConfigError, ConfigSpace, ConfigSpaceState,

@@ -12,8 +12,8 @@ mod host_bridge;
 #[cfg(test)]
 mod tests;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock};
 use pci_address::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber};
@@ -102,8 +102,12 @@ pub struct PciSegment {
     /// A bit for each device number whose function no longer responds.
     hidden: AtomicU32,
     arrivals: Arrivals,
+    on_waited: OnceLock<OnWaited>,
     placement: Mutex<BarPlacement>,
 }
+
+/// Called on a thread that has waited for a function to be opened; must not block.
+pub type OnWaited = Box<dyn Fn() + Send + Sync>;
 
 impl PciSegment {
     /// A segment with only a host bridge, at device number 0.
@@ -146,8 +150,14 @@ impl PciSegment {
             slots: RwLock::new(slots),
             hidden: AtomicU32::new(0),
             arrivals: Arrivals::default(),
+            on_waited: OnceLock::new(),
             placement: Mutex::new(placement),
         }))
+    }
+
+    /// Has each wait for a function that is still being opened reported when it is over. The first call counts.
+    pub fn report_waits(&self, on_waited: OnWaited) {
+        let _ = self.on_waited.set(on_waited);
     }
 
     /// Number of the segment.
@@ -198,11 +208,14 @@ impl PciSegment {
 
     /// Releases a reserved number.
     pub fn release(&self, number: DeviceNumber) {
-        let slot = &mut self.slots.write()[usize::from(number.get())];
+        let mut slots = self.slots.write();
+        let slot = &mut slots[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
             *slot = Slot::Free;
             self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
         }
+        // Who waits for a function looks at the slots with the lock of arrivals.
+        drop(slots);
         self.arrivals.tell();
     }
 
@@ -382,7 +395,13 @@ impl PciSegment {
                 Slot::Opening => None,
             }
         };
-        look().unwrap_or_else(|| self.arrivals.wait_for(look))
+        look().unwrap_or_else(|| {
+            let found = self.arrivals.wait_for(look);
+            if let Some(on_waited) = self.on_waited.get() {
+                on_waited();
+            }
+            found
+        })
     }
 }
 

@@ -283,6 +283,9 @@ const LONG: Duration = Duration::from_mins(1);
 fn who_looks_at_a_coming_function_waits_for_it() {
     for comes in [true, false] {
         let (segment, _) = segment(0);
+        let (waited, has_waited) = mpsc::channel();
+        let waited = std::sync::Mutex::new(waited);
+        segment.report_waits(Box::new(move || waited.lock().unwrap().send(()).unwrap()));
         let number = segment.expect(None, "a").unwrap();
         assert_eq!(number.get(), 1);
         assert!(segment.choose(Some(number), "b").is_err());
@@ -295,6 +298,7 @@ fn who_looks_at_a_coming_function_waits_for_it() {
         segment.read_config(address, &mut vendor);
         assert_eq!(vendor, [0xff; 2]);
         assert_eq!(seen.recv_timeout(Duration::from_millis(50)), Err(RecvTimeoutError::Timeout));
+        assert!(has_waited.try_recv().is_err(), "it waits, and the other did not");
         if comes {
             segment.deliver(&device("a"), number).unwrap();
             assert_eq!(seen.recv_timeout(LONG), Ok(0x1af4));
@@ -302,6 +306,8 @@ fn who_looks_at_a_coming_function_waits_for_it() {
             segment.release(number);
             assert_eq!(seen.recv_timeout(LONG), Ok(0xffff));
         }
+        has_waited.recv_timeout(LONG).unwrap();
+        assert!(has_waited.try_recv().is_err(), "one wait is reported once");
     }
 }
 
@@ -349,6 +355,33 @@ fn an_undelivered_interrupt_is_awaited_until_its_number_is_released() {
     }
     segment.release(number);
     assert_eq!([&seen, &seen_late].map(|seen| seen.recv_timeout(LONG)), [Ok(0xffff); 2]);
+}
+
+#[test]
+fn a_number_is_released_while_those_who_wait_look_again() {
+    for _ in 0..50 {
+        let (segment, _) = segment(0);
+        let number = segment.expect(None, "a").unwrap();
+        let other = segment.expect(None, "b").unwrap();
+        let readers: Vec<_> = (0..4).map(|_| reader(&segment)).collect();
+        for (begun, _) in &readers {
+            begun.recv_timeout(LONG).unwrap();
+        }
+        let waking = Arc::clone(&segment);
+        let (stop, stopped) = mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            while stopped.try_recv().is_err() {
+                waking.hide(other);
+            }
+        });
+        // By now they are looking, one after the other.
+        std::thread::sleep(Duration::from_millis(1));
+        segment.release(number);
+        for (_, seen) in readers {
+            assert_eq!(seen.recv_timeout(LONG), Ok(0xffff));
+        }
+        stop.send(()).unwrap();
+    }
 }
 
 /// A function whose one BAR has 32 bits, and takes the whole window of those.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
 # limit_s: 1500
-# Memory whose mapping takes long: no vCPU waits for it, at boot or when a device is added. The guest finds the
+# Memory whose mapping takes long, and a device whose opening does: no vCPU waits for it, at boot or when a device is added. The guest finds the
 # device when memory is mapped; until then, all other devices respond as ever.
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
@@ -62,6 +62,20 @@ check writes_by_dma writes_and_reads_back a
 check its_driver_did_not_wait did_not_wait a
 check no_vcpu_stalled never_stalled a
 check power_button_ends_the_vmm power_button a
+
+# A device that takes as long to open: no vCPU waits for it, nor for the disk whose registers are placed after it.
+LAUNCH="/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=75"
+start_guest l 2 --device path=$disk,id=disk || failed start "the VMM did not start"
+boots_meanwhile() {
+  wait_until $WAIT_S says l "GUEST-READY 2 vcpus" && ! happened l passthrough-device-opened && guest l "test ! -e /dev/nvme0n1"
+}
+check boots_while_the_device_is_opened boots_meanwhile
+check other_devices_respond_while_it_is_opened responds l
+check guest_finds_it_when_it_is_open guest_finds_it l
+check reads_by_dma_of_the_late_one reads_what_is_there l
+check driver_of_the_late_one_did_not_wait did_not_wait l
+check no_vcpu_stalled_for_the_late_one never_stalled l
+check power_button_ends_the_vmm_of_the_late_one power_button l
 
 SLOW_MAP_S=60
 LAUNCH=$(slow)

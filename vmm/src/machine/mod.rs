@@ -93,10 +93,12 @@ mod write_back;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Instant;
 
 use arch::cpuid::{VmCpuid, phys_bits};
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
+use vfio::pin_time::GATE_WAIT_MAX;
 
 use crate::config::VmConfig;
 
@@ -300,6 +302,7 @@ impl Machine {
     /// Names the device, or says that the start was cancelled. The machine is unusable then, and its guest
     /// has run: [`Machine::end`] must be called.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
+        let late_at = Instant::now() + GATE_WAIT_MAX;
         let context = PciContext {
             segments: &self.parts.segments,
             vm: &self.parts.vm,
@@ -307,11 +310,13 @@ impl Machine {
             activation: &self.parts.activation,
             platform: self.config.machine_platform(),
         };
-        self.parts.passthrough.finish_opening(
-            &context,
-            self.parts.devices.discarding_devices(),
-            cancel,
-        )?;
+        let passthrough = &mut self.parts.passthrough;
+        if !passthrough.receive_opened(&context, Some(late_at), cancel)? {
+            passthrough.withhold_late(&self.parts.segments);
+            // Nor does a vCPU wait for a disk. Its addresses are taken before those of devices that have no choice.
+            self.parts.devices.place_later(&self.parts.segments)?;
+        }
+        passthrough.finish_opening(&context, self.parts.devices.discarding_devices(), cancel)?;
         Ok(self.parts.devices.place_later(&self.parts.segments)?)
     }
 

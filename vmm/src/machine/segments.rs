@@ -317,6 +317,14 @@ impl Segments {
         }
     }
 
+    /// Has each wait for a device that is still being opened reported: see [`PciSegment::report_waits`].
+    pub fn report_waits(&self, on_waited: &Arc<dyn Fn() + Send + Sync>) {
+        for segment in &self.list {
+            let on_waited = Arc::clone(on_waited);
+            segment.report_waits(Box::new(move || on_waited()));
+        }
+    }
+
     /// See [`PciSegment::show`].
     pub fn show(&self, bdf: Bdf) {
         if let Some((segment, number)) = self.slot(bdf) {

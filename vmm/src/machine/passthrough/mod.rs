@@ -292,6 +292,11 @@ impl Passthrough {
             ban: ban.map(Arc::new),
         };
         let overlaps = opening.overlaps(config);
+        if overlaps {
+            let standstill = Arc::clone(&this.standstill);
+            let report: Arc<dyn Fn() + Send + Sync> = Arc::new(move || report(&standstill));
+            context.segments.report_waits(&report);
+        }
         for config in config.devices.iter().flatten() {
             if overlaps {
                 this.expect(config, context)?;
@@ -567,11 +572,14 @@ impl Passthrough {
 /// A gate that reports each wait of a vCPU, during which the guest's clock went on.
 fn new_gate(standstill: &Arc<OnceLock<Standstill>>) -> Arc<DmaGate> {
     let standstill = Arc::clone(standstill);
-    Arc::new(DmaGate::reporting(Box::new(move || {
-        if let Some(standstill) = standstill.get() {
-            standstill.report();
-        }
-    })))
+    Arc::new(DmaGate::reporting(Box::new(move || report(&standstill))))
+}
+
+/// Reports that a vCPU has waited, once there are vCPUs.
+fn report(standstill: &OnceLock<Standstill>) {
+    if let Some(standstill) = standstill.get() {
+        standstill.report();
+    }
 }
 
 fn ban(ram: &GuestRam) -> DiscardBan {

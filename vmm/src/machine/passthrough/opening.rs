@@ -4,7 +4,7 @@
 //!
 //! Opening a device resets it, which takes a tenth of a second and more for each; a guest has a lot to
 //! do before it looks for its devices. So they are opened by threads of their own, all at once, and a
-//! vCPU that comes to one's configuration space too soon waits there for it.
+//! vCPU that comes to one's configuration space too soon waits there for it, for some seconds.
 //!
 //! Owns the threads and the device numbers that are kept meanwhile. What can be said at once about a
 //! device that cannot be passed through is said before the guest has run.
@@ -50,12 +50,25 @@ impl Opening {
     }
 }
 
+/// How waiting for a device has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Arrival {
+    /// The device is open, or opening it has failed.
+    There,
+    /// The time is over.
+    Late,
+    /// The start was cancelled.
+    Cancelled,
+}
+
 /// A device that is being opened. Dropping it waits for the thread that opens it, as the next VM may use
 /// the device.
 pub struct PendingDevice {
     config: DeviceConfig,
     id: String,
     number: DeviceNumber,
+    /// No vCPU waits for it any more: the guest finds it once it is open and memory is mapped.
+    is_late: bool,
     thread: Option<JoinHandle<Result<Opened, VfioError>>>,
     /// Disconnected when the thread has finished.
     ended: Receiver<()>,
@@ -84,17 +97,24 @@ impl PendingDevice {
             opened
         };
         let thread = stoppable_thread::spawn("vfio-open", work)?;
-        Ok(Self { config, id, number, thread: Some(thread), ended })
+        Ok(Self { config, id, number, is_late: false, thread: Some(thread), ended })
     }
 
-    /// Waits until the device is open or opening it has failed; false if cancelled.
-    fn is_there(&self, cancel: &CancelToken) -> bool {
-        while self.ended.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    /// Waits until the device is open or opening it has failed, for no longer than `until`.
+    fn arrival(&self, until: Option<Instant>, cancel: &CancelToken) -> Arrival {
+        loop {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let time = left.map_or(POLL_INTERVAL, |left| left.min(POLL_INTERVAL));
+            if self.ended.recv_timeout(time) != Err(RecvTimeoutError::Timeout) {
+                return Arrival::There;
+            }
             if cancel.is_cancelled() {
-                return false;
+                return Arrival::Cancelled;
+            }
+            if left.is_some_and(|left| left.is_zero()) {
+                return Arrival::Late;
             }
         }
-        true
     }
 
     fn wait(&mut self) -> Result<Opened, VfioError> {
@@ -250,6 +270,45 @@ impl Passthrough {
         !self.pending.is_empty()
     }
 
+    /// Waits until all devices are open, for no longer than `until`; returns whether they are.
+    ///
+    /// # Errors
+    /// Names the device that cannot be opened, or says that the start was cancelled. The machine is unusable then.
+    pub fn receive_opened(
+        &mut self,
+        context: &PciContext<'_>,
+        until: Option<Instant>,
+        cancel: &CancelToken,
+    ) -> Result<bool, PassthroughError> {
+        // In order: the failure of one device is reported without waiting for the ones after it.
+        while let Some(pending) = self.pending.get(self.devices.len()) {
+            match pending.arrival(until, cancel) {
+                Arrival::There => self.receive(context)?,
+                Arrival::Late => return Ok(false),
+                Arrival::Cancelled => return Err(PassthroughError::Cancelled),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has no vCPU wait any longer for devices that are still to be plugged, but for those of `pin=overlap`: the guest
+    /// finds them once they are open and memory is mapped for them.
+    pub fn withhold_late(&mut self, segments: &Segments) {
+        for pending in &mut self.pending {
+            let place = Bdf::on_root_bus(pending.config.pci_segment, pending.number);
+            if pending.config.pin == PinMode::Auto
+                && let Some(segment) = segments.of(place)
+            {
+                let id = &pending.id;
+                log::warn!(
+                    "opening takes long: the guest finds '{id}' later, as if plugged in then"
+                );
+                segment.hide(pending.number);
+                pending.is_late = true;
+            }
+        }
+    }
+
     /// Waits until all devices are open, plugs them, and starts to map memory. Does nothing if there are
     /// none.
     ///
@@ -264,11 +323,7 @@ impl Passthrough {
         if self.pending.is_empty() {
             return Ok(());
         }
-        for at in 0..self.pending.len() {
-            // In order: the failure of one device is reported without waiting for the ones after it.
-            self.await_device(at, cancel)?;
-            self.receive(at, context)?;
-        }
+        self.receive_opened(context, None, cancel)?;
         // Before vCPUs can reach the devices: the thread that opens the gate has been started.
         self.map_memory(context.ram, discarding, cancel)?;
         let mut is_too_long = None;
@@ -279,6 +334,7 @@ impl Passthrough {
             let is_withheld = match pending.config.pin {
                 PinMode::Announce => true,
                 PinMode::Overlap | PinMode::Strict => false,
+                PinMode::Auto if pending.is_late => true,
                 PinMode::Auto => *is_too_long.get_or_insert_with(|| {
                     let pinning = self.pinning.as_ref();
                     pinning.is_some_and(|pinning| {
@@ -304,16 +360,9 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Waits until a device is open, or opening it has failed.
-    fn await_device(&self, at: usize, cancel: &CancelToken) -> Result<(), PassthroughError> {
-        if self.pending.get(at).is_none_or(|device| device.is_there(cancel)) {
-            return Ok(());
-        }
-        Err(PassthroughError::Cancelled)
-    }
-
-    fn receive(&mut self, at: usize, context: &PciContext<'_>) -> Result<(), PassthroughError> {
-        let Some(pending) = self.pending.get_mut(at) else { return Ok(()) };
+    /// Receives the first device that is still to be received; it is open, or has failed.
+    fn receive(&mut self, context: &PciContext<'_>) -> Result<(), PassthroughError> {
+        let Some(pending) = self.pending.get_mut(self.devices.len()) else { return Ok(()) };
         let opened = pending.wait();
         let (config, id, number) = (pending.config.clone(), pending.id.clone(), pending.number);
         let opened = opened.map_err(|source| no_device(&config, &id, source));
@@ -338,6 +387,9 @@ mod tests {
     use std::sync::atomic::Ordering;
     use std::time::Duration;
 
+    use pci::ConfigAddress;
+
+    use super::super::announcing::tests::new_segment;
     use super::super::migration::tests::two_devices;
     use super::*;
 
@@ -376,23 +428,57 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_is_cancelled_waits_for_no_device() {
-        let (mut passthrough, _hosts) = two_devices();
+    fn a_start_that_is_cancelled_or_late_waits_for_no_device() {
         let (first, go_on) = slow(7);
         let (second, never) = slow(8);
-        passthrough.pending = vec![first, second];
         let cancel = CancelToken::default();
         drop(go_on);
+        assert_eq!(
+            first.arrival(None, &cancel),
+            Arrival::There,
+            "its failure is reported when it is received"
+        );
+        let begun = Instant::now();
+        let soon = begun + Duration::from_millis(30);
+        assert_eq!(second.arrival(Some(soon), &cancel), Arrival::Late);
+        assert!(Instant::now() >= soon);
+        assert_eq!(second.arrival(Some(begun), &cancel), Arrival::Late, "that has been");
         cancel.cancel();
-        let (waited, is_over) = channel();
-        std::thread::spawn(move || {
-            let result = (0..2).try_for_each(|at| passthrough.await_device(at, &cancel));
-            let _ = waited.send((passthrough, result));
-        });
-        let (passthrough, result) = is_over.recv_timeout(Duration::from_mins(1)).unwrap();
-        assert!(matches!(result, Err(PassthroughError::Cancelled)), "{result:?}");
+        assert_eq!(second.arrival(None, &cancel), Arrival::Cancelled);
         drop(never);
-        // Failures are only reported when a device is received.
-        (0..2).try_for_each(|at| passthrough.await_device(at, &CancelToken::default())).unwrap();
+        assert_eq!(second.arrival(None, &CancelToken::default()), Arrival::There);
+    }
+
+    #[test]
+    fn nothing_waits_for_a_late_device_but_where_that_is_asked_for() {
+        let (mut passthrough, _hosts) = two_devices();
+        let segment = new_segment();
+        let wish = |number| Some(DeviceNumber::new(number).unwrap());
+        for number in [7, 8] {
+            segment.expect(wish(number), "slow").unwrap();
+        }
+        let (late, never) = slow(7);
+        let (mut overlapping, neither) = slow(8);
+        overlapping.config.pin = PinMode::Overlap;
+        passthrough.pending = vec![late, overlapping];
+        let (seen, sees) = channel();
+        for device in [7, 8] {
+            let (segment, seen) = (Arc::clone(&segment), seen.clone());
+            std::thread::spawn(move || {
+                let mut vendor = [0; 2];
+                let address = ConfigAddress { bus: 0, device, function: 0, offset: 0 };
+                segment.read_config(address, &mut vendor);
+                let _ = seen.send((device, vendor));
+            });
+        }
+        assert!(sees.recv_timeout(Duration::from_millis(50)).is_err(), "both wait");
+        let segments = Segments::of_test(Arc::clone(&segment));
+        passthrough.withhold_late(&segments);
+        assert_eq!(sees.recv_timeout(Duration::from_mins(1)), Ok((7, [0xff; 2])));
+        assert!(sees.recv_timeout(Duration::from_millis(50)).is_err(), "the other goes on waiting");
+        assert_eq!([0, 1].map(|at: usize| passthrough.pending[at].is_late), [true, false]);
+        passthrough.release_numbers(&segments);
+        assert_eq!(sees.recv_timeout(Duration::from_mins(1)), Ok((8, [0xff; 2])));
+        drop((never, neither));
     }
 }
