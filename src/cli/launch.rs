@@ -359,60 +359,25 @@ mod tests {
         assert!(error_text::chain(&config).ends_with("did you mean 'path'?"));
     }
 
-    /// The options of cloud-hypervisor v53, also of builds with more features, each with a valid value.
-    const UPSTREAM: [(&str, Option<&str>); 47] = [
-        ("api-socket", Some("/s")),
-        ("balloon", Some("size=0")),
-        ("cmdline", Some("x")),
-        ("console", Some("off")),
-        ("cpus", Some("boot=1")),
-        ("debug-console", Some("off")),
-        ("device", Some("path=/sys/bus/pci/devices/0000:00:01.0")),
-        ("disk", Some("path=/d")),
-        ("event-monitor", Some("path=/e")),
-        ("firmware", Some("/f")),
-        ("fs", Some("tag=t,socket=/s")),
-        ("fw-cfg-config", Some("kernel=on")),
-        ("gdb", Some("path=/g")),
-        ("generic-vhost-user", Some("socket=/s,virtio_id=26,queue_sizes=[128]")),
-        ("host-data", Some("00")),
-        ("igvm", Some("/i")),
-        ("initramfs", Some("/i")),
-        ("ivshmem", Some("path=/i,size=1M")),
-        ("kernel", Some("/k")),
-        ("landlock", None),
-        ("landlock-rules", Some("path=/p,access=rw")),
-        ("log-file", Some("/l")),
-        ("log-format", Some("{msg}")),
-        ("memory", Some("size=512M")),
-        ("memory-zone", Some("id=z,size=512M")),
-        ("net", Some("tap=t")),
-        ("no-shutdown", None),
-        ("numa", Some("guest_numa_id=0,cpus=0")),
-        ("pci-segment", Some("pci_segment=0")),
-        ("platform", Some("serial_number=1")),
-        ("pmem", Some("file=/p")),
-        ("pvpanic", None),
-        ("rate-limit-group", Some("id=g,bw_size=1,bw_refill_time=1")),
-        ("restore", Some("source_url=file:///s")),
-        ("rng", Some("src=/dev/urandom")),
-        ("rtc", Some("id=r")),
-        ("seccomp", Some("true")),
-        ("seccomp", Some("false")),
-        ("seccomp", Some("log")),
-        ("seccomp", Some("errno")),
-        ("serial", Some("off")),
-        ("tpm", Some("socket=/s")),
-        ("user-device", Some("socket=/s")),
-        ("v", None),
-        ("vdpa", Some("path=/v")),
-        ("vsock", Some("cid=3,socket=/s")),
-        ("watchdog", None),
-    ];
+    /// The options of cloud-hypervisor v53, with values, and whether they are refused here.
+    fn upstream() -> Vec<(String, Option<String>, bool)> {
+        let text = include_str!("../../vmm/src/api/compat.json");
+        let list: serde_json::Value = serde_json::from_str(text).unwrap();
+        let mut options = Vec::new();
+        for (name, option) in list["options"].as_object().unwrap() {
+            for value in option["values"].as_array().unwrap() {
+                let value = value.as_str().map(str::to_owned);
+                options.push((name.clone(), value, option["no"].is_string()));
+            }
+        }
+        assert!(options.len() > 40, "{options:?}");
+        options
+    }
 
     #[test]
     fn each_option_of_upstream_is_taken_or_refused_by_name() {
-        for (name, value) in UPSTREAM {
+        for (name, value, is_refused) in upstream() {
+            let name = name.as_str();
             let dashes = if name.len() == 1 { "-" } else { "--" };
             let mut line = format!("cloud-hypervisor {dashes}{name}");
             if let Some(value) = value {
@@ -436,6 +401,7 @@ mod tests {
                 Ok(other) => panic!("{line}: {other:?}"),
                 Err(error) => Some(error),
             };
+            assert_eq!(refusal.is_some(), is_refused, "{line}: {refusal:?}");
             let Some(refusal) = refusal else { continue };
             let text = error_text::chain(&refusal);
             let field = name.replace('-', "_");

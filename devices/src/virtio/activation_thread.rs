@@ -18,6 +18,7 @@ use virtio_queue::QueueState;
 
 use super::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use super::worker::{Pausing, PendingPause};
+use crate::LogLimit;
 
 /// The name of the thread.
 const NAME: &str = "device-start";
@@ -76,18 +77,49 @@ impl ActivationThread {
     }
 }
 
+/// What a driver has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DriverEvent {
+    /// The device works for it; also where a guest has arrived with its driver.
+    Activated,
+    /// It has reset a device that worked for it, or the guest was reset.
+    Reset,
+}
+
+/// Called after each, as often as log lines may be written that a guest causes; must not block.
+pub type OnDriver = Box<dyn Fn(DriverEvent) + Send>;
+
 /// A device that is activated on the thread of its machine.
 pub struct Activated {
     device: SharedDevice,
     queue_sizes_max: Vec<u16>,
     thread: Arc<ActivationThread>,
+    is_active: bool,
+    on_driver: OnDriver,
+    told: LogLimit,
 }
 
 impl Activated {
-    /// `device`, to be activated on `thread`.
-    pub fn on(thread: &Arc<ActivationThread>, device: Box<dyn VirtioDevice>) -> Self {
-        let queue_sizes_max = device.queue_sizes_max().to_vec();
-        Self { device: Arc::new(Mutex::new(device)), queue_sizes_max, thread: Arc::clone(thread) }
+    /// `device`, to be activated on `thread`; what its driver does is told to `on_driver`.
+    pub fn on(
+        thread: &Arc<ActivationThread>,
+        device: Box<dyn VirtioDevice>,
+        on_driver: OnDriver,
+    ) -> Self {
+        Self {
+            queue_sizes_max: device.queue_sizes_max().to_vec(),
+            device: Arc::new(Mutex::new(device)),
+            thread: Arc::clone(thread),
+            is_active: false,
+            on_driver,
+            told: LogLimit::default(),
+        }
+    }
+
+    fn tell(&self, event: DriverEvent) {
+        if self.told.take().is_some() {
+            (self.on_driver)(event);
+        }
     }
 
     /// The device. The transport makes one call at a time, so nothing waits here.
@@ -126,11 +158,17 @@ impl VirtioDevice for Activated {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        self.thread.activate(&self.device, activation)
+        self.thread.activate(&self.device, activation)?;
+        self.is_active = true;
+        self.tell(DriverEvent::Activated);
+        Ok(())
     }
 
     fn reset(&mut self) {
         self.device().reset();
+        if std::mem::take(&mut self.is_active) {
+            self.tell(DriverEvent::Reset);
+        }
     }
 
     fn pausing(&mut self) -> &mut dyn Pausing {
@@ -232,7 +270,34 @@ mod tests {
     fn recording(activate: Activate) -> (Activated, Arc<Mutex<Vec<Option<String>>>>) {
         let threads = Arc::default();
         let device = Recording { activate, threads: Arc::clone(&threads) };
-        (Activated::on(&ActivationThread::start().unwrap(), Box::new(device)), threads)
+        let thread = ActivationThread::start().unwrap();
+        (Activated::on(&thread, Box::new(device), Box::new(|_| ())), threads)
+    }
+
+    #[test]
+    fn what_a_driver_does_is_told_as_often_as_lines_may_be_logged() {
+        let driver = Driver::new(1, 16);
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let (mut device, _) = recording(|_| Ok(()));
+        let tell = Arc::clone(&told);
+        device.on_driver = Box::new(move |event| tell.lock().push(event));
+        device.reset();
+        assert!(told.lock().is_empty(), "it was not active");
+        device.activate(driver.fresh(0)).unwrap();
+        device.reset();
+        device.reset();
+        let both = [DriverEvent::Activated, DriverEvent::Reset];
+        assert_eq!(*told.lock(), both);
+        let (mut failing, _) = recording(|_| Err(ActivateError::MissingQueue { index: 7 }));
+        failing.on_driver = Box::new(|event| panic!("{event:?}"));
+        failing.activate(driver.fresh(0)).unwrap_err();
+        failing.reset();
+        for _ in 0..100 {
+            device.activate(driver.fresh(0)).unwrap();
+            device.reset();
+        }
+        let count = told.lock().len();
+        assert!((2..100).contains(&count), "{count} events of 202");
     }
 
     #[test]

@@ -51,7 +51,7 @@ mod test_driver;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-pub use activation_thread::{Activated, ActivationThread};
+pub use activation_thread::{Activated, ActivationThread, DriverEvent, OnDriver};
 pub use counters::Counters;
 pub use device::{
     ActivateError, Activation, ActiveQueue, DeviceSnapshot, Kicks, StateError, VirtioDevice,

@@ -237,6 +237,19 @@ pub const NAMES: &[(&str, &str, &str)] = &[
         "a triple fault resets the guest (vcpu, in_a_row: consecutive starts that ended this \
          way, ran_ms: run time, if the VM was started here)",
     ),
+    (
+        "virtio-device",
+        "activated",
+        "the guest's driver has activated a device, or a guest has arrived with it (id; at most 32 events of each \
+         device of this source, and then one a minute)",
+    ),
+    (
+        "virtio-device",
+        "reset",
+        "the guest's driver has reset an active device, or the guest was reset (id)",
+    ),
+    ("vdpa", "activated", "the same of a vDPA device (id)"),
+    ("vdpa", "reset", "the same of a vDPA device (id)"),
     ("guest", "watchdog-expired", "the guest did not reset its watchdog in time, and is reset"),
     (
         "guest",
@@ -259,7 +272,6 @@ pub fn page() -> String {
          strings or `null`. An event is at most 4095 bytes long, the least that a pipe takes in one \
          piece; longer properties are cut (`...`). Braces and non-ASCII characters in strings are \
          escaped, so that readers may count braces.\n\n\
-         Of cloud-hypervisor's events, those of the source `virtio-device` do not occur.\n\n\
          | source | event | meaning (and properties) |\n\
          | --- | --- | --- |\n",
     );

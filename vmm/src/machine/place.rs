@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use devices::virtio::iommu::IommuHandle;
-use devices::virtio::{Activated, VirtioDevice};
+use devices::virtio::{Activated, DriverEvent, OnDriver, VirtioDevice};
 use hypervisor::irq::IoEvents;
 use pci::{
     BarWidth, Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice, PciError, VirtioPciDevice,
@@ -25,6 +25,7 @@ use super::virtio::{PciContext, VirtioDevices, VirtioError};
 use crate::config::VmConfig;
 use crate::config::on_platform::PciNumber;
 use crate::config::segments::PciPlace;
+use crate::events;
 use crate::platform::Unlisted;
 
 /// Width of a device's BAR, and when it is placed.
@@ -65,12 +66,18 @@ pub struct Place {
     number: Option<u8>,
     bars: BarPlacement,
     iommu: bool,
+    is_vdpa: bool,
 }
 
 impl Place {
     /// In a segment, perhaps with a number.
     pub fn new(segment: u16, number: Option<u8>) -> Self {
-        Self { segment, number, bars: BarPlacement::Wide, iommu: false }
+        Self { segment, number, bars: BarPlacement::Wide, iommu: false, is_vdpa: false }
+    }
+
+    /// Of a vDPA device, whose events have a source of their own.
+    pub fn of_vdpa(segment: u16, number: Option<u8>) -> Self {
+        Self { is_vdpa: true, ..Self::new(segment, number) }
     }
 
     /// Of a disk present at boot.
@@ -164,6 +171,21 @@ impl TakenNumbers {
     }
 }
 
+/// Writes an event for what the driver of a device does.
+fn tells(id: String, is_vdpa: bool) -> OnDriver {
+    Box::new(move |event| {
+        let of_device = [("id", id.as_str())];
+        match (event, is_vdpa) {
+            (DriverEvent::Activated, false) => {
+                events::emit("virtio-device", "activated", &of_device);
+            }
+            (DriverEvent::Activated, true) => events::emit("vdpa", "activated", &of_device),
+            (DriverEvent::Reset, false) => events::emit("virtio-device", "reset", &of_device),
+            (DriverEvent::Reset, true) => events::emit("vdpa", "reset", &of_device),
+        }
+    })
+}
+
 impl VirtioDevices {
     pub(super) fn plug(
         &mut self,
@@ -182,7 +204,11 @@ impl VirtioDevices {
         let events: Arc<dyn IoEvents> = Arc::new(context.vm.clone());
         let function = VirtioPciDevice::with_form(
             id.to_owned(),
-            Box::new(Activated::on(context.activation, device)),
+            Box::new(Activated::on(
+                context.activation,
+                device,
+                tells(id.to_owned(), place.is_vdpa),
+            )),
             VirtioPciForm { width: place.bars.of_bar(), rules: &context.platform.virtio_pci },
             context.ram.guest_memory(),
             context.vm,

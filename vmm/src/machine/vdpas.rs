@@ -91,7 +91,7 @@ impl VirtioDevices {
     ) -> Result<Bdf, VirtioError> {
         let (id, counters) = (device.id().to_owned(), device.counters());
         let end = device.end_handle();
-        let place = Place::new(vdpa.pci_segment, vdpa.pci_device_id);
+        let place = Place::of_vdpa(vdpa.pci_segment, vdpa.pci_device_id);
         let bdf = self.plug(context, &id, Box::new(device), place)?;
         self.counters.push((id.clone(), counters));
         self.vdpas.push((id, end));

@@ -3,6 +3,7 @@
 //! The page that says what of cloud-hypervisor's interface this version has, made from the list of that interface and
 //! from the definitions here.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use serde_json::Value;
@@ -10,6 +11,7 @@ use serde_json::Value;
 use super::super::endpoints::ENDPOINTS;
 use super::super::openapi;
 use crate::config::reference::families;
+use crate::events::NAMES;
 
 /// What is accepted and is not as there: the schema, the field, and how it differs.
 const DIFFERENT: &[(&str, &str, &str)] = &[
@@ -26,6 +28,32 @@ const DIFFERENT: &[(&str, &str, &str)] = &[
     ),
 ];
 
+/// The field is in the schema, and only its default is accepted; and why.
+const REFUSED: &[(&str, &str, &str)] = &[
+    (
+        "BalloonConfig",
+        "iommu",
+        "what its driver names are pages of the guest, which no IOMMU translates: only its rings would be behind one",
+    ),
+    ("DeviceConfig", "iommu", BEHIND_IOMMU),
+    ("VdpaConfig", "iommu", BEHIND_IOMMU),
+    ("PayloadConfig", "host_data", "as `--host-data`"),
+    ("PayloadConfig", "igvm", "as `--igvm`"),
+    (
+        "PlatformConfig",
+        "sev_snp",
+        "only in builds of cloud-hypervisor with its feature `sev_snp`, which is off by default",
+    ),
+    (
+        "PlatformConfig",
+        "tdx",
+        "only in builds of cloud-hypervisor with its feature `tdx`, which is off by default",
+    ),
+];
+
+const BEHIND_IOMMU: &str = "not there yet: what the guest maps in the virtual IOMMU would have to be mapped in the host's \
+    ([virtio-iommu.md](virtio-iommu.md))";
+
 fn upstream() -> Value {
     serde_json::from_str(include_str!("../compat.json")).unwrap()
 }
@@ -40,9 +68,9 @@ fn page() -> String {
         "<!-- SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause -->\n\
          # Compatibility with cloud-hypervisor\n\n\
          What of the interface of cloud-hypervisor v53 (API 0.3.0) this version has. The page is generated from the\n\
-         list of that interface and from the definitions in the code; a test keeps it up to date. Options of the command\n\
-         line have the same keys as the JSON fields; [options.md](options.md) has all of them, and\n\
-         [events.md](events.md) the events.\n\n\
+         list of that interface and from the definitions in the code; tests keep it up to date, and try each option and\n\
+         field. Options of the command line have the same keys as the JSON fields; [options.md](options.md) has all of\n\
+         them, and [events.md](events.md) all events.\n\n\
          ## Requests\n\n\
          | request | here |\n| --- | --- |\n",
     );
@@ -61,6 +89,7 @@ fn page() -> String {
          them in one message. The last column has the fields that cloud-hypervisor does not know.\n\n\
          | object | accepted | default only | only here |\n| --- | --- | --- | --- |\n",
     );
+    let mut all_refused = Vec::new();
     let described = serde_json::to_value(openapi::document()).unwrap();
     for family in families() {
         let fields = &upstream["schemas"][family.type_name]["fields"];
@@ -71,6 +100,7 @@ fn page() -> String {
             !ours[name].is_null() && field.is_none_or(|field| !field.spec.unsupported)
         };
         let (accepted, refused): (Vec<_>, Vec<_>) = fields.keys().cloned().partition(is_accepted);
+        all_refused.extend(refused.iter().map(|field| (family.type_name, field.clone())));
         let own = family.fields.iter().filter(|field| !field.spec.hidden && !field.spec.answer);
         let own = own.map(|field| field.spec.field.to_owned());
         let own = own.filter(|name| !name.is_empty() && !fields.contains_key(name));
@@ -91,7 +121,39 @@ fn page() -> String {
         );
         let _ = writeln!(out, "| `{schema}.{field}` | {how} |");
     }
+    out.push_str(
+        "\n## Fields of which only the default is accepted\n\n| field | why |\n| --- | --- |\n",
+    );
+    let reasons: BTreeSet<_> = REFUSED.iter().map(|(schema, field, _)| (*schema, *field)).collect();
+    let refused: BTreeSet<_> =
+        all_refused.iter().map(|(schema, field)| (*schema, field.as_str())).collect();
+    assert_eq!(reasons, refused, "each has a reason, and each reason is for one");
+    for (schema, field, why) in REFUSED {
+        let _ = writeln!(out, "| `{schema}.{field}` | {why} |");
+    }
+    options(&mut out, &upstream["options"]);
+    events(&mut out, &upstream["events"]);
     out
+}
+
+/// The options of the command line; a test of the program tries each.
+fn options(out: &mut String, upstream: &Value) {
+    out.push_str("\n## Options of the command line\n\n| option | here |\n| --- | --- |\n");
+    for (name, option) in upstream.as_object().unwrap() {
+        let dashes = if name.len() == 1 { "-" } else { "--" };
+        let here = option["no"].as_str().map_or("yes".to_owned(), |why| format!("no: {why}"));
+        let _ = writeln!(out, "| `{dashes}{name}` | {here} |");
+    }
+}
+
+fn events(out: &mut String, upstream: &Value) {
+    out.push_str("\n## Events\n\n| source | event | here |\n| --- | --- | --- |\n");
+    for name in upstream.as_array().unwrap() {
+        let (source, event) = name.as_str().unwrap().split_once('.').unwrap();
+        let is_here = NAMES.iter().any(|known| (known.0, known.1) == (source, event));
+        let here = if is_here { "yes" } else { "no" };
+        let _ = writeln!(out, "| {source} | `{event}` | {here} |");
+    }
 }
 
 #[test]
