@@ -442,7 +442,7 @@ impl Work for NetWorker {
     }
 
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
-        // One that has been in another process was opened by whoever resumes the device: this thread may not.
+        // One that has been in another process is opened before the device resumes: this thread may not open it.
         self.tap = self.link.tap.pair(self.pair);
         // A new tap may have the number of the old one, and must not be taken for watched.
         watch.off(TAP_TOKEN);
