@@ -178,6 +178,8 @@ struct Control {
 /// State of a vCPU shared between its thread and the others.
 struct Shared {
     index: u32,
+    /// The kernel's id of the thread, once that has begun.
+    thread_id: OnceLock<i32>,
     control: Mutex<Control>,
     /// Notified on every change of `control`.
     changed: Condvar,
@@ -418,6 +420,11 @@ impl VcpuThreads {
         self.standing.lock().push(Arc::downgrade(&thread.shared));
         self.threads.push(thread);
         Ok(Ok(true))
+    }
+
+    /// The kernel's ids of the threads of all vCPUs that are not removed, in order of their addition.
+    pub fn thread_ids(&self) -> Vec<i32> {
+        self.threads.iter().filter_map(|thread| thread.shared.thread_id.get().copied()).collect()
     }
 
     /// All threads, those of removed vCPUs, too.

@@ -186,8 +186,7 @@ fn interrupted() {
     vmm.signal(libc::SIGKILL);
     vmm.wait_for_exit();
     finish(dump);
-    let mut start = [0; 4];
-    std::io::Read::read_exact(&mut fs::File::open(&path).expect("the file"), &mut start)
-        .expect("four bytes");
-    assert_eq!(start, [0; 4]);
+    // The file may have been too young to have any.
+    let start = fs::read(&path).expect("the file");
+    assert!(start.iter().take(4).all(|byte| *byte == 0), "{:?}", start.get(..4));
 }

@@ -92,6 +92,7 @@ fn spawn(
     let index = vcpu.index();
     let shared = Arc::new(Shared {
         index,
+        thread_id: OnceLock::new(),
         control: Mutex::new(Control {
             target: Target::Park,
             phase: Phase::Parked,
@@ -113,6 +114,8 @@ fn spawn(
         move || {
             let exited = Exited(&shared);
             IS_VCPU.set(true);
+            // SAFETY: takes nothing and touches no memory.
+            let _ = shared.thread_id.set(unsafe { libc::gettid() });
             let setup = set_signal_mask()
                 .and_then(|()| on_start.map_or(Ok(()), |on_start| on_start(index)));
             let vcpu = setup.is_ok().then(|| slot.lock().take()).flatten();

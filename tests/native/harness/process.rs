@@ -7,9 +7,26 @@ use std::fs;
 
 /// What its descriptors point to, sorted, with numbers of inodes taken out.
 pub fn descriptors(pid: u32) -> Vec<String> {
+    descriptors_if(pid, |_| true)
+}
+
+/// Those of them that stand for a path alone (`O_PATH`).
+pub fn paths(pid: u32) -> Vec<String> {
+    let is_path = |number: &str| {
+        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+        flags.is_some_and(|flags| flags & libc::O_PATH != 0)
+    };
+    descriptors_if(pid, is_path)
+}
+
+fn descriptors_if(pid: u32, is_meant: impl Fn(&str) -> bool) -> Vec<String> {
     let mut targets: Vec<String> = fs::read_dir(format!("/proc/{pid}/fd"))
         .expect("the process is there")
-        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+        .filter_map(Result::ok)
+        .filter(|entry| entry.file_name().to_str().is_some_and(&is_meant))
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
         .map(|path| path.to_string_lossy().split('[').next().unwrap_or_default().to_owned())
         .collect();
     targets.sort();

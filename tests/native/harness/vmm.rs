@@ -27,7 +27,7 @@ pub const GUEST_PATIENCE: Patience = Patience::millis(60_000);
 pub const RAM_FILE: &str = "godwit-ram";
 
 /// Set to 1, it has each VM of a command line run with `--landlock`.
-const LANDLOCK_SWITCH: &str = "GODWIT_TEST_LANDLOCK";
+pub const LANDLOCK_SWITCH: &str = "GODWIT_TEST_LANDLOCK";
 
 /// Process ids that have not been waited for; a test that overran left them behind.
 static RUNNING: Mutex<Vec<u32>> = Mutex::new(Vec::new());

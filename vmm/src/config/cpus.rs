@@ -21,10 +21,10 @@ pub const DEFAULT_MAX_PHYS_BITS: u8 = 46;
 
 option_enum! {
     /// Which vCPUs may share a physical core at the same time.
-    CoreSchedulingMode = "vm|off", default Vm {
+    CoreSchedulingMode = "vm|vcpu|off", default Vm {
         /// Only vCPUs of the same VM.
         Vm = "vm",
-        /// Only the vCPU itself (not supported).
+        /// Only the vCPU itself.
         Vcpu = "vcpu",
         /// No restriction.
         Off = "off",
@@ -106,7 +106,7 @@ option_family! {
         features: CpuFeatures = CpuFeatures::default(), "features" as One<FeaturesText>;
         /// Allow nested virtualization, where the host supports it.
         nested: bool = true, "nested" as One<Toggle>;
-        /// Core scheduling; `vcpu` is not supported.
+        /// What may run on the other hyperthreads of a core while a vCPU is in the guest.
         core_scheduling: CoreSchedulingMode = CoreSchedulingMode::Vm,
             "core_scheduling" as One<Choice>;
     }
@@ -159,11 +159,6 @@ impl CpusConfig {
             if product != u64::from(self.max_vcpus) {
                 return Err(ConfigError::TopologyProduct { product, max: self.max_vcpus });
             }
-        }
-        if self.core_scheduling == CoreSchedulingMode::Vcpu {
-            return Err(ConfigError::Unsupported {
-                names: vec!["cpus.core_scheduling=vcpu".into()],
-            });
         }
         let mut seen = std::collections::BTreeSet::new();
         for entry in self.affinity.iter().flatten() {

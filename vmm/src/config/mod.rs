@@ -62,7 +62,7 @@ mod tests;
 
 pub use balloon::BalloonConfig;
 pub use console::{ConsoleConfig, ConsoleMode, DebugConsoleConfig, SerialConfig};
-pub use cpus::{CpuAffinity, CpuTopology, CpusConfig};
+pub use cpus::{CoreSchedulingMode, CpuAffinity, CpuTopology, CpusConfig};
 pub use descriptor::{ArrivingFds, ConfigFd, ConfigFds};
 pub use device::{DeviceConfig, PinMode};
 pub use disk::{DiskConfig, ImageType, LockGranularity, OnFull};

@@ -23,6 +23,7 @@ use devices::virtio::DeviceSnapshot;
 use hypervisor::{KvmError, NotAdded, SharedTsc, Vcpu, VcpuStateError};
 use thiserror::Error;
 
+use super::core_scheduling::isolate;
 use super::events::{EventSink, GuestEvent};
 use super::space::AddressSpace;
 use super::{CancelToken, Machine, MachineError, boot, features};
@@ -220,7 +221,9 @@ impl Machine {
             self.spare_vcpus.extend(unused.into_iter().map(|vcpu| (vcpu.index(), vcpu)));
             result = Err(error.into());
         }
-        self.config.cpus.boot_vcpus += u32::try_from(count).unwrap_or(0);
+        let count = u32::try_from(count).unwrap_or(0);
+        self.config.cpus.boot_vcpus += count;
+        isolate(&self.vcpus, self.config.cpus.core_scheduling, count)?;
         if is_scaled {
             self.match_tscs(tsc, wait_on)?;
         }

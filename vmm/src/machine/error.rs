@@ -15,6 +15,7 @@ use pci::PciStateError;
 use thiserror::Error;
 
 use super::boot::MachineBootError;
+use super::core_scheduling::CoreSchedulingError;
 use super::cpu_hotplug::ResizeVcpusError;
 use super::disk_sizes::DiskSizeError;
 use super::exclusive::{ExclusiveError, WriteBackFailed};
@@ -39,6 +40,9 @@ pub enum MachineError {
     /// Guest memory cannot be set up.
     #[error("cannot set up guest memory")]
     Ram(#[from] MachineRamError),
+    /// The vCPUs cannot be kept apart from others on their cores.
+    #[error("cannot start the vCPUs")]
+    CoreScheduling(#[from] CoreSchedulingError),
     /// A KVM call failed.
     #[error("cannot make the VM")]
     Kvm(#[from] KvmError),

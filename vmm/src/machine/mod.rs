@@ -23,6 +23,7 @@
 //! | `boot_devices` | the virtio devices of a booting machine, kind by kind |
 //! | `numa` | NUMA nodes, as tables and memory devices tell of them |
 //! | `affinity` | host CPUs of vCPU threads |
+//! | `core_scheduling` | what may run beside a vCPU on its core |
 //! | `features`, `generation`, `host` | the processor, the generation ID, this host |
 //! | `space` | ports and MMIO: what vCPU exits do |
 //! | `segments` | PCI segments and their device windows |
@@ -46,6 +47,7 @@ mod boot;
 mod boot_devices;
 mod consoles;
 mod core_dump;
+mod core_scheduling;
 mod cpu_hotplug;
 mod disk_sizes;
 mod disks;
@@ -193,6 +195,7 @@ impl Machine {
             on_start: Some(affinity_setter(&config, &parts.topology)),
         };
         let vcpus = VcpuThreads::start(vcpus, threads)?;
+        core_scheduling::isolate(&vcpus, config.cpus.core_scheduling, config.cpus.boot_vcpus)?;
         parts.passthrough.report_waits(vcpus.standstill());
         Ok(Self {
             stage2: None,

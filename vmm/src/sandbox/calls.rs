@@ -133,6 +133,8 @@ const BLOCK: &[u32] = &[
 ];
 /// PR_SET_NAME, PR_GET_NAME, PR_SET_NO_NEW_PRIVS, PR_GET_DUMPABLE, PR_SET_VMA, PR_GET_SECCOMP.
 const THREAD: &[u32] = &[15, 16, 38, 3, 0x5356_4d41, 21];
+/// PR_SCHED_CORE.
+const CORE: &[u32] = &[62];
 /// PR_SET_DUMPABLE, of a process at its start.
 const START: &[u32] = &[4];
 const UNIX: &[u32] = &[1];
@@ -211,6 +213,13 @@ group! {
         SYS_membarrier "the standard library";
         SYS_exit "end of a thread";
         SYS_exit_group "end of the process, also after a panic";
+    }
+}
+
+group! {
+    /// Cookies of threads, by which the kernel says what may run beside a vCPU on its core.
+    CORE_SCHEDULING "core scheduling" {
+        SYS_prctl [Check::First(CORE)] "cookies of vCPU threads";
     }
 }
 

@@ -8,11 +8,11 @@
 //! does not exist in `docs/architecture.md`.
 
 use super::calls::{
-    CAPABILITIES, CONNECTIONS, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP, FAULT_TRACE, FILES,
-    Group, INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK, LOCAL_SOCKETS, MEMORY, NAMES,
-    OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS,
-    SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TIMERS, UNRECEIVED, VDPA_CONFIG,
-    VDPA_REQUESTS, VFIO_REQUESTS,
+    CAPABILITIES, CONNECTIONS, CORE_SCHEDULING, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP,
+    FAULT_TRACE, FILES, Group, INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK,
+    LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS,
+    RUNTIME, SCHEDULING, SET_TIMERS, SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TIMERS,
+    UNRECEIVED, VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
 /// Room for all kinds.
@@ -67,6 +67,7 @@ const OTHER_OF_DEVICES: &[&str] = &[
 /// Other threads that belong to a machine.
 const OF_MACHINE: &[&str] = &[
     "vcpu",
+    "core-cookies",
     "prefault",
     "pin",
     "vfio-open",
@@ -171,6 +172,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "writes events to a file, a pipe or a socket";
     "put-back": &[&SOCKET_PATHS], starts &[], "restores terminals and removes socket paths after a panic";
     "end": &[], starts &[], "ends the process at a time limit";
+    "core-cookies": &[&CORE_SCHEDULING], starts &[], "keeps vCPUs apart from others on a core";
     "trace-probe": &[&FAULT_LOOKUP], starts &[], "looks whether vCPUs may read the trace of faults";
     "print-error": &[], starts &[], "prints the error with which the process ends";
     "http-server": &[&CONNECTIONS, &FILES, &SOCKET_PATHS], starts &[],

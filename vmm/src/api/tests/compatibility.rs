@@ -15,7 +15,6 @@ use crate::events::NAMES;
 
 /// What is accepted and is not as there: the schema, the field, and how it differs.
 const DIFFERENT: &[(&str, &str, &str)] = &[
-    ("CpusConfig", "core_scheduling", "`Vcpu` is refused"),
     (
         "MemoryConfig",
         "hotplug_method",
