@@ -82,7 +82,7 @@ impl ActivationThread {
 pub enum DriverEvent {
     /// The device works for it; also where a guest has arrived with its driver.
     Activated,
-    /// It has reset a device that worked for it, or the guest was reset.
+    /// It has reset a device that worked for it.
     Reset,
 }
 

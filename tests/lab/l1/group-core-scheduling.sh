@@ -13,7 +13,7 @@ start() {
 # threads NAME vcpu|others: ids.
 threads() {
   for task in /proc/$(cat $T/$1.pid)/task/*; do
-    case $2-$(cat $task/comm) in vcpu-vcpu*) basename $task ;; vcpu-*) ;; others-vcpu*) ;; *) basename $task ;; esac
+    case $2-$(cat $task/comm) in vcpu-vcpu*) basename $task ;; vcpu-* | others-vcpu* | others-kvm*) ;; *) basename $task ;; esac
   done
 }
 # cookies NAME vcpu|others: into $T/cookies.

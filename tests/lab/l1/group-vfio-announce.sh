@@ -77,6 +77,17 @@ check driver_of_the_late_one_did_not_wait did_not_wait l
 check no_vcpu_stalled_for_the_late_one never_stalled l
 check power_button_ends_the_vmm_of_the_late_one power_button l
 
+# One that cannot be opened after all that time: the guest, which has begun to work, goes on without it.
+LAUNCH="/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=40 SLOW_OPEN_FAILS=1"
+start_guest n 2 --device path=$disk,id=disk || failed start "the VMM did not start"
+check boots_without_one_that_will_fail wait_until $WAIT_S says n "GUEST-READY 2 vcpus"
+goes_on_without() {
+  wait_until 90 happened n device-removed && happened n passthrough-device-lost && state_is n Running && ! info n '"id": *"disk"' &&
+    guest n "test ! -e /dev/nvme0n1"
+}
+check goes_on_without_it goes_on_without
+check power_button_ends_the_vmm_without_it power_button n
+
 SLOW_MAP_S=60
 LAUNCH=$(slow)
 start_guest b 2 || failed start "the VMM did not start"

@@ -104,7 +104,7 @@ check strict_maps_before_the_guest_runs strict
 check shuts_down vmm_ends c
 
 # A device that takes long to open keeps no guest from its first instruction, only from the device.
-slow() { echo "/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=5 $1"; }
+slow() { echo "/bin/busybox env LD_PRELOAD=/bin/slow-open.so SLOW_OPEN_S=4 $1"; }
 LAUNCH=$(slow)
 MEMORY=size=256M,shared=on
 start_guest o 1 --device path=$disk,id=disk || failed start "the VMM did not start"

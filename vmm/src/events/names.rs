@@ -246,7 +246,7 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "virtio-device",
         "reset",
-        "the guest's driver has reset an active device, or the guest was reset (id)",
+        "the guest's driver has reset an active device or taken its right to DMA away, or its machine has ended here (id)",
     ),
     ("vdpa", "activated", "the same of a vDPA device (id)"),
     ("vdpa", "reset", "the same of a vDPA device (id)"),

@@ -85,6 +85,13 @@ fn give_cookies(
             );
             Ok(())
         }
+        // Not by the kernel, within one process: by a filter around the program.
+        Err(Errno::PERM | Errno::NOSYS) if mode == CoreSchedulingMode::Vm => {
+            log::warn!(
+                "core scheduling is forbidden here: where the host has hyperthreads, others may run beside a vCPU"
+            );
+            Ok(())
+        }
         Err(error) => Err(CoreSchedulingError::Refused(error.into())),
     }
 }

@@ -194,6 +194,7 @@ impl Machine {
         let tsc =
             self.vcpus.interrupt(boot_vcpu, |vcpu| vcpu.shared_tsc(), wait_on).map_err(busy)??;
         let cpuid = features::as_shown(&self.shown, self.parts.topology);
+        let before = self.config.cpus.boot_vcpus;
         while self.config.cpus.boot_vcpus < wanted && self.add_vcpu_again()? {
             self.config.cpus.boot_vcpus += 1;
         }
@@ -221,13 +222,14 @@ impl Machine {
             self.spare_vcpus.extend(unused.into_iter().map(|vcpu| (vcpu.index(), vcpu)));
             result = Err(error.into());
         }
-        let count = u32::try_from(count).unwrap_or(0);
-        self.config.cpus.boot_vcpus += count;
-        isolate(&self.vcpus, self.config.cpus.core_scheduling, count)?;
+        self.config.cpus.boot_vcpus += u32::try_from(count).unwrap_or(0);
+        // Also what was added again, whose thread may never have had a cookie.
+        let added = self.config.cpus.boot_vcpus.saturating_sub(before);
+        let isolated = isolate(&self.vcpus, self.config.cpus.core_scheduling, added);
         if is_scaled {
             self.match_tscs(tsc, wait_on)?;
         }
-        result
+        result.and(isolated.map_err(MachineError::from))
     }
 
     /// Makes a vCPU; true if its time stamp counter had to get another frequency than the host's.

@@ -338,6 +338,22 @@ impl Machine {
         self.retry_discards();
     }
 
+    /// Takes the passed-through devices that could not be opened out of the configuration: the guest goes on without.
+    pub(super) fn drop_unopened(&mut self) {
+        let unopened = self.parts.passthrough.take_unopened();
+        for (bdf, id) in &unopened {
+            self.record_device_numbers();
+            if let Some(config) = self.config.without(id) {
+                self.config = config;
+                self.keep_free(*bdf);
+            }
+            events::emit("vm", "device-removed", &[("id", id)]);
+        }
+        if !unopened.is_empty() {
+            self.retry_discards();
+        }
+    }
+
     /// Discards balloon memory that was populated for passed-through devices, if there are none any more: it
     /// was not, or not all of it, when they went before all memory was mapped.
     fn discard_what_devices_had(&self) {

@@ -320,7 +320,9 @@ impl Machine {
             self.parts.devices.place_later(&self.parts.segments)?;
         }
         passthrough.finish_opening(&context, self.parts.devices.discarding_devices(), cancel)?;
-        Ok(self.parts.devices.place_later(&self.parts.segments)?)
+        self.parts.devices.place_later(&self.parts.segments)?;
+        self.drop_unopened();
+        Ok(())
     }
 
     /// Ends the guest: on return its disks are written back and their locks are released. Passed-through

@@ -120,7 +120,7 @@ fn requests_and_sockets_are_never_unchecked() {
     }
 }
 
-/// A guest reaches the code of these threads first.
+/// A peer reaches the code of these threads first.
 #[test]
 fn threads_that_face_a_peer_open_and_connect_nothing() {
     let opening = [
@@ -131,6 +131,11 @@ fn threads_that_face_a_peer_open_and_connect_nothing() {
         libc::SYS_connect,
         libc::SYS_io_uring_setup,
         libc::SYS_execve,
+        libc::SYS_stat,
+        libc::SYS_access,
+        libc::SYS_readlinkat,
+        libc::SYS_getdents64,
+        libc::SYS_statfs,
     ];
     let faces = [
         "mig-send",
@@ -156,6 +161,7 @@ fn threads_that_face_a_peer_open_and_connect_nothing() {
     }
 }
 
+/// A guest reaches the code of these threads first.
 #[test]
 fn threads_that_face_the_guest_open_and_connect_nothing() {
     let opening = [

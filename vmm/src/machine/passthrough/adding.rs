@@ -115,7 +115,7 @@ impl Passthrough {
     }
 
     /// Resets all DMA state once the last device has been removed.
-    fn forget_memory_without_devices(&mut self) {
+    pub(super) fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
             self.gate = new_gate(&self.standstill);
             self.peers = None;

@@ -255,6 +255,7 @@ pub(super) mod tests {
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
+            unopened: Vec::new(),
             device_list: SharedDeviceList::default(),
             gate: Arc::clone(&gate),
             backend: Backend::Type1,

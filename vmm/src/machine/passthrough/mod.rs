@@ -174,6 +174,8 @@ pub struct Passthrough {
     opened: BTreeMap<String, Instant>,
     /// Devices that are still to be plugged.
     pending: Vec<PendingDevice>,
+    /// Devices that could not be opened, and without which the guest works.
+    unopened: Vec<(Bdf, String)>,
     device_list: SharedDeviceList,
     /// Gate that device access waits at; replaced once the last device has been removed.
     gate: Arc<DmaGate>,
@@ -276,6 +278,7 @@ impl Passthrough {
             devices: Vec::new(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
+            unopened: Vec::new(),
             device_list: SharedDeviceList::default(),
             backend: Backend::of(config),
             space: None,

@@ -283,7 +283,10 @@ impl Passthrough {
         // In order: the failure of one device is reported without waiting for the ones after it.
         while let Some(pending) = self.pending.get(self.devices.len()) {
             match pending.arrival(until, cancel) {
-                Arrival::There => self.receive(context)?,
+                Arrival::There => {
+                    let received = self.receive(context);
+                    received.or_else(|error| self.leave_out(context.segments, error))?;
+                }
                 Arrival::Late => return Ok(false),
                 Arrival::Cancelled => return Err(PassthroughError::Cancelled),
             }
@@ -292,16 +295,17 @@ impl Passthrough {
     }
 
     /// Has no vCPU wait any longer for devices that are still to be plugged, but for those of `pin=overlap`: the guest
-    /// finds them once they are open and memory is mapped for them.
+    /// finds them once all are open and memory is mapped for them. From here on the guest works without them, so that one
+    /// that cannot be opened is left out ([`Passthrough::take_unopened`]).
     pub fn withhold_late(&mut self, segments: &Segments) {
         for pending in &mut self.pending {
             let place = Bdf::on_root_bus(pending.config.pci_segment, pending.number);
-            if pending.config.pin == PinMode::Auto
+            if pending.config.pin != PinMode::Overlap
                 && let Some(segment) = segments.of(place)
             {
                 let id = &pending.id;
                 log::warn!(
-                    "opening takes long: the guest finds '{id}' later, as if plugged in then"
+                    "opening passed-through devices takes long: the guest finds '{id}' later, as if plugged in then"
                 );
                 segment.hide(pending.number);
                 pending.is_late = true;
@@ -324,6 +328,9 @@ impl Passthrough {
             return Ok(());
         }
         self.receive_opened(context, None, cancel)?;
+        if self.pending.is_empty() {
+            return Ok(());
+        }
         // Before vCPUs can reach the devices: the thread that opens the gate has been started.
         self.map_memory(context.ram, discarding, cancel)?;
         let mut is_too_long = None;
@@ -332,9 +339,9 @@ impl Passthrough {
             let bus = |source| PassthroughError::Bus { id: pending.id.clone(), source };
             let segment = context.segments.get(pending.config.pci_segment).map_err(bus)?;
             let is_withheld = match pending.config.pin {
+                _ if pending.is_late => true,
                 PinMode::Announce => true,
                 PinMode::Overlap | PinMode::Strict => false,
-                PinMode::Auto if pending.is_late => true,
                 PinMode::Auto => *is_too_long.get_or_insert_with(|| {
                     let pinning = self.pinning.as_ref();
                     pinning.is_some_and(|pinning| {
@@ -370,6 +377,35 @@ impl Passthrough {
         let device = self.make_device(function, &config, &id, number, context)?;
         self.keep(&config, Bdf::on_root_bus(config.pci_segment, number), device, at);
         Ok(())
+    }
+
+    /// Leaves out the device that could not be received, if the guest has begun to work without it.
+    fn leave_out(
+        &mut self,
+        segments: &Segments,
+        error: PassthroughError,
+    ) -> Result<(), PassthroughError> {
+        let at = self.devices.len();
+        if self.pending.get(at).is_none_or(|pending| !pending.is_late) {
+            return Err(error);
+        }
+        let pending = self.pending.remove(at);
+        let place = Bdf::on_root_bus(pending.config.pci_segment, pending.number);
+        segments.release(place);
+        let why = error_text::chain(&error);
+        log::error!("the VM goes on without '{}': {why}", pending.id);
+        events::emit("vm", "passthrough-device-lost", &[("id", &pending.id), ("error", &why)]);
+        self.unopened.push((place, pending.id.clone()));
+        Ok(())
+    }
+
+    /// The devices that were left out, and are to be taken out of the configuration.
+    pub fn take_unopened(&mut self) -> Vec<(Bdf, String)> {
+        let unopened = std::mem::take(&mut self.unopened);
+        if !unopened.is_empty() {
+            self.forget_memory_without_devices();
+        }
+        unopened
     }
 
     /// Releases vCPUs that wait for a device that will not be plugged.
@@ -447,6 +483,28 @@ mod tests {
         assert_eq!(second.arrival(None, &cancel), Arrival::Cancelled);
         drop(never);
         assert_eq!(second.arrival(None, &CancelToken::default()), Arrival::There);
+    }
+
+    #[test]
+    fn only_a_late_device_that_cannot_be_opened_is_left_out() {
+        let (mut passthrough, _hosts) = two_devices();
+        passthrough.devices.clear();
+        let segment = new_segment();
+        let number = segment.expect(DeviceNumber::new(7).ok(), "slow").unwrap();
+        let segments = Segments::of_test(Arc::clone(&segment));
+        let (pending, go_on) = slow(7);
+        drop(go_on);
+        passthrough.pending = vec![pending];
+        let error = || PassthroughError::Cancelled;
+        passthrough.leave_out(&segments, error()).unwrap_err();
+        assert_eq!(passthrough.pending.len(), 1, "the VM cannot start without it");
+        passthrough.withhold_late(&segments);
+        passthrough.leave_out(&segments, error()).unwrap();
+        assert!(passthrough.pending.is_empty() && !passthrough.is_opening());
+        let place = Bdf::on_root_bus(0, number);
+        assert_eq!(passthrough.take_unopened(), [(place, "slow".to_owned())]);
+        assert!(passthrough.take_unopened().is_empty());
+        assert_eq!(segment.choose(Some(number), "another").unwrap(), number, "its place is free");
     }
 
     #[test]
