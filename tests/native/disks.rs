@@ -40,7 +40,6 @@ pub fn add(suite: &mut Suite) {
         ejected,
     );
     suite.add("disks::a_reboot_keeps_the_lock", lock_over_reboot);
-    suite.add("disks::events_tell_of_the_driver", driver_events);
     suite.add("disks::a_failed_flush_is_named_and_stays", failed_flush);
     suite.add("disks::the_lock_outlives_the_last_write", slow_disk);
     suite.add("disks::a_vm_resumes_with_its_lock_or_not_at_all", resumes_locked);
@@ -328,27 +327,6 @@ fn lock_over_reboot() {
     vmm.api().put("vm.boot", "").ok();
     assert!(is_locked(&path));
     vmm.shut_down();
-}
-
-fn driver_events() {
-    let disk = Disk::new();
-    let vmm = disk.guest();
-    let activated = |vmm: &Vmm, times: usize| {
-        let is_meant = |event: &serde_json::Value| {
-            (&event["source"], &event["event"]) == (&"virtio-device".into(), &"activated".into())
-                && event["properties"]["id"] == "_disk0"
-        };
-        wait_for("the driver", || {
-            (vmm.events().iter().filter(|event| is_meant(event)).count() == times).then_some(())
-        });
-    };
-    activated(&vmm, 1);
-    vmm.api().put("vm.reboot", "").ok();
-    activated(&vmm, 2);
-    let there = Vmm::empty();
-    migrate(vmm, &there, Transport::Unix, Mode::Precopy);
-    activated(&there, 1);
-    there.shut_down();
 }
 
 /// The disk takes what the page cache holds only in part: the file system that its file is on is full.

@@ -25,6 +25,7 @@ mod descriptors;
 mod disk_formats;
 mod disk_sizes;
 mod disks;
+mod driver_events;
 mod events;
 mod exported;
 mod fault_sources;
@@ -181,6 +182,7 @@ fn add_beside(suite: &mut harness::Suite) {
     strangers::add(suite);
     disks::add(suite);
     disk_sizes::add(suite);
+    driver_events::add(suite);
     core_dump::add(suite);
     vhost_user::add(suite);
     vhost_peers::add(suite);
