@@ -87,7 +87,7 @@ impl Passthrough {
         Some(id)
     }
 
-    fn unplug(&mut self, bdf: Bdf, segments: &Segments) {
+    pub(super) fn unplug(&mut self, bdf: Bdf, segments: &Segments) {
         let Some(at) = self.devices.iter().position(|(at, _)| *at == bdf) else { return };
         let (_, device) = self.devices.remove(at);
         self.withheld.forget(bdf);

@@ -333,7 +333,7 @@ impl Passthrough {
         }
         // Before vCPUs can reach the devices: the thread that opens the gate has been started.
         self.map_memory(context.ram, discarding, cancel)?;
-        let mut is_too_long = None;
+        let (mut is_too_long, mut unplaced) = (None, Vec::new());
         for (pending, (bdf, device)) in self.pending.iter().zip(&self.devices) {
             let on_bus: Arc<dyn PciDevice> = device.clone();
             let bus = |source| PassthroughError::Bus { id: pending.id.clone(), source };
@@ -354,12 +354,21 @@ impl Passthrough {
                 segment.hide(pending.number);
                 self.withheld.add(*bdf);
             }
-            let delivered = segment.deliver(&on_bus, pending.number);
-            delivered.map_err(|source| {
-                bus(context.segments.explain(segment.segment(), on_bus.as_ref(), source))
-            })?;
+            if let Err(source) = segment.deliver(&on_bus, pending.number) {
+                let explained =
+                    context.segments.explain(segment.segment(), on_bus.as_ref(), source);
+                let error = bus(explained);
+                if !pending.is_late {
+                    return Err(error);
+                }
+                unplaced.push((*bdf, pending.id.clone(), error));
+            }
         }
         self.pending.clear();
+        for (place, id, error) in unplaced {
+            self.unplug(place, context.segments);
+            self.note_unopened(context.segments, place, id, &error);
+        }
         if self.withholds_any() {
             // Memory may be mapped already.
             (self.sink)(GuestEvent::WithheldDevice);
@@ -391,12 +400,23 @@ impl Passthrough {
         }
         let pending = self.pending.remove(at);
         let place = Bdf::on_root_bus(pending.config.pci_segment, pending.number);
-        segments.release(place);
-        let why = error_text::chain(&error);
-        log::error!("the VM goes on without '{}': {why}", pending.id);
-        events::emit("vm", "passthrough-device-lost", &[("id", &pending.id), ("error", &why)]);
-        self.unopened.push((place, pending.id.clone()));
+        self.note_unopened(segments, place, pending.id.clone(), &error);
         Ok(())
+    }
+
+    /// Gives the number of a device back without which the guest goes on.
+    fn note_unopened(
+        &mut self,
+        segments: &Segments,
+        place: Bdf,
+        id: String,
+        error: &PassthroughError,
+    ) {
+        segments.release(place);
+        let why = error_text::chain(error);
+        log::error!("the VM goes on without '{id}': {why}");
+        events::emit("vm", "passthrough-device-lost", &[("id", &id), ("error", &why)]);
+        self.unopened.push((place, id));
     }
 
     /// The devices that were left out, and are to be taken out of the configuration.
