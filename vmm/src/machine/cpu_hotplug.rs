@@ -195,12 +195,22 @@ impl Machine {
             self.vcpus.interrupt(boot_vcpu, |vcpu| vcpu.shared_tsc(), wait_on).map_err(busy)??;
         let cpuid = features::as_shown(&self.shown, self.parts.topology);
         let before = self.config.cpus.boot_vcpus;
-        while self.config.cpus.boot_vcpus < wanted && self.add_vcpu_again()? {
-            self.config.cpus.boot_vcpus += 1;
+        let mut result = Ok(());
+        while self.config.cpus.boot_vcpus < wanted {
+            match self.add_vcpu_again() {
+                Ok(true) => self.config.cpus.boot_vcpus += 1,
+                Ok(false) => break,
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            }
         }
         let (mut made, mut is_scaled) = (Vec::new(), false);
-        let mut result = Ok(());
         for index in self.config.cpus.boot_vcpus..wanted {
+            if result.is_err() {
+                break;
+            }
             if cancel.is_cancelled() {
                 result = Err(ResizeVcpusError::Withdrawn.into());
                 break;
@@ -225,11 +235,18 @@ impl Machine {
         self.config.cpus.boot_vcpus += u32::try_from(count).unwrap_or(0);
         // Also what was added again, whose thread may never have had a cookie.
         let added = self.config.cpus.boot_vcpus.saturating_sub(before);
-        let isolated = isolate(&self.vcpus, self.config.cpus.core_scheduling, added);
+        if let Err(error) = isolate(&self.vcpus, self.config.cpus.core_scheduling, added) {
+            // Parked, and unknown to the guest: the next request adds them again.
+            for _ in 0..added {
+                self.vcpus.remove_last();
+            }
+            self.config.cpus.boot_vcpus = before;
+            return Err(error.into());
+        }
         if is_scaled {
             self.match_tscs(tsc, wait_on)?;
         }
-        result.and(isolated.map_err(MachineError::from))
+        result
     }
 
     /// Makes a vCPU; true if its time stamp counter had to get another frequency than the host's.

@@ -326,13 +326,7 @@ impl Machine {
             }
             self.parts.hotplug.registers.gone(bdf.segment(), bdf.device());
             let Some(id) = id else { continue };
-            self.record_device_numbers();
-            if let Some(config) = self.config.without(&id) {
-                self.config = config;
-                self.keep_free(bdf);
-            }
-            log::info!("'{id}' was removed");
-            events::emit("vm", "device-removed", &[("id", &id)]);
+            self.forget(bdf, &id);
         }
         // Memory may be discarded again when no passed-through device is left.
         self.retry_discards();
@@ -342,16 +336,23 @@ impl Machine {
     pub(super) fn drop_unopened(&mut self) {
         let unopened = self.parts.passthrough.take_unopened();
         for (bdf, id) in &unopened {
-            self.record_device_numbers();
-            if let Some(config) = self.config.without(id) {
-                self.config = config;
-                self.keep_free(*bdf);
-            }
-            events::emit("vm", "device-removed", &[("id", id)]);
+            self.forget(*bdf, id);
         }
         if !unopened.is_empty() {
+            self.discard_what_devices_had();
             self.retry_discards();
         }
+    }
+
+    /// Takes a device that is gone out of the configuration, and tells of it.
+    fn forget(&mut self, bdf: Bdf, id: &str) {
+        self.record_device_numbers();
+        if let Some(config) = self.config.without(id) {
+            self.config = config;
+            self.keep_free(bdf);
+        }
+        log::info!("'{id}' was removed");
+        events::emit("vm", "device-removed", &[("id", id)]);
     }
 
     /// Discards balloon memory that was populated for passed-through devices, if there are none any more: it

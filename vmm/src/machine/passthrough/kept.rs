@@ -199,6 +199,27 @@ mod tests {
     }
 
     #[test]
+    fn what_stayed_mapped_for_devices_that_did_not_come_is_unmapped() {
+        let (target, ram) = (target(true), new_ram());
+        let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
+        passthrough.cancel();
+        passthrough.leave(&ram);
+        drop(passthrough);
+        let kept = slot.take().unwrap();
+        let (mut next, _hosts) = two_devices();
+        next.space = Some(Arc::clone(&kept.space));
+        next.kept = Some(kept);
+        let place = next.devices[0].0;
+        next.unopened.push((place, "one".to_owned()));
+        assert_eq!(next.take_unopened().len(), 1);
+        assert!(next.kept.is_some() && !mapped(&target).is_empty(), "others have come");
+        next.devices.clear();
+        next.unopened.push((place, "two".to_owned()));
+        assert_eq!(next.take_unopened().len(), 1);
+        assert!(next.kept.is_none() && mapped(&target).is_empty(), "memory may be discarded now");
+    }
+
+    #[test]
     fn nothing_is_left_to_a_guest_that_does_not_reboot() {
         let (target, ram) = (target(true), new_ram());
         let (mut passthrough, hosts, slot) = at_work(&target, &ram);
