@@ -391,7 +391,10 @@ fn run_net(data: &[u8]) -> Setup<()> {
     }
     let counters = Arc::new(NetCounters::default());
     let (receive, transmit) = (guest.queue(0)?, guest.queue(1)?);
-    run(NetWorker::new(receive, transmit, 0, link, counters, choice & 2 != 0))
+    let features = u64::from(choice & 2 != 0)
+        << virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF
+        | u64::from(choice & 4 != 0) << virtio_bindings::virtio_net::VIRTIO_NET_F_GUEST_CSUM;
+    run(NetWorker::new(receive, transmit, 0, link, counters, features))
 }
 
 /// Fuzzes the control queue of a network device.

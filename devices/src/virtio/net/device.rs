@@ -225,7 +225,6 @@ impl Net {
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { memory, interrupt, queues, features } = activation;
         let control_index = control_index(self.link.max_pairs, features);
-        let mergeable = features & 1 << abi::VIRTIO_NET_F_MRG_RXBUF != 0;
         let mut queues: Vec<Option<ActiveQueue>> = queues.into_iter().map(Some).collect();
         let mut take = |index: u16| {
             let found = queues
@@ -261,7 +260,7 @@ impl Net {
                 pair,
                 Arc::clone(&self.link),
                 Arc::clone(&self.counters),
-                mergeable,
+                features,
             )
             .limited(self.limits(pair)?);
             self.workers.spawn(&format!("{}_qp{pair}", self.id), &[], worker)?;
@@ -401,12 +400,19 @@ impl VirtioDevice for Net {
 impl Net {
     /// A device with one queue pair, whose tap is any file that preserves frame boundaries.
     pub(in crate::virtio) fn for_test(tap: std::fs::File) -> Self {
-        let slot = TapSlot::with_taps(TapConfig::default(), vec![super::tap::Tap::from_file(tap)]);
+        Self::for_test_of_pairs(vec![tap])
+    }
+
+    /// The same with a queue pair for each file.
+    pub(super) fn for_test_of_pairs(taps: Vec<std::fs::File>) -> Self {
+        let pairs = u16::try_from(taps.len()).unwrap_or(1);
+        let taps = taps.into_iter().map(super::tap::Tap::from_file).collect();
+        let slot = TapSlot::with_taps(TapConfig::default(), taps);
         let settings = NetSettings {
             id: "net".to_owned(),
             mac: Some(MacAddress([0x02, 1, 2, 3, 4, 5])),
             queue_size: 256,
-            pairs: 1,
+            pairs,
             mtu: Some(1500),
             offload_tso: true,
             offload_ufo: true,

@@ -299,6 +299,9 @@ impl Tap {
 
     /// Sets whether the kernel passes frames to this queue.
     pub(super) fn set_attached(&self, attached: bool) -> io::Result<()> {
+        if self.plain.is_some() {
+            return Ok(());
+        }
         // SAFETY: ifreq is a plain C struct for which all zeros is a valid value.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
         let flags = if attached { IFF_ATTACH_QUEUE } else { IFF_DETACH_QUEUE };

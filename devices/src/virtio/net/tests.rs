@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod limits;
+mod rules;
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixDatagram;

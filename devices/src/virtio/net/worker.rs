@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use log::debug;
 use memory::GuestMemory;
+use virtio_bindings::virtio_net as abi;
 use virtio_queue::QueueState;
 
 use super::config::Link;
@@ -32,6 +33,8 @@ const FRAME_BYTES_MAX: usize = HEADER_BYTES + 14 + 4 + 65_535;
 const SMALL_FRAMES_MAX: u8 = 16;
 /// Ranges of buffers that are taken for one frame.
 const TAKEN_RANGES_MAX: usize = 128;
+/// Offset in the header of the flags, which are one byte.
+const FLAGS_OFFSET: usize = 0;
 /// Offset in the header of the number of buffers of a frame.
 const NUM_BUFFERS_OFFSET: usize = 10;
 
@@ -44,6 +47,8 @@ pub(crate) struct NetWorker {
     counters: Arc<NetCounters>,
     /// Whether the driver accepts a frame in several buffers.
     mergeable: bool,
+    /// Whether the driver knows the flags about checksums, which are zero otherwise (virtio 1.3, 5.1.6.4.1).
+    knows_flags: bool,
     /// Only while running: paused, the tap may be taken over by another process.
     tap: Option<Arc<Tap>>,
     /// Buffers taken from the ring for frames, in its order; none between two events.
@@ -95,15 +100,17 @@ impl NetWorker {
         pair: u16,
         link: Arc<Link>,
         counters: Arc<NetCounters>,
-        mergeable: bool,
+        features: u64,
     ) -> Self {
+        let has = |feature: u32| features & 1 << feature != 0;
         Self {
             receive,
             transmit,
             pair,
             link,
             counters,
-            mergeable,
+            mergeable: has(abi::VIRTIO_NET_F_MRG_RXBUF),
+            knows_flags: has(abi::VIRTIO_NET_F_GUEST_CSUM),
             tap: None,
             taken: VecDeque::new(),
             small_frames: SMALL_FRAMES_MAX,
@@ -212,6 +219,11 @@ impl NetWorker {
                 return Err(self.receive.bad_chain(chain.head, "has no room for a frame"));
             }
             if let Some(frame) = self.waiting.take() {
+                if self.pair >= self.link.state().active_pairs {
+                    // The driver has put the pair out of use meanwhile (virtio 1.3, 5.1.6.5.6.2).
+                    self.counters.dropped.add(1);
+                    continue;
+                }
                 if let Delivery::Waiting(count) = self.deliver(memory, frame)? {
                     return Ok(Pause::FewBuffers(count));
                 }
@@ -321,8 +333,14 @@ impl NetWorker {
             let count = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
             // The whole header is in the first one.
             if let Some(chain) = self.taken.front() {
-                let copied = chain.writable.copy_in_at(memory, NUM_BUFFERS_OFFSET as u64, &count);
-                copied.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))?;
+                let set = |at: usize, to: &[u8]| {
+                    let copied = chain.writable.copy_in_at(memory, at as u64, to);
+                    copied.map_err(|_| self.receive.bad_chain(chain.head, NOT_RAM))
+                };
+                set(NUM_BUFFERS_OFFSET, &count)?;
+                if !self.knows_flags {
+                    set(FLAGS_OFFSET, &[0])?;
+                }
             }
             self.finish(memory, &used, len_bytes)?;
             return Ok(Delivery::Finished);
@@ -380,6 +398,9 @@ impl NetWorker {
         let count = u16::try_from(used.len()).unwrap_or(u16::MAX).to_le_bytes();
         for (to, from) in frame.iter_mut().skip(NUM_BUFFERS_OFFSET).zip(count) {
             *to = from;
+        }
+        if let Some(flags) = frame.get_mut(FLAGS_OFFSET).filter(|_| !self.knows_flags) {
+            *flags = 0;
         }
         let mut done = 0;
         for chain in self.taken.iter().take(used.len()) {
