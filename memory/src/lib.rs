@@ -90,7 +90,8 @@ mod ram_discard;
 mod region;
 mod reserved;
 mod restart;
-
+mod sparing;
+mod touch;
 mod zero;
 mod zone_file;
 mod zone_kind;

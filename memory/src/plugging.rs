@@ -147,7 +147,7 @@ impl GuestRam {
             .map_err(|source| PlugError::NotCleared { gpa: gpa.start, source })?;
         if region.is_hugetlb() || region.spec().reserve || pins.is_some() {
             // A lack of memory would otherwise be a SIGBUS for the guest later.
-            let populated = region.populate(&bytes, &|| true, |_| Ok(()));
+            let populated = region.populate(&bytes, false, &|| true, |_| Ok(()));
             populated.inspect_err(|_: &PopulateError| drop(self.discard_unpinned(gpa.clone())))?;
         }
         // A caller that bans discards after this maps all memory that the guest then has.

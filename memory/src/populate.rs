@@ -3,8 +3,8 @@
 //! Populating a range of guest memory, with huge pages where wanted.
 //!
 //! Owns the choice between the kernel's own populate, huge pages by collapse, and touching. Must
-//! never change what the guest reads, must never raise SIGBUS, and must not be used on memory whose
-//! content is still to arrive.
+//! never change what the guest reads, must never end the process by SIGBUS, and must not be used on
+//! memory whose content is still to arrive.
 
 use std::fs::File;
 use std::io;
@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::host::Host;
 use crate::mapping::{Advice, Mapping};
+use crate::touch::touch;
 use crate::{PAGE_BYTES, to_usize};
 
 /// The size of a transparent huge page.
@@ -78,6 +79,10 @@ pub struct PopulateTarget<'a> {
     pub hugetlb: bool,
     /// Collapse into huge pages: for shared memory that gets small pages by the host's settings.
     pub collapse: bool,
+    /// Transparent huge pages are wanted.
+    pub thp: bool,
+    /// Page faults leave the lock of the address space alone.
+    pub faults_spare_mmap_lock: bool,
 }
 
 /// How to populate; all but the first are fallbacks.
@@ -88,9 +93,49 @@ pub enum Method {
 }
 
 impl PopulateTarget<'_> {
-    /// Populates `range`, in offsets of the mapping.
-    pub fn populate(&self, range: Range<u64>) -> Result<(), PopulateError> {
-        self.populate_by(Method::Advise, range)
+    /// Populates `range`, in offsets of the mapping. With `spare` the lock of the address space is held for short
+    /// times only, where the kernel allows, which is a little slower for small pages.
+    pub fn populate(&self, range: Range<u64>, spare: bool) -> Result<(), PopulateError> {
+        let rest = self.touch(&range, spare)..range.end;
+        if rest.is_empty() {
+            return Ok(());
+        }
+        if spare && !self.hugetlb {
+            return self.populate_in_blocks(rest);
+        }
+        self.populate_by(Method::Advise, rest)
+    }
+
+    /// Populates by page faults where they need no lock of the address space. Returns the offset from which on pages
+    /// are still to be populated, or looked at: of a transparent huge page one byte is touched, and whether it has
+    /// become one is not known.
+    fn touch(&self, range: &Range<u64>, spare: bool) -> u64 {
+        if !spare || !self.faults_spare_mmap_lock || self.collapse {
+            return range.start;
+        }
+        if self.thp && !self.hugetlb {
+            let blocks = aligned_inside(self.mapping.start().addr() as u64, range);
+            touch(self.mapping, &blocks, THP_BYTES);
+            return range.start;
+        }
+        touch(self.mapping, range, self.page_bytes)
+    }
+
+    /// Populates block by block, so that none holds the lock of the address space for longer than it takes to make
+    /// one of small pages.
+    fn populate_in_blocks(&self, range: Range<u64>) -> Result<(), PopulateError> {
+        if self.collapse {
+            self.collapse_blocks(&range).map_err(|source| self.explain(range.start, source))?;
+        }
+        let small = PopulateTarget { collapse: false, ..*self };
+        let base = self.mapping.start().addr() as u64;
+        let mut at = range.start;
+        while at < range.end {
+            let end = ((base + at + 1).next_multiple_of(THP_BYTES) - base).min(range.end);
+            small.populate_by(Method::Advise, at..end)?;
+            at = end;
+        }
+        Ok(())
     }
 
     pub fn populate_by(&self, method: Method, range: Range<u64>) -> Result<(), PopulateError> {
@@ -219,6 +264,8 @@ mod tests {
             page_bytes: PAGE_BYTES,
             hugetlb: false,
             collapse: false,
+            thp: false,
+            faults_spare_mmap_lock: false,
         }
     }
 
@@ -264,9 +311,83 @@ mod tests {
         file.set_len(LEN_BYTES).unwrap();
         let mapping = map(Some(&file));
         file.set_len(PAGE_BYTES).unwrap();
-        let error = target(&mapping, Some(&file)).populate(0..LEN_BYTES).unwrap_err();
+        let error = target(&mapping, Some(&file)).populate(0..LEN_BYTES, false).unwrap_err();
         assert!(matches!(error, PopulateError::Failed { .. }), "{error}");
         assert!(error.to_string().contains("'z'"));
+    }
+
+    #[test]
+    fn sparing_the_lock_populates_all_and_changes_nothing() {
+        const LEN: u64 = 6 << 20;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN).unwrap();
+        for number in 0..32_u8 {
+            let is_set = |bit: u8| number & (1 << bit) != 0;
+            let file = is_set(0).then_some(&file);
+            let mapping = Mapping::new(&MapRequest {
+                len_bytes: LEN,
+                align_bytes: PAGE_BYTES,
+                congruent_to: 0,
+                file: file.map(|file| (file, 0)),
+                shared: file.is_some(),
+                reserve: false,
+            })
+            .unwrap();
+            let target = PopulateTarget {
+                thp: is_set(1),
+                collapse: is_set(2),
+                faults_spare_mmap_lock: is_set(3),
+                ..target(&mapping, file)
+            };
+            // SAFETY: inside the mapping, for as long as it lives.
+            let byte = unsafe { mapping.start().add(0x20_5000) };
+            // SAFETY: as above.
+            unsafe { byte.write_volatile(0xa5) };
+            // From a page that is no beginning of a block, to another.
+            let range = PAGE_BYTES..LEN - 3 * PAGE_BYTES;
+            target.populate(range.clone(), is_set(4)).unwrap();
+            for at in range.step_by(to_usize(PAGE_BYTES)) {
+                // SAFETY: inside the mapping; the address is not read.
+                let page = unsafe { mapping.start().add(to_usize(at)) };
+                assert!(is_mapped(page), "{number:#b}, {at:#x}");
+            }
+            // SAFETY: as above.
+            assert_eq!(unsafe { byte.read_volatile() }, 0xa5);
+            // SAFETY: as above: the first page after the range.
+            let behind = unsafe { mapping.start().add(to_usize(LEN - PAGE_BYTES)) };
+            assert!(is_set(1) || is_set(2) || !is_mapped(behind), "{number:#b}");
+        }
+    }
+
+    #[test]
+    fn faults_populate_where_they_spare_the_lock() {
+        let mapping = map(None);
+        let touched = |spares, hugetlb, collapse, spare| {
+            let target = PopulateTarget {
+                faults_spare_mmap_lock: spares,
+                hugetlb,
+                collapse,
+                ..target(&mapping, None)
+            };
+            target.touch(&(PAGE_BYTES..LEN_BYTES), spare)
+        };
+        assert_eq!(touched(true, false, false, true), LEN_BYTES);
+        assert_eq!(touched(true, true, false, true), LEN_BYTES);
+        assert_eq!(touched(true, true, false, false), PAGE_BYTES, "not asked for");
+        assert_eq!(touched(true, false, true, true), PAGE_BYTES, "collapsed");
+        assert_eq!(touched(false, true, false, true), PAGE_BYTES);
+    }
+
+    #[test]
+    fn what_cannot_be_touched_is_an_error_and_not_a_signal() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN_BYTES).unwrap();
+        let mapping = map(Some(&file));
+        file.set_len(3 * PAGE_BYTES).unwrap();
+        let target =
+            PopulateTarget { faults_spare_mmap_lock: true, ..target(&mapping, Some(&file)) };
+        let error = target.populate(0..LEN_BYTES, true).unwrap_err();
+        assert!(matches!(error, PopulateError::Failed { at: 0x3000, .. }), "{error}");
     }
 
     #[test]

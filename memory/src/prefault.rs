@@ -83,6 +83,8 @@ pub struct PrefaultOptions {
     /// Memory that was discarded before its turn is left alone: for a guest that runs meanwhile, and has a
     /// balloon or reports free pages. It counts as done.
     pub spares_discarded: bool,
+    /// Others change the address space meanwhile: its lock is taken for short times only, where the kernel allows.
+    pub spares_mmap_lock: bool,
     /// Looked at in the middle of a chunk, as [`Prefault::cancel`] is.
     pub is_stopped: Option<StopQuery>,
     /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
@@ -99,6 +101,7 @@ impl Default for PrefaultOptions {
             observer: None,
             yields_to_guest: false,
             spares_discarded: false,
+            spares_mmap_lock: false,
             is_stopped: None,
             model: None,
         }
@@ -114,6 +117,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("observer", &self.observer.is_some())
             .field("yields_to_guest", &self.yields_to_guest)
             .field("spares_discarded", &self.spares_discarded)
+            .field("spares_mmap_lock", &self.spares_mmap_lock)
             .field("is_stopped", &self.is_stopped.is_some())
             .field("model", &self.model.is_some())
             .finish()
@@ -194,6 +198,7 @@ struct Engine {
     observer: Option<PrefaultObserver>,
     yields_to_guest: bool,
     spares_discarded: bool,
+    spares_mmap_lock: bool,
     is_stopped: Option<StopQuery>,
     model: Option<PopulateModel>,
     /// Running threads and helpers; the last one reports the end. Locked briefly.
@@ -241,6 +246,7 @@ impl Prefault {
             observer: options.observer.clone(),
             yields_to_guest: options.yields_to_guest,
             spares_discarded: options.spares_discarded,
+            spares_mmap_lock: options.spares_mmap_lock,
             is_stopped: options.is_stopped.clone(),
             model: options.model.clone(),
             working: Mutex::new(counts.iter().sum()),
@@ -468,7 +474,8 @@ impl Engine {
             return modelled.map(|()| true);
         }
         for part in parts {
-            if !region.populate(&part, &|| !self.is_to_stop(), &mut done)? {
+            let go_on = || !self.is_to_stop();
+            if !region.populate(&part, self.spares_mmap_lock, &go_on, &mut done)? {
                 return Ok(false);
             }
         }
@@ -506,7 +513,7 @@ impl Populate for RamRegion {
         let mut start = range.start;
         while start < range.end {
             let end = chunk_end(start, skew, chunk_bytes, align).min(range.end);
-            self.populate(&(start..end), &|| true, |piece| {
+            self.populate(&(start..end), false, &|| true, |piece| {
                 let at = piece.start;
                 let zone = || self.zone_id().to_owned();
                 done(piece).map_err(|source| PrefaultError::Hook { zone: zone(), at, source })
@@ -583,7 +590,7 @@ impl RamRegion {
     /// When the range lies outside the region, or the host has no memory.
     pub fn fill(&self, range: &Range<u64>) -> Result<(), PrefaultError> {
         self.check_pages(range).map_err(PrefaultError::Range)?;
-        self.populate::<PopulateError>(range, &|| true, |_| Ok(()))?;
+        self.populate::<PopulateError>(range, false, &|| true, |_| Ok(()))?;
         Ok(())
     }
 }

@@ -319,7 +319,7 @@ fn pages_of_a_file_are_put_into_the_page_tables() {
     let first = ram("p", 4 * MIB, Backing::Memfd, false);
     let file = Arc::clone(first.regions()[0].file().unwrap());
     first.regions()[0].write_range(5 * 4096, &[0xa5; 4096]).unwrap();
-    first.regions()[0].populate(&(0..2 * MIB), &|| true, |_| Ok::<_, PopulateError>(())).unwrap();
+    first.regions()[0].fill(&(0..2 * MIB)).unwrap();
     let config =
         RamConfig { zones: vec![ZoneSpec { shared: true, ..ZoneSpec::new("p", 4 * MIB) }] };
     let provided = [crate::ProvidedFile::file("p", file)];

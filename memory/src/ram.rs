@@ -276,7 +276,7 @@ impl GuestRam {
             // arrive behind the guest.
             let collapse = shared && spec.thp && (!policy.shared || backing.prezeroed);
             let lease = provided.and_then(|provided| provided.lease.clone());
-            zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, lease)));
+            zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, host, lease)));
         }
         let made: Vec<_> =
             zones.iter().filter(|zone| !is_provided(&zone.spec.id)).cloned().collect();

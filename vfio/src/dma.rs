@@ -24,6 +24,11 @@ pub trait DmaTarget: Send + Sync {
     fn maps_last(&self, _region: &RamRegion) -> bool {
         false
     }
+    /// Whether mapping takes the lock of the process's address space for writing, so that memory which is populated
+    /// meanwhile is to hold it for short times only.
+    fn takes_mmap_lock(&self) -> bool {
+        false
+    }
     /// Maps a part of guest memory, given as a byte range of the region, at its guest physical address, and
     /// pins it. It stays mapped, in one piece, until it is unmapped or the target is dropped; the memory is
     /// kept as long. Called on several threads concurrently, as `unmap` is, for ranges that do not overlap.
@@ -66,6 +71,8 @@ pub struct Populating<'a> {
     pub is_stopped: StopQuery,
     /// Whether populating yields to the running guest.
     pub yields_to_guest: bool,
+    /// Whether populating takes the lock of the address space for short times only, where it can.
+    pub spares_mmap_lock: bool,
     /// Called at the start with a helper for threads that would otherwise only wait.
     pub begun: &'a dyn Fn(PopulateHelper),
 }
@@ -102,6 +109,7 @@ impl Populator for GuestRamPopulator {
             on_chunk: Some(how.on_chunk),
             is_stopped: Some(how.is_stopped),
             yields_to_guest: how.yields_to_guest,
+            spares_mmap_lock: how.spares_mmap_lock,
             threads: self.threads,
             ..PrefaultOptions::default()
         };

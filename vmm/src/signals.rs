@@ -27,8 +27,8 @@ const ENDING: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, lib
 
 /// Signals that would end the process and have no meaning for it; they are ignored. With SIGXFSZ ignored, a
 /// file that exceeds the process's limit, such as a snapshot, is an error of that write, which names the
-/// file, and not the end of the VM. Fault signals are left as they are, and the real-time ones, the first
-/// of which kicks a vCPU.
+/// file, and not the end of the VM. Fault signals are left as they are (populating memory handles its own SIGBUS), and the
+/// real-time ones, the first of which kicks a vCPU.
 const WITHOUT_MEANING: [libc::c_int; 11] = [
     libc::SIGXFSZ,
     libc::SIGXCPU,
@@ -64,7 +64,8 @@ const SYNCHRONOUS: [libc::c_int; 7] = [
     libc::SIGSYS,
 ];
 
-/// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd.
+/// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd. Those are unblocked: a
+/// mask is inherited through exec.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initialises the set it is given, from which sigdelset removes valid numbers; pthread_sigmask
@@ -74,7 +75,7 @@ pub(crate) fn block_signals() {
         for signal in SYNCHRONOUS {
             libc::sigdelset(all.as_mut_ptr(), signal);
         }
-        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut());
     }
 }
 

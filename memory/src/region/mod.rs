@@ -30,6 +30,7 @@ use crate::backing::ZoneBacking;
 use crate::config::{Backing, ZoneSpec};
 use crate::dirty::DeviceDirtyLog;
 use crate::holds::Holds;
+use crate::host::Host;
 use crate::layout::Placement;
 use crate::lease::Lease;
 use crate::mapping::{Advice, MapRequest, Mapping};
@@ -37,6 +38,7 @@ use crate::maps::{ResidentMap, ZeroMap};
 use crate::plugged::Plugged;
 use crate::populate::THP_BYTES;
 use crate::populated::{HugetlbMapping, mincore_tells};
+use crate::sparing::Sparing;
 use crate::zero::is_zero_volatile;
 use crate::zone_file::LockedFile;
 use crate::zone_kind::ZoneKind;
@@ -147,6 +149,8 @@ pub(crate) struct Zone {
     views: Mutex<Vec<(Weak<Mapping>, u64)>>,
     /// Whether `mincore` can be asked about the file.
     mincore_tells: bool,
+    /// What populates it without holding the lock of the address space for long.
+    sparing: Sparing,
     /// The lease of pool memory, kept for as long as the zone exists.
     _lease: Option<Lease>,
 }
@@ -156,13 +160,16 @@ impl Zone {
         mut spec: ZoneSpec,
         backing: ZoneBacking,
         collapse: bool,
+        host: &Host,
         lease: Option<Lease>,
     ) -> Self {
         // The host's default for huge pages may be larger than the blocks were chosen for. A part of a page
         // is never returned.
         spec.block_bytes = spec.block_bytes.map(|bytes| bytes.max(backing.page_bytes));
         let mincore_tells = backing.file.as_deref().is_none_or(mincore_tells);
-        Self { spec, backing, collapse, views: Mutex::default(), mincore_tells, _lease: lease }
+        let sparing = Sparing::of(host, backing.hugetlb, collapse);
+        let views = Mutex::default();
+        Self { spec, backing, collapse, views, mincore_tells, sparing, _lease: lease }
     }
 
     /// Whether small pages of it may be joined into huge ones.

@@ -13,9 +13,10 @@ use crate::PAGE_BYTES;
 use crate::holds::{DiscardGuard, PageHold};
 use crate::mapping::{Advice, Mapping};
 use crate::populate::{PopulateError, PopulateTarget};
+use crate::sparing::Sparing;
 use crate::zone_kind::ZoneKind;
 
-/// Populated by one call of the kernel, which nothing can stop: a few milliseconds, also for a thread that has a
+/// Populated in one step, which nothing can stop: a few milliseconds, also for a thread that has a
 /// twentieth of a processor.
 const POPULATE_STEP_BYTES: u64 = 8 << 20;
 
@@ -91,7 +92,15 @@ impl RamRegion {
             page_bytes: self.page_bytes(),
             hugetlb: self.is_hugetlb(),
             collapse: self.zone.collapse,
+            thp: self.spec().thp,
+            faults_spare_mmap_lock: self.zone.sparing == Sparing::Faults,
         }
+    }
+
+    /// Whether memory of this kind can be populated such that others who change the address space meanwhile hardly
+    /// wait for its lock, nor it for them: by faults that do without that lock, or by collapsing.
+    pub fn can_spare_mmap_lock(&self) -> bool {
+        self.zone.sparing != Sparing::None
     }
 
     /// The parts of `range` of which nothing was discarded, in whole pages of the backing: what the guest has
@@ -115,10 +124,11 @@ impl RamRegion {
 
     /// Populates the parts of `range` whose contents are here, and calls `done` for each. Parts that are
     /// still to arrive are skipped, in whole pages of the backing. Stops, and returns false, when `go_on` says no: it
-    /// is asked before each call of the kernel.
+    /// is asked before each step. `spare`: as [`PrefaultOptions::spares_mmap_lock`](crate::PrefaultOptions).
     pub(crate) fn populate<E: From<PopulateError>>(
         &self,
         range: &Range<u64>,
+        spare: bool,
         go_on: &dyn Fn() -> bool,
         mut done: impl FnMut(Range<u64>) -> Result<(), E>,
     ) -> Result<bool, E> {
@@ -138,7 +148,7 @@ impl RamRegion {
                         if !go_on() {
                             return Ok(false);
                         }
-                        target.populate(step)?;
+                        target.populate(step, spare)?;
                     }
                 }
                 done(here)?;
@@ -148,7 +158,7 @@ impl RamRegion {
         Ok(true)
     }
 
-    /// What is populated by one call of the kernel. Collapsing waits for every processor at each call, whatever its
+    /// What is populated in one step. Collapsing waits for every processor at each call, whatever its
     /// length.
     fn steps(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
         let step_bytes =

@@ -14,6 +14,7 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, VolatileMemory};
 
 use super::{Collapsing, Zone};
 use crate::backing::ZoneBacking;
+use crate::host::Host;
 use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
 use crate::{
     AccessError, Backing, GuestRam, HugePageSize, ProvidedFile, RamConfig, RamLayout, RamRegion,
@@ -399,7 +400,7 @@ fn a_block_is_no_smaller_than_a_page_of_the_host() {
             prezeroed: false,
             locked: false,
         };
-        Zone::new(zone, backing, false, None).spec.block_bytes
+        Zone::new(zone, backing, false, &Host::real(), None).spec.block_bytes
     };
     assert_eq!((blocks(PAGE), blocks(1 << 30)), (Some(2 * MIB), Some(1 << 30)));
 }

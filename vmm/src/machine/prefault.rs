@@ -221,6 +221,8 @@ fn start(
         spares_discarded: when == Prefault::Background,
         // The guest runs meanwhile, and there may be a thread on each of its CPUs.
         yields_to_guest: when == Prefault::Background,
+        // Threads are started meanwhile, and vCPUs fault.
+        spares_mmap_lock: when == Prefault::Background,
         ..PrefaultOptions::default()
     };
     Ok(Some(Background { engine: memory::Prefault::start(&regions, &options)?, end }))

@@ -424,6 +424,7 @@ group! {
         SYS_ioctl [Check::Second(PAGEMAP_SCAN)] "which pages are populated";
         SYS_userfaultfd "pages that arrive when they are touched";
         SYS_memfd_create "memory without a path";
+        SYS_uname "the kernel's version, by which memory is populated";
         SYS_mincore "which pages are populated";
         SYS_mlock "memory that stays";
         SYS_mlock2 "memory that stays";
