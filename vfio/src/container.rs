@@ -150,11 +150,16 @@ impl P2pTarget for Type1Container {
 }
 
 impl DmaTarget for Type1Container {
-    /// The kernel accounts pinned pages under mmap_lock, which populating threads hold for long. Huge pages
-    /// are pinned almost instantly, and a thread that waits for the lock blocks all others meanwhile; with
-    /// small pages mapping early is a net gain.
+    /// Where populating holds the lock of the address space for long, as on older kernels, a thread that waits to
+    /// account for what it pins blocks all others meanwhile. Huge pages are pinned almost instantly, and so are mapped
+    /// when all are populated; with small pages mapping early is a net gain all the same.
     fn maps_last(&self, region: &RamRegion) -> bool {
-        region.wants_huge_pages() && !region.is_prezeroed()
+        region.wants_huge_pages() && !region.is_prezeroed() && !region.can_spare_mmap_lock()
+    }
+
+    /// The kernel accounts for each run of pinned pages with the lock held for writing.
+    fn takes_mmap_lock(&self) -> bool {
+        true
     }
 
     /// The kernel pins pages through the process's page tables. Prezeroed memory is not in them yet, and

@@ -470,6 +470,7 @@ pub struct FakeTarget {
     pub prepared: Mutex<Vec<Range<u64>>>,
     pub limits: DmaLimits,
     pub maps_last: bool,
+    pub takes_mmap_lock: bool,
     pub before: Option<BeforeMap>,
     /// Called before everything is unmapped.
     pub before_unmap_all: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -524,6 +525,10 @@ impl DmaSpace for FakeTarget {
 impl DmaTarget for FakeTarget {
     fn maps_last(&self, _region: &RamRegion) -> bool {
         self.maps_last
+    }
+
+    fn takes_mmap_lock(&self) -> bool {
+        self.takes_mmap_lock
     }
 
     fn prepare(&self, region: &RamRegion, range: &Range<u64>) {

@@ -415,6 +415,7 @@ impl Shared {
             }),
             is_stopped: Arc::new(move || stopping.stop.load(Ordering::Relaxed)),
             yields_to_guest: self.yields_to_guest,
+            spares_mmap_lock: self.dma_map.target().takes_mmap_lock(),
             begun: &|help| {
                 if self.yields_to_guest {
                     self.gate.helped_by(help);

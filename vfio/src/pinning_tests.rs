@@ -157,6 +157,37 @@ fn what_is_mapped_last_waits_for_all_memory() {
 }
 
 #[test]
+fn populating_spares_the_lock_that_mapping_takes() {
+    struct Asked(GuestRamPopulator, AtomicBool);
+
+    impl Populator for Asked {
+        fn total_bytes(&self) -> (u64, u64) {
+            self.0.total_bytes()
+        }
+
+        fn regions(&self) -> &[Arc<RamRegion>] {
+            self.0.regions()
+        }
+
+        fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
+            self.1.store(how.spares_mmap_lock, Ordering::SeqCst);
+            self.0.populate(how)
+        }
+    }
+
+    for takes_mmap_lock in [false, true] {
+        let inner = GuestRamPopulator::new(ram(64 * MIB), None);
+        let target = Arc::new(FakeTarget { takes_mmap_lock, ..FakeTarget::default() });
+        let dma_map = dma_map(target, &inner);
+        let populator = Arc::new(Asked(inner, AtomicBool::new(!takes_mmap_lock)));
+        let (gate, on_end) = (Arc::new(DmaGate::default()), Box::new(|_: &PinState| {}));
+        let asked = Arc::clone(&populator);
+        Pinning::start(dma_map, populator, gate, false, on_end).unwrap().wait().unwrap();
+        assert_eq!(asked.1.load(Ordering::SeqCst), takes_mmap_lock);
+    }
+}
+
+#[test]
 fn a_failure_in_the_middle_fails_every_waiter() {
     let (ram, gate) = (ram(192 * MIB), Arc::new(DmaGate::default()));
     let count = Mutex::new(0);
