@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 //! `bench prefault`: how fast guest memory is populated, for each kind of page, with one and two threads;
 //! compared with touching the same kind of memory page by page on one thread, and with clearing populated
-//! memory by non-temporal stores, the least that zeroing can cost.
+//! memory by non-temporal stores, the least that zeroing can cost. Then the same on two threads beside one that changes
+//! the address space every 2 ms, as type 1 does when it accounts for what it pins.
 //!
 //! Owns the huge pages that it reserves, which it returns at the end. Memory is created anew each time, of
 //! pages that this machine has used before (the first round is not counted).
@@ -9,8 +10,8 @@
 use std::error::Error;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use memory::{
     Backing, GuestRam, HugePageSize, PrefaultOptions, RamConfig, RamLayout, RamRegion, ZoneSpec,
@@ -24,6 +25,11 @@ use crate::report::{Figure, Report, Target};
 const SIZE_BYTES: u64 = 2 << 30;
 const CHUNK_BYTES: u64 = 64 << 20;
 const THREADS: [usize; 2] = [1, 2];
+
+/// How often the address space is changed beside.
+const CHANGE_PERIOD: Duration = Duration::from_millis(2);
+/// What is left of the rate beside such changes, at least.
+const BESIDE_RATIO_MIN: f64 = 0.8;
 
 struct Kind {
     name: &'static str,
@@ -73,6 +79,45 @@ fn populate(kind: &Kind, threads: usize) -> Result<f64, Box<dyn Error>> {
     Ok(gib_per_s(SIZE_BYTES, start))
 }
 
+/// What populating on two threads and a thread that changes the address space meanwhile do to each other.
+struct Beside {
+    gib_per_s: f64,
+    /// How long a change took, on average.
+    change_ms: f64,
+}
+
+fn beside(kind: &Kind, spares_mmap_lock: bool) -> Result<Beside, Box<dyn Error>> {
+    let ram = make(kind)?;
+    let options = PrefaultOptions {
+        threads: NonZeroUsize::new(2),
+        spares_mmap_lock,
+        ..PrefaultOptions::default()
+    };
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let changer = scope.spawn(|| {
+            let mut took = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                let begin = Instant::now();
+                // Reserved, and given back at once.
+                drop(memory::ReservedRange::new(4096));
+                took.push(begin.elapsed().as_secs_f64() * 1e3);
+                std::thread::sleep(CHANGE_PERIOD);
+            }
+            took
+        });
+        let start = Instant::now();
+        let populated = ram.prefault(&options).and_then(memory::Prefault::wait);
+        let gib_per_s = gib_per_s(SIZE_BYTES, start);
+        is_over.store(true, Ordering::Relaxed);
+        let took = changer.join().map_err(|_| "panic")?;
+        populated?;
+        #[expect(clippy::cast_precision_loss, reason = "counts of a benchmark are small")]
+        let change_ms = took.iter().sum::<f64>() / took.len() as f64;
+        Ok(Beside { gib_per_s, change_ms })
+    })
+}
+
 fn touch(kind: &Kind) -> Result<f64, Box<dyn Error>> {
     let ram = make(kind)?;
     let region = region(&ram)?;
@@ -115,6 +160,7 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
     }
     let kinds = kinds(borrowed.is_ok());
     let mut samples: Vec<[Vec<f64>; 3]> = kinds.iter().map(|_| Default::default()).collect();
+    let mut besides: Vec<[Vec<Beside>; 2]> = kinds.iter().map(|_| Default::default()).collect();
     let mut floor: [Vec<f64>; 2] = Default::default();
     for round in 0..=runs {
         for (kind, [touched, one, two]) in kinds.iter().zip(&mut samples) {
@@ -123,6 +169,14 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
                 touched.push(figures.0);
                 one.push(figures.1);
                 two.push(figures.2);
+            }
+        }
+        for (kind, both) in kinds.iter().zip(&mut besides) {
+            for (spares_mmap_lock, values) in [false, true].into_iter().zip(both) {
+                let value = beside(kind, spares_mmap_lock)?;
+                if round > 0 {
+                    values.push(value);
+                }
             }
         }
         // Warm: every page is populated.
@@ -136,27 +190,39 @@ pub fn run(runs: usize) -> Result<Report, Box<dyn Error>> {
             }
         }
     }
-    Ok(report(&kinds, samples, floor, notes))
+    Ok(report(&kinds, samples, &besides, floor, notes))
 }
 
 fn report(
     kinds: &[Kind],
     samples: Vec<[Vec<f64>; 3]>,
+    besides: &[[Vec<Beside>; 2]],
     floor: [Vec<f64>; 2],
     notes: Vec<String>,
 ) -> Report {
     let (mut figures, mut targets) = (Vec::new(), Vec::new());
-    let mut put = |name: String, values| {
-        let figure = Figure::of(name, "GiB/s", values);
+    let mut put = |name: String, unit, values| {
+        let figure = Figure::of(name, unit, values);
         let value = figure.as_ref().map(|figure| figure.value);
         figures.extend(figure);
         value
     };
-    for (kind, [touched, one, two]) in kinds.iter().zip(samples) {
+    for ((kind, [touched, one, two]), [plain, sparing]) in kinds.iter().zip(samples).zip(besides) {
         let name = kind.name;
-        let touched = put(format!("{name}: plain touch, 1 thread"), touched);
-        let one = put(format!("{name}: prefault, 1 thread"), one);
-        let two = put(format!("{name}: prefault, 2 threads"), two);
+        let touched = put(format!("{name}: plain touch, 1 thread"), "GiB/s", touched);
+        let one = put(format!("{name}: prefault, 1 thread"), "GiB/s", one);
+        let two = put(format!("{name}: prefault, 2 threads"), "GiB/s", two);
+        let rates = |all: &[Beside]| all.iter().map(|one| one.gib_per_s).collect::<Vec<_>>();
+        let waits = |all: &[Beside]| all.iter().map(|one| one.change_ms).collect::<Vec<_>>();
+        let what = "2 threads beside changes of the address space";
+        put(format!("{name}: {what}"), "GiB/s", rates(plain));
+        put(format!("{name}: {what}, one change"), "ms", waits(plain));
+        let spared = put(format!("{name}: {what}, lock spared"), "GiB/s", rates(sparing));
+        put(format!("{name}: {what}, lock spared, one change"), "ms", waits(sparing));
+        if let (Some(spared), Some(two)) = (spared, two) {
+            let name = format!("{name}: beside changes, lock spared, over none");
+            targets.push(Target::at_least(&name, spared / two, BESIDE_RATIO_MIN));
+        }
         if let (Some(touched), Some(one), Some(two)) = (touched, one, two) {
             let ratio = one.max(two) / touched;
             targets.push(Target::at_least(&format!("{name}: over plain touch"), ratio, 1.0));
@@ -164,7 +230,7 @@ fn report(
     }
     for (threads, values) in THREADS.into_iter().zip(floor) {
         let s = if threads == 1 { "" } else { "s" };
-        put(format!("non-temporal zeroing of warm memory, {threads} thread{s}"), values);
+        put(format!("non-temporal zeroing of warm memory, {threads} thread{s}"), "GiB/s", values);
     }
     Report { name: "prefault", machine: machine::name(), figures, targets, notes }
 }
