@@ -40,7 +40,14 @@ check moves_by_postcopy move b c postcopy
 # Variables of the firmware are reached by its own code, which the kernel calls.
 calls() { guest $1 'mkdir -p /sys/firmware/efi/efivars; busybox mount -t efivarfs none /sys/firmware/efi/efivars 2>/dev/null; ls /sys/firmware/efi/efivars | grep -q ^Boot || ls /sys/firmware/efi | grep -q runtime'; }
 check firmware_is_called_where_it_moved calls c
-reboots() { guest c sync && remote c reboot && wait_until $WAIT_S says c "GUEST-READY 2 vcpus" && kept c; }
+restores() {
+  mkdir -p $T/saved
+  remote c pause && remote c snapshot file://$T/saved && remote c shutdown-vmm && ends c 60 || return 1
+  start_vmm d && remote d restore source_url=file://$T/saved,resume=true && wait_until 60 state_is d Running && open_console d && kept d
+}
+check is_restored restores
+check firmware_is_called_where_it_was_restored calls d
+reboots() { guest d sync && remote d reboot && wait_until $WAIT_S says d "GUEST-READY 2 vcpus" && kept d; }
 check reboots_there reboots
-power_button() { remote c power-button && ends c 60; }
+power_button() { remote d power-button && ends d 60; }
 check ends power_button

@@ -69,18 +69,29 @@ check moves_with_what_it_got moved a b precopy
 check has_the_same_memory_there usable b 576
 check has_the_same_content_there same b
 check grows_there_too becomes b 768
+check moves_in_postcopy moved b p postcopy
+check has_the_same_memory_after_postcopy usable p 768
+check has_the_same_content_after_postcopy same p
+restores() {
+  mkdir -p $T/saved
+  remote p pause && remote p snapshot file://$T/saved && remote p shutdown-vmm && ends p 60 || return 1
+  start_vmm q && remote q restore source_url=file://$T/saved,resume=true && wait_until 60 state_is q Running && open_console q
+}
+check is_saved_and_restored restores
+check has_the_same_memory_when_restored usable q 768
+check has_the_same_content_when_restored same q
 
 # What is plugged in and free goes; the driver brings what is not elsewhere.
 shrinks() {
-  guest b 'rm /tmp/fill; echo 3 >/proc/sys/vm/drop_caches' || return 1
-  becomes b 256 && wait_until 30 below b 0 || { echo "the host has $(blocks b) MiB for what is gone"; return 1; }
+  guest q 'rm /tmp/fill; echo 3 >/proc/sys/vm/drop_caches' || return 1
+  becomes q 256 && wait_until 30 below q 0 || { echo "the host has $(blocks q) MiB for what is gone"; return 1; }
 }
 check gives_all_of_it_up shrinks
-check comes_back_as_zeros becomes b 512
-fine() { guest b '! dmesg | grep -E "Oops|BUG: [^s]|Bad page"' || { cat $T/out; return 1; }; }
+check comes_back_as_zeros becomes q 512
+fine() { guest q '! dmesg | grep -E "Oops|BUG: [^s]|Bad page"' || { cat $T/out; return 1; }; }
 check the_guest_is_fine fine
 off() { remote $1 shutdown-vmm && ends $1 60; }
-check it_ends off b
+check it_ends off q
 
 # Alongside a passed-through disk: plugged in means pinned, unplugged means that no device reaches it.
 check disk_is_bound give_to_vfio $disk

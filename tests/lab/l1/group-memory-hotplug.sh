@@ -47,11 +47,14 @@ check moves_with_what_it_got moved a b precopy
 check has_the_same_memory_there has b 768
 check has_the_same_content_there same b
 check gets_more_there becomes b 896
+check moves_in_postcopy moved b d postcopy
+check has_the_same_memory_after_postcopy has d 896
+check has_the_same_content_after_postcopy same d
 
 restores() {
   mkdir -p $T/saved
-  remote b pause && remote b snapshot file://$T/saved && kill -9 "$(cat $T/b.pid)" || return 1
-  wait_until 30 ended "$(cat $T/b.pid)"
+  remote d pause && remote d snapshot file://$T/saved && kill -9 "$(cat $T/d.pid)" || return 1
+  wait_until 30 ended "$(cat $T/d.pid)"
   start_vmm c && remote c restore source_url=file://$T/saved && open_console c && remote c resume && state_is c Running
 }
 check is_saved_and_restored restores

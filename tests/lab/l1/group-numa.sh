@@ -60,10 +60,12 @@ adds_there() { vcpus b 4 && nodes b 0,2 384 1,3 256; }
 check a_vcpu_lands_in_its_node_there adds_there
 adds_memory_there() { grows b m1 384 && wait_until 60 total b 1 330 && nodes b 0,2 384 1,3 384; }
 check memory_lands_in_its_node_there adds_memory_there
+postcopy() { moved b d postcopy && nodes d 0,2 384 1,3 384 && same d; }
+check moves_in_postcopy_with_its_nodes postcopy
 
 saved() {
   mkdir -p $T/saved
-  remote b pause && remote b snapshot file://$T/saved && remote b shutdown-vmm && ends b 60 || return 1
+  remote d pause && remote d snapshot file://$T/saved && remote d shutdown-vmm && ends d 60 || return 1
   start_vmm c && remote c restore source_url=file://$T/saved,resume=true && wait_until 60 state_is c Running &&
     open_console c && nodes c 0,2 384 1,3 384 && same c
 }

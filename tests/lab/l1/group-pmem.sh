@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
 # A Debian guest with persistent memory, by its own virtio-pmem driver: a file system on it, writes that are in the
-# file of the host and writes that are discarded, a reboot, hot-plug and a move.
+# file of the host and writes that are discarded, a reboot, hot-plug, moves and a restore.
 # limit_s: 1200
 . ./lib.sh
 GUEST_INITRAMFS=/lab/initramfs-pmem.gz
@@ -67,7 +67,16 @@ check it_is_written_there after
 check one_that_came_elsewhere_goes goes b hot
 again() { sed -i s/MARKER/MURKER/ $T/hot.img; comes b; }
 check and_comes_again again
-power_button() { remote b power-button && ends b 60; }
+postcopy() { moved b c postcopy && same c pmem0 && in_file hot hot && address c | cmp - $T/address && fine c; }
+check both_are_there_after_a_move_in_postcopy postcopy
+restores() {
+  mkdir -p $T/saved
+  remote c pause && remote c snapshot file://$T/saved && remote c shutdown-vmm && ends c 60 || return 1
+  start_vmm d && remote d restore source_url=file://$T/saved,resume=true && wait_until 60 state_is d Running && open_console d &&
+    same d pmem0 && writes d pmem0 && same d pmem0 && fine d
+}
+check both_are_there_after_a_restore restores
+power_button() { remote d power-button && ends d 60; }
 check ends power_button
 clean() { e2fsck -fn $T/kept.img >$T/fsck 2>&1 || { e2fsck -fy $T/kept.img; cat $T/fsck; return 1; }; }
 check filesystem_clean filesystem_clean

@@ -87,10 +87,12 @@ moves() { moved a b precopy && all_there b 41; }
 check they_are_there_after_a_move moves
 check it_goes_where_it_never_came goes b
 check one_comes_there comes b 2
+postcopy() { moved b d postcopy && all_there d 41; }
+check they_are_there_after_a_move_in_postcopy postcopy
 
 saved() {
   mkdir -p $T/saved
-  remote b pause && remote b snapshot file://$T/saved && remote b shutdown-vmm && ends b 60 || return 1
+  remote d pause && remote d snapshot file://$T/saved && remote d shutdown-vmm && ends d 60 || return 1
   start_vmm c && remote c restore source_url=file://$T/saved,resume=true && wait_until 60 state_is c Running &&
     open_console c && all_there c 41
 }
