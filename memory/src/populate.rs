@@ -94,7 +94,7 @@ pub enum Method {
 
 impl PopulateTarget<'_> {
     /// Populates `range`, in offsets of the mapping. With `spare` the lock of the address space is held for short
-    /// times only, where the kernel allows, which is a little slower for small pages.
+    /// times only, where the kernel allows, which is slower for small pages.
     pub fn populate(&self, range: Range<u64>, spare: bool) -> Result<(), PopulateError> {
         let rest = self.touch(&range, spare)..range.end;
         if rest.is_empty() {
@@ -124,8 +124,12 @@ impl PopulateTarget<'_> {
     /// Populates block by block, so that none holds the lock of the address space for longer than it takes to make
     /// one of small pages.
     fn populate_in_blocks(&self, range: Range<u64>) -> Result<(), PopulateError> {
-        if self.collapse {
-            self.collapse_blocks(&range).map_err(|source| self.explain(range.start, source))?;
+        if self.collapse
+            && let Err(error) = self.collapse_blocks(&range)
+            // The kernel is older than the advice (5.14), which is found for each block then.
+            && error.raw_os_error() != Some(libc::EINVAL)
+        {
+            return Err(self.explain(range.start, error));
         }
         let small = PopulateTarget { collapse: false, ..*self };
         let base = self.mapping.start().addr() as u64;

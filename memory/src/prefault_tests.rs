@@ -126,20 +126,24 @@ fn what_is_still_to_arrive_is_left_alone() {
 
 #[test]
 fn what_the_guest_has_given_back_stays_with_the_host() {
-    let populated = |spares_discarded| {
+    let populated = |spares_discarded, spares_mmap_lock| {
         let ram = ram("p", 16 * MIB, Backing::Memfd, false);
         for given in [0..MIB, 5 * MIB..9 * MIB, 16 * MIB - 4096..16 * MIB] {
             assert_eq!(ram.discard(given.clone()).ranges, [given]);
         }
-        let options = PrefaultOptions { spares_discarded, ..small_chunks() };
+        let options = PrefaultOptions { spares_discarded, spares_mmap_lock, ..small_chunks() };
         let prefault = ram.prefault(&options).unwrap();
         let engine = Arc::clone(&prefault.engine);
         prefault.wait().unwrap();
         assert_eq!(engine.done_bytes.load(Ordering::Relaxed), 16 * MIB);
         ram.regions()[0].populated_runs(&(0..16 * MIB)).unwrap()
     };
-    assert_eq!(populated(true), [MIB..5 * MIB, 9 * MIB..16 * MIB - 4096]);
-    assert!(populated(false).iter().eq([&(0..16 * MIB)]), "for devices all of it is populated");
+    for spares_mmap_lock in [false, true] {
+        let kept = populated(true, spares_mmap_lock);
+        assert_eq!(kept, [MIB..5 * MIB, 9 * MIB..16 * MIB - 4096]);
+        let all = populated(false, spares_mmap_lock);
+        assert!(all.iter().eq([&(0..16 * MIB)]), "for devices all of it is populated");
+    }
 }
 
 #[test]

@@ -7,6 +7,10 @@
 //! thread, waits for all threads that populate, and those that come later wait behind it. On newer kernels a page fault
 //! takes the lock of one mapping instead, which nothing else wants, and collapsing takes `mmap_lock` for moments.
 //!
+//! A fault that finds no page within the limit of a cgroup is repeated by the kernel until there is one, where the advice
+//! fails. The OOM killer acts first, but not where it may kill nothing in the cgroup: then a thread that populates
+//! repeats its fault for as long as that holds.
+//!
 //! Owns which kernels and which kinds of memory have that. Must answer no when in doubt.
 
 use std::sync::OnceLock;
@@ -50,8 +54,7 @@ impl Sparing {
         match (collapse, hugetlb) {
             (true, _) if is_since(COLLAPSE_SINCE) => Self::Collapse,
             (false, false) if is_since(FAULTS_SINCE) => Self::Faults,
-            // A fault whose page exceeds the limit of a cgroup is repeated endlessly. The OOM killer acts first where the
-            // page is small, and not where it is of hugetlb.
+            // The OOM killer does not act for them.
             (false, true) if is_since(HUGETLB_FAULTS_SINCE) && !charges_hugetlb() => Self::Faults,
             _ => Self::None,
         }
@@ -61,8 +64,14 @@ impl Sparing {
 impl Host {
     /// Whether hugetlb pages are charged to memory cgroups (`memory_hugetlb_accounting` of cgroup2).
     fn charges_hugetlb(&self) -> bool {
-        Self::read(&self.proc.join("self/mounts"))
-            .is_none_or(|mounts| mounts.contains("memory_hugetlb_accounting"))
+        let mounts = Self::read(&self.proc.join("self/mounts")).unwrap_or_default();
+        let mut mounted = mounts.lines().filter(|line| line.split(' ').nth(2) == Some("cgroup2"));
+        if let Some(line) = mounted.next() {
+            return line.contains("memory_hugetlb_accounting");
+        }
+        // It may be mounted where this process does not see it.
+        let groups = Self::read(&self.proc.join("self/cgroup"));
+        groups.is_none_or(|groups| groups.lines().any(|group| group.starts_with("0::")))
     }
 }
 
@@ -125,10 +134,16 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let host = Host::pretended(root.path());
         assert!(host.charges_hugetlb(), "not known");
+        let process = root.path().join("proc/self");
+        std::fs::create_dir_all(&process).unwrap();
+        std::fs::write(process.join("mounts"), "proc /proc proc rw 0 0\n").unwrap();
+        std::fs::write(process.join("cgroup"), "0::/vms\n").unwrap();
+        assert!(host.charges_hugetlb(), "mounted elsewhere");
+        std::fs::write(process.join("cgroup"), "4:memory:/vms\n").unwrap();
+        assert!(!host.charges_hugetlb(), "there is no cgroup2");
         let write = |options: &str| {
             let line = format!("cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid{options} 0 0\n");
-            std::fs::create_dir_all(root.path().join("proc/self")).unwrap();
-            std::fs::write(root.path().join("proc/self/mounts"), line).unwrap();
+            std::fs::write(process.join("mounts"), line).unwrap();
         };
         write(",nsdelegate,memory_recursiveprot");
         assert!(!host.charges_hugetlb());

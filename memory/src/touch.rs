@@ -73,12 +73,23 @@ static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 type Handler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
 
-/// Whether our handler is installed, which is done on first use: another may have taken its place, and the action
-/// before ours is restored by a signal that is none of ours.
+/// Whether our handler is installed, which is done on first use, and called for this thread: another may have taken its
+/// place, the action before ours is restored by a signal that is none of ours, and the signal may be blocked since before
+/// the program was executed.
 fn handles_bus_errors() -> bool {
     static INSTALLED: OnceLock<bool> = OnceLock::new();
     *INSTALLED.get_or_init(|| install().is_some())
         && current().is_some_and(|current| current.sa_sigaction == our_handler())
+        && !is_blocked()
+}
+
+fn is_blocked() -> bool {
+    let mut mask = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: changes nothing and writes one set of signals, which lives during the call.
+    let asked =
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), mask.as_mut_ptr()) };
+    // SAFETY: the call that succeeded has filled it.
+    asked != 0 || unsafe { libc::sigismember(mask.as_ptr(), libc::SIGBUS) } != 0
 }
 
 fn our_handler() -> libc::sighandler_t {
@@ -125,7 +136,9 @@ fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let before = BEFORE.get();
     let handler = before.map_or(libc::SIG_DFL, |before| before.sa_sigaction);
     // SAFETY: with SA_SIGINFO the second argument describes the signal, for as long as the handler runs.
-    let is_sent = unsafe { (*info).si_code } <= 0;
+    let code = unsafe { (*info).si_code };
+    // By a process, or of a page that nothing has accessed: no access is repeated.
+    let is_sent = code <= 0 || code == libc::BUS_MCEERR_AO;
     if handler == libc::SIG_IGN && is_sent {
         return;
     }

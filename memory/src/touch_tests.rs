@@ -77,13 +77,23 @@ fn nothing_outside_the_mapping_is_touched() {
     assert!(!is_mapped(page(&mapping, 0)));
 }
 
-/// The test that is run in a process of its own, which must not survive.
-const OTHER_ACCESS: &str = "touch::tests::another_access_that_cannot_be_had_ends_the_process";
+/// Set for a test that runs in a process of its own.
+const IN_CHILD: &str = "GODWIT_TEST_BUS_ERROR";
+
+fn is_child() -> bool {
+    std::env::var_os(IN_CHILD).is_some()
+}
+
+/// Runs a test of this module in a process of its own.
+fn run_alone(name: &str) -> std::process::ExitStatus {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let name = format!("touch::tests::{name}");
+    child.args([&name, "--exact"]).env(IN_CHILD, "1").output().unwrap().status
+}
 
 #[test]
 fn another_access_that_cannot_be_had_ends_the_process() {
-    const IN_CHILD: &str = "GODWIT_TEST_BUS_ERROR";
-    if std::env::var_os(IN_CHILD).is_some() {
+    if is_child() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(LEN_BYTES).unwrap();
         let mapping = map(&file);
@@ -93,7 +103,37 @@ fn another_access_that_cannot_be_had_ends_the_process() {
         unsafe { page(&mapping, 2).read_volatile() };
         std::process::exit(0);
     }
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    let status = child.args([OTHER_ACCESS, "--exact"]).env(IN_CHILD, "1").output().unwrap().status;
+    let status = run_alone("another_access_that_cannot_be_had_ends_the_process");
     assert_eq!(status.signal(), Some(libc::SIGBUS), "{status:?}");
+}
+
+#[test]
+fn nothing_is_touched_while_the_signal_is_not_handled() {
+    if is_child() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN_BYTES).unwrap();
+        let mapping = map(&file);
+        let touched = || touch(&mapping, &(0..LEN_BYTES), PAGE_BYTES);
+        assert_eq!(touched(), LEN_BYTES);
+        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        let mut change = |how| {
+            // SAFETY: sigemptyset initialises the set, to which a valid number is added; only the mask of the calling
+            // thread changes.
+            unsafe {
+                libc::sigemptyset(set.as_mut_ptr());
+                libc::sigaddset(set.as_mut_ptr(), libc::SIGBUS);
+                libc::pthread_sigmask(how, set.as_ptr(), std::ptr::null_mut());
+            }
+        };
+        change(libc::SIG_BLOCK);
+        assert_eq!(touched(), 0, "blocked");
+        change(libc::SIG_UNBLOCK);
+        assert_eq!(touched(), LEN_BYTES);
+        // Sent, it comes to the handler of the runtime, after which there is none.
+        // SAFETY: takes a number.
+        unsafe { libc::raise(libc::SIGBUS) };
+        assert_eq!(touched(), 0, "no longer ours");
+        return;
+    }
+    assert!(run_alone("nothing_is_touched_while_the_signal_is_not_handled").success());
 }

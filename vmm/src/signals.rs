@@ -64,8 +64,7 @@ const SYNCHRONOUS: [libc::c_int; 7] = [
     libc::SIGSYS,
 ];
 
-/// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd. Those are unblocked: a
-/// mask is inherited through exec.
+/// Blocks all but the synchronous signals in the calling thread, so that they reach the signalfd.
 pub(crate) fn block_signals() {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigfillset initialises the set it is given, from which sigdelset removes valid numbers; pthread_sigmask
@@ -75,7 +74,7 @@ pub(crate) fn block_signals() {
         for signal in SYNCHRONOUS {
             libc::sigdelset(all.as_mut_ptr(), signal);
         }
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut());
+        libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
     }
 }
 

@@ -71,6 +71,9 @@ fn no_frame_arrives_in_a_pair_that_was_put_out_of_use() {
     driver.queues[SECOND].kick();
     network.send(&[0; 1000]).unwrap();
     wait_read(&looked_at);
+    // What the worker does with it is over when it pauses.
+    device.pause();
+    device.resume();
     // It waits for more buffers now, and there are enough when the pair is no longer in use.
     set_pairs(&mut driver, 1);
     driver.queues[SECOND].add(&[writable(DATA + 0x2000, 2000)]);
