@@ -33,6 +33,9 @@ const HEADER_MULTI_FUNCTION: u8 = 1 << 7;
 const INTERRUPT_PIN: u16 = 0x3d;
 const PIN_A: u8 = 1;
 
+const POWER_STATE: u8 = 0b11;
+const POWER_STATE_D3_HOT: u8 = 0b11;
+
 const MSI_ENABLE: u16 = 1;
 const MSI_COUNT_SHIFT: u16 = 4;
 const MSI_64_BIT: u16 = 1 << 7;
@@ -126,6 +129,8 @@ pub struct ShadowConfig {
     msi: Option<MsiLayout>,
     msix: Option<MsixLayout>,
     express: Option<Express>,
+    /// Offset of the register with the power state, which is the host's.
+    power: Option<u16>,
     /// Bits emulated for the PCI Express capability alone: offsets, and bits of the byte there.
     express_bits: Vec<(u16, u8)>,
     len_bytes: u16,
@@ -163,6 +168,7 @@ impl ShadowConfig {
             msi,
             msix,
             express: Express::find(config),
+            power: capabilities::find(config, capabilities::POWER_MANAGEMENT).map(|at| at + 4),
             express_bits: Vec::new(),
             len_bytes,
         };
@@ -300,6 +306,21 @@ impl ShadowConfig {
         let at = register::COMMAND.checked_sub(offset);
         let byte = at.and_then(|at| data.get(usize::from(at)));
         byte.is_some_and(|byte| byte & COMMAND_BUS_MASTER != 0)
+    }
+
+    /// Whether a write puts the function into D3hot (PCI Bus Power Management 1.2, 3.2.4).
+    pub fn puts_to_sleep(&self, offset: u16, data: &[u8]) -> bool {
+        let at = self.power.and_then(|power| power.checked_sub(offset));
+        let byte = at.and_then(|at| data.get(usize::from(at)));
+        byte.is_some_and(|byte| byte & POWER_STATE == POWER_STATE_D3_HOT)
+    }
+
+    /// Whether the function is in D3hot, by what the host says of it; one that does not respond is, too.
+    pub fn is_asleep(&self, read: impl FnOnce(u16, &mut [u8])) -> bool {
+        let Some(power) = self.power else { return false };
+        let mut state = [0xff];
+        read(power, &mut state);
+        state[0] & POWER_STATE == POWER_STATE_D3_HOT
     }
 
     /// Initial value of the host's command register: memory decoding only.

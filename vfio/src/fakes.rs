@@ -35,6 +35,7 @@ use pci::MapError;
 use pci::register;
 
 /// Offsets of the capabilities of [`FakeFunction::config`].
+pub const POWER_OFFSET: u16 = 0x44;
 pub const MSI_OFFSET: u16 = 0x50;
 pub const MSIX_OFFSET: u16 = 0x70;
 pub const SRIOV_OFFSET: u16 = 0x140;
@@ -77,6 +78,10 @@ pub struct FakeFunction {
     pub refuses_resets: AtomicBool,
     /// Writes of its command register have no effect.
     pub ignores_commands: AtomicBool,
+    /// Writes of its power state have no effect.
+    pub ignores_power: AtomicBool,
+    /// Called before its power state changes.
+    pub on_power: OnceLock<Box<dyn Fn() + Send + Sync>>,
     unmasked: AtomicU64,
     pub resets: Mutex<u32>,
     pub migration: FakeMigration,
@@ -137,12 +142,19 @@ impl FakeFunction {
             refuses_interrupts: AtomicBool::new(false),
             refuses_resets: AtomicBool::new(false),
             ignores_commands: AtomicBool::new(false),
+            ignores_power: AtomicBool::new(false),
+            on_power: OnceLock::new(),
             unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
             migration: FakeMigration::default(),
             on_bus_master: OnceLock::new(),
             config_writes: Mutex::default(),
         }))
+    }
+
+    /// Changes its configuration space as hardware does.
+    pub fn put_config(&self, offset: u16, bytes: &[u8]) {
+        put(&mut self.config.lock(), offset, bytes);
     }
 
     pub fn violations(&self) -> Vec<String> {
@@ -241,6 +253,14 @@ impl HostFunction for FakeFunction {
                 }
                 if let Some(told) = self.on_bus_master.get().filter(|_| byte & 4 != 0) {
                     told();
+                }
+            }
+            if at == usize::from(POWER_OFFSET) {
+                if let Some(told) = self.on_power.get() {
+                    told();
+                }
+                if self.ignores_power.load(Ordering::Relaxed) {
+                    continue;
                 }
             }
             if let Some(current) = config.get_mut(at) {

@@ -13,6 +13,9 @@
 
 mod dma_log;
 mod migration;
+mod power;
+#[cfg(test)]
+mod power_tests;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -99,6 +102,8 @@ struct Shown {
 
 struct DirectBar {
     index: u8,
+    /// Where it is, while the guest's registers have it decode.
+    gpa: Option<u64>,
     areas: Vec<DirectArea>,
 }
 
@@ -119,6 +124,8 @@ pub struct VfioPciDevice {
     msix_ranges: Option<MsixRanges>,
     rom: Rom,
     direct: Mutex<Vec<DirectBar>>,
+    /// In D3hot, where nothing is shown; changed with `direct` locked.
+    asleep: AtomicBool,
     slots: Arc<dyn BarSlots>,
     peer: Option<Peer>,
     pub(super) gate: Arc<DmaGate>,
@@ -186,6 +193,7 @@ impl VfioPciDevice {
             msix_ranges,
             rom: Rom::default(),
             direct: Mutex::new(direct),
+            asleep: AtomicBool::new(false),
             slots: wiring.slots,
             peer,
             gate: wiring.gate,
@@ -396,7 +404,7 @@ fn map_bars(
                 ),
             }
         }
-        direct.push(DirectBar { index, areas });
+        direct.push(DirectBar { index, gpa: None, areas });
     }
     direct
 }
@@ -441,9 +449,13 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return;
         }
+        if config.puts_to_sleep(offset, data) {
+            self.fall_asleep();
+        }
         for (at, bytes) in config.write(offset, data) {
             self.host.write_config(at, &bytes);
         }
+        self.wake_up_if_awake(&config);
         self.interrupts.apply(config.msix_control(), config.msi().as_ref());
     }
 
@@ -467,9 +479,10 @@ impl PciDevice for VfioPciDevice {
         let mut direct = self.direct.lock();
         let Some(bar) = direct.iter_mut().find(|bar| bar.index == index) else { return };
         self.hide(bar);
+        bar.gpa = gpa;
         // Under the lock that `lose` takes after setting its mark: either the mark is seen here, or `lose`
         // hides what is shown here.
-        if let Some(gpa) = gpa.filter(|_| !self.is_lost()) {
+        if let Some(gpa) = gpa.filter(|_| !self.is_lost() && !self.is_asleep()) {
             self.show(bar, gpa);
         }
     }

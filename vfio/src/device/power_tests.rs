@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! A function that sleeps and wakes, on a bus with everything around it made up.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::Mutex;
+
+use crate::fakes::{FakeFunction, POWER_OFFSET as POWER};
+use crate::tests::{BELOW, Rig};
+use pci::register;
+
+const D0: [u8; 2] = [0, 0];
+const D3_HOT: [u8; 2] = [3, 0];
+const DECODE: [u8; 2] = [2, 0];
+
+#[test]
+fn bars_are_out_of_reach_while_the_function_sleeps() {
+    let rig = Rig::new();
+    rig.write(register::COMMAND, &DECODE);
+    let shown = rig.slots.shown();
+    assert!(!shown.is_empty());
+    let (slots, seen) = (Arc::clone(&rig.slots), Arc::new(Mutex::new(Vec::new())));
+    let saw = Arc::clone(&seen);
+    let look = move || saw.lock().push(slots.shown().len());
+    assert!(rig.host.on_power.set(Box::new(look)).is_ok());
+    rig.write(POWER, &D3_HOT);
+    assert_eq!(*seen.lock(), [0], "hidden before the host's function sleeps");
+    assert_eq!(rig.slots.shown(), []);
+    assert_eq!(rig.read(POWER), D3_HOT);
+    rig.write(POWER, &D0);
+    assert_eq!(*seen.lock(), [0, 0], "shown once it is awake");
+    assert_eq!(rig.slots.shown(), shown);
+    rig.check();
+}
+
+#[test]
+fn a_bar_that_moves_meanwhile_is_shown_where_it_is() {
+    let rig = Rig::new();
+    rig.write(register::COMMAND, &DECODE);
+    rig.write(POWER, &D3_HOT);
+    let to = u32::try_from(BELOW + 0x10_0000).expect("below 4 GiB");
+    rig.write(register::BAR0 + 8, &to.to_le_bytes());
+    assert_eq!(rig.slots.shown(), []);
+    rig.write(POWER, &D0);
+    assert!(rig.slots.shown().iter().any(|range| range.start == u64::from(to)));
+    rig.write(POWER, &D3_HOT);
+    rig.write(register::COMMAND, &[0, 0]);
+    rig.write(POWER, &D0);
+    assert_eq!(rig.slots.shown(), [], "it does not decode");
+    rig.check();
+}
+
+#[test]
+fn a_function_that_does_not_sleep_or_is_reset_is_awake() {
+    let rig = Rig::prepared(FakeFunction::config(), |host| {
+        host.ignores_power.store(true, Ordering::Relaxed);
+    });
+    rig.write(register::COMMAND, &DECODE);
+    let shown = rig.slots.shown();
+    rig.write(POWER, &D3_HOT);
+    assert_eq!(rig.slots.shown(), shown, "it is awake");
+    rig.host.ignores_power.store(false, Ordering::Relaxed);
+    rig.write(POWER, &D3_HOT);
+    assert_eq!(rig.slots.shown(), []);
+    rig.host.put_config(POWER, &D0);
+    // Any later write finds it awake.
+    rig.write(register::INTERRUPT_LINE, &[5]);
+    assert_eq!(rig.slots.shown(), shown);
+    rig.check();
+}
+
+#[test]
+fn a_lost_function_is_never_shown_again() {
+    let rig = Rig::new();
+    rig.write(register::COMMAND, &DECODE);
+    rig.write(POWER, &D3_HOT);
+    rig.device.lose();
+    rig.host.put_config(POWER, &D0);
+    rig.write(POWER, &D0);
+    assert_eq!(rig.slots.shown(), []);
+}
