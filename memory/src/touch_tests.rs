@@ -88,7 +88,10 @@ fn is_child() -> bool {
 fn run_alone(name: &str) -> std::process::ExitStatus {
     let mut child = Command::new(std::env::current_exe().unwrap());
     let name = format!("touch::tests::{name}");
-    child.args([&name, "--exact"]).env(IN_CHILD, "1").output().unwrap().status
+    let output = child.args([&name, "--exact"]).env(IN_CHILD, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("running 1 test"), "{name} is not there: {text}");
+    output.status
 }
 
 #[test]

@@ -168,7 +168,9 @@ impl ShadowConfig {
             msi,
             msix,
             express: Express::find(config),
-            power: capabilities::find(config, capabilities::POWER_MANAGEMENT).map(|at| at + 4),
+            power: capabilities::find(config, capabilities::POWER_MANAGEMENT)
+                .and_then(|at| at.checked_add(4))
+                .filter(|at| *at < CONVENTIONAL_END),
             express_bits: Vec::new(),
             len_bytes,
         };
@@ -308,11 +310,15 @@ impl ShadowConfig {
         byte.is_some_and(|byte| byte & COMMAND_BUS_MASTER != 0)
     }
 
-    /// Whether a write puts the function into D3hot (PCI Bus Power Management 1.2, 3.2.4).
-    pub fn puts_to_sleep(&self, offset: u16, data: &[u8]) -> bool {
+    /// Whether a write of so many bytes sets the power state (PCI Bus Power Management 1.2, 3.2.4).
+    pub fn sets_power(&self, offset: u16, len_bytes: usize) -> bool {
         let at = self.power.and_then(|power| power.checked_sub(offset));
-        let byte = at.and_then(|at| data.get(usize::from(at)));
-        byte.is_some_and(|byte| byte & POWER_STATE == POWER_STATE_D3_HOT)
+        at.is_some_and(|at| usize::from(at) < len_bytes)
+    }
+
+    /// Where the power state is.
+    pub fn power(&self) -> Option<u16> {
+        self.power
     }
 
     /// Whether the function is in D3hot, by what the host says of it; one that does not respond is, too.

@@ -9,6 +9,7 @@
 //! connected.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use devices::bus::BusDevice as _;
 use pci::DeviceNumber;
@@ -75,6 +76,7 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     let slots = Arc::new(FakeSlots::default());
     let mapper = Arc::new(FakeMapper::new(vec![WINDOWS.below_4g, WINDOWS.above_4g]));
     let iommu = Arc::new(FakeP2p::new(Arc::clone(&slots), Arc::clone(&gate)));
+    iommu.may_sleep.store(true, Ordering::Relaxed);
     let peers = P2pBars::new(iommu.clone());
     // A second function, so that sharing has an effect.
     let _other = peers.join("other");

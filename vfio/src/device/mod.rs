@@ -94,16 +94,15 @@ struct DirectArea {
     shown: Option<Shown>,
 }
 
-/// Where the part is mapped in the guest.
+/// Where the part is in the guest.
 struct Shown {
     gpa: u64,
-    slot: u32,
+    /// The memory slot; none while the function sleeps, or if there could be none when it woke.
+    slot: Option<u32>,
 }
 
 struct DirectBar {
     index: u8,
-    /// Where it is, while the guest's registers have it decode.
-    gpa: Option<u64>,
     areas: Vec<DirectArea>,
 }
 
@@ -124,7 +123,7 @@ pub struct VfioPciDevice {
     msix_ranges: Option<MsixRanges>,
     rom: Rom,
     direct: Mutex<Vec<DirectBar>>,
-    /// In D3hot, where nothing is shown; changed with `direct` locked.
+    /// In D3hot, where nothing has a memory slot; changed with `direct` locked.
     asleep: AtomicBool,
     slots: Arc<dyn BarSlots>,
     peer: Option<Peer>,
@@ -237,6 +236,7 @@ impl VfioPciDevice {
         self.lose();
         // Under the lock and after the mark, so that it follows any write in progress.
         let config = self.config.lock();
+        self.wake_host(&config);
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         drop(config);
         if let Err(source) = self.host.reset() {
@@ -253,6 +253,7 @@ impl VfioPciDevice {
     pub fn silence(&self) -> bool {
         self.lose();
         let config = self.config.lock();
+        self.wake_host(&config);
         self.host.write_config(register::COMMAND, &ShadowConfig::first_command());
         let mut command = [0xff; 2];
         self.host.read_config(register::COMMAND, &mut command);
@@ -324,7 +325,12 @@ impl VfioPciDevice {
     fn show(&self, bar: &mut DirectBar, gpa: u64) {
         for area in &mut bar.areas {
             let Some(gpa) = gpa.checked_add(area.offset) else { continue };
-            match self.slots.map(gpa, &area.memory) {
+            let slot = if self.is_asleep() {
+                Ok(None)
+            } else {
+                self.slots.map(gpa, &area.memory).map(Some)
+            };
+            match slot {
                 Ok(slot) => {
                     area.shown = Some(Shown { gpa, slot });
                     if let Some(peer) = &self.peer {
@@ -344,7 +350,7 @@ impl VfioPciDevice {
             if let Some(peer) = &self.peer {
                 peer.hide(gpa, &area.memory);
             }
-            if let Err(error) = self.slots.unmap(slot) {
+            if let Some(Err(error)) = slot.map(|slot| self.slots.unmap(slot)) {
                 self.complain("hide", bar.index, &error);
             }
         }
@@ -404,7 +410,7 @@ fn map_bars(
                 ),
             }
         }
-        direct.push(DirectBar { index, gpa: None, areas });
+        direct.push(DirectBar { index, areas });
     }
     direct
 }
@@ -449,7 +455,7 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return;
         }
-        if config.puts_to_sleep(offset, data) {
+        if config.sets_power(offset, data.len()) {
             self.fall_asleep();
         }
         for (at, bytes) in config.write(offset, data) {
@@ -479,10 +485,9 @@ impl PciDevice for VfioPciDevice {
         let mut direct = self.direct.lock();
         let Some(bar) = direct.iter_mut().find(|bar| bar.index == index) else { return };
         self.hide(bar);
-        bar.gpa = gpa;
         // Under the lock that `lose` takes after setting its mark: either the mark is seen here, or `lose`
         // hides what is shown here.
-        if let Some(gpa) = gpa.filter(|_| !self.is_lost() && !self.is_asleep()) {
+        if let Some(gpa) = gpa.filter(|_| !self.is_lost()) {
             self.show(bar, gpa);
         }
     }
@@ -491,12 +496,13 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return data.fill(0xff);
         }
-        if index == ROM_INDEX {
+        if index == ROM_INDEX && !self.is_asleep() {
             return self.rom.read(&self.id, self.host.as_ref(), offset, data);
         }
         match (self.msix_place(index, offset), self.interrupts.msix()) {
             (MsixPlace::Table(offset), Some(msix)) => msix.read_table(offset, data),
             (MsixPlace::Pending(offset), Some(msix)) => msix.read_pba(offset, data),
+            _ if self.is_asleep() => data.fill(0xff),
             _ => self.host.read_bar(index, offset, data),
         }
     }
@@ -508,6 +514,7 @@ impl PciDevice for VfioPciDevice {
         match (self.msix_place(index, offset), self.interrupts.msix()) {
             (MsixPlace::Table(offset), Some(msix)) => msix.write_table(offset, data),
             (MsixPlace::Pending(_), Some(_)) => {}
+            _ if self.is_asleep() => {}
             _ => self.host.write_bar(index, offset, data),
         }
     }

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::fakes::{FakeFunction, POWER_OFFSET as POWER};
 use crate::tests::{BELOW, Rig};
-use pci::register;
+use pci::{PciDevice as _, register};
 
 const D0: [u8; 2] = [0, 0];
 const D3_HOT: [u8; 2] = [3, 0];
@@ -69,6 +69,35 @@ fn a_function_that_does_not_sleep_or_is_reset_is_awake() {
     rig.write(register::INTERRUPT_LINE, &[5]);
     assert_eq!(rig.slots.shown(), shown);
     rig.check();
+}
+
+#[test]
+fn accesses_that_leave_the_guest_reach_a_sleeping_function_no_more() {
+    let rig = Rig::prepared(FakeFunction::config(), |host| host.set_rom(0x800, &[0x55, 0xaa]));
+    rig.write(register::COMMAND, &DECODE);
+    let reads = |index, offset| {
+        let mut data = [0; 2];
+        rig.device.read_bar(index, offset, &mut data);
+        data
+    };
+    rig.device.write_bar(0, 0x10, &[1, 2]);
+    rig.write(POWER, &D3_HOT);
+    assert_eq!((reads(0, 0x10), reads(pci::ROM_INDEX, 0)), ([0xff; 2], [0xff; 2]));
+    rig.device.write_bar(0, 0x10, &[3, 4]);
+    rig.write(POWER, &D0);
+    assert_eq!((reads(0, 0x10), reads(pci::ROM_INDEX, 0)), ([1, 2], [0x55, 0xaa]));
+    rig.check();
+}
+
+#[test]
+fn it_is_woken_before_its_dma_is_stopped() {
+    let rig = Rig::new();
+    rig.write(register::COMMAND, &DECODE);
+    rig.write(POWER, &D3_HOT);
+    rig.host.config_writes.lock().clear();
+    rig.device.disarm();
+    let writes: Vec<u16> = rig.host.config_writes.lock().iter().map(|(at, _)| *at).collect();
+    assert_eq!(writes, [POWER, register::COMMAND]);
 }
 
 #[test]

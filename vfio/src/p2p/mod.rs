@@ -91,7 +91,7 @@ pub struct P2pBars {
     target: Arc<dyn P2pTarget>,
     entries_max: u64,
     /// Held while BARs are mapped and unmapped. Only used by changes of BAR decoding and by writes that set
-    /// Bus Master Enable; locked last.
+    /// Bus Master Enable, not by those of the power state; locked last.
     state: Mutex<State>,
 }
 

@@ -7,7 +7,7 @@
 use devices::bus::BusDevice as _;
 
 use super::*;
-use crate::fakes::{FakeFunction, FakeP2p, FakeSlots};
+use crate::fakes::{FakeFunction, FakeP2p, FakeSlots, POWER_OFFSET};
 use crate::{DmaGate, VfioPciDevice, VfioWiring};
 use pci::DeviceNumber;
 use pci::PciDevice;
@@ -128,6 +128,32 @@ fn what_the_guest_reaches_later_is_mapped_then() {
     assert_eq!(rig.iommu.mapped(), bars_of(1));
     rig.command(2, 2);
     assert_eq!(rig.iommu.mapped(), bars_of_both());
+    rig.check();
+}
+
+#[test]
+fn a_function_that_sleeps_stays_mapped() {
+    let rig = Rig::new(2);
+    rig.gate.open();
+    rig.command(1, 6);
+    rig.command(2, 2);
+    let calls = rig.iommu.calls();
+    let power = |state| rig.ecam.write(2 << 15 | u64::from(POWER_OFFSET), &[state, 0]);
+    for state in [3, 0] {
+        power(state);
+        assert_eq!((rig.iommu.mapped(), rig.iommu.calls()), (bars_of_both(), calls));
+    }
+    rig.check();
+    // It moves meanwhile.
+    rig.iommu.may_sleep.store(true, Ordering::Relaxed);
+    power(3);
+    rig.ecam.write(2 << 15 | 0x10, &0x0010_0000_u32.to_le_bytes());
+    let ([low, high], other) = (bars_of(1), bars_of(2)[0].clone());
+    let moved = ABOVE + MIB..ABOVE + MIB + 0x2000;
+    assert_eq!(rig.iommu.mapped(), [other, low, high, moved.clone()]);
+    assert!(!rig.slots.shown().contains(&moved));
+    power(0);
+    assert!(rig.slots.shown().contains(&moved));
     rig.check();
 }
 
