@@ -93,6 +93,8 @@ build_extra_vfio_announce() {
   add_slow_open "$LAB/vfio"
   pack "$LAB/vfio" "$1"
 }
+build_extra_vfio_ends() { build_extra_vfio_announce "$@"; }
+build_extra_vfio_nodes() { build_extra_vfio "$@"; }
 build_extra_vfio_memory() {
   build_extra_vfio "$1"
   add_program "$LAB/vfio" "$CARGO_TARGET_DIR/release/prezero-pool"

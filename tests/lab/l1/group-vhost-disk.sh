@@ -38,10 +38,10 @@ changed() {
 }
 check what_the_host_writes_is_read changed
 
-LOAD='rm -f /tmp/stop /tmp/stopped; (n=0; while [ ! -e /tmp/stop ]; do at=$((128 + n % 8 * 4)); head -c 262144 /dev/urandom >/tmp/w; dd if=/tmp/w of=/dev/vdb bs=64k seek=$at oflag=direct 2>/dev/null; dd if=/dev/vdb bs=64k skip=$at count=4 iflag=direct 2>/dev/null | cmp - /tmp/w || echo $n >>/tmp/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done; touch /tmp/stopped) >/dev/null 2>&1 &'
+LOAD='rm -f /tmp/stop /tmp/stopped /tmp/rounds; (n=0; while [ ! -e /tmp/stop ]; do at=$((128 + n % 8 * 4)); head -c 262144 /dev/urandom >/tmp/w; dd if=/tmp/w of=/dev/vdb bs=64k seek=$at oflag=direct 2>/dev/null; dd if=/dev/vdb bs=64k skip=$at count=4 iflag=direct 2>/dev/null | cmp - /tmp/w || echo $n >>/tmp/bad; n=$((n+1)); echo $n >/tmp/r; mv /tmp/r /tmp/rounds; done; touch /tmp/stopped) >/dev/null 2>&1 &'
 advances() { guest $1 'r=$(cat /tmp/rounds); for i in $(seq 300); do [ $(cat /tmp/rounds) -gt $r ] && break; sleep 0.1; done; [ $(cat /tmp/rounds) -gt $r ] && [ ! -e /tmp/bad ]' || { cat $T/out; return 1; }; }
 pauses() {
-  guest a "$LOAD sleep 1" || return 1
+  guest a "$LOAD for i in \$(seq 600); do [ -e /tmp/rounds ] && break; sleep 0.1; done; [ -e /tmp/rounds ]" || return 1
   for _ in 1 2 3; do
     remote a pause || return 1
     # Nothing is in flight.
@@ -65,9 +65,10 @@ check a_new_size_is_refused_by_name refused "served" remote a resize-disk --disk
 snapshot() { remote a pause && ! remote a snapshot file://$T/none >$T/refused 2>&1 && grep -q served $T/refused && remote a resume && same a || { cat $T/refused; return 1; }; }
 check a_snapshot_is_refused_by_name snapshot
 
-reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY 2 vcpus" 2 && queues && same a && writes a; }
+fine() { guest a '! dmesg | grep -E "Oops|BUG: [^s]|I/O error|hung task"' || { cat $T/out; return 1; }; }
+reboots() { fine && guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY 2 vcpus" 2 && queues && same a && writes a; }
 check it_is_there_after_a_reboot reboots
-gone() { ! remote a info | grep -q '"id": *"served"'; }
+gone() { remote a info >$T/info && ! grep -q '"id": *"served"' $T/info; }
 absent() { guest a 'test ! -e /dev/vdb'; }
 returns() {
   remote a remove-device served && wait_until 60 gone && wait_until 30 absent || return 1
@@ -76,6 +77,7 @@ returns() {
 }
 check it_goes_and_comes_back returns
 lost() {
+  fine || return 1
   touch $T/last
   kill -9 $(cat $T/disk.pid)
   wait_until 30 grep -q '"back-end-lost"' $T/a.events && guest a "echo \$((6 * 7))" && grep -qx 42 $T/out && state_is a Running
@@ -83,7 +85,6 @@ lost() {
 check the_guest_outlives_the_back_end lost
 again() { serves && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY 2 vcpus" 3 && same a && writes a; }
 check another_serves_it_after_a_reboot again
-fine() { guest a '! dmesg | grep -E "Oops|BUG: [^s]|I/O error|hung task"' || { cat $T/out; return 1; }; }
 check the_guest_is_fine fine
 power_button() { touch $T/last && remote a power-button && ends a 60; }
 check ends power_button
