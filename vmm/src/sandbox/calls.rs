@@ -424,7 +424,6 @@ group! {
         SYS_ioctl [Check::Second(PAGEMAP_SCAN)] "which pages are populated";
         SYS_userfaultfd "pages that arrive when they are touched";
         SYS_memfd_create "memory without a path";
-        SYS_uname "the kernel's version, by which memory is populated";
         SYS_mincore "which pages are populated";
         SYS_mlock "memory that stays";
         SYS_mlock2 "memory that stays";
@@ -436,6 +435,13 @@ group! {
         SYS_fallocate "memory that is given up";
         SYS_ftruncate "size of memory";
         SYS_pread64 "/proc/self/pagemap, memory files";
+    }
+}
+
+group! {
+    /// The host's kernel.
+    KERNEL "kernel" {
+        SYS_uname "its version, by which memory is populated";
     }
 }
 

@@ -61,7 +61,6 @@ const WITH_PATHS: &[&str] = &[
     "write-back",
     "disk-writer",
     "snapshot-write",
-    "snapshot-mem",
     "mig-connect",
     "mig-verdict",
     "mig-hand-on",

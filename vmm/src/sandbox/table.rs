@@ -9,7 +9,7 @@
 
 use super::calls::{
     CAPABILITIES, CONNECTIONS, CORE_SCHEDULING, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP,
-    FAULT_TRACE, FILES, Group, INTERNET_SOCKETS, KVM_CREATION, KVM_REQUESTS, LANDLOCK,
+    FAULT_TRACE, FILES, Group, INTERNET_SOCKETS, KERNEL, KVM_CREATION, KVM_REQUESTS, LANDLOCK,
     LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS,
     RUNTIME, SCHEDULING, SET_TIMERS, SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TIMERS,
     UNRECEIVED, VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
@@ -311,7 +311,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
         "mig-verdict", "mig-resolve", "mig-look"]], "sends the last pages of a guest";
     "prezero-pool": BUILD, starts &[&["zeroer", "log", "put-back", "end", "print-error"]],
         "`main` of the pool daemon: memory, its I/O address space, its sockets";
-    "zeroer": &[&MEMORY, &VFIO_REQUESTS, &SCHEDULING, &FILES, &OPEN, &NAMES], starts &[],
+    "zeroer": &[&MEMORY, &KERNEL, &VFIO_REQUESTS, &SCHEDULING, &FILES, &OPEN, &NAMES], starts &[],
         "populates and zeroes memory";
 };
 
