@@ -218,6 +218,19 @@ fn saved_state_comes_back_with_its_pending_bits() {
 }
 
 #[test]
+fn a_message_that_the_kernel_refuses_keeps_no_state_from_being_restored() {
+    let entry = |address| MsixEntryState { address, data: 7, masked: false, pending: false };
+    let state = |first| MsixState { version: 1, entries: vec![entry(first), entry(0xfee0_1000)] };
+    let rig = Rig::new(2);
+    rig.vector(0).record().refuses = true;
+    rig.msix.restore(&state(0x80_fee0_1000), ENABLED).unwrap();
+    let other = MsiMessage { address: 0xfee0_1000, data: 7 };
+    assert_eq!(rig.vector(1).record().programmed, Some(other));
+    let failed = rig.msix.restore(&state(0xfee0_1000), ENABLED);
+    assert!(matches!(failed, Err(MsixError::Vector { vector: 0, .. })), "the host's fault");
+}
+
+#[test]
 fn a_pending_vector_that_is_not_masked_is_delivered_on_restore() {
     let rig = Rig::new(1);
     let entry = MsixEntryState { address: ADDRESS, data: 5, masked: false, pending: true };
