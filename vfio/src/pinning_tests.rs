@@ -92,13 +92,16 @@ fn all_memory_is_mapped_once_and_the_gate_opens_after_it() {
 struct Watched {
     inner: GuestRamPopulator,
     needs_help: bool,
+    /// Whether it was to spare the lock, once it was asked.
+    spares_mmap_lock: Mutex<Option<bool>>,
     is_populated: AtomicBool,
 }
 
 impl Watched {
     fn new(ram: &Arc<GuestRam>, needs_help: bool) -> Arc<Self> {
         let inner = GuestRamPopulator::new(Arc::clone(ram), None);
-        Arc::new(Self { inner, needs_help, is_populated: AtomicBool::new(false) })
+        let (spares_mmap_lock, is_populated) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Self { inner, needs_help, spares_mmap_lock, is_populated })
     }
 }
 
@@ -113,6 +116,7 @@ impl Populator for Watched {
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
         assert_eq!(how.yields_to_guest, self.needs_help, "whether the guest goes first");
+        *self.spares_mmap_lock.lock() = Some(how.spares_mmap_lock);
         if self.needs_help {
             let (help, helped) = mpsc::channel();
             (how.begun)(Arc::new(move || help.send(()).unwrap()));
@@ -158,32 +162,14 @@ fn what_is_mapped_last_waits_for_all_memory() {
 
 #[test]
 fn populating_spares_the_lock_that_mapping_takes() {
-    struct Asked(GuestRamPopulator, AtomicBool);
-
-    impl Populator for Asked {
-        fn total_bytes(&self) -> (u64, u64) {
-            self.0.total_bytes()
-        }
-
-        fn regions(&self) -> &[Arc<RamRegion>] {
-            self.0.regions()
-        }
-
-        fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
-            self.1.store(how.spares_mmap_lock, Ordering::SeqCst);
-            self.0.populate(how)
-        }
-    }
-
     for takes_mmap_lock in [false, true] {
-        let inner = GuestRamPopulator::new(ram(64 * MIB), None);
+        let populator = Watched::new(&ram(64 * MIB), false);
         let target = Arc::new(FakeTarget { takes_mmap_lock, ..FakeTarget::default() });
-        let dma_map = dma_map(target, &inner);
-        let populator = Arc::new(Asked(inner, AtomicBool::new(!takes_mmap_lock)));
+        let dma_map = dma_map(target, &populator.inner);
         let (gate, on_end) = (Arc::new(DmaGate::default()), Box::new(|_: &PinState| {}));
-        let asked = Arc::clone(&populator);
+        let watched = Arc::clone(&populator);
         Pinning::start(dma_map, populator, gate, false, on_end).unwrap().wait().unwrap();
-        assert_eq!(asked.1.load(Ordering::SeqCst), takes_mmap_lock);
+        assert_eq!(*watched.spares_mmap_lock.lock(), Some(takes_mmap_lock));
     }
 }
 
