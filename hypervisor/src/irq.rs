@@ -40,6 +40,15 @@ pub struct MsiMessage {
     pub data: u32,
 }
 
+impl MsiMessage {
+    /// Whether KVM refuses it as a route: it takes the upper part of an APIC id from bits 63 to 40 of the address
+    /// (`KVM_CAP_X2APIC_API`), and no address with any of bits 39 to 32. A guest can write one, and gets no interrupt by
+    /// it.
+    pub const fn is_refused(self) -> bool {
+        self.address & 0xff << 32 != 0
+    }
+}
+
 /// One message-signalled interrupt vector, backed by an interrupt route and an irqfd.
 pub trait MsiVector: Send + Sync {
     /// Sets the message and unmasks the vector. A trigger that arrived while masked is delivered.

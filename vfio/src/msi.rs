@@ -53,14 +53,15 @@ impl Msi {
         waiting.map(|(_, vector)| vector).try_for_each(|vector| vector.trigger())
     }
 
-    /// Updates all vectors from the registers.
+    /// Updates all vectors from the registers. With a message that KVM refuses all are masked.
     ///
     /// # Errors
     /// The interrupt controller refuses.
     pub fn apply(&self, registers: &MsiRegisters) -> Result<(), IrqError> {
         for (index, vector) in (0_u16..).zip(&self.vectors) {
             let masked = registers.masks.checked_shr(index.into()).unwrap_or(0) & 1 != 0;
-            if registers.enabled && index < registers.count && !masked {
+            let is_refused = registers.message.is_refused();
+            if registers.enabled && index < registers.count && !masked && !is_refused {
                 let MsiMessage { address, data } = registers.message;
                 // The function replaces the low bits of the data with the message number.
                 let data = data & !u32::from(registers.count - 1) | u32::from(index);
@@ -70,5 +71,28 @@ impl Msi {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use pci::fakes::FakeMsiSource;
+
+    use super::*;
+
+    #[test]
+    fn a_message_that_kvm_refuses_masks_its_vectors() {
+        let source = FakeMsiSource::new(2);
+        let msi = Msi::new(2, &source).unwrap();
+        let apply = |address| {
+            let message = MsiMessage { address, data: 4 };
+            msi.apply(&MsiRegisters { enabled: true, count: 2, message, masks: 0 })
+        };
+        let programmed = || [0, 1].map(|at| source.vector(at).unwrap().record().programmed);
+        apply(0xfee0_1000).unwrap();
+        assert!(programmed().iter().all(Option::is_some));
+        apply(0x80_fee0_1000).unwrap();
+        assert_eq!(programmed(), [None, None]);
     }
 }

@@ -264,14 +264,14 @@ impl Msix {
         entry.pending
     }
 
-    /// Updates a vector from the table.
+    /// Updates a vector from the table. One with a message that KVM refuses is masked.
     fn apply(&self, table: &mut Table, vector: usize) -> Result<(), IrqError> {
         let delivers = table.enabled && !table.function_masked && table.bus_master;
         let (Some(entry), Some(msi)) = (table.entries.get_mut(vector), self.vectors.get(vector))
         else {
             return Ok(());
         };
-        if delivers && !entry.masked {
+        if delivers && !entry.masked && !entry.message.is_refused() {
             if entry.pending {
                 // They coalesce into one interrupt.
                 msi.take_pending();

@@ -37,14 +37,6 @@ pub struct MsixEntryState {
     pub pending: bool,
 }
 
-/// Bits of an address with which KVM refuses a message: it takes the upper part of an APIC id from those above them
-/// (`KVM_CAP_X2APIC_API`). A guest can write any.
-const REFUSED_ADDRESS: u64 = 0xff << 32;
-
-fn is_refused(message: MsiMessage) -> bool {
-    message.address & REFUSED_ADDRESS != 0
-}
-
 impl Msix {
     /// Saves the table, without effects that the guest could notice.
     pub fn save(&self) -> MsixState {
@@ -88,13 +80,8 @@ impl Msix {
             entry.pending = saved.pending;
         }
         for vector in 0..self.vectors_count() {
-            let at = usize::from(vector);
-            let Err(source) = self.apply(&mut table, at) else { continue };
-            if !table.entries.get(at).is_some_and(|entry| is_refused(entry.message)) {
-                return Err(MsixError::Vector { vector, source });
-            }
-            // As it was when the guest wrote it, which gets no interrupt by it.
-            self.complain(at, &source);
+            self.apply(&mut table, usize::from(vector))
+                .map_err(|source| MsixError::Vector { vector, source })?;
         }
         Ok(())
     }

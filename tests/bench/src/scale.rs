@@ -100,7 +100,7 @@ impl Populate {
 enum Plan {
     /// Maps it when all are populated, as with type 1 where page faults take the lock of the address space.
     Last,
-    /// Maps it at once, as with iommufd, and with type 1 since Linux 6.7 (hugetlb pages: 6.10).
+    /// Maps it at once, as with iommufd, and with type 1 on kernels that let it (`memory::sparing`).
     Beside,
 }
 

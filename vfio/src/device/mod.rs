@@ -496,13 +496,16 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return data.fill(0xff);
         }
-        if index == ROM_INDEX && !self.is_asleep() {
+        if self.is_out_of_reach() && matches!(self.msix_place(index, offset), MsixPlace::Elsewhere)
+        {
+            return data.fill(0xff);
+        }
+        if index == ROM_INDEX {
             return self.rom.read(&self.id, self.host.as_ref(), offset, data);
         }
         match (self.msix_place(index, offset), self.interrupts.msix()) {
             (MsixPlace::Table(offset), Some(msix)) => msix.read_table(offset, data),
             (MsixPlace::Pending(offset), Some(msix)) => msix.read_pba(offset, data),
-            _ if self.is_asleep() => data.fill(0xff),
             _ => self.host.read_bar(index, offset, data),
         }
     }
@@ -514,7 +517,7 @@ impl PciDevice for VfioPciDevice {
         match (self.msix_place(index, offset), self.interrupts.msix()) {
             (MsixPlace::Table(offset), Some(msix)) => msix.write_table(offset, data),
             (MsixPlace::Pending(_), Some(_)) => {}
-            _ if self.is_asleep() => {}
+            _ if self.is_out_of_reach() => {}
             _ => self.host.write_bar(index, offset, data),
         }
     }

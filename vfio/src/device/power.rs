@@ -22,6 +22,16 @@ impl VfioPciDevice {
         self.asleep.load(Ordering::Acquire)
     }
 
+    /// Whether an access that has left the guest is not to reach the function. While a write of the power state is
+    /// carried out, that is not known before its end.
+    pub(super) fn is_out_of_reach(&self) -> bool {
+        if !self.is_asleep() {
+            return false;
+        }
+        drop(self.config.lock());
+        self.is_asleep()
+    }
+
     /// Has the guest reach no BAR without an exit.
     pub(super) fn fall_asleep(&self) {
         let mut direct = self.direct.lock();
