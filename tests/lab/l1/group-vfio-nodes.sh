@@ -57,7 +57,7 @@ tries() {
   check dma_reaches_both_nodes_of_$1_pages by_dma $1
   check ends_with_$1_pages off $1
 }
-huge() { [ "$(sed -n 's/^ShmemPmdMapped: *\([0-9]*\) kB/\1/p' /proc/$(cat $T/$1.pid)/smaps_rollup)" -ge 196608 ] || { cat /proc/$(cat $T/$1.pid)/smaps_rollup; return 1; }; }
+huge() { [ "$(sed -n 's/^ShmemPmdMapped: *\([0-9]*\) kB/\1/p' /proc/$(cat $T/$1.pid)/smaps_rollup)" -ge 388000 ] || { cat /proc/$(cat $T/$1.pid)/smaps_rollup; return 1; }; }
 tries small ,thp=off ,shared=on
 echo advise >$THP
 tries transparent "" ,shared=on
