@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 
 use crate::harness::migrate::Reception;
-use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, is_root, skip, wait_for};
+use crate::harness::{Mode, PATIENCE, Suite, Transport, Vmm, VmmBuilder, is_root, skip, wait_for};
 
 /// A guest that touches all of its 96 MiB once and then a fiftieth of it, over and over: requested pages are not
 /// limited, and vCPUs that go as fast as they can have requested all of them within a second or two.
@@ -48,6 +48,7 @@ pub fn add(suite: &mut Suite) {
     suite
         .add("postcopy::a_source_that_was_told_to_end_ends_when_it_is_deleted", force_after_signal);
     suite.add("postcopy::a_pause_is_refused_until_the_last_page", pause);
+    suite.add("postcopy::a_pause_is_taken_as_soon_as_the_end_is_told", pause_at_the_end);
     suite.add_long("postcopy::no_watchdog_runs_out_while_pages_are_missing", OUTAGE * 4, outage);
     suite.add("postcopy::requests_may_share_the_bulk_connection", no_preempt);
     suite.add("postcopy::many_connections_of_each_kind", many);
@@ -304,6 +305,34 @@ fn pause() {
     }
     assert_eq!(run.destination.api().state(), "Running");
     run.finish();
+}
+
+/// A client may follow the events: what they call done is done, while the threads of the connections still end.
+fn pause_at_the_end() {
+    let mut here = Vmm::boot(2, "size=64M,shared=on", "workload=random-write mem=24M");
+    for _ in 0..3 {
+        here.wait_for_work(2_000);
+        let there = Vmm::empty();
+        let reception = Reception::start(&there, Transport::Tcp, Mode::Postcopy);
+        let option = format!(
+            "destination_url={},memory_mode=postcopy,connections=64,preempt=8",
+            reception.url
+        );
+        here.remote_ok(&["send-migration", &option]);
+        let is_done = |event: &Value| {
+            event["event"] == "migration-phase" && event["properties"]["phase"] == "done"
+        };
+        // The threads of 64 connections end within tens of milliseconds: less than between two looks of `wait_for`.
+        let begun = Instant::now();
+        while !there.events().iter().any(is_done) {
+            assert!(begun.elapsed() < PATIENCE, "no end: {}", there.output());
+        }
+        there.verify();
+        assert!(reception.finish().status.success(), "{}", there.output());
+        assert_eq!(here.wait_for_exit(), 0, "{}", here.output());
+        here = there;
+    }
+    here.shut_down();
 }
 
 /// vCPUs wait for pages for longer than a watchdog would: its clock stands. Time itself is what happens here.

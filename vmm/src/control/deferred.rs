@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Requests deferred until a transition of the VM has ended: a pause that meets a reboot, say.
+//! Requests deferred until a transition of the VM has ended: a pause that meets a reboot, or the end of a postcopy
+//! migration, say.
 //!
 //! Owns them for as long as a transition takes on a working host, so that such a request is carried out
 //! instead of being refused for its timing. If it takes longer, they are answered according to the state of the VM
@@ -19,6 +20,10 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 /// Time that `vm.info` waits for the VM of the command line. A script reads the terminals and addresses
 /// from the answer, which do not exist before the VM does.
 const LAUNCH_INFO_WAIT: Duration = Duration::from_secs(10);
+
+/// Time that a request is deferred while the end of a postcopy migration is processed, which ends the threads of
+/// all its connections. Its progress says already that all pages are here, so a refusal would contradict it.
+const ARRIVED_WAIT: Duration = Duration::from_secs(5);
 
 /// Maximum number of deferred requests. The API has twice as many connection slots, so that a request that
 /// ends the process still finds one.
@@ -41,34 +46,58 @@ fn info_due(vm: &VmLifecycle) -> Option<Instant> {
     starting.populating_since()?.checked_add(WAIT_MAX)
 }
 
-/// Whether the request has to wait for the VM to leave its current transition.
-pub fn waits(vm: &VmLifecycle, request: &VmmRequest) -> bool {
-    let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
-    let is_between = match vm {
-        VmLifecycle::TearingDown(_) => true,
-        VmLifecycle::Starting(_) => !cancels,
-        VmLifecycle::Transitioning(transition) => match request {
-            VmmRequest::Resume { .. } => transition.kind != TransitionKind::Pause,
-            VmmRequest::MigrationRecover(_) => false,
-            VmmRequest::RemoveDevice(data) => !transition.is_adding(&data.id),
-            _ => true,
-        },
-        VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
-        _ => false,
-    };
-    is_between
-        && match request {
-            VmmRequest::Info => {
-                is_launching(vm) && info_due(vm).is_none_or(|due| Instant::now() < due)
+/// What decides whether a request is deferred.
+#[derive(Clone, Copy)]
+pub struct Between<'a> {
+    /// The state of the VM.
+    pub vm: &'a VmLifecycle,
+    /// The progress of an incoming postcopy migration says that all pages are here, and the VMM thread has not been
+    /// told yet.
+    pub has_arrived: bool,
+}
+
+impl Between<'_> {
+    /// Whether the request has to wait for the VM to leave its current transition.
+    pub fn waits(self, request: &VmmRequest) -> bool {
+        let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
+        let is_between = match self.vm {
+            VmLifecycle::TearingDown(_) => true,
+            VmLifecycle::Starting(_) => !cancels,
+            VmLifecycle::Transitioning(transition) => match request {
+                VmmRequest::Resume { .. } => transition.kind != TransitionKind::Pause,
+                VmmRequest::MigrationRecover(_) => false,
+                VmmRequest::RemoveDevice(data) => !transition.is_adding(&data.id),
+                _ => true,
+            },
+            VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
+            _ => self.has_arrived,
+        };
+        is_between
+            && match request {
+                VmmRequest::Info => {
+                    is_launching(self.vm)
+                        && info_due(self.vm).is_none_or(|due| Instant::now() < due)
+                }
+                VmmRequest::VmmShutdown { force } => self.has_arrived && !force,
+                VmmRequest::Ping
+                | VmmRequest::MigrationProgress
+                | VmmRequest::MigrationReport
+                | VmmRequest::MigrationCancel
+                | VmmRequest::SnapshotCancel => false,
+                _ => true,
             }
-            VmmRequest::Ping
-            | VmmRequest::VmmShutdown { .. }
-            | VmmRequest::MigrationProgress
-            | VmmRequest::MigrationReport
-            | VmmRequest::MigrationCancel
-            | VmmRequest::SnapshotCancel => false,
-            _ => true,
+    }
+
+    /// When a request that comes now is answered whatever the state is; `None`: only once the VM exists.
+    fn until(self, request: &VmmRequest) -> Option<Instant> {
+        let now = Instant::now();
+        match (is_launching(self.vm), request) {
+            (true, VmmRequest::Info) => Some(info_due(self.vm).unwrap_or(now + LAUNCH_INFO_WAIT)),
+            (true, _) => None,
+            (false, _) if self.has_arrived => Some(now + ARRIVED_WAIT),
+            (false, _) => Some(now + WAIT_MAX),
         }
+    }
 }
 
 struct Waiting {
@@ -85,15 +114,9 @@ pub struct Deferred {
 
 impl Deferred {
     /// Appends a request.
-    pub fn push(&mut self, vm: &VmLifecycle, call: ApiCall) {
-        let is_info = matches!(call.request(), VmmRequest::Info);
-        let now = Instant::now();
-        let until = match is_launching(vm) {
-            _ if self.calls.len() >= CALLS_MAX => Some(now),
-            true if is_info => Some(info_due(vm).unwrap_or(now + LAUNCH_INFO_WAIT)),
-            true => None,
-            false => Some(now + WAIT_MAX),
-        };
+    pub fn push(&mut self, between: Between, call: ApiCall) {
+        let is_full = self.calls.len() >= CALLS_MAX;
+        let until = if is_full { Some(Instant::now()) } else { between.until(call.request()) };
         self.calls.push_back(Waiting { until, call });
     }
 
@@ -113,15 +136,16 @@ impl Deferred {
 
     /// The first request that this state of the VM no longer defers, or whose time has passed. Requests of
     /// clients that have disconnected are dropped.
-    fn next(&mut self, vm: &VmLifecycle, now: Instant) -> Option<ApiCall> {
+    fn next(&mut self, between: Between, now: Instant) -> Option<ApiCall> {
         self.calls.retain(|waiting| !waiting.call.is_abandoned());
-        if !is_launching(vm) {
+        if !is_launching(between.vm) {
             for waiting in &mut self.calls {
                 waiting.until.get_or_insert(now + WAIT_MAX);
             }
         }
         let is_due = |waiting: &Waiting| {
-            waiting.until.is_some_and(|until| until <= now) || !waits(vm, waiting.call.request())
+            waiting.until.is_some_and(|until| until <= now)
+                || !between.waits(waiting.call.request())
         };
         let first = self.calls.iter().position(is_due)?;
         self.calls.remove(first).map(|waiting| waiting.call)
@@ -131,13 +155,17 @@ impl Deferred {
 impl Vmm {
     /// Carries out the deferred requests that are due.
     pub(super) fn call_deferred(&mut self) -> Next {
-        while let Some(call) = self.deferred.next(&self.vm, Instant::now()) {
+        loop {
+            let has_arrived = self.has_unprocessed_arrival();
+            let between = Between { vm: &self.vm, has_arrived };
+            let Some(call) = self.deferred.next(between, Instant::now()) else {
+                return Next::Continue;
+            };
             match self.call_now(call) {
                 Next::Continue => {}
                 other => return other,
             }
         }
-        Next::Continue
     }
 }
 
@@ -153,7 +181,8 @@ mod tests {
     fn the_vm_of_the_command_line_is_described_soon_after_populating_began() {
         let prefault = BootPrefault::default();
         let vm = VmLifecycle::Starting(Starting::at_launch(prefault.clone()));
-        assert!(waits(&vm, &VmmRequest::Info) && info_due(&vm).is_none());
+        let waits = |request| Between { vm: &vm, has_arrived: false }.waits(&request);
+        assert!(waits(VmmRequest::Info) && info_due(&vm).is_none());
         let progress = PrefaultProgress { done_bytes: 0, total_bytes: 1 };
         let before = Instant::now();
         prefault.observer()(PrefaultEvent::Progress(progress));
@@ -161,11 +190,22 @@ mod tests {
         assert!(
             due.is_some_and(|due| due >= before + WAIT_MAX && due <= Instant::now() + WAIT_MAX)
         );
-        assert!(waits(&vm, &VmmRequest::Info), "a start that takes less answers with a running VM");
+        assert!(waits(VmmRequest::Info), "a start that takes less answers with a running VM");
         while due.is_some_and(|due| Instant::now() < due) {
             std::thread::yield_now();
         }
-        assert!(!waits(&vm, &VmmRequest::Info));
-        assert!(waits(&vm, &VmmRequest::Pause));
+        assert!(!waits(VmmRequest::Info));
+        assert!(waits(VmmRequest::Pause));
+    }
+
+    #[test]
+    fn what_needs_all_pages_waits_for_the_end_that_was_told() {
+        let vm = VmLifecycle::None;
+        let waits = |request, has_arrived| Between { vm: &vm, has_arrived }.waits(&request);
+        assert!(waits(VmmRequest::Pause, true) && !waits(VmmRequest::Pause, false));
+        assert!(waits(VmmRequest::VmmShutdown { force: false }, true));
+        assert!(!waits(VmmRequest::VmmShutdown { force: false }, false));
+        assert!(!waits(VmmRequest::VmmShutdown { force: true }, true));
+        assert!(!waits(VmmRequest::Info, true) && !waits(VmmRequest::MigrationProgress, true));
     }
 }

@@ -76,6 +76,12 @@ impl Vmm {
         }
     }
 
+    /// Whether all pages of a postcopy migration are here, and the message that says so is on its way.
+    pub(super) fn has_unprocessed_arrival(&self) -> bool {
+        let phase = self.progress.as_ref().map(|progress| progress.phase());
+        matches!(self.pages, GuestPages::Arriving { .. }) && phase == Some(Phase::Done)
+    }
+
     /// Answers the clients that asked while the end was being processed.
     fn answer_progress_askers(&mut self) {
         for responder in std::mem::take(&mut self.progress_askers) {

@@ -110,7 +110,7 @@ pub(crate) use observer::{announce, report_end};
 pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
 
-use deferred::Deferred;
+use deferred::{Between, Deferred};
 use ending::Ending;
 use full_disks::FullDisks;
 use guest_events::GuestEvents;
@@ -315,8 +315,10 @@ impl Vmm {
     /// Carries out a request, and answers it now or has it answered later. A request that meets a VM in
     /// transition is deferred: a transition is short unless a disk does not respond.
     fn call(&mut self, call: ApiCall) -> Next {
-        if deferred::waits(&self.vm, call.request()) {
-            self.deferred.push(&self.vm, call);
+        let has_arrived = self.has_unprocessed_arrival();
+        let between = Between { vm: &self.vm, has_arrived };
+        if between.waits(call.request()) {
+            self.deferred.push(between, call);
             return Next::Continue;
         }
         self.call_now(call)
