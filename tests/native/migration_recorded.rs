@@ -112,6 +112,7 @@ fn source(folder: Option<&TempDir>) -> Vmm {
         .with(&["--kernel", crate::harness::image(), "--cmdline", "workload=random-write mem=256K"])
         .with(&["--cpus", &cpus, "--memory", "size=32M,shared=on"])
         .with(&disk)
+        .unconfined()
         .start();
     source.wait_for_work(1_000);
     source.remote_ok(&["pause"]);

@@ -51,6 +51,7 @@ pub struct VmmBuilder {
     arguments: Vec<OsString>,
     wrapper: Vec<OsString>,
     socket: bool,
+    is_confinable: bool,
 }
 
 /// Has a program start with signals that may be ignored here, as in a run in the background of a script.
@@ -70,7 +71,7 @@ impl VmmBuilder {
     /// A VMM with an API socket and these arguments.
     pub fn new<T: AsRef<OsStr>>(arguments: &[T]) -> Self {
         let arguments = arguments.iter().map(|word| word.as_ref().to_owned()).collect();
-        Self { arguments, wrapper: Vec::new(), socket: true }
+        Self { arguments, wrapper: Vec::new(), socket: true, is_confinable: true }
     }
 
     /// The test guest with so many vCPUs, this `--memory` and this command line.
@@ -106,12 +107,24 @@ impl VmmBuilder {
         self
     }
 
+    /// Not even where the whole run is to be confined: its peer knows no Landlock.
+    #[must_use]
+    pub fn unconfined(mut self) -> Self {
+        self.is_confinable = false;
+        self
+    }
+
     /// What confines a VM of the command line, if the whole run is to be confined: to its own paths, and to where
     /// tests have their files.
     fn landlock(&self) -> Vec<OsString> {
         let has = |word: &str| self.arguments.iter().any(|argument| argument == word);
         let is_wanted = std::env::var_os(LANDLOCK_SWITCH).is_some_and(|value| value == "1");
-        if !is_wanted || !has("--kernel") || has("--landlock") || has("--landlock-rules") {
+        if !is_wanted
+            || !self.is_confinable
+            || !has("--kernel")
+            || has("--landlock")
+            || has("--landlock-rules")
+        {
             return Vec::new();
         }
         let folders = [std::env::temp_dir(), "/dev/shm".into(), "/dev/net/tun".into()];
