@@ -6,7 +6,7 @@ use std::fs::{File, Metadata};
 use std::io::{PipeReader, Read as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,9 @@ use prezero_pool_client::{PagesWanted, PoolConnection, PoolError, Refusal, Take}
 
 use crate::harness::migrate::Reception;
 use crate::harness::pool::Pool;
-use crate::harness::{HugePages, Mode, Suite, Transport, Vmm, VmmBuilder, process, wait_for};
+use crate::harness::{
+    HugePages, Mode, PATIENCE, Suite, Transport, Vmm, VmmBuilder, process, wait_for,
+};
 
 /// The soak's length in seconds, and the variable that makes it longer.
 const SOAK_S: u64 = 15;
@@ -27,6 +29,7 @@ pub fn add(suite: &mut Suite) {
         kept_page(Some("same-user"));
     });
     suite.add("prezero::a_user_without_a_limit_keeps_root_out_of_nothing", connections);
+    suite.add("prezero::who_says_nothing_is_closed_and_who_has_memory_is_not", silent);
     suite.add("prezero::zones_with_slots_of_their_own", zones);
     suite.add_long(
         "prezero::memory_on_both_sides_of_the_hole",
@@ -159,6 +162,21 @@ fn connections() {
     let request = Take { size_bytes: 4 << 20, pages: PagesWanted::Small, node: None };
     let error = refused[0].take(&request).expect_err("a user without a limit");
     assert!(matches!(&error, PoolError::Refused { reason: Refusal::OverLimit, .. }), "{error:?}");
+}
+
+fn silent() {
+    let pool = Pool::start(&["size = '4M'\npages = '4K'\ncount = 1"]);
+    let (with_memory, taken) = pool.take(4 << 20).expect("memory");
+    let begun = Instant::now();
+    let mut silent = UnixStream::connect(pool.socket()).expect("a connection");
+    silent.set_read_timeout(Some(PATIENCE)).expect("a limit");
+    assert_eq!(silent.read(&mut [0; 8]).expect("the end"), 0);
+    let took = begun.elapsed();
+    // The documented limit, and the time of one look.
+    assert!(took >= Duration::from_secs(10), "closed after {} ms", took.as_millis());
+    assert_eq!(pool.slots("lent"), 1);
+    drop((with_memory, taken));
+    pool.wait_until_ready();
 }
 
 fn after_a_kill() {

@@ -208,4 +208,27 @@ mod tests {
         assert!(!waits(VmmRequest::VmmShutdown { force: true }, true));
         assert!(!waits(VmmRequest::Info, true) && !waits(VmmRequest::MigrationProgress, true));
     }
+
+    #[test]
+    fn so_many_requests_wait_and_the_next_is_answered_as_things_are() {
+        let (handle, queue) = crate::api::channel().expect("a queue");
+        let vm = VmLifecycle::Starting(Starting::at_launch(BootPrefault::default()));
+        let between = Between { vm: &vm, has_arrived: false };
+        std::thread::scope(|scope| {
+            let mut deferred = Deferred::default();
+            for asked in 0..=CALLS_MAX {
+                scope.spawn(|| handle.ask_blocking("vm.pause", VmmRequest::Pause));
+                let call = loop {
+                    if let Some(call) = queue.take() {
+                        break call;
+                    }
+                    std::thread::yield_now();
+                };
+                deferred.push(between, call);
+                let due = deferred.next(between, Instant::now());
+                assert_eq!(due.is_some(), asked == CALLS_MAX, "request {asked}");
+            }
+            assert_eq!(deferred.calls.len(), CALLS_MAX);
+        });
+    }
 }

@@ -24,7 +24,7 @@ use crate::endpoint::listener::PathListener;
 use crate::{LogLimit, log_limited, syscalls};
 
 /// Maximum number of connections, including those with only data for the host left; as in cloud-hypervisor.
-const CONNECTIONS_MAX: usize = 1023;
+pub(super) const CONNECTIONS_MAX: usize = 1023;
 /// Connections that there may be for another one to have the larger buffer.
 const LARGE_MAX: usize = 256;
 /// What the guest may send of a connection while its client does not read, in few and in many connections: 112 MiB in

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::super::muxer::Muxer;
+use super::super::muxer::{CONNECTIONS_MAX, Muxer};
 use super::super::socket::VsockSocket;
 use super::receiving::PlainRoom;
 use super::*;
@@ -93,6 +93,42 @@ fn a_connection_that_is_opened_and_reset_again_and_again_leaves_nothing() {
 }
 
 /// What a driver may say of itself in a packet.
+/// As many descriptors as the host lets a process have: a shell has 1024.
+fn raise_descriptor_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel writes a limit to where there is room for one.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
+    limit.rlim_cur = limit.rlim_max;
+    // SAFETY: the kernel reads a limit from where there is one; only more becomes possible.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+}
+
+#[test]
+fn connections_have_a_limit_whoever_opens_them_and_each_that_ends_makes_room() {
+    raise_descriptor_limit();
+    let mut fixture = Fixture::new();
+    let listener = UnixListener::bind(fixture.port_path(HOST)).unwrap();
+    let mut clients = Vec::new();
+    for _ in 0..CONNECTIONS_MAX {
+        clients.push(fixture.client("CONNECT 52\n"));
+        let request = fixture.receive_op(op::REQUEST);
+        let answer = Header { src_port: 52, dst_port: request.src_port, ..header(op::RESPONSE) };
+        fixture.send_packet(answer, &[]);
+    }
+    let mut late = fixture.client("CONNECT 53\n");
+    assert_eq!(late.read(&mut [0; 8]).unwrap(), 0, "a client is closed");
+    fixture.send(op::REQUEST);
+    fixture.receive_op(op::RST);
+    // One of the clients goes, and the guest agrees.
+    drop(clients.pop());
+    let end = fixture.receive_op(op::SHUTDOWN);
+    let reset = Header { src_port: 52, dst_port: end.src_port, ..header(op::RST) };
+    fixture.send_packet(reset, &[]);
+    fixture.send(op::REQUEST);
+    fixture.receive_op(op::RESPONSE);
+    drop(listener);
+}
+
 fn packets() -> impl Strategy<Value = (Header, Vec<u8>, bool)> {
     let ports = (0_u32..4, 0_u32..4);
     let credit = (prop_oneof![Just(0), Just(ROOM), any::<u32>()], any::<u32>());
