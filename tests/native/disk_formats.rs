@@ -8,7 +8,8 @@ use guest_reader::abi::disk::BLOCKS;
 use serde_json::{Value, json};
 
 use crate::disks::{DISK_BYTES, Disk, MEMORY, is_locked, moves, write_more, written};
-use crate::harness::{Mode, Suite, Vmm, qcow2};
+use crate::harness::migrate::{Reception, wait_for_done};
+use crate::harness::{Mode, Suite, Transport, Vmm, qcow2};
 
 pub fn add(suite: &mut Suite) {
     for mode in [Mode::Precopy, Mode::Postcopy] {
@@ -16,6 +17,8 @@ pub fn add(suite: &mut Suite) {
         suite.add(&name, move || moves(&qcow2_disk(2 * DISK_BYTES), mode));
     }
     suite.add("disk_formats::a_qcow2_image_is_whole_after_a_pause_and_a_reboot", in_one_process);
+    suite
+        .add("disk_formats::a_qcow2_image_is_closed_by_a_signal_as_the_last_page_comes", signalled);
     suite.add("disk_formats::a_qcow2_image_is_taken_for_one_only_if_that_is_said", unsaid);
 }
 
@@ -50,6 +53,26 @@ fn in_one_process() {
     vmm.api().put("vm.shutdown", "").ok();
     assert!(!is_locked(&disk.file));
     vmm.shut_down();
+}
+
+/// The threads of the connections still end then.
+fn signalled() {
+    let disk = qcow2_disk(2 * DISK_BYTES);
+    disk.name_is(&disk.file);
+    let mut source = disk.guest();
+    let mut destination = Vmm::empty();
+    let reception = Reception::start(&destination, Transport::Tcp, Mode::Postcopy);
+    let option =
+        format!("destination_url={},memory_mode=postcopy,connections=64,preempt=8", reception.url);
+    source.remote_ok(&["send-migration", &option]);
+    wait_for_done(&destination);
+    destination.signal(libc::SIGTERM);
+    assert_eq!(destination.wait_for_exit(), 0, "{}", destination.output());
+    assert!(reception.finish().status.success(), "{}", destination.output());
+    assert_eq!(source.wait_for_exit(), 0, "{}", source.output());
+    assert!(destination.event_names().contains(&"shutdown".to_owned()));
+    // One that was not closed is refused.
+    disk.guest().shut_down();
 }
 
 fn unsaid() {

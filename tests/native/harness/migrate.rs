@@ -5,11 +5,12 @@
 //! Must never judge what arrived; [`Vmm::verify`] does.
 
 use std::process::{Child, Output};
+use std::time::Instant;
 
 use serde_json::Value;
 
 use super::vmm::finish;
-use super::{Vmm, wait_for};
+use super::{PATIENCE, Vmm, wait_for};
 
 /// What carries it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +95,23 @@ fn ready_addresses(vmm: &Vmm) -> Vec<String> {
         .filter(|event| event["event"] == "migration-receive-ready")
         .map(|event| event["properties"]["address"].as_str().unwrap_or_default().to_owned())
         .collect()
+}
+
+/// Waits for the event that says that a destination is done, and returns as it comes: in postcopy the threads of the
+/// connections end after that, within less time than there is between two looks of `wait_for`. Whether they had not yet.
+#[track_caller]
+pub fn wait_for_done(destination: &Vmm) -> bool {
+    let begun = Instant::now();
+    loop {
+        let events = destination.events();
+        let is_done = |event: &Value| {
+            event["event"] == "migration-phase" && event["properties"]["phase"] == "done"
+        };
+        if events.iter().any(is_done) {
+            return !events.iter().any(|event| event["event"] == "postcopy-migration-completed");
+        }
+        assert!(begun.elapsed() < PATIENCE, "no end: {}", destination.output());
+    }
 }
 
 /// The option string for a migration to `url` that must come to an end.

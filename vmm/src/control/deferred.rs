@@ -46,6 +46,18 @@ fn info_due(vm: &VmLifecycle) -> Option<Instant> {
     starting.populating_since()?.checked_add(WAIT_MAX)
 }
 
+/// Whether the request is not carried out while pages of the VM arrive, or differently.
+const fn needs_pages(request: &VmmRequest) -> bool {
+    !matches!(
+        request,
+        VmmRequest::Counters
+            | VmmRequest::PowerButton
+            | VmmRequest::Nmi
+            | VmmRequest::RemoveDevice(_)
+            | VmmRequest::MigrationRecover(_)
+    )
+}
+
 /// What decides whether a request is deferred.
 #[derive(Clone, Copy)]
 pub struct Between<'a> {
@@ -70,7 +82,7 @@ impl Between<'_> {
                 _ => true,
             },
             VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
-            _ => self.has_arrived,
+            _ => self.has_arrived && needs_pages(request),
         };
         is_between
             && match request {
@@ -139,8 +151,9 @@ impl Deferred {
     fn next(&mut self, between: Between, now: Instant) -> Option<ApiCall> {
         self.calls.retain(|waiting| !waiting.call.is_abandoned());
         if !is_launching(between.vm) {
+            let latest = now + if between.has_arrived { ARRIVED_WAIT } else { WAIT_MAX };
             for waiting in &mut self.calls {
-                waiting.until.get_or_insert(now + WAIT_MAX);
+                waiting.until = Some(waiting.until.map_or(latest, |until| until.min(latest)));
             }
         }
         let is_due = |waiting: &Waiting| {
@@ -174,6 +187,7 @@ mod tests {
     use memory::{PrefaultEvent, PrefaultProgress};
 
     use super::*;
+    use crate::api::{ApiHandle, ApiQueue};
     use crate::control::starting::Starting;
     use crate::machine::BootPrefault;
 
@@ -198,15 +212,46 @@ mod tests {
         assert!(waits(VmmRequest::Pause));
     }
 
+    /// Asks on a thread, and takes the request from the queue.
+    fn asked<'scope>(
+        scope: &'scope std::thread::Scope<'scope, '_>,
+        handle: &'scope ApiHandle,
+        queue: &ApiQueue,
+    ) -> ApiCall {
+        scope.spawn(|| handle.ask_blocking("vm.pause", VmmRequest::Pause));
+        loop {
+            if let Some(call) = queue.take() {
+                return call;
+            }
+            std::thread::yield_now();
+        }
+    }
+
     #[test]
-    fn what_needs_all_pages_waits_for_the_end_that_was_told() {
+    fn what_needs_all_pages_waits_for_the_end_that_was_told_and_not_for_ever() {
         let vm = VmLifecycle::None;
-        let waits = |request, has_arrived| Between { vm: &vm, has_arrived }.waits(&request);
-        assert!(waits(VmmRequest::Pause, true) && !waits(VmmRequest::Pause, false));
-        assert!(waits(VmmRequest::VmmShutdown { force: false }, true));
-        assert!(!waits(VmmRequest::VmmShutdown { force: false }, false));
-        assert!(!waits(VmmRequest::VmmShutdown { force: true }, true));
-        assert!(!waits(VmmRequest::Info, true) && !waits(VmmRequest::MigrationProgress, true));
+        let ended = Between { vm: &vm, has_arrived: false };
+        let between = Between { has_arrived: true, ..ended };
+        assert!(between.waits(&VmmRequest::Pause) && !ended.waits(&VmmRequest::Pause));
+        for force in [false, true] {
+            assert_eq!(between.waits(&VmmRequest::VmmShutdown { force }), !force);
+            assert!(!ended.waits(&VmmRequest::VmmShutdown { force }));
+        }
+        for request in [VmmRequest::Info, VmmRequest::MigrationProgress, VmmRequest::Nmi] {
+            assert!(!between.waits(&request), "{request:?}");
+        }
+        let (handle, queue) = crate::api::channel().expect("a queue");
+        std::thread::scope(|scope| {
+            let mut deferred = Deferred::default();
+            let now = Instant::now();
+            deferred.push(between, asked(scope, &handle, &queue));
+            let early = now + ARRIVED_WAIT - WAIT_MAX;
+            assert!(deferred.next(between, now).is_none());
+            assert!(deferred.next(between, early).is_none());
+            assert!(deferred.next(ended, early).is_some(), "all pages are here");
+            deferred.push(between, asked(scope, &handle, &queue));
+            assert!(deferred.next(between, Instant::now() + 2 * ARRIVED_WAIT).is_some());
+        });
     }
 
     #[test]
@@ -216,17 +261,10 @@ mod tests {
         let between = Between { vm: &vm, has_arrived: false };
         std::thread::scope(|scope| {
             let mut deferred = Deferred::default();
-            for asked in 0..=CALLS_MAX {
-                scope.spawn(|| handle.ask_blocking("vm.pause", VmmRequest::Pause));
-                let call = loop {
-                    if let Some(call) = queue.take() {
-                        break call;
-                    }
-                    std::thread::yield_now();
-                };
-                deferred.push(between, call);
+            for number in 0..=CALLS_MAX {
+                deferred.push(between, asked(scope, &handle, &queue));
                 let due = deferred.next(between, Instant::now());
-                assert_eq!(due.is_some(), asked == CALLS_MAX, "request {asked}");
+                assert_eq!(due.is_some(), number == CALLS_MAX, "request {number}");
             }
             assert_eq!(deferred.calls.len(), CALLS_MAX);
         });

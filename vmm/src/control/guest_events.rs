@@ -122,6 +122,8 @@ impl GuestEvents {
 impl Vmm {
     fn machine_status(&self) -> MachineStatus {
         match (&self.vm, &self.pages) {
+            // What comes next is that all pages are here.
+            (VmLifecycle::Live(_), _) if self.has_unprocessed_arrival() => MachineStatus::Elsewhere,
             (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineStatus::AwaitingPages,
             (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineStatus::LackingPages,
             (VmLifecycle::Live(machine), GuestPages::Resident)

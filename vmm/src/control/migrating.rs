@@ -461,7 +461,8 @@ impl Vmm {
             // The machine has ended in the meantime, and no thread waits for its pages.
             self.pages = GuestPages::Resident;
         }
-        Next::Continue
+        // A signal may have come after the last page and before this.
+        self.go_on_ending()
     }
 }
 
