@@ -51,23 +51,28 @@ pub(super) struct Need {
     pub(super) why: &'static str,
 }
 
-/// Threads that open, make or remove what has a path, besides [`BUILDERS`].
-const WITH_PATHS: &[&str] = &[
+/// Threads that make or remove what has a path, besides [`BUILDERS`].
+const REMOVING: &[&str] = &[
     "main",
     "http-server",
     "put-back",
-    "vfio-open",
-    "drop-cache",
-    "write-back",
-    "disk-writer",
     "snapshot-write",
-    "mig-connect",
-    "mig-verdict",
     "mig-hand-on",
     "mig-linger",
     "page-server",
     "serve",
     "prezero-pool",
+];
+
+/// Threads that only open what has a path, or connect to it.
+const OPENING: &[&str] = &[
+    "vfio-open",
+    "drop-cache",
+    "write-back",
+    "disk-writer",
+    "mig-connect",
+    "mig-verdict",
+    "device-vsock",
 ];
 
 /// Threads that map guest memory for devices, besides [`BUILDERS`]; a vCPU does so for a balloon that its guest resets,
@@ -88,7 +93,7 @@ const MAPPING: &[&str] = &[
 pub(super) static NEEDS: &[Need] = &[
     Need {
         capability: CapabilitySet::DAC_OVERRIDE,
-        threads: &[BUILDERS, WITH_PATHS, &["device-vsock"]],
+        threads: &[BUILDERS, REMOVING, OPENING],
         span: Span::Life,
         unless: None,
         why: "files, device nodes, directories and sockets of other users, for a process that runs as root: images, \
@@ -96,14 +101,14 @@ pub(super) static NEEDS: &[Need] = &[
     },
     Need {
         capability: CapabilitySet::DAC_READ_SEARCH,
-        threads: &[BUILDERS, WITH_PATHS, &["device-vsock"]],
+        threads: &[BUILDERS, REMOVING, OPENING],
         span: Span::Life,
         unless: None,
         why: "the same for reading, where a process is given no more",
     },
     Need {
         capability: CapabilitySet::FOWNER,
-        threads: &[BUILDERS, WITH_PATHS],
+        threads: &[BUILDERS, REMOVING],
         span: Span::Life,
         unless: None,
         why: "removing a socket that another user has left in a directory such as `/tmp`",
@@ -118,7 +123,7 @@ pub(super) static NEEDS: &[Need] = &[
     },
     Need {
         capability: CapabilitySet::NET_BIND_SERVICE,
-        threads: &[&["main", "migration-recv", "mig-linger"]],
+        threads: &[&["main", "migration-recv"]],
         span: Span::Life,
         unless: None,
         why: "receiving a migration at a port below 1024",

@@ -58,6 +58,33 @@ fn each_capability_is_there_once_with_threads_and_a_reason() {
     assert_eq!(kept(kind("main")), all, "the first thread starts all others");
 }
 
+/// A capability without a call that it is for would be there for an attacker alone.
+#[test]
+fn each_thread_has_a_group_that_its_capability_is_for() {
+    let paths = ["open", "names", "local sockets", "paths of sockets"].as_slice();
+    let uses = [
+        (CapabilitySet::DAC_OVERRIDE, paths),
+        (CapabilitySet::DAC_READ_SEARCH, paths),
+        (CapabilitySet::FOWNER, &["names", "paths of sockets"]),
+        (CapabilitySet::NET_ADMIN, &["taps"]),
+        (CapabilitySet::NET_BIND_SERVICE, &["internet sockets"]),
+        (CapabilitySet::IPC_LOCK, &["vfio", "memory", "ring"]),
+        (CapabilitySet::BPF, &["fault trace"]),
+        (CapabilitySet::PERFMON, &["fault trace"]),
+        (CapabilitySet::SYS_NICE, &["scheduling"]),
+        (CapabilitySet::SYS_PTRACE, &["memory"]),
+    ];
+    assert_eq!(uses.len(), NEEDS.len());
+    for need in NEEDS {
+        let (_, groups) =
+            uses.iter().find(|(capability, _)| *capability == need.capability).unwrap();
+        for name in need.threads.iter().copied().flatten() {
+            let is_used = kind(name).groups.iter().any(|group| groups.contains(&group.name));
+            assert!(is_used, "{name} has no call that {:?} is for", need.capability);
+        }
+    }
+}
+
 #[test]
 fn threads_that_face_a_guest_or_a_peer_have_only_what_is_listed() {
     let lock = CapabilitySet::IPC_LOCK;

@@ -124,7 +124,6 @@ const BUILD: &[&Group] = &[
     &SCHEDULING,
     &TAPS,
     &DISKS,
-    &FAULT_TRACE,
     &PSEUDOTERMINALS,
     &PROCESS,
     &TIMERS,
@@ -135,6 +134,10 @@ const CONFINE_AND_BUILD: &[&Group] = &with::<{ BUILD.len() + 1 }>(&LANDLOCK, BUI
 
 /// Groups that owning the machine of an incoming migration needs.
 const RECEIVE: &[&Group] = &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&UNRECEIVED, CONFINE_AND_BUILD);
+
+/// The same for the thread that prepares incoming migrations.
+const OF_MAIN: &[&Group] =
+    &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&FAULT_TRACE, CONFINE_AND_BUILD);
 
 /// A group, and others after it.
 const fn with<const COUNT: usize>(
@@ -152,7 +155,10 @@ const fn with<const COUNT: usize>(
 
 /// Groups that transferring pages over connections needs.
 const MOVE: &[&Group] =
-    &[&CONNECTIONS, &MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING, &SOCKET_PATHS];
+    &[&CONNECTIONS, &MEMORY, &FILES, &KVM_REQUESTS, &VFIO_REQUESTS, &SCHEDULING];
+
+/// The same for the last owner of an address at which a migration was received.
+const LINGER: &[&Group] = &with::<{ MOVE.len() + 1 }>(&SOCKET_PATHS, MOVE);
 
 macro_rules! kinds {
     ($($name:literal: $groups:expr, starts $starts:expr, $why:literal;)*) => {
@@ -162,7 +168,7 @@ macro_rules! kinds {
 
 /// Each kind of thread.
 pub(super) static KINDS: &[Kind] = kinds! {
-    "main": CONFINE_AND_BUILD, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
+    "main": OF_MAIN, starts &[&["http-server", "vm-boot", "vm-reboot", "vm-shutdown", "vm-delete",
         "pause", "resume", "retry", "add-device", "eject", "resize-disk", "resize-vcpus", "resize-memory", "open-device", "discard-vm", "write-back", "log", "event-monitor", "put-back",
         "end", "print-error", "migration-send", "migration-recv", "snapshot", "restore",
         "restore-wait", "disk-writer", "trace-probe"]],
@@ -269,7 +275,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "migration-send": &[
         &KVM_REQUESTS, &VFIO_REQUESTS, &MEMORY, &OPEN, &FILES, &NAMES, &CONNECTIONS,
         &LOCAL_SOCKETS,
-        &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &FAULT_TRACE, &PSEUDOTERMINALS, &PROCESS,
+        &INTERNET_SOCKETS, &SCHEDULING, &TAPS, &DISKS, &PSEUDOTERMINALS, &PROCESS,
         &TIMERS, &START_PAGE_SERVER, &END_PAGE_SERVER,
     ], starts &[OTHER_OF_DEVICES, &["page-server", "mig-send", "mig-connect", "mig-alive",
         "mig-urgent", "mig-bulk", "mig-verdict", "mig-hand-on", "mig-resolve", "mig-look",
@@ -302,7 +308,7 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "mig-prepare": MOVE, starts &[], "populates memory before pages arrive";
     "mig-faults": MOVE, starts &[&["mig-look"]], "reads faults";
     "mig-pages": MOVE, starts &[&["mig-look"]], "receives the pages that no fault requested";
-    "mig-linger": MOVE, starts &[&["mig-look"]], "answers a source that reconnects after the end of the migration";
+    "mig-linger": LINGER, starts &[&["mig-look"]], "answers a source that reconnects after the end of the migration";
     "page-server": BUILD, starts &[&["serve", "http-server", "log", "event-monitor", "put-back",
         "end", "print-error"]],
         "`main` of the page server";
