@@ -18,11 +18,13 @@ const PEERS: &[&str] = &[
     "devices/src/virtio/block/qcow2",
     "devices/src/virtio/block/vhd.rs",
     "devices/src/virtio/block/vhdx",
+    "devices/src/virtio/vdpa",
     "devices/src/virtio/vhost_user",
     "devices/src/virtio/vsock",
     "prezero-pool-client/src",
     "prezero-pool/src/connections.rs",
     "prezero-pool/src/server.rs",
+    "vfio/src/migration",
     "vfio/src/user",
     "vm-migration/src/channel.rs",
     "vm-migration/src/destination",
@@ -33,6 +35,7 @@ const PEERS: &[&str] = &[
     "vm-migration/src/source",
     "vm-migration/src/transport",
     "vmm/src/api",
+    "vmm/src/machine/tpms.rs",
 ];
 /// Limits in these that are none of a peer: of this side's own steps, or a part of another limit.
 const OWN: &[&str] = &[
@@ -76,6 +79,8 @@ const OWN: &[&str] = &[
     "UNANSWERED_MAX",
     "UNITS_MAX",
     "URGENT_CONNECTIONS_FOR_VCPUS_MAX",
+    // Characters of a name in a message.
+    "SHOWN_MAX",
     // Turns of a socket device.
     "EVENTS_MAX",
     "LARGE_MAX",

@@ -22,7 +22,8 @@
 //! ```
 //!
 //! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
-//! answered is therefore carried out after `vm.resume`, not before. A VM that was paused for a full disk, and
+//! answered is therefore carried out after `vm.resume`, not before. A guest that resets again and again waits for
+//! each ([`super::reset_pace`]). A VM that was paused for a full disk, and
 //! continues by itself, is none of these: its guest ends and reboots as if it ran. The clock of a watchdog stands
 //! while pages arrive or are lost, and in an on-demand restore, so that it runs out at no such time.
 
@@ -73,6 +74,11 @@ fn ends_the_guest(event: &GuestEvent) -> bool {
     }
 }
 
+/// Whether the event replaces the guest's machine.
+fn resets(event: &GuestEvent) -> bool {
+    ends_the_guest(event) && !matches!(event, GuestEvent::Shutdown | GuestEvent::VcpuStopped { .. })
+}
+
 impl MachineStatus {
     fn may_act_on(self, event: &GuestEvent) -> bool {
         match self {
@@ -103,12 +109,18 @@ impl GuestEvents {
 
     /// The next event of machine `number` that can be acted on in this state; drops those of other
     /// machines. An event that ends the guest is never overtaken by a later one that does so too.
-    fn next(&mut self, number: u64, machine: MachineStatus) -> Option<(GuestEvent, Instant)> {
+    fn next(
+        &mut self,
+        number: u64,
+        machine: MachineStatus,
+        may_reset: bool,
+    ) -> Option<(GuestEvent, Instant)> {
         self.waiting.retain(|(of, ..)| *of == number && machine != MachineStatus::Gone);
         let mut end_waits = false;
         let is_next = |(_, event, _): &(u64, GuestEvent, Instant)| {
             let ends = ends_the_guest(event);
-            if machine.may_act_on(event) && !(ends && end_waits) {
+            let may_act = machine.may_act_on(event) && (may_reset || !resets(event));
+            if may_act && !(ends && end_waits) {
                 return true;
             }
             end_waits |= ends;
@@ -199,14 +211,28 @@ impl Vmm {
         loop {
             // Read again in each iteration: the last action may have replaced the machine.
             let (number, machine) = (self.machine_number, self.machine_status());
-            let Some((event, told)) = self.guest_events.next(number, machine) else {
+            let may_reset = self.reset_pace.waits_until(Instant::now()).is_none();
+            let Some((event, told)) = self.guest_events.next(number, machine, may_reset) else {
                 return Next::Continue;
             };
+            if resets(&event) {
+                self.reset_pace.count(Instant::now());
+            }
             match self.act_on(event, told) {
                 Next::Continue => {}
                 other => return other,
             }
         }
+    }
+
+    /// When [`Self::act_on_guest`] has to be called next, for a reset that came too soon.
+    pub(super) fn resets_at(&mut self) -> Option<Instant> {
+        let machine = self.machine_status();
+        let is_due = |event: &GuestEvent| resets(event) && machine.may_act_on(event);
+        if !self.guest_events.waiting.iter().any(|(_, event, _)| is_due(event)) {
+            return None;
+        }
+        self.reset_pace.waits_until(Instant::now())
     }
 
     fn report_triple_fault(&mut self, vcpu: u32, at: Instant) {
@@ -300,7 +326,7 @@ mod tests {
 
     /// All events that can be acted on in this state of machine 7, in order.
     fn all(events: &mut GuestEvents, machine: MachineStatus) -> Vec<String> {
-        let next = || events.next(7, machine);
+        let next = || events.next(7, machine, true);
         std::iter::from_fn(next).map(|(event, _)| format!("{event:?}")).collect()
     }
 
@@ -325,7 +351,10 @@ mod tests {
             let mut events = GuestEvents::default();
             events.note(6, GuestEvent::Reset, Instant::now());
             events.note(6, late, Instant::now());
-            assert!(matches!(events.next(6, MachineStatus::Running), Some((GuestEvent::Reset, _))));
+            assert!(matches!(
+                events.next(6, MachineStatus::Running, true),
+                Some((GuestEvent::Reset, _))
+            ));
             assert_eq!(all(&mut events, MachineStatus::Running), [""; 0]);
             assert!(events.waiting.is_empty());
         }
@@ -344,6 +373,19 @@ mod tests {
             assert_eq!(all(&mut events, MachineStatus::Paused), ["Ejected"], "{name}");
             assert_eq!(all(&mut events, MachineStatus::Running), [name]);
         }
+    }
+
+    #[test]
+    fn a_reset_that_comes_too_soon_waits_and_nothing_that_ends_the_guest_overtakes_it() {
+        let mut events = of_seven([GuestEvent::Reset, GuestEvent::Shutdown, GuestEvent::Ejected]);
+        let next = |events: &mut GuestEvents, may_reset| {
+            let next = events.next(7, MachineStatus::Running, may_reset);
+            next.map(|(event, _)| format!("{event:?}"))
+        };
+        assert_eq!(next(&mut events, false).as_deref(), Some("Ejected"));
+        assert_eq!(next(&mut events, false), None);
+        assert_eq!(next(&mut events, true).as_deref(), Some("Reset"));
+        assert_eq!(next(&mut events, false).as_deref(), Some("Shutdown"));
     }
 
     #[test]
@@ -369,7 +411,10 @@ mod tests {
         let mut events = of_seven([GuestEvent::Reset, stopped(), wanted(), GuestEvent::Ejected]);
         let now = all(&mut events, MachineStatus::AwaitingPages);
         assert_eq!(now, ["DeviceWanted { id: \"nic\" }"]);
-        assert!(matches!(events.next(7, MachineStatus::Running), Some((GuestEvent::Reset, _))));
+        assert!(matches!(
+            events.next(7, MachineStatus::Running, true),
+            Some((GuestEvent::Reset, _))
+        ));
         let mut events = of_seven([GuestEvent::Ejected, stopped()]);
         let now = all(&mut events, MachineStatus::AwaitingPages);
         assert_eq!(now.len(), 1, "a vCPU that cannot continue waits for no page: {now:?}");

@@ -41,6 +41,7 @@
 //! | `resize` | memory and balloon size of a VM that exists |
 //! | `full_disks` | a VM that is paused because a disk is full |
 //! | `guest_events` | resets, shutdowns and crashes of the guest |
+//! | `reset_pace` | how often a guest may reset its machine |
 //! | `unread_events` | ACPI events that the guest has not read yet |
 //! | `triple_faults` | guests that reset by a triple fault |
 //! | `snapshot` | the threads that save and restore |
@@ -73,6 +74,7 @@ mod observer;
 mod pausing;
 mod postcopy;
 mod receiving;
+mod reset_pace;
 mod resize;
 mod run;
 mod sending;
@@ -117,6 +119,7 @@ use guest_events::GuestEvents;
 use inbox::{InboxSender, Message};
 use pausing::Transition;
 use receiving::Receiving;
+use reset_pace::ResetPace;
 use sending::Sending;
 use snapshot::{Busy, MemoryFill, Work};
 use starting::Starting;
@@ -219,6 +222,8 @@ struct Vmm {
     tell_size: bool,
     /// Guest events not acted on yet.
     guest_events: GuestEvents,
+    /// How often the guest has reset its machine.
+    reset_pace: ResetPace,
     /// Triple faults of the guests.
     triple_faults: TripleFaults,
     /// Disks whose backing storage is full.
@@ -279,6 +284,7 @@ impl Vmm {
             started_number: 0,
             tell_size: false,
             guest_events: GuestEvents::default(),
+            reset_pace: ResetPace::default(),
             triple_faults: TripleFaults::default(),
             full: FullDisks::default(),
             pages: GuestPages::Resident,
