@@ -49,7 +49,7 @@ fn clients() {
     // It stays and reads no more. The guest goes on all the same.
     let lives = || vmm.event_names().iter().filter(|name| *name == "rebooted").count();
     let before = lives();
-    wait_for("further lives", || (lives() >= before + 20).then_some(()));
+    wait_for("further lives", || (lives() >= before + 10).then_some(()));
     vmm.signal(libc::SIGTERM);
     assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
     assert!(!serial.exists(), "the path goes with the VMM");

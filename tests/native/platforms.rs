@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::disks::{Disk, holds, write_more, written};
 use crate::harness::migrate::migrate;
+use crate::harness::taps::Tap;
 use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder, image, wait_for};
 use crate::hotplug::places;
 use crate::snapshot::{place, save};
@@ -30,6 +31,7 @@ pub fn add(suite: &mut Suite) {
 
 /// A guest with a device of every kind that needs nothing of the host but a tap.
 fn with_devices(disk: &Disk, vcpus: u32, cmdline: &str) -> VmmBuilder {
+    drop(Tap::open());
     VmmBuilder::new(&["--serial", "off", "--console", "null", "--kernel", image()]).with(&[
         "--cpus",
         &format!("boot={vcpus}"),

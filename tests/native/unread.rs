@@ -42,7 +42,8 @@ fn is_lively(vmm: Vmm) {
     for _ in 0..2 {
         // What ends the guest is asked for later.
         wave(&api, &requests_but(&["vm.shutdown", "vm.delete", "vm.send-migration"]));
-        // It is between two lives most of the time, and a request waits for that no longer than others.
+        // It is between two lives most of the time (later it waits for them: a guest has 32 resets at once), and a
+        // request waits for that no longer than others.
         wait_for("a resume", || {
             prompt_put(&api, "vm.resume");
             (api.state() == "Running").then_some(())

@@ -128,6 +128,8 @@ pub struct Progress {
     fault_source: OnceLock<FaultSourceKind>,
     /// The guest started at the destination before all of its memory was there.
     postcopy: AtomicBool,
+    /// All of its memory is here; the connections may not have ended yet.
+    all_pages: AtomicBool,
     /// Why postcopy is paused, or was paused last. Locked for one copy.
     lost: Mutex<Option<String>>,
     /// Until when the source reconnects by itself. Locked for one copy.
@@ -174,6 +176,7 @@ impl Progress {
             convergence: OnceLock::new(),
             fault_source: OnceLock::new(),
             postcopy: AtomicBool::new(false),
+            all_pages: AtomicBool::new(false),
             lost: Mutex::new(None),
             reconnects_until: Mutex::new(None),
             page_server: PageServerStatus::default(),
@@ -196,6 +199,17 @@ impl Progress {
     pub fn phase(&self) -> Phase {
         let number = usize::from(self.phase.load(Relaxed));
         Phase::ALL.get(number).copied().unwrap_or(Phase::Failed)
+    }
+
+    /// Whether the last page of a postcopy migration has come to this destination. From then on the guest depends on no
+    /// peer, while the source is still told; [`Phase::Done`] follows.
+    pub fn has_all_pages(&self) -> bool {
+        self.all_pages.load(Relaxed)
+    }
+
+    /// Notes that.
+    pub(crate) fn all_pages_came(&self) {
+        self.all_pages.store(true, Relaxed);
     }
 
     /// Runs one phase, and announces its begin and end. Phases are entered only through this, or through

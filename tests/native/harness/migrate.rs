@@ -107,9 +107,11 @@ pub fn wait_for_done(destination: &Vmm) -> bool {
         let is_done = |event: &Value| {
             event["event"] == "migration-phase" && event["properties"]["phase"] == "done"
         };
-        if events.iter().any(is_done) {
-            return !events.iter().any(|event| event["event"] == "postcopy-migration-completed");
+        let has = |name: &str| events.iter().any(|event| event["event"] == name);
+        if events.iter().any(is_done) && has("migration-receive-finished") {
+            return !has("postcopy-migration-completed");
         }
+        std::thread::yield_now();
         assert!(begun.elapsed() < PATIENCE, "no end: {}", destination.output());
     }
 }

@@ -101,6 +101,7 @@ impl<M: GuestMemoryMap> Faulting<M> {
         match result {
             Ok(()) => {
                 // The guest is complete: the state of the connection does not matter to it any more.
+                progress.all_pages_came();
                 let said = self.say_done();
                 if let Err(failure) = &said {
                     let why = failure.for_peer();

@@ -63,8 +63,7 @@ const fn needs_pages(request: &VmmRequest) -> bool {
 pub struct Between<'a> {
     /// The state of the VM.
     pub vm: &'a VmLifecycle,
-    /// The progress of an incoming postcopy migration says that all pages are here, and the VMM thread has not been
-    /// told yet.
+    /// The progress of an incoming migration says that all pages are here, and the VMM thread has not been told yet.
     pub has_arrived: bool,
 }
 
@@ -82,6 +81,8 @@ impl Between<'_> {
                 _ => true,
             },
             VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
+            // A guest that has just arrived is not ended by a request that did not know of it.
+            VmLifecycle::Receiving(_) if cancels => false,
             _ => self.has_arrived && needs_pages(request),
         };
         is_between
@@ -90,7 +91,10 @@ impl Between<'_> {
                     is_launching(self.vm)
                         && info_due(self.vm).is_none_or(|due| Instant::now() < due)
                 }
-                VmmRequest::VmmShutdown { force } => self.has_arrived && !force,
+                VmmRequest::VmmShutdown { force } => {
+                    let is_here = !matches!(self.vm, VmLifecycle::Receiving(_));
+                    self.has_arrived && is_here && !force
+                }
                 VmmRequest::Ping
                 | VmmRequest::MigrationProgress
                 | VmmRequest::MigrationReport
@@ -251,6 +255,15 @@ mod tests {
             assert!(deferred.next(ended, early).is_some(), "all pages are here");
             deferred.push(between, asked(scope, &handle, &queue));
             assert!(deferred.next(between, Instant::now() + 2 * ARRIVED_WAIT).is_some());
+            // What follows the end, as a reset of the guest, takes no more of its time than of another request's.
+            deferred.push(between, asked(scope, &handle, &queue));
+            let mut starting = Starting::at_launch(BootPrefault::default());
+            starting.at_launch = false;
+            let starting = VmLifecycle::Starting(starting);
+            let reset = Between { vm: &starting, has_arrived: false };
+            let now = Instant::now();
+            assert!(deferred.next(reset, now).is_none());
+            assert!(deferred.next(reset, now + WAIT_MAX).is_some());
         });
     }
 

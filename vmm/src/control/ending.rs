@@ -167,7 +167,7 @@ impl Vmm {
         }
         match &self.vm {
             // Its memory is complete: it ends as any VM, once that has been processed.
-            VmLifecycle::Live(_) if self.has_unprocessed_arrival() => {}
+            VmLifecycle::Live(_) if self.has_unprocessed_pages() => {}
             VmLifecycle::Live(_) => return self.end_with_machine(None),
             VmLifecycle::Starting(starting) => starting.cancel(),
             VmLifecycle::Transitioning(transition) => transition.cancel.cancel(),

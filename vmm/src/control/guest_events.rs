@@ -135,7 +135,7 @@ impl Vmm {
     fn machine_status(&self) -> MachineStatus {
         match (&self.vm, &self.pages) {
             // What comes next is that all pages are here.
-            (VmLifecycle::Live(_), _) if self.has_unprocessed_arrival() => MachineStatus::Elsewhere,
+            (VmLifecycle::Live(_), _) if self.has_unprocessed_pages() => MachineStatus::Elsewhere,
             (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineStatus::AwaitingPages,
             (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineStatus::LackingPages,
             (VmLifecycle::Live(machine), GuestPages::Resident)
@@ -227,12 +227,24 @@ impl Vmm {
 
     /// When [`Self::act_on_guest`] has to be called next, for a reset that came too soon.
     pub(super) fn resets_at(&mut self) -> Option<Instant> {
-        let machine = self.machine_status();
-        let is_due = |event: &GuestEvent| resets(event) && machine.may_act_on(event);
-        if !self.guest_events.waiting.iter().any(|(_, event, _)| is_due(event)) {
+        let (number, machine) = (self.machine_number, self.machine_status());
+        let is_due = |(of, event, _): &(u64, GuestEvent, Instant)| {
+            *of == number && resets(event) && machine.may_act_on(event)
+        };
+        if !self.guest_events.waiting.iter().any(is_due) {
             return None;
         }
-        self.reset_pace.waits_until(Instant::now())
+        let now = Instant::now();
+        // It may have become due since the last turn of the event loop.
+        Some(self.reset_pace.waits_until(now).unwrap_or(now))
+    }
+
+    /// Whether the guest has asked for its end or a reset, and that has not been carried out.
+    pub(super) fn end_waits(&self) -> bool {
+        let number = self.machine_number;
+        let ends =
+            |(of, event, _): &(u64, GuestEvent, Instant)| *of == number && ends_the_guest(event);
+        self.guest_events.waiting.iter().any(ends)
     }
 
     fn report_triple_fault(&mut self, vcpu: u32, at: Instant) {

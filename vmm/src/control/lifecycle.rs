@@ -162,7 +162,13 @@ impl Vmm {
                  lets it happen",
             ));
         }
-        let movable = machine.check_movable();
+        if self.end_waits() {
+            return Err(ApiError::new(
+                ApiErrorKind::Conflict,
+                "the guest has asked for a reset or a shutdown, which happens first; repeat the request then",
+            ));
+        }
+        let movable = self.machine_mut()?.check_movable();
         movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
     }
 }

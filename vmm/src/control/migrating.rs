@@ -76,10 +76,19 @@ impl Vmm {
         }
     }
 
-    /// Whether all pages of a postcopy migration are here, and the message that says so is on its way.
+    /// Whether an incoming migration has told its end, and the message that says so is on its way.
     pub(super) fn has_unprocessed_arrival(&self) -> bool {
         let phase = self.progress.as_ref().map(|progress| progress.phase());
-        matches!(self.pages, GuestPages::Arriving { .. }) && phase == Some(Phase::Done)
+        let arrives = matches!(self.vm, VmLifecycle::Receiving(_))
+            || matches!(self.pages, GuestPages::Arriving { .. });
+        arrives && phase == Some(Phase::Done)
+    }
+
+    /// Whether all pages of a postcopy migration are here, and the message that says so is on its way: for as long as
+    /// telling the source takes, and ending its connections.
+    pub(super) fn has_unprocessed_pages(&self) -> bool {
+        matches!(self.pages, GuestPages::Arriving { .. })
+            && self.progress.as_ref().is_some_and(|progress| progress.has_all_pages())
     }
 
     /// Answers the clients that asked while the end was being processed.

@@ -137,6 +137,8 @@ fn threads_that_face_a_guest_or_a_peer_have_only_what_is_listed() {
     let with_bpf: Vec<_> =
         KINDS.iter().filter(|kind| kept(kind).intersects(bpf)).map(|kind| kind.name).collect();
     assert_eq!(with_bpf, ["main"]);
+    let loading: Vec<_> = with_own_group("fault trace").map(|kind| kind.name).collect();
+    assert_eq!(loading, ["main"]);
 }
 
 #[test]

@@ -92,7 +92,6 @@ fn a_connection_that_is_opened_and_reset_again_and_again_leaves_nothing() {
     }
 }
 
-/// What a driver may say of itself in a packet.
 /// As many descriptors as the host lets a process have: a shell has 1024.
 fn raise_descriptor_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -129,6 +128,7 @@ fn connections_have_a_limit_whoever_opens_them_and_each_that_ends_makes_room() {
     drop(listener);
 }
 
+/// What a driver may say of itself in a packet.
 fn packets() -> impl Strategy<Value = (Header, Vec<u8>, bool)> {
     let ports = (0_u32..4, 0_u32..4);
     let credit = (prop_oneof![Just(0), Just(ROOM), any::<u32>()], any::<u32>());
