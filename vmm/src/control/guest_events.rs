@@ -43,6 +43,8 @@ enum MachineStatus {
     Paused,
     /// May run; some pages are still missing.
     AwaitingPages,
+    /// The last page has come, which the VMM thread is about to be told.
+    PagesComplete,
     /// Some pages are lost: it can never be torn down.
     LackingPages,
     /// Owned by another thread, or not started yet.
@@ -87,7 +89,7 @@ impl MachineStatus {
             Self::AwaitingPages | Self::LackingPages => {
                 matches!(event, GuestEvent::VcpuStopped { .. } | GuestEvent::DeviceWanted { .. })
             }
-            Self::Elsewhere | Self::Gone => false,
+            Self::PagesComplete | Self::Elsewhere | Self::Gone => false,
         }
     }
 }
@@ -135,7 +137,9 @@ impl Vmm {
     fn machine_status(&self) -> MachineStatus {
         match (&self.vm, &self.pages) {
             // What comes next is that all pages are here.
-            (VmLifecycle::Live(_), _) if self.has_unprocessed_pages() => MachineStatus::Elsewhere,
+            (VmLifecycle::Live(_), _) if self.has_unprocessed_pages() => {
+                MachineStatus::PagesComplete
+            }
             (VmLifecycle::Live(_), GuestPages::Arriving { .. }) => MachineStatus::AwaitingPages,
             (VmLifecycle::Live(_), GuestPages::Lost(_)) => MachineStatus::LackingPages,
             (VmLifecycle::Live(machine), GuestPages::Resident)
@@ -189,7 +193,7 @@ impl Vmm {
         let machine = self.machine_status();
         if !machine.may_act_on(&event) {
             match machine {
-                MachineStatus::AwaitingPages => {
+                MachineStatus::AwaitingPages | MachineStatus::PagesComplete => {
                     log::info!("the guest's {event:?} waits until its last page is here");
                 }
                 MachineStatus::LackingPages => {
