@@ -211,16 +211,6 @@ fn the_values_of_limits_are_those_of_the_sources() {
     assert_eq!(stale, None, "{PAGE} is stale, run the test with UPDATE_DOCS=1");
 }
 
-/// A source up to the module of its tests, if that is in the same file.
-fn without_tests(text: &str) -> &str {
-    const BEGIN: &str = "#[cfg(test)]\nmod ";
-    let is_inline = |(at, _): &(usize, &str)| {
-        let line = text[at + BEGIN.len()..].lines().next();
-        line.is_some_and(|line| line.ends_with('{'))
-    };
-    text.match_indices(BEGIN).find(is_inline).map_or(text, |(at, _)| &text[..at])
-}
-
 /// Whether a constant of this name is a limit.
 fn is_limit(name: &str) -> bool {
     const WORDS: [&str; 6] = ["MAX", "LIMIT", "TIMEOUT", "WITHIN", "TIME", "PATIENCE"];
@@ -243,9 +233,8 @@ fn every_limit_of_a_peer_is_on_a_page() {
                 continue;
             }
             let text = fs::read_to_string(&file).expect("a source");
-            for line in without_tests(&text)
-                .lines()
-                .filter(|line| line.starts_with("const ") || line.starts_with("pub"))
+            for line in
+                text.lines().filter(|line| line.starts_with("const ") || line.starts_with("pub"))
             {
                 let Some((before, rest)) = line.split_once("const ") else { continue };
                 // Not a parameter of a type.

@@ -201,8 +201,8 @@ impl Progress {
         Phase::ALL.get(number).copied().unwrap_or(Phase::Failed)
     }
 
-    /// Whether the last page of a postcopy migration has come to this destination. From then on the guest depends on no
-    /// peer, while the source is still told; [`Phase::Done`] follows.
+    /// Whether the last page of a postcopy migration has come to this destination. From then on the guest needs no
+    /// peer; [`Phase::Done`] follows once the source has been told or its connection has stalled.
     pub fn has_all_pages(&self) -> bool {
         self.all_pages.load(Relaxed)
     }

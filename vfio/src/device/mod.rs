@@ -496,7 +496,7 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return data.fill(0xff);
         }
-        if self.is_out_of_reach() && matches!(self.msix_place(index, offset), MsixPlace::Elsewhere)
+        if matches!(self.msix_place(index, offset), MsixPlace::Elsewhere) && self.is_out_of_reach()
         {
             return data.fill(0xff);
         }

@@ -71,6 +71,7 @@ impl Between<'_> {
     /// Whether the request has to wait for the VM to leave its current transition.
     pub fn waits(self, request: &VmmRequest) -> bool {
         let cancels = matches!(request, VmmRequest::Shutdown | VmmRequest::Delete { .. });
+        let is_received = matches!(self.vm, VmLifecycle::Receiving(_));
         let is_between = match self.vm {
             VmLifecycle::TearingDown(_) => true,
             VmLifecycle::Starting(_) => !cancels,
@@ -82,19 +83,17 @@ impl Between<'_> {
             },
             VmLifecycle::Busy(busy) => busy.at_launch && !cancels,
             // A guest that has just arrived is not ended by a request that did not know of it.
-            VmLifecycle::Receiving(_) if cancels => false,
+            VmLifecycle::Receiving(_) => self.has_arrived && !cancels,
             _ => self.has_arrived && needs_pages(request),
         };
         is_between
             && match request {
                 VmmRequest::Info => {
-                    is_launching(self.vm)
-                        && info_due(self.vm).is_none_or(|due| Instant::now() < due)
+                    is_received
+                        || is_launching(self.vm)
+                            && info_due(self.vm).is_none_or(|due| Instant::now() < due)
                 }
-                VmmRequest::VmmShutdown { force } => {
-                    let is_here = !matches!(self.vm, VmLifecycle::Receiving(_));
-                    self.has_arrived && is_here && !force
-                }
+                VmmRequest::VmmShutdown { force } => self.has_arrived && !is_received && !force,
                 VmmRequest::Ping
                 | VmmRequest::MigrationProgress
                 | VmmRequest::MigrationReport
@@ -188,10 +187,14 @@ impl Vmm {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use memory::{PrefaultEvent, PrefaultProgress};
+    use vm_migration::{Cancel, Progress, Side, Steering};
 
     use super::*;
     use crate::api::{ApiHandle, ApiQueue};
+    use crate::control::receiving::Receiving;
     use crate::control::starting::Starting;
     use crate::machine::BootPrefault;
 
@@ -265,6 +268,27 @@ mod tests {
             assert!(deferred.next(reset, now).is_none());
             assert!(deferred.next(reset, now + WAIT_MAX).is_some());
         });
+    }
+
+    #[test]
+    fn a_guest_that_has_just_arrived_is_not_ended_by_who_did_not_know_of_it() {
+        let vm = VmLifecycle::Receiving(Receiving {
+            progress: Arc::new(Progress::new(Side::Destination)),
+            cancel: Cancel::new().expect("a descriptor"),
+            steering: Steering::new(),
+            cancellers: Vec::new(),
+            doubt: None,
+            decision_requests: Vec::new(),
+        });
+        for has_arrived in [false, true] {
+            let waits = |request| Between { vm: &vm, has_arrived }.waits(&request);
+            for request in [VmmRequest::Pause, VmmRequest::Info, VmmRequest::Nmi] {
+                assert_eq!(waits(request), has_arrived);
+            }
+            assert!(
+                !waits(VmmRequest::Shutdown) && !waits(VmmRequest::VmmShutdown { force: false })
+            );
+        }
     }
 
     #[test]

@@ -21,6 +21,7 @@
 //!  DiskFull      waits               told              waits              told, pauses it
 //! ```
 //!
+//! From the last page until the source has been told of it, everything waits.
 //! A paused VM changes only when it is asked to. A reset that was on its way when the pause was
 //! answered is therefore carried out after `vm.resume`, not before. A guest that resets again and again waits for
 //! each ([`super::reset_pace`]). A VM that was paused for a full disk, and
@@ -43,7 +44,7 @@ enum MachineStatus {
     Paused,
     /// May run; some pages are still missing.
     AwaitingPages,
-    /// The last page has come, which the VMM thread is about to be told.
+    /// The last page has come; the VMM thread is told once the source has been.
     PagesComplete,
     /// Some pages are lost: it can never be torn down.
     LackingPages,
@@ -230,7 +231,7 @@ impl Vmm {
     }
 
     /// When [`Self::act_on_guest`] has to be called next, for a reset that came too soon.
-    pub(super) fn resets_at(&mut self) -> Option<Instant> {
+    pub(super) fn resets_at(&self) -> Option<Instant> {
         let (number, machine) = (self.machine_number, self.machine_status());
         let is_due = |(of, event, _): &(u64, GuestEvent, Instant)| {
             *of == number && resets(event) && machine.may_act_on(event)
@@ -241,14 +242,6 @@ impl Vmm {
         let now = Instant::now();
         // It may have become due since the last turn of the event loop.
         Some(self.reset_pace.waits_until(now).unwrap_or(now))
-    }
-
-    /// Whether the guest has asked for its end or a reset, and that has not been carried out.
-    pub(super) fn end_waits(&self) -> bool {
-        let number = self.machine_number;
-        let ends =
-            |(of, event, _): &(u64, GuestEvent, Instant)| *of == number && ends_the_guest(event);
-        self.guest_events.waiting.iter().any(ends)
     }
 
     fn report_triple_fault(&mut self, vcpu: u32, at: Instant) {

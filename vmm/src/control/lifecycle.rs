@@ -155,20 +155,16 @@ impl Vmm {
     /// end, which takes precedence.
     pub(super) fn refuse_unmovable(&mut self) -> Result<(), ApiError> {
         let machine = self.machine_mut()?;
-        if machine.is_paused() && machine.is_ending() {
-            return Err(ApiError::new(
-                ApiErrorKind::Conflict,
+        if machine.is_ending() {
+            let text = if machine.is_paused() {
                 "the guest has asked for a reset or a shutdown, which happens when the VM runs; vm.resume \
-                 lets it happen",
-            ));
+                 lets it happen"
+            } else {
+                "the guest has asked for a reset or a shutdown, which happens first; repeat the request then"
+            };
+            return Err(ApiError::new(ApiErrorKind::Conflict, text));
         }
-        if self.end_waits() {
-            return Err(ApiError::new(
-                ApiErrorKind::Conflict,
-                "the guest has asked for a reset or a shutdown, which happens first; repeat the request then",
-            ));
-        }
-        let movable = self.machine_mut()?.check_movable();
+        let movable = machine.check_movable();
         movable.map_err(|error| ApiError::from_error(ApiErrorKind::Conflict, &error))
     }
 }

@@ -141,11 +141,11 @@ impl Vmm {
         options
             .load_tls()
             .map_err(|error| ApiError::from_error(ApiErrorKind::BadRequest, &error))?;
+        self.refuse_while_memory_arrives("migrated")?;
         self.refuse_unmovable()?;
         if self.machine_mut()?.needs_all_pages() {
             sending::without_postcopy(&mut options)?;
         }
-        self.refuse_while_memory_arrives("migrated")?;
         let page_server = self.page_server(data)?;
         let VmLifecycle::Live(mut machine) = std::mem::replace(&mut self.vm, VmLifecycle::None)
         else {

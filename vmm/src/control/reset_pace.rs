@@ -7,41 +7,43 @@
 
 use std::time::{Duration, Instant};
 
+use rate_limit::TokenBucket;
+
 /// Resets that are carried out at once.
-const BURST_RESETS: u32 = 32;
+const BURST_RESETS: u64 = 32;
 /// Time after which another one is.
 const RESET_EVERY: Duration = Duration::from_secs(1);
 
 /// The resets of a guest, also of one that is started anew in the same process.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ResetPace {
-    /// Resets that are not given back yet.
-    used: u32,
-    /// When the last one was given back, or the first one made.
-    since: Option<Instant>,
+    bucket: Option<TokenBucket>,
+    begun: Instant,
+}
+
+impl Default for ResetPace {
+    fn default() -> Self {
+        let refill_ms = BURST_RESETS * RESET_EVERY.as_secs() * 1000;
+        Self { bucket: TokenBucket::new(BURST_RESETS, 0, refill_ms), begun: Instant::now() }
+    }
 }
 
 impl ResetPace {
-    fn refill(&mut self, now: Instant) {
-        let Some(since) = self.since else { return };
-        let resets = now.saturating_duration_since(since).as_secs() / RESET_EVERY.as_secs();
-        let resets = u32::try_from(resets).unwrap_or(u32::MAX).min(self.used);
-        self.used -= resets;
-        self.since = (self.used > 0).then(|| since + RESET_EVERY * resets);
+    fn nanos(&self, now: Instant) -> u64 {
+        u64::try_from(now.saturating_duration_since(self.begun).as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Until when a reset that is due has to wait; `None` if it can be carried out.
-    pub fn waits_until(&mut self, now: Instant) -> Option<Instant> {
-        self.refill(now);
-        let since = self.since.filter(|_| self.used >= BURST_RESETS)?;
-        since.checked_add(RESET_EVERY)
+    pub fn waits_until(&self, now: Instant) -> Option<Instant> {
+        let until = self.bucket.as_ref()?.check(self.nanos(now)).err()?;
+        self.begun.checked_add(Duration::from_nanos(until))
     }
 
     /// Counts a reset.
-    pub fn count(&mut self, now: Instant) {
-        self.refill(now);
-        self.used = self.used.saturating_add(1);
-        self.since.get_or_insert(now);
+    pub fn count(&self, now: Instant) {
+        if let Some(bucket) = &self.bucket {
+            bucket.charge(self.nanos(now), 1);
+        }
     }
 }
 
@@ -51,7 +53,8 @@ mod tests {
 
     #[test]
     fn a_burst_is_carried_out_at_once_and_then_one_in_each_interval() {
-        let (mut pace, begin) = (ResetPace::default(), Instant::now());
+        let pace = ResetPace::default();
+        let begin = pace.begun;
         for _ in 0..BURST_RESETS {
             assert_eq!(pace.waits_until(begin), None);
             pace.count(begin);
@@ -64,7 +67,7 @@ mod tests {
             pace.count(now);
         }
         // A quiet while gives all of them back, and no more.
-        now += RESET_EVERY * (2 * BURST_RESETS);
+        now += RESET_EVERY * 100;
         for _ in 0..BURST_RESETS {
             assert_eq!(pace.waits_until(now), None);
             pace.count(now);

@@ -202,12 +202,11 @@ fn serve(
 
 /// Timeout of the event loop's poll: until the last client has had its time, the next check for free space,
 /// an event that the guest has not read, a reset that came too soon, or the end of the process at the latest; else infinite.
-fn timeout_ms(vmm: &mut Vmm) -> i32 {
+fn timeout_ms(vmm: &Vmm) -> i32 {
     let pending_exit = vmm.pending_exit.map(|(until, _)| until);
     let ends = pending_exit.into_iter().chain(vmm.ends_at_latest(Instant::now()));
     let until = ends.chain(vmm.deferred.until()).chain(vmm.looks_for_room_at());
-    let until = until.chain(vmm.repeats_events_at()).min();
-    let until = until.into_iter().chain(vmm.resets_at()).min();
+    let until = until.chain(vmm.repeats_events_at()).chain(vmm.resets_at()).min();
     until.map_or(-1, |until| {
         let left = until.saturating_duration_since(Instant::now());
         i32::try_from(left.as_millis() + 1).unwrap_or(i32::MAX)

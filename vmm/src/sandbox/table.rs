@@ -135,7 +135,7 @@ const CONFINE_AND_BUILD: &[&Group] = &with::<{ BUILD.len() + 1 }>(&LANDLOCK, BUI
 /// Groups that owning the machine of an incoming migration needs.
 const RECEIVE: &[&Group] = &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&UNRECEIVED, CONFINE_AND_BUILD);
 
-/// The same for the thread that prepares incoming migrations.
+/// What `main` needs, which also loads the program that traces faults before it receives a migration.
 const OF_MAIN: &[&Group] =
     &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&FAULT_TRACE, CONFINE_AND_BUILD);
 
