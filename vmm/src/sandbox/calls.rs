@@ -18,6 +18,10 @@ pub(super) enum Check {
     NoNamespace,
     /// The third argument is PROT_READ | PROT_EXEC, and the fourth has no MAP_ANONYMOUS: the text of a library.
     Library,
+    /// The first argument is the number of this process.
+    ThisProcess,
+    /// The first two arguments are zero: of a priority, that of the calling thread.
+    OwnPriority,
     /// The first argument is one of these.
     First(&'static [u32]),
     /// The second argument is one of these: the request of ioctl(2) or fcntl(2).
@@ -197,7 +201,7 @@ group! {
         SYS_geteuid "messages about rights";
         SYS_getgid "messages about rights";
         SYS_getegid "messages about rights";
-        SYS_tgkill "kicks of vCPU threads, abort(3)";
+        SYS_tgkill [Check::ThisProcess] "kicks of vCPU threads, abort(3)";
         SYS_rt_sigaction "abort(3), handlers";
         SYS_rt_sigprocmask "start of a thread, abort(3)";
         SYS_rt_sigreturn "end of a handler";
@@ -464,14 +468,13 @@ group! {
 group! {
     /// Where and when a thread runs.
     SCHEDULING "scheduling" {
-        SYS_sched_setaffinity "CPUs of a thread";
-        SYS_sched_setscheduler "threads that answer faults go first, threads that prepare go last";
+        SYS_sched_setaffinity [Check::First(&[0])] "CPUs of a thread";
+        SYS_sched_setscheduler [Check::First(&[0])] "threads that answer faults go first, threads that prepare go last";
         SYS_sched_getscheduler "threads that answer faults go first";
-        SYS_sched_setattr "threads that answer faults go first";
         SYS_sched_getparam "threads that answer faults go first";
         SYS_sched_get_priority_min "threads that answer faults go first";
         SYS_sched_get_priority_max "threads that answer faults go first";
-        SYS_setpriority "threads that prepare go last";
+        SYS_setpriority [Check::OwnPriority] "threads that prepare go last";
         SYS_getpriority "threads that prepare go last";
     }
 }
@@ -564,6 +567,7 @@ group! {
     /// Starting this program as page server, up to its `main`.
     START_PAGE_SERVER "start of the page server" {
         SYS_execve "this program, as page server";
+        SYS_tgkill "abort(3) in its process, which inherits this filter";
         SYS_vfork "its process";
         SYS_fork "its process";
         SYS_setpgid "a process group of its own";

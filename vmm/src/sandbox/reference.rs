@@ -21,6 +21,9 @@ fn checked(check: Check) -> String {
         Check::NotExecutable => "without `PROT_EXEC`".to_owned(),
         Check::NoNamespace => "without `CLONE_NEW*`".to_owned(),
         Check::Library => "`PROT_READ` and `PROT_EXEC` of a file".to_owned(),
+        Check::ThisProcess => "of this process".to_owned(),
+        Check::OwnPriority => "of the calling thread".to_owned(),
+        Check::First(&[0]) => "first argument 0, which is the caller".to_owned(),
         Check::First(values) => format!("first argument {}", list(values)),
         Check::Second(values) => format!("request {}", list(values)),
         Check::Requests(requests) => {

@@ -83,6 +83,11 @@ fn rules(check: Check) -> Result<Vec<SeccompRule>, BackendError> {
                 condition(3, anonymous, 0)?,
             ])?])
         }
+        Check::ThisProcess => each(0, &[std::process::id()]),
+        Check::OwnPriority => {
+            let zero = |argument| condition(argument, SeccompCmpOp::Eq, 0);
+            Ok(vec![SeccompRule::new(vec![zero(0)?, zero(1)?])?])
+        }
         Check::First(values) => each(0, values),
         Check::Second(values) => each(1, values),
         Check::Requests(requests) => requests
@@ -147,7 +152,7 @@ pub(super) fn programs<'a>(
         programs.push(compile(failing, SeccompAction::Allow, fails)?);
     }
     programs.push(compile(table, refusal, SeccompAction::Allow)?);
-    if mode == SeccompMode::Enforce && is_first {
+    if matches!(mode, SeccompMode::Enforce | SeccompMode::Errno) && is_first {
         // The C library then calls clone(2), whose flags a filter sees. All threads inherit this program.
         let clone3 = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
         let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());

@@ -413,14 +413,65 @@ fn no_namespace_is_made() {
                 libc::_exit(0);
             }
         }
+        println!("clone {:?}", io::Error::last_os_error().raw_os_error());
         return;
     }
+    for mode in [SeccompMode::Enforce, SeccompMode::Errno] {
+        let done = run("no_namespace_is_made", mode);
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(text.contains(&format!("clone3 -1 Some({})", libc::ENOSYS)), "{mode:?}: {text}");
+        let is_refused = text.contains(&format!("clone Some({})", libc::EPERM));
+        assert_eq!(is_refused, mode == SeccompMode::Errno, "{text}");
+    }
     let stopped = run("no_namespace_is_made", SeccompMode::Enforce);
-    let text = String::from_utf8_lossy(&stopped.stdout).into_owned();
-    assert!(text.contains(&format!("clone3 -1 Some({})", libc::ENOSYS)), "{text}");
     let text = String::from_utf8_lossy(&stopped.stderr).into_owned();
     assert_eq!(stopped.status.code(), Some(STOPPED.into()), "{text}");
     assert!(text.contains("(clone 0x10000000)"), "{text}");
+}
+
+#[test]
+fn a_thread_signals_and_schedules_nothing_of_another_process() {
+    if let Some(mode) = mode_of_test() {
+        let other = i64::from(std::os::unix::process::parent_id());
+        begin(Process::Vmm, mode).unwrap();
+        let ask = move || {
+            let own = i64::from(std::process::id());
+            // SAFETY: takes nothing.
+            let thread = unsafe { libc::syscall(libc::SYS_gettid) };
+            let mut cpus = [0_u64; 16];
+            let (size, cpus) = (size_of_val(&cpus) as i64, cpus.as_mut_ptr() as i64);
+            // SAFETY: the kernel writes to the array, which lives during the call.
+            unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, size, cpus) };
+            let (signal, affinity) = (libc::SYS_tgkill, libc::SYS_sched_setaffinity);
+            let (scheduler, priority) = (libc::SYS_sched_setscheduler, libc::SYS_setpriority);
+            let parameters = 0_i32;
+            let parameters = (&raw const parameters) as i64;
+            let calls = [
+                [signal, own, thread, 0],
+                [affinity, 0, size, cpus],
+                [scheduler, 0, i64::from(libc::SCHED_OTHER), parameters],
+                [priority, 0, 0, 19],
+                [signal, other, other, 0],
+                [affinity, other, size, cpus],
+                [scheduler, other, i64::from(libc::SCHED_OTHER), parameters],
+                [priority, 0, other, 19],
+            ];
+            calls.map(|[call, one, two, three]| {
+                // SAFETY: numbers, and pointers to values that live during the call.
+                let answer = unsafe { libc::syscall(call, one, two, three) };
+                let refused = io::Error::last_os_error().raw_os_error();
+                if answer == 0 { None } else { refused }
+            })
+        };
+        println!("{:?}", stoppable_thread::spawn("throttle", ask).unwrap().join().unwrap());
+        return;
+    }
+    let done =
+        run("a_thread_signals_and_schedules_nothing_of_another_process", SeccompMode::Errno);
+    let text = String::from_utf8_lossy(&done.stdout).into_owned();
+    let (may, refused) = (None::<i32>, Some(libc::EPERM));
+    let wanted = format!("{:?}", [may, may, may, may, refused, refused, refused, refused]);
+    assert!(text.contains(&wanted), "{text} {done:?}");
 }
 
 #[test]
