@@ -71,8 +71,10 @@ impl There {
     #[track_caller]
     fn fits(&self, result: Result<(), Misread>) {
         let Err(misread) = result else { return };
-        let output = self.vmm.output();
-        if output.contains("lacks processor features") {
+        // The reason comes after the answer.
+        self.vmm.wait_for_event("migration-receive-failed");
+        let (events, output) = (self.vmm.events(), self.vmm.output());
+        if events.iter().any(|event| event.to_string().contains("lacks processor features")) {
             skip(format!("the recorded vCPUs do not fit this processor: {misread:?}"));
         }
         panic!("{misread:?}\n{output}");

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::skip;
+use super::{is_root, skip};
 
 fn run(words: &[&str]) -> Result<String, String> {
     let output = Command::new(words[0]).args(&words[1..]).output();
@@ -25,6 +25,9 @@ pub struct Loop(PathBuf);
 impl Loop {
     /// Over `file`; the test is SKIPPED where there are none.
     pub fn over(file: &Path) -> Self {
+        if !is_root() {
+            skip("only root may give a VMM a loop device");
+        }
         match run(&["losetup", "--find", "--show", text(file)]) {
             Ok(path) => Self(path.into()),
             Err(why) => skip(format!("no loop device: {why}")),

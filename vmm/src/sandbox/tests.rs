@@ -466,8 +466,7 @@ fn a_thread_signals_and_schedules_nothing_of_another_process() {
         println!("{:?}", stoppable_thread::spawn("throttle", ask).unwrap().join().unwrap());
         return;
     }
-    let done =
-        run("a_thread_signals_and_schedules_nothing_of_another_process", SeccompMode::Errno);
+    let done = run("a_thread_signals_and_schedules_nothing_of_another_process", SeccompMode::Errno);
     let text = String::from_utf8_lossy(&done.stdout).into_owned();
     let (may, refused) = (None::<i32>, Some(libc::EPERM));
     let wanted = format!("{:?}", [may, may, may, may, refused, refused, refused, refused]);

@@ -42,9 +42,13 @@ const STATE: u64 = 4;
 const EJECT: u64 = 8;
 const MEMORY_STATE: u64 = 20;
 
+/// As many address bits as a machine has by default, where the processor has more. A KVM that cannot intercept CPUID
+/// shows the processor's own, beyond which KVM refuses addresses.
+const ADDRESS_BITS_MAX: u64 = 46;
+
 /// Maps the last 2 MiB of the machine's addresses, and says where those are now.
 pub(super) fn map_last() -> u64 {
-    let bits = u64::from(__cpuid(0x8000_0008).eax & 0xff).clamp(36, 52);
+    let bits = u64::from(__cpuid(0x8000_0008).eax & 0xff).clamp(36, ADDRESS_BITS_MAX);
     let last = (1 << bits) - LARGE_PAGE_BYTES;
     mem::clear(DIRECTORY_GPA, PAGE_BYTES);
     mem::store(DIRECTORY_GPA, last | LARGE_PAGE_FLAGS);
