@@ -14,6 +14,7 @@ const PAGE: &str = "docs/limits.md";
 /// Modules of which each limit has to be in [`PAGE`] or in `docs/migration.md`.
 const PEERS: &[&str] = &[
     "cloud-hypervisor-state/src",
+    "devices/src/endpoint",
     "devices/src/tpm",
     "devices/src/virtio/block/qcow2",
     "devices/src/virtio/block/vhd.rs",

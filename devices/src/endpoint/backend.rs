@@ -9,13 +9,13 @@ use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use log::{info, warn};
+use log::warn;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::WRITE_CHUNK_BYTES;
 use super::listener::PathListener;
 use super::standard::{self, Carrier};
-use crate::syscalls;
+use crate::{LogLimit, log_limited, syscalls};
 
 /// Raw mode of a terminal; restored when dropped, unless another owner has the terminal by then.
 ///
@@ -100,6 +100,8 @@ impl Drop for RawTerminal {
 pub(super) struct Channel {
     pub(super) input: Option<File>,
     pub(super) output: Option<File>,
+    /// Of lines that peers cause by coming and going.
+    log_limit: LogLimit,
 }
 
 impl Channel {
@@ -121,7 +123,7 @@ impl Channel {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    warn!("console output is gone: {error}");
+                    log_limited!(self.log_limit, Warn, "console output is gone: {error}");
                     self.output = None;
                 }
             }
@@ -185,7 +187,7 @@ impl Backend {
     pub(super) fn file(path: &Path) -> io::Result<Self> {
         let output = super::open_output(path)?;
         Ok(Self {
-            channel: Channel { input: None, output: Some(output) },
+            channel: Channel { output: Some(output), ..Channel::default() },
             source: OutputSource::Nothing,
         })
     }
@@ -198,7 +200,11 @@ impl Backend {
             _carrier: carrier,
             _raw: RawTerminal::enter(input)?,
         };
-        let channel = Channel { input: Some(standard::input(input)?), output: Some(file) };
+        let channel = Channel {
+            input: Some(standard::input(input)?),
+            output: Some(file),
+            ..Channel::default()
+        };
         Ok(Self { channel, source })
     }
 
@@ -210,6 +216,7 @@ impl Backend {
             channel: Channel {
                 input: Some(master.try_clone()?.into()),
                 output: Some(master.into()),
+                ..Channel::default()
             },
             source: OutputSource::Slave { _slave: slave },
         };
@@ -252,8 +259,9 @@ impl Backend {
             return;
         }
         let Ok(peer) = listener.accept() else { return };
-        info!("a peer connected to the console socket {}", listener.path().display());
-        self.channel = channel_of(peer).unwrap_or_default();
+        let path = listener.path().display();
+        log_limited!(self.channel.log_limit, Info, "a peer connected to the console socket {path}");
+        (self.channel.input, self.channel.output) = both_ways(peer).unzip();
     }
 
     pub(super) fn read(&mut self, buffer: &mut [u8]) -> usize {
@@ -268,8 +276,9 @@ impl Backend {
     }
 }
 
-fn channel_of(peer: UnixStream) -> io::Result<Channel> {
-    peer.set_nonblocking(true)?;
-    let output = OwnedFd::from(peer.try_clone()?);
-    Ok(Channel { input: Some(OwnedFd::from(peer).into()), output: Some(output.into()) })
+/// Its input and its output.
+fn both_ways(peer: UnixStream) -> Option<(File, File)> {
+    peer.set_nonblocking(true).ok()?;
+    let output = peer.try_clone().ok()?;
+    Some((OwnedFd::from(peer).into(), OwnedFd::from(output).into()))
 }

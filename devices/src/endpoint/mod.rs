@@ -259,7 +259,7 @@ impl Inner {
     }
 
     fn update_watches(&mut self, epoll: &Epoll) {
-        let Channel { input, output } = &self.backend.channel;
+        let Channel { input, output, .. } = &self.backend.channel;
         let input = input.as_ref().filter(|_| self.input_wanted).map(AsRawFd::as_raw_fd);
         let output = output.as_ref().filter(|_| !self.pending.is_empty()).map(AsRawFd::as_raw_fd);
         let listener = self.backend.waiting_listener();

@@ -11,6 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 
 use super::*;
+use crate::log_limit::kept;
 use crate::syscalls;
 
 fn is_ready(endpoint: &ConsoleEndpoint) -> bool {
@@ -114,6 +115,62 @@ fn a_socket_serves_one_peer_after_the_other() {
     }
     drop(endpoint);
     assert!(!path.exists());
+}
+
+#[test]
+fn who_connects_meanwhile_neither_reads_nor_writes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    endpoint.want_input(true);
+    let mut buffer = [0; 64];
+    let mut first = UnixStream::connect(&path).unwrap();
+    assert_eq!(endpoint.service(&mut buffer), 0);
+    let mut second = UnixStream::connect(&path).unwrap();
+    second.set_nonblocking(true).unwrap();
+    second.write_all(b"of the second").unwrap();
+    endpoint.write(b"for the first");
+    assert!(!is_ready(&endpoint), "the second waits outside");
+    assert_eq!(endpoint.service(&mut buffer), 0);
+    assert_eq!(second.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    let len_bytes = first.read(&mut buffer).unwrap();
+    assert_eq!(&buffer[..len_bytes], b"for the first");
+    drop(first);
+    assert_eq!(endpoint.service(&mut buffer), 0);
+    let len_bytes = endpoint.service(&mut buffer);
+    assert_eq!(&buffer[..len_bytes], b"of the second");
+}
+
+#[test]
+fn peers_that_come_and_go_fill_no_log() {
+    // Two lines of each: it came, and output to it fails.
+    const LINES_MAX: usize = 32 / 2 + 1;
+    kept::start();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    for _ in 0..100 {
+        let peer = UnixStream::connect(&path).unwrap();
+        assert!(is_ready(&endpoint), "each is accepted");
+        endpoint.service(&mut []);
+        drop(peer);
+        endpoint.write(b"output without a reader");
+    }
+    let lines = kept::count(path.to_str().unwrap());
+    assert!((1..=LINES_MAX).contains(&lines), "{lines}");
+}
+
+#[test]
+fn a_socket_has_the_rights_that_the_process_gives_to_new_files() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let _endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("Umask:")).unwrap().trim();
+    let mask = u32::from_str_radix(mask, 8).unwrap();
+    let mode = path.symlink_metadata().unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o777 & !mask);
 }
 
 #[test]
