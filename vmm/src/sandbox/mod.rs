@@ -104,14 +104,13 @@ fn no_new_privileges() -> Result<(), SandboxError> {
     check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) })
 }
 
-/// Guest memory and secrets are in no dump, and another process of the same user cannot look at them.
+/// Guest memory and secrets are in no dump, and another process of the same user cannot look at them. Neither this
+/// process nor one that it starts can raise the limit again, unless it has `CAP_SYS_RESOURCE`.
 fn no_dumps() -> Result<(), SandboxError> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: takes numbers, and a structure that lives during the calls.
+    let limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: takes numbers, and a structure that lives during the call.
     unsafe {
         check(libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0))?;
-        check(libc::getrlimit(libc::RLIMIT_CORE, &raw mut limit))?;
-        limit.rlim_cur = 0;
         check(libc::setrlimit(libc::RLIMIT_CORE, &raw const limit))
     }
 }

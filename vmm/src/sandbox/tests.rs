@@ -372,9 +372,12 @@ fn libraries_that_look_up_names_are_refused_other_calls() {
         println!("answer {answer:?}");
         return;
     }
-    let done = run("libraries_that_look_up_names_are_refused_other_calls", SeccompMode::Enforce);
-    let text = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert!(text.contains(&format!("answer (-1, Some({}))", libc::ENOSYS)), "{text} {done:?}");
+    let test = "libraries_that_look_up_names_are_refused_other_calls";
+    for (mode, errno) in [(SeccompMode::Enforce, libc::ENOSYS), (SeccompMode::Errno, libc::EPERM)] {
+        let done = run(test, mode);
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(text.contains(&format!("answer (-1, Some({errno}))")), "{mode:?}: {text} {done:?}");
+    }
 }
 
 #[test]
@@ -484,10 +487,15 @@ fn the_process_gives_up_new_rights_and_dumps() {
         let mut core = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
         // SAFETY: one rlimit is written, which lives during the call.
         unsafe { libc::getrlimit(libc::RLIMIT_CORE, &raw mut core) };
-        println!("rights {} dumps {dumps} core {}", rights.trim(), core.rlim_cur);
+        println!(
+            "rights {} dumps {dumps} core {} of {}",
+            rights.trim(),
+            core.rlim_cur,
+            core.rlim_max
+        );
         return;
     }
     let done = run("the_process_gives_up_new_rights_and_dumps", SeccompMode::Enforce);
     let text = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert!(text.contains("rights 1 dumps 0 core 0"), "{text} {done:?}");
+    assert!(text.contains("rights 1 dumps 0 core 0 of 0\n"), "{text} {done:?}");
 }
