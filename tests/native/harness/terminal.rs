@@ -29,9 +29,11 @@ impl Terminal {
         Self { _master: own(master), slave: own(slave) }
     }
 
-    /// For another process, as long as this is there.
+    /// For another process of the same user, as long as this is there.
     pub fn path(&self) -> String {
-        format!("/proc/{}/fd/{}", std::process::id(), self.slave.as_raw_fd())
+        let link = format!("/proc/self/fd/{}", self.slave.as_raw_fd());
+        let path = std::fs::read_link(link).expect("a terminal has a name");
+        path.to_str().expect("UTF-8").to_owned()
     }
 
     /// Whether it collects lines, echoes and makes signals of keys.
