@@ -137,6 +137,11 @@ const BLOCK: &[u32] = &[
 ];
 /// PR_SET_NAME, PR_GET_NAME, PR_SET_NO_NEW_PRIVS, PR_GET_DUMPABLE, PR_SET_VMA, PR_GET_SECCOMP.
 const THREAD: &[u32] = &[15, 16, 38, 3, 0x5356_4d41, 21];
+/// F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK to F_SETLKW, F_OFD_GETLK to F_OFD_SETLKW, F_DUPFD_CLOEXEC,
+/// F_SETPIPE_SZ, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS.
+const DESCRIPTOR: &[u32] = &[0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034];
+/// F_SETLEASE.
+const LEASE: &[u32] = &[1024];
 /// PR_SCHED_CORE.
 const CORE: &[u32] = &[62];
 /// PR_SET_DUMPABLE, of a process at its start.
@@ -167,7 +172,7 @@ group! {
         SYS_fstat "the standard library, about to read a file";
         SYS_newfstatat "the standard library";
         SYS_statx "the standard library";
-        SYS_fcntl "copies of descriptors, O_NONBLOCK, locks of open files";
+        SYS_fcntl [Check::Second(DESCRIPTOR)] "copies of descriptors, O_NONBLOCK, locks of open files; no owner, who would be signalled";
         SYS_dup "copies of descriptors";
         SYS_ioctl [Check::Second(TERMINAL)] "a terminal's settings are put back also after a panic; FIONBIO";
         SYS_shutdown "a connection is ended by the thread that gives it up";
@@ -450,6 +455,13 @@ group! {
 }
 
 group! {
+    /// Leases of files.
+    LEASES "leases" {
+        SYS_fcntl [Check::Second(LEASE)] "whether another process has a file of memory";
+    }
+}
+
+group! {
     /// Timers of devices.
     TIMERS "timers" {
         SYS_timerfd_create "waiting with a limit";
@@ -534,7 +546,7 @@ group! {
         SYS_getresgid "rights";
         SYS_getgroups "rights";
         SYS_capget "rights";
-        SYS_kill "a signal for this process";
+        SYS_kill [Check::ThisProcess] "a signal for this process";
         SYS_rt_sigpending "a signal that waits";
         SYS_rt_sigtimedwait "a signal that waits";
         SYS_prctl [Check::First(START)] "no dumps of this process";

@@ -64,7 +64,13 @@ fn telling_argument(call: i64, arguments: [u64; 3]) -> Option<u64> {
     let [first, second, third] = arguments;
     match call {
         libc::SYS_ioctl | libc::SYS_fcntl => Some(second),
-        libc::SYS_bpf
+        // That of a priority is nearly always PRIO_PROCESS.
+        libc::SYS_setpriority => Some(second),
+        libc::SYS_kill
+        | libc::SYS_tgkill
+        | libc::SYS_sched_setaffinity
+        | libc::SYS_sched_setscheduler
+        | libc::SYS_bpf
         | libc::SYS_clone
         | libc::SYS_prlimit64
         | libc::SYS_socket

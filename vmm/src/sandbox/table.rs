@@ -10,9 +10,9 @@
 use super::calls::{
     CAPABILITIES, CONNECTIONS, CORE_SCHEDULING, Call, DISKS, END_PAGE_SERVER, FAULT_LOOKUP,
     FAULT_TRACE, FILES, Group, INTERNET_SOCKETS, KERNEL, KVM_CREATION, KVM_REQUESTS, LANDLOCK,
-    LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING, RING_REQUESTS,
-    RUNTIME, SCHEDULING, SET_TIMERS, SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER, TAPS, TIMERS,
-    UNRECEIVED, VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
+    LEASES, LOCAL_SOCKETS, MEMORY, NAMES, OPEN, PROCESS, PSEUDOTERMINALS, RESOLVER, RING,
+    RING_REQUESTS, RUNTIME, SCHEDULING, SET_TIMERS, SOCKET_PATHS, START_PAGE_SERVER, TAP_OF_DRIVER,
+    TAPS, TIMERS, UNRECEIVED, VDPA_CONFIG, VDPA_REQUESTS, VFIO_REQUESTS,
 };
 
 /// Room for all kinds.
@@ -138,6 +138,9 @@ const RECEIVE: &[&Group] = &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&UNRECEIVED,
 /// What `main` needs, which also loads the program that traces faults before it receives a migration.
 const OF_MAIN: &[&Group] =
     &with::<{ CONFINE_AND_BUILD.len() + 1 }>(&FAULT_TRACE, CONFINE_AND_BUILD);
+
+/// What the main thread of the pool needs.
+const OF_POOL: &[&Group] = &with::<{ BUILD.len() + 1 }>(&LEASES, BUILD);
 
 /// A group, and others after it.
 const fn with<const COUNT: usize>(
@@ -315,9 +318,9 @@ pub(super) static KINDS: &[Kind] = kinds! {
     "serve": &[&CONNECTIONS, &LOCAL_SOCKETS, &INTERNET_SOCKETS, &MEMORY, &OPEN, &FILES,
         &SCHEDULING, &SOCKET_PATHS], starts &[&["mig-send", "mig-connect", "mig-alive", "mig-urgent", "mig-bulk",
         "mig-verdict", "mig-resolve", "mig-look"]], "sends the last pages of a guest";
-    "prezero-pool": BUILD, starts &[&["zeroer", "log", "put-back", "end", "print-error"]],
+    "prezero-pool": OF_POOL, starts &[&["zeroer", "log", "put-back", "end", "print-error"]],
         "`main` of the pool daemon: memory, its I/O address space, its sockets";
-    "zeroer": &[&MEMORY, &KERNEL, &VFIO_REQUESTS, &SCHEDULING, &FILES, &OPEN, &NAMES], starts &[],
+    "zeroer": &[&MEMORY, &KERNEL, &LEASES, &VFIO_REQUESTS, &SCHEDULING, &FILES, &OPEN, &NAMES], starts &[],
         "populates and zeroes memory";
 };
 
