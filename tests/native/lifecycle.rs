@@ -104,7 +104,9 @@ fn whole_life() {
 fn wrong_time() {
     let vmm = Vmm::empty();
     let api = vmm.api();
-    for name in ["vm.boot", "vm.pause", "vm.resume", "vm.shutdown", "vm.reboot", "vm.delete"] {
+    // As in cloud-hypervisor, in which the others are 404 by its description.
+    api.put("vm.delete", "").ok();
+    for name in ["vm.boot", "vm.pause", "vm.resume", "vm.shutdown", "vm.reboot", "vm.resize"] {
         let answer = api.put(name, "");
         assert!((400..500).contains(&answer.status), "{name}: {answer:?}");
         assert!(answer.body.contains("there is no VM"), "{name}: {answer:?}");

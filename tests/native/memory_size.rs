@@ -10,6 +10,7 @@ use crate::harness::{Mode, Suite, Transport, Vmm, VmmBuilder};
 pub fn add(suite: &mut Suite) {
     suite.add("memory_size::impossible_sizes_are_refused", impossible_sizes);
     suite.add("memory_size::zones_have_sizes_of_their_own", zones);
+    suite.add("memory_size::sizes_from_before_boot_are_those_that_boot_has", before_boot);
     for mode in [Mode::Precopy, Mode::Postcopy] {
         let name = format!("memory_size::size_is_kept_through_a_reboot_and_{}", mode.name());
         suite.add(&name, move || size_is_kept(mode));
@@ -186,4 +187,50 @@ fn memory_devices_move(mode: Mode) {
     restored.verify();
     restored.shut_down();
     home.shut_down();
+}
+
+/// What `vm.resize` and `vm.resize-zone` say before the guest runs is what it boots with.
+fn before_boot() {
+    let vmm = Vmm::empty();
+    let mut config: Value =
+        serde_json::from_str(&crate::lifecycle::config(128)).expect("a configuration");
+    config["cpus"]["max_vcpus"] = Value::from(4);
+    config["balloon"] = serde_json::json!({ "size": 0 });
+    vmm.api().put("vm.create", &config.to_string()).ok();
+    let sizes = serde_json::json!({
+        "desired_vcpus": 3, "desired_ram": 192 << 20, "desired_balloon": 1 << 20,
+    });
+    vmm.api().put("vm.resize", &sizes.to_string()).ok();
+    refused(&vmm, "vm.resize", r#"{"desired_vcpus":5}"#, "maximum number");
+    refused(&vmm, "vm.resize", "{}", "say which");
+    let zone = r#"{"id":"b","desired_ram":1073741824}"#;
+    refused(&vmm, "vm.resize-zone", zone, "'b'");
+    for is_booted in [false, true] {
+        if is_booted {
+            vmm.api().put("vm.boot", "").ok();
+            vmm.wait_for_heartbeat();
+        }
+        let info = info(&vmm);
+        let config = &info["config"];
+        assert_eq!(
+            (&config["cpus"]["boot_vcpus"], &config["memory"]["size"]),
+            (&Value::from(3), &Value::from(192 << 20))
+        );
+        assert_eq!(config["balloon"]["size"], 1 << 20);
+        assert!(!is_booted || info["balloon"]["target_bytes"] == 1 << 20, "{info}");
+    }
+    let names = crate::harness::process::thread_names(vmm.pid());
+    assert_eq!(names.iter().filter(|name| name.starts_with("vcpu")).count(), 3, "{names:?}");
+    vmm.api().put("vm.delete", "").ok();
+    config["memory"] = serde_json::json!({ "size": 0, "zones": [
+        { "id": "a", "size": 128 << 20, "shared": true },
+        { "id": "b", "size": 64 << 20, "shared": true },
+    ] });
+    vmm.api().put("vm.create", &config.to_string()).ok();
+    vmm.api().put("vm.resize-zone", r#"{"id":"b","desired_ram":134217728}"#).ok();
+    refused(&vmm, "vm.resize", r#"{"desired_ram":1073741824}"#, "vm.resize-zone");
+    vmm.api().put("vm.boot", "").ok();
+    vmm.wait_for_heartbeat();
+    assert_eq!(info(&vmm)["config"]["memory"]["zones"][1]["size"], 128 << 20);
+    vmm.shut_down();
 }

@@ -124,7 +124,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.delete",
         method: Put,
-        summary: "Deletes the VM.",
+        summary: "Deletes the VM, if there is one.",
         operation: Some("deleteVM"),
         takes: Body::Optional(schema!(ForceData)),
         gives: Body::Empty,
@@ -306,8 +306,8 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resize",
         method: Put,
-        summary: "Changes the size of the VM's memory, up to hotplug_size, or of its balloon. The \
-                  number of vCPUs cannot be changed in this version.",
+        summary: "Changes the number of vCPUs, up to the maximum, the size of the VM's memory, up to hotplug_size, or \
+                  of its balloon. Before the VM is booted, changes what it is booted with.",
         operation: None,
         takes: Body::Schema(schema!(VmResize)),
         gives: Body::Empty,
@@ -330,7 +330,7 @@ pub const ENDPOINTS: &[Endpoint] = &[
     Endpoint {
         path: "vm.resize-zone",
         method: Put,
-        summary: "Changes the size of a memory zone, up to its hotplug_size.",
+        summary: "Changes the size of a memory zone, up to its hotplug_size; before the VM is booted, any.",
         operation: None,
         takes: Body::Schema(schema!(VmResizeZone)),
         gives: Body::Empty,

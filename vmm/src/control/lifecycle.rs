@@ -100,7 +100,8 @@ impl Vmm {
 
     fn delete(&mut self) -> Result<(), ApiError> {
         match &self.vm {
-            VmLifecycle::None => return Err(ApiError::not_created()),
+            // As in cloud-hypervisor: what is to be gone is gone.
+            VmLifecycle::None => return Ok(()),
             // A machine that arrived and was not started, or is kept for a guest elsewhere, is given up;
             // its pages first, as in `delete_unstarted`.
             VmLifecycle::NotStarted { .. } => self.pages = GuestPages::Resident,

@@ -2,19 +2,24 @@
 
 //! Resizing a VM: vCPUs, memory, balloon and disks.
 //!
-//! Owns the answers to `vm.resize`, `vm.resize-zone` and `vm.resize-disk`.
+//! Owns the answers to `vm.resize`, `vm.resize-zone` and `vm.resize-disk`. Before the guest runs the first two change
+//! its configuration, afterwards its machine.
 
 use super::pausing::{TransitionError, TransitionKind};
 use super::{VmLifecycle, Vmm};
 use crate::api::request::Responder;
 use crate::api::{ApiError, ApiErrorKind, ApiReply};
-use crate::config::{VmResize, VmResizeDisk, VmResizeZone};
+use crate::config::{ConfigError, VmConfig, VmResize, VmResizeDisk, VmResizeZone};
 use crate::events;
 use crate::machine::{Machine, MachineError, ResizeBalloonError, ResizeMemoryError};
 
 impl Vmm {
     /// `vm.resize`. vCPUs are added on a thread: KVM takes its time for many of them.
     pub(super) fn resize_for(&mut self, wanted: &VmResize, responder: Responder) {
+        if let VmLifecycle::Created(config) = &mut self.vm {
+            let result = resize_config(config, wanted);
+            return responder.answer(result.map(|()| ApiReply::Empty));
+        }
         if let Err(error) = self.may_resize(wanted) {
             return responder.answer(Err(error));
         }
@@ -59,7 +64,7 @@ impl Vmm {
     fn may_resize(&mut self, wanted: &VmResize) -> Result<(), ApiError> {
         self.machine_mut()?;
         if *wanted == VmResize::default() {
-            return Err(nothing_wanted("desired_vcpus, desired_ram or desired_balloon"));
+            return Err(no_size_wanted());
         }
         if let Some(wanted_bytes) = wanted.desired_ram
             && self
@@ -93,6 +98,12 @@ impl Vmm {
 
     /// `vm.resize-zone`.
     pub(super) fn resize_zone(&mut self, wanted: &VmResizeZone) -> Result<(), ApiError> {
+        if let VmLifecycle::Created(config) = &mut self.vm {
+            let wanted_bytes = wanted.desired_ram.ok_or_else(|| nothing_wanted("desired_ram"))?;
+            let resized = config.with_zone_size(&wanted.id, wanted_bytes);
+            **config = resized.map_err(|error| not_bootable(&error))?;
+            return Ok(());
+        }
         let machine = self.machine_mut()?;
         let Some(wanted_bytes) = wanted.desired_ram else {
             return Err(nothing_wanted("desired_ram"));
@@ -182,6 +193,23 @@ fn balloon_refused(error: &ResizeBalloonError) -> ApiError {
 fn nothing_wanted(what: &str) -> ApiError {
     let message = format!("nothing is to have another size: say which with {what}");
     ApiError::new(ApiErrorKind::BadRequest, message)
+}
+
+fn no_size_wanted() -> ApiError {
+    nothing_wanted("desired_vcpus, desired_ram or desired_balloon")
+}
+
+fn not_bootable(error: &ConfigError) -> ApiError {
+    ApiError::from_error(ApiErrorKind::BadConfig, error)
+}
+
+/// `vm.resize` of a VM that is not booted: it has the sizes when it boots.
+fn resize_config(config: &mut VmConfig, wanted: &VmResize) -> Result<(), ApiError> {
+    if *wanted == VmResize::default() {
+        return Err(no_size_wanted());
+    }
+    *config = config.resized(wanted).map_err(|error| not_bootable(&error))?;
+    Ok(())
 }
 
 fn resize_memory(
