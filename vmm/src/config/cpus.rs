@@ -31,6 +31,14 @@ option_enum! {
     }
 }
 
+option_enum! {
+    /// Which processor the guest sees.
+    CpuProfile = "Host", default Host {
+        /// That of the host.
+        Host = "host",
+    }
+}
+
 option_family! {
     /// CPU topology: number of threads, cores, dies and packages.
     CpuTopology "topology" {
@@ -109,6 +117,8 @@ option_family! {
         /// What may run on the other hyperthreads of a core while a vCPU is in the guest.
         core_scheduling: CoreSchedulingMode = CoreSchedulingMode::Vm,
             "core_scheduling" as One<Choice>;
+        /// The processor that the guest sees.
+        profile: CpuProfile = CpuProfile::Host, "profile" as One<Choice>;
     }
 }
 
@@ -251,5 +261,33 @@ impl ValueCodec<CpuFeatures> for FeaturesText {
 
     fn print(value: &CpuFeatures) -> String {
         if value.amx { "[amx]" } else { "[]" }.to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_only_profile_is_the_host() {
+        let parsed = CpusConfig::parse_cpus("boot=2,profile=Host").unwrap();
+        assert_eq!(parsed, CpusConfig { boot_vcpus: 2, max_vcpus: 2, ..CpusConfig::default() });
+        let read = |profile: &str| {
+            let cpus = json!({"boot_vcpus": 1, "max_vcpus": 1, "profile": profile});
+            serde_json::from_value::<CpusConfig>(cpus)
+        };
+        let host = read("Host").unwrap();
+        assert_eq!(host.profile, CpuProfile::Host);
+        assert_eq!(serde_json::to_value(&host).unwrap()["profile"], "Host");
+        for name in ["skylake", "sapphire-rapids", "Nothing"] {
+            let error = CpusConfig::parse_cpus(&format!("profile={name}")).unwrap_err();
+            assert!(error.to_string().contains("profile"), "{error}");
+            let error = read(name).unwrap_err().to_string();
+            assert!(error.contains("profile: unknown variant"), "{error}");
+        }
     }
 }

@@ -2,35 +2,33 @@
 
 //! Configuration fields of cloud-hypervisor that are unknown to this program.
 //!
-//! Owns their names, of versions 40 to 53 and the one in development, and their default values: generated
-//! clients send every field of the version that they were generated for. A field with another value than
-//! its default is refused by name, as any unknown field is; this must never give one of them a meaning.
+//! Owns their names, of versions 40 to 53 and the one in development: generated clients send every field of the
+//! version that they were generated for. A field with another value than its default is refused by name, as any
+//! unknown field is; this must never give one of them a meaning.
 
 use serde_json::Value;
 
-/// Fields of cloud-hypervisor that do not exist here: type, field, and the default that clients send, if
-/// not empty.
-const FIELDS: [(&str, &str, &str); 20] = [
-    ("ConsoleConfig", "iobase", ""),
-    ("CpusConfig", "profile", "Host"),
-    ("DebugConsoleConfig", "id", ""),
-    ("DebugConsoleConfig", "iommu", ""),
-    ("DebugConsoleConfig", "socket", ""),
-    ("FsConfig", "iommu", ""),
-    ("GenericVhostUserConfig", "iommu", ""),
-    ("NumaConfig", "sgx_epc_sections", ""),
-    ("PayloadConfig", "fw_cfg_config", ""),
-    ("SendMigrationData", "preserve_source", ""),
-    ("SerialConfig", "id", ""),
-    ("SerialConfig", "iobase", ""),
-    ("SerialConfig", "iommu", ""),
-    ("SerialConfig", "pci_device_id", ""),
-    ("SerialConfig", "pci_segment", ""),
-    ("UserDeviceConfig", "iommu", ""),
-    ("VmConfig", "gdb", ""),
-    ("VmConfig", "ivshmem", ""),
-    ("VmConfig", "preserved_fds", ""),
-    ("VmConfig", "sgx_epc", ""),
+/// Fields of cloud-hypervisor that do not exist here: type and field.
+const FIELDS: [(&str, &str); 19] = [
+    ("ConsoleConfig", "iobase"),
+    ("DebugConsoleConfig", "id"),
+    ("DebugConsoleConfig", "iommu"),
+    ("DebugConsoleConfig", "socket"),
+    ("FsConfig", "iommu"),
+    ("GenericVhostUserConfig", "iommu"),
+    ("NumaConfig", "sgx_epc_sections"),
+    ("PayloadConfig", "fw_cfg_config"),
+    ("SendMigrationData", "preserve_source"),
+    ("SerialConfig", "id"),
+    ("SerialConfig", "iobase"),
+    ("SerialConfig", "iommu"),
+    ("SerialConfig", "pci_device_id"),
+    ("SerialConfig", "pci_segment"),
+    ("UserDeviceConfig", "iommu"),
+    ("VmConfig", "gdb"),
+    ("VmConfig", "ivshmem"),
+    ("VmConfig", "preserved_fds"),
+    ("VmConfig", "sgx_epc"),
 ];
 
 /// Whether `value` is the default of an unknown field: `null` in any field, and in known ones of
@@ -39,15 +37,15 @@ pub fn says_nothing(type_name: &str, field: &str, value: &Value) -> bool {
     if value.is_null() {
         return true;
     }
-    let known = FIELDS.iter().find(|(owner, name, _)| *owner == type_name && *name == field);
-    known.is_some_and(|(_, _, default)| match value {
+    let is_empty = match value {
         Value::Null => true,
         Value::Bool(is_on) => !is_on,
         Value::Number(number) => number.as_u64() == Some(0),
-        Value::String(text) => text.is_empty() || text == default,
+        Value::String(text) => text.is_empty(),
         Value::Array(items) => items.is_empty(),
         Value::Object(fields) => fields.is_empty(),
-    })
+    };
+    is_empty && FIELDS.contains(&(type_name, field))
 }
 
 #[cfg(test)]
@@ -72,7 +70,6 @@ mod tests {
         let plain = read(&json!({})).unwrap();
         for nothing in [
             json!({"serial": {"iommu": false, "mode": "Null", "pci_segment": 0}}),
-            json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "Host"}}),
             json!({"gdb": false, "sgx_epc": [], "preserved_fds": null, "ivshmem": null}),
             json!({"debug_console": {"mode": "Off", "iommu": false}}),
             json!({"payload": {"kernel": "/k", "fw_cfg_config": {}}}),
@@ -102,7 +99,6 @@ mod tests {
     fn what_says_something_is_refused_by_its_name() {
         for (something, field) in [
             (json!({"serial": {"iommu": true, "mode": "Null"}}), "iommu"),
-            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "skylake"}}), "profile"),
             (json!({"gdb": true}), "gdb"),
             (json!({"sgx_epc": [{"id": "a", "size": 1}]}), "sgx_epc"),
             // An unknown name is refused, whatever its value.

@@ -26,7 +26,7 @@ fn keys_of_the_configuration() {
         ("/disks/0/pci_segment", json!(1), "disks[0].pci_segment=1"),
         ("/disks/0/pci_device_id", json!(9), "disks[0].pci_device_id=9"),
         ("/vsock/iommu", json!(true), "vsock.iommu=true"),
-        ("/cpus/profile", json!("skylake"), "unknown field `profile`"),
+        ("/cpus/profile", json!("skylake"), "profile: unknown variant `skylake`"),
         ("/payload/fw_cfg_config", json!({"kernel": true}), "unknown field `fw_cfg_config`"),
         ("/unheard_of", json!(1), "unknown field `unheard_of`"),
     ] {
