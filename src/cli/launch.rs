@@ -318,6 +318,18 @@ mod tests {
     }
 
     #[test]
+    fn a_clock_needs_no_value() {
+        let clock = |line: &str| {
+            let (options, _) = run(line).into_options().unwrap();
+            options.initial_vm.unwrap().rtc.and_then(|rtc| rtc.id)
+        };
+        assert_eq!(clock("--kernel /k"), None);
+        assert_eq!(clock("--rtc --kernel /k").as_deref(), Some("__rtc"));
+        assert_eq!(clock("--kernel /k --rtc").as_deref(), Some("__rtc"));
+        assert_eq!(clock("--kernel /k --rtc id=clock").as_deref(), Some("clock"));
+    }
+
+    #[test]
     fn a_page_server_is_known_by_its_option() {
         let line = "cloud-hypervisor --page-server 1500 --api-socket /s -v --event-monitor fd=1 \
                     --log-format {msg} --seccomp errno";

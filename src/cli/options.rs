@@ -133,7 +133,9 @@ pub fn command(with_help: bool) -> Command {
             manual::list::<RateLimitGroupConfig>("rate-limit-group", with_help),
             manual::option::<RestoreConfig>("restore", with_help),
             manual::option::<RngConfig>("rng", with_help),
-            manual::option::<RtcConfig>("rtc", with_help),
+            manual::option::<RtcConfig>("rtc", with_help)
+                .num_args(0..=1)
+                .default_missing_value(""),
             one("seccomp", say("Action on a forbidden system call").to_owned())
                 .value_name("MODE")
                 .value_parser(["true", "false", "log", "errno"])

@@ -8,7 +8,7 @@ use super::codec::{Id, Int, One, Opt, Toggle};
 use super::family::option_family;
 
 option_family! {
-    /// The virtio real-time clock device.
+    /// The virtio real-time clock device; `--rtc` alone stands for the defaults.
     RtcConfig "rtc" {
         /// Name of the device.
         id: Option<String> = None, "id" as Opt<Id>;
