@@ -8,6 +8,7 @@ use super::cpus::CpusConfig;
 use super::error::ConfigError;
 use super::family::Family;
 use super::payload::PayloadConfig;
+use super::platform::PlatformConfig;
 use super::vm::VmConfig;
 
 /// The unparsed option strings of a command line that describe a VM.
@@ -141,7 +142,11 @@ impl VmParams {
             watchdog: self.watchdog,
             pvpanic: self.pvpanic,
             pci_segments: many(&self.pci_segments)?,
-            platform: one(self.platform.as_ref())?,
+            platform: self
+                .platform
+                .as_ref()
+                .map(|text| named(PlatformConfig::parse_platform(text)))
+                .transpose()?,
             tpm: one(self.tpm.as_ref())?,
             landlock_enable: self.landlock,
             landlock_rules: many(&self.landlock_rules)?,

@@ -11,7 +11,8 @@ use super::codec::{Choice, Int, IntList, One, Opt, OptionEnum, Text, TextList, T
 use super::descriptor::{ConfigFd, Fd};
 use super::enums::enum_schema;
 use super::error::ConfigError;
-use super::family::option_family;
+use super::family::{Family as _, option_family};
+use super::option_string::{OptionError, split_commas};
 use super::value::{FieldValue, SchemaSet};
 use crate::platform::PlatformName;
 
@@ -67,7 +68,8 @@ option_family! {
         tdx: bool = false, "tdx" as One<Toggle>, unsupported();
         /// AMD SEV-SNP guest.
         sev_snp: bool = false, "sev_snp" as One<Toggle>, unsupported();
-        /// Use iommufd for passed-through devices, instead of a type1 container.
+        /// Use iommufd for passed-through devices, instead of a type1 container; on the command line, the default with
+        /// `iommufd_fd`.
         iommufd: bool = false, "iommufd" as One<Toggle>;
         /// Open descriptor of /dev/iommu.
         iommufd_fd: Option<ConfigFd> = None, "iommufd_fd" as Opt<Fd>;
@@ -105,6 +107,24 @@ impl FieldValue for PlatformName {
 }
 
 impl PlatformConfig {
+    /// Parses the option string. A descriptor of iommufd is there to be used: `iommufd` defaults to `on` with one,
+    /// which a constant default cannot express.
+    ///
+    /// # Errors
+    /// As [`super::family::Family::parse`].
+    pub fn parse_platform(text: &str) -> Result<Self, OptionError> {
+        let mut config = Self::parse(text)?;
+        let parts = split_commas(text).unwrap_or_default();
+        let is_given = parts
+            .iter()
+            .filter_map(|part| part.split_once('='))
+            .any(|(key, value)| key.trim() == "iommufd" && !value.trim().is_empty());
+        if !is_given {
+            config.iommufd = config.iommufd_fd.is_some();
+        }
+        Ok(config)
+    }
+
     /// The serial number, under either option.
     pub fn serial(&self) -> Option<&str> {
         self.system_serial_number.as_deref().or(self.serial_number.as_deref())
@@ -184,7 +204,26 @@ fn parse_uuid(text: &str) -> Option<[u8; 16]> {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
     use super::*;
+
+    #[test]
+    fn a_descriptor_of_iommufd_is_used() {
+        let parse = |text: &str| PlatformConfig::parse_platform(text).unwrap();
+        for (text, is_on) in [
+            ("iommufd_fd=8", true),
+            ("iommufd=on,iommufd_fd=8", true),
+            ("iommufd_fd=8,iommufd=", true),
+            ("iommufd=on", true),
+            ("num_pci_segments=2", false),
+        ] {
+            let config = parse(text);
+            assert_eq!((config.iommufd, config.validate()), (is_on, Ok(())), "{text}");
+        }
+        let error = parse("iommufd=off,iommufd_fd=8").validate().unwrap_err().to_string();
+        assert!(error.contains("iommufd_fd needs iommufd=on"), "{error}");
+    }
 
     #[test]
     fn uuids() {

@@ -178,7 +178,7 @@ fn devices_by_descriptor_need_the_iommufd_that_they_belong_to() {
     assert_eq!((devices[0].id.as_deref(), &devices[2].fd), (Some("_vfio0"), &last));
     assert!(with("iommufd=on", &["path=/d"]).is_ok());
     for (platform, devices) in [
-        ("iommufd_fd=9", &["path=/d"][..]),
+        ("iommufd=off,iommufd_fd=9", &["path=/d"][..]),
         ("iommufd=on,iommufd_fd=2", &["path=/d"]),
         ("", &["fd=8"]),
         ("iommufd=on", &["fd=8"]),
