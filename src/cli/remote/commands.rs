@@ -189,6 +189,7 @@ pub fn command() -> Command {
                 .value_name("PATH")
                 .help("Unix socket of the VMM"),
         )
+        .arg(flag("pretty", "Indent the JSON of answers, which is on one line otherwise").global(true))
         .arg(
             Arg::new("timeout")
                 .long("timeout")
@@ -223,5 +224,18 @@ mod tests {
         }
         let names: Vec<_> = command.get_subcommands().map(Command::get_name).collect();
         assert!(names.is_sorted());
+    }
+
+    #[test]
+    fn answers_are_indented_if_that_is_asked_for() {
+        for (line, is_pretty) in [
+            ("ch-remote --api-socket /s info", false),
+            ("ch-remote --api-socket /s --pretty info", true),
+            ("ch-remote --api-socket /s info --pretty", true),
+        ] {
+            let matches = command().try_get_matches_from(line.split(' '));
+            let matches = matches.expect("a valid command line");
+            assert_eq!(matches.get_flag("pretty"), is_pretty, "{line}");
+        }
     }
 }

@@ -39,7 +39,7 @@ remote() {
   vm=$1
   shift
   # A request that is never answered is a failed check, and not a machine that stops.
-  timeout 400 ch-remote --api-socket $T/$vm.sock "$@"
+  timeout 400 ch-remote --pretty --api-socket $T/$vm.sock "$@"
 }
 answers() { remote "$1" ping >/dev/null 2>&1; }
 state_is() { remote "$1" info 2>/dev/null | grep -q "\"state\": *\"$2\""; }
