@@ -50,6 +50,11 @@ fn clients() {
     let lives = || vmm.event_names().iter().filter(|name| *name == "rebooted").count();
     let before = lives();
     wait_for("further lives", || (lives() >= before + 10).then_some(()));
+    // Another one takes its place, and has what it has not read.
+    let mut third = connect(&serial);
+    reads(&mut third, 2000);
+    let mut rest = Vec::new();
+    second.read_to_end(&mut rest).expect("the rest, and an end");
     vmm.signal(libc::SIGTERM);
     assert_eq!(vmm.wait_for_exit(), 0, "{}", vmm.output());
     assert!(!serial.exists(), "the path goes with the VMM");

@@ -241,23 +241,17 @@ impl Backend {
         }
     }
 
-    /// The descriptor of the listener while there is no peer.
-    pub(super) fn waiting_listener(&self) -> Option<RawFd> {
+    /// The descriptor of the listener.
+    pub(super) fn listener(&self) -> Option<RawFd> {
         match &self.source {
-            OutputSource::Listener(listener) if self.needs_peer() => Some(listener.as_raw_fd()),
+            OutputSource::Listener(listener) => Some(listener.as_raw_fd()),
             _ => None,
         }
     }
 
-    fn needs_peer(&self) -> bool {
-        self.channel.input.is_none() || self.channel.output.is_none()
-    }
-
+    /// Accepts a peer, which takes the place of an earlier one: that one may have hung for long.
     pub(super) fn accept(&mut self) {
         let OutputSource::Listener(listener) = &self.source else { return };
-        if !self.needs_peer() {
-            return;
-        }
         let Ok(peer) = listener.accept() else { return };
         let path = listener.path().display();
         log_limited!(self.channel.log_limit, Info, "a peer connected to the console socket {path}");

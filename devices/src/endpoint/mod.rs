@@ -32,8 +32,8 @@ pub use backend::RawTerminal;
 use backend::{Backend, Channel};
 pub use output::open_output;
 
-/// Maximum output kept for a slow or absent reader, in bytes.
-const PENDING_BYTES_MAX: usize = 64 << 10;
+/// Maximum output kept for a slow or absent reader, in bytes; as in cloud-hypervisor.
+const PENDING_BYTES_MAX: usize = 1 << 20;
 /// Bytes written at a time once the descriptor is ready.
 const WRITE_CHUNK_BYTES: usize = 512;
 
@@ -125,7 +125,7 @@ impl ConsoleEndpoint {
         Self::new(backend, Some(path))
     }
 
-    /// Listens on a Unix socket for one peer at a time. The socket is removed when dropped.
+    /// Listens on a Unix socket for one peer at a time, the newest. The socket is removed when dropped.
     pub fn socket(path: &Path) -> Result<Self, EndpointError> {
         let backend = Backend::socket(path)
             .map_err(|source| EndpointError::Socket { path: path.to_owned(), source })?;
@@ -262,7 +262,7 @@ impl Inner {
         let Channel { input, output, .. } = &self.backend.channel;
         let input = input.as_ref().filter(|_| self.input_wanted).map(AsRawFd::as_raw_fd);
         let output = output.as_ref().filter(|_| !self.pending.is_empty()).map(AsRawFd::as_raw_fd);
-        let listener = self.backend.waiting_listener();
+        let listener = self.backend.listener();
         self.watched.input = watch(epoll, self.watched.input, input, EventSet::IN);
         self.watched.output = watch(epoll, self.watched.output, output, EventSet::OUT);
         self.watched.listener = watch(epoll, self.watched.listener, listener, EventSet::IN);

@@ -33,7 +33,7 @@ fn slave(endpoint: &ConsoleEndpoint) -> std::fs::File {
 fn a_pty_without_a_reader_does_not_block_and_keeps_the_newest() {
     let endpoint = ConsoleEndpoint::pty().unwrap();
     let block = [b'.'; 4096];
-    for _ in 0..100 {
+    for _ in 0..300 {
         endpoint.write(&block);
     }
     endpoint.write(b"the end");
@@ -115,6 +115,58 @@ fn a_socket_serves_one_peer_after_the_other() {
     }
     drop(endpoint);
     assert!(!path.exists());
+}
+
+/// All that the peer can get now.
+fn received(endpoint: &ConsoleEndpoint, peer: &mut UnixStream) -> Vec<u8> {
+    peer.set_nonblocking(true).unwrap();
+    let (mut all, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
+    loop {
+        endpoint.service(&mut []);
+        match peer.read(&mut buffer) {
+            Ok(0) => return all,
+            Ok(len_bytes) => all.extend_from_slice(&buffer[..len_bytes]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return all,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn the_newest_mebibyte_is_kept_until_a_peer_comes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    endpoint.write(b"oldest");
+    let rest: Vec<u8> = (0..1 << 20).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
+    rest.chunks(1000).for_each(|piece| endpoint.write(piece));
+    assert_eq!(endpoint.lost_bytes(), 6);
+    let mut peer = UnixStream::connect(&path).unwrap();
+    assert!(received(&endpoint, &mut peer) == rest);
+}
+
+#[test]
+fn a_new_peer_takes_the_place_of_one_that_is_there() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.sock");
+    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
+    endpoint.want_input(true);
+    let mut first = UnixStream::connect(&path).unwrap();
+    endpoint.service(&mut []);
+    endpoint.write(b"to the first");
+    let mut second = UnixStream::connect(&path).unwrap();
+    assert!(is_ready(&endpoint), "it is not waited for");
+    let mut buffer = [0; 64];
+    assert_eq!(endpoint.service(&mut buffer), 0);
+    endpoint.write(b"to the second");
+    assert_eq!(received(&endpoint, &mut second), b"to the second");
+    let mut text = String::new();
+    first.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "to the first", "and its connection has ended");
+    second.write_all(b"in").unwrap();
+    assert!(is_ready(&endpoint));
+    assert_eq!(endpoint.service(&mut buffer), 2);
+    assert!(!is_ready(&endpoint));
 }
 
 #[test]
@@ -231,7 +283,7 @@ fn flood(endpoint: &std::sync::Arc<ConsoleEndpoint>) {
     let written = std::sync::Arc::clone(endpoint);
     std::thread::spawn(move || {
         let lines = b"a line of the guest's\n".repeat(200);
-        for _ in 0..100 {
+        for _ in 0..400 {
             written.write(&lines);
             written.service(&mut []);
         }

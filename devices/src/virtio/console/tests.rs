@@ -107,7 +107,7 @@ fn a_console_whose_terminal_is_not_read_pauses_all_the_same() {
     let mut fixture = Fixture::over(endpoint);
     fixture.driver.write(DATA, &b"a line\n".repeat(500));
     // More than the kernel keeps for a terminal and the endpoint together.
-    for _ in 0..100 {
+    for _ in 0..400 {
         fixture.driver.queues[TRANSMIT].add(&[readable(DATA, 3500)]);
         fixture.driver.queues[TRANSMIT].kick();
         fixture.driver.wait_used(TRANSMIT);
