@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::super::endpoints::ENDPOINTS;
 use super::super::openapi;
+use super::behaviour::BEHAVIOUR;
 use crate::config::reference::families;
 use crate::events::NAMES;
 
@@ -130,9 +131,21 @@ fn page() -> String {
     for (schema, field, why) in REFUSED {
         let _ = writeln!(out, "| `{schema}.{field}` | {why} |");
     }
+    behaviour(&mut out);
     options(&mut out, &upstream["options"]);
     events(&mut out, &upstream["events"]);
     out
+}
+
+/// What no list of the interface shows.
+fn behaviour(out: &mut String) {
+    out.push_str(
+        "\n## Differences in behaviour\n\n| of | cloud-hypervisor v53 | here |\n| --- | --- | --- |\n",
+    );
+    for (what, there, here) in BEHAVIOUR {
+        assert!([what, there, here].iter().all(|text| !text.contains(['|', '\n'])), "{what}");
+        let _ = writeln!(out, "| {what} | {there} | {here} |");
+    }
 }
 
 /// The options of the command line; a test of the program tries each.

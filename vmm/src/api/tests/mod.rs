@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+mod behaviour;
 mod clients;
 mod compatibility;
 mod description;
