@@ -170,30 +170,6 @@ fn a_new_peer_takes_the_place_of_one_that_is_there() {
 }
 
 #[test]
-fn who_connects_meanwhile_neither_reads_nor_writes() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("console.sock");
-    let endpoint = ConsoleEndpoint::socket(&path).unwrap();
-    endpoint.want_input(true);
-    let mut buffer = [0; 64];
-    let mut first = UnixStream::connect(&path).unwrap();
-    assert_eq!(endpoint.service(&mut buffer), 0);
-    let mut second = UnixStream::connect(&path).unwrap();
-    second.set_nonblocking(true).unwrap();
-    second.write_all(b"of the second").unwrap();
-    endpoint.write(b"for the first");
-    assert!(!is_ready(&endpoint), "the second waits outside");
-    assert_eq!(endpoint.service(&mut buffer), 0);
-    assert_eq!(second.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::WouldBlock);
-    let len_bytes = first.read(&mut buffer).unwrap();
-    assert_eq!(&buffer[..len_bytes], b"for the first");
-    drop(first);
-    assert_eq!(endpoint.service(&mut buffer), 0);
-    let len_bytes = endpoint.service(&mut buffer);
-    assert_eq!(&buffer[..len_bytes], b"of the second");
-}
-
-#[test]
 fn peers_that_come_and_go_fill_no_log() {
     // Two lines of each: it came, and output to it fails.
     const LINES_MAX: usize = 32 / 2 + 1;
