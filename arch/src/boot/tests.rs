@@ -164,6 +164,20 @@ fn pvh_elf_of_either_class_is_loaded_and_entered() {
     }
 }
 
+/// As firmware gives it, in a note of 4-byte units.
+#[test]
+fn pvh_entry_of_64_bits_is_taken_below_4_gib() {
+    let mem = guest(&[(0, 16 * MIB)]);
+    let elf = |entry_gpa: u64| {
+        elf64(&note(b"Xen\0", 18, &entry_gpa.to_le_bytes()), u64::from(ENTRY_GPA), 0x2000)
+    };
+    let inside_gpa = u64::from(ENTRY_GPA) + 8;
+    let entry = boot(&mem, &elf(inside_gpa)).unwrap();
+    assert!(matches!(entry, BootEntry::Pvh { entry_gpa, .. } if entry_gpa == inside_gpa));
+    let error = boot(&mem, &elf((1 << 32) | inside_gpa)).unwrap_err();
+    assert!(error.to_string().contains("above 4 GiB"), "{error}");
+}
+
 #[test]
 fn pvh_memory_map_lists_ram_around_the_tables() {
     let mem = guest(&[(0, 8 * MIB), (8 * MIB, 8 * MIB), (layout::HIGH_RAM_64_GPA, MIB)]);

@@ -119,6 +119,8 @@ fn trapped_notifications_arrive_as_well() {
     let gpa = rig.notify_gpa(2);
     assert!(rig.mapper.write(gpa, &2_u16.to_le_bytes()));
     assert_eq!(rig.take_kicks(2), 1);
+    assert!(rig.mapper.write(gpa, &2_u32.to_le_bytes()), "as firmware does");
+    assert_eq!(rig.take_kicks(2), 1);
     assert!(rig.mapper.write(gpa + 4, &[9, 0]), "a queue that does not exist");
     assert!(rig.mapper.write(rig.found.notify + 0xffc, &[9, 0]));
 }
