@@ -57,7 +57,8 @@ make_disk() {
   mv "$1.new" "$1"
 }
 
-# build_extra_firmware FILE: a disk with GRUB, the lab's kernel and initramfs and the lab's guest.
+# build_extra_firmware FILE: a disk with GRUB, the lab's kernel and initramfs and the lab's guest. LAB_FIRMWARE names
+# firmware which boots it, too.
 build_extra_firmware() {
   local place=$LAB/firmware-disk stamp
   local tree=$place/tree
@@ -66,6 +67,11 @@ build_extra_firmware() {
   rm -rf "$tree"
   mkdir -p "$tree/lab"
   cp "$LAB/CLOUDHV.fd" "$tree/lab/"
+  if [ -n "${LAB_FIRMWARE:-}" ]; then
+    cp "$LAB_FIRMWARE" "$tree/lab/other-firmware"
+  else
+    echo "SKIPPED lab group-firmware: other firmware than EDK2's: LAB_FIRMWARE names none"
+  fi
   build_module cr8-writes-exit
   cp "$LAB/cr8-writes-exit/cr8-writes-exit.ko" "$tree/lab/"
   pack "$tree" "$1"
