@@ -106,8 +106,16 @@ fn wrong_time() {
     let api = vmm.api();
     // As in cloud-hypervisor, in which the others are 404 by its description.
     api.put("vm.delete", "").ok();
-    for name in ["vm.boot", "vm.pause", "vm.resume", "vm.shutdown", "vm.reboot", "vm.resize"] {
-        let answer = api.put(name, "");
+    let sizes = r#"{"desired_vcpus": 1}"#;
+    for (name, body) in [
+        ("vm.boot", ""),
+        ("vm.pause", ""),
+        ("vm.resume", ""),
+        ("vm.shutdown", ""),
+        ("vm.reboot", ""),
+        ("vm.resize", sizes),
+    ] {
+        let answer = api.put(name, body);
         assert!((400..500).contains(&answer.status), "{name}: {answer:?}");
         assert!(answer.body.contains("there is no VM"), "{name}: {answer:?}");
     }

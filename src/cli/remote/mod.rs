@@ -170,14 +170,11 @@ pub fn run(matches: &ArgMatches) -> Result<Option<String>, RemoteError> {
             let fds = open(&call.fds)?;
             let answer =
                 client.ask_with(call.method, call.path, call.body, fds).map_err(request)?;
-            match sub.try_get_one::<String>("svg").ok().flatten() {
-                Some(path) => draw(path, &answer.unwrap_or_default(), &vm),
-                None if matches.get_flag("pretty") => {
-                    answer.map(|text| pretty(name, &text)).transpose()
-                }
-                // As cloud-hypervisor's does: scripts match it line by line.
-                None => Ok(answer),
+            if let Some(path) = sub.try_get_one::<String>("svg").ok().flatten() {
+                return draw(path, &answer.unwrap_or_default(), &vm);
             }
+            let is_pretty = matches.get_flag("pretty");
+            answer.map(|text| printed(name, text, is_pretty)).transpose()
         }
     }
 }
@@ -191,11 +188,12 @@ fn open(fds: &[ConfigFd]) -> Result<Vec<OwnedFd>, RemoteError> {
     fds.iter().map(duplicate).collect()
 }
 
-/// Indented JSON.
-fn pretty(command: &str, text: &str) -> Result<String, RemoteError> {
-    serde_json::from_str::<Value>(text)
-        .and_then(|value| serde_json::to_string_pretty(&value))
-        .map_err(|source| RemoteError::Answer { command: command.to_owned(), source })
+/// An answer as it is printed: JSON as it came, as cloud-hypervisor's does, or indented.
+fn printed(command: &str, text: String, is_pretty: bool) -> Result<String, RemoteError> {
+    let read = serde_json::from_str::<Value>(&text);
+    let printed = read
+        .and_then(|value| if is_pretty { serde_json::to_string_pretty(&value) } else { Ok(text) });
+    printed.map_err(|source| RemoteError::Answer { command: command.to_owned(), source })
 }
 
 /// Writes an answer to stdout. It is no error if the reader has left; the exit code still reports the
@@ -231,10 +229,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pretty_output_is_nothing_but_json() {
-        assert_eq!(pretty("info", r#"{"a":1}"#).ok().as_deref(), Some("{\n  \"a\": 1\n}"));
-        let error = pretty("info", "plain").expect_err("that is not JSON");
-        assert_eq!(error.to_string(), "the VMM's answer to info cannot be read");
-        assert_eq!(error.exit_code(), exit::FAILED);
+    fn output_is_nothing_but_json() {
+        let text = |is_pretty| printed("info", r#"{"a":1}"#.to_owned(), is_pretty).ok();
+        assert_eq!(text(true).as_deref(), Some("{\n  \"a\": 1\n}"));
+        assert_eq!(text(false).as_deref(), Some(r#"{"a":1}"#));
+        for is_pretty in [false, true] {
+            let error = printed("info", "plain".to_owned(), is_pretty).expect_err("no JSON");
+            assert_eq!(error.to_string(), "the VMM's answer to info cannot be read");
+            assert_eq!(error.exit_code(), exit::FAILED);
+        }
     }
 }

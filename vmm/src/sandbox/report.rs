@@ -63,9 +63,8 @@ impl Line {
 fn telling_argument(call: i64, arguments: [u64; 3]) -> Option<u64> {
     let [first, second, third] = arguments;
     match call {
-        libc::SYS_ioctl | libc::SYS_fcntl => Some(second),
-        // That of a priority is nearly always PRIO_PROCESS.
-        libc::SYS_setpriority => Some(second),
+        // The first of a priority is nearly always PRIO_PROCESS.
+        libc::SYS_ioctl | libc::SYS_fcntl | libc::SYS_setpriority => Some(second),
         libc::SYS_kill
         | libc::SYS_tgkill
         | libc::SYS_sched_setaffinity

@@ -442,7 +442,8 @@ fn a_thread_signals_and_schedules_nothing_of_another_process() {
             // SAFETY: takes nothing.
             let thread = unsafe { libc::syscall(libc::SYS_gettid) };
             let mut cpus = [0_u64; 16];
-            let (size, cpus) = (size_of_val(&cpus) as i64, cpus.as_mut_ptr() as i64);
+            let size = i64::try_from(size_of_val(&cpus)).unwrap();
+            let cpus = cpus.as_mut_ptr() as i64;
             // SAFETY: the kernel writes to the array, which lives during the call.
             unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, size, cpus) };
             let (signal, affinity) = (libc::SYS_tgkill, libc::SYS_sched_setaffinity);
