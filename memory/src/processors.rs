@@ -39,17 +39,44 @@ fn cpus_of(of_node: &[usize], allowed: &[usize]) -> Vec<usize> {
     if both.is_empty() { allowed.to_vec() } else { both }
 }
 
+/// CPUs that the kernel can have on x86-64 (`NR_CPUS_RANGE_END`). It fills no set that is smaller than the number of
+/// CPUs that the host could have, and the set of the C library has room for 1024.
+const CPUS_MAX: usize = 8192;
+const WORD_BITS: usize = libc::c_ulong::BITS as usize;
+
+/// A set of CPUs as the kernel represents it: a bit for each, in words.
+struct CpuSet([libc::c_ulong; CPUS_MAX / WORD_BITS]);
+
+impl CpuSet {
+    /// Of these, as far as the kernel can have them.
+    fn of(cpus: &[usize]) -> Self {
+        let mut set = Self([0; CPUS_MAX / WORD_BITS]);
+        for cpu in cpus {
+            if let Some(word) = set.0.get_mut(cpu / WORD_BITS) {
+                *word |= 1 << (cpu % WORD_BITS);
+            }
+        }
+        set
+    }
+
+    fn cpus(&self) -> Vec<usize> {
+        let is_set = |cpu: &usize| {
+            self.0.get(cpu / WORD_BITS).is_some_and(|word| word >> (cpu % WORD_BITS) & 1 == 1)
+        };
+        (0..CPUS_MAX).filter(is_set).collect()
+    }
+}
+
 /// The CPUs that the calling thread may use; none if the kernel does not say.
 fn allowed_cpus() -> Vec<usize> {
-    // SAFETY: all-zero bytes are the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes at most the size of the set, which lives across the call; 0 is the calling
+    let mut set = CpuSet::of(&[]);
+    let len_bytes = size_of_val(&set.0);
+    // SAFETY: the kernel writes words of a set of any size, at most `len_bytes`, which are there; 0 is the calling
     // thread.
-    if unsafe { libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) } != 0 {
+    if unsafe { libc::sched_getaffinity(0, len_bytes, set.0.as_mut_ptr().cast()) } != 0 {
         return Vec::new();
     }
-    // SAFETY: no CPU beyond the size of the set is asked for.
-    (0..8 * size_of_val(&set)).filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) }).collect()
+    set.cpus()
 }
 
 /// Threads that join small pages into huge ones beside a running guest; beyond it they wait for each other in the
@@ -113,14 +140,9 @@ fn move_to(cpus: &[usize]) {
     if cpus.is_empty() {
         return;
     }
-    // SAFETY: all-zero bytes are the empty set.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    for cpu in cpus {
-        // SAFETY: the CPU is one that the kernel has named in a set of this size.
-        unsafe { libc::CPU_SET(*cpu, &mut set) };
-    }
-    // SAFETY: the set outlives the call; 0 is the calling thread.
-    let result = unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) };
+    let set = CpuSet::of(cpus);
+    // SAFETY: the kernel reads the words of the set, which outlives the call; 0 is the calling thread.
+    let result = unsafe { libc::sched_setaffinity(0, size_of_val(&set.0), set.0.as_ptr().cast()) };
     if result != 0 {
         let error = std::io::Error::last_os_error();
         log::debug!("could not run on CPUs of the memory's NUMA node: {error}");
@@ -169,6 +191,13 @@ mod tests {
         assert_eq!(cpus_of(&[0, 1, 2, 3], &[2, 3, 8]), [2, 3]);
         assert_eq!(cpus_of(&[0, 1], &[8, 9]), [8, 9], "another node's are better than none");
         assert_eq!(cpus_of(&[], &[8, 9]), [8, 9], "a node that is not known");
+    }
+
+    #[test]
+    fn a_set_has_room_for_all_cpus_of_the_largest_host() {
+        let cpus = [0, 63, 64, 1023, 1024, 1500, CPUS_MAX - 1];
+        assert_eq!(CpuSet::of(&cpus).cpus(), cpus);
+        assert_eq!(CpuSet::of(&[CPUS_MAX, usize::MAX, 7]).cpus(), [7]);
     }
 
     /// A thread with one CPU of those that this process has.

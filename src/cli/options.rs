@@ -55,10 +55,18 @@ pub(super) const VM_OPTIONS: [&str; 29] = [
 ];
 
 /// Options of other builds of cloud-hypervisor, which are refused by name.
-pub(super) const ELSEWHERE: [&str; 3] = ["fw-cfg-config", "gdb", "ivshmem"];
+pub(super) const ELSEWHERE: [&str; 7] = [
+    "dbus-object-path",
+    "dbus-service-name",
+    "dbus-system-bus",
+    "fw-cfg-config",
+    "gdb",
+    "ivshmem",
+    "pvmemcontrol",
+];
 
 fn elsewhere(name: &'static str) -> Arg {
-    Arg::new(name).long(name).num_args(1).help("Not supported by this version").hide(true)
+    Arg::new(name).long(name).num_args(0..=1).help("Not supported by this version").hide(true)
 }
 
 /// The command line of cloud-hypervisor; without help texts unless requested.

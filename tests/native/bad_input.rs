@@ -149,6 +149,12 @@ const ROWS: &[Row] = &[
         "hotplug_method=virtio-mem",
     ),
     of_guest("firmware_beside_a_kernel", &["--firmware", "{}/guest"], USAGE, "not both"),
+    row(
+        "firmware_larger_than_its_place",
+        &["--firmware", "{}/guest", "--memory", "size=2M"],
+        FAILED,
+        "{}/guest",
+    ),
     row("firmware_missing", &["--firmware", "{}/none"], FAILED, "firmware {}/none"),
     row("unsupported_igvm", &["--igvm", "{}/guest"], USAGE, "igvm"),
     row("restore_url", &["--restore", "source_url=/x"], USAGE, "file://"),

@@ -129,10 +129,13 @@ fn refusals() {
     let mut same_place = images.disk("third");
     same_place["pci_device_id"] = 0.into();
     let device = |path: &str| json!({"path": path, "id": "gpu"});
+    let mut no_qcow2 = images.disk("fourth");
+    no_qcow2["image_type"] = "Qcow2".into();
     for (request, body, status, text) in [
         ("vm.add-disk", images.disk("data"), 409, "used twice"),
         ("vm.add-disk", same_place, 400, "pci_device_id"),
         ("vm.add-disk", json!({"path": "/nowhere/image"}), 500, "/nowhere/image"),
+        ("vm.add-disk", no_qcow2, 500, "qcow2"),
         ("vm.add-disk", json!({"pth": "/x"}), 400, "pth"),
         (
             "vm.add-net",
@@ -157,6 +160,10 @@ fn refusals() {
     // And its name and place are free.
     taken.shut_down();
     api.put("vm.add-disk", &images.disk("taken").to_string()).ok();
+    // One that was asked to go is there until the guest lets it.
+    api.put("vm.remove-device", &json!({"id": "taken"}).to_string()).ok();
+    let again = api.put("vm.add-disk", &images.disk("taken").to_string());
+    assert!(again.status == 409 && again.body.contains("used twice"), "{again:?}");
     vmm.wait_for_heartbeat();
     vmm.shut_down();
 }

@@ -124,6 +124,31 @@ pub const BEHAVIOUR: &[(&str, &str, &str)] = &[
         "none; a socket at which no process listens is replaced",
     ),
     ("vCPUs", "up to 8192", "up to 254"),
+    (
+        "a qcow2 image with clusters compressed by zstd",
+        "read",
+        "refused by name: convert it with `qemu-img convert`, which takes `compression_type=zlib`",
+    ),
+    (
+        "a qcow2 image that was not closed",
+        "its reference counts are made anew as it is opened",
+        "refused for writing, with the command that repairs it (`qemu-img check -r all`)",
+    ),
+    (
+        "`vm.resize-disk` of a qcow2 image",
+        "grows one without a backing file",
+        "of raw images alone",
+    ),
+    (
+        "moves and snapshots with a vhost-user disk; moves with a vDPA device",
+        "possible, of vDPA if the device can be suspended",
+        "refused by name",
+    ),
+    (
+        "postcopy with a vhost-user network or a file system",
+        "not refused",
+        "refused by name: such a VM moves by precopy",
+    ),
     ("resets by the guest", "any number", "32 at once, then one a second"),
     (
         "what firmware writes to port 0x402",

@@ -51,8 +51,8 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ),
 ];
 
-const BEHIND_IOMMU: &str = "not there yet: what the guest maps in the virtual IOMMU would have to be mapped in the host's \
-    ([virtio-iommu.md](virtio-iommu.md))";
+const BEHIND_IOMMU: &str = "all guest memory is mapped for such devices once, so that none waits: behind a virtual IOMMU each \
+    mapping by the guest would be one of the host's ([virtio-iommu.md](virtio-iommu.md))";
 
 fn upstream() -> Value {
     serde_json::from_str(include_str!("../compat.json")).unwrap()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! What the specification forbids for received frames.
+//! What the specification forbids for received frames, and what is offered.
 
 use std::os::fd::AsRawFd;
 use std::time::Instant;
@@ -88,4 +88,34 @@ fn no_frame_arrives_in_a_pair_that_was_put_out_of_use() {
     network.send(&[0; 60]).unwrap();
     assert_eq!(driver.wait_used(SECOND), (0, 60));
     assert_eq!(device.counters().dropped(), 1);
+}
+
+#[test]
+fn offloads_that_are_off_are_not_offered() {
+    const CHECKSUMS: u64 = 1 << abi::VIRTIO_NET_F_CSUM
+        | 1 << abi::VIRTIO_NET_F_GUEST_CSUM
+        | 1 << abi::VIRTIO_NET_F_CTRL_GUEST_OFFLOADS;
+    const SEGMENTS: u64 = 1 << abi::VIRTIO_NET_F_HOST_TSO4
+        | 1 << abi::VIRTIO_NET_F_HOST_TSO6
+        | 1 << abi::VIRTIO_NET_F_HOST_ECN
+        | 1 << abi::VIRTIO_NET_F_GUEST_TSO4
+        | 1 << abi::VIRTIO_NET_F_GUEST_TSO6
+        | 1 << abi::VIRTIO_NET_F_GUEST_ECN;
+    const DATAGRAMS: u64 = 1 << abi::VIRTIO_NET_F_HOST_UFO | 1 << abi::VIRTIO_NET_F_GUEST_UFO;
+    let offered = |offload_tso, offload_ufo, offload_csum| {
+        let open_tap_later = true;
+        let config = NetConfig {
+            offload_tso,
+            offload_ufo,
+            offload_csum,
+            open_tap_later,
+            ..NetConfig::default()
+        };
+        Net::new(config).unwrap().features() & (CHECKSUMS | SEGMENTS | DATAGRAMS)
+    };
+    assert_eq!(offered(true, true, true), CHECKSUMS | SEGMENTS | DATAGRAMS);
+    assert_eq!(offered(false, true, true), CHECKSUMS | DATAGRAMS);
+    assert_eq!(offered(true, false, true), CHECKSUMS | SEGMENTS);
+    // Each of the others needs checksums (virtio 1.3, 5.1.3.1).
+    assert_eq!(offered(true, true, false), 0);
 }
