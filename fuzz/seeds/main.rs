@@ -15,6 +15,7 @@ mod pci;
 mod pool;
 mod snapshot;
 mod text;
+mod tls;
 mod virtio;
 
 use std::io;
@@ -53,6 +54,7 @@ pub fn all() -> Vec<Seed> {
         pci::seeds(),
         pool::seeds(),
         snapshot::seeds(),
+        tls::seeds(),
         virtio::seeds(),
     ];
     sets.into_iter().flatten().collect()

@@ -149,6 +149,27 @@ fn streams_are_messages_to_the_end() {
 }
 
 #[test]
+fn steps_of_tls_get_through_the_handshake() {
+    for Seed { name, contents, .. } in seeds_of("tls_records") {
+        let outcome = vm_migration::tls_records_outcome(&contents);
+        let [source, destination] = outcome.sent.map(|(_, len)| len);
+        match name.split('-').next().unwrap() {
+            // The rest of the handshake is still to come.
+            "hello" => assert!(!outcome.has_failed[1] && destination > 90, "{name}: {outcome:?}"),
+            "answer" => assert!(!outcome.has_failed[0] && source > 90, "{name}: {outcome:?}"),
+            _ => assert_eq!(outcome.is_secured, [true; 2], "{name}"),
+        }
+        let heard_bytes = match name.split('-').next().unwrap() {
+            "talk" => [0x9000, 0x100],
+            "keys" => [109, 0xa000],
+            "ticket" => [3, 0],
+            _ => continue,
+        };
+        assert_eq!(outcome.heard_bytes, heard_bytes, "{name}");
+    }
+}
+
+#[test]
 fn messages_of_the_pool_are_understood() {
     for Seed { name, contents, .. } in seeds_of("pool_protocol") {
         let mut rest = contents.as_slice();

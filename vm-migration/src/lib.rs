@@ -118,3 +118,5 @@ pub use vm::VmError;
 pub use page_server::fuzz_orders;
 #[cfg(any(test, feature = "testing"))]
 pub use protocol::message::fuzz_stream;
+#[cfg(all(any(test, feature = "testing"), not(loom)))]
+pub use transport::{TlsRecordsOutcome, fuzz_tls_records, tls_records_outcome};

@@ -41,6 +41,9 @@ pub use listener::Listener;
 pub use reader::{ByteSource, Reader};
 pub use socket::{Connection, Part};
 pub use tls::{ClientTls, ServerTls, TlsError};
+#[cfg(all(any(test, feature = "testing"), not(loom)))]
+#[doc(hidden)]
+pub use tls::{TlsRecordsOutcome, fuzz_tls_records, tls_records_outcome};
 pub(crate) use wait::{WaitEnd, wait_readable, wait_readable_or_left};
 
 use std::io;

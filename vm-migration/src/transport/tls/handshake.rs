@@ -200,15 +200,19 @@ impl Handshake {
         Ok(true)
     }
 
-    /// Sends the alert of a failed handshake.
+    /// Sends the alert of a failed handshake. A step that has nothing to encode would process what the peer has sent
+    /// once more, and fail with a second alert.
     fn last_words(&mut self, socket: &Socket) {
-        const STEPS_MAX: usize = 4;
-        for _ in 0..STEPS_MAX {
-            if self.step().is_err() {
-                break;
-            }
-        }
+        while self.has_to_encode() && self.step().is_ok() {}
         let _ = self.flush(socket);
+    }
+
+    fn has_to_encode(&self) -> bool {
+        match &self.engine {
+            Some(Engine::Client(engine)) => engine.wants_write(),
+            Some(Engine::Server(engine)) => engine.wants_write(),
+            None => false,
+        }
     }
 
     fn finish(&mut self) -> Result<Progress, TlsError> {

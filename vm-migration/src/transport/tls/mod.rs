@@ -9,6 +9,7 @@
 //! | `record` | the records after it, each direction independently |
 //! | `control` | what a peer says about the connection itself after the handshake: key updates, tickets |
 //! | `error` | the errors |
+//! | `fuzz` | the entry point for fuzzing, over the two ends of a connection |
 //!
 //! rustls owns the handshake, the certificates, the keys, and the protection of each record; the framing
 //! of records is here, so that plaintext goes from a record straight to guest memory and the two directions
@@ -19,6 +20,8 @@
 mod control;
 mod error;
 mod files;
+#[cfg(all(any(test, feature = "testing"), not(loom)))]
+mod fuzz;
 mod handshake;
 mod record;
 #[cfg(all(test, not(loom)))]
@@ -39,6 +42,8 @@ use rustls::{ClientConfig, ServerConfig};
 pub use error::TlsError;
 use files::Kind;
 pub(crate) use files::PemFiles;
+#[cfg(all(any(test, feature = "testing"), not(loom)))]
+pub use fuzz::{TlsRecordsOutcome, fuzz_tls_records, tls_records_outcome};
 pub(crate) use handshake::Handshake;
 pub(super) use handshake::Progress;
 pub(super) use record::{Left, Opener, Stream};
@@ -89,9 +94,13 @@ impl ClientTls {
 
     /// The configuration for files that were read before.
     pub(crate) fn new(files: PemFiles) -> Result<Self, TlsError> {
+        Self::with_provider(files, provider())
+    }
+
+    fn with_provider(files: PemFiles, provider: Arc<CryptoProvider>) -> Result<Self, TlsError> {
         let material = files.material(Kind::Client)?;
         let unusable = files.unusable(Kind::Client);
-        let mut config = ClientConfig::builder_with_provider(provider())
+        let mut config = ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(&unusable)?
             .with_root_certificates(material.roots)
@@ -136,16 +145,20 @@ impl ServerTls {
     /// # Errors
     /// Names the file that is missing or cannot be used.
     pub fn load(dir: &Path) -> Result<Self, TlsError> {
-        let files = PemFiles::read(dir, Kind::Server)?;
+        Self::with_provider(PemFiles::read(dir, Kind::Server)?, provider())
+    }
+
+    fn with_provider(files: PemFiles, provider: Arc<CryptoProvider>) -> Result<Self, TlsError> {
         let material = files.material(Kind::Server)?;
         let unusable = files.unusable(Kind::Server);
         let general = |error: rustls::server::VerifierBuilderError| {
             unusable(rustls::Error::General(error.to_string()))
         };
-        let verifier = WebPkiClientVerifier::builder_with_provider(material.roots, provider())
-            .build()
-            .map_err(general)?;
-        let mut config = ServerConfig::builder_with_provider(provider())
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(material.roots, provider.clone())
+                .build()
+                .map_err(general)?;
+        let mut config = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
             .map_err(&unusable)?
             .with_client_cert_verifier(verifier)

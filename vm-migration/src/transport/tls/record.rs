@@ -490,20 +490,20 @@ impl Stream {
     }
 
     /// Makes keys change after this number of records.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(any(test, feature = "testing"), not(loom)))]
     pub(super) fn change_keys_after(&self, records: u64) {
         self.records_max.store(records, Ordering::Relaxed);
     }
 
     /// Seals a record outside of the regular order.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(any(test, feature = "testing"), not(loom)))]
     pub(super) fn seal_for_test(&self, typ: ContentType, payload: &[u8]) -> Vec<u8> {
         #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
         self.sealer().seal(typ, payload).unwrap()
     }
 
     /// Changes the keys as after a record that announces it.
-    #[cfg(all(test, not(loom)))]
+    #[cfg(all(any(test, feature = "testing"), not(loom)))]
     pub(super) fn change_keys_for_test(&self) {
         #![expect(clippy::unwrap_used, reason = "a failing unwrap fails the test")]
         let mut sealer = self.sealer();
