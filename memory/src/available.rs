@@ -8,9 +8,12 @@
 //! read does not count as a limit: then the kernel decides.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::host::Host;
+use crate::region::RamRegion;
 
 /// Share of the host's memory that is left free, within bounds: the kernel and other processes continue to
 /// need some, and begin to stall before the last page is gone.
@@ -104,6 +107,31 @@ pub(crate) fn check_at(needs: &[MemoryDemand], host: &Host) -> Result<(), Insuff
         }
     }
     Ok(())
+}
+
+/// Checks that the host has memory for what is not populated. Populated memory is looked up only if that
+/// matters, because it takes time on a large guest.
+///
+/// # Errors
+/// The limit that is too low.
+pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMemory> {
+    let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<MemoryDemand> {
+        let counted = regions.iter().filter(|region| region.takes_host_memory());
+        let need = |region: &Arc<RamRegion>| MemoryDemand {
+            bytes: region.usable_runs().into_iter().map(|run| missing(region, run)).sum(),
+            node: region.spec().host_numa_node,
+        };
+        counted.map(need).collect()
+    };
+    if check(&needs(&|_, run| run.end - run.start)).is_ok() {
+        return Ok(());
+    }
+    let missing = |region: &RamRegion, run: Range<u64>| {
+        let there = region.populated_runs(&run).unwrap_or_default();
+        let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
+        (run.end - run.start).saturating_sub(there_bytes)
+    };
+    check(&needs(&missing))
 }
 
 /// The least that any limit has available, without a margin; `u64::MAX` where there is no limit.

@@ -98,6 +98,7 @@ mod zone_kind;
 
 pub use page_bitmap::PageBitmap;
 
+pub use available::check_available;
 pub use backing::InitialContents;
 pub use backing::sealed_file;
 pub use backing_error::BackingError;
@@ -113,7 +114,6 @@ pub use populate::PopulateError;
 pub use prefault::{
     ChunkHook, HookError, Populate, PopulateModel, Prefault, PrefaultError, PrefaultEvent,
     PrefaultHelper, PrefaultObserver, PrefaultOptions, PrefaultProgress, StopQuery,
-    check_available,
 };
 pub use processors::run_on_node;
 pub use ram::{GuestRam, ProvidedFile, RamError, RamSources};

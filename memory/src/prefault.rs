@@ -22,7 +22,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
-use crate::available::{self, InsufficientMemory, MemoryDemand};
+use crate::available::{InsufficientMemory, check_available};
 use crate::populate::{PopulateError, THP_BYTES};
 use crate::processors::{Load, run_on_node, share_threads, yield_processor};
 use crate::region::{AccessError, RamRegion};
@@ -87,6 +87,8 @@ pub struct PrefaultOptions {
     pub spares_mmap_lock: bool,
     /// Looked at in the middle of a chunk, as [`Prefault::cancel`] is.
     pub is_stopped: Option<StopQuery>,
+    /// The caller has found that the host has memory for all of it: that is not checked again.
+    pub is_checked: bool,
     /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
     /// host is not checked. Never set by a VMM.
     pub model: Option<PopulateModel>,
@@ -103,6 +105,7 @@ impl Default for PrefaultOptions {
             spares_discarded: false,
             spares_mmap_lock: false,
             is_stopped: None,
+            is_checked: false,
             model: None,
         }
     }
@@ -119,8 +122,19 @@ impl fmt::Debug for PrefaultOptions {
             .field("spares_discarded", &self.spares_discarded)
             .field("spares_mmap_lock", &self.spares_mmap_lock)
             .field("is_stopped", &self.is_stopped.is_some())
+            .field("is_checked", &self.is_checked)
             .field("model", &self.model.is_some())
             .finish()
+    }
+}
+
+impl PrefaultOptions {
+    /// The most bytes of `regions` that threads populate at the same time: none of them count as done meanwhile.
+    pub fn at_once_bytes(&self, regions: &[Arc<RamRegion>]) -> u64 {
+        let (queues, counts) = plan(regions, self);
+        let most = |queue: &Queue| queue.chunks.iter().map(Chunk::len_bytes).max().unwrap_or(0);
+        let of_queue = |(queue, count): (&Queue, usize)| most(queue).saturating_mul(count as u64);
+        queues.iter().zip(counts).map(of_queue).fold(0, u64::saturating_add)
     }
 }
 
@@ -225,18 +239,16 @@ impl Prefault {
     /// Starts to populate all of `regions` that the guest may use now, and returns at once.
     ///
     /// # Errors
-    /// When the host does not have that much memory, or no thread could be started.
+    /// When the host does not have that much memory, unless that was checked, or no thread could be started.
     pub fn start(
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
     ) -> Result<Self, PrefaultError> {
-        if options.model.is_none() {
+        if options.model.is_none() && !options.is_checked {
             check_available(regions)?;
         }
-        let queues = cut(regions, options.chunk_bytes);
+        let (queues, counts) = plan(regions, options);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
-        let load = |queue: &Queue| Load::of(queue.node, queue.chunks.len());
-        let counts = share_threads(&queues.iter().map(load).collect::<Vec<_>>(), options.threads);
         let engine = Arc::new(Engine {
             queues,
             done_bytes: AtomicU64::new(0),
@@ -524,29 +536,12 @@ impl Populate for RamRegion {
     }
 }
 
-/// Checks that the host has memory for what is not populated. Populated memory is looked up only if that
-/// matters, because it takes time on a large guest.
-///
-/// # Errors
-/// The limit that is too low.
-pub fn check_available(regions: &[Arc<RamRegion>]) -> Result<(), InsufficientMemory> {
-    let needs = |missing: &dyn Fn(&RamRegion, Range<u64>) -> u64| -> Vec<MemoryDemand> {
-        let counted = regions.iter().filter(|region| region.takes_host_memory());
-        let need = |region: &Arc<RamRegion>| MemoryDemand {
-            bytes: region.usable_runs().into_iter().map(|run| missing(region, run)).sum(),
-            node: region.spec().host_numa_node,
-        };
-        counted.map(need).collect()
-    };
-    if available::check(&needs(&|_, run| run.end - run.start)).is_ok() {
-        return Ok(());
-    }
-    let missing = |region: &RamRegion, run: Range<u64>| {
-        let there = region.populated_runs(&run).unwrap_or_default();
-        let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
-        (run.end - run.start).saturating_sub(there_bytes)
-    };
-    available::check(&needs(&missing))
+/// The work on `regions`, and the number of threads for each queue.
+fn plan(regions: &[Arc<RamRegion>], options: &PrefaultOptions) -> (Vec<Queue>, Vec<usize>) {
+    let queues = cut(regions, options.chunk_bytes);
+    let load = |queue: &Queue| Load::of(queue.node, queue.chunks.len());
+    let counts = share_threads(&queues.iter().map(load).collect::<Vec<_>>(), options.threads);
+    (queues, counts)
 }
 
 /// Cuts `regions` into chunks that begin and end at huge pages wherever possible.

@@ -205,7 +205,26 @@ fn more_than_the_host_has_is_refused_before_a_page_is_touched() {
         let region = &ram.regions()[0];
         assert!(!is_mapped(region.as_ptr()), "the first page is there");
         check_available(&[]).unwrap();
+        // Stopped before a page, as the host has no room in fact.
+        let is_stopped: Option<StopQuery> = Some(Arc::new(|| true));
+        let options = PrefaultOptions { is_checked: true, is_stopped, ..small_chunks() };
+        let error = ram.prefault(&options).unwrap().wait().unwrap_err();
+        assert!(matches!(error, PrefaultError::Cancelled { done_bytes: 0, .. }), "{error}");
     }
+}
+
+#[test]
+fn threads_have_a_chunk_each_at_a_time() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    let at_once = |threads, chunk_bytes| {
+        let threads = NonZeroUsize::new(threads);
+        let options = PrefaultOptions { threads, chunk_bytes, ..PrefaultOptions::default() };
+        options.at_once_bytes(ram.regions())
+    };
+    assert_eq!(at_once(3, 4 * MIB), 12 * MIB);
+    assert_eq!(at_once(3, 1), 6 * MIB, "a chunk has whole pages");
+    assert_eq!(at_once(100, 4 * MIB), 16 * MIB, "there are four");
+    assert_eq!(small_chunks().at_once_bytes(&[]), 0);
 }
 
 #[test]

@@ -59,6 +59,8 @@ pub trait Populator: Send + Sync {
     /// # Errors
     /// Memory cannot be populated, or the first error of the hook.
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError>;
+    /// Ends threads that it has already, as the host gives no other.
+    fn make_room(&self) {}
 }
 
 /// How memory is populated.
@@ -73,6 +75,8 @@ pub struct Populating<'a> {
     pub yields_to_guest: bool,
     /// Whether populating takes the lock of the address space for short times only, where it can.
     pub spares_mmap_lock: bool,
+    /// Whether the host was found to have memory for all of it.
+    pub is_checked: bool,
     /// Called at the start with a helper for threads that would otherwise only wait.
     pub begun: &'a dyn Fn(PopulateHelper),
 }
@@ -110,6 +114,7 @@ impl Populator for GuestRamPopulator {
             is_stopped: Some(how.is_stopped),
             yields_to_guest: how.yields_to_guest,
             spares_mmap_lock: how.spares_mmap_lock,
+            is_checked: how.is_checked,
             threads: self.threads,
             ..PrefaultOptions::default()
         };

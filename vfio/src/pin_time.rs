@@ -5,8 +5,8 @@
 //!
 //! Owns the longest wait that a guest is to see, and the estimate. The rate of this host with this memory is
 //! measured, as pages, processors and the IOMMU make more difference than any table could say. The beginning of
-//! memory stands for all of it: a later zone of other pages, or memory that another thread has populated so far, is
-//! not seen. Must never wait for longer than a guest may for its devices to be opened.
+//! memory stands for all of it: a later zone of other pages is not seen, nor that other threads have populated some of
+//! it, but for [`PopulatedBefore`]. Must never wait for longer than a guest may for its devices to be opened.
 
 use std::time::{Duration, Instant};
 
@@ -31,9 +31,48 @@ const MEASURE_MAX: Duration = Duration::from_millis(300);
 /// One of so many parts of the memory has to be mapped for a measurement.
 const SAMPLE_DIVISOR: u64 = 32;
 
+/// What was populated before mapping began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PopulatedBefore {
+    /// Bytes populated in that time.
+    pub bytes: u64,
+    /// Bytes that threads populated at the same time. What they had not done by the end is not in `bytes`.
+    pub at_once_bytes: u64,
+    /// Bytes of the memory that are still to be populated.
+    pub left_bytes: u64,
+    /// The time.
+    pub took: Duration,
+}
+
+impl PopulatedBefore {
+    /// Time that populating the rest will take: never none, as long as there is a rest.
+    fn left(&self) -> Duration {
+        // If less is done than threads work on at a time, as of 1 GiB pages, the rate is at most that.
+        let bytes = self.bytes.max(self.at_once_bytes);
+        at_rate(self.left_bytes, bytes, self.took).unwrap_or(Duration::MAX)
+    }
+
+    /// The part of that which the measurement between `first` and `now` does not show: it is taken to have met all
+    /// memory that was there first, which is not populated again.
+    fn unseen(&self, first: &PinProgress, now: &PinProgress) -> Duration {
+        if is_over(now) || now.processed_bytes >= now.total_bytes {
+            return Duration::ZERO;
+        }
+        let there_bytes = now.total_bytes.saturating_sub(self.left_bytes);
+        let there_bytes = there_bytes.saturating_add(self.at_once_bytes);
+        let measured_bytes = done_bytes(first, now);
+        let unseen_bytes = there_bytes.min(measured_bytes);
+        at_rate(unseen_bytes, measured_bytes, self.left()).unwrap_or(Duration::MAX)
+    }
+}
+
 /// Whether a driver that enables DMA now would have to wait for longer than [`GATE_WAIT_MAX`]; also if
 /// nothing is mapped while that is measured. `is_cancelled` ends the measurement early.
-pub fn is_too_long(pinning: &Pinning, is_cancelled: impl Fn() -> bool) -> bool {
+pub fn is_too_long(
+    pinning: &Pinning,
+    before: Option<PopulatedBefore>,
+    is_cancelled: impl Fn() -> bool,
+) -> bool {
     let begun = Instant::now();
     let first = pinning.progress();
     if first.total_bytes < SMALL_BYTES {
@@ -42,7 +81,8 @@ pub fn is_too_long(pinning: &Pinning, is_cancelled: impl Fn() -> bool) -> bool {
     loop {
         let now = pinning.progress();
         let took = begun.elapsed();
-        let left = remaining(&first, &now, took);
+        let unseen = before.map_or(Duration::ZERO, |before| before.unseen(&first, &now));
+        let left = remaining(&first, &now, took).map(|left| left.saturating_add(unseen));
         let has_sample = done_bytes(&first, &now) >= now.total_bytes / SAMPLE_DIVISOR;
         let is_measured = left.is_some() && has_sample && took >= MEASURE_MIN;
         let max = if left.is_some() { MEASURE_MAX } else { FIRST_CHUNK_MAX };
@@ -140,6 +180,39 @@ mod tests {
         assert_eq!(nothing_done, Some(Duration::ZERO), "all was populated before");
         let sample = MapSample::Taken { bytes: GIB, took: Duration::from_millis(20) };
         assert_eq!(left(sample), Some(Duration::from_millis(10_240)));
+    }
+
+    fn before(done_gib: u64, at_once_gib: u64, left_gib: u64) -> PopulatedBefore {
+        PopulatedBefore {
+            bytes: done_gib * GIB,
+            at_once_bytes: at_once_gib * GIB,
+            left_bytes: left_gib * GIB,
+            took: Duration::from_millis(500),
+        }
+    }
+
+    #[test]
+    fn what_was_not_populated_before_is_still_to_be() {
+        assert_eq!(before(128, 8, 384).left(), Duration::from_millis(1500));
+        assert_eq!(before(512, 8, 0).left(), Duration::ZERO);
+        let pages_in_work = before(0, 64, 512).left();
+        assert_eq!(pages_in_work, Duration::from_secs(4), "nothing is done");
+        assert_eq!(before(16, 64, 496).left(), Duration::from_millis(3875), "hardly anything is");
+        assert_eq!(before(0, 0, 1).left(), Duration::MAX);
+        assert_eq!(before(0, 0, 0).left(), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_measurement_shows_how_long_populating_takes_where_nothing_was_there() {
+        let measured = |to_gib, before: PopulatedBefore| {
+            let first = progress(0, 512, PinState::Pinning);
+            before.unseen(&first, &progress(to_gib, 512, PinState::Pinning)).as_millis()
+        };
+        assert_eq!(measured(16, before(128, 8, 384)), 1500, "all of it was there");
+        assert_eq!(measured(64, before(0, 16, 512)), 16_000 / 4, "at most a quarter was");
+        assert_eq!(measured(512, before(128, 8, 384)), 0, "it is populated");
+        assert_eq!(measured(0, before(128, 8, 384)), 0, "there is no measurement");
+        assert!(measured(16, before(0, 0, 511)) > 1 << 40, "it was, and nothing else is known");
     }
 
     #[test]

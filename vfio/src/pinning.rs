@@ -7,6 +7,7 @@
 //! populating down, and is little work, it is done when all memory is populated. A failure is
 //! reported to every waiter; no waiter may wait forever.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -145,13 +146,23 @@ impl Pinning {
         });
         let inner = Arc::clone(&shared);
         let (end, ended) = channel();
+        let makes_room = Arc::clone(&populator);
         let run = move || {
             let result = inner.run(populator.as_ref(), on_end);
             drop::<Sender<()>>(end);
             result
         };
-        let thread = stoppable_thread::spawn("pin", run);
-        Ok(Self { shared, thread: Some(thread.map_err(PinError::Thread)?), ended })
+        // Kept for a second attempt.
+        let run = Arc::new(Mutex::new(Some(run)));
+        let start = || {
+            let run = Arc::clone(&run);
+            stoppable_thread::spawn("pin", move || {
+                let run = run.lock().take();
+                run.map_or(Err(PinError::Cancelled), |run| run())
+            })
+        };
+        let thread = or_with_room(start, makes_room.as_ref()).map_err(PinError::Thread)?;
+        Ok(Self { shared, thread: Some(thread), ended })
     }
 
     /// For memory that is mapped already: the gate is open, and nothing is left to do.
@@ -319,6 +330,17 @@ impl Drop for Pinning {
     }
 }
 
+/// Starts a thread; if the host gives none, once more when those of the populator have ended.
+pub(crate) fn or_with_room<T>(
+    start: impl Fn() -> io::Result<T>,
+    populator: &dyn Populator,
+) -> io::Result<T> {
+    start().or_else(|_| {
+        populator.make_room();
+        start()
+    })
+}
+
 /// Decides the gate however its thread ends.
 struct FailGateOnExit<'a>(&'a DmaGate);
 
@@ -416,6 +438,7 @@ impl Shared {
             is_stopped: Arc::new(move || stopping.stop.load(Ordering::Relaxed)),
             yields_to_guest: self.yields_to_guest,
             spares_mmap_lock: self.dma_map.target().takes_mmap_lock(),
+            is_checked: false,
             begun: &|help| {
                 if self.yields_to_guest {
                     self.gate.helped_by(help);

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::fakes::FakeTarget;
 use super::limits::LockedMemory;
+use super::pinning::or_with_room;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -328,6 +329,7 @@ impl Populator for Stopping {
 fn is_too_long(
     len_bytes: u64,
     at_once: usize,
+    before: Option<pin_time::PopulatedBefore>,
     target: impl FnOnce(Arc<DmaGate>) -> FakeTarget,
 ) -> bool {
     let (ram, rest) = (ram(len_bytes), Arc::new(DmaGate::default()));
@@ -337,29 +339,80 @@ fn is_too_long(
     let populator = Arc::new(Stopping { inner, at_once, rest: Arc::clone(&rest) });
     let gate = Arc::new(DmaGate::default());
     let mut pinning = Pinning::start(dma_map, populator, gate, true, Box::new(|_| {})).unwrap();
-    let is_too_long = pin_time::is_too_long(&pinning, || false);
+    let is_too_long = pin_time::is_too_long(&pinning, before, || false);
     rest.open();
     pinning.wait().unwrap();
-    assert!(!pin_time::is_too_long(&pinning, || false), "it is mapped");
+    assert!(!pin_time::is_too_long(&pinning, before, || false), "it is mapped");
     is_too_long
 }
 
 #[test]
 fn a_guest_waits_only_for_what_is_soon_mapped() {
     let quick = |_| FakeTarget::default();
-    assert!(!is_too_long(64 * MIB, 0, quick), "small");
-    assert!(!is_too_long(1024 * MIB, 100, quick), "all of it at once");
-    assert!(!is_too_long(1024 * MIB, 4, quick), "a quarter in no time");
-    assert!(is_too_long(1024 * MIB, 0, quick), "nothing in the time of the measurement");
-    assert!(is_too_long(65536 * MIB, 1, quick), "a thousandth in the time of the measurement");
+    assert!(!is_too_long(64 * MIB, 0, None, quick), "small");
+    assert!(!is_too_long(1024 * MIB, 100, None, quick), "all of it at once");
+    assert!(!is_too_long(1024 * MIB, 4, None, quick), "a quarter in no time");
+    assert!(is_too_long(1024 * MIB, 0, None, quick), "nothing in the time of the measurement");
+    assert!(
+        is_too_long(65536 * MIB, 1, None, quick),
+        "a thousandth in the time of the measurement"
+    );
     let last = |_| FakeTarget { maps_last: true, ..FakeTarget::default() };
-    assert!(!is_too_long(1024 * MIB, 100, last), "all of it populated, and a sample mapped");
+    assert!(!is_too_long(1024 * MIB, 100, None, last), "all of it populated, and a sample mapped");
     let stuck = |rest: Arc<DmaGate>| FakeTarget {
         maps_last: true,
         before: Some(Box::new(move |_| rest.wait().map_err(io::Error::other))),
         ..FakeTarget::default()
     };
-    assert!(is_too_long(1024 * MIB, 100, stuck), "populated, but nothing can be mapped");
+    assert!(is_too_long(1024 * MIB, 100, None, stuck), "populated, but nothing can be mapped");
+    let took = Duration::from_secs(2);
+    let before = |bytes, at_once_bytes, left_bytes| {
+        Some(pin_time::PopulatedBefore { bytes, at_once_bytes, left_bytes, took })
+    };
+    let is_too_long = |before| is_too_long(1024 * MIB, 4, before, quick);
+    assert!(!is_too_long(before(256 * MIB, 0, 256 * MIB)), "two seconds are left");
+    assert!(is_too_long(before(256 * MIB, 0, 768 * MIB)), "six seconds are left");
+    assert!(is_too_long(before(0, 256 * MIB, 1024 * MIB)), "eight seconds, as nothing is done");
+    let took = Duration::from_millis(500);
+    let begun = pin_time::PopulatedBefore {
+        bytes: 0,
+        at_once_bytes: 64 * MIB,
+        left_bytes: 1024 * MIB,
+        took,
+    };
+    assert!(!is_too_long(Some(begun)), "most of the measurement was of memory that was not there");
+}
+
+/// Has as many threads as the host gives, until it makes room.
+struct Crowded(GuestRamPopulator, AtomicBool);
+
+impl Populator for Crowded {
+    fn total_bytes(&self) -> (u64, u64) {
+        self.0.total_bytes()
+    }
+
+    fn regions(&self) -> &[Arc<RamRegion>] {
+        self.0.regions()
+    }
+
+    fn populate(&self, _: Populating<'_>) -> Result<(), PrefaultError> {
+        Ok(())
+    }
+
+    fn make_room(&self) {
+        self.1.store(true, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn the_thread_that_maps_memory_takes_the_place_of_one_that_populates_it() {
+    let crowded = Crowded(GuestRamPopulator::new(ram(4 * MIB), None), AtomicBool::new(false));
+    let has_room = || crowded.1.load(Ordering::SeqCst);
+    or_with_room(|| Ok(()), &crowded).unwrap();
+    assert!(!has_room(), "it was not needed");
+    let only_then = || has_room().then_some(()).ok_or_else(|| io::Error::other("no thread"));
+    or_with_room(only_then, &crowded).unwrap();
+    or_with_room(|| Err::<(), _>(io::Error::other("no thread")), &crowded).unwrap_err();
 }
 
 /// Populates nothing until it is told to stop.

@@ -222,7 +222,7 @@ fn start(size_gib: u64, threads: usize, plan: Plan) -> Result<Outcome, Box<dyn E
     let gate = Arc::new(DmaGate::default());
     let mut pinning = Pinning::start(dma_map, memory, Arc::clone(&gate), false, Box::new(|_| {}))?;
     let started_ms = millis(begin.elapsed());
-    let is_withheld = pin_time::is_too_long(&pinning, || false);
+    let is_withheld = pin_time::is_too_long(&pinning, None, || false);
     let visible_ms = millis(begin.elapsed());
     gate.wait()?;
     let usable_ms = millis(begin.elapsed());

@@ -71,6 +71,10 @@ boots_meanwhile() {
 }
 check boots_while_the_device_is_opened boots_meanwhile
 check other_devices_respond_while_it_is_opened responds l
+# The kernel counts in steps: 1 GiB, but for some pages.
+is_populated() { [ "$(sed -n 's/^RssShmem:[^0-9]*\([0-9]*\) kB/\1/p' /proc/$(cat $T/l.pid)/status)" -ge 1000000 ]; }
+populated_meanwhile() { wait_until 60 is_populated && ! happened l passthrough-device-opened; }
+check memory_is_populated_while_it_is_opened populated_meanwhile
 check guest_finds_it_when_it_is_open guest_finds_it l
 check reads_by_dma_of_the_late_one reads_what_is_there l
 check driver_of_the_late_one_did_not_wait did_not_wait l

@@ -314,12 +314,20 @@ impl Machine {
             platform: self.config.machine_platform(),
         };
         let passthrough = &mut self.parts.passthrough;
+        if passthrough.is_opening() {
+            // Not before the guest runs: starting threads takes time, and takes from what it may have of them.
+            passthrough.populate_early(&self.config.memory, &self.parts.ram, true);
+        }
         if !passthrough.receive_opened(&context, Some(late_at), cancel)? {
             passthrough.withhold_late(&self.parts.segments);
             // Nor does a vCPU wait for a disk. Its addresses are taken before those of devices that have no choice.
             self.parts.devices.place_later(&self.parts.segments)?;
         }
-        passthrough.finish_opening(&context, self.parts.devices.discarding_devices(), cancel)?;
+        let discarding = self.parts.devices.discarding_devices();
+        let background = self.prefault.as_ref();
+        let populated_bytes =
+            || background.map_or(0, |prefault| prefault.status().progress.done_bytes);
+        passthrough.finish_opening(&context, discarding, &populated_bytes, cancel)?;
         self.parts.devices.place_later(&self.parts.segments)?;
         self.drop_unopened();
         Ok(())

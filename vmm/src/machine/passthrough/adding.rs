@@ -117,8 +117,10 @@ impl Passthrough {
     /// Resets all DMA state once the last device has been removed.
     pub(super) fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
+            // Memory may be discarded from here on.
+            self.early = None;
             // What was mapped before the guest ran, and no device came to use: it must not be taken for mapped by one
-            // that is added later, as memory may be discarded from here on.
+            // that is added later.
             let was_kept = self.kept.take().is_some();
             let was_prepinned = self.prepinned.take().is_some();
             if (was_kept || was_prepinned)

@@ -83,6 +83,7 @@ impl Passthrough {
     /// Takes all devices from the guest as it ends, and leaves what is mapped to its next boot if it reboots, in the
     /// slot. Called when no vCPU runs, before the memory is used again; the devices are closed later.
     pub fn leave(&mut self, ram: &Arc<GuestRam>) {
+        self.early = None;
         let Some(slot) = self.leaves_to.take() else { return };
         if self.pinning.is_none() {
             return;

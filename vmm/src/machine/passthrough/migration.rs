@@ -251,6 +251,7 @@ pub(super) mod tests {
         let passthrough = Passthrough {
             notices: None,
             sink: Arc::new(|_| {}),
+            early: None,
             pinning: None,
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
             opened: BTreeMap::new(),

@@ -15,6 +15,7 @@
 //! | `kept` | what stays mapped while the guest reboots |
 //! | `prepinned` | memory from a pool that is mapped for the device already |
 //! | `slots` | BARs as memory slots of KVM |
+//! | `populating` | memory that is populated while devices are opened |
 //! | `outcome` | what follows when memory is mapped, or cannot be |
 //! | `reach` | guest memory at addresses that the IOMMU can map |
 //! | `device_events` | error and request interrupts of the host |
@@ -29,6 +30,7 @@ mod kept;
 mod migration;
 mod opening;
 mod outcome;
+mod populating;
 mod prepinned;
 mod reach;
 mod slots;
@@ -65,6 +67,7 @@ pub use opening::Opening;
 use opening::{Opened, PendingDevice};
 pub use outcome::DiscardingDevices;
 use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
+use populating::{EarlyPopulating, RamPopulator};
 
 pub use kept::{KeptDma, KeptDmaSlot};
 pub use prepinned::PrepinnedSlot;
@@ -167,6 +170,8 @@ pub struct Passthrough {
     /// Handles device events; created with the first device.
     notices: Option<DeviceEvents>,
     sink: EventSink,
+    /// Populates memory until [`Passthrough::map_memory`] does.
+    early: Option<EarlyPopulating>,
     /// Declared before the devices, so that mapping has ended when they are closed.
     pinning: Option<Pinning>,
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
@@ -274,6 +279,7 @@ impl Passthrough {
             standstill,
             withheld: Withheld::default(),
             sink,
+            early: None,
             pinning: None,
             devices: Vec::new(),
             opened: BTreeMap::new(),
@@ -299,6 +305,10 @@ impl Passthrough {
             let standstill = Arc::clone(&this.standstill);
             let report: Arc<dyn Fn() + Send + Sync> = Arc::new(move || report(&standstill));
             context.segments.report_waits(&report);
+        }
+        if !overlaps && opening == Opening::Meanwhile {
+            // All memory is to be mapped before the first instruction.
+            this.populate_early(&config.memory, context.ram, false);
         }
         for config in config.devices.iter().flatten() {
             if overlaps {
@@ -446,8 +456,7 @@ impl Passthrough {
     }
 
     /// Starts to map memory if there are devices and it is not being mapped yet, and waits for it if a
-    /// device requires that. Called last before the vCPUs start: other work would compete with the
-    /// populating threads for the processors and the process's memory map.
+    /// device requires that: then it is called last before the vCPUs start. What populates memory early ends.
     ///
     /// With a balloon, memory is mapped in small pieces that are unmapped and mapped again as the balloon
     /// changes.
@@ -468,7 +477,7 @@ impl Passthrough {
             none => {
                 let total_bytes = ram.total_bytes();
                 let populator = GuestRamPopulator::new(Arc::clone(ram), self.threads);
-                let populator = Arc::new(populator);
+                let populator = Arc::new(RamPopulator::new(populator, self.early.take()));
                 let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
                 // Weak: the list has the mapping, and the mapping has this. Both would stay for good, with the
                 // guest's memory.
@@ -550,6 +559,7 @@ impl Passthrough {
 
     /// Releases every vCPU that waits for memory to be mapped.
     pub fn cancel(&self) {
+        self.stop_early_populating();
         if let Some(pinning) = &self.pinning {
             pinning.cancel();
         }

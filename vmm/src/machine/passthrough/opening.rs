@@ -314,7 +314,7 @@ impl Passthrough {
     }
 
     /// Waits until all devices are open, plugs them, and starts to map memory. Does nothing if there are
-    /// none.
+    /// none. `background_bytes`: how much a background prefault has populated.
     ///
     /// # Errors
     /// Names the device, or says that the start was cancelled. The machine is unusable then.
@@ -322,12 +322,15 @@ impl Passthrough {
         &mut self,
         context: &PciContext<'_>,
         discarding: DiscardingDevices,
+        background_bytes: &dyn Fn() -> u64,
         cancel: &CancelToken,
     ) -> Result<(), PassthroughError> {
         if self.pending.is_empty() {
             return Ok(());
         }
         self.receive_opened(context, None, cancel)?;
+        self.stop_early_populating();
+        let before = self.populated_early(background_bytes());
         if self.pending.is_empty() {
             return Ok(());
         }
@@ -345,7 +348,7 @@ impl Passthrough {
                 PinMode::Auto => *is_too_long.get_or_insert_with(|| {
                     let pinning = self.pinning.as_ref();
                     pinning.is_some_and(|pinning| {
-                        pin_time::is_too_long(pinning, || cancel.is_cancelled())
+                        pin_time::is_too_long(pinning, before, || cancel.is_cancelled())
                     })
                 }),
             };
