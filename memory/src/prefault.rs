@@ -87,6 +87,8 @@ pub struct PrefaultOptions {
     pub spares_mmap_lock: bool,
     /// Looked at in the middle of a chunk, as [`Prefault::cancel`] is.
     pub is_stopped: Option<StopQuery>,
+    /// Populating fails at once if the host gives fewer threads than planned, so that it takes none of the last.
+    pub all_threads: bool,
     /// The caller has found that the host has memory for all of it: that is not checked again.
     pub is_checked: bool,
     /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
@@ -105,6 +107,7 @@ impl Default for PrefaultOptions {
             spares_discarded: false,
             spares_mmap_lock: false,
             is_stopped: None,
+            all_threads: false,
             is_checked: false,
             model: None,
         }
@@ -122,6 +125,7 @@ impl fmt::Debug for PrefaultOptions {
             .field("spares_discarded", &self.spares_discarded)
             .field("spares_mmap_lock", &self.spares_mmap_lock)
             .field("is_stopped", &self.is_stopped.is_some())
+            .field("all_threads", &self.all_threads)
             .field("is_checked", &self.is_checked)
             .field("model", &self.model.is_some())
             .finish()
@@ -239,7 +243,7 @@ impl Prefault {
     /// Starts to populate all of `regions` that the guest may use now, and returns at once.
     ///
     /// # Errors
-    /// When the host does not have that much memory, unless that was checked, or no thread could be started.
+    /// When the host does not have that much memory, unless that was checked, or no thread (or not all) could be started.
     pub fn start(
         regions: &[Arc<RamRegion>],
         options: &PrefaultOptions,
@@ -267,12 +271,13 @@ impl Prefault {
         });
         let started = Self { engine, threads: Vec::new() };
         // All threads inherit one filter of system calls: making it takes longer than starting a thread.
-        stoppable_thread::start_group("prefault", move || started.start_threads(counts))
+        let all = options.all_threads;
+        stoppable_thread::start_group("prefault", move || started.start_threads(counts, all))
             .map_err(PrefaultError::Spawn)?
     }
 
-    /// Starts so many threads for each queue, or as many of them as the host gives: one for each at least.
-    fn start_threads(mut self, counts: Vec<usize>) -> Result<Self, PrefaultError> {
+    /// Starts so many threads for each queue, or as many of them as the host gives: one for each at least, or `all`.
+    fn start_threads(mut self, counts: Vec<usize>, all: bool) -> Result<Self, PrefaultError> {
         for (queue, count) in counts.into_iter().enumerate() {
             for number in 0..count {
                 let engine = Arc::clone(&self.engine);
@@ -284,7 +289,7 @@ impl Prefault {
                 let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
                 match StoppableThread::build(builder, stop, move || engine.serve(queue)) {
                     Ok(thread) => self.threads.push(thread),
-                    Err(error) if number == 0 => return Err(PrefaultError::Spawn(error)),
+                    Err(error) if number == 0 || all => return Err(PrefaultError::Spawn(error)),
                     Err(error) => {
                         log::warn!(
                             "{number} threads populate memory and not {count}, as no more can be started: {error}"

@@ -59,6 +59,8 @@ pub trait Populator: Send + Sync {
     /// # Errors
     /// Memory cannot be populated, or the first error of the hook.
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError>;
+    /// Called before [`Self::populate`], which is timed: has others end who populate the memory.
+    fn prepare(&self) {}
     /// Ends threads that it has already, as the host gives no other.
     fn make_room(&self) {}
 }

@@ -75,18 +75,24 @@ pub fn is_too_long(
 ) -> bool {
     let begun = Instant::now();
     let first = pinning.progress();
+    // What others who populate the memory take to end is no measure of it.
+    let took = || {
+        let since = pinning.populating_since().map(|since| since.max(begun));
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    };
     if first.total_bytes < SMALL_BYTES {
         return false;
     }
     loop {
         let now = pinning.progress();
-        let took = begun.elapsed();
+        let took = took();
         let unseen = before.map_or(Duration::ZERO, |before| before.unseen(&first, &now));
         let left = remaining(&first, &now, took).map(|left| left.saturating_add(unseen));
         let has_sample = done_bytes(&first, &now) >= now.total_bytes / SAMPLE_DIVISOR;
         let is_measured = left.is_some() && has_sample && took >= MEASURE_MIN;
-        let max = if left.is_some() { MEASURE_MAX } else { FIRST_CHUNK_MAX };
-        if is_measured || took >= max || is_cancelled() || is_over(&now) {
+        let is_over_time =
+            if left.is_some() { took >= MEASURE_MAX } else { begun.elapsed() >= FIRST_CHUNK_MAX };
+        if is_measured || is_over_time || is_cancelled() || is_over(&now) {
             return left.is_none_or(|left| left > GATE_WAIT_MAX);
         }
         if pinning.ends_within(POLL_INTERVAL) {

@@ -8,9 +8,9 @@
 //! reported to every waiter; no waiter may wait forever.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -97,6 +97,8 @@ struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
     processed_bytes: AtomicU64,
+    /// When populating began.
+    begun: OnceLock<Instant>,
     /// Locked briefly, for each chunk that is mapped last.
     sample: Mutex<MapSample>,
     stop: AtomicBool,
@@ -137,6 +139,7 @@ impl Pinning {
             total_bytes,
             dma_map,
             processed_bytes: AtomicU64::new(0),
+            begun: OnceLock::new(),
             sample: Mutex::default(),
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
@@ -172,6 +175,7 @@ impl Pinning {
         let shared = Arc::new(Shared {
             total_bytes: dma_map.mapped_bytes(),
             processed_bytes: AtomicU64::new(dma_map.mapped_bytes()),
+            begun: OnceLock::new(),
             sample: Mutex::default(),
             dma_map,
             stop: AtomicBool::new(false),
@@ -200,6 +204,11 @@ impl Pinning {
         let counted_bytes = counted_bytes.min(total_bytes);
         let entries = Entries::of(populator.regions(), dma_map.piece_bytes());
         dma_map.target().limits().check(entries.now(), total_bytes, counted_bytes)
+    }
+
+    /// When populating began; not yet while others who populate the memory end.
+    pub(crate) fn populating_since(&self) -> Option<Instant> {
+        self.shared.begun.get().copied()
     }
 
     /// The current progress.
@@ -416,6 +425,8 @@ impl Shared {
         let (shared, kept) = (Arc::clone(self), Arc::new(Mutex::new(Vec::new())));
         let stopping = Arc::clone(self);
         let keep = Arc::clone(&kept);
+        populator.prepare();
+        let _ = self.begun.set(Instant::now());
         populator.populate(Populating {
             chunk_bytes: self.dma_map.chunk_bytes(),
             on_chunk: Arc::new(move |region, range| {

@@ -83,8 +83,8 @@ impl Passthrough {
     /// Takes all devices from the guest as it ends, and leaves what is mapped to its next boot if it reboots, in the
     /// slot. Called when no vCPU runs, before the memory is used again; the devices are closed later.
     pub fn leave(&mut self, ram: &Arc<GuestRam>) {
-        self.early = None;
         let Some(slot) = self.leaves_to.take() else { return };
+        self.end_early_populating();
         if self.pinning.is_none() {
             return;
         }

@@ -54,7 +54,6 @@ use vfio::{
 };
 
 use super::events::{EventSink, GuestEvent};
-use super::opening::run_unless_cancelled;
 use super::pausing::{CancelToken, POLL_INTERVAL};
 use super::prefault::prefault_threads;
 use super::segments::PlaceError;
@@ -366,14 +365,11 @@ impl Passthrough {
         let token = Arc::new(());
         self.withdrawn.retain(|(_, token)| token.strong_count() > 0);
         self.withdrawn.push((real_place(config), Arc::downgrade(&token)));
-        let Opened { function, at } = match run_unless_cancelled(|| (open(), token), cancel) {
-            Ok(Some((opened, _))) => opened.map_err(|source| no_device(config, id, source))?,
-            Ok(None) => return Err(PassthroughError::Cancelled),
-            Err(source) => {
-                let what = "start the thread that opens it";
-                return Err(no_device(config, id, VfioError::Io { what, source }));
-            }
-        };
+        let opened = self.open_unless_cancelled((open, token), cancel);
+        let what = "start the thread that opens it";
+        let opened = opened.map_err(|source| VfioError::Io { what, source }).transpose();
+        let opened = opened.ok_or(PassthroughError::Cancelled)?.flatten();
+        let Opened { function, at } = opened.map_err(|source| no_device(config, id, source))?;
         Ok((self.make_device(function, config, id, number, context)?, at))
     }
 
@@ -389,7 +385,9 @@ impl Passthrough {
     fn listen_to(&mut self, device: &VfioPciDevice) {
         let id = device.id();
         if self.notices.is_none() {
-            match device_events::listen(Arc::clone(&self.device_list), Arc::clone(&self.sink)) {
+            let for_thread = (Arc::clone(&self.device_list), Arc::clone(&self.sink));
+            let listen = || device_events::listen(for_thread.0.clone(), for_thread.1.clone());
+            match listen().or_else(|error| self.with_room(error, listen)) {
                 Ok(notices) => self.notices = Some(notices),
                 Err(error) => {
                     log::warn!("a failure of device '{id}' will not be reported: {error}");

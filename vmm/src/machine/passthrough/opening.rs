@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memory::GuestRam;
+use parking_lot::Mutex;
 use pci::{Bdf, DeviceNumber, PciDevice};
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
@@ -29,6 +30,7 @@ use super::{
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::events::GuestEvent;
+use crate::machine::opening::run_unless_cancelled;
 use crate::machine::pausing::{CancelToken, POLL_INTERVAL};
 use crate::machine::segments::Segments;
 use crate::machine::virtio::PciContext;
@@ -174,6 +176,26 @@ impl Passthrough {
             let at = reset(&name, &function, begun)?;
             Ok(Opened { function, at })
         }))
+    }
+
+    /// Opens a device on a thread, and waits for it until cancelled. `token` lives until it is open, or closed again.
+    pub(super) fn open_unless_cancelled(
+        &mut self,
+        open: (Opener, Arc<()>),
+        cancel: &CancelToken,
+    ) -> io::Result<Option<Result<Opened, VfioError>>> {
+        // Kept for a second attempt.
+        let open = Arc::new(Mutex::new(Some(open)));
+        let run = || {
+            let open = Arc::clone(&open);
+            let open_once = move || {
+                let (open, token) = open.lock().take()?;
+                Some((open(), token))
+            };
+            let opened = run_unless_cancelled(open_once, cancel)?;
+            Ok(opened.flatten().map(|(opened, _)| opened))
+        };
+        run().or_else(|error| self.with_room(error, run))
     }
 
     /// Attaches the device of the slot, which is for the first device. A slot that cannot be used is

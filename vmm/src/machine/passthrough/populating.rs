@@ -6,22 +6,23 @@
 //! What is populated by then is only to be mapped.
 //!
 //! Owns the thread that does so until mapping begins, which populates what is left. Only the thread that maps waits for
-//! its end: neither the guest's start nor a stop does. Must never populate memory that is populated by other means
-//! (prefault, a pool), nor memory whose contents arrive from elsewhere. A failure is not reported: the pipeline that
-//! maps the memory comes to the same page, and reports it.
+//! its end, and not for long: neither the guest's start nor a stop does. Must never populate memory that is populated by
+//! other means (prefault, a pool), nor memory whose contents arrive from elsewhere, and gives way to everything else
+//! that needs threads. A failure is not reported: the pipeline that maps the memory comes to the same page, and reports
+//! it.
 //!
 //! ```text
-//!   begin ──> check the host's memory ──> populate ──> told to stop ──> joined by the thread that maps
+//!   begin ──> check the host's memory ──> populate ──> told to stop ──> ended, or at its last step, when mapping begins
 //! ```
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use memory::{
     GuestRam, Prefault, PrefaultError, PrefaultEvent, PrefaultOptions, RamRegion, check_available,
 };
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 use vfio::pin_time::PopulatedBefore;
 use vfio::{GuestRamPopulator, Populating, Populator};
@@ -29,6 +30,10 @@ use vfio::{GuestRamPopulator, Populating, Populator};
 use super::{Passthrough, prefault_threads};
 use crate::config::{self, MemoryConfig};
 use crate::machine::ram::prefault_modes;
+
+/// How long mapping waits for the end of the threads that populate early, which takes processors and, for a moment, a
+/// thread each from its own. One that populates a page of 1 GiB may not end by then.
+const END_WAIT_MAX: Duration = Duration::from_millis(100);
 
 /// Memory that is being populated before it can be mapped. Dropping it ends that, and waits for its threads.
 pub(super) struct EarlyPopulating {
@@ -47,12 +52,34 @@ struct Work {
     is_checked: AtomicBool,
     /// When threads began to populate, and how much they do at a time.
     begun: OnceLock<(Instant, u64)>,
-    ended: OnceLock<Instant>,
+    /// When it ended. Locked briefly.
+    ended: Mutex<Option<Instant>>,
+    has_ended: Condvar,
     done_bytes: AtomicU64,
 }
 
 impl Work {
+    fn new(regions: Vec<Arc<RamRegion>>, missing: Vec<Arc<RamRegion>>) -> Self {
+        Self {
+            regions,
+            missing,
+            is_stopped: AtomicBool::new(false),
+            is_checked: AtomicBool::new(false),
+            begun: OnceLock::new(),
+            ended: Mutex::new(None),
+            has_ended: Condvar::new(),
+            done_bytes: AtomicU64::new(0),
+        }
+    }
+
     fn run(self: &Arc<Self>, options: &PrefaultOptions) -> Result<(), PrefaultError> {
+        let result = self.populate(options);
+        *self.ended.lock() = Some(Instant::now());
+        self.has_ended.notify_all();
+        result
+    }
+
+    fn populate(self: &Arc<Self>, options: &PrefaultOptions) -> Result<(), PrefaultError> {
         check_available(&self.missing)?;
         self.is_checked.store(true, Ordering::Relaxed);
         let at_once_bytes = options.at_once_bytes(&self.regions);
@@ -73,7 +100,6 @@ impl Work {
         // Before threads start: what they do while others are started counts.
         let _ = self.begun.set((Instant::now(), at_once_bytes));
         let result = Prefault::start(&self.regions, &options).and_then(Prefault::wait);
-        let _ = self.ended.set(Instant::now());
         let has_failed = !matches!(result, Ok(()) | Err(PrefaultError::Cancelled { .. }));
         self.is_checked.store(!has_failed, Ordering::Relaxed);
         result
@@ -92,9 +118,7 @@ impl EarlyPopulating {
         let mut missing = ram.regions().to_vec();
         missing
             .retain(|region| !region.is_prezeroed() && mode_of(region) != config::Prefault::Boot);
-        let mut regions = missing.clone();
-        regions
-            .retain(|region| region.usable_bytes() > 0 && mode_of(region) == config::Prefault::Off);
+        let regions = of_early(&missing, |region| mode_of(region) == config::Prefault::Off);
         if regions.is_empty() {
             return None;
         }
@@ -103,17 +127,11 @@ impl EarlyPopulating {
             yields_to_guest: yields,
             // Opening a device maps its BARs, and vCPUs fault.
             spares_mmap_lock: true,
+            // The last threads that a limit allows are for those who have no choice.
+            all_threads: true,
             ..PrefaultOptions::default()
         };
-        let work = Arc::new(Work {
-            regions,
-            missing,
-            is_stopped: AtomicBool::new(false),
-            is_checked: AtomicBool::new(false),
-            begun: OnceLock::new(),
-            ended: OnceLock::new(),
-            done_bytes: AtomicU64::new(0),
-        });
+        let work = Arc::new(Work::new(regions, missing));
         let (stopping, running) = (Arc::clone(&work), Arc::clone(&work));
         let stop = move || stopping.is_stopped.store(true, Ordering::Relaxed);
         let tell = |error: &dyn std::error::Error| {
@@ -135,41 +153,57 @@ impl EarlyPopulating {
         }
     }
 
-    /// Ends, and returns whether the host was found to have memory for all that was to be populated.
-    fn join(&mut self) -> bool {
-        drop(self.thread.take());
+    /// Has it end, and waits until it has, for [`END_WAIT_MAX`] at most.
+    fn end_soon(&self) {
+        self.stop();
+        let mut ended = self.work.ended.lock();
+        self.work.has_ended.wait_while_for(&mut ended, |ended| ended.is_none(), END_WAIT_MAX);
+    }
+
+    /// Whether the host was found to have memory for all that is missing.
+    fn is_checked(&self) -> bool {
         self.work.is_checked.load(Ordering::Relaxed)
     }
 
     /// What has been populated so far; `None` if nothing was, or could be. `elsewhere_bytes`: by a background prefault.
     fn populated(&self, elsewhere_bytes: u64) -> Option<PopulatedBefore> {
         let (begun, at_once_bytes) = *self.work.begun.get()?;
-        if !self.work.is_checked.load(Ordering::Relaxed) {
+        let bytes = self.work.done_bytes.load(Ordering::Relaxed);
+        if bytes == 0 && !self.is_checked() {
             return None;
         }
-        let ended = self.work.ended.get().copied().unwrap_or_else(Instant::now);
+        let ended = self.work.ended.lock().unwrap_or_else(Instant::now);
         let took = ended.saturating_duration_since(begun);
-        let bytes = self.work.done_bytes.load(Ordering::Relaxed);
         let missing_bytes: u64 = self.work.missing.iter().map(|region| region.usable_bytes()).sum();
         let left_bytes = missing_bytes.saturating_sub(bytes).saturating_sub(elsewhere_bytes);
         Some(PopulatedBefore { bytes, at_once_bytes, left_bytes, took })
     }
 }
 
-/// Populates all memory once what was begun early has ended, so that its threads make room for these.
+/// Those of `missing` that are populated early.
+fn of_early(
+    missing: &[Arc<RamRegion>],
+    is_wanted: impl Fn(&RamRegion) -> bool,
+) -> Vec<Arc<RamRegion>> {
+    // Where hugetlb cannot spare the lock of the address space, which is held for a page of 1 GiB at a time, BARs would be
+    // mapped no sooner than all threads have populated theirs, and a vCPU that looks for its device would wait for that.
+    let delays_none = |region: &RamRegion| !region.is_hugetlb() || region.can_spare_mmap_lock();
+    let is_early = |region: &&Arc<RamRegion>| {
+        region.usable_bytes() > 0 && is_wanted(region) && delays_none(region)
+    };
+    missing.iter().filter(is_early).map(Arc::clone).collect()
+}
+
+/// Populates all memory after what was begun early.
 pub(super) struct RamPopulator {
     inner: GuestRamPopulator,
-    /// Locked by the thread that maps memory, or by the one that starts it, while the early threads end.
+    /// Locked by the thread that maps memory, or by the one that starts it.
     early: Mutex<Option<EarlyPopulating>>,
 }
 
 impl RamPopulator {
     pub(super) fn new(inner: GuestRamPopulator, early: Option<EarlyPopulating>) -> Self {
         Self { inner, early: Mutex::new(early) }
-    }
-
-    fn join(&self) -> bool {
-        self.early.lock().as_mut().is_some_and(EarlyPopulating::join)
     }
 }
 
@@ -182,15 +216,23 @@ impl Populator for RamPopulator {
         self.inner.regions()
     }
 
+    fn prepare(&self) {
+        self.early.lock().iter().for_each(EarlyPopulating::end_soon);
+    }
+
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
         // To check again would take long, as memory that is there has to be found, and would count twice what the guest
         // touches meanwhile.
-        let is_checked = self.join();
-        self.inner.populate(Populating { is_checked, ..how })
+        let is_checked = self.early.lock().as_ref().is_some_and(EarlyPopulating::is_checked);
+        let result = self.inner.populate(Populating { is_checked, ..how });
+        self.make_room();
+        result
     }
 
     fn make_room(&self) {
-        self.join();
+        // Not dropped with the lock held: that waits for its threads.
+        let early = self.early.lock().take();
+        drop(early);
     }
 }
 
@@ -200,6 +242,29 @@ impl Passthrough {
     pub fn populate_early(&mut self, config: &MemoryConfig, ram: &GuestRam, yields: bool) {
         if self.early.is_none() && ram.starts_zero() {
             self.early = EarlyPopulating::start(config, ram, yields);
+        }
+    }
+
+    /// Has it end, and waits for that.
+    pub(super) fn end_early_populating(&mut self) {
+        self.early = None;
+    }
+
+    /// Starts a thread, which the host has refused with `error`, once more if there were threads here to end.
+    ///
+    /// # Errors
+    /// The host refuses it again, or there was none.
+    pub(super) fn with_room<T, E>(
+        &mut self,
+        error: E,
+        start: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self.early.take() {
+            Some(early) => {
+                drop(early);
+                start()
+            }
+            None => Err(error),
         }
     }
 
@@ -334,18 +399,7 @@ mod tests {
     }
 
     fn work(ram: &GuestRam) -> Arc<Work> {
-        let mut early = EarlyPopulating::start(&config(&json!(false)), ram, false).unwrap();
-        early.join();
-        let Work { regions, missing, .. } = &*early.work;
-        Arc::new(Work {
-            regions: regions.clone(),
-            missing: missing.clone(),
-            is_stopped: AtomicBool::new(false),
-            is_checked: AtomicBool::new(false),
-            begun: OnceLock::new(),
-            ended: OnceLock::new(),
-            done_bytes: AtomicU64::new(0),
-        })
+        Arc::new(Work::new(ram.regions().to_vec(), ram.regions().to_vec()))
     }
 
     #[test]
@@ -379,18 +433,35 @@ mod tests {
         assert_eq!(took(), first);
     }
 
-    #[test]
-    fn once_it_has_failed_nothing_can_be_said() {
+    /// How it ends that the host refuses the chunk with this number, and what can be said of it.
+    fn refused_at(chunk: usize) -> (Option<PopulatedBefore>, bool) {
         let (_, ram) = memory(&json!(false));
         let work = work(&ram);
+        let count = AtomicU64::new(0);
+        let on_chunk = move |_: &_, _| {
+            let is_refused = count.fetch_add(1, Ordering::Relaxed) == chunk as u64;
+            if is_refused { Err(HookError::from("a test")) } else { Ok(()) }
+        };
         let options = PrefaultOptions {
-            on_chunk: Some(Arc::new(|_, _| Err(HookError::from("a test")))),
+            threads: NonZeroUsize::new(1),
+            on_chunk: Some(Arc::new(on_chunk)),
             ..PrefaultOptions::default()
         };
         let failed = work.run(&options).unwrap_err();
         assert!(matches!(failed, PrefaultError::Hook { .. }), "{failed}");
-        assert_eq!(EarlyPopulating { thread: None, work: Arc::clone(&work) }.populated(0), None);
-        assert!(!work.is_checked.load(Ordering::Relaxed), "the thread that maps checks again");
+        let early = EarlyPopulating { thread: None, work };
+        (early.populated(0), early.is_checked())
+    }
+
+    #[test]
+    fn of_a_failure_it_is_known_what_was_done_before() {
+        let chunk_bytes = PrefaultOptions::default().chunk_bytes;
+        assert_eq!(refused_at(0), (None, false), "the thread that maps checks again");
+        let (before, is_checked) = refused_at(2);
+        let before = before.unwrap();
+        let all_bytes = 2 * ZONE_BYTES;
+        assert_eq!((before.bytes, is_checked), (2 * chunk_bytes, false));
+        assert_eq!(before.left_bytes, all_bytes - before.bytes);
     }
 
     #[test]
@@ -405,10 +476,7 @@ mod tests {
     /// How populating `ram` ends that is told to stop before the first page, after what was done early.
     fn stopped_at_once(ram: GuestRam, early: Option<EarlyPopulating>) -> PrefaultError {
         let populator = RamPopulator::new(GuestRamPopulator::new(Arc::new(ram), None), early);
-        let begun = |_: PopulateHelper| {
-            let early = populator.early.lock();
-            assert!(early.as_ref().is_none_or(|early| early.thread.is_none()), "it still runs");
-        };
+        let begun = |_: PopulateHelper| {};
         let how = Populating {
             chunk_bytes: 64 << 20,
             on_chunk: Arc::new(|_, _| Err(HookError::from("it was not stopped"))),
@@ -418,7 +486,21 @@ mod tests {
             is_checked: false,
             begun: &begun,
         };
-        populator.populate(how).unwrap_err()
+        populator.prepare();
+        let early = populator.early.lock().as_ref().map(|early| Arc::clone(&early.work));
+        assert!(early.is_none_or(|work| work.ended.lock().is_some()), "it still runs");
+        let error = populator.populate(how).unwrap_err();
+        assert!(populator.early.lock().is_none(), "it has its threads still");
+        error
+    }
+
+    #[test]
+    fn memory_is_mapped_although_a_thread_does_not_end() {
+        let (_, ram) = memory(&json!(false));
+        let early = EarlyPopulating { thread: None, work: work(&ram) };
+        let begun = Instant::now();
+        early.end_soon();
+        assert!(begun.elapsed() >= END_WAIT_MAX);
     }
 
     #[test]
