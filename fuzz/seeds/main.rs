@@ -12,6 +12,7 @@ mod kernel;
 mod migration;
 mod page_server;
 mod pci;
+mod platform;
 mod pool;
 mod snapshot;
 mod text;
@@ -52,6 +53,7 @@ pub fn all() -> Vec<Seed> {
         migration::seeds(),
         page_server::seeds(),
         pci::seeds(),
+        platform::seeds(),
         pool::seeds(),
         snapshot::seeds(),
         tls::seeds(),

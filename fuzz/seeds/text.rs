@@ -126,6 +126,10 @@ const STATES: &[(&str, &str)] = &[
         "block",
         r#"{"kind":"virtio-block","version":1,"data":{"writeback":true,"capacity_sectors":128,"readonly":false}}"#,
     ),
+    (
+        "tpm",
+        r#"{"kind":"tpm","version":1,"data":{"registers":{"is_assigned":true,"is_idle":false,"buffer":[128,1]},"permanent":{"flags":0,"bytes":[1,2]},"volatile":{"flags":1,"bytes":[]},"save_state":{"flags":0,"bytes":[]}}}"#,
+    ),
 ];
 
 /// One entry of a CPUID table, in the words of the migration.

@@ -229,3 +229,31 @@ fn each_target_has_seeds() {
         seeds_of(path.file_stem().unwrap().to_str().unwrap());
     }
 }
+
+/// Each saved state is taken by one of the devices, and only by one.
+#[test]
+fn states_of_the_platform_are_taken() {
+    use devices::Snapshot;
+    use devices::legacy as of;
+    let (cpus, memory) = (of::CpuHotplug::new(4, Box::new(|| ())), of::MemoryHotplug::new(None));
+    let pci = |last| {
+        of::PciHotplug::new(
+            last,
+            of::OnEject { hide: Box::new(|_, _| ()), notify: Box::new(|| ()) },
+        )
+    };
+    let (one, two, timer) = (pci(0), pci(1), of::PmTimer::new());
+    let (clock, id) =
+        (of::Cmos::new(0, 0, Box::new(of::HostClock)), of::GenerationId::new(0xe_f000));
+    let line = || vmm_sys_util::eventfd::EventFd::new(0).unwrap();
+    let ged = of::GedDevice::new(line());
+    let endpoint = devices::endpoint::ConsoleEndpoint::null().unwrap();
+    let serial = of::Serial::new(endpoint.into(), line()).unwrap();
+    let all: [&dyn Snapshot; 9] = [&cpus, &memory, &one, &two, &timer, &clock, &id, &ged, &serial];
+    for Seed { name, contents, .. } in seeds_of("platform_registers") {
+        let Some((0xff, json)) = contents.split_first() else { continue };
+        let state = serde_json::from_slice(json).unwrap();
+        let taken = all.iter().filter(|device| device.restore(&state).is_ok()).count();
+        assert_eq!(taken, 1, "{name}");
+    }
+}

@@ -14,6 +14,8 @@ mod cmos_tests;
 mod cpu_hotplug;
 mod cpu_selector;
 mod debug;
+#[cfg(any(test, feature = "testing"))]
+mod fuzz;
 mod generation_id;
 mod i8042;
 mod memory_hotplug;
@@ -36,6 +38,8 @@ pub use debug::{
     DEBUG_CONSOLE_LEN_BYTES, DEBUG_CONSOLE_PORT, DEBUG_PORT, DEBUG_PORT_LEN_BYTES, DebugConsole,
     DebugPort, FirmwareOutput,
 };
+#[cfg(any(test, feature = "testing"))]
+pub use fuzz::fuzz;
 pub use generation_id::{GENERATION_ID_LEN_BYTES, GenerationId};
 pub use i8042::{I8042, I8042_DATA_PORTS, I8042_LEN_BYTES, I8042_PORT};
 pub use memory_hotplug::{

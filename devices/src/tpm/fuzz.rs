@@ -10,6 +10,8 @@ use std::os::unix::net::UnixStream;
 
 use super::crb::Crb;
 use super::emulator::{ANSWER_WITHIN, Emulator};
+use super::state::{FORMAT, SavedTpm};
+use crate::state::DeviceSnapshot;
 
 /// The first byte says how many of the others (in units of 16) are answers on the control socket; the rest are accesses
 /// of ten bytes each: what, an offset, and a value.
@@ -20,6 +22,18 @@ pub fn fuzz(data: &[u8]) {
         log::debug!("{error}");
     }
     access(accesses);
+}
+
+/// What is taken of a saved state before the emulator gets its part.
+pub fn fuzz_state(state: &DeviceSnapshot) {
+    let saved = FORMAT.decode::<SavedTpm>(state).and_then(SavedTpm::into_parts);
+    if let Ok((registers, _blobs)) = saved {
+        let mut crb = Crb::new(0xfed4_0000);
+        crb.restore(&registers);
+        let taken = crb.save();
+        crb.restore(&taken);
+        assert_eq!(crb.save(), taken, "registers that were taken are others");
+    }
 }
 
 fn answer(answers: &[u8]) -> std::io::Result<()> {

@@ -39,7 +39,7 @@ pub use crb::{CRB_CONTROL_OFFSET, CRB_LEN_BYTES};
 pub use emulator::EmulatorError;
 use emulator::{Emulator, StateBlobs};
 #[cfg(any(test, feature = "testing"))]
-pub use fuzz::fuzz;
+pub use fuzz::{fuzz, fuzz_state};
 use state::{FORMAT, SavedTpm};
 use worker::Worker;
 

@@ -457,6 +457,8 @@ pub fn fuzz_state(data: &[u8]) {
 }
 
 fn run_state(data: &[u8]) -> Setup<()> {
+    use std::os::fd::AsRawFd;
+
     use super::VirtioDevice;
     let Ok(snapshot) = serde_json::from_slice(data) else { return Ok(()) };
     let mut console = super::console::Console::new(super::console::ConsoleConfig {
@@ -493,5 +495,10 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let config =
         mem::MemConfig { id: String::new(), zone: "later".into(), requested_bytes: 0, node: None };
     let _ = mem::Mem::new(&config, &ram)?.restore(&snapshot);
+    let file = syscalls::memory_file(DISK_BYTES)?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+    let config = super::block::BlockConfig { path, ..Default::default() };
+    let _ = super::block::Block::new(config)?.restore(&snapshot);
+    crate::tpm::fuzz_state(&snapshot);
     Ok(())
 }
