@@ -237,7 +237,6 @@ impl Way {
         loop {
             let mut moved = 0;
             for to in [0, 1] {
-                moved += self.deliver(to, usize::MAX);
                 loop {
                     let read = self.read(to, 0, usize::MAX);
                     moved += read;
@@ -245,6 +244,8 @@ impl Way {
                         break;
                     }
                 }
+                // After that there is room in the socket, also where no record was complete.
+                moved += self.deliver(to, usize::MAX);
             }
             if moved == 0 {
                 break;

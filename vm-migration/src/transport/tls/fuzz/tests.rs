@@ -49,6 +49,16 @@ fn what_is_sent_arrives_whatever_the_pieces() {
     }
 }
 
+/// Each piece takes more of a socket's room than it has bytes.
+#[test]
+fn the_rest_arrives_after_a_socket_was_full_of_small_pieces() {
+    let agree = [IN_PIECES | UP, 1, IN_PIECES, 9, IN_PIECES | UP, 5];
+    for len in [[4, 0x6b], [0x10, 0]] {
+        let outcome = run(1, &[&agree, &[SEND | UP, len[0], len[1], IN_PIECES | UP, 0]]);
+        assert_eq!(outcome.heard_bytes, [0, usize::from(u16::from_be_bytes(len))]);
+    }
+}
+
 #[test]
 fn a_handshake_that_is_changed_fails_and_data_that_is_ends_the_connection() {
     for suite in 1..4 {
