@@ -94,6 +94,7 @@ mod vhost_peers;
 mod vhost_user;
 mod vsock;
 mod watch;
+mod watchdog;
 
 use std::process::ExitCode;
 
@@ -188,6 +189,7 @@ fn add_beside(suite: &mut harness::Suite) {
     vhost_peers::add(suite);
     vhost_moves::add(suite);
     user_devices::add(suite);
+    watchdog::add(suite);
     hostile::add_beside(suite);
     adopted::add(suite);
     exported::add(suite);

@@ -199,6 +199,8 @@ pub mod param {
     pub const ATTACKS: u64 = 0xb8;
     /// Type of the virtio devices that it attacks; 0: all functions.
     pub const ATTACKED: u64 = 0xc0;
+    /// 0: the watchdog is not set back. Without effect where it was not asked for at boot.
+    pub const WATCHDOG: u64 = 0xc8;
 }
 
 /// `param::COMMAND`.

@@ -79,7 +79,7 @@ pub struct Settings {
     pub ecam: u64,
     /// `bus_master=`: a device on the first bus that may have DMA before anything else is done; 0: none.
     pub bus_master: u64,
-    /// `watchdog=0|1`: vCPU 0 uses the watchdog.
+    /// `watchdog=0|1`: vCPU 0 uses the watchdog, for as long as this is so.
     pub watchdog: u64,
     /// `panic=`: events that vCPU 0 reports to the panic device; 0: none.
     pub panic: u64,
@@ -162,7 +162,7 @@ impl Settings {
 
     /// These settings as fields of the parameter page, all but the generation, for a guest with
     /// so many test pages and vCPUs.
-    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 23] {
+    pub fn fields(&self, pages: u64, vcpus: u64) -> [(u64, u64); 24] {
         let first = self.window.0.pages(pages);
         let window = self.window.1.pages(pages).min(pages - first);
         let active = if self.active == 0 { vcpus } else { self.active };
@@ -190,6 +190,7 @@ impl Settings {
             (param::ECAM_GPA, self.ecam),
             (param::ATTACKS, self.attacks),
             (param::ATTACKED, self.attacked),
+            (param::WATCHDOG, self.watchdog),
         ]
     }
 
@@ -220,7 +221,7 @@ impl Settings {
             balloon_poison: get(param::BALLOON_POISON),
             ecam: get(param::ECAM_GPA),
             bus_master: 0,
-            watchdog: 0,
+            watchdog: get(param::WATCHDOG),
             panic: 0,
             wake: 0,
             attacks: get(param::ATTACKS),

@@ -133,7 +133,9 @@ impl Worker {
     pub fn run(&mut self) -> ! {
         loop {
             let now = self.clock.tick();
-            if let Some(watchdog) = &mut self.watchdog {
+            if let Some(watchdog) = &mut self.watchdog
+                && PARAM.get(param::WATCHDOG) != 0
+            {
                 let clock = &mut self.clock;
                 watchdog.set_back(now, || _ = clock.tick());
             }
