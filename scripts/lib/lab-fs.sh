@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
-# What the lab's group `fs` needs besides the usual machine: the process that serves a file system, and a guest with the
+# What the lab's groups `fs` and `fs-generic` need besides the usual machine: the process that serves a file system, and a guest with the
 # driver of one. Sourced by scripts/lab.
 
 # Of crates.io, where Debian has no package of it (Debian 12).
@@ -26,7 +26,8 @@ need_virtiofsd() {
   rm -rf "$dir/target"
 }
 
-# build_extra_fs FILE: writes an initramfs with both.
+# build_extra_fs FILE, build_extra_fs_generic FILE: write an initramfs with both.
+build_extra_fs_generic() { build_extra_fs "$1"; }
 build_extra_fs() {
   local tree=$LAB/extra-fs
   need_virtiofsd
