@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
 # A Debian guest with disks in each format, of which one has two queues and one a limit and another size later, a vsock, and
-# the panic device and the debug console: contents are compared after a reboot, moves in both modes and a restore, also by the program that
-# made the images; streams go both ways; a panic is reported.
+# the panic device and the debug console; the vsock is replaced and a network device comes while it runs: contents are
+# compared after a reboot, moves in both modes and a restore, also by the program that made the images; streams go both
+# ways by vsock and network; a panic is reported.
 # limit_s: 1500
 . ./lib.sh
 GUEST_INITRAMFS=/lab/initramfs-devices.gz
@@ -17,7 +18,7 @@ head -c 3000000 /dev/urandom >$T/data
 
 start_guest a 2 --disk path=$T/disk.qcow2,image_type=qcow2,num_queues=2,id=qcow2 path=$T/disk.vhdx,image_type=vhdx,id=vhdx \
   path=$T/disk.vhd,image_type=vhd,id=vhd path=$T/raw.img,image_type=raw,bw_size=1048576,bw_refill_time=1000,id=raw \
-  --vsock cid=3,socket=$T/vsock --pvpanic --debug-console file=$T/debug || failed start "the VMM did not start"
+  --vsock cid=3,socket=$T/vsock,id=sock --pvpanic --debug-console file=$T/debug || failed start "the VMM did not start"
 check boots wait_until $WAIT_S says a "GUEST-READY 2 vcpus"
 
 # Two parts of each disk stay as they are; between them is written all the time.
@@ -78,6 +79,24 @@ streams() { echoes && sends $1; }
 serves a
 check streams_go_both_ways streams a
 
+# Another vsock and a network device come while the guest runs, which keeps them from here on.
+vsock_is_gone() { ! remote a info | grep -q '"id": *"sock"'; }
+# cid_is NAME NUMBER: the address that the guest's driver has; -1 without a device.
+CID='perl -e '\''open(V,"</dev/vsock")||die "$!"; $c=pack("L",0); ioctl(V,0x7b9,$c)||die "$!"; print unpack("l",$c)."\n"'\'''
+cid_is() { guest $1 "$CID" && [ "$(tail -n 1 $T/out)" = $2 ]; }
+replaced() {
+  remote a remove-device sock && wait_until 60 vsock_is_gone && wait_until 30 cid_is a -1 || { cat $T/out; return 1; }
+  remote a add-vsock cid=4,socket=$T/vsock,id=sock >$T/added && wait_until 30 cid_is a 4 && streams a || { cat $T/out $T/added; return 1; }
+}
+check another_vsock_comes_while_it_runs replaced
+exchanges() { from_guest $1 && to_guest $1 || { cat $T/out; return 1; }; }
+network() {
+  tap_up lab0
+  remote a add-net tap=lab0,mac=52:54:00:00:00:02,id=lan >$T/added || return 1
+  guest a 'for i in $(seq 300); do [ -e /sys/class/net/eth0 ] && break; sleep 0.1; done; busybox ip addr add 10.9.0.2/24 dev eth0 && busybox ip link set eth0 up' && exchanges a || { cat $T/out $T/added; return 1; }
+}
+check a_network_comes_while_it_runs network
+
 # The kernel writes its messages to the port of the debug console, too.
 prints() {
   guest $1 "echo '<2>printed-in-$1' >/dev/kmsg; sleep 1" && wait_until 10 grep -aq printed-in-$1 $T/debug || { tail -n 3 $T/debug; return 1; }
@@ -88,7 +107,7 @@ counted() {
   for id in qcow2 vhdx vhd raw; do
     sed -n "s/.*\"$id\":{\([^}]*\)}.*/\1/p" $T/counters | grep '"read_bytes":[1-9]' | grep -q '"write_bytes":[1-9]' || { echo $id; cat $T/counters; return 1; }
   done
-  grep -q '"_vsock[0-9]*":{[^}]*:[1-9]' $T/counters || { cat $T/counters; return 1; }
+  for id in sock lan; do grep -q "\"$id\":{[^}]*:[1-9]" $T/counters || { echo $id; cat $T/counters; return 1; }; done
 }
 check each_device_counts counted
 
@@ -99,8 +118,8 @@ works() { guest $1 "$LOAD $BEGUN"; }
 has_worked() { guest $1 'r=$(cat /tmp/rounds); for i in $(seq 300); do [ $(cat /tmp/rounds) -gt $r ] && break; sleep 0.1; done; [ $(cat /tmp/rounds) -gt $r ] && touch /tmp/stop; for i in $(seq 300); do [ -e /tmp/stopped ] && break; sleep 0.1; done; cat /tmp/bad; [ -e /tmp/stopped ] && [ ! -e /tmp/bad ]' || { cat $T/out; return 1; }; }
 fine() { guest $1 '! dmesg | grep -E "Oops|BUG: [^s]|I/O error|hung task"' || { cat $T/out; return 1; }; }
 # arrives NAME: what was moved or restored works on, with all that it had.
-arrives() { has_worked $1 && same $1 && sized $1 24 && streams $1 && prints $1 && fine $1; }
-reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2 && same a && sized a 24 && serves a && streams a; }
+arrives() { has_worked $1 && same $1 && sized $1 24 && cid_is $1 4 && streams $1 && exchanges $1 && prints $1 && fine $1; }
+reboots() { guest a sync && remote a reboot && wait_until $WAIT_S says_times a "GUEST-READY" 2 && same a && sized a 24 && serves a && cid_is a 4 && streams a && exchanges a; }
 check all_is_there_after_a_reboot reboots
 precopy() { works a && moved a b precopy && arrives b; }
 check after_a_move_in_precopy precopy
