@@ -2,7 +2,7 @@
 # takes_turns
 # A Debian guest on a macvtap, whose descriptors the VMM is handed: it gets its address by DHCP from the network beyond
 # the lower interface, exchanges content with it, moves to a macvtap on another lower interface and back, by precopy and
-# by postcopy, and gets a second one while it runs.
+# by postcopy, is restored with descriptors of that other one, and gets a second one while it runs.
 . ./lib.sh
 while read -r module; do insmod /lab/modules/$module 2>/dev/null; done </lab/modules/order
 
@@ -33,6 +33,7 @@ network() {
 check network_is_made network
 mkdir -p $T/www
 head -c 4194304 /dev/urandom >$T/www/content
+echo small >$T/www/small
 in_lan httpd -h $T/www -p 10.9.0.1:80
 printf 'start 10.9.0.50\nend 10.9.0.60\ninterface br0\nlease_file %s\npidfile %s\noption subnet 255.255.255.0\noption router 10.9.0.1\n' $T/leases $T/udhcpd.pid >$T/udhcpd.conf
 touch $T/leases
@@ -54,6 +55,14 @@ fetches() {
 check fetches_by_http fetches a
 check sends_content from_guest a
 check linux_uses_both_pairs uses_pairs a
+# both_receive NAME: what comes in to 16 ports of the guest is spread over both of its queues.
+received() { guest $1 "grep 'virtio.*-input.$2' /proc/interrupts | awk '{ print \$2 + \$3 }'" && tail -n 1 $T/out; }
+both_receive() {
+  first=$(received $1 0) second=$(received $1 1)
+  guest $1 'for n in $(seq 16); do busybox wget -q -O - http://10.9.0.1/small; done | sort | uniq -c' && grep -qx ' *16 small' $T/out || { cat $T/out; return 1; }
+  [ "$(received $1 0)" -gt "$first" ] && [ "$(received $1 1)" -gt "$second" ] || { guest $1 'grep virtio /proc/interrupts'; cat $T/out; return 1; }
+}
+check both_of_them_receive both_receive a
 bytes() { cat /sys/class/net/$1/statistics/$2_bytes; }
 # counts NAME LINK: the interface has counted 4 MiB in each direction, and its frames were not dropped.
 counts() {
@@ -80,16 +89,28 @@ exec 5<>$(node_of mv0) 6<>$(node_of mv0)
 check moves_back_by_postcopy arrives b c postcopy mv0
 # The same descriptors, which this shell keeps open: as a management program does.
 check moves_with_its_descriptors arrives c d precopy mv0
+# Saved and restored in seconds, which a connection outlasts.
+restores() {
+  mkdir -p $T/saved
+  remote d pause && remote d snapshot file://$T/saved && remote d shutdown-vmm && ends d 60 || return 1
+  start_vmm e && remote e restore "source_url=file://$T/saved,resume=true,net_fds=[lan@[5,6]]" && wait_until 60 state_is e Running && open_console e || return 1
+  stream_goes_on && pings e && counts e mv1 && uses_pairs e && both_receive e
+}
+other_descriptors() { restores 5<>$(node_of mv1) 6<>$(node_of mv1); }
+check is_restored_with_other_descriptors other_descriptors
+# Without them there is no network for it.
+without() { start_vmm x && ! remote x restore source_url=file://$T/saved >$T/refused 2>&1 && grep -q "'lan'" $T/refused && remote x shutdown-vmm && ends x 60 || { cat $T/refused; return 1; }; }
+check a_restore_without_is_refused_by_name without
 check stream_is_whole stream_is_whole
 
 # A second one while the guest runs, which is removed again.
-second() { remote d add-net "fd=[3],mac=52:54:00:00:00:03,id=second" 3<>$(node_of mv2) >$T/added || return 1
-  guest d 'for i in $(seq 300); do [ -e /sys/class/net/eth1 ] && break; sleep 0.1; done; busybox ip addr flush dev eth0; busybox ip addr add 10.9.0.3/24 dev eth1; busybox ip link set eth1 up; busybox ping -c 3 -W 5 10.9.0.1' && fetches d || { cat $T/out; return 1; }; }
+second() { remote e add-net "fd=[3],mac=52:54:00:00:00:03,id=second" 3<>$(node_of mv2) >$T/added || return 1
+  guest e 'for i in $(seq 300); do [ -e /sys/class/net/eth1 ] && break; sleep 0.1; done; busybox ip addr flush dev eth0; busybox ip addr add 10.9.0.3/24 dev eth1; busybox ip link set eth1 up; busybox ping -c 3 -W 5 10.9.0.1' && fetches e || { cat $T/out; return 1; }; }
 check a_second_comes second
-removed() { remote d remove-device second && guest d 'for i in $(seq 300); do [ -e /sys/class/net/eth1 ] || break; sleep 0.1; done; [ ! -e /sys/class/net/eth1 ] && busybox ip addr add 10.9.0.2/24 dev eth0' && fetches d; }
+removed() { remote e remove-device second && guest e 'for i in $(seq 300); do [ -e /sys/class/net/eth1 ] || break; sleep 0.1; done; [ ! -e /sys/class/net/eth1 ] && busybox ip addr add 10.9.0.2/24 dev eth0' && fetches e; }
 check it_goes removed
-reboots() { guest d sync && remote d reboot && wait_until $WAIT_S says d "GUEST-READY 2 vcpus" && fetches d && from_guest d; }
+reboots() { guest e sync && remote e reboot && wait_until $WAIT_S says e "GUEST-READY 2 vcpus" && fetches e && from_guest e && uses_pairs e && both_receive e; }
 check reboots reboots
-power_button() { remote d power-button && ends d 60; }
+power_button() { remote e power-button && ends e 60; }
 check ends power_button
 check filesystem_clean filesystem_clean
