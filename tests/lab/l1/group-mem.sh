@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # takes_turns
 # A Debian guest that gets more memory while it runs and returns it, by its own virtio-mem driver:
-# alone, over a move, and alongside a passed-through disk whose DMA goes into what was plugged in.
+# alone, over a move and a reboot, and alongside a passed-through disk whose DMA goes into what was plugged in.
 # limit_s: 1500
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
 . ./lib.sh
@@ -53,12 +53,12 @@ check grows becomes a 576
 
 # More than there was at boot, in one file.
 fills() {
-  guest a 'head -c 314572800 /dev/urandom >/tmp/fill; sha256sum </tmp/fill' || return 1
+  guest $1 'head -c 314572800 /dev/urandom >/tmp/fill; sha256sum </tmp/fill' || return 1
   # A busy machine may have the kernel say something, too.
   grep ' -$' $T/out >$T/fill
-  [ "$(blocks a)" -ge 150 ] || { echo "the host has $(blocks a) MiB for what was plugged in"; return 1; }
+  [ "$(blocks $1)" -ge 150 ] || { echo "the host has $(blocks $1) MiB for what was plugged in"; return 1; }
 }
-check uses_what_it_got fills
+check uses_what_it_got fills a
 same() { guest $1 'sha256sum </tmp/fill' && grep ' -$' $T/out | cmp - $T/fill; }
 refused() { ! remote a resize --memory $1 2>$T/refused && grep -q "$2" $T/refused; }
 check more_than_there_is_room_for_is_refused refused 1G "room for 536870912"
@@ -80,6 +80,14 @@ restores() {
 check is_saved_and_restored restores
 check has_the_same_memory_when_restored usable q 768
 check has_the_same_content_when_restored same q
+# boots_again NAME TIMES: its driver plugs in again what was asked for.
+boots_again() {
+  remote $1 reboot && wait_until $WAIT_S says_times $1 "GUEST-READY 1 vcpus" $2 && wait_until 120 usable $1 768 && wait_until 60 total $1 768 &&
+    guest $1 'busybox mount -o remount,size=600M /tmp'
+}
+check gets_it_again_after_a_reboot boots_again q 1
+filled_again() { fills q && same q; }
+check uses_it_after_a_reboot filled_again
 
 # What is plugged in and free goes; the driver brings what is not elsewhere.
 shrinks() {
@@ -115,5 +123,7 @@ check dma_is_right_with_less writes_and_reads_back c
 no_faults() { ! dmesg | grep -E 'handling fault|fault addr|fault reason'; }
 again() { becomes c 768 && pinned_is 768 && dma; }
 check it_comes_back_and_is_pinned_again again
+pinned_after_reboot() { boots_again c 2 && pinned_is 768 && [ "$(blocks c)" = 512 ] && dma; }
+check it_is_pinned_after_a_reboot pinned_after_reboot
 check the_iommu_saw_no_fault no_faults
 check that_one_ends_too off c
