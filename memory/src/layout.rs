@@ -8,6 +8,9 @@
 
 use std::ops::Range;
 
+use crate::PAGE_BYTES;
+use crate::config::{Backing, ZoneSpec};
+
 /// Alignment of memory that is added later, unless a layout has another one: the largest unit in which a 64-bit guest adds memory, so
 /// that all of it is usable.
 pub const LATER_ALIGN_BYTES: u64 = 2 << 30;
@@ -51,7 +54,7 @@ impl Default for RamLayout {
 
 /// A part of a zone that is contiguous in guest physical addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Placement {
+pub struct Placement {
     /// Index of the zone in the configuration.
     pub zone: usize,
     /// Its guest physical address.
@@ -144,6 +147,19 @@ impl RamLayout {
         (gpa, next.map_or(u64::MAX, |start| start - gpa))
     }
 
+    /// Where the parts of zones are, by ascending guest address, without a look at the host: hugetlb pages of its
+    /// default size are taken for small ones.
+    ///
+    /// # Errors
+    /// They do not fit, or a page would be cut.
+    pub fn place_zones(&self, zones: &[ZoneSpec]) -> Result<Vec<Placement>, LayoutError> {
+        let page_bytes = |index: usize| match zones.get(index).map(|zone| &zone.backing) {
+            Some(Backing::Hugetlb { page_size }) => page_size.bytes().unwrap_or(PAGE_BYTES),
+            _ => PAGE_BYTES,
+        };
+        self.place(&extents(zones, page_bytes))
+    }
+
     pub(crate) fn place(&self, zones: &[ZoneExtent<'_>]) -> Result<Vec<Placement>, LayoutError> {
         self.check_holes()?;
         let mut placed = Vec::new();
@@ -199,6 +215,20 @@ impl RamLayout {
     }
 }
 
+/// The properties of zones, whose pages have `page_bytes` each.
+pub(crate) fn extents(
+    zones: &[ZoneSpec],
+    page_bytes: impl Fn(usize) -> u64,
+) -> Vec<ZoneExtent<'_>> {
+    let mut extents = Vec::new();
+    for (index, zone) in zones.iter().enumerate() {
+        let (size_bytes, page_bytes) = (zone.size_bytes, page_bytes(index));
+        let comes_later = zone.block_bytes.is_some();
+        extents.push(ZoneExtent { id: &zone.id, size_bytes, page_bytes, comes_later });
+    }
+    extents
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -206,6 +236,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::HugePageSize;
 
     const GIB: u64 = 1 << 30;
 
@@ -310,6 +341,28 @@ mod tests {
         assert_eq!(parts(split, 1024), [(0, 3), (4, 1008), (1024, 13)]);
         assert_eq!(parts(whole, 4096), [(0, 3), (4, 4093)]);
         assert_eq!(parts(split, 4096), [(0, 3), (4, 1008), (1024, 3085)]);
+    }
+
+    #[test]
+    fn zones_are_placed_as_memory_of_them_is_made() {
+        let huge = |id: &str, size_gib: u64, page_size| {
+            let backing = Backing::Hugetlb { page_size };
+            ZoneSpec { backing, ..ZoneSpec::new(id, size_gib * GIB) }
+        };
+        let zones = [
+            huge("a", 2048, HugePageSize::Gib1),
+            huge("b", 1024, HugePageSize::Mib2),
+            ZoneSpec::new("c", 1024 * GIB),
+        ];
+        let placed = split().place_zones(&zones).unwrap();
+        let at = placed.iter().map(|part| (part.zone, part.gpa / GIB, part.bytes.start / GIB));
+        let expected = [(0, 0, 0), (0, 4, 3), (0, 1024, 1011), (1, 2061, 0), (2, 3085, 0)];
+        assert_eq!(at.collect::<Vec<_>>(), expected);
+        let end = placed.last().map(|part| part.gpa + part.bytes.end - part.bytes.start);
+        assert_eq!(end, Some((4096 + 1 + 12) * GIB));
+        let cut = [ZoneSpec::new("small", 2 << 20), huge("huge", 4, HugePageSize::Gib1)];
+        let error = split().place_zones(&cut).unwrap_err();
+        assert!(matches!(error, LayoutError::CutPage { ref id, .. } if id == "huge"), "{error}");
     }
 
     #[test]

@@ -106,7 +106,7 @@ pub use collapse::{Collapse, CollapseEnd, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use holds::PageHold;
-pub use layout::{LATER_ALIGN_BYTES, LayoutError, RamHole, RamLayout};
+pub use layout::{LATER_ALIGN_BYTES, LayoutError, Placement, RamHole, RamLayout};
 pub use lease::Lease;
 pub use maps::{ResidentMap, ZeroMap};
 pub use pins::{DiscardBan, Pins};

@@ -19,7 +19,7 @@ use crate::backing_error::BackingError;
 use crate::config::{Backing, ConfigError, RamConfig, ZoneSpec};
 use crate::discards::Discards;
 use crate::host::{Host, HugePagePolicy};
-use crate::layout::{LayoutError, RamLayout, ZoneExtent};
+use crate::layout::{LayoutError, RamLayout, extents};
 use crate::lease::Lease;
 use crate::pins::Pins;
 use crate::populate::THP_BYTES;
@@ -402,16 +402,6 @@ impl GuestRam {
         let regions: Vec<_> = self.regions.iter().filter(asked).cloned().collect();
         Prefault::start(&regions, options)
     }
-}
-
-fn extents(zones: &[ZoneSpec], page_bytes: impl Fn(usize) -> u64) -> Vec<ZoneExtent<'_>> {
-    let mut extents = Vec::new();
-    for (index, zone) in zones.iter().enumerate() {
-        let (size_bytes, page_bytes) = (zone.size_bytes, page_bytes(index));
-        let comes_later = zone.block_bytes.is_some();
-        extents.push(ZoneExtent { id: &zone.id, size_bytes, page_bytes, comes_later });
-    }
-    extents
 }
 
 fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
