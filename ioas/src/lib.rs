@@ -3,7 +3,9 @@
 //! An I/O address space (IOAS) of iommufd by its number, for code that shares or passes on an IOAS.
 //!
 //! Owns the kernel's structures (Linux, `include/uapi/linux/iommufd.h`). Must never destroy anything: an
-//! address space ends with its iommufd, or with the process that made it.
+//! address space ends with its iommufd, or with the process that made it. Which addresses can be mapped is in `reach`.
+
+mod reach;
 
 use std::io;
 use std::ops::RangeInclusive;
@@ -18,6 +20,8 @@ use iommufd_bindings::iommufd::{
 };
 use iommufd_ioctls::{IommuFd, IommufdError};
 use thiserror::Error;
+
+pub use reach::{HYPERTRANSPORT, HostReach, Unreachable, check_reach};
 
 /// `IOMMU_IOAS_IOVA_RANGES`, which the crate of iommufd's ioctls lacks.
 const IOVA_RANGES: libc::Ioctl = 0x3b84;

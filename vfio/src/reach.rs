@@ -2,79 +2,43 @@
 
 //! The I/O addresses that an IOMMU can translate for a function, compared with guest memory.
 //!
-//! Owns what the host says of them: in sysfs before a function is opened, and the description of a type1
-//! container or an iommufd once it is. Guest memory has its guest physical addresses as I/O addresses, so memory
-//! that an IOMMU cannot reach is found before any of it is mapped.
+//! Owns where that is found: in sysfs before a function is opened, and in the description of a type1 container once it
+//! is. The comparison is that of the crate `ioas`. Guest memory has its guest physical addresses as I/O addresses, so
+//! memory that an IOMMU cannot reach is found before any of it is mapped.
 
 use std::fs;
-use std::ops::{Range, RangeInclusive};
-use std::path::{Path, PathBuf};
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+
+use ioas::{HYPERTRANSPORT, HostReach, Unreachable};
 
 use crate::error::VfioError;
 use crate::sysfs::{HostPlace, path_of_node};
 
-/// I/O addresses that AMD's IOMMU keeps for HyperTransport.
-pub const HYPERTRANSPORT: RangeInclusive<u64> = 0xfd_0000_0000..=0xff_ffff_ffff;
-
 const LEAVE_OUT: &str = "; start the VM with --memory high_hole=hypertransport, which leaves these guest \
                          addresses without memory";
 
-/// What sysfs says of the I/O addresses of a function. What it does not say is assumed to be reachable.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostReach {
-    /// Address ranges that can be translated, in order.
-    valid: Vec<RangeInclusive<u64>>,
+/// What the host says of the I/O addresses of a function, which need not be open.
+pub fn reach_of(place: &HostPlace) -> HostReach {
+    path_of(place).map_or_else(HostReach::unknown, |path| HostReach::in_sysfs(&path))
 }
 
-impl HostReach {
-    /// Of a function, which need not be open.
-    pub fn of(place: &HostPlace) -> Self {
-        path_of(place).map_or_else(|| Self::new(u64::MAX, Vec::new()), |path| Self::in_sysfs(&path))
-    }
+/// Bytes of guest addresses that the BARs of a function may take, with what aligning them may leave free: each is
+/// aligned to its length.
+pub fn bars_bytes_of(place: &HostPlace) -> u64 {
+    let text = path_of(place).and_then(|path| fs::read_to_string(path.join("resource")).ok());
+    bars_bytes(&text.unwrap_or_default())
+}
 
-    /// Bytes of guest addresses that the BARs of a function may take, with what aligning them may leave free: each is
-    /// aligned to its length.
-    pub fn bars_bytes(place: &HostPlace) -> u64 {
-        let text = path_of(place).and_then(|path| fs::read_to_string(path.join("resource")).ok());
-        bars_bytes(&text.unwrap_or_default())
-    }
-
-    fn in_sysfs(path: &Path) -> Self {
-        let text = |file: &str| fs::read_to_string(path.join(file)).unwrap_or_default();
-        let last = match intel_address_bits(&text("iommu/intel-iommu/cap")) {
-            Some(bits @ 1..=63) => (1 << bits) - 1,
-            _ => u64::MAX,
-        };
-        Self::new(last, reserved_regions(&text("iommu_group/reserved_regions")))
-    }
-
-    fn new(last: u64, mut reserved: Vec<RangeInclusive<u64>>) -> Self {
-        reserved.sort_by_key(|range| *range.start());
-        let mut valid = Vec::new();
-        let mut next = Some(0);
-        for range in reserved {
-            let Some(start) = next.filter(|start| start <= range.end()) else { continue };
-            if start < *range.start() {
-                valid.push(start..=last.min(range.start() - 1));
+impl From<Unreachable> for VfioError {
+    fn from(error: Unreachable) -> Self {
+        match error {
+            Unreachable::Reserved { iova: gpa, first, last } => {
+                let remedy = if HYPERTRANSPORT.contains(&gpa) { LEAVE_OUT } else { "" };
+                Self::ReservedAddress { gpa, first, last, remedy }
             }
-            next = range.end().checked_add(1);
+            Unreachable::Beyond { iova: gpa, last } => Self::BeyondIommu { gpa, last },
         }
-        valid.extend(next.map(|start| start..=last));
-        valid.retain(|range| !range.is_empty());
-        Self { valid }
-    }
-
-    /// Whether an address of `range` cannot be translated.
-    pub fn excludes(&self, range: &RangeInclusive<u64>) -> bool {
-        first_outside(&self.valid, range).is_some()
-    }
-
-    /// Compares with guest memory.
-    ///
-    /// # Errors
-    /// Names the first address of it that cannot be reached.
-    pub fn check(&self, memory: &[Range<u64>]) -> Result<(), VfioError> {
-        check(&self.valid, memory)
     }
 }
 
@@ -86,7 +50,7 @@ fn path_of(place: &HostPlace) -> Option<PathBuf> {
     }
 }
 
-/// The bytes for [`HostReach::bars_bytes`] from the lines of `resource`, of which the first six are BARs: first address, last address, flags.
+/// The bytes for [`bars_bytes_of`] from the lines of `resource`, of which the first six are BARs: first address, last address, flags.
 fn bars_bytes(lines: &str) -> u64 {
     let length = |line: &str| {
         let mut words = line.split_whitespace();
@@ -96,62 +60,6 @@ fn bars_bytes(lines: &str) -> u64 {
     };
     let lengths = lines.lines().take(pci::BARS_COUNT.into()).filter_map(length);
     lengths.fold(0_u64, |sum, len| sum.saturating_add(len.saturating_mul(2)))
-}
-
-/// Width of the I/O addresses of an Intel IOMMU in bits, from its capability register: MGAW, bits 21 to 16.
-fn intel_address_bits(register: &str) -> Option<u32> {
-    let value = u64::from_str_radix(register.trim().trim_start_matches("0x"), 16).ok()?;
-    u32::try_from((value >> 16 & 0x3f) + 1).ok()
-}
-
-/// The regions that are never mapped, from the lines of `reserved_regions`: first address, last address, type.
-/// Regions of type `direct-relaxable` are not kept for a function that a VM has.
-fn reserved_regions(lines: &str) -> Vec<RangeInclusive<u64>> {
-    let parse = |line: &str| {
-        let mut words = line.split_whitespace();
-        let mut number = || u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok();
-        let (start, last) = (number()?, number()?);
-        (words.next()? != "direct-relaxable" && start <= last).then_some(start..=last)
-    };
-    lines.lines().filter_map(parse).collect()
-}
-
-/// The first address of `range` that no range of `valid`, which is in order, has.
-fn first_outside(valid: &[RangeInclusive<u64>], range: &RangeInclusive<u64>) -> Option<u64> {
-    let mut gpa = *range.start();
-    for valid in valid.iter().filter(|valid| !valid.is_empty()) {
-        if valid.contains(&gpa) {
-            if valid.end() >= range.end() {
-                return None;
-            }
-            gpa = valid.end() + 1;
-        }
-    }
-    Some(gpa)
-}
-
-/// Compares guest memory with the ranges that an IOMMU can translate.
-///
-/// # Errors
-/// Names the first address that cannot be reached.
-pub fn check(valid: &[RangeInclusive<u64>], memory: &[Range<u64>]) -> Result<(), VfioError> {
-    let mut valid = valid.to_vec();
-    valid.sort_by_key(|range| *range.start());
-    for part in memory.iter().filter(|part| !part.is_empty()) {
-        let Some(gpa) = first_outside(&valid, &(part.start..=part.end - 1)) else { continue };
-        let before = valid.iter().map(|range| *range.end()).filter(|end| *end < gpa).max();
-        let after = valid.iter().map(|range| *range.start()).find(|start| *start > gpa);
-        return Err(match after {
-            Some(after) => VfioError::ReservedAddress {
-                gpa,
-                first: before.map_or(0, |end| end + 1),
-                last: after - 1,
-                remedy: if HYPERTRANSPORT.contains(&gpa) { LEAVE_OUT } else { "" },
-            },
-            None => VfioError::BeyondIommu { gpa, last: before.unwrap_or(0) },
-        });
-    }
-    Ok(())
 }
 
 /// Type1's description of a container that has a group.
@@ -208,87 +116,21 @@ pub mod type1 {
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
-#[expect(clippy::single_range_in_vec_init, reason = "memory of one range")]
 mod tests {
     use super::*;
 
-    const GIB: u64 = 1 << 30;
-    /// As Linux shows the group of a device on a host of AMD's.
-    const AMD: &str = "0x00000000fee00000 0x00000000feefffff msi\n\
-                       0x000000fd00000000 0x000000ffffffffff reserved\n";
-
-    fn sysfs(regions: &str, register: Option<&str>) -> HostReach {
-        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
-        let device = root.as_path();
-        fs::create_dir_all(device.join("iommu_group")).unwrap();
-        fs::write(device.join("iommu_group/reserved_regions"), regions).unwrap();
-        if let Some(register) = register {
-            fs::create_dir_all(device.join("iommu/intel-iommu")).unwrap();
-            fs::write(device.join("iommu/intel-iommu/cap"), register).unwrap();
-        }
-        HostReach::of(&HostPlace::Sysfs(device.to_owned()))
-    }
-
-    fn text(result: Result<(), VfioError>) -> String {
-        result.unwrap_err().to_string()
-    }
-
     #[test]
-    fn hypertransport_is_excluded_on_a_host_of_amd() {
-        let reach = sysfs(AMD, None);
-        assert!(reach.excludes(&HYPERTRANSPORT));
-        assert!(!sysfs("", None).excludes(&HYPERTRANSPORT), "a host that says nothing");
-        assert!(!reach.excludes(&(4 * GIB..=1012 * GIB - 1)));
-        let split = [0..3 * GIB, 4 * GIB..1012 * GIB, 1024 * GIB..4096 * GIB];
-        reach.check(&split).unwrap();
-        let error = text(reach.check(&[0..3 * GIB, 4 * GIB..1013 * GIB]));
-        assert!(error.contains("0xfd00000000 to 0xffffffffff"), "{error}");
-        assert!(error.contains("high_hole=hypertransport"), "{error}");
-    }
-
-    #[test]
-    fn other_regions_are_named_and_relaxable_ones_are_none() {
-        let regions = "0x0000000020000000 0x000000002fffffff direct\n\
-                       0x0000000040000000 0x000000004fffffff direct-relaxable\nnonsense\n";
-        let reach = sysfs(regions, None);
-        let error = text(reach.check(&[0..3 * GIB]));
-        assert!(error.contains("0x20000000 to 0x2fffffff"), "{error}");
-        assert!(!error.contains("high_hole"), "{error}");
-        reach.check(&[0..0x2000_0000, 0x3000_0000..3 * GIB]).unwrap();
-    }
-
-    #[test]
-    fn an_intel_iommu_has_so_many_address_bits() {
-        // MGAW 38, so 39 bits.
-        let reach = sysfs("", Some("1c0000c40660462\n"));
-        assert_eq!(reach, HostReach { valid: vec![0..=(1 << 39) - 1] });
-        reach.check(&[0..3 * GIB, 4 * GIB..512 * GIB]).unwrap();
-        let error = text(reach.check(&[0..3 * GIB, 4 * GIB..513 * GIB]));
-        assert!(error.contains("0x8000000000") && error.contains("0x7fffffffff"), "{error}");
-        assert_eq!(sysfs("", Some("what\n")), HostReach { valid: vec![0..=u64::MAX] });
-    }
-
-    #[test]
-    fn regions_that_overlap_or_touch_the_ends_leave_the_rest() {
-        let reach = HostReach::new(u64::MAX, vec![10..=19, 15..=17, 20..=29, 0..=4]);
-        assert_eq!(reach.valid, [5..=9, 30..=u64::MAX]);
-        assert_eq!(HostReach::new(99, vec![50..=u64::MAX]).valid, [0..=49]);
-        assert_eq!(HostReach::new(99, vec![0..=u64::MAX]).valid, []);
-        assert_eq!(HostReach::new(99, vec![200..=300]).valid, [0..=99]);
-    }
-
-    #[test]
-    fn memory_may_lie_in_adjacent_ranges() {
-        let valid = [0x1000..=0x1fff, 0..=0xfff, 0x4000..=0x4fff];
-        check(&valid, &[0..0x2000, 0x4000..0x5000]).unwrap();
-        let reserved = check(&valid, &[0..0x2000, 0x3000..0x5000]).unwrap_err();
-        assert!(matches!(
-            reserved,
-            VfioError::ReservedAddress { gpa: 0x3000, first: 0x2000, last: 0x3fff, remedy: "" }
-        ));
-        let beyond = check(&valid, &[0x4000..0x6000]).unwrap_err();
-        assert!(matches!(beyond, VfioError::BeyondIommu { gpa: 0x5000, last: 0x4fff }));
-        assert!(check(&[], &[0..1]).is_err());
+    fn the_option_that_helps_is_named_where_it_does() {
+        let error = |iova| {
+            let (first, last) = (iova, iova + 0xfff);
+            VfioError::from(Unreachable::Reserved { iova, first, last }).to_string()
+        };
+        let hypertransport = error(0xfd_0000_0000);
+        assert!(hypertransport.contains("guest memory at 0xfd00000000"), "{hypertransport}");
+        assert!(hypertransport.contains("high_hole=hypertransport"), "{hypertransport}");
+        assert!(!error(0x2000_0000).contains("high_hole"));
+        let beyond = VfioError::from(Unreachable::Beyond { iova: 1 << 39, last: (1 << 39) - 1 });
+        assert!(beyond.to_string().contains("0x7fffffffff"), "{beyond}");
     }
 
     /// A description with another capability before the ranges.

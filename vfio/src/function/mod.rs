@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use devices::{LogLimit, log_limited};
 use hypervisor::AttachedFile;
+use ioas::check_reach;
 use memory::GuestRam;
 use vfio_bindings::bindings::vfio::{
     VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_ERR_IRQ_INDEX, VFIO_PCI_INTX_IRQ_INDEX,
@@ -29,7 +30,6 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::error::VfioError;
 use crate::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
 use crate::mapping::BarMapping;
-use crate::reach;
 use crate::space::{DmaSpace, OpenedFunction};
 use crate::sysfs::HostPlace;
 use pci::BARS_COUNT;
@@ -59,7 +59,7 @@ impl VfioFunction {
     pub fn attach(id: &str, place: HostPlace, space: &dyn DmaSpace) -> Result<Self, VfioError> {
         let has_reset = place.has_reset();
         let opened = space.open(place)?;
-        check_reach(id, space)?;
+        check_memory(id, space)?;
         let OpenedFunction { device, told } = opened;
         // SAFETY: the device keeps its descriptor open across this statement.
         let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
@@ -127,13 +127,13 @@ impl VfioFunction {
 }
 
 /// Checks that the memory of a space can be mapped for the function that was just opened in it.
-fn check_reach(id: &str, space: &dyn DmaSpace) -> Result<(), VfioError> {
+fn check_memory(id: &str, space: &dyn DmaSpace) -> Result<(), VfioError> {
     match space.valid_ranges() {
         Ok(Some(valid)) => {
             let memory = space.memory();
             let ranges = memory.regions().iter();
             let ranges = ranges.map(|region| region.gpa()..region.gpa() + region.len_bytes());
-            reach::check(&valid, &ranges.collect::<Vec<_>>())
+            Ok(check_reach(&valid, &ranges.collect::<Vec<_>>())?)
         }
         Ok(None) => Ok(()),
         Err(error) => {

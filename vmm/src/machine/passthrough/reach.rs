@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use arch::layout::{HIGH_RAM_64_GPA, HighHole as LeftOut};
 use memory::{GuestRam, LATER_ALIGN_BYTES};
-use vfio::{HYPERTRANSPORT, HostReach, VfioError};
+use vfio::{HYPERTRANSPORT, VfioError, bars_bytes_of, reach_of};
 
 use super::backend::place_of;
 use crate::config::memory::HighHole;
@@ -24,7 +24,7 @@ pub fn choose_high_hole(config: &mut VmConfig) {
         return;
     }
     let places = config.devices.iter().flatten().filter_map(|device| place_of(device).ok());
-    let bars_bytes = places.map(|place| HostReach::bars_bytes(&place)).fold(0, u64::saturating_add);
+    let bars_bytes = places.map(|place| bars_bytes_of(&place)).fold(0, u64::saturating_add);
     // Segments share out all addresses, and large BARs begin anywhere in a share.
     let is_shared_out = config.pci_segments_count() > 1;
     if !is_shared_out && !may_reach(&config.memory, bars_bytes, *HYPERTRANSPORT.start()) {
@@ -32,7 +32,7 @@ pub fn choose_high_hole(config: &mut VmConfig) {
     }
     // A device that cannot be found is reported when it is opened.
     let is_kept = |device: &&DeviceConfig| {
-        place_of(device).is_ok_and(|place| HostReach::of(&place).excludes(&HYPERTRANSPORT))
+        place_of(device).is_ok_and(|place| reach_of(&place).excludes(&HYPERTRANSPORT))
     };
     if let Some(device) = config.devices.iter().flatten().find(is_kept) {
         let id = device.id.as_deref().unwrap_or_default();
@@ -64,7 +64,7 @@ pub fn check(config: &DeviceConfig, ram: &GuestRam) -> Result<(), VfioError> {
     let regions = ram.regions().iter();
     let memory: Vec<Range<u64>> =
         regions.map(|region| region.gpa()..region.gpa() + region.len_bytes()).collect();
-    HostReach::of(&place_of(config)?).check(&memory)
+    Ok(reach_of(&place_of(config)?).check(&memory)?)
 }
 
 // The two crates speak of the same addresses.
