@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use memory::{GuestRam, RamConfig, RamLayout, ZoneSpec};
+use memory::{GuestRam, RamConfig, RamHole, RamLayout, ZoneSpec};
 
 use super::entries::Entries;
 use crate::fakes::FakeTarget;
@@ -63,4 +63,41 @@ fn memory_that_is_there_comes_before_blocks_beyond_the_limit() {
     assert_eq!(planned(&ram, 1000), (4 * MIB, true), "375 are left for them");
     assert!(planned(&ram, 2).1, "one piece and a short one");
     assert!(!planned(&ram, 1).1);
+}
+
+/// As on hosts with an IOMMU of AMD's, where memory from 1011 GiB on is in three parts.
+#[test]
+fn terabytes_fit_into_the_mappings_of_type1() {
+    const TIB: u64 = 1 << 40;
+    const LIMIT: u64 = 65535;
+    let high_hole = Some(RamHole { start: 1012 * GIB, end: TIB });
+    let layout = RamLayout { high_hole, ..RamLayout::default() };
+    for (size_bytes, lent, piece_bytes) in [
+        (TIB, false, 64 * MIB),
+        (2 * TIB, false, 64 * MIB),
+        (4 * TIB, false, 128 * MIB),
+        (TIB, true, 32 * MIB),
+        (2 * TIB, true, 64 * MIB),
+        (4 * TIB, true, 128 * MIB),
+    ] {
+        let zone = |id: &str| ZoneSpec { shared: true, ..ZoneSpec::new(id, size_bytes / 2) };
+        let config = RamConfig { zones: vec![zone("a"), zone("b")] };
+        let ram = Arc::new(GuestRam::new(&config, layout).unwrap());
+        let limits = DmaLimits { entries: Some(LIMIT), ..DmaLimits::default() };
+        let target = Arc::new(FakeTarget { limits, ..FakeTarget::default() });
+        let populator = GuestRamPopulator::new(Arc::clone(&ram), None);
+        let dma_map = DmaMap::plan(target.clone(), &populator, lent, Box::new(|_| {}));
+        assert_eq!(dma_map.piece_bytes(), piece_bytes, "{size_bytes:#x}, {lent}");
+        Pinning::check(&dma_map, &populator, 0).unwrap();
+        for region in ram.regions() {
+            dma_map.map(region, &(0..region.len_bytes())).unwrap();
+        }
+        assert_eq!(dma_map.mapped_bytes(), size_bytes);
+        let mut mapped = target.mapped.lock().clone();
+        mapped.sort_by_key(|piece| piece.start);
+        assert!(mapped.len() as u64 <= LIMIT - LIMIT / 4, "{} mappings", mapped.len());
+        assert!(mapped.array_windows().all(|[one, next]| one.end <= next.start));
+        assert!(mapped.iter().all(|piece| piece.end <= 1012 * GIB || piece.start >= TIB));
+        assert_eq!(mapped.last().map(|piece| piece.end), Some(size_bytes + 13 * GIB));
+    }
 }
