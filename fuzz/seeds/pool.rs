@@ -34,28 +34,36 @@ fn refused(reason: u16, text: &str) -> Vec<u8> {
     message(3, &body)
 }
 
-fn take_pinned(size_bytes: u64) -> Vec<u8> {
-    let mut body = size_bytes.to_le_bytes().to_vec();
-    body.extend([2, 0, 0, 0]);
-    body.extend(u32::MAX.to_le_bytes());
-    body.extend((3_u64 << 30).to_le_bytes());
-    body.extend((4_u64 << 30).to_le_bytes());
-    // 0000:65:00.0
-    body.extend([0, 0, 0x65, 0, 0, 0, 0, 0]);
-    message(4, &body)
+fn regions(body: &mut Vec<u8>) {
+    for number in [0_u64, 3, 4, 1, 5, 2] {
+        body.extend((number << 30).to_le_bytes());
+    }
+}
+
+fn take_pinned() -> Vec<u8> {
+    // 0000:65:00.0 and 0001:02:00.0
+    let mut body = vec![2, 2, 3, 0, 0, 0, 0x65, 0, 1, 0, 2, 0];
+    for (size_gib, node) in [(4_u64, u32::MAX), (2, 1)] {
+        body.extend((size_gib << 30).to_le_bytes());
+        body.extend([2, 0, 0, 0]);
+        body.extend(node.to_le_bytes());
+    }
+    regions(&mut body);
+    message(6, &body)
 }
 
 fn granted_pinned() -> Vec<u8> {
-    let mut body = (4_u64 << 30).to_le_bytes().to_vec();
-    body.extend([2, 0, 0, 0, 0, 0, 0, 0]);
-    body.extend((64_u64 << 20).to_le_bytes());
-    for number in [1_u32, 2, 3, 2] {
+    let mut body = vec![2, 3, 0, 0, 0, 0, 0x65, 0];
+    for number in [1_u32, 2, 3, 0] {
         body.extend(number.to_le_bytes());
     }
-    for number in [0_u64, 3, 0, 4, 1, 3] {
-        body.extend((number << 30).to_le_bytes());
+    body.extend((64_u64 << 20).to_le_bytes());
+    for size_gib in [4_u64, 2] {
+        body.extend((size_gib << 30).to_le_bytes());
+        body.extend([2, 0, 0, 0, 0, 0, 0, 0]);
     }
-    message(5, &body)
+    regions(&mut body);
+    message(7, &body)
 }
 
 pub fn seeds() -> Vec<Seed> {
@@ -65,7 +73,7 @@ pub fn seeds() -> Vec<Seed> {
         ("requests", two),
         ("dialogue", dialogue),
         ("granted", granted(1 << 36, 3)),
-        ("pinned", [take_pinned(4 << 30), granted_pinned()].concat()),
+        ("pinned", [take_pinned(), granted_pinned()].concat()),
         ("refused", refused(0, "none of its 3 slots of this kind is ready")),
     ]
     .map(|(name, bytes)| Seed::new("pool_protocol", name, bytes))

@@ -21,7 +21,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
 use crate::frame::ProtocolError;
 use crate::pages::SlotPages;
-use crate::pinned::{PinnedGrant, TakePinned};
+use crate::pinned::{PinnedGrant, TakePinned, ZONES_MAX};
 use crate::protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Take};
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
@@ -29,8 +29,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// For a device that the pool has at hand while it maps memory: without the answer no other process could have
 /// it, and the pool itself gives up before.
 const PATIENCE_PINNED: Duration = Duration::from_secs(12);
-/// Descriptors that come with an answer.
-const DESCRIPTORS_MAX: usize = 3;
+/// Descriptors that come with an answer: a memfd for each zone, an iommufd, a device.
+const DESCRIPTORS_MAX: usize = ZONES_MAX + 2;
 
 /// Why a pool gave no memory.
 #[derive(Debug, Error)]
@@ -105,8 +105,8 @@ pub struct PoolMemory {
 /// Memory from a pool that a device is ready to reach, and the device.
 #[derive(Debug)]
 pub struct PinnedMemory {
-    /// The memfd, with every page present and zero.
-    pub file: File,
+    /// The memfd of each zone, with every page present and zero.
+    pub files: Vec<File>,
     /// The iommufd; the pool has none any more.
     pub iommufd: File,
     /// The character device, which is bound to it and attached to nothing.
@@ -178,7 +178,7 @@ impl PoolConnection {
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
         let path = || self.path.clone();
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        let (reply, files) = self.ask(&request.encode(), PATIENCE_PINNED)?;
+        let (reply, mut files) = self.ask(&request.encode(), PATIENCE_PINNED)?;
         let grant = match reply {
             Reply::GrantedPinned(grant) => grant,
             Reply::Granted { .. } => return Err(misbehaved("gave memory without the device")),
@@ -189,13 +189,24 @@ impl PoolConnection {
                 return Err(PoolError::Refused { path: path(), reason, text });
             }
         };
-        if grant.size_bytes != request.size_bytes || !grant.pages.suits(request.pages) {
+        if !is_answer_to(&grant, request) {
             return Err(misbehaved("gave other memory than it was asked for"));
         }
-        let files = <[File; DESCRIPTORS_MAX]>::try_from(files);
-        let [file, iommufd, device] =
-            files.map_err(|_| misbehaved("granted a device and sent too little"))?;
-        Ok(PinnedMemory { file, iommufd, device, grant })
+        if grant.regions != request.regions {
+            return Err(misbehaved("gave memory at other addresses than it was asked for"));
+        }
+        if !request.devices.contains(&grant.device) {
+            return Err(misbehaved("gave a device that was not asked for"));
+        }
+        if files.len() != grant.descriptors_count() {
+            return Err(misbehaved(
+                "granted a device and sent other descriptors than belong to it",
+            ));
+        }
+        let too_few = || misbehaved("granted a device and sent too little");
+        let device = files.pop().ok_or_else(too_few)?;
+        let iommufd = files.pop().ok_or_else(too_few)?;
+        Ok(PinnedMemory { files, iommufd, device, grant })
     }
 
     /// Makes a request and waits for its answer.
@@ -257,6 +268,15 @@ impl PoolConnection {
     }
 }
 
+/// Whether what was granted has the zones that were asked for.
+fn is_answer_to(grant: &PinnedGrant, request: &TakePinned) -> bool {
+    let mut both = grant.zones.iter().zip(&request.zones);
+    grant.zones.len() == request.zones.len()
+        && both.all(|(granted, wanted)| {
+            granted.size_bytes == wanted.size_bytes && granted.pages.suits(wanted.pages)
+        })
+}
+
 fn connect(path: &Path) -> io::Result<UnixStream> {
     // A connect to a socket whose queue is full would wait forever but for the time set here.
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
@@ -279,7 +299,7 @@ mod tests {
 
     use super::*;
     use crate::pages::PagesWanted;
-    use crate::pinned::PinnedRegion;
+    use crate::pinned::{PinnedRegion, PinnedZone, ZoneWanted};
 
     const REQUEST: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
 
@@ -382,21 +402,19 @@ mod tests {
         descriptors: usize,
     ) -> (TakePinned, Result<PinnedMemory, PoolError>) {
         let wanted = TakePinned {
-            size_bytes: 8192,
-            pages: PagesWanted::Small,
-            node: None,
-            hole_start: 4096,
-            hole_end: 1 << 20,
-            device: "0000:65:00.0".parse().unwrap(),
+            devices: vec!["0000:64:00.0".parse().unwrap(), "0000:65:00.0".parse().unwrap()],
+            zones: vec![ZoneWanted { size_bytes: 8192, pages: PagesWanted::Small, node: None }; 2],
+            regions: regions(),
         };
+        let (asked, len) = (wanted.clone(), wanted.encode().len());
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pool");
         let listener = UnixListener::bind(&path).unwrap();
         let pool = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 56];
+            let mut request = vec![0; len];
             stream.read_exact(&mut request).unwrap();
-            assert_eq!(TakePinned::decode(&request), Ok(Some((wanted, 56))));
+            assert_eq!(TakePinned::decode(&request), Ok(Some((asked, len))));
             for (at, byte) in answer.iter().enumerate() {
                 let file = tempfile::tempfile().unwrap();
                 file.set_len(4096 * (at as u64 + 1)).unwrap();
@@ -416,31 +434,49 @@ mod tests {
         (wanted, result)
     }
 
+    /// Two zones, the second of which is in two parts.
+    fn regions() -> Vec<PinnedRegion> {
+        let region = |zone, gpa, offset, len_bytes| PinnedRegion { zone, gpa, len_bytes, offset };
+        vec![region(0, 0, 0, 8192), region(1, 8192, 0, 4096), region(1, 1 << 20, 4096, 4096)]
+    }
+
     #[test]
     fn a_device_comes_with_its_memory_or_not_at_all() {
-        let region = |gpa, offset| PinnedRegion { gpa, len_bytes: 4096, offset };
         let grant = PinnedGrant {
-            size_bytes: 8192,
-            pages: SlotPages::Small,
+            device: "0000:65:00.0".parse().unwrap(),
+            zones: vec![PinnedZone { size_bytes: 8192, pages: SlotPages::Small }; 2],
             piece_bytes: 4096,
             device_id: 1,
             space_id: 2,
             table_id: 3,
-            regions: vec![region(0, 0), region(1 << 20, 4096)],
+            regions: regions(),
         };
         let reply = Reply::GrantedPinned(grant.clone()).encode();
-        let memory = answered_pinned(reply.clone(), 3).1.unwrap();
+        let memory = answered_pinned(reply.clone(), 4).1.unwrap();
         assert_eq!(memory.grant, grant);
         let len = |file: &File| file.metadata().unwrap().len();
-        assert_eq!([&memory.file, &memory.iommufd, &memory.device].map(len), [4096, 8192, 12288]);
-        for descriptors in [0, 2, 4] {
+        assert_eq!(memory.files.iter().map(len).collect::<Vec<_>>(), [4096, 8192]);
+        assert_eq!([&memory.iommufd, &memory.device].map(len), [12288, 16384]);
+        for descriptors in [0, 3, 5, DESCRIPTORS_MAX + 1] {
             let result = answered_pinned(reply.clone(), descriptors).1;
             assert!(matches!(result, Err(PoolError::Misbehaved { .. })), "{descriptors}");
         }
-        let regions = vec![PinnedRegion { gpa: 0, len_bytes: 4096, offset: 0 }];
-        let half =
-            Reply::GrantedPinned(PinnedGrant { size_bytes: 4096, regions, ..grant }).encode();
-        assert!(matches!(answered_pinned(half, 3).1, Err(PoolError::Misbehaved { .. })));
+        let changes: [fn(&mut PinnedGrant); 4] = [
+            |grant| {
+                grant.zones.pop();
+                grant.regions.truncate(1);
+            },
+            |grant| grant.zones[1].pages = SlotPages::Huge2Mib,
+            |grant| grant.regions[2].gpa += 4096,
+            |grant| grant.device = "0000:66:00.0".parse().unwrap(),
+        ];
+        for change in changes {
+            let mut other = grant.clone();
+            change(&mut other);
+            let descriptors = other.descriptors_count();
+            let result = answered_pinned(Reply::GrantedPinned(other).encode(), descriptors).1;
+            assert!(matches!(result, Err(PoolError::Misbehaved { .. })), "{result:?}");
+        }
         let memory_only = granted(8192, SlotPages::Small);
         assert!(matches!(answered_pinned(memory_only, 1).1, Err(PoolError::Misbehaved { .. })));
         let refused = Reply::Refused { reason: Refusal::NotAllowed, text: String::new() };

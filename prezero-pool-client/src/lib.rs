@@ -25,7 +25,9 @@ mod protocol;
 pub use client::{PinnedMemory, PoolConnection, PoolError, PoolMemory};
 pub use frame::{HEADER_BYTES, ProtocolError};
 pub use pages::{PagesWanted, SlotPages};
-pub use pinned::{PinnedGrant, PinnedRegion, TakePinned, pieces};
+pub use pinned::{
+    DEVICES_MAX, PinnedGrant, PinnedRegion, PinnedZone, TakePinned, ZONES_MAX, ZoneWanted, pieces,
+};
 #[cfg(any(test, feature = "testing"))]
 pub use protocol::fuzz_protocol;
 pub use protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Request, Take};

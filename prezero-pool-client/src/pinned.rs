@@ -5,66 +5,103 @@
 //! Owns encoding and decoding, and the rule by which regions are cut into the pieces that are mapped. Must never know what an IOMMU is: the numbers of its objects are passed on.
 //!
 //! ```text
-//!   TakePinned     size u64 | pages u8 | 0 x 3 | node u32 | start of the hole u64 | its end u64
-//!                  | segment u16 | bus u8 | device and function u8 | 0 u32
-//!   GrantedPinned  size u64 | pages u8 | 0 x 7 | piece u64 | device u32 | space u32 | table u32
-//!                  | regions u32 | for each region: gpa u64 | length u64 | offset in the memfd u64
+//!   TakePinned     devices u8 | zones u8 | regions u8 | 0 | for each device: its address
+//!                  | for each zone: size u64 | pages u8 | 0 x 3 | node u32
+//!                  | for each region: gpa u64 | length u64
+//!   GrantedPinned  zones u8 | regions u8 | 0 u16 | address of the device | device u32 | space u32 | table u32 | 0 u32
+//!                  | piece u64 | for each zone: size u64 | pages u8 | 0 x 7
+//!                  | for each region: gpa u64 | length u64
+//!   address        segment u16 | bus u8 | device and function u8
 //! ```
 //!
-//! Three descriptors come with the answer, one each with its header, its next bytes and its rest: the
-//! memfd, the iommufd, the device.
+//! Regions hold the zones one after another: where one of them begins in a memfd follows from those before. For each
+//! zone a descriptor comes with the answer, its memfd, then the iommufd and the device: the first with the header, each
+//! other one with as many bytes after it, and the last with the rest.
 
 use pci_address::Bdf;
 
-use crate::frame::{Kind, ProtocolError, check_zero, field, message, split};
+use crate::frame::{HEADER_BYTES, Kind, ProtocolError, check_zero, field, message, split};
 use crate::pages::{ANY_NODE, PagesWanted, SlotPages, known};
 
-/// Regions of a VM's memory: below the hole for devices and above it, and a few to spare.
-const REGIONS_MAX: usize = 8;
-const REGION_BYTES: usize = 24;
+/// Zones of a VM whose memory is mapped in advance: hosts have fewer NUMA nodes.
+pub const ZONES_MAX: usize = 16;
+/// Regions of that memory: one for each zone, and one more for each hole that cuts a zone.
+const REGIONS_MAX: usize = ZONES_MAX + 2;
+/// Devices of a VM that a request names.
+pub const DEVICES_MAX: usize = 32;
+const REGION_BYTES: usize = 16;
+const ZONE_BYTES: usize = 16;
+const DEVICE_BYTES: usize = 4;
 /// The smallest page of the host, and so the smallest piece.
 const PAGE_BYTES: u64 = 4096;
-const GRANT_BYTES_FIXED: usize = 40;
-const TAKE_BYTES: usize = 40;
+const TAKE_BYTES_FIXED: usize = 4;
+const GRANT_BYTES_FIXED: usize = 32;
+/// Longest message of these: a request.
+pub(crate) const PINNED_BYTES: usize =
+    HEADER_BYTES + 4 + 4 * DEVICES_MAX + 16 * ZONES_MAX + 16 * REGIONS_MAX;
 
-pub(crate) const TAKE_PINNED: Kind = Kind { number: 4, has_length: |len| len == TAKE_BYTES };
-pub(crate) const GRANTED_PINNED: Kind = Kind { number: 5, has_length: is_grant_length };
+/// The numbers before were those of messages about one zone.
+pub(crate) const TAKE_PINNED: Kind = Kind {
+    number: 6,
+    has_length: |len| (TAKE_BYTES_FIXED..=PINNED_BYTES - HEADER_BYTES).contains(&len),
+};
+pub(crate) const GRANTED_PINNED: Kind = Kind {
+    number: 7,
+    has_length: |len| (GRANT_BYTES_FIXED..=PINNED_BYTES - HEADER_BYTES).contains(&len),
+};
 
-/// Asks for the memory of a VM, ready for a device, and for the device.
+/// A zone of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TakePinned {
-    /// All memory that the VM has; exactly so much.
+pub struct ZoneWanted {
+    /// Its size; exactly so much.
     pub size_bytes: u64,
     /// Of such pages.
     pub pages: PagesWanted,
     /// On this NUMA node of the host.
     pub node: Option<u32>,
-    /// First guest physical address that has no memory, below 4 GiB.
-    pub hole_start: u64,
-    /// Where memory continues.
-    pub hole_end: u64,
-    /// Which device.
-    pub device: Bdf,
+}
+
+/// Asks for the memory of a VM, ready for one of its devices, and for that device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TakePinned {
+    /// The devices that the VM is to have. The memory is that of the first for which there is such memory; the
+    /// others are to be free.
+    pub devices: Vec<Bdf>,
+    /// All memory that the VM has.
+    pub zones: Vec<ZoneWanted>,
+    /// Where the VM has it, in ascending order.
+    pub regions: Vec<PinnedRegion>,
 }
 
 /// A part of the memory, and where the device finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PinnedRegion {
+    /// The zone that it is of.
+    pub zone: usize,
     /// First guest physical address.
     pub gpa: u64,
     /// Its length.
     pub len_bytes: u64,
-    /// Where in the memfd it begins.
+    /// Where in the zone's memfd it begins.
     pub offset: u64,
+}
+
+/// The memory of a zone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PinnedZone {
+    /// How long the memfd is: what was asked for.
+    pub size_bytes: u64,
+    /// What it consists of.
+    pub pages: SlotPages,
 }
 
 /// What comes with memory that a device is ready to reach.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PinnedGrant {
-    /// How long the memfd is: what was asked for.
-    pub size_bytes: u64,
-    /// What it consists of.
-    pub pages: SlotPages,
+    /// Which device, of those that were asked for.
+    pub device: Bdf,
+    /// The zones, as they were asked for.
+    pub zones: Vec<PinnedZone>,
     /// Each mapping has this length (or that of a page, if it is longer), but for the last of a region.
     pub piece_bytes: u64,
     /// The device's number in the iommufd.
@@ -89,22 +126,122 @@ pub fn pieces(
         let len_bytes = step.min(region.len_bytes - at);
         let (gpa, offset) = (region.gpa.checked_add(at)?, region.offset.checked_add(at)?);
         at += len_bytes;
-        (len_bytes > 0).then_some(PinnedRegion { gpa, len_bytes, offset })
+        (len_bytes > 0).then_some(PinnedRegion { gpa, len_bytes, offset, ..region })
     })
+}
+
+/// What a body lists.
+struct Lists<'a> {
+    devices: &'a [u8],
+    zones: &'a [u8],
+    regions: &'a [u8],
+}
+
+impl<'a> Lists<'a> {
+    /// What follows the first `fixed` bytes: so many entries each, and nothing more.
+    fn of_body(
+        kind: u16,
+        body: &'a [u8],
+        fixed: usize,
+        [devices, zones, regions]: [u8; 3],
+    ) -> Result<Self, ProtocolError> {
+        for (what, count, most) in [
+            ("number of devices", devices, DEVICES_MAX),
+            ("number of zones", zones, ZONES_MAX),
+            ("number of regions", regions, REGIONS_MAX),
+        ] {
+            if usize::from(count) > most {
+                return Err(ProtocolError::Value { kind, what, value: count.into() });
+            }
+        }
+        let lens = [
+            usize::from(devices) * DEVICE_BYTES,
+            usize::from(zones) * ZONE_BYTES,
+            usize::from(regions) * REGION_BYTES,
+        ];
+        let whole = fixed + lens.iter().sum::<usize>();
+        let rest = body.get(fixed..whole).filter(|_| body.len() == whole);
+        let Some(rest) = rest else {
+            let len_bytes = u32::try_from(body.len()).unwrap_or(u32::MAX);
+            return Err(ProtocolError::Length { kind, len_bytes });
+        };
+        let [devices_len, zones_len, _] = lens;
+        let (devices, rest) = rest.split_at(devices_len);
+        let (zones, regions) = rest.split_at(zones_len);
+        Ok(Self { devices, zones, regions })
+    }
+
+    /// The regions, which have to hold zones of these sizes once, at addresses that rise.
+    fn regions(&self, kind: u16, sizes: &[u64]) -> Result<Vec<PinnedRegion>, ProtocolError> {
+        let wrong = |what, value| Err(ProtocolError::Value { kind, what, value });
+        let mut total_bytes = 0_u64;
+        for size_bytes in sizes {
+            match total_bytes.checked_add(*size_bytes) {
+                Some(sum) if *size_bytes > 0 => total_bytes = sum,
+                _ => return wrong("size", *size_bytes),
+            }
+        }
+        let (mut all, mut next_gpa) = (Vec::new(), 0);
+        let (mut zone, mut offset) = (0, 0);
+        for bytes in self.regions.chunks_exact(REGION_BYTES) {
+            let [gpa, len_bytes] = [0, 8].map(|at| u64::from_le_bytes(field(bytes, at)));
+            let end = gpa.checked_add(len_bytes);
+            let (Some(end), true) = (end, gpa >= next_gpa && len_bytes > 0) else {
+                return wrong("address of a region", gpa);
+            };
+            let left_bytes = sizes.get(zone).map_or(0, |size_bytes| size_bytes - offset);
+            if len_bytes > left_bytes {
+                return wrong("length of a region", len_bytes);
+            }
+            all.push(PinnedRegion { zone, gpa, len_bytes, offset });
+            (next_gpa, offset) = (end, offset + len_bytes);
+            if len_bytes == left_bytes {
+                (zone, offset) = (zone + 1, 0);
+            }
+        }
+        if zone != sizes.len() || sizes.is_empty() {
+            return wrong("number of zones in regions", zone as u64);
+        }
+        Ok(all)
+    }
+}
+
+fn count(len: usize) -> u8 {
+    // More than a message may have is refused by who reads it.
+    u8::try_from(len).unwrap_or(u8::MAX)
+}
+
+fn address_bytes(device: Bdf) -> [u8; DEVICE_BYTES] {
+    let [low, high] = device.segment().to_le_bytes();
+    // The bus, then the device and the function in one byte.
+    let [bus, function] = device.routing_id().to_be_bytes();
+    [low, high, bus, function]
+}
+
+fn address_of(bytes: [u8; DEVICE_BYTES]) -> Bdf {
+    let [low, high, bus, function] = bytes;
+    Bdf::from_routing_id(u16::from_le_bytes([low, high]), u16::from_be_bytes([bus, function]))
+}
+
+fn push_regions(body: &mut Vec<u8>, regions: &[PinnedRegion]) {
+    for region in regions {
+        body.extend(region.gpa.to_le_bytes());
+        body.extend(region.len_bytes.to_le_bytes());
+    }
 }
 
 impl TakePinned {
     /// As it goes over the wire.
     pub fn encode(&self) -> Vec<u8> {
-        let mut body = self.size_bytes.to_le_bytes().to_vec();
-        body.extend([self.pages as u8, 0, 0, 0]);
-        body.extend(self.node.unwrap_or(ANY_NODE).to_le_bytes());
-        body.extend(self.hole_start.to_le_bytes());
-        body.extend(self.hole_end.to_le_bytes());
-        body.extend(self.device.segment().to_le_bytes());
-        // The bus, then the device and the function in one byte.
-        body.extend(self.device.routing_id().to_be_bytes());
-        body.extend([0; 4]);
+        let Self { devices, zones, regions } = self;
+        let mut body = vec![count(devices.len()), count(zones.len()), count(regions.len()), 0];
+        body.extend(devices.iter().flat_map(|device| address_bytes(*device)));
+        for zone in zones {
+            body.extend(zone.size_bytes.to_le_bytes());
+            body.extend([zone.pages as u8, 0, 0, 0]);
+            body.extend(zone.node.unwrap_or(ANY_NODE).to_le_bytes());
+        }
+        push_regions(&mut body, regions);
         message(&TAKE_PINNED, &body)
     }
 
@@ -116,203 +253,79 @@ impl TakePinned {
         let Some((kind, body, whole)) = split(bytes, &[&TAKE_PINNED])? else {
             return Ok(None);
         };
-        let size_bytes = u64::from_le_bytes(field(body, 0));
-        let [pages, rest @ ..] = field::<4>(body, 8);
-        check_zero(kind, &rest)?;
-        let node = u32::from_le_bytes(field(body, 12));
-        let pages = known(&PagesWanted::ALL, kind, pages)?;
-        let (hole_start, hole_end) =
-            (u64::from_le_bytes(field(body, 16)), u64::from_le_bytes(field(body, 24)));
-        let segment = u16::from_le_bytes(field(body, 32));
-        let device = Bdf::from_routing_id(segment, u16::from_be_bytes(field(body, 34)));
-        check_zero(kind, &field::<4>(body, 36))?;
-        for (what, value, is_good) in [
-            ("size", size_bytes, size_bytes > 0),
-            ("end of the hole", hole_end, hole_start <= hole_end),
-        ] {
-            if !is_good {
-                return Err(ProtocolError::Value { kind, what, value });
-            }
+        let [devices, zones, regions, rest] = field(body, 0);
+        check_zero(kind, &[rest])?;
+        let lists = Lists::of_body(kind, body, TAKE_BYTES_FIXED, [devices, zones, regions])?;
+        let devices: Vec<_> = lists
+            .devices
+            .chunks_exact(DEVICE_BYTES)
+            .map(|bytes| address_of(field(bytes, 0)))
+            .collect();
+        if devices.is_empty() {
+            return Err(ProtocolError::Value { kind, what: "number of devices", value: 0 });
         }
-        let node = (node != ANY_NODE).then_some(node);
-        Ok(Some((Self { size_bytes, pages, node, hole_start, hole_end, device }, whole)))
+        let zones = lists.zones.chunks_exact(ZONE_BYTES).map(|bytes| {
+            let size_bytes = u64::from_le_bytes(field(bytes, 0));
+            let [pages, rest @ ..] = field::<4>(bytes, 8);
+            check_zero(kind, &rest)?;
+            let node = u32::from_le_bytes(field(bytes, 12));
+            let pages = known(&PagesWanted::ALL, kind, pages)?;
+            let node = (node != ANY_NODE).then_some(node);
+            Ok(ZoneWanted { size_bytes, pages, node })
+        });
+        let zones = zones.collect::<Result<Vec<_>, _>>()?;
+        let sizes: Vec<_> = zones.iter().map(|zone| zone.size_bytes).collect();
+        let regions = lists.regions(kind, &sizes)?;
+        Ok(Some((Self { devices, zones, regions }, whole)))
     }
 }
 
-fn is_grant_length(len: usize) -> bool {
-    len.checked_sub(GRANT_BYTES_FIXED).is_some_and(|regions| {
-        regions.is_multiple_of(REGION_BYTES) && regions <= REGIONS_MAX * REGION_BYTES
-    })
-}
-
 impl PinnedGrant {
+    /// Descriptors that come with it.
+    pub fn descriptors_count(&self) -> usize {
+        self.zones.len() + 2
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut body = self.size_bytes.to_le_bytes().to_vec();
-        body.extend([self.pages as u8, 0, 0, 0, 0, 0, 0, 0]);
-        body.extend(self.piece_bytes.to_le_bytes());
-        let count = u32::try_from(self.regions.len()).unwrap_or(u32::MAX);
-        for number in [self.device_id, self.space_id, self.table_id, count] {
+        let mut body = vec![count(self.zones.len()), count(self.regions.len()), 0, 0];
+        body.extend(address_bytes(self.device));
+        for number in [self.device_id, self.space_id, self.table_id, 0] {
             body.extend(number.to_le_bytes());
         }
-        for region in &self.regions {
-            for number in [region.gpa, region.len_bytes, region.offset] {
-                body.extend(number.to_le_bytes());
-            }
+        body.extend(self.piece_bytes.to_le_bytes());
+        for zone in &self.zones {
+            body.extend(zone.size_bytes.to_le_bytes());
+            body.extend([zone.pages as u8, 0, 0, 0, 0, 0, 0, 0]);
         }
+        push_regions(&mut body, &self.regions);
         message(&GRANTED_PINNED, &body)
     }
 
     pub(crate) fn of_body(kind: u16, body: &[u8]) -> Result<Self, ProtocolError> {
-        let size_bytes = u64::from_le_bytes(field(body, 0));
-        let [pages, rest @ ..] = field::<8>(body, 8);
+        let [zones, regions, rest @ ..] = field::<4>(body, 0);
         check_zero(kind, &rest)?;
-        let pages = known(&SlotPages::ALL, kind, pages)?;
-        let piece_bytes = u64::from_le_bytes(field(body, 16));
-        let [device_id, space_id, table_id, count] =
-            [24, 28, 32, 36].map(|at| u32::from_le_bytes(field(body, at)));
-        let wrong = |what, value| Err(ProtocolError::Value { kind, what, value });
+        let device = address_of(field(body, 4));
+        let [device_id, space_id, table_id] =
+            [8, 12, 16].map(|at| u32::from_le_bytes(field(body, at)));
+        check_zero(kind, &field::<4>(body, 20))?;
+        let piece_bytes = u64::from_le_bytes(field(body, 24));
         if !piece_bytes.is_power_of_two() || piece_bytes < PAGE_BYTES {
-            return wrong("piece", piece_bytes);
+            return Err(ProtocolError::Value { kind, what: "piece", value: piece_bytes });
         }
-        let rest = body.get(GRANT_BYTES_FIXED..).unwrap_or_default();
-        let regions: Vec<_> = rest
-            .chunks_exact(REGION_BYTES)
-            .map(|bytes| {
-                let [gpa, len_bytes, offset] =
-                    [0, 8, 16].map(|at| u64::from_le_bytes(field(bytes, at)));
-                PinnedRegion { gpa, len_bytes, offset }
-            })
-            .collect();
-        if usize::try_from(count) != Ok(regions.len()) {
-            return wrong("number of regions", count.into());
-        }
-        // All of the memory, once, at addresses that rise.
-        let (mut next_gpa, mut next_offset) = (0, 0);
-        for region in &regions {
-            let end = region.gpa.checked_add(region.len_bytes);
-            let (Some(end), true) = (end, region.gpa >= next_gpa && region.len_bytes > 0) else {
-                return wrong("address of a region", region.gpa);
-            };
-            if region.offset != next_offset || region.len_bytes > size_bytes - next_offset {
-                return wrong("offset of a region", region.offset);
-            }
-            (next_gpa, next_offset) = (end, next_offset + region.len_bytes);
-        }
-        if next_offset != size_bytes || size_bytes == 0 {
-            return wrong("size", size_bytes);
-        }
-        Ok(Self { size_bytes, pages, piece_bytes, device_id, space_id, table_id, regions })
+        let lists = Lists::of_body(kind, body, GRANT_BYTES_FIXED, [0, zones, regions])?;
+        let zones = lists.zones.chunks_exact(ZONE_BYTES).map(|bytes| {
+            let size_bytes = u64::from_le_bytes(field(bytes, 0));
+            let [pages, rest @ ..] = field::<8>(bytes, 8);
+            check_zero(kind, &rest)?;
+            Ok(PinnedZone { size_bytes, pages: known(&SlotPages::ALL, kind, pages)? })
+        });
+        let zones = zones.collect::<Result<Vec<_>, _>>()?;
+        let sizes: Vec<_> = zones.iter().map(|zone| zone.size_bytes).collect();
+        let regions = lists.regions(kind, &sizes)?;
+        Ok(Self { device, zones, piece_bytes, device_id, space_id, table_id, regions })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::protocol::{MESSAGE_BYTES_MAX, Reply, Request};
-
-    const GIB: u64 = 1 << 30;
-
-    fn take() -> TakePinned {
-        TakePinned {
-            size_bytes: 4 * GIB,
-            pages: PagesWanted::Small,
-            node: Some(1),
-            hole_start: 3 * GIB,
-            hole_end: 4 * GIB,
-            device: "0000:65:1f.7".parse().unwrap(),
-        }
-    }
-
-    fn grant() -> PinnedGrant {
-        let region = |gpa, len_bytes, offset| PinnedRegion { gpa, len_bytes, offset };
-        PinnedGrant {
-            size_bytes: 4 * GIB,
-            pages: SlotPages::Huge2Mib,
-            piece_bytes: 64 << 20,
-            device_id: 1,
-            space_id: 2,
-            table_id: 3,
-            regions: vec![region(0, 3 * GIB, 0), region(4 * GIB, GIB, 3 * GIB)],
-        }
-    }
-
-    #[test]
-    fn the_device_is_segment_bus_and_devfn_on_the_wire() {
-        let device = "10af:65:1f.7".parse().unwrap();
-        let bytes = TakePinned { device, ..take() }.encode();
-        let at = crate::HEADER_BYTES + 32;
-        assert_eq!(bytes[at..at + 8], [0xaf, 0x10, 0x65, 0xff, 0, 0, 0, 0]);
-    }
-
-    #[test]
-    fn both_survive_the_wire_and_are_awaited_to_their_last_byte() {
-        let bytes = Request::TakePinned(take()).encode();
-        for len in 0..bytes.len() {
-            assert_eq!(Request::decode(&bytes[..len]), Ok(None), "{len} bytes");
-        }
-        assert_eq!(Request::decode(&bytes), Ok(Some((Request::TakePinned(take()), bytes.len()))));
-        let bytes = Reply::GrantedPinned(grant()).encode();
-        assert!(bytes.len() <= MESSAGE_BYTES_MAX);
-        for len in 0..bytes.len() {
-            assert_eq!(Reply::decode(&bytes[..len]), Ok(None), "{len} bytes");
-        }
-        let there = Reply::decode(&bytes).unwrap();
-        assert_eq!(there, Some((Reply::GrantedPinned(grant()), bytes.len())));
-    }
-
-    #[test]
-    fn regions_that_are_not_the_memory_are_refused() {
-        let refused = |change: fn(&mut PinnedGrant)| {
-            let mut grant = grant();
-            change(&mut grant);
-            Reply::decode(&grant.encode()).is_err()
-        };
-        assert!(!refused(|_| ()));
-        assert!(refused(|grant| grant.regions.clear()));
-        assert!(refused(|grant| grant.regions[1].gpa = GIB), "one in the other");
-        assert!(refused(|grant| grant.regions[1].gpa = u64::MAX));
-        assert!(refused(|grant| grant.regions[1].offset = 0), "the same memory twice");
-        assert!(refused(|grant| grant.regions[1].len_bytes = 2 * GIB), "more than there is");
-        assert!(refused(|grant| grant.size_bytes = 5 * GIB), "a part of the memory left out");
-        assert!(refused(|grant| grant.piece_bytes = 0));
-        assert!(refused(|grant| grant.regions = vec![grant.regions[0]; 9]));
-    }
-
-    #[test]
-    fn a_hole_that_ends_before_it_begins_is_refused() {
-        let wrong = TakePinned { hole_end: 2 * GIB, ..take() };
-        assert!(Request::decode(&wrong.encode()).is_err());
-        assert!(Request::decode(&TakePinned { size_bytes: 0, ..take() }.encode()).is_err());
-    }
-
-    proptest! {
-        #[test]
-        fn pieces_are_the_region(
-            gpa in 0_u64..1 << 40, pages in 1_u64..5000, piece in 12_u32..30, offset in 0_u64..1 << 40,
-        ) {
-            let region = PinnedRegion { gpa, len_bytes: pages * 4096, offset };
-            let mut next = 0;
-            for part in pieces(region, 1 << piece, 4096) {
-                prop_assert_eq!((part.gpa, part.offset), (gpa + next, offset + next));
-                prop_assert!(part.len_bytes > 0 && part.len_bytes <= 1 << piece);
-                next += part.len_bytes;
-                prop_assert!(next == region.len_bytes || next.is_multiple_of(1 << piece));
-            }
-            prop_assert_eq!(next, region.len_bytes);
-        }
-
-        #[test]
-        fn an_altered_grant_is_refused_or_is_the_memory(at in 16_usize..104, value: u8) {
-            let mut bytes = Reply::GrantedPinned(grant()).encode();
-            bytes[at] = value;
-            if let Ok(Some((Reply::GrantedPinned(grant), _))) = Reply::decode(&bytes) {
-                let all: u64 = grant.regions.iter().map(|region| region.len_bytes).sum();
-                prop_assert_eq!(all, grant.size_bytes);
-            }
-        }
-    }
-}
+#[path = "pinned_tests.rs"]
+mod tests;

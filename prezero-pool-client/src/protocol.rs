@@ -16,13 +16,15 @@
 
 use crate::frame::{HEADER_BYTES, Kind, ProtocolError, check_zero, field, message, split};
 use crate::pages::{ANY_NODE, PagesWanted, SlotPages, known};
-use crate::pinned::{GRANTED_PINNED, PinnedGrant, TAKE_PINNED, TakePinned};
+use crate::pinned::{GRANTED_PINNED, PINNED_BYTES, PinnedGrant, TAKE_PINNED, TakePinned};
 
 const BODY_BYTES_FIXED: usize = 16;
 /// Longest explanation of a refusal; one or two sentences.
 const TEXT_BYTES_MAX: usize = 512;
-/// Longest message.
-pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + 4 + TEXT_BYTES_MAX;
+/// Longest message: a request for memory of many zones.
+pub const MESSAGE_BYTES_MAX: usize = PINNED_BYTES;
+// A refusal is no longer.
+const _: () = assert!(HEADER_BYTES + 4 + TEXT_BYTES_MAX <= MESSAGE_BYTES_MAX);
 
 const TAKE: Kind = Kind { number: 1, has_length: |len| len == BODY_BYTES_FIXED };
 const GRANTED: Kind = Kind { number: 2, has_length: |len| len == BODY_BYTES_FIXED };
@@ -64,7 +66,7 @@ pub enum Reply {
         /// What it consists of.
         pages: SlotPages,
     },
-    /// Memory that a device is ready to reach: three descriptors come with this message.
+    /// Memory that a device is ready to reach: its descriptors come with this message.
     GrantedPinned(PinnedGrant),
     /// There is none.
     Refused {
@@ -76,7 +78,7 @@ pub enum Reply {
 }
 
 /// What a VMM may ask.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
     /// For memory.
     Take(Take),

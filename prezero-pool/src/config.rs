@@ -11,12 +11,14 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use pci_address::Bdf;
-use prezero_pool_client::SlotPages;
+use prezero_pool_client::{SlotPages, ZONES_MAX};
 use serde::Deserialize;
 use thiserror::Error;
 
-/// Slots in all; each is a descriptor.
+/// Slots in all, of which each zone is a descriptor.
 const SLOTS_MAX: u64 = 256;
+/// Memory of a slot, and of a zone: more than a processor's addresses reach with memory around it.
+const SIZE_BYTES_MAX: u64 = 64 << 40;
 /// Threads for each node; memory bandwidth ends before.
 const THREADS_MAX: u32 = 64;
 /// Bytes per second that zeroing may use at most if nothing is said: about what one processor does, so that
@@ -56,19 +58,39 @@ pub enum ConfigError {
     },
 }
 
-/// Slots of one kind.
+/// The memory of one zone of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Class {
-    /// How long each memfd is.
+pub struct SlotZone {
+    /// How long its memfd is.
     pub size_bytes: u64,
     /// What it consists of.
     pub pages: SlotPages,
     /// The NUMA node that it comes from; any if nothing is said.
     pub node: Option<u32>,
+}
+
+/// Slots of one kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Class {
+    /// What each consists of: of one, unless it has a device.
+    pub zones: Vec<SlotZone>,
     /// How many are kept.
     pub count: u32,
     /// What it is mapped for; then there is one of it.
     pub device: Option<SlotDevice>,
+}
+
+impl Class {
+    /// Bytes of a slot.
+    pub fn size_bytes(&self) -> u64 {
+        self.zones.iter().map(|zone| zone.size_bytes).fold(0, u64::saturating_add)
+    }
+
+    /// The node that all of a slot comes from, if it is one.
+    pub fn only_node(&self) -> Option<u32> {
+        let node = self.zones.first()?.node?;
+        self.zones.iter().all(|zone| zone.node == Some(node)).then_some(node)
+    }
 }
 
 /// A device that goes with a slot.
@@ -78,6 +100,19 @@ pub struct SlotDevice {
     pub address: Bdf,
     /// Users that may have it, besides root and the pool's own user.
     pub users: Vec<u32>,
+    /// The addresses above 4 GiB at which its VM has no memory; if nothing is said, those that the device's IOMMU
+    /// keeps.
+    pub high_hole: Option<HighHole>,
+}
+
+/// Addresses above 4 GiB without memory, as a VM's `high_hole`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HighHole {
+    /// None.
+    Off,
+    /// Those that AMD's IOMMU keeps.
+    HyperTransport,
 }
 
 /// What may be used again of memory that comes back.
@@ -182,11 +217,21 @@ struct RawSlots {
 #[serde(deny_unknown_fields)]
 struct RawDeviceSlot {
     device: String,
+    size: Option<String>,
+    pages: Option<String>,
+    node: Option<u32>,
+    zones: Option<Vec<RawZone>>,
+    high_hole: Option<HighHole>,
+    #[serde(default)]
+    users: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawZone {
     size: String,
     pages: String,
     node: Option<u32>,
-    #[serde(default)]
-    users: Vec<u32>,
 }
 
 fn refuse<T>(
@@ -217,8 +262,13 @@ fn optional_bytes(key: &str, text: Option<&String>, default: u64) -> Result<u64,
     text.map_or(Ok(default), |text| bytes(key, text))
 }
 
-/// The memory of a slot, as the table `table` describes it.
-fn memory(table: &str, size: &str, pages: &str) -> Result<(u64, SlotPages), ConfigError> {
+/// Memory as the table `table` describes it.
+fn memory(
+    table: &str,
+    size: &str,
+    pages: &str,
+    node: Option<u32>,
+) -> Result<SlotZone, ConfigError> {
     let key = |name: &str| format!("{table}.{name}");
     let (pages, page_bytes) = match pages {
         "4K" => (SlotPages::Small, 4096),
@@ -231,31 +281,61 @@ fn memory(table: &str, size: &str, pages: &str) -> Result<(u64, SlotPages), Conf
     if size_bytes == 0 || !size_bytes.is_multiple_of(page_bytes) {
         return refuse(key("size"), size, "it is not a multiple of the page size");
     }
-    // A page size for a page size: what a node number may be is the kernel's to say.
-    if size_bytes > 1 << 46 {
+    // What a node number may be is the kernel's to say.
+    if size_bytes > SIZE_BYTES_MAX {
         return refuse(key("size"), size, "more than 64 TiB");
     }
-    Ok((size_bytes, pages))
+    Ok(SlotZone { size_bytes, pages, node })
 }
 
 impl RawSlots {
     fn check(&self) -> Result<Class, ConfigError> {
-        let (size_bytes, pages) = memory("slots", &self.size, &self.pages)?;
-        Ok(Class { size_bytes, pages, node: self.node, count: self.count, device: None })
+        let zones = vec![memory("slots", &self.size, &self.pages, self.node)?];
+        Ok(Class { zones, count: self.count, device: None })
     }
 }
 
 impl RawDeviceSlot {
     fn check(&self) -> Result<Class, ConfigError> {
-        let (size_bytes, pages) = memory("device_slots", &self.size, &self.pages)?;
+        let zones = self.zones()?;
+        let size_bytes = zones.iter().map(|zone| zone.size_bytes).fold(0, u64::saturating_add);
+        if size_bytes > SIZE_BYTES_MAX {
+            return refuse("device_slots.zones", size_bytes.to_string(), "more than 64 TiB in all");
+        }
         let Ok(address) = self.device.parse() else {
             let problem = "expected the address of a PCI device such as 0000:65:00.0";
             return refuse("device_slots.device", &self.device, problem);
         };
-        let device = Some(SlotDevice { address, users: self.users.clone() });
-        Ok(Class { size_bytes, pages, node: self.node, count: 1, device })
+        let (users, high_hole) = (self.users.clone(), self.high_hole);
+        let device = Some(SlotDevice { address, users, high_hole });
+        Ok(Class { zones, count: 1, device })
+    }
+
+    fn zones(&self) -> Result<Vec<SlotZone>, ConfigError> {
+        let table = "device_slots";
+        match (&self.zones, &self.size, &self.pages) {
+            (None, Some(size), Some(pages)) => Ok(vec![memory(table, size, pages, self.node)?]),
+            (Some(zones), None, None) if self.node.is_none() => {
+                if !(1..=ZONES_MAX).contains(&zones.len()) {
+                    let count = zones.len().to_string();
+                    return refuse("device_slots.zones", count, "expected 1 to 16 zones");
+                }
+                let zone = |zone: &RawZone| {
+                    memory("device_slots.zones", &zone.size, &zone.pages, zone.node)
+                };
+                zones.iter().map(zone).collect()
+            }
+            _ => {
+                let problem =
+                    "expected either size and pages, perhaps with a node, or zones that have them";
+                refuse(table, &self.device, problem)
+            }
+        }
     }
 }
+
+// The message of `zones` says so.
+const _: () = assert!(ZONES_MAX == 16);
 
 impl Config {
     /// Reads and checks a file.
@@ -313,9 +393,11 @@ impl Config {
                 return refuse(key, device.address.to_string(), problem);
             }
         }
-        let count: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
+        let zones = |class: &Class| u64::from(class.count).saturating_mul(class.zones.len() as u64);
+        let count = classes.iter().map(zones).fold(0, u64::saturating_add);
         if count > SLOTS_MAX {
-            return refuse("slots", count.to_string(), "more than 256 slots in all");
+            let problem = "more than 256 slots in all, of which each zone counts";
+            return refuse("slots", count.to_string(), problem);
         }
         Ok(Self {
             socket: raw.socket,
@@ -373,21 +455,13 @@ mod tests {
         assert_eq!((config.socket_mode, config.threads.get()), (0o666, 2));
         assert_eq!((config.bandwidth, config.keep_free_bytes), (None, 512 << 20));
         assert_eq!((config.bandwidth_busy, config.reuse), (1 << 30, Reuse::SameUser));
-        let class = Class {
-            size_bytes: 4 << 30,
-            pages: SlotPages::Huge2Mib,
-            node: Some(1),
-            count: 3,
-            device: None,
-        };
+        let zone = |size_bytes, pages, node| SlotZone { size_bytes, pages, node };
+        let zones = vec![zone(4 << 30, SlotPages::Huge2Mib, Some(1))];
+        let class = Class { zones, count: 3, device: None };
         let address = "0000:65:00.0".parse().unwrap();
-        let with_device = Class {
-            size_bytes: 8 << 30,
-            pages: SlotPages::Transparent,
-            node: None,
-            count: 1,
-            device: Some(SlotDevice { address, users: vec![1000] }),
-        };
+        let device = Some(SlotDevice { address, users: vec![1000], high_hole: None });
+        let zones = vec![zone(8 << 30, SlotPages::Transparent, None)];
+        let with_device = Class { zones, count: 1, device };
         assert_eq!(config.classes, [class, with_device]);
         let limit = |uid| config.limits.of(uid, 7);
         assert_eq!([limit(1000), limit(1001)], [64 << 30, 4 << 30]);
@@ -411,6 +485,40 @@ mod tests {
         let elsewhere = slot.replace("0000:65:00.0", "/dev/vfio/devices/vfio0");
         let error = Config::parse(&format!("socket = '/s'\n{elsewhere}")).unwrap_err();
         assert!(error.to_string().contains("device_slots.device"), "{error}");
+    }
+
+    #[test]
+    fn a_slot_with_a_device_may_have_zones_and_a_hole() {
+        let parse = |more: &str| {
+            let slot = format!("socket = '/s'\n[[device_slots]]\ndevice = '0000:65:00.0'\n{more}");
+            Config::parse(&slot).map(|config| config.classes[0].clone())
+        };
+        let zones = "zones = [{ size = '2T', pages = '1G', node = 0 }, \
+                     { size = '1T', pages = '2M', node = 1 }]\n";
+        let class = parse(&format!("{zones}high_hole = 'hypertransport'")).unwrap();
+        assert_eq!((class.size_bytes(), class.only_node()), (3 << 40, None));
+        let nodes: Vec<_> = class.zones.iter().map(|zone| (zone.pages, zone.node)).collect();
+        assert_eq!(nodes, [(SlotPages::Huge1Gib, Some(0)), (SlotPages::Huge2Mib, Some(1))]);
+        assert_eq!(class.device.unwrap().high_hole, Some(HighHole::HyperTransport));
+        let one = parse("size = '1G'\npages = '1G'\nnode = 3\nhigh_hole = 'off'").unwrap();
+        assert_eq!((one.zones.len(), one.only_node()), (1, Some(3)));
+        assert_eq!(one.device.unwrap().high_hole, Some(HighHole::Off));
+        let zone = "{ size = '32T', pages = '1G' }";
+        for (wrong, named) in [
+            (String::new(), "expected either"),
+            ("size = '1G'".to_owned(), "expected either"),
+            (format!("{zones}size = '1G'\npages = '1G'"), "expected either"),
+            (format!("{zones}node = 1"), "expected either"),
+            ("zones = []".to_owned(), "1 to 16 zones"),
+            (format!("zones = [{}]", [zone; 17].join(",")), "1 to 16 zones"),
+            (format!("zones = [{}]", [zone; 3].join(",")), "64 TiB in all"),
+            ("zones = [{ size = '3M', pages = '2M' }]".to_owned(), "device_slots.zones.size"),
+            (format!("{zones}high_hole = 'amd'"), "high_hole"),
+        ] {
+            let error = parse(&wrong).unwrap_err();
+            let text = error_text::chain(&error);
+            assert!(text.contains(named), "{wrong}: {text}");
+        }
     }
 
     #[test]

@@ -38,6 +38,10 @@
 //!                         +--- the device is in use, or its user was refused the slot ------------+
 //! ```
 //!
+//! Such a slot has all memory of a VM: a memfd for each of its zones, mapped in one iommufd where the VM has it. The way
+//! back closes the device at once, and what is mapped after it, which takes long for terabytes: the thread that serves all
+//! clients waits for neither.
+//!
 //! The memory is mapped by its file, so the iommufd has an open file of it until it is gone itself, and
 //! it cannot go before the device was released. The lease is refused for as long as any process has one of
 //! the three, whichever it is: what the first user passed on is found in the same way.

@@ -5,26 +5,30 @@
 //! Owns the iommufd and the device until they are handed over with the memory, and then nothing of them:
 //! the holder of an iommufd controls every address space in it, so there is one for each slot. Must never
 //! attach the device: it reaches nothing before its user says so.
+//!
+//! Terabytes take long to map, and as long to unpin when their iommufd is closed. So mapping can be stopped, and
+//! whatever goes wrong, the device is closed before the iommufd, which the caller closes when others know that.
 
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
-use ioas::{Ioas, MapFileError, Mapped};
+use ioas::{HYPERTRANSPORT, HostReach, Ioas, MapFileError, Mapped, Unreachable, check_reach};
 use iommufd_ioctls::{IommuFd, IommufdError};
-use memory::{GuestRam, ProvidedFile, RamConfig, RamError, RamLayout};
+use memory::{LayoutError, RamHole, RamLayout, ZoneSpec};
 use pci_address::Bdf;
-use prezero_pool_client::{PinnedGrant, PinnedRegion, pieces};
+use prezero_pool_client::{PinnedGrant, PinnedRegion, PinnedZone, SlotPages, pieces};
 use thiserror::Error;
 use vfio_ioctls::{VfioDevice, VfioError, VfioIommufd};
 
-use crate::config::Class;
+use crate::config::{Class, HighHole, SlotDevice, SlotZone};
 use crate::parallel;
-use crate::slot::{PoolSlotError, SlotMemory, ZONE, zone_of};
+use crate::slot::{PoolSlotError, SlotMemory, spec_of};
 
 const IOMMUFD: &str = "/dev/iommu";
 const DEVICES: &str = "/sys/bus/pci/devices";
@@ -50,6 +54,9 @@ pub enum PinError {
     /// An object of iommufd.
     #[error("cannot create the iommufd objects for device {0}")]
     Object(Bdf, #[source] IommufdError),
+    /// The IOMMU of the device does not reach where the VM has its memory.
+    #[error("a VM with this memory cannot have device {0} (see high_hole)")]
+    Unreachable(Bdf, #[source] Unreachable),
     /// Pinning.
     #[error(
         "cannot map {len_bytes} bytes at {gpa:#x} for device {device} (ENOMEM: raise LimitMEMLOCK, or \
@@ -68,7 +75,7 @@ pub enum PinError {
     },
     /// The layout of the VM's memory.
     #[error("this memory cannot be that of a VM")]
-    Layout(#[source] RamError),
+    Layout(#[source] LayoutError),
     /// An own open file of the memory.
     #[error("cannot map memory")]
     File(#[source] PoolSlotError),
@@ -78,6 +85,9 @@ pub enum PinError {
     /// A slot without a device.
     #[error("the slot has no device")]
     NoDevice,
+    /// The order was taken back.
+    #[error("a VM needs device {0} before its memory is mapped")]
+    Stopped(Bdf),
 }
 
 /// A device, its iommufd, and what is mapped there.
@@ -88,45 +98,192 @@ pub struct Prepinned {
     pub grant: PinnedGrant,
 }
 
+/// What goes to a user: a memfd for each zone, and the two.
+#[derive(Debug)]
+pub struct PinnedFiles {
+    pub memory: Vec<File>,
+    pub iommufd: File,
+    pub device: File,
+}
+
+/// Memory that could not be mapped. The device is closed.
+#[derive(Debug)]
+pub struct PinFailure {
+    pub error: PinError,
+    /// In which some of it may be mapped: closing it takes long then.
+    pub iommufd: Option<File>,
+}
+
+impl From<PinError> for PinFailure {
+    fn from(error: PinError) -> Self {
+        Self { error, iommufd: None }
+    }
+}
+
+/// An order to map memory, which may be taken back.
+#[derive(Debug, Default)]
+pub struct PinOrder(AtomicU8);
+
+impl PinOrder {
+    const BEGUN: u8 = 1;
+    const STOPPED: u8 = 2;
+
+    /// Begins to carry it out; false if it was taken back.
+    pub fn begin(&self) -> bool {
+        self.0.compare_exchange(0, Self::BEGUN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes it back; what is being mapped is left as soon as possible.
+    pub fn stop(&self) {
+        self.0.fetch_or(Self::STOPPED, Ordering::Relaxed);
+    }
+
+    /// Whether it was begun, so that the device may be open for it. One that was taken back before is not begun any more.
+    pub fn is_begun(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & Self::BEGUN != 0
+    }
+
+    /// Whether it was taken back.
+    pub fn is_stopped(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & Self::STOPPED != 0
+    }
+}
+
+fn page_bytes(pages: SlotPages) -> u64 {
+    match pages {
+        SlotPages::Small | SlotPages::Transparent => 4096,
+        SlotPages::Huge2Mib => 2 << 20,
+        SlotPages::Huge1Gib => 1 << 30,
+    }
+}
+
+/// The addresses above 4 GiB that are left without memory. A VM leaves the same ones out when it boots with the device.
+fn high_hole(device: &SlotDevice, reach: &HostReach) -> Option<RamHole> {
+    let is_left_out = match device.high_hole {
+        Some(HighHole::Off) => false,
+        Some(HighHole::HyperTransport) => true,
+        None => reach.excludes(&HYPERTRANSPORT),
+    };
+    let (start, last) = HYPERTRANSPORT.into_inner();
+    is_left_out.then_some(RamHole { start, end: last + 1 })
+}
+
 /// Where the VM has the memory: the same rule that its VMM goes by.
 fn regions(
-    class: &Class,
-    memory: &SlotMemory,
-) -> Result<(Arc<File>, Vec<PinnedRegion>, u64), PinError> {
-    let file = Arc::new(memory.lease().map_err(PinError::File)?);
-    let config = RamConfig { zones: vec![zone_of(class)] };
-    let given = [ProvidedFile::file(ZONE, Arc::clone(&file))];
-    let ram =
-        GuestRam::with_provided(&config, RamLayout::default(), &given).map_err(PinError::Layout)?;
-    let page_bytes = ram.regions().first().map_or(0, |region| region.page_bytes());
-    let of_region = |region: &Arc<memory::RamRegion>| PinnedRegion {
-        gpa: region.gpa(),
-        len_bytes: region.len_bytes(),
-        offset: region.file_offset(),
+    zones: &[SlotZone],
+    high_hole: Option<RamHole>,
+) -> Result<Vec<PinnedRegion>, LayoutError> {
+    let layout = RamLayout { high_hole, ..RamLayout::default() };
+    let specs: Vec<ZoneSpec> = zones.iter().map(spec_of).collect();
+    let places = layout.place_zones(&specs)?.into_iter();
+    let region = |place: memory::Placement| PinnedRegion {
+        zone: place.zone,
+        gpa: place.gpa,
+        len_bytes: place.bytes.end - place.bytes.start,
+        offset: place.bytes.start,
     };
-    Ok((file, ram.regions().iter().map(of_region).collect(), page_bytes))
+    Ok(places.map(region).collect())
+}
+
+fn ranges(regions: &[PinnedRegion]) -> Vec<Range<u64>> {
+    regions.iter().map(|region| region.gpa..region.gpa.saturating_add(region.len_bytes)).collect()
+}
+
+/// As a line of the log has it.
+fn shown(regions: &[PinnedRegion]) -> String {
+    let shown: Vec<_> =
+        ranges(regions).iter().map(|part| format!("{:#x}-{:#x}", part.start, part.end)).collect();
+    shown.join(", ")
+}
+
+/// Has `map` called for each piece of the regions, on so many threads; ends early with the first error, or when
+/// the order is taken back. Returns whether all was mapped.
+fn map_pieces<E: Send>(
+    zones: &[SlotZone],
+    regions: &[PinnedRegion],
+    threads: NonZeroUsize,
+    order: &PinOrder,
+    map: impl Fn(&PinnedRegion) -> Result<(), E> + Sync,
+) -> Result<bool, E> {
+    let page_bytes = |zone: usize| zones.get(zone).map_or(0, |zone| page_bytes(zone.pages));
+    let all: Vec<_> = regions
+        .iter()
+        .flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes(region.zone)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    parallel::run(threads, || {
+        while !order.is_stopped()
+            && let Some(piece) = all.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            // The other threads end with their piece.
+            map(piece).inspect_err(|_| next.store(all.len(), Ordering::Relaxed))?;
+        }
+        Ok(())
+    })?;
+    // What was claimed is mapped.
+    Ok(next.into_inner() >= all.len())
 }
 
 impl Prepinned {
     /// Opens the device, maps the memory at the VM's addresses and fills a page table with it, on so many
-    /// threads.
+    /// threads, unless the order is taken back.
     ///
     /// # Errors
     /// Saying what the host lacks; the device is as before.
     pub fn new(
         class: &Class,
-        memory: &SlotMemory,
+        memory: &[SlotMemory],
         threads: NonZeroUsize,
-    ) -> Result<Self, PinError> {
-        let address = class.device.as_ref().ok_or(PinError::NoDevice)?.address;
-        let (file, regions, page_bytes) = regions(class, memory)?;
+        order: &PinOrder,
+    ) -> Result<Self, PinFailure> {
+        let slot = class.device.as_ref().ok_or(PinError::NoDevice)?;
+        let address = slot.address;
+        if !order.begin() {
+            return Err(PinError::Stopped(address).into());
+        }
+        let path = Path::new(DEVICES).join(address.to_string());
+        let reach = HostReach::in_sysfs(&path);
+        let regions = regions(&class.zones, high_hole(slot, &reach)).map_err(PinError::Layout)?;
+        let reached = reach.check(&ranges(&regions));
+        reached.map_err(|source| PinError::Unreachable(address, source))?;
         let iommufd =
             File::options().read(true).write(true).open(IOMMUFD).map_err(PinError::Iommufd)?;
-        let path = Path::new(DEVICES).join(address.to_string());
         let device =
             VfioDevice::open_cdev(&path).map_err(|source| PinError::Open(address, source))?;
-        let object = |source| PinError::Object(address, source);
+        let mapping = Mapping { address, class, memory, regions, threads, order };
+        match mapping.map(&iommufd, &device) {
+            Ok(grant) => {
+                log::info!(
+                    "{} bytes are mapped for device {address}, at guest addresses {}",
+                    class.size_bytes(),
+                    shown(&grant.regions)
+                );
+                Ok(Self { iommufd, device, grant })
+            }
+            Err(error) => {
+                drop(device);
+                Err(PinFailure { error, iommufd: Some(iommufd) })
+            }
+        }
+    }
+}
 
+/// What is mapped for which device.
+struct Mapping<'a> {
+    address: Bdf,
+    class: &'a Class,
+    memory: &'a [SlotMemory],
+    regions: Vec<PinnedRegion>,
+    threads: NonZeroUsize,
+    order: &'a PinOrder,
+}
+
+impl Mapping<'_> {
+    /// Maps all of it. Duplicates of both files are closed again.
+    fn map(self, iommufd: &File, device: &File) -> Result<PinnedGrant, PinError> {
+        let Self { address, class, memory, regions, threads, order } = self;
+        let files = memory.iter().map(SlotMemory::lease).collect::<Result<Vec<_>, _>>();
+        let files = files.map_err(PinError::File)?;
         // The crate's values are for an owner that keeps them: these have duplicates, and what they undo when
         // they are dropped is an address space of their own and no attachment.
         let copy = iommufd.try_clone().map_err(PinError::Duplicate)?;
@@ -138,63 +295,41 @@ impl Prepinned {
             .map_err(|source| PinError::Bind(address, source))?;
         let device_id = bound.iommufd_dev_id().ok_or(PinError::NoDevice)?;
 
+        let object = |source| PinError::Object(address, source);
         let space = Ioas::new(&control).map_err(object)?;
         // First, so that each piece is pinned as it is mapped: without a table nothing is.
         let table_id = space.new_table(device_id).map_err(object)?;
-        let all = regions.iter().flat_map(|region| pieces(*region, PIECE_BYTES, page_bytes));
-        let all: Vec<_> = all.collect();
-        let next = AtomicUsize::new(0);
-        parallel::run(threads, || {
-            while let Some(piece) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let PinnedRegion { gpa, len_bytes, offset } = *piece;
-                let mapped = space.map_file(file.as_fd(), offset, Mapped { iova: gpa, len_bytes });
-                mapped.map_err(|source| {
-                    // The other threads end with their piece.
-                    next.store(all.len(), Ordering::Relaxed);
-                    PinError::Map { device: address, gpa, len_bytes, source }
-                })?;
+        // The width of the IOMMU's addresses, which sysfs has not for all kinds; what is kept of them follows only when
+        // the device is attached.
+        match space.valid_ranges() {
+            Ok(valid) => check_reach(&valid, &ranges(&regions))
+                .map_err(|source| PinError::Unreachable(address, source))?,
+            Err(error) => {
+                log::warn!("it is not known which addresses device {address} can reach: {error}");
             }
-            Ok(())
+        }
+        let is_mapped = map_pieces(&class.zones, &regions, threads, order, |piece| {
+            let PinnedRegion { zone, gpa, len_bytes, offset } = *piece;
+            let Some(file) = files.get(zone) else { return Err(PinError::NoDevice) };
+            let mapped = space.map_file(file.as_fd(), offset, Mapped { iova: gpa, len_bytes });
+            mapped.map_err(|source| PinError::Map { device: address, gpa, len_bytes, source })
         })?;
-        let grant = PinnedGrant {
-            size_bytes: class.size_bytes,
-            pages: class.pages,
+        if !is_mapped {
+            return Err(PinError::Stopped(address));
+        }
+        let zone = |zone: &SlotZone| PinnedZone { size_bytes: zone.size_bytes, pages: zone.pages };
+        Ok(PinnedGrant {
+            device: address,
+            zones: class.zones.iter().map(zone).collect(),
             piece_bytes: PIECE_BYTES,
             device_id,
             space_id: space.id(),
             table_id,
             regions,
-        };
-        Ok(Self { iommufd, device, grant })
+        })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
-
-    use prezero_pool_client::SlotPages;
-
-    use super::*;
-    use crate::config::SlotDevice;
-    use crate::slot::ZeroingOptions;
-    use crate::sys::Users;
-
-    const MIB: u64 = 1 << 20;
-
-    #[test]
-    fn memory_is_where_a_vm_has_it() {
-        let address = "0000:65:00.0".parse().unwrap();
-        let device = Some(SlotDevice { address, users: Vec::new() });
-        let (pages, node) = (SlotPages::Small, None);
-        let class = Class { size_bytes: 4 * MIB, pages, node, count: 1, device };
-        let memory = SlotMemory::build(&class, &ZeroingOptions::unlimited()).unwrap();
-        let (file, regions, page_bytes) = regions(&class, &memory).unwrap();
-        assert_eq!(regions, [PinnedRegion { gpa: 0, len_bytes: 4 * MIB, offset: 0 }]);
-        assert_eq!(page_bytes, 4096);
-        // What iommufd holds of it keeps it from being used again.
-        assert_eq!(memory.users(), Users::Others);
-        drop(file);
-        assert_eq!(memory.users(), Users::OnlyUs);
-    }
-}
+#[path = "prepinned_tests.rs"]
+mod tests;

@@ -23,10 +23,11 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-use crate::broker::{Broker, PinnedAnswer};
+use crate::broker::{Broker, PinnedAnswer, Waited};
 use crate::config::Config;
 use crate::connections::{Admission, Client, Open, admit};
 use crate::pace::Pace;
+use crate::prepinned::PinnedFiles;
 use crate::slot::ZeroingOptions;
 use crate::stats;
 use crate::sys;
@@ -74,8 +75,8 @@ struct Connection {
     pid: i32,
     since: Instant,
     received: Vec<u8>,
-    /// What it asked for and a worker is at. Without the answer the connection is soon too old.
-    waits_for: Option<TakePinned>,
+    /// What it asked for and a worker is at, and what is known of the answer. Without it the connection is soon too old.
+    waits_for: Option<(TakePinned, Waited)>,
 }
 
 struct Server {
@@ -190,6 +191,7 @@ impl Server {
             self.cut(number, "it says nothing");
         }
         let due = self.broker.tick(now);
+        self.answer_late();
         while let Some(job) = self.broker.next_job() {
             self.workers.submit(job);
         }
@@ -207,6 +209,10 @@ impl Server {
         while let Some(done) = self.workers.next_done() {
             self.broker.done(done, Instant::now());
         }
+    }
+
+    /// Answers who has waited, as far as that is possible by now.
+    fn answer_late(&mut self) {
         let waiting = self.connections.iter().filter(|(_, other)| other.waits_for.is_some());
         let waiting: Vec<u64> = waiting.map(|(number, _)| *number).collect();
         for number in waiting {
@@ -339,7 +345,7 @@ impl Connection {
             };
             let answered = match request {
                 Request::Take(take) => self.answer(number, &take, broker),
-                Request::TakePinned(take) => self.answer_pinned(number, take, false, broker),
+                Request::TakePinned(take) => self.answer_pinned(number, take, None, broker),
             };
             if let Err(error) = answered {
                 return ConnectionStatus::Violation(format!("it takes no answer: {error}"));
@@ -348,37 +354,41 @@ impl Connection {
     }
 
     fn answer_late(&mut self, number: u64, broker: &mut Broker) -> io::Result<()> {
-        let Some(take) = self.waits_for.take() else { return Ok(()) };
-        self.answer_pinned(number, take, true, broker)
+        let Some((take, waited)) = self.waits_for.take() else { return Ok(()) };
+        self.answer_pinned(number, take, Some(waited), broker)
     }
 
     fn answer_pinned(
         &mut self,
         number: u64,
         take: TakePinned,
-        has_waited: bool,
+        waited: Option<Waited>,
         broker: &mut Broker,
     ) -> io::Result<()> {
-        let answer = broker.take_pinned(number, self.uid, &take, has_waited, Instant::now());
+        let answer = broker.take_pinned(number, self.uid, &take, waited, Instant::now());
         let (reply, files) = match answer {
             PinnedAnswer::Now(reply, files) => (reply, files),
-            PinnedAnswer::Later => {
-                self.waits_for = Some(take);
+            PinnedAnswer::Later(waited) => {
+                self.waits_for = Some((take, waited));
                 return Ok(());
             }
         };
         log::info!("process {} of user {}: {take:?}: {reply:?}", self.pid, self.uid);
-        let bytes = reply.encode();
-        let Some(files) = files else { return self.send(&bytes, None) };
-        // A descriptor for each part: a reader has room for one.
-        let (header, rest) = bytes.split_at(HEADER_BYTES.min(bytes.len()));
-        let (first, last) = rest.split_at(HEADER_BYTES.min(rest.len()));
-        for (part, file) in
-            [(header, &files.memory), (first, &files.iommufd), (last, &files.device)]
-        {
+        let Some(files) = files else { return self.send(&reply.encode(), None) };
+        let sent = self.send_all(&reply.encode(), &files);
+        broker.close(files);
+        sent
+    }
+
+    /// Sends a descriptor with each part: a reader has room for one.
+    fn send_all(&self, bytes: &[u8], files: &PinnedFiles) -> io::Result<()> {
+        let mut rest = bytes;
+        for file in files.memory.iter().chain([&files.iommufd]) {
+            let (part, after) = rest.split_at(HEADER_BYTES.min(rest.len()));
             self.send(part, Some(file))?;
+            rest = after;
         }
-        Ok(())
+        self.send(rest, Some(&files.device))
     }
 
     fn answer(&self, number: u64, take: &Take, broker: &mut Broker) -> io::Result<()> {
@@ -413,4 +423,71 @@ pub fn read_stats(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use prezero_pool_client::{
+        PagesWanted, PinnedGrant, PinnedRegion, PinnedZone, PoolConnection, SlotPages, ZONES_MAX,
+        ZoneWanted,
+    };
+
+    use super::*;
+
+    fn file_of(len_bytes: u64) -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len_bytes).unwrap();
+        file
+    }
+
+    #[test]
+    fn each_zone_of_the_largest_vm_has_its_memfd() {
+        const TIB: u64 = 1 << 40;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pool");
+        let listener = UnixListener::bind(&path).unwrap();
+        let device = "0000:65:00.0".parse().unwrap();
+        let region = |zone| {
+            let gpa = zone as u64 * TIB;
+            PinnedRegion { zone, gpa, len_bytes: TIB, offset: 0 }
+        };
+        let regions: Vec<_> = (0..ZONES_MAX).map(region).collect();
+        let (pages, node) = (PagesWanted::Huge1Gib, Some(1));
+        let zones = vec![ZoneWanted { size_bytes: TIB, pages, node }; ZONES_MAX];
+        let request = TakePinned { devices: vec![device], zones, regions: regions.clone() };
+        let asked = request.clone();
+        let client = std::thread::spawn(move || {
+            PoolConnection::open(&path).and_then(|pool| pool.take_pinned(&asked))
+        });
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut bytes = vec![0; request.encode().len()];
+        stream.read_exact(&mut bytes).unwrap();
+        assert_eq!(TakePinned::decode(&bytes).unwrap().unwrap().0, request);
+        let zone = PinnedZone { size_bytes: TIB, pages: SlotPages::Huge1Gib };
+        let grant = PinnedGrant {
+            device,
+            zones: vec![zone; ZONES_MAX],
+            piece_bytes: 64 << 20,
+            device_id: 1,
+            space_id: 2,
+            table_id: 3,
+            regions,
+        };
+        let files = PinnedFiles {
+            memory: (1..=ZONES_MAX as u64).map(file_of).collect(),
+            iommufd: file_of(100),
+            device: file_of(101),
+        };
+        stream.set_nonblocking(true).unwrap();
+        let (since, received, waits_for) = (Instant::now(), Vec::new(), None);
+        let connection = Connection { stream, uid: 0, pid: 0, since, received, waits_for };
+        connection.send_all(&Reply::GrantedPinned(grant.clone()).encode(), &files).unwrap();
+        let memory = client.join().unwrap().unwrap();
+        let len = |file: &File| file.metadata().unwrap().len();
+        assert_eq!(memory.grant, grant);
+        assert!(memory.files.iter().map(len).eq(1..=ZONES_MAX as u64));
+        assert_eq!([len(&memory.iommufd), len(&memory.device)], [100, 101]);
+    }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The memory of one slot: created, leased, verified to be unused, cleared.
+//! The memory of one zone of a slot: created, leased, verified to be unused, cleared.
 //!
 //! Owns the pool's own open file of the memfd. Must never call memory zero that was not looked at
 //! byte by byte, and never clear memory that another process may have.
@@ -21,15 +21,15 @@ use memory::{
 use prezero_pool_client::SlotPages;
 use thiserror::Error;
 
-use crate::config::Class;
+use crate::config::SlotZone;
 use crate::pace::{Pace, Reading};
 use crate::parallel;
 use crate::sys::{self, Users};
 
 /// The unit in which memory is touched: small enough that the rate is even.
 const CHUNK_BYTES: u64 = 16 << 20;
-/// Names the memory in errors.
-pub const ZONE: &str = "pool";
+/// Names the memory in errors, and its memfd.
+const ZONE: &str = "pool";
 
 /// Memory that could not be made or cleared.
 #[derive(Debug, Error)]
@@ -99,7 +99,7 @@ impl ZeroingOptions {
     }
 }
 
-/// The memory of a slot.
+/// The memory of a zone.
 #[derive(Debug)]
 pub struct SlotMemory {
     file: Arc<File>,
@@ -114,20 +114,20 @@ const LAYOUT: RamLayout = RamLayout {
     later_align_bytes: LATER_ALIGN_BYTES,
 };
 
-pub fn zone_of(class: &Class) -> ZoneSpec {
+pub fn spec_of(zone: &SlotZone) -> ZoneSpec {
     let huge = |page_size| Backing::Hugetlb { page_size };
     ZoneSpec {
-        backing: match class.pages {
+        backing: match zone.pages {
             SlotPages::Small | SlotPages::Transparent => Backing::Memfd,
             SlotPages::Huge2Mib => huge(HugePageSize::Mib2),
             SlotPages::Huge1Gib => huge(HugePageSize::Gib1),
         },
         shared: true,
         // Asks for huge pages to be made even where the host's settings would give small ones.
-        thp: class.pages == SlotPages::Transparent,
+        thp: zone.pages == SlotPages::Transparent,
         prefault: true,
-        host_numa_node: class.node,
-        ..ZoneSpec::new(ZONE, class.size_bytes)
+        host_numa_node: zone.node,
+        ..ZoneSpec::new(ZONE, zone.size_bytes)
     }
 }
 
@@ -141,9 +141,9 @@ impl SlotMemory {
     ///
     /// # Errors
     /// There is none to be had; nothing is left behind.
-    pub fn build(class: &Class, options: &ZeroingOptions) -> Result<Self, PoolSlotError> {
-        let size_bytes = class.size_bytes;
-        let config = RamConfig { zones: vec![zone_of(class)] };
+    pub fn build(zone: &SlotZone, options: &ZeroingOptions) -> Result<Self, PoolSlotError> {
+        let size_bytes = zone.size_bytes;
+        let config = RamConfig { zones: vec![spec_of(zone)] };
         let ram = GuestRam::new(&config, LAYOUT)
             .map_err(|source| PoolSlotError::Make { size_bytes, source })?;
         // Before the first page, so that no memory is reclaimed for a slot that is abandoned again.
@@ -153,7 +153,7 @@ impl SlotMemory {
         // The pool's user may open it again, others may not, whatever descriptor they have.
         own.set_permissions(Permissions::from_mode(0o600)).map_err(PoolSlotError::Open)?;
         let file = Arc::new(open_anew(own).map_err(PoolSlotError::Open)?);
-        work(&ram, class, options, Work::Build)?;
+        work(&ram, zone, options, Work::Build)?;
         // With it goes the open file that made the memfd, which the kernel does not count.
         drop(ram);
         Ok(Self { file })
@@ -176,13 +176,13 @@ impl SlotMemory {
     ///
     /// # Errors
     /// There is no memory for the holes, `keep_free` included, or it does not stay zero.
-    pub fn scrub(&self, class: &Class, options: &ZeroingOptions) -> Result<(), PoolSlotError> {
-        let size_bytes = class.size_bytes;
-        let config = RamConfig { zones: vec![zone_of(class)] };
+    pub fn scrub(&self, zone: &SlotZone, options: &ZeroingOptions) -> Result<(), PoolSlotError> {
+        let size_bytes = zone.size_bytes;
+        let config = RamConfig { zones: vec![spec_of(zone)] };
         let given = [ProvidedFile::file(ZONE, Arc::clone(&self.file))];
         let ram = GuestRam::with_provided(&config, LAYOUT, &given)
             .map_err(|source| PoolSlotError::Make { size_bytes, source })?;
-        work(&ram, class, options, Work::Scrub)
+        work(&ram, zone, options, Work::Scrub)
     }
 }
 
@@ -194,7 +194,7 @@ enum Work {
 
 fn work(
     ram: &GuestRam,
-    class: &Class,
+    zone: &SlotZone,
     options: &ZeroingOptions,
     what: Work,
 ) -> Result<(), PoolSlotError> {
@@ -211,7 +211,7 @@ fn work(
         parallel::run(threads, || {
             while let Some(chunk) = chunk() {
                 // The other threads end with their chunk.
-                work_on(region, &chunk, class, options, what)
+                work_on(region, &chunk, zone, options, what)
                     .inspect_err(|_| next.store(len, Ordering::Relaxed))?;
             }
             Ok::<(), PoolSlotError>(())
@@ -223,7 +223,7 @@ fn work(
 fn work_on(
     region: &RamRegion,
     chunk: &std::ops::Range<u64>,
-    class: &Class,
+    zone: &SlotZone,
     options: &ZeroingOptions,
     what: Work,
 ) -> Result<(), PoolSlotError> {
@@ -235,7 +235,7 @@ fn work_on(
         let there = if what == Work::Scrub { region.populated_runs(chunk)? } else { Vec::new() };
         let there_bytes: u64 = there.iter().map(|run| run.end - run.start).sum();
         let missing_bytes = bytes.saturating_sub(there_bytes);
-        let available_bytes = memory::available::available_bytes(class.node);
+        let available_bytes = memory::available::available_bytes(zone.node);
         if missing_bytes > 0 && available_bytes < keep_free_bytes.saturating_add(missing_bytes) {
             return Err(PoolSlotError::HostFull { available_bytes, keep_free_bytes });
         }
@@ -243,7 +243,7 @@ fn work_on(
     options.pace.wait(bytes);
     region
         .fill(chunk)
-        .map_err(|source| PoolSlotError::Populate { size_bytes: class.size_bytes, source })?;
+        .map_err(|source| PoolSlotError::Populate { size_bytes: zone.size_bytes, source })?;
     if what == Work::Scrub {
         region.clear(chunk)?;
     }
@@ -267,8 +267,8 @@ mod tests {
 
     const SIZE: u64 = 4 << 20;
 
-    fn class() -> Class {
-        Class { size_bytes: SIZE, pages: SlotPages::Small, node: None, count: 1, device: None }
+    fn zone() -> SlotZone {
+        SlotZone { size_bytes: SIZE, pages: SlotPages::Small, node: None }
     }
 
     fn options() -> ZeroingOptions {
@@ -277,13 +277,13 @@ mod tests {
 
     #[test]
     fn memory_is_there_at_once_and_zero_again_after_use() {
-        let memory = SlotMemory::build(&class(), &options()).unwrap();
+        let memory = SlotMemory::build(&zone(), &options()).unwrap();
         let user = memory.lease().unwrap();
         let blocks = std::os::unix::fs::MetadataExt::blocks(&user.metadata().unwrap());
         assert_eq!(blocks * 512, SIZE, "it is not populated");
         user.write_all_at(b"secret", SIZE - 6).unwrap();
         drop(user);
-        memory.scrub(&class(), &options()).unwrap();
+        memory.scrub(&zone(), &options()).unwrap();
         let mut bytes = vec![1; usize::try_from(SIZE).unwrap()];
         memory.lease().unwrap().read_exact_at(&mut bytes, 0).unwrap();
         assert!(memory::is_zero(&bytes));
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn a_descriptor_a_mapping_and_one_in_a_socket_are_seen() {
         use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
-        let memory = SlotMemory::build(&class(), &options()).unwrap();
+        let memory = SlotMemory::build(&zone(), &options()).unwrap();
         if memory.users() == Users::Unknown {
             test_skip::skip!("users of a memfd: this kernel gives no leases on them");
             return;
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(memory.users(), Users::Others);
         drop(user);
         assert_eq!(memory.users(), Users::Others, "a duplicate was overlooked");
-        let config = RamConfig { zones: vec![zone_of(&class())] };
+        let config = RamConfig { zones: vec![spec_of(&zone())] };
         let given = [ProvidedFile::file(ZONE, Arc::new(copy))];
         let mapped = GuestRam::with_provided(&config, LAYOUT, &given).unwrap();
         let handle = mapped.guest_memory();
@@ -323,15 +323,15 @@ mod tests {
     #[test]
     fn a_full_host_is_left_alone() {
         let options = ZeroingOptions { keep_free_bytes: u64::MAX, ..options() };
-        let error = SlotMemory::build(&class(), &options).unwrap_err();
+        let error = SlotMemory::build(&zone(), &options).unwrap_err();
         assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
     }
 
     #[test]
     fn a_full_host_is_left_alone_when_holes_are_filled() {
         let full = ZeroingOptions { keep_free_bytes: u64::MAX, ..options() };
-        let memory = SlotMemory::build(&class(), &options()).unwrap();
-        memory.scrub(&class(), &full).unwrap();
+        let memory = SlotMemory::build(&zone(), &options()).unwrap();
+        memory.scrub(&zone(), &full).unwrap();
         // The user's balloon has given a page back.
         let user = memory.lease().unwrap();
         let (at, mode) = (SIZE / 2, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE);
@@ -339,8 +339,8 @@ mod tests {
         // SAFETY: takes numbers only; the descriptor is open.
         assert_eq!(unsafe { libc::fallocate(user.as_raw_fd(), mode, at, 4096) }, 0);
         drop(user);
-        let error = memory.scrub(&class(), &full).unwrap_err();
+        let error = memory.scrub(&zone(), &full).unwrap_err();
         assert!(matches!(error, PoolSlotError::HostFull { .. }), "{error}");
-        memory.scrub(&class(), &options()).unwrap();
+        memory.scrub(&zone(), &options()).unwrap();
     }
 }

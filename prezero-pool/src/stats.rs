@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use prezero_pool_client::Refusal;
 
-use crate::config::Class;
+use crate::config::{Class, SlotZone};
 
 /// What has happened since the start.
 #[derive(Debug, Default)]
@@ -63,6 +63,13 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# TYPE prezero_pool_{name} {kind}");
 }
 
+/// What differs between the zones of a slot, each value once, in their order.
+fn of_zones(class: &Class, value: impl Fn(&SlotZone) -> String) -> String {
+    let mut values: Vec<_> = class.zones.iter().map(value).collect();
+    values.dedup();
+    values.join("+")
+}
+
 /// All of it; `bytes_per_s` is the rate of work on memory.
 pub fn render(counters: &Counters, slots: &[SlotCount<'_>], bytes_per_s: u64) -> String {
     let mut out = String::new();
@@ -77,13 +84,15 @@ pub fn render(counters: &Counters, slots: &[SlotCount<'_>], bytes_per_s: u64) ->
             let device = class.device.as_ref();
             let device =
                 device.map_or_else(String::new, |slot| format!("device=\"{}\",", slot.address));
-            let node = class.node.map_or_else(|| "any".to_owned(), |node| node.to_string());
+            let node = of_zones(class, |zone| {
+                zone.node.map_or_else(|| "any".to_owned(), |node| node.to_string())
+            });
+            let pages = of_zones(class, |zone| zone.pages.name().to_owned());
             let _ = writeln!(
                 out,
-                "prezero_pool_{name}{{{device}bytes=\"{}\",pages=\"{}\",node=\"{node}\",\
+                "prezero_pool_{name}{{{device}bytes=\"{}\",pages=\"{pages}\",node=\"{node}\",\
                  state=\"{state}\"}} {count}",
-                class.size_bytes,
-                class.pages.name(),
+                class.size_bytes(),
             );
         }
     }
@@ -125,9 +134,10 @@ mod tests {
     #[test]
     fn each_series_has_its_head_and_a_number() {
         let (pages, address) = (SlotPages::Small, "0000:65:00.0".parse().unwrap());
-        let class = Class { size_bytes: 4096, pages, node: None, count: 1, device: None };
-        let device = Some(SlotDevice { address, users: Vec::new() });
-        let with_device = Class { device, ..class.clone() };
+        let zone = |node| SlotZone { size_bytes: 4096, pages, node };
+        let class = Class { zones: vec![zone(None)], count: 1, device: None };
+        let device = Some(SlotDevice { address, users: Vec::new(), high_hole: None });
+        let with_device = Class { zones: vec![zone(Some(0)), zone(Some(1))], count: 1, device };
         let mut counters = Counters { grants: 3, ..Counters::default() };
         counters.refuse(Refusal::Empty);
         let slots = [
@@ -137,8 +147,8 @@ mod tests {
         let text = render(&counters, &slots, 5);
         for line in [
             "prezero_pool_slots{bytes=\"4096\",pages=\"4K\",node=\"any\",state=\"ready\"} 2",
-            "prezero_pool_device_slots{device=\"0000:65:00.0\",bytes=\"4096\",pages=\"4K\",\
-             node=\"any\",state=\"waiting\"} 1",
+            "prezero_pool_device_slots{device=\"0000:65:00.0\",bytes=\"8192\",pages=\"4K\",\
+             node=\"0+1\",state=\"waiting\"} 1",
             "prezero_pool_refusals_total{reason=\"empty\"} 1",
             "prezero_pool_refusals_total{reason=\"not_allowed\"} 0",
             "prezero_pool_grants_total 3",

@@ -4,7 +4,8 @@
 //!
 //! Owns the threads and their queues: for each NUMA node one for memory and, if it has slots with a device,
 //! one for mapping, so that a device that is slow to open delays no memory. A job is shared among the
-//! configured number of threads. Must never decide what is done.
+//! configured number of threads. What closes devices and address spaces, which may take long, has a thread of its own
+//! each time. Must never decide what is done.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,47 +14,54 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::config::Class;
-use crate::prepinned::{PinError, Prepinned};
+use crate::config::{Class, SlotZone};
+use crate::prepinned::{PinError, PinFailure, PinOrder, PinnedFiles, Prepinned};
 use crate::slot::{PoolSlotError, SlotMemory, ZeroingOptions};
 use crate::sys;
 
 /// Something to do for a slot.
 #[derive(Debug)]
 pub enum Job {
-    /// Make its memory.
-    Build { slot: usize, class: Class },
+    /// Make the memory of a zone.
+    Build { slot: usize, part: usize, zone: SlotZone },
     /// Release its memory, which no other process has, and make new memory in its place.
-    Renew { slot: usize, class: Class, memory: SlotMemory },
+    Renew { slot: usize, part: usize, zone: SlotZone, memory: SlotMemory },
     /// Clear its memory, which no other process has.
-    Scrub { slot: usize, class: Class, memory: SlotMemory },
-    /// Map it for its device.
-    Pin { slot: usize, class: Class, memory: SlotMemory },
+    Scrub { slot: usize, part: usize, zone: SlotZone, memory: SlotMemory },
+    /// Map all memory of a slot for its device.
+    Pin { slot: usize, class: Class, memory: Vec<SlotMemory>, order: Arc<PinOrder> },
+    /// Close the device, then what is mapped for it.
+    Release { slot: usize, prepinned: Prepinned },
+    /// Close what was sent to a user: if that user has gone, they are the last to have it.
+    Close(PinnedFiles),
 }
 
 impl Job {
-    fn class(&self) -> &Class {
-        match self {
-            Self::Build { class, .. }
-            | Self::Renew { class, .. }
-            | Self::Scrub { class, .. }
-            | Self::Pin { class, .. } => class,
-        }
-    }
-
-    fn queue(&self) -> QueueOf {
-        let is_for_devices = matches!(self, Self::Pin { .. });
-        QueueOf { node: self.class().node, is_for_devices }
+    /// The queue that it goes to; `None` for what has a thread of its own.
+    fn queue(&self) -> Option<QueueOf> {
+        let (node, is_for_devices) = match self {
+            Self::Build { zone, .. } | Self::Renew { zone, .. } | Self::Scrub { zone, .. } => {
+                (zone.node, false)
+            }
+            Self::Pin { class, .. } => (class.only_node(), true),
+            Self::Release { .. } | Self::Close(_) => return None,
+        };
+        Some(QueueOf { node, is_for_devices })
     }
 }
 
 /// What came of it.
 #[derive(Debug)]
 pub enum JobOutcome {
-    /// Memory, made or cleared.
-    Memory { scrubbed: bool, result: Result<SlotMemory, PoolSlotError> },
-    /// The same memory, mapped for its device or not.
-    Pinned { memory: SlotMemory, result: Result<Prepinned, PinError> },
+    /// Memory of a zone, made or cleared.
+    Memory { part: usize, scrubbed: bool, result: Result<SlotMemory, PoolSlotError> },
+    /// The same memory, mapped for its device or not. In that case the device is closed, and
+    /// [`Unpinned`](Self::Unpinned) follows.
+    Pinned { memory: Vec<SlotMemory>, result: Result<Prepinned, PinError> },
+    /// The device is closed. [`Unpinned`](Self::Unpinned) follows.
+    Released,
+    /// Nothing is mapped any more.
+    Unpinned,
 }
 
 /// What came of what.
@@ -70,10 +78,28 @@ struct QueueOf {
     is_for_devices: bool,
 }
 
+/// Takes what was done.
+#[derive(Debug, Clone)]
+struct Report {
+    sender: Sender<JobResult>,
+    wake: Arc<EventFd>,
+}
+
+impl Report {
+    /// Returns whether it can still be received.
+    fn send(&self, slot: usize, outcome: JobOutcome) -> bool {
+        let is_received = self.sender.send(JobResult { slot, outcome }).is_ok();
+        // A full counter wakes as well.
+        let _ = self.wake.write(1);
+        is_received
+    }
+}
+
 /// The threads.
 #[derive(Debug)]
 pub struct Workers {
     queues: BTreeMap<QueueOf, Sender<Job>>,
+    report: Report,
     done: Receiver<JobResult>,
 }
 
@@ -87,30 +113,45 @@ impl Workers {
         options: &Arc<ZeroingOptions>,
         wake: &EventFd,
     ) -> io::Result<Self> {
-        let (report, done) = channel();
+        let (sender, done) = channel();
+        let report = Report { sender, wake: Arc::new(wake.try_clone()?) };
         let mut queues = BTreeMap::new();
         for class in classes {
-            for is_for_devices in [false, true] {
-                let queue = QueueOf { node: class.node, is_for_devices };
-                if queues.contains_key(&queue) || (is_for_devices && class.device.is_none()) {
+            let memory = class.zones.iter().map(|zone| (zone.node, false));
+            let devices = class.device.iter().map(|_| (class.only_node(), true));
+            for (node, is_for_devices) in memory.chain(devices) {
+                let queue = QueueOf { node, is_for_devices };
+                if queues.contains_key(&queue) {
                     continue;
                 }
                 let (sender, jobs) = channel();
                 queues.insert(queue, sender);
-                let (report, wake) = (report.clone(), wake.try_clone()?);
-                let options = Arc::clone(options);
-                let worker = Worker { node: class.node, jobs, report, wake, options };
+                let (report, options) = (report.clone(), Arc::clone(options));
+                let worker = Worker { node, jobs, report, options };
                 stoppable_thread::spawn("zeroer", move || worker.run())?;
             }
         }
-        Ok(Self { queues, done })
+        Ok(Self { queues, report, done })
     }
 
     /// Gives work to a thread of its node.
     pub fn submit(&self, job: Job) {
-        // Threads end with the process only.
-        if let Some(queue) = self.queues.get(&job.queue()) {
-            let _ = queue.send(job);
+        if let Some(queue) = job.queue() {
+            // Threads end with the process only.
+            if let Some(queue) = self.queues.get(&queue) {
+                let _ = queue.send(job);
+            }
+            return;
+        }
+        let released = if let Job::Release { slot, .. } = &job { Some(*slot) } else { None };
+        let report = self.report.clone();
+        if let Err(error) = stoppable_thread::spawn("zeroer", move || close(job, &report)) {
+            // With the job all was closed, at once and while clients waited.
+            log::warn!("no thread can be started that closes a device: {error}");
+            if let Some(slot) = released {
+                self.report.send(slot, JobOutcome::Released);
+                self.report.send(slot, JobOutcome::Unpinned);
+            }
         }
     }
 
@@ -120,11 +161,28 @@ impl Workers {
     }
 }
 
+/// Closes a device before what is mapped for it, which takes long.
+fn close(job: Job, report: &Report) {
+    match job {
+        Job::Release { slot, prepinned: Prepinned { iommufd, device, .. } } => {
+            drop(device);
+            report.send(slot, JobOutcome::Released);
+            drop(iommufd);
+            report.send(slot, JobOutcome::Unpinned);
+        }
+        Job::Close(PinnedFiles { memory, iommufd, device }) => {
+            drop(device);
+            drop(iommufd);
+            drop(memory);
+        }
+        Job::Build { .. } | Job::Renew { .. } | Job::Scrub { .. } | Job::Pin { .. } => {}
+    }
+}
+
 struct Worker {
     node: Option<u32>,
     jobs: Receiver<Job>,
-    report: Sender<JobResult>,
-    wake: EventFd,
+    report: Report,
     options: Arc<ZeroingOptions>,
 }
 
@@ -139,35 +197,100 @@ impl Worker {
             memory::run_on_node(node);
         }
         while let Ok(job) = self.jobs.recv() {
-            if self.report.send(self.carry_out(job)).is_err() {
+            if !self.carry_out(job) {
                 return;
             }
-            // A full counter wakes as well.
-            let _ = self.wake.write(1);
         }
     }
 
-    fn carry_out(&self, job: Job) -> JobResult {
+    /// Returns whether its result can still be received.
+    fn carry_out(&self, job: Job) -> bool {
+        let made = |slot, part, scrubbed, result| {
+            self.report.send(slot, JobOutcome::Memory { part, scrubbed, result })
+        };
         match job {
-            Job::Build { slot, class } => {
-                let result = SlotMemory::build(&class, &self.options);
-                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: false, result } }
+            Job::Build { slot, part, zone } => {
+                made(slot, part, false, SlotMemory::build(&zone, &self.options))
             }
-            Job::Renew { slot, class, memory } => {
+            Job::Renew { slot, part, zone, memory } => {
                 // Its pages go with its last file, but for those that a former user has kept hold of: these
                 // stay what they are, and are in no memfd any more.
                 drop(memory);
-                let result = SlotMemory::build(&class, &self.options);
-                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: false, result } }
+                made(slot, part, false, SlotMemory::build(&zone, &self.options))
             }
-            Job::Scrub { slot, class, memory } => {
-                let result = memory.scrub(&class, &self.options).map(|()| memory);
-                JobResult { slot, outcome: JobOutcome::Memory { scrubbed: true, result } }
+            Job::Scrub { slot, part, zone, memory } => {
+                let result = memory.scrub(&zone, &self.options).map(|()| memory);
+                made(slot, part, true, result)
             }
-            Job::Pin { slot, class, memory } => {
-                let result = Prepinned::new(&class, &memory, self.options.threads);
-                JobResult { slot, outcome: JobOutcome::Pinned { memory, result } }
+            Job::Pin { slot, class, memory, order } => {
+                match Prepinned::new(&class, &memory, self.options.threads, &order) {
+                    Ok(prepinned) => {
+                        let result = Ok(prepinned);
+                        self.report.send(slot, JobOutcome::Pinned { memory, result })
+                    }
+                    Err(PinFailure { error, iommufd }) => {
+                        let result = Err(error);
+                        self.report.send(slot, JobOutcome::Pinned { memory, result });
+                        drop(iommufd);
+                        self.report.send(slot, JobOutcome::Unpinned)
+                    }
+                }
+            }
+            job @ (Job::Release { .. } | Job::Close(_)) => {
+                close(job, &self.report);
+                true
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
+
+    use std::fs::File;
+    use std::io::{PipeReader, Read as _, pipe};
+    use std::os::fd::OwnedFd;
+    use std::time::Duration;
+
+    use prezero_pool_client::PinnedGrant;
+
+    use super::*;
+
+    /// A file, and the end from which it is read that the file is closed.
+    fn file() -> (PipeReader, File) {
+        let (reader, writer) = pipe().unwrap();
+        (reader, File::from(OwnedFd::from(writer)))
+    }
+
+    #[test]
+    fn what_is_released_is_closed_by_others_than_who_asks_for_it() {
+        let wake = EventFd::new(0).unwrap();
+        let options = Arc::new(ZeroingOptions::unlimited());
+        let workers = Workers::start(&[], &options, &wake).unwrap();
+        let grant = PinnedGrant {
+            device: "0000:65:00.0".parse().unwrap(),
+            zones: Vec::new(),
+            piece_bytes: 4096,
+            device_id: 1,
+            space_id: 2,
+            table_id: 3,
+            regions: Vec::new(),
+        };
+        let ((mut device_end, device), (mut iommufd_end, iommufd)) = (file(), file());
+        workers.submit(Job::Release { slot: 7, prepinned: Prepinned { iommufd, device, grant } });
+        let next = || {
+            let done = workers.done.recv_timeout(Duration::from_secs(20)).unwrap();
+            (done.slot, done.outcome)
+        };
+        assert!(matches!(next(), (7, JobOutcome::Released)));
+        assert_eq!(device_end.read(&mut [0]).unwrap(), 0, "it is closed");
+        assert!(matches!(next(), (7, JobOutcome::Unpinned)));
+        assert!(wake.read().unwrap() > 0);
+        assert_eq!(iommufd_end.read(&mut [0]).unwrap(), 0, "it is closed");
+
+        let ((mut end, memory), (_, iommufd), (_, device)) = (file(), file(), file());
+        workers.submit(Job::Close(PinnedFiles { memory: vec![memory], iommufd, device }));
+        assert_eq!(end.read(&mut [0]).unwrap(), 0, "it is closed");
     }
 }

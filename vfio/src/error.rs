@@ -129,7 +129,7 @@ pub enum VfioError {
     },
     /// Memory mapped by a pool is not the VM's.
     #[error("the memory mapped for the device is not that of this VM: {0}")]
-    OtherMemory(&'static str),
+    OtherMemory(String),
     /// The pool's iommufd does not know the device.
     #[error("the device is not bound to the iommufd that was passed with it")]
     NotInSlot(#[source] iommufd_ioctls::IommufdError),

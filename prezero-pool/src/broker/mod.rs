@@ -5,22 +5,25 @@
 //! Owns all slots and every decision about them; one thread has it, so there is no lock. Must never
 //! touch memory or a socket: it says what is to be done.
 
+mod parts;
 mod pinned;
 
 use std::collections::VecDeque;
 use std::fs::File;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use prezero_pool_client::{Refusal, Reply, Take};
 
-use crate::config::{Class, Config, Reuse};
-use crate::prepinned::Prepinned;
+use crate::config::{Class, Config, Reuse, SlotZone};
+use crate::prepinned::{PinOrder, Prepinned};
 use crate::slot::{PoolSlotError, SlotMemory};
 use crate::stats::{Counters, SlotCount};
 use crate::sys::Users;
 use crate::worker::{Job, JobOutcome, JobResult};
+use parts::Parts;
 
-pub use pinned::PinnedAnswer;
+pub use pinned::{PinnedAnswer, Waited};
 
 /// How soon memory whose user has gone is looked at again while a process still has it: soon at
 /// first, for a process that ends takes a moment, then seldom.
@@ -29,31 +32,46 @@ const RECHECK_MAX: Duration = Duration::from_secs(2);
 /// How soon memory that could not be made is tried again.
 const RETRY_MIN: Duration = Duration::from_secs(2);
 const RETRY_MAX: Duration = Duration::from_mins(2);
+/// How long a user waits for a device while memory is mapped for it. Then mapping is given up and the device released,
+/// before the user gives up itself and finds the device in use.
+const PIN_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// Names a connection.
 pub type Lessee = u64;
 
 #[derive(Debug)]
 enum State {
-    /// There is no memory; it is made from `at` on.
-    Absent { at: Instant, wait: Duration },
-    /// A worker makes or clears it.
-    InWork { owner: Option<u32> },
+    /// There is no memory, or not for all zones; what lacks is made from `at` on. What is there is for `owner` alone.
+    Absent { at: Instant, owner: Option<u32>, parts: Parts },
+    /// Workers make or clear it.
+    InWork { owner: Option<u32>, parts: Parts },
     /// Its memory is ready; the device that it is to be mapped for is asked for at `at`.
-    Waiting { memory: SlotMemory, owner: Option<u32>, at: Instant, wait: Duration },
-    /// A worker maps it for its device.
-    Pinning { owner: Option<u32>, wait: Duration },
+    Waiting { memory: Vec<SlotMemory>, owner: Option<u32>, at: Instant, wait: Duration },
+    /// A worker maps it for its device. A user has waited for it since `asked`.
+    Pinning { owner: Option<u32>, wait: Duration, order: Arc<PinOrder>, asked: Option<Instant> },
+    /// What is mapped for its device is being released, the device first.
+    Leaving { memory: Vec<SlotMemory>, owner: Option<u32>, has_device: bool, then: AfterLeaving },
     /// It can be leased: to `owner` alone, if it has had one.
-    Ready { memory: SlotMemory, owner: Option<u32>, prepinned: Option<Prepinned> },
+    Ready { memory: Vec<SlotMemory>, owner: Option<u32>, prepinned: Option<Prepinned> },
     /// A process has it.
-    Leased { memory: SlotMemory, uid: u32, lessee: Lessee },
+    Leased { memory: Vec<SlotMemory>, uid: u32, lessee: Lessee },
     /// Its user has gone; whether other processes have it is looked at.
-    Lingering { memory: SlotMemory, uid: u32, at: Instant, wait: Duration },
+    Lingering { memory: Vec<SlotMemory>, uid: u32, at: Instant, wait: Duration },
+}
+
+/// The state after [`State::Leaving`].
+#[derive(Debug, Clone, Copy)]
+enum AfterLeaving {
+    /// It waits for its device again.
+    Wait { at: Instant, wait: Duration },
+    /// It is made anew.
+    Renew,
 }
 
 impl State {
+    /// What stands for another state while that changes, and for that of a slot that was never made.
     fn absent() -> Self {
-        Self::Absent { at: Instant::now(), wait: RETRY_MIN }
+        Self::Absent { at: Instant::now(), owner: None, parts: Parts::default() }
     }
 
     /// The user that still has the memory.
@@ -68,7 +86,7 @@ impl State {
         match self {
             Self::Absent { .. } => "absent",
             Self::InWork { .. } => "in_work",
-            Self::Waiting { .. } => "waiting",
+            Self::Waiting { .. } | Self::Leaving { .. } => "waiting",
             Self::Pinning { .. } => "pinning",
             Self::Ready { .. } => "ready",
             Self::Leased { .. } => "lent",
@@ -91,15 +109,59 @@ struct PoolSlot {
 }
 
 impl PoolSlot {
-    /// Has a worker release its memory, which may take long, and make new memory.
-    fn renew(&mut self, slot: usize, class: Class, jobs: &mut VecDeque<Job>) {
-        match std::mem::replace(&mut self.state, State::InWork { owner: None }) {
-            // What is mapped for a device goes first, and at once.
+    /// Has workers release its memory, which may take long, and make new memory.
+    fn renew(&mut self, slot: usize, class: &Class, jobs: &mut VecDeque<Job>) {
+        match std::mem::replace(&mut self.state, State::absent()) {
+            // What is mapped for a device goes first.
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => {
+                jobs.push_back(Job::Release { slot, prepinned });
+                let (has_device, then) = (true, AfterLeaving::Renew);
+                self.state = State::Leaving { memory, owner, has_device, then };
+            }
             State::Ready { memory, .. } | State::Waiting { memory, .. } => {
-                jobs.push_back(Job::Renew { slot, class, memory });
+                let again = |part, zone, memory| Job::Renew { slot, part, zone, memory };
+                self.rework(class, memory, None, jobs, again);
             }
             other => self.state = other,
         }
+    }
+
+    /// The order for a worker to map its memory for its device.
+    #[must_use]
+    fn pin(
+        &mut self,
+        slot: usize,
+        class: &Class,
+        memory: Vec<SlotMemory>,
+        owner: Option<u32>,
+        wait: Duration,
+    ) -> Job {
+        let order = Arc::<PinOrder>::default();
+        self.state = State::Pinning { owner, wait, order: Arc::clone(&order), asked: None };
+        Job::Pin { slot, class: class.clone(), memory, order }
+    }
+
+    /// Whether the device may be open in this process, and no user can have it.
+    fn has_device(&self) -> bool {
+        match &self.state {
+            State::Pinning { order, .. } => order.is_begun(),
+            State::Leaving { has_device, .. } => *has_device,
+            _ => false,
+        }
+    }
+
+    /// Has workers do something with the memory of each zone.
+    fn rework(
+        &mut self,
+        class: &Class,
+        memory: Vec<SlotMemory>,
+        owner: Option<u32>,
+        jobs: &mut VecDeque<Job>,
+        job: impl Fn(usize, SlotZone, SlotMemory) -> Job,
+    ) {
+        let zones = class.zones.iter().cloned().zip(memory).enumerate();
+        jobs.extend(zones.map(|(part, (zone, memory))| job(part, zone, memory)));
+        self.state = State::InWork { owner, parts: Parts::all_in_work(class.zones.len()) };
     }
 }
 
@@ -156,19 +218,17 @@ impl Broker {
         let fits = |class: &Class| {
             let waste = u128::from(request.size_bytes) * u128::from(self.config.max_waste_percent);
             let most = u128::from(request.size_bytes) + waste / 100;
+            let [zone] = class.zones.as_slice() else { return false };
             class.device.is_none()
-                && class.pages.suits(request.pages)
-                && request.node.is_none_or(|node| class.node == Some(node))
-                && class.size_bytes >= request.size_bytes
-                && u128::from(class.size_bytes) <= most
+                && zone.pages.suits(request.pages)
+                && request.node.is_none_or(|node| zone.node == Some(node))
+                && zone.size_bytes >= request.size_bytes
+                && u128::from(zone.size_bytes) <= most
         };
         let fitting: Vec<usize> =
             (0..self.slots.len()).filter(|slot| self.class_of(*slot).is_some_and(fits)).collect();
-        let smallest = fitting
-            .iter()
-            .filter_map(|slot| self.class_of(*slot))
-            .map(|class| class.size_bytes)
-            .min();
+        let smallest =
+            fitting.iter().filter_map(|slot| self.class_of(*slot)).map(Class::size_bytes).min();
         let Some(smallest) = smallest else {
             let text = format!(
                 "no slots of at least {} bytes (and at most {} % more) with these pages and on \
@@ -188,13 +248,13 @@ impl Broker {
         }
         let room = limit - has;
         let rank = |slot: &usize| -> Option<(u64, bool, bool)> {
-            let class = self.class_of(*slot)?;
+            let zone = self.class_of(*slot)?.zones.first()?;
             let &State::Ready { owner, .. } = &self.slots.get(*slot)?.state else { return None };
-            let usable = owner.is_none_or(|owner| owner == uid) && class.size_bytes <= room;
+            let usable = owner.is_none_or(|owner| owner == uid) && zone.size_bytes <= room;
             // The smallest, of the pages that are liked best, and what only this user can have.
             usable.then_some((
-                class.size_bytes,
-                !class.pages.is_preferred(request.pages),
+                zone.size_bytes,
+                !zone.pages.is_preferred(request.pages),
                 owner.is_none(),
             ))
         };
@@ -212,7 +272,7 @@ impl Broker {
             let Some(class) = self.class_of(*slot).cloned() else { continue };
             let Some(entry) = self.slots.get_mut(*slot) else { continue };
             if matches!(entry.state, State::Ready { owner: Some(owner), .. } if owner != uid) {
-                entry.renew(*slot, class, &mut self.jobs);
+                entry.renew(*slot, &class, &mut self.jobs);
             }
         }
     }
@@ -224,11 +284,15 @@ impl Broker {
         uid: u32,
     ) -> Result<(Reply, File), (Refusal, String)> {
         let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
-        let class = self.class_of(slot).ok_or_else(gone)?;
-        let reply = Reply::Granted { size_bytes: class.size_bytes, pages: class.pages };
+        let zone = self.class_of(slot).and_then(|class| class.zones.first()).ok_or_else(gone)?;
+        let reply = Reply::Granted { size_bytes: zone.size_bytes, pages: zone.pages };
         let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
         let State::Ready { memory, .. } = &entry.state else { return Err(gone()) };
-        let file = memory.lease().map_err(|error| (Refusal::Failed, error.to_string()))?;
+        let file = memory
+            .first()
+            .ok_or_else(gone)?
+            .lease()
+            .map_err(|error| (Refusal::Failed, error.to_string()))?;
         let before = std::mem::replace(&mut entry.state, State::absent());
         if let State::Ready { memory, .. } = before {
             entry.state = State::Leased { memory, uid, lessee };
@@ -241,7 +305,7 @@ impl Broker {
             let is_theirs = slot.state.holder() == Some(uid) || slot.charged == Some(uid);
             is_theirs.then(|| self.class_of(index)).flatten()
         };
-        self.slots.iter().enumerate().filter_map(held).map(|class| class.size_bytes).sum()
+        self.slots.iter().enumerate().filter_map(held).map(Class::size_bytes).sum()
     }
 
     /// Whether a connection has memory.
@@ -265,20 +329,31 @@ impl Broker {
     }
 
     /// A worker has done something.
-    pub fn done(&mut self, done: JobResult, now: Instant) {
-        let Some(class) = self.class_of(done.slot) else { return };
-        let (size_bytes, has_device) = (class.size_bytes, class.device.is_some());
-        let (scrubbed, result) = match done.outcome {
-            JobOutcome::Memory { scrubbed, result } => (scrubbed, result),
-            JobOutcome::Pinned { memory, result } => {
-                return self.pinned(done.slot, memory, result, now);
+    pub fn done(&mut self, JobResult { slot, outcome }: JobResult, now: Instant) {
+        match outcome {
+            JobOutcome::Memory { part, scrubbed, result } => {
+                self.made(slot, part, scrubbed, result, now);
             }
-        };
-        let Some(slot) = self.slots.get_mut(done.slot) else { return };
-        let owner = match slot.state {
-            State::InWork { owner } => owner,
-            _ => None,
-        };
+            JobOutcome::Pinned { memory, result } => self.pinned(slot, memory, result, now),
+            JobOutcome::Released => self.released(slot),
+            JobOutcome::Unpinned => self.unpinned(slot),
+        }
+    }
+
+    /// A worker has made or cleared the memory of a zone, or could not.
+    fn made(
+        &mut self,
+        slot: usize,
+        part: usize,
+        scrubbed: bool,
+        result: Result<SlotMemory, PoolSlotError>,
+        now: Instant,
+    ) {
+        let Some(class) = self.class_of(slot) else { return };
+        let size_bytes = class.zones.get(part).map_or(0, |zone| zone.size_bytes);
+        let has_device = class.device.is_some();
+        let Some(entry) = self.slots.get_mut(slot) else { return };
+        let State::InWork { owner, parts } = &mut entry.state else { return };
         match result {
             Ok(memory) => {
                 let bytes = if scrubbed {
@@ -287,13 +362,7 @@ impl Broker {
                     &mut self.counters.built_bytes
                 };
                 *bytes = bytes.saturating_add(size_bytes);
-                slot.state = if has_device {
-                    State::Waiting { memory, owner, at: now, wait: RETRY_MIN }
-                } else {
-                    State::Ready { memory, owner, prepinned: None }
-                };
-                slot.charged = None;
-                self.counters.succeed(slot.class);
+                parts.put(part, Some(memory));
             }
             Err(error) => {
                 log::warn!(
@@ -304,17 +373,34 @@ impl Broker {
                 if matches!(error, PoolSlotError::NotZero { .. }) {
                     self.counters.not_zero += 1;
                 }
-                self.back_off(done.slot, now);
+                parts.put(part, None);
             }
+        }
+        if parts.is_in_work() {
+            return;
+        }
+        let (owner, parts) = (*owner, std::mem::take(parts));
+        match parts.whole() {
+            Ok(memory) => {
+                entry.state = if has_device {
+                    State::Waiting { memory, owner, at: now, wait: RETRY_MIN }
+                } else {
+                    State::Ready { memory, owner, prepinned: None }
+                };
+                entry.charged = None;
+                self.counters.succeed(entry.class);
+            }
+            Err(parts) => self.back_off(slot, owner, parts, now),
         }
     }
 
-    /// Kinds that fail over and over are tried less and less often.
-    fn back_off(&mut self, slot: usize, now: Instant) {
+    /// Kinds that fail over and over are tried less and less often. What there is of a slot stays.
+    fn back_off(&mut self, slot: usize, owner: Option<u32>, parts: Parts, now: Instant) {
         let class = self.slots.get(slot).map(|slot| slot.class);
         let wait = self.counters.back_off(class.unwrap_or(0), RETRY_MIN, RETRY_MAX);
         if let Some(slot) = self.slots.get_mut(slot) {
-            slot.state = State::Absent { at: now + wait, wait };
+            let owner = owner.filter(|_| parts.has_any());
+            slot.state = State::Absent { at: now + wait, owner, parts };
         }
     }
 
@@ -333,39 +419,42 @@ impl Broker {
             let Some(class) = self.config.classes.get(slot.class) else { continue };
             let class = class.clone();
             slot.state = match std::mem::replace(&mut slot.state, State::absent()) {
-                State::Absent { at, .. } if at <= now => {
-                    self.jobs.push_back(Job::Build { slot: index, class });
-                    State::InWork { owner: None }
-                }
-                State::Absent { at, wait } => {
-                    soon(at);
-                    State::Absent { at, wait }
-                }
-                State::Lingering { memory, uid, at, wait } if at <= now => match memory.users() {
-                    Users::OnlyUs => {
-                        let (job, owner) = match self.config.reuse {
-                            Reuse::Never => (Job::Renew { slot: index, class, memory }, None),
-                            Reuse::SameUser => {
-                                (Job::Scrub { slot: index, class, memory }, Some(uid))
-                            }
-                        };
-                        self.jobs.push_back(job);
-                        slot.charged = Some(uid);
-                        State::InWork { owner }
+                State::Absent { at, owner, mut parts } if at <= now => {
+                    for part in parts.begin_missing(class.zones.len()) {
+                        let Some(zone) = class.zones.get(part).cloned() else { continue };
+                        self.jobs.push_back(Job::Build { slot: index, part, zone });
                     }
-                    Users::Others => {
+                    State::InWork { owner, parts }
+                }
+                State::Absent { at, owner, parts } => {
+                    soon(at);
+                    State::Absent { at, owner, parts }
+                }
+                State::Lingering { memory, uid, at, wait } if at <= now => {
+                    let users = parts::users_of(&memory);
+                    if users == Users::Others {
                         let wait = (wait * 2).min(RECHECK_MAX);
                         soon(now + wait);
-                        State::Lingering { memory, uid, at: now + wait, wait }
+                        slot.state = State::Lingering { memory, uid, at: now + wait, wait };
+                        continue;
                     }
-                    // Not to be proved: it goes back to the kernel, whenever its last user goes.
-                    Users::Unknown => {
+                    slot.charged = Some(uid);
+                    let is_same = self.config.reuse == Reuse::SameUser && users == Users::OnlyUs;
+                    if users == Users::Unknown {
+                        // Not to be proved: it goes back to the kernel, whenever its last user goes.
                         self.counters.unproved += 1;
-                        self.jobs.push_back(Job::Renew { slot: index, class, memory });
-                        slot.charged = Some(uid);
-                        State::InWork { owner: None }
                     }
-                },
+                    let (owner, slot_number) = (is_same.then_some(uid), index);
+                    slot.rework(&class, memory, owner, &mut self.jobs, |part, zone, memory| {
+                        let slot = slot_number;
+                        if is_same {
+                            Job::Scrub { slot, part, zone, memory }
+                        } else {
+                            Job::Renew { slot, part, zone, memory }
+                        }
+                    });
+                    continue;
+                }
                 State::Lingering { memory, uid, at, wait } => {
                     soon(at);
                     State::Lingering { memory, uid, at, wait }
@@ -373,12 +462,22 @@ impl Broker {
                 State::Waiting { memory, owner, at, wait } => {
                     let due = slot.hold_off.map_or(at, |until| until.max(at));
                     if due <= now {
-                        self.jobs.push_back(Job::Pin { slot: index, class, memory });
-                        State::Pinning { owner, wait }
-                    } else {
-                        soon(due);
-                        State::Waiting { memory, owner, at, wait }
+                        self.jobs.push_back(slot.pin(index, &class, memory, owner, wait));
+                        continue;
                     }
+                    soon(due);
+                    State::Waiting { memory, owner, at, wait }
+                }
+                State::Pinning { owner, wait, order, asked } => {
+                    if let Some(asked) = asked {
+                        let until = asked + PIN_WAIT_MAX;
+                        if until <= now {
+                            order.stop();
+                        } else {
+                            soon(until);
+                        }
+                    }
+                    State::Pinning { owner, wait, order, asked }
                 }
                 other => other,
             };

@@ -5,15 +5,13 @@
 //! Owns the rule that a user that may have a device and does not get its slot finds the device free, for a
 //! VM without the pool opens it itself. Must never give a device to a user that is not named.
 
-use std::fs::File;
 use std::time::{Duration, Instant};
 
-use memory::RamLayout;
 use prezero_pool_client::{Refusal, Reply, TakePinned};
 
-use super::{Broker, Lessee, RETRY_MIN, State};
+use super::{AfterLeaving, Broker, Lessee, PoolSlot, RETRY_MIN, State};
 use crate::config::Class;
-use crate::prepinned::{PinError, Prepinned};
+use crate::prepinned::{PinError, PinnedFiles, Prepinned};
 use crate::slot::SlotMemory;
 use crate::worker::Job;
 
@@ -23,40 +21,58 @@ const HOLD_OFF: Duration = Duration::from_secs(10);
 /// How seldom a device in use is looked for. To look costs next to nothing.
 const DEVICE_RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// What goes to a user.
-#[derive(Debug)]
-pub struct PinnedFiles {
-    pub memory: File,
-    pub iommufd: File,
-    pub device: File,
-}
-
 /// What comes of a request.
 #[derive(Debug)]
 pub enum PinnedAnswer {
     /// The reply, and what goes with it.
     Now(Reply, Option<PinnedFiles>),
-    /// A worker has the device in its hands: ask again when it has done something.
-    Later,
+    /// A worker has a device in its hands: ask again, with this, when it has done something.
+    Later(Waited),
+}
+
+/// What is known of a request that was put off.
+#[derive(Debug, Default)]
+pub struct Waited {
+    /// The user gets nothing, whatever the workers do; this is why.
+    refused: Option<Refused>,
 }
 
 type Refused = (Refusal, String);
 
 impl Broker {
-    /// Leases a slot with its device.
+    /// Leases a slot with its device. `waited`: what came of the same request before.
+    ///
+    /// Whatever the answer, the devices of the request that the user may have and does not get are free by then.
     pub fn take_pinned(
         &mut self,
         lessee: Lessee,
         uid: u32,
         request: &TakePinned,
-        has_waited: bool,
+        waited: Option<Waited>,
         now: Instant,
     ) -> PinnedAnswer {
-        let leased = match self.find_pinned(uid, request, has_waited, now) {
-            Ok(None) => return PinnedAnswer::Later,
+        let found = match waited {
+            Some(Waited { refused: Some(refused) }) => Err(refused),
+            waited => self.find_pinned(uid, request, waited.is_some(), now),
+        };
+        let slots = self.slots_for(uid, request).unwrap_or_default();
+        let is_busy =
+            slots.iter().any(|slot| self.slots.get(*slot).is_some_and(PoolSlot::has_device));
+        let leased = match found {
+            Ok(None) => return PinnedAnswer::Later(Waited::default()),
+            Ok(Some(_)) if is_busy => return PinnedAnswer::Later(Waited::default()),
+            Err(refused) if is_busy => {
+                return PinnedAnswer::Later(Waited { refused: Some(refused) });
+            }
             Ok(Some(slot)) => self.lease_pinned(slot, lessee, uid),
             Err(refused) => Err(refused),
         };
+        // The user opens these from now on, however long it took to release them.
+        for slot in slots {
+            if let Some(entry) = self.slots.get_mut(slot) {
+                entry.hold_off = Some(now + HOLD_OFF);
+            }
+        }
         match leased {
             Ok((reply, files)) => {
                 self.counters.grants += 1;
@@ -69,6 +85,47 @@ impl Broker {
         }
     }
 
+    /// Has a worker close what was sent.
+    pub fn close(&mut self, files: PinnedFiles) {
+        self.jobs.push_back(Job::Close(files));
+    }
+
+    /// The slots of the devices that are asked for, in that order, as far as the user may have them.
+    fn slots_for(&self, uid: u32, request: &TakePinned) -> Result<Vec<usize>, Refused> {
+        let (mut slots, mut forbidden) = (Vec::new(), None);
+        for address in &request.devices {
+            let all = self.config.classes.iter().filter_map(|class| class.device.as_ref());
+            let Some(device) = all.into_iter().find(|device| device.address == *address) else {
+                continue;
+            };
+            if !device.users.contains(&uid) && uid != 0 && uid != self.own_uid {
+                forbidden = forbidden.or(Some(address));
+                continue;
+            }
+            let is_its = |class: &Class| class.device.as_ref() == Some(device);
+            slots.extend(
+                (0..self.slots.len()).find(|slot| self.class_of(*slot).is_some_and(is_its)),
+            );
+        }
+        match (slots.is_empty(), forbidden, request.devices.first()) {
+            (false, ..) => Ok(slots),
+            (true, Some(address), _) => {
+                let text = format!(
+                    "the slot of device {address} is not for user {uid}: name the user in the pool's \
+                     configuration"
+                );
+                Err((Refusal::NotAllowed, text))
+            }
+            (true, None, first) => {
+                let first = first.map(ToString::to_string).unwrap_or_default();
+                let others =
+                    if request.devices.len() > 1 { ", nor for the VM's others" } else { "" };
+                let text = format!("no slot is configured for device {first}{others}");
+                Err((Refusal::NoSuchSlot, text))
+            }
+        }
+    }
+
     /// The slot to lease; `None` if that is not known yet.
     fn find_pinned(
         &mut self,
@@ -77,87 +134,101 @@ impl Broker {
         has_waited: bool,
         now: Instant,
     ) -> Result<Option<usize>, Refused> {
-        let address = request.device;
-        let has_device =
-            |class: &Class| class.device.as_ref().is_some_and(|device| device.address == address);
-        let slot = (0..self.slots.len()).find(|slot| self.class_of(*slot).is_some_and(has_device));
-        let class = slot.and_then(|slot| Some((slot, self.class_of(slot)?.clone())));
-        let Some((slot, class)) = class else {
-            let text = format!("no slot is configured for device {address}");
-            return Err((Refusal::NoSuchSlot, text));
+        let slots = self.slots_for(uid, request)?;
+        let (mut chosen, mut why) = (None, None);
+        for slot in &slots {
+            match self.class_of(*slot).map(|class| self.suits(uid, class, request)) {
+                Some(Ok(())) if chosen.is_none() => chosen = Some(*slot),
+                Some(Err(refused)) => why = why.or(Some(refused)),
+                _ => {}
+            }
+        }
+        for slot in slots.iter().filter(|slot| chosen != Some(**slot)) {
+            self.leave_device(*slot, now);
+        }
+        match (chosen, why) {
+            (Some(slot), _) => self.claim(slot, uid, request, has_waited, now),
+            (None, Some(refused)) => Err(refused),
+            (None, None) => Err((Refusal::Failed, "the slot is not there any more".to_owned())),
+        }
+    }
+
+    /// The slot, if it can be leased; `None` if that is not known yet. If not, its device is released.
+    fn claim(
+        &mut self,
+        slot: usize,
+        uid: u32,
+        request: &TakePinned,
+        has_waited: bool,
+        now: Instant,
+    ) -> Result<Option<usize>, Refused> {
+        let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
+        let class = self.class_of(slot).cloned().ok_or_else(gone)?;
+        let address =
+            class.device.as_ref().map(|device| device.address.to_string()).unwrap_or_default();
+        let not_ready = |why: &str| {
+            (Refusal::Empty, format!("the slot of device {address} is not ready: {why}"))
         };
-        let is_named = class.device.as_ref().is_some_and(|device| device.users.contains(&uid));
-        if !is_named && uid != 0 && uid != self.own_uid {
-            let text = format!(
-                "the slot of device {address} is not for user {uid}: name the user in the pool's \
-                 configuration"
-            );
-            return Err((Refusal::NotAllowed, text));
-        }
-        let state = self.slots.get(slot).map(|slot| &slot.state);
-        // Whatever the answer, the device is not free before the worker is done.
-        if matches!(state, Some(State::Pinning { .. })) {
-            return Ok(None);
-        }
-        if let Err(refused) = self.suits(uid, &class, request) {
-            self.leave_device(slot, now);
-            return Err(refused);
-        }
-        let not_ready = || {
-            let text = format!("the slot of device {address} is not ready");
-            Err((Refusal::Empty, text))
-        };
-        let Some(entry) = self.slots.get_mut(slot) else { return not_ready() };
-        let (State::Ready { owner, .. } | State::Waiting { owner, .. }) = &entry.state else {
-            self.leave_device(slot, now);
-            return not_ready();
-        };
-        if owner.is_some_and(|owner| owner != uid) {
-            // The device is free at once; the memory is made anew.
-            entry.hold_off = Some(now + HOLD_OFF);
-            entry.renew(slot, class, &mut self.jobs);
-            return not_ready();
-        }
+        let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
         match std::mem::replace(&mut entry.state, State::absent()) {
+            State::Pinning { owner, wait, order, asked } => {
+                // Since when the first of those who ask has waited.
+                let asked = asked.or(Some(now));
+                let is_given_up = order.is_stopped();
+                entry.state = State::Pinning { owner, wait, order, asked };
+                if is_given_up {
+                    return Err(not_ready("its memory is still to be mapped"));
+                }
+                Ok(None)
+            }
+            state @ (State::Ready { owner: Some(owner), .. }
+            | State::Waiting { owner: Some(owner), .. })
+                if owner != uid =>
+            {
+                // The device is free at once; the memory is made anew.
+                entry.state = state;
+                entry.renew(slot, &class, &mut self.jobs);
+                Err(not_ready("its memory was another user's and is made anew"))
+            }
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
+                let differs = layout_differs(&prepinned, request);
                 entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
+                if let Some(text) = differs {
+                    self.leave_device(slot, now);
+                    return Err((Refusal::NoSuchSlot, text));
+                }
                 Ok(Some(slot))
             }
             // The client that asks for it does not have the device: the pool may get it at last.
             State::Waiting { memory, owner, .. } if !has_waited => {
-                entry.state = State::Pinning { owner, wait: RETRY_MIN };
-                self.jobs.push_back(Job::Pin { slot, class, memory });
+                self.jobs.push_back(entry.pin(slot, &class, memory, owner, RETRY_MIN));
+                if let State::Pinning { asked, .. } = &mut entry.state {
+                    *asked = Some(now);
+                }
                 Ok(None)
             }
             other => {
+                let why = match &other {
+                    State::Leased { .. } => "a VM has it",
+                    State::Lingering { .. } => "a process still has its memory",
+                    State::Waiting { .. } | State::Leaving { .. } => {
+                        "the pool does not have the device at the moment"
+                    }
+                    _ => "its memory is being made",
+                };
                 entry.state = other;
                 self.leave_device(slot, now);
-                not_ready()
+                Err(not_ready(why))
             }
         }
     }
 
     fn suits(&self, uid: u32, class: &Class, request: &TakePinned) -> Result<(), Refused> {
-        let layout = RamLayout::default();
-        let fits = class.size_bytes == request.size_bytes
-            && class.pages.suits(request.pages)
-            && request.node.is_none_or(|node| class.node == Some(node))
-            && (layout.hole_start, layout.hole_end) == (request.hole_start, request.hole_end);
-        if !fits {
-            let node =
-                class.node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"));
-            let text = format!(
-                "the slot of device {} has {} bytes of pages '{}' of {node}, and the VM has {} bytes: \
-                 it has to be all memory of the VM, of its pages, on its node",
-                request.device,
-                class.size_bytes,
-                class.pages.name(),
-                request.size_bytes
-            );
+        if let Some(text) = memory_differs(class, request) {
             return Err((Refusal::NoSuchSlot, text));
         }
         let (limit, has) = (self.config.limits.of(uid, self.own_uid), self.held_by(uid));
-        if has.saturating_add(class.size_bytes) > limit {
+        if has.saturating_add(class.size_bytes()) > limit {
             let text = format!(
                 "user {uid} has {has} bytes of the pool and may have {limit}: raise the limit in \
                  the pool's configuration"
@@ -171,10 +242,17 @@ impl Broker {
     fn leave_device(&mut self, slot: usize, now: Instant) {
         let Some(entry) = self.slots.get_mut(slot) else { return };
         let until = now + HOLD_OFF;
+        // Also if the client does not wait for the answer.
         entry.hold_off = Some(until);
         entry.state = match std::mem::replace(&mut entry.state, State::absent()) {
-            State::Ready { memory, owner, prepinned: Some(_) } => {
-                State::Waiting { memory, owner, at: until, wait: RETRY_MIN }
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => {
+                self.jobs.push_back(Job::Release { slot, prepinned });
+                let then = AfterLeaving::Wait { at: until, wait: RETRY_MIN };
+                State::Leaving { memory, owner, has_device: true, then }
+            }
+            State::Pinning { owner, wait, order, asked } => {
+                order.stop();
+                State::Pinning { owner, wait, order, asked }
             }
             other => other,
         };
@@ -189,18 +267,20 @@ impl Broker {
         let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
         let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
         match std::mem::replace(&mut entry.state, State::absent()) {
-            State::Ready { memory, owner, prepinned: Some(prepinned) } => match memory.lease() {
-                Ok(file) => {
-                    entry.state = State::Leased { memory, uid, lessee };
-                    let Prepinned { iommufd, device, grant } = prepinned;
-                    let files = PinnedFiles { memory: file, iommufd, device };
-                    Ok((Reply::GrantedPinned(grant), files))
+            State::Ready { memory, owner, prepinned: Some(prepinned) } => {
+                match memory.iter().map(SlotMemory::lease).collect::<Result<Vec<_>, _>>() {
+                    Ok(files) => {
+                        entry.state = State::Leased { memory, uid, lessee };
+                        let Prepinned { iommufd, device, grant } = prepinned;
+                        let files = PinnedFiles { memory: files, iommufd, device };
+                        Ok((Reply::GrantedPinned(grant), files))
+                    }
+                    Err(error) => {
+                        entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
+                        Err((Refusal::Failed, error.to_string()))
+                    }
                 }
-                Err(error) => {
-                    entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
-                    Err((Refusal::Failed, error.to_string()))
-                }
-            },
+            }
             other => {
                 entry.state = other;
                 Err(gone())
@@ -208,18 +288,19 @@ impl Broker {
         }
     }
 
-    /// A worker has mapped memory for its device, or could not.
+    /// A worker has mapped memory for its device, or could not: then it has closed the device, and is about to close
+    /// the iommufd.
     pub(super) fn pinned(
         &mut self,
         slot: usize,
-        memory: SlotMemory,
+        memory: Vec<SlotMemory>,
         result: Result<Prepinned, PinError>,
         now: Instant,
     ) {
         let Some(entry) = self.slots.get_mut(slot) else { return };
-        let (owner, wait) = match entry.state {
-            State::Pinning { owner, wait } => (owner, wait),
-            _ => (None, RETRY_MIN),
+        let (owner, wait, is_stopped) = match &entry.state {
+            State::Pinning { owner, wait, order, .. } => (*owner, *wait, order.is_stopped()),
+            _ => (None, RETRY_MIN, false),
         };
         entry.state = match result {
             Ok(prepinned) => {
@@ -227,18 +308,106 @@ impl Broker {
                 State::Ready { memory, owner, prepinned: Some(prepinned) }
             }
             Err(error) => {
-                self.counters.pin_failures += 1;
+                let (has_device, next) = (false, (wait * 2).min(DEVICE_RETRY_MAX));
+                let then = AfterLeaving::Wait { at: now + wait, wait: next };
                 let problem = error_text::chain(&error);
-                // It is the same every time while a VM has the device.
-                if entry.problem.as_ref() != Some(&problem) {
-                    log::warn!("a slot waits for its device: {problem}");
+                if matches!(error, PinError::Stopped(_)) {
+                    log::info!("a slot is mapped later: {problem}");
+                } else {
+                    self.counters.pin_failures += 1;
+                    // It is the same every time while a VM has the device.
+                    if entry.problem.as_ref() != Some(&problem) {
+                        log::warn!("a slot waits for its device: {problem}");
+                    }
+                    entry.problem = Some(problem);
                 }
-                entry.problem = Some(problem);
-                let next = (wait * 2).min(DEVICE_RETRY_MAX);
-                State::Waiting { memory, owner, at: now + wait, wait: next }
+                State::Leaving { memory, owner, has_device, then }
             }
         };
+        // It was done before it was told; a user waits for the device all the same.
+        if is_stopped && matches!(entry.state, State::Ready { .. }) {
+            self.leave_device(slot, now);
+        }
     }
+
+    /// A worker has closed the device of a slot.
+    pub(super) fn released(&mut self, slot: usize) {
+        let state = self.slots.get_mut(slot).map(|slot| &mut slot.state);
+        if let Some(State::Leaving { has_device, .. }) = state {
+            *has_device = false;
+        }
+    }
+
+    /// Nothing of a slot is mapped any more.
+    pub(super) fn unpinned(&mut self, slot: usize) {
+        let Some(class) = self.class_of(slot).cloned() else { return };
+        let Some(entry) = self.slots.get_mut(slot) else { return };
+        entry.state = match std::mem::replace(&mut entry.state, State::absent()) {
+            State::Leaving { memory, owner, then: AfterLeaving::Wait { at, wait }, .. } => {
+                State::Waiting { memory, owner, at, wait }
+            }
+            State::Leaving { memory, owner, then: AfterLeaving::Renew, .. } => {
+                let at = Instant::now();
+                entry.state = State::Waiting { memory, owner, at, wait: RETRY_MIN };
+                return entry.renew(slot, &class, &mut self.jobs);
+            }
+            other => other,
+        };
+    }
+}
+
+/// What of the memory of a slot is not as a VM has it.
+fn memory_differs(class: &Class, request: &TakePinned) -> Option<String> {
+    let address = class.device.as_ref().map(|device| device.address.to_string());
+    let address = address.unwrap_or_default();
+    let rule = "it has to be all memory of the VM, of its pages, on its nodes";
+    let (own, wanted) = (class.zones.len(), request.zones.len());
+    if own != wanted {
+        return Some(format!(
+            "the slot of device {address} has memory for {own} zones, and the VM has {wanted}: {rule}"
+        ));
+    }
+    let mut both = class.zones.iter().zip(&request.zones).enumerate();
+    both.find_map(|(index, (zone, wanted))| {
+        let fits = zone.size_bytes == wanted.size_bytes
+            && zone.pages.suits(wanted.pages)
+            && wanted.node.is_none_or(|node| zone.node == Some(node));
+        let shown = |node: Option<u32>| {
+            node.map_or_else(|| "any node".to_owned(), |node| format!("node {node}"))
+        };
+        (!fits).then(|| {
+            format!(
+                "the slot of device {address} has {} bytes of pages '{}' of {} for zone {index}, and the VM has {} \
+                 bytes of {:?} pages of {}: {rule}",
+                zone.size_bytes,
+                zone.pages.name(),
+                shown(zone.node),
+                wanted.size_bytes,
+                wanted.pages,
+                shown(wanted.node),
+            )
+        })
+    })
+}
+
+/// Where memory is mapped that a VM has elsewhere.
+fn layout_differs(prepinned: &Prepinned, request: &TakePinned) -> Option<String> {
+    let (own, wanted) = (&prepinned.grant.regions, &request.regions);
+    let at = (0..own.len().max(wanted.len())).find(|at| own.get(*at) != wanted.get(*at))?;
+    let shown = |regions: &[prezero_pool_client::PinnedRegion]| {
+        let region = regions.get(at);
+        region.map_or_else(
+            || "nothing more".to_owned(),
+            |region| format!("{} bytes at {:#x}", region.len_bytes, region.gpa),
+        )
+    };
+    Some(format!(
+        "the slot of device {} is mapped at other guest addresses than the VM has its memory at: {} where the VM has \
+         {} (compare high_hole of the slot and of the VM's --memory)",
+        prepinned.grant.device,
+        shown(own),
+        shown(wanted),
+    ))
 }
 
 #[cfg(test)]

@@ -5,17 +5,20 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
+use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 
 use pci_address::Bdf;
-use prezero_pool_client::{PagesWanted, PinnedGrant, SlotPages};
+use prezero_pool_client::{PagesWanted, PinnedGrant, PinnedRegion, SlotPages, ZoneWanted};
 
+use super::super::PIN_WAIT_MAX;
 use super::*;
-use crate::config::{Config, Reuse, SlotDevice};
-use crate::slot::ZeroingOptions;
+use crate::config::{Config, Reuse, SlotDevice, SlotZone};
+use crate::slot::{PoolSlotError, ZeroingOptions};
 use crate::worker::{JobOutcome, JobResult};
 
 const MIB: u64 = 1 << 20;
@@ -23,97 +26,185 @@ const ALICE: u32 = 1000;
 const BOB: u32 = 1001;
 const EVE: u32 = 1002;
 
-fn address() -> Bdf {
-    "0000:65:00.0".parse().unwrap()
+/// The device of slot 0, of slot 1, and so on.
+fn address(slot: usize) -> Bdf {
+    format!("0000:{:02x}:00.0", 0x65 + slot).parse().unwrap()
 }
 
-/// A broker with one slot, and the devices that workers got.
+/// A broker with slots, and the devices that workers got.
 struct Pool {
     broker: Broker,
     now: Instant,
-    /// Ends when neither the pool nor a user has the device.
-    device: Option<UnixStream>,
-    /// Another process has it.
+    /// By slot: ends when neither the pool nor a user has the device.
+    devices: BTreeMap<usize, UnixStream>,
+    /// Another process has the devices.
     is_taken: bool,
+    /// What is still to be closed.
+    leftovers: Vec<(usize, Option<File>)>,
+    /// Zones that cannot be made.
+    failing: Vec<usize>,
+}
+
+fn zone(mib: u64) -> SlotZone {
+    SlotZone { size_bytes: mib * MIB, pages: SlotPages::Small, node: None }
+}
+
+/// Where these zones are, in a VM whose holes are far away.
+fn regions(zones: &[SlotZone]) -> Vec<PinnedRegion> {
+    let mut gpa = 0;
+    let region = |(zone, SlotZone { size_bytes, .. }): (usize, &SlotZone)| {
+        let region = PinnedRegion { zone, gpa, len_bytes: *size_bytes, offset: 0 };
+        gpa += size_bytes;
+        region
+    };
+    zones.iter().enumerate().map(region).collect()
 }
 
 impl Pool {
     fn new() -> Self {
+        Self::with(&[&[zone(4)]])
+    }
+
+    /// Slots of these zones, with a device each.
+    fn with(slots: &[&[SlotZone]]) -> Self {
         let mut config = Config::parse("socket = '/s'\n[limits]\ndefault = '8M'").unwrap();
         config.reuse = Reuse::SameUser;
-        let device = Some(SlotDevice { address: address(), users: vec![ALICE, BOB] });
-        let (pages, node) = (SlotPages::Small, None);
-        config.classes = vec![Class { size_bytes: 4 * MIB, pages, node, count: 1, device }];
+        let class = |(slot, zones): (usize, &&[SlotZone])| {
+            let (address, users) = (address(slot), vec![ALICE, BOB]);
+            let device = Some(SlotDevice { address, users, high_hole: None });
+            Class { zones: zones.to_vec(), count: 1, device }
+        };
+        config.classes = slots.iter().enumerate().map(class).collect();
         let broker = Broker::new(config, 7);
-        Self { broker, now: Instant::now(), device: None, is_taken: false }
+        let (devices, leftovers, failing) = (BTreeMap::new(), Vec::new(), Vec::new());
+        Self { broker, now: Instant::now(), devices, is_taken: false, leftovers, failing }
+    }
+
+    fn is_free(&self, slot: usize) -> bool {
+        // The other end is closed.
+        self.devices.get(&slot).is_none_or(|mut end| matches!(end.read(&mut [0]), Ok(0)))
     }
 
     fn is_device_free(&self) -> bool {
-        // The other end is closed.
-        self.device.as_ref().is_none_or(|mut end| matches!(end.read(&mut [0]), Ok(0)))
+        self.is_free(0)
     }
 
-    fn pin(&mut self, memory: &SlotMemory) -> Result<Prepinned, PinError> {
-        if self.is_taken || !self.is_device_free() {
+    fn pin(
+        &mut self,
+        slot: usize,
+        class: &Class,
+        memory: &[SlotMemory],
+    ) -> Result<Prepinned, PinError> {
+        if self.is_taken || !self.is_free(slot) {
             return Err(PinError::NoDevice);
         }
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        self.device = Some(ours);
+        self.devices.insert(slot, ours);
         let grant = PinnedGrant {
-            size_bytes: 4 * MIB,
-            pages: SlotPages::Small,
+            device: address(slot),
+            zones: Vec::new(),
             piece_bytes: MIB,
             device_id: 1,
             space_id: 2,
             table_id: 3,
-            regions: Vec::new(),
+            regions: regions(&class.zones),
         };
         let device = File::from(OwnedFd::from(theirs));
         // As iommufd has.
-        let iommufd = memory.lease().unwrap();
+        let iommufd = memory[0].lease().unwrap();
         Ok(Prepinned { iommufd, device, grant })
     }
 
-    /// One job, as a worker would do it.
-    fn work(&mut self) -> bool {
-        let options = ZeroingOptions::unlimited();
-        let memory = |scrubbed, result| JobOutcome::Memory { scrubbed, result };
-        let (slot, outcome) = match self.broker.next_job() {
-            None => return false,
-            Some(Job::Build { slot, class }) => {
-                (slot, memory(false, SlotMemory::build(&class, &options)))
-            }
-            Some(Job::Renew { slot, class, memory: old }) => {
-                drop(old);
-                (slot, memory(false, SlotMemory::build(&class, &options)))
-            }
-            Some(Job::Scrub { slot, class, memory: old }) => {
-                (slot, memory(true, old.scrub(&class, &options).map(|()| old)))
-            }
-            Some(Job::Pin { slot, memory, .. }) => {
-                let result = self.pin(&memory);
-                (slot, JobOutcome::Pinned { memory, result })
-            }
-        };
+    fn done(&mut self, slot: usize, outcome: JobOutcome) {
         self.broker.done(JobResult { slot, outcome }, self.now);
+    }
+
+    fn make(&mut self, part: usize, zone: &SlotZone) -> Result<SlotMemory, PoolSlotError> {
+        if self.failing.contains(&part) {
+            return Err(PoolSlotError::NotZero { at: 0 });
+        }
+        SlotMemory::build(zone, &ZeroingOptions::unlimited())
+    }
+
+    /// One job, as a worker would do it; what takes long is left over.
+    fn work(&mut self) -> bool {
+        let memory = |part, scrubbed, result| JobOutcome::Memory { part, scrubbed, result };
+        match self.broker.next_job() {
+            None => return false,
+            Some(Job::Build { slot, part, zone }) => {
+                let made = self.make(part, &zone);
+                self.done(slot, memory(part, false, made));
+            }
+            Some(Job::Renew { slot, part, zone, memory: old }) => {
+                drop(old);
+                let made = self.make(part, &zone);
+                self.done(slot, memory(part, false, made));
+            }
+            Some(Job::Scrub { slot, part, zone, memory: old }) => {
+                let cleared = old.scrub(&zone, &ZeroingOptions::unlimited()).map(|()| old);
+                self.done(slot, memory(part, true, cleared));
+            }
+            Some(Job::Pin { slot, class, memory, .. }) => {
+                let result = self.pin(slot, &class, &memory);
+                if result.is_err() {
+                    self.leftovers.push((slot, None));
+                }
+                self.done(slot, JobOutcome::Pinned { memory, result });
+            }
+            Some(Job::Release { slot, prepinned: Prepinned { iommufd, device, .. } }) => {
+                drop(device);
+                self.done(slot, JobOutcome::Released);
+                self.leftovers.push((slot, Some(iommufd)));
+            }
+            Some(Job::Close(files)) => drop(files),
+        }
         true
+    }
+
+    /// What takes long is over.
+    fn unpin(&mut self) {
+        for (slot, iommufd) in std::mem::take(&mut self.leftovers) {
+            drop(iommufd);
+            self.done(slot, JobOutcome::Unpinned);
+        }
     }
 
     fn settle(&mut self, seconds: u64) {
         self.now += Duration::from_secs(seconds);
+        self.unpin();
         self.broker.tick(self.now);
         while self.work() {
+            self.unpin();
             self.broker.tick(self.now);
         }
     }
 
     fn take(&mut self, uid: u32) -> PinnedAnswer {
-        self.ask(uid, &request())
+        let answer = self.ask(uid, &request());
+        self.waited(uid, &request(), answer)
     }
 
     fn ask(&mut self, uid: u32, request: &TakePinned) -> PinnedAnswer {
-        self.broker.take_pinned(1, uid, request, false, self.now)
+        self.broker.take_pinned(1, uid, request, None, self.now)
+    }
+
+    /// Asks again, as long as there is something to do for workers.
+    fn waited(&mut self, uid: u32, request: &TakePinned, first: PinnedAnswer) -> PinnedAnswer {
+        let mut answer = first;
+        while let PinnedAnswer::Later(waited) = answer {
+            let worked = self.work();
+            answer = self.broker.take_pinned(1, uid, request, Some(waited), self.now);
+            if !worked {
+                break;
+            }
+        }
+        answer
+    }
+
+    fn asks(&mut self, uid: u32, request: &TakePinned) -> PinnedAnswer {
+        let answer = self.ask(uid, request);
+        self.waited(uid, request, answer)
     }
 
     fn state(&self) -> &'static str {
@@ -121,23 +212,34 @@ impl Pool {
     }
 }
 
-fn request() -> TakePinned {
-    let layout = RamLayout::default();
+fn request_for(devices: &[usize], zones: &[SlotZone]) -> TakePinned {
+    let wanted = |zone: &SlotZone| {
+        let (pages, node) = (PagesWanted::Small, zone.node);
+        ZoneWanted { size_bytes: zone.size_bytes, pages, node }
+    };
     TakePinned {
-        size_bytes: 4 * MIB,
-        pages: PagesWanted::Small,
-        node: None,
-        hole_start: layout.hole_start,
-        hole_end: layout.hole_end,
-        device: address(),
+        devices: devices.iter().map(|slot| address(*slot)).collect(),
+        zones: zones.iter().map(wanted).collect(),
+        regions: regions(zones),
     }
+}
+
+fn request() -> TakePinned {
+    request_for(&[0], &[zone(4)])
 }
 
 fn refusal(answer: &PinnedAnswer) -> Option<Refusal> {
     match answer {
         PinnedAnswer::Now(Reply::Refused { reason, .. }, None) => Some(*reason),
-        PinnedAnswer::Now(Reply::GrantedPinned(_), Some(_)) | PinnedAnswer::Later => None,
+        PinnedAnswer::Now(Reply::GrantedPinned(_), Some(_)) | PinnedAnswer::Later(_) => None,
         PinnedAnswer::Now(..) => panic!("{answer:?}"),
+    }
+}
+
+fn text(answer: PinnedAnswer) -> String {
+    match answer {
+        PinnedAnswer::Now(Reply::Refused { text, .. }, None) => text,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -161,7 +263,7 @@ fn the_device_goes_with_the_memory_and_comes_back_with_it() {
     pool.settle(0);
     assert_eq!((pool.state(), pool.is_device_free()), ("ready", false));
     let files = granted(pool.take(ALICE));
-    files.memory.write_all_at(&[1; 4096], 0).unwrap();
+    files.memory[0].write_all_at(&[1; 4096], 0).unwrap();
     assert_eq!(pool.state(), "lent");
     assert_eq!(refusal(&pool.take(ALICE)), Some(Refusal::Empty), "lent twice");
     drop(files);
@@ -170,7 +272,7 @@ fn the_device_goes_with_the_memory_and_comes_back_with_it() {
     pool.settle(20);
     assert_eq!((pool.state(), pool.is_device_free()), ("ready", false));
     let mut bytes = vec![1; 4 << 20];
-    granted(pool.take(ALICE)).memory.read_exact_at(&mut bytes, 0).unwrap();
+    granted(pool.take(ALICE)).memory[0].read_exact_at(&mut bytes, 0).unwrap();
     assert!(memory::is_zero(&bytes));
 }
 
@@ -194,7 +296,7 @@ fn a_user_that_is_not_named_gets_nothing_and_disturbs_no_other() {
     pool.settle(0);
     assert_eq!(refusal(&pool.take(EVE)), Some(Refusal::NotAllowed));
     assert_eq!(pool.state(), "ready");
-    let elsewhere = TakePinned { device: "0000:66:00.0".parse().unwrap(), ..request() };
+    let elsewhere = request_for(&[1], &[zone(4)]);
     assert_eq!(refusal(&pool.ask(ALICE, &elsewhere)), Some(Refusal::NoSuchSlot));
     assert_eq!(pool.state(), "ready");
     // Nor can its memory be leased alone.
@@ -204,20 +306,34 @@ fn a_user_that_is_not_named_gets_nothing_and_disturbs_no_other() {
     assert_eq!(refusal(&pool.take(7)), None, "the pool's own user");
 }
 
+/// Makes a request one for another VM.
+type Change = fn(&mut TakePinned);
+
 #[test]
 fn a_refused_client_finds_the_device_free() {
-    for change in [
-        |request: &mut TakePinned| request.size_bytes += MIB,
-        |request: &mut TakePinned| request.hole_start -= 4096,
-        |request: &mut TakePinned| request.pages = PagesWanted::Huge2Mib,
-        |request: &mut TakePinned| request.node = Some(0),
-    ] {
+    let changes: [(Change, &str); 5] = [
+        (|request| request.zones[0].size_bytes += MIB, "and the VM has 5242880 bytes"),
+        (|request| request.regions[0].gpa += 4096, "0x0 where the VM has 4194304 bytes at 0x1000"),
+        (|request| request.zones[0].pages = PagesWanted::Huge2Mib, "Huge2Mib"),
+        (|request| request.zones[0].node = Some(0), "pages of node 0"),
+        (|request| request.zones.push(request.zones[0]), "for 1 zones, and the VM has 2"),
+    ];
+    for (change, named) in changes {
         let mut pool = Pool::new();
         pool.settle(0);
         let mut other = request();
         change(&mut other);
-        assert_eq!(refusal(&pool.ask(ALICE, &other)), Some(Refusal::NoSuchSlot));
+        // Not before it is.
+        let first = pool.ask(ALICE, &other);
+        assert!(matches!(first, PinnedAnswer::Later(_)), "{first:?}");
+        assert!(!pool.is_device_free());
+        // Closing it resets it.
+        pool.now += Duration::from_secs(8);
+        let answer = pool.waited(ALICE, &other, first);
+        assert_eq!(refusal(&answer), Some(Refusal::NoSuchSlot));
         assert!(pool.is_device_free());
+        let text = text(answer);
+        assert!(text.contains(named) && text.len() < 512, "{text}");
         pool.settle(9);
         assert!(pool.is_device_free(), "the pool was faster than the VM");
         pool.is_taken = true;
@@ -230,6 +346,50 @@ fn a_refused_client_finds_the_device_free() {
 }
 
 #[test]
+fn memory_that_reaches_the_high_hole_is_not_that_of_a_vm_without_one() {
+    let mut pool = Pool::new();
+    pool.settle(0);
+    let State::Ready { prepinned: Some(prepinned), .. } = &mut pool.broker.slots[0].state else {
+        panic!("not ready");
+    };
+    // 4 MiB stand for terabytes.
+    let region = |gpa, len_bytes, offset| PinnedRegion { zone: 0, gpa, len_bytes, offset };
+    let split = vec![region(0, 3 * MIB, 0), region(1 << 40, MIB, 3 * MIB)];
+    prepinned.grant.regions.clone_from(&split);
+    let answer = pool.asks(ALICE, &TakePinned { regions: split, ..request() });
+    drop(granted(answer));
+
+    let mut pool = Pool::new();
+    pool.settle(0);
+    let State::Ready { prepinned: Some(prepinned), .. } = &mut pool.broker.slots[0].state else {
+        panic!("not ready");
+    };
+    prepinned.grant.regions = vec![region(0, 3 * MIB, 0), region(1 << 40, MIB, 3 * MIB)];
+    let answer = pool.asks(ALICE, &request());
+    assert!(pool.is_device_free());
+    let text = text(answer);
+    assert!(text.contains("3145728 bytes at 0x0 where the VM has 4194304"), "{text}");
+    assert!(text.contains("high_hole"), "{text}");
+}
+
+#[test]
+fn what_is_mapped_goes_after_its_device_and_before_it_is_mapped_again() {
+    let mut pool = Pool::new();
+    pool.settle(0);
+    let other = request_for(&[0], &[zone(8)]);
+    let first = pool.ask(ALICE, &other);
+    assert_eq!(refusal(&pool.waited(ALICE, &other, first)), Some(Refusal::NoSuchSlot));
+    // To unpin terabytes takes longer than all else.
+    assert_eq!((pool.leftovers.len(), pool.is_device_free()), (1, true));
+    assert_eq!(refusal(&pool.take(ALICE)), Some(Refusal::Empty));
+    pool.now += Duration::from_mins(10);
+    pool.broker.tick(pool.now);
+    assert!(!pool.work(), "it would be pinned twice");
+    pool.settle(60);
+    assert_eq!(pool.state(), "ready");
+}
+
+#[test]
 fn memory_of_one_user_is_not_mapped_for_another() {
     let mut pool = Pool::new();
     pool.settle(0);
@@ -238,6 +398,8 @@ fn memory_of_one_user_is_not_mapped_for_another() {
     pool.settle(20);
     assert_eq!(refusal(&pool.take(BOB)), Some(Refusal::Empty));
     assert!(pool.is_device_free());
+    assert!(pool.broker.jobs.is_empty(), "memory whose pages are pinned is not made anew");
+    pool.unpin();
     assert!(
         matches!(pool.broker.jobs.front(), Some(Job::Renew { .. })),
         "released by the thread that serves all clients"
@@ -256,18 +418,16 @@ fn who_asks_while_the_pool_has_the_device_in_its_hands_waits() {
     assert_eq!(pool.state(), "waiting");
     // A VM that ends, and one that starts at once: the device is free by then.
     pool.is_taken = false;
-    assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
-    assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
-    pool.work();
-    let answer = pool.broker.take_pinned(1, ALICE, &request(), true, pool.now);
-    drop(granted(answer));
+    assert!(matches!(pool.ask(ALICE, &request()), PinnedAnswer::Later(_)));
+    let answer = pool.ask(ALICE, &request());
+    assert!(matches!(answer, PinnedAnswer::Later(_)));
+    drop(granted(pool.waited(ALICE, &request(), answer)));
 
     let mut pool = Pool::new();
     pool.is_taken = true;
     pool.settle(0);
-    assert!(matches!(pool.take(ALICE), PinnedAnswer::Later));
-    pool.work();
-    let answer = pool.broker.take_pinned(1, ALICE, &request(), true, pool.now);
+    let answer = pool.ask(ALICE, &request());
+    let answer = pool.waited(ALICE, &request(), answer);
     assert_eq!(refusal(&answer), Some(Refusal::Empty), "tried forever");
 }
 
@@ -279,3 +439,6 @@ fn a_limit_holds_for_slots_with_devices_too() {
     assert_eq!(refusal(&pool.take(ALICE)), Some(Refusal::OverLimit));
     assert!(pool.is_device_free());
 }
+
+#[path = "pinned_large_tests.rs"]
+mod large;

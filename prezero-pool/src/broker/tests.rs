@@ -21,12 +21,9 @@ fn config(slots: &[(u64, SlotPages, u32)], limit: u64) -> Config {
     let mut config = Config::parse("socket = '/s'\nmax_waste_percent = 50").unwrap();
     config.limits.default_bytes = limit;
     config.reuse = Reuse::SameUser;
-    let class = |(size_bytes, pages, count): &(u64, SlotPages, u32)| Class {
-        size_bytes: *size_bytes,
-        pages: *pages,
-        node: None,
-        count: *count,
-        device: None,
+    let class = |(size_bytes, pages, count): &(u64, SlotPages, u32)| {
+        let zones = vec![SlotZone { size_bytes: *size_bytes, pages: *pages, node: None }];
+        Class { zones, count: *count, device: None }
     };
     config.classes = slots.iter().map(class).collect();
     config
@@ -37,7 +34,7 @@ fn memory_done(
     scrubbed: bool,
     result: Result<SlotMemory, PoolSlotError>,
 ) -> JobResult {
-    JobResult { slot, outcome: JobOutcome::Memory { scrubbed, result } }
+    JobResult { slot, outcome: JobOutcome::Memory { part: 0, scrubbed, result } }
 }
 
 /// Does all work that is due an hour after the last time, as workers would.
@@ -52,17 +49,19 @@ fn settle(broker: &mut Broker) {
         while let Some(job) = broker.next_job() {
             idle = false;
             let done = match job {
-                Job::Build { slot, class } => {
-                    memory_done(slot, false, SlotMemory::build(&class, &options))
+                Job::Build { slot, zone, .. } => {
+                    memory_done(slot, false, SlotMemory::build(&zone, &options))
                 }
-                Job::Renew { slot, class, memory } => {
+                Job::Renew { slot, zone, memory, .. } => {
                     drop(memory);
-                    memory_done(slot, false, SlotMemory::build(&class, &options))
+                    memory_done(slot, false, SlotMemory::build(&zone, &options))
                 }
-                Job::Scrub { slot, class, memory } => {
-                    memory_done(slot, true, memory.scrub(&class, &options).map(|()| memory))
+                Job::Scrub { slot, zone, memory, .. } => {
+                    memory_done(slot, true, memory.scrub(&zone, &options).map(|()| memory))
                 }
-                Job::Pin { .. } => panic!("no slot has a device"),
+                Job::Pin { .. } | Job::Release { .. } | Job::Close(_) => {
+                    panic!("no slot has a device")
+                }
             };
             broker.done(done, later);
         }
@@ -228,8 +227,8 @@ fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     for _ in 0..3 {
         let next = broker.tick(now);
         assert_eq!(next, None);
-        let Some(Job::Build { slot, class }) = broker.next_job() else { panic!("no job") };
-        let result = SlotMemory::build(&class, &options);
+        let Some(Job::Build { slot, zone, .. }) = broker.next_job() else { panic!("no job") };
+        let result = SlotMemory::build(&zone, &options);
         assert!(result.is_err());
         broker.done(memory_done(slot, false, result), now);
         let at = broker.tick(now).unwrap();

@@ -102,14 +102,14 @@ pub const NAMES: &[(&str, &str, &str)] = &[
     (
         "vm",
         "prepinned-taken",
-        "the pool provided memory that is already mapped for a passed-through device (zone, \
-         bytes, device)",
+        "the pool provided memory that is already mapped for a passed-through device (zone: the ids \
+         of all, bytes, device)",
     ),
     (
         "vm",
         "prepinned-unavailable",
-        "the pool provided no such memory, and memory is mapped as without a pool (device, \
-         error: why)",
+        "the pool provided no such memory, and memory is mapped as without a pool (device: all \
+         that were asked for, error: why)",
     ),
     (
         "vm",

@@ -249,7 +249,7 @@ impl Machine {
             (ram, None)
         } else {
             let slot = PrepinnedSlot::take(&config, bits)?;
-            let provided = slot.iter().map(PrepinnedSlot::memory).collect();
+            let provided = slot.iter().flat_map(PrepinnedSlot::memory).collect();
             let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
             (ram::make(&config.memory, layout, origin, boot_prefault, cancel)?, slot)
         };

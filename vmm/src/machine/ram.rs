@@ -183,18 +183,22 @@ pub fn layout_for(config: &VmConfig, phys_bits: u8) -> RamLayout {
     RamLayout { later_align_bytes, ..layout_of(phys_bits, config.memory.hole()) }
 }
 
-/// The only zone of a machine without hot-plugged memory, with the pool that it names.
+/// The zones of a machine without hot-plugged memory, and the one pool that all of them name.
 ///
 /// # Errors
 /// The huge page size is not supported.
-pub fn only_zone(config: &MemoryConfig) -> Result<Option<(ZoneSpec, PathBuf)>, MachineRamError> {
+pub fn zones_of_one_pool(
+    config: &MemoryConfig,
+) -> Result<Option<(Vec<ZoneSpec>, PathBuf)>, MachineRamError> {
     let zones = zones(config);
-    let [zone] = zones.as_slice() else { return Ok(None) };
-    let Some(socket) = zone.prezeroed.clone() else { return Ok(None) };
-    if !hotplug_zones(config).is_empty() {
+    let Some(socket) = zones.first().and_then(|zone| zone.prezeroed.clone()) else {
+        return Ok(None);
+    };
+    let is_of_it = |zone: &MemoryZoneConfig| zone.prezeroed.as_ref() == Some(&socket);
+    if !zones.iter().all(is_of_it) || !hotplug_zones(config).is_empty() {
         return Ok(None);
     }
-    Ok(Some((zone_spec(zone, config.thp)?, socket)))
+    Ok(Some((specs(config)?, socket)))
 }
 
 /// All zones, the hot-plugged ones last.

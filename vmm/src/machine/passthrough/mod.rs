@@ -242,7 +242,7 @@ enum Showing {
 pub struct OpenInput<'a> {
     /// When they are opened.
     pub opening: Opening,
-    /// The slot that a pool has prepared for the first device.
+    /// The slot that a pool has prepared for one of the devices.
     pub slot: Option<PrepinnedSlot>,
     /// What has stayed mapped of this memory since the guest ran before its reboot.
     pub kept: Option<KeptDma>,
@@ -259,8 +259,7 @@ impl Passthrough {
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and places them on the bus, or starts to; [`Passthrough::finish_opening`] does the
-    /// rest.
+    /// Opens the devices and places them on the bus, or starts to; [`Passthrough::finish_opening`] does the rest.
     ///
     /// # Errors
     /// Names the device.
@@ -309,6 +308,7 @@ impl Passthrough {
             // All memory is to be mapped before the first instruction.
             this.populate_early(&config.memory, context.ram, false);
         }
+        this.attach_that_of_slot(config.devices.as_deref().unwrap_or_default(), context);
         for config in config.devices.iter().flatten() {
             if overlaps {
                 this.expect(config, context)?;

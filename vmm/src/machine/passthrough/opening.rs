@@ -24,9 +24,7 @@ use vfio::{
 };
 
 use super::backend::place_of;
-use super::{
-    DiscardingDevices, KeptDma, Passthrough, PassthroughError, PrepinnedSlot, no_device, reach,
-};
+use super::{DiscardingDevices, KeptDma, Passthrough, PassthroughError, no_device, reach};
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use crate::events;
 use crate::machine::events::GuestEvent;
@@ -148,8 +146,7 @@ impl Drop for PendingDevice {
 }
 
 impl Passthrough {
-    /// The closure that opens a device. Checks that need no opening are made here; the device of a pool's
-    /// slot, which is open already, is attached here too, as that shows whether the slot can be used.
+    /// The closure that opens a device. Checks that need no opening are made here.
     ///
     /// # Errors
     /// Names the device.
@@ -162,7 +159,8 @@ impl Passthrough {
         let begun = Instant::now();
         let name = id.to_owned();
         reach::check(config, context.ram).map_err(|source| no_device(config, id, source))?;
-        if let Some(function) = self.attach_that_of_slot(config, id, context) {
+        if let Some(function) = self.prepinned.as_mut().and_then(|slot| slot.take_attached(config))
+        {
             return Ok(Box::new(move || {
                 let at = reset(&name, &function, begun)?;
                 Ok(Opened { function, at })
@@ -198,23 +196,26 @@ impl Passthrough {
         run().or_else(|error| self.with_room(error, run))
     }
 
-    /// Attaches the device of the slot, which is for the first device. A slot that cannot be used is
-    /// released.
-    fn attach_that_of_slot(
+    /// Attaches the device of the pool's slot, which is open already, before the others: that shows whether the slot can
+    /// be used, and if so they join its address space. One that cannot be used is released.
+    pub(super) fn attach_that_of_slot(
         &mut self,
-        config: &DeviceConfig,
-        id: &str,
+        devices: &[DeviceConfig],
         context: &PciContext<'_>,
-    ) -> Option<VfioFunction> {
-        self.prepinned.as_ref().filter(|slot| slot.has_device())?;
+    ) {
+        let Some(slot) = &mut self.prepinned else { return };
+        let Some(config) = devices.iter().find(|device| slot.is_for(device)) else { return };
+        let Some(place) = slot.take_device() else { return };
+        let id = config.id.clone().unwrap_or_default();
         let attached = self.space(context).and_then(|space| {
-            let place = self.prepinned.as_mut().and_then(PrepinnedSlot::take_device);
-            let place = place.map_or_else(|| place_of(config), Ok);
-            place
-                .and_then(|place| VfioFunction::attach(id, place, space.as_ref()))
-                .map_err(|source| no_device(config, id, source))
+            VfioFunction::attach(&id, place, space.as_ref())
+                .map_err(|source| no_device(config, &id, source))
         });
-        attached.inspect_err(|error| self.do_without_slot(error)).ok()
+        match (attached, &mut self.prepinned) {
+            (Ok(function), Some(slot)) => slot.keep_attached(function),
+            (Ok(_), None) => {}
+            (Err(error), _) => self.do_without_slot(&error),
+        }
     }
 
     fn do_without_slot(&mut self, error: &PassthroughError) {

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
+
+//! Slots for large VMs: memory that takes longer to map than a client waits, several devices, several zones.
+
+use super::*;
+
+/// A worker that maps terabytes.
+struct Mapping(usize, Class, Vec<SlotMemory>);
+
+impl Pool {
+    /// One whose worker is at it, or has other things to do before.
+    fn mapping(is_begun: bool) -> (Self, Mapping) {
+        let mut pool = Self::new();
+        assert_eq!(pool.broker.tick(pool.now), None);
+        assert!(pool.work());
+        pool.broker.tick(pool.now);
+        let Some(Job::Pin { slot, class, memory, order }) = pool.broker.next_job() else {
+            panic!("nothing is mapped");
+        };
+        if is_begun {
+            assert!(order.begin());
+        }
+        (pool, Mapping(slot, class, memory))
+    }
+
+    fn is_stopped(&self) -> bool {
+        matches!(&self.broker.slots[0].state, State::Pinning { order, .. } if order.is_stopped())
+    }
+
+    /// The worker has been told.
+    fn stopped(&mut self, Mapping(slot, _, memory): Mapping) {
+        let result = Err(PinError::Stopped(address(0)));
+        self.done(slot, JobOutcome::Pinned { memory, result });
+        self.leftovers.push((slot, None));
+    }
+
+    fn again(&mut self, request: &TakePinned, answer: PinnedAnswer) -> PinnedAnswer {
+        let PinnedAnswer::Later(waited) = answer else { panic!("{answer:?}") };
+        self.broker.take_pinned(1, ALICE, request, Some(waited), self.now)
+    }
+}
+
+#[test]
+fn mapping_that_takes_longer_than_a_client_waits_is_given_up() {
+    let (mut pool, mapping) = Pool::mapping(true);
+    let answer = pool.ask(ALICE, &request());
+    let due = pool.broker.tick(pool.now);
+    assert_eq!(due, Some(pool.now + PIN_WAIT_MAX));
+    let answer = pool.again(&request(), answer);
+    assert!(!pool.is_stopped());
+    pool.now += PIN_WAIT_MAX;
+    pool.broker.tick(pool.now);
+    assert!(pool.is_stopped());
+    let answer = pool.again(&request(), answer);
+    assert!(matches!(answer, PinnedAnswer::Later(_)), "the pool has the device: {answer:?}");
+    pool.stopped(mapping);
+    let answer = pool.again(&request(), answer);
+    assert_eq!(refusal(&answer), Some(Refusal::Empty));
+    assert!(text(answer).contains("still to be mapped"));
+    assert_eq!(pool.broker.counters.pin_failures, 0);
+    pool.settle(9);
+    assert!(pool.devices.is_empty(), "the pool was faster than the VM");
+    pool.settle(9);
+    assert_eq!(pool.state(), "ready");
+}
+
+#[test]
+fn mapping_is_given_up_at_once_for_a_vm_that_has_no_use_for_it() {
+    for is_begun in [true, false] {
+        let (mut pool, mapping) = Pool::mapping(is_begun);
+        let other = request_for(&[0], &[zone(8)]);
+        let mut answer = pool.ask(ALICE, &other);
+        assert!(pool.is_stopped());
+        if is_begun {
+            assert!(matches!(answer, PinnedAnswer::Later(_)), "{answer:?}");
+            pool.stopped(mapping);
+            answer = pool.again(&other, answer);
+        }
+        // For an order that was not begun the device is not open.
+        assert_eq!(refusal(&answer), Some(Refusal::NoSuchSlot));
+    }
+}
+
+#[test]
+fn what_is_mapped_before_it_is_given_up_is_released() {
+    let (mut pool, Mapping(slot, class, memory)) = Pool::mapping(true);
+    let other = request_for(&[0], &[zone(8)]);
+    let answer = pool.ask(ALICE, &other);
+    let result = pool.pin(slot, &class, &memory);
+    pool.done(slot, JobOutcome::Pinned { memory, result });
+    let answer = pool.again(&other, answer);
+    assert!(matches!(answer, PinnedAnswer::Later(_)) && !pool.is_device_free());
+    assert!(pool.work());
+    assert_eq!(refusal(&pool.again(&other, answer)), Some(Refusal::NoSuchSlot));
+    assert!(pool.is_device_free());
+}
+
+#[test]
+fn of_several_devices_one_comes_with_the_slot_and_the_others_are_free() {
+    let slots: [&[SlotZone]; 3] = [&[zone(2)], &[zone(4)], &[zone(4)]];
+    let mut pool = Pool::with(&slots);
+    pool.settle(0);
+    let all = |pool: &Pool| [0, 1, 2].map(|slot| pool.is_free(slot));
+    assert_eq!(all(&pool), [false; 3]);
+    // The first that has a slot of this size, after one that is in no slot.
+    let request = request_for(&[9, 0, 1, 2], &[zone(4)]);
+    let answer = pool.ask(ALICE, &request);
+    assert!(matches!(answer, PinnedAnswer::Later(_)), "the others are not free: {answer:?}");
+    let answer = pool.waited(ALICE, &request, answer);
+    let PinnedAnswer::Now(Reply::GrantedPinned(grant), Some(files)) = answer else {
+        panic!("{answer:?}");
+    };
+    assert_eq!((grant.device, all(&pool)), (address(1), [true, false, true]));
+    pool.settle(9);
+    assert_eq!(all(&pool), [true, false, true], "the pool was faster than the VM");
+    drop(files);
+    pool.broker.closed(1, pool.now);
+    pool.settle(60);
+    assert_eq!(all(&pool), [false; 3]);
+
+    // None that may not be had is released.
+    let device = pool.broker.config.classes[2].device.as_mut().unwrap();
+    device.users = vec![BOB];
+    let none = pool.asks(ALICE, &request_for(&[0, 2], &[zone(4)]));
+    assert_eq!(refusal(&none), Some(Refusal::NoSuchSlot));
+    assert_eq!(all(&pool), [true, false, false]);
+    let none = pool.asks(ALICE, &request_for(&[2], &[zone(4)]));
+    assert_eq!((refusal(&none), all(&pool)), (Some(Refusal::NotAllowed), [true, false, false]));
+}
+
+#[test]
+fn a_slot_of_several_zones_is_leased_and_comes_back_as_one() {
+    let zones = [zone(4), zone(2)];
+    let mut pool = Pool::with(&[&zones]);
+    pool.failing = vec![1];
+    pool.settle(0);
+    assert_eq!((pool.state(), pool.broker.counters.built_bytes), ("absent", 4 * MIB));
+    pool.failing.clear();
+    pool.settle(60);
+    assert_eq!(pool.state(), "ready");
+    assert_eq!(pool.broker.counters.built_bytes, 6 * MIB, "the other zone was made again");
+    let request = request_for(&[0], &zones);
+    let files = granted(pool.asks(ALICE, &request));
+    let lens: Vec<_> = files.memory.iter().map(|file| file.metadata().unwrap().len()).collect();
+    assert_eq!(lens, [4 * MIB, 2 * MIB]);
+    files.memory[1].write_all_at(&[1; 4096], 0).unwrap();
+    // All of it counts.
+    pool.broker.config.limits.default_bytes = 11 * MIB;
+    assert_eq!(refusal(&pool.asks(ALICE, &request)), Some(Refusal::OverLimit));
+    pool.broker.config.limits.default_bytes = 12 * MIB;
+    // A process still has the second zone.
+    let PinnedFiles { mut memory, iommufd, device } = files;
+    let second = memory.pop().unwrap();
+    drop((memory, iommufd, device));
+    pool.broker.closed(1, pool.now);
+    pool.settle(20);
+    assert_eq!(pool.state(), "lingering");
+    drop(second);
+    pool.settle(20);
+    assert_eq!((pool.state(), pool.broker.counters.scrubbed_bytes), ("ready", 6 * MIB));
+    let mut bytes = vec![1; 2 << 20];
+    granted(pool.asks(ALICE, &request)).memory[1].read_exact_at(&mut bytes, 0).unwrap();
+    assert!(memory::is_zero(&bytes));
+}
+
+#[test]
+fn what_one_zone_of_a_former_user_lacks_keeps_the_rest_from_others() {
+    let zones = [zone(4), zone(2)];
+    let mut pool = Pool::with(&[&zones]);
+    pool.settle(0);
+    let request = request_for(&[0], &zones);
+    drop(granted(pool.asks(ALICE, &request)));
+    pool.broker.closed(1, pool.now);
+    pool.broker.tick(pool.now);
+    // The first zone is cleared in place for the same user, the second is not.
+    let cleared = pool.broker.next_job();
+    let Some(Job::Scrub { slot, part: 0, memory, .. }) = cleared else { panic!("{cleared:?}") };
+    let outcome = |part, result| JobOutcome::Memory { part, scrubbed: true, result };
+    pool.done(slot, outcome(0, Ok(memory)));
+    assert!(matches!(pool.broker.next_job(), Some(Job::Scrub { part: 1, .. })));
+    pool.done(slot, outcome(1, Err(PoolSlotError::NotZero { at: 0 })));
+    pool.settle(60);
+    assert_eq!(pool.state(), "ready");
+    assert_eq!(refusal(&pool.asks(BOB, &request)), Some(Refusal::Empty));
+    pool.settle(60);
+    drop(granted(pool.asks(BOB, &request)));
+}
