@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 # Memory of the pool that is mapped for a device before a VM asks (LAB_KERNEL=iommufd): a Debian guest that
-# starts on it, killed VMMs, descriptors that another process kept, other users, sizes that do not fit, and a second
-# device.
+# starts on it, killed VMMs, descriptors that another process kept, other users, sizes that do not fit, a second
+# device, two zones.
 # on_request
 # limit_s: 2400
 # machine: -drive if=none,id=p0,file=@LAB@/vfio.img,format=raw,snapshot=on -device nvme,drive=p0,serial=passed
@@ -70,10 +70,11 @@ check writes_by_dma writes_and_reads_back a
 killed() { kill -9 "$(cat $T/$1.pid)"; wait_until 30 test -s $T/$1.exit; }
 # bytes_in_pool: how many bytes of the pool's memory are not zero.
 bytes_in_pool() {
+  sum=none
   for fd in /proc/$pool/fd/*; do
-    case $(readlink $fd) in /memfd:ram-pool*) tr -d '\000' <$fd | wc -c; return ;; esac
+    case $(readlink $fd) in /memfd:ram-pool*) sum=$((${sum#none} + $(tr -d '\000' <$fd | wc -c))) ;; esac
   done
-  echo none
+  echo $sum
 }
 fills_its_memory() {
   guest a "head -c 67108864 /dev/zero | tr '\000' Q >/tmp/q; wc -c </tmp/q" && [ "$(head -n 1 $T/out)" = 67108864 ] &&
@@ -145,6 +146,20 @@ check guest_restarts_itself restarts
 killed d
 check ready_after_the_restarted_guest wait_until $WAIT_S slot_is ready
 
+# Two devices from the start, of which the second has the slot: the first joins what is mapped for it.
+both_read() {
+  guest $1 "for i in \$(seq 200); do test -b /dev/nvme1n1 && test -b /dev/nvme0n1 && break; sleep 0.1; done; head -c 8388608 /dev/nvme0n1 | sha256sum; head -c 8388608 /dev/nvme1n1 | sha256sum" &&
+    [ "$(grep -c "$(sha256sum <$T/known | cut -d' ' -f1)" $T/out)" = 2 ]
+}
+both_from_the_start() {
+  start_guest t 1 -v --device path=$second,id=second path=$disk,id=disk || return 1
+  happened t prepinned-taken && info t '"state": *"Pinned"' && pinned_is t 0 && pinned_is pool 262144 && slot_is lent &&
+    wait_until $WAIT_S says t "GUEST-READY 1 vcpus" && both_read t
+}
+check two_devices_share_what_is_mapped both_from_the_start
+killed t
+check ready_after_both wait_until $WAIT_S slot_is ready
+
 # What does not fit is done without.
 MEMORY=size=192M,shared=on,prezeroed=$T/pool.sock
 does_without() {
@@ -180,5 +195,27 @@ check writes_by_dma_from_huge_pages writes_and_reads_back h
 killed h
 huge_again() { wait_until $WAIT_S slot_is ready && [ "$(bytes_in_pool)" = 0 ]; }
 check huge_pages_come_back_clear huge_again
+
+# Two zones of one slot.
+slot_of_zones() {
+  kill $pool && wait_until 60 ended $pool || return 1
+  sed -i -e "/^size = '256M'/d" -e "s/^pages = .*/zones = [{ size = '160M', pages = '4K' }, { size = '96M', pages = '2M' }]/" $T/pool.toml
+  start_pool
+  wait_until $WAIT_S slot_is ready && pinned_is pool 262144
+}
+check slot_of_two_zones_becomes_ready slot_of_zones
+MEMORY=size=0
+on_zones() {
+  on_slot $1 --memory-zone id=a,size=160M,shared=on,prezeroed=$T/pool.sock \
+    id=b,size=96M,hugepages=on,hugepage_size=2M,prezeroed=$T/pool.sock
+}
+check guest_starts_on_two_zones on_zones z
+check reads_by_dma_into_both_zones reads_what_is_there z
+check writes_by_dma_from_both_zones writes_and_reads_back z
+zones_restart() { restarts_pinned z pool 262144 && reads_what_is_there z && slot_is lent && pinned_is z 0; }
+check guest_on_two_zones_restarts_itself zones_restart
+killed z
+zones_again() { wait_until $WAIT_S slot_is ready && [ "$(bytes_in_pool)" = 0 ]; }
+check zones_come_back_clear zones_again
 check the_iommu_saw_no_fault no_faults
 kill $pool
