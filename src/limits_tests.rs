@@ -83,7 +83,6 @@ const OWN: &[&str] = &[
     // Characters of a name in a message.
     "SHOWN_MAX",
     // Turns of a socket device.
-    "EVENTS_MAX",
     "LARGE_MAX",
     "ROUNDS_MAX",
     "TAKEN_RANGES_MAX",

@@ -16,7 +16,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use memory::GuestMemory;
 use smallvec::SmallVec;
-use vm_memory::bitmap::Bitmap;
+use vm_memory::bitmap::{Bitmap, MS};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryError, MmapRegion, VolatileSlice,
 };
@@ -28,6 +28,9 @@ pub(crate) const RANGES_MAX: usize = 1024;
 
 /// Ranges of a buffer that take no allocation: most have one or two.
 const RANGES_INLINE: usize = 2;
+
+/// A part of guest memory.
+pub(crate) type GuestSlice<'a> = VolatileSlice<'a, MS<'a, GuestMemory>>;
 
 /// A range of guest physical addresses, not validated to be RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,12 +111,24 @@ impl Segments {
         memory: &GuestMemory,
         to: &mut [u8],
     ) -> Result<usize, GuestMemoryError> {
+        self.copy_out_at(memory, 0, to)
+    }
+
+    /// The same from `offset` in the buffer.
+    pub(crate) fn copy_out_at(
+        &self,
+        memory: &GuestMemory,
+        offset: u64,
+        to: &mut [u8],
+    ) -> Result<usize, GuestMemoryError> {
         let mut done = 0;
+        let mut skipped = offset;
         for segment in &self.0 {
             let rest = to.get_mut(done..).unwrap_or_default();
             if rest.is_empty() {
                 break;
             }
+            let segment = segment.skip(&mut skipped);
             let len_bytes = rest.len().min(usize_of(segment.len_bytes));
             memory.read_slice(rest.get_mut(..len_bytes).unwrap_or_default(), segment.gpa)?;
             done += len_bytes;
@@ -155,11 +170,7 @@ impl Segments {
 
     /// Marks the first `len_bytes` dirty, after the kernel has written them.
     pub(crate) fn mark_written(&self, memory: &GuestMemory, len_bytes: u64) {
-        // Mostly nothing is logged, which is found out sooner than where the buffer is. The write came first, as for
-        // each mark.
-        fence(Ordering::SeqCst);
-        let is_logged = |region: &MmapRegion<memory::DeviceDirtyLog>| region.bitmap().is_tracking();
-        if !memory.iter().any(|region| is_logged(region)) {
+        if !is_logged(memory) {
             return;
         }
         let mut left = len_bytes;
@@ -181,6 +192,25 @@ impl Segments {
         ranges.push(self, 0, usize::MAX)?;
         Ok(ranges)
     }
+}
+
+/// A descriptor chain: readable buffers, then writable ones.
+#[derive(Debug, Default)]
+pub(crate) struct Chain {
+    /// Head descriptor, which identifies the chain to the driver.
+    pub(crate) head: u16,
+    /// Buffers that the driver has written for the device.
+    pub(crate) readable: Segments,
+    /// Buffers that the device may write.
+    pub(crate) writable: Segments,
+}
+
+/// Whether writes of devices are logged now, after the kernel has written: [`Segments::mark_written`] has something to do.
+pub(crate) fn is_logged(memory: &GuestMemory) -> bool {
+    // Mostly nothing is, which is found out sooner than where a buffer is. The write came first, as for each mark.
+    fence(Ordering::SeqCst);
+    let is_logged = |region: &MmapRegion<memory::DeviceDirtyLog>| region.bitmap().is_tracking();
+    memory.iter().any(|region| is_logged(region))
 }
 
 /// Writes to guest memory: `write_slice`, for what is within one region as nearly everything is.
@@ -220,14 +250,46 @@ impl HostRanges<Arc<GuestMemory>> {
     }
 }
 
+impl<'a> HostRanges<&'a GuestMemory> {
+    /// Appends a part of its memory behind `offset`, up to `limit_bytes`; returns its length.
+    pub(crate) fn push_slice(
+        &mut self,
+        slice: &GuestSlice<'a>,
+        offset: usize,
+        limit_bytes: usize,
+    ) -> usize {
+        let len_bytes = slice.len().saturating_sub(offset).min(limit_bytes);
+        if len_bytes > 0 {
+            let start = slice.ptr_guard_mut().as_ptr().wrapping_byte_add(offset);
+            self.ranges.push(libc::iovec { iov_base: start.cast(), iov_len: len_bytes });
+        }
+        len_bytes
+    }
+}
+
 impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
     /// No ranges yet, with a place for `count` of them.
     pub(crate) fn with_capacity(memory: M, count: usize) -> Self {
         Self { ranges: Vec::with_capacity(count), memory }
     }
 
-    /// Appends what is in a buffer of the guest behind `offset`, up to `limit_bytes`; returns its length.
+    /// Appends what is in a buffer of the guest behind `offset`, up to `limit_bytes`; returns its length. Appends nothing
+    /// of a buffer that is not RAM.
     pub(crate) fn push(
+        &mut self,
+        buffer: &Segments,
+        offset: u64,
+        limit_bytes: usize,
+    ) -> Result<usize, GuestMemoryError> {
+        let count_before = self.ranges.len();
+        let pushed = self.push_ranges(buffer, offset, limit_bytes);
+        if pushed.is_err() {
+            self.ranges.truncate(count_before);
+        }
+        pushed
+    }
+
+    fn push_ranges(
         &mut self,
         buffer: &Segments,
         offset: u64,
@@ -269,6 +331,11 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
 
     pub(crate) fn len_bytes(&self) -> usize {
         self.ranges.iter().map(|range| range.iov_len).sum()
+    }
+
+    /// Number of ranges.
+    pub(crate) fn count(&self) -> usize {
+        self.ranges.len()
     }
 
     /// Whether each range starts and ends at a multiple of `align_bytes`.
@@ -342,6 +409,19 @@ impl<M: Deref<Target = GuestMemory>> HostRanges<M> {
         let (ranges, count) = self.as_raw_c();
         // SAFETY: as for `read_at`, but the kernel only reads.
         check_len(unsafe { libc::writev(file.as_raw_fd(), ranges, count) })
+    }
+
+    /// `sendmsg` from the ranges, without a signal if the other side of the socket has gone.
+    pub(crate) fn send(&self, socket: &impl AsRawFd) -> io::Result<usize> {
+        let (ranges, count) = self.as_raw();
+        // SAFETY: all zero is a valid msghdr, without an address and control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = ranges.cast_mut();
+        message.msg_iovlen = usize_of(count);
+        // SAFETY: as for `read_at`, but the kernel only reads, also the iovecs.
+        let sent =
+            unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+        check_len(sent)
     }
 }
 
@@ -418,6 +498,40 @@ mod tests {
         assert_eq!(buffer.copy_in_at(&memory, 1, &[7, 8]).unwrap(), 1);
         assert_eq!(buffer.copy_in_at(&memory, 2, &[7, 8]).unwrap(), 0);
         assert!(segments(&[(u64::MAX, 8)]).copy_in_at(&memory, 4, &[1]).is_err());
+        let buffer = segments(&[(0x10, 2), (0x20, 3), (0x30, 4), (u64::MAX, 8)]);
+        let mut out = [9; 3];
+        assert_eq!(buffer.copy_out_at(&memory, 4, &mut out).unwrap(), 3);
+        assert_eq!(out, [2, 3, 4]);
+        assert!(buffer.copy_out_at(&memory, 9, &mut out).is_err());
+    }
+
+    #[test]
+    fn a_buffer_that_is_not_ram_adds_no_range() {
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let mut ranges = HostRanges::with_capacity(&memory, 0);
+        ranges.push(&segments(&[(0x10, 4)]), 0, 4).unwrap();
+        for bad in [&[(0x20, 4), (0x1000, 4)][..], &[(0x20, 4), (0xffe, 4)]] {
+            ranges.push(&segments(bad), 0, 8).unwrap_err();
+            assert_eq!((ranges.count(), ranges.len_bytes()), (1, 4), "{bad:?}");
+        }
+        // What lies behind the limit is not looked at.
+        assert_eq!(ranges.push(&segments(&[(0x20, 4), (0x1000, 4)]), 0, 4).unwrap(), 4);
+    }
+
+    #[test]
+    fn what_a_socket_takes_is_sent_without_a_signal() {
+        use std::io::Read as _;
+        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let buffer = segments(&[(0x10, 2), (0x20, 3)]);
+        buffer.copy_in(&memory, b"hello").unwrap();
+        let ranges = buffer.host_ranges(&memory).unwrap();
+        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(ranges.send(&ours).unwrap(), 5);
+        let mut received = [0; 5];
+        theirs.read_exact(&mut received).unwrap();
+        assert_eq!(&received, b"hello");
+        drop(theirs);
+        assert_eq!(ranges.send(&ours).unwrap_err().raw_os_error(), Some(libc::EPIPE));
     }
 
     proptest! {

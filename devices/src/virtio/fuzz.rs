@@ -120,18 +120,30 @@ fn features_of(data: &[u8]) -> u64 {
     }
 }
 
-fn run(mut work: impl Work) -> Setup<()> {
-    let mut watch = Watch::new()?;
+fn run(work: impl Work) -> Setup<()> {
+    run_with(work, Watch::new()?, 0);
+    Ok(())
+}
+
+/// The same, and lets the device handle `rounds` times what is ready by itself, such as clients.
+fn run_with(mut work: impl Work, mut watch: Watch, rounds: u32) {
     let mut result = work.start(&mut watch);
     for token in 0..5 {
         if result.is_ok() {
             result = work.ready(token, &mut watch);
         }
     }
+    if result.is_ok() {
+        result = work.settle(&mut watch);
+    }
+    for _ in 0..rounds {
+        if result.is_ok() {
+            result = watch.serve_ready(&mut work);
+        }
+    }
     // A violation is expected here.
     let _ = work.drain();
     let _ = work.queue_states();
-    Ok(())
 }
 
 fn report(result: Setup<()>) {
@@ -432,10 +444,12 @@ fn run_vsock(data: &[u8]) -> Setup<()> {
     socket.attach()?;
     let mut client = UnixStream::connect(&path)?;
     client.write_all(b"CONNECT 1024\ndata")?;
-    let muxer = Muxer::new(3, socket, Arc::default(), Arc::default())?;
+    let watch = Watch::new()?;
+    let muxer = Muxer::new(3, socket, Arc::default(), Arc::default(), watch.epoll());
     let is_restored = data.last().is_some_and(|last| last & 2 != 0);
     let (receive, transmit, event) = (guest.queue(0)?, guest.queue(1)?, guest.queue(2)?);
-    run(VsockWorker::new(receive, transmit, event, muxer, is_restored)?)
+    run_with(VsockWorker::new(receive, transmit, event, muxer, is_restored)?, watch, 2);
+    Ok(())
 }
 
 /// Fuzzes the queue of a watchdog.

@@ -9,7 +9,7 @@
 //! | `worker` | the threads of a device: events, pause, resume, stop |
 //! | `one_queue` | threads that serve one queue |
 //! | `offer` | what of a device a platform offers |
-//! | `queue`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
+//! | `queue`, `available`, `buffers` | rings and guest memory, with checks of everything that a driver wrote |
 //! | `limiter` | limits on the bytes and operations of devices |
 //! | [`balloon`], [`block`], [`console`], [`iommu`], [`mem`], [`net`], [`pmem`], [`rng`], [`rtc`], [`vdpa`], [`vhost_user`], [`vsock`], [`watchdog`] | the devices |
 //!
@@ -18,6 +18,7 @@
 //! a device panic, wait forever or touch memory outside guest RAM.
 
 mod activation_thread;
+mod available;
 pub mod balloon;
 pub mod block;
 mod buffers;

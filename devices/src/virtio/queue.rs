@@ -12,14 +12,16 @@ use std::sync::atomic::{Ordering, fence};
 use memory::{GuestMemory, GuestMemoryHandle};
 use thiserror::Error;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VRING_AVAIL_F_NO_INTERRUPT};
-use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend as _, GuestMemoryLoadGuard,
+    VolatileMemory as _,
 };
 use vmm_sys_util::eventfd::EventFd;
 
-use super::buffers::{RANGES_MAX, Segment, Segments, write};
+use super::available::{Available, Look};
+pub(crate) use super::buffers::Chain;
+use super::buffers::{RANGES_MAX, Segment, write};
 use super::device::{ActiveQueue, VirtioInterrupt};
 use super::iommu::QueueDma;
 
@@ -39,24 +41,6 @@ pub(crate) enum Broken {
     Chain { index: u16, head: u16, why: &'static str },
     #[error("{0}")]
     Device(&'static str),
-}
-
-/// A descriptor chain: readable buffers, then writable ones.
-#[derive(Debug, Default)]
-pub(crate) struct Chain {
-    /// Head descriptor, which identifies the chain to the driver.
-    pub(crate) head: u16,
-    /// Buffers that the driver has written for the device.
-    pub(crate) readable: Segments,
-    /// Buffers that the device may write.
-    pub(crate) writable: Segments,
-}
-
-/// What a look at the available ring has given.
-enum Single {
-    Taken(Chain),
-    /// There is no chain.
-    Nothing,
 }
 
 /// Evaluates an expression with guest memory as the driver of a queue has its rings in it.
@@ -187,54 +171,44 @@ impl WorkQueue {
         chain.map(Some).map_err(|(head, why)| Broken::Chain { index, head, why })
     }
 
-    /// The same, sooner, for a queue whose chains are mostly of one descriptor: receive buffers.
-    pub(crate) fn pop_buffer(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
-        match self.pop_single(memory) {
-            Some(Single::Taken(chain)) => Ok(Some(chain)),
-            Some(Single::Nothing) => Ok(None),
-            None => self.pop(memory),
+    /// The available ring as it is looked at while chains are taken in a row.
+    pub(crate) fn available<'a>(&self, memory: &'a GuestMemory) -> Available<'a> {
+        match self.dma {
+            None => Available::of(&self.queue, memory),
+            Some(_) => Available::general(memory),
         }
     }
 
-    /// Takes the next chain if it is one descriptor of the queue's own table; `None` for whatever is unusual or wrong,
-    /// which is left to the general way.
-    fn pop_single(&mut self, memory: &GuestMemory) -> Option<Single> {
-        const HEADER_BYTES: u64 = 4;
-        const ELEMENT_BYTES: u64 = 2;
-        if self.dma.is_some() {
-            return None;
+    /// Takes the next available chain, if there is one: the same, sooner. Chains are taken in no other way while
+    /// `available` is used.
+    pub(crate) fn pop_from(
+        &mut self,
+        available: &mut Available<'_>,
+    ) -> Result<Option<Chain>, Broken> {
+        let position = self.queue.next_avail();
+        match available.look_at(position) {
+            Some(Look::Chain(chain)) => {
+                self.queue.set_next_avail(position.wrapping_add(1));
+                Ok(Some(chain))
+            }
+            Some(Look::Nothing) => Ok(None),
+            None => self.pop(available.memory()),
         }
-        let (position, size) = (self.queue.next_avail(), self.queue.size());
-        let available = self.queue.avail_idx(memory, Ordering::Acquire).ok()?.0;
-        let waiting = available.wrapping_sub(position);
-        if waiting == 0 {
-            return Some(Single::Nothing);
-        }
-        if waiting > size || !self.queue.ready() {
-            return None;
-        }
-        let slot = HEADER_BYTES + ELEMENT_BYTES * u64::from(position.checked_rem(size)?);
-        let gpa = GuestAddress(self.queue.avail_ring().checked_add(slot)?);
-        let head = u16::from_le(memory.load(gpa, Ordering::Acquire).ok()?);
-        if head >= size {
-            return None;
-        }
-        let at = u64::from(head) * size_of::<Descriptor>() as u64;
-        let gpa = GuestAddress(self.queue.desc_table().checked_add(at)?);
-        let place = memory.get_slice(gpa, size_of::<Descriptor>()).ok()?;
-        let descriptor: Descriptor = place.read_obj(0).ok()?;
-        if descriptor.has_next() || descriptor.refers_to_indirect_table() {
-            return None;
-        }
-        let mut chain = Chain { head, ..Chain::default() };
-        let segment = Segment { gpa: descriptor.addr(), len_bytes: descriptor.len() };
-        if descriptor.is_write_only() {
-            chain.writable.push(segment);
-        } else {
-            chain.readable.push(segment);
-        }
+    }
+
+    /// Takes the next available chain if it is a single range that the device may write, as receive buffers mostly are;
+    /// returns its head and its range. `None` for any other, and if there is none: [`Self::pop_from`] says which.
+    pub(crate) fn pop_writable(&mut self, available: &mut Available<'_>) -> Option<(u16, Segment)> {
+        let position = self.queue.next_avail();
+        let found = available.writable_at(position)?;
         self.queue.set_next_avail(position.wrapping_add(1));
-        Some(Single::Taken(chain))
+        Some(found)
+    }
+
+    /// The same for a single chain.
+    pub(crate) fn pop_buffer(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, Broken> {
+        let mut available = self.available(memory);
+        self.pop_from(&mut available)
     }
 
     /// Whether the driver keeps to the available ring's rules, for a queue of which nothing is taken now.
@@ -329,18 +303,24 @@ impl WorkQueue {
         memory: &GuestMemory,
         used: &[(u16, u64)],
     ) -> Result<(), Broken> {
-        const INDEX_OFFSET: u64 = 2;
-        const HEADER_BYTES: u64 = 4;
-        const ELEMENT_BYTES: u64 = 8;
+        const INDEX_OFFSET: usize = 2;
+        const HEADER_BYTES: usize = 4;
+        const ELEMENT_BYTES: usize = 8;
         if used.is_empty() {
             return Ok(());
         }
         let index = self.index;
         let ring = |source| Broken::Ring { index, source };
         let (start, size) = (self.queue.used_ring(), self.queue.size().max(1));
-        let place = |offset| {
-            let gpa = start.checked_add(offset).ok_or(virtio_queue::Error::AddressOverflow);
+        let place = |offset: usize| {
+            let gpa = start.checked_add(offset as u64).ok_or(virtio_queue::Error::AddressOverflow);
             gpa.map(GuestAddress).map_err(ring)
+        };
+        // Nearly always within one region.
+        let ring_bytes = HEADER_BYTES + usize::from(size) * ELEMENT_BYTES;
+        let used_ring = match &self.dma {
+            None => memory.get_slice(place(0)?, ring_bytes).ok(),
+            Some(_) => None,
         };
         let mut position = self.queue.next_used();
         for (head, written_bytes) in used {
@@ -348,10 +328,14 @@ impl WorkQueue {
                 return Err(ring(virtio_queue::Error::InvalidDescriptorIndex));
             }
             let written = u32::try_from(*written_bytes).unwrap_or(u32::MAX);
-            let mut element = [0; 8];
-            element[..4].copy_from_slice(&u32::from(*head).to_le_bytes());
-            element[4..].copy_from_slice(&written.to_le_bytes());
-            let gpa = place(HEADER_BYTES + u64::from(position % size) * ELEMENT_BYTES)?;
+            let element = (u64::from(written) << 32 | u64::from(*head)).to_le();
+            let offset = HEADER_BYTES + usize::from(position % size) * ELEMENT_BYTES;
+            position = position.wrapping_add(1);
+            if let Some(place) = used_ring.as_ref().and_then(|ring| ring.get_ref(offset).ok()) {
+                place.store(element);
+                continue;
+            }
+            let (gpa, element) = (place(offset)?, element.to_ne_bytes());
             let put = match &self.dma {
                 None => write(memory, gpa, &element),
                 Some(dma) => {
@@ -360,14 +344,23 @@ impl WorkQueue {
                 }
             };
             put.map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))?;
-            position = position.wrapping_add(1);
         }
         self.was_used = true;
         self.queue.set_next_used(position);
-        let gpa = place(INDEX_OFFSET)?;
         let position = position.to_le();
+        if let Some(ring) = used_ring
+            && ring.store(position, INDEX_OFFSET, Ordering::Release).is_ok()
+        {
+            return Ok(());
+        }
+        let gpa = place(INDEX_OFFSET)?;
         with_rings!(self, memory, |rings| rings.store(position, gpa, Ordering::Release))
             .map_err(|error| ring(virtio_queue::Error::GuestMemory(error)))
+    }
+
+    /// Number of used chains for which the driver was not considered for a notification.
+    pub(crate) fn untold(&self) -> u16 {
+        self.queue.next_used().wrapping_sub(self.considered_at)
     }
 
     /// Notifies the driver of used chains, if it wants that.

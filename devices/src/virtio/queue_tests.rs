@@ -4,9 +4,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::virtio::RING_FEATURES;
-use crate::virtio::test_driver::{DATA, Driver, readable, writable};
+use crate::virtio::test_driver::{BORDER, DATA, Driver, readable, writable};
 
 fn queue(driver: &Driver, features: u64) -> WorkQueue {
     let activation = driver.fresh(features);
@@ -199,4 +201,66 @@ fn a_race_with_the_driver_is_seen_when_kicks_are_allowed_again() {
     driver.queues[0].add(&[readable(DATA, 1)]);
     assert!(queue.allow_kicks_beyond(&memory, 1).unwrap());
     assert_eq!(queue.pop(&memory).unwrap().unwrap().head, 0, "the position is as it was");
+}
+
+/// A descriptor as any driver may write it: address, length, flags, next.
+fn descriptors(count: usize) -> impl Strategy<Value = Vec<(u64, u32, u16, u16)>> {
+    let address = prop_oneof![
+        4 => Just(DATA),
+        2 => Just(DATA + 32),
+        1 => Just(BORDER - 40),
+        1 => any::<u64>()
+    ];
+    let len = prop_oneof![4 => (0_u32..8).prop_map(|count| 16 * count), 2 => 0_u32..200, 1 => any::<u32>()];
+    let flags = prop_oneof![8 => 0_u16..8, 1 => any::<u16>()];
+    let next = prop_oneof![8 => 0_u16..16, 1 => any::<u16>()];
+    proptest::collection::vec((address, len, flags, next), count)
+}
+
+fn bytes_of(descriptors: &[(u64, u32, u16, u16)]) -> Vec<u8> {
+    let of = |&(address, len, flags, next): &(u64, u32, u16, u16)| {
+        let mut bytes = address.to_le_bytes().to_vec();
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend(next.to_le_bytes());
+        bytes
+    };
+    descriptors.iter().flat_map(of).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
+
+    /// What is taken the short way is what the general way takes, and what that refuses is refused.
+    #[test]
+    fn chains_in_a_row_are_taken_as_each_by_itself(
+        table in descriptors(16),
+        indirect in descriptors(10),
+        heads in proptest::collection::vec(prop_oneof![20 => 0_u16..16, 1 => any::<u16>()], 1..20),
+        undone in any::<u32>(),
+    ) {
+        let mut driver = Driver::new(1, 16);
+        let (mut plain, mut quick) = (queue(&driver, RING_FEATURES), queue(&driver, RING_FEATURES));
+        let memory = plain.memory();
+        driver.write(0, &bytes_of(&table));
+        driver.write(DATA, &bytes_of(&indirect));
+        driver.write(BORDER - 40, &bytes_of(&indirect));
+        let mut available = quick.available(&memory);
+        for (index, head) in heads.into_iter().enumerate() {
+            driver.queues[0].publish(head);
+            for look in 0..2 {
+                let expected = plain.pop(&memory);
+                let got = quick.pop_from(&mut available);
+                prop_assert_eq!(format!("{:?}", expected), format!("{:?}", got));
+                prop_assert_eq!(plain.state(), quick.state());
+                if expected.is_err() {
+                    return Ok(());
+                }
+                if look == 0 && undone >> index & 1 != 0 && expected.is_ok_and(|it| it.is_some()) {
+                    plain.undo_pop();
+                    quick.undo_pop();
+                }
+            }
+        }
+    }
 }

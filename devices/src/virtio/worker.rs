@@ -20,10 +20,11 @@
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use log::{debug, error};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use smallvec::SmallVec;
 use stoppable_thread::StoppableThread;
 use virtio_queue::QueueState;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -46,6 +47,11 @@ pub(crate) trait Work: Send + 'static {
     fn start(&mut self, watch: &mut Watch) -> Result<(), Broken>;
     /// Handles a watched descriptor that is ready.
     fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken>;
+    /// Does what is done once for all descriptors that were ready together, after [`Work::ready`] for each of them; also
+    /// after a wait that has ended at its limit ([`Watch::limit_wait`]).
+    fn settle(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
+        Ok(())
+    }
     /// Completes all requests in flight, so that guest memory is not accessed afterwards.
     fn drain(&mut self) -> Result<(), Broken>;
     /// Starts nothing new, handles completions, and returns whether nothing is in flight. Otherwise only
@@ -67,13 +73,46 @@ pub(crate) trait Work: Send + 'static {
 
 /// The descriptors that a worker polls for input.
 pub(crate) struct Watch {
-    epoll: Epoll,
+    epoll: Arc<Epoll>,
     watched: Vec<(u64, RawFd)>,
+    /// What the descriptor that is being handled is ready for.
+    ready_for: EventSet,
+    /// Limit of the next wait.
+    limit: Option<Duration>,
+    /// Whether the last wait has ended at its limit.
+    has_timed_out: bool,
 }
 
 impl Watch {
     pub(crate) fn new() -> io::Result<Self> {
-        Ok(Self { epoll: Epoll::new()?, watched: Vec::new() })
+        Ok(Self {
+            epoll: Arc::new(Epoll::new()?),
+            watched: Vec::new(),
+            ready_for: EventSet::empty(),
+            limit: None,
+            has_timed_out: false,
+        })
+    }
+
+    /// Where a device registers descriptors by itself, of which it has many: under tokens that are never used twice and
+    /// are none of those of [`Self::on`]. It removes them by itself as well, before it answers for a broken driver.
+    pub(crate) fn epoll(&self) -> Arc<Epoll> {
+        Arc::clone(&self.epoll)
+    }
+
+    /// What the descriptor that [`Work::ready`] is called for is ready for.
+    pub(crate) fn ready_for(&self) -> EventSet {
+        self.ready_for
+    }
+
+    /// Ends the next wait after `limit` at the latest, in whole milliseconds.
+    pub(crate) fn limit_wait(&mut self, limit: Duration) {
+        self.limit = Some(limit);
+    }
+
+    /// Whether [`Work::settle`] is called because nothing was ready within the limit.
+    pub(crate) fn has_timed_out(&self) -> bool {
+        self.has_timed_out
     }
 
     fn set(&mut self, token: u64, fd: Option<RawFd>, events: EventSet) -> io::Result<()> {
@@ -134,12 +173,42 @@ impl Watch {
         }
     }
 
-    fn wait(&self) -> io::Result<Vec<u64>> {
+    /// Waits until descriptors are ready.
+    fn wait(&mut self) -> io::Result<Ready> {
+        let timeout_ms = self.limit.map_or(-1, |limit| {
+            // Not before the limit.
+            i32::try_from(limit.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
+        });
+        // A wait that is interrupted is repeated, with its limit.
+        let ready = self.wait_for(timeout_ms)?;
+        self.limit = None;
+        self.has_timed_out = ready.is_empty();
+        Ok(ready)
+    }
+
+    fn wait_for(&self, timeout_ms: i32) -> io::Result<Ready> {
         let mut events = [EpollEvent::default(); EVENTS_MAX];
-        let count = self.epoll.wait(-1, &mut events)?;
-        Ok(events.iter().take(count).map(EpollEvent::data).collect())
+        let count = self.epoll.wait(timeout_ms, &mut events)?;
+        let ready =
+            |event: &EpollEvent| (event.data(), EventSet::from_bits_truncate(event.events()));
+        Ok(events.iter().take(count).map(ready).collect())
+    }
+
+    /// Has `work` handle what is ready now, without waiting.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn serve_ready(&mut self, work: &mut impl Work) -> Result<(), Broken> {
+        let ready = self.wait_for(0).unwrap_or_default();
+        self.has_timed_out = ready.is_empty();
+        for (token, ready_for) in ready {
+            self.ready_for = ready_for;
+            work.ready(token, self)?;
+        }
+        work.settle(self)
     }
 }
+
+/// Tokens of descriptors that are ready, and for what each is.
+type Ready = SmallVec<[(u64, EventSet); EVENTS_MAX]>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
@@ -284,15 +353,28 @@ impl Workers {
         cpus: &[usize],
         work: impl Work,
     ) -> Result<(), ActivateError> {
-        self.try_spawn(name, cpus, work).map_err(|source| ActivateError::Resource {
-            what: "start a thread for the device",
-            source,
-        })
+        let spawned = Watch::new().and_then(|watch| self.try_spawn(name, cpus, work, watch));
+        spawned.map_err(cannot_start)
     }
 
-    fn try_spawn(&mut self, name: &str, cpus: &[usize], work: impl Work) -> io::Result<()> {
+    /// The same for work that registers descriptors at the epoll of `watch`, and needs no CPUs of its own.
+    pub(crate) fn spawn_with(
+        &mut self,
+        name: &str,
+        work: impl Work,
+        watch: Watch,
+    ) -> Result<(), ActivateError> {
+        self.try_spawn(name, &[], work, watch).map_err(cannot_start)
+    }
+
+    fn try_spawn(
+        &mut self,
+        name: &str,
+        cpus: &[usize],
+        work: impl Work,
+        mut watch: Watch,
+    ) -> io::Result<()> {
         let wake = EventFd::new(EFD_NONBLOCK)?;
-        let mut watch = Watch::new()?;
         watch.set(CONTROL_TOKEN, Some(wake.as_raw_fd()), EventSet::IN)?;
         let wanted = if self.paused { Wanted::Pause } else { Wanted::Run };
         let control = Arc::new(Control {
@@ -332,6 +414,10 @@ impl Workers {
         }
         self.threads.clear();
     }
+}
+
+fn cannot_start(source: io::Error) -> ActivateError {
+    ActivateError::Resource { what: "start a thread for the device", source }
 }
 
 /// Pauses and resumes the threads of a device.
@@ -381,6 +467,7 @@ impl Pausing for Workers {
 fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn Fn(&Broken)) {
     let mut serving = false;
     let mut broken = false;
+    let mut is_settled = true;
     let check = |result: Result<(), Broken>, work: &mut dyn Work, watch: &mut Watch| {
         let Err(error) = result else { return false };
         complain(&error);
@@ -416,7 +503,7 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
             continue;
         }
         if !serving && !is_draining {
-            serving = true;
+            (serving, is_settled) = (true, true);
             if broken {
                 // Descriptors left watched by a withdrawn drain are handled by no thread.
                 watch.clear();
@@ -426,8 +513,14 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
                 broken = check(started, &mut work, &mut watch);
             }
         }
-        let tokens = match watch.wait() {
-            Ok(tokens) => tokens,
+        if !is_settled && !broken && !is_draining {
+            // The pause for which it was left out has been withdrawn.
+            is_settled = true;
+            let settled = work.settle(&mut watch);
+            broken = check(settled, &mut work, &mut watch);
+        }
+        let ready = match watch.wait() {
+            Ok(ready) => ready,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => {
                 error!("a device's thread cannot wait for events and ends: {error}");
@@ -436,7 +529,8 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
                 return;
             }
         };
-        for token in tokens {
+        for (token, ready_for) in ready {
+            watch.ready_for = ready_for;
             if token == CONTROL_TOKEN {
                 // An error means that it was not signalled, which does not matter.
                 let _ = control.wake.read();
@@ -448,6 +542,13 @@ fn run(mut work: impl Work, mut watch: Watch, control: &Control, complain: &dyn 
                 let served = work.ready(token, &mut watch);
                 broken = check(served, &mut work, &mut watch);
             }
+        }
+        is_settled = broken || is_draining;
+        // Nothing new is taken once a pause is wanted.
+        if !is_settled && control.lock().0 == Wanted::Run {
+            is_settled = true;
+            let settled = work.settle(&mut watch);
+            broken = check(settled, &mut work, &mut watch);
         }
     }
 }

@@ -215,3 +215,69 @@ fn taking_a_pause_back_neither_revives_what_ends_nor_resumes_what_was_paused_bef
     started(&seen, 2);
     workers.stop();
 }
+
+/// Work that tells which descriptors it has handled whenever it settles, and whether a wait has ended at its limit.
+struct Settling {
+    tell: mpsc::Sender<(Vec<u64>, bool)>,
+    handled: Vec<u64>,
+    signals: [EventFd; 2],
+}
+
+impl Work for Settling {
+    fn kind(&self) -> &'static str {
+        "settling"
+    }
+
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        for (token, signal) in (1..).zip(&self.signals) {
+            signal.write(1).unwrap();
+            watch.on_signal(token, signal.as_raw_fd())?;
+        }
+        Ok(())
+    }
+
+    fn ready(&mut self, token: u64, watch: &mut Watch) -> Result<(), Broken> {
+        assert_eq!(watch.ready_for(), EventSet::IN);
+        self.handled.push(token);
+        Ok(())
+    }
+
+    fn settle(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        let mut handled = std::mem::take(&mut self.handled);
+        handled.sort_unstable();
+        if !handled.is_empty() {
+            watch.limit_wait(Duration::from_millis(1));
+        }
+        // The test has ended if it does not listen.
+        let _ = self.tell.send((handled, watch.has_timed_out()));
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+
+    fn report_broken(&self) {}
+}
+
+#[test]
+fn work_settles_once_for_all_that_is_ready_and_when_its_wait_is_over() {
+    let (tell, receiver) = mpsc::channel();
+    let signals = [EventFd::new(EFD_NONBLOCK).unwrap(), EventFd::new(EFD_NONBLOCK).unwrap()];
+    let signal = signals[1].try_clone().unwrap();
+    let mut workers = Workers::default();
+    let work = Settling { tell, handled: Vec::new(), signals };
+    workers.spawn_with("settling", work, Watch::new().unwrap()).unwrap();
+    let next = || receiver.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(next(), (vec![1, 2], false));
+    assert_eq!(next(), (vec![], true));
+    // Without a limit it waits until something is ready.
+    signal.write(1).unwrap();
+    assert_eq!(next(), (vec![2], false));
+    assert_eq!(next(), (vec![], true));
+    workers.stop();
+}

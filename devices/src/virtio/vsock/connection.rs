@@ -2,9 +2,9 @@
 
 //! One connection between a port of the guest and a stream of the host.
 //!
-//! Owns its state, what the guest has sent and the host has not taken yet, and the credit of both
-//! directions (virtio 1.3, 5.10.6.3). Data for the guest are read when it has provided buffers for them, and credit,
-//! straight into these: of a client that writes much into several at once. Must never wait for the host.
+//! Owns its state, and what the guest has sent and the host has not taken yet. Data for the guest are read when it has
+//! provided buffers for them, and credit, straight into these: of a client that writes much into several at once. Its own
+//! are written from where they are, and only what the stream does not take is kept. Must never wait for the host.
 //!
 //! ```text
 //!   host's client > Requested -- RESPONSE --> Open -- both of one side's ends --> RST is sent
@@ -15,12 +15,12 @@
 use std::collections::VecDeque;
 use std::io::{self, Write as _};
 use std::net::Shutdown;
-use std::num::Wrapping;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::EventSet;
 
+use super::credit::Credit;
 use super::packet::{Header, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op};
 
 /// Time limit for the guest to respond to a connecting client.
@@ -48,7 +48,19 @@ struct Due {
     request: bool,
     response: bool,
     rst: bool,
+    /// The device's credit, because the guest has asked for it.
     credit: bool,
+    /// A question for the guest's.
+    ask: bool,
+}
+
+/// Data of packets of the guest, as far as no stream has taken them.
+pub(super) trait Data {
+    fn len_bytes(&self) -> usize;
+    /// Writes to a stream what it takes now, which is not left afterwards; returns the length.
+    fn write(&mut self, stream: &UnixStream) -> io::Result<usize>;
+    /// Appends what is left to `kept`.
+    fn keep(&mut self, kept: &mut VecDeque<u8>) -> io::Result<()>;
 }
 
 /// Where the data of a packet go: one buffer or several, which are a packet each for the guest.
@@ -86,20 +98,15 @@ pub(super) struct Connection {
     stream: UnixStream,
     phase: Phase,
     due: Due,
-    /// Data from the guest that the host has not read yet, and their maximum, which the guest has as its credit.
+    /// Data from the guest that its stream has not taken, as many as the guest has credit for at most. While there are
+    /// any, the stream is polled for room for them.
     to_host: VecDeque<u8>,
-    buffer_bytes: u32,
-    /// Whether the last data filled all of their room.
+    credit: Credit,
+    /// What has come of the host since it last had nothing, whether the last of it filled all of its room, and what had
+    /// come when it last had nothing.
+    burst_bytes: usize,
     is_flowing: bool,
-    /// Bytes consumed by the host, and the count last reported to the guest.
-    fwd_cnt: Wrapping<u32>,
-    fwd_cnt_told: Wrapping<u32>,
-    /// Bytes sent to the guest, and the guest's reported buffer space.
-    sent_cnt: Wrapping<u32>,
-    peer_fwd_cnt: Wrapping<u32>,
-    peer_buf_alloc: u32,
-    /// Whether credit was requested and not granted since.
-    has_asked: bool,
+    last_burst_bytes: usize,
     guest_receives: bool,
     guest_sends: bool,
     host_receives: bool,
@@ -108,9 +115,13 @@ pub(super) struct Connection {
     shutdown_told: u32,
     /// Whether the host's stream may have data, or has ended.
     is_readable: bool,
+    /// Whether the stream is polled for what changes, instead of for what is there.
+    is_polled_by_edges: bool,
     /// Whether the stream has ended in both directions; remaining data can be read.
     has_hung_up: bool,
     deadline: Option<(Duration, Instant)>,
+    /// When the guest is asked for credit: data wait for it.
+    asks_at: Option<Instant>,
 }
 
 impl Connection {
@@ -120,22 +131,20 @@ impl Connection {
             phase,
             due: Due::default(),
             to_host: VecDeque::new(),
-            buffer_bytes,
+            credit: Credit::new(buffer_bytes),
+            burst_bytes: 0,
             is_flowing: false,
-            fwd_cnt: Wrapping(0),
-            fwd_cnt_told: Wrapping(0),
-            sent_cnt: Wrapping(0),
-            peer_fwd_cnt: Wrapping(0),
-            peer_buf_alloc: 0,
-            has_asked: false,
+            last_burst_bytes: 0,
             guest_receives: true,
             guest_sends: true,
             host_receives: true,
             host_sends: true,
             shutdown_told: 0,
             is_readable: false,
+            is_polled_by_edges: false,
             has_hung_up: false,
             deadline: None,
+            asks_at: None,
         }
     }
 
@@ -152,7 +161,7 @@ impl Connection {
     pub(super) fn of_guest(stream: UnixStream, request: &Header, buffer_bytes: u32) -> Self {
         let mut connection = Self::new(stream, Phase::Open, buffer_bytes);
         connection.due.response = true;
-        connection.take_credit(request);
+        connection.credit.take(request);
         connection
     }
 
@@ -174,9 +183,10 @@ impl Connection {
         self.phase == Phase::Over
     }
 
-    /// When its time limit passes.
+    /// When its time limit passes, or the guest is to be asked: [`Self::overdue`] has work to do.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.deadline.map(|(_, deadline)| deadline)
+        // Only one of them can be: data wait on an open connection alone.
+        self.deadline.map(|(_, deadline)| deadline).or(self.asks_at)
     }
 
     fn wait_for(&mut self, time: Duration) {
@@ -188,11 +198,39 @@ impl Connection {
         if let Some((time, _)) = self.deadline {
             self.wait_for(time);
         }
+        self.asks_at = None;
+        self.mind_credit();
     }
 
-    /// Ends the connection after its time limit.
-    pub(super) fn end_overdue(&mut self) {
-        if self.phase == Phase::Lingering { self.phase = Phase::Over } else { self.fail() }
+    /// Ends the connection after its time limit, or has the guest asked for credit.
+    pub(super) fn overdue(&mut self) {
+        if self.deadline.is_none() {
+            self.due.ask = self.asks_at.take().is_some();
+        } else if self.phase == Phase::Lingering {
+            self.phase = Phase::Over;
+        } else {
+            self.fail();
+        }
+    }
+
+    /// Whether data of the host wait for credit.
+    fn lacks_credit(&self) -> bool {
+        self.may_read() && self.is_readable && self.credit.free_bytes() == 0
+    }
+
+    /// Sets when the guest is asked for credit.
+    fn mind_credit(&mut self) {
+        if !self.lacks_credit() {
+            self.asks_at = None;
+            self.due.ask = false;
+        } else if self.asks_at.is_none() && !self.due.ask {
+            let after = self.credit.ask_after();
+            if after.is_zero() {
+                self.due.ask = true;
+            } else {
+                self.asks_at = Some(Instant::now() + after);
+            }
+        }
     }
 
     /// Handles an immediate close or a violation by the guest: data not read by the host are dropped.
@@ -205,6 +243,7 @@ impl Connection {
     pub(super) fn fail(&mut self) {
         self.drop_data();
         self.deadline = None;
+        self.asks_at = None;
         // Fails only if the client has gone.
         let _ = self.stream.shutdown(Shutdown::Both);
         if self.due.request {
@@ -215,26 +254,33 @@ impl Connection {
         }
     }
 
-    fn take_credit(&mut self, header: &Header) {
-        self.peer_buf_alloc = header.buf_alloc;
-        self.peer_fwd_cnt = Wrapping(header.fwd_cnt);
-        // A guest without space reports it when its program reads, and would answer each request until
-        // then.
-        self.has_asked &= self.credit_bytes() == 0;
+    /// How much data the connection takes in packets that are given to it together; `None` if it takes one at a time.
+    pub(super) fn direct_bytes(&self) -> Option<usize> {
+        let is_direct = self.phase == Phase::Open
+            && self.guest_sends
+            && self.host_receives
+            && self.to_host.is_empty()
+            && !self.due.rst;
+        is_direct.then(|| usize_of(self.credit.buffer_bytes()))
     }
 
-    /// The guest's free buffer space; zero if it claims to have consumed more than was sent.
-    fn credit_bytes(&self) -> u32 {
-        let Wrapping(in_flight) = self.sent_cnt - self.peer_fwd_cnt;
-        self.peer_buf_alloc.saturating_sub(in_flight)
-    }
-
-    /// Handles a packet of the guest, except RST; `host_port` is reported to the client.
-    pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>, host_port: u32) {
+    /// Handles a packet of the guest, except RST, or several with data, which only differ in their credit: that of the
+    /// last. `host_port` is reported to the client.
+    pub(super) fn take_packet(
+        &mut self,
+        header: &Header,
+        data: Option<&mut dyn Data>,
+        host_port: u32,
+    ) {
         if self.due.rst {
             return;
         }
-        self.take_credit(header);
+        self.credit.take(header);
+        self.take_operation(header, data, host_port);
+        self.mind_credit();
+    }
+
+    fn take_operation(&mut self, header: &Header, data: Option<&mut dyn Data>, host_port: u32) {
         match (self.phase, header.op) {
             (Phase::Requested, op::RESPONSE) => self.answer_client(host_port),
             (Phase::Open, op::RW) => match data {
@@ -259,21 +305,30 @@ impl Connection {
         }
     }
 
-    fn send(&mut self, data: &[u8]) {
-        let held_bytes = u32::try_from(self.to_host.len()).unwrap_or(u32::MAX);
-        let free_bytes = self.buffer_bytes.saturating_sub(held_bytes);
-        if u32::try_from(data.len()).map_or(true, |len_bytes| len_bytes > free_bytes) {
+    fn send(&mut self, data: &mut dyn Data) {
+        let free_bytes = usize_of(self.credit.buffer_bytes()).saturating_sub(self.to_host.len());
+        if data.len_bytes() > free_bytes {
             return self.fail();
         }
-        let mut rest = data;
-        if self.to_host.is_empty() && self.host_receives {
-            // What fails here is tried again below, and understood there.
-            let written = self.stream.write(data).unwrap_or(0);
-            rest = data.get(written..).unwrap_or_default();
-            self.forwarded(written);
+        // Behind what is kept, this waits for the same room.
+        while self.to_host.is_empty() && self.host_receives && data.len_bytes() > 0 {
+            match data.write(&self.stream) {
+                Ok(0) => break,
+                Ok(written) => self.credit.forwarded(written),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if is_of_the_reader(&error) => self.host_receives = false,
+                // Memory of the guest that the host cannot read, or none left of its own. What follows may not come in
+                // place of it.
+                Err(_) => return self.fail(),
+            }
         }
-        self.to_host.extend(rest);
-        self.flush();
+        if !self.host_receives {
+            // The reader is gone. Data sent before may still be read from the other side.
+            self.credit.forwarded(data.len_bytes());
+        } else if data.len_bytes() > 0 && data.keep(&mut self.to_host).is_err() {
+            self.fail();
+        }
     }
 
     /// Writes as much as the host accepts now.
@@ -285,7 +340,12 @@ impl Connection {
                 Ok(written) => self.forwarded(written),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => self.host_receives = false,
+                Err(error) if is_of_the_reader(&error) => self.host_receives = false,
+                Err(_) if self.phase == Phase::Lingering => {
+                    self.phase = Phase::Over;
+                    return;
+                }
+                Err(_) => return self.fail(),
             }
         }
         if !self.host_receives {
@@ -304,12 +364,13 @@ impl Connection {
         }
     }
 
+    /// Notes that the front of what is kept was taken.
     fn forwarded(&mut self, len_bytes: usize) {
         self.to_host.drain(..len_bytes.min(self.to_host.len()));
         if self.phase == Phase::Lingering {
             self.wait_for(LINGER_TIME);
         }
-        self.fwd_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+        self.credit.forwarded(len_bytes);
     }
 
     fn shut_down(&mut self, flags: u32) {
@@ -332,20 +393,25 @@ impl Connection {
             self.has_hung_up = true;
         }
         if events.intersects(EventSet::IN | EventSet::HANG_UP | EventSet::ERROR) {
-            self.is_readable = true;
+            self.is_polled_by_edges |= std::mem::replace(&mut self.is_readable, true);
         }
         if events.intersects(EventSet::OUT | EventSet::HANG_UP | EventSet::ERROR) {
             self.flush();
         }
+        self.mind_credit();
     }
 
-    /// The events to poll the stream for; `None` to stop polling. They come once, and are remembered here: to poll for
-    /// some and no longer would be two system calls for each message.
+    /// The events to poll the stream for; `None` to stop polling.
+    ///
+    /// A stream that is read until it has nothing is polled for what is there: a read that gets less than it has room for
+    /// needs no further one, as what is left is reported again. Once data had to wait for the guest, that would report
+    /// them again and again; from then on what is reported is remembered here, until a read finds nothing.
     pub(super) fn interest(&self) -> Option<EventSet> {
         if self.has_hung_up || self.is_over() {
             return None;
         }
-        let mut events = EventSet::EDGE_TRIGGERED;
+        let mut events = EventSet::empty();
+        events.set(EventSet::EDGE_TRIGGERED, self.is_polled_by_edges);
         if self.may_read() {
             events |= EventSet::IN;
         }
@@ -374,20 +440,17 @@ impl Connection {
     }
 
     fn credit_update_is_due(&self) -> bool {
-        let Wrapping(untold) = self.fwd_cnt - self.fwd_cnt_told;
-        // Linux has no more on its way than its own buffer holds, and does not ask.
-        let most_bytes = self.buffer_bytes.min(self.peer_buf_alloc);
-        self.due.credit || self.phase == Phase::Open && untold >= (most_bytes / 4).max(1)
+        self.due.credit || self.phase == Phase::Open && self.credit.is_report_due()
     }
 
     /// Whether [`Self::next_packet`] may return a packet.
     pub(super) fn has_packets(&self) -> bool {
-        let Due { request, response, rst, credit: _ } = self.due;
-        let reads = self.may_read() && self.is_readable;
+        let Due { request, response, rst, ask, credit: _ } = self.due;
+        let has_data = self.may_read() && self.is_readable;
         request
             || response
             || rst
-            || reads && (self.credit_bytes() > 0 || !self.has_asked)
+            || has_data && (self.credit.free_bytes() > 0 || ask)
             || self.shutdown_due().is_some()
             || self.credit_update_is_due()
     }
@@ -399,9 +462,9 @@ impl Connection {
         share_bytes: usize,
     ) -> Option<Packet> {
         let (op, flags, len_bytes) = self.next_op(room, share_bytes)?;
+        self.mind_credit();
         self.due.credit = false;
-        self.fwd_cnt_told = self.fwd_cnt;
-        let (buf_alloc, fwd_cnt) = (self.buffer_bytes, self.fwd_cnt.0);
+        let (buf_alloc, fwd_cnt) = self.credit.tell();
         Some(Packet { op, flags, len_bytes, buf_alloc, fwd_cnt })
     }
 
@@ -416,7 +479,7 @@ impl Connection {
             return Some((op::RESPONSE, 0, 0));
         }
         if self.may_read() && self.is_readable {
-            if self.credit_bytes() > 0 {
+            if self.credit.free_bytes() > 0 {
                 if let Some(len_bytes) = self.read(room, share_bytes) {
                     return Some((op::RW, 0, len_bytes));
                 }
@@ -424,7 +487,8 @@ impl Connection {
                 if let Some(reset) = self.take_reset() {
                     return Some(reset);
                 }
-            } else if !std::mem::replace(&mut self.has_asked, true) {
+            } else if std::mem::take(&mut self.due.ask) {
+                self.credit.ask();
                 return Some((op::CREDIT_REQUEST, 0, 0));
             }
         }
@@ -448,19 +512,22 @@ impl Connection {
 
     /// Reads data of the host, within the guest's credit; `None` if there are none now, or at the end.
     fn read(&mut self, room: &mut impl Room, share_bytes: usize) -> Option<usize> {
-        let credit_bytes = usize::try_from(self.credit_bytes()).unwrap_or(usize::MAX);
-        // Buffers that are taken for a client that writes little only have to be given back.
-        let mut wanted_bytes = if self.is_flowing { share_bytes } else { 1 };
+        let credit_bytes = usize_of(self.credit.free_bytes());
+        let mut wanted_bytes = self.wanted_bytes(share_bytes);
         loop {
             match room.read(&self.stream, wanted_bytes, credit_bytes) {
                 Ok(Filled { len_bytes, is_full }) if len_bytes > 0 => {
                     self.is_flowing = is_full;
-                    self.sent_cnt += Wrapping(u32::try_from(len_bytes).unwrap_or(0));
+                    self.burst_bytes = self.burst_bytes.saturating_add(len_bytes);
+                    self.credit.sent(len_bytes);
+                    if !is_full && !self.is_polled_by_edges && !self.has_hung_up {
+                        self.ran_dry();
+                    }
                     return Some(len_bytes);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.is_readable = false;
+                    self.ran_dry();
                     return None;
                 }
                 // A buffer that cannot be written, or memory of the host for a list of several: each is for one
@@ -480,6 +547,23 @@ impl Connection {
         }
     }
 
+    /// What there may be to read. Buffers that are taken in vain only have to be given back.
+    fn wanted_bytes(&self, share_bytes: usize) -> usize {
+        match (self.burst_bytes, self.is_flowing) {
+            (0, _) => self.last_burst_bytes.clamp(1, share_bytes.max(1)),
+            (_, true) => share_bytes,
+            (_, false) => 1,
+        }
+    }
+
+    /// Notes that the host has no data now.
+    fn ran_dry(&mut self) {
+        self.is_readable = false;
+        if self.burst_bytes > 0 {
+            self.last_burst_bytes = std::mem::take(&mut self.burst_bytes);
+        }
+    }
+
     fn close_for_guest(&mut self) {
         self.due = Due::default();
         if self.to_host.is_empty() {
@@ -489,6 +573,16 @@ impl Connection {
             self.wait_for(LINGER_TIME);
         }
     }
+}
+
+fn usize_of(len_bytes: u32) -> usize {
+    usize::try_from(len_bytes).unwrap_or(usize::MAX)
+}
+
+/// Whether the reader of a stream has gone.
+fn is_of_the_reader(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected)
 }
 
 /// Whether fewer buffers may be read into where several were not.

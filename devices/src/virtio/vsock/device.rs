@@ -12,7 +12,7 @@ use super::state;
 use super::worker::VsockWorker;
 use crate::virtio::device::{ActivateError, Activation, DeviceSnapshot, StateError, VirtioDevice};
 use crate::virtio::queue::WorkQueue;
-use crate::virtio::worker::{Pausing, Workers};
+use crate::virtio::worker::{Pausing, Watch, Workers};
 use crate::virtio::{RING_FEATURES, read_config_bytes};
 
 /// Virtio device ID of vsock devices.
@@ -99,16 +99,17 @@ impl VirtioDevice for Vsock {
             what: "watch the clients of the socket device",
             source,
         };
+        let watch = Watch::new().map_err(resource)?;
         let muxer = Muxer::new(
             self.config.cid,
             Arc::clone(&self.socket),
             Arc::clone(&self.counters),
             self.workers.log_limit(),
+            watch.epoll(),
         );
-        let muxer = muxer.map_err(resource)?;
         let worker = VsockWorker::new(receive, transmit, event, muxer, self.reset_is_due);
         let worker = worker.map_err(resource)?;
-        self.workers.spawn(&self.config.id, &[], worker)
+        self.workers.spawn_with(&self.config.id, worker, watch)
     }
 
     fn reset(&mut self) {

@@ -10,11 +10,15 @@
 //! | module | owns |
 //! | --- | --- |
 //! | `packet` | headers |
-//! | `connection` | one connection: its state, credit and buffer |
+//! | `connection` | one connection: its state, and its data on their way |
+//! | `credit` | the credit of one connection |
 //! | `greeting` | a client that has not named its port yet |
 //! | `muxer` | all connections, and the packets to be sent to the guest |
 //! | `socket` | the device's own path, which one VM has at a time |
 //! | `worker` | the queues |
+//! | `transmit` | packets of the guest that are taken and not used yet |
+//! | `receive` | the guest's buffers while data are read into them |
+//! | `notice` | when the guest is told that its packets were taken |
 //!
 //! Connections belong to the process: a guest that is migrated, or restored from a snapshot, is told
 //! that all of them are closed. A client never makes the device wait, nor buffer more than
@@ -22,14 +26,18 @@
 
 pub(super) mod connection;
 mod counters;
+mod credit;
 mod device;
 mod greeting;
 pub(super) mod muxer;
+mod notice;
 pub(super) mod packet;
+mod receive;
 mod socket;
 mod state;
 #[cfg(test)]
 mod tests;
+mod transmit;
 pub(super) mod worker;
 
 pub use counters::VsockCounters;

@@ -8,14 +8,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::os::fd::{AsRawFd as _, RawFd};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::connection::{Connection, Packet, Room};
+use super::connection::{Connection, Data, Packet, Room};
 use super::counters::VsockCounters;
 use super::greeting::{Greeted, Greeting};
 use super::packet::{HOST_CID, Header, TYPE_STREAM, op};
@@ -28,7 +28,7 @@ pub(super) const CONNECTIONS_MAX: usize = 1023;
 /// Connections that there may be for another one to have the larger buffer.
 const LARGE_MAX: usize = 256;
 /// What the guest may send of a connection while its client does not read, in few and in many connections: 112 MiB in
-/// all.
+/// all. Before that it is what the client's socket takes, which the host limits.
 pub(super) const LARGE_BUFFER_BYTES: u32 = 256 << 10;
 const SMALL_BUFFER_BYTES: u32 = 64 << 10;
 /// Maximum number of clients that have not sent their port; beyond that the oldest is dropped.
@@ -39,9 +39,7 @@ const ANSWERS_MAX: usize = 256;
 const ACCEPTED_MAX: usize = 16;
 /// Data that all connections with packets together may send in a round. Each may fill one buffer of the guest in any
 /// case.
-const ROUND_BYTES: usize = 64 << 10;
-/// Maximum number of events taken from epoll at a time.
-const EVENTS_MAX: usize = 32;
+const ROUND_BYTES: usize = 128 << 10;
 /// First port for the host's clients; their range ends at the largest positive 32-bit integer, for programs
 /// that treat ports as signed.
 const FIRST_CLIENT_PORT: u32 = 1 << 30;
@@ -49,7 +47,8 @@ const LAST_CLIENT_PORT: u32 = (1 << 31) - 1;
 /// Delay after a client could not be accepted for lack of descriptors or memory.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_secs(1);
 
-const LISTENER_TOKEN: u64 = 0;
+/// The token of the listening socket, and the first of all those by which the muxer's descriptors are polled.
+pub(super) const LISTENER_TOKEN: u64 = 1 << 32;
 
 /// Host port and guest port.
 type Ports = (u32, u32);
@@ -71,6 +70,8 @@ struct Entry {
     connection: Connection,
     token: u64,
     watched: Option<EventSet>,
+    /// Its place in the list of time limits.
+    deadline: Option<Instant>,
     /// Whether it is queued as having packets.
     is_ready: bool,
 }
@@ -81,7 +82,7 @@ pub(crate) struct Muxer {
     socket: Arc<VsockSocket>,
     counters: Arc<VsockCounters>,
     log: Arc<LogLimit>,
-    epoll: Epoll,
+    epoll: Arc<Epoll>,
     /// Held while the device runs.
     listener: Option<Arc<PathListener>>,
     accept_again: Option<Instant>,
@@ -99,18 +100,20 @@ pub(crate) struct Muxer {
 }
 
 impl Muxer {
+    /// Descriptors are registered at `epoll`; its caller hands over those that are ready ([`Self::ready`]).
     pub(crate) fn new(
         cid: u64,
         socket: Arc<VsockSocket>,
         counters: Arc<VsockCounters>,
         log: Arc<LogLimit>,
-    ) -> io::Result<Self> {
-        Ok(Self {
+        epoll: Arc<Epoll>,
+    ) -> Self {
+        Self {
             cid,
             socket,
             counters,
             log,
-            epoll: Epoll::new()?,
+            epoll,
             listener: None,
             accept_again: None,
             refuses_all: false,
@@ -122,12 +125,7 @@ impl Muxer {
             answers: VecDeque::new(),
             last_token: LISTENER_TOKEN,
             last_port: any_client_port(),
-        })
-    }
-
-    /// Readable when [`Self::serve_streams`] has work to do.
-    pub(super) fn poll_fd(&self) -> RawFd {
-        self.epoll.as_raw_fd()
+        }
     }
 
     /// Starts to accept clients, and restarts time limits.
@@ -184,10 +182,29 @@ impl Muxer {
         self.answers.len() < ANSWERS_MAX
     }
 
-    /// Handles a packet of the guest; without `data` its data are incomplete.
-    pub(super) fn take_packet(&mut self, header: &Header, data: Option<&[u8]>) {
-        self.counters.tx_packets.add(1);
-        if header.src_cid != self.cid || header.dst_cid != HOST_CID {
+    /// How much data the connection of a packet takes in several that are handled together; `None` for a packet that is
+    /// handled by itself.
+    pub(super) fn direct_bytes(&self, header: &Header) -> Option<usize> {
+        if !self.is_ours(header) || header.op != op::RW || header.kind != TYPE_STREAM {
+            return None;
+        }
+        self.connections.get(&(header.dst_port, header.src_port))?.connection.direct_bytes()
+    }
+
+    fn is_ours(&self, header: &Header) -> bool {
+        header.src_cid == self.cid && header.dst_cid == HOST_CID
+    }
+
+    /// Handles a packet of the guest; without `data` its data are incomplete. Also `count` packets together, which only
+    /// differ in their credit, as far as their connection takes them ([`Self::direct_bytes`]).
+    pub(super) fn take_packets(
+        &mut self,
+        count: usize,
+        header: &Header,
+        data: Option<&mut dyn Data>,
+    ) {
+        self.counters.tx_packets.add(count as u64);
+        if !self.is_ours(header) {
             let Header { src_cid, dst_cid, .. } = header;
             log_limited!(self.log, Debug, "a packet from CID {src_cid} to {dst_cid} is dropped");
             return;
@@ -203,7 +220,9 @@ impl Muxer {
             self.answer(ports, header.kind);
         } else if is_known {
             if header.op == op::RW {
-                self.counters.tx_bytes.add(header.len_bytes.into());
+                let said = || u64::from(header.len_bytes);
+                let len_bytes = data.as_ref().map_or_else(said, |data| data.len_bytes() as u64);
+                self.counters.tx_bytes.add(len_bytes);
             }
             self.with(ports, |connection| connection.take_packet(header, data, ports.0));
         } else if header.op != op::REQUEST || known.is_some() || !self.connect(ports, header) {
@@ -225,8 +244,9 @@ impl Muxer {
         }
         match self.socket.connect_to_port(ports.0) {
             Ok(stream) => {
-                let connection =
-                    Connection::of_guest(UnixStream::from(stream), request, self.buffer_bytes());
+                let (stream, buffer_bytes) = (UnixStream::from(stream), self.buffer_bytes());
+                give_room(&stream, buffer_bytes);
+                let connection = Connection::of_guest(stream, request, buffer_bytes);
                 let token = self.next_token();
                 self.insert(ports, connection, token);
                 true
@@ -246,7 +266,7 @@ impl Muxer {
     fn insert(&mut self, ports: Ports, connection: Connection, token: u64) {
         self.counters.connections.add(1);
         self.tokens.insert(token, ports);
-        let entry = Entry { connection, token, watched: None, is_ready: false };
+        let entry = Entry { connection, token, watched: None, deadline: None, is_ready: false };
         self.connections.insert(ports, entry);
         self.with(ports, |_| ());
     }
@@ -277,10 +297,13 @@ impl Muxer {
                 return self.remove(ports);
             }
         }
-        match entry.connection.deadline() {
-            Some(deadline) => self.deadlines.insert(ports, deadline),
-            None => self.deadlines.remove(&ports),
-        };
+        let deadline = entry.connection.deadline();
+        if deadline != std::mem::replace(&mut entry.deadline, deadline) {
+            match deadline {
+                Some(deadline) => self.deadlines.insert(ports, deadline),
+                None => self.deadlines.remove(&ports),
+            };
+        }
         if entry.connection.has_packets() && !std::mem::replace(&mut entry.is_ready, true) {
             self.ready.push_back(ports);
         }
@@ -330,31 +353,24 @@ impl Muxer {
         self.counters.rx_bytes.add(data_bytes);
     }
 
-    /// Logs why a client's data could not be read into the guest's memory.
+    /// Logs why a client's data could not be read into the guest's memory, or the guest's written from there.
     pub(super) fn complain(&self, error: &io::Error) {
         log_limited!(
             self.log,
             Warn,
-            "a client's data cannot be put into the guest's memory: {error}"
+            "data of a connection cannot be moved to or from the guest's memory: {error}"
         );
     }
 
-    /// Handles the streams that are ready.
-    pub(super) fn serve_streams(&mut self) {
-        let mut events = [EpollEvent::default(); EVENTS_MAX];
-        // An error is an interruption; ready streams stay ready.
-        let count = self.epoll.wait(0, &mut events).unwrap_or(0);
-        for event in events.iter().take(count) {
-            let token = event.data();
-            // A token of a stream closed meanwhile is unknown.
-            if token == LISTENER_TOKEN {
-                self.accept();
-            } else if let Some(ports) = self.tokens.get(&token).copied() {
-                let ready = EventSet::from_bits_truncate(event.events());
-                self.with(ports, |connection| connection.stream_ready(ready));
-            } else {
-                self.greet(token);
-            }
+    /// Handles a descriptor that is ready, by its token.
+    pub(super) fn ready(&mut self, token: u64, events: EventSet) {
+        // A token of a stream closed meanwhile is unknown.
+        if token == LISTENER_TOKEN {
+            self.accept();
+        } else if let Some(ports) = self.tokens.get(&token).copied() {
+            self.with(ports, |connection| connection.stream_ready(events));
+        } else {
+            self.greet(token);
         }
     }
 
@@ -419,7 +435,9 @@ impl Muxer {
         // It is registered again as a connection; cannot fail.
         let _ = self.epoll.ctl(ControlOperation::Delete, fd, EpollEvent::default());
         let ports = (self.next_client_port(guest_port), guest_port);
-        let connection = Connection::of_host(greeting.into_stream(), self.buffer_bytes());
+        let (stream, buffer_bytes) = (greeting.into_stream(), self.buffer_bytes());
+        give_room(&stream, buffer_bytes);
+        let connection = Connection::of_host(stream, buffer_bytes);
         self.insert(ports, connection, token);
     }
 
@@ -436,13 +454,13 @@ impl Muxer {
         }
     }
 
-    /// When [`Self::end_overdue`] has work to do.
+    /// When [`Self::serve_overdue`] has work to do.
     pub(super) fn first_deadline(&self) -> Option<Instant> {
         self.deadlines.values().copied().chain(self.accept_again).min()
     }
 
-    /// Ends connections and clients whose time limit has passed.
-    pub(super) fn end_overdue(&mut self, now: Instant) {
+    /// Handles connections whose time has passed, and accepts clients again.
+    pub(super) fn serve_overdue(&mut self, now: Instant) {
         if self.accept_again.is_some_and(|again| again <= now) {
             self.accept_again = None;
             self.listen();
@@ -450,7 +468,17 @@ impl Muxer {
         let overdue = self.deadlines.iter().filter(|(_, deadline)| **deadline <= now);
         let overdue: Vec<Ports> = overdue.map(|(ports, _)| *ports).collect();
         for ports in overdue {
-            self.with(ports, Connection::end_overdue);
+            self.with(ports, Connection::overdue);
+        }
+    }
+
+    /// Handles all descriptors that are ready.
+    #[cfg(test)]
+    pub(super) fn serve_ready(&mut self) {
+        let mut events = [EpollEvent::default(); 32];
+        let count = self.epoll.wait(0, &mut events).unwrap_or(0);
+        for event in events.iter().take(count) {
+            self.ready(event.data(), EventSet::from_bits_truncate(event.events()));
         }
     }
 
@@ -464,6 +492,15 @@ impl Muxer {
     #[cfg(test)]
     pub(super) fn sizes(&self) -> (usize, usize) {
         (self.connections.len(), self.greetings.len())
+    }
+}
+
+/// Lets the host's kernel take all that the guest may send at once. By default a stream has room for a little less than
+/// the larger buffer, and the rest would have to be kept here, and the stream polled for room, each time.
+fn give_room(stream: &UnixStream, buffer_bytes: u32) {
+    if buffer_bytes == LARGE_BUFFER_BYTES {
+        // The stream works with less.
+        let _ = syscalls::set_send_buffer(stream, buffer_bytes);
     }
 }
 

@@ -54,20 +54,17 @@ pub(crate) struct Header {
 
 impl Header {
     pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
-        let u64_at = |at: usize| u64::from_le_bytes(take(bytes, at));
-        let u32_at = |at: usize| u32::from_le_bytes(take(bytes, at));
-        let u16_at = |at: usize| u16::from_le_bytes(take(bytes, at));
         Self {
-            src_cid: u64_at(0),
-            dst_cid: u64_at(8),
-            src_port: u32_at(16),
-            dst_port: u32_at(20),
-            len_bytes: u32_at(24),
-            kind: u16_at(28),
-            op: u16_at(30),
-            flags: u32_at(32),
-            buf_alloc: u32_at(36),
-            fwd_cnt: u32_at(40),
+            src_cid: u64::from_le_bytes(field::<0, 8>(bytes)),
+            dst_cid: u64::from_le_bytes(field::<8, 8>(bytes)),
+            src_port: u32::from_le_bytes(field::<16, 4>(bytes)),
+            dst_port: u32::from_le_bytes(field::<20, 4>(bytes)),
+            len_bytes: u32::from_le_bytes(field::<24, 4>(bytes)),
+            kind: u16::from_le_bytes(field::<28, 2>(bytes)),
+            op: u16::from_le_bytes(field::<30, 2>(bytes)),
+            flags: u32::from_le_bytes(field::<32, 4>(bytes)),
+            buf_alloc: u32::from_le_bytes(field::<36, 4>(bytes)),
+            fwd_cnt: u32::from_le_bytes(field::<40, 4>(bytes)),
         }
     }
 
@@ -87,12 +84,15 @@ impl Header {
     }
 }
 
-fn take<const LEN: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; LEN] {
-    let mut field = [0; LEN];
-    for (to, from) in field.iter_mut().zip(bytes.iter().skip(at)) {
-        *to = *from;
-    }
-    field
+/// Changes the length of the data in a header as it is in memory.
+pub(crate) fn set_len_bytes(header: &mut [u8; HEADER_BYTES], len_bytes: u32) {
+    header[24..28].copy_from_slice(&len_bytes.to_le_bytes());
+}
+
+/// The field of `LEN` bytes at `AT`.
+fn field<const AT: usize, const LEN: usize>(bytes: &[u8; HEADER_BYTES]) -> [u8; LEN] {
+    const { assert!(AT + LEN <= HEADER_BYTES) };
+    bytes.get(AT..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; LEN])
 }
 
 #[cfg(test)]
@@ -113,5 +113,8 @@ mod tests {
         assert_eq!(header.flags, 0x2322_2120);
         assert_eq!((header.buf_alloc, header.fwd_cnt), (0x2726_2524, 0x2b2a_2928));
         assert_eq!(header.to_bytes(), bytes);
+        let longer = Header { len_bytes: 7, ..header };
+        set_len_bytes(&mut bytes, 7);
+        assert_eq!(longer.to_bytes(), bytes);
     }
 }

@@ -6,6 +6,7 @@
 
 mod hostile;
 mod receiving;
+mod sending;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::Shutdown;

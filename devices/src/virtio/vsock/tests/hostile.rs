@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::super::muxer::{CONNECTIONS_MAX, Muxer};
+use super::super::connection::Data;
+use super::super::muxer::CONNECTIONS_MAX;
 use super::super::socket::VsockSocket;
-use super::receiving::PlainRoom;
+use super::receiving::{PlainRoom, muxer};
 use super::*;
 
 fn breaks(attack: impl FnOnce(&mut Fixture)) {
@@ -81,13 +82,13 @@ fn packets_that_do_not_have_what_they_say_end_their_connection() {
 fn a_connection_that_is_opened_and_reset_again_and_again_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let socket = Arc::new(VsockSocket::new(dir.path().join("v")));
-    let mut muxer = Muxer::new(CID, socket, Arc::default(), Arc::default()).unwrap();
+    let mut muxer = muxer(socket);
     let listener = UnixListener::bind(dir.path().join("v_1")).unwrap();
     for _ in 0..100 {
-        muxer.take_packet(&Header { dst_port: 1, ..header(op::REQUEST) }, None);
+        muxer.take_packets(1, &Header { dst_port: 1, ..header(op::REQUEST) }, None);
         assert_eq!((muxer.sizes().0, muxer.ready_len()), (1, 1));
         drop(listener.accept().unwrap());
-        muxer.take_packet(&Header { dst_port: 1, ..header(op::RST) }, None);
+        muxer.take_packets(1, &Header { dst_port: 1, ..header(op::RST) }, None);
         assert_eq!((muxer.sizes().0, muxer.ready_len()), (0, 0));
     }
 }
@@ -158,7 +159,7 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("v");
         let socket = Arc::new(VsockSocket::new(path.clone()));
-        let mut muxer = Muxer::new(CID, socket, Arc::default(), Arc::default()).unwrap();
+        let mut muxer = muxer(socket);
         let listeners: Vec<_> = (0..3)
             .map(|port| UnixListener::bind(dir.path().join(format!("v_{port}"))).unwrap())
             .collect();
@@ -176,7 +177,8 @@ proptest! {
                 if let Some((room, taken, _)) = credit.get_mut(&ports) {
                     (*room, *taken) = (header.buf_alloc, header.fwd_cnt);
                 }
-                muxer.take_packet(header, has_data.then_some(data));
+                let mut data = data.as_slice();
+                muxer.take_packets(1, header, has_data.then_some(&mut data as &mut dyn Data));
             }
             for listener in &listeners {
                 if let Ok((mut client, _)) = listener.accept() {
@@ -184,7 +186,7 @@ proptest! {
                     clients.push(client);
                 }
             }
-            muxer.serve_streams();
+            muxer.serve_ready();
             let mut room = PlainRoom::new(700);
             for _ in 0..3 {
                 let Some(packet) = muxer.next_packet(&mut room) else { break };
