@@ -60,6 +60,7 @@ impl PopulatedBefore {
         }
         let there_bytes = now.total_bytes.saturating_sub(self.left_bytes);
         let there_bytes = there_bytes.saturating_add(self.at_once_bytes);
+        let there_bytes = there_bytes.saturating_sub(first.processed_bytes);
         let measured_bytes = done_bytes(first, now);
         let unseen_bytes = there_bytes.min(measured_bytes);
         at_rate(unseen_bytes, measured_bytes, self.left()).unwrap_or(Duration::MAX)
@@ -217,6 +218,13 @@ mod tests {
         assert_eq!(measured(16, before(128, 8, 384)), 1500, "all of it was there");
         assert_eq!(measured(64, before(0, 16, 512)), 16_000 / 4, "at most a quarter was");
         assert_eq!(measured(512, before(128, 8, 384)), 0, "it is populated");
+        let late = |first, now| {
+            let (first, now) =
+                (progress(first, 512, PinState::Pinning), progress(now, 512, PinState::Pinning));
+            before(128, 8, 384).unseen(&first, &now).as_millis()
+        };
+        assert_eq!(late(128, 144), 1500 / 2, "half of it was, of what another device had mapped");
+        assert_eq!(late(136, 152), 0, "none of it was");
         assert_eq!(measured(0, before(128, 8, 384)), 0, "there is no measurement");
         assert!(measured(16, before(0, 0, 511)) > 1 << 40, "it was, and nothing else is known");
     }
