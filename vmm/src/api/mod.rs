@@ -51,5 +51,5 @@ pub use socket::{ApiListener, ApiSocket, SocketError};
 pub use types::{
     DeviceNode, FullDiskInfo, MigrationCancelled, MigrationReport, PassthroughInfo, PciDeviceInfo,
     PinningState, PrefaultInfo, PrefaultState, ProgressDocument, VmCounters, VmInfo, VmState,
-    VmmPingResponse, WithheldDeviceInfo,
+    VmmPingResponse, WithheldDeviceInfo, WithheldFor,
 };

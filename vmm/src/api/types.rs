@@ -125,11 +125,23 @@ option_family! {
     }
 }
 
+option_enum! {
+    /// What a passed-through device waits for that the guest does not see yet.
+    WithheldFor = "opening|memory", default Memory {
+        /// The host opens it.
+        Opening = "opening",
+        /// All guest memory is to be mapped.
+        Memory = "memory",
+    }
+}
+
 option_family! {
-    /// A passed-through device that the guest does not see before all memory is mapped.
+    /// A passed-through device that the guest does not see before it is open and all memory is mapped.
     WithheldDeviceInfo "withheld-device-info" {
         /// Name of the device.
         id: String = String::new(), "" as JsonOnly, answer(), required_json();
+        /// What it waits for.
+        waits_for: WithheldFor = WithheldFor::Memory, "" as JsonOnly, answer(), required_json();
         /// Since when, in microseconds on the host's CLOCK_MONOTONIC.
         since_monotonic_us: u64 = 0, "" as JsonOnly, answer(), required_json();
         /// For how long, in milliseconds.

@@ -10,10 +10,12 @@ use vfio::{PinProgress, PinState};
 use super::device_tree;
 use crate::api::{
     FullDiskInfo, PassthroughInfo, PinningState, PrefaultInfo, PrefaultState, VmCounters, VmInfo,
-    VmState, WithheldDeviceInfo,
+    VmState, WithheldDeviceInfo, WithheldFor,
 };
 use crate::config::VmConfig;
-use crate::machine::{FullDiskStatus, Machine, PrefaultEnd, PrefaultStatus};
+use crate::machine::{
+    FullDiskStatus, Machine, PrefaultEnd, PrefaultStatus, WaitsFor, WithheldStatus,
+};
 
 /// Name under which `vm.counters` lists the VMM's own counters.
 const OWN_COUNTERS: &str = "__vmm";
@@ -58,9 +60,11 @@ pub fn of_machine(machine: &Machine) -> VmInfo {
         postcopy_paused: None,
         full_disks: full_disks(machine),
         prefault: machine.prefault_status().map(prefault_info),
-        passthrough: machine
-            .pin_progress()
-            .map(|progress| pinning(progress, machine.withheld_devices())),
+        passthrough: passthrough(
+            machine.pin_progress(),
+            machine.ram().total_bytes(),
+            machine.withheld_devices(),
+        ),
     }
 }
 
@@ -74,24 +78,39 @@ fn full_disks(machine: &Machine) -> Option<Vec<FullDiskInfo>> {
     (!full.is_empty()).then_some(full)
 }
 
-fn pinning(progress: PinProgress, withheld: Vec<(String, Instant)>) -> PassthroughInfo {
-    let (state, error) = match progress.state {
+/// `progress`: of mapping memory, once a device is open. `None` without devices.
+fn passthrough(
+    progress: Option<PinProgress>,
+    total_bytes: u64,
+    withheld: Vec<WithheldStatus>,
+) -> Option<PassthroughInfo> {
+    let is_any = progress.is_some() || !withheld.is_empty();
+    let (pinned_bytes, total_bytes, state) = match progress {
+        Some(progress) => (progress.pinned_bytes, progress.total_bytes, progress.state),
+        None => (0, total_bytes, PinState::Pinning),
+    };
+    let (state, error) = match state {
         PinState::Pinning => (PinningState::Pinning, None),
         PinState::Pinned { .. } => (PinningState::Pinned, None),
         PinState::Failed(reason) => (PinningState::Failed, Some(reason.to_string())),
     };
-    PassthroughInfo {
-        pinned_bytes: progress.pinned_bytes,
-        total_bytes: progress.total_bytes,
+    let withheld: Vec<_> = withheld.into_iter().map(withheld_info).collect();
+    is_any.then(|| PassthroughInfo {
+        pinned_bytes,
+        total_bytes,
         state,
         error,
-        withheld: (!withheld.is_empty()).then(|| withheld.into_iter().map(withheld_info).collect()),
-    }
+        withheld: (!withheld.is_empty()).then_some(withheld),
+    })
 }
 
-fn withheld_info((id, since): (String, Instant)) -> WithheldDeviceInfo {
+fn withheld_info(WithheldStatus { id, since, waits_for }: WithheldStatus) -> WithheldDeviceInfo {
     let withheld_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
-    WithheldDeviceInfo { id, since_monotonic_us: monotonic_us(since), withheld_ms }
+    let waits_for = match waits_for {
+        WaitsFor::Opening => WithheldFor::Opening,
+        WaitsFor::Memory => WithheldFor::Memory,
+    };
+    WithheldDeviceInfo { id, waits_for, since_monotonic_us: monotonic_us(since), withheld_ms }
 }
 
 fn prefault_info(status: PrefaultStatus) -> PrefaultInfo {
@@ -146,32 +165,47 @@ mod tests {
 
     use super::*;
 
-    fn shown(state: PinState, withheld: Vec<(String, Instant)>) -> Value {
+    fn progress(state: PinState) -> PinProgress {
         let (pinned_bytes, total_bytes) = (1 << 20, 4 << 20);
-        let progress = PinProgress {
-            pinned_bytes,
-            processed_bytes: pinned_bytes,
-            sample: MapSample::default(),
-            total_bytes,
-            state,
-        };
-        serde_json::to_value(pinning(progress, withheld)).unwrap()
+        let sample = MapSample::default();
+        PinProgress { pinned_bytes, processed_bytes: pinned_bytes, sample, total_bytes, state }
+    }
+
+    fn shown(state: PinState, withheld: Vec<WithheldStatus>) -> Value {
+        serde_json::to_value(passthrough(Some(progress(state)), 8 << 20, withheld)).unwrap()
+    }
+
+    fn withheld(since: Instant, waits_for: WaitsFor) -> WithheldStatus {
+        WithheldStatus { id: "gpu".to_owned(), since, waits_for }
     }
 
     #[test]
     fn devices_that_the_guest_does_not_see_are_named_with_their_time() {
         let before_us = monotonic_us(Instant::now());
         let since = Instant::now().checked_sub(Duration::from_secs(3)).unwrap();
-        let info = shown(PinState::Pinning, vec![("gpu".to_owned(), since)]);
+        let info = shown(PinState::Pinning, vec![withheld(since, WaitsFor::Memory)]);
         assert_eq!(
             (&info["pinned_bytes"], &info["total_bytes"]),
             (&json!(1 << 20), &json!(4 << 20))
         );
         let listed = info["withheld"].as_array().unwrap();
         assert_eq!((listed.len(), &listed[0]["id"]), (1, &json!("gpu")));
+        assert_eq!(listed[0]["waits_for"], json!("Memory"));
         assert!(listed[0]["withheld_ms"].as_u64().unwrap() >= 3000);
         let since_us = listed[0]["since_monotonic_us"].as_u64().unwrap();
         assert!((before_us - 3_100_000..before_us).contains(&since_us), "{since_us} {before_us}");
+    }
+
+    #[test]
+    fn a_device_is_shown_that_is_still_being_opened_before_memory_is_mapped_for_any() {
+        let opening = vec![withheld(Instant::now(), WaitsFor::Opening)];
+        let info = serde_json::to_value(passthrough(None, 8 << 20, opening)).unwrap();
+        assert_eq!(
+            (&info["pinned_bytes"], &info["total_bytes"], &info["state"]),
+            (&json!(0), &json!(8 << 20), &json!("Pinning"))
+        );
+        assert_eq!(info["withheld"][0]["waits_for"], json!("Opening"));
+        assert!(passthrough(None, 8 << 20, Vec::new()).is_none(), "there are no devices");
     }
 
     #[test]

@@ -62,7 +62,8 @@ pub enum TransitionKind {
     StartArrived,
     /// Opening and adding a device; the machine stays paused or running.
     Add,
-    /// Tearing down devices that the guest has ejected; the machine stays paused or running.
+    /// Tearing down devices that the guest has ejected, and plugging those that were opened late; the machine stays
+    /// paused or running.
     Eject,
     /// Giving a disk another size; the machine stays paused or running.
     ResizeDisk,
@@ -155,7 +156,10 @@ impl TransitionKind {
                 "given a device, which waits until that is open; vm.remove-device gives a disk or \
                  network device up"
             }
-            Self::Eject => "relieved of a device, which waits until that has finished its requests",
+            Self::Eject => {
+                "relieved of a device, which waits until that has finished its requests, or given one that was \
+                 opened late"
+            }
             Self::ResizeDisk => "given a disk of another size, which waits for its storage",
             Self::ResizeVcpus => "given another number of vCPUs",
             Self::ResizeMemory => "given more memory",

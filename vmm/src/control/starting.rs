@@ -73,8 +73,8 @@ struct Progress {
     opened: OpenedConfig,
 }
 
-/// Whether the guest may have started. It can before its start is complete: passed-through devices may
-/// still be being opened.
+/// Whether the guest may have started. It can before its start is complete, which waits some seconds for passed-through
+/// devices to be opened.
 #[derive(Clone, Default)]
 struct GuestBegun(Arc<AtomicBool>);
 
@@ -220,7 +220,7 @@ impl Start {
         }
         if let Err(error) = machine.resume().and_then(|()| machine.finish_opening(cancel)) {
             machine.end();
-            // From here on no data is lost if a device takes longer to open than the process lives.
+            // From here on no data is lost if what is left of the machine takes longer to end than the process lives.
             begun.is_over();
             return Err(made(error));
         }

@@ -37,7 +37,8 @@ pub enum GuestEvent {
         /// Id of the device.
         id: String,
     },
-    /// A passed-through device that the guest does not see yet can be announced, or has to be removed.
+    /// A passed-through device that the guest does not see yet is open or cannot be opened, can be announced, or has to
+    /// be removed.
     WithheldDevice,
     /// A request of the guest waits for free space on the host.
     DiskFull {

@@ -2,7 +2,7 @@
 
 //! Capabilities of this host: KVM and processor.
 //!
-//! Owns the handle from which VMs are made. It must never know a VM.
+//! Owns the handle from which VMs are made, and the devices that it has not given back yet. It must never know a VM.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -11,6 +11,7 @@ use hypervisor::{Capabilities, CpuidEntry, Hypervisor, KvmError, MsrValue, NoHyp
 use kvm_bindings::CpuId;
 use thiserror::Error;
 
+use super::passthrough::LeftOpenings;
 use super::{MachineError, boot, features};
 use crate::config::VmConfig;
 use crate::config::cpus::CpusConfig;
@@ -19,6 +20,8 @@ use crate::config::cpus::CpusConfig;
 pub struct Host {
     pub(super) hypervisor: Hypervisor,
     pub(super) cpuid: CpuId,
+    /// What it is still opening for machines that have ended.
+    pub(super) left: LeftOpenings,
 }
 
 /// Why this host cannot run machines.
@@ -40,7 +43,7 @@ impl Host {
     pub fn open() -> Result<Self, HostError> {
         let hypervisor = Hypervisor::open(Path::new("/dev/kvm"))?;
         let cpuid = hypervisor.supported_cpuid()?;
-        Ok(Self { hypervisor, cpuid })
+        Ok(Self { hypervisor, cpuid, left: LeftOpenings::default() })
     }
 
     /// The capabilities of this host's KVM.

@@ -9,7 +9,6 @@
 //! where it runs then.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use arch::acpi::RegisterPlace;
 use devices::Snapshot as _;
@@ -20,7 +19,7 @@ use thiserror::Error;
 
 use super::events::{EventSink, GuestEvent};
 use super::opening::{self, Opened};
-use super::passthrough::PassthroughError;
+use super::passthrough::{PassthroughError, WithheldStatus};
 use super::segments::Segments;
 use super::space::AddressSpace;
 use super::virtio::{HotAddError, PciContext};
@@ -220,8 +219,8 @@ impl Machine {
         self.parts.passthrough.withholds_any()
     }
 
-    /// The devices that the guest does not see yet, and since when.
-    pub fn withheld_devices(&self) -> Vec<(String, Instant)> {
+    /// The devices that the guest does not see yet.
+    pub fn withheld_devices(&self) -> Vec<WithheldStatus> {
         self.parts.passthrough.withheld_devices()
     }
 
@@ -302,8 +301,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Takes away the vCPUs that the guest has ejected. Tears down the devices that the guest has ejected, and those that it will never see; announces those
-    /// for which memory is mapped now.
+    /// Takes away the vCPUs that the guest has ejected. Tears down the devices that the guest has ejected, and those that
+    /// it will never see; plugs those that were opened late; announces those for which memory is mapped now.
     pub fn take_ejected(&mut self) {
         self.take_ejected_vcpus();
         self.announce_ready();
@@ -328,19 +327,35 @@ impl Machine {
             let Some(id) = id else { continue };
             self.forget(bdf, &id);
         }
+        // After those that go: if memory could not be mapped for them, it is mapped anew for these.
+        self.receive_late();
         // Memory may be discarded again when no passed-through device is left.
         self.retry_discards();
     }
 
-    /// Takes the passed-through devices that could not be opened out of the configuration: the guest goes on without.
-    pub(super) fn drop_unopened(&mut self) {
+    /// Plugs the passed-through devices that were opened late, withheld until memory is mapped. Takes those that could not
+    /// be opened out of the configuration: the guest goes on without.
+    fn receive_late(&mut self) {
+        let context = PciContext {
+            segments: &self.parts.segments,
+            vm: &self.parts.vm,
+            ram: &self.parts.ram,
+            activation: &self.parts.activation,
+            platform: self.config.machine_platform(),
+        };
+        let devices = &self.parts.devices;
+        let discarding = || devices.discarding_devices();
+        if self.parts.passthrough.receive_late(&context, &discarding) {
+            self.stop_added();
+            // Memory may be mapped already.
+            self.announce_ready();
+        }
         let unopened = self.parts.passthrough.take_unopened();
         for (bdf, id) in &unopened {
             self.forget(*bdf, id);
         }
         if !unopened.is_empty() {
             self.discard_what_devices_had();
-            self.retry_discards();
         }
     }
 

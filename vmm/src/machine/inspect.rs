@@ -30,7 +30,7 @@ pub struct FunctionInfo {
     /// Whether it is the transport of a virtio device.
     pub is_virtio: bool,
     /// The BARs with their current addresses. Empty for a passed-through function while its configuration
-    /// space is being accessed.
+    /// space is being accessed, and for one that is still being opened.
     pub bars: Vec<(BarDescription, u64)>,
 }
 
@@ -48,6 +48,10 @@ impl FunctionInfo {
         let bars = device.bars_if_idle().map(|(bars, decode)| placed(bars, &decode));
         let bars = bars.unwrap_or_default();
         Self { id: device.id().to_owned(), bdf, is_virtio: false, bars }
+    }
+
+    fn of_unopened((bdf, id): (Bdf, &str)) -> Self {
+        Self { id: id.to_owned(), bdf, is_virtio: false, bars: Vec::new() }
     }
 }
 
@@ -288,10 +292,11 @@ impl Machine {
         let virtio = virtio.map(|(bdf, device)| FunctionInfo::of_virtio(*bdf, device.as_ref()));
         let passed = self.parts.passthrough.devices().iter();
         let passed = passed.map(|(bdf, device)| FunctionInfo::of_passed_through(*bdf, device));
+        let late = self.parts.passthrough.late_devices().map(FunctionInfo::of_unopened);
         let panics = self.parts.panics.iter();
         let panics = panics.map(|(bdf, device)| FunctionInfo::of_emulated(*bdf, device.as_ref()));
         let users = self.parts.user_devices.devices();
         let users = users.map(|(bdf, device)| FunctionInfo::of_passed_through(bdf, device));
-        virtio.chain(panics).chain(passed).chain(users).collect()
+        virtio.chain(panics).chain(passed).chain(late).chain(users).collect()
     }
 }

@@ -100,6 +100,7 @@ use std::time::Instant;
 use arch::cpuid::{VmCpuid, phys_bits};
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
+use prezero_pool_client::PoolConnection;
 use vfio::pin_time::GATE_WAIT_MAX;
 
 use crate::config::VmConfig;
@@ -120,7 +121,7 @@ pub use hotplug::RemoveError;
 pub use inspect::{FunctionInfo, SeenDevice, StoppedMemoryWork};
 pub use legacy::{LegacyError, LegacyStateError};
 pub use mems::ResizeMemoryError;
-pub use passthrough::PassthroughError;
+pub use passthrough::{PassthroughError, WaitsFor, WithheldStatus};
 pub use pausing::CancelToken;
 pub use prefault::{BootPrefault, BootWatch, PrefaultEnd, PrefaultStatus};
 pub use queued::has_free_buffers;
@@ -139,7 +140,7 @@ pub use write_back::{WriteBack, WriteBackError, report_write_back_failure};
 
 use affinity::affinity_setter;
 use parts::{BuildInput, MachineParts};
-use passthrough::{KeptDmaSlot, OpenInput, Opening, PrepinnedSlot};
+use passthrough::{DeviceStart, KeptDmaSlot, OpenInput, Opening, PrepinnedSlot, SlotAnswer};
 use space::Exits;
 use virtio::PciContext;
 
@@ -165,6 +166,9 @@ pub struct Machine {
     prefault: Option<prefault::Background>,
     /// Everything except the vCPUs.
     parts: MachineParts,
+    /// The pool that was asked for a slot with a device. It leaves the devices alone while this is open: they are closed
+    /// before, and opened again on a reboot.
+    pool: Option<Arc<PoolConnection>>,
     consoles: Consoles,
     /// See [`Machine::restore_held_msrs`].
     held_msrs: Vec<(usize, MsrValue)>,
@@ -208,6 +212,7 @@ impl Machine {
             prefault: None,
             collapse: None,
             parts,
+            pool: None,
             consoles,
             held_msrs: Vec::new(),
             shown: features::shown(&cpuid),
@@ -245,16 +250,22 @@ impl Machine {
         let layout = ram::layout_for(&config, bits);
         let before = ram::restart(&config.memory, layout, kept.ram.take(), boot_prefault, cancel)?;
         let dma = kept.dma.take().filter(|dma| dma.is_for(&config, before.as_ref()));
-        let (ram, slot) = if let Some(ram) = before {
-            (ram, None)
+        let asked = kept.pool.take();
+        let (ram, slot, pool) = if let Some(ram) = before {
+            (ram, None, asked)
         } else {
-            let slot = PrepinnedSlot::take(&config, bits)?;
+            // Its slot is returned, for this VM to ask anew.
+            drop(asked);
+            let SlotAnswer { slot, pool } = PrepinnedSlot::take(&config, bits)?;
             let provided = slot.iter().flat_map(PrepinnedSlot::memory).collect();
             let origin = RamSources { provided, locked, contents: InitialContents::AsFound };
-            (ram::make(&config.memory, layout, origin, boot_prefault, cancel)?, slot)
+            let memory = &config.memory;
+            let ram = ram::make(memory, layout, origin, pool.as_ref(), boot_prefault, cancel)?;
+            (ram, slot, pool)
         };
         let images = &mut kept.disks;
-        let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, cancel };
+        let left = host.left.clone();
+        let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, left, cancel };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
@@ -291,6 +302,7 @@ impl Machine {
             vcpus.first().map(|vcpu| vcpu.read_registers(&arch::feature_msrs::indices()));
         let mut machine = Self::start(parts, vcpus, cpuid, config, consoles)?;
         machine.feature_msrs = described.transpose()?.unwrap_or_default();
+        machine.pool = pool;
         let memory = &machine.config.memory;
         let modes = ram::prefault_modes(memory);
         let balloon = machine.balloon().cloned();
@@ -298,43 +310,48 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Plugs the passed-through devices that were being opened while the guest started. Cancelling ends the
-    /// wait for a device.
+    /// Plugs the passed-through devices that are being opened while the guest starts, those that are open in time: the
+    /// guest finds the others later, when [`GuestEvent::WithheldDevice`] has told that they are
+    /// ([`Machine::take_ejected`]). Cancelling ends the wait for a device.
     ///
     /// # Errors
     /// Names the device, or says that the start was cancelled. The machine is unusable then, and its guest
     /// has run: [`Machine::end`] must be called.
     pub fn finish_opening(&mut self, cancel: &CancelToken) -> Result<(), MachineError> {
         let late_at = Instant::now() + GATE_WAIT_MAX;
+        let passthrough = &mut self.parts.passthrough;
+        if !passthrough.is_opening() {
+            return Ok(());
+        }
+        let segments = &self.parts.segments;
         let context = PciContext {
-            segments: &self.parts.segments,
+            segments,
             vm: &self.parts.vm,
             ram: &self.parts.ram,
             activation: &self.parts.activation,
             platform: self.config.machine_platform(),
         };
-        let passthrough = &mut self.parts.passthrough;
-        if passthrough.is_opening() {
-            // Not before the guest runs: starting threads takes time, and takes from what it may have of them.
-            passthrough.populate_early(&self.config.memory, &self.parts.ram, true);
-        }
-        if !passthrough.receive_opened(&context, Some(late_at), cancel)? {
-            passthrough.withhold_late(&self.parts.segments);
-            // Nor does a vCPU wait for a disk. Its addresses are taken before those of devices that have no choice.
-            self.parts.devices.place_later(&self.parts.segments)?;
-        }
-        let discarding = self.parts.devices.discarding_devices();
+        // Not before the guest runs: starting threads takes time, and takes from what it may have of them.
+        passthrough.populate_early(&self.config.memory, &self.parts.ram, true);
         let background = self.prefault.as_ref();
         let populated_bytes =
             || background.map_or(0, |prefault| prefault.status().progress.done_bytes);
-        passthrough.finish_opening(&context, discarding, &populated_bytes, cancel)?;
-        self.parts.devices.place_later(&self.parts.segments)?;
-        self.drop_unopened();
+        let discarding = self.parts.devices.discarding_devices();
+        let mut start = DeviceStart::new(discarding, &populated_bytes, cancel);
+        passthrough.receive_opened(&context, &mut start, Some(late_at))?;
+        if passthrough.withhold_late(segments) {
+            // Nor does a vCPU wait for a disk. Its addresses are taken before those of devices that have no choice.
+            self.parts.devices.place_later(segments)?;
+        }
+        // Those that the guest cannot do without.
+        passthrough.receive_opened(&context, &mut start, None)?;
+        passthrough.put_on_bus(segments, &start)?;
+        self.parts.devices.place_later(segments)?;
         Ok(())
     }
 
     /// Ends the guest: on return its disks are written back and their locks are released. Passed-through
-    /// devices that are still being opened are waited for when the value is dropped. Idempotent.
+    /// devices that are still being opened are not waited for, also when the value is dropped. Idempotent.
     pub fn end(&mut self) {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
@@ -357,6 +374,11 @@ impl Machine {
     /// returned slot then.
     pub fn keep_dma(&mut self) -> KeptDmaSlot {
         self.parts.passthrough.keep_mappings()
+    }
+
+    /// The connection over which a pool leaves the devices alone, for the next boot.
+    pub fn keep_pool(&mut self) -> Option<Arc<PoolConnection>> {
+        self.pool.take()
     }
 
     /// Memory for a machine to be received or restored. The zones named in `given` consist of
@@ -399,7 +421,8 @@ impl Machine {
         disks::assume_raw(&mut config);
         let images = &mut LockedImages::default();
         let cancel = &CancelToken::default();
-        let open = OpenInput { opening: Opening::Before, slot: None, kept: None, cancel };
+        let left = host.left.clone();
+        let open = OpenInput { opening: Opening::Before, slot: None, kept: None, left, cancel };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;

@@ -249,14 +249,9 @@ impl VirtioDevices {
         // One that fails, and those after it, are left to `release_numbers`.
         while let Some((bdf, function)) = self.unplaced.first() {
             let as_pci: Arc<dyn PciDevice> = function.clone();
-            if let (Some(segment), Ok(number)) =
-                (segments.of(*bdf), DeviceNumber::new(bdf.device()))
-            {
-                segment.deliver(&as_pci, number).map_err(|source| VirtioError::Bus {
-                    id: as_pci.id().to_owned(),
-                    source: segments.explain(bdf.segment(), as_pci.as_ref(), source),
-                })?;
-            }
+            segments
+                .deliver(&as_pci, *bdf)
+                .map_err(|source| VirtioError::Bus { id: as_pci.id().to_owned(), source })?;
             self.unplaced.remove(0);
         }
         Ok(())

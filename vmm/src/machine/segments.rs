@@ -325,6 +325,25 @@ impl Segments {
         }
     }
 
+    /// See [`PciSegment::hide`].
+    pub fn hide(&self, bdf: Bdf) {
+        if let Some((segment, number)) = self.slot(bdf) {
+            segment.hide(number);
+        }
+    }
+
+    /// See [`PciSegment::deliver`].
+    ///
+    /// # Errors
+    /// There is no such place, or no room for its BARs; says what helps then.
+    pub fn deliver(&self, device: &Arc<dyn PciDevice>, bdf: Bdf) -> Result<(), PlaceError> {
+        let none = PlaceError::NoSegment(bdf.segment());
+        let (segment, number) = self.slot(bdf).ok_or(none)?;
+        let delivered = segment.deliver(device, number);
+        let explain = |source| self.explain(bdf.segment(), device.as_ref(), source);
+        delivered.map(drop).map_err(explain)
+    }
+
     /// See [`PciSegment::show`].
     pub fn show(&self, bdf: Bdf) {
         if let Some((segment, number)) = self.slot(bdf) {

@@ -6,12 +6,12 @@
 //! memory is unmapped before the device goes back to the host. It must never leave half of a device behind: what
 //! fails or is cancelled is undone.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use pci::{Bdf, PciDevice as _};
 use vfio::{PinState, VfioPciDevice};
 
-use super::backend::real_place;
+use super::openers::{Abandoned, OpenerPlace};
 use super::outcome::{read, unmap_if_unused};
 use super::{DiscardingDevices, Passthrough, PassthroughError, Showing, ban, new_gate};
 use crate::config::{DeviceConfig, PinMode};
@@ -35,6 +35,7 @@ impl Passthrough {
         cancel: &CancelToken,
     ) -> Result<Bdf, PassthroughError> {
         self.check_memory()?;
+        self.refuse_left(config, config.id.as_deref().unwrap_or_default())?;
         // Nothing is discarded from here on. Pages discarded before are populated again, and those in the
         // balloon are discarded again once everything is mapped.
         self.ban.get_or_insert_with(|| Arc::new(ban(context.ram)));
@@ -62,27 +63,47 @@ impl Passthrough {
         }
     }
 
-    /// Refuses a device that a cancelled addition is still opening: that thread resets the device once it
+    /// Refuses a device that was removed while it was being opened, and still is: that thread resets the device once it
     /// is open, even if it was opened again since.
     pub(super) fn refuse_withdrawn(
         &self,
         config: &DeviceConfig,
         id: &str,
     ) -> Result<(), PassthroughError> {
-        let place = real_place(config);
-        let is_open =
-            |(other, token): &(String, Weak<()>)| *other == place && token.strong_count() > 0;
-        if self.withdrawn.iter().any(is_open) {
-            return Err(PassthroughError::Withdrawn { id: id.to_owned(), place });
+        let place = OpenerPlace::of(config);
+        let is_same = |other: &Abandoned| other.is_in_use() && other.place.is_of_device(&place);
+        if self.withdrawn.iter().any(is_same) {
+            let (id, place) = (id.to_owned(), place.into_text());
+            return Err(PassthroughError::Withdrawn { id, place });
         }
         Ok(())
+    }
+
+    /// Refuses a device that is still being opened for a machine that has ended.
+    pub(super) fn refuse_left(
+        &self,
+        config: &DeviceConfig,
+        id: &str,
+    ) -> Result<(), PassthroughError> {
+        let place = OpenerPlace::of(config);
+        if self.left.before(&place).is_empty() {
+            return Ok(());
+        }
+        let (id, place) = (id.to_owned(), place.into_text());
+        Err(PassthroughError::LeftOpening { id, place })
     }
 
     /// Unplugs the device at `bdf` and returns it to the host; unmaps memory with the last one. Returns its
     /// id.
     pub fn remove(&mut self, bdf: Bdf, segments: &Segments) -> Option<String> {
-        let id = self.devices.iter().find(|(at, _)| *at == bdf)?.1.id().to_owned();
-        self.unplug(bdf, segments);
+        let open = self.devices.iter().find(|(at, _)| *at == bdf);
+        let id = match open.map(|(_, device)| device.id().to_owned()) {
+            Some(id) => {
+                self.unplug(bdf, segments);
+                id
+            }
+            None => self.abandon_late(bdf, segments)?,
+        };
         self.forget_memory_without_devices();
         Some(id)
     }
@@ -117,6 +138,16 @@ impl Passthrough {
     /// Resets all DMA state once the last device has been removed.
     pub(super) fn forget_memory_without_devices(&mut self) {
         if self.devices.is_empty() {
+            self.gate = new_gate(&self.standstill);
+            self.peers = None;
+            // It was of those that are gone.
+            self.strict = false;
+            let is_prepared =
+                self.early.is_some() || self.kept.is_some() || self.prepinned.is_some();
+            if is_prepared && !self.late.is_empty() {
+                // For those that are still being opened.
+                return;
+            }
             // Memory may be discarded from here on.
             self.early = None;
             // What was mapped before the guest ran, and no device came to use: it must not be taken for mapped by one
@@ -128,31 +159,7 @@ impl Passthrough {
             {
                 space.unmap_all();
             }
-            self.gate = new_gate(&self.standstill);
-            self.peers = None;
             self.ban = None;
-            // It was of those that are gone.
-            self.strict = false;
-        }
-    }
-}
-
-impl Drop for Passthrough {
-    fn drop(&mut self) {
-        let is_open = |(_, token): &(String, Weak<()>)| token.strong_count() > 0;
-        if !self.withdrawn.iter().any(is_open) {
-            // What is mapped ends with the address space.
-            return;
-        }
-        // A thread that opens a device for an addition that was cancelled has a share of it, for as long as that takes.
-        self.notices = None;
-        read(&self.device_list).memory = None;
-        self.pinning = None;
-        for (_, device) in self.devices.drain(..) {
-            device.disarm();
-        }
-        if let Some(space) = &self.space {
-            space.unmap_all();
         }
     }
 }
@@ -171,6 +178,7 @@ mod tests {
 
     use super::super::announcing::tests::new_segment;
     use super::super::migration::tests::two_devices;
+    use super::super::openers::OpenerEnd;
     use super::*;
 
     /// Longer than any of these tests takes.
@@ -206,6 +214,10 @@ mod tests {
         kernel.open();
     }
 
+    fn given(path: &str) -> DeviceConfig {
+        DeviceConfig { path: Some(path.into()), ..DeviceConfig::default() }
+    }
+
     /// Two devices, for which all memory is mapped.
     fn mapped() -> (Passthrough, [Arc<FakeFunction>; 2], Arc<FakeTarget>) {
         let (mut passthrough, hosts) = two_devices();
@@ -228,10 +240,16 @@ mod tests {
         for is_being_opened in [true, false] {
             let (mut passthrough, hosts, target) = mapped();
             // What the thread that opens it has.
-            let (token, space) = (Arc::new(()), passthrough.space.clone());
-            passthrough.withdrawn.push(("/one".to_owned(), Arc::downgrade(&token)));
-            let _token = is_being_opened.then_some(token);
+            let (end, space) = (OpenerEnd::default(), passthrough.space.clone());
+            let _mark = is_being_opened.then(|| end.mark());
+            if !is_being_opened {
+                drop(end.mark());
+            }
+            let place = OpenerPlace::of(&given("/one"));
+            passthrough.withdrawn.push(Abandoned { place: place.clone(), end });
+            let left = passthrough.left.clone();
             drop(passthrough);
+            assert_eq!(left.before(&place).len(), usize::from(is_being_opened));
             // Otherwise it ends with the space, which nothing else has then.
             assert_eq!(target.mapped.lock().is_empty(), is_being_opened);
             assert_eq!(hosts.map(|host| *host.resets.lock() > 0), [is_being_opened; 2]);
@@ -258,14 +276,18 @@ mod tests {
     #[test]
     fn a_device_that_is_still_being_opened_for_nothing_is_refused() {
         let (mut passthrough, _hosts) = two_devices();
-        let place =
-            |path: &str| DeviceConfig { path: Some(path.into()), ..DeviceConfig::default() };
-        let token = Arc::new(());
-        passthrough.withdrawn.push((real_place(&place("/one")), Arc::downgrade(&token)));
-        let refused = passthrough.refuse_withdrawn(&place("/one"), "again");
+        let end = OpenerEnd::default();
+        let mark = end.mark();
+        passthrough.withdrawn.push(Abandoned { place: OpenerPlace::of(&given("/one")), end });
+        let refused = passthrough.refuse_withdrawn(&given("/one"), "again");
         assert!(matches!(refused, Err(PassthroughError::Withdrawn { .. })), "{refused:?}");
-        passthrough.refuse_withdrawn(&place("/two"), "other").unwrap();
-        drop(token);
-        passthrough.refuse_withdrawn(&place("/one"), "again").unwrap();
+        passthrough.refuse_withdrawn(&given("/two"), "other").unwrap();
+        passthrough.refuse_left(&given("/one"), "again").unwrap();
+        passthrough.left.add(passthrough.withdrawn.drain(..));
+        let refused = passthrough.refuse_left(&given("/one"), "again");
+        assert!(matches!(refused, Err(PassthroughError::LeftOpening { .. })), "{refused:?}");
+        passthrough.refuse_withdrawn(&given("/one"), "again").unwrap();
+        drop(mark);
+        passthrough.refuse_left(&given("/one"), "again").unwrap();
     }
 }

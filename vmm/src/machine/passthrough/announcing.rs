@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Passed-through devices that the guest does not see before all memory is mapped for them.
+//! Passed-through devices that the guest does not see before they are open and all memory is mapped for them.
 //!
 //! A guest's driver that switches DMA on waits at the gate until memory is mapped. Linux writes that
 //! register under the lock for the configuration space of all devices, with interrupts off, so a wait stalls
-//! every vCPU that touches any configuration space. A device that is withheld is open, and has its place on
-//! the bus, but does not respond there. When memory is mapped, it is shown and announced as hot-plugged.
+//! every vCPU that touches any configuration space. A device that is withheld has its place on the bus, but does not
+//! respond there. When it is open and memory is mapped, it is shown and announced as hot-plugged.
 //!
 //! Owns which devices are withheld, and whether each is announced or removed. Runs where the machine is at
 //! hand: it must never announce or remove one while the machine is being paused, moved or saved.
@@ -23,6 +23,8 @@ use crate::machine::segments::Segments;
 /// What a withheld device waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Withholding {
+    /// To be opened.
+    Opening,
     /// For memory to be mapped.
     Memory,
     /// To be removed, as a client has asked.
@@ -44,12 +46,32 @@ impl Withholding {
     /// `memory`: state of mapping memory, if it has begun. `is_lost`: the device has failed.
     fn fate(self, memory: Option<&PinState>, is_lost: bool) -> Fate {
         match (self, memory) {
-            (Self::Removal, _) | (_, Some(PinState::Failed(_))) => Fate::Remove,
-            _ if is_lost => Fate::Remove,
+            (Self::Removal, _) | (Self::Memory, Some(PinState::Failed(_))) => Fate::Remove,
+            (Self::Memory, _) if is_lost => Fate::Remove,
             (Self::Memory, Some(PinState::Pinned { .. })) => Fate::Announce,
-            (Self::Memory, Some(PinState::Pinning) | None) => Fate::Wait,
+            (Self::Opening, _) | (Self::Memory, Some(PinState::Pinning) | None) => Fate::Wait,
         }
     }
+}
+
+/// What a device waits for that the guest does not see yet, as told to clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitsFor {
+    /// The host opens it.
+    Opening,
+    /// Memory is being mapped for it.
+    Memory,
+}
+
+/// A device that the guest does not see yet, as told to clients.
+#[derive(Clone, Debug)]
+pub struct WithheldStatus {
+    /// Its id.
+    pub id: String,
+    /// Since when the guest would see it otherwise.
+    pub since: Instant,
+    /// What it waits for.
+    pub waits_for: WaitsFor,
 }
 
 /// A device that the guest does not see yet.
@@ -64,8 +86,23 @@ struct WithheldDevice {
 pub(super) struct Withheld(Vec<WithheldDevice>);
 
 impl Withheld {
+    /// Adds a device that is open.
     pub(super) fn add(&mut self, bdf: Bdf) {
         self.0.push(WithheldDevice { bdf, why: Withholding::Memory, since: Instant::now() });
+    }
+
+    /// Adds a device that is still being opened.
+    pub(super) fn add_unopened(&mut self, bdf: Bdf) {
+        self.0.push(WithheldDevice { bdf, why: Withholding::Opening, since: Instant::now() });
+    }
+
+    /// Notes that a device is open now.
+    pub(super) fn has_opened(&mut self, bdf: Bdf) {
+        let opened =
+            |device: &&mut WithheldDevice| device.bdf == bdf && device.why == Withholding::Opening;
+        if let Some(device) = self.0.iter_mut().find(opened) {
+            device.why = Withholding::Memory;
+        }
     }
 
     /// Forgets a device, which was announced or removed.
@@ -89,11 +126,17 @@ impl Passthrough {
         self.withheld.get(bdf).is_some()
     }
 
-    /// Ids of the withheld devices, and since when the guest would see each otherwise.
-    pub fn withheld_devices(&self) -> Vec<(String, Instant)> {
-        let since = |bdf: &Bdf| self.withheld.get(*bdf).map(|device| device.since);
-        let devices = self.devices.iter().filter_map(|(bdf, device)| Some((device, since(bdf)?)));
-        devices.map(|(device, since)| (pci::PciDevice::id(&**device).to_owned(), since)).collect()
+    /// The withheld devices.
+    pub fn withheld_devices(&self) -> Vec<WithheldStatus> {
+        let status = |bdf, id: &str, waits_for| {
+            let since = self.withheld.get(bdf)?.since;
+            Some(WithheldStatus { id: id.to_owned(), since, waits_for })
+        };
+        let open = self.devices.iter().filter_map(|(bdf, device)| {
+            status(*bdf, pci::PciDevice::id(&**device), WaitsFor::Memory)
+        });
+        let late = self.late_devices();
+        open.chain(late.filter_map(|(bdf, id)| status(bdf, id, WaitsFor::Opening))).collect()
     }
 
     /// Has a withheld device removed without the guest, shortly; false if it is not withheld. If memory is being
@@ -162,9 +205,13 @@ impl Passthrough {
 
     /// Why a machine with withheld devices can be neither migrated nor saved: its guest is about to see them.
     pub(super) fn why_withheld(&self) -> Vec<String> {
-        let withheld = self.devices.iter().filter(|(bdf, _)| self.withholds(*bdf));
-        let why = "it is withheld from the guest until memory is mapped for it";
-        withheld.map(|(_, device)| format!("'{}': {why}", pci::PciDevice::id(&**device))).collect()
+        let why = |WithheldStatus { id, waits_for, .. }| match waits_for {
+            WaitsFor::Opening => format!("'{id}': it is still being opened"),
+            WaitsFor::Memory => {
+                format!("'{id}': it is withheld from the guest until memory is mapped for it")
+            }
+        };
+        self.withheld_devices().into_iter().map(why).collect()
     }
 }
 
@@ -205,7 +252,7 @@ pub(super) mod tests {
         PciSegment::new(PciSegmentOptions { segment: 0, windows }, mapper).unwrap()
     }
 
-    fn vendor(segments: &Segments, bdf: Bdf) -> u16 {
+    pub(in super::super) fn vendor(segments: &Segments, bdf: Bdf) -> u16 {
         let mut data = [0; 2];
         let device = bdf.device();
         let segment = segments.of(bdf).unwrap();
@@ -214,7 +261,7 @@ pub(super) mod tests {
     }
 
     /// Opens when dropped: a test that fails would wait for its mapping otherwise.
-    struct OpenAtEnd(Arc<DmaGate>);
+    pub(in super::super) struct OpenAtEnd(pub Arc<DmaGate>);
 
     impl Drop for OpenAtEnd {
         fn drop(&mut self) {
@@ -258,8 +305,9 @@ pub(super) mod tests {
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
         assert!(passthrough.show_ready(&segments).is_empty() && passthrough.refused().is_empty());
         let listed = passthrough.withheld_devices();
-        assert_eq!(listed.iter().map(|(id, _)| id.as_str()).collect::<Vec<_>>(), ["one", "two"]);
-        assert!(listed.iter().all(|(_, since)| (begun..=Instant::now()).contains(since)));
+        assert_eq!(listed.iter().map(|it| it.id.as_str()).collect::<Vec<_>>(), ["one", "two"]);
+        assert!(listed.iter().all(|it| it.waits_for == WaitsFor::Memory));
+        assert!(listed.iter().all(|it| (begun..=Instant::now()).contains(&it.since)));
         assert!(bdfs.iter().all(|bdf| vendor(&segments, *bdf) == 0xffff));
         assert!(told.try_recv().is_err());
         kernel.open();
@@ -340,6 +388,8 @@ pub(super) mod tests {
         for state in [None, Some(&PinState::Pinning), Some(&pinned), Some(&failed)] {
             assert_eq!(memory(state, true), Fate::Remove, "{state:?}");
             assert_eq!(Withholding::Removal.fate(state, false), Fate::Remove, "{state:?}");
+            // Whether it can be used is seen when it is open.
+            assert_eq!(Withholding::Opening.fate(state, true), Fate::Wait, "{state:?}");
         }
     }
 

@@ -10,7 +10,7 @@
 //! write: each device has to say that its DMA is off before the memory gets its next guest. What speaks against
 //! keeping is logged, and everything is mapped anew then.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use memory::GuestRam;
 use parking_lot::Mutex;
@@ -103,9 +103,8 @@ impl Passthrough {
         // A failure of a device that is told of from here on would unmap all.
         self.notices = None;
         read(&self.device_list).memory = None;
-        // One that is still being opened, also for an addition that was cancelled, would be attached later.
-        let is_being_opened = |(_, token): &(String, Weak<()>)| token.strong_count() > 0;
-        if !self.pending.is_empty() || self.withdrawn.iter().any(is_being_opened) {
+        // One that is still being opened, also if it was removed meanwhile, would be attached later.
+        if self.may_be_joined() {
             return Err("a device is still being opened".into());
         }
         for (_, device) in &self.devices {
@@ -128,18 +127,24 @@ impl Passthrough {
 
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "tests")]
-mod tests {
+pub(super) mod tests {
     use std::sync::atomic::Ordering;
 
     use memory::{RamConfig, RamLayout, ZoneSpec};
+    use pci::{Bdf, DeviceNumber};
     use serde_json::json;
     use vfio::PinState;
     use vfio::fakes::{FakeFunction, FakeTarget};
 
     use super::super::DiscardingDevices;
+    use super::super::announcing::tests::new_segment;
     use super::super::migration::tests::two_devices;
+    use super::super::openers::{Abandoned, OpenerEnd, OpenerPlace};
+    use super::super::opening::tests::slow;
     use super::*;
+    use crate::config::PinMode;
     use crate::machine::pausing::CancelToken;
+    use crate::machine::segments::Segments;
 
     const RAM_BYTES: u64 = 192 << 20;
 
@@ -168,6 +173,15 @@ mod tests {
         assert!(hosts.iter().all(|host| host.is_bus_master()));
         let slot = passthrough.keep_mappings();
         (passthrough, hosts, slot)
+    }
+
+    /// What a machine has left in `target` that has rebooted.
+    pub(in super::super) fn kept_in(target: &Arc<FakeTarget>) -> (KeptDma, Arc<GuestRam>) {
+        let ram = new_ram();
+        let (mut passthrough, _hosts, slot) = at_work(target, &ram);
+        passthrough.cancel();
+        passthrough.leave(&ram);
+        (slot.take().unwrap(), ram)
     }
 
     fn mapped(target: &FakeTarget) -> Vec<std::ops::Range<u64>> {
@@ -215,8 +229,13 @@ mod tests {
         assert_eq!(next.take_unopened().len(), 1);
         assert!(next.kept.is_some() && !mapped(&target).is_empty(), "others have come");
         next.devices.clear();
+        let (late, _never) = slow("late", 7, PinMode::Auto, Box::new(|| {}));
+        next.late.push(late);
         next.unopened.push((place, "two".to_owned()));
         assert_eq!(next.take_unopened().len(), 1);
+        assert!(next.kept.is_some() && !mapped(&target).is_empty(), "another may come");
+        let place = Bdf::on_root_bus(0, DeviceNumber::new(7).unwrap());
+        assert!(next.remove(place, &Segments::of_test(new_segment())).is_some());
         assert!(next.kept.is_none() && mapped(&target).is_empty(), "memory may be discarded now");
     }
 
@@ -246,8 +265,16 @@ mod tests {
 
         let (target, ram) = (self::target(true), new_ram());
         let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
-        let opening = Arc::new(());
-        passthrough.withdrawn.push(("/d".to_owned(), Arc::downgrade(&opening)));
+        let end = OpenerEnd::default();
+        let _mark = end.mark();
+        passthrough.withdrawn.push(Abandoned { place: OpenerPlace::default(), end });
+        passthrough.leave(&ram);
+        assert!(slot.take().is_none(), "one is about to be attached");
+
+        let (target, ram) = (self::target(true), new_ram());
+        let (mut passthrough, _hosts, slot) = at_work(&target, &ram);
+        let (late, _never) = slow("late", 7, PinMode::Auto, Box::new(|| {}));
+        passthrough.late.push(late);
         passthrough.leave(&ram);
         assert!(slot.take().is_none(), "one is about to be attached");
     }

@@ -212,7 +212,7 @@ pub(super) mod tests {
     use vfio::{DmaGate, P2pBars, VfioWiring};
 
     use super::super::announcing::Withheld;
-    use super::super::{Backend, CancelToken, DiscardingDevices, SharedDeviceList};
+    use super::super::{Backend, CancelToken, DiscardingDevices, LeftOpenings, SharedDeviceList};
     use super::*;
 
     /// Devices 'one' and 'two', which can be migrated, and their fake hosts.
@@ -256,6 +256,8 @@ pub(super) mod tests {
             devices: [(1, "one", &hosts[0]), (2, "two", &hosts[1])].map(device).into(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
+            arrived: Vec::new(),
+            late: Vec::new(),
             unopened: Vec::new(),
             device_list: SharedDeviceList::default(),
             gate: Arc::clone(&gate),
@@ -268,6 +270,7 @@ pub(super) mod tests {
             withheld: Withheld::default(),
             standstill: Arc::default(),
             withdrawn: Vec::new(),
+            left: LeftOpenings::default(),
             needs_p2p: false,
             peers: None,
             threads: None,

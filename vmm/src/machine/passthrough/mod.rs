@@ -9,7 +9,11 @@
 //! | --- | --- |
 //! | `adding` | devices that come and go while the machine is there |
 //! | `announcing` | devices that the guest does not see before memory is mapped |
-//! | `opening` | devices that are opened while the guest runs |
+//! | `opening` | threads that open devices while the guest runs |
+//! | `starting` | devices that the start of the guest waits for |
+//! | `late` | devices that it does not wait for any longer |
+//! | `openers` | threads that open a device which nothing waits for any more |
+//! | `mapping` | when memory is mapped, and who waits for that |
 //! | `backend` | VFIO container or iommufd |
 //! | `counters` | times and states of the devices, for `vm.counters` |
 //! | `kept` | what stays mapped while the guest reboots |
@@ -26,143 +30,63 @@ mod announcing;
 mod backend;
 mod counters;
 mod device_events;
+mod error;
 mod kept;
+mod late;
+mod mapping;
 mod migration;
+mod openers;
 mod opening;
 mod outcome;
 mod populating;
 mod prepinned;
 mod reach;
 mod slots;
+mod starting;
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use arch::acpi::IntxRoute;
 use arch::layout;
 use hypervisor::Standstill;
-use hypervisor::irq::IrqError;
 use memory::{DiscardBan, GuestRam};
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice};
-use thiserror::Error;
-use vfio::migration::MigrationError;
 use vfio::{
-    DeviceEvents, DmaGate, DmaMap, DmaSpace, GateClosed, GuestRamPopulator, IntxLine, P2pBars,
-    PinError, PinProgress, PinState, Pinning, VfioError, VfioFunction, VfioPciDevice, VfioWiring,
+    DeviceEvents, DmaGate, DmaSpace, HostFunction, IntxLine, P2pBars, Pinning, VfioError,
+    VfioPciDevice, VfioWiring,
 };
 
-use super::events::{EventSink, GuestEvent};
-use super::pausing::{CancelToken, POLL_INTERVAL};
+use super::events::EventSink;
+use super::pausing::CancelToken;
 use super::prefault::prefault_threads;
-use super::segments::PlaceError;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use announcing::Withheld;
-use backend::{Backend, real_place, shown_place};
-pub use migration::check_config;
-pub use opening::Opening;
-use opening::{Opened, PendingDevice};
-pub use outcome::DiscardingDevices;
-use outcome::{EnableDiscards, SharedDeviceList, lose_all, read, tell};
-use populating::{EarlyPopulating, RamPopulator};
+use backend::Backend;
+use error::no_device;
+use openers::{Abandoned, OpenerEnd, OpenerPlace};
+use opening::{Opened, PendingDevice, report_opened};
+use outcome::{SharedDeviceList, read};
+use populating::EarlyPopulating;
+use starting::ArrivedDevice;
 
+pub use announcing::{WaitsFor, WithheldStatus};
+pub use error::PassthroughError;
 pub use kept::{KeptDma, KeptDmaSlot};
-pub use prepinned::PrepinnedSlot;
+pub use migration::check_config;
+pub use openers::LeftOpenings;
+pub use opening::Opening;
+pub use outcome::DiscardingDevices;
+pub use prepinned::{PrepinnedSlot, SlotAnswer};
 pub use reach::choose_high_hole;
 pub use slots::KvmBarSlots;
+pub use starting::DeviceStart;
 
 /// Number of I/O APIC lines that no fixed device uses.
 const INTX_LINES: u32 = layout::FIRST_MSI_GSI - layout::FIRST_FREE_GSI;
-
-/// Why a passed-through device cannot be used.
-#[derive(Debug, Error)]
-pub enum PassthroughError {
-    /// A VFIO call failed.
-    #[error("cannot pass devices through")]
-    Vfio(#[source] VfioError),
-    /// The device cannot be opened or set up.
-    #[error("cannot pass through '{id}' ({place})")]
-    Device {
-        /// Id of the device.
-        id: String,
-        /// Its location on the host.
-        place: String,
-        /// The cause.
-        #[source]
-        source: VfioError,
-    },
-    /// The interrupt line is not available.
-    #[error("cannot give '{id}' an interrupt line")]
-    Line {
-        /// Id of the device.
-        id: String,
-        /// The cause.
-        #[source]
-        source: IrqError,
-    },
-    /// The device cannot be placed on the PCI bus.
-    #[error("cannot give '{id}' a place on the PCI bus")]
-    Bus {
-        /// Id of the device.
-        id: String,
-        /// The cause.
-        #[source]
-        source: PlaceError,
-    },
-    /// Memory cannot be mapped for DMA.
-    #[error("cannot make guest memory ready for DMA")]
-    Pin(#[from] PinError),
-    /// Memory could not be mapped for DMA, so no device can continue here.
-    #[error("the passed-through devices cannot continue here")]
-    NotMapped(#[from] GateClosed),
-    /// Mapping memory has failed earlier, so no device can be used.
-    #[error(
-        "guest memory could not be made ready for DMA ({0}); remove the passed-through devices that \
-         the VM has, then add them again"
-    )]
-    MemoryFailed(Arc<str>),
-    /// Memory that was being mapped is unmapped, as the devices that it was for are removed.
-    #[error(
-        "guest memory is being unmapped, as the passed-through devices that the VM had are being removed; add the \
-         device when they are gone (event device-removed)"
-    )]
-    Leaving,
-    /// A device prevents a migration or snapshot.
-    #[error(
-        "the VM can be neither migrated nor saved because of its passed-through devices: {0}; remove \
-         them first"
-    )]
-    NotMovable(String),
-    /// The device was removed while it was being opened, and is still being opened on the host.
-    #[error(
-        "'{id}' ({place}) was removed while it was being opened, and the host is still opening it; add it again when \
-         it is done"
-    )]
-    Withdrawn {
-        /// Id of the device.
-        id: String,
-        /// Its location on the host.
-        place: String,
-    },
-    /// The VM is to end, or the addition of the device was cancelled.
-    #[error("the operation was cancelled before all passed-through devices were ready")]
-    Cancelled,
-    /// A device does not stop.
-    #[error("cannot stop passed-through device '{id}'")]
-    Stop {
-        /// Id of the device.
-        id: String,
-        /// The cause.
-        #[source]
-        source: MigrationError,
-    },
-}
-
-fn no_device(config: &DeviceConfig, id: &str, source: VfioError) -> PassthroughError {
-    PassthroughError::Device { id: id.to_owned(), place: shown_place(config), source }
-}
 
 /// The passed-through devices of a machine.
 pub struct Passthrough {
@@ -176,9 +100,13 @@ pub struct Passthrough {
     devices: Vec<(Bdf, Arc<VfioPciDevice>)>,
     /// When each device was open, by id.
     opened: BTreeMap<String, Instant>,
-    /// Devices that are still to be plugged.
+    /// Devices that are being opened, for which the start of the guest waits.
     pending: Vec<PendingDevice>,
-    /// Devices that could not be opened, and without which the guest works.
+    /// Devices that are open, and that the start of the guest has not put on the bus yet.
+    arrived: Vec<ArrivedDevice>,
+    /// Devices that are being opened, and without which the guest runs.
+    late: Vec<PendingDevice>,
+    /// Devices that could not be used when they came late, and without which the guest goes on.
     unopened: Vec<(Bdf, String)>,
     device_list: SharedDeviceList,
     /// Gate that device access waits at; replaced once the last device has been removed.
@@ -197,8 +125,10 @@ pub struct Passthrough {
     withheld: Withheld,
     /// Informs the guest of waits at the gate, once it has vCPUs.
     standstill: Arc<OnceLock<Standstill>>,
-    /// Devices removed while they were being opened, by location, until they are closed.
-    withdrawn: Vec<(String, Weak<()>)>,
+    /// Devices removed while they were being opened, until they are closed.
+    withdrawn: Vec<Abandoned>,
+    /// The same of machines that have ended.
+    left: LeftOpenings,
     /// Whether devices are to reach each other's BARs by DMA.
     needs_p2p: bool,
     /// BARs mapped for p2p; replaced like the gate.
@@ -246,6 +176,8 @@ pub struct OpenInput<'a> {
     pub slot: Option<PrepinnedSlot>,
     /// What has stayed mapped of this memory since the guest ran before its reboot.
     pub kept: Option<KeptDma>,
+    /// What earlier machines of this process may still be opening.
+    pub left: LeftOpenings,
     /// Ends every wait for a device or for memory.
     pub cancel: &'a CancelToken,
 }
@@ -259,7 +191,7 @@ impl Passthrough {
         has_devices.then(|| ban(ram))
     }
 
-    /// Opens the devices and places them on the bus, or starts to; [`Passthrough::finish_opening`] does the rest.
+    /// Opens the devices and places them on the bus, or starts to; [`Passthrough::receive_opened`] goes on then.
     ///
     /// # Errors
     /// Names the device.
@@ -268,7 +200,7 @@ impl Passthrough {
         context: &PciContext<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
-        OpenInput { opening, slot, kept, cancel }: OpenInput<'_>,
+        OpenInput { opening, slot, kept, left, cancel }: OpenInput<'_>,
     ) -> Result<Self, PassthroughError> {
         let standstill = Arc::default();
         let mut this = Self {
@@ -282,6 +214,8 @@ impl Passthrough {
             devices: Vec::new(),
             opened: BTreeMap::new(),
             pending: Vec::new(),
+            arrived: Vec::new(),
+            late: Vec::new(),
             unopened: Vec::new(),
             device_list: SharedDeviceList::default(),
             backend: Backend::of(config),
@@ -291,6 +225,7 @@ impl Passthrough {
             kept,
             leaves_to: None,
             withdrawn: Vec::new(),
+            left,
             needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
             threads: prefault_threads(&config.memory),
@@ -310,6 +245,9 @@ impl Passthrough {
         }
         this.attach_that_of_slot(config.devices.as_deref().unwrap_or_default(), context);
         for config in config.devices.iter().flatten() {
+            if opening == Opening::Before {
+                this.refuse_left(config, config.id.as_deref().unwrap_or_default())?;
+            }
             if overlaps {
                 this.expect(config, context)?;
             } else {
@@ -361,15 +299,20 @@ impl Passthrough {
     ) -> Result<(Arc<VfioPciDevice>, Instant), PassthroughError> {
         self.refuse_withdrawn(config, id)?;
         let open = self.opener(config, id, context)?;
-        // Kept alive by the thread that opens the device, also after the addition was cancelled.
-        let token = Arc::new(());
-        self.withdrawn.retain(|(_, token)| token.strong_count() > 0);
-        self.withdrawn.push((real_place(config), Arc::downgrade(&token)));
-        let opened = self.open_unless_cancelled((open, token), cancel);
+        // Held by the thread that opens the device, also after the addition was cancelled.
+        let end = OpenerEnd::default();
+        let mark = end.mark();
+        self.withdrawn.retain(Abandoned::is_in_use);
+        self.withdrawn.push(Abandoned { place: OpenerPlace::of(config), end });
+        let token = cancel.clone();
+        let open = move || (open(&token), mark);
+        let opened = self.open_unless_cancelled(open, cancel);
         let what = "start the thread that opens it";
         let opened = opened.map_err(|source| VfioError::Io { what, source }).transpose();
         let opened = opened.ok_or(PassthroughError::Cancelled)?.flatten();
-        let Opened { function, at } = opened.map_err(|source| no_device(config, id, source))?;
+        let opened = opened.map_err(|source| no_device(config, id, source))?;
+        report_opened(id, &opened);
+        let Opened { function, at, .. } = opened;
         Ok((self.make_device(function, config, id, number, context)?, at))
     }
 
@@ -424,7 +367,7 @@ impl Passthrough {
     /// Creates a device from an open function.
     fn make_device(
         &mut self,
-        function: VfioFunction,
+        function: Arc<dyn HostFunction>,
         config: &DeviceConfig,
         id: &str,
         number: DeviceNumber,
@@ -449,129 +392,14 @@ impl Passthrough {
             gpudirect_clique: config.x_nv_gpudirect_clique,
             peers,
         };
-        let device = VfioPciDevice::new(id.to_owned(), Arc::new(function), wiring);
+        let device = VfioPciDevice::new(id.to_owned(), function, wiring);
         device.map(Arc::new).map_err(|source| no_device(config, id, source))
-    }
-
-    /// Starts to map memory if there are devices and it is not being mapped yet, and waits for it if a
-    /// device requires that: then it is called last before the vCPUs start. What populates memory early ends.
-    ///
-    /// With a balloon, memory is mapped in small pieces that are unmapped and mapped again as the balloon
-    /// changes.
-    ///
-    /// # Errors
-    /// A limit is too low, memory cannot be mapped, or the wait was cancelled.
-    pub fn map_memory(
-        &mut self,
-        ram: &Arc<GuestRam>,
-        discarding: DiscardingDevices,
-        cancel: &CancelToken,
-    ) -> Result<(), PassthroughError> {
-        let Some(space) = self.space.as_ref().filter(|_| !self.devices.is_empty()) else {
-            return Ok(());
-        };
-        let pinning = match &mut self.pinning {
-            Some(pinning) => pinning,
-            none => {
-                let total_bytes = ram.total_bytes();
-                let populator = GuestRamPopulator::new(Arc::clone(ram), self.threads);
-                let populator = Arc::new(RamPopulator::new(populator, self.early.take()));
-                let (target, gate) = (Arc::clone(space), Arc::clone(&self.gate));
-                // Weak: the list has the mapping, and the mapping has this. Both would stay for good, with the
-                // guest's memory.
-                let list = Arc::downgrade(&self.device_list);
-                let sink = Arc::clone(&self.sink);
-                let on_lost = Box::new(move |reason: &Arc<str>| {
-                    if let Some(list) = list.upgrade() {
-                        lose_all(reason, &list);
-                    }
-                    sink(GuestEvent::WithheldDevice);
-                });
-                let (kept, prepinned) = (self.kept.take(), self.prepinned.take());
-                let is_complete =
-                    kept.as_ref().map_or(prepinned.is_some(), |kept| kept.is_all(total_bytes));
-                let dma_map = match (kept, prepinned) {
-                    (Some(kept), _) => kept.dma_map(target, on_lost),
-                    (None, Some(slot)) => slot.dma_map(target, on_lost),
-                    (None, None) => {
-                        let discards = discarding.balloon.is_some();
-                        DmaMap::plan(target, populator.as_ref(), discards, on_lost)
-                    }
-                };
-                let list = Arc::clone(&self.device_list);
-                let enable = EnableDiscards::new(discarding, self.ban.as_ref(), &dma_map);
-                let sink = Arc::clone(&self.sink);
-                let on_end = Box::new(move |state: &PinState| {
-                    tell(state, total_bytes, &list);
-                    sink(GuestEvent::WithheldDevice);
-                    if let (PinState::Pinned { .. }, Some(enable)) = (state, enable) {
-                        enable.apply();
-                    }
-                });
-                // No guest runs yet that would be kept from its processors.
-                let yields = !self.strict && !self.arrives;
-                let pinning = if is_complete {
-                    Pinning::complete(dma_map, gate, on_end)
-                } else {
-                    Pinning::start(dma_map, populator, gate, yields, on_end)?
-                };
-                read(&self.device_list).memory = Some(pinning.abandonment());
-                none.insert(pinning)
-            }
-        };
-        if self.strict && !self.arrives {
-            while !pinning.has_ended_within(POLL_INTERVAL) {
-                if cancel.is_cancelled() {
-                    return Err(PassthroughError::Cancelled);
-                }
-            }
-            pinning.wait()?;
-            // Another caller may have waited before.
-            if let PinState::Failed(reason) = pinning.progress().state {
-                return Err(PassthroughError::MemoryFailed(reason));
-            }
-        }
-        Ok(())
-    }
-
-    /// Leaves it to [`Self::await_memory`] to wait for memory, also for devices that are to have it mapped before
-    /// the guest runs.
-    pub fn map_beside(&mut self) {
-        self.arrives = true;
-    }
-
-    /// Waits until all memory is mapped, however long that takes, or until `is_cancelled`.
-    ///
-    /// # Errors
-    /// Memory cannot be mapped, or the wait was cancelled.
-    pub fn await_memory(&self, is_cancelled: &dyn Fn() -> bool) -> Result<(), PassthroughError> {
-        let Some(pinning) = &self.pinning else { return Ok(()) };
-        while !pinning.ends_within(POLL_INTERVAL) {
-            if is_cancelled() {
-                return Err(PassthroughError::Cancelled);
-            }
-        }
-        // Decided at the end in any case.
-        Ok(self.gate.wait()?)
-    }
-
-    /// Releases every vCPU that waits for memory to be mapped.
-    pub fn cancel(&self) {
-        self.stop_early_populating();
-        if let Some(pinning) = &self.pinning {
-            pinning.cancel();
-        }
     }
 
     /// Has waits at the gate reported to the guest by its vCPUs.
     pub fn report_waits(&self, standstill: Standstill) {
         // There is one set of vCPUs a machine.
         let _ = self.standstill.set(standstill);
-    }
-
-    /// Progress of mapping memory; `None` without devices.
-    pub fn progress(&self) -> Option<PinProgress> {
-        self.pinning.as_ref().map(Pinning::progress)
     }
 
     /// The devices with their addresses.
