@@ -42,6 +42,7 @@ mod hung_disk;
 mod in_doubt;
 mod iommu;
 mod landlock;
+mod late_devices;
 mod leaks;
 mod lifecycle;
 mod locks;
@@ -190,6 +191,7 @@ fn add_beside(suite: &mut harness::Suite) {
     vhost_moves::add(suite);
     user_devices::add(suite);
     watchdog::add(suite);
+    late_devices::add(suite);
     hostile::add_beside(suite);
     adopted::add(suite);
     exported::add(suite);
