@@ -3,7 +3,8 @@
 //! The VMM's end of the connection to a pool.
 //!
 //! Owns the connection: the memory that came over it is leased for as long as the connection is open.
-//! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`]): a VM without
+//! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`], with a pool of an earlier version for
+//! each): a VM without
 //! prezeroed memory starts later, a VM whose pool hangs must start all the same. Must never read an answer
 //! as that to another request: answers do not name theirs, so a connection with an answer outstanding is not used again.
 
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use pci_address::Bdf;
 use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
@@ -22,7 +24,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 use crate::frame::ProtocolError;
 use crate::pages::SlotPages;
 use crate::pinned::{PinnedGrant, TakePinned, ZONES_MAX};
-use crate::protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Take};
+use crate::protocol::{MESSAGE_BYTES_MAX, Refusal, Reply, Request, Take};
 
 /// A pool answers within a millisecond; one that is stopped or overrun does not hold a VM up.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -78,6 +80,16 @@ pub enum PoolError {
         path: PathBuf,
         /// What it did.
         what: &'static str,
+    },
+    /// It knows no slots of several zones.
+    #[error(
+        "the pool of prezeroed memory at {} is of an earlier version: it has released the devices of the VM, and has no \
+         memory that is mapped for one",
+        path.display()
+    )]
+    Earlier {
+        /// Its socket.
+        path: PathBuf,
     },
     /// It refuses.
     #[error("the pool of prezeroed memory at {} refuses: {text}", path.display())]
@@ -141,6 +153,11 @@ impl PoolConnection {
         Ok(Self { path: path.to_owned(), link: Mutex::new(Link { stream, is_unanswered: false }) })
     }
 
+    /// The pool's socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Asks for memory.
     ///
     /// # Errors
@@ -171,14 +188,24 @@ impl PoolConnection {
         }
     }
 
-    /// Asks for memory that a device is ready to reach, and for the device.
+    /// Asks for memory that a device is ready to reach, and for the device. The pool leaves all devices of the request
+    /// alone for as long as the connection is open, also if it refuses.
     ///
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
         let path = || self.path.clone();
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
-        let (reply, mut files) = self.ask(&request.encode(), PATIENCE_PINNED)?;
+        let asked = self.ask(&request.encode(), PATIENCE_PINNED);
+        let (reply, mut files) = asked.map_err(|error| {
+            let is_cut = matches!(&error, PoolError::Io { source, .. } if is_end(source));
+            // The devices are still with it.
+            if is_cut && self.release_from_earlier(&request.devices).is_ok() {
+                PoolError::Earlier { path: path() }
+            } else {
+                error
+            }
+        })?;
         let grant = match reply {
             Reply::GrantedPinned(grant) => grant,
             Reply::Granted { .. } => return Err(misbehaved("gave memory without the device")),
@@ -207,6 +234,22 @@ impl PoolConnection {
         let device = files.pop().ok_or_else(too_few)?;
         let iommufd = files.pop().ok_or_else(too_few)?;
         Ok(PinnedMemory { files, iommufd, device, grant })
+    }
+
+    /// Connects anew, and has a pool release devices that cuts a connection over which it is asked as of this version.
+    fn release_from_earlier(&self, devices: &[Bdf]) -> Result<(), PoolError> {
+        let path = || self.path.clone();
+        let stream =
+            connect(&self.path).map_err(|source| PoolError::Connect { path: path(), source })?;
+        *self.link.lock() = Link { stream, is_unanswered: false };
+        for device in devices {
+            let (reply, _) = self.ask(&Request::Release(*device).encode(), PATIENCE_PINNED)?;
+            if !matches!(reply, Reply::Refused { .. }) {
+                let what = "gave a device that it was to release";
+                return Err(PoolError::Misbehaved { path: path(), what });
+            }
+        }
+        Ok(())
     }
 
     /// Makes a request and waits for its answer.
@@ -275,6 +318,12 @@ fn is_answer_to(grant: &PinnedGrant, request: &TakePinned) -> bool {
         && both.all(|(granted, wanted)| {
             granted.size_bytes == wanted.size_bytes && granted.pages.suits(wanted.pages)
         })
+}
+
+/// Whether the other end was closed.
+fn is_end(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 fn connect(path: &Path) -> io::Result<UnixStream> {
@@ -485,6 +534,46 @@ mod tests {
             _ => None,
         };
         assert_eq!(reason, Some(Refusal::NotAllowed));
+    }
+
+    /// A pool that takes requests of one zone only, and cuts who asks otherwise.
+    #[test]
+    fn a_pool_of_an_earlier_version_releases_the_devices() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        let listener = UnixListener::bind(&path).unwrap();
+        let devices: Vec<Bdf> =
+            vec!["0000:64:00.0".parse().unwrap(), "0001:65:1f.7".parse().unwrap()];
+        let expected = devices.clone();
+        let pool = std::thread::spawn(move || {
+            let (mut first, _) = listener.accept().unwrap();
+            // It closes with the rest unread.
+            first.read_exact(&mut [0; 16]).unwrap();
+            drop(first);
+            let (mut second, _) = listener.accept().unwrap();
+            for device in expected {
+                let mut request = [0; 56];
+                second.read_exact(&mut request).unwrap();
+                // Kind 4, 40 bytes: 4096 bytes of any node, without a hole.
+                assert_eq!(request[..16], *b"GPZ1\x04\0\0\0\x28\0\0\0\0\0\0\0");
+                assert_eq!(request[16..32], *b"\0\x10\0\0\0\0\0\0\0\0\0\0\xff\xff\xff\xff");
+                assert_eq!(
+                    Request::decode(&request),
+                    Ok(Some((Request::Release(device), request.len())))
+                );
+                let refused = Reply::Refused { reason: Refusal::NoSuchSlot, text: String::new() };
+                second.write_all(&refused.encode()).unwrap();
+            }
+        });
+        let zones = vec![ZoneWanted { size_bytes: 8192, pages: PagesWanted::Small, node: None }; 2];
+        let wanted = TakePinned { devices, zones, regions: regions() };
+        let connection = PoolConnection::open(&path).unwrap();
+        let error = connection.take_pinned(&wanted).unwrap_err();
+        assert!(matches!(error, PoolError::Earlier { .. }), "{error:?}");
+        pool.join().unwrap();
+        // The pool has ended.
+        let error = connection.take_pinned(&wanted).unwrap_err();
+        assert!(matches!(error, PoolError::Io { .. }), "{error:?}");
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //!   TakePinned     devices u8 | zones u8 | regions u8 | 0 | for each device: its address
 //!                  | for each zone: size u64 | pages u8 | 0 x 3 | node u32
 //!                  | for each region: gpa u64 | length u64
+//!   Release        size u64 | pages u8 | 0 x 3 | node u32 | 0 x 16 | address of the device | 0 u32
 //!   GrantedPinned  zones u8 | regions u8 | 0 u16 | address of the device | device u32 | space u32 | table u32 | 0 u32
 //!                  | piece u64 | for each zone: size u64 | pages u8 | 0 x 7
 //!                  | for each region: gpa u64 | length u64
@@ -17,6 +18,9 @@
 //! Regions hold the zones one after another: where one of them begins in a memfd follows from those before. For each
 //! zone a descriptor comes with the answer, its memfd, then the iommufd and the device: the first with the header, each
 //! other one with as many bytes after it, and the last with the rest.
+//!
+//! Release is how earlier versions asked for memory of one zone. Their VMMs still send it, and it is the one message by
+//! which their pools release a device: who asks for a single page is refused the slot, and finds its device free.
 
 use pci_address::Bdf;
 
@@ -36,11 +40,15 @@ const DEVICE_BYTES: usize = 4;
 const PAGE_BYTES: u64 = 4096;
 const TAKE_BYTES_FIXED: usize = 4;
 const GRANT_BYTES_FIXED: usize = 32;
+const RELEASE_BYTES: usize = 40;
+/// Where the address is in it.
+const RELEASE_ADDRESS_AT: usize = 32;
 /// Longest message of these: a request.
 pub(crate) const PINNED_BYTES: usize =
     HEADER_BYTES + 4 + 4 * DEVICES_MAX + 16 * ZONES_MAX + 16 * REGIONS_MAX;
 
-/// The numbers before were those of messages about one zone.
+/// What earlier versions ask with. Number 5 was the answer that granted it.
+pub(crate) const RELEASE: Kind = Kind { number: 4, has_length: |len| len == RELEASE_BYTES };
 pub(crate) const TAKE_PINNED: Kind = Kind {
     number: 6,
     has_length: |len| (TAKE_BYTES_FIXED..=PINNED_BYTES - HEADER_BYTES).contains(&len),
@@ -228,6 +236,22 @@ fn push_regions(body: &mut Vec<u8>, regions: &[PinnedRegion]) {
         body.extend(region.gpa.to_le_bytes());
         body.extend(region.len_bytes.to_le_bytes());
     }
+}
+
+/// The message that has a device released.
+pub(crate) fn release(device: Bdf) -> Vec<u8> {
+    let mut body = PAGE_BYTES.to_le_bytes().to_vec();
+    body.extend([PagesWanted::Small as u8, 0, 0, 0]);
+    body.extend(ANY_NODE.to_le_bytes());
+    body.resize(RELEASE_ADDRESS_AT, 0);
+    body.extend(address_bytes(device));
+    body.resize(RELEASE_BYTES, 0);
+    message(&RELEASE, &body)
+}
+
+/// The device of such a message. The memory that comes with it in those of earlier versions cannot be had.
+pub(crate) fn device_to_release(body: &[u8]) -> Bdf {
+    address_of(field(body, RELEASE_ADDRESS_AT))
 }
 
 impl TakePinned {

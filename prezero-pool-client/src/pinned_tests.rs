@@ -69,6 +69,22 @@ fn a_device_is_segment_bus_and_devfn_on_the_wire() {
     assert_eq!(bytes[HEADER_BYTES + 4..HEADER_BYTES + 8], [0xaf, 0x10, 0x65, 0xff]);
 }
 
+/// As VMMs asked for 4 GiB on node 1, with their hole from 3 to 4 GiB.
+#[test]
+fn what_earlier_vmms_ask_names_the_device() {
+    let mut body = (4 * GIB).to_le_bytes().to_vec();
+    body.extend([0, 0, 0, 0, 1, 0, 0, 0]);
+    body.extend([3 * GIB, 4 * GIB].map(u64::to_le_bytes).concat());
+    body.extend([0xaf, 0x10, 0x65, 0xff, 0, 0, 0, 0]);
+    let mut bytes = b"GPZ1\x04\0\0\0\x28\0\0\0\0\0\0\0".to_vec();
+    bytes.extend(body);
+    let device = "10af:65:1f.7".parse().unwrap();
+    assert_eq!(Request::decode(&bytes), Ok(Some((Request::Release(device), 56))));
+    for len in 0..bytes.len() {
+        assert_eq!(Request::decode(&bytes[..len]), Ok(None), "{len} bytes");
+    }
+}
+
 #[test]
 fn both_survive_the_wire_and_are_awaited_to_their_last_byte() {
     survives(&take(), &grant());

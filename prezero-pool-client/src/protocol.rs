@@ -14,9 +14,14 @@
 //!
 //! Memory that is mapped for a device already has messages of its own: see `pinned`.
 
+use pci_address::Bdf;
+
 use crate::frame::{HEADER_BYTES, Kind, ProtocolError, check_zero, field, message, split};
 use crate::pages::{ANY_NODE, PagesWanted, SlotPages, known};
-use crate::pinned::{GRANTED_PINNED, PINNED_BYTES, PinnedGrant, TAKE_PINNED, TakePinned};
+use crate::pinned::{
+    GRANTED_PINNED, PINNED_BYTES, PinnedGrant, RELEASE, TAKE_PINNED, TakePinned, device_to_release,
+    release,
+};
 
 const BODY_BYTES_FIXED: usize = 16;
 /// Longest explanation of a refusal; one or two sentences.
@@ -84,6 +89,9 @@ pub enum Request {
     Take(Take),
     /// For memory that a device is ready to reach, and the device.
     TakePinned(TakePinned),
+    /// For the device alone to be released; the answer is a refusal. VMMs of earlier versions ask for memory, too, of
+    /// which this is all that can be fulfilled.
+    Release(Bdf),
 }
 
 impl Take {
@@ -120,8 +128,11 @@ impl Request {
     /// # Errors
     /// What is there is no request.
     pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, ProtocolError> {
-        match split(bytes, &[&TAKE, &TAKE_PINNED])? {
+        match split(bytes, &[&TAKE, &TAKE_PINNED, &RELEASE])? {
             None => Ok(None),
+            Some((kind, body, whole)) if kind == RELEASE.number => {
+                Ok(Some((Self::Release(device_to_release(body)), whole)))
+            }
             Some((kind, ..)) if kind == TAKE.number => {
                 Ok(Take::decode(bytes)?.map(|(take, len)| (Self::Take(take), len)))
             }
@@ -136,6 +147,7 @@ impl Request {
         match self {
             Self::Take(take) => take.encode(),
             Self::TakePinned(take) => take.encode(),
+            Self::Release(device) => release(*device),
         }
     }
 }
@@ -205,12 +217,18 @@ impl Reply {
     }
 }
 
-/// Feeds bytes to both decoders; what they understand must be written as it was read.
+/// Feeds bytes to both decoders; what they understand must be written as it was read, but for what earlier versions ask
+/// in vain.
 #[cfg(any(test, feature = "testing"))]
 pub fn fuzz_protocol(data: &[u8]) {
     let mut rest = data;
     while let Ok(Some((request, len))) = Request::decode(rest) {
-        assert_eq!(rest.get(..len), Some(request.encode().as_slice()));
+        let again = request.encode();
+        if matches!(request, Request::Release(_)) {
+            assert_eq!(Request::decode(&again), Ok(Some((request, len))));
+        } else {
+            assert_eq!(rest.get(..len), Some(again.as_slice()));
+        }
         rest = rest.get(len..).unwrap_or_default();
     }
     while let Ok(Some((reply, len))) = Reply::decode(rest) {

@@ -7,7 +7,7 @@
 //! attach the device: it reaches nothing before its user says so.
 //!
 //! Terabytes take long to map, and as long to unpin when their iommufd is closed. So mapping can be stopped, and
-//! whatever goes wrong, the device is closed before the iommufd, which the caller closes when others know that.
+//! whatever goes wrong, the caller closes both: the device before the iommufd.
 
 use std::fs::File;
 use std::io;
@@ -15,8 +15,8 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ioas::{HYPERTRANSPORT, HostReach, Ioas, MapFileError, Mapped, Unreachable, check_reach};
 use iommufd_ioctls::{IommuFd, IommufdError};
@@ -106,23 +106,27 @@ pub struct PinnedFiles {
     pub device: File,
 }
 
-/// Memory that could not be mapped. The device is closed.
+/// Memory that could not be mapped.
 #[derive(Debug)]
 pub struct PinFailure {
     pub error: PinError,
-    /// In which some of it may be mapped: closing it takes long then.
-    pub iommufd: Option<File>,
+    /// The device, and the iommufd in which some of it may be mapped: closing them takes long then.
+    pub opened: Option<(File, File)>,
 }
 
 impl From<PinError> for PinFailure {
     fn from(error: PinError) -> Self {
-        Self { error, iommufd: None }
+        Self { error, opened: None }
     }
 }
 
 /// An order to map memory, which may be taken back.
 #[derive(Debug, Default)]
-pub struct PinOrder(AtomicU8);
+pub struct PinOrder {
+    state: AtomicU8,
+    /// Where the memory is mapped, once that is known.
+    regions: OnceLock<Vec<PinnedRegion>>,
+}
 
 impl PinOrder {
     const BEGUN: u8 = 1;
@@ -130,22 +134,32 @@ impl PinOrder {
 
     /// Begins to carry it out; false if it was taken back.
     pub fn begin(&self) -> bool {
-        self.0.compare_exchange(0, Self::BEGUN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        self.state.compare_exchange(0, Self::BEGUN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
     /// Takes it back; what is being mapped is left as soon as possible.
     pub fn stop(&self) {
-        self.0.fetch_or(Self::STOPPED, Ordering::Relaxed);
+        self.state.fetch_or(Self::STOPPED, Ordering::Relaxed);
     }
 
     /// Whether it was begun, so that the device may be open for it. One that was taken back before is not begun any more.
     pub fn is_begun(&self) -> bool {
-        self.0.load(Ordering::Relaxed) & Self::BEGUN != 0
+        self.state.load(Ordering::Relaxed) & Self::BEGUN != 0
     }
 
     /// Whether it was taken back.
     pub fn is_stopped(&self) -> bool {
-        self.0.load(Ordering::Relaxed) & Self::STOPPED != 0
+        self.state.load(Ordering::Relaxed) & Self::STOPPED != 0
+    }
+
+    /// Says where the memory is mapped, long before it is.
+    pub fn set_regions(&self, regions: &[PinnedRegion]) {
+        self.regions.get_or_init(|| regions.to_vec());
+    }
+
+    /// Where the memory is mapped; nothing if that is not known yet.
+    pub fn regions(&self) -> Option<&[PinnedRegion]> {
+        self.regions.get().map(Vec::as_slice)
     }
 }
 
@@ -229,7 +243,7 @@ impl Prepinned {
     /// threads, unless the order is taken back.
     ///
     /// # Errors
-    /// Saying what the host lacks; the device is as before.
+    /// Saying what the host lacks; the device is as before once it is closed.
     pub fn new(
         class: &Class,
         memory: &[SlotMemory],
@@ -246,6 +260,7 @@ impl Prepinned {
         let regions = regions(&class.zones, high_hole(slot, &reach)).map_err(PinError::Layout)?;
         let reached = reach.check(&ranges(&regions));
         reached.map_err(|source| PinError::Unreachable(address, source))?;
+        order.set_regions(&regions);
         let iommufd =
             File::options().read(true).write(true).open(IOMMUFD).map_err(PinError::Iommufd)?;
         let device =
@@ -260,10 +275,7 @@ impl Prepinned {
                 );
                 Ok(Self { iommufd, device, grant })
             }
-            Err(error) => {
-                drop(device);
-                Err(PinFailure { error, iommufd: Some(iommufd) })
-            }
+            Err(error) => Err(PinFailure { error, opened: Some((device, iommufd)) }),
         }
     }
 }

@@ -33,7 +33,7 @@ use crate::stats;
 use crate::sys;
 use crate::worker::Workers;
 
-/// A connection without memory says what it wants within this time.
+/// A connection that has nothing says what it wants within this time.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 /// For readers of statistics.
 const STATS_TIME: Duration = Duration::from_secs(2);
@@ -75,7 +75,7 @@ struct Connection {
     pid: i32,
     since: Instant,
     received: Vec<u8>,
-    /// What it asked for and a worker is at, and what is known of the answer. Without it the connection is soon too old.
+    /// What it asked for and a worker is at, and what is known of the answer.
     waits_for: Option<(TakePinned, Waited)>,
 }
 
@@ -182,16 +182,16 @@ impl Server {
         let silent: Vec<u64> = self
             .connections
             .iter()
-            .filter(|(number, connection)| {
-                now.duration_since(connection.since) > IDLE_MAX && !self.broker.has_any(**number)
-            })
+            .filter(|(number, connection)| connection.is_silent(**number, &self.broker, now))
             .map(|(number, _)| *number)
             .collect();
         for number in silent {
             self.cut(number, "it says nothing");
         }
-        let due = self.broker.tick(now);
+        self.broker.tick(now);
         self.answer_late();
+        // Which may have ended a connection.
+        let due = self.broker.tick(now);
         while let Some(job) = self.broker.next_job() {
             self.workers.submit(job);
         }
@@ -314,6 +314,12 @@ impl Server {
 }
 
 impl Connection {
+    fn is_silent(&self, number: u64, broker: &Broker, now: Instant) -> bool {
+        now.duration_since(self.since) > IDLE_MAX
+            && self.waits_for.is_none()
+            && !broker.has_any(number)
+    }
+
     fn hear(&mut self, number: u64, broker: &mut Broker) -> ConnectionStatus {
         let mut buffer = [0; MESSAGE_BYTES_MAX];
         // One read each time: no client keeps the others waiting. Descriptors that a client sends go
@@ -346,6 +352,11 @@ impl Connection {
             let answered = match request {
                 Request::Take(take) => self.answer(number, &take, broker),
                 Request::TakePinned(take) => self.answer_pinned(number, take, None, broker),
+                Request::Release(device) => {
+                    let (devices, zones, regions) = (vec![device], Vec::new(), Vec::new());
+                    let take = TakePinned { devices, zones, regions };
+                    self.answer_pinned(number, take, None, broker)
+                }
             };
             if let Err(error) = answered {
                 return ConnectionStatus::Violation(format!("it takes no answer: {error}"));
@@ -440,6 +451,43 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len_bytes).unwrap();
         file
+    }
+
+    fn connection() -> (Connection, UnixStream) {
+        let (stream, client) = UnixStream::pair().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        let (since, received, waits_for) = (Instant::now(), Vec::new(), None);
+        (Connection { stream, uid: 0, pid: 0, since, received, waits_for }, client)
+    }
+
+    fn broker() -> Broker {
+        Broker::new(Config::parse("socket = '/s'").unwrap(), 0)
+    }
+
+    #[test]
+    fn a_connection_that_waits_for_an_answer_is_not_silent() {
+        let ((mut connection, _client), broker) = (connection(), broker());
+        let at = |seconds| connection.since + Duration::from_secs(seconds);
+        let (soon, late) = (at(9), at(11));
+        assert!(!connection.is_silent(16, &broker, soon));
+        assert!(connection.is_silent(16, &broker, late));
+        let devices = vec!["0000:65:00.0".parse().unwrap()];
+        let take = TakePinned { devices, zones: Vec::new(), regions: Vec::new() };
+        connection.waits_for = Some((take, Waited::default()));
+        assert!(!connection.is_silent(16, &broker, late));
+    }
+
+    #[test]
+    fn a_vmm_of_an_earlier_version_is_refused_and_not_cut() {
+        let ((mut connection, mut client), mut broker) = (connection(), broker());
+        let request = Request::Release("0000:65:00.0".parse().unwrap());
+        client.write_all(&request.encode()).unwrap();
+        let status = connection.hear(16, &mut broker);
+        assert!(matches!(status, ConnectionStatus::Open));
+        let mut bytes = [0; MESSAGE_BYTES_MAX];
+        let len = client.read(&mut bytes).unwrap();
+        let (reply, _) = Reply::decode(&bytes[..len]).unwrap().unwrap();
+        assert!(matches!(reply, Reply::Refused { reason: Refusal::NoSuchSlot, .. }), "{reply:?}");
     }
 
     #[test]

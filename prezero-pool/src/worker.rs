@@ -4,14 +4,15 @@
 //!
 //! Owns the threads and their queues: for each NUMA node one for memory and, if it has slots with a device,
 //! one for mapping, so that a device that is slow to open delays no memory. A job is shared among the
-//! configured number of threads. What closes devices and address spaces, which may take long, has a thread of its own
-//! each time. Must never decide what is done.
+//! configured number of threads. Devices and address spaces, which may take long to close, are closed at normal priority,
+//! on a thread of their own each time. Must never decide what is done.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::config::{Class, SlotZone};
@@ -32,6 +33,8 @@ pub enum Job {
     Pin { slot: usize, class: Class, memory: Vec<SlotMemory>, order: Arc<PinOrder> },
     /// Close the device, then what is mapped for it.
     Release { slot: usize, prepinned: Prepinned },
+    /// The same for memory that could not be mapped.
+    Undo { slot: usize, memory: Vec<SlotMemory>, failure: PinFailure },
     /// Close what was sent to a user: if that user has gone, they are the last to have it.
     Close(PinnedFiles),
 }
@@ -44,7 +47,7 @@ impl Job {
                 (zone.node, false)
             }
             Self::Pin { class, .. } => (class.only_node(), true),
-            Self::Release { .. } | Self::Close(_) => return None,
+            Self::Release { .. } | Self::Undo { .. } | Self::Close(_) => return None,
         };
         Some(QueueOf { node, is_for_devices })
     }
@@ -99,7 +102,7 @@ impl Report {
 #[derive(Debug)]
 pub struct Workers {
     queues: BTreeMap<QueueOf, Sender<Job>>,
-    report: Report,
+    closer: Sender<Job>,
     done: Receiver<JobResult>,
 }
 
@@ -115,6 +118,13 @@ impl Workers {
     ) -> io::Result<Self> {
         let (sender, done) = channel();
         let report = Report { sender, wake: Arc::new(wake.try_clone()?) };
+        let (closer, jobs) = channel();
+        let of_closer = report.clone();
+        stoppable_thread::spawn("zeroer", move || {
+            close_all(&jobs, &of_closer, |close| {
+                stoppable_thread::spawn("zeroer", close).map(|_detached| ())
+            });
+        })?;
         let mut queues = BTreeMap::new();
         for class in classes {
             let memory = class.zones.iter().map(|zone| (zone.node, false));
@@ -126,32 +136,23 @@ impl Workers {
                 }
                 let (sender, jobs) = channel();
                 queues.insert(queue, sender);
-                let (report, options) = (report.clone(), Arc::clone(options));
-                let worker = Worker { node, jobs, report, options };
+                let (report, closer) = (report.clone(), closer.clone());
+                let worker = Worker { node, jobs, report, closer, options: Arc::clone(options) };
                 stoppable_thread::spawn("zeroer", move || worker.run())?;
             }
         }
-        Ok(Self { queues, report, done })
+        Ok(Self { queues, closer, done })
     }
 
     /// Gives work to a thread of its node.
     pub fn submit(&self, job: Job) {
-        if let Some(queue) = job.queue() {
-            // Threads end with the process only.
-            if let Some(queue) = self.queues.get(&queue) {
-                let _ = queue.send(job);
-            }
-            return;
-        }
-        let released = if let Job::Release { slot, .. } = &job { Some(*slot) } else { None };
-        let report = self.report.clone();
-        if let Err(error) = stoppable_thread::spawn("zeroer", move || close(job, &report)) {
-            // With the job all was closed, at once and while clients waited.
-            log::warn!("no thread can be started that closes a device: {error}");
-            if let Some(slot) = released {
-                self.report.send(slot, JobOutcome::Released);
-                self.report.send(slot, JobOutcome::Unpinned);
-            }
+        let queue = match job.queue() {
+            Some(queue) => self.queues.get(&queue),
+            None => Some(&self.closer),
+        };
+        // Threads end with the process only.
+        if let Some(queue) = queue {
+            let _ = queue.send(job);
         }
     }
 
@@ -161,12 +162,42 @@ impl Workers {
     }
 }
 
+type Close = Box<dyn FnOnce() + Send>;
+
+/// Closes what it gets: on threads that `start` starts, so that nothing waits for what takes long, or itself if there is
+/// none to be had.
+fn close_all(jobs: &Receiver<Job>, report: &Report, start: impl Fn(Close) -> io::Result<()>) {
+    while let Ok(job) = jobs.recv() {
+        let job = Arc::new(Mutex::new(Some(job)));
+        let run = {
+            let (job, report) = (Arc::clone(&job), report.clone());
+            move || {
+                let job = job.lock().take();
+                if let Some(job) = job {
+                    close(job, &report);
+                }
+            }
+        };
+        if let Err(error) = start(Box::new(run.clone())) {
+            log::warn!("no thread can be started that closes a device: {error}");
+            run();
+        }
+    }
+}
+
 /// Closes a device before what is mapped for it, which takes long.
 fn close(job: Job, report: &Report) {
     match job {
         Job::Release { slot, prepinned: Prepinned { iommufd, device, .. } } => {
             drop(device);
             report.send(slot, JobOutcome::Released);
+            drop(iommufd);
+            report.send(slot, JobOutcome::Unpinned);
+        }
+        Job::Undo { slot, memory, failure: PinFailure { error, opened } } => {
+            let (device, iommufd) = opened.unzip();
+            drop(device);
+            report.send(slot, JobOutcome::Pinned { memory, result: Err(error) });
             drop(iommufd);
             report.send(slot, JobOutcome::Unpinned);
         }
@@ -183,6 +214,8 @@ struct Worker {
     node: Option<u32>,
     jobs: Receiver<Job>,
     report: Report,
+    /// For what it opened in vain: at its own priority it might be closed never.
+    closer: Sender<Job>,
     options: Arc<ZeroingOptions>,
 }
 
@@ -228,15 +261,10 @@ impl Worker {
                         let result = Ok(prepinned);
                         self.report.send(slot, JobOutcome::Pinned { memory, result })
                     }
-                    Err(PinFailure { error, iommufd }) => {
-                        let result = Err(error);
-                        self.report.send(slot, JobOutcome::Pinned { memory, result });
-                        drop(iommufd);
-                        self.report.send(slot, JobOutcome::Unpinned)
-                    }
+                    Err(failure) => self.closer.send(Job::Undo { slot, memory, failure }).is_ok(),
                 }
             }
-            job @ (Job::Release { .. } | Job::Close(_)) => {
+            job @ (Job::Release { .. } | Job::Undo { .. } | Job::Close(_)) => {
                 close(job, &self.report);
                 true
             }
@@ -292,5 +320,45 @@ mod tests {
         let ((mut end, memory), (_, iommufd), (_, device)) = (file(), file(), file());
         workers.submit(Job::Close(PinnedFiles { memory: vec![memory], iommufd, device }));
         assert_eq!(end.read(&mut [0]).unwrap(), 0, "it is closed");
+    }
+
+    fn report() -> (Report, Receiver<JobResult>) {
+        let (sender, done) = channel();
+        (Report { sender, wake: Arc::new(EventFd::new(0).unwrap()) }, done)
+    }
+
+    #[test]
+    fn without_a_thread_the_closer_itself_closes_the_device_first() {
+        let ((mut device_end, device), (mut iommufd_end, iommufd)) = (file(), file());
+        let (report, done) = report();
+        let (closer, jobs) = channel();
+        let failure = PinFailure { error: PinError::NoDevice, opened: Some((device, iommufd)) };
+        closer.send(Job::Undo { slot: 7, memory: Vec::new(), failure }).unwrap();
+        drop(closer);
+        close_all(&jobs, &report, |_close| Err(io::Error::other("none")));
+        assert_eq!(device_end.read(&mut [0]).unwrap(), 0, "it is closed");
+        assert_eq!(iommufd_end.read(&mut [0]).unwrap(), 0, "it is closed");
+        let outcomes = [done.try_recv().unwrap(), done.try_recv().unwrap()];
+        let [JobResult { slot: 7, outcome: first }, JobResult { slot: 7, outcome: second }] =
+            outcomes
+        else {
+            panic!("of another slot");
+        };
+        assert!(matches!(first, JobOutcome::Pinned { result: Err(PinError::NoDevice), .. }));
+        assert!(matches!(second, JobOutcome::Unpinned));
+    }
+
+    #[test]
+    fn what_an_idle_worker_opened_in_vain_is_closed_by_others() {
+        let (report, done) = report();
+        let ((closer, closed), (_, jobs)) = (channel(), channel());
+        let options = Arc::new(ZeroingOptions::unlimited());
+        let worker = Worker { node: None, jobs, report, closer, options };
+        let order = Arc::<PinOrder>::default();
+        order.stop();
+        let class = Class { zones: Vec::new(), count: 1, device: None };
+        assert!(worker.carry_out(Job::Pin { slot: 7, class, memory: Vec::new(), order }));
+        assert!(matches!(closed.try_recv(), Ok(Job::Undo { slot: 7, .. })));
+        assert!(done.try_recv().is_err(), "the worker closed it");
     }
 }

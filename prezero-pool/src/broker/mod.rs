@@ -8,7 +8,7 @@
 mod parts;
 mod pinned;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ use crate::stats::{Counters, SlotCount};
 use crate::sys::Users;
 use crate::worker::{Job, JobOutcome, JobResult};
 use parts::Parts;
+use pinned::HOLD_OFF;
 
 pub use pinned::{PinnedAnswer, Waited};
 
@@ -47,14 +48,19 @@ enum State {
     InWork { owner: Option<u32>, parts: Parts },
     /// Its memory is ready; the device that it is to be mapped for is asked for at `at`.
     Waiting { memory: Vec<SlotMemory>, owner: Option<u32>, at: Instant, wait: Duration },
-    /// A worker maps it for its device. A user has waited for it since `asked`.
-    Pinning { owner: Option<u32>, wait: Duration, order: Arc<PinOrder>, asked: Option<Instant> },
+    /// A worker maps it for its device. `asked`: the connections that wait for it, and since when.
+    Pinning {
+        owner: Option<u32>,
+        wait: Duration,
+        order: Arc<PinOrder>,
+        asked: BTreeMap<Lessee, Instant>,
+    },
     /// What is mapped for its device is being released, the device first.
     Leaving { memory: Vec<SlotMemory>, owner: Option<u32>, has_device: bool, then: AfterLeaving },
     /// It can be leased: to `owner` alone, if it has had one.
     Ready { memory: Vec<SlotMemory>, owner: Option<u32>, prepinned: Option<Prepinned> },
-    /// A process has it.
-    Leased { memory: Vec<SlotMemory>, uid: u32, lessee: Lessee },
+    /// A process has it, but for the zones in `rest`, which only that process can still take.
+    Leased { memory: Vec<SlotMemory>, uid: u32, lessee: Lessee, rest: Vec<usize> },
     /// Its user has gone; whether other processes have it is looked at.
     Lingering { memory: Vec<SlotMemory>, uid: u32, at: Instant, wait: Duration },
 }
@@ -104,6 +110,9 @@ struct PoolSlot {
     charged: Option<u32>,
     /// Its device is left alone until then, for a user that was refused the slot.
     hold_off: Option<Instant>,
+    /// The connections of users that may have the device open: it is left alone while there is one. Whether the memory
+    /// is what the user asked for.
+    left_for: BTreeMap<Lessee, bool>,
     /// What kept it from its device, as it was said last.
     problem: Option<String>,
 }
@@ -137,7 +146,8 @@ impl PoolSlot {
         wait: Duration,
     ) -> Job {
         let order = Arc::<PinOrder>::default();
-        self.state = State::Pinning { owner, wait, order: Arc::clone(&order), asked: None };
+        self.state =
+            State::Pinning { owner, wait, order: Arc::clone(&order), asked: BTreeMap::new() };
         Job::Pin { slot, class: class.clone(), memory, order }
     }
 
@@ -184,6 +194,7 @@ impl Broker {
                 state: State::absent(),
                 charged: None,
                 hold_off: None,
+                left_for: BTreeMap::new(),
                 problem: None,
             };
             slots.extend((0..spec.count).map(slot));
@@ -202,7 +213,11 @@ impl Broker {
 
     /// Leases memory: the reply, and the file that goes with it.
     pub fn take(&mut self, lessee: Lessee, uid: u32, request: &Take) -> (Reply, Option<File>) {
-        match self.find(uid, request).and_then(|slot| self.lease(slot, lessee, uid)) {
+        let leased = self.lease_without_device(lessee, uid, request).map_or_else(
+            || self.find(uid, request).and_then(|slot| self.lease(slot, lessee, uid)),
+            Ok,
+        );
+        match leased {
             Ok((reply, file)) => {
                 self.counters.grants += 1;
                 (reply, Some(file))
@@ -295,7 +310,7 @@ impl Broker {
             .map_err(|error| (Refusal::Failed, error.to_string()))?;
         let before = std::mem::replace(&mut entry.state, State::absent());
         if let State::Ready { memory, .. } = before {
-            entry.state = State::Leased { memory, uid, lessee };
+            entry.state = State::Leased { memory, uid, lessee, rest: Vec::new() };
         }
         Ok((reply, file))
     }
@@ -308,20 +323,26 @@ impl Broker {
         self.slots.iter().enumerate().filter_map(held).map(Class::size_bytes).sum()
     }
 
-    /// Whether a connection has memory.
+    /// Whether a connection has memory, or a device is left alone for it.
     pub fn has_any(&self, lessee: Lessee) -> bool {
-        self.slots.iter().any(
-            |slot| matches!(&slot.state, State::Leased { lessee: other, .. } if *other == lessee),
-        )
+        self.slots.iter().any(|slot| {
+            slot.left_for.contains_key(&lessee)
+                || matches!(&slot.state, State::Leased { lessee: other, .. } if *other == lessee)
+        })
     }
 
-    /// A connection is closed: what was leased over it comes back.
+    /// A connection is closed: what was leased over it comes back, and what was left to its user can be had.
     pub fn closed(&mut self, lessee: Lessee, now: Instant) {
         for slot in &mut self.slots {
+            slot.left_for.remove(&lessee);
             match std::mem::replace(&mut slot.state, State::absent()) {
-                State::Leased { memory, uid, lessee: other } if other == lessee => {
+                State::Leased { memory, uid, lessee: other, .. } if other == lessee => {
                     self.counters.returns += 1;
                     slot.state = State::Lingering { memory, uid, at: now, wait: RECHECK_MIN };
+                }
+                State::Pinning { owner, wait, order, mut asked } => {
+                    asked.remove(&lessee);
+                    slot.state = State::Pinning { owner, wait, order, asked };
                 }
                 other => slot.state = other,
             }
@@ -461,21 +482,26 @@ impl Broker {
                 }
                 State::Waiting { memory, owner, at, wait } => {
                     let due = slot.hold_off.map_or(at, |until| until.max(at));
-                    if due <= now {
+                    if slot.left_for.is_empty() && due <= now {
                         self.jobs.push_back(slot.pin(index, &class, memory, owner, wait));
                         continue;
                     }
-                    soon(due);
+                    // The end of a connection is noticed without a time.
+                    if slot.left_for.is_empty() {
+                        soon(due);
+                    }
                     State::Waiting { memory, owner, at, wait }
                 }
                 State::Pinning { owner, wait, order, asked } => {
-                    if let Some(asked) = asked {
-                        let until = asked + PIN_WAIT_MAX;
-                        if until <= now {
+                    let first = asked.values().min().filter(|_| !order.is_stopped());
+                    match first.map(|asked| *asked + PIN_WAIT_MAX) {
+                        Some(until) if until <= now => {
                             order.stop();
-                        } else {
-                            soon(until);
+                            // Also if the client does not wait for the answer.
+                            slot.hold_off = Some(now + HOLD_OFF);
                         }
+                        Some(until) => soon(until),
+                        None => {}
                     }
                     State::Pinning { owner, wait, order, asked }
                 }

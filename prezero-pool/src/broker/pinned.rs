@@ -3,11 +3,13 @@
 //! Slots that are mapped for a device: their assignment, and when the pool holds the device.
 //!
 //! Owns the rule that a user that may have a device and does not get its slot finds the device free, for a
-//! VM without the pool opens it itself. Must never give a device to a user that is not named.
+//! VM without the pool opens it itself, and again when it reboots: so for as long as its connection is open. Must never
+//! give a device to a user that is not named.
 
+use std::fs::File;
 use std::time::{Duration, Instant};
 
-use prezero_pool_client::{Refusal, Reply, TakePinned};
+use prezero_pool_client::{PinnedRegion, Refusal, Reply, Take, TakePinned};
 
 use super::{AfterLeaving, Broker, Lessee, PoolSlot, RETRY_MIN, State};
 use crate::config::Class;
@@ -15,9 +17,9 @@ use crate::prepinned::{PinError, PinnedFiles, Prepinned};
 use crate::slot::SlotMemory;
 use crate::worker::Job;
 
-/// How long a device is left alone when a user that was refused its slot is about to open it: far more
-/// than a VMM takes.
-const HOLD_OFF: Duration = Duration::from_secs(10);
+/// How long a device is left alone at least when a user was refused its slot: a VMM of an earlier version closes its
+/// connection before it opens the device.
+pub(super) const HOLD_OFF: Duration = Duration::from_secs(10);
 /// How seldom a device in use is looked for. To look costs next to nothing.
 const DEVICE_RETRY_MAX: Duration = Duration::from_secs(30);
 
@@ -39,10 +41,19 @@ pub struct Waited {
 
 type Refused = (Refusal, String);
 
+/// Who asks, and when.
+#[derive(Clone, Copy)]
+struct Asker {
+    lessee: Lessee,
+    uid: u32,
+    now: Instant,
+}
+
 impl Broker {
     /// Leases a slot with its device. `waited`: what came of the same request before.
     ///
-    /// Whatever the answer, the devices of the request that the user may have and does not get are free by then.
+    /// Whatever the answer, the devices of the request that the user may have and does not get are free by then, and stay
+    /// so while the connection is open.
     pub fn take_pinned(
         &mut self,
         lessee: Lessee,
@@ -51,11 +62,15 @@ impl Broker {
         waited: Option<Waited>,
         now: Instant,
     ) -> PinnedAnswer {
+        let asker = Asker { lessee, uid, now };
         let found = match waited {
             Some(Waited { refused: Some(refused) }) => Err(refused),
-            waited => self.find_pinned(uid, request, waited.is_some(), now),
+            waited => self.find_pinned(asker, request, waited.is_some()),
         };
         let slots = self.slots_for(uid, request).unwrap_or_default();
+        if !matches!(found, Ok(None)) {
+            self.leave_alone(&slots, asker, request);
+        }
         let is_busy =
             slots.iter().any(|slot| self.slots.get(*slot).is_some_and(PoolSlot::has_device));
         let leased = match found {
@@ -67,12 +82,6 @@ impl Broker {
             Ok(Some(slot)) => self.lease_pinned(slot, lessee, uid),
             Err(refused) => Err(refused),
         };
-        // The user opens these from now on, however long it took to release them.
-        for slot in slots {
-            if let Some(entry) = self.slots.get_mut(slot) {
-                entry.hold_off = Some(now + HOLD_OFF);
-            }
-        }
         match leased {
             Ok((reply, files)) => {
                 self.counters.grants += 1;
@@ -81,6 +90,18 @@ impl Broker {
             Err((reason, text)) => {
                 self.counters.refuse(reason);
                 PinnedAnswer::Now(Reply::Refused { reason, text }, None)
+            }
+        }
+    }
+
+    /// Leaves devices alone from now on, however long it takes to release them: the user opens them.
+    fn leave_alone(&mut self, slots: &[usize], asker: Asker, request: &TakePinned) {
+        for slot in slots {
+            let is_wanted =
+                self.class_of(*slot).is_some_and(|class| memory_differs(class, request).is_none());
+            if let Some(entry) = self.slots.get_mut(*slot) {
+                entry.hold_off = Some(asker.now + HOLD_OFF);
+                entry.left_for.insert(asker.lessee, is_wanted);
             }
         }
     }
@@ -129,11 +150,11 @@ impl Broker {
     /// The slot to lease; `None` if that is not known yet.
     fn find_pinned(
         &mut self,
-        uid: u32,
+        asker: Asker,
         request: &TakePinned,
         has_waited: bool,
-        now: Instant,
     ) -> Result<Option<usize>, Refused> {
+        let Asker { uid, now, .. } = asker;
         let slots = self.slots_for(uid, request)?;
         let (mut chosen, mut why) = (None, None);
         for slot in &slots {
@@ -147,7 +168,7 @@ impl Broker {
             self.leave_device(*slot, now);
         }
         match (chosen, why) {
-            (Some(slot), _) => self.claim(slot, uid, request, has_waited, now),
+            (Some(slot), _) => self.claim(slot, asker, request, has_waited),
             (None, Some(refused)) => Err(refused),
             (None, None) => Err((Refusal::Failed, "the slot is not there any more".to_owned())),
         }
@@ -157,11 +178,11 @@ impl Broker {
     fn claim(
         &mut self,
         slot: usize,
-        uid: u32,
+        asker: Asker,
         request: &TakePinned,
         has_waited: bool,
-        now: Instant,
     ) -> Result<Option<usize>, Refused> {
+        let Asker { lessee, uid, now } = asker;
         let gone = || (Refusal::Failed, "the slot is not there any more".to_owned());
         let class = self.class_of(slot).cloned().ok_or_else(gone)?;
         let address =
@@ -170,12 +191,18 @@ impl Broker {
             (Refusal::Empty, format!("the slot of device {address} is not ready: {why}"))
         };
         let entry = self.slots.get_mut(slot).ok_or_else(gone)?;
+        let is_for_others = entry.left_for.keys().any(|other| *other != lessee);
         match std::mem::replace(&mut entry.state, State::absent()) {
-            State::Pinning { owner, wait, order, asked } => {
-                // Since when the first of those who ask has waited.
-                let asked = asked.or(Some(now));
+            State::Pinning { owner, wait, order, mut asked } => {
+                asked.entry(lessee).or_insert(now);
                 let is_given_up = order.is_stopped();
+                let mapped = order.regions();
+                let differs = mapped.and_then(|own| layout_differs(&address, own, request));
                 entry.state = State::Pinning { owner, wait, order, asked };
+                if let Some(text) = differs {
+                    self.leave_device(slot, now);
+                    return Err((Refusal::NoSuchSlot, text));
+                }
                 if is_given_up {
                     return Err(not_ready("its memory is still to be mapped"));
                 }
@@ -191,7 +218,7 @@ impl Broker {
                 Err(not_ready("its memory was another user's and is made anew"))
             }
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
-                let differs = layout_differs(&prepinned, request);
+                let differs = layout_differs(&address, &prepinned.grant.regions, request);
                 entry.state = State::Ready { memory, owner, prepinned: Some(prepinned) };
                 if let Some(text) = differs {
                     self.leave_device(slot, now);
@@ -199,11 +226,12 @@ impl Broker {
                 }
                 Ok(Some(slot))
             }
-            // The client that asks for it does not have the device: the pool may get it at last.
-            State::Waiting { memory, owner, .. } if !has_waited => {
+            // The client that asks for it does not have the device: the pool may get it at last, unless another VM is about
+            // to open it.
+            State::Waiting { memory, owner, .. } if !has_waited && !is_for_others => {
                 self.jobs.push_back(entry.pin(slot, &class, memory, owner, RETRY_MIN));
                 if let State::Pinning { asked, .. } = &mut entry.state {
-                    *asked = Some(now);
+                    asked.insert(lessee, now);
                 }
                 Ok(None)
             }
@@ -270,7 +298,7 @@ impl Broker {
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
                 match memory.iter().map(SlotMemory::lease).collect::<Result<Vec<_>, _>>() {
                     Ok(files) => {
-                        entry.state = State::Leased { memory, uid, lessee };
+                        entry.state = State::Leased { memory, uid, lessee, rest: Vec::new() };
                         let Prepinned { iommufd, device, grant } = prepinned;
                         let files = PinnedFiles { memory: files, iommufd, device };
                         Ok((Reply::GrantedPinned(grant), files))
@@ -288,8 +316,55 @@ impl Broker {
         }
     }
 
-    /// A worker has mapped memory for its device, or could not: then it has closed the device, and is about to close
-    /// the iommufd.
+    /// Leases memory of a slot that its user was refused with the device: a VM of terabytes may find no other. The slot
+    /// is that user's as a whole, zone by zone. `None` if there is none that fits.
+    pub(super) fn lease_without_device(
+        &mut self,
+        lessee: Lessee,
+        uid: u32,
+        request: &Take,
+    ) -> Option<(Reply, File)> {
+        let room = self.config.limits.of(uid, self.own_uid).saturating_sub(self.held_by(uid));
+        self.slots.iter_mut().find_map(|entry| {
+            let class = self.config.classes.get(entry.class)?;
+            entry.left_for.get(&lessee).filter(|is_wanted| **is_wanted)?;
+            let (memory, mut rest) = match &entry.state {
+                // What is still mapped is closed without the device, and keeps the memory from being used again.
+                State::Waiting { memory, owner, .. }
+                | State::Leaving {
+                    memory,
+                    owner,
+                    has_device: false,
+                    then: AfterLeaving::Wait { .. },
+                } if owner.is_none_or(|owner| owner == uid) && class.size_bytes() <= room => {
+                    (memory, (0..class.zones.len()).collect::<Vec<_>>())
+                }
+                State::Leased { memory, lessee: other, rest, .. } if *other == lessee => {
+                    (memory, rest.clone())
+                }
+                _ => return None,
+            };
+            let (part, zone) = rest.iter().find_map(|part| {
+                let zone = class.zones.get(*part)?;
+                let fits = zone.size_bytes == request.size_bytes
+                    && zone.pages.suits(request.pages)
+                    && request.node.is_none_or(|node| zone.node == Some(node));
+                fits.then_some((*part, zone))
+            })?;
+            let file = memory.get(part)?.lease().ok()?;
+            let reply = Reply::Granted { size_bytes: zone.size_bytes, pages: zone.pages };
+            rest.retain(|other| *other != part);
+            entry.state = match std::mem::replace(&mut entry.state, State::absent()) {
+                State::Waiting { memory, .. }
+                | State::Leaving { memory, .. }
+                | State::Leased { memory, .. } => State::Leased { memory, uid, lessee, rest },
+                other => other,
+            };
+            Some((reply, file))
+        })
+    }
+
+    /// A worker has mapped memory for its device, or could not: then the device is closed, and the iommufd about to be.
     pub(super) fn pinned(
         &mut self,
         slot: usize,
@@ -302,6 +377,10 @@ impl Broker {
             State::Pinning { owner, wait, order, .. } => (*owner, *wait, order.is_stopped()),
             _ => (None, RETRY_MIN, false),
         };
+        if is_stopped {
+            // Its user may have it from now on, also one that did not wait for the answer.
+            entry.hold_off = Some(now + HOLD_OFF);
+        }
         entry.state = match result {
             Ok(prepinned) => {
                 entry.problem = None;
@@ -362,6 +441,11 @@ fn memory_differs(class: &Class, request: &TakePinned) -> Option<String> {
     let address = address.unwrap_or_default();
     let rule = "it has to be all memory of the VM, of its pages, on its nodes";
     let (own, wanted) = (class.zones.len(), request.zones.len());
+    if wanted == 0 {
+        return Some(format!(
+            "device {address} alone was asked for, by a VMM that knows no slots as this pool has them"
+        ));
+    }
     if own != wanted {
         return Some(format!(
             "the slot of device {address} has memory for {own} zones, and the VM has {wanted}: {rule}"
@@ -391,10 +475,10 @@ fn memory_differs(class: &Class, request: &TakePinned) -> Option<String> {
 }
 
 /// Where memory is mapped that a VM has elsewhere.
-fn layout_differs(prepinned: &Prepinned, request: &TakePinned) -> Option<String> {
-    let (own, wanted) = (&prepinned.grant.regions, &request.regions);
+fn layout_differs(device: &str, own: &[PinnedRegion], request: &TakePinned) -> Option<String> {
+    let wanted = &request.regions;
     let at = (0..own.len().max(wanted.len())).find(|at| own.get(*at) != wanted.get(*at))?;
-    let shown = |regions: &[prezero_pool_client::PinnedRegion]| {
+    let shown = |regions: &[PinnedRegion]| {
         let region = regions.get(at);
         region.map_or_else(
             || "nothing more".to_owned(),
@@ -402,9 +486,8 @@ fn layout_differs(prepinned: &Prepinned, request: &TakePinned) -> Option<String>
         )
     };
     Some(format!(
-        "the slot of device {} is mapped at other guest addresses than the VM has its memory at: {} where the VM has \
+        "the slot of device {device} is mapped at other guest addresses than the VM has its memory at: {} where the VM has \
          {} (compare high_hole of the slot and of the VM's --memory)",
-        prepinned.grant.device,
         shown(own),
         shown(wanted),
     ))

@@ -59,7 +59,7 @@ fn settle(broker: &mut Broker) {
                 Job::Scrub { slot, zone, memory, .. } => {
                     memory_done(slot, true, memory.scrub(&zone, &options).map(|()| memory))
                 }
-                Job::Pin { .. } | Job::Release { .. } | Job::Close(_) => {
+                Job::Pin { .. } | Job::Release { .. } | Job::Undo { .. } | Job::Close(_) => {
                     panic!("no slot has a device")
                 }
             };

@@ -111,8 +111,8 @@ impl Vmm {
         let ram = Some(Arc::clone(machine.ram()));
         let mut disks = machine.take_locked_images();
         let going = disks.not_in(&config);
-        let dma = machine.keep_dma();
-        let kept = Box::new(KeptForReboot { disks, files, ram, dma });
+        let (dma, pool) = (machine.keep_dma(), machine.keep_pool());
+        let kept = Box::new(KeptForReboot { disks, files, ram, dma, pool });
         self.tear_down_with(AfterTeardown::Reboot { config, consoles, kept, responder }, going)
     }
 

@@ -14,6 +14,7 @@ use devices::virtio::block::{BlockConfig, DiskError, DiskLock};
 use devices::virtio::net::TapError;
 use devices::virtio::vsock::VsockSocketError;
 use memory::{GuestRam, LockedFile};
+use prezero_pool_client::PoolConnection;
 use thiserror::Error;
 
 use super::passthrough::KeptDmaSlot;
@@ -129,6 +130,8 @@ pub struct KeptForReboot {
     pub ram: Option<Arc<GuestRam>>,
     /// What of it stays mapped for passed-through devices, once the machine before has ended.
     pub dma: KeptDmaSlot,
+    /// While it is open, a pool leaves the devices alone, which are opened again.
+    pub pool: Option<Arc<PoolConnection>>,
 }
 
 /// Open images with their locks, passed from one machine to the next in the same process. Dropping this

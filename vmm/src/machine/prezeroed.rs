@@ -71,9 +71,14 @@ pub fn warn(zone: &str, error: &dyn std::error::Error) {
     events::emit("vm", "prezeroed-unavailable", &[("zone", zone), ("error", &why)]);
 }
 
-/// Takes memory for the zones that name a pool. Failures are logged, and the zone left out.
-pub fn take(zones: &[(&ZoneSpec, Option<&Path>)]) -> Vec<ProvidedFile> {
+/// Takes memory for the zones that name a pool. `pool`: a connection to one of them, over which a slot with a device was
+/// asked for: its memory is given over no other. Failures are logged, and the zone left out.
+pub fn take(
+    zones: &[(&ZoneSpec, Option<&Path>)],
+    pool: Option<&Arc<PoolConnection>>,
+) -> Vec<ProvidedFile> {
     let mut pools = Pools::default();
+    pools.0.extend(pool.map(|pool| (pool.path(), Some(Arc::clone(pool)))));
     let mut all = Vec::new();
     for (zone, socket) in zones {
         let Some(socket) = socket else { continue };

@@ -16,6 +16,7 @@ use memory::{
     Backing, BackingError, GuestRam, HugePageSize, InitialContents, PopulateError, PrefaultError,
     PrefaultOptions, RamConfig, RamError, RamHole, RamLayout, RamRegion, RamSources, ZoneSpec,
 };
+use prezero_pool_client::PoolConnection;
 use thiserror::Error;
 
 use super::prefault::BootPrefault;
@@ -281,7 +282,8 @@ fn is_poisoned(error: &MachineRamError) -> bool {
     )
 }
 
-/// Creates guest RAM whose contents are as found, and prefaults it. Cancelling ends the prefault early.
+/// Creates guest RAM whose contents are as found, and prefaults it. `pool`: see [`prezeroed::take`]. Cancelling ends the
+/// prefault early.
 ///
 /// # Errors
 /// Names the zone and the limit.
@@ -289,10 +291,11 @@ pub fn make(
     config: &MemoryConfig,
     layout: RamLayout,
     origin: RamSources,
+    pool: Option<&Arc<PoolConnection>>,
     boot_prefault: &BootPrefault,
     cancel: &CancelToken,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, layout, origin)?;
+    let ram = make_unpopulated(config, layout, origin, pool)?;
     let modes = prefault_modes(config);
     let populated = prefault::complete(&ram, config, &modes, boot_prefault, cancel);
     populated.map_err(MachineRamError::Prefault)?;
@@ -308,7 +311,7 @@ pub fn make_arriving(
     layout: RamLayout,
     origin: RamSources,
 ) -> Result<Arc<GuestRam>, MachineRamError> {
-    let ram = make_unpopulated(config, layout, origin)?;
+    let ram = make_unpopulated(config, layout, origin, None)?;
     let room = prefault::check_room(&ram, &prefault_modes(config));
     room.map_err(|error| MachineRamError::Prefault(error.into()))?;
     Ok(Arc::new(ram))
@@ -319,6 +322,7 @@ fn make_unpopulated(
     config: &MemoryConfig,
     layout: RamLayout,
     mut origin: RamSources,
+    pool: Option<&Arc<PoolConnection>>,
 ) -> Result<GuestRam, MachineRamError> {
     let contents = origin.contents;
     let specs = specs(config)?;
@@ -326,7 +330,7 @@ fn make_unpopulated(
     let sockets = zones.iter().map(|zone| zone.prezeroed.as_deref());
     let is_there = |zone: &ZoneSpec| origin.provided.iter().any(|file| file.zone() == zone.id);
     let requests: Vec<_> = specs.iter().zip(sockets).filter(|(zone, _)| !is_there(zone)).collect();
-    origin.provided.extend(prezeroed::take(&requests));
+    origin.provided.extend(prezeroed::take(&requests, pool));
     let ram = with_origin(&RamConfig { zones: specs }, layout, origin)?;
     for warning in ram.warnings() {
         log::warn!("{warning}");

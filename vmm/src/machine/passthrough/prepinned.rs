@@ -13,7 +13,8 @@ use std::sync::Arc;
 use memory::{Lease, ProvidedFile, ZoneSpec};
 use pci::Bdf;
 use prezero_pool_client::{
-    DEVICES_MAX, PinnedGrant, PinnedRegion, PoolConnection, TakePinned, ZONES_MAX, ZoneWanted,
+    DEVICES_MAX, PinnedGrant, PinnedRegion, PoolConnection, PoolError, TakePinned, ZONES_MAX,
+    ZoneWanted,
 };
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, HostPlace, IommufdSpace, OnLost, VfioError, VfioFunction,
@@ -42,6 +43,15 @@ pub struct PrepinnedSlot {
     grant: PinnedGrant,
     /// The mapped ranges, once compared with the machine's memory.
     mapped: BTreeMap<u64, u64>,
+}
+
+/// What came of asking a pool.
+#[derive(Default)]
+pub struct SlotAnswer {
+    /// The slot.
+    pub slot: Option<PrepinnedSlot>,
+    /// The pool leaves the machine's devices alone for as long as this is open.
+    pub pool: Option<Arc<PoolConnection>>,
 }
 
 /// What a machine asks a pool for.
@@ -96,8 +106,8 @@ impl Wish {
         }
         if zones.len() > ZONES_MAX {
             log::warn!(
-                "memory of {} zones is mapped for devices while the guest starts: a pool maps {ZONES_MAX} at most in \
-                 advance",
+                "memory of {} zones is mapped for devices while the guest starts, and a device that the pool holds cannot \
+                 be opened: a pool maps {ZONES_MAX} zones at most in advance",
                 zones.len()
             );
             return Ok(None);
@@ -132,34 +142,42 @@ impl PrepinnedSlot {
     ///
     /// # Errors
     /// The memory configuration is invalid.
-    pub fn take(config: &VmConfig, phys_bits: u8) -> Result<Option<Self>, MachineRamError> {
+    pub fn take(config: &VmConfig, phys_bits: u8) -> Result<SlotAnswer, MachineRamError> {
         let Some(Wish { request, paths, zones, socket }) = Wish::of(config, phys_bits)? else {
-            return Ok(None);
+            return Ok(SlotAnswer::default());
         };
-        let taken = PoolConnection::open(&socket)
-            .and_then(|pool| pool.take_pinned(&request).map(|memory| (pool, memory)));
-        let (pool, memory) = match taken {
-            Ok(taken) => taken,
+        let pool = match PoolConnection::open(&socket) {
+            Ok(pool) => Arc::new(pool),
             Err(error) => {
                 warn(&request.devices, &error);
-                return Ok(None);
+                return Ok(SlotAnswer::default());
+            }
+        };
+        let memory = match pool.take_pinned(&request) {
+            Ok(memory) => memory,
+            Err(error) => {
+                warn(&request.devices, &error);
+                // What is granted too late goes back with the connection.
+                let is_answer =
+                    matches!(error, PoolError::Refused { .. } | PoolError::Earlier { .. });
+                return Ok(SlotAnswer { slot: None, pool: is_answer.then_some(pool) });
             }
         };
         let device = memory.grant.device;
         let mut places = request.devices.iter().zip(paths);
         let Some((_, path)) = places.find(|(address, _)| **address == device) else {
-            return Ok(None);
+            return Ok(SlotAnswer::default());
         };
         let bytes: u64 = zones.iter().map(|zone| zone.size_bytes).fold(0, u64::saturating_add);
         let ids = zones.iter().map(|zone| zone.id.as_str()).collect::<Vec<_>>().join(",");
         let (bytes, name) = (bytes.to_string(), device.to_string());
         let properties = [("zone", ids.as_str()), ("bytes", &bytes), ("device", &name)];
         events::emit("vm", "prepinned-taken", &properties);
-        let lease = Lease::new(Arc::new(pool));
+        let lease = Lease::new(pool.clone());
         let files = zones.iter().zip(memory.files);
         let given = files
             .map(|(zone, file)| ProvidedFile::prezeroed(&zone.id, Arc::new(file), lease.clone()));
-        Ok(Some(Self {
+        let slot = Self {
             given: given.collect(),
             iommufd: Some(memory.iommufd.into()),
             path,
@@ -167,7 +185,8 @@ impl PrepinnedSlot {
             attached: None,
             grant: memory.grant,
             mapped: BTreeMap::new(),
-        }))
+        };
+        Ok(SlotAnswer { slot: Some(slot), pool: Some(pool) })
     }
 
     /// The files of the memory.
@@ -233,10 +252,12 @@ mod tests {
     #![expect(clippy::unwrap_used, reason = "a test that cannot unwrap has failed")]
 
     use std::fs;
+    use std::io::{Read as _, Write as _};
+    use std::os::unix::net::UnixListener;
 
     use arch::layout::HighHole;
     use memory::{RamHole, RamLayout};
-    use prezero_pool_client::PagesWanted;
+    use prezero_pool_client::{MESSAGE_BYTES_MAX, PagesWanted, Refusal, Reply, Request};
     use serde_json::{Value, json};
     use vfio::HYPERTRANSPORT;
     use vmm_sys_util::tempdir::TempDir;
@@ -268,8 +289,7 @@ mod tests {
         root
     }
 
-    /// As a machine asks when it boots.
-    fn wish(root: &TempDir, devices: &[&str], memory: &Value, platform: &Value) -> Option<Wish> {
+    fn config(root: &TempDir, devices: &[&str], memory: &Value, platform: &Value) -> VmConfig {
         let path = |device: &&str| json!({"path": root.as_path().join(device)});
         let devices: Vec<_> = devices.iter().map(path).collect();
         let config = json!({
@@ -277,7 +297,12 @@ mod tests {
         });
         let mut config: VmConfig = serde_json::from_value(config).unwrap();
         choose_high_hole(&mut config);
-        Wish::of(&config, 48).unwrap()
+        config
+    }
+
+    /// As a machine asks when it boots.
+    fn wish(root: &TempDir, devices: &[&str], memory: &Value, platform: &Value) -> Option<Wish> {
+        Wish::of(&config(root, devices, memory, platform), 48).unwrap()
     }
 
     fn huge(size_gib: u64) -> Value {
@@ -345,6 +370,38 @@ mod tests {
         grows["hotplug_size"] = json!(4 * GIB);
         assert!(wish(&grows).is_none(), "it grows");
         assert!(wish(&huge(4)).is_some());
+    }
+
+    /// The pool leaves the devices alone while that connection is open, and lends the slot's memory over no other.
+    #[test]
+    fn a_machine_that_is_refused_keeps_its_connection_and_takes_memory_over_it() {
+        let root = sysfs(&["0000:65:00.0"]);
+        let socket = root.as_path().join("pool");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let pool = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let requests = [(); 2].map(|()| {
+                let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+                let len = stream.read(&mut bytes).unwrap();
+                let request = Request::decode(&bytes[..len]).unwrap().unwrap().0;
+                let refused = Reply::Refused { reason: Refusal::Empty, text: String::new() };
+                stream.write_all(&refused.encode()).unwrap();
+                request
+            });
+            (requests, stream.read(&mut [0]).unwrap())
+        });
+        let mut memory = huge(4);
+        memory["prezeroed"] = json!(socket);
+        let config = config(&root, &["0000:65:00.0"], &memory, &json!({"iommufd": true}));
+        let answer = PrepinnedSlot::take(&config, 48).unwrap();
+        assert!(answer.slot.is_none() && answer.pool.is_some());
+        let (zones, socket) = ram::zones_of_one_pool(&config.memory).unwrap().unwrap();
+        let given = prezeroed::take(&[(&zones[0], Some(socket.as_path()))], answer.pool.as_ref());
+        assert!(given.is_empty());
+        drop(answer);
+        let (requests, len) = pool.join().unwrap();
+        assert!(matches!(requests, [Request::TakePinned(_), Request::Take(_)]), "{requests:?}");
+        assert_eq!(len, 0, "it was closed after that");
     }
 
     #[test]
