@@ -9,7 +9,7 @@ const OPTION_STRINGS: [(&str, &str); 46] = [
     ("cpus", "boot=2,max=4,topology=1:2:2:1,max_phys_bits=40,affinity=[0@[1,3],1@[2-3]]"),
     ("cpus", "boot=1,nested=off,features=amx,kvm_hyperv=off,core_scheduling=vcpu"),
     ("memory", "size=1G,shared=on,thp=off,prefault=on"),
-    ("memory", "size=1G,prefault=background,prefault_threads=4,prezeroed=/run/pool"),
+    ("memory", "size=1G,prefault=background,prefault_threads=4,pin_threads=2,prezeroed=/run/pool"),
     ("memory", "size=512M,hugepages=on,hugepage_size=2M,reserve=on,mergeable=off"),
     ("memory", "size=0,hotplug_method=acpi"),
     ("memory", "size=512M,hotplug_method=acpi,hotplug_size=4G,hotplugged_size=128M"),

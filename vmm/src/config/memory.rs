@@ -122,6 +122,8 @@ option_family! {
         /// Threads that populate pages for prefault, and pin them for passed-through devices; by default one for
         /// each CPU of the memory's NUMA node that the process may use.
         prefault_threads: Option<u32> = None, "prefault_threads" as Opt<Int>, range(1, 512);
+        /// Threads that populate and pin pages for passed-through devices, if not as many as `prefault_threads`.
+        pin_threads: Option<u32> = None, "pin_threads" as Opt<Int>, range(1, 512);
         /// Socket of a prezero-pool to take populated, zeroed memory from.
         prezeroed: Option<PathBuf> = None, "prezeroed" as Opt<File>;
         /// Request transparent huge pages.

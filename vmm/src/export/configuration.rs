@@ -217,10 +217,11 @@ const IMPLIED: [&str; 7] = [
 ];
 
 /// Options of this program that a guest cannot notice: their effect is lost.
-const LOST: [&str; 7] = [
+const LOST: [&str; 8] = [
     "memory.prezeroed",
     "memory.zones.prezeroed",
     "memory.prefault_threads",
+    "memory.pin_threads",
     "disks.on_full",
     "balloon.free_page_hinting",
     "balloon.statistics_interval_s",

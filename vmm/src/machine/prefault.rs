@@ -140,12 +140,18 @@ fn emit(event: &'static str, mode: &str, progress: PrefaultProgress) {
     events::emit("vm", event, properties);
 }
 
-/// The configured number of threads that populate memory, also for passed-through devices.
+/// The configured number of threads that populate memory.
 pub fn prefault_threads(config: &MemoryConfig) -> Option<NonZeroUsize> {
-    config
-        .prefault_threads
-        .and_then(|count| usize::try_from(count).ok())
-        .and_then(NonZeroUsize::new)
+    threads(config.prefault_threads)
+}
+
+/// The configured number of threads that populate and pin memory for passed-through devices.
+pub fn pin_threads(config: &MemoryConfig) -> Option<NonZeroUsize> {
+    threads(config.pin_threads.or(config.prefault_threads))
+}
+
+fn threads(count: Option<u32>) -> Option<NonZeroUsize> {
+    count.and_then(|count| usize::try_from(count).ok()).and_then(NonZeroUsize::new)
 }
 
 /// Starts to prefault the zones configured for `when`; `None` if there are none. `balloon`: discards its
@@ -294,6 +300,26 @@ mod tests {
 
     fn progress(done_bytes: u64) -> PrefaultProgress {
         PrefaultProgress { done_bytes, total_bytes: 10 }
+    }
+
+    #[test]
+    fn memory_for_devices_is_pinned_by_as_many_threads_as_is_said_or_as_populate_it() {
+        let counts = |prefault_threads, pin_threads| {
+            let config = MemoryConfig { prefault_threads, pin_threads, ..MemoryConfig::default() };
+            (prefault_threads_of(&config), pin_threads_of(&config))
+        };
+        assert_eq!(counts(None, None), (None, None));
+        assert_eq!(counts(Some(4), None), (Some(4), Some(4)));
+        assert_eq!(counts(Some(4), Some(2)), (Some(4), Some(2)));
+        assert_eq!(counts(None, Some(2)), (None, Some(2)));
+    }
+
+    fn prefault_threads_of(config: &MemoryConfig) -> Option<usize> {
+        prefault_threads(config).map(NonZeroUsize::get)
+    }
+
+    fn pin_threads_of(config: &MemoryConfig) -> Option<usize> {
+        pin_threads(config).map(NonZeroUsize::get)
     }
 
     #[test]

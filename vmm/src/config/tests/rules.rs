@@ -88,6 +88,8 @@ fn rules_of_memory() {
     assert!(zones("0,prezeroed=/p", &["id=a,size=1G"]).is_err());
     assert!(zones("0,prefault_threads=2", &["id=a,size=1G"]).is_ok());
     assert!(MemoryConfig::parse("size=1G,prefault_threads=0").is_err());
+    assert!(MemoryConfig::parse("size=1G,pin_threads=0").is_err());
+    assert!(MemoryConfig::parse("size=1G,pin_threads=513").is_err());
     assert!(zones("1G", &["id=a,size=1G"]).is_err());
     // What is on for all of them may be said of the whole as well, and of no fewer.
     for property in ["shared", "hugepages", "mergeable", "prefault"] {

@@ -61,7 +61,7 @@ use vfio::{
 
 use super::events::EventSink;
 use super::pausing::CancelToken;
-use super::prefault::prefault_threads;
+use super::prefault::pin_threads;
 use super::virtio::PciContext;
 use crate::config::{DeviceConfig, PinMode, VmConfig};
 use announcing::Withheld;
@@ -228,7 +228,7 @@ impl Passthrough {
             left,
             needs_p2p: config.platform.as_ref().is_none_or(|platform| platform.vfio_p2p_dma),
             peers: None,
-            threads: prefault_threads(&config.memory),
+            threads: pin_threads(&config.memory),
             strict: false,
             arrives: false,
             ban: ban.map(Arc::new),

@@ -27,7 +27,7 @@ use stoppable_thread::StoppableThread;
 use vfio::pin_time::PopulatedBefore;
 use vfio::{GuestRamPopulator, Populating, Populator};
 
-use super::{Passthrough, prefault_threads};
+use super::{Passthrough, pin_threads};
 use crate::config::{self, MemoryConfig};
 use crate::machine::ram::prefault_modes;
 
@@ -123,7 +123,7 @@ impl EarlyPopulating {
             return None;
         }
         let options = PrefaultOptions {
-            threads: prefault_threads(config),
+            threads: pin_threads(config),
             yields_to_guest: yields,
             // Opening a device maps its BARs, and vCPUs fault.
             spares_mmap_lock: true,
