@@ -29,6 +29,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("late_devices::one_is_removed_before_it_is_open", removed);
     suite.add("late_devices::a_reboot_does_not_wait", reboot);
     suite.add("late_devices::a_deletion_does_not_wait", deleted);
+    suite.add("late_devices::the_next_vm_is_refused_it_until_it_is_closed", given_to_another);
     suite.add("late_devices::the_end_of_the_vmm_does_not_wait", ended);
     suite.add("late_devices::the_start_waits_for_one_that_the_guest_cannot_be_without", overlap);
 }
@@ -37,6 +38,8 @@ const MEMORY: &str = "size=128M,shared=on";
 const GUEST: &str = "workload=random-write mem=16M";
 /// In which what waits for no device is answered on a busy host: the devices here are never open before they are told to be.
 const PROMPT: Duration = Duration::from_secs(10);
+/// Longer than any device is waited for that the guest can be without, and a VMM takes to start a guest.
+const LATE: Duration = Duration::from_secs(8);
 /// What the library takes for leave to open a device.
 const OPENS: u8 = b'o';
 const FAILS: u8 = b'f';
@@ -319,6 +322,29 @@ fn deleted() {
     vmm.shut_down();
 }
 
+fn given_to_another() {
+    let host = Host::new();
+    let late = host.slow_device(0x65);
+    let vmm = host.vmm(VmmBuilder::new::<&str>(&[])).start();
+    let api = vmm.api();
+    let without: Value = serde_json::from_str(&config(128)).expect("JSON");
+    let mut with = without.clone();
+    with["devices"] = json!([late.json("late")]);
+    api.put("vm.create", &with.to_string()).ok();
+    api.put("vm.boot", "").ok();
+    is_late(&vmm);
+    prompt(|| api.put("vm.delete", "").ok());
+    api.put("vm.create", &without.to_string()).ok();
+    api.put("vm.boot", "").ok();
+    let add = || api.put("vm.add-device", &late.json("late").to_string());
+    refused(&prompt(add), "for a VM that has ended");
+    late.ends(OPENS);
+    fs::remove_file(&late.pipe).expect("from now on it is opened at once");
+    wait_for("it can be added", || (add().status == 200).then_some(()));
+    wait_for_device(&vmm, "device-added", "late");
+    vmm.shut_down();
+}
+
 fn ended() {
     let host = Host::new();
     let late = host.slow_device(0x65);
@@ -353,7 +379,23 @@ fn overlap() {
     wait_for_device(&vmm, "device-added", "late");
     vmm.shut_down();
 
-    let mut vmm = host.guest(&[format!("{},pin=overlap", needed.option("needed"))]).start_at_once();
+    // Alone, and open later than any other is waited for.
+    let alone = [format!("{},pin=overlap", needed.option("needed"))];
+    let mut vmm = host.guest(&alone).start_at_once();
+    let started = Instant::now();
+    wait_for("the time to pass", || (started.elapsed() > LATE).then_some(()));
+    assert_eq!(vmm.api().state(), "Created");
+    needed.ends(OPENS);
+    wait_for("the VM", || {
+        assert!(vmm.exited().is_none(), "{}", vmm.output());
+        (vmm.api().state() == "Running").then_some(())
+    });
+    vmm.wait_for_event("passthrough-pinned");
+    let info = vmm.api().get("vm.info").ok().json();
+    assert!(info["passthrough"]["withheld"].is_null(), "{info}");
+    vmm.shut_down();
+
+    let mut vmm = host.guest(&alone).start_at_once();
     needed.ends(FAILS);
     assert_eq!(vmm.wait_for_exit(), 1, "the VM does not start without it: {}", vmm.output());
 }

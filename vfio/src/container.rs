@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::os::fd::AsRawFd as _;
+use std::path::Path;
 use std::sync::Arc;
 
 use hypervisor::Vm;
@@ -29,6 +30,8 @@ use super::space::{DmaSpace, Mapping, OpenedFunction};
 use super::sysfs::{HostPlace, SysfsFunction};
 
 const CONTAINER: &str = "/dev/vfio/vfio";
+/// Has a file for each IOMMU group with a device that VFIO may open.
+const GROUPS: &str = "/dev/vfio";
 
 /// A type 1 container. The functions opened in it share ownership.
 pub struct Type1Container {
@@ -39,6 +42,8 @@ pub struct Type1Container {
     /// Held during a call that pins or unpins guest memory. Threads that wait for the kernel's own lock spin
     /// while its owner runs, and would take the processors from the guest and from threads that populate.
     calls: Mutex<()>,
+    /// For each IOMMU group a lock, held while a device of it is opened; the map's own is held briefly.
+    groups: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     ram: Arc<GuestRam>,
 }
 
@@ -61,8 +66,17 @@ impl Type1Container {
             container: Arc::new(container),
             mapped: Mutex::default(),
             calls: Mutex::new(()),
+            groups: Mutex::default(),
             ram,
         })
+    }
+
+    /// Waits until no other process opens or closes a device of the group, as the kernel has each open of the
+    /// group's file wait for. `vfio_ioctls` opens it with a lock that each device here needs when it is opened or
+    /// closed. Another holder of the lock of the group would be refused the file meanwhile.
+    fn await_group(group: &str) {
+        // Opening it in earnest says what is wrong.
+        drop(File::options().read(true).write(true).open(Path::new(GROUPS).join(group)));
     }
 }
 
@@ -95,6 +109,10 @@ impl DmaSpace for Type1Container {
     fn open(&self, place: HostPlace) -> Result<OpenedFunction, VfioError> {
         let HostPlace::Sysfs(path) = place else { return Err(VfioError::NeedsIommufd) };
         let SysfsFunction { path, group } = SysfsFunction::find(&path)?;
+        // The kernel opens the devices of a group one after another as well.
+        let lock = Arc::clone(self.groups.lock().entry(group.clone()).or_default());
+        let _one_of_group = lock.lock();
+        Self::await_group(&group);
         // The container registers the group with KVM.
         let device = VfioDevice::new(&path, self.container.clone(), false)
             .map_err(|source| VfioError::Open { path, group, source })?;

@@ -265,7 +265,14 @@ impl Machine {
         };
         let images = &mut kept.disks;
         let left = host.left.clone();
-        let open = OpenInput { opening: Opening::Meanwhile, slot, kept: dma, left, cancel };
+        let open = OpenInput {
+            opening: Opening::Meanwhile,
+            slot,
+            kept: dma,
+            left,
+            pool: pool.clone(),
+            cancel,
+        };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;
@@ -339,14 +346,15 @@ impl Machine {
         let discarding = self.parts.devices.discarding_devices();
         let mut start = DeviceStart::new(discarding, &populated_bytes, cancel);
         passthrough.receive_opened(&context, &mut start, Some(late_at))?;
-        if passthrough.withhold_late(segments) {
-            // Nor does a vCPU wait for a disk. Its addresses are taken before those of devices that have no choice.
-            self.parts.devices.place_later(segments)?;
-        }
-        // Those that the guest cannot do without.
-        passthrough.receive_opened(&context, &mut start, None)?;
+        passthrough.withhold_late(segments);
         passthrough.put_on_bus(segments, &start)?;
+        // A vCPU waits no longer for a disk either.
         self.parts.devices.place_later(segments)?;
+        if passthrough.is_opening() {
+            // Those that the guest cannot do without.
+            passthrough.receive_opened(&context, &mut start, None)?;
+            passthrough.put_on_bus(segments, &start)?;
+        }
         Ok(())
     }
 
@@ -422,7 +430,14 @@ impl Machine {
         let images = &mut LockedImages::default();
         let cancel = &CancelToken::default();
         let left = host.left.clone();
-        let open = OpenInput { opening: Opening::Before, slot: None, kept: None, left, cancel };
+        let open = OpenInput {
+            opening: Opening::Before,
+            slot: None,
+            kept: None,
+            left,
+            pool: None,
+            cancel,
+        };
         let build = BuildInput { ram, open, images };
         let supported = host.supported(&config.cpus)?;
         let mut parts = MachineParts::build(&config, &consoles, host, sink, build)?;

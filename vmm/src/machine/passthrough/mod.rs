@@ -54,6 +54,7 @@ use arch::layout;
 use hypervisor::Standstill;
 use memory::{DiscardBan, GuestRam};
 use pci::{Bdf, DEVICES_PER_BUS_COUNT, DeviceNumber, PciDevice};
+use prezero_pool_client::PoolConnection;
 use vfio::{
     DeviceEvents, DmaGate, DmaSpace, HostFunction, IntxLine, P2pBars, Pinning, VfioError,
     VfioPciDevice, VfioWiring,
@@ -178,6 +179,8 @@ pub struct OpenInput<'a> {
     pub kept: Option<KeptDma>,
     /// What earlier machines of this process may still be opening.
     pub left: LeftOpenings,
+    /// The pool that leaves the devices alone while this is open.
+    pub pool: Option<Arc<PoolConnection>>,
     /// Ends every wait for a device or for memory.
     pub cancel: &'a CancelToken,
 }
@@ -200,7 +203,7 @@ impl Passthrough {
         context: &PciContext<'_>,
         ban: Option<DiscardBan>,
         sink: EventSink,
-        OpenInput { opening, slot, kept, left, cancel }: OpenInput<'_>,
+        OpenInput { opening, slot, kept, left, pool, cancel }: OpenInput<'_>,
     ) -> Result<Self, PassthroughError> {
         let standstill = Arc::default();
         let mut this = Self {
@@ -249,7 +252,7 @@ impl Passthrough {
                 this.refuse_left(config, config.id.as_deref().unwrap_or_default())?;
             }
             if overlaps {
-                this.expect(config, context)?;
+                this.expect(config, context, pool.clone())?;
             } else {
                 this.plug(config, context, Showing::AtOnce, cancel)?;
             }

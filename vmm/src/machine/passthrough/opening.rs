@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use memory::GuestRam;
 use parking_lot::Mutex;
 use pci::{Bdf, DeviceNumber, PciDevice as _};
+use prezero_pool_client::PoolConnection;
 use vfio::{
     DmaMap, DmaSpace, DmaTarget, GuestRamPopulator, HostFunction, Pinning, VfioError, VfioFunction,
 };
@@ -250,7 +251,8 @@ impl Passthrough {
         }
     }
 
-    /// Starts to open a device, and reserves its place on the bus.
+    /// Starts to open a device, and reserves its place on the bus. `pool` is to leave the device alone until it is open, or
+    /// closed again.
     ///
     /// # Errors
     /// Names the device.
@@ -258,6 +260,7 @@ impl Passthrough {
         &mut self,
         config: &DeviceConfig,
         context: &PciContext<'_>,
+        pool: Option<Arc<PoolConnection>>,
     ) -> Result<(), PassthroughError> {
         let id = config.id.clone().unwrap_or_default();
         let open = self.opener(config, &id, context)?;
@@ -270,7 +273,11 @@ impl Passthrough {
             segment.hide(number);
         }
         let (sink, order) = (Arc::clone(&self.sink), self.pending.len());
-        let on_opened = Box::new(move || sink(GuestEvent::WithheldDevice));
+        let on_opened = Box::new(move || {
+            // The thread has this to its end, also after that of the machine.
+            let _ = &pool;
+            sink(GuestEvent::WithheldDevice);
+        });
         let how: (Opener, OnOpened) = (open, on_opened);
         let pending = PendingDevice::begin(config.clone(), id.clone(), number, order, how);
         let pending = pending.map_err(|source| {

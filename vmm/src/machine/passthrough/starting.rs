@@ -179,13 +179,12 @@ impl Passthrough {
 
     /// Has neither a vCPU nor the start of the guest wait any longer for devices that are still being opened, but for those
     /// of `pin=overlap`: the guest finds them once they are open and memory is mapped for them
-    /// ([`Passthrough::receive_late`]). Returns whether there are any.
-    pub fn withhold_late(&mut self, segments: &Segments) -> bool {
+    /// ([`Passthrough::receive_late`]).
+    pub fn withhold_late(&mut self, segments: &Segments) {
         let is_needed = |pending: &PendingDevice| pending.config.pin == PinMode::Overlap;
         let (needed, late) = std::mem::take(&mut self.pending).into_iter().partition(is_needed);
         self.pending = needed;
         let late: Vec<_> = late;
-        let is_any = !late.is_empty();
         for pending in late {
             if let Some(segment) = segments.of(pending.bdf()) {
                 segment.hide(pending.number);
@@ -197,7 +196,6 @@ impl Passthrough {
             self.withheld.add_unopened(pending.bdf());
             self.late.push(pending);
         }
-        is_any
     }
 
     /// Puts the devices on the bus that are open, seen by the guest or withheld, whichever lets it wait for no more than it
@@ -350,6 +348,7 @@ pub(super) mod tests {
             let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
             self.receive(&mut start, Some(Instant::now())).unwrap();
             self.passthrough.withhold_late(&self.segments);
+            self.passthrough.put_on_bus(&self.segments, &start).unwrap();
             self.receive(&mut start, None).unwrap();
             self.passthrough.put_on_bus(&self.segments, &start).unwrap();
         }
@@ -469,13 +468,32 @@ pub(super) mod tests {
             });
         }
         assert!(sees.recv_timeout(MOMENT).is_err(), "both wait");
-        assert!(made.passthrough.withhold_late(&made.segments));
+        made.passthrough.withhold_late(&made.segments);
         assert_eq!(sees.recv_timeout(PATIENCE), Ok((7, [0xff; 2])));
         assert!(sees.recv_timeout(MOMENT).is_err(), "the other goes on waiting");
         assert_eq!(made.passthrough.pending[0].id, "needed");
         needed.send(made.host()).unwrap();
         made.start_without_late();
         assert!(matches!(sees.recv_timeout(PATIENCE), Ok((8, vendor)) if vendor != [0xff; 2]));
+    }
+
+    #[test]
+    fn those_that_are_open_are_on_the_bus_while_one_is_awaited() {
+        let mut made = Made::new(FakeTarget::default());
+        let gives = made.expect("here", 7, PinMode::Auto);
+        let needed = made.expect("needed", 8, PinMode::Overlap);
+        gives.send(made.host()).unwrap();
+        made.passthrough.pending[0].wait(PATIENCE);
+        let cancel = CancelToken::default();
+        let mut start = DeviceStart::new(DiscardingDevices::default(), &|| 0, &cancel);
+        made.receive(&mut start, Some(Instant::now())).unwrap();
+        made.passthrough.withhold_late(&made.segments);
+        made.passthrough.put_on_bus(&made.segments, &start).unwrap();
+        assert!(made.sees(7) && made.passthrough.is_opening());
+        needed.send(made.host()).unwrap();
+        made.receive(&mut start, None).unwrap();
+        made.passthrough.put_on_bus(&made.segments, &start).unwrap();
+        assert!(made.sees(7) && made.sees(8) && !made.passthrough.is_opening());
     }
 
     #[test]
