@@ -281,3 +281,66 @@ fn work_settles_once_for_all_that_is_ready_and_when_its_wait_is_over() {
     assert_eq!(next(), (vec![], true));
     workers.stop();
 }
+
+/// Work that is told when to go on with what is ready.
+struct Held {
+    tell: mpsc::Sender<&'static str>,
+    go_on: mpsc::Receiver<()>,
+    signal: EventFd,
+}
+
+impl Work for Held {
+    fn kind(&self) -> &'static str {
+        "held"
+    }
+
+    fn start(&mut self, watch: &mut Watch) -> Result<(), Broken> {
+        watch.on_signal(1, self.signal.as_raw_fd())
+    }
+
+    fn ready(&mut self, _token: u64, _watch: &mut Watch) -> Result<(), Broken> {
+        self.tell.send("ready").unwrap();
+        self.go_on.recv_timeout(PATIENCE).unwrap();
+        Ok(())
+    }
+
+    fn settle(&mut self, _watch: &mut Watch) -> Result<(), Broken> {
+        self.tell.send("settle").unwrap();
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Result<(), Broken> {
+        self.tell.send("drain").unwrap();
+        Ok(())
+    }
+
+    fn queue_states(&self) -> Vec<(u16, QueueState)> {
+        Vec::new()
+    }
+
+    fn report_broken(&self) {}
+}
+
+#[test]
+fn nothing_new_is_begun_once_a_pause_is_wanted() {
+    let (tell, told) = mpsc::channel();
+    let (going_on, go_on) = mpsc::channel();
+    let signal = EventFd::new(EFD_NONBLOCK).unwrap();
+    let signalled = signal.try_clone().unwrap();
+    let mut workers = Workers::default();
+    workers.spawn("held", &[], Held { tell, go_on, signal }).unwrap();
+    let next = || told.recv_timeout(PATIENCE).unwrap();
+    for is_paused in [false, true] {
+        signalled.write(1).unwrap();
+        // Its thread wakes up for the pause as well, and settles before the next signal.
+        let mut first = next();
+        while first != "ready" {
+            first = next();
+        }
+        let begun = is_paused.then(|| workers.begin_pause());
+        going_on.send(()).unwrap();
+        assert_eq!(next(), if is_paused { "drain" } else { "settle" });
+        assert!(begun.is_none_or(|begun| begun.wait_until(Instant::now() + PATIENCE)));
+    }
+    workers.stop();
+}

@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-/// The longest time that it waits.
+/// The longest time that it waits after a packet.
 pub(super) const HOLD_FOR: Duration = Duration::from_millis(1);
 /// Packets of which the guest has not been told, at most, and the part of its queue that they may be.
 const HELD_PACKETS: u16 = 8;
