@@ -15,12 +15,13 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ioas::{HYPERTRANSPORT, HostReach, Ioas, MapFileError, Mapped, Unreachable, check_reach};
 use iommufd_ioctls::{IommuFd, IommufdError};
 use memory::{LayoutError, RamHole, RamLayout, ZoneSpec};
+use parking_lot::Mutex;
 use pci_address::Bdf;
 use prezero_pool_client::{PinnedGrant, PinnedRegion, PinnedZone, SlotPages, pieces};
 use thiserror::Error;
@@ -121,35 +122,48 @@ impl From<PinError> for PinFailure {
 }
 
 /// An order to map memory, which may be taken back.
-#[derive(Debug, Default)]
+///
+/// Owns the memory until it is begun: an order whose turn is late, as terabytes are mapped before, keeps it from no user.
+#[derive(Debug)]
 pub struct PinOrder {
-    state: AtomicU8,
+    /// What is to be mapped, until that begins.
+    memory: Mutex<Option<Vec<SlotMemory>>>,
+    is_stopped: AtomicBool,
     /// Where the memory is mapped, once that is known.
     regions: OnceLock<Vec<PinnedRegion>>,
 }
 
 impl PinOrder {
-    const BEGUN: u8 = 1;
-    const STOPPED: u8 = 2;
-
-    /// Begins to carry it out; false if it was taken back.
-    pub fn begin(&self) -> bool {
-        self.state.compare_exchange(0, Self::BEGUN, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    /// To map this memory.
+    pub fn new(memory: Vec<SlotMemory>) -> Self {
+        let (is_stopped, regions) = (AtomicBool::new(false), OnceLock::new());
+        Self { memory: Mutex::new(Some(memory)), is_stopped, regions }
     }
 
-    /// Takes it back; what is being mapped is left as soon as possible.
-    pub fn stop(&self) {
-        self.state.fetch_or(Self::STOPPED, Ordering::Relaxed);
+    /// Begins to carry it out, with the memory; `None` if it was taken back.
+    pub fn begin(&self) -> Option<Vec<SlotMemory>> {
+        self.memory.lock().take()
     }
 
-    /// Whether it was begun, so that the device may be open for it. One that was taken back before is not begun any more.
+    /// Takes it back. Returns the memory if it was not begun, and then it never is; otherwise what is being mapped is left
+    /// as soon as possible.
+    #[must_use]
+    pub fn stop(&self) -> Option<Vec<SlotMemory>> {
+        let memory = self.begin();
+        if memory.is_none() {
+            self.is_stopped.store(true, Ordering::Relaxed);
+        }
+        memory
+    }
+
+    /// Whether it was begun, so that the device may be open for it.
     pub fn is_begun(&self) -> bool {
-        self.state.load(Ordering::Relaxed) & Self::BEGUN != 0
+        self.memory.lock().is_none()
     }
 
-    /// Whether it was taken back.
+    /// Whether it was taken back after it was begun.
     pub fn is_stopped(&self) -> bool {
-        self.state.load(Ordering::Relaxed) & Self::STOPPED != 0
+        self.is_stopped.load(Ordering::Relaxed)
     }
 
     /// Says where the memory is mapped, long before it is.
@@ -240,7 +254,7 @@ fn map_pieces<E: Send>(
 
 impl Prepinned {
     /// Opens the device, maps the memory at the VM's addresses and fills a page table with it, on so many
-    /// threads, unless the order is taken back.
+    /// threads, unless the order, which is begun, is taken back.
     ///
     /// # Errors
     /// Saying what the host lacks; the device is as before once it is closed.
@@ -252,9 +266,6 @@ impl Prepinned {
     ) -> Result<Self, PinFailure> {
         let slot = class.device.as_ref().ok_or(PinError::NoDevice)?;
         let address = slot.address;
-        if !order.begin() {
-            return Err(PinError::Stopped(address).into());
-        }
         let path = Path::new(DEVICES).join(address.to_string());
         let reach = HostReach::in_sysfs(&path);
         let regions = regions(&class.zones, high_hole(slot, &reach)).map_err(PinError::Layout)?;

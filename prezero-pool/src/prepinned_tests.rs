@@ -102,6 +102,13 @@ fn zones_follow_each_other_around_what_the_iommu_keeps() {
     );
 }
 
+/// An order that is being carried out.
+fn begun() -> PinOrder {
+    let order = PinOrder::new(Vec::new());
+    order.begin().unwrap();
+    order
+}
+
 /// What an IOMMU was told, by address.
 type Told = Mutex<BTreeMap<u64, PinnedRegion>>;
 
@@ -121,8 +128,7 @@ fn four_tib_are_mapped_once_in_pieces_of_whole_pages() {
             assert_eq!(told.lock().insert(piece.gpa, *piece), None, "mapped twice");
             Ok::<(), ()>(())
         };
-        let order = PinOrder::default();
-        assert_eq!(map_pieces(&zones, &regions, two(), &order, map), Ok(true));
+        assert_eq!(map_pieces(&zones, &regions, two(), &begun(), map), Ok(true));
         let told = told.into_inner();
         assert_eq!(told.len(), expected, "{pages:?}");
         // In ascending order they are the regions.
@@ -148,7 +154,7 @@ fn four_tib_are_mapped_once_in_pieces_of_whole_pages() {
 fn mapping_ends_early_with_an_error_and_when_it_is_stopped() {
     let zones = [zone(4 * TIB, SlotPages::Small)];
     let regions = regions(&zones, None).unwrap();
-    let (calls, order) = (AtomicUsize::new(0), PinOrder::default());
+    let (calls, order) = (AtomicUsize::new(0), begun());
     let failing = |_: &PinnedRegion| {
         if calls.fetch_add(1, Ordering::Relaxed) < 10 { Ok(()) } else { Err("no memory") }
     };
@@ -156,7 +162,7 @@ fn mapping_ends_early_with_an_error_and_when_it_is_stopped() {
     assert!(calls.swap(0, Ordering::Relaxed) <= 12);
     let stopping = |_: &PinnedRegion| {
         if calls.fetch_add(1, Ordering::Relaxed) == 10 {
-            order.stop();
+            assert!(order.stop().is_none());
         }
         Ok::<(), ()>(())
     };
@@ -166,18 +172,14 @@ fn mapping_ends_early_with_an_error_and_when_it_is_stopped() {
 
 #[test]
 fn an_order_that_was_taken_back_is_not_begun() {
-    let order = PinOrder::default();
-    order.stop();
-    assert!(!order.begin() && !order.is_begun());
-    let order = PinOrder::default();
-    assert!(order.begin() && order.is_begun());
-    order.stop();
+    let order = PinOrder::new(Vec::new());
+    assert!(!order.is_begun());
+    assert!(order.stop().is_some(), "the memory is lost");
+    assert!(order.begin().is_none());
+    let order = begun();
+    assert!(order.is_begun() && !order.is_stopped());
+    assert!(order.stop().is_none(), "a worker has the memory");
     assert!(order.is_begun() && order.is_stopped(), "it may have the device");
-    let class = Class { zones: Vec::new(), count: 1, device: Some(device(None)) };
-    let order = PinOrder::default();
-    order.stop();
-    let failure = Prepinned::new(&class, &[], two(), &order).unwrap_err();
-    assert!(matches!(failure.error, PinError::Stopped(_)), "{failure:?}");
 }
 
 #[test]

@@ -20,36 +20,61 @@ use crate::prepinned::{PinError, PinFailure, PinOrder, PinnedFiles, Prepinned};
 use crate::slot::{PoolSlotError, SlotMemory, ZeroingOptions};
 use crate::sys;
 
-/// Something to do for a slot.
+/// Something to do.
 #[derive(Debug)]
 pub enum Job {
+    /// For the threads of a node.
+    Work(Work),
+    /// On a thread of its own.
+    Close(Closing),
+}
+
+/// Something to do for a slot.
+#[derive(Debug)]
+pub enum Work {
     /// Make the memory of a zone.
     Build { slot: usize, part: usize, zone: SlotZone },
     /// Release its memory, which no other process has, and make new memory in its place.
     Renew { slot: usize, part: usize, zone: SlotZone, memory: SlotMemory },
     /// Clear its memory, which no other process has.
     Scrub { slot: usize, part: usize, zone: SlotZone, memory: SlotMemory },
-    /// Map all memory of a slot for its device.
-    Pin { slot: usize, class: Class, memory: Vec<SlotMemory>, order: Arc<PinOrder> },
-    /// Close the device, then what is mapped for it.
-    Release { slot: usize, prepinned: Prepinned },
-    /// The same for memory that could not be mapped.
-    Undo { slot: usize, memory: Vec<SlotMemory>, failure: PinFailure },
-    /// Close what was sent to a user: if that user has gone, they are the last to have it.
-    Close(PinnedFiles),
+    /// Map all memory of a slot for its device, unless that was taken back by then.
+    Pin { slot: usize, class: Class, order: Arc<PinOrder> },
 }
 
-impl Job {
-    /// The queue that it goes to; `None` for what has a thread of its own.
-    fn queue(&self) -> Option<QueueOf> {
+/// Something that may take long to close.
+#[derive(Debug)]
+pub enum Closing {
+    /// A device, then what is mapped for it.
+    Prepinned { slot: usize, prepinned: Prepinned },
+    /// The same for memory that could not be mapped.
+    Failed { slot: usize, memory: Vec<SlotMemory>, failure: PinFailure },
+    /// What was sent to a user: if that user has gone, they are the last to have it.
+    Sent(PinnedFiles),
+}
+
+impl From<Work> for Job {
+    fn from(work: Work) -> Self {
+        Self::Work(work)
+    }
+}
+
+impl From<Closing> for Job {
+    fn from(closing: Closing) -> Self {
+        Self::Close(closing)
+    }
+}
+
+impl Work {
+    /// The queue that it goes to.
+    fn queue(&self) -> QueueOf {
         let (node, is_for_devices) = match self {
             Self::Build { zone, .. } | Self::Renew { zone, .. } | Self::Scrub { zone, .. } => {
                 (zone.node, false)
             }
             Self::Pin { class, .. } => (class.only_node(), true),
-            Self::Release { .. } | Self::Undo { .. } | Self::Close(_) => return None,
         };
-        Some(QueueOf { node, is_for_devices })
+        QueueOf { node, is_for_devices }
     }
 }
 
@@ -101,8 +126,8 @@ impl Report {
 /// The threads.
 #[derive(Debug)]
 pub struct Workers {
-    queues: BTreeMap<QueueOf, Sender<Job>>,
-    closer: Sender<Job>,
+    queues: BTreeMap<QueueOf, Sender<Work>>,
+    closer: Sender<Closing>,
     done: Receiver<JobResult>,
 }
 
@@ -146,13 +171,16 @@ impl Workers {
 
     /// Gives work to a thread of its node.
     pub fn submit(&self, job: Job) {
-        let queue = match job.queue() {
-            Some(queue) => self.queues.get(&queue),
-            None => Some(&self.closer),
-        };
         // Threads end with the process only.
-        if let Some(queue) = queue {
-            let _ = queue.send(job);
+        match job {
+            Job::Work(work) => {
+                if let Some(queue) = self.queues.get(&work.queue()) {
+                    let _ = queue.send(work);
+                }
+            }
+            Job::Close(closing) => {
+                let _ = self.closer.send(closing);
+            }
         }
     }
 
@@ -166,15 +194,15 @@ type Close = Box<dyn FnOnce() + Send>;
 
 /// Closes what it gets: on threads that `start` starts, so that nothing waits for what takes long, or itself if there is
 /// none to be had.
-fn close_all(jobs: &Receiver<Job>, report: &Report, start: impl Fn(Close) -> io::Result<()>) {
-    while let Ok(job) = jobs.recv() {
-        let job = Arc::new(Mutex::new(Some(job)));
+fn close_all(all: &Receiver<Closing>, report: &Report, start: impl Fn(Close) -> io::Result<()>) {
+    while let Ok(closing) = all.recv() {
+        let closing = Arc::new(Mutex::new(Some(closing)));
         let run = {
-            let (job, report) = (Arc::clone(&job), report.clone());
+            let (closing, report) = (Arc::clone(&closing), report.clone());
             move || {
-                let job = job.lock().take();
-                if let Some(job) = job {
-                    close(job, &report);
+                let closing = closing.lock().take();
+                if let Some(closing) = closing {
+                    close(closing, &report);
                 }
             }
         };
@@ -186,36 +214,35 @@ fn close_all(jobs: &Receiver<Job>, report: &Report, start: impl Fn(Close) -> io:
 }
 
 /// Closes a device before what is mapped for it, which takes long.
-fn close(job: Job, report: &Report) {
-    match job {
-        Job::Release { slot, prepinned: Prepinned { iommufd, device, .. } } => {
+fn close(closing: Closing, report: &Report) {
+    match closing {
+        Closing::Prepinned { slot, prepinned: Prepinned { iommufd, device, .. } } => {
             drop(device);
             report.send(slot, JobOutcome::Released);
             drop(iommufd);
             report.send(slot, JobOutcome::Unpinned);
         }
-        Job::Undo { slot, memory, failure: PinFailure { error, opened } } => {
+        Closing::Failed { slot, memory, failure: PinFailure { error, opened } } => {
             let (device, iommufd) = opened.unzip();
             drop(device);
             report.send(slot, JobOutcome::Pinned { memory, result: Err(error) });
             drop(iommufd);
             report.send(slot, JobOutcome::Unpinned);
         }
-        Job::Close(PinnedFiles { memory, iommufd, device }) => {
+        Closing::Sent(PinnedFiles { memory, iommufd, device }) => {
             drop(device);
             drop(iommufd);
             drop(memory);
         }
-        Job::Build { .. } | Job::Renew { .. } | Job::Scrub { .. } | Job::Pin { .. } => {}
     }
 }
 
 struct Worker {
     node: Option<u32>,
-    jobs: Receiver<Job>,
+    jobs: Receiver<Work>,
     report: Report,
     /// For what it opened in vain: at its own priority it might be closed never.
-    closer: Sender<Job>,
+    closer: Sender<Closing>,
     options: Arc<ZeroingOptions>,
 }
 
@@ -229,44 +256,44 @@ impl Worker {
         if let Some(node) = self.node {
             memory::run_on_node(node);
         }
-        while let Ok(job) = self.jobs.recv() {
-            if !self.carry_out(job) {
+        while let Ok(work) = self.jobs.recv() {
+            if !self.carry_out(work) {
                 return;
             }
         }
     }
 
     /// Returns whether its result can still be received.
-    fn carry_out(&self, job: Job) -> bool {
+    fn carry_out(&self, work: Work) -> bool {
         let made = |slot, part, scrubbed, result| {
             self.report.send(slot, JobOutcome::Memory { part, scrubbed, result })
         };
-        match job {
-            Job::Build { slot, part, zone } => {
+        match work {
+            Work::Build { slot, part, zone } => {
                 made(slot, part, false, SlotMemory::build(&zone, &self.options))
             }
-            Job::Renew { slot, part, zone, memory } => {
+            Work::Renew { slot, part, zone, memory } => {
                 // Its pages go with its last file, but for those that a former user has kept hold of: these
                 // stay what they are, and are in no memfd any more.
                 drop(memory);
                 made(slot, part, false, SlotMemory::build(&zone, &self.options))
             }
-            Job::Scrub { slot, part, zone, memory } => {
+            Work::Scrub { slot, part, zone, memory } => {
                 let result = memory.scrub(&zone, &self.options).map(|()| memory);
                 made(slot, part, true, result)
             }
-            Job::Pin { slot, class, memory, order } => {
+            Work::Pin { slot, class, order } => {
+                // The memory of one that was taken back is the broker's again, and nothing is to be told.
+                let Some(memory) = order.begin() else { return true };
                 match Prepinned::new(&class, &memory, self.options.threads, &order) {
                     Ok(prepinned) => {
                         let result = Ok(prepinned);
                         self.report.send(slot, JobOutcome::Pinned { memory, result })
                     }
-                    Err(failure) => self.closer.send(Job::Undo { slot, memory, failure }).is_ok(),
+                    Err(failure) => {
+                        self.closer.send(Closing::Failed { slot, memory, failure }).is_ok()
+                    }
                 }
-            }
-            job @ (Job::Release { .. } | Job::Undo { .. } | Job::Close(_)) => {
-                close(job, &self.report);
-                true
             }
         }
     }
@@ -306,7 +333,8 @@ mod tests {
             regions: Vec::new(),
         };
         let ((mut device_end, device), (mut iommufd_end, iommufd)) = (file(), file());
-        workers.submit(Job::Release { slot: 7, prepinned: Prepinned { iommufd, device, grant } });
+        let prepinned = Prepinned { iommufd, device, grant };
+        workers.submit(Closing::Prepinned { slot: 7, prepinned }.into());
         let next = || {
             let done = workers.done.recv_timeout(Duration::from_secs(20)).unwrap();
             (done.slot, done.outcome)
@@ -318,7 +346,8 @@ mod tests {
         assert_eq!(iommufd_end.read(&mut [0]).unwrap(), 0, "it is closed");
 
         let ((mut end, memory), (_, iommufd), (_, device)) = (file(), file(), file());
-        workers.submit(Job::Close(PinnedFiles { memory: vec![memory], iommufd, device }));
+        let files = PinnedFiles { memory: vec![memory], iommufd, device };
+        workers.submit(Closing::Sent(files).into());
         assert_eq!(end.read(&mut [0]).unwrap(), 0, "it is closed");
     }
 
@@ -333,7 +362,7 @@ mod tests {
         let (report, done) = report();
         let (closer, jobs) = channel();
         let failure = PinFailure { error: PinError::NoDevice, opened: Some((device, iommufd)) };
-        closer.send(Job::Undo { slot: 7, memory: Vec::new(), failure }).unwrap();
+        closer.send(Closing::Failed { slot: 7, memory: Vec::new(), failure }).unwrap();
         drop(closer);
         close_all(&jobs, &report, |_close| Err(io::Error::other("none")));
         assert_eq!(device_end.read(&mut [0]).unwrap(), 0, "it is closed");
@@ -354,11 +383,14 @@ mod tests {
         let ((closer, closed), (_, jobs)) = (channel(), channel());
         let options = Arc::new(ZeroingOptions::unlimited());
         let worker = Worker { node: None, jobs, report, closer, options };
-        let order = Arc::<PinOrder>::default();
-        order.stop();
+        let order = Arc::new(PinOrder::new(Vec::new()));
+        // It has no device to map anything for.
         let class = Class { zones: Vec::new(), count: 1, device: None };
-        assert!(worker.carry_out(Job::Pin { slot: 7, class, memory: Vec::new(), order }));
-        assert!(matches!(closed.try_recv(), Ok(Job::Undo { slot: 7, .. })));
-        assert!(done.try_recv().is_err(), "the worker closed it");
+        let pin = || Work::Pin { slot: 7, class: class.clone(), order: Arc::clone(&order) };
+        assert!(worker.carry_out(pin()));
+        assert!(matches!(closed.try_recv(), Ok(Closing::Failed { slot: 7, .. })));
+        // Nor is anything told of an order whose memory another has.
+        assert!(worker.carry_out(pin()));
+        assert!(closed.try_recv().is_err() && done.try_recv().is_err(), "the worker closed it");
     }
 }

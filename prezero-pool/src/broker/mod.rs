@@ -20,7 +20,7 @@ use crate::prepinned::{PinOrder, Prepinned};
 use crate::slot::{PoolSlotError, SlotMemory};
 use crate::stats::{Counters, SlotCount};
 use crate::sys::Users;
-use crate::worker::{Job, JobOutcome, JobResult};
+use crate::worker::{Closing, Job, JobOutcome, JobResult, Work};
 use parts::Parts;
 use pinned::HOLD_OFF;
 
@@ -36,6 +36,9 @@ const RETRY_MAX: Duration = Duration::from_mins(2);
 /// How long a user waits for a device while memory is mapped for it. Then mapping is given up and the device released,
 /// before the user gives up itself and finds the device in use.
 const PIN_WAIT_MAX: Duration = Duration::from_secs(5);
+/// How long a user waits for that to begin: a thread that has nothing else to do begins at once, and one that maps
+/// terabytes for another device may do so for minutes.
+const PIN_BEGIN_MAX: Duration = Duration::from_secs(1);
 
 /// Names a connection.
 pub type Lessee = u64;
@@ -48,7 +51,7 @@ enum State {
     InWork { owner: Option<u32>, parts: Parts },
     /// Its memory is ready; the device that it is to be mapped for is asked for at `at`.
     Waiting { memory: Vec<SlotMemory>, owner: Option<u32>, at: Instant, wait: Duration },
-    /// A worker maps it for its device. `asked`: the connections that wait for it, and since when.
+    /// A worker maps it for its device, or is to. `asked`: the connections that wait for it, and since when.
     Pinning {
         owner: Option<u32>,
         wait: Duration,
@@ -123,12 +126,12 @@ impl PoolSlot {
         match std::mem::replace(&mut self.state, State::absent()) {
             // What is mapped for a device goes first.
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
-                jobs.push_back(Job::Release { slot, prepinned });
+                jobs.push_back(Closing::Prepinned { slot, prepinned }.into());
                 let (has_device, then) = (true, AfterLeaving::Renew);
                 self.state = State::Leaving { memory, owner, has_device, then };
             }
             State::Ready { memory, .. } | State::Waiting { memory, .. } => {
-                let again = |part, zone, memory| Job::Renew { slot, part, zone, memory };
+                let again = |part, zone, memory| Work::Renew { slot, part, zone, memory };
                 self.rework(class, memory, None, jobs, again);
             }
             other => self.state = other,
@@ -145,10 +148,24 @@ impl PoolSlot {
         owner: Option<u32>,
         wait: Duration,
     ) -> Job {
-        let order = Arc::<PinOrder>::default();
+        let order = Arc::new(PinOrder::new(memory));
         self.state =
             State::Pinning { owner, wait, order: Arc::clone(&order), asked: BTreeMap::new() };
-        Job::Pin { slot, class: class.clone(), memory, order }
+        Work::Pin { slot, class: class.clone(), order }.into()
+    }
+
+    /// Leaves its device alone for a while, and gives up mapping its memory for it. Memory whose turn had not come waits
+    /// again.
+    fn stop_pinning(&mut self, now: Instant) {
+        self.state = match std::mem::replace(&mut self.state, State::absent()) {
+            State::Pinning { owner, wait, order, asked } => match order.stop() {
+                Some(memory) => State::Waiting { memory, owner, at: now + wait, wait },
+                None => State::Pinning { owner, wait, order, asked },
+            },
+            other => other,
+        };
+        // Also if the client does not wait for the answer.
+        self.hold_off = Some(now + HOLD_OFF);
     }
 
     /// Whether the device may be open in this process, and no user can have it.
@@ -167,10 +184,10 @@ impl PoolSlot {
         memory: Vec<SlotMemory>,
         owner: Option<u32>,
         jobs: &mut VecDeque<Job>,
-        job: impl Fn(usize, SlotZone, SlotMemory) -> Job,
+        job: impl Fn(usize, SlotZone, SlotMemory) -> Work,
     ) {
         let zones = class.zones.iter().cloned().zip(memory).enumerate();
-        jobs.extend(zones.map(|(part, (zone, memory))| job(part, zone, memory)));
+        jobs.extend(zones.map(|(part, (zone, memory))| job(part, zone, memory).into()));
         self.state = State::InWork { owner, parts: Parts::all_in_work(class.zones.len()) };
     }
 }
@@ -443,7 +460,7 @@ impl Broker {
                 State::Absent { at, owner, mut parts } if at <= now => {
                     for part in parts.begin_missing(class.zones.len()) {
                         let Some(zone) = class.zones.get(part).cloned() else { continue };
-                        self.jobs.push_back(Job::Build { slot: index, part, zone });
+                        self.jobs.push_back(Work::Build { slot: index, part, zone }.into());
                     }
                     State::InWork { owner, parts }
                 }
@@ -469,9 +486,9 @@ impl Broker {
                     slot.rework(&class, memory, owner, &mut self.jobs, |part, zone, memory| {
                         let slot = slot_number;
                         if is_same {
-                            Job::Scrub { slot, part, zone, memory }
+                            Work::Scrub { slot, part, zone, memory }
                         } else {
-                            Job::Renew { slot, part, zone, memory }
+                            Work::Renew { slot, part, zone, memory }
                         }
                     });
                     continue;
@@ -494,16 +511,15 @@ impl Broker {
                 }
                 State::Pinning { owner, wait, order, asked } => {
                     let first = asked.values().min().filter(|_| !order.is_stopped());
-                    match first.map(|asked| *asked + PIN_WAIT_MAX) {
-                        Some(until) if until <= now => {
-                            order.stop();
-                            // Also if the client does not wait for the answer.
-                            slot.hold_off = Some(now + HOLD_OFF);
-                        }
+                    let patience = if order.is_begun() { PIN_WAIT_MAX } else { PIN_BEGIN_MAX };
+                    let until = first.map(|asked| *asked + patience);
+                    slot.state = State::Pinning { owner, wait, order, asked };
+                    match until {
+                        Some(until) if until <= now => slot.stop_pinning(now),
                         Some(until) => soon(until),
                         None => {}
                     }
-                    State::Pinning { owner, wait, order, asked }
+                    continue;
                 }
                 other => other,
             };

@@ -15,7 +15,7 @@ use super::{AfterLeaving, Broker, Lessee, PoolSlot, RETRY_MIN, State};
 use crate::config::Class;
 use crate::prepinned::{PinError, PinnedFiles, Prepinned};
 use crate::slot::SlotMemory;
-use crate::worker::Job;
+use crate::worker::Closing;
 
 /// How long a device is left alone at least when a user was refused its slot: a VMM of an earlier version closes its
 /// connection before it opens the device.
@@ -108,7 +108,7 @@ impl Broker {
 
     /// Has a worker close what was sent.
     pub fn close(&mut self, files: PinnedFiles) {
-        self.jobs.push_back(Job::Close(files));
+        self.jobs.push_back(Closing::Sent(files).into());
     }
 
     /// The slots of the devices that are asked for, in that order, as far as the user may have them.
@@ -269,18 +269,12 @@ impl Broker {
     /// Releases a device for a while. What is mapped for it goes.
     fn leave_device(&mut self, slot: usize, now: Instant) {
         let Some(entry) = self.slots.get_mut(slot) else { return };
-        let until = now + HOLD_OFF;
-        // Also if the client does not wait for the answer.
-        entry.hold_off = Some(until);
+        entry.stop_pinning(now);
         entry.state = match std::mem::replace(&mut entry.state, State::absent()) {
             State::Ready { memory, owner, prepinned: Some(prepinned) } => {
-                self.jobs.push_back(Job::Release { slot, prepinned });
-                let then = AfterLeaving::Wait { at: until, wait: RETRY_MIN };
+                self.jobs.push_back(Closing::Prepinned { slot, prepinned }.into());
+                let then = AfterLeaving::Wait { at: now + HOLD_OFF, wait: RETRY_MIN };
                 State::Leaving { memory, owner, has_device: true, then }
-            }
-            State::Pinning { owner, wait, order, asked } => {
-                order.stop();
-                State::Pinning { owner, wait, order, asked }
             }
             other => other,
         };

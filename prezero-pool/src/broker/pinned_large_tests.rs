@@ -2,24 +2,41 @@
 
 //! Slots for large VMs: memory that takes longer to map than a client waits, several devices, several zones.
 
+use std::sync::Arc;
+
+use super::super::super::PIN_BEGIN_MAX;
 use super::*;
+use crate::prepinned::PinOrder;
 
 /// A worker that maps terabytes.
 pub(super) struct Mapping(usize, Class, Vec<SlotMemory>);
 
+/// One that has other things to do before.
+struct Queued(usize, Class, Arc<PinOrder>);
+
 impl Pool {
-    /// One whose worker is at it, or has other things to do before.
-    pub(super) fn mapping(is_begun: bool) -> (Self, Mapping) {
+    /// One whose worker has other things to do before.
+    fn queued() -> (Self, Queued) {
         let mut pool = Self::new();
         assert_eq!(pool.broker.tick(pool.now), None);
         assert!(pool.work());
         pool.broker.tick(pool.now);
-        let Some(Job::Pin { slot, class, memory, order }) = pool.broker.next_job() else {
+        let queued = pool.queue();
+        (pool, queued)
+    }
+
+    /// What is to be mapped next, and is not begun.
+    fn queue(&mut self) -> Queued {
+        let Some(Job::Work(Work::Pin { slot, class, order })) = self.broker.next_job() else {
             panic!("nothing is mapped");
         };
-        if is_begun {
-            assert!(order.begin());
-        }
+        Queued(slot, class, order)
+    }
+
+    /// One whose worker is at it.
+    pub(super) fn mapping() -> (Self, Mapping) {
+        let (pool, Queued(slot, class, order)) = Self::queued();
+        let memory = order.begin().unwrap();
         (pool, Mapping(slot, class, memory))
     }
 
@@ -48,7 +65,7 @@ impl Pool {
 
 #[test]
 fn mapping_that_takes_longer_than_a_client_waits_is_given_up() {
-    let (mut pool, mapping) = Pool::mapping(true);
+    let (mut pool, mapping) = Pool::mapping();
     let answer = pool.ask(ALICE, &request());
     let due = pool.broker.tick(pool.now);
     assert_eq!(due, Some(pool.now + PIN_WAIT_MAX));
@@ -74,24 +91,89 @@ fn mapping_that_takes_longer_than_a_client_waits_is_given_up() {
 
 #[test]
 fn mapping_is_given_up_at_once_for_a_vm_that_has_no_use_for_it() {
-    for is_begun in [true, false] {
-        let (mut pool, mapping) = Pool::mapping(is_begun);
-        let other = request_for(&[0], &[zone(8)]);
-        let mut answer = pool.ask(ALICE, &other);
-        assert!(pool.is_stopped());
-        if is_begun {
-            assert!(matches!(answer, PinnedAnswer::Later(_)), "{answer:?}");
-            pool.stopped(mapping);
-            answer = pool.again(&other, answer);
+    let other = request_for(&[0], &[zone(8)]);
+    let (mut pool, mapping) = Pool::mapping();
+    let answer = pool.ask(ALICE, &other);
+    assert!(pool.is_stopped());
+    assert!(matches!(answer, PinnedAnswer::Later(_)), "{answer:?}");
+    pool.stopped(mapping);
+    assert_eq!(refusal(&pool.again(&other, answer)), Some(Refusal::NoSuchSlot));
+    // For an order that was not begun the device is not open.
+    let (mut pool, Queued(_, _, order)) = Pool::queued();
+    assert_eq!(refusal(&pool.ask(ALICE, &other)), Some(Refusal::NoSuchSlot));
+    assert!(order.begin().is_none(), "it would take the device from the VM");
+    assert_eq!(pool.state(), "waiting");
+    pool.broker.closed(1, pool.now);
+    pool.settle(20);
+    assert_eq!(pool.state(), "ready");
+}
+
+#[test]
+fn memory_whose_turn_to_be_mapped_is_late_is_lent_without_the_device() {
+    let take = Take { size_bytes: 4 * MIB, pages: PagesWanted::Small, node: None };
+    // Queued by itself, or as a client asked.
+    for is_asked_for in [false, true] {
+        let (mut pool, queued) = Pool::queued();
+        if is_asked_for {
+            let memory = queued.2.begin().unwrap();
+            pool.stopped(Mapping(queued.0, queued.1, memory));
+            pool.unpin();
+            assert_eq!(pool.state(), "waiting");
         }
-        // For an order that was not begun the device is not open.
-        assert_eq!(refusal(&answer), Some(Refusal::NoSuchSlot));
+        let answer = pool.ask(ALICE, &request());
+        let late = if is_asked_for { pool.queue().2 } else { queued.2 };
+        assert_eq!(pool.broker.tick(pool.now), Some(pool.now + PIN_BEGIN_MAX));
+        assert!(matches!(answer, PinnedAnswer::Later(_)), "{answer:?}");
+        pool.now += PIN_BEGIN_MAX;
+        pool.broker.tick(pool.now);
+        assert_eq!(refusal(&pool.again(&request(), answer)), Some(Refusal::Empty));
+        assert!(late.begin().is_none(), "it would take the device from the VM");
+        let (reply, file) = pool.broker.take(1, ALICE, &take);
+        assert_eq!(reply, Reply::Granted { size_bytes: 4 * MIB, pages: SlotPages::Small });
+        pool.settle(3600);
+        assert_eq!((pool.state(), pool.devices.len()), ("lent", 0));
+        drop(file);
+        pool.broker.closed(1, pool.now);
+        pool.settle(20);
+        assert_eq!(pool.state(), "ready");
     }
 }
 
 #[test]
+fn a_client_waits_longer_for_memory_whose_turn_has_come() {
+    let (mut pool, Queued(slot, class, order)) = Pool::queued();
+    let answer = pool.ask(ALICE, &request());
+    let asked = pool.now;
+    pool.broker.tick(pool.now);
+    let mapping = Mapping(slot, class, order.begin().unwrap());
+    pool.now += PIN_BEGIN_MAX;
+    assert_eq!(pool.broker.tick(pool.now), Some(asked + PIN_WAIT_MAX));
+    pool.mapped(mapping);
+    granted(pool.again(&request(), answer));
+}
+
+#[test]
+fn memory_is_mapped_once_however_often_that_was_taken_back() {
+    let mut pool = Pool::new();
+    pool.broker.tick(pool.now);
+    assert!(pool.work());
+    let other = request_for(&[0], &[zone(8)]);
+    for _ in 0..3 {
+        pool.broker.tick(pool.now);
+        assert_eq!(pool.state(), "pinning");
+        assert_eq!(refusal(&pool.ask(ALICE, &other)), Some(Refusal::NoSuchSlot));
+        pool.broker.closed(1, pool.now);
+        pool.now += HOLD_OFF;
+    }
+    pool.broker.tick(pool.now);
+    assert_eq!(pool.broker.jobs.len(), 4);
+    pool.settle(0);
+    assert_eq!((pool.state(), pool.broker.counters.pin_failures), ("ready", 0));
+}
+
+#[test]
 fn mapping_is_given_up_for_a_vm_that_has_its_memory_elsewhere() {
-    let (mut pool, mapping) = Pool::mapping(true);
+    let (mut pool, mapping) = Pool::mapping();
     let State::Pinning { order, .. } = &pool.broker.slots[0].state else { panic!("not mapping") };
     order.set_regions(&regions(&[zone(4)]));
     let mut other = request();
@@ -104,7 +186,7 @@ fn mapping_is_given_up_for_a_vm_that_has_its_memory_elsewhere() {
 
 #[test]
 fn what_is_mapped_before_it_is_given_up_is_released() {
-    let (mut pool, mapping) = Pool::mapping(true);
+    let (mut pool, mapping) = Pool::mapping();
     let other = request_for(&[0], &[zone(8)]);
     let answer = pool.ask(ALICE, &other);
     pool.mapped(mapping);
@@ -194,10 +276,12 @@ fn what_one_zone_of_a_former_user_lacks_keeps_the_rest_from_others() {
     pool.broker.tick(pool.now);
     // The first zone is cleared in place for the same user, the second is not.
     let cleared = pool.broker.next_job();
-    let Some(Job::Scrub { slot, part: 0, memory, .. }) = cleared else { panic!("{cleared:?}") };
+    let Some(Job::Work(Work::Scrub { slot, part: 0, memory, .. })) = cleared else {
+        panic!("{cleared:?}");
+    };
     let outcome = |part, result| JobOutcome::Memory { part, scrubbed: true, result };
     pool.done(slot, outcome(0, Ok(memory)));
-    assert!(matches!(pool.broker.next_job(), Some(Job::Scrub { part: 1, .. })));
+    assert!(matches!(pool.broker.next_job(), Some(Job::Work(Work::Scrub { part: 1, .. }))));
     pool.done(slot, outcome(1, Err(PoolSlotError::NotZero { at: 0 })));
     pool.settle(60);
     assert_eq!(pool.state(), "ready");

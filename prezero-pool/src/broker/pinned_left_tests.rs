@@ -45,7 +45,7 @@ fn a_device_that_is_left_to_one_vm_is_not_bound_for_another() {
 #[test]
 fn a_vm_that_did_not_wait_for_the_answer_finds_the_device_free() {
     for is_mapped in [false, true] {
-        let (mut pool, mapping) = Pool::mapping(true);
+        let (mut pool, mapping) = Pool::mapping();
         assert!(matches!(pool.ask(ALICE, &request()), PinnedAnswer::Later(_)));
         pool.now += PIN_WAIT_MAX;
         pool.broker.tick(pool.now);
@@ -67,7 +67,7 @@ fn a_vm_that_did_not_wait_for_the_answer_finds_the_device_free() {
 
 #[test]
 fn mapping_is_given_up_for_those_only_who_still_wait() {
-    let (mut pool, _mapping) = Pool::mapping(true);
+    let (mut pool, _mapping) = Pool::mapping();
     assert!(matches!(pool.ask_over(FIRST, &request()), PinnedAnswer::Later(_)));
     pool.now += Duration::from_secs(3);
     assert!(matches!(pool.ask_over(SECOND, &request()), PinnedAnswer::Later(_)));
@@ -82,7 +82,7 @@ fn mapping_is_given_up_for_those_only_who_still_wait() {
 
 #[test]
 fn memory_that_is_not_mapped_in_time_is_lent_without_the_device() {
-    let (mut pool, mapping) = Pool::mapping(true);
+    let (mut pool, mapping) = Pool::mapping();
     let answer = pool.ask(ALICE, &request());
     pool.now += PIN_WAIT_MAX;
     pool.broker.tick(pool.now);

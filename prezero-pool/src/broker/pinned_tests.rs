@@ -19,7 +19,7 @@ use super::super::PIN_WAIT_MAX;
 use super::*;
 use crate::config::{Config, Reuse, SlotDevice, SlotZone};
 use crate::slot::{PoolSlotError, ZeroingOptions};
-use crate::worker::{JobOutcome, JobResult};
+use crate::worker::{Job, JobOutcome, JobResult, Work};
 
 const MIB: u64 = 1 << 20;
 const ALICE: u32 = 1000;
@@ -132,33 +132,38 @@ impl Pool {
         let memory = |part, scrubbed, result| JobOutcome::Memory { part, scrubbed, result };
         match self.broker.next_job() {
             None => return false,
-            Some(Job::Build { slot, part, zone }) => {
+            Some(Job::Work(Work::Build { slot, part, zone })) => {
                 let made = self.make(part, &zone);
                 self.done(slot, memory(part, false, made));
             }
-            Some(Job::Renew { slot, part, zone, memory: old }) => {
+            Some(Job::Work(Work::Renew { slot, part, zone, memory: old })) => {
                 drop(old);
                 let made = self.make(part, &zone);
                 self.done(slot, memory(part, false, made));
             }
-            Some(Job::Scrub { slot, part, zone, memory: old }) => {
+            Some(Job::Work(Work::Scrub { slot, part, zone, memory: old })) => {
                 let cleared = old.scrub(&zone, &ZeroingOptions::unlimited()).map(|()| old);
                 self.done(slot, memory(part, true, cleared));
             }
-            Some(Job::Pin { slot, class, memory, .. }) => {
+            Some(Job::Work(Work::Pin { slot, class, order })) => {
+                // Or it was taken back.
+                let Some(memory) = order.begin() else { return true };
                 let result = self.pin(slot, &class, &memory);
                 if result.is_err() {
                     self.leftovers.push((slot, None));
                 }
                 self.done(slot, JobOutcome::Pinned { memory, result });
             }
-            Some(Job::Release { slot, prepinned: Prepinned { iommufd, device, .. } }) => {
+            Some(Job::Close(Closing::Prepinned { slot, prepinned })) => {
+                let Prepinned { iommufd, device, .. } = prepinned;
                 drop(device);
                 self.done(slot, JobOutcome::Released);
                 self.leftovers.push((slot, Some(iommufd)));
             }
-            Some(Job::Close(files)) => drop(files),
-            Some(Job::Undo { .. }) => panic!("only a worker knows what it opened"),
+            Some(Job::Close(Closing::Sent(files))) => drop(files),
+            Some(Job::Close(Closing::Failed { .. })) => {
+                panic!("only a worker knows what it opened")
+            }
         }
         true
     }
@@ -404,7 +409,7 @@ fn memory_of_one_user_is_not_mapped_for_another() {
     assert!(pool.broker.jobs.is_empty(), "memory whose pages are pinned is not made anew");
     pool.unpin();
     assert!(
-        matches!(pool.broker.jobs.front(), Some(Job::Renew { .. })),
+        matches!(pool.broker.jobs.front(), Some(Job::Work(Work::Renew { .. }))),
         "released by the thread that serves all clients"
     );
     let before = pool.broker.counters.built_bytes;

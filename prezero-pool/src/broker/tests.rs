@@ -49,19 +49,17 @@ fn settle(broker: &mut Broker) {
         while let Some(job) = broker.next_job() {
             idle = false;
             let done = match job {
-                Job::Build { slot, zone, .. } => {
+                Job::Work(Work::Build { slot, zone, .. }) => {
                     memory_done(slot, false, SlotMemory::build(&zone, &options))
                 }
-                Job::Renew { slot, zone, memory, .. } => {
+                Job::Work(Work::Renew { slot, zone, memory, .. }) => {
                     drop(memory);
                     memory_done(slot, false, SlotMemory::build(&zone, &options))
                 }
-                Job::Scrub { slot, zone, memory, .. } => {
+                Job::Work(Work::Scrub { slot, zone, memory, .. }) => {
                     memory_done(slot, true, memory.scrub(&zone, &options).map(|()| memory))
                 }
-                Job::Pin { .. } | Job::Release { .. } | Job::Undo { .. } | Job::Close(_) => {
-                    panic!("no slot has a device")
-                }
+                Job::Work(Work::Pin { .. }) | Job::Close(_) => panic!("no slot has a device"),
             };
             broker.done(done, later);
         }
@@ -180,7 +178,7 @@ fn memory_of_others_is_released_by_a_worker() {
     broker.closed(1, Instant::now());
     settle(&mut broker);
     assert_eq!(refusal(&broker.take(2, BOB, &request(4)).0), Some(Refusal::Empty));
-    assert!(matches!(broker.next_job(), Some(Job::Renew { slot: 0, .. })));
+    assert!(matches!(broker.next_job(), Some(Job::Work(Work::Renew { slot: 0, .. }))));
 }
 
 #[test]
@@ -227,7 +225,9 @@ fn memory_that_cannot_be_made_is_tried_again_later_and_later() {
     for _ in 0..3 {
         let next = broker.tick(now);
         assert_eq!(next, None);
-        let Some(Job::Build { slot, zone, .. }) = broker.next_job() else { panic!("no job") };
+        let Some(Job::Work(Work::Build { slot, zone, .. })) = broker.next_job() else {
+            panic!("no job");
+        };
         let result = SlotMemory::build(&zone, &options);
         assert!(result.is_err());
         broker.done(memory_done(slot, false, result), now);
