@@ -136,6 +136,13 @@ fn open_anew(file: &File) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(path)
 }
 
+#[cfg(test)]
+impl From<File> for SlotMemory {
+    fn from(file: File) -> Self {
+        Self { file: Arc::new(file) }
+    }
+}
+
 impl SlotMemory {
     /// Makes memory, populates it and looks at every byte.
     ///

@@ -79,7 +79,14 @@ impl Broker {
             Err(refused) if is_busy => {
                 return PinnedAnswer::Later(Waited { refused: Some(refused) });
             }
-            Ok(Some(slot)) => self.lease_pinned(slot, lessee, uid),
+            Ok(Some(slot)) => match self.lease_pinned(slot, lessee, uid) {
+                Err(refused) => {
+                    // The device goes before the answer.
+                    self.leave_device(slot, now);
+                    return PinnedAnswer::Later(Waited { refused: Some(refused) });
+                }
+                leased @ Ok(_) => leased,
+            },
             Err(refused) => Err(refused),
         };
         match leased {

@@ -440,6 +440,21 @@ fn who_asks_while_the_pool_has_the_device_in_its_hands_waits() {
 }
 
 #[test]
+fn a_user_whose_memory_cannot_be_sent_finds_the_device_free() {
+    let mut pool = Pool::new();
+    pool.settle(0);
+    let State::Ready { memory, .. } = &mut pool.broker.slots[0].state else { panic!("not ready") };
+    // No path opens a socket.
+    memory[0] = File::from(OwnedFd::from(UnixStream::pair().unwrap().0)).into();
+    let first = pool.ask(ALICE, &request());
+    assert!(matches!(first, PinnedAnswer::Later(_)) && !pool.is_device_free(), "{first:?}");
+    assert_eq!(refusal(&pool.waited(ALICE, &request(), first)), Some(Refusal::Failed));
+    assert!(pool.is_device_free());
+    pool.settle(3600);
+    assert_eq!((pool.state(), pool.is_device_free()), ("waiting", true), "the VM opens it");
+}
+
+#[test]
 fn a_limit_holds_for_slots_with_devices_too() {
     let mut pool = Pool::new();
     pool.broker.config.limits.default_bytes = MIB;
