@@ -3,13 +3,13 @@
 //! The VMM's end of the connection to a pool.
 //!
 //! Owns the connection: the memory that came over it is leased for as long as the connection is open.
-//! Must never wait longer than [`PATIENCE`] in all (for a device, [`PATIENCE_PINNED`], with a pool of an earlier version for
-//! each): a VM without
-//! prezeroed memory starts later, a VM whose pool hangs must start all the same. Must never read an answer
+//! Must never wait longer than [`PATIENCE`] in all (for devices, [`PATIENCE_PINNED`], and once more with a pool of an
+//! earlier version): a VM without prezeroed memory starts later, a VM whose pool hangs must start all the same. Must never read an answer
 //! as that to another request: answers do not name theirs, so a connection with an answer outstanding is not used again.
 
 use std::fs::File;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use pci_address::Bdf;
-use socket2::{Domain, SockAddr, Socket, Type};
+use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use thiserror::Error;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
@@ -31,6 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// For a device that the pool has at hand while it maps memory: without the answer no other process could have
 /// it, and the pool itself gives up before.
 const PATIENCE_PINNED: Duration = Duration::from_secs(12);
+/// A read waits at least so long: none at all would mean forever.
+const READ_TIME_MIN: Duration = Duration::from_millis(1);
 /// Descriptors that come with an answer: a memfd for each zone, an iommufd, a device.
 const DESCRIPTORS_MAX: usize = ZONES_MAX + 2;
 
@@ -140,6 +142,16 @@ struct Link {
     stream: UnixStream,
     /// Whether a request was made whose answer has not been read in full.
     is_unanswered: bool,
+    /// The devices that a slot was asked for with: the pool leaves them alone while this is open.
+    devices: Vec<Bdf>,
+    /// Connections over which it was told of some of them, which stay open for as long.
+    others: Vec<UnixStream>,
+}
+
+impl Link {
+    fn new(stream: UnixStream) -> Self {
+        Self { stream, is_unanswered: false, devices: Vec::new(), others: Vec::new() }
+    }
 }
 
 impl PoolConnection {
@@ -150,7 +162,7 @@ impl PoolConnection {
     pub fn open(path: &Path) -> Result<Self, PoolError> {
         let stream =
             connect(path).map_err(|source| PoolError::Connect { path: path.to_owned(), source })?;
-        Ok(Self { path: path.to_owned(), link: Mutex::new(Link { stream, is_unanswered: false }) })
+        Ok(Self { path: path.to_owned(), link: Mutex::new(Link::new(stream)) })
     }
 
     /// The pool's socket.
@@ -196,6 +208,7 @@ impl PoolConnection {
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
         let path = || self.path.clone();
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
+        self.link.lock().devices.clone_from(&request.devices);
         let asked = self.ask(&request.encode(), PATIENCE_PINNED);
         let (reply, mut files) = asked.map_err(|error| {
             let is_cut = matches!(&error, PoolError::Io { source, .. } if is_end(source));
@@ -236,20 +249,68 @@ impl PoolConnection {
         Ok(PinnedMemory { files, iommufd, device, grant })
     }
 
-    /// Connects anew, and has a pool release devices that cuts a connection over which it is asked as of this version.
-    fn release_from_earlier(&self, devices: &[Bdf]) -> Result<(), PoolError> {
+    /// Has the pool leave the devices alone that a slot was asked for with, if it does not, as it has closed the connection:
+    /// it was started anew and knows nothing of them, or is of an earlier version. Otherwise nothing is asked.
+    ///
+    /// # Errors
+    /// The pool is not there, or does not answer in time: it may take the devices.
+    pub fn renew(&self) -> Result<(), PoolError> {
         let path = || self.path.clone();
-        let stream =
-            connect(&self.path).map_err(|source| PoolError::Connect { path: path(), source })?;
-        *self.link.lock() = Link { stream, is_unanswered: false };
-        for device in devices {
-            let (reply, _) = self.ask(&Request::Release(*device).encode(), PATIENCE_PINNED)?;
-            if !matches!(reply, Reply::Refused { .. }) {
-                let what = "gave a device that it was to release";
-                return Err(PoolError::Misbehaved { path: path(), what });
+        let devices = {
+            let mut link = self.link.lock();
+            let is_open = !link.others.iter().chain([&link.stream]).any(has_ended);
+            if is_open || link.devices.is_empty() {
+                return Ok(());
+            }
+            let devices = link.devices.clone();
+            let stream = connect(&self.path)
+                .map_err(|source| PoolError::Connect { path: path(), source })?;
+            *link = Link::new(stream);
+            devices
+        };
+        let alone = TakePinned { devices, zones: Vec::new(), regions: Vec::new() };
+        match self.take_pinned(&alone) {
+            Err(PoolError::Refused { .. } | PoolError::Earlier { .. }) => Ok(()),
+            Err(error) => Err(error),
+            Ok(_) => {
+                let what = "gave a device that it was to leave alone";
+                Err(PoolError::Misbehaved { path: path(), what })
             }
         }
-        Ok(())
+    }
+
+    /// Connects anew, and has a pool release devices that cuts a connection over which it is asked as of this version. Each
+    /// has a connection of its own: to release one takes time, and a pool hears nothing over that connection meanwhile.
+    fn release_from_earlier(&self, devices: &[Bdf]) -> Result<(), PoolError> {
+        let until = Instant::now() + PATIENCE_PINNED;
+        let asked: Vec<_> = devices
+            .iter()
+            .map(|device| {
+                let stream = connect_until(&self.path, until)?;
+                // Of a request that could not be sent there is no answer.
+                let _ = io::Write::write_all(&mut &stream, &Request::Release(*device).encode());
+                Ok(stream)
+            })
+            .collect();
+        let (mut released, mut failed) = (Vec::new(), None);
+        for stream in asked {
+            let answered = stream
+                .map_err(|source| PoolError::Connect { path: self.path.clone(), source })
+                .and_then(|stream| Ok((self.receive(&stream, until)?, stream)));
+            match answered {
+                Ok(((Reply::Refused { .. }, _), stream)) => released.push(stream),
+                Ok(_) => {
+                    let what = "gave a device that it was to release";
+                    failed = Some(PoolError::Misbehaved { path: self.path.clone(), what });
+                }
+                Err(error) => failed = Some(error),
+            }
+        }
+        if let Some(stream) = released.pop() {
+            let devices = devices.to_vec();
+            *self.link.lock() = Link { devices, others: released, ..Link::new(stream) };
+        }
+        failed.map_or(Ok(()), Err)
     }
 
     /// Makes a request and waits for its answer.
@@ -259,12 +320,11 @@ impl PoolConnection {
         if std::mem::replace(&mut link.is_unanswered, true) {
             return Err(PoolError::Unanswered { path: self.path.clone() });
         }
-        let written = io::Write::write_all(&mut &link.stream, request);
-        link.stream.set_read_timeout(Some(patience)).map_err(io_error)?;
-        let answer = match written {
-            Ok(()) => self.receive(&link.stream, patience)?,
+        let until = Instant::now() + patience;
+        let answer = match io::Write::write_all(&mut &link.stream, request) {
+            Ok(()) => self.receive(&link.stream, until)?,
             // A pool from which this user may have nothing says so and closes the connection at once.
-            Err(error) => self.receive(&link.stream, patience).map_err(|_| io_error(error))?,
+            Err(error) => self.receive(&link.stream, until).map_err(|_| io_error(error))?,
         };
         link.is_unanswered = false;
         Ok(answer)
@@ -273,11 +333,10 @@ impl PoolConnection {
     fn receive(
         &self,
         stream: &UnixStream,
-        patience: Duration,
+        until: Instant,
     ) -> Result<(Reply, Vec<File>), PoolError> {
         let path = || self.path.clone();
         let io_error = |source| PoolError::Io { path: path(), source };
-        let start = Instant::now();
         let mut buffer = [0; MESSAGE_BYTES_MAX];
         let (mut filled, mut files) = (0, Vec::new());
         loop {
@@ -291,9 +350,9 @@ impl PoolConnection {
                 }
                 return Ok((reply, files));
             }
-            if start.elapsed() > patience {
-                return Err(io_error(io::Error::from(io::ErrorKind::TimedOut)));
-            }
+            // What is there already is read also when the time is over.
+            let left = until.saturating_duration_since(Instant::now()).max(READ_TIME_MIN);
+            stream.set_read_timeout(Some(left)).map_err(io_error)?;
             let room = buffer.get_mut(filled..).unwrap_or_default();
             let (len, received) = stream
                 .recv_with_fd(room)
@@ -326,6 +385,27 @@ fn is_end(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
+/// Whether the other end was closed and nothing is left to be read.
+fn has_ended(stream: &UnixStream) -> bool {
+    let peek = || {
+        stream.set_nonblocking(true)?;
+        let peeked = SockRef::from(stream).peek(&mut [MaybeUninit::uninit()]);
+        stream.set_nonblocking(false)?;
+        peeked
+    };
+    match peek() {
+        Ok(len) => len == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+    }
+}
+
+fn connect_until(path: &Path, until: Instant) -> io::Result<UnixStream> {
+    if Instant::now() >= until {
+        return Err(io::Error::from(io::ErrorKind::TimedOut));
+    }
+    connect(path)
+}
+
 fn connect(path: &Path) -> io::Result<UnixStream> {
     // A connect to a socket whose queue is full would wait forever but for the time set here.
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
@@ -339,250 +419,5 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
 }
 
 #[cfg(test)]
-mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-    use std::io::{Read as _, Write as _};
-    use std::os::fd::AsRawFd as _;
-    use std::os::unix::net::UnixListener;
-
-    use super::*;
-    use crate::pages::PagesWanted;
-    use crate::pinned::{PinnedRegion, PinnedZone, ZoneWanted};
-
-    const REQUEST: Take = Take { size_bytes: 4096, pages: PagesWanted::Small, node: None };
-
-    /// A pool that answers one question like this.
-    fn answered(
-        answer: impl FnOnce(&mut UnixStream) + Send + 'static,
-    ) -> Result<PoolMemory, PoolError> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pool");
-        let listener = UnixListener::bind(&path).unwrap();
-        let pool = std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 32];
-            stream.read_exact(&mut request).unwrap();
-            assert_eq!(Take::decode(&request), Ok(Some((REQUEST, 32))));
-            answer(&mut stream);
-        });
-        let result = PoolConnection::open(&path).and_then(|pool| pool.take(&REQUEST));
-        pool.join().unwrap();
-        result
-    }
-
-    fn granted(size_bytes: u64, pages: SlotPages) -> Vec<u8> {
-        Reply::Granted { size_bytes, pages }.encode()
-    }
-
-    #[test]
-    fn memory_comes_with_its_message_even_in_pieces() {
-        let memory = answered(|stream| {
-            let file = tempfile::tempfile().unwrap();
-            file.set_len(8192).unwrap();
-            let reply = granted(8192, SlotPages::Transparent);
-            stream.send_with_fd(&reply[..5], file.as_raw_fd()).unwrap();
-            stream.write_all(&reply[5..]).unwrap();
-        })
-        .unwrap();
-        assert_eq!((memory.size_bytes, memory.pages), (8192, SlotPages::Transparent));
-        assert_eq!(memory.file.metadata().unwrap().len(), 8192);
-    }
-
-    /// The first answer is too late, and would be taken for that to the second request.
-    #[test]
-    fn a_late_answer_is_none_to_another_request() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pool");
-        let listener = UnixListener::bind(&path).unwrap();
-        let connection = PoolConnection::open(&path).unwrap();
-        let (mut stream, _) = listener.accept().unwrap();
-        let late = connection.ask(&REQUEST.encode(), Duration::from_millis(1));
-        assert!(matches!(late, Err(PoolError::Io { .. })), "{late:?}");
-        let file = tempfile::tempfile().unwrap();
-        let reply = granted(8192, SlotPages::Small);
-        stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
-        let other = Take { size_bytes: 8192, ..REQUEST };
-        let answer = connection.take(&other);
-        assert!(matches!(answer, Err(PoolError::Unanswered { .. })), "{answer:?}");
-        // With the connection goes what was granted late.
-        drop(connection);
-        let mut request = [0; 32];
-        stream.read_exact(&mut request).unwrap();
-        assert_eq!(stream.read(&mut request).unwrap_or(0), 0, "nothing more was asked");
-    }
-
-    #[test]
-    fn a_refusal_says_why() {
-        let text = "none is ready";
-        let reply = Reply::Refused { reason: Refusal::Empty, text: text.to_owned() }.encode();
-        let error = answered(move |stream| stream.write_all(&reply).unwrap()).unwrap_err();
-        assert!(error.to_string().contains(text), "{error}");
-    }
-
-    #[test]
-    fn what_a_pool_must_not_do_is_an_error() {
-        let with_file = |reply: Vec<u8>| {
-            answered(move |stream| {
-                let file = tempfile::tempfile().unwrap();
-                stream.send_with_fd(&reply[..], file.as_raw_fd()).unwrap();
-            })
-        };
-        let refused = Reply::Refused { reason: Refusal::Empty, text: String::new() };
-        assert!(matches!(with_file(refused.encode()), Err(PoolError::Misbehaved { .. })));
-        let small = granted(1, SlotPages::Small);
-        assert!(matches!(with_file(small), Err(PoolError::Misbehaved { .. })));
-        let huge = granted(1 << 30, SlotPages::Huge1Gib);
-        assert!(matches!(with_file(huge), Err(PoolError::Misbehaved { .. })));
-        let twice = [granted(4096, SlotPages::Small), granted(4096, SlotPages::Small)].concat();
-        assert!(matches!(with_file(twice), Err(PoolError::Misbehaved { .. })));
-        let nothing =
-            answered(|stream| stream.write_all(&granted(4096, SlotPages::Small)).unwrap());
-        assert!(matches!(nothing, Err(PoolError::Misbehaved { .. })));
-        let rubbish = answered(|stream| stream.write_all(b"hello").unwrap());
-        assert!(matches!(rubbish, Err(PoolError::Protocol { .. })));
-        let gone = answered(|_| ());
-        assert!(matches!(gone, Err(PoolError::Io { .. })), "{gone:?}");
-    }
-
-    /// The same for a device, answered with descriptors that come with the first bytes.
-    fn answered_pinned(
-        answer: Vec<u8>,
-        descriptors: usize,
-    ) -> (TakePinned, Result<PinnedMemory, PoolError>) {
-        let wanted = TakePinned {
-            devices: vec!["0000:64:00.0".parse().unwrap(), "0000:65:00.0".parse().unwrap()],
-            zones: vec![ZoneWanted { size_bytes: 8192, pages: PagesWanted::Small, node: None }; 2],
-            regions: regions(),
-        };
-        let (asked, len) = (wanted.clone(), wanted.encode().len());
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pool");
-        let listener = UnixListener::bind(&path).unwrap();
-        let pool = std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = vec![0; len];
-            stream.read_exact(&mut request).unwrap();
-            assert_eq!(TakePinned::decode(&request), Ok(Some((asked, len))));
-            for (at, byte) in answer.iter().enumerate() {
-                let file = tempfile::tempfile().unwrap();
-                file.set_len(4096 * (at as u64 + 1)).unwrap();
-                let sent = if at < descriptors {
-                    stream.send_with_fd(&[*byte][..], file.as_raw_fd()).is_ok()
-                } else {
-                    stream.write_all(&[*byte]).is_ok()
-                };
-                // A client that has read enough hangs up.
-                if !sent {
-                    break;
-                }
-            }
-        });
-        let result = PoolConnection::open(&path).and_then(|pool| pool.take_pinned(&wanted));
-        let _ = pool.join();
-        (wanted, result)
-    }
-
-    /// Two zones, the second of which is in two parts.
-    fn regions() -> Vec<PinnedRegion> {
-        let region = |zone, gpa, offset, len_bytes| PinnedRegion { zone, gpa, len_bytes, offset };
-        vec![region(0, 0, 0, 8192), region(1, 8192, 0, 4096), region(1, 1 << 20, 4096, 4096)]
-    }
-
-    #[test]
-    fn a_device_comes_with_its_memory_or_not_at_all() {
-        let grant = PinnedGrant {
-            device: "0000:65:00.0".parse().unwrap(),
-            zones: vec![PinnedZone { size_bytes: 8192, pages: SlotPages::Small }; 2],
-            piece_bytes: 4096,
-            device_id: 1,
-            space_id: 2,
-            table_id: 3,
-            regions: regions(),
-        };
-        let reply = Reply::GrantedPinned(grant.clone()).encode();
-        let memory = answered_pinned(reply.clone(), 4).1.unwrap();
-        assert_eq!(memory.grant, grant);
-        let len = |file: &File| file.metadata().unwrap().len();
-        assert_eq!(memory.files.iter().map(len).collect::<Vec<_>>(), [4096, 8192]);
-        assert_eq!([&memory.iommufd, &memory.device].map(len), [12288, 16384]);
-        for descriptors in [0, 3, 5, DESCRIPTORS_MAX + 1] {
-            let result = answered_pinned(reply.clone(), descriptors).1;
-            assert!(matches!(result, Err(PoolError::Misbehaved { .. })), "{descriptors}");
-        }
-        let changes: [fn(&mut PinnedGrant); 4] = [
-            |grant| {
-                grant.zones.pop();
-                grant.regions.truncate(1);
-            },
-            |grant| grant.zones[1].pages = SlotPages::Huge2Mib,
-            |grant| grant.regions[2].gpa += 4096,
-            |grant| grant.device = "0000:66:00.0".parse().unwrap(),
-        ];
-        for change in changes {
-            let mut other = grant.clone();
-            change(&mut other);
-            let descriptors = other.descriptors_count();
-            let result = answered_pinned(Reply::GrantedPinned(other).encode(), descriptors).1;
-            assert!(matches!(result, Err(PoolError::Misbehaved { .. })), "{result:?}");
-        }
-        let memory_only = granted(8192, SlotPages::Small);
-        assert!(matches!(answered_pinned(memory_only, 1).1, Err(PoolError::Misbehaved { .. })));
-        let refused = Reply::Refused { reason: Refusal::NotAllowed, text: String::new() };
-        let reason = match answered_pinned(refused.encode(), 0).1 {
-            Err(PoolError::Refused { reason, .. }) => Some(reason),
-            _ => None,
-        };
-        assert_eq!(reason, Some(Refusal::NotAllowed));
-    }
-
-    /// A pool that takes requests of one zone only, and cuts who asks otherwise.
-    #[test]
-    fn a_pool_of_an_earlier_version_releases_the_devices() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pool");
-        let listener = UnixListener::bind(&path).unwrap();
-        let devices: Vec<Bdf> =
-            vec!["0000:64:00.0".parse().unwrap(), "0001:65:1f.7".parse().unwrap()];
-        let expected = devices.clone();
-        let pool = std::thread::spawn(move || {
-            let (mut first, _) = listener.accept().unwrap();
-            // It closes with the rest unread.
-            first.read_exact(&mut [0; 16]).unwrap();
-            drop(first);
-            let (mut second, _) = listener.accept().unwrap();
-            for device in expected {
-                let mut request = [0; 56];
-                second.read_exact(&mut request).unwrap();
-                // Kind 4, 40 bytes: 4096 bytes of any node, without a hole.
-                assert_eq!(request[..16], *b"GPZ1\x04\0\0\0\x28\0\0\0\0\0\0\0");
-                assert_eq!(request[16..32], *b"\0\x10\0\0\0\0\0\0\0\0\0\0\xff\xff\xff\xff");
-                assert_eq!(
-                    Request::decode(&request),
-                    Ok(Some((Request::Release(device), request.len())))
-                );
-                let refused = Reply::Refused { reason: Refusal::NoSuchSlot, text: String::new() };
-                second.write_all(&refused.encode()).unwrap();
-            }
-        });
-        let zones = vec![ZoneWanted { size_bytes: 8192, pages: PagesWanted::Small, node: None }; 2];
-        let wanted = TakePinned { devices, zones, regions: regions() };
-        let connection = PoolConnection::open(&path).unwrap();
-        let error = connection.take_pinned(&wanted).unwrap_err();
-        assert!(matches!(error, PoolError::Earlier { .. }), "{error:?}");
-        pool.join().unwrap();
-        // The pool has ended.
-        let error = connection.take_pinned(&wanted).unwrap_err();
-        assert!(matches!(error, PoolError::Io { .. }), "{error:?}");
-    }
-
-    #[test]
-    fn a_pool_that_is_not_there_is_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("none");
-        let error = PoolConnection::open(&path).unwrap_err();
-        assert!(error.to_string().contains("none"), "{error}");
-        std::fs::write(&path, "").unwrap();
-        assert!(matches!(PoolConnection::open(&path), Err(PoolError::Connect { .. })));
-    }
-}
+#[path = "client_tests.rs"]
+mod tests;

@@ -75,7 +75,7 @@ pub struct TakePinned {
     /// The devices that the VM is to have. The memory is that of the first for which there is such memory; the
     /// others are to be free.
     pub devices: Vec<Bdf>,
-    /// All memory that the VM has.
+    /// All memory that the VM has; none for a VM that has its memory, and asks for all devices to be free.
     pub zones: Vec<ZoneWanted>,
     /// Where the VM has it, in ascending order.
     pub regions: Vec<PinnedRegion>,
@@ -299,7 +299,11 @@ impl TakePinned {
         });
         let zones = zones.collect::<Result<Vec<_>, _>>()?;
         let sizes: Vec<_> = zones.iter().map(|zone| zone.size_bytes).collect();
-        let regions = lists.regions(kind, &sizes)?;
+        let regions = if sizes.is_empty() && lists.regions.is_empty() {
+            Vec::new()
+        } else {
+            lists.regions(kind, &sizes)?
+        };
         Ok(Some((Self { devices, zones, regions }, whole)))
     }
 }

@@ -161,6 +161,18 @@ fn regions_that_are_not_the_memory_are_refused() {
 }
 
 #[test]
+fn devices_may_be_named_without_memory() {
+    let alone = TakePinned { zones: Vec::new(), regions: Vec::new(), ..take() };
+    let bytes = alone.encode();
+    assert_eq!(TakePinned::decode(&bytes), Ok(Some((alone.clone(), bytes.len()))));
+    let nowhere = TakePinned { regions: Vec::new(), ..take() };
+    assert!(Request::decode(&nowhere.encode()).is_err(), "a zone without a region");
+    // There is no slot without memory.
+    let grant = PinnedGrant { zones: Vec::new(), regions: Vec::new(), ..grant() };
+    assert!(Reply::decode(&Reply::GrantedPinned(grant).encode()).is_err());
+}
+
+#[test]
 fn a_request_for_no_device_is_refused() {
     let wrong = TakePinned { devices: Vec::new(), ..take() };
     assert!(Request::decode(&wrong.encode()).is_err());

@@ -491,6 +491,24 @@ mod tests {
     }
 
     #[test]
+    fn devices_that_are_named_without_memory_are_left_alone() {
+        let slot = "[[device_slots]]\ndevice = '0000:65:00.0'\nsize = '4M'\npages = '4K'";
+        let config = Config::parse(&format!("socket = '/s'\n{slot}")).unwrap();
+        let device = "0000:65:00.0".parse().unwrap();
+        let (devices, zones, regions) = (vec![device], Vec::new(), Vec::new());
+        let alone = Request::TakePinned(TakePinned { devices, zones, regions });
+        for request in [alone, Request::Release(device)] {
+            let mut broker = Broker::new(config.clone(), 0);
+            let (mut connection, mut client) = connection();
+            client.write_all(&request.encode()).unwrap();
+            assert!(matches!(connection.hear(16, &mut broker), ConnectionStatus::Open));
+            assert!(broker.has_any(16), "{request:?}");
+            let late = connection.since + Duration::from_hours(1);
+            assert!(!connection.is_silent(16, &broker, late), "it may be taken now");
+        }
+    }
+
+    #[test]
     fn each_zone_of_the_largest_vm_has_its_memfd() {
         const TIB: u64 = 1 << 40;
         let folder = tempfile::tempdir().unwrap();

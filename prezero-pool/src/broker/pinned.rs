@@ -444,7 +444,8 @@ fn memory_differs(class: &Class, request: &TakePinned) -> Option<String> {
     let (own, wanted) = (class.zones.len(), request.zones.len());
     if wanted == 0 {
         return Some(format!(
-            "device {address} alone was asked for, by a VMM that knows no slots as this pool has them"
+            "device {address} alone was asked for, by a VM that has its memory or a VMM that knows no slots as this pool \
+             has them"
         ));
     }
     if own != wanted {

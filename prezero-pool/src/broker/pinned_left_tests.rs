@@ -140,6 +140,24 @@ fn zones_are_lent_one_by_one_to_the_same_vm() {
     assert_eq!((pool.state(), pool.broker.counters.scrubbed_bytes), ("ready", 6 * MIB));
 }
 
+/// As for a VM that reboots after the pool was started anew.
+#[test]
+fn a_device_that_a_vm_has_is_left_to_it_when_it_says_so() {
+    let mut pool = Pool::new();
+    pool.is_taken = true;
+    pool.settle(0);
+    let alone = TakePinned { zones: Vec::new(), regions: Vec::new(), ..request() };
+    assert_eq!(refusal(&pool.ask(ALICE, &alone)), Some(Refusal::NoSuchSlot));
+    pool.is_taken = false;
+    pool.settle(3600);
+    assert_eq!((pool.state(), pool.devices.len()), ("waiting", 0));
+    // It has its memory.
+    assert!(pool.broker.take(FIRST, ALICE, &take(4)).1.is_none());
+    pool.close(FIRST);
+    pool.settle(0);
+    assert_eq!(pool.state(), "ready");
+}
+
 #[test]
 fn a_device_is_released_for_a_vmm_that_knows_no_such_slots() {
     let mut pool = Pool::new();
