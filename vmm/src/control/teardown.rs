@@ -145,6 +145,7 @@ impl Vmm {
         let info = Box::new(describe::of_machine(&machine));
         let consoles = machine.consoles().clone();
         let name = after.name();
+        let is_reboot = matches!(after, AfterTeardown::Reboot { .. });
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
         let inbox_sender = self.inbox_sender.clone();
         let load = (machine, self.filling.take(), going);
@@ -157,6 +158,9 @@ impl Vmm {
             drop(going);
         };
         let spawned = spawn_with(name, load, move |load| {
+            if is_reboot {
+                load.0.renew_pool();
+            }
             end(load);
             inbox_sender.send(Message::TornDown);
         });

@@ -385,8 +385,18 @@ impl Machine {
     }
 
     /// The connection over which a pool leaves the devices alone, for the next boot.
-    pub fn keep_pool(&mut self) -> Option<Arc<PoolConnection>> {
-        self.pool.take()
+    pub fn keep_pool(&self) -> Option<Arc<PoolConnection>> {
+        self.pool.clone()
+    }
+
+    /// Has the pool leave the devices alone if it does not any more, as it was started anew: before the machine ends, whose
+    /// devices are opened again by the next one. Waits for the pool, but not for long.
+    pub fn renew_pool(&self) {
+        let Some(pool) = &self.pool else { return };
+        if let Err(error) = pool.renew() {
+            let why = error_text::chain(&error);
+            log::warn!("a pool may take devices of the VM while it reboots: {why}");
+        }
     }
 
     /// Memory for a machine to be received or restored. The zones named in `given` consist of
