@@ -6,19 +6,23 @@
 
 use std::ffi::CString;
 use std::fs;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{OpenOptionsExt as _, symlink};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use prezero_pool_client::{MESSAGE_BYTES_MAX, Refusal, Reply, Request, TakePinned};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::harness::api::Answer;
-use crate::harness::{Suite, Vmm, VmmBuilder, is_root, skip, wait_for};
+use crate::harness::{PATIENCE, Suite, Vmm, VmmBuilder, is_root, skip, wait_for};
 use crate::hotplug::places;
 use crate::lifecycle::config;
 
@@ -28,6 +32,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("late_devices::one_that_cannot_be_opened_is_left_out", fails);
     suite.add("late_devices::one_is_removed_before_it_is_open", removed);
     suite.add("late_devices::a_reboot_does_not_wait", reboot);
+    suite.add("late_devices::a_pool_is_told_of_them_again_only_if_it_was_started_anew", pool);
     suite.add("late_devices::a_deletion_does_not_wait", deleted);
     suite.add("late_devices::the_next_vm_is_refused_it_until_it_is_closed", given_to_another);
     suite.add("late_devices::the_end_of_the_vmm_does_not_wait", ended);
@@ -294,6 +299,100 @@ fn reboot() {
     wait_for_device(&vmm, "device-added", "late");
     assert_eq!(count(&vmm, "passthrough-device-opened", "late"), 1);
     assert_eq!(count(&vmm, "passthrough-device-opened", "here"), 3);
+    vmm.shut_down();
+}
+
+/// What comes of a connection to a pool.
+#[derive(Debug)]
+enum Said {
+    Opened(UnixStream),
+    Asked(Request),
+    Closed,
+}
+
+/// A pool that refuses everything.
+struct RefusingPool {
+    path: PathBuf,
+    said: Receiver<Said>,
+}
+
+impl RefusingPool {
+    fn start(folder: &Path) -> Self {
+        let path = folder.join("pool");
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let (sender, said) = channel();
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let sender = sender.clone();
+                std::thread::spawn(move || refuse_all(stream, &sender));
+            }
+        });
+        Self { path, said }
+    }
+
+    #[track_caller]
+    fn next(&self) -> Said {
+        self.said.recv_timeout(PATIENCE).expect("something is said")
+    }
+
+    /// A connection over which devices and memory are asked for.
+    #[track_caller]
+    fn next_opened(&self) -> (UnixStream, TakePinned) {
+        match (self.next(), self.next()) {
+            (Said::Opened(stream), Said::Asked(Request::TakePinned(request))) => (stream, request),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn assert_silent(&self) {
+        let said = self.said.try_recv();
+        assert!(said.is_err(), "{said:?}");
+    }
+}
+
+fn refuse_all(mut stream: UnixStream, said: &Sender<Said>) {
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let _ = said.send(Said::Opened(stream.try_clone().expect("a descriptor")));
+    while let Ok(len @ 1..) = stream.read(&mut bytes) {
+        let (request, _) = Request::decode(&bytes[..len]).expect("valid").expect("all of it");
+        let _ = said.send(Said::Asked(request));
+        let refused = Reply::Refused { reason: Refusal::Empty, text: String::new() };
+        let _ = stream.write_all(&refused.encode());
+    }
+    let _ = said.send(Said::Closed);
+}
+
+fn pool() {
+    let host = Host::new();
+    let late = host.slow_device(0x65);
+    fs::create_dir_all(late.path.join("vfio-dev/0000:65:00.0")).expect("a folder");
+    let pool = RefusingPool::start(host.0.path());
+    let memory = format!("{MEMORY},prezeroed={}", pool.path.display());
+    let options = ["--platform", "iommufd=on", "--device", &late.option("late")];
+    let vmm = host.vmm(VmmBuilder::guest(1, &memory, GUEST)).with(&options).start();
+    let (stream, request) = pool.next_opened();
+    assert_eq!(request.zones.len(), 1);
+    let said = pool.next();
+    assert!(matches!(said, Said::Asked(Request::Take(_))), "{said:?}");
+    let reboot = || {
+        vmm.api().put("vm.reboot", "").ok();
+        is_late(&vmm);
+    };
+    for _ in 0..2 {
+        reboot();
+        // Nor is the connection closed, over which the pool leaves the device alone.
+        pool.assert_silent();
+    }
+    stream.shutdown(Shutdown::Both).expect("an open connection");
+    let said = pool.next();
+    assert!(matches!(said, Said::Closed), "{said:?}");
+    reboot();
+    let (_stream, again) = pool.next_opened();
+    let (zones, regions) = (Vec::new(), Vec::new());
+    assert_eq!(again, TakePinned { devices: request.devices, zones, regions });
+    reboot();
+    pool.assert_silent();
     vmm.shut_down();
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 /*
  * A library to load before others (LD_PRELOAD): VFIO of type 1 where the host has none. Each device is a function with a
- * 16 KiB BAR and no interrupts, which does nothing. Memory counts as mapped when that is asked for.
+ * 16 KiB BAR and no interrupts, which does nothing. Memory counts as mapped when that is asked for. Of iommufd there is as
+ * much as a VM needs whose devices are never open.
  *
  * If the folder VFIO_STAND_IN has a pipe by a device's name (NAME.pipe), opening the device waits for a byte from it: 'o'
  * opens it, any other has it fail. NAME.taken grows by one byte for each that was taken.
@@ -22,9 +23,17 @@
 #include <unistd.h>
 
 #define NAME "vfio-stand-in"
+#define DEVICES "/dev/vfio/devices/"
 #define REGION_BITS 40
 #define BAR_BYTES 0x4000
 #define CONFIG_BYTES 256
+
+/* Not all hosts have linux/iommufd.h. */
+#define IOMMU_DESTROY _IO(VFIO_TYPE, 0x80)
+#define IOMMU_IOAS_ALLOC _IO(VFIO_TYPE, 0x81)
+struct iommu_ioas_alloc {
+	uint32_t size, flags, out_ioas_id;
+};
 
 static int made(void)
 {
@@ -135,6 +144,10 @@ static int answer(unsigned long request, void *argument)
 		((struct vfio_irq_info *)argument)->flags = 0;
 		((struct vfio_irq_info *)argument)->count = 0;
 		return 0;
+	case IOMMU_IOAS_ALLOC:
+		((struct iommu_ioas_alloc *)argument)->out_ioas_id = 1;
+		return 0;
+	case IOMMU_DESTROY:
 	case VFIO_SET_IOMMU:
 	case VFIO_GROUP_SET_CONTAINER:
 	case VFIO_GROUP_UNSET_CONTAINER:
@@ -176,7 +189,11 @@ static int opened(const char *symbol, const char *path, int flags, mode_t mode)
 {
 	int (*real)(const char *, int, ...) = (int (*)(const char *, int, ...))dlsym(RTLD_NEXT, symbol);
 
-	return strncmp(path, "/dev/vfio/", 10) ? real(path, flags, mode) : made();
+	if (!strncmp(path, DEVICES, strlen(DEVICES)))
+		return open_device(path + strlen(DEVICES));
+	if (!strncmp(path, "/dev/vfio/", 10) || !strcmp(path, "/dev/iommu"))
+		return made();
+	return real(path, flags, mode);
 }
 
 int open(const char *path, int flags, ...)
