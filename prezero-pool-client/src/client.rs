@@ -144,13 +144,29 @@ struct Link {
     is_unanswered: bool,
     /// The devices that a slot was asked for with: the pool leaves them alone while this is open.
     devices: Vec<Bdf>,
-    /// Connections over which it was told of some of them, which stay open for as long.
+    /// Earlier connections that stay open for as long: for what was told or given over them.
     others: Vec<UnixStream>,
+    /// Whether the pool is of an earlier version, which leaves devices alone for a while only.
+    is_earlier: bool,
 }
 
 impl Link {
     fn new(stream: UnixStream) -> Self {
-        Self { stream, is_unanswered: false, devices: Vec::new(), others: Vec::new() }
+        Self {
+            stream,
+            is_unanswered: false,
+            devices: Vec::new(),
+            others: Vec::new(),
+            is_earlier: false,
+        }
+    }
+
+    /// Takes another connection in place of this one. What was given over this one stays.
+    fn replace(&mut self, stream: UnixStream) {
+        let old = std::mem::replace(&mut self.stream, stream);
+        self.others.push(old);
+        self.others.retain(|stream| !has_ended(stream));
+        self.is_unanswered = false;
     }
 }
 
@@ -206,14 +222,22 @@ impl PoolConnection {
     /// # Errors
     /// There is none, or the pool does not answer in time; nothing was taken.
     pub fn take_pinned(&self, request: &TakePinned) -> Result<PinnedMemory, PoolError> {
+        self.take_pinned_within(request, PATIENCE_PINNED)
+    }
+
+    fn take_pinned_within(
+        &self,
+        request: &TakePinned,
+        patience: Duration,
+    ) -> Result<PinnedMemory, PoolError> {
         let path = || self.path.clone();
         let misbehaved = |what| PoolError::Misbehaved { path: path(), what };
         self.link.lock().devices.clone_from(&request.devices);
-        let asked = self.ask(&request.encode(), PATIENCE_PINNED);
+        let asked = self.ask(&request.encode(), patience);
         let (reply, mut files) = asked.map_err(|error| {
             let is_cut = matches!(&error, PoolError::Io { source, .. } if is_end(source));
             // The devices are still with it.
-            if is_cut && self.release_from_earlier(&request.devices).is_ok() {
+            if is_cut && self.release_from_earlier(&request.devices, patience).is_ok() {
                 PoolError::Earlier { path: path() }
             } else {
                 error
@@ -249,27 +273,27 @@ impl PoolConnection {
         Ok(PinnedMemory { files, iommufd, device, grant })
     }
 
-    /// Has the pool leave the devices alone that a slot was asked for with, if it does not, as it has closed the connection:
+    /// Has the pool leave the devices alone that a slot was asked for with, if it may not: it has closed the connection, as
     /// it was started anew and knows nothing of them, or is of an earlier version. Otherwise nothing is asked.
     ///
     /// # Errors
-    /// The pool is not there, or does not answer in time: it may take the devices.
+    /// The pool is not there, or does not answer within [`PATIENCE`], with an earlier version twice that: it may take the
+    /// devices.
     pub fn renew(&self) -> Result<(), PoolError> {
         let path = || self.path.clone();
         let devices = {
             let mut link = self.link.lock();
-            let is_open = !link.others.iter().chain([&link.stream]).any(has_ended);
-            if is_open || link.devices.is_empty() {
+            let is_sure = !(link.is_earlier || link.is_unanswered || has_ended(&link.stream));
+            if is_sure || link.devices.is_empty() {
                 return Ok(());
             }
-            let devices = link.devices.clone();
             let stream = connect(&self.path)
                 .map_err(|source| PoolError::Connect { path: path(), source })?;
-            *link = Link::new(stream);
-            devices
+            link.replace(stream);
+            link.devices.clone()
         };
         let alone = TakePinned { devices, zones: Vec::new(), regions: Vec::new() };
-        match self.take_pinned(&alone) {
+        match self.take_pinned_within(&alone, PATIENCE) {
             Err(PoolError::Refused { .. } | PoolError::Earlier { .. }) => Ok(()),
             Err(error) => Err(error),
             Ok(_) => {
@@ -281,8 +305,8 @@ impl PoolConnection {
 
     /// Connects anew, and has a pool release devices that cuts a connection over which it is asked as of this version. Each
     /// has a connection of its own: to release one takes time, and a pool hears nothing over that connection meanwhile.
-    fn release_from_earlier(&self, devices: &[Bdf]) -> Result<(), PoolError> {
-        let until = Instant::now() + PATIENCE_PINNED;
+    fn release_from_earlier(&self, devices: &[Bdf], patience: Duration) -> Result<(), PoolError> {
+        let until = Instant::now() + patience;
         let asked: Vec<_> = devices
             .iter()
             .map(|device| {
@@ -307,8 +331,10 @@ impl PoolConnection {
             }
         }
         if let Some(stream) = released.pop() {
-            let devices = devices.to_vec();
-            *self.link.lock() = Link { devices, others: released, ..Link::new(stream) };
+            let mut link = self.link.lock();
+            link.replace(stream);
+            link.others.append(&mut released);
+            link.is_earlier = true;
         }
         failed.map_or(Ok(()), Err)
     }

@@ -206,49 +206,67 @@ fn wanted(devices: Vec<Bdf>) -> TakePinned {
     TakePinned { devices, zones, regions: regions() }
 }
 
-/// A pool that takes requests of one zone only, and cuts who asks otherwise.
+/// A pool that takes requests of one zone only, and cuts who asks otherwise: all connections that one request causes. It is
+/// slow, and hears of all devices before it answers for one.
+fn earlier_pool(listener: &UnixListener, expected: Vec<Bdf>) -> Vec<UnixStream> {
+    SockRef::from(listener).set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let (mut first, _) = listener.accept().unwrap();
+    // It closes with the rest unread.
+    first.read_exact(&mut [0; 16]).unwrap();
+    drop(first);
+    let mut streams = Vec::new();
+    for device in expected {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut request = [0; 56];
+        stream.read_exact(&mut request).unwrap();
+        // Kind 4, 40 bytes: 4096 bytes of any node, without a hole.
+        assert_eq!(request[..16], *b"GPZ1\x04\0\0\0\x28\0\0\0\0\0\0\0");
+        assert_eq!(request[16..32], *b"\0\x10\0\0\0\0\0\0\0\0\0\0\xff\xff\xff\xff");
+        assert_eq!(Request::decode(&request), Ok(Some((Request::Release(device), request.len()))));
+        streams.push(stream);
+    }
+    for stream in &mut streams {
+        let refused = Reply::Refused { reason: Refusal::NoSuchSlot, text: String::new() };
+        stream.write_all(&refused.encode()).unwrap();
+    }
+    streams
+}
+
+#[track_caller]
+fn is_open(mut stream: &UnixStream) {
+    stream.set_nonblocking(true).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+}
+
 #[test]
-fn a_pool_of_an_earlier_version_releases_the_devices() {
+fn a_pool_of_an_earlier_version_releases_the_devices_and_is_asked_again_at_each_reboot() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("pool");
     let listener = UnixListener::bind(&path).unwrap();
     let devices = devices();
     let expected = devices.clone();
     let pool = std::thread::spawn(move || {
-        let (mut first, _) = listener.accept().unwrap();
-        // It closes with the rest unread.
-        first.read_exact(&mut [0; 16]).unwrap();
+        let mut first = earlier_pool(&listener, expected.clone());
+        // What is silent for long is cut; memory was given over the last.
+        let given = first.pop().unwrap();
         drop(first);
-        // It is slow, and hears of all before it answers one.
-        let mut streams = Vec::new();
-        for device in expected {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 56];
-            stream.read_exact(&mut request).unwrap();
-            // Kind 4, 40 bytes: 4096 bytes of any node, without a hole.
-            assert_eq!(request[..16], *b"GPZ1\x04\0\0\0\x28\0\0\0\0\0\0\0");
-            assert_eq!(request[16..32], *b"\0\x10\0\0\0\0\0\0\0\0\0\0\xff\xff\xff\xff");
-            assert_eq!(
-                Request::decode(&request),
-                Ok(Some((Request::Release(device), request.len())))
-            );
-            streams.push(stream);
-        }
-        for stream in &mut streams {
-            let refused = Reply::Refused { reason: Refusal::NoSuchSlot, text: String::new() };
-            stream.write_all(&refused.encode()).unwrap();
-        }
-        streams
+        let again = earlier_pool(&listener, expected.clone());
+        // Also if none was cut.
+        let last = earlier_pool(&listener, expected);
+        let kept: Vec<_> = [given].into_iter().chain(again).chain(last).collect();
+        kept
     });
     let wanted = wanted(devices);
     let connection = PoolConnection::open(&path).unwrap();
     let error = connection.take_pinned(&wanted).unwrap_err();
     assert!(matches!(error, PoolError::Earlier { .. }), "{error:?}");
-    // A pool of this version that was started anew leaves the devices alone for as long as these are open.
-    for mut stream in pool.join().unwrap() {
-        stream.set_nonblocking(true).unwrap();
-        assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    for _ in 0..2 {
+        connection.renew().unwrap();
     }
+    // A pool of this version that was started anew leaves the devices alone for as long as these are open.
+    let kept = pool.join().unwrap();
+    kept.iter().for_each(is_open);
+    drop(kept);
     // The pool has ended.
     let error = connection.take_pinned(&wanted).unwrap_err();
     assert!(matches!(error, PoolError::Io { .. }), "{error:?}");
@@ -319,12 +337,10 @@ fn a_pool_that_was_started_anew_is_told_of_the_devices() {
             // Also of one that was made anew.
             let pool = scope.spawn(|| refuse(&listener));
             connection.renew().unwrap();
-            let (mut again, request) = pool.join().unwrap();
+            let (again, request) = pool.join().unwrap();
             let (zones, regions) = (Vec::new(), Vec::new());
             assert_eq!(request, TakePinned { devices: devices.clone(), zones, regions });
-            again.set_nonblocking(true).unwrap();
-            let open = again.read(&mut [0]).unwrap_err().kind();
-            assert_eq!(open, io::ErrorKind::WouldBlock, "it is kept open");
+            is_open(&again);
         }
     });
     drop(listener);
@@ -335,6 +351,24 @@ fn a_pool_that_was_started_anew_is_told_of_the_devices() {
     let other = PoolConnection::open(&path).unwrap();
     drop(listener);
     other.renew().unwrap();
+}
+
+#[test]
+fn a_pool_whose_answer_is_late_is_asked_anew() {
+    let (dir, devices) = (tempfile::tempdir().unwrap(), devices());
+    let path = dir.path().join("pool");
+    let listener = UnixListener::bind(&path).unwrap();
+    let connection = PoolConnection::open(&path).unwrap();
+    let (mut first, _) = listener.accept().unwrap();
+    let late = connection.take_pinned_within(&wanted(devices.clone()), Duration::from_millis(1));
+    assert!(matches!(late, Err(PoolError::Io { .. })), "{late:?}");
+    let refused = Reply::Refused { reason: Refusal::NoSuchSlot, text: String::new() };
+    first.write_all(&refused.encode()).unwrap();
+    std::thread::scope(|scope| {
+        let pool = scope.spawn(|| refuse(&listener));
+        connection.renew().unwrap();
+        assert_eq!(pool.join().unwrap().1.devices, devices);
+    });
 }
 
 #[test]

@@ -157,8 +157,10 @@ impl Vmm {
             }
             drop(going);
         };
-        let spawned = spawn_with(name, load, move |load| {
+        let spawned = spawn_with(name, load, move |mut load| {
             if is_reboot {
+                // The guest does not run any more, and the devices are not closed yet.
+                load.0.end();
                 load.0.renew_pool();
             }
             end(load);

@@ -100,7 +100,7 @@ use std::time::Instant;
 use arch::cpuid::{VmCpuid, phys_bits};
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
-use prezero_pool_client::PoolConnection;
+use prezero_pool_client::{PoolConnection, PoolError};
 use vfio::pin_time::GATE_WAIT_MAX;
 
 use crate::config::VmConfig;
@@ -348,13 +348,10 @@ impl Machine {
         passthrough.receive_opened(&context, &mut start, Some(late_at))?;
         passthrough.withhold_late(segments);
         passthrough.put_on_bus(segments, &start)?;
-        // A vCPU waits no longer for a disk either.
+        // Those that the guest cannot do without.
+        passthrough.receive_opened(&context, &mut start, None)?;
+        passthrough.put_on_bus(segments, &start)?;
         self.parts.devices.place_later(segments)?;
-        if passthrough.is_opening() {
-            // Those that the guest cannot do without.
-            passthrough.receive_opened(&context, &mut start, None)?;
-            passthrough.put_on_bus(segments, &start)?;
-        }
         Ok(())
     }
 
@@ -389,13 +386,24 @@ impl Machine {
         self.pool.clone()
     }
 
-    /// Has the pool leave the devices alone if it does not any more, as it was started anew: before the machine ends, whose
-    /// devices are opened again by the next one. Waits for the pool, but not for long.
+    /// Has the pool leave the devices alone if it does not any more, as it was started anew: before the machine is dropped,
+    /// whose devices are opened again by the next one. Waits for the pool for 2 s at most, with one of an earlier version for
+    /// 4 s.
     pub fn renew_pool(&self) {
         let Some(pool) = &self.pool else { return };
-        if let Err(error) = pool.renew() {
-            let why = error_text::chain(&error);
-            log::warn!("a pool may take devices of the VM while it reboots: {why}");
+        match pool.renew() {
+            Ok(()) => {}
+            // What is not there takes no device, but for one that is started now.
+            Err(error @ PoolError::Connect { .. }) => {
+                let why = error_text::chain(&error);
+                log::info!(
+                    "a pool that is started now may take devices of the VM, which reboots: {why}"
+                );
+            }
+            Err(error) => {
+                let why = error_text::chain(&error);
+                log::warn!("a pool may take devices of the VM while it reboots: {why}");
+            }
         }
     }
 

@@ -239,8 +239,8 @@ impl VirtioDevices {
         Ok(bdf)
     }
 
-    /// Places the BARs of the devices that were deferred until the passed-through devices are on the bus that were
-    /// opened in time, whose 32-bit BARs have no alternative, while those of virtio devices become 64-bit ones where there
+    /// Places the BARs of the devices that were deferred until the passed-through devices are on the bus that are
+    /// not late, whose 32-bit BARs have no alternative, while those of virtio devices become 64-bit ones where there
     /// is no space. Does nothing if there are none.
     ///
     /// # Errors

@@ -39,12 +39,10 @@ impl Passthrough {
         place: &Place<'_>,
         discarding: &dyn Fn() -> DiscardingDevices,
     ) -> bool {
-        // They come when the devices are gone that memory was mapped for, or could not be: an event follows either.
-        if self.is_abandoning_memory() || !self.refused().is_empty() {
-            return false;
-        }
         let (mut at, mut is_any) = (0, false);
-        while let Some(pending) = self.late.get(at) {
+        // They come when the devices are gone that memory was mapped for, or could not be: an event follows either.
+        while !self.is_abandoning_memory() && self.refused().is_empty() {
+            let Some(pending) = self.late.get(at) else { break };
             let is_wanted = !self.is_withdrawn(pending.bdf());
             let Some(opened) = is_wanted.then(|| pending.take()).flatten() else {
                 at += 1;

@@ -4,8 +4,8 @@
 //!
 //! Owns what the start waits for: each device for as long as a vCPU may wait, and those of `pin=overlap`, without which the
 //! guest cannot be, to the end. The first device that is open has memory mapped. Those that came in time are put on the bus
-//! in the order of the configuration, so that each boot has their BARs at the same addresses; all others are left to
-//! `late`. Runs on the thread that makes the machine, while the guest runs. Must never leave a vCPU waiting for a device
+//! in the order of the configuration, so that each boot has their BARs at the same addresses, and those that are waited for
+//! to the end after them; all others are left to `late`. Runs on the thread that makes the machine, while the guest runs. Must never leave a vCPU waiting for a device
 //! that will not come.
 
 use std::sync::Arc;
