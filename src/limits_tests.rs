@@ -84,6 +84,8 @@ const OWN: &[&str] = &[
     "SHOWN_MAX",
     // Turns of a socket device.
     "LARGE_MAX",
+    // A read that ends at once.
+    "READ_TIME_MIN",
     "ROUNDS_MAX",
     "TAKEN_RANGES_MAX",
     // A year, above which a time is none.

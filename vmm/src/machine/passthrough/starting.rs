@@ -208,8 +208,10 @@ impl Passthrough {
         segments: &Segments,
         start: &DeviceStart<'_>,
     ) -> Result<(), PassthroughError> {
-        let Self { arrived, withheld, pinning, .. } = self;
+        let Self { arrived, devices, withheld, pinning, .. } = self;
         arrived.sort_by_key(|arrived| arrived.order);
+        // They were received in the order in which they were open.
+        devices.sort_by_key(|(bdf, _)| arrived.iter().position(|arrived| arrived.bdf == *bdf));
         let mut is_too_long = None;
         for ArrivedDevice { bdf, pin, device, .. } in &*arrived {
             let on_bus: Arc<dyn PciDevice> = device.clone();
@@ -400,6 +402,7 @@ pub(super) mod tests {
             assert_eq!(made.ids(), if is_in_order { ["7", "8"] } else { ["8", "7"] });
             made.passthrough.put_on_bus(&made.segments, &start).unwrap();
             assert!(made.sees(7) && made.sees(8) && !made.passthrough.withholds_any());
+            assert_eq!(made.ids(), ["7", "8"]);
             bars.push(made.segment.devices().into_iter().map(|(_, it)| it.bar_decode().gpas));
         }
         let [first, second] = &mut bars[..] else { panic!("two boots") };
