@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use tempfile::TempDir;
 
+use crate::harness::process::memfds_kib;
 use crate::harness::{HugePages, Suite, Vmm, VmmBuilder, wait_for};
 
 pub fn add(suite: &mut Suite) {
@@ -158,10 +159,9 @@ fn twice_over(mode: &str) {
     assert_restores(&second_url, mode).shut_down();
 }
 
-fn resident_kib(vmm: &Vmm) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", vmm.pid())).expect("status");
-    let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).expect("RssShmem");
-    line.trim().trim_end_matches(" kB").parse().expect("a number")
+/// Also what is not mapped for a moment, while it is made huge, or since.
+fn populated_kib(vmm: &Vmm) -> u64 {
+    memfds_kib(vmm.pid())
 }
 
 fn prefault(mode: &str) {
@@ -173,12 +173,11 @@ fn prefault(mode: &str) {
         vmm
     };
     let vmm = restored("");
-    let without = resident_kib(&vmm);
+    let without = populated_kib(&vmm);
     assert!(without < 100 << 10, "holes were populated: {without} KiB");
     vmm.shut_down();
     let vmm = restored(",prefault=on");
-    // Memory that is made huge meanwhile is not mapped for a moment.
-    wait_for("all to be populated", || (resident_kib(&vmm) >= 128 << 10).then_some(()));
+    wait_for("all to be populated", || (populated_kib(&vmm) >= 128 << 10).then_some(()));
     vmm.shut_down();
 }
 

@@ -4,6 +4,7 @@
 //! Owns the reading of those files. Must never wait for anything.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 
 /// What its descriptors point to, sorted, with numbers of inodes taken out.
 pub fn descriptors(pid: u32) -> Vec<String> {
@@ -65,4 +66,21 @@ pub fn status_kib(pid: u32, field: &str) -> u64 {
         .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))
         .and_then(|value| value.split_ascii_whitespace().next()?.parse().ok())
         .unwrap_or_else(|| panic!("no {field} in the status of {pid}"))
+}
+
+/// Memory of files without a name that a process has open.
+pub fn memfds_kib(pid: u32) -> u64 {
+    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
+    let mut files: Vec<(u64, u64)> = entries
+        .flatten()
+        .filter(|entry| {
+            let target = fs::read_link(entry.path()).unwrap_or_default();
+            target.to_string_lossy().starts_with("/memfd:")
+        })
+        .filter_map(|entry| fs::metadata(entry.path()).ok())
+        .map(|file| (file.ino(), file.blocks() / 2))
+        .collect();
+    files.sort_unstable();
+    files.dedup_by_key(|(inode, _)| *inode);
+    files.iter().map(|(_, kib)| kib).sum()
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::harness::Vmm;
-use crate::harness::process::{descriptors, paths, status_kib, thread_names};
+use crate::harness::process::{descriptors, memfds_kib, paths, status_kib, thread_names};
 use crate::harness::taps::taps_of;
 use crate::harness::vmm::LANDLOCK_SWITCH;
 
@@ -135,23 +135,6 @@ pub fn assert_memory_is_bounded(vmm: &Vmm, guest_mib: u64, is_shared: bool) {
 /// The most memory of its own that a VMM was seen with.
 pub fn largest_kib() -> u64 {
     LARGEST_KIB.load(Ordering::Relaxed)
-}
-
-/// Memory of files without a name that a process has open.
-fn memfds_kib(pid: u32) -> u64 {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
-    let mut files: Vec<(u64, u64)> = entries
-        .flatten()
-        .filter(|entry| {
-            let target = fs::read_link(entry.path()).unwrap_or_default();
-            target.to_string_lossy().starts_with("/memfd:")
-        })
-        .filter_map(|entry| fs::metadata(entry.path()).ok())
-        .map(|file| (file.ino(), file.blocks() / 2))
-        .collect();
-    files.sort_unstable();
-    files.dedup_by_key(|(inode, _)| *inode);
-    files.iter().map(|(_, kib)| kib).sum()
 }
 
 /// Shared memory of the whole host.
