@@ -149,7 +149,13 @@ impl Vmm {
         self.vm = VmLifecycle::TearingDown(Teardown { info, consoles, after });
         let inbox_sender = self.inbox_sender.clone();
         let load = (machine, self.filling.take(), going);
-        let end = |(machine, filling, going): (Box<Machine>, Option<MemoryFill>, LockedImages)| {
+        type Load = (Box<Machine>, Option<MemoryFill>, LockedImages);
+        let end = move |(mut machine, filling, going): Load| {
+            if is_reboot {
+                // The guest does not run any more, and the devices are not closed yet.
+                machine.end();
+                machine.renew_pool();
+            }
             drop(machine);
             // The memory being restored is no longer needed.
             if let Some(filling) = filling {
@@ -157,12 +163,7 @@ impl Vmm {
             }
             drop(going);
         };
-        let spawned = spawn_with(name, load, move |mut load| {
-            if is_reboot {
-                // The guest does not run any more, and the devices are not closed yet.
-                load.0.end();
-                load.0.renew_pool();
-            }
+        let spawned = spawn_with(name, load, move |load| {
             end(load);
             inbox_sender.send(Message::TornDown);
         });

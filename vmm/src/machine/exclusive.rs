@@ -434,8 +434,9 @@ impl Machine {
     }
 
     /// Takes the open images out of a machine that ends, for the next one, so that no other VM locks them
-    /// in between. Its devices use them until it is dropped.
+    /// in between. Its devices use them until it is dropped, and they are written back when it ends.
     pub fn take_locked_images(&mut self) -> LockedImages {
+        self.passed_on = self.parts.devices.writable_disks();
         let locks = std::mem::take(&mut self.parts.devices.locks);
         let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
         let image = |(id, lock)| LockedImage { id, lock, is_taken: false };
@@ -446,7 +447,9 @@ impl Machine {
     pub(super) fn end_devices(&mut self) {
         self.parts.devices.end_vdpas();
         self.parts.devices.pause();
-        if let Err(error) = self.write_back().wait() {
+        let disks = self.parts.devices.writable_disks().into_iter();
+        let disks = disks.chain(std::mem::take(&mut self.passed_on));
+        if let Err(error) = WriteBack::start(disks).wait() {
             report_write_back_failure(&error);
         }
         // Logged by the callee; closing the descriptors releases the locks.

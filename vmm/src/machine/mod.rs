@@ -98,6 +98,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use arch::cpuid::{VmCpuid, phys_bits};
+use devices::virtio::block::DiskLock;
 use hypervisor::{CpuidEntry, MsrValue, Stage2Fill, ThreadsConfig, Vcpu, VcpuThreads, Vm};
 use memory::{Collapse, GuestRam, InitialContents, ProvidedFile, RamSources};
 use prezero_pool_client::{PoolConnection, PoolError};
@@ -169,6 +170,8 @@ pub struct Machine {
     /// The pool that was asked for a slot with a device. It leaves the devices alone while this is open: they are closed
     /// before, and opened again on a reboot.
     pool: Option<Arc<PoolConnection>>,
+    /// Disks that the next machine has: written back when this one ends.
+    passed_on: Vec<(String, DiskLock)>,
     consoles: Consoles,
     /// See [`Machine::restore_held_msrs`].
     held_msrs: Vec<(usize, MsrValue)>,
@@ -213,6 +216,7 @@ impl Machine {
             collapse: None,
             parts,
             pool: None,
+            passed_on: Vec::new(),
             consoles,
             held_msrs: Vec::new(),
             shown: features::shown(&cpuid),
