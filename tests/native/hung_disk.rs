@@ -272,14 +272,20 @@ fn forced() {
 fn signals() {
     let mut hung = Hung::new(true);
     let frozen = hung.hang();
-    hung.vmm.signal(libc::SIGTERM);
+    // As a session that ends does.
+    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGHUP] {
+        hung.vmm.signal(signal);
+    }
     wait_for("the end of the machine", || {
         (hung.vmm.api().get("vm.counters").status == 409).then_some(())
     });
     hung.answers();
+    // Longer than a process is given that is to end at once.
+    let told = Instant::now();
+    wait_for("time to pass", || (told.elapsed() > Duration::from_secs(1)).then_some(()));
     assert_eq!(hung.vmm.exited(), None, "the disk has not answered");
+    hung.vmm.signal_again(libc::SIGTERM);
     let began = Instant::now();
-    hung.vmm.signal(libc::SIGTERM);
     ends_at_once(hung, frozen, began);
 }
 

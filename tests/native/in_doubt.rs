@@ -110,7 +110,11 @@ fn insists(mode: Mode) {
         (info.status == 200 && info.json()["in_doubt"].is_string()).then_some(())
     });
     for times in 1..=2 {
-        there.signal(libc::SIGTERM);
+        if times == 1 {
+            there.signal(libc::SIGTERM);
+        } else {
+            there.signal_again(libc::SIGTERM);
+        }
         if times == 1 {
             wait_for("the log", || {
                 there.output().contains("told to end; a second request").then_some(())

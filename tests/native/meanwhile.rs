@@ -291,7 +291,11 @@ fn source_ends(mode: Mode) {
 fn source_ends_now(mode: Mode) {
     let Stopped { mut source, destination, relay, reception } = stop_at(early(mode));
     for times in 1..=2 {
-        source.signal(libc::SIGTERM);
+        if times == 1 {
+            source.signal(libc::SIGTERM);
+        } else {
+            source.signal_again(libc::SIGTERM);
+        }
         wait_for("the log", || {
             (source.output().matches("told to end").count() == times).then_some(())
         });

@@ -100,8 +100,8 @@ fn check(scene: Scene) {
             prompt(&api, request);
         }
         assert_eq!(vmm.exited(), None, "{}", vmm.output());
+        vmm.signal_again(libc::SIGTERM);
         began = Instant::now();
-        vmm.signal(libc::SIGTERM);
     }
     if signal == Signal::WaitsInTheKernel {
         // The last that a process does by itself.

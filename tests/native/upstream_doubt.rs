@@ -122,8 +122,7 @@ fn ends() {
     }
     is_logged(&here, "another signal discards the VM");
     is_in_doubt(&here);
-    std::thread::sleep(std::time::Duration::from_millis(1_100));
-    here.vmm.signal(libc::SIGTERM);
+    here.vmm.signal_again(libc::SIGTERM);
     ended(&mut here);
 
     let (mut here, _) = doubtful();

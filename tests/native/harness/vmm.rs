@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use guest_reader::{AttachOptions, Guest, Patience, Status, VerifyReport};
 use parking_lot::Mutex;
@@ -17,6 +17,9 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::{Api, image, process, wait_for, wait_within};
+
+/// Signals that follow each other within a second are one.
+const SECOND_SIGNAL: Duration = Duration::from_millis(1_100);
 
 pub use super::programs::{CH_REMOTE, VMM};
 
@@ -381,6 +384,14 @@ impl Vmm {
     #[track_caller]
     pub fn signal(&mut self, signal: i32) {
         assert!(self.signal_if_there(signal), "it has ended");
+    }
+
+    /// The same once more: not before it counts as another one, and not as one of several with which a session ends.
+    #[track_caller]
+    pub fn signal_again(&mut self, signal: i32) {
+        let told = Instant::now();
+        wait_for("the time between two signals", || (told.elapsed() > SECOND_SIGNAL).then_some(()));
+        self.signal(signal);
     }
 
     /// The same to one that may end at any moment. False if it has ended.

@@ -136,6 +136,7 @@ pub fn attach(name: &str, request: &mut VmmRequest, fds: Vec<OwnedFd>) -> Result
             NewDevice::Disk(_)
             | NewDevice::Fs(_)
             | NewDevice::GenericVhostUser(_)
+            | NewDevice::Pmem(_)
             | NewDevice::User(_)
             | NewDevice::Vdpa(_)
             | NewDevice::Vsock(_)

@@ -23,6 +23,10 @@ use crate::options::ExitReason;
 /// An operation that ends in order within this time may do so in a process that is to end at once.
 pub(super) const AT_ONCE: Duration = Duration::from_millis(300);
 
+/// A second signal counts as such after this time. Sooner it is part of the first one: a session that ends sends SIGTERM
+/// and SIGHUP, a terminal that is closed SIGHUP twice.
+pub(super) const SECOND_SIGNAL: Duration = Duration::from_secs(1);
+
 /// Time that a cancelled start or restore has to end after a signal. Does not apply once the guest runs
 /// while its passed-through devices are still being opened: such a guest is ended in order.
 const START_END: Duration = Duration::from_secs(2);
@@ -155,7 +159,7 @@ impl Vmm {
 
     /// Drops the pending end of the process. The next signal counts as the first one again.
     fn take_ending(&mut self) -> Option<Ending> {
-        self.told_by_signal = false;
+        self.signalled_at = None;
         self.at_latest = None;
         self.ending.take()
     }
@@ -240,6 +244,11 @@ impl Vmm {
 
     /// Handles SIGTERM, SIGINT, SIGHUP and SIGQUIT.
     pub(super) fn end_signal(&mut self) -> Next {
+        let (now, told) = (Instant::now(), self.signalled_at);
+        if told.is_some_and(|told| now.saturating_duration_since(told) < SECOND_SIGNAL) {
+            log::info!("told to end by several signals at a time, which count as one");
+            return Next::Continue;
+        }
         let is_second = self.ending.is_some();
         match &self.vm {
             VmLifecycle::Migrating { sending, .. } => {
@@ -265,12 +274,12 @@ impl Vmm {
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
             VmLifecycle::Unanswered(_) => return self.signal_unanswered(),
-            _ if is_second && self.told_by_signal => {
+            _ if is_second && told.is_some() => {
                 log::warn!("told to end again: ending without waiting");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
             }
             _ => {
-                self.told_by_signal = true;
+                self.signalled_at = Some(now);
                 let start_end = Instant::now() + START_END;
                 match &mut self.vm {
                     VmLifecycle::Starting(starting) => starting.end_until(start_end),
@@ -297,7 +306,7 @@ impl Vmm {
                 return self.end_here(ExitReason::Signal, None);
             }
         }
-        self.told_by_signal = true;
+        self.signalled_at = Some(now);
         if !is_second {
             self.ask_for_end(ExitReason::Signal, None);
         }

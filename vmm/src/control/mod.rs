@@ -261,8 +261,8 @@ struct Vmm {
     pending_exit: Option<(Instant, ExitReason)>,
     /// When the process ends at the latest, whatever has not finished.
     at_latest: Option<Instant>,
-    /// A signal has requested the end of the process.
-    told_by_signal: bool,
+    /// When a signal last requested the end of the process, if one has.
+    signalled_at: Option<Instant>,
     /// Requests deferred until the VM is in another state.
     deferred: Deferred,
     /// When the guest is told again of what it has not read.
@@ -304,7 +304,7 @@ impl Vmm {
             late_reconnects: LateReconnects::default(),
             pending_exit: None,
             at_latest: None,
-            told_by_signal: false,
+            signalled_at: None,
             deferred: Deferred::default(),
             unread_events: UnreadEvents::default(),
         }

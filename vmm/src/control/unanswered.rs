@@ -7,9 +7,9 @@
 //! The guest must never continue here unless an operator says that it runs nowhere else, and must never be lost by a
 //! request that does not say that it is.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::ending::AT_ONCE;
+use super::ending::{AT_ONCE, SECOND_SIGNAL};
 use super::pausing::TransitionKind;
 use super::teardown::AfterTeardown;
 use super::{Next, VmLifecycle, Vmm, cancel, describe, emit};
@@ -18,10 +18,6 @@ use crate::api::{ApiError, ApiErrorKind, VmInfo};
 use crate::events;
 use crate::machine::Machine;
 use crate::options::ExitReason;
-
-/// A second signal counts as such after this time. Sooner it is part of the first one: a session that ends sends SIGTERM
-/// and SIGHUP.
-const SECOND_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Such a VM, paused.
 pub struct Unanswered {
@@ -104,7 +100,7 @@ impl Vmm {
             VmLifecycle::Live(machine) => {
                 let why = may_run_elsewhere(&reason);
                 self.vm = VmLifecycle::Unanswered(Unanswered { machine, reason, told_at: None });
-                if self.told_by_signal {
+                if self.signalled_at.is_some() {
                     log::warn!("not ending: {why}");
                 }
                 self.refuse_end(&ApiError::new(ApiErrorKind::Conflict, why.clone()));

@@ -27,6 +27,14 @@ pub const BEHAVIOUR: &[(&str, &str, &str)] = &[
     ("`vm.add-*` that is refused", "500", "400, or 409 for an id or resource in use"),
     ("`vm.remove-device` of an unknown device", "500", "404"),
     ("`vm.resize` that names no size", "204, and changes nothing", "400"),
+    ("`vm.resize` of a running VM beyond a limit", "500", "400"),
+    (
+        "`vm.resize` of vCPUs while the guest still gives some back",
+        "429",
+        "taken: what is asked last holds",
+    ),
+    ("`vmm.shutdown` that is carried out", "200", "204, as the description of its API says"),
+    ("`vm.snapshot` of a VM that runs", "500", "405"),
     (
         "`vm.resize` before boot",
         "any number is stored, and found wrong at boot; a balloon that is not there is ignored (204)",
@@ -101,7 +109,7 @@ pub const BEHAVIOUR: &[(&str, &str, &str)] = &[
     (
         "SIGTERM, SIGINT during a migration",
         "the process ends with an error, exit code 1",
-        "it ends when the migration has; a second signal cancels it",
+        "it ends when the migration has; a second signal, a second later or more, cancels it",
     ),
     (
         "a forbidden system call, with `--seccomp true`",
