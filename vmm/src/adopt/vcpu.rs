@@ -2,7 +2,8 @@
 
 //! vCPUs: registers as the kernel's structures, MSRs without the TSC, the local APIC in the format that is set here.
 //!
-//! Owns what is not saved there and has a default: debug registers. Whether a processor can run them is decided later.
+//! Owns what is not saved there: debug registers, which have a default, and VMX operation, which has none. Whether a
+//! processor can run them is decided later.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +17,18 @@ use super::error::{AdoptError, ensure};
 use crate::config::CpusConfig;
 
 const IA32_TSC: u32 = 0x10;
+/// The place of the guest's paravirtual clock, and the bit of it that says that there is one.
+const KVM_SYSTEM_TIME: u32 = 0x4b56_4d01;
+const SYSTEM_TIME_ENABLED: u64 = 1;
+/// States of a vCPU that waits to be started, and of one that has executed HLT.
+const MP_STATES_NOT_STARTED: [u32; 2] = [1, 2];
+const MP_STATE_HALTED: u32 = 3;
+/// Where RFLAGS is in the kernel's structure, and its bit by which interrupts are taken.
+const RFLAGS: usize = 136;
+const RFLAGS_IF: u64 = 1 << 9;
+/// Bit of CR4 without which there is no VMX operation, and of CPUID that offers it.
+const CR4_VMXE: u64 = 1 << 13;
+const VMX: u32 = 1 << 5;
 /// Mode bit of the local APIC's base address.
 const X2APIC: u64 = 1 << 10;
 /// Register of the local APIC with its id.
@@ -75,6 +88,7 @@ pub struct Vcpus {
 /// # Errors
 /// Names the vCPU and the register.
 pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptError> {
+    check_ejected(document, cpus.boot_vcpus)?;
     let mut sources = Vec::new();
     for index in 0..cpus.boot_vcpus {
         let missing = || AdoptError::refused(path(index), "the node is missing");
@@ -86,6 +100,36 @@ pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptErr
     let address_bits = address_bits(&format!("{}: cpuid", path(0)), &first.cpuid)?;
     let states = (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu }.convert(tsc));
     Ok(Vcpus { states: states.collect::<Result<_, _>>()?, address_bits })
+}
+
+/// Refuses a vCPU that the guest uses and the configuration does not count: v53 changes `boot_vcpus` when it asks the guest
+/// to eject vCPUs, which that does later or never. One that was ejected is in the document all the same.
+fn check_ejected(document: &Document, boot_vcpus: u32) -> Result<(), AdoptError> {
+    let beyond = document.vcpus.iter().filter(|(index, _)| **index >= boot_vcpus);
+    let in_use: Vec<u32> =
+        beyond.filter(|(_, Vcpu::Kvm(vcpu))| !is_offline(vcpu)).map(|(index, _)| *index).collect();
+    let Some(first) = in_use.first() else { return Ok(()) };
+    let count = u64::try_from(in_use.len()).unwrap_or(u64::MAX).saturating_add(boot_vcpus.into());
+    let problem = format!(
+        "the guest was asked to eject it and still uses it: wait until it has, or resize the VM to {count} vCPUs at its \
+         source, and try again"
+    );
+    Err(AdoptError::refused(path(*first), problem))
+}
+
+/// Whether the guest does not use a vCPU: it has never started it, or has stopped it for good and taken its clock away.
+fn is_offline(vcpu: &KvmVcpu) -> bool {
+    let mp_state = u32::from_le_bytes(*vcpu.mp_state);
+    let takes_interrupts = u64_at(vcpu.regs.as_slice(), RFLAGS) & RFLAGS_IF != 0;
+    let is_stopped = mp_state == MP_STATE_HALTED && !takes_interrupts;
+    let is_there = is_stopped || MP_STATES_NOT_STARTED.contains(&mp_state);
+    is_there && clock_page_gpa(vcpu).is_none()
+}
+
+/// Where a vCPU has its page of the paravirtual clock, if it has one.
+fn clock_page_gpa(vcpu: &KvmVcpu) -> Option<u64> {
+    let place = vcpu.msrs.iter().find(|msr| msr.index == KVM_SYSTEM_TIME)?.data;
+    (place & SYSTEM_TIME_ENABLED != 0).then_some(place & !SYSTEM_TIME_ENABLED)
 }
 
 fn path(index: u32) -> String {
@@ -174,6 +218,7 @@ impl Source<'_> {
         let mut sregs: kvm_bindings::kvm_sregs = self.structure("sregs", vcpu.sregs.as_slice())?;
         // An interrupt that is being delivered is in the events; this would raise it a second time.
         sregs.interrupt_bitmap = [0; 4];
+        let nested = self.nested(sregs.cr4)?;
         Ok(VcpuState {
             version: 1,
             cpuid: vcpu.cpuid.iter().map(entry).collect(),
@@ -188,7 +233,7 @@ impl Source<'_> {
             msrs: self.msrs()?,
             events,
             tsc: TscState { khz: vcpu.tsc_khz, value: tsc, offset: None },
-            nested: self.nested()?,
+            nested,
             ssp: None,
         })
     }
@@ -266,10 +311,23 @@ impl Source<'_> {
         Ok(values.into_iter().map(|(index, value)| MsrValue { index, value }).collect())
     }
 
-    /// The state of nested guests: as much of the buffer as its own length says.
-    fn nested(&self) -> Result<Option<Blob>, AdoptError> {
+    /// The state of nested guests: as much of the buffer as its own length says. v53 writes none of a vCPU in VMX operation
+    /// that has loaded no nested guest, of which KVM has a header alone: it would leave that operation unnoticed.
+    fn nested(&self, cr4: u64) -> Result<Option<Blob>, AdoptError> {
         const LENGTH: usize = 4;
-        let Some(buffer) = &self.vcpu.nested_state else { return Ok(None) };
+        let Some(buffer) = &self.vcpu.nested_state else {
+            let has_vmx = leaf(self.vcpu, LEAF_FEATURES, 0).is_some_and(|it| it.ecx & VMX != 0);
+            ensure(
+                cr4 & CR4_VMXE == 0 || !has_vmx,
+                || self.at("nested_state"),
+                || {
+                    "null, and a hypervisor is loaded in the guest (CR4.VMXE is set), of which cloud-hypervisor has saved \
+                     nothing: unload it (in Linux kvm_intel) and try again"
+                        .to_owned()
+                },
+            )?;
+            return Ok(None);
+        };
         let bytes = buffer.as_slice();
         let len =
             bytes.get(LENGTH..).and_then(<[u8]>::first_chunk).copied().map(u32::from_le_bytes);

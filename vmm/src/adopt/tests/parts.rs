@@ -82,9 +82,8 @@ fn registers_are_those_of_the_document() {
 
 #[test]
 fn vcpus_that_the_guest_has_ejected_are_left_out() {
-    let mut recorded = recorded!("plain-2");
-    recorded.config["cpus"]["boot_vcpus"] = json!(1);
-    assert_eq!(recorded.adopted().state.vcpus.len(), 1);
+    let recorded = recorded!("debian-plugged");
+    assert_eq!((recorded.document.vcpus.len(), recorded.adopted().state.vcpus.len()), (3, 2));
 }
 
 #[test]

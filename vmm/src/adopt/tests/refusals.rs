@@ -316,6 +316,78 @@ fn interrupt_controllers() {
     ] {
         assert!(error.starts_with(&format!("device-manager/__ioapic: {expected}")), "{error}");
     }
+/// Offsets of RFLAGS, and of CR4 in the other structure.
+const RFLAGS: usize = 136;
+const CR4: usize = 248;
+
+#[test]
+fn a_vcpu_that_the_guest_still_uses() {
+    // It was asked to eject the second one, and has not.
+    let asked = |change: &dyn Fn(&mut KvmVcpu)| {
+        let mut recorded = recorded!("debian-2");
+        recorded.config["cpus"]["boot_vcpus"] = json!(1);
+        change(recorded.vcpu(1));
+        recorded
+    };
+    let expected = "cpu-manager/1: the guest was asked to eject it and still uses it: wait until it has, or resize the \
+                    VM to 2 vCPUs";
+    let without_clock = |vcpu: &mut KvmVcpu| {
+        let at = vcpu.msrs.iter().position(|msr| msr.index == 0x4b56_4d01).unwrap();
+        vcpu.msrs = changed(&vcpu.msrs, at, |msr| msr.data = 0);
+    };
+    let deaf = |vcpu: &mut KvmVcpu| vcpu.regs[RFLAGS + 1] &= !2;
+    for recorded in [
+        asked(&|_| {}),
+        asked(&without_clock),
+        asked(&deaf),
+        asked(&|vcpu| {
+            without_clock(vcpu);
+            deaf(vcpu);
+            vcpu.mp_state[0] = 0;
+        }),
+    ] {
+        let error = recorded.refusal();
+        assert!(error.starts_with(expected), "{error}");
+    }
+    let offline = asked(&|vcpu| {
+        without_clock(vcpu);
+        deaf(vcpu);
+    });
+    assert_eq!(offline.adopted().state.vcpus.len(), 1);
+    for never_started in [1, 2] {
+        let recorded = asked(&|vcpu| {
+            without_clock(vcpu);
+            vcpu.mp_state[0] = never_started;
+        });
+        assert_eq!(recorded.adopted().state.vcpus.len(), 1);
+    }
+    // The last of three is gone, which is not counted.
+    let mut recorded = recorded!("debian-plugged");
+    recorded.config["cpus"]["boot_vcpus"] = json!(1);
+    assert!(recorded.refusal().starts_with(expected), "{}", recorded.refusal());
+}
+
+#[test]
+fn a_vcpu_that_is_ready_for_nested_guests() {
+    let with = |is_shown: bool, is_on: bool| {
+        let mut recorded = plain();
+        let vcpu = recorded.vcpu(0);
+        assert!(vcpu.nested_state.is_none());
+        let leaf = vcpu.cpuid.iter().position(|entry| entry.function == 1).unwrap();
+        vcpu.cpuid = changed(&vcpu.cpuid, leaf, |entry| {
+            entry.ecx = entry.ecx & !(1 << 5) | u32::from(is_shown) << 5;
+        });
+        vcpu.sregs[CR4 + 1] = vcpu.sregs[CR4 + 1] & !0x20 | u8::from(is_on) << 5;
+        recorded
+    };
+    let error = with(true, true).refusal();
+    assert!(error.starts_with("cpu-manager/0: nested_state: null, and a hypervisor"), "{error}");
+    assert!(error.contains("unload it (in Linux kvm_intel)"), "{error}");
+    for (is_shown, is_on) in [(true, false), (false, true), (false, false)] {
+        with(is_shown, is_on).adopted();
+    }
+}
+
 }
 
 #[test]
