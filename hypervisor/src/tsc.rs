@@ -29,6 +29,15 @@ pub struct TscState {
     pub offset: Option<u64>,
 }
 
+impl TscState {
+    /// The state as it was `ns` earlier, if the frequency is known.
+    #[must_use]
+    pub fn earlier(&self, ns: u64) -> Self {
+        let passed = self.khz.map_or(0, |khz| cycles(ns, khz));
+        Self { value: self.value.wrapping_sub(passed), ..*self }
+    }
+}
+
 /// What the TSCs of a VM's vCPUs have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedTsc {
@@ -215,6 +224,14 @@ mod tests {
             let expected = TscTarget::Value(777 + 2_000_000);
             assert_eq!(target(&STATE, &time, Some(2_000_000), 250), expected);
         }
+    }
+
+    #[test]
+    fn an_earlier_state_is_behind_by_the_cycles_in_between() {
+        assert_eq!(STATE.earlier(0), STATE);
+        let earlier = TscState { khz: Some(2_000_000), value: 10_000_777, offset: None };
+        assert_eq!(earlier.earlier(5_000_000), TscState { value: 777, ..earlier });
+        assert_eq!(TscState { khz: None, ..earlier }.earlier(5_000_000).value, 10_000_777);
     }
 
     #[test]

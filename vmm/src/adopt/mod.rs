@@ -12,7 +12,7 @@
 //! | `memory` | where RAM is, memory devices of ACPI |
 //! | `vcpu` | registers, CPUID, MSRs, the local APIC |
 //! | `interrupts` | the I/O APIC; PICs that the guest has found absent |
-//! | `clock` | the clock, the TSC and the timers that follow it |
+//! | `clock` | the clock, and the TSC at its moment |
 //! | `legacy` | devices at fixed addresses |
 //! | `functions` | configuration space, BARs and MSI-X of a PCI function |
 //! | `transport` | the virtio transport, positions of queues |
@@ -60,7 +60,7 @@ pub use place::{check_made, check_ranges, check_taps};
 /// The platform of these guests.
 const PLATFORM: PlatformName = PlatformName::CloudHypervisor53;
 
-/// Guest memory, as far as it is read: the indices of rings.
+/// Guest memory, as far as it is read: the indices of rings, pages of the paravirtual clock.
 pub trait ReadGuest {
     /// The two bytes at an address.
     ///
@@ -97,8 +97,22 @@ pub struct Adopted {
     pub memory: MemoryLayout,
     /// State of everything except memory.
     pub state: MachineState,
+    /// Whether the TSC of vCPUs is that of the clock's moment. If not, it is of a later one.
+    is_tsc_of_clock: bool,
     /// What is lost and the guest or its user may notice, each a sentence for the log.
     pub losses: Vec<String>,
+}
+
+impl Adopted {
+    /// Has the TSC of vCPUs go on from when their state arrived, in real time, unless it is that of the clock's moment:
+    /// v53 reads it just before it sends that. All of the time since the clock's moment is added when the machine is
+    /// restored, so what had passed by then is taken off.
+    pub fn count_tsc_from(&mut self, arrived_ns: u64) {
+        let passed_ns = arrived_ns.saturating_sub(self.state.clock.realtime_ns);
+        for vcpu in self.state.vcpus.iter_mut().filter(|_| !self.is_tsc_of_clock) {
+            vcpu.tsc = vcpu.tsc.earlier(passed_ns);
+        }
+    }
 }
 
 /// What is known of a VM before its state comes: enough for its memory, and for the refusals that need no state.
@@ -207,11 +221,11 @@ pub fn adopt(
     topology::check(&config, document)?;
     without_private_files(&mut config, &mut losses);
     let layout = memory::layout(&config.memory, memory, &document.memory)?;
-    let vcpus = vcpu::convert(document, &config.cpus)?;
+    let clock = clock::convert(&document.vm)?;
+    let vcpus = vcpu::convert(document, &config.cpus, &clock, guest)?;
     let windows = functions::Windows::of(&layout, vcpus.address_bits)?;
     config.pci_address_bits = Some(vcpus.address_bits);
     config.pci_numbers = topology.unlisted_numbers(document);
-    let clock = clock::convert(&document.vm)?;
     let shown = vcpu::shown(&document.vm.common_cpuid, vcpus.states.first(), &config.cpus);
     let bar_len_bytes = config.machine_platform().virtio_pci.bar_len_bytes;
     for disk in config.disks.iter().flatten().filter(|disk| disk.serial.is_none()) {
@@ -263,6 +277,7 @@ pub fn adopt(
         config,
         memory: layout,
         state,
+        is_tsc_of_clock: vcpus.is_tsc_of_clock,
         losses,
     })
 }

@@ -37,6 +37,7 @@ macro_rules! recorded {
 }
 
 mod begun;
+mod clock;
 mod network;
 mod parts;
 mod place;
@@ -74,7 +75,7 @@ pub(crate) fn unpacked(packed: &[u8]) -> Vec<u8> {
 impl ReadGuest for Vec<u8> {
     fn read_u16(&self, gpa: u64) -> Result<u16, Box<dyn Error + Send + Sync>> {
         let at = usize::try_from(gpa)?;
-        let bytes = self.get(at..at + 2).map_or([0; 2], |bytes| [bytes[0], bytes[1]]);
+        let bytes = self.get(at..at.saturating_add(2)).map_or([0; 2], |bytes| [bytes[0], bytes[1]]);
         Ok(u16::from_le_bytes(bytes))
     }
 }

@@ -8,12 +8,13 @@
 use std::collections::BTreeMap;
 
 use cloud_hypervisor_state::{CpuidEntry as TheirEntry, Document, KvmVcpu, Vcpu};
-use hypervisor::{Blob, CpuidEntry, MsrValue, TscState, VcpuState};
+use hypervisor::{Blob, ClockState, CpuidEntry, MsrValue, TscState, VcpuState};
 use kvm_bindings::{KVM_VCPUEVENT_VALID_TRIPLE_FAULT, kvm_debugregs, kvm_vcpu_events};
 use serde::de::DeserializeOwned;
 use serde::de::value::{Error as BytesError, SeqDeserializer};
 
 use super::error::{AdoptError, ensure};
+use super::{ReadGuest, clock};
 use crate::config::CpusConfig;
 
 const IA32_TSC: u32 = 0x10;
@@ -81,13 +82,20 @@ pub struct Vcpus {
     pub states: Vec<VcpuState>,
     /// The address bits that they were shown.
     pub address_bits: u8,
+    /// Whether their TSC is that of the clock's moment, and not of a later one.
+    pub is_tsc_of_clock: bool,
 }
 
-/// All vCPUs that are present. Those beyond `boot_vcpus` were ejected by the guest and are left out.
+/// All vCPUs that are present, with one TSC. Those beyond `boot_vcpus` were ejected by the guest and are left out.
 ///
 /// # Errors
 /// Names the vCPU and the register.
-pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptError> {
+pub fn convert(
+    document: &Document,
+    cpus: &CpusConfig,
+    clock: &ClockState,
+    guest: &dyn ReadGuest,
+) -> Result<Vcpus, AdoptError> {
     check_ejected(document, cpus.boot_vcpus)?;
     let mut sources = Vec::new();
     for index in 0..cpus.boot_vcpus {
@@ -98,8 +106,12 @@ pub fn convert(document: &Document, cpus: &CpusConfig) -> Result<Vcpus, AdoptErr
     let first = sources.first().ok_or_else(|| AdoptError::refused(path(0), "no vCPU"))?;
     let tsc = tsc_of(first).ok_or_else(|| AdoptError::refused(path(0), "msrs: no TSC"))?;
     let address_bits = address_bits(&format!("{}: cpuid", path(0)), &first.cpuid)?;
+    let places = sources.iter().filter_map(|vcpu| clock_page_gpa(vcpu));
+    let of_clock = clock::tsc_at(clock.clock_ns, tsc, places, guest);
+    let tsc = of_clock.unwrap_or(tsc);
     let states = (0_u32..).zip(sources).map(|(index, vcpu)| Source { index, vcpu }.convert(tsc));
-    Ok(Vcpus { states: states.collect::<Result<_, _>>()?, address_bits })
+    let states = states.collect::<Result<_, _>>()?;
+    Ok(Vcpus { states, address_bits, is_tsc_of_clock: of_clock.is_some() })
 }
 
 /// Refuses a vCPU that the guest uses and the configuration does not count: v53 changes `boot_vcpus` when it asks the guest

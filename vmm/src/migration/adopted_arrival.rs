@@ -6,6 +6,7 @@
 //! a peer. What the configuration alone shows to be impossible is refused before memory is sent.
 
 use std::error::Error;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use cloud_hypervisor_state::{ConfigMessage, Document, DocumentError};
 use hypervisor::CpuidEntry;
@@ -110,10 +111,13 @@ impl AdoptedArrival {
         state_json: &[u8],
         memory: &MigratingRam,
     ) -> Result<(VmConfig, MachineState), AdoptedArrivalError> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let arrived_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
         let document = |source| AdoptedArrivalError::Document { what: "state", source };
         let state = Document::read(state_json).map_err(document)?;
         let ConfigMessage { vm_config, memory_manager_data, .. } = &self.message;
-        let adopted = adopt(vm_config, memory_manager_data, &state, memory)?;
+        let mut adopted = adopt(vm_config, memory_manager_data, &state, memory)?;
+        adopted.count_tsc_from(arrived_ns);
         // The address bits are those of vCPU 0 now.
         check_made(&adopted.memory, &adopted.config, memory.ram())?;
         let Adopted { config, state, losses, .. } = adopted;
