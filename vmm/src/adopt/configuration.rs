@@ -15,7 +15,7 @@ use crate::config::foreign::says_nothing;
 use crate::config::vm::{BALLOON_ID, CONSOLE_ID, RNG_ID, RTC_ID};
 
 /// Keys of which any value but a default is refused, although this program knows them.
-const REFUSED: [&str; 9] = [
+const REFUSED: [&str; 10] = [
     "iommu",
     "devices",
     "user_devices",
@@ -25,6 +25,7 @@ const REFUSED: [&str; 9] = [
     "pvmemcontrol",
     "igvm",
     "gdb",
+    "tpm",
 ];
 /// Devices of which there is one at most, and the id of each if none is given.
 const SINGLE: [(&str, &str); 5] = [
@@ -145,12 +146,17 @@ fn place(
     Ok(())
 }
 
-/// With memory devices of ACPI `size` counts them too; here it is what the guest has booted with.
+/// With ACPI `size` is what was asked for last: it counts memory devices, and is less than there is where memory was to
+/// shrink, which does nothing. Here it is what the guest has booted with.
 fn with_devices_apart(options: &mut Map<String, Value>, memory: &MemoryManager) {
     let devices_bytes = devices_bytes(memory);
     let is_acpi = options.get("hotplug_method").is_none_or(|method| method == "Acpi");
-    if is_acpi && devices_bytes > 0 && options.get("size") == Some(&json!(memory.current_ram)) {
-        options.insert("size".to_owned(), json!(memory.boot_ram));
+    let zones = options.get("zones").and_then(Value::as_array);
+    if !is_acpi || zones.is_some_and(|zones| !zones.is_empty()) {
+        return;
+    }
+    options.insert("size".to_owned(), json!(memory.boot_ram));
+    if devices_bytes > 0 {
         options.insert("hotplugged_size".to_owned(), json!(devices_bytes));
     }
 }

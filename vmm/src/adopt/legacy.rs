@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! Devices at fixed addresses. Of most there is no state: they begin as they are at reset.
+//! Devices at fixed addresses. Of most there is no state: they begin as they are at reset, but for an event that follows
+//! from another part.
 //!
 //! What is written are version 1 of these devices' own states, which every version reads.
 
@@ -8,12 +9,12 @@ use std::collections::BTreeMap;
 
 use cloud_hypervisor_state::{Document, Serial};
 use devices::Snapshot as _;
-use devices::legacy::{Cmos, HostClock, PM_TIMER_FREQUENCY_HZ};
+use devices::legacy::{Cmos, GED_MEMORY_DEVICES_CHANGED, HostClock, PM_TIMER_FREQUENCY_HZ};
 use devices::virtio::DeviceSnapshot;
 use hypervisor::ClockState;
 use serde_json::{Value, json};
 
-use super::memory::MemoryLayout;
+use super::memory::{self, MemoryLayout};
 
 /// Bytes that the serial port can hold for the guest.
 const SERIAL_INPUT_MAX: usize = 64;
@@ -26,20 +27,23 @@ pub(super) fn state(kind: &str, data: Value) -> DeviceSnapshot {
 /// The states by name.
 pub fn convert(
     document: &Document,
-    memory: &MemoryLayout,
+    layout: &MemoryLayout,
     clock: &ClockState,
     losses: &mut Vec<String>,
 ) -> BTreeMap<String, DeviceSnapshot> {
-    let (low, high) = memory.low_and_high_bytes();
+    let (low, high) = layout.low_and_high_bytes();
     let cmos = Cmos::new(low, high, Box::new(HostClock)).save();
     let ticks = u128::from(clock.clock_ns) * u128::from(PM_TIMER_FREQUENCY_HZ) / 1_000_000_000;
     let ticks = u32::try_from(ticks & u128::from(u32::MAX)).unwrap_or(0);
+    // The guest is notified once more if it has not taken a memory device yet: a scan that finds nothing does no harm.
+    let has_memory = memory::is_coming(&document.memory);
+    let pending = if has_memory { GED_MEMORY_DEVICES_CHANGED } else { 0 };
     let mut states = vec![
         ("cmos", cmos),
         ("i8042", state("i8042", json!({}))),
         ("acpi-power", state("acpi-power-control", json!({}))),
         ("pm-timer", state("acpi-pm-timer", json!({"ticks": ticks}))),
-        ("ged", state("acpi-ged", json!({"pending": 0}))),
+        ("ged", state("acpi-ged", json!({"pending": pending}))),
     ];
     if document.devices.debug_console {
         states.push(("debug-console", state("debug-console", json!({}))));

@@ -276,6 +276,11 @@ pub fn devices_bytes(manager: &MemoryManager) -> u64 {
     active.fold(0, |sum: u64, slot| sum.saturating_add(slot.length))
 }
 
+/// Whether there is a memory device that the guest has not taken yet.
+pub fn is_coming(manager: &MemoryManager) -> bool {
+    manager.hotplug_slots.iter().any(|slot| slot.active && slot.inserting)
+}
+
 /// The registers of memory devices; `None` if there is none.
 pub fn devices(manager: &MemoryManager) -> Option<DeviceSnapshot> {
     let active: Vec<&HotplugSlot> =

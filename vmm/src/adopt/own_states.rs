@@ -18,6 +18,7 @@ const SECTOR_BYTES: u32 = 512;
 const BLOCK_RO: u64 = 1 << 5;
 /// Feature bits of a network that a driver may change at run time: checksums, segmentation.
 const GUEST_OFFLOADS: u64 = 1 << 1 | 0b1111 << 7;
+const CTRL_GUEST_OFFLOADS: u64 = 1 << 2;
 const GUEST_ANNOUNCE: u64 = 1 << 21;
 const NET_MTU: u64 = 1 << 3;
 /// Bytes in which a memory device adds memory.
@@ -38,7 +39,15 @@ pub fn convert(
 ) -> Result<DeviceSnapshot, AdoptError> {
     let at = |field: &str| format!("device-manager/{id}: {field}");
     Ok(match device {
-        Virtio::Net(net) => state("virtio-net", network(net, accepted, &at)?),
+        Virtio::Net(net) => {
+            if accepted & CTRL_GUEST_OFFLOADS != 0 {
+                losses.push(format!(
+                    "network '{id}' has all offloads that its driver has accepted, as cloud-hypervisor does not save which \
+                     of them it has switched off since"
+                ));
+            }
+            state("virtio-net", network(net, accepted, &at)?)
+        }
         Virtio::VhostUserNet(net) => {
             let pairs = net.config.max_virtqueue_pairs.max(1);
             let mtu = (net.avail_features & NET_MTU != 0).then_some(net.config.mtu);

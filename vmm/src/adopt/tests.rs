@@ -159,11 +159,13 @@ fn recorded_machines_are_taken_over() {
         let json = adopted.state.to_json().unwrap();
         let again = MachineState::from_json(&json).unwrap();
         assert_eq!(again.to_json().unwrap(), json, "{name}");
-        // No disk of them has a serial number of its own.
-        let is_expected = |loss: &String| loss.contains("has another serial number here");
-        assert!(adopted.losses.iter().all(is_expected), "{name}: {:?}", adopted.losses);
+        // No disk of them has a serial number of its own; the driver of a network may switch offloads.
         let disks = adopted.config.disks.iter().flatten().count();
-        assert_eq!(adopted.losses.len(), disks, "{name}");
+        let networks = usize::from(name == "all-2");
+        let of_kind = |text: &str| adopted.losses.iter().filter(|it| it.contains(text)).count();
+        let found = (of_kind("has another serial number here"), of_kind("has all offloads"));
+        assert_eq!(found, (disks, networks), "{name}: {:?}", adopted.losses);
+        assert_eq!(adopted.losses.len(), disks + networks, "{name}: {:?}", adopted.losses);
         // Nothing is left to be completed: the configuration is as it will travel.
         let config = adopted.config.clone().complete_begun().unwrap();
         assert_eq!(config, adopted.config, "{name}");

@@ -25,6 +25,7 @@ use crate::machine::PciFunctionState;
 const DRIVER: u8 = 2;
 const FEATURES_OK: u8 = 8;
 const DRIVER_OK: u8 = 4;
+const FAILED: u8 = 0x80;
 const KNOWN_STATUS: u8 = 1 | DRIVER | DRIVER_OK | FEATURES_OK;
 /// Maximum number of queues of a device that has as many as its options say.
 const QUEUES_MAX: usize = 1024;
@@ -161,13 +162,14 @@ pub fn convert(
 /// Checks the registers that are not those of a queue.
 fn check(input: &Input<'_>) -> Result<(), AdoptError> {
     let Transport { data, common, msix, .. } = input.transport;
-    let status = common.driver_status;
+    let (status, active) = (common.driver_status, data.device_activated);
+    // Of a driver that has given up before it started the device; the next one resets it.
+    let known = if active { KNOWN_STATUS } else { KNOWN_STATUS | FAILED };
     ensure(
-        status & !KNOWN_STATUS == 0,
+        status & !known == 0,
         || input.at_common("driver_status"),
         || format!("{status:#x}: the device has failed or needs a reset"),
     )?;
-    let active = data.device_activated;
     ensure(
         active == (status & DRIVER_OK != 0),
         || input.at("device_activated"),

@@ -105,14 +105,20 @@ fn config_bytes(device: &Virtio) -> Vec<u8> {
     }
 }
 
+/// Has the guest fetch the events that it is told of: they are not saved there.
+fn fetch_events(state: &mut MachineState) {
+    state.legacy.get_mut("ged").unwrap().data = json!({"pending": 0});
+}
+
 impl Recorded {
     fn of(name: &'static str, config: &[u8], document: &[u8], memory: &[u8]) -> Self {
         let config = ConfigMessage::read_vm_config(config).unwrap();
         let document = Document::read(document).unwrap();
         let memory = unpacked(memory);
         let adopted = adopt(&config, &document.memory, &document, &memory);
-        let adopted =
+        let mut adopted =
             adopted.unwrap_or_else(|error| panic!("{name}: {}", error_text::chain(&error)));
+        fetch_events(&mut adopted.state);
         let devices = document.devices.virtio.iter().map(|(id, (transport, device))| {
             let here = if matches!(device, Virtio::Mem(_)) {
                 crate::machine::later_memory_id(id)

@@ -326,6 +326,31 @@ fn memory_devices_of_acpi_are_apart_from_what_was_there_at_boot() {
 }
 
 #[test]
+fn a_memory_device_that_waits_is_announced_again() {
+    let pending = |recorded: &Recorded| recorded.adopted().state.legacy["ged"].data.clone();
+    let mut recorded = recorded!("acpi-hotplug");
+    assert_eq!(pending(&recorded), json!({"pending": 2}));
+    recorded.document.memory.hotplug_slots[0].inserting = false;
+    assert_eq!(pending(&recorded), json!({"pending": 0}));
+}
+
+#[test]
+fn the_size_of_memory_is_that_at_boot_whatever_was_asked_for_later() {
+    let sizes = |recorded: &Recorded| {
+        let memory = recorded.adopted().config.memory;
+        (memory.size, memory.hotplugged_size)
+    };
+    for asked in [4_u64 << 20, 8 << 20, 1 << 30] {
+        let mut recorded = recorded!("acpi-hotplug");
+        recorded.config["memory"]["size"] = json!(asked);
+        assert_eq!(sizes(&recorded), (8 << 20, Some(128 << 20)), "{asked:#x}");
+        let mut recorded = plain();
+        recorded.config["memory"]["size"] = json!(asked);
+        assert_eq!(sizes(&recorded), (8 << 20, None), "{asked:#x}");
+    }
+}
+
+#[test]
 fn a_clock_has_its_time_and_perhaps_the_hosts_tsc() {
     let mut recorded = plain();
     let mut bytes = [0; 48];

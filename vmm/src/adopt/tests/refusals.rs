@@ -15,6 +15,7 @@ fn keys_of_the_configuration() {
         ("/vdpa", json!([{"path": "/dev/v"}]), "vdpa="),
         ("/generic_vhost_user", json!([{"socket": "/s"}]), "generic_vhost_user="),
         ("/gdb", json!(true), "gdb=true"),
+        ("/tpm", json!({"socket": "/s"}), "tpm="),
         ("/ivshmem", json!({"path": "/x"}), "ivshmem="),
         ("/pvmemcontrol", json!({}), "pvmemcontrol="),
         ("/igvm", json!("/x"), "igvm="),
@@ -104,6 +105,9 @@ fn statuses_in_which_a_device_does_not_work() {
     for (status, active, expected) in [
         (0x4f, true, "_virtio-pci-__rng/virtio_pci_common_config: driver_status: 0x4f"),
         (0x8f, true, "driver_status: 0x8f"),
+        (0x8b, true, "driver_status: 0x8b"),
+        (0x8f, false, "device_activated: false"),
+        (0x4b, false, "driver_status: 0x4b"),
         (0x1f, true, "driver_status: 0x1f"),
         (0x0f, false, "_virtio-pci-__rng: device_activated: false"),
         (0x0b, true, "device_activated: true"),
@@ -114,6 +118,17 @@ fn statuses_in_which_a_device_does_not_work() {
         transport.data.device_activated = active;
         let error = recorded.refusal();
         assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_driver_that_has_given_up_leaves_a_device_that_can_be_reset() {
+    for status in [0x83, 0x8b] {
+        let mut recorded = all_devices();
+        let transport = recorded.transport("__rng");
+        (transport.data.device_activated, transport.common.driver_status) = (false, status);
+        let rng = virtio(&recorded.adopted(), "__rng");
+        assert_eq!((rng.common.status, rng.common.active), (status, false));
     }
 }
 
@@ -301,21 +316,6 @@ fn registers_of_vcpus() {
     assert_eq!(recorded.refusal(), "cpu-manager/1: the node is missing");
 }
 
-#[test]
-fn interrupt_controllers() {
-    let with = |change: &dyn Fn(&mut cloud_hypervisor_state::Ioapic)| {
-        let mut recorded = plain();
-        change(&mut recorded.document.devices.ioapic);
-        recorded.refusal()
-    };
-    for (error, expected) in [
-        (with(&|it| it.apic_address += 1), "apic_address"),
-        (with(&|it| it.id_reg = 16), "id_reg"),
-        (with(&|it| it.reg_sel = 0x100), "reg_sel"),
-        (with(&|it| it.reg_entries[3] = 1), "reg_entries[3]"),
-    ] {
-        assert!(error.starts_with(&format!("device-manager/__ioapic: {expected}")), "{error}");
-    }
 /// Offsets of RFLAGS, and of CR4 in the other structure.
 const RFLAGS: usize = 136;
 const CR4: usize = 248;
@@ -388,6 +388,21 @@ fn a_vcpu_that_is_ready_for_nested_guests() {
     }
 }
 
+#[test]
+fn interrupt_controllers() {
+    let with = |change: &dyn Fn(&mut cloud_hypervisor_state::Ioapic)| {
+        let mut recorded = plain();
+        change(&mut recorded.document.devices.ioapic);
+        recorded.refusal()
+    };
+    for (error, expected) in [
+        (with(&|it| it.apic_address += 1), "apic_address"),
+        (with(&|it| it.id_reg = 16), "id_reg"),
+        (with(&|it| it.reg_sel = 0x100), "reg_sel"),
+        (with(&|it| it.reg_entries[3] = 1), "reg_entries[3]"),
+    ] {
+        assert!(error.starts_with(&format!("device-manager/__ioapic: {expected}")), "{error}");
+    }
 }
 
 #[test]
@@ -410,7 +425,7 @@ fn memory_elsewhere() {
             },
             "guest_ram_mappings: memory at 0x40000000",
         ),
-        (|recorded| recorded.config["memory"]["size"] = json!(4 << 20), "no 0x400000 bytes"),
+        (|recorded| recorded.document.memory.boot_ram = 4 << 20, "no 0x400000 bytes"),
         (
             |recorded| recorded.document.memory.start_of_device_area = 1 << 30,
             "start_of_device_area: 0x40000000",

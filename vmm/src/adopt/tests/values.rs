@@ -6,7 +6,7 @@
 use super::*;
 
 /// Values without a meaning for a machine of this program, and why.
-const WITHOUT_MEANING: [&str; 22] = [
+const WITHOUT_MEANING: [&str; 21] = [
     // A second copy of what is in the XSAVE area.
     "/Kvm/fpu/",
     // An interrupt that is being delivered, also in the events.
@@ -17,7 +17,6 @@ const WITHOUT_MEANING: [&str; 22] = [
     "/memory_ranges",
     "/file_offset",
     "/slot",
-    "/boot_ram",
     "/current_ram",
     "/arch_mem_regions",
     "/next_memory_slot",

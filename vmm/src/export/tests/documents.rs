@@ -120,7 +120,9 @@ fn what_is_written_is_taken_over_as_the_same_machine() {
         let config = serde_json::to_vec(&exported.vm_config).unwrap();
         let config = ConfigMessage::read_vm_config(&config).unwrap();
         let again = adopt(&config, &document.memory, &document, &recorded.memory);
-        let again = again.unwrap_or_else(|error| panic!("{name}: {}", error_text::chain(&error)));
+        let mut again =
+            again.unwrap_or_else(|error| panic!("{name}: {}", error_text::chain(&error)));
+        fetch_events(&mut again.state);
         let json = |state: &MachineState| serde_json::to_value(state).unwrap();
         let (before, after) = (json(&recorded.adopted.state), json(&again.state));
         for (field, value) in before.as_object().unwrap() {
