@@ -72,24 +72,6 @@ pub(crate) fn peek(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
     check_len(unsafe { libc::recv(stream.as_raw_fd(), at, len_bytes, libc::MSG_PEEK) })
 }
 
-/// Has the kernel keep `len_bytes` of what is sent over a socket and not received yet, or as many as it lets a process
-/// have.
-pub(crate) fn set_send_buffer(stream: &UnixStream, len_bytes: u32) -> io::Result<()> {
-    let value = libc::c_int::try_from(len_bytes).unwrap_or(libc::c_int::MAX);
-    let len = libc::socklen_t::try_from(size_of_val(&value)).unwrap_or_default();
-    // SAFETY: the kernel reads one int, which is what it gets; the descriptor is open.
-    let set = unsafe {
-        libc::setsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_SNDBUF,
-            (&raw const value).cast(),
-            len,
-        )
-    };
-    check(set).map(drop)
-}
-
 /// Makes the open file description non-blocking.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: F_GETFL takes no third argument; the descriptor is open.

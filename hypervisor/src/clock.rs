@@ -106,7 +106,8 @@ impl Vm {
     }
 }
 
-fn now_ns() -> u64 {
+/// This host's real time, in nanoseconds since 1970.
+pub fn now_ns() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -76,7 +76,7 @@ mod vm;
 pub use amx::AmxError;
 pub use blob::{Blob, BlobError};
 pub use caps::{Capabilities, Hypervisor, ManualDirtyLog, OpenError};
-pub use clock::{ClockPolicy, ClockState, TimeBase};
+pub use clock::{ClockPolicy, ClockState, TimeBase, now_ns};
 pub use error::KvmError;
 pub use exits::{AfterExit, ExitHandler, FaultAction, StopReason};
 pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};

@@ -59,7 +59,7 @@ fn waits(mode: Mode) {
         refused(&there, name, "which of the two has it");
     }
     refused(&there, "vm.delete", "force");
-    there.signal(libc::SIGTERM);
+    there.signal_again(libc::SIGTERM);
     wait_for("the log", || there.output().contains("told to end; a second request").then_some(()));
     let info = there.api().get("vm.info").ok().json();
     assert_eq!(info["state"], "Paused", "{info}");

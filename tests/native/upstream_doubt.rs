@@ -166,7 +166,7 @@ fn came_before() {
     assert_eq!(sent.status.code(), Some(4), "{sent:?}");
     is_in_doubt(&here);
     // The signal came before the doubt, and this one is the first.
-    here.vmm.signal(libc::SIGTERM);
+    here.vmm.signal_again(libc::SIGTERM);
     is_logged(&here, "another signal discards the VM");
     is_in_doubt(&here);
     here.vmm.remote_ok(&["resume", "--force"]);

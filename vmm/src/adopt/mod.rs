@@ -194,7 +194,8 @@ pub fn fuzz_adopt(data: &[u8]) {
     let (config, document) = data.split_at(end);
     let Ok(config) = cloud_hypervisor_state::ConfigMessage::read_vm_config(config) else { return };
     let Ok(document) = Document::read(document) else { return };
-    let Ok(adopted) = adopt(&config, &document.memory, &document, &Counting) else { return };
+    let Ok(mut adopted) = adopt(&config, &document.memory, &document, &Counting) else { return };
+    adopted.count_tsc_from(u64::MAX);
     let json = adopted.state.to_json().unwrap_or_default();
     let again = MachineState::from_json(&json).map(|state| state.to_json().unwrap_or_default());
     assert!(matches!(again, Ok(again) if again == json), "read otherwise");

@@ -129,13 +129,12 @@ fn check_ejected(document: &Document, boot_vcpus: u32) -> Result<(), AdoptError>
     Err(AdoptError::refused(path(*first), problem))
 }
 
-/// Whether the guest does not use a vCPU: it has never started it, or has stopped it for good and taken its clock away.
+/// Whether the guest does not use a vCPU: it has never started it, or has stopped it where nothing wakes it.
 fn is_offline(vcpu: &KvmVcpu) -> bool {
     let mp_state = u32::from_le_bytes(*vcpu.mp_state);
     let takes_interrupts = u64_at(vcpu.regs.as_slice(), RFLAGS) & RFLAGS_IF != 0;
     let is_stopped = mp_state == MP_STATE_HALTED && !takes_interrupts;
-    let is_there = is_stopped || MP_STATES_NOT_STARTED.contains(&mp_state);
-    is_there && clock_page_gpa(vcpu).is_none()
+    is_stopped || MP_STATES_NOT_STARTED.contains(&mp_state)
 }
 
 /// Where a vCPU has its page of the paravirtual clock, if it has one.

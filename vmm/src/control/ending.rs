@@ -25,7 +25,25 @@ pub(super) const AT_ONCE: Duration = Duration::from_millis(300);
 
 /// A second signal counts as such after this time. Sooner it is part of the first one: a session that ends sends SIGTERM
 /// and SIGHUP, a terminal that is closed SIGHUP twice.
-pub(super) const SECOND_SIGNAL: Duration = Duration::from_secs(1);
+const SECOND_SIGNAL: Duration = Duration::from_secs(1);
+
+/// The signals that have asked for the end of the process, whatever has come of it.
+#[derive(Default)]
+pub(super) struct EndSignals {
+    last: Option<Instant>,
+}
+
+impl EndSignals {
+    /// Notes one that comes now. Returns whether it is another one than the last, and not a part of that.
+    fn is_another(&mut self, now: Instant) -> bool {
+        let is_soon = |last: Instant| now.saturating_duration_since(last) < SECOND_SIGNAL;
+        let is_another = !self.last.is_some_and(is_soon);
+        if is_another {
+            self.last = Some(now);
+        }
+        is_another
+    }
+}
 
 /// Time that a cancelled start or restore has to end after a signal. Does not apply once the guest runs
 /// while its passed-through devices are still being opened: such a guest is ended in order.
@@ -159,7 +177,7 @@ impl Vmm {
 
     /// Drops the pending end of the process. The next signal counts as the first one again.
     fn take_ending(&mut self) -> Option<Ending> {
-        self.signalled_at = None;
+        self.told_by_signal = false;
         self.at_latest = None;
         self.ending.take()
     }
@@ -242,10 +260,9 @@ impl Vmm {
         }
     }
 
-    /// Handles SIGTERM, SIGINT, SIGHUP and SIGQUIT.
+    /// Handles SIGTERM, SIGINT, SIGHUP and SIGQUIT, one or several that came together.
     pub(super) fn end_signal(&mut self) -> Next {
-        let (now, told) = (Instant::now(), self.signalled_at);
-        if told.is_some_and(|told| now.saturating_duration_since(told) < SECOND_SIGNAL) {
+        if !self.end_signals.is_another(Instant::now()) {
             log::info!("told to end by several signals at a time, which count as one");
             return Next::Continue;
         }
@@ -274,12 +291,12 @@ impl Vmm {
                 Err(error) => log::warn!("told to end; a second request discards the VM: {error}"),
             },
             VmLifecycle::Unanswered(_) => return self.signal_unanswered(),
-            _ if is_second && told.is_some() => {
+            _ if is_second && self.told_by_signal => {
                 log::warn!("told to end again: ending without waiting");
                 self.at_latest = Some(Instant::now() + AT_ONCE);
             }
             _ => {
-                self.signalled_at = Some(now);
+                self.told_by_signal = true;
                 let start_end = Instant::now() + START_END;
                 match &mut self.vm {
                     VmLifecycle::Starting(starting) => starting.end_until(start_end),
@@ -306,7 +323,7 @@ impl Vmm {
                 return self.end_here(ExitReason::Signal, None);
             }
         }
-        self.signalled_at = Some(now);
+        self.told_by_signal = true;
         if !is_second {
             self.ask_for_end(ExitReason::Signal, None);
         }
@@ -382,5 +399,22 @@ impl Vmm {
             "the VM has arrived here before the migration could be cancelled",
         )));
         Next::Continue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_of_one_end_count_as_one_and_later_ones_as_others() {
+        let (mut signals, start) = (EndSignals::default(), Instant::now());
+        let mut at = |ms| signals.is_another(start + Duration::from_millis(ms));
+        assert!(at(0));
+        for soon_ms in [0, 10, 999] {
+            assert!(!at(soon_ms), "after {soon_ms} ms");
+        }
+        // Those in between have not moved the time.
+        assert!(at(1000) && !at(1999) && at(2000));
     }
 }

@@ -113,7 +113,7 @@ pub(crate) use postcopy::recover_request;
 pub use run::{RunError, run};
 
 use deferred::{Between, Deferred};
-use ending::Ending;
+use ending::{EndSignals, Ending};
 use full_disks::FullDisks;
 use guest_events::GuestEvents;
 use inbox::{InboxSender, Message};
@@ -261,8 +261,10 @@ struct Vmm {
     pending_exit: Option<(Instant, ExitReason)>,
     /// When the process ends at the latest, whatever has not finished.
     at_latest: Option<Instant>,
-    /// When a signal last requested the end of the process, if one has.
-    signalled_at: Option<Instant>,
+    /// A signal has requested the end of the process, which is still to come.
+    told_by_signal: bool,
+    /// When such signals came.
+    end_signals: EndSignals,
     /// Requests deferred until the VM is in another state.
     deferred: Deferred,
     /// When the guest is told again of what it has not read.
@@ -304,7 +306,8 @@ impl Vmm {
             late_reconnects: LateReconnects::default(),
             pending_exit: None,
             at_latest: None,
-            signalled_at: None,
+            told_by_signal: false,
+            end_signals: EndSignals::default(),
             deferred: Deferred::default(),
             unread_events: UnreadEvents::default(),
         }

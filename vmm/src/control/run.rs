@@ -149,14 +149,20 @@ fn serve(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(RunError::Loop(error)),
         }
-        match signals.next() {
-            Some(Signal::Resized) => vmm.terminal_resized(),
-            Some(Signal::End) => match vmm.end_signal() {
+        // All that have come, as those that come together count as one.
+        let mut is_told_to_end = false;
+        while let Some(signal) = signals.next() {
+            match signal {
+                Signal::Resized => vmm.terminal_resized(),
+                Signal::End => is_told_to_end = true,
+            }
+        }
+        if is_told_to_end {
+            match vmm.end_signal() {
                 Next::Continue => {}
                 Next::Exit(reason) => return Ok(reason),
                 Next::Fail(error) => return Err(error),
-            },
-            None => {}
+            }
         }
         inbox.clear();
         while let Some(message) = inbox.take() {

@@ -9,7 +9,7 @@
 
 use std::time::Instant;
 
-use super::ending::{AT_ONCE, SECOND_SIGNAL};
+use super::ending::AT_ONCE;
 use super::pausing::TransitionKind;
 use super::teardown::AfterTeardown;
 use super::{Next, VmLifecycle, Vmm, cancel, describe, emit};
@@ -25,8 +25,8 @@ pub struct Unanswered {
     pub machine: Box<Machine>,
     /// Why there is no answer.
     reason: String,
-    /// When the first signal came that asked for the end of the process.
-    told_at: Option<Instant>,
+    /// Whether a signal has asked for the end of the process.
+    is_told: bool,
 }
 
 impl Unanswered {
@@ -60,7 +60,7 @@ impl Vmm {
         mut requests: Vec<Responder>,
     ) {
         events::emit("vm", "migration-unanswered", &[("error", &reason)]);
-        let unanswered = Unanswered { machine, reason, told_at: None };
+        let unanswered = Unanswered { machine, reason, is_told: false };
         let error = unanswered.error();
         log::error!("{error}");
         self.vm = VmLifecycle::Unanswered(unanswered);
@@ -99,8 +99,8 @@ impl Vmm {
             }
             VmLifecycle::Live(machine) => {
                 let why = may_run_elsewhere(&reason);
-                self.vm = VmLifecycle::Unanswered(Unanswered { machine, reason, told_at: None });
-                if self.signalled_at.is_some() {
+                self.vm = VmLifecycle::Unanswered(Unanswered { machine, reason, is_told: false });
+                if self.told_by_signal {
                     log::warn!("not ending: {why}");
                 }
                 self.refuse_end(&ApiError::new(ApiErrorKind::Conflict, why.clone()));
@@ -126,17 +126,12 @@ impl Vmm {
     /// Handles a signal to end the process: the second one ends it with the VM.
     pub(super) fn signal_unanswered(&mut self) -> Next {
         let VmLifecycle::Unanswered(unanswered) = &mut self.vm else { return Next::Continue };
-        match unanswered.told_at {
-            Some(first) if first.elapsed() >= SECOND_SIGNAL => {
-                self.end_unanswered(ExitReason::Signal, None)
-            }
-            first => {
-                unanswered.told_at = first.or_else(|| Some(Instant::now()));
-                let why = unanswered.error();
-                log::warn!("told to end; another signal discards the VM: {why}");
-                Next::Continue
-            }
+        if std::mem::replace(&mut unanswered.is_told, true) {
+            return self.end_unanswered(ExitReason::Signal, None);
         }
+        let why = unanswered.error();
+        log::warn!("told to end; another signal discards the VM: {why}");
+        Next::Continue
     }
 
     /// Ends the process with such a VM, as told with `force` or by a second signal.
@@ -154,7 +149,7 @@ impl Vmm {
     /// Makes it a VM like any other. Returns why there is no answer; `None` if there is no such VM.
     fn take_unanswered(&mut self) -> Option<String> {
         match std::mem::replace(&mut self.vm, VmLifecycle::None) {
-            VmLifecycle::Unanswered(Unanswered { machine, reason, told_at: _ }) => {
+            VmLifecycle::Unanswered(Unanswered { machine, reason, is_told: _ }) => {
                 self.vm = VmLifecycle::Live(machine);
                 Some(reason)
             }

@@ -434,9 +434,11 @@ impl Machine {
     }
 
     /// Takes the open images out of a machine that ends, for the next one, so that no other VM locks them
-    /// in between. Its devices use them until it is dropped, and they are written back when it ends.
+    /// in between. Its devices use them until it is dropped. Tables of those in a format are written when it ends; the
+    /// contents stay in this host's cache, where the next machine finds them.
     pub fn take_locked_images(&mut self) -> LockedImages {
         self.passed_on = self.parts.devices.writable_disks();
+        self.passed_on.retain(|(_, lock)| lock.is_formatted());
         let locks = std::mem::take(&mut self.parts.devices.locks);
         let held = locks.into_iter().filter(|(_, lock)| lock.is_held());
         let image = |(id, lock)| LockedImage { id, lock, is_taken: false };

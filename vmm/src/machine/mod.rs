@@ -167,10 +167,10 @@ pub struct Machine {
     prefault: Option<prefault::Background>,
     /// Everything except the vCPUs.
     parts: MachineParts,
-    /// The pool that was asked for a slot with a device. It leaves the devices alone while this is open: they are closed
-    /// before, and opened again on a reboot.
+    /// The pool that was asked for a slot with a device. It leaves the devices alone while this is open, as
+    /// the next machine has it on a reboot, and threads that still open devices.
     pool: Option<Arc<PoolConnection>>,
-    /// Disks that the next machine has: written back when this one ends.
+    /// Images in a format that the next machine has: their tables are written when this one ends.
     passed_on: Vec<(String, DiskLock)>,
     consoles: Consoles,
     /// See [`Machine::restore_held_msrs`].

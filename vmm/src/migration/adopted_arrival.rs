@@ -6,7 +6,6 @@
 //! a peer. What the configuration alone shows to be impossible is refused before memory is sent.
 
 use std::error::Error;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use cloud_hypervisor_state::{ConfigMessage, Document, DocumentError};
 use hypervisor::CpuidEntry;
@@ -111,8 +110,7 @@ impl AdoptedArrival {
         state_json: &[u8],
         memory: &MigratingRam,
     ) -> Result<(VmConfig, MachineState), AdoptedArrivalError> {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let arrived_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+        let arrived_ns = hypervisor::now_ns();
         let document = |source| AdoptedArrivalError::Document { what: "state", source };
         let state = Document::read(state_json).map_err(document)?;
         let ConfigMessage { vm_config, memory_manager_data, .. } = &self.message;

@@ -185,6 +185,11 @@ impl DiskLock {
         !self.disk.readonly()
     }
 
+    /// Whether the image is in a format, whose tables [`Self::write_back`] writes.
+    pub fn is_formatted(&self) -> bool {
+        self.disk.formatted().is_some()
+    }
+
     /// Makes earlier writes stable, and leaves an image in a format that needs no repair before it is used, until the
     /// next write. Takes as long as the storage does.
     ///

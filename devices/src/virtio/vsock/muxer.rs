@@ -13,6 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use socket2::SockRef;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::connection::{Connection, Data, Packet, Room};
@@ -499,8 +500,9 @@ impl Muxer {
 /// the larger buffer, and the rest would have to be kept here, and the stream polled for room, each time.
 fn give_room(stream: &UnixStream, buffer_bytes: u32) {
     if buffer_bytes == LARGE_BUFFER_BYTES {
+        let len_bytes = usize::try_from(buffer_bytes).unwrap_or(usize::MAX);
         // The stream works with less.
-        let _ = syscalls::set_send_buffer(stream, buffer_bytes);
+        let _ = SockRef::from(stream).set_send_buffer_size(len_bytes);
     }
 }
 

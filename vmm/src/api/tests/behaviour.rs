@@ -61,9 +61,10 @@ pub const BEHAVIOUR: &[(&str, &str, &str)] = &[
     ),
     ("`vm.counters`", "devices", "devices, and `__vmm` with times of the VMM itself"),
     (
-        "`vm.pause`, `vm.shutdown`, `vm.reboot`, `vm.delete`",
+        "`vm.pause`, `vm.shutdown`, `vm.delete`",
         "do not wait for the host's storage to have what was written",
-        "answered when disks are written back; `vm.pause` fails after 60 s, and the VM runs on",
+        "answered when disks are written back (by `vm.reboot` images in a format); `vm.pause` fails after 60 s if \
+         requests are in flight, and the VM runs on",
     ),
     (
         "terminals of `pty`",

@@ -269,6 +269,19 @@ pub(super) mod tests {
         }
     }
 
+    /// A target whose mapping waits in the kernel until that is opened, and when it does.
+    pub(in super::super) fn held_target() -> (FakeTarget, Receiver<()>, OpenAtEnd) {
+        let kernel = Arc::new(DmaGate::default());
+        let (arrived, at_map) = channel();
+        let (hold, arrived) = (Arc::clone(&kernel), Mutex::new(arrived));
+        let before = Box::new(move |_| {
+            let _ = arrived.lock().send(());
+            hold.wait().map_err(io::Error::other)
+        });
+        let target = FakeTarget { before: Some(before), ..FakeTarget::default() };
+        (target, at_map, OpenAtEnd(kernel))
+    }
+
     /// Two withheld devices, whose memory is being mapped in `target`; and when something is to be decided.
     fn withheld(target: FakeTarget) -> (Passthrough, Arc<FakeTarget>, Segments, Receiver<()>) {
         let (mut passthrough, _hosts) = two_devices();
@@ -344,16 +357,8 @@ pub(super) mod tests {
 
     #[test]
     fn a_device_that_is_withdrawn_ends_the_mapping_for_it() {
-        let kernel = Arc::new(DmaGate::default());
-        let (arrived, at_map) = channel();
-        let (hold, arrived) = (Arc::clone(&kernel), Mutex::new(arrived));
-        let before = Box::new(move |_| {
-            let _ = arrived.lock().send(());
-            hold.wait().map_err(io::Error::other)
-        });
-        let (mut passthrough, target, segments, told) =
-            withheld(FakeTarget { before: Some(before), ..FakeTarget::default() });
-        let kernel = OpenAtEnd(kernel);
+        let (target, at_map, kernel) = held_target();
+        let (mut passthrough, target, segments, told) = withheld(target);
         at_map.recv_timeout(PATIENCE).unwrap();
         let bdfs: Vec<_> = passthrough.devices.iter().map(|(bdf, _)| *bdf).collect();
         assert!(passthrough.withdraw(bdfs[0]));

@@ -168,12 +168,12 @@ mod tests {
 
     use parking_lot::Mutex;
     use pci::{DeviceNumber, PciSegment};
+    use vfio::PinState;
     use vfio::fakes::{FakeFunction, FakeTarget};
     use vfio::migration::DeviceState;
-    use vfio::{DmaGate, PinState};
 
     use super::super::announcing::WaitsFor;
-    use super::super::announcing::tests::OpenAtEnd;
+    use super::super::announcing::tests::held_target;
     use super::super::kept::tests::kept_in;
     use super::super::openers::OpenerPlace;
     use super::super::opening::tests::Gives;
@@ -392,16 +392,8 @@ mod tests {
 
     #[test]
     fn it_waits_until_memory_is_unmapped_for_those_that_go() {
-        let kernel = Arc::new(DmaGate::default());
-        let (arrived, at_map) = channel();
-        let (hold, arrived) = (Arc::clone(&kernel), Mutex::new(arrived));
-        let before = Box::new(move |_| {
-            let _ = arrived.lock().send(());
-            hold.wait().map_err(io::Error::other)
-        });
-        let target = FakeTarget { before: Some(before), ..FakeTarget::default() };
+        let (target, at_map, kernel) = held_target();
         let (mut made, [seven, eight], told) = both_late(target);
-        let kernel = OpenAtEnd(kernel);
         made.open("8", &eight);
         at_map.recv_timeout(PATIENCE).unwrap();
         assert!(made.passthrough.withdraw(at(8)));
