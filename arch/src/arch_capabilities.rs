@@ -98,6 +98,26 @@ pub fn lost(guest: u64, host: u64, nested: bool) -> u64 {
     guest & !host & !dispensable
 }
 
+/// What a guest is told that may run on either of two hosts: what both promise, and what either suffers from.
+pub fn common(first: u64, second: u64) -> u64 {
+    let in_common = |number: u32| {
+        let meaning =
+            BITS.iter().find(|(other, ..)| *other == number).map(|(.., meaning)| *meaning);
+        let (here, there) = (first & bit(number) != 0, second & bit(number) != 0);
+        match meaning {
+            None | Some(Promise | NestedPromise) => here && there,
+            // A host that does not need it is none on which it would be missed.
+            Some(PromiseUnless(safe)) => {
+                let fits = |has: bool, host: u64| has || host & safe == safe;
+                (here || there) && fits(here, first) && fits(there, second)
+            }
+            Some(Weakness) => here || there,
+            Some(HostOnly) => false,
+        }
+    };
+    (0..u64::BITS).filter(|number| in_common(*number)).fold(0, |bits, number| bits | bit(number))
+}
+
 /// Weaknesses of `host` that `guest` was not told of.
 pub fn untold(guest: u64, host: u64) -> u64 {
     let weaknesses = BITS.iter().filter(|(.., meaning)| *meaning == Weakness);
@@ -161,6 +181,31 @@ mod tests {
         let expected = "IBRS_ALL, TSX_CTRL, SBDR_SSDP_NO, FBSDP_NO, PSDP_NO, PBRSB_NO";
         assert_eq!(names(kept), expected);
         assert_eq!(lost(smaller, server, true), 0);
+    }
+
+    #[test]
+    fn what_two_hosts_have_in_common_is_lost_on_neither() {
+        let (server, smaller, older) =
+            (0x4000_0000_0d08_e0eb, 0x4000_0000_0c00_0069, 0x0002_0e0c_u64);
+        for (first, second) in
+            [(server, smaller), (smaller, older), (server, older), (NO_STALE_MMIO_DATA, bit(17))]
+        {
+            let both = common(first, second);
+            assert_eq!(both, common(second, first));
+            for host in [first, second] {
+                assert_eq!(lost(both, host, true), 0, "{both:#x} on {host:#x}");
+                assert_eq!(untold(both, host), 0, "{both:#x} on {host:#x}");
+            }
+        }
+        assert_eq!(
+            names(common(server, smaller)),
+            "RDCL_NO, SKIP_L1DFL_VMENTRY, MDS_NO, PSCHANGE_MC_NO, RRSBA, GDS_NO, RFDS_NO, ITS_NO"
+        );
+        // One clears fill buffers, the other does not need to.
+        assert_eq!(common(NO_STALE_MMIO_DATA, bit(17)), bit(17));
+        assert_eq!(common(bit(13), bit(17)), 0);
+        // What is not known is no promise of both unless both have it.
+        assert_eq!(common(bit(31) | bit(9), bit(31) | bit(9)), bit(31));
     }
 
     #[test]

@@ -89,6 +89,51 @@ impl Rule {
             Self::Same(mask) => ((guest ^ host) & mask) | (guest & !host & !mask),
         }
     }
+
+    /// A value with which a guest can run on either of two hosts; `None` if there is none. A register that one of them lacks
+    /// is zero.
+    fn common(self, first: u64, second: u64) -> Option<u64> {
+        const LOW: u64 = 0xffff_ffff;
+        if first == 0 || second == 0 {
+            return match self {
+                // A weakness of one counts although the other has no register for it.
+                Self::Mitigations => Some(arch_capabilities::common(first, second)),
+                Self::Promises | Self::Fields(_) => Some(0),
+                // What one of them requires the other does not have.
+                Self::Controls | Self::Required | Self::Same(_) => (first == second).then_some(0),
+            };
+        }
+        match self {
+            Self::Promises => Some(first & second),
+            Self::Mitigations => Some(arch_capabilities::common(first, second)),
+            // Each is of one model, by which KVM decides who may have it.
+            Self::Fields(fields) => {
+                Some(fields.iter().fold(first & second, |both, field| both & !field.whole))
+            }
+            Self::Required => Some(first | second),
+            Self::Controls => {
+                let (must, may) = ((first | second) & LOW, (first & second) >> 32);
+                (must & !may == 0).then_some(must | may << 32)
+            }
+            Self::Same(mask) => ((first ^ second) & mask == 0).then_some(first & second),
+        }
+    }
+}
+
+/// Numbers and values.
+type Msrs = Vec<(u32, u64)>;
+
+/// What two hosts have in common of these registers, in the order of their numbers, without those that are zero; those of
+/// VMX apart. There is `None` of them if their VMX has nothing in common: what a guest finds in these registers is a number,
+/// or a control that has to be one on one host and may not be on the other.
+pub fn common_feature_msrs(first: &[(u32, u64)], second: &[(u32, u64)]) -> (Msrs, Option<Msrs>) {
+    let common = |(index, _, rule): &(u32, &str, Rule)| {
+        Some((*index, rule.common(value(first, *index), value(second, *index))?))
+    };
+    let known = |msrs: Msrs| msrs.into_iter().filter(|(_, value)| *value != 0).collect();
+    let others = OTHERS.iter().filter_map(common).collect();
+    let vmx: Option<Msrs> = VMX.iter().map(common).collect();
+    (known(others), vmx.map(known))
 }
 
 /// Compares the registers of a guest, as numbers and values, with what this host has for one.

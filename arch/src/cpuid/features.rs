@@ -5,8 +5,10 @@
 //! Owns data only. Names are those that Linux prints in /proc/cpuinfo, or would; a bit without a
 //! name here is reported by its number.
 
-use super::table::Register;
+use kvm_bindings::kvm_cpuid_entry2;
+
 use super::table::Register::{Eax, Ebx, Ecx, Edx};
+use super::table::{Register, find, register};
 
 /// A register in which a set bit promises something to the guest.
 pub struct FeatureRegister {
@@ -65,6 +67,29 @@ const HTT: u32 = 1 << 28;
 /// The same on AMD, and leaves in which the VMM describes that topology.
 const AMD_TOPOLOGY: u32 = 1 << 1 | 1 << 22;
 
+/// Of AMD's leaf of 2021: VERW empties the buffers of transient scheduler attacks; in ECX, that there are none such.
+pub const VERW_CLEAR: FeatureBit =
+    FeatureBit { function: 0x8000_0021, register: Eax, bits: 1 << 5 };
+/// Both kinds of them.
+pub const NO_TRANSIENT_SCHEDULER: FeatureBit =
+    FeatureBit { function: 0x8000_0021, register: Ecx, bits: 1 << 1 | 1 << 2 };
+
+/// Bits of a leaf without subleaves.
+#[derive(Clone, Copy)]
+pub struct FeatureBit {
+    pub function: u32,
+    pub register: Register,
+    pub bits: u32,
+}
+
+impl FeatureBit {
+    /// Whether all of them are set.
+    pub fn is_in(self, entries: &[kvm_cpuid_entry2]) -> bool {
+        find(entries, self.function, 0)
+            .is_some_and(|entry| register(entry, self.register) & self.bits == self.bits)
+    }
+}
+
 /// All sets of features that matter to a running guest, but KVM's.
 pub const FEATURES: &[FeatureRegister] = &[
     features(1, 0, Ecx, OSXSAVE, LEAF_1_ECX),
@@ -89,6 +114,7 @@ pub const FEATURES: &[FeatureRegister] = &[
             (21, "apx_f"),
         ],
     ),
+    features(7, 1, Ecx, 0, &[(5, "msr_imm")]),
     features(
         7,
         2,
@@ -187,11 +213,13 @@ pub const FEATURES: &[FeatureRegister] = &[
         &[
             (0, "no_nested_data_bp"),
             (2, "lfence_rdtsc"),
+            (5, "verw_clear"),
             (6, "null_sel_clr_base"),
             (8, "auto_ibrs"),
             (27, "sbpb"),
         ],
     ),
+    features(0x8000_0021, 0, Ecx, 0, &[(1, "tsa_sq_no"), (2, "tsa_l1_no")]),
 ];
 
 const LEAF_1_ECX: &[(u8, &str)] = &[

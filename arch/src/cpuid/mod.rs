@@ -4,9 +4,10 @@
 //!
 //! Owns the way from the CPUID that KVM supports on a host to the one a vCPU gets: [`common_cpuid`]
 //! decides once for a VM which features it has, [`VmCpuid::for_vcpu`] adds what differs between
-//! vCPUs, [`cpuid_compat`] says whether a VM can continue elsewhere. Must never ask the host anything:
+//! vCPUs, [`cpuid_compat`] says whether a VM can continue elsewhere, [`Baseline`] is what several hosts have. Must never ask the host anything:
 //! what it supports is an argument, so that a migration can compare two hosts.
 
+mod baseline;
 mod compat;
 mod features;
 mod hyperv;
@@ -18,6 +19,7 @@ mod topology;
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
+pub use baseline::{Baseline, BelowBaseline, NoBaseline, UnknownPart};
 pub use compat::{MissingFeature, cpuid_compat};
 pub use rules::{CpuidRules, FlatCount, GODWIT_CPUID, TimingLeaf};
 pub use table::Register;
@@ -265,19 +267,30 @@ fn remove_amx(table: &mut Table) {
     if !has_tiles {
         return;
     }
-    table.0.retain(|e| e.function != LEAF_XSAVE || !(17..=18).contains(&e.index));
-    // The area now ends with the last of the other components: offset in EBX, size in EAX.
+    table.edit(LEAF_XSAVE, 0, |leaf| leaf.eax &= !XCR0_AMX);
+    fit_xsave_area(table);
+}
+
+/// Makes the description of the XSAVE area that of the components which the guest has. Intel SDM volume 1, 13.2.
+fn fit_xsave_area(table: &mut Table) {
+    let user = table.get(LEAF_XSAVE, 0).map_or(0, |leaf| leaf.eax);
+    let supervisor = table.get(LEAF_XSAVE, 1).map_or(0, |leaf| leaf.ecx);
+    table.0.retain(|e| {
+        // Bit 0 of ECX says which of the two registers has the component.
+        let components = if e.ecx & 1 == 0 { user } else { supervisor };
+        e.function != LEAF_XSAVE
+            || e.index < 2
+            || components.checked_shr(e.index).is_some_and(|c| c & 1 == 1)
+    });
+    // The area ends with the last of the guest's components: offset in EBX, size in EAX.
     let end = table
         .0
         .iter()
         .filter(|e| e.function == LEAF_XSAVE && e.index >= 2 && e.ecx & 1 == 0)
         .map(|e| e.ebx.saturating_add(e.eax))
         .max();
-    table.edit(LEAF_XSAVE, 0, |leaf| {
-        leaf.eax &= !XCR0_AMX;
-        // Legacy area and header are always there.
-        leaf.ecx = end.unwrap_or(0).max(576);
-    });
+    // Legacy area and header are always there.
+    table.edit(LEAF_XSAVE, 0, |leaf| leaf.ecx = end.unwrap_or(0).max(576));
 }
 
 /// Whether a cache subleaf describes a cache: the type field is not "no more caches".

@@ -13,7 +13,7 @@ fn word(text: &[u8]) -> u32 {
     u32::from_le_bytes(text.try_into().unwrap())
 }
 
-fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
+pub(super) fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
     let flags = if matches!(function, 4 | 7 | 0xb | 0xd | 0x1f | 0x8000_001d) {
         KVM_CPUID_FLAG_SIGNIFCANT_INDEX
     } else {
@@ -22,7 +22,7 @@ fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid
     kvm_cpuid_entry2 { function, index, flags, eax, ebx, ecx, edx, ..Default::default() }
 }
 
-fn host(vendor: &[u8; 12]) -> CpuId {
+pub(super) fn host(vendor: &[u8; 12]) -> CpuId {
     let vendor_words = [0x1f, word(&vendor[..4]), word(&vendor[8..]), word(&vendor[4..8])];
     let kvm = [0x4000_0001, word(b"KVMK"), word(b"VMKV"), word(b"M\0\0\0")];
     CpuId::from_entries(&[
@@ -54,8 +54,8 @@ fn host(vendor: &[u8; 12]) -> CpuId {
     .unwrap()
 }
 
-const INTEL: &[u8; 12] = b"GenuineIntel";
-const AMD: &[u8; 12] = b"AuthenticAMD";
+pub(super) const INTEL: &[u8; 12] = b"GenuineIntel";
+pub(super) const AMD: &[u8; 12] = b"AuthenticAMD";
 
 fn leaf(cpuid: &CpuId, function: u32, index: u32) -> kvm_cpuid_entry2 {
     *find(cpuid.as_slice(), function, index).unwrap()
