@@ -296,6 +296,27 @@ mod tests {
         assert!(memory::is_zero(&bytes));
     }
 
+    /// As if clearing had missed it, or another process still wrote.
+    #[test]
+    fn memory_with_a_byte_in_it_is_not_ready_wherever_that_is() {
+        let zone = SlotZone { size_bytes: 2 * CHUNK_BYTES, ..zone() };
+        let memory = SlotMemory::build(&zone, &options()).unwrap();
+        let user = memory.lease().unwrap();
+        let given = [ProvidedFile::file(ZONE, Arc::clone(&memory.file))];
+        let config = RamConfig { zones: vec![spec_of(&zone)] };
+        let ram = GuestRam::with_provided(&config, LAYOUT, &given).unwrap();
+        let look = || work(&ram, &zone, &options(), Work::Build);
+        look().unwrap();
+        for at in [0, 4095, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 1] {
+            user.write_all_at(&[1], at).unwrap();
+            let error = look().unwrap_err();
+            let chunk = at / CHUNK_BYTES * CHUNK_BYTES;
+            assert!(matches!(error, PoolSlotError::NotZero { at } if at == chunk), "{at}: {error}");
+            user.write_all_at(&[0], at).unwrap();
+            look().unwrap();
+        }
+    }
+
     #[test]
     fn a_descriptor_a_mapping_and_one_in_a_socket_are_seen() {
         use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;

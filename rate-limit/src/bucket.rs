@@ -203,6 +203,27 @@ mod tests {
     }
 
     #[test]
+    fn what_is_put_back_into_a_burst_is_there_once_more() {
+        let pass =
+            |bucket: &TokenBucket| (0..100).take_while(|_| bucket.take(0, 1).is_ok()).count();
+        let bucket = TokenBucket::new(2, 3, 100).unwrap();
+        bucket.take(0, 1).unwrap();
+        bucket.put_back(1);
+        assert_eq!(pass(&bucket), 5);
+        let bucket = TokenBucket::new(1, 5, 100).unwrap();
+        bucket.put_back(u64::MAX);
+        assert_eq!(pass(&bucket), 100, "as much as was put back");
+    }
+
+    #[test]
+    fn the_largest_debt_is_no_burst() {
+        let bucket = TokenBucket::new(1, 0, u64::MAX).unwrap();
+        bucket.charge(0, u64::MAX);
+        bucket.charge(0, u64::MAX);
+        bucket.check(REFILL_MAX_NANOS - 1).unwrap_err();
+    }
+
+    #[test]
     fn threads_take_no_more_together_than_one_alone() {
         let bucket = TokenBucket::new(1000, 500, 1000).unwrap();
         let taken: usize = std::thread::scope(|scope| {

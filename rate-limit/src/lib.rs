@@ -118,6 +118,17 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_waits_for_its_turn() {
+        let limit = RateLimit::new(1000);
+        let begun = Instant::now();
+        limit.wait(30);
+        limit.wait(1);
+        assert!(begun.elapsed() >= Duration::from_millis(30));
+        assert!(limit.reserve(1_000_000).as_millis() <= 1);
+        assert!(limit.reserve(1) > Duration::from_secs(990));
+    }
+
+    #[test]
     fn a_rate_that_changes_holds_for_what_comes_after() {
         let limit = RateLimit::new(1000);
         limit.reserve_at(0, 500);

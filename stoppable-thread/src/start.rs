@@ -5,6 +5,7 @@
 //! Owns the hook. Must never start a thread that does not run it.
 
 use std::cell::RefCell;
+use std::fmt;
 use std::io;
 use std::panic::resume_unwind;
 use std::sync::OnceLock;
@@ -65,7 +66,16 @@ pub struct Builder {
     name: String,
     kind: Option<&'static str>,
     stack_bytes: Option<usize>,
-    before_hook: Option<fn()>,
+    before_hook: Option<First>,
+}
+
+/// What a thread does first.
+struct First(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for First {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("First")
+    }
 }
 
 impl Builder {
@@ -89,13 +99,13 @@ impl Builder {
 
     /// Calls `first` on the new thread before the start hook: for what the hook takes the right to.
     #[must_use]
-    pub fn before_hook(self, first: fn()) -> Self {
-        Self { before_hook: Some(first), ..self }
+    pub fn before_hook(self, first: impl FnOnce() + Send + 'static) -> Self {
+        Self { before_hook: Some(First(Box::new(first))), ..self }
     }
 
     /// What the new thread does before its body.
-    fn begin(&self, starter: Option<&str>) {
-        if let Some(first) = self.before_hook {
+    fn begin(self, starter: Option<&str>) {
+        if let Some(First(first)) = self.before_hook {
             first();
         }
         run_start_hook(self.kind.unwrap_or(&self.name), starter);
