@@ -188,11 +188,11 @@ pub fn take_value(table: &OwnedFd, key: u32) -> io::Result<u64> {
     Ok(value)
 }
 
-/// Loads a program for a raw tracepoint.
+/// Loads a program for a raw tracepoint. What the verifier says of it is put into `log`, unless that is empty.
 ///
 /// # Errors
 /// The kernel's error: `EPERM` without the permission, `EACCES` or `EINVAL` for a program that it refuses.
-pub fn load(program: &[Insn]) -> io::Result<OwnedFd> {
+pub fn load(program: &[Insn], log: &mut [u8]) -> io::Result<OwnedFd> {
     #[repr(C)]
     struct Attributes {
         program_type: u32,
@@ -208,11 +208,12 @@ pub fn load(program: &[Insn]) -> io::Result<OwnedFd> {
         count: u32::try_from(program.len()).map_err(io::Error::other)?,
         instructions: address(program.as_ptr()),
         licence: address(LICENCE.as_ptr()),
-        log_level: 0,
-        log_bytes: 0,
-        log: 0,
+        log_level: u32::from(!log.is_empty()),
+        log_bytes: u32::try_from(log.len()).map_err(io::Error::other)?,
+        log: if log.is_empty() { 0 } else { log.as_mut_ptr().expose_provenance() as u64 },
     };
-    // SAFETY: the kernel reads `count` instructions and a terminated string, which outlive the call.
+    // SAFETY: the kernel reads `count` instructions and a terminated string, and writes at most `log_bytes` to `log`, which
+    // all outlive the call.
     own(unsafe { bpf(PROG_LOAD, &mut attributes) }?)
 }
 

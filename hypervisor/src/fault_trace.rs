@@ -25,6 +25,11 @@ use crate::caps::Capabilities;
 /// Maximum number of threads with a pending fault: more than a VM has vCPUs.
 const THREADS_MAX: u32 = 4096;
 
+/// Longest log of the verifier that is read. What is refused comes at its end, and the program is short.
+const VERIFIER_LOG_BYTES: usize = 64 << 10;
+/// Lines of it that an error has.
+const VERIFIER_LINES: usize = 2;
+
 /// Why faults cannot be traced.
 #[derive(Debug, Error)]
 pub enum FaultTraceError {
@@ -56,6 +61,15 @@ pub enum FaultTraceError {
     NoTracepoint {
         /// Name of the tracepoint.
         tracepoint: &'static str,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel's verifier refuses the program.
+    #[error("the kernel does not take the program that traces KVM's page faults: {why}")]
+    Refused {
+        /// The end of what the verifier says.
+        why: String,
         /// The cause.
         #[source]
         source: io::Error,
@@ -107,18 +121,32 @@ pub struct FaultTracer {
     _attached: OwnedFd,
 }
 
+/// A program that the kernel has taken.
+struct Prepared {
+    paging: Paging,
+    table: OwnedFd,
+    program: OwnedFd,
+}
+
+impl Prepared {
+    fn new(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
+        let paging =
+            if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
+        let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
+        probe(&table)?;
+        let this = Process::of_caller().map_err(FaultTraceError::Load)?;
+        let program = load(&program(paging, &this, &table))?;
+        Ok(Self { paging, table, program })
+    }
+}
+
 impl FaultTracer {
     /// Starts tracing.
     ///
     /// # Errors
     /// Names what is missing and how to provide it.
     pub fn start(capabilities: &Capabilities) -> Result<Self, FaultTraceError> {
-        let paging =
-            if capabilities.uses_shadow_paging() { Paging::Shadow } else { Paging::TwoDimensional };
-        let table = bpf::create_table(THREADS_MAX).map_err(refusal)?;
-        probe(&table)?;
-        let this = Process::of_caller().map_err(FaultTraceError::Load)?;
-        let program = bpf::load(&program(paging, &this, &table)).map_err(refusal)?;
+        let Prepared { paging, table, program } = Prepared::new(capabilities)?;
         let tracepoint = paging.tracepoint();
         let attached =
             bpf::attach(&program, tracepoint).map_err(|source| match source.raw_os_error() {
@@ -129,6 +157,14 @@ impl FaultTracer {
                 },
             })?;
         Ok(Self { paging, table, _attached: attached })
+    }
+
+    /// Whether the kernel takes the program, which is not attached to the tracepoint: nothing of the host changes.
+    ///
+    /// # Errors
+    /// As [`Self::start`], but for a tracepoint that is missing.
+    pub fn check(capabilities: &Capabilities) -> Result<(), FaultTraceError> {
+        Prepared::new(capabilities).map(drop)
     }
 
     /// Where the calling thread last faulted, unless that was returned before.
@@ -161,6 +197,35 @@ fn readable(answer: io::Result<u64>) -> Result<(), FaultTraceError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Loads a program. One that is refused is loaded again for the verifier's words, which cost memory and time.
+fn load(program: &[Insn]) -> Result<OwnedFd, FaultTraceError> {
+    bpf::load(program, &mut []).or_else(|source| match source.raw_os_error() {
+        Some(libc::EACCES | libc::EINVAL) => {
+            let mut log = vec![0; VERIFIER_LOG_BYTES];
+            let again = bpf::load(program, &mut log);
+            again.map_err(|source| match last_words(&log) {
+                Some(why) => FaultTraceError::Refused { why, source },
+                None => refusal(source),
+            })
+        }
+        _ => Err(refusal(source)),
+    })
+}
+
+/// The last lines of a verifier's log that say something, and not its statistics.
+fn last_words(log: &[u8]) -> Option<String> {
+    let text = log.split(|byte| *byte == 0).next()?;
+    let text = String::from_utf8_lossy(text);
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !line.starts_with("processed "))
+        .collect();
+    let last = lines.get(lines.len().saturating_sub(VERIFIER_LINES)..)?.join("; ");
+    Some(last.chars().filter(|char| !char.is_control()).collect())
+        .filter(|why: &String| !why.is_empty())
 }
 
 fn refusal(source: io::Error) -> FaultTraceError {
@@ -269,6 +334,21 @@ mod tests {
         assert!(text.contains("Linux 5.19"), "{text}");
         assert!(matches!(answer(libc::EINVAL), Err(FaultTraceError::Load(_))));
         answer(libc::ENOENT).unwrap();
+    }
+
+    #[test]
+    fn what_the_verifier_refuses_comes_with_its_words() {
+        // It reads through a register that has no value.
+        let program = [Insn::load(Reg(0), Reg(3), 0), Insn::exit()];
+        match load(&program) {
+            Err(FaultTraceError::Refused { why, .. }) => assert!(why.contains("R3"), "{why}"),
+            Err(error @ FaultTraceError::NotPermitted { .. }) => test_skip::skip!("{error}"),
+            other => panic!("{other:?}"),
+        }
+        let log =
+            b"0: (79) r0 = *(u64 *)(r3 +0)\nR3 !read_ok\nprocessed 1 insns (limit 1000000)\n\0";
+        assert_eq!(last_words(log).unwrap(), "0: (79) r0 = *(u64 *)(r3 +0); R3 !read_ok");
+        assert_eq!(last_words(&[0; 8]), None);
     }
 
     #[test]

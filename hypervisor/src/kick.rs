@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR BSD-3-Clause
 
-//! The signal that makes a vCPU's thread leave KVM_RUN, and the token that ends its sleep while it
-//! waits for a missing page.
+//! The signal that makes a vCPU's thread leave KVM_RUN, and the token that ends its sleep in a handler.
 //!
 //! May contain `unsafe`: signal calls. Owns the signal's handler, which does nothing, and the signal mask
 //! of vCPU threads. `threads` explains why the signal alone is not enough.

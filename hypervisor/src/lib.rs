@@ -10,6 +10,7 @@
 //!
 //! | layer | modules | contents |
 //! | --- | --- | --- |
+//! | trial | `fault_trial` | one access that the host refuses, in a VM made for it |
 //! | threads | `threads`, `exits`, `throttle`, `stage2` | vCPUs on threads: run, pause, answer exits, slow down, fill page tables |
 //! | vCPU | `vcpu`, `vcpu_save`, `run_page`, `kick` | one vCPU: registers, its state saved and set, the shared page, the signal that ends `KVM_RUN` |
 //! | parts of VM | `dirty`, `clock`, `irqchip`, `vfio` | each an `impl Vm`: dirty log, time, interrupt controllers, files of VFIO devices |
@@ -53,6 +54,7 @@ mod dirty;
 mod error;
 mod exits;
 mod fault_trace;
+mod fault_trial;
 mod hyperv;
 mod ioctl;
 pub mod irq;
@@ -80,6 +82,7 @@ pub use clock::{ClockPolicy, ClockState, TimeBase, now_ns};
 pub use error::KvmError;
 pub use exits::{AfterExit, ExitHandler, FaultAction, StopReason};
 pub use fault_trace::{FaultTraceError, FaultTracer, FaultedAt};
+pub use fault_trial::{FaultTrialError, try_refused_access};
 pub use hyperv::NoHyperv;
 pub use irqchip::{IrqchipState, IrqchipStateError};
 pub use msr::MsrValue;

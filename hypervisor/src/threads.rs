@@ -25,11 +25,11 @@
 //! | vCPU | `immediate_exit` = 0; if `leave`: `immediate_exit` = 1; KVM_RUN |
 //!
 //! If the vCPU's 0 comes after the kicker's 1, the vCPU reads `leave` after that and sees it set.
-//! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN.
+//! Otherwise the kernel sees the kicker's 1, or the signal interrupts KVM_RUN. Both orders are in `flag`, with a model.
 //!
-//! A handler may park its thread while a page is missing (`std::thread::park`, directly after finding the
-//! page missing). A kick unparks it after `leave` was set, the handler returns, and the vCPU sees
-//! `leave` before it enters the guest.
+//! A handler may wait on its thread while a page is missing. A kick calls [`ExitHandler::kicked`] and unparks the
+//! thread after `leave` was set, the handler returns, and the vCPU sees `leave` before it enters the guest. The
+//! handler keeps a kick that comes before its wait, as a parked thread does.
 //!
 //! `hold`, which keeps a throttled vCPU out of the guest for a while, works in the same way as `leave`; so
 //! does `tasks_pending`, for which a running vCPU leaves the guest, runs the tasks and re-enters.
@@ -37,6 +37,7 @@
 //! A vCPU parks only when KVM_RUN has returned EINTR. If an exit was pending, that call has first completed
 //! the port or memory access in the kernel, so the state that is then read is complete.
 
+mod flag;
 mod run_on_vcpu;
 mod runner;
 mod starting;
@@ -44,7 +45,6 @@ mod starting;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -58,6 +58,7 @@ use crate::run_page::RunPage;
 use crate::throttle::{Throttled, VcpuThrottle};
 use crate::vcpu::Vcpu;
 
+use flag::{Flag, get_out};
 pub use run_on_vcpu::Standstill;
 use starting::Started;
 
@@ -184,13 +185,15 @@ struct Shared {
     /// Notified on every change of `control`.
     changed: Condvar,
     /// Whether the vCPU is to leave the guest; written under the lock of `control`.
-    leave: AtomicBool,
+    leave: Flag,
     /// Whether the throttle keeps the vCPU out of the guest; written under the lock of `control`.
-    hold: AtomicBool,
+    hold: Flag,
     /// Whether a running vCPU has to leave the guest for queued jobs; written under the lock of `control`,
     /// and cleared by the vCPU thread before it checks the queue.
-    tasks_pending: AtomicBool,
+    tasks_pending: Flag,
     run_page: Arc<RunPage>,
+    /// What may wait on the thread; gone with the VM.
+    handler: Weak<dyn ExitHandler>,
     /// The thread, until joined. Locked to signal or to take it.
     handle: Mutex<Option<JoinHandle<()>>>,
 }
@@ -198,10 +201,10 @@ struct Shared {
 impl Throttled for Shared {
     fn hold(&self, on: bool) {
         let control = self.lock();
-        self.hold.store(on, Ordering::SeqCst);
         if on && control.phase == Phase::Running {
-            self.run_page.set_immediate_exit(true);
-            self.signal();
+            get_out(&self.hold, &*self.run_page, || self.signal());
+        } else {
+            self.hold.set(on);
         }
         drop(control);
         self.changed.notify_all();
@@ -218,6 +221,9 @@ impl Shared {
     }
 
     fn signal(&self) {
+        if let Some(handler) = self.handler.upgrade() {
+            handler.kicked(self.index);
+        }
         let handle = self.handle.lock();
         if let Some(handle) = handle.as_ref() {
             kick(handle);
@@ -227,7 +233,7 @@ impl Shared {
     /// Waits for the end of a hold, or for a reason to leave.
     fn stand_by(&self) {
         let mut control = self.lock();
-        while self.hold.load(Ordering::SeqCst) && !self.leave.load(Ordering::SeqCst) {
+        while self.hold.is_set() && !self.leave.is_set() {
             self.wait(&mut control);
         }
     }
@@ -250,7 +256,7 @@ impl Shared {
             }
             if control.target == Target::Run && control.phase == Phase::Parked {
                 control.phase = Phase::Running;
-                self.leave.store(false, Ordering::SeqCst);
+                self.leave.set(false);
                 return Next::Run;
             }
             self.wait(&mut control);
@@ -286,9 +292,8 @@ impl Thread {
         }
         control.target = target;
         if target != Target::Run && control.phase == Phase::Running {
-            self.shared.leave.store(true, Ordering::SeqCst);
-            self.shared.run_page.set_immediate_exit(true);
-            self.shared.signal();
+            let Shared { leave, run_page, .. } = &*self.shared;
+            get_out(leave, &**run_page, || self.shared.signal());
         }
         drop(control);
         self.shared.changed.notify_all();
@@ -422,9 +427,10 @@ impl VcpuThreads {
         Ok(Ok(true))
     }
 
-    /// The kernel's ids of the threads of all vCPUs that are not removed, in order of their addition.
-    pub fn thread_ids(&self) -> Vec<i32> {
-        self.threads.iter().filter_map(|thread| thread.shared.thread_id.get().copied()).collect()
+    /// The vCPUs that are not removed, in order of their addition: index, and the kernel's id of the thread.
+    pub fn thread_ids(&self) -> Vec<(u32, i32)> {
+        let id = |thread: &Thread| Some((thread.shared.index, *thread.shared.thread_id.get()?));
+        self.threads.iter().filter_map(id).collect()
     }
 
     /// All threads, those of removed vCPUs, too.

@@ -54,15 +54,15 @@ pub struct VcpuInit {
 
 /// Consecutive exits because an event could not be delivered.
 ///
-/// KVM keeps the event and delivers it with the next entry. Up to Linux 6.13 KVM re-entered by itself;
-/// later versions leave that to user space. A processor that falsely reports an event in delivery (as
-/// QEMU's SVM emulation occasionally does) succeeds the next time; a guest whose interrupt stack is not in
-/// memory never does.
+/// KVM keeps the event and delivers it with the next entry. Up to Linux 6.13 KVM re-entered by itself, as often as it took;
+/// later versions leave that to user space. A processor that falsely reports an event in delivery, as QEMU's SVM emulation
+/// does at accesses to a device, some of them several times in a row, succeeds in the end; a guest whose interrupt stack is
+/// not in memory never does.
 #[derive(Debug, Default)]
 pub(crate) struct LostDeliveries(u8);
 
 impl LostDeliveries {
-    const IN_A_ROW_MAX: u8 = 3;
+    const IN_A_ROW_MAX: u8 = 100;
 
     /// Counts one more; returns whether to re-enter the guest.
     pub(crate) fn again(&mut self) -> bool {

@@ -44,12 +44,12 @@ impl LevelLine {
     }
 }
 
-/// KVM's VFIO device, for a caller that opens devices one by one. At most one per VM.
+/// KVM's VFIO device, for a caller that opens groups or devices. At most one per VM.
 #[derive(Clone)]
 pub struct VfioFiles(Arc<DeviceFd>);
 
 impl VfioFiles {
-    /// Registers the open file of a device with KVM.
+    /// Registers the open file of a group or a device with KVM.
     ///
     /// # Errors
     /// It is not such a file, or is registered already.
@@ -92,22 +92,15 @@ impl Drop for LevelLine {
 }
 
 impl Vm {
-    /// Creates KVM's VFIO device, with which the VFIO groups of this VM are registered.
-    ///
-    /// # Errors
-    /// The kernel has none.
-    pub fn create_vfio_device(&self) -> Result<DeviceFd, KvmError> {
-        let mut request =
-            kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
-        self.shared().fd.create_device(&mut request).context("make KVM's VFIO device")
-    }
-
-    /// The same, for devices that are opened one by one.
+    /// Creates KVM's VFIO device, with which groups and devices of this VM are registered.
     ///
     /// # Errors
     /// The kernel has none, or this VM has one already.
     pub fn vfio_files(&self) -> Result<VfioFiles, KvmError> {
-        self.create_vfio_device().map(|device| VfioFiles(Arc::new(device)))
+        let mut request =
+            kvm_create_device { type_: kvm_device_type_KVM_DEV_TYPE_VFIO, fd: 0, flags: 0 };
+        let device = self.shared().fd.create_device(&mut request);
+        Ok(VfioFiles(Arc::new(device.context("make KVM's VFIO device")?)))
     }
 
     /// Creates a level-triggered line for `gsi` (0 to 23).

@@ -7,7 +7,7 @@
 mod common;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{channel, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -84,9 +84,8 @@ fn a_vcpu_that_leaves_has_finished_its_access_and_continues_after_it() {
     assert_eq!(guest.next(), Event::Out(0x70, vec![0x5a]));
 }
 
-/// A handler parks its thread, as for a page that does not come: a kick gets it out at any moment.
-#[test]
-fn a_kick_gets_a_vcpu_out_of_a_sleep_in_its_handler() {
+/// A handler waits on its thread, as for a page that does not come: a kick gets it out at any moment.
+fn a_kick_gets_a_vcpu_out(equip: impl FnOnce(&mut Recorder) + Send + 'static) {
     let Some(kvm) = kvm() else { return };
     let (done, finished) = channel();
     std::thread::spawn(move || {
@@ -95,7 +94,7 @@ fn a_kick_gets_a_vcpu_out_of_a_sleep_in_its_handler() {
         let vcpu = vm.create_vcpu(0).unwrap();
         boot(&kvm, &vcpu, CODE, 0);
         let (mut recorder, _events) = Recorder::new();
-        recorder.on_out = Some(Box::new(std::thread::park));
+        equip(&mut recorder);
         let threads = start(vec![vcpu], recorder);
         for round in 0..500 {
             threads.resume_all();
@@ -106,6 +105,24 @@ fn a_kick_gets_a_vcpu_out_of_a_sleep_in_its_handler() {
         done.send(()).unwrap();
     });
     finished.recv_timeout(PATIENCE).expect("a kick was lost");
+}
+
+#[test]
+fn a_kick_gets_a_vcpu_out_of_a_sleep_in_its_handler() {
+    a_kick_gets_a_vcpu_out(|recorder| recorder.on_out = Some(Box::new(std::thread::park)));
+}
+
+#[test]
+fn a_kick_is_told_to_a_handler_that_waits_for_something_else_as_well() {
+    a_kick_gets_a_vcpu_out(|recorder| {
+        let (kick, kicked) = sync_channel(1);
+        let kicked = Mutex::new(kicked);
+        recorder.on_kick = Some(Box::new(move |vcpu| {
+            // One that was not taken is enough.
+            let _ = kick.try_send(vcpu);
+        }));
+        recorder.on_out = Some(Box::new(move || assert_eq!(kicked.lock().recv(), Ok(0))));
+    });
 }
 
 /// Two vCPUs loop, one in the guest, one through its handler; no kick may be lost.

@@ -7,13 +7,13 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::flag::get_out;
 use super::runner::Runner;
 use super::{Job, Phase, Shared, Target, Thread, ThreadsError, VcpuThreads, refuse_vcpu_thread};
 use crate::stage2::{RunOnVcpu, Stage2Fill, Stage2Filled, VcpuTask};
@@ -28,9 +28,7 @@ impl Shared {
         }
         control.jobs.push_back(job);
         if control.phase == Phase::Running {
-            self.tasks_pending.store(true, Ordering::SeqCst);
-            self.run_page.set_immediate_exit(true);
-            self.signal();
+            get_out(&self.tasks_pending, &*self.run_page, || self.signal());
         }
         drop(control);
         self.changed.notify_all();
@@ -134,7 +132,7 @@ impl Standstill {
 impl Runner<'_> {
     /// Runs the jobs for which a running vCPU has left the guest.
     pub(super) fn run_pending_tasks(&mut self) {
-        self.shared.tasks_pending.store(false, Ordering::SeqCst);
+        self.shared.tasks_pending.set(false);
         let next = || self.shared.lock().jobs.pop_front();
         while let Some(job) = next() {
             job(&mut self.vcpu);

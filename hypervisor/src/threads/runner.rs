@@ -4,10 +4,10 @@
 //!
 //! Owns what the thread does between two checks for requests. Must never wait for another vCPU.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use super::flag::before_entry;
 use super::{Next, Phase, Shared, Target};
 use crate::exits::{ExitHandler, RunOutcome, StopReason, run_once};
 use crate::vcpu::Vcpu;
@@ -41,16 +41,12 @@ impl Runner<'_> {
     /// Runs the guest until the vCPU is to leave it.
     fn run(&mut self) -> Result<(), StopReason> {
         let Shared { run_page, leave, hold, tasks_pending, .. } = self.shared;
-        let is = |flag: &AtomicBool| flag.load(Ordering::SeqCst);
         loop {
-            run_page.set_immediate_exit(false);
-            if is(leave) || is(hold) || is(tasks_pending) {
-                run_page.set_immediate_exit(true);
-            }
+            before_entry(&**run_page, [leave, hold, tasks_pending]);
             match run_once(&mut self.vcpu, &*self.handler) {
-                RunOutcome::Interrupted if is(leave) => return Ok(()),
-                RunOutcome::Interrupted if is(hold) => self.shared.stand_by(),
-                RunOutcome::Interrupted if is(tasks_pending) => self.run_pending_tasks(),
+                RunOutcome::Interrupted if leave.is_set() => return Ok(()),
+                RunOutcome::Interrupted if hold.is_set() => self.shared.stand_by(),
+                RunOutcome::Interrupted if tasks_pending.is_set() => self.run_pending_tasks(),
                 // Interrupted without a request, by a late signal.
                 RunOutcome::Handled | RunOutcome::Interrupted => {}
                 RunOutcome::Leave => self.leave_by_itself(),
@@ -65,7 +61,7 @@ impl Runner<'_> {
         if control.target == Target::Run {
             control.target = Target::Park;
         }
-        self.shared.leave.store(true, Ordering::SeqCst);
+        self.shared.leave.set(true);
     }
 
     fn park(&self) {

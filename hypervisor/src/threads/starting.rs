@@ -6,12 +6,12 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::flag::Flag;
 use super::runner::Runner;
 use super::{Control, Exited, IS_VCPU, Phase, Shared, Target, Thread, ThreadsConfig, ThreadsError};
 use crate::kick::set_signal_mask;
@@ -99,11 +99,12 @@ fn spawn(
             jobs: VecDeque::new(),
         }),
         changed: Condvar::new(),
-        leave: AtomicBool::new(false),
-        hold: AtomicBool::new(false),
-        tasks_pending: AtomicBool::new(false),
+        leave: Flag::new(),
+        hold: Flag::new(),
+        tasks_pending: Flag::new(),
         handle: Mutex::new(None),
         run_page: Arc::clone(&vcpu.run_page),
+        handler: Arc::downgrade(&config.handler),
     });
     let slot: Slot = Arc::new(Mutex::new(Some(vcpu)));
     let (started, ready) = mpsc::sync_channel(1);

@@ -111,12 +111,14 @@ pub struct Recorder {
     events: Mutex<Sender<Event>>,
     pub on_fault: Option<OnFault>,
     pub on_out: Option<Box<dyn Fn() + Send + Sync>>,
+    pub on_kick: Option<Box<dyn Fn(u32) + Send + Sync>>,
 }
 
 impl Recorder {
     pub fn new() -> (Self, Receiver<Event>) {
         let (sender, receiver) = channel();
-        (Self { events: Mutex::new(sender), on_fault: None, on_out: None }, receiver)
+        let (on_fault, on_out, on_kick) = (None, None, None);
+        (Self { events: Mutex::new(sender), on_fault, on_out, on_kick }, receiver)
     }
 
     fn report(&self, event: Event) {
@@ -150,6 +152,12 @@ impl ExitHandler for Recorder {
     fn memory_fault(&self, _vcpu: u32, access: FaultedAccess) -> FaultAction {
         self.report(Event::Fault(access));
         self.on_fault.as_ref().map_or(FaultAction::Stop, |on_fault| on_fault(access))
+    }
+
+    fn kicked(&self, vcpu_index: u32) {
+        if let Some(on_kick) = &self.on_kick {
+            on_kick(vcpu_index);
+        }
     }
 
     fn stopped(&self, vcpu_index: u32, reason: StopReason) {
