@@ -176,7 +176,7 @@ impl Host {
     }
 
     /// The same for a node: free memory, and the page cache that can be read again.
-    fn available_on_node(&self, node: u32) -> Option<(u64, u64)> {
+    pub(crate) fn available_on_node(&self, node: u32) -> Option<(u64, u64)> {
         let text = Self::read(&self.node(node).join("meminfo"))?;
         let prefix = format!("Node {node} ");
         let text: String = text

@@ -113,15 +113,11 @@ impl ZoneBacking {
     }
 
     fn hugetlb(zone: &ZoneSpec, size: HugePageSize, host: &Host) -> Result<Self, BackingError> {
-        let page_bytes = size.bytes().or_else(|| host.default_huge_page_bytes()).unwrap_or(2 << 20);
-        Self::hugetlb_of(zone, page_bytes, host)
+        Self::hugetlb_of(zone, huge_page_bytes(size, host), host)
     }
 
     fn hugetlb_of(zone: &ZoneSpec, page_bytes: u64, host: &Host) -> Result<Self, BackingError> {
-        zone.check_page_size(page_bytes)?;
-        if host.hugetlb_pool(page_bytes).is_none() {
-            return Err(BackingError::NoSuchHugePages { zone: zone.id.clone(), page_bytes });
-        }
+        check_huge_pages(zone, page_bytes, host)?;
         // The kernel takes the logarithm of the page size in the upper bits of the flags.
         let flags = libc::MFD_HUGETLB | (page_bytes.trailing_zeros() << libc::MFD_HUGE_SHIFT);
         let file = sized_memfd(zone, flags)?;
@@ -264,8 +260,26 @@ impl ZoneBacking {
     }
 }
 
+/// The size of hugetlb pages that a zone gets.
+pub(crate) fn huge_page_bytes(size: HugePageSize, host: &Host) -> u64 {
+    size.bytes().or_else(|| host.default_huge_page_bytes()).unwrap_or(2 << 20)
+}
+
+/// Whether the host has pages of this size, and the zone consists of whole ones.
+pub(crate) fn check_huge_pages(
+    zone: &ZoneSpec,
+    page_bytes: u64,
+    host: &Host,
+) -> Result<(), BackingError> {
+    zone.check_page_size(page_bytes)?;
+    if host.hugetlb_pool(page_bytes).is_none() {
+        return Err(BackingError::NoSuchHugePages { zone: zone.id.clone(), page_bytes });
+    }
+    Ok(())
+}
+
 /// True when a zone with automatic backing gets private anonymous memory.
-fn prefers_private(zone: &ZoneSpec, policy: HugePagePolicy) -> bool {
+pub(crate) fn prefers_private(zone: &ZoneSpec, policy: HugePagePolicy) -> bool {
     if zone.shared {
         return false;
     }

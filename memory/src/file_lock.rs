@@ -38,16 +38,20 @@ pub enum LockError {
 /// Most processes that are named as holders of a lock.
 const HOLDERS_MAX: usize = 3;
 
-fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
+fn whole(kind: libc::c_int) -> io::Result<libc::flock> {
     let narrow = |value| libc::c_short::try_from(value).map_err(io::Error::other);
-    let whole = libc::flock {
+    Ok(libc::flock {
         l_type: narrow(kind)?,
         l_whence: narrow(libc::SEEK_SET)?,
         l_start: 0,
         // Up to the end of the file, whatever its length.
         l_len: 0,
         l_pid: 0,
-    };
+    })
+}
+
+fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
+    let whole = whole(kind)?;
     // SAFETY: F_OFD_SETLK reads one flock, which lives during the call; the descriptor is open.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const whole) } {
         0 => Ok(()),
@@ -55,13 +59,24 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Locks an open file, or converts its lock; never blocks. After a failure an existing lock remains.
-pub fn lock(file: &File, wanted: FileUse) -> Result<(), LockError> {
-    let kind = match wanted {
+fn kind_for(wanted: FileUse) -> libc::c_int {
+    match wanted {
         FileUse::Written => libc::F_WRLCK,
         FileUse::Read => libc::F_RDLCK,
-    };
-    set(file, kind).map_err(|error| match error.raw_os_error() {
+    }
+}
+
+/// Whether [`lock`] would succeed now; takes no lock. True where the kernel does not say.
+pub fn is_free(file: &File, wanted: FileUse) -> bool {
+    let Ok(mut range) = whole(kind_for(wanted)) else { return true };
+    // SAFETY: F_OFD_GETLK reads and writes one flock, which lives during the call; the descriptor is open.
+    let answer = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) };
+    answer != 0 || i32::from(range.l_type) == libc::F_UNLCK
+}
+
+/// Locks an open file, or converts its lock; never blocks. After a failure an existing lock remains.
+pub fn lock(file: &File, wanted: FileUse) -> Result<(), LockError> {
+    set(file, kind_for(wanted)).map_err(|error| match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EACCES) => LockError::Held,
         Some(libc::ENOLCK) => LockError::NoLocks,
         _ => LockError::Other(error),
@@ -139,7 +154,10 @@ mod tests {
     fn one_writes_or_many_read() {
         let named = tempfile::NamedTempFile::new().unwrap();
         let (one, two, three) = (open(named.path()), open(named.path()), open(named.path()));
+        assert!(is_free(&one, FileUse::Written));
         lock(&one, FileUse::Read).unwrap();
+        assert!(is_free(&two, FileUse::Read) && !is_free(&two, FileUse::Written));
+        assert!(is_free(&one, FileUse::Written), "its own lock is not in its way");
         lock(&two, FileUse::Read).unwrap();
         assert!(matches!(lock(&three, FileUse::Written), Err(LockError::Held)));
         assert!(matches!(lock(&two, FileUse::Written), Err(LockError::Held)));

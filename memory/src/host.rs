@@ -153,7 +153,7 @@ pub(crate) fn meminfo_bytes(text: &str, name: &str) -> Option<u64> {
 }
 
 /// Parses a list like `0-3,8`. Invalid parts are skipped, as are CPUs beyond an affinity mask.
-fn cpu_list(text: &str) -> Vec<usize> {
+pub(crate) fn cpu_list(text: &str) -> Vec<usize> {
     const MAX_CPUS: usize = 8 * size_of::<libc::cpu_set_t>();
     let part = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

@@ -64,6 +64,7 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("guest RAM needs a 64-bit host");
 
+mod ahead;
 pub mod available;
 mod backing;
 mod backing_error;
@@ -73,12 +74,15 @@ mod dirty;
 mod discards;
 mod file_lock;
 mod holds;
+mod homes;
 mod host;
+mod lanes;
 mod layout;
 mod lease;
 mod mapping;
 mod maps;
 mod pins;
+mod plan;
 mod plugged;
 pub mod plugging;
 mod populate;
@@ -98,6 +102,7 @@ mod zone_kind;
 
 pub use page_bitmap::PageBitmap;
 
+pub use ahead::{HostMemory, HugePagePool};
 pub use available::check_available;
 pub use backing::InitialContents;
 pub use backing::sealed_file;
@@ -106,6 +111,8 @@ pub use collapse::{Collapse, CollapseEnd, Collapsed};
 pub use config::{Backing, ConfigError, HugePageSize, RamConfig, ZoneSpec};
 pub use dirty::DeviceDirtyLog;
 pub use holds::PageHold;
+pub use homes::Homes;
+pub use lanes::{LaneProgress, PageKind, PrefaultMeter};
 pub use layout::{LATER_ALIGN_BYTES, LayoutError, Placement, RamHole, RamLayout};
 pub use lease::Lease;
 pub use maps::{ResidentMap, ZeroMap};
@@ -121,6 +128,7 @@ pub use ram_discard::Discarded;
 pub use region::{AccessError, RamRegion};
 pub use reserved::ReservedRange;
 pub use restart::ForeignWriter;
+pub use sparing::running_release;
 pub use zero::is_zero;
 pub use zone_file::LockedFile;
 pub use zone_kind::ZoneKind;

@@ -3,8 +3,8 @@
 //! The engine that populates guest memory ahead of time: at boot, on restore, in the
 //! background.
 //!
-//! Owns its threads, a queue of chunks per NUMA node and the progress counter. Must never populate
-//! what is still to arrive (see [`ResidentMap`](crate::ResidentMap)), must start before userfaultfd
+//! Owns its threads, which work on a queue of chunks per NUMA node ([`crate::plan`]), and the progress counter. Must never
+//! populate what is still to arrive (see [`ResidentMap`](crate::ResidentMap)), must start before userfaultfd
 //! watches the memory, and must stop soon after it is asked to.
 //!
 //! ```text
@@ -16,15 +16,18 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use stoppable_thread::StoppableThread;
 
 use crate::available::{InsufficientMemory, check_available};
+use crate::homes::Homes;
+use crate::lanes::PrefaultMeter;
+use crate::plan::{Chunk, Queue, chunk_end, plan};
 use crate::populate::{PopulateError, THP_BYTES};
-use crate::processors::{Load, run_on_node, share_threads, yield_processor};
+use crate::processors::{run_on_node, yield_processor};
 use crate::region::{AccessError, RamRegion};
 
 /// Unit of work: 10 to 30 ms, large enough that the queue is no bottleneck, small enough to stop and to show
@@ -43,8 +46,8 @@ pub type HookError = Box<dyn std::error::Error + Send + Sync>;
 /// to map it for DMA. An error stops the engine.
 pub type ChunkHook = Arc<dyn Fn(&RamRegion, Range<u64>) -> Result<(), HookError> + Send + Sync>;
 
-/// Populates a range (bytes of the region) in place of the kernel.
-pub type PopulateModel = Arc<dyn Fn(&RamRegion, &Range<u64>) + Send + Sync>;
+/// Populates a range (bytes of the region) in place of the kernel, on a thread of this node.
+pub type PopulateModel = Arc<dyn Fn(Option<u32>, &RamRegion, &Range<u64>) + Send + Sync>;
 
 /// Whether a caller wants an engine to stop; called often, so it must not block.
 pub type StopQuery = Arc<dyn Fn() -> bool + Send + Sync>;
@@ -94,6 +97,8 @@ pub struct PrefaultOptions {
     /// For a benchmark of a host that is larger than this one: called instead of the kernel, and the memory of this
     /// host is not checked. Never set by a VMM.
     pub model: Option<PopulateModel>,
+    /// The same: nodes of such a host on which memory without a node lies. By default those of this one.
+    pub homes: Option<Homes>,
 }
 
 impl Default for PrefaultOptions {
@@ -110,6 +115,7 @@ impl Default for PrefaultOptions {
             all_threads: false,
             is_checked: false,
             model: None,
+            homes: None,
         }
     }
 }
@@ -128,17 +134,8 @@ impl fmt::Debug for PrefaultOptions {
             .field("all_threads", &self.all_threads)
             .field("is_checked", &self.is_checked)
             .field("model", &self.model.is_some())
+            .field("homes", &self.homes)
             .finish()
-    }
-}
-
-impl PrefaultOptions {
-    /// The most bytes of `regions` that threads populate at the same time: none of them count as done meanwhile.
-    pub fn at_once_bytes(&self, regions: &[Arc<RamRegion>]) -> u64 {
-        let (queues, counts) = plan(regions, self);
-        let most = |queue: &Queue| queue.chunks.iter().map(Chunk::len_bytes).max().unwrap_or(0);
-        let of_queue = |(queue, count): (&Queue, usize)| most(queue).saturating_mul(count as u64);
-        queues.iter().zip(counts).map(of_queue).fold(0, u64::saturating_add)
     }
 }
 
@@ -187,26 +184,6 @@ pub enum PrefaultError {
     },
 }
 
-#[derive(Debug)]
-struct Chunk {
-    region: Arc<RamRegion>,
-    bytes: Range<u64>,
-}
-
-impl Chunk {
-    fn len_bytes(&self) -> u64 {
-        self.bytes.end - self.bytes.start
-    }
-}
-
-/// The work for one NUMA node; `None` for memory without a binding.
-#[derive(Debug)]
-struct Queue {
-    node: Option<u32>,
-    chunks: Vec<Chunk>,
-    next: AtomicUsize,
-}
-
 struct Engine {
     queues: Vec<Queue>,
     done_bytes: AtomicU64,
@@ -251,7 +228,8 @@ impl Prefault {
         if options.model.is_none() && !options.is_checked {
             check_available(regions)?;
         }
-        let (queues, counts) = plan(regions, options);
+        let (queues, counts) =
+            plan(regions, options.chunk_bytes, options.homes.clone(), options.threads);
         let total_bytes = queues.iter().flat_map(|queue| &queue.chunks).map(Chunk::len_bytes).sum();
         let engine = Arc::new(Engine {
             queues,
@@ -288,7 +266,12 @@ impl Prefault {
                 };
                 let builder = stoppable_thread::Builder::new(name).stack_bytes(STACK_BYTES);
                 match StoppableThread::build(builder, stop, move || engine.serve(queue)) {
-                    Ok(thread) => self.threads.push(thread),
+                    Ok(thread) => {
+                        self.threads.push(thread);
+                        if let Some(queue) = self.engine.queues.get(queue) {
+                            queue.meter.add_thread();
+                        }
+                    }
                     Err(error) if number == 0 || all => return Err(PrefaultError::Spawn(error)),
                     Err(error) => {
                         log::warn!(
@@ -316,6 +299,11 @@ impl Prefault {
     /// A handle with which a thread can help instead of only waiting.
     pub fn helper(&self) -> PrefaultHelper {
         PrefaultHelper(Arc::clone(&self.engine))
+    }
+
+    /// Reads how far each kind of page of each node is.
+    pub fn meter(&self) -> PrefaultMeter {
+        PrefaultMeter(self.engine.queues.iter().map(|queue| Arc::clone(&queue.meter)).collect())
     }
 
     /// Requests that the threads end, also in the middle of a chunk. What is populated stays populated.
@@ -450,7 +438,8 @@ impl Engine {
         while !self.is_to_stop() {
             let next = queue.next.fetch_add(1, Ordering::Relaxed);
             let Some(chunk) = queue.chunks.get(next) else { return };
-            match self.populate(chunk) {
+            let begun = Instant::now();
+            match self.populate(queue.node, chunk) {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => {
@@ -460,7 +449,8 @@ impl Engine {
                     return;
                 }
             }
-            let len_bytes = chunk.bytes.end - chunk.bytes.start;
+            let len_bytes = chunk.len_bytes();
+            queue.meter.add(chunk.lane, len_bytes, begun.elapsed());
             self.done_bytes.fetch_add(len_bytes, Ordering::Relaxed);
             if let Some(observer) = &self.observer {
                 observer(PrefaultEvent::Progress(self.progress()));
@@ -473,7 +463,7 @@ impl Engine {
     }
 
     /// Populates a chunk; false if it was stopped before its end.
-    fn populate(&self, chunk: &Chunk) -> Result<bool, PrefaultError> {
+    fn populate(&self, node: Option<u32>, chunk: &Chunk) -> Result<bool, PrefaultError> {
         let region = &*chunk.region;
         let mut done = |range: Range<u64>| {
             let Some(hook) = &self.on_chunk else { return Ok(()) };
@@ -485,7 +475,7 @@ impl Engine {
         let parts = if self.spares_discarded { region.never_discarded(&chunk.bytes) } else { all };
         if let Some(model) = &self.model {
             let modelled = parts.into_iter().try_for_each(|part| {
-                model(region, &part);
+                model(node, region, &part);
                 done(part)
             });
             return modelled.map(|()| true);
@@ -495,6 +485,7 @@ impl Engine {
             if !region.populate(&part, self.spares_mmap_lock, &go_on, &mut done)? {
                 return Ok(false);
             }
+            region.note_ahead(&part);
         }
         Ok(true)
     }
@@ -539,48 +530,6 @@ impl Populate for RamRegion {
         }
         Ok(())
     }
-}
-
-/// The work on `regions`, and the number of threads for each queue.
-fn plan(regions: &[Arc<RamRegion>], options: &PrefaultOptions) -> (Vec<Queue>, Vec<usize>) {
-    let queues = cut(regions, options.chunk_bytes);
-    let load = |queue: &Queue| Load::of(queue.node, queue.chunks.len());
-    let counts = share_threads(&queues.iter().map(load).collect::<Vec<_>>(), options.threads);
-    (queues, counts)
-}
-
-/// Cuts `regions` into chunks that begin and end at huge pages wherever possible.
-fn cut(regions: &[Arc<RamRegion>], chunk_bytes: u64) -> Vec<Queue> {
-    let mut queues: Vec<Queue> = Vec::new();
-    for region in regions {
-        let node = region.spec().host_numa_node;
-        let index = queues.iter().position(|queue| queue.node == node).unwrap_or_else(|| {
-            queues.push(Queue { node, chunks: Vec::new(), next: AtomicUsize::new(0) });
-            queues.len() - 1
-        });
-        let Some(queue) = queues.get_mut(index) else { continue };
-        let align = region.page_bytes().max(THP_BYTES);
-        let skew = region.host_addr() % align;
-        for run in region.usable_runs() {
-            let mut start = run.start;
-            while start < run.end {
-                let end = chunk_end(start, skew, chunk_bytes, align).min(run.end);
-                queue.chunks.push(Chunk { region: Arc::clone(region), bytes: start..end });
-                start = end;
-            }
-        }
-    }
-    queues
-}
-
-/// End of the chunk that begins at `start`, for memory whose host address is `skew` modulo `align`: always at
-/// a multiple of `align` by host addresses.
-fn chunk_end(start: u64, skew: u64, chunk_bytes: u64, align: u64) -> u64 {
-    let begin = skew + start;
-    let wanted = begin.saturating_add(chunk_bytes.max(1));
-    let aligned = wanted - wanted % align;
-    let end = if aligned > begin { aligned } else { begin - begin % align + align };
-    end - skew
 }
 
 impl RamRegion {

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Barrier;
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -14,6 +15,7 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
 use super::*;
 use crate::host::Host;
 use crate::host::testing::{BorrowedHugePages, is_mapped, smaps_bytes};
+use crate::plan::cut;
 use crate::region::Collapsing;
 use crate::{Backing, GuestRam, HugePageSize, RamConfig, RamLayout, ZoneSpec};
 
@@ -214,20 +216,6 @@ fn more_than_the_host_has_is_refused_before_a_page_is_touched() {
 }
 
 #[test]
-fn threads_have_a_chunk_each_at_a_time() {
-    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
-    let at_once = |threads, chunk_bytes| {
-        let threads = NonZeroUsize::new(threads);
-        let options = PrefaultOptions { threads, chunk_bytes, ..PrefaultOptions::default() };
-        options.at_once_bytes(ram.regions())
-    };
-    assert_eq!(at_once(3, 4 * MIB), 12 * MIB);
-    assert_eq!(at_once(3, 1), 6 * MIB, "a chunk has whole pages");
-    assert_eq!(at_once(100, 4 * MIB), 16 * MIB, "there are four");
-    assert_eq!(small_chunks().at_once_bytes(&[]), 0);
-}
-
-#[test]
 fn a_failing_hook_stops_the_engine_and_is_reported() {
     let ram = ram("p", 16 * MIB, Backing::Memfd, false);
     let on_chunk: ChunkHook = Arc::new(|_, range| match range.start {
@@ -261,7 +249,7 @@ proptest! {
     #[test]
     fn chunks_cover_everything_once(chunk_bytes in 0..9 * MIB, pages in 1..4000_u64) {
         let ram = ram("p", pages * 4096, Backing::Memfd, false);
-        let queues = cut(ram.regions(), chunk_bytes);
+        let queues = cut(ram.regions(), chunk_bytes, Homes::default());
         let mut ends = BTreeMap::new();
         for chunk in queues.iter().flat_map(|queue| &queue.chunks) {
             ends.insert(chunk.bytes.start, chunk.bytes.end);
@@ -309,6 +297,42 @@ fn the_watcher_hears_of_every_chunk_and_once_of_the_end() {
     let words = heard.lock().clone();
     let ends = words.iter().filter(|word| **word != "progress").count();
     assert!(ends == 1 && matches!(words.last(), Some(&("cancelled" | "completed"))), "{words:?}");
+}
+
+#[test]
+fn each_chunk_is_timed_on_the_lane_of_its_pages() {
+    let small = ZoneSpec { backing: Backing::Memfd, thp: false, ..ZoneSpec::new("s", 8 * MIB) };
+    let large = ZoneSpec { backing: Backing::Memfd, thp: true, ..ZoneSpec::new("l", 16 * MIB) };
+    let zones = vec![small, large];
+    let ram = GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap();
+    let (model, slow) = (Duration::from_micros(50), Duration::from_millis(10));
+    let model: PopulateModel = Arc::new(move |node, region, _| {
+        assert_eq!(node, Some(0));
+        std::thread::sleep(if region.zone_id() == "s" { slow } else { model });
+    });
+    let homes = Some(Homes::pretended(&[0]));
+    let options = PrefaultOptions { model: Some(model), homes, ..small_chunks() };
+    let prefault = Prefault::start(ram.regions(), &options).unwrap();
+    let meter = prefault.meter();
+    prefault.wait().unwrap();
+    let lanes = meter.lanes();
+    let shown: Vec<_> = lanes.iter().map(|it| (it.kind.page_bytes, it.done_chunks)).collect();
+    assert_eq!(shown, [(4096, 2), (THP_BYTES, 4)]);
+    assert!(lanes.iter().all(|it| it.left_bytes() == 0 && it.threads == 3 && it.node == Some(0)));
+    assert!(lanes[0].busy >= 2 * slow && lanes[1].busy < lanes[0].busy, "{lanes:?}");
+}
+
+#[test]
+fn what_an_engine_has_populated_is_known_to_the_next() {
+    let ram = ram("p", 16 * MIB, Backing::Memfd, false);
+    let there = || {
+        let queues = cut(ram.regions(), 4 * MIB, Homes::default());
+        let lanes = PrefaultMeter(queues.iter().map(|it| Arc::clone(&it.meter)).collect()).lanes();
+        lanes.iter().filter(|it| it.kind.is_there).map(|it| it.total_bytes).sum::<u64>()
+    };
+    assert_eq!(there(), 0);
+    ram.prefault(&small_chunks()).unwrap().wait().unwrap();
+    assert_eq!(there(), 16 * MIB);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 //! Threads that populate guest memory: how many there are, on which CPUs they run and with which priority.
 //!
-//! Owns the rule: memory of a NUMA node is populated by CPUs of that node, as many as the process may use, because
+//! Owns the rule: memory of a NUMA node, or that comes to lie there ([`crate::homes`]), is populated by CPUs of that node, as many as the process may use, because
 //! the kernel clears pages on the CPU that asks for them. A CPU that the process was not given (by `taskset`, a
 //! cpuset or a service manager) is never taken.
 
@@ -68,7 +68,7 @@ impl CpuSet {
 }
 
 /// The CPUs that the calling thread may use; none if the kernel does not say.
-fn allowed_cpus() -> Vec<usize> {
+pub fn allowed_cpus() -> Vec<usize> {
     let mut set = CpuSet::of(&[]);
     let len_bytes = size_of_val(&set.0);
     // SAFETY: the kernel writes words of a set of any size, at most `len_bytes`, which are there; 0 is the calling

@@ -278,8 +278,10 @@ impl GuestRam {
             let lease = provided.and_then(|provided| provided.lease.clone());
             zones.push(Arc::new(Zone::new(spec.clone(), backing, collapse, host, lease)));
         }
-        let made: Vec<_> =
-            zones.iter().filter(|zone| !is_provided(&zone.spec.id)).cloned().collect();
+        // The pages that a file with data still needs are unknown.
+        let of_huge = |zone: &&Arc<Zone>| zone.backing.hugetlb && !zone.backing.holds_data;
+        let made = zones.iter().filter(|zone| !is_provided(&zone.spec.id)).filter(of_huge);
+        let made: Vec<_> = made.map(|zone| (&zone.spec, zone.backing.page_bytes)).collect();
         check_hugetlb(&made, host)?;
         let page_bytes =
             |index: usize| zones.get(index).map_or(crate::PAGE_BYTES, |z| z.backing.page_bytes);
@@ -404,7 +406,7 @@ impl GuestRam {
     }
 }
 
-fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
+pub(crate) fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     for zone in zones {
         if let Some(node) = zone.host_numa_node.filter(|node| !host.has_node(*node)) {
             return Err(RamError::NoSuchNode { zone: zone.id.clone(), node });
@@ -415,7 +417,7 @@ fn check_nodes(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
 
 /// Checks that the host can commit what `reserve=on` asks for. The kernel's own accounting ignores shared
 /// memory, and by default accepts anything that is not obviously too large.
-fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
+pub(crate) fn check_reservation(zones: &[ZoneSpec], host: &Host) -> Result<(), RamError> {
     let counts = |zone: &&ZoneSpec| {
         let elsewhere = matches!(zone.backing, Backing::Hugetlb { .. } | Backing::File(_));
         zone.reserve && !elsewhere && zone.block_bytes.is_none()
@@ -461,25 +463,20 @@ fn check_same_files(backings: &[(&ZoneSpec, ZoneBacking)]) -> Result<(), RamErro
     Ok(())
 }
 
-/// Checks the hugetlb pools before the kernel does, which would only report "out of memory", and for a
-/// bound zone by a SIGBUS in the guest.
-fn check_hugetlb(zones: &[Arc<Zone>], host: &Host) -> Result<(), RamError> {
+/// Checks the hugetlb pools before the kernel does, which would only report "out of memory", and for a bound zone by a
+/// SIGBUS in the guest. Each zone comes with the size of its pages.
+pub(crate) fn check_hugetlb(zones: &[(&ZoneSpec, u64)], host: &Host) -> Result<(), RamError> {
     /// Pages, and the zones that need them.
     type Need<'a> = (u64, Vec<&'a str>);
     let mut needs: BTreeMap<(u64, Option<u32>), Need<'_>> = BTreeMap::new();
-    // The pages that a file with data still needs are unknown; and memory that is plugged later gets its
-    // pages then.
-    let now = |zone: &&Arc<Zone>| {
-        zone.backing.hugetlb && !zone.backing.holds_data && zone.spec.block_bytes.is_none()
-    };
-    for zone in zones.iter().filter(now) {
-        let page_bytes = zone.backing.page_bytes;
-        let nodes = [None, zone.spec.host_numa_node];
+    // Memory that is plugged later gets its pages then.
+    for (spec, page_bytes) in zones.iter().filter(|(spec, _)| spec.block_bytes.is_none()) {
+        let nodes = [None, spec.host_numa_node];
         let distinct = if nodes[1].is_some() { 2 } else { 1 };
         for node in nodes.into_iter().take(distinct) {
-            let (pages, ids) = needs.entry((page_bytes, node)).or_default();
-            *pages += zone.spec.size_bytes / page_bytes;
-            ids.push(&zone.spec.id);
+            let (pages, ids) = needs.entry((*page_bytes, node)).or_default();
+            *pages += spec.size_bytes / page_bytes;
+            ids.push(&spec.id);
         }
     }
     for ((page_bytes, node), (needed, ids)) in needs {

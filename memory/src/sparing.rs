@@ -75,7 +75,8 @@ impl Host {
     }
 }
 
-fn running_release() -> Option<Release> {
+/// Version and patch level of the running kernel, if it says.
+pub fn running_release() -> Option<Release> {
     static RELEASE: OnceLock<Option<Release>> = OnceLock::new();
     *RELEASE.get_or_init(|| {
         let mut names = std::mem::MaybeUninit::<libc::utsname>::uninit();

@@ -186,6 +186,43 @@ impl Drop for ZoneFile {
     }
 }
 
+/// Whether [`ZoneFile::open`] would find a file that it may use. Nothing is made, and nothing is locked.
+///
+/// # Errors
+/// As [`ZoneFile::open`], as far as that is known before.
+pub fn look(zone: &ZoneSpec, path: &Path) -> Result<(), BackingError> {
+    let error = |source| open_error(zone, path, source);
+    match fs::metadata(path) {
+        Ok(data) if data.is_dir() => Ok(()),
+        Ok(data) if data.is_file() => {
+            let file = options().open(path).map_err(error)?;
+            // A file with data is only read without shared=on.
+            let wanted = if zone.shared || !zone_holds_data(zone, &file).map_err(error)? {
+                FileUse::Written
+            } else {
+                FileUse::Read
+            };
+            if file_lock::is_free(&file, wanted) {
+                return Ok(());
+            }
+            Err(in_use(zone, path, &file))
+        }
+        Ok(_) => Err(not_a_file(zone, path)),
+        Err(missing) if missing.kind() == io::ErrorKind::NotFound => {
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            let folder = fs::metadata(folder.unwrap_or(Path::new("."))).map_err(error)?;
+            if folder.is_dir() { Ok(()) } else { Err(error(missing)) }
+        }
+        Err(other) => Err(error(other)),
+    }
+}
+
+fn in_use(zone: &ZoneSpec, path: &Path, file: &File) -> BackingError {
+    let identity = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
+    let (zone, path, holder) = (zone.id.clone(), path.to_owned(), file_lock::holders(file));
+    BackingError::InUse { zone, path, holder, identity }
+}
+
 fn open_error(zone: &ZoneSpec, path: &Path, source: io::Error) -> BackingError {
     BackingError::OpenFile { zone: zone.id.clone(), path: path.to_owned(), source }
 }
@@ -239,11 +276,7 @@ pub fn lock_for(
     file_lock::lock(file, wanted).map_err(|error| {
         let (id, path) = (zone.id.clone(), path.to_owned());
         match error {
-            LockError::Held => {
-                let identity = file.metadata().map_or((0, 0), |data| (data.dev(), data.ino()));
-                let holder = file_lock::holders(file);
-                BackingError::InUse { zone: id, path, holder, identity }
-            }
+            LockError::Held => in_use(zone, &path, file),
             LockError::NoLocks => BackingError::NoLocks { zone: id, path },
             LockError::Other(source) => BackingError::LockFile { zone: id, path, source },
         }

@@ -47,6 +47,7 @@ impl RamRegion {
         };
         // Before the pages go: a prefault that looks after that leaves them alone.
         self.discarded.set_range(Self::pages_of(range));
+        self.forget_ahead(range);
         self.has_holes.store(true, Ordering::Release);
         match self.kind() {
             ZoneKind::PrivateAnonymous => {

@@ -39,6 +39,11 @@ impl Collapsing {
 }
 
 impl RamRegion {
+    /// True when huge pages of either kind are wanted, as far as the host has them.
+    pub fn wants_huge_pages(&self) -> bool {
+        self.is_hugetlb() || self.spec().thp
+    }
+
     /// True when huge pages are wanted that it did not come in: because it was mapped in small pages meanwhile,
     /// or because the host's settings do not provide any. Prezeroed memory has them, and its accesses map them.
     pub(crate) fn wants_collapse(&self) -> bool {

@@ -225,6 +225,8 @@ pub struct RamRegion {
     zero: ZeroMap,
     /// Pages that were discarded at any time: a prefault leaves them to the guest's accesses.
     discarded: PageBitmap,
+    /// Blocks of which engines have populated every page, and nothing was discarded since.
+    ahead: PageBitmap,
     /// Whether any page was discarded, also by an earlier guest, since all were populated.
     has_holes: AtomicBool,
     /// Whether pages are, or were, mapped one by one, whatever their size in the file.
@@ -261,6 +263,7 @@ impl RamRegion {
             resident: ResidentMap::new(pages)?,
             zero: ZeroMap::new(pages)?,
             discarded: PageBitmap::sparse(pages)?,
+            ahead: PageBitmap::sparse(len_bytes.div_ceil(populated::BLOCK_BYTES))?,
             has_holes: AtomicBool::new(false),
             small_pages: AtomicBool::new(false),
             plugged: zone
@@ -343,11 +346,6 @@ impl RamRegion {
             (Backing::File(_), Some(file)) => crate::zone_file::is_in_memory(file),
             _ => true,
         }
-    }
-
-    /// True when huge pages of either kind are wanted, as far as the host has them.
-    pub fn wants_huge_pages(&self) -> bool {
-        self.is_hugetlb() || self.spec().thp
     }
 
     /// The smallest page that the backing populates or discards: 4 KiB, or the size of a hugetlb page.

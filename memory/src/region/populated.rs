@@ -9,10 +9,49 @@ use std::io;
 use std::ops::Range;
 
 use super::{AccessError, RamRegion};
+use crate::lanes::PageKind;
+use crate::populate::THP_BYTES;
 use crate::populated::{data_runs_by_page, hugetlb_runs, mapped_data_runs, private_runs};
 use crate::zone_kind::ZoneKind;
 
+/// Granularity in which it is noted what engines have populated: their chunks are multiples of it.
+pub(super) const BLOCK_BYTES: u64 = THP_BYTES;
+
 impl RamRegion {
+    /// The kind of the pages of a part, and whether it is known to be populated: without asking the kernel, and wrong
+    /// only about how long it takes.
+    pub fn page_kind(&self, range: &Range<u64>) -> PageKind {
+        let is_hugetlb = self.is_hugetlb();
+        let is_transparent = !is_hugetlb && self.spec().thp && self.kind() != ZoneKind::PrivateFile;
+        PageKind {
+            page_bytes: if is_transparent { THP_BYTES } else { self.page_bytes() },
+            is_hugetlb,
+            is_shared: self.kind() == ZoneKind::Shared,
+            is_there: self.is_prezeroed() || self.is_ahead(range),
+        }
+    }
+
+    /// Notes that an engine has populated all of a part.
+    pub(crate) fn note_ahead(&self, range: &Range<u64>) {
+        self.ahead.set_range(Self::blocks_inside(range));
+    }
+
+    /// Notes that a part is discarded.
+    pub(super) fn forget_ahead(&self, range: &Range<u64>) {
+        self.ahead.claim_range(range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES));
+    }
+
+    fn is_ahead(&self, range: &Range<u64>) -> bool {
+        let blocks = Self::blocks_inside(range);
+        let count = blocks.end - blocks.start;
+        count > 0 && self.ahead.count_range(blocks) == count
+    }
+
+    fn blocks_inside(range: &Range<u64>) -> Range<u64> {
+        let start = range.start.div_ceil(BLOCK_BYTES);
+        start..(range.end / BLOCK_BYTES).max(start)
+    }
+
     /// The parts of `range` that were populated and not discarded since, found without populating any.
     /// May include too much, never too little; sorted, disjoint, whole pages.
     ///
