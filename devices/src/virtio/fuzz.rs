@@ -30,6 +30,7 @@ use super::iommu::{Iommu, IommuConfig, QueueDma};
 use super::mem;
 use super::net::worker::NetWorker;
 use super::net::{ControlWorker, Link, MacAddress, NetCounters, Tap, TapConfig, TapSlot};
+use super::pmem;
 use super::pmem::worker::PmemWorker;
 use super::queue::WorkQueue;
 use super::rng::worker::RngWorker;
@@ -513,6 +514,12 @@ fn run_state(data: &[u8]) -> Setup<()> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
     let config = super::block::BlockConfig { path, ..Default::default() };
     let _ = super::block::Block::new(config)?.restore(&snapshot);
+    let file = syscalls::memory_file(pmem::PMEM_ALIGN_BYTES as u64)?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+    let config = pmem::PmemConfig { path, ..pmem::PmemConfig::default() };
+    let file = pmem::PmemFile::open(&config, None)?;
+    let _ = pmem::Pmem::new(String::new(), &file, 1 << 32).restore(&snapshot);
+    super::vhost_user::fuzz::restore(&snapshot);
     crate::tpm::fuzz_state(&snapshot);
     Ok(())
 }

@@ -11,8 +11,8 @@ mod ecam;
 mod host_bridge;
 #[cfg(test)]
 mod tests;
+mod visibility;
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock};
@@ -30,6 +30,7 @@ use arrivals::Arrivals;
 pub use config_io::PciConfigIo;
 pub use ecam::{ECAM_SEGMENT_LEN_BYTES, PciEcam};
 pub use host_bridge::HostBridge;
+use visibility::Visibility;
 
 /// Why a function cannot be added to the bus.
 #[derive(Debug, Error)]
@@ -99,8 +100,7 @@ enum Slot {
 pub struct PciSegment {
     segment: u16,
     slots: RwLock<[Slot; DEVICES_PER_BUS_COUNT as usize]>,
-    /// A bit for each device number whose function no longer responds.
-    hidden: AtomicU32,
+    visibility: Visibility,
     arrivals: Arrivals,
     on_waited: OnceLock<OnWaited>,
     placement: Mutex<BarPlacement>,
@@ -148,7 +148,7 @@ impl PciSegment {
         Ok(Arc::new(Self {
             segment,
             slots: RwLock::new(slots),
-            hidden: AtomicU32::new(0),
+            visibility: Visibility::default(),
             arrivals: Arrivals::default(),
             on_waited: OnceLock::new(),
             placement: Mutex::new(placement),
@@ -212,7 +212,7 @@ impl PciSegment {
         let slot = &mut slots[usize::from(number.get())];
         if matches!(slot, Slot::Reserved | Slot::Opening) {
             *slot = Slot::Free;
-            self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
+            self.visibility.forget(number);
         }
         // Who waits for a function looks at the slots with the lock of arrivals.
         drop(slots);
@@ -295,13 +295,19 @@ impl PciSegment {
     /// [`PciSegment::remove_device`]. Also for one that is still to be added: it responds from
     /// [`PciSegment::show`] on, and no access waits for it.
     pub fn hide(&self, number: DeviceNumber) {
-        self.hidden.fetch_or(1 << number.get(), Ordering::AcqRel);
+        self.visibility.hide(number);
         self.arrivals.tell();
+    }
+
+    /// Like [`PciSegment::hide`], unless the guest has accessed the function's configuration space, or is about to: then
+    /// nothing changes, and the answer is false.
+    pub fn hide_unseen(&self, number: DeviceNumber) -> bool {
+        self.visibility.hide_unseen(number)
     }
 
     /// Makes a function respond that [`PciSegment::hide`] has hidden.
     pub fn show(&self, number: DeviceNumber) {
-        self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
+        self.visibility.show(number);
     }
 
     /// Removes a function: on return none of it is mapped, and its number and addresses are free. An access
@@ -313,7 +319,7 @@ impl PciSegment {
         }
         let Slot::Taken(device) = std::mem::replace(slot, Slot::Free) else { return None };
         self.placement.lock().remove(number);
-        self.hidden.fetch_and(!(1 << number.get()), Ordering::AcqRel);
+        self.visibility.forget(number);
         Some(device)
     }
 
@@ -386,11 +392,14 @@ impl PciSegment {
         let number = DeviceNumber::new(address.device).ok()?;
         // The function of the slot, if any; `None` while it is expected.
         let look = || {
-            if self.hidden.load(Ordering::Acquire) & 1 << number.get() != 0 {
+            if self.visibility.is_hidden(number) {
                 return Some(None);
             }
             match &self.slots.read()[usize::from(number.get())] {
-                Slot::Taken(device) => Some(Some((number, Arc::clone(device)))),
+                // It may have been hidden since.
+                Slot::Taken(device) => {
+                    Some(self.visibility.see(number).then(|| (number, Arc::clone(device))))
+                }
                 Slot::Free | Slot::Reserved => Some(None),
                 Slot::Opening => None,
             }

@@ -312,6 +312,26 @@ fn who_looks_at_a_coming_function_waits_for_it() {
 }
 
 #[test]
+fn a_function_that_the_guest_has_looked_at_stays() {
+    let (segment, _) = segment(0);
+    let number = segment.choose(None, "a").unwrap();
+    let at = |offset| ConfigAddress { bus: 0, device: number.get(), function: 0, offset };
+    let mut word = [0; 2];
+    segment.read_config(at(0), &mut word);
+    assert_eq!(word, [0xff; 2], "there is none yet");
+    segment.add_device(&device("a"), Some(number)).unwrap();
+    assert!(segment.hide_unseen(number), "it has not been looked at");
+    segment.read_config(at(0), &mut word);
+    assert_eq!(word, [0xff; 2]);
+    segment.show(number);
+    segment.read_config(at(0), &mut word);
+    assert_ne!(word, [0xff; 2]);
+    assert!(!segment.hide_unseen(number));
+    segment.read_config(at(0), &mut word);
+    assert_ne!(word, [0xff; 2]);
+}
+
+#[test]
 fn a_hidden_function_is_not_waited_for_and_responds_once_it_is_shown() {
     let (segment, _) = segment(0);
     let number = segment.expect(None, "a").unwrap();

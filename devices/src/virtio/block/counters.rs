@@ -41,15 +41,16 @@ impl Direction {
         self.latency_min_us.fetch_min(took_us, Ordering::Relaxed);
     }
 
-    /// Minimum, maximum and mean latency in microseconds; zeros before the first transfer.
-    fn latencies_us(&self) -> [u64; 3] {
+    /// Minimum, maximum, mean and sum of latencies in microseconds; zeros before the first transfer.
+    fn latencies_us(&self) -> [u64; 4] {
         let ops = self.ops.get();
         if ops == 0 {
-            return [0; 3];
+            return [0; 4];
         }
         let min = self.latency_min_us.load(Ordering::Relaxed);
         let max = self.latency_max_us.load(Ordering::Relaxed);
-        [min, max, self.latency_total_us.get() / ops]
+        let total = self.latency_total_us.get();
+        [min, max, total / ops, total]
     }
 }
 
@@ -63,19 +64,22 @@ pub struct BlockCounters {
 
 impl Counters for BlockCounters {
     fn counters(&self) -> BTreeMap<&'static str, u64> {
-        let [read_min, read_max, read_avg] = self.read.latencies_us();
-        let [write_min, write_max, write_avg] = self.write.latencies_us();
+        let [read_min, read_max, read_avg, read_total] = self.read.latencies_us();
+        let [write_min, write_max, write_avg, write_total] = self.write.latencies_us();
         BTreeMap::from([
             ("read_bytes", self.read.bytes.get()),
             ("read_ops", self.read.ops.get()),
             ("read_latency_min", read_min),
             ("read_latency_max", read_max),
             ("read_latency_avg", read_avg),
+            ("read_latency_total", read_total),
             ("write_bytes", self.write.bytes.get()),
             ("write_ops", self.write.ops.get()),
             ("write_latency_min", write_min),
             ("write_latency_max", write_max),
             ("write_latency_avg", write_avg),
+            ("write_latency_total", write_total),
+            ("errors", self.errors.get()),
         ])
     }
 }

@@ -221,8 +221,28 @@ impl DiskLock {
         DiskError::NotStable { path: self.disk.path().to_owned(), source }
     }
 
+    /// Whether the lock of a disk that is written, or only read, could be taken now; takes none. The image may be open
+    /// for reading only.
+    ///
+    /// # Errors
+    /// [`DiskError::InUse`].
+    pub fn check_free(&self, is_written: bool) -> Result<(), DiskError> {
+        let kind = if is_written { libc::F_WRLCK } else { libc::F_RDLCK };
+        let path = || self.disk.path().to_owned();
+        match is_free(self.disk.file(), kind, self.len_bytes(kind)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(DiskError::InUse { path: path() }),
+            Err(source) => Err(DiskError::Lock { path: path(), source }),
+        }
+    }
+
     fn set(&self, kind: libc::c_int) -> io::Result<()> {
-        let len_bytes = match self.granularity {
+        set_lock(self.disk.file(), kind, self.len_bytes(kind))
+    }
+
+    /// Length of the range that is locked.
+    fn len_bytes(&self, kind: libc::c_int) -> u64 {
+        match self.granularity {
             // A length of zero extends to the end of the file.
             LockGranularity::Full => 0,
             // The file of an image in a format grows.
@@ -230,8 +250,7 @@ impl DiskLock {
             // A disk may have been larger.
             LockGranularity::ByteRange if kind == libc::F_UNLCK => 0,
             LockGranularity::ByteRange => self.disk.file_len_bytes(),
-        };
-        set_lock(self.disk.file(), kind, len_bytes)
+        }
     }
 
     /// Has the lock, which is held, cover this many bytes.
@@ -246,16 +265,27 @@ pub(super) fn set_whole_lock(file: &File, kind: libc::c_int) -> io::Result<()> {
     set_lock(file, kind, 0)
 }
 
-fn set_lock(file: &File, kind: libc::c_int, len_bytes: u64) -> io::Result<()> {
+fn range(kind: libc::c_int, len_bytes: u64) -> io::Result<libc::flock> {
     let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
-    let range = libc::flock {
+    Ok(libc::flock {
         l_type: libc::c_short::try_from(kind).map_err(invalid)?,
         l_whence: libc::c_short::try_from(libc::SEEK_SET).map_err(invalid)?,
         l_start: 0,
         l_len: libc::off_t::try_from(len_bytes).map_err(invalid)?,
         l_pid: 0,
-    };
+    })
+}
+
+fn set_lock(file: &File, kind: libc::c_int, len_bytes: u64) -> io::Result<()> {
+    let range = range(kind, len_bytes)?;
     // SAFETY: F_OFD_SETLK reads one flock, which lives during the call; the descriptor is open.
     check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) })?;
     Ok(())
+}
+
+fn is_free(file: &File, kind: libc::c_int, len_bytes: u64) -> io::Result<bool> {
+    let mut range = range(kind, len_bytes)?;
+    // SAFETY: F_OFD_GETLK reads and writes one flock, which lives during the call; the descriptor is open.
+    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut range) })?;
+    Ok(libc::c_int::from(range.l_type) == libc::F_UNLCK)
 }

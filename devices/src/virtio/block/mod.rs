@@ -58,3 +58,8 @@ pub use no_space::{FullDisk, OnFull};
 #[cfg(any(test, feature = "testing"))]
 pub use qcow2::Sample as Qcow2Sample;
 pub use resize::{DiskResizer, ResizeDiskError};
+
+/// Whether disks of this process can use io_uring.
+pub fn has_io_uring() -> bool {
+    ring::Ring::is_available()
+}

@@ -31,6 +31,7 @@ impl Counters for NetCounters {
             ("rx_frames", self.rx_frames.get()),
             ("tx_bytes", self.tx_bytes.get()),
             ("tx_frames", self.tx_frames.get()),
+            ("dropped", self.dropped.get()),
         ])
     }
 }

@@ -16,6 +16,7 @@ mod config;
 mod control;
 mod counters;
 mod device;
+mod outlook;
 mod slot;
 mod state;
 mod tap;
@@ -31,6 +32,7 @@ pub(super) use control::ControlWorker;
 pub(super) use control::{ControlTarget, control_index, serve as serve_control};
 pub use counters::NetCounters;
 pub use device::{Net, NetConfig, NetError};
+pub use outlook::TapOutlook;
 pub use slot::{TapConfig, TapSlot};
 #[cfg(any(test, feature = "testing"))]
 pub(super) use tap::Tap;

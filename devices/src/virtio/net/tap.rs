@@ -22,7 +22,7 @@ use crate::syscalls::{check, set_nonblocking};
 /// Length of the header before each frame (virtio 1.3, 5.1.6).
 pub(super) const HEADER_BYTES: usize = 12;
 /// Name pattern in which the kernel fills in a number.
-const NAME_PATTERN: &str = "vmtap%d";
+pub(super) const NAME_PATTERN: &str = "vmtap%d";
 
 // linux/if.h and linux/if_tun.h
 const TUNGETIFF: libc::Ioctl = 0x8004_54d2;
@@ -159,7 +159,7 @@ pub(super) struct Plain {
     pub(super) refuses: AtomicBool,
 }
 
-fn request(name: &str) -> Result<libc::ifreq, TapError> {
+pub(super) fn request(name: &str) -> Result<libc::ifreq, TapError> {
     let bad = || TapError::Name { name: name.to_owned() };
     // SAFETY: ifreq is a plain C struct for which all zeros is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -179,7 +179,7 @@ fn name_of(request: &libc::ifreq) -> String {
 }
 
 /// IFF_PERSIST of linux/if_tun.h, as in the flags in sysfs.
-const PERSISTENT: u32 = 0x0800;
+pub(super) const PERSISTENT: u32 = 0x0800;
 
 impl Tap {
     /// Opens `count` queues of the tap with this name, or of a new one.

@@ -313,7 +313,7 @@ impl VirtioDevice for VhostUser {
     /// An error for all but networks and file systems: the back end has no state of another process.
     fn restore(&mut self, state: &DeviceSnapshot) -> Result<(), StateError> {
         if let Some(net) = &self.net {
-            return state::restore(net, &self.config, state);
+            return state::restore(net, self.config.mtu(), state);
         }
         if self.given.is_some() {
             let given = state::fs_state(state)?;

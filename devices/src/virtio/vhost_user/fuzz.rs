@@ -16,13 +16,15 @@ use virtio_queue::{Queue, QueueT as _};
 use vm_memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::net_link::NetLink;
 use super::scripted::{
     Answer, Request, SET_BACKEND_REQ_FD, SET_DEVICE_STATE_FD, back_end_with_thread,
 };
 use super::session::Session;
+use super::state;
 use super::{NetOffloads, VhostUser, VhostUserConfig, VhostUserKind};
 use crate::virtio::fuzz::NoKicks;
-use crate::virtio::{Activation, ActiveQueue, VirtioDevice as _, VirtioInterrupt};
+use crate::virtio::{Activation, ActiveQueue, DeviceSnapshot, VirtioDevice as _, VirtioInterrupt};
 
 /// Time limit of an answer: a back end that is silent must not slow the runs down.
 const LIMIT: Duration = Duration::from_millis(5);
@@ -182,6 +184,13 @@ fn activation(
     }
     let interrupt = Arc::new(NoInterrupt);
     Ok(Activation { memory: memory.clone(), interrupt, queues, features })
+}
+
+/// What is saved of a network, and of a file system as far as it is not for the back end to check.
+pub fn restore(snapshot: &DeviceSnapshot) {
+    let link = NetLink::new(NET_QUEUES / 2, [2, 0, 0, 0, 0, 1]);
+    let _ = state::restore(&link, Some(1500), snapshot);
+    let _ = state::fs_state(snapshot);
 }
 
 #[cfg(test)]

@@ -69,10 +69,10 @@ pub(super) fn save(link: &NetLink, config: &ConfigSpace) -> DeviceSnapshot {
     FORMAT.encode(&Saved { active_pairs, announce_pending, mtu: config.mtu() })
 }
 
-/// Restores a state, once it has been found to be one of this device.
+/// Restores a state, once it has been found to be one of this device, whose drivers are told the MTU `here`.
 pub(super) fn restore(
     link: &NetLink,
-    config: &ConfigSpace,
+    here: Option<u16>,
     snapshot: &DeviceSnapshot,
 ) -> Result<(), StateError> {
     let Saved { active_pairs, announce_pending, mtu } = FORMAT.decode(snapshot)?;
@@ -82,7 +82,6 @@ pub(super) fn restore(
             link.pairs_max
         )));
     }
-    let here = config.mtu();
     if mtu.is_some_and(|mtu| here.is_none_or(|here| here < mtu)) {
         return Err(FORMAT.invalid(format!(
             "the driver has an MTU of {} bytes, and the device {}",

@@ -154,6 +154,27 @@ impl WriteLog {
         Self { id: id.to_owned(), session: Arc::clone(session), log }
     }
 
+    /// The log of a scripted back end, and the file in which a test marks pages in its place.
+    ///
+    /// # Errors
+    /// The host has no memory or sockets for it.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn for_tests(id: &str, ram: &GuestRam) -> io::Result<(Self, File)> {
+        use super::kind::{NetOffloads, VhostUserKind};
+        use super::scripted::{Request, back_end_with_thread};
+
+        const QUEUES: u16 = 2;
+        let offloads = NetOffloads { csum: true, tso: true, ufo: true };
+        let kind = VhostUserKind::Net { mac: [2, 0, 0, 0, 0, 1], mtu: None, offloads };
+        let (connection, _ends_with_it) = back_end_with_thread(Request::usual_of_all)?;
+        let limit = std::time::Duration::from_mins(1);
+        let session = Session::over(connection, kind.needs(QUEUES), limit);
+        let session = Arc::new(Mutex::new(session.map_err(io::Error::other)?));
+        let log = Self::start(id, &session, ram);
+        let file = log.log.as_ref().map(|log| log.file().try_clone());
+        Ok((log, file.ok_or_else(|| io::Error::other("no log"))??))
+    }
+
     /// Whether the back end may write every page until its rings stop.
     pub fn is_missing(&self) -> bool {
         self.log.is_none() && self.session.lock().has_run()
