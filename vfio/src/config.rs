@@ -303,11 +303,21 @@ impl ShadowConfig {
         forwards
     }
 
-    /// Whether a write sets Bus Master Enable.
-    pub fn asks_for_bus_master(offset: u16, data: &[u8]) -> bool {
+    /// Whether a write sets one of these bits of the command register.
+    fn commands(offset: u16, data: &[u8], bits: u8) -> bool {
         let at = register::COMMAND.checked_sub(offset);
         let byte = at.and_then(|at| data.get(usize::from(at)));
-        byte.is_some_and(|byte| byte & COMMAND_BUS_MASTER != 0)
+        byte.is_some_and(|byte| byte & bits != 0)
+    }
+
+    /// Whether a write sets Bus Master Enable.
+    pub fn asks_for_bus_master(offset: u16, data: &[u8]) -> bool {
+        Self::commands(offset, data, COMMAND_BUS_MASTER)
+    }
+
+    /// Whether a write has the function respond, or use memory: the guest begins to use it.
+    pub fn begins_use(offset: u16, data: &[u8]) -> bool {
+        Self::commands(offset, data, COMMAND_IO | COMMAND_MEMORY | COMMAND_BUS_MASTER)
     }
 
     /// Whether a write of so many bytes sets the power state (PCI Bus Power Management 1.2, 3.2.4).

@@ -11,7 +11,10 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 
-use memory::{ChunkHook, GuestRam, Prefault, PrefaultError, PrefaultOptions, RamRegion, StopQuery};
+use memory::{
+    ChunkHook, GuestRam, LaneProgress, Prefault, PrefaultError, PrefaultOptions, RamRegion,
+    StopQuery,
+};
 
 use super::limits::DmaLimits;
 
@@ -79,9 +82,22 @@ pub struct Populating<'a> {
     pub spares_mmap_lock: bool,
     /// Whether the host was found to have memory for all of it.
     pub is_checked: bool,
-    /// Called at the start with a helper for threads that would otherwise only wait.
-    pub begun: &'a dyn Fn(PopulateHelper),
+    /// Called at the start.
+    pub begun: &'a dyn Fn(PopulateBegun),
+    /// Called now and then until the end, on the thread that has called [`Populator::populate`].
+    pub meanwhile: &'a dyn Fn(),
 }
+
+/// What there is of memory that is being populated.
+pub struct PopulateBegun {
+    /// A helper for threads that would otherwise only wait.
+    pub help: PopulateHelper,
+    /// How far each kind of page of each node is.
+    pub lanes: LanesQuery,
+}
+
+/// Says how far each kind of page of each node is, in an order that stays; does not block.
+pub type LanesQuery = Box<dyn Fn() -> Vec<LaneProgress> + Send + Sync>;
 
 /// Work for a thread that would otherwise only wait; returns when nothing is left to do.
 pub type PopulateHelper = Arc<dyn Fn() + Send + Sync>;
@@ -121,8 +137,12 @@ impl Populator for GuestRamPopulator {
             ..PrefaultOptions::default()
         };
         let prefault = Prefault::start(self.ram.regions(), &options)?;
-        let helper = prefault.helper();
-        (how.begun)(Arc::new(move || helper.help()));
-        prefault.wait()
+        let (helper, meter) = (prefault.helper(), prefault.meter());
+        let help = Arc::new(move || helper.help());
+        (how.begun)(PopulateBegun { help, lanes: Box::new(move || meter.lanes()) });
+        prefault.wait_unless(&|| {
+            (how.meanwhile)();
+            false
+        })
     }
 }

@@ -56,7 +56,7 @@ pub enum VfioError {
         "cannot use VFIO: the modules vfio-pci and vfio_iommu_type1 have to be loaded, and \
          /dev/vfio/vfio to be accessible"
     )]
-    Container(#[source] vfio_ioctls::VfioError),
+    Container(#[source] io::Error),
     /// KVM's VFIO device failed.
     #[error("KVM cannot be informed of passed-through devices")]
     Kvm(#[from] KvmError),
@@ -73,7 +73,34 @@ pub enum VfioError {
         group: String,
         /// The cause.
         #[source]
-        source: vfio_ioctls::VfioError,
+        source: io::Error,
+    },
+    /// A driver of the host uses another function of the group.
+    #[error(
+        "cannot open the device at {path}, as the host uses {members} of its IOMMU group {group}: bind that to \
+         vfio-pci, or to no driver, first"
+    )]
+    NotViable {
+        /// Path of the device.
+        path: PathBuf,
+        /// Its IOMMU group.
+        group: String,
+        /// The functions that are in the way.
+        members: String,
+    },
+    /// The group cannot be put into the container.
+    #[error(
+        "the IOMMU does not take the device at {path}, of IOMMU group {group}{}",
+        join_hint(source)
+    )]
+    Join {
+        /// Path of the device.
+        path: PathBuf,
+        /// Its IOMMU group.
+        group: String,
+        /// The cause.
+        #[source]
+        source: io::Error,
     },
     /// iommufd cannot be opened.
     #[error(
@@ -184,7 +211,7 @@ pub enum VfioError {
         what: String,
         /// The cause.
         #[source]
-        source: vfio_ioctls::VfioError,
+        source: io::Error,
     },
     /// The function is not an endpoint, or does not respond.
     #[error("the function has a header of type {found:#x}; only endpoints can be passed through")]
@@ -336,6 +363,17 @@ fn attach_hint(error: &vfio_ioctls::VfioError) -> &'static str {
     }
 }
 
+fn join_hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            ": the host's IOMMU does not keep interrupts of devices apart; if this guest is to be trusted with that, set \
+             /sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts"
+        }
+        Some(libc::EBUSY) => ", which another process, or a driver of the host, uses",
+        _ => "",
+    }
+}
+
 fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOMEM) => {
@@ -356,6 +394,17 @@ mod tests {
     use vmm_sys_util::errno::Error as Errno;
 
     use super::*;
+
+    #[test]
+    fn what_stands_in_the_way_of_a_group_is_named() {
+        let text = |errno| {
+            let source = io::Error::from_raw_os_error(errno);
+            VfioError::Join { path: "/d".into(), group: "7".to_owned(), source }.to_string()
+        };
+        assert!(text(libc::EPERM).contains("allow_unsafe_interrupts"));
+        assert!(text(libc::EBUSY).contains("a driver of the host"));
+        assert_eq!(text(libc::EIO), "the IOMMU does not take the device at /d, of IOMMU group 7");
+    }
 
     #[test]
     fn what_stands_in_the_way_of_iommufd_is_named() {

@@ -6,6 +6,8 @@
 //! (`violations`). Never used by a VMM.
 #![allow(missing_docs, reason = "not part of the interface")]
 
+mod target;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -14,25 +16,20 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use memory::{GuestRam, RamRegion};
 use parking_lot::Mutex;
 use vmm_sys_util::tempfile::TempFile;
 
-use super::dma::DmaTarget;
 use super::error::VfioError;
 use super::gate::DmaGate;
 use super::host::{DeviceEvent, HostBar, HostFunction, InterruptKind};
-use super::limits::DmaLimits;
 use super::mapping::BarMapping;
 use super::migration::fakes::FakeMigration;
 use super::migration::{DeviceState, MigrationPort, MigrationSupport};
-use super::p2p::P2pTarget;
 pub use super::p2p::fakes::FakeP2p;
-use super::space::{DmaSpace, OpenedFunction};
-use super::sysfs::HostPlace;
 use super::{BarSlots, IntxLine};
 use pci::MapError;
 use pci::register;
+pub use target::FakeTarget;
 
 /// Offsets of the capabilities of [`FakeFunction::config`].
 pub const POWER_OFFSET: u16 = 0x44;
@@ -80,6 +77,8 @@ pub struct FakeFunction {
     pub ignores_commands: AtomicBool,
     /// Writes of its power state have no effect.
     pub ignores_power: AtomicBool,
+    /// What it was told last: whether the guest uses it.
+    pub in_use: AtomicBool,
     /// Called before its power state changes.
     pub on_power: OnceLock<Box<dyn Fn() + Send + Sync>>,
     unmasked: AtomicU64,
@@ -143,6 +142,7 @@ impl FakeFunction {
             refuses_resets: AtomicBool::new(false),
             ignores_commands: AtomicBool::new(false),
             ignores_power: AtomicBool::new(false),
+            in_use: AtomicBool::new(false),
             on_power: OnceLock::new(),
             unmasked: AtomicU64::new(0),
             resets: Mutex::default(),
@@ -376,6 +376,10 @@ impl HostFunction for FakeFunction {
         self.migration.reset();
         Ok(())
     }
+
+    fn set_in_use(&self, is_used: bool) {
+        self.in_use.store(is_used, Ordering::Relaxed);
+    }
 }
 
 impl MigrationPort for FakeFunction {
@@ -386,6 +390,9 @@ impl MigrationPort for FakeFunction {
     fn set_device_state(&self, state: DeviceState) -> io::Result<()> {
         if state == DeviceState::Resuming && !self.gate.is_open() {
             self.violate("a state put in behind a closed gate".to_owned());
+        }
+        if state == DeviceState::Resuming && !self.in_use.load(Ordering::Relaxed) {
+            self.violate("a state put in that a reset of the bus may take away".to_owned());
         }
         self.migration.set_state(state)
     }
@@ -477,119 +484,5 @@ impl IntxLine for FakeLine {
 
     fn resample(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
-    }
-}
-
-type BeforeMap = Box<dyn Fn(u64) -> io::Result<()> + Send + Sync>;
-
-/// An IOMMU that writes down what it was asked to map; `before` may wait or refuse.
-#[derive(Default)]
-pub struct FakeTarget {
-    pub mapped: Mutex<Vec<Range<u64>>>,
-    /// What was prepared, each before anything of it was mapped.
-    pub prepared: Mutex<Vec<Range<u64>>>,
-    pub limits: DmaLimits,
-    pub maps_last: bool,
-    pub takes_mmap_lock: bool,
-    pub before: Option<BeforeMap>,
-    /// Called before everything is unmapped.
-    pub before_unmap_all: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    pub unmaps: AtomicU64,
-    /// Stays mapped without functions.
-    pub outlives_vm: bool,
-    /// Nothing can be unmapped.
-    pub keeps_all: AtomicBool,
-}
-
-impl FakeTarget {
-    pub fn unmaps(&self) -> u64 {
-        self.unmaps.load(Ordering::Relaxed)
-    }
-
-    pub fn mapped_bytes_in(&self, gpa: &Range<u64>) -> u64 {
-        let part =
-            |piece: &Range<u64>| piece.end.min(gpa.end).saturating_sub(piece.start.max(gpa.start));
-        self.mapped.lock().iter().map(part).sum()
-    }
-
-    /// In how many pieces all of it is mapped.
-    pub fn is_mapped(&self, gpa: Range<u64>) -> Option<usize> {
-        let is_whole = self.mapped_bytes_in(&gpa) == gpa.end - gpa.start;
-        let touches = |piece: &&Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
-        is_whole.then(|| self.mapped.lock().iter().filter(touches).count())
-    }
-}
-
-/// Without functions.
-impl DmaSpace for FakeTarget {
-    fn open(&self, _place: HostPlace) -> Result<OpenedFunction, VfioError> {
-        Err(VfioError::Io {
-            what: "open a function of a fake",
-            source: io::ErrorKind::NotFound.into(),
-        })
-    }
-
-    fn memory(&self) -> Arc<GuestRam> {
-        unreachable!("it has no functions")
-    }
-
-    fn outlives_vm(&self) -> bool {
-        self.outlives_vm
-    }
-
-    fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>> {
-        None
-    }
-}
-
-impl DmaTarget for FakeTarget {
-    fn maps_last(&self, _region: &RamRegion) -> bool {
-        self.maps_last
-    }
-
-    fn takes_mmap_lock(&self) -> bool {
-        self.takes_mmap_lock
-    }
-
-    fn prepare(&self, region: &RamRegion, range: &Range<u64>) {
-        let gpa = region.gpa() + range.start..region.gpa() + range.end;
-        assert_eq!(self.mapped_bytes_in(&gpa), 0, "{gpa:x?} is mapped already");
-        self.prepared.lock().push(gpa);
-    }
-
-    fn map(&self, region: &RamRegion, range: &Range<u64>) -> io::Result<()> {
-        let gpa = region.gpa() + range.start;
-        if let Some(before) = &self.before {
-            before(gpa)?;
-        }
-        self.mapped.lock().push(gpa..region.gpa() + range.end);
-        Ok(())
-    }
-
-    fn unmap(&self, gpa: &Range<u64>) -> io::Result<()> {
-        if self.keeps_all.load(Ordering::Relaxed) {
-            return Err(io::Error::from_raw_os_error(libc::EIO));
-        }
-        let mut mapped = self.mapped.lock();
-        let touches = |piece: &Range<u64>| piece.start < gpa.end && gpa.start < piece.end;
-        let is_inside = |piece: &Range<u64>| gpa.start <= piece.start && piece.end <= gpa.end;
-        if mapped.iter().any(|piece| touches(piece) && !is_inside(piece)) {
-            // As type1: a mapping cannot be cut.
-            return Err(io::Error::from_raw_os_error(libc::EINVAL));
-        }
-        mapped.retain(|piece| !touches(piece));
-        self.unmaps.fetch_add(1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn unmap_all(&self) {
-        if let Some(before) = self.before_unmap_all.get() {
-            before();
-        }
-        self.mapped.lock().clear();
-    }
-
-    fn limits(&self) -> DmaLimits {
-        self.limits.clone()
     }
 }

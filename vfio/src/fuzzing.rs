@@ -79,7 +79,7 @@ pub fn fuzz_vfio_config(mut input: &[u8]) {
     iommu.may_sleep.store(true, Ordering::Relaxed);
     let peers = P2pBars::new(iommu.clone());
     // A second function, so that sharing has an effect.
-    let _other = peers.join("other");
+    let _other = peers.join("other", Vec::new());
     drive(&host, &slots, &mapper, (&gate, &peers), input);
     assert_eq!(host.violations(), Vec::<String>::new());
     assert_eq!(slots.violations(), Vec::<String>::new());
@@ -202,6 +202,8 @@ mod tests {
             fuzz_vfio_state(format!("{{\"{key}\":{value}}}").as_bytes());
             let state = format!(r#"{{"state":{{"len_bytes":{len_bytes},"base64":"{base64}"}}}}"#);
             fuzz_vfio_state(state.as_bytes());
+            let apart = format!(r#"{{"state":{{"len_bytes":{len_bytes},"apart":true}}}}"#);
+            fuzz_vfio_state(apart.as_bytes());
         }
     }
 }

@@ -109,4 +109,7 @@ pub trait HostFunction: MigrationPort {
     /// # Errors
     /// There is one, and it has failed.
     fn reset(&self) -> Result<(), VfioError>;
+    /// Tells whether the guest uses the function: if so, it is not reset for the sake of others on its bus. May wait for such a
+    /// reset.
+    fn set_in_use(&self, _is_used: bool) {}
 }

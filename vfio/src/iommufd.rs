@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::ops::{Range, RangeInclusive};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,11 +35,11 @@ use vfio_ioctls::{VfioDevice, VfioError as IoctlError, VfioIommufd};
 
 use super::dma::DmaTarget;
 use super::error::VfioError;
-use super::limits::{DmaLimits, LockedMemory};
+use super::limits::DmaLimits;
 use super::p2p::P2pTarget;
 use super::prepinned::mapped_pieces;
 use super::ranges::remove_in;
-use super::space::{DmaSpace, Mapping, OpenedFunction};
+use super::space::{Attachment, DmaSpace, Mapping, OpenedFunction, SpaceHold};
 use super::sysfs::{HostPlace, SysfsFunction, is_node_of};
 
 const IOMMUFD: &str = "/dev/iommu";
@@ -228,7 +228,7 @@ impl IommufdSpace {
         self.attach(&device)?;
         let took_us = start.elapsed().as_micros();
         log::info!("the device at {} reaches all memory after {took_us} us", path.display());
-        Ok(OpenedFunction { device, told: Some(told) })
+        opened(device, told)
     }
 
     /// Binds an open character device and attaches it to the address space.
@@ -263,8 +263,18 @@ impl IommufdSpace {
         };
         let device = device.map_err(|source| VfioError::Attach { source })?;
         self.attach(&device)?;
-        Ok(OpenedFunction { device, told: Some(told) })
+        opened(device, told)
     }
+}
+
+fn opened(device: VfioDevice, told: AttachedFile) -> Result<OpenedFunction, VfioError> {
+    // SAFETY: the device keeps its descriptor open across this statement.
+    let file = unsafe { BorrowedFd::borrow_raw(device.as_raw_fd()) };
+    let file = file.try_clone_to_owned().map(File::from).map_err(|source| VfioError::Io {
+        what: "duplicate the descriptor of the device",
+        source,
+    })?;
+    Ok(OpenedFunction { file, attachment: Attachment::Iommufd { _device: device, _told: told } })
 }
 
 fn mapped(gpa: u64, len: usize) -> Mapped {
@@ -301,11 +311,14 @@ impl DmaSpace for IommufdSpace {
         Arc::clone(&self.ram)
     }
 
-    fn outlives_vm(&self) -> bool {
-        let is_made = matches!(*self.table.lock(), Table::Made(_));
+    fn outlive_vm(&self) -> Result<SpaceHold, &'static str> {
         // It keeps the VM in the kernel.
         *self.files.lock() = None;
-        is_made
+        match *self.table.lock() {
+            Table::Made(_) => Ok(Box::new(())),
+            Table::Kernels => Err("an iommufd that was given may be open longer than the VM"),
+            Table::Unmade => Err("it is mapped only as long as devices are open"),
+        }
     }
 
     fn join_vm(&self, vm: &Vm) -> Result<(), VfioError> {
@@ -345,10 +358,6 @@ impl DmaTarget for IommufdSpace {
     }
 
     fn limits(&self) -> DmaLimits {
-        DmaLimits {
-            entries: None,
-            locked: LockedMemory::for_iommufd(),
-            cgroup: DmaLimits::cgroup_memory(),
-        }
+        DmaLimits::of_iommufd()
     }
 }

@@ -41,11 +41,14 @@ mod function;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 mod gate;
+mod groups;
 mod host;
 #[cfg(test)]
 mod huge_bar_tests;
 mod interrupts;
+mod ioctl;
 mod iommufd;
+mod last;
 mod limits;
 mod mapping;
 pub mod migration;
@@ -69,9 +72,13 @@ mod user_error;
 
 pub use clique::CLIQUE_MAX;
 pub use container::Type1Container;
-pub use device::{BarSlots, DmaLog, VFIO_PCI_KIND, VfioPciDevice, VfioWiring};
+pub use device::{
+    BarSlots, DmaLog, StateReader, StateWriter, VFIO_PCI_KIND, VfioPciDevice, VfioWiring,
+};
 pub use device_events::{DeviceEvents, OnDeviceEvent};
-pub use dma::{DmaTarget, GuestRamPopulator, PopulateHelper, Populating, Populator};
+pub use dma::{
+    DmaTarget, GuestRamPopulator, LanesQuery, PopulateBegun, PopulateHelper, Populating, Populator,
+};
 pub use dma_map::{DmaMap, KeptMappings, OnLost};
 pub use error::{PinError, VfioError};
 pub use function::VfioFunction;
@@ -84,8 +91,8 @@ pub use limits::{DmaLimits, LockedMemory};
 pub use mapping::BarMapping;
 pub use migration::{INTEGRATED_ENDPOINT_VERSION, ROM_VERSION};
 pub use p2p::{P2pBars, P2pTarget, Peer};
-pub use pinning::{MapSample, OnAbandoned, PinProgress, PinState, Pinning, PinningAbort};
+pub use pinning::{OnAbandoned, OnLong, PinProgress, PinState, Pinning, PinningAbort};
 pub use prepinned::mapped_pieces;
 pub use reach::{bars_bytes_of, reach_of};
-pub use space::{DmaSpace, OpenedFunction};
-pub use sysfs::{HostPlace, host_nodes};
+pub use space::{DmaSpace, OpenedFunction, SpaceHold};
+pub use sysfs::{GroupMember, HostPlace, group_of, host_nodes};

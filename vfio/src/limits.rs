@@ -72,6 +72,20 @@ pub struct DmaLimits {
 }
 
 impl DmaLimits {
+    /// The limits of this process on mappings of a type 1 container.
+    pub fn of_type1() -> Self {
+        Self {
+            entries: Self::type1_entries(),
+            locked: LockedMemory::of_this_process(),
+            cgroup: Self::cgroup_memory(),
+        }
+    }
+
+    /// The same on mappings of an iommufd.
+    pub fn of_iommufd() -> Self {
+        Self { entries: None, locked: LockedMemory::for_iommufd(), cgroup: Self::cgroup_memory() }
+    }
+
     /// The type 1 limit on mappings of a container.
     pub fn type1_entries() -> Option<u64> {
         fs::read_to_string(TYPE1_ENTRIES).ok()?.trim().parse().ok()

@@ -8,7 +8,8 @@
 //! reported to every waiter; no waiter may wait forever.
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -17,11 +18,13 @@ use std::time::{Duration, Instant};
 use memory::RamRegion;
 use parking_lot::Mutex;
 
-use super::dma::{Populating, Populator};
+use super::dma::{LanesQuery, PopulateBegun, Populating, Populator};
 use super::dma_map::{DmaMap, KeptMappings};
 use super::entries::Entries;
 use super::error::PinError;
 use super::gate::DmaGate;
+use super::last::{self, LastKind};
+use super::pin_time::{self, PinWork, Review};
 
 /// Memory of which no guest sees the wait, also in 4 KiB pages mapped by one thread. Such devices are there
 /// from the beginning, however busy the host is, and no sample is taken.
@@ -53,31 +56,10 @@ pub enum PinState {
 pub struct PinProgress {
     /// Bytes mapped; without what the balloon has unmapped.
     pub pinned_bytes: u64,
-    /// Bytes populated, and mapped if they are not mapped after all others: what shows the rate.
-    pub processed_bytes: u64,
-    /// How long one chunk took of those that are mapped after all others.
-    pub sample: MapSample,
     /// Total bytes.
     pub total_bytes: u64,
     /// State.
     pub state: PinState,
-}
-
-/// How long mapping takes of memory that is mapped when all of it is populated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MapSample {
-    /// No such memory has been populated.
-    #[default]
-    Unneeded,
-    /// The sample is being mapped.
-    Begun,
-    /// So many bytes took so long.
-    Taken {
-        /// Length of the chunk.
-        bytes: u64,
-        /// Time of the call.
-        took: Duration,
-    },
 }
 
 /// What follows the end of the thread.
@@ -96,11 +78,14 @@ pub type OnAbandoned = Box<dyn FnOnce() + Send>;
 struct Shared {
     total_bytes: u64,
     dma_map: Arc<DmaMap>,
-    processed_bytes: AtomicU64,
     /// When populating began.
     begun: OnceLock<Instant>,
-    /// Locked briefly, for each chunk that is mapped last.
-    sample: Mutex<MapSample>,
+    /// How far that is.
+    lanes: OnceLock<LanesQuery>,
+    /// What is mapped last.
+    last: Vec<LastKind>,
+    /// Locked by the mapping thread, now and then, and to set it.
+    watch: Mutex<Option<Watch>>,
     stop: AtomicBool,
     state: Mutex<PinState>,
     /// Locked briefly.
@@ -108,6 +93,15 @@ struct Shared {
     gate: Arc<DmaGate>,
     yields_to_guest: bool,
 }
+
+/// Who wants to know of a forecast that is too long.
+struct Watch {
+    review: Review,
+    on_long: OnLong,
+}
+
+/// Called once with the time that is left, on the mapping thread; must not block.
+pub type OnLong = Box<dyn FnOnce(Duration) + Send>;
 
 /// Called once with the result, unless cancelled; on the mapping thread.
 pub type OnEnd = Box<dyn FnOnce(&PinState) + Send>;
@@ -137,10 +131,11 @@ impl Pinning {
         let (total_bytes, _) = populator.total_bytes();
         let shared = Arc::new(Shared {
             total_bytes,
-            dma_map,
-            processed_bytes: AtomicU64::new(0),
             begun: OnceLock::new(),
-            sample: Mutex::default(),
+            lanes: OnceLock::new(),
+            last: last::kinds(dma_map.target(), populator.regions()),
+            watch: Mutex::default(),
+            dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(PinState::Pinning),
             end: Mutex::new(End::Reported),
@@ -174,9 +169,10 @@ impl Pinning {
         gate.open();
         let shared = Arc::new(Shared {
             total_bytes: dma_map.mapped_bytes(),
-            processed_bytes: AtomicU64::new(dma_map.mapped_bytes()),
             begun: OnceLock::new(),
-            sample: Mutex::default(),
+            lanes: OnceLock::new(),
+            last: Vec::new(),
+            watch: Mutex::default(),
             dma_map,
             stop: AtomicBool::new(false),
             state: Mutex::new(state.clone()),
@@ -206,9 +202,21 @@ impl Pinning {
         dma_map.target().limits().check(entries.now(), total_bytes, counted_bytes)
     }
 
-    /// When populating began; not yet while others who populate the memory end.
-    pub(crate) fn populating_since(&self) -> Option<Instant> {
-        self.shared.begun.get().copied()
+    /// Has `on_long` called as soon as what is left is forecast to take longer than a guest may wait, with `bars` for the
+    /// BARs that are mapped after memory. The forecast is repeated until then, or the end.
+    pub fn watch(&self, bars: Duration, on_long: OnLong) {
+        *self.shared.watch.lock() = Some(Watch { review: Review::new(bars), on_long });
+    }
+
+    /// Whether it is memory of which no guest sees the wait: its devices are there from the beginning, however busy the host is,
+    /// and nothing is forecast.
+    pub fn is_small(&self) -> bool {
+        self.shared.total_bytes < SMALL_BYTES
+    }
+
+    /// How far it is.
+    pub(crate) fn work(&self) -> PinWork {
+        self.shared.work()
     }
 
     /// The current progress.
@@ -218,11 +226,29 @@ impl Pinning {
         let pinned_bytes = dma_map.mapped_bytes();
         PinProgress {
             pinned_bytes,
-            processed_bytes: self.shared.processed_bytes.load(Ordering::Relaxed),
-            sample: *self.shared.sample.lock(),
             // The guest may have got more memory since.
             total_bytes: pinned_bytes.max(*total_bytes),
             state: lost.unwrap_or_else(|| state.lock().clone()),
+        }
+    }
+
+    /// Whether a driver that enables DMA now would have to wait for longer than
+    /// [`GATE_WAIT_MAX`](pin_time::GATE_WAIT_MAX), with `bars` for the BARs that are mapped after memory; also if nothing is
+    /// mapped while that is measured. `is_cancelled` ends the measurement early.
+    pub fn is_too_long(&self, bars: Duration, is_cancelled: impl Fn() -> bool) -> bool {
+        let begun = Instant::now();
+        if self.is_small() {
+            return false;
+        }
+        loop {
+            let judged = pin_time::judge(&self.work(), bars, begun.elapsed(), is_cancelled());
+            if let Some(is_too_long) = judged {
+                return is_too_long;
+            }
+            if self.ends_within(pin_time::POLL_INTERVAL) {
+                // Its state says how; a thread that panicked has left none, and its gate has failed.
+                return false;
+            }
         }
     }
 
@@ -408,17 +434,53 @@ impl Shared {
         if self.stop.load(Ordering::Relaxed) { Err(PinError::Cancelled) } else { Ok(()) }
     }
 
-    /// Whether the calling thread is to map the sample: once, and only if a guest may have to wait.
-    fn begins_sample(&self) -> bool {
-        if !self.yields_to_guest || self.total_bytes < SMALL_BYTES {
-            return false;
+    fn work(&self) -> PinWork {
+        PinWork {
+            // Not while others who populate the memory end.
+            took: self.begun.get().map_or(Duration::ZERO, Instant::elapsed),
+            lanes: self.lanes.get().map(|lanes| lanes()).unwrap_or_default(),
+            last: self.last.iter().map(LastKind::progress).collect(),
+            is_over: !matches!(*self.state.lock(), PinState::Pinning)
+                || self.dma_map.lost().is_some(),
         }
-        let mut sample = self.sample.lock();
-        let is_first = *sample == MapSample::Unneeded;
-        if is_first {
-            *sample = MapSample::Begun;
+    }
+
+    /// Repeats the forecast if it is time to.
+    fn review(&self) {
+        let mut watch = self.watch.lock();
+        let took = self.begun.get().map_or(Duration::ZERO, Instant::elapsed);
+        let Some(current) = watch.as_mut().filter(|watch| watch.review.is_due(took)) else {
+            return;
+        };
+        let Some(left) = current.review.look(&self.work()) else { return };
+        let told = watch.take();
+        drop(watch);
+        if let Some(told) = told {
+            (told.on_long)(left);
         }
-        is_first
+    }
+
+    /// Maps what has just been populated, or leaves it in `kept` until all is.
+    fn put_to_use(
+        &self,
+        region: &RamRegion,
+        range: Range<u64>,
+        kept: &Mutex<Vec<(u64, Range<u64>)>>,
+    ) -> Result<(), PinError> {
+        self.go_on()?;
+        let Some(last) = last::of(&self.last, region) else {
+            return self.dma_map.map(region, &range);
+        };
+        // Only if a guest may have to wait.
+        let is_sampled = self.yields_to_guest && self.total_bytes >= SMALL_BYTES;
+        if is_sampled && last.begins_sample() {
+            let begun = Instant::now();
+            self.dma_map.map(region, &range)?;
+            last.sampled(range.end.saturating_sub(range.start), begun.elapsed());
+        } else {
+            kept.lock().push((region.gpa(), range));
+        }
+        Ok(())
     }
 
     fn pin(self: &Arc<Self>, populator: &dyn Populator) -> Result<(), PinError> {
@@ -429,38 +491,29 @@ impl Shared {
         let _ = self.begun.set(Instant::now());
         populator.populate(Populating {
             chunk_bytes: self.dma_map.chunk_bytes(),
-            on_chunk: Arc::new(move |region, range| {
-                shared.go_on()?;
-                let len_bytes = range.end.saturating_sub(range.start);
-                let is_last = shared.dma_map.target().maps_last(region);
-                if is_last && shared.begins_sample() {
-                    let begun = Instant::now();
-                    shared.dma_map.map(region, &range)?;
-                    *shared.sample.lock() =
-                        MapSample::Taken { bytes: len_bytes, took: begun.elapsed() };
-                } else if is_last {
-                    keep.lock().push((region.gpa(), range));
-                } else {
-                    shared.dma_map.map(region, &range)?;
-                }
-                shared.processed_bytes.fetch_add(len_bytes, Ordering::Relaxed);
-                Ok(())
-            }),
+            on_chunk: Arc::new(move |region, range| Ok(shared.put_to_use(region, range, &keep)?)),
             is_stopped: Arc::new(move || stopping.stop.load(Ordering::Relaxed)),
             yields_to_guest: self.yields_to_guest,
             spares_mmap_lock: self.dma_map.target().takes_mmap_lock(),
             is_checked: false,
-            begun: &|help| {
+            begun: &|PopulateBegun { help, lanes }| {
+                let _ = self.lanes.set(lanes);
                 if self.yields_to_guest {
                     self.gate.helped_by(help);
                 }
             },
+            meanwhile: &|| self.review(),
         })?;
         for (gpa, range) in std::mem::take(&mut *kept.lock()) {
             self.go_on()?;
             if let Some(region) = populator.regions().iter().find(|region| region.gpa() == gpa) {
                 self.dma_map.map(region, &range)?;
+                let bytes = range.end.saturating_sub(range.start);
+                if let Some(last) = last::of(&self.last, region) {
+                    last.mapped(bytes);
+                }
             }
+            self.review();
         }
         // Regions left out, such as those whose contents are still to arrive, are not mapped.
         let is_whole = self.dma_map.mapped_bytes() == self.total_bytes;

@@ -5,11 +5,13 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use memory::{GuestRam, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec};
+use memory::{
+    GuestRam, LaneProgress, PageKind, PrefaultError, RamConfig, RamLayout, RamRegion, ZoneSpec,
+};
 use parking_lot::Mutex;
 
 use super::fakes::FakeTarget;
@@ -120,7 +122,8 @@ impl Populator for Watched {
         *self.spares_mmap_lock.lock() = Some(how.spares_mmap_lock);
         if self.needs_help {
             let (help, helped) = mpsc::channel();
-            (how.begun)(Arc::new(move || help.send(()).unwrap()));
+            let help: PopulateHelper = Arc::new(move || help.send(()).unwrap());
+            (how.begun)(PopulateBegun { help, lanes: Box::new(Vec::new) });
             helped.recv_timeout(PATIENCE).unwrap();
         }
         self.inner.populate(Populating { begun: &|_| {}, ..how })?;
@@ -310,15 +313,30 @@ impl Populator for Stopping {
 
     fn populate(&self, how: Populating<'_>) -> Result<(), PrefaultError> {
         let mut left = self.at_once;
+        let (total_bytes, _) = self.total_bytes();
+        let done = Arc::new(AtomicU64::new(0));
+        let of_lanes = Arc::clone(&done);
+        let lanes = move || {
+            let done_bytes = of_lanes.load(Ordering::Relaxed);
+            let kind =
+                PageKind { page_bytes: 4096, is_hugetlb: false, is_shared: true, is_there: false };
+            let (node, done_chunks, busy) = (None, done_bytes / how.chunk_bytes, Duration::ZERO);
+            let threads = 1;
+            vec![LaneProgress { node, kind, total_bytes, done_bytes, done_chunks, busy, threads }]
+        };
+        let help: PopulateHelper = Arc::new(|| {});
+        (how.begun)(PopulateBegun { help, lanes: Box::new(lanes) });
         for region in self.regions() {
             for start in (0..region.len_bytes()).step_by(usize::try_from(how.chunk_bytes).unwrap())
             {
                 if left == 0 {
+                    (how.meanwhile)();
                     self.rest.wait().unwrap();
                 }
                 left = left.saturating_sub(1);
                 let end = region.len_bytes().min(start + how.chunk_bytes);
                 (how.on_chunk)(region, start..end).unwrap();
+                done.fetch_add(end - start, Ordering::Relaxed);
             }
         }
         Ok(())
@@ -329,7 +347,7 @@ impl Populator for Stopping {
 fn is_too_long(
     len_bytes: u64,
     at_once: usize,
-    before: Option<pin_time::PopulatedBefore>,
+    bars: Duration,
     target: impl FnOnce(Arc<DmaGate>) -> FakeTarget,
 ) -> bool {
     let (ram, rest) = (ram(len_bytes), Arc::new(DmaGate::default()));
@@ -339,48 +357,85 @@ fn is_too_long(
     let populator = Arc::new(Stopping { inner, at_once, rest: Arc::clone(&rest) });
     let gate = Arc::new(DmaGate::default());
     let mut pinning = Pinning::start(dma_map, populator, gate, true, Box::new(|_| {})).unwrap();
-    let is_too_long = pin_time::is_too_long(&pinning, before, || false);
+    let is_too_long = pinning.is_too_long(bars, || false);
     rest.open();
     pinning.wait().unwrap();
-    assert!(!pin_time::is_too_long(&pinning, before, || false), "it is mapped");
+    assert!(!pinning.is_too_long(Duration::MAX, || false), "it is mapped");
     is_too_long
 }
 
 #[test]
 fn a_guest_waits_only_for_what_is_soon_mapped() {
-    let quick = |_| FakeTarget::default();
-    assert!(!is_too_long(64 * MIB, 0, None, quick), "small");
-    assert!(!is_too_long(1024 * MIB, 100, None, quick), "all of it at once");
-    assert!(!is_too_long(1024 * MIB, 4, None, quick), "a quarter in no time");
-    assert!(is_too_long(1024 * MIB, 0, None, quick), "nothing in the time of the measurement");
+    let (quick, none) = (|_| FakeTarget::default(), Duration::ZERO);
+    assert!(!is_too_long(64 * MIB, 0, none, quick), "small");
+    assert!(!is_too_long(1024 * MIB, 100, none, quick), "all of it at once");
+    assert!(!is_too_long(1024 * MIB, 4, none, quick), "a quarter in no time");
+    assert!(is_too_long(1024 * MIB, 4, Duration::from_secs(5), quick), "and BARs after it");
+    assert!(is_too_long(1024 * MIB, 0, none, quick), "nothing in the time of the measurement");
     assert!(
-        is_too_long(65536 * MIB, 1, None, quick),
+        is_too_long(65536 * MIB, 1, none, quick),
         "a thousandth in the time of the measurement"
     );
     let last = |_| FakeTarget { maps_last: true, ..FakeTarget::default() };
-    assert!(!is_too_long(1024 * MIB, 100, None, last), "all of it populated, and a sample mapped");
+    assert!(!is_too_long(1024 * MIB, 100, none, last), "all of it populated, and a sample mapped");
     let stuck = |rest: Arc<DmaGate>| FakeTarget {
         maps_last: true,
         before: Some(Box::new(move |_| rest.wait().map_err(io::Error::other))),
         ..FakeTarget::default()
     };
-    assert!(is_too_long(1024 * MIB, 100, None, stuck), "populated, but nothing can be mapped");
-    let took = Duration::from_secs(2);
-    let before = |bytes, at_once_bytes, left_bytes| {
-        Some(pin_time::PopulatedBefore { bytes, at_once_bytes, left_bytes, took })
-    };
-    let is_too_long = |before| is_too_long(1024 * MIB, 4, before, quick);
-    assert!(!is_too_long(before(256 * MIB, 0, 256 * MIB)), "two seconds are left");
-    assert!(is_too_long(before(256 * MIB, 0, 768 * MIB)), "six seconds are left");
-    assert!(is_too_long(before(0, 256 * MIB, 1024 * MIB)), "eight seconds, as nothing is done");
-    let took = Duration::from_millis(500);
-    let begun = pin_time::PopulatedBefore {
-        bytes: 0,
-        at_once_bytes: 64 * MIB,
-        left_bytes: 1024 * MIB,
-        took,
-    };
-    assert!(!is_too_long(Some(begun)), "most of the measurement was of memory that was not there");
+    assert!(is_too_long(1024 * MIB, 100, none, stuck), "populated, but nothing can be mapped");
+}
+
+/// Opens when dropped: a test that fails would wait for its mapping otherwise.
+struct OpenAtEnd(Arc<DmaGate>);
+
+impl Drop for OpenAtEnd {
+    fn drop(&mut self) {
+        self.0.open();
+    }
+}
+
+#[test]
+fn who_watches_is_told_once_when_it_takes_longer_than_was_forecast() {
+    let kernel = Arc::new(DmaGate::default());
+    let (hold, (arrived, at_map)) = (Arc::clone(&kernel), mpsc::channel());
+    let arrived = Mutex::new(arrived);
+    let before = Box::new(move |_| {
+        let _ = arrived.lock().send(());
+        hold.wait().map_err(io::Error::other)
+    });
+    let target = FakeTarget { before: Some(before), ..FakeTarget::default() };
+    let mut pinning = start(target, &ram(256 * MIB), &Arc::new(DmaGate::default())).unwrap();
+    let kernel = OpenAtEnd(kernel);
+    at_map.recv_timeout(PATIENCE).unwrap();
+    let (tell, told) = mpsc::channel();
+    pinning.watch(Duration::ZERO, Box::new(move |left| tell.send(left).unwrap()));
+    // Nothing is mapped as long as this waits.
+    assert!(told.recv_timeout(PATIENCE).unwrap() > pin_time::GATE_WAIT_MAX);
+    assert_eq!(told.recv_timeout(PATIENCE), Err(mpsc::RecvTimeoutError::Disconnected), "once");
+    kernel.0.open();
+    pinning.wait().unwrap();
+}
+
+#[test]
+fn a_forecast_counts_what_the_engine_says_of_each_zone() {
+    let small = ZoneSpec { shared: true, thp: false, ..ZoneSpec::new("s", 64 * MIB) };
+    let large = ZoneSpec { shared: true, thp: true, ..ZoneSpec::new("l", 128 * MIB) };
+    let zones = vec![small, large];
+    let ram = Arc::new(GuestRam::new(&RamConfig { zones }, RamLayout::default()).unwrap());
+    let mut pinning = start(FakeTarget::default(), &ram, &Arc::new(DmaGate::default())).unwrap();
+    pinning.wait().unwrap();
+    let work = pinning.work();
+    let lanes: Vec<_> =
+        work.lanes.iter().map(|it| (it.kind.page_bytes, it.done_bytes / MIB)).collect();
+    assert_eq!(lanes, [(4096, 64), (2 << 20, 128)]);
+    assert!(work.is_over && work.last.is_empty());
+    let target = FakeTarget { maps_last: true, ..FakeTarget::default() };
+    let mut pinning = start(target, &ram, &Arc::new(DmaGate::default())).unwrap();
+    pinning.wait().unwrap();
+    let work = pinning.work();
+    assert_eq!(work.last.iter().map(|last| last.left_bytes).collect::<Vec<_>>(), [0, 0]);
+    assert!(work.lanes.iter().all(|lane| lane.kind.is_there), "it is only mapped again");
 }
 
 /// Has as many threads as the host gives, until it makes room.

@@ -5,8 +5,11 @@
 //!
 //! Owns the trait, and the check that a range lies in the memory that the address space keeps.
 
+use std::any::Any;
+use std::fs::File;
 use std::io;
 use std::ops::{Range, RangeInclusive};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use hypervisor::{AttachedFile, Vm};
@@ -15,6 +18,7 @@ use vfio_ioctls::VfioDevice;
 
 use super::dma::DmaTarget;
 use super::error::VfioError;
+use super::groups::Lease;
 use super::p2p::P2pTarget;
 use super::sysfs::HostPlace;
 
@@ -34,29 +38,52 @@ pub trait DmaSpace: DmaTarget {
     }
     /// The memory that may be mapped, kept as long as a function of the space.
     fn memory(&self) -> Arc<GuestRam>;
-    /// Prepares to outlive the VM: returns whether guest memory stays mapped, and pinned, without a function.
-    /// Called once no function can access memory, before all are closed.
-    fn outlives_vm(&self) -> bool {
-        false
+    /// Prepares to outlive the VM. As long as the returned value lives, guest memory stays mapped, and pinned, without a
+    /// function; after that, as long as a function is open. Called once no function can access memory, before all are closed.
+    ///
+    /// # Errors
+    /// Why it does not stay mapped.
+    fn outlive_vm(&self) -> Result<SpaceHold, &'static str> {
+        Err("it is mapped only as long as devices are open")
     }
     /// Has the functions that are opened from now on belong to this VM, after
-    /// [`outlives_vm`](Self::outlives_vm).
+    /// [`outlive_vm`](Self::outlive_vm).
     ///
     /// # Errors
     /// KVM's.
     fn join_vm(&self, _vm: &Vm) -> Result<(), VfioError> {
         Ok(())
     }
+    /// Names the functions that the VM is to have, by their folders in sysfs, before the first is opened.
+    fn expect(&self, _paths: &[PathBuf]) {}
+    /// Whether all that was to stay mapped without functions ([`outlive_vm`](Self::outlive_vm)) is mapped still. Called when a
+    /// function is open, before anything else is mapped.
+    ///
+    /// # Errors
+    /// Why it is not. Nothing is mapped then.
+    fn check_kept(&self) -> Result<(), &'static str> {
+        Ok(())
+    }
     /// The same space as a target for device memory, if it supports that.
     fn peer_target(self: Arc<Self>) -> Option<Arc<dyn P2pTarget>>;
 }
 
+/// What keeps memory mapped in an address space without functions.
+pub type SpaceHold = Box<dyn Any + Send + Sync>;
+
 /// A function attached to an address space, until dropped.
 pub struct OpenedFunction {
-    /// The function.
-    pub device: VfioDevice,
-    /// Its registration with KVM, dropped after it.
-    pub told: Option<AttachedFile>,
+    // Drop order matters: the file is closed first.
+    pub(super) file: File,
+    pub(super) attachment: Attachment,
+}
+
+/// What attaches a function to an address space.
+pub(super) enum Attachment {
+    /// Its group is in the container.
+    Group(Lease),
+    /// It is bound to an iommufd, until dropped, and then no longer registered with KVM.
+    Iommufd { _device: VfioDevice, _told: AttachedFile },
 }
 
 /// A validated part of guest memory.

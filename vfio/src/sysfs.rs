@@ -42,7 +42,7 @@ impl HostPlace {
     }
 
     /// Whether the host knows how to reset the function alone.
-    pub(super) fn has_reset(&self) -> bool {
+    pub fn has_reset(&self) -> bool {
         match self {
             Self::Sysfs(path) | Self::Prepinned { path, .. } => has_reset(path),
             Self::Descriptor(node) => path_of_node(node).is_some_and(|path| has_reset(&path)),
@@ -60,7 +60,7 @@ fn has_reset(path: &Path) -> bool {
 }
 
 /// A function in sysfs with an IOMMU and a VFIO driver.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct SysfsFunction {
     /// Its directory, without symbolic links.
     pub path: PathBuf,
@@ -84,6 +84,39 @@ pub fn host_nodes(path: &Path) -> Vec<PathBuf> {
     let own = path.join("vfio-dev").read_dir().into_iter().flatten().flatten();
     let own = own.map(|node| Path::new("/dev/vfio/devices").join(node.file_name()));
     group.map(|group| Path::new("/dev/vfio").join(group)).into_iter().chain(own).collect()
+}
+
+/// A function in an IOMMU group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupMember {
+    /// Its address, or the name of its folder in sysfs.
+    pub name: String,
+    /// The driver that it is bound to.
+    pub driver: Option<String>,
+}
+
+impl GroupMember {
+    /// Whether the kernel lends no function of the group to a VM because of this one: its driver uses it for DMA.
+    pub fn is_in_the_way(&self) -> bool {
+        // Drivers that leave DMA of their functions to others (`driver_managed_dma` in the kernel).
+        const WITHOUT_DMA: [&str; 2] = ["pci-stub", "pcieport"];
+        let stays_out = |driver: &str| driver.contains("vfio") || WITHOUT_DMA.contains(&driver);
+        self.driver.as_deref().is_some_and(|driver| !stays_out(driver))
+    }
+}
+
+/// The IOMMU group of the function at `path` in sysfs, with all functions in it; `None` if it is in none.
+pub fn group_of(path: &Path) -> Option<(String, Vec<GroupMember>)> {
+    let number = link_name(&path.join("iommu_group"))?;
+    let members = path.join("iommu_group/devices").read_dir().into_iter().flatten().flatten();
+    let mut members: Vec<_> = members
+        .map(|member| GroupMember {
+            name: member.file_name().to_string_lossy().into_owned(),
+            driver: link_name(&member.path().join("driver")),
+        })
+        .collect();
+    members.sort_by(|a, b| a.name.cmp(&b.name));
+    Some((number, members))
 }
 
 /// Directory in sysfs of the function that has this open character device.
@@ -182,6 +215,34 @@ mod tests {
         assert!(is_node_of(&function.path, &open("/dev/null")));
         assert!(!is_node_of(&function.path, &open("/dev/zero")), "another device");
         assert!(!is_node_of(&function.path, &open("/proc/self/status")), "no device");
+    }
+
+    #[test]
+    fn a_function_of_the_group_with_a_driver_of_its_own_is_in_the_way() {
+        let root = vmm_sys_util::tempdir::TempDir::new().unwrap();
+        let group = root.as_path().join("iommu_groups/5");
+        let device = |name: &str, driver: Option<&str>| {
+            let path = root.as_path().join(name);
+            fs::create_dir(&path).unwrap();
+            symlink(&group, path.join("iommu_group")).unwrap();
+            symlink(&path, group.join("devices").join(name)).unwrap();
+            if let Some(driver) = driver {
+                symlink(Path::new("/sys/bus/pci/drivers").join(driver), path.join("driver"))
+                    .unwrap();
+            }
+            path
+        };
+        fs::create_dir_all(group.join("devices")).unwrap();
+        let first = device("0000:01:00.0", Some("vfio-pci"));
+        device("0000:00:1c.0", Some("pcieport"));
+        device("0000:01:00.1", Some("snd_hda_intel"));
+        device("0000:01:00.2", None);
+        let (number, members) = group_of(&first).unwrap();
+        assert_eq!((number.as_str(), members.len()), ("5", 4));
+        let in_the_way = members.iter().filter(|member| member.is_in_the_way());
+        let names: Vec<_> = in_the_way.map(|member| member.name.as_str()).collect();
+        assert_eq!(names, ["0000:01:00.1"]);
+        assert_eq!(group_of(root.as_path()), None);
     }
 
     #[test]

@@ -492,6 +492,27 @@ fn a_function_is_silent_only_if_it_says_that_its_dma_is_off() {
 }
 
 #[test]
+fn the_host_hears_whether_the_guest_uses_a_function() {
+    let rig = Rig::new();
+    let in_use = || rig.host.in_use.load(std::sync::atomic::Ordering::Relaxed);
+    // What firmware does before it places BARs.
+    rig.device.write_config(0x10, &[0xff; 4]);
+    rig.device.write_config(4, &[0, 4]);
+    assert!(!in_use());
+    for command in [1, 2, 4] {
+        rig.gate.open();
+        rig.device.write_config(4, &[command, 0]);
+        assert!(in_use(), "{command}");
+        rig.host.in_use.store(false, std::sync::atomic::Ordering::Relaxed);
+    }
+    rig.device.write_config(4, &[2, 0]);
+    rig.device.lose();
+    assert!(!in_use());
+    rig.device.write_config(4, &[2, 0]);
+    assert!(!in_use(), "it is gone for the guest");
+}
+
+#[test]
 fn a_function_that_cannot_be_reset_is_harmless_all_the_same() {
     let rig = Rig::new();
     rig.gate.open();

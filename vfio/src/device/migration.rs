@@ -99,7 +99,7 @@ impl VfioPciDevice {
         step(self).inspect_err(|error| self.mark_lost_if_failed(error))
     }
 
-    fn mark_lost_if_failed(&self, error: &MigrationError) {
+    pub(super) fn mark_lost_if_failed(&self, error: &MigrationError) {
         if matches!(error, MigrationError::Failed { .. }) {
             self.disarm();
         }
@@ -111,18 +111,34 @@ impl VfioPciDevice {
 
     /// Saves the state of the function, which must be stopped.
     pub(crate) fn saved(&self) -> Result<VfioState, MigrationError> {
-        if self.is_lost() {
-            return Err(NotMigratable::Lost.into());
-        }
-        if let Err(reason) = self.migration.support() {
-            return Err(reason.clone().into());
-        }
+        self.check_movable()?;
         let data = self.migration.save().inspect_err(|error| self.mark_lost_if_failed(error))?;
+        Ok(self.saved_with(HardwareState::Here(data)))
+    }
+
+    /// The same, if the hardware's part was read already and travels beside it.
+    pub(super) fn saved_beside(&self, len_bytes: u64) -> Result<VfioState, MigrationError> {
+        self.check_movable()?;
+        self.migration.check_stopped()?;
+        Ok(self.saved_with(HardwareState::Apart { len_bytes }))
+    }
+
+    pub(super) fn check_movable(&self) -> Result<(), MigrationError> {
+        self.movable().map(|_| ()).map_err(|reason| reason.clone().into())
+    }
+
+    /// The properties of the hardware that its state belongs to.
+    pub fn hardware(&self) -> Hardware {
+        let raw = self.raw_config();
+        Hardware::of(&raw, &self.config.lock().bars())
+    }
+
+    fn saved_with(&self, state: HardwareState) -> VfioState {
         let raw = self.raw_config();
         let mut command = [0; 2];
         self.read_config(register::COMMAND, &mut command);
         let config = self.config.lock();
-        Ok(VfioState {
+        VfioState {
             hardware: Hardware::of(&raw, &config.bars()),
             registers: config.save(),
             command: u16::from_le_bytes(command),
@@ -130,18 +146,13 @@ impl VfioPciDevice {
                 .map(|places| places.map(|at| word(&raw, at).unwrap_or(0))),
             msix: self.interrupts.msix().map(pci::Msix::save),
             msi_pending: self.interrupts.msi().map_or(0, crate::msi::Msi::pending),
-            state: HardwareState(data),
-        })
+            state,
+        }
     }
 
-    /// Restores a state, once all guest memory is mapped. The function must be stopped.
+    /// Restores a state, once all guest memory is mapped. The function must be stopped, or have taken the hardware's part.
     pub(crate) fn put_in(&self, state: &VfioState) -> Result<(), MigrationError> {
-        if self.is_lost() {
-            return Err(NotMigratable::Lost.into());
-        }
-        if let Err(reason) = self.migration.support() {
-            return Err(reason.clone().into());
-        }
+        self.check_movable()?;
         let raw = self.raw_config();
         let mut config = self.config.lock();
         state.hardware.check(&Hardware::of(&raw, &config.bars()))?;
@@ -156,8 +167,10 @@ impl VfioPciDevice {
         }
         // The guest does not run, so no vCPU waits for these registers.
         self.gate.wait()?;
+        // From the beginning: a reset would lose what it takes.
+        self.host.set_in_use(true);
         let complete = || self.complete(&mut config, registers, &raw, state);
-        let put = self.migration.load(&state.state.0, complete);
+        let put = self.migration.load(&state.state, complete);
         put.inspect_err(|error| {
             drop(config);
             self.mark_lost_if_failed(error);

@@ -16,6 +16,7 @@ mod migration;
 mod power;
 #[cfg(test)]
 mod power_tests;
+mod streaming;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +29,7 @@ use log::{error, warn};
 use parking_lot::Mutex;
 
 pub use dma_log::DmaLog;
+pub use streaming::{StateReader, StateWriter};
 
 use crate::bars::{self, MsixRanges};
 use crate::config::{MsiLayout, MsixLayout, ShadowConfig};
@@ -37,9 +39,7 @@ use crate::gate::DmaGate;
 use crate::host::{HostFunction, InterruptKind};
 use crate::interrupts::{Interrupts, IntxLine};
 use crate::mapping::BarMapping;
-use crate::migration::{
-    INTEGRATED_ENDPOINT_VERSION, Migration, MigrationPort, ROM_VERSION, VFIO_STATE_VERSION,
-};
+use crate::migration::{Migration, MigrationPort, VFIO_STATE_VERSION};
 use crate::p2p::{P2pBars, Peer};
 use crate::rom::{self, Rom};
 use pci::register;
@@ -183,7 +183,9 @@ impl VfioPciDevice {
         // A driver may use the pin without enabling it.
         interrupts.apply(config.msix_control(), config.msi().as_ref());
         let port: Arc<dyn MigrationPort> = Arc::<dyn HostFunction>::clone(&host);
-        let peer = wiring.peers.map(|peers| peers.join(&id));
+        let areas = direct.iter().flat_map(|bar: &DirectBar| &bar.areas);
+        let mappable: Vec<_> = areas.map(|area| area.memory.len_bytes()).collect();
+        let peer = wiring.peers.map(|peers| peers.join(&id, mappable));
         Ok(Self {
             migration: Migration::new(&id, port),
             id,
@@ -214,6 +216,7 @@ impl VfioPciDevice {
         // Waits for a write in progress, which may still connect interrupts.
         drop(self.config.lock());
         self.interrupts.cut_off();
+        self.host.set_in_use(false);
         for bar in self.direct.lock().iter_mut() {
             self.hide(bar);
         }
@@ -455,6 +458,9 @@ impl PciDevice for VfioPciDevice {
         if self.is_lost() {
             return;
         }
+        if ShadowConfig::begins_use(offset, data) {
+            self.host.set_in_use(true);
+        }
         if config.sets_power(offset, data.len()) {
             self.fall_asleep();
         }
@@ -524,14 +530,7 @@ impl PciDevice for VfioPciDevice {
 
     fn save(&self) -> Result<PciDeviceState, PciStateError> {
         let state = self.saved().map_err(|error| self.state_error(error))?;
-        let version = if self.has_rom() {
-            ROM_VERSION
-        } else if self.is_integrated_endpoint() {
-            INTEGRATED_ENDPOINT_VERSION
-        } else {
-            1
-        };
-        PciDeviceState::encode(self, version, &state)
+        self.encoded(&state)
     }
 
     fn restore(&self, state: &PciDeviceState) -> Result<(), PciStateError> {

@@ -35,6 +35,13 @@ pub enum NotMigratable {
     Lost,
 }
 
+fn behind(written_bytes: u64) -> String {
+    match written_bytes {
+        0 => String::new(),
+        _ => format!(" after {written_bytes} others"),
+    }
+}
+
 /// Why a step of a migration failed.
 #[derive(Debug, Error)]
 pub enum MigrationError {
@@ -93,15 +100,25 @@ pub enum MigrationError {
     },
     /// Writing the state failed.
     #[error(
-        "the device refused its state of {len_bytes} bytes; is it of the same kind as at the \
-         source, with the same firmware?"
+        "the device refused its state of {len_bytes} bytes{}; is it of the same kind as at the \
+         source, with the same firmware?", behind(*written_bytes)
     )]
     Write {
-        /// Length of the state in bytes.
+        /// Length of what it refused in bytes.
         len_bytes: u64,
+        /// Bytes that it has taken before.
+        written_bytes: u64,
         /// The cause.
         #[source]
         source: io::Error,
+    },
+    /// Another number of bytes was written than the state has.
+    #[error("{written_bytes} bytes of the device's state have come in place of {len_bytes}")]
+    Incomplete {
+        /// Bytes that were written.
+        written_bytes: u64,
+        /// Length of the state.
+        len_bytes: u64,
     },
     /// The state is of different hardware.
     #[error("the state is that of another device: {what} is {found} there and {expected} here")]

@@ -18,7 +18,7 @@ mod tests;
 pub use error::{MigrationError, NotMigratable};
 pub use port::{DeviceState, LOG_PAGE_BYTES, MigrationPort, MigrationSupport};
 pub use saved::{
-    Hardware, HardwareState, INTEGRATED_ENDPOINT_VERSION, ROM_VERSION, VFIO_STATE_VERSION,
-    VfioState,
+    APART_LEN_BYTES_MAX, Hardware, HardwareState, INTEGRATED_ENDPOINT_VERSION, ROM_VERSION,
+    VFIO_STATE_VERSION, VfioState,
 };
 pub use session::{Migration, STATE_LEN_BYTES_MAX};

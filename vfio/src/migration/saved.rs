@@ -28,16 +28,30 @@ pub const ROM_VERSION: u32 = 3;
 /// Newest version of [`VfioState`] that is read. The lowest version that can represent a state is written.
 pub const VFIO_STATE_VERSION: u32 = ROM_VERSION;
 
-/// The state returned by the host driver. In JSON it is base64, with its length.
+/// The state returned by the host driver. In JSON it is base64, with its length, or only the length.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Encoded", into = "Encoded")]
-pub struct HardwareState(pub Vec<u8>);
+pub enum HardwareState {
+    /// The bytes.
+    Here(Vec<u8>),
+    /// The bytes travel beside this. Only between programs that have agreed on that.
+    Apart {
+        /// Their number.
+        len_bytes: u64,
+    },
+}
+
+/// Maximum length in bytes of a state that travels beside the other state.
+pub const APART_LEN_BYTES_MAX: u64 = 1 << 40;
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Encoded {
     len_bytes: u64,
-    base64: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base64: Option<String>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    apart: bool,
 }
 
 /// Why bytes are not a hardware state.
@@ -52,16 +66,31 @@ pub enum HardwareStateError {
         expected: u64,
     },
     /// The state exceeds the limit.
-    #[error("the state of the hardware has {0} bytes, at most {STATE_LEN_BYTES_MAX} are possible")]
-    TooLong(u64),
+    #[error("the state of the hardware has {len_bytes} bytes, at most {limit_bytes} are possible")]
+    TooLong {
+        /// Announced length.
+        len_bytes: u64,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// Both forms or none.
+    #[error("the state of the hardware is neither here nor beside this, or both")]
+    Form,
     /// The base64 is malformed.
     #[error("the state of the hardware is not valid base64")]
     Base64(#[from] base64::DecodeError),
 }
 
 impl From<HardwareState> for Encoded {
-    fn from(HardwareState(bytes): HardwareState) -> Self {
-        Self { len_bytes: bytes.len() as u64, base64: STANDARD.encode(bytes) }
+    fn from(state: HardwareState) -> Self {
+        match state {
+            HardwareState::Here(bytes) => Self {
+                len_bytes: bytes.len() as u64,
+                base64: Some(STANDARD.encode(bytes)),
+                apart: false,
+            },
+            HardwareState::Apart { len_bytes } => Self { len_bytes, base64: None, apart: true },
+        }
     }
 }
 
@@ -69,23 +98,32 @@ impl TryFrom<Encoded> for HardwareState {
     type Error = HardwareStateError;
 
     fn try_from(encoded: Encoded) -> Result<Self, HardwareStateError> {
-        let Encoded { len_bytes, base64 } = encoded;
+        let Encoded { len_bytes, base64, apart } = encoded;
         // The decoded state is shorter than its text, whose length was limited where it was received.
-        if len_bytes > STATE_LEN_BYTES_MAX {
-            return Err(HardwareStateError::TooLong(len_bytes));
+        let limit_bytes = if apart { APART_LEN_BYTES_MAX } else { STATE_LEN_BYTES_MAX };
+        if len_bytes > limit_bytes {
+            return Err(HardwareStateError::TooLong { len_bytes, limit_bytes });
         }
+        let base64 = match (base64, apart) {
+            (None, true) => return Ok(Self::Apart { len_bytes }),
+            (Some(base64), false) => base64,
+            _ => return Err(HardwareStateError::Form),
+        };
         let bytes = STANDARD.decode(base64)?;
         let found = bytes.len() as u64;
         if found != len_bytes {
             return Err(HardwareStateError::Length { found, expected: len_bytes });
         }
-        Ok(Self(bytes))
+        Ok(Self::Here(bytes))
     }
 }
 
 impl fmt::Debug for HardwareState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes", self.0.len())
+        match self {
+            Self::Here(bytes) => write!(f, "{} bytes", bytes.len()),
+            Self::Apart { len_bytes } => write!(f, "{len_bytes} bytes beside this"),
+        }
     }
 }
 
@@ -203,20 +241,46 @@ mod tests {
     use super::*;
 
     fn read(len_bytes: u64, base64: &str) -> Result<HardwareState, HardwareStateError> {
-        Encoded { len_bytes, base64: base64.to_owned() }.try_into()
+        Encoded { len_bytes, base64: Some(base64.to_owned()), apart: false }.try_into()
     }
 
     #[test]
     fn what_is_cut_off_or_too_long_is_refused() {
-        let whole = Encoded::from(HardwareState(b"firmware state".to_vec()));
-        assert_eq!(read(14, &whole.base64).unwrap().0, b"firmware state");
+        let here = HardwareState::Here(b"firmware state".to_vec());
+        let whole = Encoded::from(here.clone()).base64.unwrap();
+        assert_eq!(read(14, &whole).unwrap(), here);
         let short = |found, expected| Err(HardwareStateError::Length { found, expected });
-        assert_eq!(read(14, &whole.base64[..16]), short(12, 14));
-        assert_eq!(read(13, &whole.base64), short(14, 13));
-        assert_eq!(read(0, ""), Ok(HardwareState(Vec::new())));
-        assert_eq!(read(1 << 40, "AAAA"), Err(HardwareStateError::TooLong(1 << 40)));
+        assert_eq!(read(14, &whole[..16]), short(12, 14));
+        assert_eq!(read(13, &whole), short(14, 13));
+        assert_eq!(read(0, ""), Ok(HardwareState::Here(Vec::new())));
+        assert_eq!(
+            read(1 << 40, "AAAA"),
+            Err(HardwareStateError::TooLong {
+                len_bytes: 1 << 40,
+                limit_bytes: STATE_LEN_BYTES_MAX
+            })
+        );
         assert!(matches!(read(3, "A*=="), Err(HardwareStateError::Base64(_))));
-        assert!(matches!(read(14, &whole.base64[..19]), Err(HardwareStateError::Base64(_))));
+        assert!(matches!(read(14, &whole[..19]), Err(HardwareStateError::Base64(_))));
+    }
+
+    #[test]
+    fn a_state_beside_the_document_is_a_length_with_a_limit() {
+        let read = |json: &str| serde_json::from_str::<HardwareState>(json);
+        let apart = HardwareState::Apart { len_bytes: APART_LEN_BYTES_MAX };
+        let json = serde_json::to_string(&apart).unwrap();
+        assert_eq!(json, r#"{"len_bytes":1099511627776,"apart":true}"#);
+        assert_eq!(read(&json).unwrap(), apart);
+        for (json, expected) in [
+            (r#"{"len_bytes":1099511627777,"apart":true}"#, "at most 1099511627776"),
+            (r#"{"len_bytes":3,"base64":"AAAA","apart":true}"#, "or both"),
+            (r#"{"len_bytes":3}"#, "neither here"),
+            (r#"{"len_bytes":3,"apart":false}"#, "neither here"),
+            (r#"{"apart":true}"#, "len_bytes"),
+        ] {
+            let error = read(json).unwrap_err().to_string();
+            assert!(error.contains(expected), "{json}: {error}");
+        }
     }
 
     #[test]
@@ -250,14 +314,16 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read(bytes in prop::collection::vec(any::<u8>(), 0..512)) {
-            let json = serde_json::to_string(&HardwareState(bytes.clone())).unwrap();
-            prop_assert_eq!(serde_json::from_str::<HardwareState>(&json).unwrap().0, bytes);
+            let state = HardwareState::Here(bytes);
+            let json = serde_json::to_string(&state).unwrap();
+            prop_assert_eq!(serde_json::from_str::<HardwareState>(&json).unwrap(), state);
         }
 
         #[test]
         fn any_text_is_read_or_refused(len_bytes in 0_u64..64, text in "[A-Za-z0-9+/=*]{0,80}") {
-            if let Ok(state) = read(len_bytes, &text) {
-                prop_assert_eq!(state.0.len() as u64, len_bytes);
+            match read(len_bytes, &text) {
+                Ok(HardwareState::Here(bytes)) => prop_assert_eq!(bytes.len() as u64, len_bytes),
+                other => prop_assert!(other.is_err()),
             }
         }
     }

@@ -14,15 +14,17 @@
 //! stops, and before the first works again. Those that do not support that state skip it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use log::warn;
 use parking_lot::Mutex;
 
 use super::error::{MigrationError, NotMigratable};
 use super::port::{DeviceState, MigrationPort, MigrationSupport};
+use super::saved::HardwareState;
 
-/// Maximum length in bytes of a function's state. All states are sent in one message of at most 256 MiB, in
-/// base64, with those of vCPUs and devices.
+/// Maximum length in bytes of a function's state that is kept with the other state: in a snapshot, and on the way to an
+/// older destination. All states are one document of at most 256 MiB there, in base64, with those of vCPUs and devices.
 pub const STATE_LEN_BYTES_MAX: u64 = 128 << 20;
 
 /// Bytes of a state read at a time.
@@ -33,8 +35,10 @@ pub struct Migration {
     id: String,
     port: Arc<dyn MigrationPort>,
     support: Result<MigrationSupport, NotMigratable>,
-    /// Last known state. Locked during a transition.
+    /// Last known state. Locked during a transition, and while a part of the function's state is read or written.
     state: Mutex<DeviceState>,
+    /// Bytes that were written since it began to take a state; changed with `state` locked.
+    written_bytes: AtomicU64,
 }
 
 impl Migration {
@@ -49,7 +53,8 @@ impl Migration {
         };
         let found = support.as_ref().ok().and_then(|_| port.device_state().ok());
         let state = found.and_then(DeviceState::from_number).unwrap_or(DeviceState::Running);
-        let this = Self { id: id.to_owned(), port, support, state: Mutex::new(state) };
+        let (id_here, written_bytes) = (id.to_owned(), AtomicU64::new(0));
+        let this = Self { id: id_here, port, support, state: Mutex::new(state), written_bytes };
         if let Err(error) = this.run() {
             let error = error_text::chain(&error);
             warn!("passed-through device {id} was found in {state}, and stays there: {error}");
@@ -123,19 +128,63 @@ impl Migration {
         if self.support.is_err() { 0 } else { self.port.state_len_bytes().unwrap_or(0) }
     }
 
-    /// Reads the state. The function must be stopped, and stays so.
+    /// Reads the state whole. The function must be stopped, and stays so.
     ///
     /// # Errors
     /// It is not stopped, the state cannot be read, or it is too long.
     pub fn save(&self) -> Result<Vec<u8>, MigrationError> {
-        let mut state = self.state.lock();
-        needs(*state, DeviceState::Stop)?;
-        self.go(&mut state, DeviceState::StopCopy)?;
+        self.begin_save()?;
         let data = self.read();
-        let back = self.go(&mut state, DeviceState::Stop);
+        let back = self.end_save();
         // The read error is more helpful than that of the transition back.
         let data = data?;
         back.map(|()| data)
+    }
+
+    /// Begins to read the state in parts. The function must be stopped, and can be nothing else before
+    /// [`Self::end_save`].
+    ///
+    /// # Errors
+    /// It is not stopped, or as [`Self::go`].
+    pub fn begin_save(&self) -> Result<(), MigrationError> {
+        let mut state = self.state.lock();
+        needs(*state, DeviceState::Stop)?;
+        self.go(&mut state, DeviceState::StopCopy)
+    }
+
+    /// Reads the next bytes of the state, which follow `read_bytes` others; none at its end.
+    ///
+    /// # Errors
+    /// The state cannot be read.
+    pub fn read_part(&self, part: &mut [u8], read_bytes: u64) -> Result<usize, MigrationError> {
+        let state = self.state.lock();
+        needs(*state, DeviceState::StopCopy)?;
+        loop {
+            match self.port.read_state(part) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                read => return read.map_err(|source| MigrationError::Read { read_bytes, source }),
+            }
+        }
+    }
+
+    /// Ends the reading, after which the function is stopped as before. No effect if it has left that state meanwhile.
+    ///
+    /// # Errors
+    /// As [`Self::go`].
+    pub fn end_save(&self) -> Result<(), MigrationError> {
+        let mut state = self.state.lock();
+        if *state == DeviceState::StopCopy {
+            return self.go(&mut state, DeviceState::Stop);
+        }
+        Ok(())
+    }
+
+    /// Refuses a function that is not stopped.
+    ///
+    /// # Errors
+    /// Its state.
+    pub fn check_stopped(&self) -> Result<(), MigrationError> {
+        needs(*self.state.lock(), DeviceState::Stop)
     }
 
     fn read(&self) -> Result<Vec<u8>, MigrationError> {
@@ -143,11 +192,7 @@ impl Migration {
         let mut part = vec![0; READ_BYTES];
         loop {
             let read_bytes = data.len() as u64;
-            let len = match self.port.read_state(&mut part) {
-                Ok(len) => len,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                Err(source) => return Err(MigrationError::Read { read_bytes, source }),
-            };
+            let len = self.read_part(&mut part, read_bytes)?;
             if len == 0 {
                 return Ok(data);
             }
@@ -158,26 +203,73 @@ impl Migration {
         }
     }
 
-    /// Writes a state; `complete` runs before the function has accepted it. The function must be stopped,
-    /// and stays so; all guest memory must be mapped.
+    /// Begins to take a state. The function must be stopped; all guest memory must be mapped.
     ///
     /// # Errors
-    /// It is not stopped or refuses the state; it is unusable then.
-    pub fn load(
-        &self,
-        data: &[u8],
-        complete: impl FnOnce() -> Result<(), MigrationError>,
-    ) -> Result<(), MigrationError> {
+    /// It is not stopped, or as [`Self::go`].
+    pub fn begin_load(&self) -> Result<(), MigrationError> {
         let mut state = self.state.lock();
         needs(*state, DeviceState::Stop)?;
         self.go(&mut state, DeviceState::Resuming)?;
-        let len_bytes = data.len() as u64;
-        self.port
-            .write_state(data)
-            .map_err(|source| MigrationError::Write { len_bytes, source })?;
+        self.written_bytes.store(0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Writes the next bytes of a state.
+    ///
+    /// # Errors
+    /// The function takes none, or refuses these; it is unusable then.
+    pub fn write_part(&self, part: &[u8]) -> Result<(), MigrationError> {
+        let state = self.state.lock();
+        needs(*state, DeviceState::Resuming)?;
+        let written_bytes = self.written_bytes.load(Ordering::Relaxed);
+        let len_bytes = part.len() as u64;
+        self.port.write_state(part).map_err(|source| MigrationError::Write {
+            len_bytes,
+            written_bytes,
+            source,
+        })?;
+        self.written_bytes.store(written_bytes.saturating_add(len_bytes), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Ends a state of this length; `complete` runs before the function has accepted it. The function is stopped then.
+    ///
+    /// # Errors
+    /// Another number of bytes was written, or it refuses the state; it is unusable then.
+    pub fn end_load(
+        &self,
+        len_bytes: u64,
+        complete: impl FnOnce() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let mut state = self.state.lock();
+        needs(*state, DeviceState::Resuming)?;
+        let written_bytes = self.written_bytes.load(Ordering::Relaxed);
+        if written_bytes != len_bytes {
+            return Err(MigrationError::Incomplete { written_bytes, len_bytes });
+        }
         complete()?;
         // The function reports only here whether the state is valid.
         self.go(&mut state, DeviceState::Stop)
+    }
+
+    /// Takes a state whole: all of it was written already, or it is here. The function is stopped then.
+    ///
+    /// # Errors
+    /// As the steps of it.
+    pub fn load(
+        &self,
+        state: &HardwareState,
+        complete: impl FnOnce() -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        match state {
+            HardwareState::Here(data) => {
+                self.begin_load()?;
+                self.write_part(data)?;
+                self.end_load(data.len() as u64, complete)
+            }
+            HardwareState::Apart { len_bytes } => self.end_load(*len_bytes, complete),
+        }
     }
 
     fn has_p2p(&self) -> bool {

@@ -279,3 +279,35 @@ fn guest_memory_keeps_its_part_of_the_mappings() {
     assert_eq!(rig.iommu.mapped(), bars_of(2), "there is room again");
     rig.check();
 }
+
+#[test]
+fn what_bars_will_take_is_forecast_until_they_are_mapped() {
+    let rig = Rig::new(1);
+    assert_eq!(rig.peers.time_to_map(), Duration::ZERO, "there is nothing to reach it");
+    drop(rig);
+    let mut rig = Rig::new(2);
+    // Of each: what can be mapped of BAR 0 without the pages of MSI-X, and BAR 2.
+    let of_fakes = 2 * 0x3000;
+    let expected = |bytes: u64, per_second: u64| {
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(per_second);
+        Duration::from_nanos(u64::try_from(nanos).unwrap())
+    };
+    let rate = rig.peers.bytes_per_second;
+    assert_eq!(rig.peers.time_to_map(), expected(of_fakes, rate));
+    let gpu = rig.peers.join("gpu", vec![1 << 20, 128 << 30]);
+    let all = of_fakes + (1 << 20) + (128 << 30);
+    assert_eq!(rig.peers.time_to_map(), expected(all, rate));
+    rig.peers.state.lock().measured = (1 << 30, Duration::from_secs(1));
+    assert!(rig.peers.time_to_map() > Duration::from_secs(128), "by what it has taken");
+    drop(gpu);
+    assert!(rig.peers.time_to_map() < Duration::from_secs(1), "it has gone");
+    rig.gate.open();
+    rig.command(1, 6);
+    assert_eq!(rig.peers.time_to_map(), Duration::ZERO, "no wait is to come");
+    assert!(rig.peers.state.lock().measured.0 > 1 << 30);
+    let few = Rig::with(2, Some(8));
+    let gpu = few.peers.join("gpu", vec![128 << 30; 6]);
+    assert_eq!(few.peers.time_to_map(), expected(128 << 30, rate), "one of eight may be mapped");
+    drop(gpu);
+    rig.plug(3);
+}

@@ -220,8 +220,12 @@ fn check_file(file: &File, offset: u64, areas: &[Range<u64>]) -> Result<(), Stri
     }
 }
 
-/// The parts that can be mapped, of a region for which they are listed.
-fn sparse_areas(
+/// The parts that can be mapped, of a region for which they are listed, as the host's kernel lists them, too. `payload` is all
+/// that describes it.
+///
+/// # Errors
+/// What is wrong with the list.
+pub(crate) fn sparse_areas(
     payload: &[u8],
     first: u32,
     region_len_bytes: u64,

@@ -34,6 +34,7 @@ mod tests;
 mod watch;
 
 pub use crate::user_error::UserError;
+pub(crate) use answers::sparse_areas;
 pub use function::UserFunction;
 #[cfg(any(test, feature = "testing"))]
 pub use fuzz::fuzz_vfio_user;
